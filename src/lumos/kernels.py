@@ -1,0 +1,168 @@
+"""The inner loops, compiled by numba once and cached on disk. Nothing else imports numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@njit(cache=True, nogil=True)
+def topological_order(first: Array, waits: Array, outgoing: Array, target: Array) -> tuple[Array, int]:
+    """Run every lane as far as it can go, then the lanes that this released: an order that stays in the cache."""
+    lanes = len(first) - 1
+    size = first[lanes]
+    order = np.empty(size, np.int32)
+    lane_of_first = np.full(size + 1, -1, np.int32)  # lane whose next node this is
+    cursor = first[:-1].copy()
+    remaining = waits.copy()
+    stack = np.empty(lanes + 1, np.int32)
+    top, done = 0, 0
+    for lane in range(lanes - 1, -1, -1):
+        if cursor[lane] < first[lane + 1]:
+            lane_of_first[cursor[lane]] = lane
+            if remaining[cursor[lane]] == 0:
+                stack[top] = lane
+                top += 1
+    while top > 0:
+        top -= 1
+        lane = stack[top]
+        node, stop = cursor[lane], first[lane + 1]
+        lane_of_first[node] = -1
+        while node < stop and remaining[node] == 0:
+            order[done] = node
+            done += 1
+            for edge in range(outgoing[node], outgoing[node + 1]):
+                other = target[edge]
+                remaining[other] -= 1
+                if remaining[other] == 0 and lane_of_first[other] >= 0:
+                    stack[top] = lane_of_first[other]
+                    top += 1
+            node += 1
+        cursor[lane] = node
+        if node < stop:
+            lane_of_first[node] = lane
+    return order, done
+
+
+@njit(cache=True, nogil=True)
+def forward_pass(
+    order: Array,
+    is_first: Array,
+    duration: Array,
+    gap: Array,
+    incoming: Array,
+    source: Array,
+    lag: Array,
+    from_start: Array,
+) -> tuple[Array, Array]:
+    """Start and end of every node."""
+    start = np.zeros(len(duration))
+    end = np.zeros(len(duration))
+    for node in order:
+        time = gap[node] if is_first[node] else end[node - 1] + gap[node]
+        for edge in range(incoming[node], incoming[node + 1]):
+            other = (start[source[edge]] if from_start[edge] else end[source[edge]]) + lag[edge]
+            if other > time:
+                time = other
+        start[node] = time
+        end[node] = time + duration[node]
+    return start, end
+
+
+@njit(cache=True, nogil=True)
+def forward_pass_many(
+    order: Array,
+    is_first: Array,
+    duration: Array,
+    gap: Array,
+    incoming: Array,
+    source: Array,
+    lag: Array,
+    from_start: Array,
+) -> Array:
+    """End of every node in many scenarios at once; `duration` and the answer are (nodes, scenarios)."""
+    scenarios = duration.shape[1]
+    end = np.zeros(duration.shape)
+    time = np.zeros(scenarios)
+    for node in order:
+        for s in range(scenarios):
+            time[s] = gap[node] if is_first[node] else end[node - 1, s] + gap[node]
+        for edge in range(incoming[node], incoming[node + 1]):
+            other = source[edge]
+            for s in range(scenarios):
+                reached = end[other, s] - duration[other, s] if from_start[edge] else end[other, s]
+                time[s] = max(time[s], reached + lag[edge])
+        for s in range(scenarios):
+            end[node, s] = time[s] + duration[node, s]
+    return end
+
+
+@njit(cache=True, nogil=True)
+def cut_into_segments(
+    lane: Array, start: Array, end: Array, blocking: Array, is_call: Array
+) -> tuple[Array, Array, Array, Array, Array, Array, Array]:
+    """Nested events of threads to segments that follow one another.
+
+    Events come sorted by lane, start and falling end. Every moment belongs to the deepest open event, or to none
+    (-1): then the thread runs something that was not recorded. A blocking call yields two segments, an empty one on
+    entry and one on return. Returns the segments' lane, event, start, end, whether they are a return, and the first
+    and last segment of every event.
+    """
+    count = len(start)
+    limit = 2 * count + 2 * int(blocking.sum()) + 8
+    where = np.empty(limit, np.int32)
+    owner = np.empty(limit, np.int32)
+    begin = np.empty(limit, np.int64)
+    finish = np.empty(limit, np.int64)
+    is_return = np.zeros(limit, np.bool_)
+    first = np.zeros(count, np.int32)
+    last = np.zeros(count, np.int32)
+    stack = np.empty(count + 1, np.int32)
+    closing = end.copy()
+    depth, made = 0, 0
+    now = np.int64(0)
+    for event in range(count + 1):
+        new_lane = event == count or event == 0 or lane[event] != lane[event - 1]
+        while depth > 0:
+            open_event = stack[depth - 1]
+            if not new_lane and closing[open_event] > start[event]:
+                # Times rounded to microseconds make events that follow one another overlap a little.
+                over = end[event] - closing[open_event]
+                if over <= closing[open_event] - start[event]:
+                    break
+                closing[open_event] = start[event]
+            where[made] = lane[open_event]
+            if closing[open_event] > now or (is_call[open_event] and first[open_event] >= made):
+                owner[made], begin[made], finish[made] = open_event, now, max(now, closing[open_event])
+                made += 1
+            elif blocking[open_event]:
+                owner[made], begin[made], finish[made] = open_event, now, now
+                made += 1
+            if blocking[open_event]:
+                is_return[made - 1] = True
+            now = max(now, closing[open_event])
+            last[open_event] = made - 1
+            depth -= 1
+        if event == count:
+            break
+        if new_lane:
+            now = start[event]
+        if start[event] > now:
+            where[made], owner[made] = lane[event], stack[depth - 1] if depth > 0 else -1
+            begin[made], finish[made] = now, start[event]
+            made += 1
+            now = start[event]
+        if depth > 0:
+            closing[event] = min(closing[event], closing[stack[depth - 1]])
+        first[event] = made
+        if blocking[event]:
+            where[made], owner[made], begin[made], finish[made] = lane[event], event, now, now
+            made += 1
+        stack[depth] = event
+        depth += 1
+    return where[:made], owner[:made], begin[:made], finish[:made], is_return[:made], first, last

@@ -1,0 +1,248 @@
+"""One Kineto file to the Trace of one rank.
+
+Field types are permissive on purpose: real files hold strings where numbers belong, and the other way round.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lumos.errors import InputError
+from lumos.readers.slices import Progress, Slices
+from lumos.trace import Header, Lane, Message, Syncs, Trace
+from lumos.vocabulary import CATEGORIES, GPU_CATEGORIES, Category, collective_name
+
+_Loose = int | float | str | None
+
+
+class _Args(msgspec.Struct, gc=False):
+    """The arguments of an event that the graph needs."""
+
+    correlation: Any = msgspec.field(default=-1)
+    stream: Any = msgspec.field(default=None)
+    device: Any = msgspec.field(default=None)
+    collective: Any = msgspec.field(default=None, name="Collective name")
+    dtype: Any = msgspec.field(default="", name="dtype")
+    in_elements: Any = msgspec.field(default=-1, name="In msg nelems")
+    out_elements: Any = msgspec.field(default=-1, name="Out msg nelems")
+    group_size: Any = msgspec.field(default=-1, name="Group size")
+    group: Any = msgspec.field(default="", name="Process Group Name")
+    group_ranks: Any = msgspec.field(default="", name="Process Group Ranks")
+    sequence: Any = msgspec.field(default=-1, name="Seq")
+    source: Any = msgspec.field(default=-1, name="Src Rank")
+    destination: Any = msgspec.field(default=-1, name="Dst Rank")
+    wait_stream: Any = msgspec.field(default=-1, name="wait_on_stream")
+    record: Any = msgspec.field(default=-1, name="wait_on_cuda_event_record_corr_id")
+    event: Any = msgspec.field(default=-1, name="wait_on_cuda_event_id")
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: Any = ""
+    cat: Any = ""
+    name: Any = ""
+    pid: Any = None
+    tid: Any = None
+    ts: Any = None
+    dur: Any = 0
+    args: Any = None
+
+
+class _TypedEvent(_Event, gc=False):
+    """The same, decoding only the arguments that are needed: several times faster than a dictionary."""
+
+    args: _Args | str | int | float | list[Any] | None = None
+
+
+def read_kineto(path: Path, progress: Progress | None = None) -> Trace:
+    """The trace in one file; its rank is what the header says, -1 where it says nothing."""
+    slices = Slices(path, _TypedEvent, progress)
+    columns = _Columns()
+    for events in slices:
+        columns.add(events)
+    header = _header(slices.header, path)
+    warnings = [f"{path.name}: {note}" for note in dict.fromkeys(slices.notes)]
+    if columns.refused:
+        warnings.append(f"{path.name}: {columns.refused} events have no usable time and were left out")
+    return columns.trace(header, _base_time(slices.header), warnings)
+
+
+class _Columns:
+    """Collects events slice by slice into arrays."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.lanes: dict[tuple[bool, str, str], int] = {}
+        self.messages: dict[Message, int] = {}
+        self.parts: list[tuple[np.ndarray[Any, Any], ...]] = []
+        self.syncs: list[tuple[int, ...]] = []
+        self.refused = 0
+
+    def add(self, events: list[_TypedEvent]) -> None:
+        """Append the spans of one slice."""
+        category_of = CATEGORIES.get
+        kept, categories = [], []
+        for event in events:
+            if event.ph == "X":
+                cat = event.cat
+                category = category_of(cat) if type(cat) is str else None
+                if category:
+                    kept.append(event)
+                    categories.append(category)
+        start, ok_start = _nanoseconds([e.ts for e in kept])
+        duration, ok_duration = _nanoseconds([e.dur for e in kept])
+        ok = ok_start & ok_duration & (duration >= 0)
+        self.refused += int((~ok).sum())
+        rows = np.array([self._row(e, c) for e, c in zip(kept, categories, strict=True)], np.int64).reshape(-1, 4)
+        category_column = np.array(categories, np.uint8)
+        keep = ok & (category_column != Category.SYNC)
+        self.parts.append(
+            (
+                category_column[keep],
+                rows[keep, 0].astype(np.int32),
+                rows[keep, 1].astype(np.int32),
+                start[keep],
+                duration[keep],
+                rows[keep, 2],
+                rows[keep, 3].astype(np.int32),
+            )
+        )
+
+    def _row(self, event: _TypedEvent, category: Category) -> tuple[int, int, int, int]:
+        """(name, lane, correlation, message) of one event; a sync row is kept aside as well."""
+        names, name = self.names, event.name if type(event.name) is str else str(event.name)
+        name_id = names.get(name)
+        if name_id is None:
+            name_id = names[name] = len(names)
+        args = event.args
+        if not isinstance(args, _Args):
+            return name_id, self._lane(event, category, None), -1, -1
+        correlation = args.correlation if type(args.correlation) is int else _integer(args.correlation)
+        lane = self._lane(event, category, args)
+        if category == Category.SYNC:
+            self.syncs.append((correlation, *map(_integer, (args.stream, args.wait_stream, args.record, args.event))))
+        message = -1 if args.collective is None else self._message(args)
+        return name_id, lane, correlation, message
+
+    def _lane(self, event: _TypedEvent, category: Category, args: _Args | None) -> int:
+        if category in GPU_CATEGORIES or category == Category.SYNC:
+            stream = event.tid if args is None or args.stream is None else args.stream
+            device = event.pid if args is None or args.device is None else args.device
+            key = (True, _text(device), _text(stream).removeprefix("stream").strip())
+        else:
+            key = (False, _text(event.pid), _text(event.tid))
+        lane = self.lanes.get(key)
+        if lane is None:
+            lane = self.lanes[key] = len(self.lanes)
+        return lane
+
+    def _message(self, args: _Args) -> int:
+        told = _text(args.collective)
+        if told in ("wait", "barrier_wait", ""):
+            return -1
+        point_to_point = told if told in ("send", "recv") else collective_name(told) or told
+        message = Message(
+            collective=point_to_point,
+            dtype=_text(args.dtype),
+            in_elements=_integer(args.in_elements),
+            out_elements=_integer(args.out_elements),
+            group=_text(args.group),
+            group_size=_integer(args.group_size),
+            ranks=_rank_list(args.group_ranks),
+            sequence=_integer(args.sequence),
+            source=_integer(args.source),
+            destination=_integer(args.destination),
+        )
+        return self.messages.setdefault(message, len(self.messages))
+
+    def trace(self, header: Header, base: int, warnings: list[str]) -> Trace:
+        """All slices as one Trace."""
+        columns = [np.concatenate(c) for c in zip(*self.parts, strict=True)]
+        category, name, lane, start, duration, correlation, message = columns
+        if len(category) == 0:
+            raise InputError(
+                f"{header.path}: no operator, runtime call or kernel in it; record with "
+                "torch.profiler.profile(activities=[CPU, CUDA])"
+            )
+        syncs = np.array(self.syncs, np.int64).reshape(-1, 5)
+        return Trace(
+            names=tuple(self.names),
+            lanes=tuple(Lane(header.rank, *key) for key in self.lanes),
+            messages=tuple(self.messages),
+            headers=(header,),
+            category=category,
+            name=name,
+            lane=lane,
+            start=start + base,
+            duration=duration,
+            correlation=correlation,
+            message=message,
+            syncs=Syncs(np.zeros(len(syncs), np.int32), *(np.ascontiguousarray(c) for c in syncs.T)),
+            warnings=tuple(warnings),
+        )
+
+
+def _nanoseconds(micros: list[Any]) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Microseconds to integer nanoseconds, the whole part apart: float64 cannot hold epoch nanoseconds."""
+    try:
+        values = np.array(micros, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        values = np.array([_number(v) for v in micros], np.float64)
+    with np.errstate(invalid="ignore"):
+        ok = np.isfinite(values) & (np.abs(values) < 9e15)
+    values = np.where(ok, values, 0.0)
+    whole = np.floor(values)
+    return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64), ok
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
+
+
+def _integer(value: Any) -> int:
+    """An int64 from whatever stands there; -1 where there is none. 2**32-1 is CUPTI's "all streams"."""
+    number = _number(value)
+    if not abs(number) < 2**62:
+        return -1
+    integer = value if isinstance(value, int) else int(number)
+    return -1 if integer == 4294967295 else int(integer)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else str(value)
+
+
+def _rank_list(value: Any) -> tuple[int, ...]:
+    """"[0, 1, 2, 3]", or a list, as a tuple; "[0, 1, ..., 7]" (PyTorch's abbreviation) as empty."""
+    text = _text(value)
+    return () if "..." in text else tuple(int(r) for r in re.findall(r"\d+", text))
+
+
+def _base_time(header: dict[str, Any]) -> int:
+    base = header.get("baseTimeNanoseconds", 0)
+    return base if isinstance(base, int) and 0 <= base < 2**62 else 0
+
+
+def _header(found: dict[str, Any], path: Path) -> Header:
+    distributed = found.get("distributedInfo")
+    info = defaultdict(lambda: None, distributed) if isinstance(distributed, dict) else defaultdict(lambda: None)
+    devices = found.get("deviceProperties")
+    first = devices[0] if isinstance(devices, list) and devices and isinstance(devices[0], dict) else {}
+    return Header(
+        rank=_integer(info["rank"]),
+        path=str(path),
+        world_size=_integer(info["world_size"]),
+        gpu=_text(first.get("name", "")),
+        job=_text(found.get("traceName", "")),
+        shapes=bool(found.get("record_shapes", 0)),
+        stacks=bool(found.get("with_stack", 0)),
+        backend=_text(info["backend"] or ""),
+    )
