@@ -19,7 +19,7 @@ from measure import STANDARD, SUFFIX, Options, Save, heat_gpu, profiled_steps, s
 
 Action = Callable[[], object]
 Call = tuple[torch.cuda.Stream, Action]
-LAUNCHES, SLEEP_MS, BLOCKED_NS, ROUNDS = 3000, 200.0, 1_000_000, 2
+LAUNCHES, SLEEP_MS, BLOCKED_NS, ROUNDS = 3000, 200.0, 1_000_000, 3
 TRACED_LAUNCHES, TRACED_SLEEP_MS = 1200, 60.0
 
 

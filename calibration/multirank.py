@@ -51,7 +51,7 @@ class Job:
         return 2 * self.shape.mbs // self.straggler_passes, self.straggler_passes
 
 
-EXAMPLE = Job("example", "ddp", 4, Shape(3, 512, 1408, 8, 4096, 256, 2), bucket_mb=8, straggler=2)
+EXAMPLE = Job("example", "ddp", 4, Shape(3, 512, 1408, 8, 4096, 256, 2), bucket_mb=6, straggler=2)
 WIDE = Shape(3, 768, 2048, 12, 8192, 512, 2)
 JOBS = [
     EXAMPLE,
@@ -60,7 +60,7 @@ JOBS = [
     Job("fsdp2_l3", "fsdp", 2, replace(WIDE, mbs=3)),
     Job("tp2_l3", "tp", 2, WIDE),
     Job("pp2_mb3", "pp", 2, Shape(4, 640, 1792, 10, 8192, 512, 2), microbatches=3),
-    Job("ddp3_l2", "ddp", 3, Shape(2, 896, 2432, 14, 6144, 384, 2)),
+    Job("ddp3_l2", "ddp", 3, Shape(2, 896, 2432, 14, 6144, 384, 2), bucket_mb=12),
 ]
 
 

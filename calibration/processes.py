@@ -49,7 +49,7 @@ class Worker:
             self.process.wait()
 
     def log_tail(self) -> str:
-        return self.log.read_text(errors="replace")[-1500:]
+        return self.log.read_text(errors="replace").rstrip()[-1500:]
 
 
 def await_imports(workers: Sequence[Worker], limit_s: float) -> None:

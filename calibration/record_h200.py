@@ -108,7 +108,7 @@ class Recorder:
         if error:
             self.problems[task] = error
         self.save()
-        print(f"[{self.elapsed():5.0f} s] {task}: {self.elapsed() - began:.1f} s {error or 'ok'}", flush=True)
+        print(f"[{self.elapsed():5.0f} s] {task}: {self.elapsed() - began:.1f} s {error[-800:] or 'ok'}", flush=True)
 
     def run_in_turn(self, tasks: Mapping[str, list[Worker]], limits: Mapping[str, float], until_s: float) -> None:
         """Run tasks whose workers have been started all at once, so that they import side by side."""
@@ -181,7 +181,7 @@ class Recorder:
         for record in self.records("single/*.json").values():
             print(f"{record['name']:32}", step_line(record, "clean_before_median", "clean_after"))
         for task, problem in self.problems.items():
-            print(f"PROBLEM {task}: {problem}")
+            print(f"PROBLEM {task}: {problem.splitlines()[0]} ... {problem.splitlines()[-1]}")
         for path in sorted(self.out.iterdir()):
             print(f"{path.stat().st_size:>10} {path.name}")
         print(f"{self.elapsed():.0f} s in all", flush=True)

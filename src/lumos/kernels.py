@@ -105,13 +105,13 @@ def forward_pass_many(
 @njit(cache=True, nogil=True)
 def cut_into_segments(
     lane: Array, start: Array, end: Array, blocking: Array, is_call: Array
-) -> tuple[Array, Array, Array, Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array, Array, Array, Array, Array]:
     """Nested events of threads to segments that follow one another.
 
     Events come sorted by lane, start and falling end. Every moment belongs to the deepest open event, or to none
     (-1): then the thread runs something that was not recorded. A blocking call yields two segments, an empty one on
     entry and one on return. Returns the segments' lane, event, start, end, whether they are a return, and the first
-    and last segment of every event.
+    and last segment and the enclosing event (-1 for none) of every event.
     """
     count = len(start)
     limit = 2 * count + 2 * int(blocking.sum()) + 8
@@ -122,6 +122,7 @@ def cut_into_segments(
     is_return = np.zeros(limit, np.bool_)
     first = np.zeros(count, np.int32)
     last = np.zeros(count, np.int32)
+    parent = np.full(count, -1, np.int32)
     stack = np.empty(count + 1, np.int32)
     closing = end.copy()
     depth, made = 0, 0
@@ -158,11 +159,26 @@ def cut_into_segments(
             made += 1
             now = start[event]
         if depth > 0:
-            closing[event] = min(closing[event], closing[stack[depth - 1]])
+            parent[event] = stack[depth - 1]
+            closing[event] = min(closing[event], closing[parent[event]])
         first[event] = made
         if blocking[event]:
             where[made], owner[made], begin[made], finish[made] = lane[event], event, now, now
             made += 1
         stack[depth] = event
         depth += 1
-    return where[:made], owner[:made], begin[:made], finish[:made], is_return[:made], first, last
+    return where[:made], owner[:made], begin[:made], finish[:made], is_return[:made], first, last, parent
+
+
+@njit(cache=True, nogil=True)
+def pay_debts(first: Array, duration: Array, owed: Array, floor: float) -> Array:
+    """Take from every node what it owes, but never below a share of its time; the rest is taken from those after it."""
+    paid = duration.copy()
+    for lane in range(len(first) - 1):
+        debt = 0.0
+        for node in range(first[lane], first[lane + 1]):
+            debt += owed[node]
+            part = min(debt, duration[node] * (1.0 - floor))
+            paid[node] = duration[node] - part
+            debt -= part
+    return paid

@@ -35,6 +35,7 @@ class Draft:
     is_return: Bools  # return of a blocking call, or transfer of a communication kernel
     first_node: Small  # of every row; -1 for rows that are not in the graph
     last_node: Small
+    parent: Small  # the row around every row of a thread; -1 where there is none
 
     def __len__(self) -> int:
         return len(self.start)
@@ -83,6 +84,17 @@ class Draft:
         gpu = np.flatnonzero(self.launch_row >= 0)[::-1]
         lanes[self.launch_row[gpu]] = self.trace.lane[gpu]
         return lanes
+
+    @cached_property
+    def operator_row(self) -> Small:
+        """For every row: the innermost operator around it, or around its launch; -1 where there is none."""
+        around = np.where(self.launch_row >= 0, self.parent[self.launch_row], self.parent)
+        for _ in range(64):  # deeper nesting than that is not seen
+            higher = (around >= 0) & (self.trace.category[around] != Category.OP)
+            if not higher.any():
+                break
+            around = np.where(higher, self.parent[around], around)
+        return around.astype(np.int32)
 
     @cached_property
     def launched_at(self) -> Ints:
@@ -136,7 +148,7 @@ def draft(trace: Trace) -> Draft:
     host = _host_rows(trace)
     is_call = trace.category[host] == Category.CALL
     blocking = np.isin(trace.call[host], np.array(BLOCKING)) & is_call
-    segment_lane, owner, begin, finish, is_return, first, last = cut_into_segments(
+    segment_lane, owner, begin, finish, is_return, first, last, parent = cut_into_segments(
         trace.lane[host], trace.start[host], trace.end[host], blocking, is_call
     )
     row = np.where(owner >= 0, host[owner], -1).astype(np.int32)
@@ -152,6 +164,8 @@ def draft(trace: Trace) -> Draft:
     present = last >= first
     first_node[host[present]] = place[first[present]]
     last_node[host[present]] = place[last[present]]
+    parent_row = np.full(len(trace), -1, np.int32)
+    parent_row[host] = np.where(parent >= 0, host[parent], -1)
     gpu_place = place[len(owner) :]
     last_node[gpu_row] = gpu_place  # the later of two nodes of one row wins
     first_node[gpu_row[::-1]] = gpu_place[::-1]
@@ -164,16 +178,22 @@ def draft(trace: Trace) -> Draft:
         is_return=np.concatenate([is_return, gpu_transfer])[order],
         first_node=first_node,
         last_node=last_node,
+        parent=parent_row,
     )
 
 
-def _host_rows(trace: Trace) -> Any:
-    """Rows of threads that work, sorted for cutting. A thread that only polls is not work."""
+def working_rows(trace: Trace) -> Bools:
+    """Rows on GPUs and of threads that work. A thread that only polls does not."""
     host = trace.on_host
     works = (trace.category == Category.OP) | np.isin(trace.call, np.array(BLOCKING + LAUNCHING))
     working_lane = np.zeros(len(trace.lanes), bool)
     working_lane[trace.lane[works & host]] = True
-    rows = np.flatnonzero(host & working_lane[trace.lane])
+    return (host & working_lane[trace.lane]) | trace.on_gpu
+
+
+def _host_rows(trace: Trace) -> Any:
+    """Rows of threads that work, sorted for cutting."""
+    rows = np.flatnonzero(working_rows(trace) & trace.on_host)
     # At one start the longer event encloses the shorter; a note encloses an operator, an operator a call.
     rank_of = np.zeros(max(Category) + 1, np.int8)
     rank_of[[Category.NOTE, Category.OP, Category.CALL]] = (0, 1, 2)

@@ -1,0 +1,190 @@
+"""The command line: arguments in, answers out. What is wrong ends in one line and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lumos.errors import LumosError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lumos.replay import Replay
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Tells what an LLM training run will do before you pay for it.",
+)
+
+TracePath = Annotated[Path, typer.Argument(help="A Kineto trace, or a folder with the ranks of one job.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Also write it: .json, .csv, .trace.json.gz (for Perfetto).")
+]
+Match = Annotated[str, typer.Option(help="Only files of the folder whose names match this pattern, as in 'rank?.json'.")]
+RankPattern = Annotated[str, typer.Option(help="Where the rank stands in a file's name: a regular expression, one group.")]
+Step = Annotated[str, typer.Option(help="One step alone, by its number; all recorded steps otherwise.")]
+ProfilerCosts = Annotated[Path | None, typer.Option(help="A file of profiler costs, in place of those measured on H200.")]
+
+
+@app.command("replay")
+def replay_command(
+    path: TracePath,
+    as_json: AsJson = False,
+    output: Output = None,
+    step: Step = "",
+    match: Match = "",
+    rank_pattern: RankPattern = "",
+    profiler_costs: ProfilerCosts = None,
+) -> None:
+    """Is the graph right, and where does the time go?"""
+    run = _load(path, step, match, rank_pattern, profiler_costs)
+    if output is not None:
+        _write_replay(run, output)
+    if as_json:
+        _print_json(run.as_dict())
+    else:
+        from lumos.output.tables import show_replay
+
+        show_replay(run, _console())
+
+
+@app.command("predict")
+def predict_command(
+    source: Annotated[Path, typer.Option("--from", help="The trace, or the folder of ranks, of the run to start from.")],
+    scale: Annotated[
+        list[str] | None, typer.Option(help="WHAT=FACTOR on durations: compute, comm, cpu, kernel:REGEX. Repeatable.")
+    ] = None,
+    as_json: AsJson = False,
+    output: Output = None,
+    step: Step = "",
+    match: Match = "",
+    rank_pattern: RankPattern = "",
+    profiler_costs: ProfilerCosts = None,
+) -> None:
+    """What would this run do if some of it were faster or slower?"""
+    from lumos.replay import predict
+    from lumos.scenario import Scale
+
+    scales = [Scale.parse(text) for text in scale or []]
+    run = _load(source, step, match, rank_pattern, profiler_costs)
+    prediction = predict(run, scales)
+    answer = prediction.as_dict()
+    if output is not None:
+        from lumos.output.files import write_as, write_csv, write_json
+        from lumos.output.perfetto import write_perfetto
+
+        def perfetto(to: Path) -> None:
+            write_perfetto(to, run.execution, run.clean_graph, prediction.times, prediction.trace)
+
+        row = {k: v for k, v in answer.items() if isinstance(v, float)} | answer["breakdown"]
+        write_as(
+            output,
+            {
+                ".json": lambda to: write_json(to, answer),
+                ".csv": lambda to: write_csv(to, [row]),
+                ".trace.json": perfetto,
+                ".trace.json.gz": perfetto,
+            },
+        )
+    if as_json:
+        _print_json(answer)
+    else:
+        from lumos.output.tables import show_prediction
+
+        show_prediction(prediction, _console())
+
+
+@app.command("demo")
+def demo_command(as_json: AsJson = False, output: Output = None) -> None:
+    """Replay the example in the package: four ranks that trained on one H200, one of them slow."""
+    from lumos.example import example_path
+
+    with example_path() as path:
+        replay_command(path, as_json=as_json, output=output)
+
+
+def _load(path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None) -> Replay:
+    from lumos.profiler import load_profiler_cost
+    from lumos.readers.job import read_job
+    from lumos.replay import replay
+    from lumos.steps import keep_step
+
+    cost = load_profiler_cost(profiler_costs)
+    with _progress() as progress:
+        trace = read_job(path, match, rank_pattern, progress)
+    return replay(keep_step(trace, step) if step else trace, cost)
+
+
+def _write_replay(run: Replay, output: Path) -> None:
+    from lumos.output.files import write_as, write_csv, write_json
+    from lumos.output.perfetto import write_perfetto
+
+    def perfetto(to: Path) -> None:
+        write_perfetto(to, run.execution, run.execution.graph, run.times, run.simulated, run.path)
+
+    write_as(
+        output,
+        {
+            ".json": lambda to: write_json(to, run.as_dict()),
+            ".csv": lambda to: write_csv(to, run.as_dict()["per_rank"]),
+            ".trace.json": perfetto,
+            ".trace.json.gz": perfetto,
+        },
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print_json(answer: dict[str, object]) -> None:
+    import orjson
+
+    sys.stdout.buffer.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
+def main() -> None:
+    """The entry point of `lumos`."""
+    try:
+        app()
+    except LumosError as error:
+        sys.stderr.write(f"lumos: {error}\n")
+        sys.exit(2)
+    except MemoryError:
+        sys.stderr.write("lumos: out of memory; read fewer ranks with --match, or record fewer steps\n")
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(0)
+    except KeyboardInterrupt:
+        sys.stderr.write("lumos: interrupted\n")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

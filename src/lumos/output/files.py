@@ -1,0 +1,76 @@
+"""Files: written whole or not at all, in the form their extension names."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from lumos.errors import OptionError
+
+FORMS = (".json", ".csv", ".trace.json", ".trace.json.gz")
+
+
+def form_of(path: Path) -> str:
+    """The form a file name asks for."""
+    for form in sorted(FORMS, key=len, reverse=True):
+        if path.name.endswith(form):
+            return form
+    raise OptionError(f"-o {path}: the extension must say the form; use one of {', '.join(FORMS)}")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name only once everything is written."""
+    if not path.parent.is_dir():
+        raise OptionError(f"-o {path}: the folder {path.parent} does not exist; create it first")
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise OptionError(f"-o {path}: cannot be written ({error.strerror})") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OptionError(f"-o {path}: cannot be written ({error.strerror})") from None
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def write_json(path: Path, answer: dict[str, Any]) -> None:
+    """The answer as JSON."""
+    import orjson
+
+    with whole_file(path) as file:
+        file.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2))
+
+
+def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Rows of a table as CSV."""
+    rows = list(rows)
+    text = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    with whole_file(path) as file:
+        file.write(text.getvalue().encode())
+
+
+Writer = Callable[[Path], None]
+
+
+def write_as(path: Path, writers: dict[str, Writer]) -> None:
+    """Write a file with the writer for its form."""
+    form = form_of(path)
+    if form not in writers:
+        raise OptionError(f"-o {path}: this answer cannot be had as {form}; use one of {', '.join(writers)}")
+    writers[form](path)

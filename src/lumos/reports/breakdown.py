@@ -1,0 +1,77 @@
+"""Breakdown of a step: exposed compute, exposed communication, both at once, and neither.
+
+    compute  ████████        ████
+    comm         ████████
+             ‾‾‾‾‾‾‾‾‾‾‾‾‾‾‾‾‾‾‾‾‾‾‾‾
+             exposed  over-  exposed  other
+             compute  lapped comm     (idle)
+
+A communication kernel counts from its arrival, so waiting for other ranks is communication here; the table of
+collectives tells the two apart. Copies and memsets count as compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from lumos.steps import Steps
+from lumos.trace import Ints, Trace
+from lumos.vocabulary import Kind
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Milliseconds of one step; they add up to it."""
+
+    exposed_compute_ms: float
+    exposed_comm_ms: float
+    overlapped_ms: float
+    other_ms: float
+
+    @property
+    def compute_ms(self) -> float:
+        return self.exposed_compute_ms + self.overlapped_ms
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: round(value, 4) for name, value in asdict(self).items()}
+
+
+def breakdown_by_rank(trace: Trace, steps: Steps) -> dict[int, Breakdown]:
+    """For every rank, the mean over the steps."""
+    kind, rank = trace.kind, trace.rank
+    gpu = np.flatnonzero(trace.on_gpu)
+    gpu = gpu[np.argsort(rank[gpu], kind="stable")]
+    bounds = np.searchsorted(rank[gpu], [*steps.ranks, np.iinfo(np.int32).max])
+    answer = {}
+    for column, r in enumerate(steps.ranks):
+        rows = gpu[bounds[column] : bounds[column + 1]]
+        comm = kind[rows] == Kind.COMM
+        windows = list(zip(steps.start[:, column], steps.end[:, column], strict=True))
+        parts = [_one(trace, rows[~comm], rows[comm], int(low), int(high)) for low, high in windows]
+        answer[r] = mean_breakdown([Breakdown(*p) for p in parts])
+    return answer
+
+
+def mean_breakdown(parts: list[Breakdown]) -> Breakdown:
+    """The mean of several."""
+    values = np.array([list(asdict(p).values()) for p in parts])
+    return Breakdown(*(float(v) for v in values.mean(axis=0)))
+
+
+def _one(trace: Trace, compute: np.ndarray, comm: np.ndarray, low: int, high: int) -> tuple[float, ...]:
+    both = np.concatenate([compute, comm])
+    a, b, union = (covered(trace.start[x], trace.end[x], low, high) for x in (compute, comm, both))
+    return tuple(x / 1e6 for x in (union - b, union - a, a + b - union, high - low - union))
+
+
+def covered(start: Ints, end: Ints, low: int, high: int) -> int:
+    """How much of a window any of these intervals covers."""
+    start, end = np.clip(start, low, high), np.clip(end, low, high)
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order]) if len(end) else end
+    if len(start) == 0:
+        return 0
+    before = np.concatenate([[start[0]], end[:-1]])
+    return int(np.maximum(end - np.maximum(start, before), 0).sum())
