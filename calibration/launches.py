@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 from torch.profiler import record_function
 
 from measure import STANDARD, SUFFIX, Options, Save, heat_gpu, profiled_steps, synchronize
@@ -106,6 +106,7 @@ def blocked_calls(nanoseconds: list[int], calls_in_turn: int) -> dict[str, Any]:
     ordered = sorted(nanoseconds)
     return {
         "first_blocked": blocked[0] if blocked else None,
+        "longest": nanoseconds.index(ordered[-1]),  # a full queue waits longer than a host that lost its core
         "blocked": len(blocked),
         "blocks": [{"index": i, "call": i % calls_in_turn, "ms": nanoseconds[i] / 1e6} for i in blocked[:20]],
         "median_us": statistics.median(nanoseconds) / 1e3,
@@ -164,7 +165,7 @@ def host_loops(device: str) -> dict[str, Action]:
     loops: dict[str, Action] = {
         "nothing": lambda: None,
         "cpu_add": lambda: torch.add(a, b, out=c),
-        "cpu_linear": lambda: F.linear(x, weight, bias),
+        "cpu_linear": lambda: functional.linear(x, weight, bias),
         "scope": scope,
     }
     if device == "cuda":
@@ -173,7 +174,7 @@ def host_loops(device: str) -> dict[str, Action]:
         side = torch.cuda.Stream()
         loops |= {
             "cuda_add": lambda: one.add_(1),
-            "cuda_linear": lambda: F.linear(square, square),
+            "cuda_linear": lambda: functional.linear(square, square),
             "event_record": event.record,
             "wait_event": lambda: side.wait_event(event),
             "synchronize_idle": torch.cuda.synchronize,

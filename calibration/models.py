@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def matmul_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def fused_norm(width: int) -> nn.Module:
@@ -103,7 +103,7 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def hf_model(kind: str, shape: Shape) -> nn.Module:

@@ -25,6 +25,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -133,12 +134,23 @@ class Recorder:
             limits[task] = multirank.LIMIT_S
         self.run_in_turn(tasks, limits, MULTIRANK_SHARE * self.budget_s)
 
-    def run_all(self) -> None:
+    def run_launches(self) -> None:
         tasks = ["queue", "micro"] if self.device == "cuda" else ["micro"]
         self.run_alone(dict.fromkeys(tasks, LAUNCHES_LIMIT_S))
+
+    def run_multirank(self) -> None:
         with multi_process_service(self.device == "cuda"):
             self.run_jobs()
+
+    def run_single(self) -> None:
         self.run_alone({f"single/{case.name}": case.limit_s for case in single.CASES})
+
+    def run_all(self) -> None:
+        for part in (self.run_launches, self.run_multirank, self.run_single):
+            try:
+                part()
+            except Exception:  # whatever it is, the other parts are still worth recording
+                self.problems[part.__name__] = traceback.format_exc()
 
     def records(self, pattern: str) -> dict[str, Any]:
         """The records under the folder that match, by their path without the ending."""
@@ -171,7 +183,8 @@ class Recorder:
 
     def print_summary(self) -> None:
         for name, found in (self.records("queue.json").get("queue") or {}).get("experiments", {}).items():
-            print(f"queue {name:20} first blocked {[each['first_blocked'] for each in found.get('rounds', [])]}")
+            rounds = [(each["first_blocked"], each["longest"]) for each in found.get("rounds", [])]
+            print(f"queue {name:20} first and longest blocked call {rounds}")
         micro = self.records("micro.json").get("micro") or {}
         for part in ("host_us_per_call", "gpu_us_per_kernel"):
             for mode, loops in micro.get(part, {}).items():
@@ -181,7 +194,7 @@ class Recorder:
         for record in self.records("single/*.json").values():
             print(f"{record['name']:32}", step_line(record, "clean_before_median", "clean_after"))
         for task, problem in self.problems.items():
-            print(f"PROBLEM {task}: {problem.splitlines()[0]} ... {problem.splitlines()[-1]}")
+            print(f"PROBLEM {task}:", *dict.fromkeys([problem.splitlines()[0], problem.splitlines()[-1]]))
         for path in sorted(self.out.iterdir()):
             print(f"{path.stat().st_size:>10} {path.name}")
         print(f"{self.elapsed():.0f} s in all", flush=True)

@@ -33,6 +33,7 @@ class Case:
     checkpoint: bool = False
     compile: bool = False
     variants: tuple[str, ...] = ()
+    cycles: int = 1  # how often the step is recorded in the standard way, clean steps in between
     limit_s: float = 60
 
     def shrunk(self) -> Case:
@@ -59,6 +60,16 @@ CASES = [
     # Bound by the GPU.
     Case("llama_l3_h3072_s2048_b4", "llama", Shape(3, 3072, 8192, 24, 24000, 2048, 4), variants=BOTH),
     Case("llama_l2_h1536_s3072_b6", "llama", Shape(2, 1536, 4096, 12, 24000, 3072, 6)),
+    # Deeper, recorded several times over: hosts vary more from moment to moment than one recording shows.
+    Case("llama_l6_h1280_s1024", "llama", Shape(6, 1280, 3456, 10, 16000, 1024, 1), cycles=4),
+    Case("llama_l10_h768_s512_b2", "llama", Shape(10, 768, 2048, 6, 16000, 512, 2), cycles=4),
+    Case("llama_l6_h1664_s1024_b2", "llama", Shape(6, 1664, 4480, 13, 24000, 1024, 2), cycles=4),
+    Case("llama_l7_h2304_s1536_b2", "llama", Shape(7, 2304, 6144, 18, 24000, 1536, 2), cycles=4),
+    Case("gpt2_l8_h896_s768_b4", "gpt2", Shape(8, 896, 3584, 14, 24576, 768, 4), cycles=4),
+    Case("gpt2_l6_h1280_s512_b2", "gpt2", Shape(6, 1280, 5120, 20, 16384, 512, 2), cycles=4),
+    Case("ckpt_l6_h1024_s768_b2", "llama", Shape(6, 1024, 2816, 8, 16000, 768, 2), checkpoint=True, cycles=4),
+    Case("accum3_l4_h1024_s768_b1", "llama", Shape(4, 1024, 2816, 8, 16000, 768, 1), accum=3, cycles=4),
+    Case("mixtral_l3_h1024_s512", "mixtral", Shape(3, 1024, 2048, 8, 8000, 512, 2, kv=4), cycles=4),
     Case("compile_l3_h1024_s512", "llama", Shape(3, 1024, 2816, 8, 16000, 512, 2), compile=True, limit_s=120),
 ]
 
@@ -118,6 +129,9 @@ def run_case(case: Case, folder: Path, device: str, seconds_left: float, save: S
     record |= summary("clean_before", clean_steps(step, CLEAN_STEPS, WARMUP_STEPS))
     save(record)
     record |= profile_variant(case.name, step, folder / f"{case.name}{SUFFIX}", STANDARD)
+    for cycle in range(2, case.cycles + 1):
+        name = f"{case.name}.cycle{cycle}"
+        record["variants"][f"cycle{cycle}"] = profile_variant(name, step, folder / f"{name}{SUFFIX}", STANDARD)
     if device == "cuda":
         record["peak_mem_alloc"] = torch.cuda.max_memory_allocated()
     save(record)

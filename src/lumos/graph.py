@@ -132,9 +132,9 @@ class Graph:
             self, duration=self.duration * factor, gap=self.gap * factor, frozen=self.frozen * factor, edges=edges
         )
 
-    def with_durations(self, duration: Floats) -> Graph:
-        """The same structure with other durations; what was worked out from the structure is kept."""
-        graph = replace(self, duration=duration)
+    def with_times(self, duration: Floats, gap: Floats) -> Graph:
+        """The same structure with other durations and gaps; what was worked out from the structure is kept."""
+        graph = replace(self, duration=duration, gap=gap)
         for name in ("incoming", "is_first", "lane", "order"):
             if name in self.__dict__:
                 graph.__dict__[name] = self.__dict__[name]

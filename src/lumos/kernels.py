@@ -171,14 +171,14 @@ def cut_into_segments(
 
 
 @njit(cache=True, nogil=True)
-def pay_debts(first: Array, duration: Array, owed: Array, floor: float) -> Array:
-    """Take from every node what it owes, but never below a share of its time; the rest is taken from those after it."""
+def pay_debts(first: Array, duration: Array, owed: Array, kept: float, limit: float) -> Array:
+    """Take from every node what it owes, but leave a share of it; the rest, up to a limit, is owed by those after it."""
     paid = duration.copy()
     for lane in range(len(first) - 1):
         debt = 0.0
         for node in range(first[lane], first[lane + 1]):
-            debt += owed[node]
-            part = min(debt, duration[node] * (1.0 - floor))
+            debt = min(debt, limit) + owed[node]
+            part = min(debt, duration[node] * (1.0 - kept))
             paid[node] = duration[node] - part
             debt -= part
     return paid

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from pathlib import Path
 
 from lumos.errors import InputError
 
 _COLUMNS_PER_BYTE = 0.7  # peak of columns and graph per byte of JSON, measured by benchmarks/replay_speed.py
+_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _GZIP_RATIO = 15.0  # JSON of a trace compresses about this well
 
 
 def available_bytes() -> int:
-    """What this process may still use: free memory of the machine, or its own limit if that is lower."""
+    """What this process may still use: free memory of the machine, or the limit it runs under if that is lower."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as file:
@@ -21,7 +23,17 @@ def available_bytes() -> int:
     except (OSError, StopIteration, ValueError):
         pass
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return free if soft == resource.RLIM_INFINITY else min(free, soft)
+    return min(free, _container_bytes(), free if soft == resource.RLIM_INFINITY else soft)
+
+
+def _container_bytes() -> int:
+    """The limit of a container, which the machine's own figures do not know of."""
+    for file in _CONTAINER_LIMITS:
+        try:
+            return int(file.read_text())
+        except (OSError, ValueError):  # no such version of cgroups, or "max"
+            continue
+    return sys.maxsize
 
 
 def refuse_if_larger_than_memory(files: list[Path]) -> None:
@@ -36,5 +48,8 @@ def refuse_if_larger_than_memory(files: list[Path]) -> None:
 
 
 def _is_gzip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+    try:
+        with path.open("rb") as file:
+            return file.read(2) == b"\x1f\x8b"
+    except OSError:
+        return False  # reading it will say what is wrong

@@ -1,13 +1,18 @@
 """The profiler's own cost, and the step without it.
 
-Recording costs the CPU time: some for every operator and annotation, some for every runtime call, and the GPU a
-little for every kernel. `data/profiler.json` holds the constants, fitted by calibration/fit_profiler.py on traces
-recorded with and without the profiler on an H200 (none of them among those that the accuracy page scores).
+Recording makes the host slower: by some microseconds for every operator and every runtime call, and by more the slower
+the host is at that moment, so that a share of the recorded time describes it better than any constant. Both bounds are
+kept: what is taken out is at most a cost per operator and call, and never more than leaves `kept_share` of a segment.
+A pause in which nothing was recorded therefore keeps its length. The GPU pays a little per kernel.
+
+Once a process has been profiled, CUPTI stays attached and every runtime call goes on costing 2–3 µs (H200, torch 2.11).
+`kept_share` describes that process with the profiler stopped, `fresh_kept_share` one that was never profiled.
+
+The constants are in `data/profiler.json`, fitted by calibration/fit_profiler.py on recordings of our own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -17,40 +22,36 @@ import numpy as np
 from lumos.build import Execution
 from lumos.errors import InputError
 from lumos.graph import Floats, Graph
-from lumos.rules.thread import is_pause
-from lumos.vocabulary import CallKind, Category
+from lumos.vocabulary import Category
 
 
 class ProfilerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Microseconds that recording adds, and the share of host time that stays at least."""
+    """What recording costs, in microseconds and shares of host time."""
 
-    operator_us: float
-    call_us: float
-    kernel_gap_us: float
-    shapes_us: float = 0.0  # per operator, when shapes are recorded
-    stack_us: float = 0.0  # per Python function, when stacks are recorded
-    slowdown: float = 1.0  # what is left runs this much faster without the profiler: its caches are its own
-    floor: float = 0.1
-    error_pct: float = 10.0  # 80 % of held-out traces are within this
+    operator_us: float  # at most, per operator or annotation
+    call_us: float  # at most, per runtime or driver call
+    kept_share: float  # of a host segment that is left at least, once the profiler has stopped
+    fresh_kept_share: float  # the same for a process that was never profiled
+    kernel_gap_us: float  # added to the gap before every kernel
+    debt_us: float = 100.0  # cost that a segment is too short to pay and that those after it pay; the rest is dropped
+    error_pct: float = 10.0  # four out of five recordings are within this
     source: str = ""
+
+    def fresh(self) -> ProfilerCost:
+        """For a process that was never profiled."""
+        return msgspec.structs.replace(self, kept_share=self.fresh_kept_share)
 
 
 def load_profiler_cost(path: Path | None = None) -> ProfilerCost:
     """The constants of the package, or those in a file of the same form."""
-    text = path.read_bytes() if path else resources.files("lumos").joinpath("data/profiler.json").read_bytes()
+    try:
+        text = path.read_bytes() if path else resources.files("lumos").joinpath("data/profiler.json").read_bytes()
+    except OSError as error:
+        raise InputError(f"--profiler-costs {path}: cannot be read ({error.strerror})") from None
     try:
         return msgspec.json.decode(text, type=ProfilerCost)
-    except msgspec.DecodeError as error:
-        raise InputError(f"{path}: not a file of profiler costs ({error}); see src/lumos/data/profiler.json") from None
-
-
-@dataclass(frozen=True)
-class HostLoad:
-    """How many recorded things each node carries."""
-
-    operators: Floats
-    calls: Floats
-    frames: Floats
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"--profiler-costs {path}: not a file of profiler costs ({error})") from None
 
 
 def without_profiler(execution: Execution, cost: ProfilerCost) -> Graph:
@@ -58,31 +59,20 @@ def without_profiler(execution: Execution, cost: ProfilerCost) -> Graph:
     from lumos.kernels import pay_debts
 
     graph, nodes = execution.graph, execution.draft
-    load = _load(execution)
-    per_operator = cost.operator_us + cost.shapes_us * _records_shapes(execution)
-    owed = (load.operators * per_operator + load.calls * cost.call_us + load.frames * cost.stack_us) * 1e3
-    on_gpu = np.ones(len(graph), bool)
+    on_gpu = np.ones(len(graph), bool)  # a rendezvous is on no host either
     on_gpu[: len(nodes)] = nodes.on_gpu
-    host = pay_debts(graph.first, graph.duration, owed, cost.floor) / cost.slowdown
-    duration = np.where(on_gpu, graph.duration, host)
+    paid = pay_debts(graph.first, graph.duration, _owed(execution, cost), cost.kept_share, cost.debt_us * 1e3)
     gap = np.where(on_gpu, np.maximum(graph.gap - cost.kernel_gap_us * 1e3, 0.0), graph.gap)
-    return replace(graph.with_durations(duration), gap=gap)
+    return graph.with_times(np.where(on_gpu, graph.duration, paid), gap)
 
 
-def _load(execution: Execution) -> HostLoad:
-    trace, nodes, size = execution.trace, execution.draft, len(execution.graph)
-
-    def count(rows: np.ndarray, at: np.ndarray) -> Floats:
-        present = rows[at[rows] >= 0]
-        return np.bincount(at[present], minlength=size).astype(np.float64)
-
-    marked = np.flatnonzero(np.isin(trace.category, (Category.OP, Category.NOTE)))
-    calls = np.flatnonzero(trace.category == Category.CALL)
-    return HostLoad(count(marked, nodes.first_node), count(calls, nodes.last_node), np.zeros(size))
-
-
-def _records_shapes(execution: Execution) -> bool:
-    return any(h.shapes for h in execution.trace.headers)
-
-
-__all__ = ["CallKind", "ProfilerCost", "is_pause", "load_profiler_cost", "without_profiler"]
+def _owed(execution: Execution, cost: ProfilerCost) -> Floats:
+    """What recording cost at every node, in nanoseconds."""
+    trace, nodes = execution.trace, execution.draft
+    marked = np.isin(trace.category, (Category.OP, Category.NOTE))
+    calls = trace.category == Category.CALL
+    operators = nodes.first_node[marked & (nodes.first_node >= 0)]
+    returns = nodes.last_node[calls & (nodes.last_node >= 0)]
+    size = len(execution.graph)
+    counts = np.bincount(operators, minlength=size) * cost.operator_us + np.bincount(returns, minlength=size) * cost.call_us
+    return np.asarray(counts * 1e3, np.float64)

@@ -63,7 +63,13 @@ class Replay:
     @property
     def clean_ms(self) -> float:
         """The step without the profiler, in milliseconds."""
-        return self.clean_steps.mean
+        return self.clean_steps.typical
+
+    @cached_property
+    def never_profiled_ms(self) -> float:
+        """The step in a process that was never profiled, in milliseconds."""
+        graph = without_profiler(self.execution, self.cost.fresh())
+        return self.marks.read(self.execution.retime(simulate(graph))).typical
 
     @property
     def error_pct(self) -> float:
@@ -122,6 +128,7 @@ class Replay:
             "simulated_ms": round(simulated.mean, 4),
             "error_pct": round(self.error_pct, 4),
             "clean_ms": round(self.clean_ms, 4),
+            "never_profiled_ms": round(self.never_profiled_ms, 4),
             "unexplained_ms": round(self.path_summary.unexplained_ms, 4),
             "steps": [
                 {"name": n, "recorded_ms": round(float(r), 4), "simulated_ms": round(float(s), 4)} for n, r, s in steps
@@ -181,9 +188,14 @@ class Prediction:
     def steps(self) -> Steps:
         return self.run.marks.read(self.trace)
 
+    @property
+    def step_ms(self) -> float:
+        """The predicted step, in milliseconds."""
+        return self.steps.typical
+
     def as_dict(self) -> dict[str, Any]:
         """The answer of `lumos predict --from --json`."""
-        step = self.steps.mean
+        step = self.step_ms
         error = self.run.cost.error_pct / 100
         parts = list(breakdown_by_rank(self.trace, self.steps).values())
         return {

@@ -34,6 +34,11 @@ class Steps:
         return (self.end - self.start).mean(axis=1) / 1e6
 
     @property
+    def typical(self) -> float:
+        """The undisturbed step, in milliseconds: disturbances only ever make steps longer, so the lower quartile."""
+        return float(np.quantile(self.milliseconds, 0.25))
+
+    @property
     def mean(self) -> float:
         """The mean over steps and ranks, in milliseconds."""
         return float((self.end - self.start).mean() / 1e6)

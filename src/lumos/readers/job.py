@@ -11,19 +11,23 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 
 from lumos.errors import InputError, OptionError
 from lumos.memory import refuse_if_larger_than_memory
 from lumos.readers.kineto import read_kineto
-from lumos.readers.slices import open_bytes
+from lumos.readers.slices import BAD_GZIP, open_bytes
 from lumos.trace import Header, Trace, concatenate
 
 _TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$")
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+)", re.IGNORECASE)
+_RANK_IN_HEAD = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d+)')
+_HEAD = 1 << 18
 _PARALLEL_FROM = 8 << 20  # bytes on disk; below, starting processes costs more than it saves
 _APART = 10_000_000_000  # ns: ranks of one capture overlap in time, give or take a clock
 
@@ -53,16 +57,18 @@ def find_files(path: Path, match: str = "") -> tuple[list[Path], list[str]]:
         return [path], []
     inside = sorted(p for p in path.iterdir() if p.is_file())
     named = [p for p in inside if _TRACE_NAME.search(p.name) and fnmatch.fnmatch(p.name, match or "*")]
-    files = [p for p in named if _looks_like_kineto(p)]
+    heads = {p: _head(p) for p in named}
+    files = {p: head for p, head in heads.items() if _looks_like_kineto(head)}
     if not files:
         raise InputError(_nothing_found(path, inside, match))
-    return _one_capture(files) if not match else (files, [])
+    return _one_capture(files) if not match else (list(files), [])
 
 
 def _nothing_found(path: Path, inside: list[Path], match: str) -> str:
     if match:
         return f"{path}: no Kineto trace here matches --match {match!r}"
-    deeper = next((p.parent for p in sorted(path.rglob("*.json*")) if p.is_file() and _looks_like_kineto(p)), None)
+    candidates = (p for p in sorted(path.rglob("*.json*")) if p.is_file())
+    deeper = next((p.parent for p in candidates if _looks_like_kineto(_head(p))), None)
     if deeper is not None:
         return f"{path}: no Kineto trace in this folder itself; did you mean {deeper}?"
     if not inside:
@@ -70,31 +76,51 @@ def _nothing_found(path: Path, inside: list[Path], match: str) -> str:
     return f"{path}: none of its {len(inside)} files is a Kineto trace (.json or .json.gz with traceEvents)"
 
 
-def _looks_like_kineto(path: Path) -> bool:
-    """From the first bytes: events, or at least not something else."""
+def _head(path: Path) -> bytes | None:
+    """The first bytes of a file; None where it cannot be read."""
     try:
         with open_bytes(path) as file:
-            head = file.read(1 << 18)
-    except (OSError, EOFError, InputError):
+            return file.read(_HEAD).lstrip()
+    except (InputError, *BAD_GZIP):  # type: ignore[misc]
+        return None
+
+
+def _looks_like_kineto(head: bytes | None) -> bool:
+    """From the first bytes: events, or at least not something else."""
+    if head is None:
         return True  # reading it will say what is wrong
-    text = head.lstrip()
-    if b'"traceEvents"' in text or (text[:1] == b"[" and b'"ph"' in text):
+    if b'"traceEvents"' in head or (head[:1] == b"[" and b'"ph"' in head):
         return True
-    return text[:1] == b"{" and len(head) == 1 << 18 and b'"nodes"' not in text
+    return head[:1] == b"{" and len(head) > _HEAD // 2 and b'"nodes"' not in head
 
 
-def _one_capture(files: list[Path]) -> tuple[list[Path], list[str]]:
-    """Of files named alike but for their numbers, the largest set: `rank0.json` beside `rank0.with_et.json` are two."""
+def _one_capture(files: dict[Path, bytes | None]) -> tuple[list[Path], list[str]]:
+    """Of files named alike but for their numbers, the largest set: `rank0.json` beside `rank0.with_et.json` are two.
+
+    Sets that hold other ranks belong to the same capture: files may be named after their hosts.
+    """
     sets: dict[str, list[Path]] = defaultdict(list)
     for file in files:
         sets[re.sub(r"\d+", "#", file.name)].append(file)
-    best = max(sets, key=lambda name: (len(sets[name]), -len(name)))
-    left_out = [file.name for name, found in sets.items() if name != best for file in found]
-    numbered = [name for name in sets if "#" in name]
-    if not left_out or len(numbered) < 2:
-        return files, []
+    kept: list[Path] = []
+    ranks: set[int] = set()
+    for name in sorted(sets, key=lambda name: (-len(sets[name]), len(name), name)):
+        found = [_rank_hint(file, files[file]) for file in sets[name]]
+        if not kept or (-1 not in found and ranks.isdisjoint(found)):
+            kept += sets[name]
+            ranks.update(found)
+    left_out = [file.name for file in files if file not in kept]
+    if not left_out or sum("#" in name for name in sets) < 2:
+        return list(files), []
     shown = ", ".join(left_out[:2]) + (", …" if len(left_out) > 2 else "")
-    return sets[best], [f"{len(left_out)} files of another capture were left out ({shown}); choose with --match"]
+    return sorted(kept), [f"{len(left_out)} files of another capture were left out ({shown}); choose with --match"]
+
+
+def _rank_hint(path: Path, head: bytes | None) -> int:
+    """The rank by the beginning of a file, or by its name; -1 where neither says."""
+    told = _RANK_IN_HEAD.search(head or b"")
+    found = _RANK_IN_NAME.search(path.name)
+    return int(told.group(1)) if told else int(found.group(1)) if found else -1
 
 
 def _read_all(files: list[Path], progress: Progress | None, workers: int) -> list[Trace]:
@@ -123,8 +149,13 @@ def _read_here(files: list[Path], total: int, progress: Progress | None) -> Iter
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
-        yield pool
+    try:
+        with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
+            yield pool
+    except BrokenProcessPool:
+        raise InputError(
+            "a process that was reading a rank was killed, probably for want of memory; read fewer ranks with --match"
+        ) from None
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
@@ -144,8 +175,10 @@ def _with_rank(trace: Trace, path: Path, pattern: re.Pattern[str] | None, files:
     rank = header.rank
     found = (pattern or _RANK_IN_NAME).search(path.name)
     if pattern is not None:
-        if found is None:
-            raise InputError(f"{path}: --rank-pattern {pattern.pattern!r} finds no rank in this name")
+        if found is None or not (found.group(1) or "").isdecimal():
+            raise InputError(
+                f"{path}: --rank-pattern {pattern.pattern!r} finds no rank here; its group must match a number"
+            )
         rank = int(found.group(1))
     elif rank < 0 and found is not None:
         rank = int(found.group(1))
@@ -171,13 +204,13 @@ def _refuse_mixed_jobs(traces: list[Trace]) -> None:
         by_rank[header.rank] = header.path
     sizes: dict[int, Header] = {t.headers[0].world_size: t.headers[0] for t in traces if t.headers[0].world_size > 0}
     if len(sizes) > 1:
-        (a, x), (b, y) = list(sizes.items())[:2]
+        (size, x), (other, y) = list(sizes.items())[:2]
         raise InputError(
-            f"{Path(x.path).name} is of a job of {a} ranks and {Path(y.path).name} of one of {b}: "
+            f"{Path(x.path).name} is of a job of {size} ranks and {Path(y.path).name} of one of {other}: "
             "these are different jobs; choose one with --match"
         )
     spans = sorted((int(t.start.min()), int(t.end.max()), t.headers[0]) for t in traces)
-    for (_, end, x), (start, _, y) in zip(spans, spans[1:], strict=False):
+    for (_, end, x), (start, _, y) in pairwise(spans):
         if start - end > _APART:
             raise InputError(
                 f"{Path(x.path).name} ends {(start - end) / 1e9:.0f} s before {Path(y.path).name} begins: "

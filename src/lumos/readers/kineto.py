@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,29 @@ class _Event(msgspec.Struct, gc=False):
 class _TypedEvent(_Event, gc=False):
     """The same, decoding only the arguments that are needed: several times faster than a dictionary."""
 
-    args: _Args | str | int | float | list[Any] | None = None
+    args: _Args | str | int | float | bool | list[Any] | None = None
+
+
+class _ExactEvent(_TypedEvent, gc=False):
+    """The same with the digits of its time, for files that write epoch times as 1712195495519689.047."""
+
+    ts: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _NeedsDigitsError(Exception):
+    """A time has more digits than a float64 holds."""
 
 
 def read_kineto(path: Path, progress: Progress | None = None) -> Trace:
     """The trace in one file; its rank is what the header says, -1 where it says nothing."""
-    slices = Slices(path, _TypedEvent, progress)
+    try:
+        return _read(path, _TypedEvent, progress)
+    except _NeedsDigitsError:  # known from the first slice, as a rule
+        return _read(path, _ExactEvent, progress)
+
+
+def _read(path: Path, event_type: type[_TypedEvent], progress: Progress | None) -> Trace:
+    slices = Slices(path, event_type, progress)
     columns = _Columns()
     for events in slices:
         columns.add(events)
@@ -94,8 +112,8 @@ class _Columns:
                 if category:
                     kept.append(event)
                     categories.append(category)
-        start, ok_start = _nanoseconds([e.ts for e in kept])
-        duration, ok_duration = _nanoseconds([e.dur for e in kept])
+        start, ok_start = _nanoseconds([e.ts for e in kept], _LATEST)
+        duration, ok_duration = _nanoseconds([e.dur for e in kept], _LONGEST)
         ok = ok_start & ok_duration & (duration >= 0)
         self.refused += int((~ok).sum())
         rows = np.array([self._row(e, c) for e, c in zip(kept, categories, strict=True)], np.int64).reshape(-1, 4)
@@ -122,7 +140,9 @@ class _Columns:
         args = event.args
         if not isinstance(args, _Args):
             return name_id, self._lane(event, category, None), -1, -1
-        correlation = args.correlation if type(args.correlation) is int else _integer(args.correlation)
+        correlation = args.correlation
+        if type(correlation) is not int or not -1 <= correlation < 2**62:
+            correlation = _integer(correlation)
         lane = self._lane(event, category, args)
         if category == Category.SYNC:
             self.syncs.append((correlation, *map(_integer, (args.stream, args.wait_stream, args.record, args.event))))
@@ -187,17 +207,44 @@ class _Columns:
         )
 
 
-def _nanoseconds(micros: list[Any]) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.bool_]]]:
+# Sums and differences of times must fit an int64 of nanoseconds: moments up to 2049, a base up to 2096, spans of a day.
+_LATEST = 2.5e15
+_LATEST_BASE = 4_000_000_000_000_000_000
+_LONGEST = 1e11
+_EXACT = 2.0**43  # microseconds: above, a float64 does not tell nanoseconds apart
+
+
+def _nanoseconds(
+    micros: list[Any], most: float
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.bool_]]]:
     """Microseconds to integer nanoseconds, the whole part apart: float64 cannot hold epoch nanoseconds."""
+    if micros and isinstance(micros[0], msgspec.Raw):
+        return _nanoseconds_of_digits(micros, most)
     try:
         values = np.array(micros, np.float64)
     except (TypeError, ValueError, OverflowError):
+        values = np.zeros(0)
+    if values.shape != (len(micros),):  # something among them is no number
         values = np.array([_number(v) for v in micros], np.float64)
     with np.errstate(invalid="ignore"):
-        ok = np.isfinite(values) & (np.abs(values) < 9e15)
+        ok = np.isfinite(values) & (np.abs(values) <= most)
     values = np.where(ok, values, 0.0)
     whole = np.floor(values)
+    if np.abs(values).max(initial=0.0) >= _EXACT and any(type(v) is not int for v in micros):
+        raise _NeedsDigitsError
     return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64), ok
+
+
+def _nanoseconds_of_digits(
+    raw: list[msgspec.Raw], most: float
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.bool_]]]:
+    """The same, from the text of the numbers."""
+    digits = [bytes(r).strip(b'"').decode(errors="replace") for r in raw]
+    values = np.array([_number(d) for d in digits], np.float64)
+    with np.errstate(invalid="ignore"):
+        ok = np.isfinite(values) & (np.abs(values) <= most)
+    exact = [round(Decimal(d) * 1000) if good else 0 for d, good in zip(digits, ok.tolist(), strict=True)]
+    return np.array(exact, np.int64), ok
 
 
 def _number(value: Any) -> float:
@@ -221,14 +268,14 @@ def _text(value: Any) -> str:
 
 
 def _rank_list(value: Any) -> tuple[int, ...]:
-    """"[0, 1, 2, 3]", or a list, as a tuple; "[0, 1, ..., 7]" (PyTorch's abbreviation) as empty."""
+    """The tuple of "[0, 1, 2, 3]" or of a list; of "[0, 1, ..., 7]" (PyTorch's abbreviation) the empty one."""
     text = _text(value)
     return () if "..." in text else tuple(int(r) for r in re.findall(r"\d+", text))
 
 
 def _base_time(header: dict[str, Any]) -> int:
     base = header.get("baseTimeNanoseconds", 0)
-    return base if isinstance(base, int) and 0 <= base < 2**62 else 0
+    return base if isinstance(base, int) and 0 <= base < _LATEST_BASE else 0
 
 
 def _header(found: dict[str, Any], path: Path) -> Header:

@@ -11,6 +11,7 @@ from lumos.reports.breakdown import Breakdown
 from lumos.trace import Trace
 
 _NOTABLE = 0.02  # of the step: below, ranks are alike
+_MORE_KERNELS = 1.15  # times the median rank's
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,28 @@ def stragglers(
             taking_part[r] += 1
     compute = float(np.median([p.compute_ms for p in parts.values()]))
     idle = float(np.median([p.other_ms for p in parts.values()]))
+    kernels = _kernels_by_rank(trace, list(parts))
+    usual = max(float(np.median(list(kernels.values()))), 1.0)
     rows = [
         Straggler(
             r, cost[r], last[r], taking_part[r], p.compute_ms, p.other_ms,
-            _why(cost[r], p.compute_ms - compute, p.other_ms - idle, step_ms),
+            _why(cost[r], p.compute_ms - compute, p.other_ms - idle, kernels[r] / usual, step_ms),
         )
         for r, p in parts.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda s: -s.costs_others_ms)
 
 
-def _why(cost: float, more_compute: float, more_idle: float, step_ms: float) -> str:
+def _kernels_by_rank(trace: Trace, ranks: list[int]) -> dict[int, int]:
+    count = np.bincount(trace.rank[trace.on_gpu], minlength=max(ranks) + 1)
+    return {r: int(count[r]) for r in ranks}
+
+
+def _why(cost: float, more_compute: float, more_idle: float, kernels: float, step_ms: float) -> str:
     if cost < _NOTABLE * step_ms:
         return "in step with the others"
+    if kernels > _MORE_KERNELS:
+        return f"runs {kernels:.1f} times as many kernels as the median rank: it has more to do"
     if max(more_compute, more_idle) < _NOTABLE * step_ms:
         return "arrives last without more work of its own: look at its place in the schedule"
     if more_compute >= more_idle:

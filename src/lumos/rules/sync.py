@@ -11,6 +11,7 @@ from lumos.graph import Edges, Rule
 from lumos.rules.draft import Draft
 from lumos.vocabulary import CallKind
 
+_CLOCK_SKEW = 50_000  # ns by which the GPU's clock may be ahead of the CPU's
 _TIGHT = 200_000  # ns: a call returns at most this long after what it waited for
 
 
@@ -57,13 +58,15 @@ def _streams_by_call(draft: Draft) -> dict[int, int]:
 
 
 def _copy_edges(draft: Draft) -> Edges:
-    """A copy call that returned after its copy was done has waited for it."""
+    """A copy from or to pageable memory, or by a call that is not asynchronous, returns when the copy is done."""
+    trace = draft.trace
     rows = np.flatnonzero(draft.launch_row >= 0)
     rows = rows[draft.call[draft.launch_row[rows]] == CallKind.COPY]
     call = draft.launch_row[rows]
-    waited = draft.trace.end[call] >= draft.trace.end[rows]
+    pageable = np.array(["Pageable" in n for n in trace.names], bool)
+    immediate = np.array(["Async" not in n for n in trace.names], bool)
+    blocks = pageable[trace.name[rows]] | immediate[trace.name[call]]
+    waited = blocks & (trace.end[call] + _CLOCK_SKEW >= trace.end[rows])
     source, target = draft.last_node[rows[waited]], draft.last_node[call[waited]]
     known = (source >= 0) & (target >= 0)
     return Edges.of(source[known], target[known], Rule.SYNC)
-
-

@@ -1,0 +1,45 @@
+"""Fixtures: where the shared measurements are, and a writer of synthetic traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+from support import Event, Header, Layout, write_trace
+
+settings.register_profile(
+    "lumos",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("lumos")
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The measurements beside the checkout."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("the shared measurements (../shared/data beside the checkout) are not on this machine")
+    return folder
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """write(events, header, name=…, layout=…): a trace file in the test's own folder."""
+
+    def to_file(
+        events: list[Event], head: Header | None = None, name: str = "trace.json", layout: Layout = "pretty"
+    ) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_trace(path, events, head, layout)
+
+    return to_file

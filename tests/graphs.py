@@ -1,0 +1,36 @@
+"""Random graphs for property tests: lanes of tasks, and edges that only go forward in time, so that they can run."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from lumos.graph import Edges, Graph, Rule, make_graph
+from lumos.vocabulary import Kind
+
+
+@st.composite
+def graphs(draw: st.DrawFn, most_lanes: int = 5, most_tasks: int = 12, lags: bool = True) -> Graph:
+    """A graph that has an order: nodes are ranked at random along their lanes, and edges follow the ranks."""
+    sizes = draw(st.lists(st.integers(0, most_tasks), min_size=1, max_size=most_lanes))
+    count = sum(sizes)
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    whole = st.integers(0, 1000)
+    duration = draw(st.lists(whole, min_size=count, max_size=count))
+    gap = draw(st.lists(st.integers(0, 50) if lags else st.just(0), min_size=count, max_size=count))
+    lane = np.repeat(np.arange(len(sizes)), sizes)
+    rank = draw(st.permutations(range(count)))
+    position = np.empty(count, int)
+    for index in range(len(sizes)):
+        members = np.flatnonzero(lane == index)
+        position[members] = sorted(rank[m] for m in members)
+    pairs = draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=30)) if count else []
+    forward = [(a, b) for a, b in pairs if position[a] < position[b] and lane[a] != lane[b]]
+    source, target = zip(*forward, strict=True) if forward else ((), ())
+    edges = Edges.of(source, target, Rule.EVENT)
+    if lags and forward:
+        lag = np.array(draw(st.lists(st.integers(0, 50), min_size=len(forward), max_size=len(forward))), float)
+        starts = np.array(draw(st.lists(st.booleans(), min_size=len(forward), max_size=len(forward))))
+        edges = Edges(edges.source, edges.target, edges.rule, lag, edges.frozen, starts)
+    kind = draw(st.lists(st.sampled_from([int(k) for k in Kind]), min_size=count, max_size=count))
+    return make_graph(first, duration, edges, gap=gap, kind=kind)

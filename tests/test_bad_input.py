@@ -1,0 +1,366 @@
+"""What is wrong ends in one line that names the value and a way out, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lumos import memory
+from lumos.errors import InputError
+from lumos.readers.job import read_job
+from support import header, json_text, op, training_run, write_bytes, write_trace
+
+
+def lumos(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The real command line, in a process of its own."""
+    command = [sys.executable, "-m", "lumos.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=120)
+
+
+def everything_in(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*")}
+
+
+def refusal(folder: Path, *arguments: str) -> str:
+    """Run what must be refused in the way that every mistake is; return the line."""
+    before = everything_in(folder)
+    done = lumos(*arguments, cwd=folder)
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("lumos: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert everything_in(folder) == before, "something was written"
+    return done.stderr
+
+
+# Files. Each maker puts something wrong into a folder and returns what is given to the command.
+
+
+def missing(folder: Path) -> Path:
+    return folder / "missing.json"
+
+
+def empty_folder(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+def folder_of_other_things(folder: Path) -> Path:
+    write_bytes(folder / "config.json", b'{"layers": 8}')
+    write_bytes(folder / "notes.txt", b"hello")
+    return folder
+
+
+def folder_above(folder: Path) -> Path:
+    (folder / "run").mkdir()
+    write_trace(folder / "run" / "rank0.json", training_run())
+    return folder
+
+
+def empty_file(folder: Path) -> Path:
+    return write_bytes(folder / "empty.json", b"")
+
+
+def not_json(folder: Path) -> Path:
+    return write_bytes(folder / "text.json", b"hello, this is no JSON")
+
+
+def json_of_something_else(folder: Path) -> Path:
+    return write_bytes(folder / "config.json", b'{"layers": 8, "hidden": 2048}')
+
+
+def list_of_something_else(folder: Path) -> Path:
+    return write_bytes(folder / "timeline.json", b"[[1, 2, 3], [4, 5, 6]]")
+
+
+def execution_trace(folder: Path) -> Path:
+    nodes = [{"id": 1, "name": "[pytorch|profiler|execution_trace|process]", "ctrl_deps": 1, "attrs": []}]
+    return write_bytes(folder / "rank0.et.json.gz", json.dumps({"schema": "1.1.1", "nodes": nodes}).encode())
+
+
+def pickled_snapshot(folder: Path) -> Path:
+    return write_bytes(folder / "snapshot.pickle", pickle.dumps({"segments": [], "device_traces": [[]]}))
+
+
+def json_snapshot(folder: Path) -> Path:
+    return write_bytes(folder / "snapshot.json", b'{"segments": [{"device": 0}], "device_traces": [[]]}')
+
+
+def zip_file(folder: Path) -> Path:
+    return write_bytes(folder / "model.pt", b"PK\x03\x04" + bytes(64))
+
+
+def sqlite_file(folder: Path) -> Path:
+    with sqlite3.connect(folder / "report.sqlite") as connection:
+        connection.execute("create table CUPTI_ACTIVITY_KIND_KERNEL (start integer)")
+    return folder / "report.sqlite"
+
+
+def truncated_gzip(folder: Path) -> Path:
+    path = write_trace(folder / "cut.json.gz", training_run(steps=20))
+    path.write_bytes(path.read_bytes()[:-200])
+    return path
+
+
+def corrupt_gzip(folder: Path) -> Path:
+    path = write_trace(folder / "corrupt.json.gz", training_run(steps=20))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 64] = bytes(64)
+    path.write_bytes(content)
+    return path
+
+
+def folder_with_corrupt_gzip(folder: Path) -> Path:
+    corrupt_gzip(folder)
+    return folder
+
+
+def gzip_header_alone(folder: Path) -> Path:
+    return write_bytes(folder / "head.json", gzip.compress(b"{}")[:12])
+
+
+def two_files_of_one_rank(folder: Path) -> Path:
+    for pid in (1, 2):
+        write_trace(folder / f"host_{pid}.pt.trace.json", training_run(), header(0, 2))
+    return folder
+
+
+def different_jobs(folder: Path) -> Path:
+    for rank in (0, 1):
+        write_trace(folder / f"rank{rank}.json", training_run(), header(rank, 2 + 2 * rank))
+    return folder
+
+
+def a_minute_apart(folder: Path) -> Path:
+    for rank in (0, 1):
+        moved = [event | {"ts": event["ts"] + rank * 60e6} for event in training_run() if "ts" in event]
+        write_trace(folder / f"rank{rank}.json", moved, header(rank, 2))
+    return folder
+
+
+def ranks_without_numbers(folder: Path) -> Path:
+    for name in ("a1.json", "a2.json"):
+        write_trace(folder / name, training_run())
+    return folder
+
+
+def no_events(folder: Path) -> Path:
+    return write_trace(folder / "none.json", [])
+
+
+def only_metadata(folder: Path) -> Path:
+    return write_trace(folder / "meta.json", [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "x"}}])
+
+
+def larger_than_memory(folder: Path) -> Path:
+    """A sparse file: it takes no space."""
+    path = write_bytes(folder / "huge.json", json_text(training_run(), layout="bare list")[:-1])
+    os.truncate(path, 4 << 40)
+    return path
+
+
+def good(folder: Path) -> Path:
+    return write_trace(folder / "rank0.json", training_run(), header(0))
+
+
+class Mistake(NamedTuple):
+    """A wrong input or option, and what the message must name: the value and the way out."""
+
+    make: Callable[[Path], Path]
+    options: str
+    value: str
+    way_out: str
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__ if self.make is not good else self.options
+
+    def line(self, folder: Path) -> str:
+        """What the command line says to it."""
+        command, *options = self.options.split() if self.make is good else ["replay", "-o", "answer.json"]
+        path = str(self.make(folder))
+        return refusal(folder, *((command, path) if command == "replay" else (command, "--from", path)), *options)
+
+
+HINT = "give a PyTorch profiler trace"
+MISTAKES = (
+    Mistake(missing, "", "missing.json", "no such file or folder"),
+    Mistake(empty_folder, "", "empty", "give a folder of .json or .json.gz traces"),
+    Mistake(folder_of_other_things, "", "none of its 2 files is a Kineto trace", ".json or .json.gz with traceEvents"),
+    Mistake(folder_above, "", "no Kineto trace in this folder itself", "did you mean"),
+    Mistake(empty_file, "", "empty.json", HINT),
+    Mistake(not_json, "", "text.json: not JSON", HINT),
+    Mistake(json_of_something_else, "", 'config.json: JSON without "traceEvents"', HINT),
+    Mistake(list_of_something_else, "", "timeline.json: a JSON list", HINT),
+    Mistake(execution_trace, "", "rank0.et.json.gz: a PyTorch execution trace", "give the Kineto trace"),
+    Mistake(pickled_snapshot, "", "snapshot.pickle: a pickle", HINT),
+    Mistake(json_snapshot, "", "snapshot.json: a CUDA memory snapshot", HINT),
+    Mistake(zip_file, "", "model.pt", HINT),
+    Mistake(sqlite_file, "", "report.sqlite: an SQLite file", HINT),
+    Mistake(truncated_gzip, "", "cut.json.gz: the gzip stream ends early", "copy the file again"),
+    Mistake(corrupt_gzip, "", "corrupt.json.gz: not a readable gzip file", "copy or record it again"),
+    Mistake(folder_with_corrupt_gzip, "", "corrupt.json.gz: not a readable gzip file", "copy or record it again"),
+    Mistake(gzip_header_alone, "", "head.json: the gzip stream ends early", "copy the file again"),
+    Mistake(two_files_of_one_rank, "", "both host_1.pt.trace.json and host_2.pt.trace.json claim rank 0", "--match"),
+    Mistake(different_jobs, "", "rank0.json is of a job of 2 ranks and rank1.json of one of 4", "--match"),
+    Mistake(a_minute_apart, "", "60 s before rank1.json begins", "--match"),
+    Mistake(ranks_without_numbers, "", "a1.json", "--rank-pattern"),
+    Mistake(no_events, "", "none.json: no operator, runtime call or kernel", "activities=[CPU, CUDA]"),
+    Mistake(only_metadata, "", "meta.json: no operator, runtime call or kernel", "activities=[CPU, CUDA]"),
+    Mistake(larger_than_memory, "", "huge.json: about 2867.2 GiB would be needed", "--match"),
+    Mistake(good, "replay --step 99", "--step 99", "this trace has ProfilerStep#0, ProfilerStep#1"),
+    Mistake(good, "replay -o answer.txt", "-o answer.txt", ".json, .csv, .trace.json, .trace.json.gz"),
+    Mistake(good, "replay -o no/such/answer.json", "-o no/such/answer.json", "create it first"),
+    Mistake(good, "replay --rank-pattern rank(", "--rank-pattern 'rank('", "not a regular expression"),
+    Mistake(good, "replay --rank-pattern rank", "--rank-pattern 'rank'", "one group for the number"),
+    Mistake(good, "replay --rank-pattern (rank)", "--rank-pattern '(rank)'", "must match a number"),
+    Mistake(good, "replay --profiler-costs none.json", "none.json", ""),
+    Mistake(good, "predict --scale gpu=0.5", "--scale gpu=0.5", "compute, comm, cpu, kernel:REGEX"),
+    Mistake(good, "predict --scale compute", "--scale compute", "WHAT=FACTOR"),
+    Mistake(good, "predict --scale compute=fast", "--scale compute=fast", "a factor of 0 or more"),
+    Mistake(good, "predict --scale compute=-1", "--scale compute=-1", "a factor of 0 or more"),
+    Mistake(good, "predict --scale compute=nan", "--scale compute=nan", "a factor of 0 or more"),
+    Mistake(good, "predict --scale kernel:ge(mm=2", "--scale kernel:ge(mm=2", "not a regular expression"),
+    Mistake(good, "predict --scale kernel:no_such=2", "--scale kernel:no_such=2", "no kernel of this trace"),
+    Mistake(good, "predict --scale comm=1 -o answer.xml", "-o answer.xml", ".json, .csv"),
+    Mistake(good, "predict --scale comm=1 -o no/answer.csv", "-o no/answer.csv", "create it first"),
+)
+
+
+Lines = dict[str, Future[str]]
+
+
+@pytest.fixture(scope="module")
+def lines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lines]:
+    """The answers to all mistakes that this session is to try, side by side: each costs the start of a process."""
+    asked = [i.callspec.params.get("mistake") for i in request.session.items if hasattr(i, "callspec")]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {m.name: pool.submit(m.line, tmp_path_factory.mktemp("mistake")) for m in asked if m is not None}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_mistake_is_refused_in_one_line(lines: Lines, mistake: Mistake) -> None:
+    line = lines[mistake.name].result()
+    assert mistake.value in line
+    assert mistake.way_out in line
+
+
+@pytest.mark.parametrize("make", [not_json, two_files_of_one_rank], ids=lambda make: make.__name__)
+def test_predict_refuses_in_the_same_words(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    path = str(make(tmp_path))
+    asked = refusal(tmp_path, "predict", "--from", path, "--scale", "compute=0.5", "-o", "answer.csv")
+    assert asked == refusal(tmp_path, "replay", path)
+
+
+def test_match_that_nothing_matches_is_refused(tmp_path: Path) -> None:
+    write_trace(tmp_path / "rank0.json", training_run())
+    assert "--match 'node*'" in refusal(tmp_path, "replay", str(tmp_path), "--match", "node*")
+
+
+def test_a_step_of_a_trace_without_steps_is_refused(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "rank0.json", [op("a", 1, 2)])
+    assert "this trace has no step marks" in refusal(tmp_path, "replay", str(path), "--step", "1")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("replay", "--no-such-option", "x"), ("replay",), ("no-such-command",)],
+    ids=" ".join,
+)
+def test_a_command_that_does_not_exist_is_explained(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = lumos(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert everything_in(tmp_path) == set()
+
+
+def test_the_same_command_without_a_mistake_succeeds(tmp_path: Path) -> None:
+    """Without this, the tables above could pass for the wrong reason."""
+    path = write_trace(tmp_path / "rank0.json", training_run(), header(0))
+    done = lumos("replay", str(path), "--step", "1", "--json", "-o", "answer.csv", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["steps"][0]["name"] == "ProfilerStep#1"
+    assert everything_in(tmp_path) == {"rank0.json", "answer.csv"}
+
+
+def test_a_folder_is_no_place_for_an_answer(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "rank0.json", training_run(), header(0))
+    (tmp_path / "taken.json").mkdir()
+    assert "-o taken.json: cannot be written" in refusal(tmp_path, "replay", str(path), "-o", "taken.json")
+
+
+def test_an_answer_that_was_there_survives_a_mistake(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "answer.json", b"before")
+    refusal(tmp_path, "replay", str(not_json(tmp_path)), "-o", "answer.json")
+    assert (tmp_path / "answer.json").read_bytes() == b"before"
+
+
+@pytest.mark.parametrize("ending", [".json", ".json.gz"])
+def test_what_does_not_fit_into_memory_is_not_even_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    path = write_trace(tmp_path / f"rank0{ending}", training_run())
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 10)
+    with pytest.raises(InputError, match=r"GiB would be needed and 0\.0 GiB are free.*--match"):
+        read_job(path)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 30)
+    assert len(read_job(path)) > 0
+
+
+def test_the_limit_of_the_process_counts_as_memory() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30));"
+        "from lumos.memory import available_bytes; print(available_bytes())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) <= 3 << 30
+
+
+def test_the_limit_of_a_container_counts_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = write_bytes(tmp_path / "memory.max", b"4096\n")
+    monkeypatch.setattr(memory, "_CONTAINER_LIMITS", (tmp_path / "missing", limit))
+    assert memory.available_bytes() == 4096
+    limit.write_text("max\n")
+    assert memory.available_bytes() > 4096
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    path = good(tmp_path)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(InputError, match=r"rank0\.json: cannot be opened \(Permission denied\); check"):
+        read_job(path)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("h200/multirank/ddp2_l8/rank0.et.json.gz", "execution trace"),
+        ("h200/multirank/ddp2_l8/rank0.json", 'without "traceEvents"'),
+        ("public/nsys/saxpy-mpi-cuda_nsys_perlmutter0.sqlite", "SQLite"),
+        ("public/hta/memory_analysis/memory_timeline.raw.gz", "memory timeline"),
+        ("public/param/resnet_et.json.gz", "execution trace"),
+        ("public/chakra/chakra.0.et", "not JSON"),
+        ("public/torchrec_v100/sst_long_a2a_optimizer_2", "--match"),
+        ("public/torchrec_v100", "did you mean"),
+    ],
+)
+def test_real_files_of_other_kinds_are_told_by_what_they_are(shared_data: Path, file: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        read_job(shared_data / file)

@@ -1,0 +1,384 @@
+"""Damaged traces: reading, building, simulating and reporting either succeed with finite numbers or say what is wrong.
+
+Every case is made by a mutation and a seed, so a failure names what repeats it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lumos.errors import LumosError
+from lumos.readers.job import read_job
+from lumos.readers.slices import open_bytes
+from lumos.replay import predict, replay
+from lumos.scenario import Scale
+from support import Event, Header, header, json_text, training_run, write_bytes, write_trace
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+Mutation = Callable[[random.Random, list[Event]], list[Event]]
+Damage = Callable[[random.Random, bytes], bytes]
+ODD_NUMBERS = (0, -1, 1, -1e6, 1e6, 1e12, 1e15, -1e15, 9e15, 1e300, 2**53, 2**64, 10**40, 0.0001)
+ODD_VALUES: tuple[Any, ...] = (*ODD_NUMBERS, "7", "soon", "", None, True, [], [1, 2], {}, {"a": 1})
+
+
+# The law
+
+
+def answers(path: Path) -> bool:
+    """Whether there is an answer; it must then be sound."""
+    try:
+        run = replay(read_job(path))
+        answer = run.as_dict()
+        scaled = predict(run, [Scale("compute", 0.5)]).as_dict()
+    except LumosError:
+        return False
+    assert all(math.isfinite(number) for number in numbers([answer, scaled]))
+    assert min(answer["recorded_ms"], answer["simulated_ms"], answer["clean_ms"], scaled["step_ms"]) >= 0
+    return True
+
+
+def numbers(value: Any) -> Iterable[float]:
+    """All numbers of an answer."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from numbers(part)
+    elif isinstance(value, float | int):
+        yield value
+
+
+# Mutations of events
+
+
+def some(random: random.Random, events: list[Event]) -> set[int]:
+    """A few events, or many."""
+    share = random.choice([0.01, 0.1, 0.5, 1.0])
+    return {i for i in range(len(events)) if random.random() < share} or {random.randrange(len(events))}
+
+
+def changed(random: random.Random, events: list[Event], change: Callable[[Event], Event]) -> list[Event]:
+    chosen = some(random, events)
+    return [change(event) if i in chosen else event for i, event in enumerate(events)]
+
+
+def drop_events(random: random.Random, events: list[Event]) -> list[Event]:
+    chosen = some(random, events[1:])
+    return [event for i, event in enumerate(events) if i - 1 not in chosen]
+
+
+def duplicate_events(random: random.Random, events: list[Event]) -> list[Event]:
+    chosen = some(random, events)
+    return [event for i, event in enumerate(events) for _ in range(1 + (i in chosen))]
+
+
+def shuffle_events(random: random.Random, events: list[Event]) -> list[Event]:
+    return random.sample(events, len(events))
+
+
+def delete_keys(random: random.Random, events: list[Event]) -> list[Event]:
+    return changed(random, events, lambda e: {k: v for k, v in e.items() if random.random() < 0.8})
+
+
+def delete_arguments(random: random.Random, events: list[Event]) -> list[Event]:
+    def without(event: Event) -> Event:
+        return event | {"args": {k: v for k, v in event.get("args", {}).items() if random.random() < 0.5}}
+
+    return changed(random, events, without)
+
+
+def odd_times(random: random.Random, events: list[Event]) -> list[Event]:
+    return changed(random, events, lambda e: e | {random.choice(["ts", "dur"]): random.choice(ODD_VALUES)})
+
+
+def swap_time_and_duration(random: random.Random, events: list[Event]) -> list[Event]:
+    return changed(random, events, lambda e: e | {"ts": e.get("dur", 0), "dur": e.get("ts", 0)})
+
+
+def jitter_times(random: random.Random, events: list[Event]) -> list[Event]:
+    """Small enough to be believed, large enough to contradict every order."""
+    return changed(random, events, lambda e: e | {"ts": e.get("ts", 0) + random.uniform(-500, 500)})
+
+
+def one_moment(random: random.Random, events: list[Event]) -> list[Event]:
+    return changed(random, events, lambda e: e | {"ts": 5, "dur": random.choice([0, 10])})
+
+
+def odd_arguments(random: random.Random, events: list[Event]) -> list[Event]:
+    def odd(event: Event) -> Event:
+        args = dict(event.get("args") or {"correlation": 1})
+        for key in random.sample(sorted(args), min(len(args), 3)):
+            args[key] = random.choice(ODD_VALUES)
+        return event | {"args": args}
+
+    return changed(random, events, odd)
+
+
+def odd_fields(random: random.Random, events: list[Event]) -> list[Event]:
+    fields = ["ph", "cat", "name", "pid", "tid", "args"]
+    return changed(random, events, lambda e: e | {random.choice(fields): random.choice(ODD_VALUES)})
+
+
+def exchange_fields(random: random.Random, events: list[Event]) -> list[Event]:
+    """Categories, names, lanes and arguments of other events: a kernel called cudaDeviceSynchronize, and the like."""
+    field = random.choice(["cat", "name", "tid", "args", "ts", "dur"])
+    donors = [e[field] for e in events if field in e]
+    return changed(random, events, lambda e: e | {field: random.choice(donors)})
+
+
+def exchange_correlations(random: random.Random, events: list[Event]) -> list[Event]:
+    ids = [e["args"]["correlation"] for e in events if "correlation" in e.get("args", {})]
+
+    def exchange(event: Event) -> Event:
+        return event | {"args": event.get("args", {}) | {"correlation": random.choice(ids)}}
+
+    return changed(random, events, exchange)
+
+
+def merge_with_itself(random: random.Random, events: list[Event]) -> list[Event]:
+    later = random.choice([0, 1, 1000, 1e6])
+    return events + [e | {"ts": e["ts"] + later} for e in events if isinstance(e.get("ts"), float | int)]
+
+
+def one_category(random: random.Random, events: list[Event]) -> list[Event]:
+    wanted = random.choice(["cpu_op", "cuda_runtime", "kernel", "user_annotation", "cuda_sync", "gpu_memcpy"])
+    return [e for e in events if e.get("cat") == wanted]
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    drop_events,
+    duplicate_events,
+    shuffle_events,
+    delete_keys,
+    delete_arguments,
+    odd_times,
+    swap_time_and_duration,
+    jitter_times,
+    one_moment,
+    odd_arguments,
+    odd_fields,
+    exchange_fields,
+    exchange_correlations,
+    merge_with_itself,
+    one_category,
+)
+
+
+# Damage to bytes
+
+
+def cut_end(random: random.Random, text: bytes) -> bytes:
+    return text[: random.randrange(1, len(text))]
+
+
+def cut_middle(random: random.Random, text: bytes) -> bytes:
+    begin = random.randrange(len(text))
+    return text[:begin] + text[begin + random.choice([1, 10, 1000]) :]
+
+
+def flip_bytes(random: random.Random, text: bytes) -> bytes:
+    damaged = bytearray(text)
+    for _ in range(random.choice([1, 10, 200])):
+        damaged[random.randrange(len(damaged))] = random.randrange(256)
+    return bytes(damaged)
+
+
+def flip_structure(random: random.Random, text: bytes) -> bytes:
+    """Brackets, quotes and commas in wrong places."""
+    damaged = bytearray(text)
+    for _ in range(random.choice([1, 5, 50])):
+        damaged[random.randrange(len(damaged))] = random.choice(b'{}[]",:\\')
+    return bytes(damaged)
+
+
+def repeat_middle(random: random.Random, text: bytes) -> bytes:
+    begin = random.randrange(len(text))
+    end = begin + random.choice([1, 100, 5000])
+    return text[:end] + text[begin:]
+
+
+DAMAGES: tuple[Damage, ...] = (cut_end, cut_middle, flip_bytes, flip_structure, repeat_middle)
+
+
+# Synthetic traces
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_a_job_with_one_mutated_rank_is_answered_or_refused(tmp_path: Path, mutation: Mutation, seed: int) -> None:
+    mutated = mutation(random.Random(seed), training_run(rank=1, slow=20))
+    write_trace(tmp_path / "rank0.json", training_run(), header(0, 2))
+    write_trace(tmp_path / "rank1.json", mutated, header(1, 2))
+    answers(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_damaged_bytes_are_answered_or_refused(tmp_path: Path, damage: Damage, seed: int) -> None:
+    whole = json_text(training_run(), header(0), layout="event a line")
+    answers(write_bytes(tmp_path / "trace.json", damage(random.Random(seed), whole)))
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_damaged_gzip_is_answered_or_refused(tmp_path: Path, damage: Damage) -> None:
+    path = write_trace(tmp_path / "trace.json.gz", training_run())
+    whole = path.read_bytes()
+    for seed in range(5):
+        path.write_bytes(damage(random.Random(seed), whole))
+        answers(path)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [drop_events, duplicate_events, shuffle_events, delete_arguments, jitter_times],
+    ids=lambda m: m.__name__,
+)
+def test_what_is_still_a_trace_is_answered(tmp_path: Path, mutation: Mutation) -> None:
+    """Refusing everything would pass the tests above."""
+    for seed in range(3):
+        assert answers(write_trace(tmp_path / "trace.json", mutation(random.Random(seed), training_run())))
+
+
+@pytest.mark.parametrize("damage", [cut_middle, flip_bytes, repeat_middle], ids=lambda d: d.__name__)
+def test_damage_to_a_few_bytes_does_not_cost_the_answer(tmp_path: Path, damage: Damage) -> None:
+    whole = json_text(training_run(), header(0))
+    for seed in range(5):
+        damaged = whole[:500] + damage(random.Random(seed), whole[500:])
+        assert answers(write_bytes(tmp_path / "trace.json", damaged)), seed
+
+
+def test_the_order_of_events_in_a_file_does_not_matter(tmp_path: Path) -> None:
+    ordered = replay(read_job(write_trace(tmp_path / "trace.json", training_run()))).as_dict()
+    for seed in range(5):
+        events = shuffle_events(random.Random(seed), training_run())
+        shuffled = replay(read_job(write_trace(tmp_path / "trace.json", events))).as_dict()
+        assert shuffled == ordered
+
+
+names = st.sampled_from(
+    ["aten::mm", "ProfilerStep#1", "cudaLaunchKernel", "cudaGraphLaunch", "cudaMemcpy", "cudaDeviceSynchronize",
+     "cudaStreamSynchronize", "cudaEventSynchronize", "cudaEventRecord", "cudaStreamWaitEvent", "cudaEventQuery",
+     "ncclDevKernel_AllReduce_Sum", "ncclDevKernel_SendRecv", "nccl:all_reduce", "record_param_comms", "gemm"]
+)  # fmt: skip
+categories = st.sampled_from(
+    ["cpu_op", "cuda_runtime", "cuda_driver", "kernel", "gpu_memcpy", "gpu_memset", "cuda_sync", "user_annotation",
+     "python_function", "overhead"]
+)  # fmt: skip
+arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "correlation": st.integers(-1, 6),
+        "stream": st.sampled_from([0, 7, 20, -1, 4294967295]),
+        "device": st.integers(0, 1),
+        "Collective name": st.sampled_from(["allreduce", "_allgather_base", "send", "recv", "wait", "other"]),
+        "In msg nelems": st.integers(-1, 4),
+        "Group size": st.integers(-1, 3),
+        "Process Group Name": st.sampled_from(["0", "1", ""]),
+        "Process Group Ranks": st.sampled_from(["[0, 1]", "[0]", "", "[0, ..., 7]"]),
+        "Src Rank": st.integers(-1, 2),
+        "Dst Rank": st.integers(-1, 2),
+        "dtype": st.sampled_from(["Float", "BFloat16", "Strange", ""]),
+        "wait_on_stream": st.sampled_from([-1, 7, 20]),
+        "wait_on_cuda_event_record_corr_id": st.integers(-1, 6),
+        "wait_on_cuda_event_id": st.integers(-1, 2),
+    },
+)
+spans = st.fixed_dictionaries(
+    {
+        "ph": st.just("X"),
+        "cat": categories,
+        "name": names,
+        "pid": st.integers(0, 1),
+        "tid": st.integers(1, 3),
+        "ts": st.integers(0, 400),
+        "dur": st.sampled_from([0, 1, 3, 50, 300]),
+        "args": arguments,
+    }
+)
+
+
+@settings(max_examples=80)
+@given(ranks=st.lists(st.lists(spans, min_size=1, max_size=25), min_size=1, max_size=3))
+def test_any_small_job_is_answered_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, ranks: list[list[Event]]
+) -> None:
+    folder = tmp_path_factory.mktemp("job")
+    for rank, events in enumerate(ranks):
+        write_trace(folder / f"rank{rank}.json", events, header(rank, len(ranks)))
+    answers(folder)
+
+
+# Real traces
+
+
+@cache
+def beginning(path: Path, count: int) -> tuple[Header, list[Event]]:
+    """The first events of a file by time: its order is operators first, kernels last."""
+    with open_bytes(path) as file:
+        content = json.loads(file.read())
+    events = sorted(
+        (e for e in content.pop("traceEvents") if isinstance(e.get("ts"), float | int)), key=lambda e: e["ts"]
+    )
+    return content, events[:count]
+
+
+REAL = (
+    ("h200/multirank/ddp2_l8", "rank0.pt.trace.json.gz"),
+    ("public/hta/critical_path/alexnet", "*.json.gz"),
+    ("public/torchrec_v100/resnet18", "*_85866.*.json.gz"),
+)
+
+
+def real_beginning(shared_data: Path, folder: str, pattern: str) -> tuple[Header, list[Event]]:
+    (path,) = (shared_data / folder).glob(pattern)
+    return beginning(path, 2000)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("folder", "pattern"), REAL, ids=[folder for folder, _ in REAL])
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_mutated_real_traces_are_answered_or_refused(
+    shared_data: Path, tmp_path: Path, folder: str, pattern: str, mutation: Mutation
+) -> None:
+    head, events = real_beginning(shared_data, folder, pattern)
+    for seed in range(2):
+        mutated = mutation(random.Random(seed), events)
+        answers(write_trace(tmp_path / "trace.json", mutated, head, layout="one line"))
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("folder", "pattern"), REAL, ids=[folder for folder, _ in REAL])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_damaged_real_traces_are_answered_or_refused(
+    shared_data: Path, tmp_path: Path, folder: str, pattern: str, damage: Damage
+) -> None:
+    head, events = real_beginning(shared_data, folder, pattern)
+    whole = json_text(events, head)
+    for seed in range(2):
+        answers(write_bytes(tmp_path / "trace.json", damage(random.Random(seed), whole)))
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    "mutation", [drop_events, exchange_fields, odd_arguments, jitter_times], ids=lambda m: m.__name__
+)
+def test_a_real_job_with_one_mutated_rank_is_answered_or_refused(
+    shared_data: Path, tmp_path: Path, mutation: Mutation
+) -> None:
+    folder = shared_data / "public/torchrec_v100/resnet18"
+    for rank, path in enumerate(sorted(folder.glob("*.json.gz"))):
+        head, events = beginning(path, 3000)
+        mutated = mutation(random.Random(1), events) if rank == 0 else events
+        write_trace(tmp_path / f"rank{rank}.json", mutated, head, layout="one line")
+    answers(tmp_path)
