@@ -1,0 +1,36 @@
+# Everything sets up its own virtual environment in .venv; python3, pip and make are all that is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check accuracy bench clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## replay the example trace that comes with the package
+	$(BIN)/lumos demo
+
+test: $(VENV)/.dev  ## linters, types and all tests
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q
+
+check: $(VENV)/.dev  ## linters and types alone
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and write docs/accuracy.md
+	$(BIN)/python benchmarks/accuracy.py -o docs/accuracy.md
+
+bench: $(VENV)/.dev  ## measure the speed beside HolisticTraceAnalysis
+	$(BIN)/python benchmarks/replay_speed.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
