@@ -235,7 +235,6 @@ MISTAKES = (
     Mistake(good, "predict --scale kernel:ge(mm=2", "--scale kernel:ge(mm=2", "not a regular expression"),
     Mistake(good, "predict --scale kernel:no_such=2", "--scale kernel:no_such=2", "no kernel of this trace"),
     Mistake(good, "predict --scale comm=1 -o answer.xml", "-o answer.xml", ".json, .csv"),
-    Mistake(good, "predict --scale comm=1 -o no/answer.csv", "-o no/answer.csv", "create it first"),
 )
 
 

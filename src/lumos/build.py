@@ -77,11 +77,12 @@ class Execution:
         """Events without nodes of their own (empty ones, Python frames, pollers) move with their lane."""
         nodes, trace = self.draft, self.trace
         absent = np.flatnonzero(nodes.last_node < 0)
-        for lane in np.unique(trace.lane[absent]):
+        absent = absent[np.argsort(trace.lane[absent], kind="stable")]
+        for rows in np.split(absent, np.flatnonzero(np.diff(trace.lane[absent])) + 1):
+            lane = trace.lane[rows[0]] if len(rows) else 0
             low, high = nodes.first[lane], nodes.first[lane + 1]
-            if low == high:
+            if low == high or len(rows) == 0:
                 continue
-            rows = absent[trace.lane[absent] == lane]
             recorded = np.concatenate([nodes.start[low:high], nodes.end[high - 1 : high]]) - self.origin
             simulated = np.concatenate([times.start[low:high], times.end[high - 1 : high]])
             begin = np.rint(np.interp(trace.start[rows] - self.origin, recorded, simulated)).astype(np.int64)

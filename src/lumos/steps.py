@@ -65,9 +65,9 @@ class StepMarks:
         return Steps(self.names, self.ranks, start, end)
 
     def _whole(self, trace: Trace) -> Steps:
-        tasks, rank = self.works, trace.rank
-        start = [[int(trace.start[tasks & (rank == r)].min()) for r in self.ranks]]
-        end = [[int(trace.end[tasks & (rank == r)].max()) for r in self.ranks]]
+        rows = trace.rows_by_rank(self.works)
+        start = [[int(trace.start[rows[r]].min()) for r in self.ranks]]
+        end = [[int(trace.end[rows[r]].max()) for r in self.ranks]]
         return Steps(self.names, self.ranks, np.array(start), np.array(end))
 
 
@@ -95,12 +95,11 @@ def find_steps(trace: Trace) -> StepMarks:
 def _last_on_gpu(trace: Trace, by_rank: dict[int, dict[str, int]]) -> dict[int, dict[str, int]]:
     """Per rank and step: the row that ends last among those launched inside the step."""
     launch = launch_rows(trace)
-    gpu = np.flatnonzero(launch >= 0)
-    rank, called = trace.rank[gpu], trace.start[launch[gpu]]
+    rows = trace.rows_by_rank(launch >= 0)
     answer: dict[int, dict[str, int]] = {}
     for r, steps in by_rank.items():
-        mine = gpu[rank == r]
-        times = called[rank == r]
+        mine = rows[r]
+        times = trace.start[launch[mine]]
         answer[r] = {}
         for name, row in steps.items():
             inside = mine[(times >= trace.start[row]) & (times < trace.end[row])]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from lumos.vocabulary import (
 Ints = NDArray[np.int64]
 Small = NDArray[np.int32]
 Bools = NDArray[np.bool_]
+Rows = NDArray[np.int64]
 
 
 class Lane(NamedTuple):
@@ -121,12 +123,12 @@ class Trace:
     def ranks(self) -> list[int]:
         return sorted({h.rank for h in self.headers})
 
-    @property
+    @cached_property
     def lane_rank(self) -> Small:
         """The rank of every lane."""
         return np.array([lane.rank for lane in self.lanes], np.int32)
 
-    @property
+    @cached_property
     def rank(self) -> Small:
         return self.lane_rank[self.lane] if len(self.lanes) else np.zeros(0, np.int32)
 
@@ -134,15 +136,15 @@ class Trace:
         """Rows of any of these categories."""
         return np.isin(self.category, np.array(list(categories), np.uint8))
 
-    @property
+    @cached_property
     def on_gpu(self) -> Bools:
         return self.is_any(GPU_CATEGORIES)
 
-    @property
+    @cached_property
     def on_host(self) -> Bools:
         return self.is_any(HOST_CATEGORIES)
 
-    @property
+    @cached_property
     def kind(self) -> NDArray[np.uint8]:
         """cpu, compute, comm or copy, for every row."""
         by_category = np.full(max(Category) + 1, Kind.CPU, np.uint8)
@@ -152,14 +154,14 @@ class Trace:
         kinds[self.is_communication] = Kind.COMM
         return kinds
 
-    @property
+    @cached_property
     def is_communication(self) -> Bools:
         named = np.array([is_communication(n) for n in self.names], bool)
         told = self.message >= 0
         kernel = self.category == Category.KERNEL
         return kernel & (told | (named[self.name] if len(named) else False))
 
-    @property
+    @cached_property
     def call(self) -> NDArray[np.uint8]:
         """The CallKind of every row; PLAIN for what is no call."""
         by_name = np.array([call_kind(n) for n in self.names], np.uint8)
@@ -171,6 +173,13 @@ class Trace:
         message = int(self.message[row])
         told = self.messages[message].collective if message >= 0 else ""
         return told or collective_name(self.names[self.name[row]]) or "communication"
+
+    def rows_by_rank(self, which: Bools) -> dict[int, Rows]:
+        """The rows of a mask, apart for every rank."""
+        rows = np.flatnonzero(which)
+        rows = rows[np.argsort(self.rank[rows], kind="stable")]
+        bounds = np.searchsorted(self.rank[rows], [*self.ranks, np.iinfo(np.int32).max])
+        return {rank: rows[bounds[i] : bounds[i + 1]] for i, rank in enumerate(self.ranks)}
 
     def select(self, rows: Bools) -> Trace:
         """The trace of these rows alone."""

@@ -40,14 +40,11 @@ class Breakdown:
 
 def breakdown_by_rank(trace: Trace, steps: Steps) -> dict[int, Breakdown]:
     """For every rank, the mean over the steps."""
-    kind, rank = trace.kind, trace.rank
-    gpu = np.flatnonzero(trace.on_gpu)
-    gpu = gpu[np.argsort(rank[gpu], kind="stable")]
-    bounds = np.searchsorted(rank[gpu], [*steps.ranks, np.iinfo(np.int32).max])
+    gpu = trace.rows_by_rank(trace.on_gpu)
     answer = {}
     for column, r in enumerate(steps.ranks):
-        rows = gpu[bounds[column] : bounds[column + 1]]
-        comm = kind[rows] == Kind.COMM
+        rows = gpu[r]
+        comm = trace.kind[rows] == Kind.COMM
         windows = list(zip(steps.start[:, column], steps.end[:, column], strict=True))
         parts = [_one(trace, rows[~comm], rows[comm], int(low), int(high)) for low, high in windows]
         answer[r] = mean_breakdown([Breakdown(*p) for p in parts])

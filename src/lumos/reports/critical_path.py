@@ -84,8 +84,9 @@ class PathSummary:
 def summarise(execution: Execution, times: Times, path: CriticalPath, steps: int) -> PathSummary:
     """What the path is made of, per step."""
     on_path = times.end[path.node] - times.start[path.node]
-    follows_start = execution.graph.edges.from_start[np.maximum(path.edge, 0)] & (path.edge >= 0)
-    on_path[:-1][follows_start[1:]] = 0.0  # what followed did not wait for the end
+    by_edge = np.flatnonzero(path.edge >= 0)
+    follows_start = by_edge[execution.graph.edges.from_start[path.edge[by_edge]]]
+    on_path[follows_start[follows_start > 0] - 1] = 0.0  # what followed did not wait for the end
     kinds: dict[str, float] = defaultdict(float)
     operators: dict[tuple[str, str], float] = defaultdict(float)
     for node, time in zip(path.node.tolist(), on_path.tolist(), strict=True):

@@ -30,10 +30,8 @@ def utilisation(trace: Trace, steps: Steps) -> Utilisation:
     low, high = int(steps.start.min()), int(steps.end.max())
     width = max(1_000_000, -(-(high - low) // _MOST_BINS))
     edges = low + width * np.arange(-(-(high - low) // width) + 1)
-    rank = trace.rank
-    gpu = trace.on_gpu
-    rows = [_busy(trace, np.flatnonzero(gpu & (rank == r)), edges) for r in steps.ranks]
-    return Utilisation(width / 1e6, steps.ranks, np.array(rows))
+    gpu = trace.rows_by_rank(trace.on_gpu)
+    return Utilisation(width / 1e6, steps.ranks, np.array([_busy(trace, gpu[r], edges) for r in steps.ranks]))
 
 
 def _busy(trace: Trace, rows: np.ndarray, edges: np.ndarray) -> np.ndarray:

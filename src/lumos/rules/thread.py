@@ -21,11 +21,10 @@ def thread_edges(draft: Draft) -> Edges:
     """Edges from the last segment of a thread that goes idle to the pause it explains in another."""
     pauses = _pauses(draft)
     sources, targets = [], []
-    for rank in np.unique(draft.lane_rank):
-        mine = pauses[draft.lane_rank[draft.lane[pauses]] == rank]
-        lanes = _working_threads(draft, int(rank))
+    for lanes in _working_threads(draft).values():
         if len(lanes) < 2:
             continue
+        mine = np.concatenate([pauses[slice(*np.searchsorted(pauses, draft.first[[i, i + 1]]))] for i in lanes])
         for pause in mine:
             source = _explained_by(draft, int(pause), lanes, mine)
             if source >= 0:
@@ -51,12 +50,13 @@ def _pauses(draft: Draft) -> np.ndarray:
     return np.flatnonzero(is_pause(draft) & long)
 
 
-def _working_threads(draft: Draft, rank: int) -> list[int]:
-    return [
-        i
-        for i, lane in enumerate(draft.trace.lanes)
-        if lane.rank == rank and not lane.is_stream and draft.first[i + 1] > draft.first[i]
-    ]
+def _working_threads(draft: Draft) -> dict[int, list[int]]:
+    """The threads of every rank that have nodes, in the order of their lanes."""
+    threads: dict[int, list[int]] = {}
+    for index, lane in enumerate(draft.trace.lanes):
+        if not lane.is_stream and draft.first[index + 1] > draft.first[index]:
+            threads.setdefault(lane.rank, []).append(index)
+    return threads
 
 
 def _explained_by(draft: Draft, pause: int, lanes: list[int], pauses: np.ndarray) -> int:
