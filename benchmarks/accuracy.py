@@ -19,7 +19,7 @@ from pathlib import Path
 from lumos.build import RULES, build
 from lumos.profiler import load_profiler_cost
 from lumos.readers.job import read_job
-from lumos.replay import Replay, predict, replay
+from lumos.run import Replay, predict, replay
 from lumos.scenario import Scale
 from lumos.steps import find_steps
 
@@ -108,7 +108,8 @@ def replay_section(single: list[Case], several: list[Case], public: list[tuple[s
     ]  # fmt: skip
     return (
         "## Replay\n\nThe graph, simulated, against the recorded wall clock. This shows only that nothing was lost: a "
-        "graph that freezes every gap replays perfectly. The unexplained column is the frozen time on the critical path.\n\n"
+        "graph that freezes every gap replays perfectly. The unexplained column is the frozen time on the critical "
+        "path.\n\n"
         f"One H200: {verdict(errors(single), 1, 3)}\n{table(head, rows(single))}\n"
         f"Several ranks on one H200: {verdict(errors(several), 3, 8)}\n{table(head, rows(several))}\n"
         f"Public jobs: {verdict([r.error_pct for _, r in public], 3)}\n{table(head, wide)}"
@@ -155,8 +156,8 @@ def ablation_section(data: Path) -> str:
             cells.append(f"{ratio:.3f} ({run.error_pct:+.2f} %)")
         rows.append(cells)
     return (
-        "## What each rule is worth\n\nThe share of the step that is left in a what-if, and in brackets the replay error, with "
-        "one rule removed. Replay does not notice; the prediction does.\n\n"
+        "## What each rule is worth\n\nThe share of the step that is left in a what-if, and in brackets the replay error, "
+        "with one rule removed. Replay does not notice; the prediction does.\n\n"
         + table(["rules", *(f"{name}, {scale}" for name, _, scale in asked)], rows)
     )
 
@@ -171,9 +172,9 @@ def clean_section(single: list[Case], several: list[Case]) -> str:
 
     head = ["trace", "profiled ms", "measured clean ms", "clean_ms", "error %", "error % of never_profiled_ms"]
     return (
-        "## The step without the profiler\n\nConstants from `calibration/fit_profiler.py`, fitted on other recordings. Hosts "
-        "vary by 5–10 % from moment to moment (`base` and `nosync_base` are the same model), several ranks on one GPU by "
-        "10 %: that is the floor of these figures.\n\n"
+        "## The step without the profiler\n\nConstants from `calibration/fit_profiler.py`, fitted on other recordings. "
+        "Hosts vary by 5–10 % from moment to moment (`base` and `nosync_base` are the same model), several ranks on one "
+        "GPU by 10 %: that is the floor of these figures.\n\n"
         f"One H200: {verdict([percent(c.run.clean_ms, c.clean_ms) for c in single], 5)}\n{table(head, rows(single))}\n"
         f"Several ranks on one H200: {verdict([percent(c.run.clean_ms, c.clean_ms) for c in several], 10)}\n"
         f"{table(head, rows(several))}"

@@ -44,7 +44,7 @@ def scale(path: str, scenarios: str) -> dict[str, Any]:
     import numpy as np
 
     from lumos.readers.job import read_job
-    from lumos.replay import predict, replay
+    from lumos.run import predict, replay
     from lumos.scenario import Scale, scaled_durations
     from lumos.simulate import simulate_many
 

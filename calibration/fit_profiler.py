@@ -2,10 +2,11 @@
 
     python3 calibration/fit_profiler.py [--records calibration/records.tar.xz] [-o src/lumos/data/profiler.json]
 
-Every recording comes with steps measured before the process was first profiled and after the profiler had stopped. The
-upper bounds per operator and call and the cost per kernel come from the micro-benchmarks of the same recordings; the two
-shares are the ones with the least mean squared error over the cases (of the logarithm, so that short steps count as
-much as long ones). A job of several ranks is too short for "after" to settle: there the mean of before and after counts.
+Every recording comes with steps measured before the process was first profiled and after the profiler had stopped.
+The upper bounds per operator and call and the cost per kernel come from the micro-benchmarks of the same recordings;
+the two shares are the ones with the least mean squared error over the cases (of the logarithm, so that short steps
+count as much as long ones). A job of several ranks is too short for "after" to settle: there the mean of before and
+after counts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 
 from lumos.profiler import ProfilerCost, without_profiler
 from lumos.readers.job import read_job
-from lumos.replay import Replay, replay
+from lumos.run import Replay, replay
 from lumos.simulate import simulate
 
 SHARES = np.round(np.arange(0.40, 0.86, 0.01), 2)

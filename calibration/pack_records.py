@@ -28,7 +28,9 @@ SKIPPED = ("noshapes", "nosyncevents", "stack", "cycle2", "cycle4", "queue_defau
 def slim(text: bytes) -> bytes:
     """A trace without what neither the graph nor the fit reads."""
     trace: dict[str, Any] = json.loads(text)
-    spans = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "python_function" != event.get("cat")]
+    spans = [
+        event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") != "python_function"
+    ]
     for event in spans:
         event["args"] = {k: v for k, v in event.get("args", {}).items() if k in KEPT_ARGUMENTS}
     trace["traceEvents"] = spans

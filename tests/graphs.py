@@ -24,7 +24,9 @@ def graphs(draw: st.DrawFn, most_lanes: int = 5, most_tasks: int = 12, lags: boo
     for index in range(len(sizes)):
         members = np.flatnonzero(lane == index)
         position[members] = sorted(rank[m] for m in members)
-    pairs = draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=30)) if count else []
+    pairs = (
+        draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=30)) if count else []
+    )
     forward = [(a, b) for a, b in pairs if position[a] < position[b] and lane[a] != lane[b]]
     source, target = zip(*forward, strict=True) if forward else ((), ())
     edges = Edges.of(source, target, Rule.EVENT)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lumos.errors import LumosError
 from lumos.readers.job import read_job
 from lumos.readers.slices import open_bytes
-from lumos.replay import predict, replay
+from lumos.run import predict, replay
 from lumos.scenario import Scale
 from support import Event, Header, header, json_text, training_run, write_bytes, write_trace
 

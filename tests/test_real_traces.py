@@ -12,7 +12,7 @@ import pytest
 from lumos.build import build
 from lumos.example import example_path
 from lumos.readers.job import read_job
-from lumos.replay import Replay, predict, replay
+from lumos.run import Replay, predict, replay
 from lumos.scenario import Scale
 from lumos.simulate import simulate, simulate_reference
 from lumos.steps import keep_step
@@ -91,7 +91,8 @@ def test_the_answer_has_finite_numbers_only(run: Replay) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "low", "high"), [("h4096", 0.48, 0.60), ("b8", 0.48, 0.60), ("tiny_l2_h512", 0.93, 1.01), ("h1024", 0.93, 1.01)]
+    ("name", "low", "high"),
+    [("h4096", 0.48, 0.60), ("b8", 0.48, 0.60), ("tiny_l2_h512", 0.93, 1.01), ("h1024", 0.93, 1.01)],
 )
 def test_kernels_twice_as_fast_help_as_far_as_the_gpu_decides(
     shared_data: Path, name: str, low: float, high: float
@@ -121,9 +122,13 @@ def test_explicit_events_are_what_inference_finds_too(shared_data: Path) -> None
     from dataclasses import replace
 
     trace = read_job(shared_data / "public/hta/critical_path/alexnet/benchmark_result_2869224_1695835535_trace.json.gz")
-    hidden = replace(trace.syncs, wait_stream=np.full_like(trace.syncs.wait_stream, -1), record=np.full_like(trace.syncs.record, -1))
+    hidden = replace(
+        trace.syncs, wait_stream=np.full_like(trace.syncs.wait_stream, -1), record=np.full_like(trace.syncs.record, -1)
+    )
     told, inferred = build(trace), build(replace(trace, syncs=hidden))
-    pairs = [set(zip(e.graph.edges.source.tolist(), e.graph.edges.target.tolist(), strict=True)) for e in (told, inferred)]
+    pairs = [
+        set(zip(e.graph.edges.source.tolist(), e.graph.edges.target.tolist(), strict=True)) for e in (told, inferred)
+    ]
     assert len(pairs[0] & pairs[1]) >= 0.95 * len(pairs[0])
 
 

@@ -10,7 +10,7 @@ import pytest
 from lumos.build import Execution, build
 from lumos.graph import Rule
 from lumos.readers.job import read_job
-from lumos.replay import predict, replay
+from lumos.run import predict, replay
 from lumos.scenario import Scale
 from lumos.simulate import simulate
 from lumos.trace import Trace
@@ -265,7 +265,10 @@ def test_ranks_that_miss_leading_collectives_are_matched_from_the_end(tmp_path: 
         told = collective("allreduce")
         events: list[Event] = []
         for i in range(3 - count, 3):
-            events += [call("cudaLaunchKernel", 1000 * i, 5, i + 1), kernel("ncclKernel_x", 1000 * i + 50, 100, i + 1, 20, told)]
+            events += [
+                call("cudaLaunchKernel", 1000 * i, 5, i + 1),
+                kernel("ncclKernel_x", 1000 * i + 50, 100, i + 1, 20, told),
+            ]
         return [op("a", 0, 3000), *events]
 
     run = replay(read(tmp_path, rank(3), rank(2)))

@@ -42,7 +42,13 @@ RULES: tuple[Callable[[Draft], Edges], ...] = (
 # What an edge or a stream's order normally costs, where the trace itself does not show it, and how much more than
 # that still counts as normal. Nanoseconds.
 _USUAL = {Rule.ORDER: 1_000.0, Rule.LAUNCH: 1_500.0, Rule.EVENT: 2_000.0, Rule.GRAPH: 1_000.0, Rule.CHANNEL: 0.0}
-_TOLERANCE = {Rule.ORDER: 5_000.0, Rule.LAUNCH: 20_000.0, Rule.EVENT: 20_000.0, Rule.GRAPH: 5_000.0, Rule.CHANNEL: 20_000.0}
+_TOLERANCE = {
+    Rule.ORDER: 5_000.0,
+    Rule.LAUNCH: 20_000.0,
+    Rule.EVENT: 20_000.0,
+    Rule.GRAPH: 5_000.0,
+    Rule.CHANNEL: 20_000.0,
+}
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,9 @@ def build(trace: Trace, rules: tuple[Callable[[Draft], Edges], ...] = RULES) -> 
     if offsets:
         trace = trace.shifted(offsets)
         worst = max(offsets.values(), key=abs)
-        warnings.append(f"clocks of {len(offsets)} ranks were aligned by their collectives, by up to {worst / 1e6:.2f} ms")
+        warnings.append(
+            f"clocks of {len(offsets)} ranks were aligned by their collectives, by up to {worst / 1e6:.2f} ms"
+        )
     nodes = draft(trace)
     edges = Edges.join([rule(nodes) for rule in rules])
     meeting_edges, hubs = collective_edges(nodes, meetings)

@@ -15,7 +15,7 @@ from lumos.errors import LumosError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lumos.replay import Replay
+    from lumos.run import Replay
 
 app = typer.Typer(
     add_completion=False,
@@ -30,10 +30,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON."
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="Also write it: .json, .csv, .trace.json.gz (for Perfetto).")
 ]
-Match = Annotated[str, typer.Option(help="Only files of the folder whose names match this pattern, as in 'rank?.json'.")]
-RankPattern = Annotated[str, typer.Option(help="Where the rank stands in a file's name: a regular expression, one group.")]
+Match = Annotated[
+    str, typer.Option(help="Only files of the folder whose names match this pattern, as in 'rank?.json'.")
+]
+RankPattern = Annotated[
+    str, typer.Option(help="Where the rank stands in a file's name: a regular expression, one group.")
+]
 Step = Annotated[str, typer.Option(help="One step alone, by its number; all recorded steps otherwise.")]
-ProfilerCosts = Annotated[Path | None, typer.Option(help="A file of profiler costs, in place of those measured on H200.")]
+ProfilerCosts = Annotated[
+    Path | None, typer.Option(help="A file of profiler costs, in place of those measured on H200.")
+]
 
 
 @app.command("replay")
@@ -60,7 +66,9 @@ def replay_command(
 
 @app.command("predict")
 def predict_command(
-    source: Annotated[Path, typer.Option("--from", help="The trace, or the folder of ranks, of the run to start from.")],
+    source: Annotated[
+        Path, typer.Option("--from", help="The trace, or the folder of ranks, of the run to start from.")
+    ],
     scale: Annotated[
         list[str] | None, typer.Option(help="WHAT=FACTOR on durations: compute, comm, cpu, kernel:REGEX. Repeatable.")
     ] = None,
@@ -72,7 +80,7 @@ def predict_command(
     profiler_costs: ProfilerCosts = None,
 ) -> None:
     """What would this run do if some of it were faster or slower?"""
-    from lumos.replay import predict
+    from lumos.run import predict
     from lumos.scenario import Scale
 
     scales = [Scale.parse(text) for text in scale or []]
@@ -116,7 +124,7 @@ def demo_command(as_json: AsJson = False, output: Output = None) -> None:
 def _load(path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None) -> Replay:
     from lumos.profiler import load_profiler_cost
     from lumos.readers.job import read_job
-    from lumos.replay import replay
+    from lumos.run import replay
     from lumos.steps import keep_step
 
     cost = load_profiler_cost(profiler_costs)

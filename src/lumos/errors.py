@@ -1,9 +1,9 @@
 """LumosError: a mistake that the user can mend.
 
-    LumosError
-    ├── InputError     a file or folder that cannot be read as what it should be
-    ├── OptionError    an option or value that does not make sense here
-    └── CycleError     a graph whose dependencies go in a circle
+LumosError
+├── InputError     a file or folder that cannot be read as what it should be
+├── OptionError    an option or value that does not make sense here
+└── CycleError     a graph whose dependencies go in a circle
 """
 
 

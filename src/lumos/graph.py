@@ -159,7 +159,8 @@ def _describe_cycle(graph: Graph, done: Small) -> str:
     """The nodes of one cycle, as "lane L task T", at most eight of them."""
     stuck = np.ones(len(graph), bool)
     stuck[done] = False
-    node, seen = int(np.flatnonzero(stuck)[0]), {}
+    node = int(np.flatnonzero(stuck)[0])
+    seen: dict[int, int] = {}
     while node not in seen:
         seen[node] = len(seen)
         sources = graph.edges.source[graph.incoming[node] : graph.incoming[node + 1]]

@@ -172,7 +172,7 @@ def cut_into_segments(
 
 @njit(cache=True, nogil=True)
 def pay_debts(first: Array, duration: Array, owed: Array, kept: float, limit: float) -> Array:
-    """Take from every node what it owes, but leave a share of it; the rest, up to a limit, is owed by those after it."""
+    """Take from every node what it owes, but leave a share of it; those after it owe the rest, up to a limit."""
     paid = duration.copy()
     for lane in range(len(first) - 1):
         debt = 0.0

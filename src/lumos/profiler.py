@@ -74,5 +74,7 @@ def _owed(execution: Execution, cost: ProfilerCost) -> Floats:
     operators = nodes.first_node[marked & (nodes.first_node >= 0)]
     returns = nodes.last_node[calls & (nodes.last_node >= 0)]
     size = len(execution.graph)
-    counts = np.bincount(operators, minlength=size) * cost.operator_us + np.bincount(returns, minlength=size) * cost.call_us
+    counts = (
+        np.bincount(operators, minlength=size) * cost.operator_us + np.bincount(returns, minlength=size) * cost.call_us
+    )
     return np.asarray(counts * 1e3, np.float64)

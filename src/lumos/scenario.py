@@ -33,7 +33,9 @@ class Scale:
         except ValueError:
             factor = math.nan
         if not found or not math.isfinite(factor) or factor < 0:
-            raise OptionError(f"--scale {text}: write WHAT=FACTOR with a factor of 0 or more, as in compute=0.5 ({NAMES})")
+            raise OptionError(
+                f"--scale {text}: write WHAT=FACTOR with a factor of 0 or more, as in compute=0.5 ({NAMES})"
+            )
         if what not in _KINDS and not what.startswith("kernel:"):
             raise OptionError(f"--scale {text}: {what!r} is not known; use one of {NAMES}")
         if what.startswith("kernel:"):

@@ -31,7 +31,7 @@ class Steps:
     @property
     def milliseconds(self) -> np.ndarray:
         """The time of every step: its mean over the ranks."""
-        return (self.end - self.start).mean(axis=1) / 1e6
+        return np.asarray((self.end - self.start).mean(axis=1) / 1e6)
 
     @property
     def typical(self) -> float:
@@ -132,5 +132,7 @@ def _find_name(names: tuple[str, ...], wanted: str) -> str:
     if matching:
         return matching[0]
     if names == (WHOLE,):
-        raise OptionError(f"--step {wanted}: this trace has no step marks; record with profiler.step(), or leave --step out")
+        raise OptionError(
+            f"--step {wanted}: this trace has no step marks; leave --step out, or record with profiler.step()"
+        )
     raise OptionError(f"--step {wanted}: no such step; this trace has {', '.join(names)}")

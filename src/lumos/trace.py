@@ -159,7 +159,7 @@ class Trace:
         named = np.array([is_communication(n) for n in self.names], bool)
         told = self.message >= 0
         kernel = self.category == Category.KERNEL
-        return kernel & (told | (named[self.name] if len(named) else False))
+        return np.asarray(kernel & (told | (named[self.name] if len(named) else False)), bool)
 
     @cached_property
     def call(self) -> NDArray[np.uint8]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -36,13 +36,13 @@ def write_perfetto(
     events = _events(execution, graph, times, trace, critical)
     with whole_file(path) as file:
         if path.name.endswith(".gz"):
-            with igzip.IGzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
+            with igzip.IGzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:  # type: ignore[no-untyped-call]
                 _write(packed, events, orjson.dumps)
         else:
             _write(file, events, orjson.dumps)
 
 
-def _write(file: IO[bytes], events: Iterator[list[dict[str, Any]]], dumps: Any) -> None:
+def _write(file: Any, events: Iterator[list[dict[str, Any]]], dumps: Any) -> None:
     file.write(b'{"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": [\n')
     first = True
     for chunk in events:

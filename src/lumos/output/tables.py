@@ -9,9 +9,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lumos.replay import Prediction, Replay
 from lumos.reports.breakdown import Breakdown, breakdown_by_rank, mean_breakdown
 from lumos.reports.collectives import group_collectives
+from lumos.run import Prediction, Replay
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _MOST_RANKS = 16
@@ -52,10 +52,16 @@ def _summary(run: Replay) -> Table:
     table = _table(f"replay of {len(run.marks.ranks)} rank(s), {len(run.execution.graph):,} tasks", "", "ms", "")
     table.add_row("recorded step", f"{recorded:.3f}", f"mean of {len(run.marks.names)} step(s)")
     table.add_row("simulated step", f"{simulated:.3f}", f"{run.error_pct:+.2f} % from the recorded one")
-    table.add_row("without the profiler", f"{run.clean_ms:.3f}", f"± {run.cost.error_pct:.0f} %, four times out of five")
-    table.add_row("in a process never profiled", f"{run.never_profiled_ms:.3f}", "CUPTI stays attached once it was used")
+    table.add_row(
+        "without the profiler", f"{run.clean_ms:.3f}", f"± {run.cost.error_pct:.0f} %, four times out of five"
+    )
+    table.add_row(
+        "in a process never profiled", f"{run.never_profiled_ms:.3f}", "CUPTI stays attached once it was used"
+    )
     share = 100 * run.path_summary.unexplained_ms / simulated if simulated else 0.0
-    table.add_row("unexplained", f"{run.path_summary.unexplained_ms:.3f}", f"{share:.1f} % of the step, on the critical path")
+    table.add_row(
+        "unexplained", f"{run.path_summary.unexplained_ms:.3f}", f"{share:.1f} % of the step, on the critical path"
+    )
     return table
 
 

@@ -43,7 +43,11 @@ def _one(trace: Trace, meeting: Meeting, origin: int) -> Collective:
     together = int(arrive.max())
     transfer = max(float(np.median(end)) - together, 0.0) / 1e6
     size = message_bytes(meeting.message)
-    bus = bus_factor(meeting.collective, len(meeting.rows)) * size / (transfer * 1e6) if size > 0 and transfer > 0 else 0.0
+    bus = (
+        bus_factor(meeting.collective, len(meeting.rows)) * size / (transfer * 1e6)
+        if size > 0 and transfer > 0
+        else 0.0
+    )
     wait = (together - arrive) / 1e6
     return Collective(
         collective=meeting.collective,

@@ -46,6 +46,8 @@ def _top(nodes: Draft, key: np.ndarray, rows: np.ndarray, steps: int, most: int)
     share = max(steps, 1) * max(len(trace.ranks), 1)
     order = [int(i) for i in np.argsort(-total)[:most] if count[i]]
     return [
-        Hotspot(trace.names[i], float(count[i]) / share, float(total[i]) / share / 1e6, float(total[i] / count[i]) / 1e3)
+        Hotspot(
+            trace.names[i], float(count[i]) / share, float(total[i]) / share / 1e6, float(total[i] / count[i]) / 1e3
+        )
         for i in order
     ]

@@ -61,7 +61,9 @@ def find_meetings(trace: Trace) -> tuple[list[Meeting], list[str]]:
 
 def collective_edges(draft: Draft, meetings: list[Meeting]) -> tuple[Edges, Ints]:
     """Edges through one hub a meeting (numbered after the draft's nodes), and the hubs' recorded times."""
-    sources, targets, hubs = [], [], []
+    sources: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    hubs: list[int] = []
     for meeting in meetings:
         arrive, transfer = draft.first_node[meeting.rows], draft.last_node[meeting.rows]
         together = int(draft.start[arrive].max())
@@ -206,7 +208,9 @@ class _CommOps:
 def _warnings(lonely: int, unmatched: int, meetings: list[Meeting]) -> list[str]:
     warnings = []
     if lonely:
-        warnings.append(f"{lonely} communication kernels have no counterpart in another rank; their waiting is not known")
+        warnings.append(
+            f"{lonely} communication kernels have no counterpart in another rank; their waiting is not known"
+        )
     if unmatched:
         warnings.append(f"{unmatched} sends or receives have no counterpart; is a rank's trace missing?")
     partial = sum(not m.complete for m in meetings)

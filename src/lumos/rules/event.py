@@ -195,7 +195,14 @@ def _details(draft: Draft) -> dict[int, dict[int, tuple[int, ...]]]:
     """Rank → correlation of a wait call → (waiting stream, source stream, record, event), from `cuda_sync` rows."""
     syncs = draft.trace.syncs
     told = np.flatnonzero((syncs.event >= 0) & (syncs.stream >= 0))
-    columns = (draft.lane_rank[syncs.lane], syncs.correlation, syncs.stream, syncs.wait_stream, syncs.record, syncs.event)
+    columns = (
+        draft.lane_rank[syncs.lane],
+        syncs.correlation,
+        syncs.stream,
+        syncs.wait_stream,
+        syncs.record,
+        syncs.event,
+    )
     details: dict[int, dict[int, tuple[int, ...]]] = {}
     for rank, correlation, *rest in zip(*(c[told].tolist() for c in columns), strict=True):
         details.setdefault(rank, {})[correlation] = tuple(rest)

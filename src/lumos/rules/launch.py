@@ -8,7 +8,9 @@ from lumos.graph import Edges, Rule
 from lumos.rules.draft import Draft
 from lumos.vocabulary import CallKind
 
-_CLOCK_SKEW = 1_000_000  # ns by which the GPU's clock may lag the CPU's, so that a kernel seems to start before its launch
+_CLOCK_SKEW = (
+    1_000_000  # ns by which the GPU's clock may lag the CPU's, so that a kernel seems to start before its launch
+)
 _WITHIN_GRAPH = 20_000  # ns: a kernel of a CUDA graph that starts this soon after another stream's was waiting for it
 
 
@@ -33,9 +35,10 @@ def graph_edges(draft: Draft) -> Edges:
     """Between the streams of one CUDA graph: a node that starts right after another stream's, and not its own's."""
     rows = np.flatnonzero(draft.launch_row >= 0)
     rows = rows[draft.call[draft.launch_row[rows]] == CallKind.GRAPH_LAUNCH]
-    sources, targets = [], []
+    sources: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
     if len(rows) == 0:
-        return Edges.of(sources, targets, Rule.GRAPH)
+        return Edges.of([], [], Rule.GRAPH)
     rows = rows[np.argsort(draft.launch_row[rows], kind="stable")]
     for members in np.split(rows, np.flatnonzero(np.diff(draft.launch_row[rows])) + 1):
         if len(np.unique(draft.trace.lane[members])) < 2:
@@ -43,11 +46,12 @@ def graph_edges(draft: Draft) -> Edges:
         source, target = _across_streams(draft, draft.first_node[members], draft.last_node[members])
         sources.append(source)
         targets.append(target)
-    return Edges.of(np.concatenate(sources or [[]]), np.concatenate(targets or [[]]), Rule.GRAPH)
+    none = np.zeros(0, np.int32)
+    return Edges.of(np.concatenate([none, *sources]), np.concatenate([none, *targets]), Rule.GRAPH)
 
 
 def _across_streams(draft: Draft, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Within one graph launch: the node of another stream that ended last before a node that its stream kept waiting."""
+    """Within one graph launch: the node of another stream that ended last before a node which its stream had freed."""
     by_end = last[np.argsort(draft.end[last], kind="stable")]
     ends = draft.end[by_end]
     at = np.searchsorted(ends, draft.start[first], side="right") - 1

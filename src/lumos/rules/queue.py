@@ -20,7 +20,9 @@ def queue_edges(draft: Draft, depth: int = DEPTH) -> Edges:
     for lane in (lane for lanes in draft.lanes_of_rank.values() for lane in lanes):
         launch = draft.launch_row[draft.row[draft.first[lane] : draft.first[lane + 1]]]
         submitted = np.flatnonzero(launch >= 0)
-        submitted = submitted[np.concatenate([[True], np.diff(launch[submitted]) != 0])] if len(submitted) else submitted
+        submitted = (
+            submitted[np.concatenate([[True], np.diff(launch[submitted]) != 0])] if len(submitted) else submitted
+        )
         if len(submitted) <= depth:
             continue
         source = submitted[:-depth] + int(draft.first[lane])

@@ -42,7 +42,7 @@ def thread_edges(draft: Draft) -> Edges:
 def is_pause(draft: Draft) -> np.ndarray:
     """Segments of threads that belong to no operator and no call: Python, or waiting."""
     category = draft.trace.category[draft.row]
-    return ~draft.on_gpu & ((draft.row < 0) | (category == Category.NOTE))
+    return np.asarray(~draft.on_gpu & ((draft.row < 0) | (category == Category.NOTE)))
 
 
 def _pauses(draft: Draft) -> np.ndarray:
@@ -92,10 +92,10 @@ def _last_busy_before(draft: Draft, lane: int, time: int, pauses: np.ndarray) ->
     node = low + int(np.searchsorted(draft.start[low:high], time, side="left")) - 1
     if node < low:
         return -1
-    in_pause = pauses[np.searchsorted(pauses, node)] == node if np.searchsorted(pauses, node) < len(pauses) else False
-    if in_pause:
+    at = int(np.searchsorted(pauses, node))
+    if at < len(pauses) and pauses[at] == node:
         node -= 1  # the pause itself is not work
-    elif draft.end[node] > time or node + 1 < high and draft.start[node + 1] < time:
+    elif draft.end[node] > time or (node + 1 < high and draft.start[node + 1] < time):
         return -1
     return node if node >= low and draft.end[node] < time else -1  # strictly: a tie could close a circle
 

@@ -141,9 +141,7 @@ class Replay:
             "per_rank": [{"rank": r, **b.as_dict()} for r, b in self.recorded_breakdown.items()],
             "critical_path": {
                 "by_kind_ms": {k: round(v, 4) for k, v in self.path_summary.by_kind.items()},
-                "by_operator": [
-                    {"kind": k, "name": n, "ms": round(v, 4)} for k, n, v in self.path_summary.by_operator
-                ],
+                "by_operator": [{"kind": k, "name": n, "ms": round(v, 4)} for k, n, v in self.path_summary.by_operator],
             },
             "kernels": [_rounded(h) for h in self.kernels()],
             "operators": [_rounded(h) for h in self.operators()],
