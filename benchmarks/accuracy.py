@@ -156,7 +156,7 @@ def ablation_section(data: Path) -> str:
             cells.append(f"{ratio:.3f} ({run.error_pct:+.2f} %)")
         rows.append(cells)
     return (
-        "## What each rule is worth\n\nThe share of the step that is left in a what-if, and in brackets the replay error, "
+        "## What each rule is worth\n\nThe share of the step left in a what-if, and in brackets the replay error, "
         "with one rule removed. Replay does not notice; the prediction does.\n\n"
         + table(["rules", *(f"{name}, {scale}" for name, _, scale in asked)], rows)
     )
@@ -173,7 +173,7 @@ def clean_section(single: list[Case], several: list[Case]) -> str:
     head = ["trace", "profiled ms", "measured clean ms", "clean_ms", "error %", "error % of never_profiled_ms"]
     return (
         "## The step without the profiler\n\nConstants from `calibration/fit_profiler.py`, fitted on other recordings. "
-        "Hosts vary by 5–10 % from moment to moment (`base` and `nosync_base` are the same model), several ranks on one "
+        "Hosts vary by 5–10 % from moment to moment (`base` and `nosync_base` are one model), several ranks on one "
         "GPU by 10 %: that is the floor of these figures.\n\n"
         f"One H200: {verdict([percent(c.run.clean_ms, c.clean_ms) for c in single], 5)}\n{table(head, rows(single))}\n"
         f"Several ranks on one H200: {verdict([percent(c.run.clean_ms, c.clean_ms) for c in several], 10)}\n"

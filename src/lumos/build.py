@@ -51,6 +51,15 @@ _TOLERANCE = {
 }
 
 
+# What to give up, in this order, where clocks disagree so much that dependencies go in a circle.
+_DOUBTFUL = (
+    (Rule.CHANNEL, Rule.COLLECTIVE),
+    (Rule.THREAD, Rule.EVENT),
+    (Rule.SYNC, Rule.QUEUE),
+    (Rule.LAUNCH, Rule.GRAPH),
+)
+
+
 @dataclass(frozen=True)
 class Execution:
     """A trace, the graph built from it, and how the two belong together."""
@@ -112,7 +121,7 @@ def build(trace: Trace, rules: tuple[Callable[[Draft], Edges], ...] = RULES) -> 
     meeting_edges, hubs = collective_edges(nodes, meetings)
     edges = Edges.join([edges, meeting_edges])
     graph, origin = _time(nodes, edges, hubs)
-    for doubtful in ((Rule.CHANNEL, Rule.COLLECTIVE), (Rule.THREAD, Rule.EVENT)):
+    for doubtful in _DOUBTFUL:
         if _has_order(graph):
             break
         keep = ~(np.isin(graph.edges.rule, doubtful) & (graph.edges.lag <= 0))

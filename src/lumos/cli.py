@@ -53,6 +53,9 @@ def replay_command(
     profiler_costs: ProfilerCosts = None,
 ) -> None:
     """Is the graph right, and where does the time go?"""
+    from lumos.output.files import check_output
+
+    check_output(output, path)
     run = _load(path, step, match, rank_pattern, profiler_costs)
     if output is not None:
         _write_replay(run, output)
@@ -80,15 +83,16 @@ def predict_command(
     profiler_costs: ProfilerCosts = None,
 ) -> None:
     """What would this run do if some of it were faster or slower?"""
+    from lumos.output.files import check_output, write_as, write_csv, write_json
     from lumos.run import predict
     from lumos.scenario import Scale
 
+    check_output(output, source)
     scales = [Scale.parse(text) for text in scale or []]
     run = _load(source, step, match, rank_pattern, profiler_costs)
     prediction = predict(run, scales)
     answer = prediction.as_dict()
     if output is not None:
-        from lumos.output.files import write_as, write_csv, write_json
         from lumos.output.perfetto import write_perfetto
 
         def perfetto(to: Path) -> None:

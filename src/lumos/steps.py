@@ -65,7 +65,8 @@ class StepMarks:
         return Steps(self.names, self.ranks, start, end)
 
     def _whole(self, trace: Trace) -> Steps:
-        rows = trace.rows_by_rank(self.works)
+        rows, all_rows = trace.rows_by_rank(self.works), trace.rows_by_rank(np.ones(len(trace), bool))
+        rows = {r: rows[r] if len(rows[r]) else all_rows[r] for r in self.ranks}
         start = [[int(trace.start[rows[r]].min()) for r in self.ranks]]
         end = [[int(trace.end[rows[r]].max()) for r in self.ranks]]
         return Steps(self.names, self.ranks, np.array(start), np.array(end))

@@ -65,6 +65,17 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         file.write(text.getvalue().encode())
 
 
+def check_output(path: Path | None, source: Path) -> None:
+    """Refuse what cannot be written before any work is done for it."""
+    if path is None:
+        return
+    form_of(path)
+    if not path.parent.is_dir():
+        raise OptionError(f"-o {path}: the folder {path.parent} does not exist; create it first")
+    if path.exists() and source.exists() and path.samefile(source):
+        raise OptionError(f"-o {path}: that is the trace itself; give another name")
+
+
 Writer = Callable[[Path], None]
 
 

@@ -63,13 +63,14 @@ def _decided_by(graph: Graph, times: Times, node: int) -> tuple[int, int]:
 
 
 def last_node(execution: Execution, marks: StepMarks, steps: Steps) -> int:
-    """The node at which the last step ends, on the rank where it ends last."""
+    """The node at which the last step ends, on the rank where it ends last; -1 where there is nothing at all."""
     nodes = execution.draft
-    if (marks.note < 0).all():
-        return int(np.argmax(nodes.end))
     column = int(np.argmax(steps.end[-1]))
     rows = [r for r in (marks.note[-1, column], marks.last_on_gpu[-1, column]) if r >= 0]
-    return max((int(nodes.last_node[r]) for r in rows), key=lambda n: int(nodes.end[n]))
+    found = [int(nodes.last_node[r]) for r in rows if nodes.last_node[r] >= 0]
+    if not found:
+        return int(np.argmax(nodes.end)) if len(nodes) else -1
+    return max(found, key=lambda n: int(nodes.end[n]))
 
 
 @dataclass(frozen=True)

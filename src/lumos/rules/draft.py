@@ -17,7 +17,7 @@ import numpy as np
 
 from lumos.graph import Bools, Ints, Small
 from lumos.trace import Trace
-from lumos.vocabulary import CallKind, Category, Kind
+from lumos.vocabulary import CallKind, Category, Kind, is_step
 
 BLOCKING = (CallKind.DEVICE_SYNC, CallKind.STREAM_SYNC, CallKind.EVENT_SYNC, CallKind.COPY)
 LAUNCHING = (CallKind.LAUNCH, CallKind.COPY, CallKind.GRAPH_LAUNCH)
@@ -185,7 +185,8 @@ def draft(trace: Trace) -> Draft:
 def working_rows(trace: Trace) -> Bools:
     """Rows on GPUs and of threads that work. A thread that only polls does not."""
     host = trace.on_host
-    works = (trace.category == Category.OP) | np.isin(trace.call, np.array(BLOCKING + LAUNCHING))
+    steps = np.array([is_step(n) for n in trace.names], bool)
+    works = (trace.category == Category.OP) | np.isin(trace.call, np.array(BLOCKING + LAUNCHING)) | steps[trace.name]
     working_lane = np.zeros(len(trace.lanes), bool)
     working_lane[trace.lane[works & host]] = True
     return (host & working_lane[trace.lane]) | trace.on_gpu
