@@ -182,3 +182,39 @@ def pay_debts(first: Array, duration: Array, owed: Array, kept: float, limit: fl
             paid[node] = duration[node] - part
             debt -= part
     return paid
+
+
+@njit(cache=True, nogil=True)
+def walk_back(
+    last: int,
+    since: float,
+    start: Array,
+    end: Array,
+    is_first: Array,
+    gap: Array,
+    incoming: Array,
+    source: Array,
+    lag: Array,
+    from_start: Array,
+) -> tuple[Array, Array]:
+    """The chain of nodes that decided when `last` started, and the edge by which each followed (-1: its lane's order).
+
+    Where an edge and the order of the lane reach a node at the same time, the edge counts: it says more.
+    """
+    nodes = np.empty(len(start), np.int64)
+    edges = np.empty(len(start), np.int64)
+    count = 0
+    node = last
+    while node >= 0 and end[node] > since and count < len(start):
+        best = gap[node] if is_first[node] else end[node - 1] + gap[node]
+        before = -1 if is_first[node] else node - 1
+        chosen = -1
+        for edge in range(incoming[node], incoming[node + 1]):
+            other = source[edge]
+            reached = (start[other] if from_start[edge] else end[other]) + lag[edge]
+            if reached > best or (reached == best and chosen < 0):
+                best, before, chosen = reached, other, edge
+        nodes[count], edges[count] = node, chosen
+        count += 1
+        node = before
+    return nodes[:count][::-1].copy(), edges[:count][::-1].copy()

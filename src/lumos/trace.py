@@ -115,7 +115,7 @@ class Trace:
     def __len__(self) -> int:
         return len(self.start)
 
-    @property
+    @cached_property
     def end(self) -> Ints:
         return self.start + self.duration
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
 from lumos.build import Execution
-from lumos.graph import Graph, Rule
-from lumos.rules.draft import Draft
+from lumos.graph import Graph
 from lumos.simulate import Times
 from lumos.steps import StepMarks, Steps
 from lumos.vocabulary import Category, Kind
@@ -17,10 +15,9 @@ from lumos.vocabulary import Category, Kind
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """Nodes from first to last, and for each the rule, edge, lag and frozen time by which it followed."""
+    """Nodes from first to last, and for each the edge, lag and frozen time by which it followed the one before."""
 
     node: np.ndarray
-    rule: np.ndarray
     edge: np.ndarray  # -1 where the order of the lane decided
     lag: np.ndarray
     frozen: np.ndarray
@@ -28,38 +25,18 @@ class CriticalPath:
 
 def critical_path(graph: Graph, times: Times, last: int, since: float = 0.0) -> CriticalPath:
     """Walk back from a node along whatever decided each start, to a point in time."""
-    found = []
-    node = last
-    while node >= 0 and times.end[node] > since:
-        before, edge = _decided_by(graph, times, node)
-        if edge >= 0:
-            rule, lag, frozen = graph.edges.rule[edge], graph.edges.lag[edge], graph.edges.frozen[edge]
-        else:
-            rule, lag, frozen = Rule.ORDER, graph.gap[node], graph.frozen[node]
-        if before < 0:
-            lag, frozen = 0.0, 0.0  # the start of the run is where it is
-        found.append((node, rule, edge, lag, frozen))
-        node = before
-    columns = list(zip(*reversed(found), strict=True)) or [()] * 5
-    return CriticalPath(
-        np.array(columns[0], np.int64), np.array(columns[1], np.int64), np.array(columns[2], np.int64),
-        np.array(columns[3], np.float64), np.array(columns[4], np.float64),
-    )  # fmt: skip
+    from lumos.kernels import walk_back
 
-
-def _decided_by(graph: Graph, times: Times, node: int) -> tuple[int, int]:
-    """(the node that decided a start, the edge); the edge is -1 for the order of the lane, both for the origin."""
-    head = bool(graph.is_first[node])
-    best = graph.gap[node] + graph.frozen[node] + (0.0 if head else times.end[node - 1])
-    before, chosen = (-1 if head else node - 1), -1
     edges = graph.edges
-    for edge in range(graph.incoming[node], graph.incoming[node + 1]):
-        source = int(edges.source[edge])
-        since = times.start[source] if edges.from_start[edge] else times.end[source]
-        reached = since + edges.lag[edge] + edges.frozen[edge]
-        if reached > best or (reached == best and chosen < 0):
-            best, before, chosen = reached, source, edge
-    return before, chosen
+    node, edge = walk_back(
+        last, since, times.start, times.end, graph.is_first, graph.gap + graph.frozen, graph.incoming,
+        edges.source, edges.lag + edges.frozen, edges.from_start,
+    )  # fmt: skip
+    lag, frozen = graph.gap[node], graph.frozen[node]
+    by_edge = edge >= 0
+    lag[by_edge], frozen[by_edge] = edges.lag[edge[by_edge]], edges.frozen[edge[by_edge]]
+    lag[:1], frozen[:1] = 0.0, 0.0  # the start of the run is where it is
+    return CriticalPath(node, edge, lag, frozen)
 
 
 def last_node(execution: Execution, marks: StepMarks, steps: Steps) -> int:
@@ -88,39 +65,56 @@ def summarise(execution: Execution, times: Times, path: CriticalPath, steps: int
     by_edge = np.flatnonzero(path.edge >= 0)
     follows_start = by_edge[execution.graph.edges.from_start[path.edge[by_edge]]]
     on_path[follows_start[follows_start > 0] - 1] = 0.0  # what followed did not wait for the end
-    kinds: dict[str, float] = defaultdict(float)
-    operators: dict[tuple[str, str], float] = defaultdict(float)
-    for node, time in zip(path.node.tolist(), on_path.tolist(), strict=True):
-        kind, name = _label(execution.draft, node)
-        kinds[kind] += time
-        operators[kind, name] += time
-    kinds["latency"] += float(path.lag.sum())
-    kinds["unexplained"] += float(path.frozen.sum())
-    scale = 1e6 * max(steps, 1)
-    ranked = sorted(((k, n, v / scale) for (k, n), v in operators.items()), key=lambda item: -item[2])
-    return PathSummary(
-        {k: kinds.get(k, 0.0) / scale for k in PATH_KINDS},
-        [item for item in ranked if item[2] > 0][:50],
-        float(path.frozen.sum()) / scale,
-    )
+    kind, name, names = _labels(execution, path.node)
+    pair, which = np.unique(kind * len(names) + name, return_inverse=True)
+    spent = np.bincount(which, on_path, len(pair)) / (1e6 * max(steps, 1))
+    by_kind = dict.fromkeys(PATH_KINDS, 0.0)
+    operators = []
+    for code, time in zip(pair.tolist(), spent.tolist(), strict=True):
+        label = PATH_KINDS[code // len(names)]
+        by_kind[label] += time
+        operators.append((label, names[code % len(names)], time))
+    by_kind["latency"] = float(path.lag.sum()) / (1e6 * max(steps, 1))
+    by_kind["unexplained"] = float(path.frozen.sum()) / (1e6 * max(steps, 1))
+    ranked = sorted((item for item in operators if item[2] > 0), key=lambda item: (-item[2], item[:2]))
+    return PathSummary(by_kind, ranked[:50], by_kind["unexplained"])
 
 
 PATH_KINDS = ("compute", "comm", "copy", "operator", "call", "python", "latency", "unexplained")
 
 
-def _label(nodes: Draft, node: int) -> tuple[str, str]:
-    trace = nodes.trace
-    if node >= len(nodes) or nodes.row[node] < 0:
-        return ("comm", "rendezvous") if node >= len(nodes) else ("python", "not recorded")
-    row = int(nodes.row[node])
-    name = trace.names[trace.name[row]]
-    if nodes.on_gpu[node]:
-        kind = Kind(nodes.kind[node])
-        if kind == Kind.COMM:
-            return "comm", trace.collective_of(row)
-        around = nodes.operator_row[row]
-        return kind.name.lower(), trace.names[trace.name[around]] if around >= 0 else name
+def _labels(execution: Execution, path: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Kind (an index into PATH_KINDS) and name of nodes: kernels by their operator, host segments by their own."""
+    nodes, trace = execution.draft, execution.trace
+    names = [*trace.names, "not recorded", "rendezvous"]
+    kind = np.full(len(path), PATH_KINDS.index("comm"))
+    name = np.full(len(path), len(names) - 1)
+    inside = path < len(nodes)
+    row = np.where(inside, nodes.row[np.minimum(path, len(nodes) - 1)], -1)
+    on_gpu = inside & nodes.on_gpu[np.minimum(path, len(nodes) - 1)]
+    host = inside & ~on_gpu
+
     category = trace.category[row]
-    if category == Category.NOTE:
-        return "python", name
-    return ("call" if category == Category.CALL else "operator"), name
+    kind[host] = np.select(
+        [row[host] < 0, category[host] == Category.NOTE, category[host] == Category.CALL],
+        [PATH_KINDS.index("python"), PATH_KINDS.index("python"), PATH_KINDS.index("call")],
+        PATH_KINDS.index("operator"),
+    )
+    name[host] = np.where(row[host] < 0, len(names) - 2, trace.name[row[host]])
+    around = nodes.operator_row[row[on_gpu]]
+    name[on_gpu] = trace.name[np.where(around >= 0, around, row[on_gpu])]
+    kind[on_gpu] = np.array([_KIND_ON_GPU[k] for k in Kind])[nodes.kind[path[on_gpu]]]
+    for i in np.flatnonzero(on_gpu & (kind == PATH_KINDS.index("comm"))):
+        collective = trace.collective_of(int(row[i]))
+        name[i] = names.index(collective) if collective in names[len(trace.names) :] else len(names)
+        if name[i] == len(names):
+            names.append(collective)
+    return kind, name, names
+
+
+_KIND_ON_GPU = {
+    Kind.CPU: PATH_KINDS.index("operator"),
+    Kind.COMPUTE: PATH_KINDS.index("compute"),
+    Kind.COMM: PATH_KINDS.index("comm"),
+    Kind.COPY: PATH_KINDS.index("copy"),
+}
