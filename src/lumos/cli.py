@@ -133,8 +133,14 @@ def _load(path: Path, step: str, match: str, rank_pattern: str, profiler_costs: 
 
     cost = load_profiler_cost(profiler_costs)
     with _progress() as progress:
-        trace = read_job(path, match, rank_pattern, progress)
+        trace = read_job(path, match, rank_pattern, progress, meanwhile=_load_kernels)
     return replay(keep_step(trace, step) if step else trace, cost)
+
+
+def _load_kernels() -> None:
+    from lumos.kernels import load
+
+    load()
 
 
 def _write_replay(run: Replay, output: Path) -> None:

@@ -218,3 +218,9 @@ def walk_back(
         count += 1
         node = before
     return nodes[:count][::-1].copy(), edges[:count][::-1].copy()
+
+
+def load() -> None:
+    """Load the compiled loops, or compile them the first time: half a second that may pass while files are read."""
+    none = np.zeros(0)
+    pay_debts(np.zeros(1, np.int64), none, none, 0.5, 1.0)

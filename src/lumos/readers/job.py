@@ -9,19 +9,16 @@ import fnmatch
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from multiprocessing import get_context
 from pathlib import Path
 
 from lumos.errors import InputError, OptionError
 from lumos.memory import refuse_if_larger_than_memory
 from lumos.readers.kineto import read_kineto
 from lumos.readers.slices import BAD_GZIP, open_bytes
+from lumos.readers.worker import read_in_processes
 from lumos.trace import Header, Trace, concatenate
 
 _TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$")
@@ -29,19 +26,26 @@ _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+
 _RANK_IN_HEAD = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d+)')
 _HEAD = 1 << 18
 _PARALLEL_FROM = 8 << 20  # bytes on disk; below, starting processes costs more than it saves
+_WORTH_A_PROCESS = 1 << 20  # the same, where this process has something to do meanwhile
 _APART = 10_000_000_000  # ns: ranks of one capture overlap in time, give or take a clock
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
+Meanwhile = Callable[[], None]
 
 
 def read_job(
-    path: Path, match: str = "", rank_pattern: str = "", progress: Progress | None = None, workers: int = 0
+    path: Path,
+    match: str = "",
+    rank_pattern: str = "",
+    progress: Progress | None = None,
+    workers: int = 0,
+    meanwhile: Meanwhile | None = None,
 ) -> Trace:
-    """The trace of a job from a file or a folder of ranks."""
+    """The trace of a job from a file or a folder of ranks; `meanwhile` is run while other processes read."""
     files, notes = find_files(path, match)
     refuse_if_larger_than_memory(files)
     pattern = _compiled(rank_pattern)
-    traces = _read_all(files, progress, workers)
+    traces = _read_all(files, progress, workers, meanwhile)
     traces = [_with_rank(trace, Path(trace.headers[0].path), pattern, len(files)) for trace in traces]
     _refuse_mixed_jobs(traces)
     traces.sort(key=lambda t: t.headers[0].rank)
@@ -123,39 +127,27 @@ def _rank_hint(path: Path, head: bytes | None) -> int:
     return int(told.group(1)) if told else int(found.group(1)) if found else -1
 
 
-def _read_all(files: list[Path], progress: Progress | None, workers: int) -> list[Trace]:
-    total = sum(f.stat().st_size for f in files)
-    workers = workers or min(len(files), os.cpu_count() or 1)
-    if workers < 2 or len(files) < 2 or total < _PARALLEL_FROM:
-        return list(_read_here(files, total, progress))
-    done, traces = 0, []
-    with _pool(workers) as pool:
-        for file, trace in zip(files, pool.map(read_kineto, files, chunksize=1), strict=True):
-            traces.append(trace)
-            done += file.stat().st_size
-            if progress is not None:
-                progress(done, total)
-    return traces
+def _read_all(files: list[Path], progress: Progress | None, workers: int, meanwhile: Meanwhile | None) -> list[Trace]:
+    sizes = {file: file.stat().st_size for file in files}
+    total, read = sum(sizes.values()), 0
 
-
-def _read_here(files: list[Path], total: int, progress: Progress | None) -> Iterator[Trace]:
-    done = 0
-    for file in files:
-        yield read_kineto(file)
-        done += file.stat().st_size
+    def done(file: Path) -> None:
+        nonlocal read
+        read += sizes[file]
         if progress is not None:
-            progress(done, total)
+            progress(read, total)
+
+    workers = workers or min(len(files), os.cpu_count() or 1)
+    worth_it = workers > 1 and len(files) > 1 and total >= _PARALLEL_FROM
+    if worth_it or (meanwhile is not None and total >= _WORTH_A_PROCESS):
+        return read_in_processes(files, workers, done, meanwhile)
+    return [_read_here(file, done) for file in files]
 
 
-@contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    try:
-        with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
-            yield pool
-    except BrokenProcessPool:
-        raise InputError(
-            "a process that was reading a rank was killed, probably for want of memory; read fewer ranks with --match"
-        ) from None
+def _read_here(file: Path, done: Callable[[Path], None]) -> Trace:
+    trace = read_kineto(file)
+    done(file)
+    return trace
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
