@@ -19,7 +19,9 @@ from lumos.readers.slices import Progress, Slices
 from lumos.trace import Header, Lane, Message, Syncs, Trace
 from lumos.vocabulary import CATEGORIES, GPU_CATEGORIES, Category, collective_name
 
-_Loose = int | float | str | None
+_CODES = {name: int(category) for name, category in CATEGORIES.items()}  # plain integers: this is the inner loop
+_ON_STREAM = frozenset(int(c) for c in (*GPU_CATEGORIES, Category.SYNC))
+_SYNC = int(Category.SYNC)
 
 
 class _Args(msgspec.Struct, gc=False):
@@ -96,6 +98,7 @@ class _Columns:
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
         self.lanes: dict[tuple[bool, str, str], int] = {}
+        self.lane_of: dict[tuple[bool, Any, Any], int] = {}  # the same by what stands in the file
         self.messages: dict[Message, int] = {}
         self.parts: list[tuple[np.ndarray[Any, Any], ...]] = []
         self.syncs: list[tuple[int, ...]] = []
@@ -103,7 +106,7 @@ class _Columns:
 
     def add(self, events: list[_TypedEvent]) -> None:
         """Append the spans of one slice."""
-        category_of = CATEGORIES.get
+        category_of = _CODES.get
         kept, categories = [], []
         for event in events:
             if event.ph == "X":
@@ -116,7 +119,7 @@ class _Columns:
         duration, ok_duration = _nanoseconds([e.dur for e in kept], _LONGEST)
         ok = ok_start & ok_duration & (duration >= 0)
         self.refused += int((~ok).sum())
-        rows = np.array([self._row(e, c) for e, c in zip(kept, categories, strict=True)], np.int64).reshape(-1, 4)
+        rows = np.array(list(map(self._row, kept, categories)), np.int64).reshape(-1, 4)
         category_column = np.array(categories, np.uint8)
         keep = ok & (category_column != Category.SYNC)
         self.parts.append(
@@ -131,7 +134,7 @@ class _Columns:
             )
         )
 
-    def _row(self, event: _TypedEvent, category: Category) -> tuple[int, int, int, int]:
+    def _row(self, event: _TypedEvent, category: int) -> tuple[int, int, int, int]:
         """(name, lane, correlation, message) of one event; a sync row is kept aside as well."""
         names, name = self.names, event.name if type(event.name) is str else str(event.name)
         name_id = names.get(name)
@@ -144,22 +147,29 @@ class _Columns:
         if type(correlation) is not int or not -1 <= correlation < 2**62:
             correlation = _integer(correlation)
         lane = self._lane(event, category, args)
-        if category == Category.SYNC:
+        if category == _SYNC:
             self.syncs.append((correlation, *map(_integer, (args.stream, args.wait_stream, args.record, args.event))))
         message = -1 if args.collective is None else self._message(args)
         return name_id, lane, correlation, message
 
-    def _lane(self, event: _TypedEvent, category: Category, args: _Args | None) -> int:
-        if category in GPU_CATEGORIES or category == Category.SYNC:
+    def _lane(self, event: _TypedEvent, category: int, args: _Args | None) -> int:
+        if category in _ON_STREAM:
             stream = event.tid if args is None or args.stream is None else args.stream
             device = event.pid if args is None or args.device is None else args.device
-            key = (True, _text(device), _text(stream).removeprefix("stream").strip())
+            found = (True, device, stream)
         else:
-            key = (False, _text(event.pid), _text(event.tid))
-        lane = self.lanes.get(key)
-        if lane is None:
-            lane = self.lanes[key] = len(self.lanes)
-        return lane
+            found = (False, event.pid, event.tid)
+        try:
+            return self.lane_of[found]
+        except KeyError:
+            lane = self.lane_of[found] = self._new_lane(*found)
+            return lane
+        except TypeError:  # a list or an object stands where a number belongs
+            return self._new_lane(*found)
+
+    def _new_lane(self, is_stream: bool, process: Any, label: Any) -> int:
+        text = _text(label).removeprefix("stream").strip() if is_stream else _text(label)
+        return self.lanes.setdefault((is_stream, _text(process), text), len(self.lanes))
 
     def _message(self, args: _Args) -> int:
         told = _text(args.collective)
