@@ -41,6 +41,7 @@ class Recording:
     run: Replay
     stopped_ms: float
     fresh_ms: float
+    shapes: bool = True
 
 
 def recordings(folder: Path) -> list[Recording]:
@@ -58,14 +59,15 @@ def recordings(folder: Path) -> list[Recording]:
 def single(run: Path, name: str, record: dict[str, Any]) -> list[Recording]:
     """The recordings of one model, each with the clean steps around it."""
     found, before = [], None
-    cycles = [record] + [v for k, v in record["variants"].items() if k.startswith("cycle")]
-    for cycle in cycles:
+    fresh = 1e3 * record["clean_before_median"]
+    for variant, cycle in {"": record, **record["variants"]}.items():
         after = 1e3 * cycle["clean_after_median"]
         path = run / "single" / cycle["trace"].removesuffix(".gz")
         if path.exists():
             stopped = after if before is None else (after + before) / 2
-            fresh = 1e3 * record["clean_before_median"]
-            found.append(Recording(f"{run.name} {name}", replay(read_job(path)), stopped, fresh))
+            shapes = variant != "noshapes"
+            label = f"{run.name} {name}" + ("" if shapes else " without shapes")
+            found.append(Recording(label, replay(read_job(path)), stopped, fresh, shapes))
         before = after
     return found
 
@@ -94,7 +96,7 @@ def errors(found: list[Recording], cost: ProfilerCost, truth: Callable[[Recordin
 
 def best_share(found: list[Recording], cost: ProfilerCost, truth: Callable[[Recording], float]) -> float:
     def loss(share: float) -> float:
-        by_case = errors(found, msgspec.structs.replace(cost, kept_share=share), truth)
+        by_case = errors(found, msgspec.structs.replace(cost, kept_share=share, no_shapes_kept_share=share), truth)
         return statistics.mean(statistics.mean(e * e for e in case) for case in by_case.values())
 
     return float(min(SHARES, key=loss))
@@ -111,10 +113,14 @@ def kernel_gap_us(folder: Path) -> float:
 
 def fit(folder: Path) -> tuple[ProfilerCost, list[Recording]]:
     found = recordings(folder)
-    cost = ProfilerCost(OPERATOR_US, CALL_US, 0.6, 0.6, kernel_gap_us(folder))
-    stopped = best_share(found, cost, lambda r: r.stopped_ms)
-    fresh = best_share(found, cost, lambda r: r.fresh_ms)
-    cost = msgspec.structs.replace(cost, kept_share=stopped, fresh_kept_share=fresh)
+    cost = ProfilerCost(OPERATOR_US, CALL_US, 0.6, 0.6, 0.6, kernel_gap_us(folder))
+    shapes, no_shapes = [r for r in found if r.shapes], [r for r in found if not r.shapes]
+    cost = msgspec.structs.replace(
+        cost,
+        kept_share=best_share(shapes, cost, lambda r: r.stopped_ms),
+        no_shapes_kept_share=best_share(no_shapes, cost, lambda r: r.stopped_ms),
+        fresh_kept_share=best_share(shapes, cost, lambda r: r.fresh_ms),
+    )
     flat = [abs(e) for case in errors(found, cost, lambda r: r.stopped_ms).values() for e in case]
     source = f"{len(found)} recordings on NVIDIA H200, torch 2.11, calibration/records.tar.xz"
     return msgspec.structs.replace(cost, error_pct=round(100 * float(np.quantile(flat, 0.8)), 1), source=source), found

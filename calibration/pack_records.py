@@ -22,7 +22,7 @@ KEPT_ARGUMENTS = {
     "Process Group Name", "Process Group Ranks", "Src Rank", "Dst Rank", "wait_on_stream",
     "wait_on_cuda_event_record_corr_id", "wait_on_cuda_event_id",
 }  # fmt: skip
-SKIPPED = ("noshapes", "nosyncevents", "stack", "cycle2", "cycle4", "queue_default")
+SKIPPED = ("nosyncevents", "stack", "cycle2", "cycle4", "queue_default")
 
 
 def slim(text: bytes) -> bytes:

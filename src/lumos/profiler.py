@@ -7,6 +7,7 @@ A pause in which nothing was recorded therefore keeps its length. The GPU pays a
 
 Once a process has been profiled, CUPTI stays attached and every runtime call goes on costing 2–3 µs (H200, torch 2.11).
 `kept_share` describes that process with the profiler stopped, `fresh_kept_share` one that was never profiled.
+Recording shapes costs more than not recording them, so the share differs.
 
 The constants are in `data/profiler.json`, fitted by calibration/fit_profiler.py on recordings of our own.
 """
@@ -31,7 +32,8 @@ class ProfilerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     operator_us: float  # at most, per operator or annotation
     call_us: float  # at most, per runtime or driver call
     kept_share: float  # of a host segment that is left at least, once the profiler has stopped
-    fresh_kept_share: float  # the same for a process that was never profiled
+    no_shapes_kept_share: float  # the same for a recording without shapes
+    fresh_kept_share: float  # the same as the first for a process that was never profiled
     kernel_gap_us: float  # added to the gap before every kernel
     debt_us: float = 100.0  # cost that a segment is too short to pay and that those after it pay; the rest is dropped
     error_pct: float = 10.0  # four out of five recordings are within this
@@ -39,7 +41,11 @@ class ProfilerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def fresh(self) -> ProfilerCost:
         """For a process that was never profiled."""
-        return msgspec.structs.replace(self, kept_share=self.fresh_kept_share)
+        return msgspec.structs.replace(
+            self,
+            kept_share=self.fresh_kept_share,
+            no_shapes_kept_share=self.no_shapes_kept_share * self.fresh_kept_share / self.kept_share,
+        )
 
 
 def load_profiler_cost(path: Path | None = None) -> ProfilerCost:
@@ -61,7 +67,9 @@ def without_profiler(execution: Execution, cost: ProfilerCost) -> Graph:
     graph, nodes = execution.graph, execution.draft
     on_gpu = np.ones(len(graph), bool)  # a rendezvous is on no host either
     on_gpu[: len(nodes)] = nodes.on_gpu
-    paid = pay_debts(graph.first, graph.duration, _owed(execution, cost), cost.kept_share, cost.debt_us * 1e3)
+    shapes = any(header.shapes for header in execution.trace.headers)
+    kept = cost.kept_share if shapes else cost.no_shapes_kept_share
+    paid = pay_debts(graph.first, graph.duration, _owed(execution, cost), kept, cost.debt_us * 1e3)
     gap = np.where(on_gpu, np.maximum(graph.gap - cost.kernel_gap_us * 1e3, 0.0), graph.gap)
     return graph.with_times(np.where(on_gpu, graph.duration, paid), gap)
 
