@@ -104,7 +104,8 @@ def real_trace(setting: Setting) -> Iterator[Row]:
     ours = best_of(3, lumos("replay", str(path), "--json"))
     name = f"a. replay, 216,092 events ({_tasks(ours)} tasks)"
     yield Row(name + "; peer: load only", ours, setting.run_peer(path, "load", 3), Bar(2, 300))
-    yield Row("a. the same; peer: load + critical path", ours, setting.run_peer(path, "critical-path", 3))
+    if setting.peer:
+        yield Row("a. the same; peer: load + critical path", ours, setting.run_peer(path, "critical-path", 3))
 
 
 def long_trace(setting: Setting) -> Iterator[Row]:

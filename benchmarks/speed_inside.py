@@ -23,7 +23,7 @@ def read(path: str) -> dict[str, Any]:
 
     clock = _Clock()
     trace = read_job(Path(path))
-    return {**clock.read(), "rows": len(trace)}
+    return {"seconds": clock.read()["seconds"], "rows": len(trace)}  # its helpers' processor time is not ours to know
 
 
 def simulate_layers(tasks: str, edges: str) -> dict[str, Any]:

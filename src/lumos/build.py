@@ -15,7 +15,7 @@ import numpy as np
 
 from lumos.clocks import clock_offsets
 from lumos.errors import CycleError
-from lumos.graph import Bools, Edges, Floats, Graph, Ints, Rule, make_graph
+from lumos.graph import Bools, Edges, Floats, Graph, Ints, Rule, Small, make_graph
 from lumos.rules.channel import channel_edges, communicator_edges
 from lumos.rules.collective import Meeting, collective_edges, find_meetings
 from lumos.rules.draft import Draft, draft
@@ -181,49 +181,59 @@ def _begun(start: Floats, end: Floats, edges: Edges, elastic: Bools) -> Floats:
 def _explain_gaps(
     nodes: Draft, graph: Graph, edges: Edges, start: Floats, end: Floats, rigid: Bools, lag: Floats, frozen: Floats
 ) -> tuple[Floats, Floats]:
-    """Give every wait of a rigid node to the lane or edge that decided; fills lag and frozen of the edges in place."""
-    size = len(start)
-    head = graph.is_first
-    before = np.where(head, 0.0, np.concatenate([[0.0], end[:-1]]))
-    on_gpu = np.concatenate([nodes.on_gpu, np.zeros(size - len(nodes), bool)])
+    """Give every wait of a rigid node to the lane or edge that decided; fills lag and frozen of the edges in place.
+
+    Host segments follow one another without gaps, so only nodes of streams and the first ones of lanes are looked at.
+    """
+    on_gpu = np.zeros(len(start), bool)
+    on_gpu[: len(nodes)] = nodes.on_gpu
+    some = np.flatnonzero(on_gpu | graph.is_first)
+    place = np.zeros(len(start), np.int32)
+    place[some] = np.arange(len(some))
+    head, on_gpu = graph.is_first[some], on_gpu[some]
     usual = _usual_lags(nodes, edges, start, end)
 
     # The order of the lane.
-    slack = start - before
-    gap = np.where(on_gpu, np.minimum(slack, usual[Rule.ORDER]), 0.0)
-    gap = np.where(head, 0.0, np.maximum(gap, 0.0))
-    bound = np.where(head, 0.0, before + gap)
-    decided_by = np.full(size, -1, np.int64)  # the lane
+    before = np.where(head, 0.0, end[some - 1])
+    gap = np.where(on_gpu & ~head, np.clip(start[some] - before, 0.0, usual[Rule.ORDER]), 0.0)
+    bound = before + gap
+    decided_by = np.full(len(some), -1, np.int64)  # the lane
 
     # The edges.
     at = np.flatnonzero(rigid)
     source, target = edges.source[at], edges.target[at]
     since = np.where(edges.from_start[at], start[source], end[source])
     lag[at] = np.minimum(start[target] - since, usual[edges.rule[at]])
-    reached = since + lag[at]
+    best = _last_to_reach(since + lag[at], target)
+    reached, node = (since + lag[at])[best], place[target[best]]
+    wins = reached >= bound[node]
+    decided_by[node[wins]] = at[best[wins]]
+    bound[node] = np.maximum(bound[node], reached)
+
+    # What is left.
+    rest = np.maximum(start[some] - bound, 0.0)
+    waits = np.zeros(len(start), bool)
+    waits[edges.target[~rigid]] = True
+    rest[waits[some]] = 0.0  # an elastic node's wait is in what it waits for
+    by_lane = decided_by < 0
+    normal = np.where(head, 0.0, np.minimum(rest, np.where(on_gpu, _TOLERANCE[Rule.ORDER], np.inf)))
+    edge = decided_by[~by_lane]
+    tolerance = np.array([_TOLERANCE.get(Rule(r), np.inf) for r in range(len(Rule))])
+    on_edge = np.minimum(rest[~by_lane], tolerance[edges.rule[edge]])
+    lag[edge] += on_edge
+    frozen[edge] += rest[~by_lane] - on_edge
+    all_gaps, all_frozen = np.zeros(len(start)), np.zeros(len(start))
+    all_gaps[some] = gap + np.where(by_lane, normal, 0.0)
+    all_frozen[some] = np.where(by_lane, rest - normal, 0.0)
+    return all_gaps, all_frozen
+
+
+def _last_to_reach(reached: Floats, target: Small) -> Ints:
+    """For every target, which of its edges reaches it last."""
     order = np.lexsort((reached, target))
     last = np.ones(len(order), bool)
     last[:-1] = target[order][1:] != target[order][:-1]
-    best = order[last]
-    wins = reached[best] >= bound[target[best]]
-    decided_by[target[best[wins]]] = at[best[wins]]
-    bound[target[best]] = np.maximum(bound[target[best]], reached[best])
-
-    # What is left.
-    rest = np.maximum(start - bound, 0.0)
-    elastic_or_hub = np.zeros(size, bool)
-    elastic_or_hub[edges.target[~rigid]] = True
-    rest[elastic_or_hub] = 0.0
-    by_lane = decided_by < 0
-    normal = np.where(head, 0.0, np.minimum(rest, np.where(on_gpu, _TOLERANCE[Rule.ORDER], np.inf)))
-    gap += np.where(by_lane, normal, 0.0)
-    gap_frozen = np.where(by_lane, rest - normal, 0.0)
-    edge = decided_by[~by_lane]
-    tolerance = np.array([_TOLERANCE.get(Rule(r), np.inf) for r in range(len(Rule))])
-    normal = np.minimum(rest[~by_lane], tolerance[edges.rule[edge]])
-    lag[edge] += normal
-    frozen[edge] += rest[~by_lane] - normal
-    return gap, gap_frozen
+    return order[last]
 
 
 def _usual_lags(nodes: Draft, edges: Edges, start: Floats, end: Floats) -> Floats:

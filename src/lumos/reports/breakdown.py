@@ -43,10 +43,12 @@ def breakdown_by_rank(trace: Trace, steps: Steps) -> dict[int, Breakdown]:
     gpu = trace.rows_by_rank(trace.on_gpu)
     answer = {}
     for column, r in enumerate(steps.ranks):
-        rows = gpu[r]
-        comm = trace.kind[rows] == Kind.COMM
-        windows = list(zip(steps.start[:, column], steps.end[:, column], strict=True))
-        parts = [_one(trace, rows[~comm], rows[comm], int(low), int(high)) for low, high in windows]
+        rows = gpu[r][np.argsort(trace.start[gpu[r]], kind="stable")]
+        ended = np.maximum.accumulate(trace.end[rows]) if len(rows) else trace.end[rows]
+        parts = []
+        for low, high in zip(steps.start[:, column].tolist(), steps.end[:, column].tolist(), strict=True):
+            first, last = np.searchsorted(ended, low, side="right"), np.searchsorted(trace.start[rows], high)
+            parts.append(_one(trace, rows[first:last], low, high))
         answer[r] = mean_breakdown([Breakdown(*p) for p in parts])
     return answer
 
@@ -57,9 +59,9 @@ def mean_breakdown(parts: list[Breakdown]) -> Breakdown:
     return Breakdown(*(float(v) for v in values.mean(axis=0)))
 
 
-def _one(trace: Trace, compute: np.ndarray, comm: np.ndarray, low: int, high: int) -> tuple[float, ...]:
-    both = np.concatenate([compute, comm])
-    a, b, union = (covered(trace.start[x], trace.end[x], low, high) for x in (compute, comm, both))
+def _one(trace: Trace, rows: np.ndarray, low: int, high: int) -> tuple[float, ...]:
+    comm = trace.kind[rows] == Kind.COMM
+    a, b, union = (covered(trace.start[x], trace.end[x], low, high) for x in (rows[~comm], rows[comm], rows))
     return tuple(x / 1e6 for x in (union - b, union - a, a + b - union, high - low - union))
 
 
