@@ -71,18 +71,15 @@ def without_profiler(execution: Execution, cost: ProfilerCost) -> Graph:
     kept = cost.kept_share if shapes else cost.no_shapes_kept_share
     paid = pay_debts(graph.first, graph.duration, _owed(execution, cost), kept, cost.debt_us * 1e3)
     gap = np.where(on_gpu, np.maximum(graph.gap - cost.kernel_gap_us * 1e3, 0.0), graph.gap)
-    return graph.with_times(np.where(on_gpu, graph.duration, paid), gap)
+    np.copyto(paid, graph.duration, where=on_gpu)
+    return graph.with_times(paid, gap)
 
 
 def _owed(execution: Execution, cost: ProfilerCost) -> Floats:
     """What recording cost at every node, in nanoseconds."""
     trace, nodes = execution.trace, execution.draft
-    marked = np.isin(trace.category, (Category.OP, Category.NOTE))
-    calls = trace.category == Category.CALL
-    operators = nodes.first_node[marked & (nodes.first_node >= 0)]
-    returns = nodes.last_node[calls & (nodes.last_node >= 0)]
-    size = len(execution.graph)
-    counts = (
-        np.bincount(operators, minlength=size) * cost.operator_us + np.bincount(returns, minlength=size) * cost.call_us
-    )
-    return np.asarray(counts * 1e3, np.float64)
+    operators = np.isin(trace.category, (Category.OP, Category.NOTE)) & (nodes.first_node >= 0)
+    calls = (trace.category == Category.CALL) & (nodes.last_node >= 0)
+    at = np.concatenate([nodes.first_node[operators], nodes.last_node[calls]])
+    costs = np.repeat([1e3 * cost.operator_us, 1e3 * cost.call_us], [operators.sum(), calls.sum()])
+    return np.asarray(np.bincount(at, costs, len(execution.graph)), np.float64)

@@ -148,38 +148,54 @@ def draft(trace: Trace) -> Draft:
     host = _host_rows(trace)
     is_call = trace.category[host] == Category.CALL
     blocking = np.isin(trace.call[host], np.array(BLOCKING)) & is_call
-    segment_lane, owner, begin, finish, is_return, first, last, parent = cut_into_segments(
+    lane, owner, begin, finish, is_return, first, last, parent = cut_into_segments(
         trace.lane[host], trace.start[host], trace.end[host], blocking, is_call
     )
-    row = np.where(owner >= 0, host[owner], -1).astype(np.int32)
-
     gpu_row, gpu_start, gpu_end, gpu_transfer = _gpu_nodes(trace)
-    lane = np.concatenate([segment_lane, trace.lane[gpu_row]])
-    order = np.argsort(lane, kind="stable").astype(np.int32)  # both parts are in time order inside each lane
-    place = np.empty(len(order), np.int32)
-    place[order] = np.arange(len(order), dtype=np.int32)
-
-    first_node = np.full(len(trace), -1, np.int32)
-    last_node = np.full(len(trace), -1, np.int32)
+    places = _Places.of(lane, trace.lane[gpu_row], len(trace.lanes))
+    first_node, last_node, parent_row = (np.full(len(trace), -1, np.int32) for _ in range(3))
     present = last >= first
-    first_node[host[present]] = place[first[present]]
-    last_node[host[present]] = place[last[present]]
-    parent_row = np.full(len(trace), -1, np.int32)
+    first_node[host[present]] = places.host[first[present]]
+    last_node[host[present]] = places.host[last[present]]
     parent_row[host] = np.where(parent >= 0, host[parent], -1)
-    gpu_place = place[len(owner) :]
-    last_node[gpu_row] = gpu_place  # the later of two nodes of one row wins
-    first_node[gpu_row[::-1]] = gpu_place[::-1]
+    last_node[gpu_row] = places.gpu  # the later of two nodes of one row wins
+    first_node[gpu_row[::-1]] = places.gpu[::-1]
     return Draft(
         trace=trace,
-        first=np.searchsorted(lane[order], np.arange(len(trace.lanes) + 1)).astype(np.int64),
-        row=np.concatenate([row, gpu_row])[order],
-        start=np.concatenate([begin, gpu_start])[order],
-        end=np.concatenate([finish, gpu_end])[order],
-        is_return=np.concatenate([is_return, gpu_transfer])[order],
+        first=places.first,
+        row=places.put(np.where(owner >= 0, host[owner], -1).astype(np.int32), gpu_row),
+        start=places.put(begin, gpu_start),
+        end=places.put(finish, gpu_end),
+        is_return=places.put(is_return, gpu_transfer),
         first_node=first_node,
         last_node=last_node,
         parent=parent_row,
     )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where segments of threads and nodes of streams, each sorted by lane, stand among all nodes sorted by lane."""
+
+    first: Ints
+    host: Small
+    gpu: Small
+
+    @staticmethod
+    def of(host_lane: Small, gpu_lane: Small, lanes: int) -> _Places:
+        host_count, gpu_count = (np.bincount(lane, minlength=lanes) for lane in (host_lane, gpu_lane))
+        first = np.concatenate([[0], np.cumsum(host_count + gpu_count)])
+        # No lane has both; the place in a lane is the place among its like, counted from the lane's first.
+        host_shift, gpu_shift = (first[:-1] - (np.cumsum(c) - c) for c in (host_count, gpu_count))
+        host = np.arange(len(host_lane), dtype=np.int32) + host_shift.astype(np.int32)[host_lane]
+        gpu = np.arange(len(gpu_lane), dtype=np.int32) + gpu_shift.astype(np.int32)[gpu_lane]
+        return _Places(first.astype(np.int64), host, gpu)
+
+    def put(self, host: Any, gpu: Any) -> Any:
+        """One column of both."""
+        column = np.empty(len(self.host) + len(self.gpu), host.dtype)
+        column[self.host], column[self.gpu] = host, gpu
+        return column
 
 
 def working_rows(trace: Trace) -> Bools:
