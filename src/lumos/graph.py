@@ -95,9 +95,9 @@ class Graph:
         return len(self.duration)
 
     @cached_property
-    def incoming(self) -> Ints:
+    def incoming(self) -> Small:
         """Edges into node i are incoming[i] … incoming[i + 1] - 1."""
-        return np.searchsorted(self.edges.target, np.arange(len(self) + 1)).astype(np.int64)
+        return _offsets(self.edges.target, len(self))
 
     @cached_property
     def is_first(self) -> Bools:
@@ -117,10 +117,8 @@ class Graph:
         from lumos.kernels import topological_order
 
         by_source = np.argsort(self.edges.source, kind="stable").astype(np.int32)
-        outgoing = np.searchsorted(self.edges.source[by_source], np.arange(len(self) + 1)).astype(np.int64)
-        order, done = topological_order(
-            self.first, np.diff(self.incoming).astype(np.int32), outgoing, self.edges.target[by_source]
-        )
+        outgoing = _offsets(self.edges.source, len(self))
+        order, done = topological_order(self.first, np.diff(self.incoming), outgoing, self.edges.target[by_source])
         if done < len(self):
             raise CycleError(f"the dependencies go in a circle: {_describe_cycle(self, order[:done])}")
         return order
@@ -139,6 +137,13 @@ class Graph:
             if name in self.__dict__:
                 graph.__dict__[name] = self.__dict__[name]
         return graph
+
+
+def _offsets(node: Small, size: int) -> Small:
+    """Where the edges of each node begin in a list sorted by node, and where the last ones end."""
+    offsets = np.zeros(size + 1, np.int32)
+    np.cumsum(np.bincount(node, minlength=size), out=offsets[1:])
+    return offsets
 
 
 def make_graph(first: Any, duration: Any, edges: Edges, gap: Any = None, frozen: Any = None, kind: Any = None) -> Graph:

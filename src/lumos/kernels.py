@@ -223,7 +223,7 @@ def walk_back(
 def load() -> None:
     """Load the compiled loops, or compile them the first time: half a second that may pass while files are read."""
     ints, small, flags, floats = np.zeros(1, np.int64), np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1)
-    lane, edges = np.array([0, 1]), np.zeros(2, np.int64)
+    lane, edges = np.array([0, 1]), np.zeros(2, np.int32)
     cut_into_segments(small, ints, ints, flags, flags)
     topological_order(lane, small, edges, small[:0])
     forward_pass(small, flags, floats, floats, edges, small[:0], floats[:0], flags[:0])

@@ -52,13 +52,12 @@ class Replay:
         return without_profiler(self.execution, self.cost)
 
     @cached_property
-    def clean(self) -> Trace:
-        """The run without the profiler."""
-        return self.execution.retime(simulate(self.clean_graph))
-
-    @cached_property
     def clean_steps(self) -> Steps:
-        return self.marks.read(self.clean)
+        return self._steps_at(self.cost)
+
+    def _steps_at(self, cost: ProfilerCost) -> Steps:
+        """The steps without the profiler; neither the graph nor the run is kept, as they are large."""
+        return self.marks.read(self.execution.retime(simulate(without_profiler(self.execution, cost))))
 
     @property
     def clean_ms(self) -> float:
@@ -68,8 +67,7 @@ class Replay:
     @cached_property
     def never_profiled_ms(self) -> float:
         """The step in a process that was never profiled, in milliseconds."""
-        graph = without_profiler(self.execution, self.cost.fresh())
-        return self.marks.read(self.execution.retime(simulate(graph))).typical
+        return self._steps_at(self.cost.fresh()).typical
 
     @property
     def error_pct(self) -> float:

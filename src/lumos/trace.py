@@ -187,8 +187,12 @@ class Trace:
         return replace(self, **columns)
 
     def with_times(self, start: Ints, duration: Ints) -> Trace:
-        """The same events at other times."""
-        return replace(self, start=start, duration=duration)
+        """The same events at other times; what does not depend on times is not worked out again."""
+        trace = replace(self, start=start, duration=duration)
+        for name in ("lane_rank", "rank", "on_gpu", "on_host", "kind", "is_communication", "call"):
+            if name in self.__dict__:
+                trace.__dict__[name] = self.__dict__[name]
+        return trace
 
     def shifted(self, offset_of_rank: dict[int, int]) -> Trace:
         """The same events with every rank's clock moved by its offset."""

@@ -12,6 +12,7 @@ from rich.text import Text
 from lumos.reports.breakdown import Breakdown, breakdown_by_rank, mean_breakdown
 from lumos.reports.collectives import group_collectives
 from lumos.run import Prediction, Replay
+from lumos.simulate import simulate
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _MOST_RANKS = 16
@@ -39,7 +40,7 @@ def show_prediction(prediction: Prediction, console: Console) -> None:
     table.add_row("step", f"{base:.2f} ms", f"{step:.2f} ms ({step / base:.3f} of it)" if base else f"{step:.2f} ms")
     table.add_row("80 % interval", "", f"{low:.2f} – {high:.2f} ms")
     run = prediction.run
-    before = breakdown_by_rank(run.clean, run.clean_steps)
+    before = breakdown_by_rank(run.execution.retime(simulate(run.clean_graph)), run.clean_steps)
     after = breakdown_by_rank(prediction.trace, prediction.steps)
     rows = zip(_parts(mean_breakdown(list(before.values()))), _parts(mean_breakdown(list(after.values()))), strict=True)
     for (name, was), (_, becomes) in rows:

@@ -41,7 +41,7 @@ def communicator_edges(draft: Draft) -> Edges:
             )
         ]
     )
-    arrive = arrive[np.lexsort((draft.launched_at[arrive], key))]
+    arrive = arrive[np.lexsort((draft.launched_at(arrive), key))]
     key = np.sort(key, kind="stable")
     source, target = arrive[:-1] + 1, arrive[1:]  # from the transfer of one to the arrival of the next
     follows = (key[1:] == key[:-1]) & (draft.lane[source] != draft.lane[target])
@@ -55,7 +55,7 @@ def channel_edges(draft: Draft) -> Edges:
     if len(source) == 0:
         return Edges.of([], [], Rule.CHANNEL)
     late = draft.start[source]
-    held = (_free_to_start(draft, target) + _HELD < late) & (draft.launched_at[source] + _HELD < late)
+    held = (_free_to_start(draft, target) + _HELD < late) & (draft.launched_at(source) + _HELD < late)
     ahead = late - draft.start[target]
     pair = draft.lane[source].astype(np.int64) << 32 | draft.lane[target]
     shares = _pairs_with_evidence(pair, held & (np.abs(ahead) < _TOGETHER), held & (ahead >= _TOGETHER))
@@ -88,7 +88,7 @@ def _next_on_other_streams(draft: Draft) -> tuple[np.ndarray, np.ndarray]:
             for b, theirs in launched.items():
                 if a == b or len(mine) == 0 or len(theirs) == 0:
                     continue
-                last = np.searchsorted(draft.launched_at[mine], draft.launched_at[theirs]) - 1
+                last = np.searchsorted(draft.launched_at(mine), draft.launched_at(theirs)) - 1
                 news = (last >= 0) & (np.diff(last, prepend=-1) != 0)
                 sources.append(mine[last[news]])
                 targets.append(theirs[news])
@@ -100,7 +100,7 @@ def _launched(draft: Draft, lane: int) -> np.ndarray:
     """The nodes of a stream whose launch is known, in order; of a communication kernel, its arrival."""
     nodes = np.arange(draft.first[lane], draft.first[lane + 1])
     nodes = nodes[~draft.is_return[nodes] & (draft.launch_row[draft.row[nodes]] >= 0)]
-    return nodes[np.argsort(draft.launched_at[nodes], kind="stable")]
+    return nodes[np.argsort(draft.launched_at(nodes), kind="stable")]
 
 
 def _free_to_start(draft: Draft, node: np.ndarray) -> np.ndarray:

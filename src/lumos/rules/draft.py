@@ -96,26 +96,21 @@ class Draft:
             around = np.where(higher, self.parent[around], around)
         return around.astype(np.int32)
 
-    @cached_property
-    def launched_at(self) -> Ints:
-        """For every node on a GPU: when its launch call began; for what was launched before the file began, never."""
-        launch = self.launch_row[self.row]
-        times = np.where((launch >= 0) & (self.row >= 0), self.trace.start[launch], np.iinfo(np.int64).min)
-        return np.asarray(times, np.int64)
+    def launched_at(self, nodes: Any) -> Ints:
+        """When the launch calls of nodes of streams began; for what was launched before the file began, never."""
+        launch = self.launch_row[self.row[nodes]]
+        return np.where(launch >= 0, self.trace.start[launch], np.iinfo(np.int64).min)
 
     @cached_property
-    def launch_order(self) -> Ints:
-        """`launched_at`, made non-decreasing along every lane, for look-ups."""
-        times = self.launched_at.copy()
-        for lane in range(len(self.first) - 1):
-            part = slice(self.first[lane], self.first[lane + 1])
-            times[part] = np.maximum.accumulate(times[part])
-        return times
+    def launch_order(self) -> dict[int, Ints]:
+        """For every stream: `launched_at` of its nodes, made non-decreasing, for look-ups."""
+        streams = (lane for lanes in self.lanes_of_rank.values() for lane in lanes)
+        nodes = {lane: np.arange(self.first[lane], self.first[lane + 1]) for lane in streams}
+        return {lane: np.maximum.accumulate(self.launched_at(mine)) for lane, mine in nodes.items()}
 
     def last_launched_before(self, lane: int, time: int) -> int:
-        """The last node of a stream that was launched before a time; -1 where there is none."""
-        low, high = int(self.first[lane]), int(self.first[lane + 1])
-        return low + int(np.searchsorted(self.launch_order[low:high], time, side="left")) - 1 if high > low else -1
+        """The last node of a stream that was launched before a time; one less than its first where there is none."""
+        return int(self.first[lane]) + int(self.launch_order[lane].searchsorted(time)) - 1
 
     def last_ended_by(self, lane: int, node: int, time: int) -> int:
         """`node`, or the last one before it on its stream that ended by a time; -1 where there is none."""
