@@ -204,40 +204,34 @@ _COLUMNS = ("category", "name", "lane", "start", "duration", "correlation", "mes
 
 
 def concatenate(traces: Sequence[Trace]) -> Trace:
-    """The ranks of one job as one trace."""
+    """The ranks of one job, or the shares of one file, as one trace; lanes that are the same become one."""
     if len(traces) == 1:
         return traces[0]
     names: dict[str, int] = {}
     messages: dict[Message, int] = {}
+    lanes: dict[Lane, int] = {}
     parts: list[dict[str, Any]] = []
-    first_lane = 0
+    sync_lanes: list[Small] = []
     for trace in traces:
         to_name = np.array([names.setdefault(n, len(names)) for n in trace.names] or [0], np.int32)
         to_message = np.array([messages.setdefault(m, len(messages)) for m in trace.messages] + [-1], np.int32)
+        to_lane = np.array([lanes.setdefault(lane, len(lanes)) for lane in trace.lanes] or [0], np.int32)
         columns = {c: getattr(trace, c) for c in _COLUMNS}
         columns["name"] = to_name[trace.name]
         columns["message"] = to_message[trace.message]  # -1 picks the last entry, which is -1
-        columns["lane"] = trace.lane + np.int32(first_lane)
+        columns["lane"] = to_lane[trace.lane]
         parts.append(columns)
-        first_lane += len(trace.lanes)
+        sync_lanes.append(to_lane[trace.syncs.lane])
+    syncs = {c: np.concatenate([getattr(t.syncs, c) for t in traces]) for c in _SYNC_COLUMNS}
     return Trace(
         names=tuple(names),
-        lanes=tuple(lane for t in traces for lane in t.lanes),
+        lanes=tuple(lanes),
         messages=tuple(messages),
         headers=tuple(h for t in traces for h in t.headers),
-        syncs=_concatenate_syncs(traces),
-        warnings=tuple(w for t in traces for w in t.warnings),
+        syncs=Syncs(lane=np.concatenate(sync_lanes), **syncs),
+        warnings=tuple(dict.fromkeys(w for t in traces for w in t.warnings)),
         **{c: np.concatenate([p[c] for p in parts]) for c in _COLUMNS},
     )
 
 
-def _concatenate_syncs(traces: Sequence[Trace]) -> Syncs:
-    lanes, first_lane = [], 0
-    for trace in traces:
-        lanes.append(trace.syncs.lane + np.int32(first_lane))
-        first_lane += len(trace.lanes)
-    rest = {
-        c: np.concatenate([getattr(t.syncs, c) for t in traces])
-        for c in ("correlation", "stream", "wait_stream", "record", "event")
-    }
-    return Syncs(lane=np.concatenate(lanes), **rest)
+_SYNC_COLUMNS = ("correlation", "stream", "wait_stream", "record", "event")

@@ -140,7 +140,7 @@ def _read_all(files: list[Path], progress: Progress | None, workers: int, meanwh
     workers = workers or min(len(files), os.cpu_count() or 1)
     worth_it = workers > 1 and len(files) > 1 and total >= _PARALLEL_FROM
     if worth_it or (meanwhile is not None and total >= _WORTH_A_PROCESS):
-        return read_in_processes(files, workers, done, meanwhile)
+        return read_in_processes(files, max(workers, min(2, os.cpu_count() or 1)), done, meanwhile)
     return [_read_here(file, done) for file in files]
 
 

@@ -71,24 +71,25 @@ class _NeedsDigitsError(Exception):
     """A time has more digits than a float64 holds."""
 
 
-def read_kineto(path: Path, progress: Progress | None = None) -> Trace:
-    """The trace in one file; its rank is what the header says, -1 where it says nothing."""
+def read_kineto(path: Path, progress: Progress | None = None, share: tuple[int, int] = (0, 1)) -> Trace:
+    """The trace in one file, or a share of it; its rank is what the header says, -1 where it says nothing."""
     try:
-        return _read(path, _TypedEvent, progress)
+        return _read(path, _TypedEvent, progress, share)
     except _NeedsDigitsError:  # known from the first slice, as a rule
-        return _read(path, _ExactEvent, progress)
+        return _read(path, _ExactEvent, progress, share)
 
 
-def _read(path: Path, event_type: type[_TypedEvent], progress: Progress | None) -> Trace:
-    slices = Slices(path, event_type, progress)
+def _read(path: Path, event_type: type[_TypedEvent], progress: Progress | None, share: tuple[int, int]) -> Trace:
+    slices = Slices(path, event_type, progress, share)
     columns = _Columns()
+    columns.add([])  # a share may hold nothing
     for events in slices:
         columns.add(events)
     header = _header(slices.header, path)
     warnings = [f"{path.name}: {note}" for note in dict.fromkeys(slices.notes)]
     if columns.refused:
         warnings.append(f"{path.name}: {columns.refused} events have no usable time and were left out")
-    return columns.trace(header, _base_time(slices.header), warnings)
+    return columns.trace(header, _base_time(slices.header), warnings, share[1] == 1)
 
 
 _NO_ARGS = _Args()
@@ -186,11 +187,11 @@ class _Columns:
         )
         return self.messages.setdefault(message, len(self.messages))
 
-    def trace(self, header: Header, base: int, warnings: list[str]) -> Trace:
+    def trace(self, header: Header, base: int, warnings: list[str], whole: bool) -> Trace:
         """All slices as one Trace."""
         columns = [np.concatenate(c) for c in zip(*self.parts, strict=True)]
         category, name, lane, start, duration, correlation, message = columns
-        if len(category) == 0:
+        if len(category) == 0 and whole:
             raise InputError(
                 f"{header.path}: no operator, runtime call or kernel in it; record with "
                 "torch.profiler.profile(activities=[CPU, CUDA])"

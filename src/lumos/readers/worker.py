@@ -13,15 +13,18 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, Any
 
 from lumos.errors import InputError
 from lumos.readers.kineto import read_kineto
-from lumos.trace import Trace
+from lumos.readers.slices import CannotShareError
+from lumos.trace import Trace, concatenate
 
 _LENGTH = struct.Struct("<Q")
+_LARGE = {False: 64 << 20, True: 4 << 20}  # bytes, of a plain and of a packed file, from which several readers pay
 _KILLED = "a process that was reading it was killed, probably for want of memory; read fewer ranks with --match"
 
 
@@ -31,18 +34,43 @@ def read_in_processes(
     """The traces of files, in their order; `done` is told of every file, and `meanwhile` is run while they are read."""
     with _processes(workers) as idle, ThreadPoolExecutor(workers) as pool:
 
-        def read(file: Path) -> Trace:
+        def read(file: Path, share: tuple[int, int]) -> Trace | None:
             process = idle.get()
             try:
-                return _ask(process, file)
+                return _ask(process, file, share)
             finally:
                 idle.put(process)
-                done(file)
 
-        traces = pool.map(read, files)
+        shares = {file: _shares(file, workers // len(files)) for file in files}
+        asked = {file: [pool.submit(read, file, share) for share in shares[file]] for file in files}
         if meanwhile is not None:
             meanwhile()
-        return list(traces)
+        traces = []
+        for file in files:
+            parts = [future.result() for future in asked[file]]
+            whole = _joined(parts) or read(file, (0, 1))
+            assert whole is not None
+            traces.append(whole)
+            done(file)
+        return traces
+
+
+def _shares(file: Path, readers: int) -> list[tuple[int, int]]:
+    """How many readers a file is worth: a large one, several."""
+    worth = max(1, readers) if file.stat().st_size >= _LARGE[file.suffix == ".gz"] else 1
+    return [(index, worth) for index in range(worth)]
+
+
+def _joined(parts: list[Trace | None]) -> Trace | None:
+    """The shares of one file as one trace; None where it could not be shared."""
+    traces = [part for part in parts if part is not None]
+    if len(traces) < len(parts):
+        return None
+    whole = concatenate(traces)
+    if len(whole) == 0:
+        return None  # reading it whole says what is wrong
+    told = max(whole.headers, key=lambda header: header.rank)  # the keys after the events are in the last share alone
+    return replace(whole, headers=(told,), lanes=tuple(lane._replace(rank=told.rank) for lane in whole.lanes))
 
 
 @contextmanager
@@ -60,16 +88,16 @@ def _processes(count: int) -> Iterator[SimpleQueue[subprocess.Popen[bytes]]]:
             process.communicate()
 
 
-def _ask(process: subprocess.Popen[bytes], file: Path) -> Trace:
-    """Have a process read a file; its mistakes are raised here."""
+def _ask(process: subprocess.Popen[bytes], file: Path, share: tuple[int, int]) -> Trace | None:
+    """Have a process read a share of a file; its mistakes are raised here. None where the file cannot be shared."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        _send(process.stdin, file)
+        _send(process.stdin, (file, share))
         answer = _receive(process.stdout)
     except (OSError, EOFError):
         raise InputError(f"{file}: {_KILLED}") from None
-    if isinstance(answer, Trace):
+    if answer is None or isinstance(answer, Trace):
         return answer
     raise InputError(str(answer))
 
@@ -81,7 +109,7 @@ def _send(pipe: IO[bytes], value: object) -> None:
     pipe.flush()
 
 
-def _receive(pipe: IO[bytes]) -> object:
+def _receive(pipe: IO[bytes]) -> Any:
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError
@@ -93,13 +121,14 @@ def main() -> None:
     """Read the files that the parent names, until it goes."""
     while True:
         try:
-            file = _receive(sys.stdin.buffer)
+            file, share = _receive(sys.stdin.buffer)
         except EOFError:
             return
-        assert isinstance(file, Path)
-        answer: Trace | str
+        answer: Trace | str | None
         try:
-            answer = read_kineto(file)
+            answer = read_kineto(file, share=share)
+        except CannotShareError:
+            answer = None
         except InputError as error:
             answer = str(error)
         except MemoryError:
