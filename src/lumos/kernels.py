@@ -13,24 +13,27 @@ Array = NDArray[Any]
 
 @njit(cache=True, nogil=True)
 def topological_order(first: Array, waits: Array, outgoing: Array, target: Array) -> tuple[Array, int]:
-    """Run every lane as far as it can go, then the lanes that this released: an order that stays in the cache."""
+    """Run every lane as far as it can go, then, in turn, the lanes that this released.
+
+    In turn, so that all lanes advance together: what a node waits for was then written a moment ago and is in the cache.
+    """
     lanes = len(first) - 1
     size = first[lanes]
     order = np.empty(size, np.int32)
     lane_of_first = np.full(size + 1, -1, np.int32)  # lane whose next node this is
     cursor = first[:-1].copy()
     remaining = waits.copy()
-    stack = np.empty(lanes + 1, np.int32)
-    top, done = 0, 0
-    for lane in range(lanes - 1, -1, -1):
+    queue = np.empty(lanes + 1, np.int32)  # a ring: a lane stands in it once at most
+    head, tail, done = 0, 0, 0
+    for lane in range(lanes):
         if cursor[lane] < first[lane + 1]:
             lane_of_first[cursor[lane]] = lane
             if remaining[cursor[lane]] == 0:
-                stack[top] = lane
-                top += 1
-    while top > 0:
-        top -= 1
-        lane = stack[top]
+                queue[tail] = lane
+                tail += 1
+    while head != tail:
+        lane = queue[head]
+        head = head + 1 if head < lanes else 0
         node, stop = cursor[lane], first[lane + 1]
         lane_of_first[node] = -1
         while node < stop and remaining[node] == 0:
@@ -40,8 +43,8 @@ def topological_order(first: Array, waits: Array, outgoing: Array, target: Array
                 other = target[edge]
                 remaining[other] -= 1
                 if remaining[other] == 0 and lane_of_first[other] >= 0:
-                    stack[top] = lane_of_first[other]
-                    top += 1
+                    queue[tail] = lane_of_first[other]
+                    tail = tail + 1 if tail < lanes else 0
             node += 1
         cursor[lane] = node
         if node < stop:
