@@ -30,7 +30,7 @@ accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and w
 	$(BIN)/python benchmarks/accuracy.py -o docs/accuracy.md
 
 bench: $(VENV)/.dev  ## measure the speed beside HolisticTraceAnalysis
-	$(BIN)/python benchmarks/replay_speed.py
+	$(BIN)/python benchmarks/replay_speed.py --out docs/speed.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

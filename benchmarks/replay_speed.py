@@ -162,6 +162,8 @@ def many_ranks(setting: Setting) -> Iterator[Row]:
     ours = run(lumos("replay", str(folder), "--json"))
     bar = Bar(90, 16_384) if setting.ranks == 512 else Bar()
     yield Row(f"f. replay, {setting.ranks} ranks ({_tasks(ours)} tasks)", ours, None, bar)
+    again = timed_inside(run(inside("resimulate", str(folder))))
+    yield Row(f"f. one simulate() pass of that job ({_tasks(ours)} tasks)", again, None, Bar(1))
 
 
 CASES: dict[str, Callable[[Setting], Iterator[Row]]] = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lumos.errors import InputError
 from lumos.readers import slices, worker
 from lumos.readers.job import read_job
 from lumos.readers.kineto import read_kineto
@@ -41,7 +42,8 @@ def test_a_large_file_is_read_by_processes_while_this_one_does_something_else(
     alone = read_job(path)
     monkeypatch.setattr(worker, "_LARGE", {False: 0, True: 0})
     done: list[str] = []
-    traces = worker.read_in_processes([path], 2, lambda file: done.append(file.name), lambda: done.append("meanwhile"))
+    with worker.readers(2) as readers:
+        traces = readers.read([path], lambda file: done.append(file.name), lambda: done.append("meanwhile"))
     assert done == ["meanwhile", "trace.json"]
     assert sorted(rows(traces[0])) == sorted(rows(alone))
 
@@ -49,5 +51,5 @@ def test_a_large_file_is_read_by_processes_while_this_one_does_something_else(
 def test_a_mistake_in_a_process_is_the_users_mistake(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("not a trace")
-    with pytest.raises(Exception, match="not JSON"):
-        worker.read_in_processes([path], 1, lambda file: None)
+    with worker.readers(1) as readers, pytest.raises(InputError, match="not JSON"):
+        readers.read([path], lambda file: None)

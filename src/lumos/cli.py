@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,11 @@ from lumos.errors import LumosError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from lumos.readers.worker import Readers
     from lumos.run import Replay
+
+_WORTH_A_PROCESS = 1 << 20  # bytes on disk
+_WORTH_SEVERAL = 4 << 20
 
 app = typer.Typer(
     add_completion=False,
@@ -126,6 +131,13 @@ def demo_command(as_json: AsJson = False, output: Output = None) -> None:
 
 
 def _load(path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None) -> Replay:
+    with _readers_for(path) as started:
+        return _load_with(started, path, step, match, rank_pattern, profiler_costs)
+
+
+def _load_with(
+    started: Readers | None, path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None
+) -> Replay:
     from lumos.profiler import load_profiler_cost
     from lumos.readers.job import read_job
     from lumos.run import replay
@@ -133,8 +145,25 @@ def _load(path: Path, step: str, match: str, rank_pattern: str, profiler_costs: 
 
     cost = load_profiler_cost(profiler_costs)
     with _progress() as progress:
-        trace = read_job(path, match, rank_pattern, progress, meanwhile=_load_kernels)
+        trace = read_job(path, match, rank_pattern, progress, started=started, meanwhile=_load_kernels)
     return replay(keep_step(trace, step) if step else trace, cost)
+
+
+@contextmanager
+def _readers_for(path: Path) -> Iterator[Readers | None]:
+    """Processes for reading what is large, started before this one imports what it needs itself."""
+    from lumos.readers.worker import readers
+
+    try:
+        size = path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.iterdir())
+    except OSError:
+        size = 0  # reading it will say what is wrong
+    if size < _WORTH_A_PROCESS:
+        yield None
+        return
+    cores = os.cpu_count() or 1
+    with readers(1 if path.is_file() and size < _WORTH_SEVERAL else cores) as started:
+        yield started
 
 
 def _load_kernels() -> None:

@@ -15,7 +15,7 @@ Array = NDArray[Any]
 def topological_order(first: Array, waits: Array, outgoing: Array, target: Array) -> tuple[Array, int]:
     """Run every lane as far as it can go, then, in turn, the lanes that this released.
 
-    In turn, so that all lanes advance together: what a node waits for was then written a moment ago and is in the cache.
+    In turn, so that all lanes advance together: what a node waits for was written a moment ago, and is in the cache.
     """
     lanes = len(first) - 1
     size = first[lanes]

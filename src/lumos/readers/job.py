@@ -18,7 +18,7 @@ from lumos.errors import InputError, OptionError
 from lumos.memory import refuse_if_larger_than_memory
 from lumos.readers.kineto import read_kineto
 from lumos.readers.slices import BAD_GZIP, open_bytes
-from lumos.readers.worker import read_in_processes
+from lumos.readers.worker import Readers, readers
 from lumos.trace import Header, Trace, concatenate
 
 _TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$")
@@ -26,7 +26,6 @@ _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+
 _RANK_IN_HEAD = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d+)')
 _HEAD = 1 << 18
 _PARALLEL_FROM = 8 << 20  # bytes on disk; below, starting processes costs more than it saves
-_WORTH_A_PROCESS = 1 << 20  # the same, where this process has something to do meanwhile
 _APART = 10_000_000_000  # ns: ranks of one capture overlap in time, give or take a clock
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
@@ -39,13 +38,17 @@ def read_job(
     rank_pattern: str = "",
     progress: Progress | None = None,
     workers: int = 0,
+    started: Readers | None = None,
     meanwhile: Meanwhile | None = None,
 ) -> Trace:
-    """The trace of a job from a file or a folder of ranks; `meanwhile` is run while other processes read."""
+    """The trace of a job from a file or a folder of ranks.
+
+    Processes that were started for reading are used; `meanwhile` is run while they read.
+    """
     files, notes = find_files(path, match)
     refuse_if_larger_than_memory(files)
     pattern = _compiled(rank_pattern)
-    traces = _read_all(files, progress, workers, meanwhile)
+    traces = _read_all(files, progress, workers, started, meanwhile)
     traces = [_with_rank(trace, Path(trace.headers[0].path), pattern, len(files)) for trace in traces]
     _refuse_mixed_jobs(traces)
     traces.sort(key=lambda t: t.headers[0].rank)
@@ -127,7 +130,13 @@ def _rank_hint(path: Path, head: bytes | None) -> int:
     return int(told.group(1)) if told else int(found.group(1)) if found else -1
 
 
-def _read_all(files: list[Path], progress: Progress | None, workers: int, meanwhile: Meanwhile | None) -> list[Trace]:
+def _read_all(
+    files: list[Path],
+    progress: Progress | None,
+    workers: int,
+    started: Readers | None,
+    meanwhile: Meanwhile | None,
+) -> list[Trace]:
     sizes = {file: file.stat().st_size for file in files}
     total, read = sum(sizes.values()), 0
 
@@ -137,11 +146,13 @@ def _read_all(files: list[Path], progress: Progress | None, workers: int, meanwh
         if progress is not None:
             progress(read, total)
 
+    if started is not None:
+        return started.read(files, done, meanwhile)
     workers = workers or min(len(files), os.cpu_count() or 1)
-    worth_it = workers > 1 and len(files) > 1 and total >= _PARALLEL_FROM
-    if worth_it or (meanwhile is not None and total >= _WORTH_A_PROCESS):
-        return read_in_processes(files, max(workers, min(2, os.cpu_count() or 1)), done, meanwhile)
-    return [_read_here(file, done) for file in files]
+    if workers < 2 or total < _PARALLEL_FROM:
+        return [_read_here(file, done) for file in files]
+    with readers(workers) as here:
+        return here.read(files, done, meanwhile)
 
 
 def _read_here(file: Path, done: Callable[[Path], None]) -> Trace:

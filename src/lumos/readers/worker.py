@@ -13,26 +13,34 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from lumos.errors import InputError
-from lumos.readers.kineto import read_kineto
-from lumos.readers.slices import CannotShareError
-from lumos.trace import Trace, concatenate
+
+if TYPE_CHECKING:
+    from lumos.trace import Trace
 
 _LENGTH = struct.Struct("<Q")
 _LARGE = {False: 64 << 20, True: 4 << 20}  # bytes, of a plain and of a packed file, from which several readers pay
 _KILLED = "a process that was reading it was killed, probably for want of memory; read fewer ranks with --match"
 
 
-def read_in_processes(
-    files: list[Path], workers: int, done: Callable[[Path], None], meanwhile: Callable[[], None] | None = None
-) -> list[Trace]:
-    """The traces of files, in their order; `done` is told of every file, and `meanwhile` is run while they are read."""
-    with _processes(workers) as idle, ThreadPoolExecutor(workers) as pool:
+@dataclass(frozen=True)
+class Readers:
+    """Child processes that wait for files to read."""
+
+    running: list[subprocess.Popen[bytes]]
+
+    def read(
+        self, files: list[Path], done: Callable[[Path], None], meanwhile: Callable[[], None] | None = None
+    ) -> list[Trace]:
+        """The traces of files, in their order; `done` is told of every file, and `meanwhile` is run beside."""
+        idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        for process in self.running:
+            idle.put(process)
 
         def read(file: Path, share: tuple[int, int]) -> Trace | None:
             process = idle.get()
@@ -41,18 +49,31 @@ def read_in_processes(
             finally:
                 idle.put(process)
 
-        shares = {file: _shares(file, workers // len(files)) for file in files}
-        asked = {file: [pool.submit(read, file, share) for share in shares[file]] for file in files}
-        if meanwhile is not None:
-            meanwhile()
-        traces = []
-        for file in files:
-            parts = [future.result() for future in asked[file]]
-            whole = _joined(parts) or read(file, (0, 1))
-            assert whole is not None
-            traces.append(whole)
-            done(file)
+        with ThreadPoolExecutor(len(self.running)) as pool:
+            shares = {file: _shares(file, len(self.running) // len(files)) for file in files}
+            asked = {file: [pool.submit(read, file, share) for share in shares[file]] for file in files}
+            if meanwhile is not None:
+                meanwhile()
+            traces = []
+            for file in files:
+                whole = _joined([future.result() for future in asked[file]]) or read(file, (0, 1))
+                assert whole is not None
+                traces.append(whole)
+                done(file)
         return traces
+
+
+@contextmanager
+def readers(count: int) -> Iterator[Readers]:
+    """Start so many processes, and end them; started early, they import what they need while the caller does."""
+    command = [sys.executable, "-m", "lumos.readers.worker"]
+    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        yield Readers(running)
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
 
 
 def _shares(file: Path, readers: int) -> list[tuple[int, int]]:
@@ -63,6 +84,8 @@ def _shares(file: Path, readers: int) -> list[tuple[int, int]]:
 
 def _joined(parts: list[Trace | None]) -> Trace | None:
     """The shares of one file as one trace; None where it could not be shared."""
+    from lumos.trace import concatenate
+
     traces = [part for part in parts if part is not None]
     if len(traces) < len(parts):
         return None
@@ -71,21 +94,6 @@ def _joined(parts: list[Trace | None]) -> Trace | None:
         return None  # reading it whole says what is wrong
     told = max(whole.headers, key=lambda header: header.rank)  # the keys after the events are in the last share alone
     return replace(whole, headers=(told,), lanes=tuple(lane._replace(rank=told.rank) for lane in whole.lanes))
-
-
-@contextmanager
-def _processes(count: int) -> Iterator[SimpleQueue[subprocess.Popen[bytes]]]:
-    command = [sys.executable, "-m", "lumos.readers.worker"]
-    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)]
-    idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-    for process in running:
-        idle.put(process)
-    try:
-        yield idle
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
 
 
 def _ask(process: subprocess.Popen[bytes], file: Path, share: tuple[int, int]) -> Trace | None:
@@ -97,9 +105,10 @@ def _ask(process: subprocess.Popen[bytes], file: Path, share: tuple[int, int]) -
         answer = _receive(process.stdout)
     except (OSError, EOFError):
         raise InputError(f"{file}: {_KILLED}") from None
-    if answer is None or isinstance(answer, Trace):
-        return answer
-    raise InputError(str(answer))
+    if isinstance(answer, str):
+        raise InputError(answer)
+    found: Trace | None = answer
+    return found
 
 
 def _send(pipe: IO[bytes], value: object) -> None:
@@ -119,6 +128,9 @@ def _receive(pipe: IO[bytes]) -> Any:
 
 def main() -> None:
     """Read the files that the parent names, until it goes."""
+    from lumos.readers.kineto import read_kineto
+    from lumos.readers.slices import CannotShareError
+
     while True:
         try:
             file, share = _receive(sys.stdin.buffer)
