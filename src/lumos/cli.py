@@ -146,7 +146,10 @@ def _load_with(
     cost = load_profiler_cost(profiler_costs)
     with _progress() as progress:
         trace = read_job(path, match, rank_pattern, progress, started=started, meanwhile=_load_kernels)
-    return replay(keep_step(trace, step) if step else trace, cost)
+    with _busy("building and simulating; the first run also compiles, for some seconds"):
+        run = replay(keep_step(trace, step) if step else trace, cost)
+        run.as_dict()  # everything that takes time; what is shown later is kept from here
+    return run
 
 
 @contextmanager
@@ -202,6 +205,18 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _busy(text: str) -> Iterator[None]:
+    """A sign of life on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
 
 
 def _print_json(answer: dict[str, object]) -> None:
