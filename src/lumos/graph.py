@@ -97,7 +97,9 @@ class Graph:
     @cached_property
     def incoming(self) -> Small:
         """Edges into node i are incoming[i] … incoming[i + 1] - 1."""
-        return _offsets(self.edges.target, len(self))
+        offsets = np.zeros(len(self) + 1, np.int32)
+        np.cumsum(np.bincount(self.edges.target, minlength=len(self)), out=offsets[1:])
+        return offsets
 
     @cached_property
     def is_first(self) -> Bools:
@@ -116,9 +118,7 @@ class Graph:
         """A topological order; an error that names the tasks of a cycle where there is none."""
         from lumos.kernels import topological_order
 
-        by_source = np.argsort(self.edges.source, kind="stable").astype(np.int32)
-        outgoing = _offsets(self.edges.source, len(self))
-        order, done = topological_order(self.first, np.diff(self.incoming), outgoing, self.edges.target[by_source])
+        order, done = topological_order(self.first, self.incoming, self.edges.source)
         if done < len(self):
             raise CycleError(f"the dependencies go in a circle: {_describe_cycle(self, order[:done])}")
         return order
@@ -137,13 +137,6 @@ class Graph:
             if name in self.__dict__:
                 graph.__dict__[name] = self.__dict__[name]
         return graph
-
-
-def _offsets(node: Small, size: int) -> Small:
-    """Where the edges of each node begin in a list sorted by node, and where the last ones end."""
-    offsets = np.zeros(size + 1, np.int32)
-    np.cumsum(np.bincount(node, minlength=size), out=offsets[1:])
-    return offsets
 
 
 def make_graph(first: Any, duration: Any, edges: Edges, gap: Any = None, frozen: Any = None, kind: Any = None) -> Graph:

@@ -12,43 +12,44 @@ Array = NDArray[Any]
 
 
 @njit(cache=True, nogil=True)
-def topological_order(first: Array, waits: Array, outgoing: Array, target: Array) -> tuple[Array, int]:
-    """Run every lane as far as it can go, then, in turn, the lanes that this released.
-
-    In turn, so that all lanes advance together: what a node waits for was written a moment ago, and is in the cache.
-    """
+def topological_order(first: Array, incoming: Array, source: Array) -> tuple[Array, int]:
+    """Run every lane until it meets a node that waits for one which has not run; that one wakes it again."""
     lanes = len(first) - 1
     size = first[lanes]
     order = np.empty(size, np.int32)
-    lane_of_first = np.full(size + 1, -1, np.int32)  # lane whose next node this is
+    has_run = np.zeros(size, np.bool_)
+    waiting = np.full(size, -1, np.int32)  # the first lane that waits for a node, then the next one of each lane
+    next_waiting = np.full(lanes, -1, np.int32)
     cursor = first[:-1].copy()
-    remaining = waits.copy()
-    queue = np.empty(lanes + 1, np.int32)  # a ring: a lane stands in it once at most
-    head, tail, done = 0, 0, 0
-    for lane in range(lanes):
-        if cursor[lane] < first[lane + 1]:
-            lane_of_first[cursor[lane]] = lane
-            if remaining[cursor[lane]] == 0:
-                queue[tail] = lane
-                tail += 1
-    while head != tail:
-        lane = queue[head]
-        head = head + 1 if head < lanes else 0
-        node, stop = cursor[lane], first[lane + 1]
-        lane_of_first[node] = -1
-        while node < stop and remaining[node] == 0:
+    checked = np.empty(lanes, np.int64)  # edges of the cursor's node up to here are known to have run
+    stack = np.empty(lanes + 1, np.int32)
+    top, done = 0, 0
+    for lane in range(lanes - 1, -1, -1):
+        checked[lane] = incoming[first[lane]]
+        stack[top] = lane
+        top += 1
+    while top > 0:
+        top -= 1
+        lane = stack[top]
+        node, edge, blocker = cursor[lane], checked[lane], -1
+        while node < first[lane + 1]:
+            while edge < incoming[node + 1] and has_run[source[edge]]:
+                edge += 1
+            if edge < incoming[node + 1]:
+                blocker = source[edge]
+                break
             order[done] = node
             done += 1
-            for edge in range(outgoing[node], outgoing[node + 1]):
-                other = target[edge]
-                remaining[other] -= 1
-                if remaining[other] == 0 and lane_of_first[other] >= 0:
-                    queue[tail] = lane_of_first[other]
-                    tail = tail + 1 if tail < lanes else 0
+            has_run[node] = True
+            other = waiting[node]
+            while other >= 0:
+                stack[top] = other
+                top += 1
+                other = next_waiting[other]
             node += 1
-        cursor[lane] = node
-        if node < stop:
-            lane_of_first[node] = lane
+        cursor[lane], checked[lane] = node, edge
+        if blocker >= 0:
+            next_waiting[lane], waiting[blocker] = waiting[blocker], lane
     return order, done
 
 
@@ -228,7 +229,7 @@ def load() -> None:
     ints, small, flags, floats = np.zeros(1, np.int64), np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1)
     lane, edges = np.array([0, 1]), np.zeros(2, np.int32)
     cut_into_segments(small, ints, ints, flags, flags)
-    topological_order(lane, small, edges, small[:0])
+    topological_order(lane, edges, small[:0])
     forward_pass(small, flags, floats, floats, edges, small[:0], floats[:0], flags[:0])
     walk_back(0, 0.0, floats, floats, flags, floats, edges, small[:0], floats[:0], flags[:0])
     pay_debts(lane, floats, floats, 0.5, 1.0)
