@@ -25,6 +25,7 @@ LONG_SOURCE = "h200/multirank/dp2_tp2_l8/rank0.pt.trace.json.gz"
 JOB_SOURCE = "h200/multirank/ddp2_l8"
 LONG_MEGABYTES = 600
 TASKS, EDGES, SCENARIOS = 10_000_000, 25_000_000, 100
+TITLE = "# Speed\n\nWritten by `make bench` (benchmarks/replay_speed.py); edit nothing here by hand.\n\n"
 COLUMNS = ("case", "ours s", "ours peak MB", "peer s", "peer peak MB", "bar", "holds?")
 
 
@@ -247,7 +248,7 @@ def main() -> None:
     table = markdown(rows)
     print(table)
     if options.out is not None:
-        options.out.write_text(table)
+        options.out.write_text(TITLE + table)
 
 
 if __name__ == "__main__":
