@@ -3,10 +3,10 @@
     python3 calibration/fit_profiler.py [--records calibration/records.tar.xz] [-o src/lumos/data/profiler.json]
 
 Every recording comes with steps measured before the process was first profiled and after the profiler had stopped.
-The upper bounds per operator and call and the cost per kernel come from the micro-benchmarks of the same recordings;
-the two shares are the ones with the least mean squared error over the cases (of the logarithm, so that short steps
+The cost per kernel comes from the micro-benchmark of the same recordings; the upper bounds per operator and call are
+set by hand, and matter only where little is recorded. The shares are the ones with the least mean squared error over the cases (of the logarithm, so that short steps
 count as much as long ones). A job of several ranks is too short for "after" to settle: there the mean of before and
-after counts.
+after counts. `error_pct` is of these same recordings; docs/accuracy.md has the errors on others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lumos.run import Replay, replay
 from lumos.simulate import simulate
 
 SHARES = np.round(np.arange(0.40, 0.86, 0.01), 2)
-OPERATOR_US, CALL_US = 10.0, 4.0  # twice the costliest nested operator and call of the micro-benchmarks: cold caches
+OPERATOR_US, CALL_US = 10.0, 4.0  # set by hand, well above what the micro-benchmarks show in warm loops
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lumos.errors import InputError
 
-_COLUMNS_PER_BYTE = 0.7  # peak of columns and graph per byte of JSON, measured by benchmarks/replay_speed.py
+_COLUMNS_PER_BYTE = 1.3  # peak of columns and graph per byte of JSON, measured by benchmarks/replay_speed.py
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _GZIP_RATIO = 15.0  # JSON of a trace compresses about this well
 

@@ -36,7 +36,7 @@ class ProfilerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fresh_kept_share: float  # the same as the first for a process that was never profiled
     kernel_gap_us: float  # added to the gap before every kernel
     debt_us: float = 100.0  # cost that a segment is too short to pay and that those after it pay; the rest is dropped
-    error_pct: float = 10.0  # four out of five recordings are within this
+    error_pct: float = 10.0  # four out of five of the recordings it was fitted on are within this
     source: str = ""
 
     def fresh(self) -> ProfilerCost:
