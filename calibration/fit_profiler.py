@@ -4,9 +4,10 @@
 
 Every recording comes with steps measured before the process was first profiled and after the profiler had stopped.
 The cost per kernel comes from the micro-benchmark of the same recordings; the upper bounds per operator and call are
-set by hand, and matter only where little is recorded. The shares are the ones with the least mean squared error over the cases (of the logarithm, so that short steps
-count as much as long ones). A job of several ranks is too short for "after" to settle: there the mean of before and
-after counts. `error_pct` is of these same recordings; docs/accuracy.md has the errors on others.
+set by hand, and matter only where little is recorded. The shares are the ones with the least mean squared error over
+the cases (of the logarithm, so that short steps count as much as long ones). A job of several ranks is too short for
+"after" to settle: there the mean of before and after counts. `error_pct` is of these same recordings; docs/accuracy.md
+has the errors on others.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ MISTAKES = (
     Mistake(ranks_without_numbers, "", "a1.json", "--rank-pattern"),
     Mistake(no_events, "", "none.json: no operator, runtime call or kernel", "activities=[CPU, CUDA]"),
     Mistake(only_metadata, "", "meta.json: no operator, runtime call or kernel", "activities=[CPU, CUDA]"),
-    Mistake(larger_than_memory, "", "huge.json: about 2867.2 GiB would be needed", "--match"),
+    Mistake(larger_than_memory, "", "huge.json: about 5324.8 GiB would be needed", "--match"),
     Mistake(good, "replay --step 99", "--step 99", "this trace has ProfilerStep#0, ProfilerStep#1"),
     Mistake(good, "replay -o answer.txt", "-o answer.txt", ".json, .csv, .trace.json, .trace.json.gz"),
     Mistake(good, "replay -o no/such/answer.json", "-o no/such/answer.json", "create it first"),
