@@ -132,11 +132,18 @@ class Graph:
 
     def with_times(self, duration: Floats, gap: Floats) -> Graph:
         """The same structure with other durations and gaps; what was worked out from the structure is kept."""
-        graph = replace(self, duration=duration, gap=gap)
+        return replace(self, duration=duration, gap=gap)._keeping(self)
+
+    def with_lags(self, lag: Floats) -> Graph:
+        """The same structure with other lags."""
+        return replace(self, edges=replace(self.edges, lag=lag))._keeping(self)
+
+    def _keeping(self, other: Graph) -> Graph:
+        """With what was worked out from the structure of `other`, which is the same."""
         for name in ("incoming", "is_first", "lane", "order"):
-            if name in self.__dict__:
-                graph.__dict__[name] = self.__dict__[name]
-        return graph
+            if name in other.__dict__:
+                self.__dict__[name] = other.__dict__[name]
+        return self
 
 
 def make_graph(first: Any, duration: Any, edges: Edges, gap: Any = None, frozen: Any = None, kind: Any = None) -> Graph:

@@ -224,6 +224,21 @@ def walk_back(
     return nodes[:count][::-1].copy(), edges[:count][::-1].copy()
 
 
+@njit(cache=True, nogil=True)
+def sum_of_trees(rows: Array, root: Array, feature: Array, threshold: Array, left: Array) -> Array:
+    """The sum over all trees of the leaf that each row falls into."""
+    answer = np.zeros(len(rows))
+    for row in range(len(rows)):
+        total = 0.0
+        for tree in range(len(root)):
+            node = root[tree]
+            while feature[node] >= 0:
+                node = left[node] + (rows[row, feature[node]] > threshold[node])
+            total += threshold[node]
+        answer[row] = total
+    return answer
+
+
 def load() -> None:
     """Load the compiled loops, or compile them the first time: half a second that may pass while files are read."""
     ints, small, flags, floats = np.zeros(1, np.int64), np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1)

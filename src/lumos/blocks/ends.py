@@ -1,0 +1,70 @@
+"""Ends: the pieces outside the layers: embedding, final norm, output matrix, loss, optimizer."""
+
+from __future__ import annotations
+
+from lumos.blocks.layer import Layer, collective, linear, linear_backward, op, stream
+from lumos.blocks.piece import Block, Piece
+from lumos.blocks.shard import Shard
+from lumos.costs.operator import Operator
+
+
+def embedding(shard: Shard) -> Block:
+    block = [op(shard, "embedding", shard.tokens, shard.vocab, shard.model.hidden)]
+    size = float(shard.tokens * shard.model.hidden * shard.element)
+    kind = "reduce_scatter" if shard.splits_sequences else "all_reduce"
+    return [*block, *collective(kind, size, shard.tp, name="embedding reduce")]
+
+
+def embedding_backward(shard: Shard) -> Block:
+    return [op(shard, "embedding_bwd", shard.tokens, shard.vocab, shard.model.hidden, launches=12)]
+
+
+def head(shard: Shard) -> Block:
+    """Final norm, output matrix and loss."""
+    layer = Layer(shard)
+    return [
+        *layer.norm(),
+        *layer.gather(),
+        *linear(shard, shard.tokens, shard.vocab, shard.model.hidden, "head"),
+        *_loss(shard),
+    ]
+
+
+def _loss(shard: Shard) -> Block:
+    tokens, vocab = shard.tokens, shard.vocab
+    if shard.framework.fused_loss:
+        block = [op(shard, "cross_entropy", tokens, vocab, dtype="bf16", launches=6)]
+    else:
+        block = [
+            op(shard, "cast_f32", tokens, vocab, name="logits to fp32"),
+            op(shard, "cross_entropy", tokens, vocab, dtype="fp32", launches=2),
+        ]
+    return [*block, *collective("all_reduce", 4.0 * 3 * tokens, shard.tp, name="loss reduce")]
+
+
+def head_backward(shard: Shard) -> Block:
+    layer = Layer(shard)
+    tokens, vocab = shard.tokens, shard.vocab
+    inputs, weights = linear_backward(shard, tokens, vocab, shard.model.hidden, "head")
+    if shard.framework.fused_loss:
+        loss = [op(shard, "cross_entropy_bwd", tokens, vocab, dtype="bf16", launches=2)]
+    else:
+        loss = [
+            op(shard, "cross_entropy_bwd", tokens, vocab, dtype="fp32", launches=3),
+            stream(shard, 3.0, tokens * vocab, name="logit grads to bf16"),
+        ]
+    return [*loss, *inputs, *weights, *layer.reduce(name="head grad reduce"), *layer.norm_backward()]
+
+
+def optimizer(shard: Shard, parameters: float) -> Block:
+    """The update of `parameters`, those that one rank keeps the state of."""
+    if shard.train.optimizer == "none":
+        return []
+    size = max(1, round(parameters))
+    touched = shard.framework.optimizer_traffic * (0.5 if shard.train.optimizer == "sgd" else 1.0)
+    equivalent = max(1, round(size * touched / _FUSED_TRAFFIC))
+    launches = shard.framework.optimizer_launches
+    return [Piece(Operator("adamw_fused", (equivalent,), "bf16"), launches, name="optimizer")]
+
+
+_FUSED_TRAFFIC = 14.0  # bytes for one parameter of the update that was sampled: all of it in bf16

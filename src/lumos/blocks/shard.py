@@ -1,0 +1,111 @@
+"""Shard: the sizes one rank sees of a model, after tensor, context and expert parallelism have divided it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import ceil
+
+from lumos.costs.collective import Group
+from lumos.frameworks import Framework
+from lumos.setups.setup import Setup
+
+
+class Shard:
+    """One rank's part. Groups are laid out as Megatron does: tensor, context, data, pipeline, from the inside out."""
+
+    def __init__(self, setup: Setup, framework: Framework) -> None:
+        self.setup, self.framework = setup, framework
+        self.model, self.train, self.parallel = setup.model, setup.train, setup.parallel
+
+    @cached_property
+    def domain(self) -> int:
+        """Ranks that reach each other without the network between nodes."""
+        gpu = self.setup.cluster.accelerator
+        return max(1, min(gpu.nvlink_domain, max(gpu.gpus_per_node, gpu.nvlink_domain), self.setup.cluster.gpus))
+
+    def group(self, size: int, stride: int) -> Group:
+        """Ranks `stride` apart."""
+        return Group(size, max(1, min(size, self.domain // stride)) if stride <= self.domain else 1)
+
+    @cached_property
+    def tp(self) -> Group:
+        return self.group(self.parallel.tp, 1)
+
+    @cached_property
+    def cp(self) -> Group:
+        return self.group(self.parallel.cp, self.parallel.tp)
+
+    @cached_property
+    def dp(self) -> Group:
+        """Ranks that hold the same weights: data and context parallel ones."""
+        return self.group(self.parallel.dp * self.parallel.cp, self.parallel.tp)
+
+    @cached_property
+    def ep(self) -> Group:
+        return self.group(self.parallel.ep, self.parallel.tp)
+
+    @cached_property
+    def pp(self) -> Group:
+        """Two neighbouring stages."""
+        return self.group(2, self.parallel.tp * self.parallel.cp * self.parallel.dp)
+
+    @cached_property
+    def sequences(self) -> int:
+        return self.train.micro_batch
+
+    @cached_property
+    def seq(self) -> int:
+        return self.train.seq // self.parallel.cp
+
+    @cached_property
+    def tokens(self) -> int:
+        return self.sequences * self.seq
+
+    @cached_property
+    def spread_tokens(self) -> int:
+        """Tokens outside the tensor-parallel regions: divided where sequences are."""
+        return self.tokens // self.parallel.tp if self.splits_sequences else self.tokens
+
+    @cached_property
+    def splits_sequences(self) -> bool:
+        return self.parallel.sequence_parallel and self.parallel.tp > 1
+
+    @cached_property
+    def heads(self) -> int:
+        return max(1, self.model.heads // self.parallel.tp)
+
+    @cached_property
+    def kv_heads(self) -> int:
+        return max(1, self.model.kv_heads // self.parallel.tp)
+
+    @cached_property
+    def vocab(self) -> int:
+        """The padded vocabulary of one rank."""
+        tp = self.parallel.tp
+        return ceil(self.model.vocab / (128 * tp)) * 128 if tp > 1 else self.model.vocab
+
+    @cached_property
+    def precision(self) -> str:
+        """Of activations and of everything that is not a linear layer."""
+        return {"fp8": "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "tf32": "fp32"}.get(
+            self.train.precision, self.train.precision
+        )
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of one activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    @cached_property
+    def attention(self) -> str:
+        return self.train.attention or self.framework.attention
+
+    @cached_property
+    def tp_overlap(self) -> bool:
+        chosen = self.parallel.tp_overlap
+        return self.framework.tp_overlap if chosen is None else chosen
+
+    @cached_property
+    def fused(self) -> bool:
+        """Whether element-wise chains run as one kernel: by hand, or by the compiler."""
+        return self.framework.fused or self.train.compile

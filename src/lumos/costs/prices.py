@@ -1,0 +1,81 @@
+"""Prices: what operators and collectives cost inside a training step of one setup.
+
+Isolated, cold costs come from the CostModel. Inside a step kernels find part of their data in the cache, and run at the
+clock that the power limit leaves: `Conditions` hold those factors, each with how it was measured (docs/accuracy.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+from lumos.blocks.piece import Block
+from lumos.costs.collective import Collective
+from lumos.costs.conditions import Conditions
+from lumos.costs.model import CostModel
+from lumos.costs.network import Network
+from lumos.costs.operator import Operator
+
+
+_ISOLATION_US = 2.8  # that a pair of events adds to a single kernel, from traces of kernels that were also sampled
+_SHORTEST_US = 1.0  # any kernel inside a step
+
+
+class BlockTime(NamedTuple):
+    """One block: how long the GPU is busy with it, how long the host issues it, and what the GPU's time consists of."""
+
+    us: float = 0.0
+    host_us: float = 0.0
+    compute_us: float = 0.0
+    communication_us: float = 0.0  # all of it, hidden or not
+
+    def __add__(self, other: BlockTime) -> BlockTime:  # type: ignore[override]
+        return BlockTime(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, count: float) -> BlockTime:
+        return BlockTime(*(value * count for value in self))
+
+
+class Prices:
+    """Costs inside a step; the blocks of a setup are priced once."""
+
+    def __init__(self, model: CostModel, network: Network, conditions: Conditions, host_us: float) -> None:
+        self.model, self.network, self.conditions, self.host_us = model, network, conditions, host_us
+        self._blocks: dict[Hashable, BlockTime] = {}
+
+    def operator_us(self, operator: Operator) -> float:
+        if operator.kind == "stream" and operator.shape[0] == 0:
+            return 0.0
+        c = self.conditions
+        alone = max(self.model.us(operator) - _ISOLATION_US, _SHORTEST_US)
+        return alone * (c.matrix if operator.is_matrix else c.stream) + c.launch_gap_us
+
+    def collective_us(self, collective: Collective) -> float:
+        return self.network.us(collective)
+
+    def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
+        """The time of a block, built and priced on first use."""
+        if key not in self._blocks:
+            self._blocks[key] = time_of(build(), self)
+        return self._blocks[key]
+
+
+def time_of(block: Block, prices: Prices) -> BlockTime:
+    """Run the pieces in order: operators one after the other, collectives beside them unless somebody waits."""
+    now = network = compute = communication = 0.0
+    launches = 0
+    for piece in block:
+        launches += piece.launches
+        if isinstance(piece.work, Collective):
+            cost = prices.collective_us(piece.work)
+            communication += cost
+            network = max(network, now) + cost
+            if piece.waits:
+                now = network
+        else:
+            if piece.joins:
+                now = max(now, network)
+            cost = prices.operator_us(piece.work)
+            compute += cost
+            now += cost
+    return BlockTime(max(now, network), prices.host_us * launches, compute, communication)

@@ -1,0 +1,1 @@
+"""Turning samples into cost models. Needs the extra [fit]."""

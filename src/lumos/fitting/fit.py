@@ -1,0 +1,71 @@
+"""Fit: samples to a cost model, with the error on shapes held apart; a family that fails it is refused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from lumos.costs.features import features, roofline_us
+from lumos.costs.model import Regressor, chip_of
+from lumos.costs.operator import Operator
+from lumos.fitting.boosting import grow
+from lumos.fitting.samples import Sample
+from lumos.setups.gpus import Gpu
+
+FOLDS = 5
+_FEWEST = 40  # rows of a family; fewer are not fitted
+_BAR_PCT = 25.0  # a family whose held-out error is larger is refused
+_FAMILY = {"gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm"}
+
+
+class Verdict(NamedTuple):
+    """What became of one family: held-out errors in percent, and why it was refused, if it was."""
+
+    family: str
+    rows: int
+    error_pct: float
+    median_pct: float
+    refused: str
+
+
+def family_of(operator: Operator) -> str:
+    """The name under which operators are fitted together."""
+    family = _FAMILY.get(operator.kind, operator.kind)
+    return family if operator.dtype in ("bf16", "fp16") else f"{family}:{operator.dtype}"
+
+
+def fit(
+    gpu: Gpu, samples: Iterable[Sample], progress: Callable[[str], None] | None = None
+) -> tuple[dict[str, Regressor], list[Verdict]]:
+    """The regressors that pass, and a verdict on every family."""
+    families: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        families[family_of(sample.operator)].append(sample)
+    regressors, verdicts = {}, []
+    for name, rows in sorted(families.items()):
+        if progress is not None:
+            progress(name)
+        regressor, verdict = _fit_family(gpu, name, rows)
+        verdicts.append(verdict)
+        if regressor is not None:
+            regressors[name] = regressor
+    return regressors, verdicts
+
+
+def _fit_family(gpu: Gpu, name: str, samples: list[Sample]) -> tuple[Regressor | None, Verdict]:
+    if len(samples) < _FEWEST:
+        return None, Verdict(name, len(samples), np.inf, np.inf, f"fewer than {_FEWEST} samples")
+    chips = [chip_of(gpu, s.operator.dtype) for s in samples]
+    rows = np.array([features(s.operator, chip) for s, chip in zip(samples, chips, strict=True)])
+    base = np.array([roofline_us(s.operator, chip) for s, chip in zip(samples, chips, strict=True)])
+    target = np.log(np.array([s.us for s in samples]) / base)
+    fold = np.random.default_rng(0).integers(0, FOLDS, len(samples))
+    held = fold == 0
+    errors = 100 * np.abs(np.exp(grow(rows[~held], target[~held])(rows[held]) - target[held]) - 1)
+    verdict = Verdict(name, len(samples), float(errors.mean()), float(np.median(errors)), "")
+    if verdict.error_pct > _BAR_PCT:
+        return None, verdict._replace(refused=f"off by {verdict.error_pct:.0f} % on shapes held apart")
+    return Regressor(grow(rows, target), round(verdict.error_pct, 3), len(samples)), verdict

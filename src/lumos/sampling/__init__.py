@@ -1,0 +1,1 @@
+"""Measuring operators on the GPU at hand."""
