@@ -11,13 +11,13 @@ import numpy as np
 from lumos.blocks.ends import optimizer
 from lumos.blocks.shard import Shard
 from lumos.costs.collective import Collective
-from lumos.costs.conditions import Conditions, conditions_of
-from lumos.costs.model import CostModel, cost_model
-from lumos.costs.network import Network, Tier
+from lumos.costs.conditions import Conditions, conditions_for
+from lumos.costs.model import CostModel, cost_model, flash_kernels
+from lumos.costs.network import Network, network_of
 from lumos.costs.prices import BlockTime, Prices, time_of
 from lumos.frameworks import framework_named
 from lumos.graph import Graph
-from lumos.setups.gpus import Gpu
+from lumos.setups.gpus import gpu_named
 from lumos.setups.setup import Setup
 from lumos.simulate import Times, simulate
 from lumos.skeleton import Plan, Role, Skeleton, skeleton
@@ -25,14 +25,6 @@ from lumos.stage import Stage
 
 _LAUNCH_US = 8.0  # from the host's call to the kernel's start, on an idle stream
 _MOST_UNITS = 12  # parts a backward pass is cut into where gradients are reduced beside it
-
-
-def network_of(gpu: Gpu, conditions: Conditions) -> Network:
-    """The GPU's two tiers at the share of their peak that training reaches."""
-    return Network(
-        Tier(gpu.local_gb_s * 1e3 * conditions.inside_share, conditions.inside_start_us, conditions.inside_step_us),
-        Tier(gpu.inter_gb_s * 1e3 * conditions.between_share, conditions.between_start_us, conditions.between_step_us),
-    )
 
 
 class ChunkTime(NamedTuple):
@@ -69,11 +61,13 @@ def simulate_step(
     gpu = setup.cluster.accelerator
     framework = framework_named(setup.train.framework)
     shard = Shard(setup, framework)
-    conditions = conditions or conditions_of(gpu.family)
+    conditions = conditions or conditions_for(gpu)
     prices = Prices(
-        model or cost_model(gpu.name), network or network_of(gpu, conditions), conditions,
+        model or cost_model(gpu.name), network or network_of(gpu, setup.cluster.fabric, conditions), conditions,
         0.0 if setup.train.cuda_graphs else framework.host_us / setup.cluster.host,
+        framework.collective_launches,
     )  # fmt: skip
+    prices.flash_model = flash_kernels(gpu_named(gpu.name), framework.flash)
     assembly = Assembly(setup, shard, prices)
     graph = assembly.graph()
     times = simulate(graph)
@@ -143,7 +137,9 @@ class Assembly:
         return wanted and self.shard.dp.size > 1 and self.setup.parallel.schedule != "zero-bubble"
 
     def _data_parallel_us(self, kind: str, size: float) -> float:
-        return self.prices.collective_us(Collective(kind, size, self.shard.dp))
+        bucket = self.shard.framework.bucket_mb * 1e6
+        parts = max(1.0, size / bucket) if bucket and kind != "all_gather" else 1.0
+        return parts * self.prices.collective_us(Collective(kind, size / parts, self.shard.dp))
 
     @cached_property
     def units(self) -> int:
@@ -215,18 +211,23 @@ class Assembly:
     def _shards(self) -> int:
         return self.setup.parallel.shard or self.shard.dp.size
 
+    @cached_property
+    def _reduction(self) -> str:
+        zero = self.setup.parallel.zero
+        return "reduce_scatter" if zero == 3 or (zero and self.shard.framework.scatters) else "all_reduce"
+
     def _network_us(self, what: str, stage: int, chunk: ChunkTime) -> float:
         framework, zero = self.shard.framework, self.setup.parallel.zero
         parameters = self._stage_parameters(stage)
         if what == "gather":
             return self._data_parallel_us("all_gather", chunk.parameters / self.units * framework.gather_bytes)
         if what == "reduce":
-            kind = "all_reduce" if zero == 0 else "reduce_scatter"
+            kind = self._reduction
             return self._data_parallel_us(kind, chunk.parameters / self.units * framework.reduce_bytes)
         if what == "reduce rest":
             if self.overlaps or self.shards_weights:
                 return 0.0
-            kind = "all_reduce" if zero == 0 else "reduce_scatter"
+            kind = self._reduction
             return self._data_parallel_us(kind, parameters * framework.reduce_bytes)
         if what == "optimizer":
             return self._optimizer(stage).us

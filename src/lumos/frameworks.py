@@ -16,12 +16,14 @@ class Framework:
 
     name: str
     attention: str = "flash"
+    flash: str = "native"  # flash kernels: the GPU's best (native), or FlashAttention 1 or 2 with ampere's instructions
+    network: str = ""  # of the clusters it is usually measured on, where a run does not say: "" or efa
     fused: bool = False  # element-wise chains are one kernel
     fused_norm: bool = False
     fused_rotary: bool = False
     fused_activation: bool = False
     fused_bias: bool = False  # the bias is added by the product itself or by the next kernel
-    fused_loss: bool = False  # the loss works on the logits as they are, without a copy in fp32
+    loss: str = "eager"  # eager: a copy in fp32 and a fused kernel; sharded: ten passes over fp32; fused: in place
     eager_gelu: bool = False  # GELU written out as eight operators
     joins_qkv: bool = False  # one product for query, key and value
     joins_gate: bool = False  # one product for both inward halves of a gated MLP
@@ -32,13 +34,18 @@ class Framework:
     dp_overlap: bool = False
     sequence_parallel: bool = False
     zero: int = 0
+    scatters: bool = True  # ZeRO 1 and 2 reduce-scatter gradients; else they are all-reduced
+    bucket_mb: float = 0.0  # gradients are reduced in parts of this size; 0: as one, or as the layers end
     reduce_bytes: int = 2  # of one gradient on the network
     gather_bytes: int = 2  # of one weight on the network
     state_precision: str = "training"  # of weights and optimizer state: training, mixed, fp32
     optimizer_traffic: float = 28.0  # bytes read and written for one parameter
     optimizer_launches: int = 60
     grouped_experts: bool = False
-    host_us: float = 6.6  # of the host for one launch, on the reference host
+    host_us: float = 35.0  # of the host for one launch, with all the Python around it, on the reference host
+    collective_launches: float = 2.0  # launches that a collective costs the host
+    checkpoint_launches: float = 15.0  # launches that keeping and restoring one recomputed layer costs the host
+    layer_launches: int = 0  # of one layer's forward, beyond those of its operators; twice as many of its backward
 
 
 @cache

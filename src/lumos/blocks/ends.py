@@ -30,10 +30,15 @@ def head(shard: Shard) -> Block:
     ]
 
 
+_SHARDED_PASSES = (9.5, 5.5)  # over fp32 logits: cast, maximum, difference, exponent, sum, quotient; and back
+
+
 def _loss(shard: Shard) -> Block:
     tokens, vocab = shard.tokens, shard.vocab
-    if shard.framework.fused_loss:
+    if shard.framework.loss == "fused":
         block = [op(shard, "cross_entropy", tokens, vocab, dtype="bf16", launches=6)]
+    elif shard.framework.loss == "sharded":
+        block = [_wide_passes(shard, _SHARDED_PASSES[0], 10, "loss")]
     else:
         block = [
             op(shard, "cast_f32", tokens, vocab, name="logits to fp32"),
@@ -42,18 +47,27 @@ def _loss(shard: Shard) -> Block:
     return [*block, *collective("all_reduce", 4.0 * 3 * tokens, shard.tp, name="loss reduce")]
 
 
+def _wide_passes(shard: Shard, passes: float, launches: int, name: str) -> Piece:
+    return Piece(Operator("stream", (round(passes * 4 * shard.tokens * shard.vocab),), "fp32"), launches, name=name)
+
+
+def _loss_backward(shard: Shard) -> Block:
+    tokens, vocab = shard.tokens, shard.vocab
+    if shard.framework.loss == "fused":
+        return [op(shard, "cross_entropy_bwd", tokens, vocab, dtype="bf16", launches=2)]
+    if shard.framework.loss == "sharded":
+        return [_wide_passes(shard, _SHARDED_PASSES[1], 5, "loss grad")]
+    return [
+        op(shard, "cross_entropy_bwd", tokens, vocab, dtype="fp32", launches=3),
+        stream(shard, 3.0, tokens * vocab, name="logit grads to bf16"),
+    ]
+
+
 def head_backward(shard: Shard) -> Block:
     layer = Layer(shard)
-    tokens, vocab = shard.tokens, shard.vocab
-    inputs, weights = linear_backward(shard, tokens, vocab, shard.model.hidden, "head")
-    if shard.framework.fused_loss:
-        loss = [op(shard, "cross_entropy_bwd", tokens, vocab, dtype="bf16", launches=2)]
-    else:
-        loss = [
-            op(shard, "cross_entropy_bwd", tokens, vocab, dtype="fp32", launches=3),
-            stream(shard, 3.0, tokens * vocab, name="logit grads to bf16"),
-        ]
-    return [*loss, *inputs, *weights, *layer.reduce(name="head grad reduce"), *layer.norm_backward()]
+    inputs, weights = linear_backward(shard, shard.tokens, shard.vocab, shard.model.hidden, "head")
+    reduction = layer.reduce(name="head grad reduce")
+    return [*_loss_backward(shard), *inputs, *weights, *reduction, *layer.norm_backward()]
 
 
 def optimizer(shard: Shard, parameters: float) -> Block:

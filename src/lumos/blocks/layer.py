@@ -335,21 +335,26 @@ class Layer:
 
     # ------------------------------------------------------------------ the whole
     def forward(self) -> Block:
-        return [*self.attention(), *self.mlp()]
+        return [*self.attention(), *self.mlp(), *_host_only(self.shard, self.shard.framework.layer_launches)]
 
     def backward(self) -> Block:
-        return [*self.mlp_backward(), *self.attention_backward()]
+        more = _host_only(self.shard, 2 * self.shard.framework.layer_launches)
+        return [*self.mlp_backward(), *self.attention_backward(), *more]
 
     def recomputed(self) -> Block:
         """What is run again before the backward pass."""
         recompute = self.shard.train.recompute
+        kept = _host_only(self.shard, self.shard.framework.checkpoint_launches)
         if recompute == "full":
-            return self.forward()
-        if recompute == "selective" and self.shard.attention == "unfused":
-            return self._unfused_core()
+            return [*self.forward(), *kept]
         if recompute == "selective":
-            return self.core()
+            return [*(self._unfused_core() if self.shard.attention == "unfused" else self.core()), *kept]
         return []
+
+
+def _host_only(shard: Shard, launches: float) -> Block:
+    """What costs the host time and the GPU none."""
+    return [Piece(Operator("stream", (0,), shard.precision), round(launches), name="host")] if launches else []
 
 
 def _join(shard: Shard) -> Block:

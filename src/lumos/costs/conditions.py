@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 
+from lumos.setups.gpus import Gpu
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -18,17 +20,31 @@ class Conditions:
     inside_share: float = 0.78  # of the NVLink peak, that a ring reaches in training
     inside_start_us: float = 12.0
     inside_step_us: float = 1.0
-    between_share: float = 0.80  # of the adapter's peak
-    between_start_us: float = 20.0
-    between_step_us: float = 6.0
     contention: float = 0.0  # of a collective's time, that the compute beside it loses
     straggle: float = 0.0  # of the step, for every doubling of the nodes
     fixed_us: float = 0.0  # of every step: data, logging, gradient norm
 
 
+def conditions_for(gpu: Gpu) -> Conditions:
+    """The conditions for a GPU.
+
+    A chip that is held at its power limit runs at a lower clock. Power grows with the cube of the clock (voltage goes
+    with it), so the factor measured on one chip moves to another of its kind by the cube root of the power that each
+    has for its peak. Measured on H200; known error on GB200 and GB300: a few percent of the step (docs/accuracy.md).
+    """
+    known = conditions_of(gpu.family)
+    if gpu.family not in ("hopper", "blackwell"):
+        return known
+    strain = gpu.peak_tflops["bf16"] / gpu.tdp_w
+    return replace(known, matrix=known.matrix * (strain / _H200_STRAIN) ** (1 / 3))
+
+
+_H200_STRAIN = 989.4 / 700
+
+
 @cache
 def conditions_of(family: str) -> Conditions:
-    """The conditions for a family of GPUs: those common to all, with the family's own on top."""
+    """The conditions common to all GPUs, with a family's own on top."""
     text = resources.files("lumos").joinpath("data/conditions.json").read_text("utf-8")
     tables = json.loads(text)
     names = {field.name for field in fields(Conditions)}

@@ -52,8 +52,7 @@ def features(operator: Operator, chip: Chip) -> list[float]:
         return [*common, *logs, *_tile_features(m, n, batch, chip), *_remainders(m, n, k)]
     if operator.kind.startswith("sdpa"):
         return [*common, *logs, *_attention_features(*operator.shape, chip)]
-    return [*common, *logs, *(float(size % 1024 == 0) + float(size % 128 == 0) + float(size % 8 == 0)
-                              for size in operator.shape), log2(prod(operator.shape))]  # fmt: skip
+    return [*common, *logs, *_remainders(*operator.shape), log2(prod(operator.shape))]
 
 
 def _gemm_features(m: int, n: int, k: int, chip: Chip) -> list[float]:

@@ -82,11 +82,36 @@ class CostModel:
         return roofline_us(operator, chip_of(self.gpu, operator.dtype))
 
     def _regressor(self, operator: Operator) -> Regressor | None:
-        family = _FAMILY.get(operator.kind, operator.kind)
         dtype = _STORED.get(operator.dtype, operator.dtype)
-        if dtype not in ("bf16", "fp16"):
-            return self.regressors.get(f"{family}:{dtype}")
-        return self.regressors.get(family)
+        suffix = "" if dtype in ("bf16", "fp16") else f":{dtype}"
+        exact = self.regressors.get(operator.kind + suffix)
+        return exact or self.regressors.get(_FAMILY.get(operator.kind, operator.kind) + suffix)
+
+
+@dataclass(frozen=True)
+class OlderKernels:
+    """Kernels built for an older GPU: its times, at the multiprocessors and clock of the one they run on."""
+
+    model: CostModel
+    speed: float
+
+    def us(self, operator: Operator) -> float:
+        return self.model.us(operator) / self.speed
+
+
+_FLASH_2 = 1.8  # times as fast as FlashAttention 1, which is what was sampled on A100 (Dao 2023: "around 2x")
+
+
+@cache
+def flash_kernels(gpu: Gpu, generation: str) -> OlderKernels | None:
+    """Flash attention of a generation on a GPU; None where the GPU's own samples are of that generation."""
+    newer = gpu.family in ("hopper", "blackwell")
+    if newer and generation == "native":
+        return None
+    older = gpu_named("a100")
+    speed = gpu.sms * gpu.clock_ghz / (older.sms * older.clock_ghz) if newer else 1.0
+    model = cost_model("a100") if newer else cost_model(gpu.name)
+    return OlderKernels(model, speed * (1.0 if generation == "flash-1" else _FLASH_2))
 
 
 _STORED = {"mxfp8": "fp8", "nvfp4": "fp8"}  # sampled formats that stand for others of their kind

@@ -8,10 +8,15 @@ samples of two clusters: see docs/accuracy.md.
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from math import log2
 
 from lumos.costs.collective import Collective
+from lumos.costs.conditions import Conditions
+from lumos.setups.gpus import Gpu
 
 _FACTOR = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "p2p": 1.0}
 
@@ -22,7 +27,8 @@ class Tier:
 
     bandwidth: float
     start_us: float
-    step_us: float
+    tree_us: float  # for every doubling of what a tree joins
+    ring_us: float  # for every member of a ring
 
 
 @dataclass(frozen=True)
@@ -54,17 +60,18 @@ class Network:
         return min(wide, self.inside.bandwidth) if group.inside > 1 else wide
 
     def _latency(self, collective: Collective) -> float:
-        """Ring inside a node; between nodes the tree that NCCL takes for what is short."""
+        """A ring inside a node; between nodes a tree for all-reduce and a ring for the others, as NCCL has them."""
         group, rounds = collective.group, _FACTOR[collective.kind]
-        local = self.inside.start_us + rounds * (group.inside - 1) * self.inside.step_us
+        local = self.inside.start_us + rounds * (group.inside - 1) * self.inside.ring_us
         if group.nodes == 1:
             return local
-        hops = log2(group.nodes) if collective.kind == "all_reduce" else min(group.nodes - 1, 4 * log2(group.nodes))
-        return local + self.between.start_us + rounds * hops * self.between.step_us
+        if collective.kind == "all_reduce":
+            return local + self.between.start_us + 2 * log2(group.nodes) * self.between.tree_us
+        return local + self.between.start_us + (group.nodes - 1) * self.between.ring_us
 
     def _point_to_point(self, size: float, inside: bool) -> float:
         tier = self.inside if inside else self.between
-        return tier.start_us + tier.step_us + size / tier.bandwidth
+        return tier.start_us + tier.tree_us + size / tier.bandwidth
 
     def _exchange(self, collective: Collective) -> float:
         size, inside = collective.group
@@ -72,3 +79,17 @@ class Network:
         remote = collective.bytes * (size - inside) / size / (self.between.bandwidth * self.exchange)
         start = self.inside.start_us + (self.between.start_us if size > inside else 0.0)
         return start + max(local, remote) + 0.2 * min(local, remote)
+
+
+@cache
+def _fabrics() -> dict[str, dict[str, float]]:
+    return tomllib.loads(resources.files("lumos").joinpath("data/fabrics.toml").read_text("utf-8"))
+
+
+def network_of(gpu: Gpu, fabric: str, conditions: Conditions) -> Network:
+    """A GPU's two tiers, at the share of their peak that training reaches."""
+    facts = _fabrics()[fabric]
+    return Network(
+        Tier(gpu.local_gb_s * 1e3 * conditions.inside_share, conditions.inside_start_us, 0.0, conditions.inside_step_us),
+        Tier(gpu.inter_gb_s * 1e3 * facts["share"], facts["start_us"], facts["tree_us"], facts["ring_us"]),
+    )

@@ -7,7 +7,7 @@ clock that the power limit leaves: `Conditions` hold those factors, each with ho
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lumos.blocks.piece import Block
 from lumos.costs.collective import Collective
@@ -19,6 +19,12 @@ from lumos.costs.operator import Operator
 
 _ISOLATION_US = 2.8  # that a pair of events adds to a single kernel, from traces of kernels that were also sampled
 _SHORTEST_US = 1.0  # any kernel inside a step
+
+
+class Priced(Protocol):
+    """Whatever knows the isolated cost of an operator."""
+
+    def us(self, operator: Operator) -> float: ...
 
 
 class BlockTime(NamedTuple):
@@ -39,15 +45,20 @@ class BlockTime(NamedTuple):
 class Prices:
     """Costs inside a step; the blocks of a setup are priced once."""
 
-    def __init__(self, model: CostModel, network: Network, conditions: Conditions, host_us: float) -> None:
-        self.model, self.network, self.conditions, self.host_us = model, network, conditions, host_us
+    def __init__(
+        self, model: CostModel, network: Network, conditions: Conditions, host_us: float, collective_launches: float
+    ) -> None:
+        self.model, self.network, self.conditions = model, network, conditions
+        self.host_us, self.collective_launches = host_us, collective_launches
+        self.flash_model: Priced | None = None  # for attention kernels of an older generation
         self._blocks: dict[Hashable, BlockTime] = {}
 
     def operator_us(self, operator: Operator) -> float:
         if operator.kind == "stream" and operator.shape[0] == 0:
             return 0.0
         c = self.conditions
-        alone = max(self.model.us(operator) - _ISOLATION_US, _SHORTEST_US)
+        model = self.flash_model if self.flash_model and operator.kind.startswith("sdpa") else self.model
+        alone = max(model.us(operator) - _ISOLATION_US, _SHORTEST_US)
         return alone * (c.matrix if operator.is_matrix else c.stream) + c.launch_gap_us
 
     def collective_us(self, collective: Collective) -> float:
@@ -63,16 +74,17 @@ class Prices:
 def time_of(block: Block, prices: Prices) -> BlockTime:
     """Run the pieces in order: operators one after the other, collectives beside them unless somebody waits."""
     now = network = compute = communication = 0.0
-    launches = 0
+    launches = 0.0
     for piece in block:
-        launches += piece.launches
         if isinstance(piece.work, Collective):
+            launches += prices.collective_launches
             cost = prices.collective_us(piece.work)
             communication += cost
             network = max(network, now) + cost
             if piece.waits:
                 now = network
         else:
+            launches += piece.launches
             if piece.joins:
                 now = max(now, network)
             cost = prices.operator_us(piece.work)

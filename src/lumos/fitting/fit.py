@@ -45,7 +45,8 @@ def fit(
     for sample in samples:
         families[family_of(sample.operator)].append(sample)
     regressors, verdicts = {}, []
-    for name, rows in sorted(families.items()):
+    for family, rows in sorted(families.items()):
+        name = _exact_name(family, rows)
         if progress is not None:
             progress(name)
         regressor, verdict = _fit_family(gpu, name, rows)
@@ -53,6 +54,17 @@ def fit(
         if regressor is not None:
             regressors[name] = regressor
     return regressors, verdicts
+
+
+def _rounds(samples: int) -> int:
+    """Trees that a family of this size is worth."""
+    return 160 if samples < 600 else 320 if samples < 3000 else 640
+
+
+def _exact_name(family: str, samples: list[Sample]) -> str:
+    """The family, or its only member: products of one layout do not speak for the others."""
+    kinds = {sample.operator.kind for sample in samples}
+    return family if len(kinds) > 1 else family.replace(family.partition(":")[0], kinds.pop(), 1)
 
 
 def _fit_family(gpu: Gpu, name: str, samples: list[Sample]) -> tuple[Regressor | None, Verdict]:
@@ -64,8 +76,9 @@ def _fit_family(gpu: Gpu, name: str, samples: list[Sample]) -> tuple[Regressor |
     target = np.log(np.array([s.us for s in samples]) / base)
     fold = np.random.default_rng(0).integers(0, FOLDS, len(samples))
     held = fold == 0
-    errors = 100 * np.abs(np.exp(grow(rows[~held], target[~held])(rows[held]) - target[held]) - 1)
+    rounds = _rounds(len(samples))
+    errors = 100 * np.abs(np.exp(grow(rows[~held], target[~held], rounds)(rows[held]) - target[held]) - 1)
     verdict = Verdict(name, len(samples), float(errors.mean()), float(np.median(errors)), "")
     if verdict.error_pct > _BAR_PCT:
         return None, verdict._replace(refused=f"off by {verdict.error_pct:.0f} % on shapes held apart")
-    return Regressor(grow(rows, target), round(verdict.error_pct, 3), len(samples)), verdict
+    return Regressor(grow(rows, target, rounds), round(verdict.error_pct, 3), len(samples)), verdict

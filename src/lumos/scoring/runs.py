@@ -7,7 +7,7 @@ What a row leaves empty is filled by framework, never by row:
 | recompute | none |
 | zero | the framework's: 1 for Megatron-Core, 3 for llm-foundry, else 0 |
 | sequence_parallel | the framework's: on for Megatron-Core and nanotron where tp > 1 |
-| network between nodes | what the row's text states; else the GPU's usual one |
+| network between nodes | what the row's text states; else the GPU's usual one, and EFA for nanotron |
 | attention | the framework's; a text that names flash or unfused attention decides |
 """
 
@@ -90,7 +90,7 @@ def run_of(row: dict[str, str], name: str) -> Run:
     framework = _framework(row, notes)
     setup = Setup(
         model=_model(row), train=_train(row, framework, notes), parallel=_parallel(row, framework),
-        cluster=_cluster(row, notes),
+        cluster=_cluster(row, framework, notes),
     )  # fmt: skip
     seconds = float(row.get("step_time_s") or "nan")
     return Run(name, row.get("source", ""), row.get("model_name", ""), int(row["n_gpus"]), seconds, setup,
@@ -165,7 +165,7 @@ def _parallel(row: dict[str, str], framework: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _cluster(row: dict[str, str], notes: list[str]) -> dict[str, Any]:
+def _cluster(row: dict[str, str], framework: str, notes: list[str]) -> dict[str, Any]:
     gpu = find_gpu(row["gpu"].strip())
     if gpu is None:
         raise InputError(f"GPU {row['gpu'][:60]!r} is not known")
@@ -179,6 +179,7 @@ def _cluster(row: dict[str, str], notes: list[str]) -> dict[str, Any]:
     if network:
         cluster["inter_gb_s"] = network / 8
     elif _int(row, "n_gpus") > (node or gpu.gpus_per_node):
+        cluster["fabric"] = framework_named(framework).network or "infiniband"
         notes.append("the network between nodes is not stated")
     return cluster
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ class Cluster(Section):
     nvlink_gb_s: Bandwidth | None = None  # per GPU, one direction
     nvlink_domain: Ways | None = None
     inter_gb_s: Bandwidth | None = None  # per GPU, one direction
+    fabric: Literal["infiniband", "efa"] = "infiniband"  # between nodes; RoCE counts as InfiniBand
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
     host: Annotated[float, Field(gt=0, le=1e3)] = 1.0  # speed of the host; 1: the one Lumos was calibrated on
 
