@@ -12,7 +12,8 @@ from lumos.blocks.ends import optimizer
 from lumos.blocks.shard import Shard
 from lumos.costs.collective import Collective
 from lumos.costs.conditions import Conditions, conditions_for
-from lumos.costs.model import CostModel, cost_model, flash_kernels
+from lumos.costs.flash import flash_kernels
+from lumos.costs.model import CostModel, cost_model
 from lumos.costs.network import Network, network_of
 from lumos.costs.prices import BlockTime, Prices, time_of
 from lumos.frameworks import framework_named
@@ -94,11 +95,22 @@ class Assembly:
             return given
         if given:
             return [given[i % p.pp] // p.vpp for i in range(stages)]
+        if self.shard.framework.balances and stages > 1:
+            return self._balanced(stages)
         base, rest = divmod(self.setup.model.layers, stages)
         counts = [base] * stages
         for i in range(rest):  # the ends have the embedding and the head besides
             counts[(1 + i) % stages if stages > 2 else i] += 1
         return counts
+
+    def _balanced(self, stages: int) -> list[int]:
+        """Layers by the work of each stage, the head counted as the layers it is worth."""
+        m = self.setup.model
+        layer = m.attention_parameters + m.mlp_parameters(m.ffn)
+        share = (m.layers + m.vocab * m.hidden / layer) / stages
+        ends = [min(m.layers, max(i + 1, round((i + 1) * share))) for i in range(stages - 1)] + [m.layers]
+        ends = [min(end, m.layers - (stages - 1 - i)) if m.layers >= stages else end for i, end in enumerate(ends)]
+        return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
     @cached_property
     def chunks(self) -> tuple[tuple[ChunkTime, ...], ...]:

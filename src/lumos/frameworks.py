@@ -33,6 +33,7 @@ class Framework:
     tp_overlap: bool = False
     dp_overlap: bool = False
     sequence_parallel: bool = False
+    balances: bool = False  # layers are dealt to stages by their work, the head's included; else evenly
     zero: int = 0
     scatters: bool = True  # ZeRO 1 and 2 reduce-scatter gradients; else they are all-reduced
     bucket_mb: float = 0.0  # gradients are reduced in parts of this size; 0: as one, or as the layers end

@@ -71,14 +71,18 @@ def head_backward(shard: Shard) -> Block:
 
 
 def optimizer(shard: Shard, parameters: float) -> Block:
-    """The update of `parameters`, those that one rank keeps the state of."""
+    """The update of `parameters`, those that one rank keeps the state of.
+
+    torch's fused AdamW on low-precision weights is bound by its arithmetic and was sampled; updates of fp32 state are
+    bound by memory, so their traffic counts (weights, gradient and two moments read, three written, the copy in low
+    precision written, the norm of the gradients read).
+    """
     if shard.train.optimizer == "none":
         return []
-    size = max(1, round(parameters))
-    touched = shard.framework.optimizer_traffic * (0.5 if shard.train.optimizer == "sgd" else 1.0)
-    equivalent = max(1, round(size * touched / _FUSED_TRAFFIC))
-    launches = shard.framework.optimizer_launches
-    return [Piece(Operator("adamw_fused", (equivalent,), "bf16"), launches, name="optimizer")]
-
-
-_FUSED_TRAFFIC = 14.0  # bytes for one parameter of the update that was sampled: all of it in bf16
+    framework, size = shard.framework, max(1, round(parameters))
+    share = 0.5 if shard.train.optimizer == "sgd" else 1.0
+    if framework.state_precision == "training":
+        work = Operator("adamw_fused", (max(1, round(size * share)),), "fp32" if shard.element == 4 else "bf16")
+    else:
+        work = Operator("stream", (round(size * framework.optimizer_traffic * share),), "fp32")
+    return [Piece(work, framework.optimizer_launches, name="optimizer")]

@@ -10,8 +10,11 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,12 @@ from lumos.costs.features import Chip, features, roofline_us
 from lumos.costs.operator import Operator
 from lumos.costs.trees import Trees
 from lumos.errors import InputError
-from lumos.setups.gpus import Gpu, gpu_named
+from lumos.setups.gpus import Gpu, find_gpu, gpu_named
 
 _FAMILY = {"gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm"}
 _SAMPLED_ON = {"h200": "h200", "gh200": "gh200", "a100": "a100", "a100-40": "a100"}
 _BORROWS = {"volta": "a100", "ampere": "a100", "ada": "a100"}  # everything else resembles the H200 most
-_MOST_BYTES = 1 << 27  # of a model file
+_MOST_BYTES = 1 << 27  # of a model file, and of what is packed in it
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class Regressor:
     error_pct: float
     rows: int
 
+    @cached_property
+    def width(self) -> int:
+        """Features that the trees look at, at least."""
+        return int(self.trees.feature.max(initial=-1)) + 1
+
+
+Words = list[tuple[Operator, float]]  # operators that together say another one, with the share of each one's time
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -47,78 +58,85 @@ class CostModel:
     sampled: str
     regressors: dict[str, Regressor]
     fallback: CostModel | None = None  # for families that `sampled` lacks
-    _known: dict[Operator, float] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[Operator, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def transferred(self) -> bool:
         """Whether the GPU itself was never sampled."""
-        return _SAMPLED_ON.get(self.gpu.name) != self.sampled
+        return self.sampled not in (self.gpu.name, _SAMPLED_ON.get(self.gpu.name))
 
     def us(self, operator: Operator) -> float:
         """Microseconds of one operator; every operator is worked out once."""
         known = self._known.get(operator)
-        if known is None:
-            known = self._known[operator] = self._priced([operator])[0]
-        return known
+        return self.us_of_all([operator])[0] if known is None else known
 
-    def us_of_all(self, operators: list[Operator]) -> list[float]:
-        """Microseconds of many operators."""
-        return [self.us(operator) for operator in operators]
+    def us_of_all(self, operators: Sequence[Operator]) -> list[float]:
+        """Microseconds of many operators; those that are new are worked out together, a family at a time."""
+        families: dict[str, list[Operator]] = defaultdict(list)
+        for operator in dict.fromkeys(operators):
+            if operator not in self._known:
+                families[self._key(operator)].append(operator)
+        unsampled = families.pop("", [])
+        for key, members in families.items():
+            self._known.update(zip(members, self._fitted(key, members), strict=True))
+        if unsampled:
+            self._known.update(self._unfitted(unsampled))
+        return [self._known[operator] for operator in operators]
 
-    def _priced(self, operators: list[Operator]) -> list[float]:
-        return [self._price(operator) for operator in operators]
+    def sampled_on(self, operator: Operator) -> str:
+        """The GPU whose samples speak for an operator; "" where only its roofline does."""
+        if self._key(operator) or self._words(operator):
+            return self.sampled
+        return self.fallback.sampled_on(operator) if self.fallback is not None else ""
 
-    def _price(self, operator: Operator) -> float:
-        regressor = self._regressor(operator)
-        if regressor is not None:
-            chip = chip_of(self.gpu, operator.dtype)
-            row = np.array([features(operator, chip)])
-            return roofline_us(operator, chip) * float(np.exp(regressor.trees(row)[0]))
-        for other in _in_other_words(operator):
-            if all(self._regressor(part) is not None for part, _ in other):
-                return sum(self.us(part) * share for part, share in other)
+    def bound(self, operator: Operator) -> str:
+        """What the roofline says it waits for: "compute" or "memory"."""
+        chip = chip_of(self.gpu, operator.dtype)
+        peak = chip.peak if operator.is_matrix else chip.vector
+        return "compute" if operator.flops / peak > operator.bytes / chip.bandwidth else "memory"
+
+    def _fitted(self, key: str, operators: list[Operator]) -> list[float]:
+        """Operators of one family: their rooflines, corrected by its trees."""
+        regressor = self.regressors[key]
+        chips = [chip_of(self.gpu, operator.dtype) for operator in operators]
+        rows = np.array([features(operator, chip) for operator, chip in zip(operators, chips, strict=True)])
+        if regressor.width > rows.shape[1]:
+            raise InputError(f"the cost model for {self.sampled} does not fit {key}; fit it again with `lumos fit`")
+        base = np.array([roofline_us(operator, chip) for operator, chip in zip(operators, chips, strict=True)])
+        prices: list[float] = (base * np.exp(regressor.trees(rows))).tolist()
+        return prices
+
+    def _unfitted(self, operators: list[Operator]) -> Iterator[tuple[Operator, float]]:
+        """Operators without trees of their own: in other words, by the fallback, or by the roofline alone."""
+        said = {operator: self._words(operator) for operator in operators}
+        self.us_of_all([part for words in said.values() for part, _ in words])
+        for operator, words in said.items():
+            if words:
+                yield operator, sum(self.us(part) * share for part, share in words)
+        rest = [operator for operator, words in said.items() if not words]
         if self.fallback is not None:
-            return self.fallback.us(operator)
-        return roofline_us(operator, chip_of(self.gpu, operator.dtype))
+            yield from zip(rest, self.fallback.us_of_all(rest), strict=True)
+        else:
+            yield from ((operator, roofline_us(operator, chip_of(self.gpu, operator.dtype))) for operator in rest)
 
-    def _regressor(self, operator: Operator) -> Regressor | None:
+    def _words(self, operator: Operator) -> Words:
+        """The first way to say an operator by operators that were sampled."""
+        ways = _in_other_words(operator)
+        return next((words for words in ways if all(self._key(part) for part, _ in words)), [])
+
+    def _key(self, operator: Operator) -> str:
+        """The name of the trees for an operator, or ""."""
         dtype = _STORED.get(operator.dtype, operator.dtype)
         suffix = "" if dtype in ("bf16", "fp16") else f":{dtype}"
-        exact = self.regressors.get(operator.kind + suffix)
-        return exact or self.regressors.get(_FAMILY.get(operator.kind, operator.kind) + suffix)
-
-
-@dataclass(frozen=True)
-class OlderKernels:
-    """Kernels built for an older GPU: its times, at the multiprocessors and clock of the one they run on."""
-
-    model: CostModel
-    speed: float
-
-    def us(self, operator: Operator) -> float:
-        return self.model.us(operator) / self.speed
-
-
-_FLASH_2 = 1.8  # times as fast as FlashAttention 1, which is what was sampled on A100 (Dao 2023: "around 2x")
-
-
-@cache
-def flash_kernels(gpu: Gpu, generation: str) -> OlderKernels | None:
-    """Flash attention of a generation on a GPU; None where the GPU's own samples are of that generation."""
-    newer = gpu.family in ("hopper", "blackwell")
-    if newer and generation == "native":
-        return None
-    older = gpu_named("a100")
-    speed = gpu.sms * gpu.clock_ghz / (older.sms * older.clock_ghz) if newer else 1.0
-    model = cost_model("a100") if newer else cost_model(gpu.name)
-    return OlderKernels(model, speed * (1.0 if generation == "flash-1" else _FLASH_2))
+        names = (operator.kind + suffix, _FAMILY.get(operator.kind, operator.kind) + suffix)
+        return next((name for name in names if name in self.regressors), "")
 
 
 _STORED = {"mxfp8": "fp8", "nvfp4": "fp8"}  # sampled formats that stand for others of their kind
 
 
-def _in_other_words(operator: Operator) -> list[list[tuple[Operator, float]]]:
-    """Ways to say an operator by others: (operator, share of its time)."""
+def _in_other_words(operator: Operator) -> list[Words]:
+    """Ways to say an operator by others."""
     kind, shape, dtype = operator
     if kind == "gemm_nn":
         m, n, k = shape
@@ -166,17 +184,21 @@ def _shipped(name: str) -> dict[str, Regressor]:
         return _decode(file.read(_MOST_BYTES), f"{name}.npz")[1]
 
 
-def read_cost_model(path: Path) -> CostModel:
-    """A model file as `lumos fit` writes it."""
+def read_cost_model(path: Path, asked: str = "") -> CostModel:
+    """A model file as `lumos fit` writes it, for the GPU it was fitted on or another that is asked about."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); name a file that `lumos fit` wrote") from None
     if len(data) > _MOST_BYTES:
         raise InputError(f"{path}: larger than any cost model; name a file that `lumos fit` wrote")
     name, regressors = _decode(data, str(path))
-    gpu = gpu_named(name)
-    return CostModel(gpu, gpu.name, regressors, CostModel(gpu, "h200", _shipped("h200")))
+    fitted = find_gpu(name)
+    if fitted is None:
+        raise InputError(f"{path}: fitted on {name[:100]!r}, which is not known; fit it again with --gpu")
+    gpu = gpu_named(asked) if asked else fitted
+    return CostModel(gpu, fitted.name, regressors, cost_model(gpu.name))
 
 
 def encode(gpu: str, regressors: dict[str, Regressor]) -> bytes:
@@ -197,17 +219,45 @@ def encode(gpu: str, regressors: dict[str, Regressor]) -> bytes:
 
 
 def _decode(data: bytes, place: str) -> tuple[str, dict[str, Regressor]]:
+    """(GPU, regressors) of a file; whatever is wrong in it is found here, since the loops over trees do not look."""
     try:
+        with zipfile.ZipFile(io.BytesIO(data)) as packed:
+            if sum(part.file_size for part in packed.infolist()) > _MOST_BYTES:
+                raise ValueError("too large")
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             header = json.loads(bytes(file["header"]))
-            regressors = {
-                key: Regressor(
-                    Trees(*(file[f"{key}/{c}"] for c in ("root", "feature", "threshold", "left")), facts["start"]),
-                    float(facts["error_pct"]),
-                    int(facts["rows"]),
-                )
-                for key, facts in header["regressors"].items()
-            }
+            regressors = {key: _regressor(file, key, facts) for key, facts in header["regressors"].items()}
             return str(header["gpu"]), regressors
-    except (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile):
+    except _CORRUPT:
         raise InputError(f"{place}: not a cost model; name a file that `lumos fit` wrote") from None
+
+
+# What numpy, zipfile and json raise on bytes that were never written by `encode`.
+_CORRUPT = (
+    ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, MemoryError, EOFError,
+    OSError, SyntaxError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+
+
+def _regressor(file: Any, key: str, facts: dict[str, Any]) -> Regressor:
+    kinds = {"root": np.int32, "feature": np.int16, "threshold": np.float32, "left": np.int32}
+    columns = {name: file[f"{key}/{name}"].astype(kind, casting="safe") for name, kind in kinds.items()}
+    trees = Trees(**columns, start=float(facts["start"]))
+    if not _is_sound(trees):
+        raise ValueError("not trees")
+    return Regressor(trees, float(facts["error_pct"]), int(facts["rows"]))
+
+
+def _is_sound(trees: Trees) -> bool:
+    """Whether every walk from a root ends in a leaf: children stand in the table, and after their parents."""
+    columns = (trees.feature, trees.threshold, trees.left)
+    nodes = len(trees.feature)
+    if trees.root.ndim != 1 or any(column.shape != (nodes,) for column in columns):
+        return False
+    parents = np.flatnonzero(trees.feature >= 0)
+    below = trees.left[parents]
+    return bool(
+        (trees.root >= 0).all() and (trees.root < nodes).all()
+        and (below > parents).all() and (below < nodes - 1).all()
+        and np.isfinite(trees.threshold).all() and np.isfinite(trees.start)
+    )  # fmt: skip

@@ -67,7 +67,7 @@ class Network:
             return local
         if collective.kind == "all_reduce":
             return local + self.between.start_us + 2 * log2(group.nodes) * self.between.tree_us
-        return local + self.between.start_us + (group.nodes - 1) * self.between.ring_us
+        return local + self.between.start_us + (group.size - 1) * self.between.ring_us
 
     def _point_to_point(self, size: float, inside: bool) -> float:
         tier = self.inside if inside else self.between

@@ -2,84 +2,137 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, Protocol
 
-from lumos.errors import InputError, OptionError
-from lumos.sampling.grid import Row
+from lumos.errors import OptionError
+from lumos.sampling.collectives import COLLECTIVES, collective_rows, measure_collectives
+from lumos.sampling.grid import COUNTS, Row, rows
+from lumos.sampling.journal import Journal, open_journal
 
 Progress = Callable[[int, int, str], None]
 
 
+class Bench(Protocol):
+    """What measures operators on one GPU."""
+
+    about: dict[str, Any]  # the GPU, and the software on it
+
+    def measured(self, row: Row) -> dict[str, Any]:
+        """The time of a row ("us"), or why it has none ("error")."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether anything can still be measured: some errors take the GPU away from the process for good."""
+        ...
+
+
+class Wish(NamedTuple):
+    """What is to be sampled."""
+
+    scale: float = 1.0
+    only: frozenset[str] = frozenset()
+    seed: int = 0
+    seconds: float = float("inf")
+    gpus: int = 1  # that do collectives together; 1: none
+
+    def checked(self) -> Wish:
+        """Itself, or OptionError."""
+        names = {key.partition(":")[0] for key in COUNTS} | set(COLLECTIVES)
+        unknown = sorted(self.only - names)
+        if unknown:
+            raise OptionError(f"--only {unknown[0]}: not known; use some of {', '.join(sorted(names))}")
+        if not 0 < self.scale <= 100:
+            raise OptionError(f"--scale {self.scale:g}: give a factor of more than 0, and at most 100")
+        if not self.seconds > 0:
+            raise OptionError(f"--seconds {self.seconds:g}: give a number of more than 0")
+        return self
+
+    def operators(self) -> list[Row]:
+        """The rows of operators."""
+        return [] if self.only and self.only <= set(COLLECTIVES) else rows(self.scale, self.only, self.seed)
+
+    def collectives(self) -> list[Row]:
+        """The rows of collectives, for every number of GPUs."""
+        chosen = self.only & set(COLLECTIVES) if self.only else frozenset(COLLECTIVES)
+        return collective_rows(self.gpus, only=chosen)
+
+
+class Outcome(NamedTuple):
+    """How far it got."""
+
+    measured: int
+    left: int
+
+
 def sample(
-    grid: Iterable[Row], output: Path, seconds: float = float("inf"), progress: Progress | None = None
-) -> tuple[int, int]:
-    """Measure what `output` does not hold yet, until `seconds` have passed; (measured now, still to do)."""
+    grid: Iterable[Row],
+    output: Path,
+    seconds: float = float("inf"),
+    progress: Progress | None = None,
+    bench: Bench | None = None,
+) -> Outcome:
+    """Measure what `output` does not hold yet, until `seconds` have passed."""
+    bench = bench or gpu_at_hand()
+    with open_journal(output, bench.about) as journal:
+        return _measure(list(grid), journal, bench, time.monotonic() + seconds, progress)
+
+
+def sample_machine(wish: Wish, output: Path, progress: Progress | None = None, bench: Bench | None = None) -> Outcome:
+    """Measure collectives, which take a minute, and then operators until the time is up."""
+    end = time.monotonic() + wish.seconds
+    bench = bench or gpu_at_hand()
+    with open_journal(output, bench.about) as journal:
+        together = wish.collectives()
+        todo = journal.missing(together)
+        measured = len(together) - len(todo)
+        for measured, row in enumerate(measure_collectives(todo, end), measured + 1):
+            journal.add(row)
+            if progress is not None:
+                progress(measured, len(together), str(row["op"]))
+        done = measured - len(together) + len(todo)
+        outcome = _measure(wish.operators(), journal, bench, end, progress)
+    return Outcome(outcome.measured + done, outcome.left + len(together) - measured)
+
+
+def _measure(rows: list[Row], journal: Journal, bench: Bench, end: float, progress: Progress | None) -> Outcome:
+    todo = journal.missing(rows)
+    for place, row in enumerate(todo):
+        if time.monotonic() > end:
+            return Outcome(place, len(todo) - place)
+        answer = bench.measured(row)
+        journal.add(row | answer)
+        if "error" in answer and not bench.is_alive():
+            raise OptionError(
+                f"the GPU gave up at {row} ({answer['error']}); give the same command again: it goes on after this row"
+            )
+        if progress is not None:
+            progress(len(rows) - len(todo) + place + 1, len(rows), str(row["op"]))
+    return Outcome(len(todo), 0)
+
+
+def visible_gpus() -> int:
+    """GPUs that could do collectives together."""
     torch = _torch()
+    able = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return int(torch.cuda.device_count()) if able else 1
+
+
+def gpu_at_hand() -> Bench:
+    """A stopwatch on this machine's GPU, or OptionError."""
+    _torch()
     from lumos.sampling.stopwatch import Stopwatch
 
-    rows = list(grid)
-    done = _rows_in(output, torch.cuda.get_device_name())
-    todo = [row for row in rows if _key(row) not in done]
-    stopwatch, began, measured = Stopwatch(), time.monotonic(), 0
-    with output.open("a") as file:
-        if not done and output.stat().st_size == 0:
-            _append(file, {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda})
-        for row in todo:
-            if time.monotonic() - began > seconds:
-                break
-            _append(file, row | _measured(stopwatch, row, torch))
-            measured += 1
-            if progress is not None:
-                progress(len(rows) - len(todo) + measured, len(rows), str(row["op"]))
-    return measured, len(todo) - measured
-
-
-def _measured(stopwatch: Any, row: Row, torch: Any) -> dict[str, Any]:
-    """The time of a row, or why it has none: an operator that this GPU or torch lacks must not end the run."""
-    try:
-        return {"us": round(stopwatch.microseconds(row), 3)}
-    except torch.cuda.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return {"error": "out of memory"}
-    except (RuntimeError, AttributeError, ValueError) as problem:
-        return {"error": str(problem).splitlines()[0][:120]}
-
-
-def _append(file: TextIO, value: dict[str, Any]) -> None:
-    file.write(json.dumps(value) + "\n")
-    file.flush()
-
-
-def _key(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted((key, value) for key, value in row.items() if key not in ("us", "error")))
-
-
-def _rows_in(output: Path, gpu: str) -> set[tuple[tuple[str, Any], ...]]:
-    if not output.exists():
-        return set()
-    done = set()
-    for number, line in enumerate(output.read_text().splitlines(), 1):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue  # the line that was being written when the last run was stopped
-        if not isinstance(value, dict):
-            raise InputError(f"{output}:{number}: not a row of samples; name another file with -o")
-        if "gpu" in value and value["gpu"] != gpu:
-            raise InputError(f"{output}: holds samples of {value['gpu']}, this is {gpu}; name another file with -o")
-        done.add(_key(value))
-    return done
+    return Stopwatch()
 
 
 def _torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise OptionError("lumos sample needs torch with CUDA: pip install torch, on the machine with the GPU") from None
+        raise OptionError("lumos sample needs torch with CUDA: pip install torch, on the machine of the GPU") from None
     if not torch.cuda.is_available():
-        raise OptionError("lumos sample needs a CUDA GPU, and torch sees none here; run it on the machine with the GPU")
+        raise OptionError("lumos sample needs a CUDA GPU, and torch sees none here; run it on the machine of the GPU")
     return torch

@@ -1,8 +1,8 @@
 """Stopwatch: how long a call takes on the GPU, from a cold cache.
 
 The convention of every cost in this package: the second-level cache is flushed before each repetition, and the median
-of the repetitions counts. A short sleep on the GPU before the call lets the host run ahead, so that what is timed is the
-kernels and not their launch; the optimizer alone is timed with its launch, because nobody runs it any other way.
+of the repetitions counts. A short sleep on the GPU before the call lets the host run ahead, so that what is timed is
+the kernels and not their launch; the optimizer alone is timed with its launch: nobody runs it any other way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,34 @@ class Stopwatch:
     """Times calls on one CUDA device; holds the buffer that flushes its cache."""
 
     def __init__(self) -> None:
+        self.about = {
+            "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        }  # fmt: skip
         self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+
+    def measured(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The time of a row, or why it has none: an operator that this GPU or torch lacks must not end the run."""
+        answer = self._tried(row)
+        if answer.get("error") == _OUT_OF_MEMORY:
+            torch.cuda.empty_cache()  # what rows before it left in pieces may have been in the way
+            answer = self._tried(row)
+        return answer
+
+    def is_alive(self) -> bool:
+        """Whether the GPU still takes work."""
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
+    def _tried(self, row: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"us": round(self.microseconds(row), 3)}
+        except torch.cuda.OutOfMemoryError:
+            return {"error": _OUT_OF_MEMORY}
+        except (RuntimeError, AttributeError, ValueError) as problem:
+            return {"error": (str(problem).splitlines() or [type(problem).__name__])[0][:120]}
 
     def microseconds(self, row: dict[str, Any]) -> float:
         """The median time of the operator that `row` describes."""
@@ -49,6 +76,9 @@ class Stopwatch:
             end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+_OUT_OF_MEMORY = "out of memory"
 
 
 def _lead(operator: str) -> int:

@@ -1,0 +1,35 @@
+"""Flash: attention kernels of an older generation, which a framework may run on a newer GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from lumos.costs.model import CostModel, cost_model
+from lumos.costs.operator import Operator
+from lumos.setups.gpus import Gpu, gpu_named
+
+_FLASH_2 = 1.8  # times as fast as FlashAttention 1, which is what was sampled on A100 (Dao 2023: "around 2x")
+
+
+@dataclass(frozen=True)
+class OlderKernels:
+    """Kernels built for an older GPU: its times, at the multiprocessors and clock of the one they run on."""
+
+    model: CostModel
+    speed: float
+
+    def us(self, operator: Operator) -> float:
+        return self.model.us(operator) / self.speed
+
+
+@cache
+def flash_kernels(gpu: Gpu, generation: str) -> OlderKernels | None:
+    """Flash attention of a generation on a GPU; None where the GPU's own samples are of that generation."""
+    newer = gpu.family in ("hopper", "blackwell")
+    if newer and generation == "native":
+        return None
+    older = gpu_named("a100")
+    speed = gpu.sms * gpu.clock_ghz / (older.sms * older.clock_ghz) if newer else 1.0
+    model = cost_model("a100") if newer else cost_model(gpu.name)
+    return OlderKernels(model, speed * (1.0 if generation == "flash-1" else _FLASH_2))
