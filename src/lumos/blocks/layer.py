@@ -225,16 +225,27 @@ class Layer:
 
     def attention(self) -> Block:
         s = self.shard
+        out = linear(s, s.tokens, self.hidden, self._out_width(), "out")
         return [
             *self.norm(),
-            *self.gather(),
-            *self.projections(),
+            *self._after_gather(self.projections()),
             *self.rotary(),
             *self.core(),
-            *linear(s, s.tokens, self.hidden, self._out_width(), "out"),
-            *([] if s.model.parallel_residual else self.reduce(name="attention reduce")),
+            *(out if s.model.parallel_residual else self._before_reduce(out, "attention reduce")),
             *self.residual(),
         ]
+
+    def _after_gather(self, products: Block) -> Block:
+        """Products that need the whole sequence: after it is gathered, or in step with the gathering."""
+        if not self.shard.tp_overlap_forward:
+            return [*self.gather(), *products]
+        return [*self.gather(waits=False), *products, *_join(self.shard)]
+
+    def _before_reduce(self, products: Block, name: str) -> Block:
+        """Products whose result is reduced: before the reduction, or in step with it."""
+        if not self.shard.tp_overlap_forward:
+            return [*products, *self.reduce(name=name)]
+        return [*self.reduce(waits=False, name=name), *products, *_join(self.shard)]
 
     def attention_backward(self) -> Block:
         s = self.shard
@@ -278,11 +289,11 @@ class Layer:
             return [*self.norm(), *experts_forward(self), *self.residual()]
         s = self.shard
         ffn = s.model.ffn // s.parallel.tp
+        *inward, down = self.dense(s.tokens, ffn)
         return [
             *([] if s.model.parallel_residual else self.norm()),
-            *self.gather(),
-            *self.dense(s.tokens, ffn),
-            *self.reduce(name="mlp reduce"),
+            *self._after_gather(inward),
+            *self._before_reduce([down], "mlp reduce"),
             *self.residual(),
         ]
 

@@ -106,6 +106,11 @@ class Shard:
         return self.framework.tp_overlap if chosen is None else chosen
 
     @cached_property
+    def tp_overlap_forward(self) -> bool:
+        """Products and their collectives run in step, chunk by chunk: only where it is asked for."""
+        return bool(self.parallel.tp_overlap) and self.parallel.tp > 1
+
+    @cached_property
     def fused(self) -> bool:
         """Whether element-wise chains run as one kernel: by hand, or by the compiler."""
         return self.framework.fused or self.train.compile

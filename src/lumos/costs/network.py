@@ -37,7 +37,7 @@ class Network:
 
     inside: Tier
     between: Tier
-    penalty: float = 1.0
+    penalty: float = 1.1
     exchange: float = 0.7  # of the bandwidth, that all-to-all reaches
 
     def us(self, collective: Collective) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,12 @@ class Verdict(NamedTuple):
     median_pct: float
     refused: str
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, in which there is no infinity."""
+        errors = {name: getattr(self, name) for name in ("error_pct", "median_pct")}
+        known = {name: round(error, 3) if np.isfinite(error) else None for name, error in errors.items()}
+        return {"family": self.family, "rows": self.rows, **known, "refused": self.refused}
+
 
 def family_of(operator: Operator) -> str:
     """The name under which operators are fitted together."""
@@ -38,17 +44,19 @@ def family_of(operator: Operator) -> str:
 
 
 def fit(
-    gpu: Gpu, samples: Iterable[Sample], progress: Callable[[str], None] | None = None
+    gpu: Gpu, samples: Iterable[Sample], progress: Callable[[int, int, str], None] | None = None
 ) -> tuple[dict[str, Regressor], list[Verdict]]:
-    """The regressors that pass, and a verdict on every family."""
+    """The regressors that pass, and a verdict on every family; `progress` is told rows done, all rows, the family."""
     families: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         families[family_of(sample.operator)].append(sample)
     regressors, verdicts = {}, []
+    done, total = 0, sum(len(rows) for rows in families.values())
     for family, rows in sorted(families.items()):
         name = _exact_name(family, rows)
         if progress is not None:
-            progress(name)
+            progress(done, total, name)
+        done += len(rows)
         regressor, verdict = _fit_family(gpu, name, rows)
         verdicts.append(verdict)
         if regressor is not None:

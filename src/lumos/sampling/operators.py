@@ -184,7 +184,8 @@ def _embedding_bwd(row: Row, make: _Tensors) -> Call:
 def _adamw_fused(row: Row, make: _Tensors) -> Call:
     weight = make.random(row["n"], grad=True)
     weight.grad = make.random(row["n"])
-    return torch.optim.AdamW([weight], lr=1e-4, fused=True).step
+    step: Call = torch.optim.AdamW([weight], lr=1e-4, fused=True).step
+    return step
 
 
 def _rms(x: Tensor, w: Tensor, _: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ class Wish(NamedTuple):
             raise OptionError(f"--scale {self.scale:g}: give a factor of more than 0, and at most 100")
         if not self.seconds > 0:
             raise OptionError(f"--seconds {self.seconds:g}: give a number of more than 0")
+        if self.gpus < 2 and self.only and self.only <= set(COLLECTIVES):
+            raise OptionError(f"--only {','.join(sorted(self.only))}: collectives need more than one GPU")
         return self
 
     def operators(self) -> list[Row]:
@@ -85,16 +87,19 @@ def sample_machine(wish: Wish, output: Path, progress: Progress | None = None, b
     end = time.monotonic() + wish.seconds
     bench = bench or gpu_at_hand()
     with open_journal(output, bench.about) as journal:
-        together = wish.collectives()
-        todo = journal.missing(together)
-        measured = len(together) - len(todo)
-        for measured, row in enumerate(measure_collectives(todo, end), measured + 1):
-            journal.add(row)
-            if progress is not None:
-                progress(measured, len(together), str(row["op"]))
-        done = measured - len(together) + len(todo)
-        outcome = _measure(wish.operators(), journal, bench, end, progress)
-    return Outcome(outcome.measured + done, outcome.left + len(together) - measured)
+        together = _measure_together(wish.collectives(), journal, end, progress)
+        alone = _measure(wish.operators(), journal, bench, end, progress)
+    return Outcome(together.measured + alone.measured, together.left + alone.left)
+
+
+def _measure_together(rows: list[Row], journal: Journal, end: float, progress: Progress | None) -> Outcome:
+    todo, measured = journal.missing(rows), 0
+    for row in measure_collectives(todo, end):
+        journal.add(row)
+        measured += 1
+        if progress is not None:
+            progress(len(rows) - len(todo) + measured, len(rows), str(row["op"]))
+    return Outcome(measured, len(todo) - measured)
 
 
 def _measure(rows: list[Row], journal: Journal, bench: Bench, end: float, progress: Progress | None) -> Outcome:

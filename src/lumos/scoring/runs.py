@@ -161,8 +161,14 @@ def _parallel(row: dict[str, str], framework: str) -> dict[str, Any]:
         "tp": tp, "pp": pp, "vpp": max(1, _int(row, "vp_interleave", 1)) if pp > 1 else 1, "cp": cp,
         "ep": max(1, _int(row, "ep", 1)), "dp": max(1, _int(row, "n_gpus") // (tp * pp * cp)),
         "zero": int(float(zero)) if zero else facts.zero, "shard": _int(row, "fsdp_shard"),
+        "tp_overlap": _stated_overlap(row),
         "sequence_parallel": (facts.sequence_parallel if sequence is None else sequence) and tp > 1,
     }  # fmt: skip
+
+
+def _stated_overlap(row: dict[str, str]) -> bool | None:
+    stated = re.search(r"TP_COMM_OVERLAP=(\w+)", row.get("overlap_or_graph_flags", ""))
+    return None if stated is None else stated[1].lower() in ("true", "1")
 
 
 def _cluster(row: dict[str, str], framework: str, notes: list[str]) -> dict[str, Any]:
