@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from lumos.errors import LumosError
+from lumos.errors import LumosError, OptionError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +46,8 @@ Step = Annotated[str, typer.Option(help="One step alone, by its number; all reco
 ProfilerCosts = Annotated[
     Path | None, typer.Option(help="A file of profiler costs, in place of those measured on H200.")
 ]
+
+Model = Annotated[Path | None, typer.Option(help="A cost model that lumos fit wrote, in place of those shipped.")]
 
 
 @app.command("replay")
@@ -121,6 +124,129 @@ def predict_command(
         show_prediction(prediction, _console())
 
 
+@app.command("cost")
+def cost_command(
+    rows: Annotated[Path, typer.Argument(help="JSON: a list of operators, or an object with one as rows. - is stdin.")],
+    gpu: Annotated[str, typer.Option(help="The GPU's name, as in h200; that of --model otherwise.")] = "",
+    model: Model = None,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """What do single operators cost, alone and from a cold cache?
+
+    \b
+    A row is {"op": NAME, its sizes, "dtype": bf16, fp16, fp32, tf32 or fp8}; bf16 where none is given. Names and sizes:
+      gemm                                    m n k, and layout TN (forward), NN or NT (gradients of input, weight)
+      bmm                                     b h s d: the scores of unfused attention
+      grouped_gemm                            e t n k: t tokens over e experts
+      sdpa_fwd sdpa_bwd                       b h s d: causal flash attention
+      rotary_fwd rotary_bwd                   b h s d
+      softmax_fwd softmax_bwd                 b h s
+      rms_norm layer_norm gelu silu           t h, and the same with _bwd
+      norm_eager_fwd norm_eager_bwd           t h: RMS norm of several kernels
+      mul add copy cast_f32 permute           t h
+      cross_entropy cross_entropy_bwd         t v
+      embedding embedding_bwd                 t v h
+      adamw_fused                             n
+      neox_...                                what GPT-NeoX runs for it, sizes as above; optimizers: layers width ranks
+    """
+    from lumos.output.files import check_output, write_as, write_csv, write_json
+
+    check_output(output, rows, (".json", ".csv"))
+    answer = _priced(rows, gpu, model)
+    if output is not None:
+        writers = {".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, answer["rows"])}
+        write_as(output, writers)
+    if as_json:
+        _print_json(answer)
+    else:
+        from lumos.output.costs import show_costs
+
+        show_costs(answer, _console())
+
+
+def _priced(path: Path, gpu: str, model: Path | None) -> dict[str, Any]:
+    from lumos.costs.model import cost_model, read_cost_model
+    from lumos.fitting.rows import operators_of, read_rows
+    from lumos.output.costs import cost_answer
+
+    if not gpu and model is None:
+        raise OptionError("lumos cost needs --gpu NAME, as in --gpu h200, or a --model file")
+    costs = cost_model(gpu) if model is None else read_cost_model(model, gpu)
+    rows = read_rows(path)
+    return cost_answer(costs, rows, operators_of(rows, str(path)))
+
+
+@app.command("sample")
+def sample_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The .jsonl file that rows are added to.")],
+    scale: Annotated[float, typer.Option(help="How many shapes: a factor on the usual number.")] = 1.0,
+    only: Annotated[str, typer.Option(help="Only these operators or collectives, with commas.")] = "",
+    seconds: Annotated[float, typer.Option(help="Stop after so long; the same command goes on from there.")] = math.inf,
+    seed: Annotated[int, typer.Option(help="Other shapes for another number.")] = 0,
+    collectives: Annotated[
+        bool | None, typer.Option(help="Collectives of this machine's GPUs too; so where there are several.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure operators on the GPU of this machine (needs torch), to be fitted."""
+    from lumos.output.costs import sample_answer, show_samples
+    from lumos.output.files import check_output
+    from lumos.sampling.sampler import Wish, sample_machine, visible_gpus
+
+    check_output(output, None, (".jsonl",))
+    names = frozenset(name.strip() for name in only.split(",") if name.strip())
+    wish = Wish(scale, names, seed, seconds, gpus=2).checked()
+    gpus = visible_gpus() if collectives is not False else 1
+    if collectives and gpus < 2:
+        raise OptionError("--collectives needs more than one GPU with NCCL, and torch sees no more than one here")
+    with _progress() as progress:
+        done = sample_machine(wish._replace(gpus=gpus).checked(), output, progress)
+    answer = sample_answer(output, *done)
+    if as_json:
+        _print_json(answer)
+    else:
+        show_samples(answer, _console())
+
+
+@app.command("fit")
+def fit_command(
+    samples: Annotated[Path, typer.Argument(help="A file that lumos sample wrote.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The .npz file to write, for lumos cost --model.")],
+    gpu: Annotated[str, typer.Option(help="The GPU, in place of the one that the samples name.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Turn samples into a cost model (needs the extra [fit])."""
+    from lumos.output.costs import show_fit
+    from lumos.output.files import check_output
+
+    check_output(output, samples, (".npz",))
+    answer = _fitted(samples, output, gpu)
+    if as_json:
+        _print_json(answer)
+    else:
+        show_fit(answer, _console())
+
+
+def _fitted(path: Path, output: Path, asked: str) -> dict[str, Any]:
+    from lumos.costs.model import encode
+    from lumos.fitting.boosting import regressor
+    from lumos.fitting.fit import fit, sampled_gpu
+    from lumos.fitting.samples import read_samples
+    from lumos.output.costs import fit_answer
+    from lumos.output.files import whole_file
+
+    regressor()  # without it, reading samples would be in vain
+    name, samples = read_samples(path)
+    gpu = sampled_gpu(path, name, asked)
+    with _progress() as progress:
+        regressors, verdicts = fit(gpu, samples, progress)
+    answer = fit_answer(path, gpu.name, output, verdicts)
+    with whole_file(output) as file:
+        file.write(encode(gpu.name, regressors))
+    return answer
+
+
 @app.command("demo")
 def demo_command(as_json: AsJson = False, output: Output = None) -> None:
     """Replay the example in the package: four ranks that trained on one H200, one of them slow."""
@@ -193,8 +319,14 @@ def _write_replay(run: Replay, output: Path) -> None:
     )
 
 
+class Progress(Protocol):
+    """Is told how much is done, of how much, and what is at work."""
+
+    def __call__(self, done: int, total: int, what: str = "reading") -> None: ...
+
+
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
+def _progress() -> Iterator[Progress | None]:
     """A progress bar on a terminal; nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None
@@ -204,7 +336,12 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+        def show(done: int, total: int, what: str = "reading") -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield show
 
 
 @contextmanager

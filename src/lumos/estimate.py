@@ -16,7 +16,7 @@ from lumos.costs.flash import flash_kernels
 from lumos.costs.model import CostModel, cost_model
 from lumos.costs.network import Network, network_of
 from lumos.costs.prices import BlockTime, Prices, time_of
-from lumos.frameworks import framework_named
+from lumos.frameworks import Framework, framework_named
 from lumos.graph import Graph
 from lumos.setups.gpus import gpu_named
 from lumos.setups.setup import Setup
@@ -65,7 +65,7 @@ def simulate_step(
     conditions = conditions or conditions_for(gpu)
     prices = Prices(
         model or cost_model(gpu.name), network or network_of(gpu, setup.cluster.fabric, conditions), conditions,
-        0.0 if setup.train.cuda_graphs else framework.host_us / setup.cluster.host,
+        _host_us(setup, framework),
         framework.collective_launches,
     )  # fmt: skip
     prices.flash_model = flash_kernels(gpu_named(gpu.name), framework.flash)
@@ -76,6 +76,15 @@ def simulate_step(
         setup, assembly.plan, assembly.structure, graph, times, assembly.chunks, prices,
         assembly.extra_us(times.span / 1e3),
     )  # fmt: skip
+
+
+def _host_us(setup: Setup, framework: Framework) -> float:
+    """What one launch costs the host."""
+    if setup.train.cuda_graphs:
+        return 0.0
+    p = setup.parallel
+    drag = 1 + framework.pipeline_drag * (p.tp - 1) if p.pp > 1 else 1.0
+    return framework.host_us * drag / setup.cluster.host
 
 
 class Assembly:

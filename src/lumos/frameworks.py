@@ -44,6 +44,7 @@ class Framework:
     optimizer_launches: int = 60
     grouped_experts: bool = False
     host_us: float = 35.0  # of the host for one launch, with all the Python around it, on the reference host
+    pipeline_drag: float = 0.0  # with several stages, the host's time grows by this for every further tensor rank
     collective_launches: float = 2.0  # launches that a collective costs the host
     checkpoint_launches: float = 15.0  # launches that keeping and restoring one recomputed layer costs the host
     layer_launches: int = 0  # of one layer's forward, beyond those of its operators; twice as many of its backward

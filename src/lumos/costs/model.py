@@ -1,8 +1,8 @@
 """CostModel: what operators cost on one GPU, alone and from a cold cache.
 
 A model is a set of boosted trees, one for each family of operators, that correct a roofline; it was fitted on samples
-of one GPU, and answers for another by the other's roofline and its own corrections. Where a family was not sampled, what
-was is used: the two gradients of a linear layer for each other, a plain copy for whatever only moves data.
+of one GPU, and answers for another by the other's roofline and its own corrections. Where a family was not sampled,
+what was is used: the two gradients of a linear layer for each other, a plain copy for whatever only moves data.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy as np
 from lumos.costs.features import features, roofline_us
 from lumos.costs.model import Regressor, chip_of
 from lumos.costs.operator import Operator
+from lumos.errors import InputError
 from lumos.fitting.boosting import grow
 from lumos.fitting.samples import Sample
-from lumos.setups.gpus import Gpu
+from lumos.setups.gpus import Gpu, find_gpu, gpu_named
 
 FOLDS = 5
 _FEWEST = 40  # rows of a family; fewer are not fitted
@@ -62,6 +64,14 @@ def fit(
         if regressor is not None:
             regressors[name] = regressor
     return regressors, verdicts
+
+
+def sampled_gpu(path: Path, name: str, asked: str) -> Gpu:
+    """The GPU that samples are of: as asked, or as the file says it."""
+    found = find_gpu(name)
+    if found is None and not asked:
+        raise InputError(f"{path}: samples of {name[:100]!r}, a GPU that is not known; say the nearest with --gpu")
+    return gpu_named(asked) if asked or found is None else found
 
 
 def _rounds(samples: int) -> int:

@@ -6,7 +6,7 @@ import csv
 import io
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -16,12 +16,13 @@ from lumos.errors import OptionError
 FORMS = (".json", ".csv", ".trace.json", ".trace.json.gz")
 
 
-def form_of(path: Path) -> str:
+def form_of(path: Path, forms: Sequence[str] = FORMS) -> str:
     """The form a file name asks for."""
-    for form in sorted(FORMS, key=len, reverse=True):
+    for form in sorted(forms, key=len, reverse=True):
         if path.name.endswith(form):
             return form
-    raise OptionError(f"-o {path}: the extension must say the form; use one of {', '.join(FORMS)}")
+    choice = f"one of {', '.join(forms)}" if len(forms) > 1 else forms[0]
+    raise OptionError(f"-o {path}: the extension must say the form; use {choice}")
 
 
 @contextmanager
@@ -54,26 +55,26 @@ def write_json(path: Path, answer: dict[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Rows of a table as CSV."""
+    """Rows of a table as CSV; a column is there if any row has it."""
     rows = list(rows)
     text = io.StringIO()
     if rows:
-        writer = csv.DictWriter(text, list(rows[0]))
+        writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(rows)
     with whole_file(path) as file:
         file.write(text.getvalue().encode())
 
 
-def check_output(path: Path | None, source: Path) -> None:
+def check_output(path: Path | None, source: Path | None, forms: Sequence[str] = FORMS) -> None:
     """Refuse what cannot be written before any work is done for it."""
     if path is None:
         return
-    form_of(path)
+    form_of(path, forms)
     if not path.parent.is_dir():
         raise OptionError(f"-o {path}: the folder {path.parent} does not exist; create it first")
-    if path.exists() and source.exists() and path.samefile(source):
-        raise OptionError(f"-o {path}: that is the trace itself; give another name")
+    if source is not None and path.exists() and source.exists() and path.samefile(source):
+        raise OptionError(f"-o {path}: that is the input itself; give another name")
 
 
 Writer = Callable[[Path], None]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lumos.output.style import make_table, notes
 from lumos.reports.breakdown import Breakdown, breakdown_by_rank, mean_breakdown
 from lumos.reports.collectives import group_collectives
 from lumos.run import Prediction, Replay
@@ -27,7 +26,7 @@ def show_replay(run: Replay, console: Console) -> None:
     parts.append(_hot("GPU time by kernel", run, False))
     if run.collectives:
         parts.append(_collectives(run))
-    parts += [_utilisation(run), *_warnings(run.execution.warnings)]
+    parts += [_utilisation(run), *notes(run.execution.warnings)]
     console.print(Group(*parts))
 
 
@@ -36,7 +35,7 @@ def show_prediction(prediction: Prediction, console: Console) -> None:
     answer = prediction.as_dict()
     step, base = answer["step_ms"], answer["baseline_ms"]
     low, high = answer["interval_ms"]
-    table = _table("predicted step, without the profiler", "", "as recorded", "changed")
+    table = make_table("predicted step, without the profiler", "", "as recorded", "changed")
     table.add_row("step", f"{base:.2f} ms", f"{step:.2f} ms ({step / base:.3f} of it)" if base else f"{step:.2f} ms")
     table.add_row("80 % interval", "", f"{low:.2f} – {high:.2f} ms")
     run = prediction.run
@@ -45,12 +44,12 @@ def show_prediction(prediction: Prediction, console: Console) -> None:
     rows = zip(_parts(mean_breakdown(list(before.values()))), _parts(mean_breakdown(list(after.values()))), strict=True)
     for (name, was), (_, becomes) in rows:
         table.add_row(name, f"{was:.2f} ms", f"{becomes:.2f} ms")
-    console.print(Group(table, *_warnings(run.execution.warnings)))
+    console.print(Group(table, *notes(run.execution.warnings)))
 
 
 def _summary(run: Replay) -> Table:
     recorded, simulated = run.recorded_steps.mean, run.simulated_steps.mean
-    table = _table(f"replay of {len(run.marks.ranks)} rank(s), {len(run.execution.graph):,} tasks", "", "ms", "")
+    table = make_table(f"replay of {len(run.marks.ranks)} rank(s), {len(run.execution.graph):,} tasks", "", "ms", "")
     table.add_row("recorded step", f"{recorded:.3f}", f"mean of {len(run.marks.names)} step(s)")
     table.add_row("simulated step", f"{simulated:.3f}", f"{run.error_pct:+.2f} % from the recorded one")
     table.add_row(
@@ -67,7 +66,7 @@ def _summary(run: Replay) -> Table:
 
 
 def _stragglers(run: Replay) -> Table:
-    table = _table("which rank is slow", "rank", "costs the others", "last in", "compute", "idle", "why")
+    table = make_table("which rank is slow", "rank", "costs the others", "last in", "compute", "idle", "why")
     for s in run.stragglers[:_MOST_RANKS]:
         table.add_row(
             str(s.rank), f"{s.costs_others_ms:.2f} ms", f"{s.last_in} of {s.of}",
@@ -77,7 +76,7 @@ def _stragglers(run: Replay) -> Table:
 
 
 def _breakdown(run: Replay) -> Table:
-    table = _table("where the step goes (ms)", "rank", "exposed compute", "exposed comm", "overlapped", "other")
+    table = make_table("where the step goes (ms)", "rank", "exposed compute", "exposed comm", "overlapped", "other")
     for rank, part in list(run.recorded_breakdown.items())[:_MOST_RANKS]:
         table.add_row(str(rank), *(f"{v:.2f}" for _, v in _parts(part)))
     if len(run.marks.ranks) > 1:
@@ -93,7 +92,7 @@ def _parts(part: Breakdown) -> list[tuple[str, float]]:
 
 
 def _steps(run: Replay) -> Table:
-    table = _table("steps", "step", "recorded ms", "simulated ms")
+    table = make_table("steps", "step", "recorded ms", "simulated ms")
     recorded, simulated = run.recorded_steps.milliseconds, run.simulated_steps.milliseconds
     for name, r, s in zip(run.marks.names, recorded, simulated, strict=True):
         table.add_row(name, f"{r:.3f}", f"{s:.3f}")
@@ -102,7 +101,7 @@ def _steps(run: Replay) -> Table:
 
 def _path(run: Replay) -> Table:
     summary = run.path_summary
-    table = _table("critical path, per step", "kind", "ms", "share", "mostly")
+    table = make_table("critical path, per step", "kind", "ms", "share", "mostly")
     total = sum(summary.by_kind.values()) or 1.0
     for kind, value in summary.by_kind.items():
         mostly = [f"{_short(n, 28)} {v:.2f}" for k, n, v in summary.by_operator if k == kind][:3]
@@ -111,14 +110,14 @@ def _path(run: Replay) -> Table:
 
 
 def _hot(title: str, run: Replay, by_operator: bool) -> Table:
-    table = _table(f"{title}, per step and rank", "name", "calls", "ms", "mean µs")
+    table = make_table(f"{title}, per step and rank", "name", "calls", "ms", "mean µs")
     for h in (run.operators() if by_operator else run.kernels())[:8]:
         table.add_row(_short(h.name, 70), f"{h.calls:.0f}", f"{h.ms:.3f}", f"{h.mean_us:.1f}")
     return table
 
 
 def _collectives(run: Replay) -> Table:
-    table = _table("collectives", "collective", "ranks", "MB", "count", "wait ms", "transfer ms", "bus GB/s")
+    table = make_table("collectives", "collective", "ranks", "MB", "count", "wait ms", "transfer ms", "bus GB/s")
     for g in group_collectives(run.collectives)[:10]:
         size = f"{g.bytes / 1e6:.2f}" if g.bytes >= 0 else "?"
         bus = f"{g.bus_gb_s:.1f}" if g.bus_gb_s else "?"
@@ -134,18 +133,6 @@ def _utilisation(run: Replay) -> Text:
         share = np.array([part.mean() for part in np.array_split(share, width)])
     bars = "".join(_BARS[round(float(s) * (len(_BARS) - 1))] for s in share)
     return Text(f"GPU busy {100 * use.mean:.0f} %  {bars}")
-
-
-def _warnings(warnings: Iterable[str]) -> list[Text]:
-    return [Text(f"note: {w}", style="yellow") for w in warnings]
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        text = index == 0 or column in ("", "why", "mostly", "changed", "as recorded")
-        table.add_column(column, justify="left" if text else "right", overflow="fold")
-    return table
 
 
 def _shortened(table: Table, rows: int) -> Table:
