@@ -130,7 +130,7 @@ def cost_command(
     gpu: Annotated[str, typer.Option(help="The GPU's name, as in h200; that of --model otherwise.")] = "",
     model: Model = None,
     as_json: AsJson = False,
-    output: Output = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write it: .json or .csv.")] = None,
 ) -> None:
     """What do single operators cost, alone and from a cold cache?
 
@@ -155,8 +155,8 @@ def cost_command(
     check_output(output, rows, (".json", ".csv"))
     answer = _priced(rows, gpu, model)
     if output is not None:
-        writers = {".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, answer["rows"])}
-        write_as(output, writers)
+        csv = (answer["rows"], ("us", "bound"))
+        write_as(output, {".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, *csv)})
     if as_json:
         _print_json(answer)
     else:
@@ -171,7 +171,7 @@ def _priced(path: Path, gpu: str, model: Path | None) -> dict[str, Any]:
     from lumos.output.costs import cost_answer
 
     if not gpu and model is None:
-        raise OptionError("lumos cost needs --gpu NAME, as in --gpu h200, or a --model file")
+        raise OptionError("--gpu is missing: give a name, as in --gpu h200, or a --model file")
     costs = cost_model(gpu) if model is None else read_cost_model(model, gpu)
     rows = read_rows(path)
     return cost_answer(costs, rows, operators_of(rows, str(path)))
@@ -319,14 +319,14 @@ def _write_replay(run: Replay, output: Path) -> None:
     )
 
 
-class Progress(Protocol):
+class Reporter(Protocol):
     """Is told how much is done, of how much, and what is at work."""
 
     def __call__(self, done: int, total: int, what: str = "reading") -> None: ...
 
 
 @contextmanager
-def _progress() -> Iterator[Progress | None]:
+def _progress() -> Iterator[Reporter | None]:
     """A progress bar on a terminal; nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None
@@ -336,7 +336,6 @@ def _progress() -> Iterator[Progress | None]:
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None)
-
 
         def show(done: int, total: int, what: str = "reading") -> None:
             bar.update(task, completed=done, total=total, description=what)

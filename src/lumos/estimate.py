@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.blocks.ends import optimizer
+from lumos.blocks.ends import head, head_backward, optimizer
+from lumos.blocks.layer import Layer
 from lumos.blocks.shard import Shard
 from lumos.costs.collective import Collective
 from lumos.costs.conditions import Conditions, conditions_for
 from lumos.costs.flash import flash_kernels
 from lumos.costs.model import CostModel, cost_model
 from lumos.costs.network import Network, network_of
+from lumos.costs.operator import Operator
 from lumos.costs.prices import BlockTime, Prices, time_of
 from lumos.frameworks import Framework, framework_named
 from lumos.graph import Graph
@@ -37,6 +39,17 @@ class ChunkTime(NamedTuple):
     parameters: float
 
 
+class StageWork(NamedTuple):
+    """What one rank of a stage does in a step: compute, communication that is waited for, and all communication."""
+
+    compute_us: float
+    exposed_us: float
+    communication_us: float
+
+
+_COMPUTE_ROLES = ("forward", "backward", "weights", "optimizer")
+
+
 @dataclass(frozen=True)
 class Step:
     """A simulated step: the filled graph, its times, and the priced parts it was made of."""
@@ -48,11 +61,64 @@ class Step:
     times: Times
     chunks: tuple[tuple[ChunkTime, ...], ...]  # [stage][chunk]
     prices: Prices
-    extra_us: float  # on top of the simulation: stragglers and what happens once a step
+    assembly: Assembly
 
     @cached_property
     def us(self) -> float:
-        return self.times.span / 1e3 + self.extra_us
+        return self.times.span / 1e3
+
+    def stage_work(self) -> list[StageWork]:
+        """What a rank of each stage does in the step."""
+        count = self.plan.microbatches
+        work = []
+        for stage, row in enumerate(self.chunks):
+            blocks = [block for chunk in row for block in (chunk.forward, chunk.backward)]
+            compute = count * sum(b.compute_us for b in blocks) + self._role_us("optimizer", stage)
+            inside = count * sum(max(0.0, b.us - b.compute_us) for b in blocks)
+            network = count * sum(b.communication_us for b in blocks)
+            after = sum(self._role_us(what, stage) for what in ("reduce rest", "publish"))
+            beside = sum(self._role_us(what, stage) for what in ("gather", "reduce"))
+            hidden = max(0.0, self._late_us(stage))
+            work.append(StageWork(compute, inside + after + hidden, network + after + beside))
+        return work
+
+    def _role_us(self, what: str, stage: int) -> float:
+        """All nodes of a role on a stage."""
+        roles = [i for i, role in enumerate(self.structure.roles) if role.what == what and role.stage == stage]
+        return float(self.graph.duration[np.isin(self.structure.node_role, roles)].sum()) / 1e3
+
+    def _late_us(self, stage: int) -> float:
+        """How long compute stood still for weights or gradients on the network lanes."""
+        if not (self.plan.sharded or self.plan.overlapped):
+            return 0.0
+        roles = [i for i, r in enumerate(self.structure.roles) if r.stage == stage and r.what in _COMPUTE_ROLES]
+        rows = np.flatnonzero(np.isin(self.structure.node_role, roles))
+        idle = self.times.start[rows[1:]] - self.times.end[rows[:-1]]
+        return float(np.maximum(idle, 0.0).sum()) / 1e3 if self.plan.pp == 1 else 0.0
+
+    @cached_property
+    def host_share(self) -> float:
+        """The host's time over the GPU's, in the blocks of the busiest stage."""
+        shares = [
+            sum(c.forward.host_us + c.backward.host_us for c in row)
+            / max(1e-9, sum(max(b.us, b.host_us) for c in row for b in (c.forward, c.backward)))
+            for row in self.chunks
+        ]
+        return max(shares) if any(c.forward.host_us > c.forward.us for row in self.chunks for c in row) else 0.0
+
+    def operators(self, most: int = 12) -> list[dict[str, object]]:
+        """The dearest operators of a step on one rank, with what bounds each."""
+        rows = [
+            {"name": name, "op": op.kind, "shape": list(op.shape), "count": count,
+             "ms": count * self.prices.operator_us(op) / 1e3, "bound": self.prices.model.bound(op)}
+            for (name, op), count in self.assembly.counts().items() if not isinstance(op, Collective)
+        ]  # fmt: skip
+        rows += [
+            {"name": name, "op": op.kind, "shape": [int(op.bytes)], "count": count,
+             "ms": count * self.prices.collective_us(op) / 1e3, "bound": "network"}
+            for (name, op), count in self.assembly.counts().items() if isinstance(op, Collective)
+        ]  # fmt: skip
+        return sorted(rows, key=lambda row: -float(str(row["ms"])))[:most]
 
 
 def simulate_step(
@@ -73,8 +139,7 @@ def simulate_step(
     graph = assembly.graph()
     times = simulate(graph)
     return Step(
-        setup, assembly.plan, assembly.structure, graph, times, assembly.chunks, prices,
-        assembly.extra_us(times.span / 1e3),
+        setup, assembly.plan, assembly.structure, graph, times, assembly.chunks, prices, assembly
     )  # fmt: skip
 
 
@@ -145,6 +210,22 @@ class Assembly:
             total += sparse * (layer + experts + shared / p.tp + m.router_parameters)
         ends = (1.0 if first else 0.0) + (1.0 if last and not (m.tied and first) else 0.0)
         return total + ends * m.vocab * m.hidden / p.tp
+
+    def counts(self) -> dict[tuple[str, Operator | Collective], int]:
+        """How often a rank of the first stage runs each piece in one step."""
+        found: dict[tuple[str, Operator | Collective], int] = {}
+        per_step = self.setup.train.microbatches
+        sparse = bool(self.setup.model.experts)
+        layers = sum(chunk.layers for chunk in self.chunks[0])
+        layer = Layer(self.shard, sparse)
+        blocks = [(layer.forward(), layers), (layer.recomputed(), layers), (layer.backward(), layers)]
+        if self.setup.parallel.pp == 1:
+            blocks += [(head(self.shard), 1), (head_backward(self.shard), 1)]
+        for block, times in blocks:
+            for piece in block:
+                key = (piece.name, piece.work)
+                found[key] = found.get(key, 0) + times * per_step
+        return found
 
     # ------------------------------------------------------------------ the network's work
     @cached_property
@@ -259,9 +340,3 @@ class Assembly:
                 return max(gather - hidden, 0.0)
             return 0.0
         return 0.0
-
-    def extra_us(self, span_us: float) -> float:
-        """Stragglers, and what happens once a step."""
-        c = self.prices.conditions
-        nodes = max(1.0, self.setup.cluster.gpus / self.setup.cluster.gpus_per_node)
-        return c.fixed_us + c.straggle * span_us * float(np.log2(nodes)) if nodes > 1 else c.fixed_us

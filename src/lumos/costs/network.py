@@ -37,7 +37,7 @@ class Network:
 
     inside: Tier
     between: Tier
-    penalty: float = 1.1
+    penalty: float = 1.0
     exchange: float = 0.7  # of the bandwidth, that all-to-all reaches
 
     def us(self, collective: Collective) -> float:
@@ -92,4 +92,5 @@ def network_of(gpu: Gpu, fabric: str, conditions: Conditions) -> Network:
     return Network(
         Tier(gpu.local_gb_s * 1e3 * conditions.inside_share, conditions.inside_start_us, 0.0, conditions.inside_step_us),
         Tier(gpu.inter_gb_s * 1e3 * facts["share"], facts["start_us"], facts["tree_us"], facts["ring_us"]),
+        conditions.penalty,
     )

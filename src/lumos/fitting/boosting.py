@@ -27,7 +27,7 @@ def regressor() -> Any:
     try:
         from sklearn.ensemble import HistGradientBoostingRegressor
     except ImportError:
-        raise OptionError("lumos fit needs scikit-learn: pip install 'lumos-sim[fit]'") from None
+        raise OptionError("fitting needs scikit-learn: pip install 'lumos-sim[fit]'") from None
     return HistGradientBoostingRegressor
 
 

@@ -54,12 +54,13 @@ def write_json(path: Path, answer: dict[str, Any]) -> None:
         file.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2))
 
 
-def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Rows of a table as CSV; a column is there if any row has it."""
+def write_csv(path: Path, rows: Iterable[dict[str, Any]], last: Sequence[str] = ()) -> None:
+    """Rows of a table as CSV; a column is there if any row has it, and those of `last` come last."""
     rows = list(rows)
     text = io.StringIO()
     if rows:
-        writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))
+        names = dict.fromkeys(name for row in rows for name in row)
+        writer = csv.DictWriter(text, [*(name for name in names if name not in last), *last])
         writer.writeheader()
         writer.writerows(rows)
     with whole_file(path) as file:

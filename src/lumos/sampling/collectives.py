@@ -83,11 +83,11 @@ def _measure_together(rows: list[Row], ranks: int, seconds: float, backend: str)
 
 
 def _has_finished(processes: Any, ranks: int) -> bool:
-    from torch.multiprocessing import ProcessException
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     try:
         return bool(processes.join(timeout=_POLL_S))
-    except ProcessException as problem:
+    except (ProcessExitedException, ProcessRaisedException) as problem:
         why = str(problem).strip().splitlines()[-1][:200]
         raise OptionError(f"collectives of {ranks} ranks failed ({why}); leave them out: --no-collectives") from None
 
@@ -156,9 +156,11 @@ class _Member:
             return self._pass_on(self._tensor(size))
         whole, piece = self._tensor(part * self._ranks), self._tensor(part)
         if name == "all_gather":
-            return lambda: dist.all_gather_into_tensor(whole, piece)
+            gather = _by_either_name(dist, "all_gather_single", "all_gather_into_tensor")
+            return lambda: gather(whole, piece)
         if name == "reduce_scatter":
-            return lambda: dist.reduce_scatter_tensor(piece, whole)
+            scatter = _by_either_name(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+            return lambda: scatter(piece, whole)
         received = self._tensor(part * self._ranks)
         return lambda: dist.all_to_all_single(received, whole)
 
@@ -187,6 +189,12 @@ class _Member:
         began = time.perf_counter()
         call()
         return (time.perf_counter() - began) * 1e6
+
+
+def _by_either_name(module: Any, new: str, old: str) -> Callable[[Any, Any], object]:
+    """What torch calls differently from 2.13 on, where the old name warns."""
+    function: Callable[[Any, Any], object] = getattr(module, new, None) or getattr(module, old)
+    return function
 
 
 def _repetitions(size: int) -> int:

@@ -137,7 +137,9 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise OptionError("lumos sample needs torch with CUDA: pip install torch, on the machine of the GPU") from None
+        raise OptionError(
+            "sampling needs torch with CUDA, and there is no torch here: pip install torch, on the machine of the GPU"
+        ) from None
     if not torch.cuda.is_available():
-        raise OptionError("lumos sample needs a CUDA GPU, and torch sees none here; run it on the machine of the GPU")
+        raise OptionError("sampling needs a CUDA GPU, and torch sees none here: run it on the machine of the GPU")
     return torch

@@ -1,0 +1,91 @@
+"""How far off forecasts of published runs are, each source predicted with constants fitted without it.
+
+    python benchmarks/truth.py TRUTH_FOLDER
+
+Prints the tables of docs/accuracy.md: errors by source, what each fitted constant is worth, and how often the 80 %
+interval holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "calibration"))
+
+from fit_conditions import START, TABLES, conditions_with, source_of  # noqa: E402
+
+from lumos.estimate import simulate_step  # noqa: E402
+from lumos.scoring.runs import Run, read_rows, runs_of  # noqa: E402
+from lumos.scoring.score import rank_correlation  # noqa: E402
+
+BARS = {
+    "megatron-sc21-table1": "8", "vtrain-multi-node": "10", "vtrain-single-node": "15", "mosaicml-llm-foundry": "12",
+    "mlperf": "10", "nanotron-playbook-sweep, stable": "15 (median 10)", "nanotron-playbook-sweep, all": "(median 20)",
+}  # fmt: skip
+PEERS = {
+    "megatron-sc21-table1": "10.3", "vtrain-multi-node": "15.4", "vtrain-single-node": "38.9", "mlperf": "19.3",
+    "mosaicml-llm-foundry": "18.2", "nanotron-playbook-sweep, stable": "39.6", "nanotron-playbook-sweep, all": "59.4",
+}  # fmt: skip
+Rows = dict[str, list[tuple[Run, float]]]
+
+
+def dense(run: Run) -> bool:
+    return not run.setup.model.experts and run.row.get("train_mode") == "pretrain" and run.seconds > 0
+
+
+def predictions(folder: Path, override: dict[str, float] | None = None) -> Rows:
+    """(run, predicted seconds) of every dense pretraining run, by source; every source with its held-out constants."""
+    held_out = json.loads((HERE.parent / "calibration/held_out.json").read_text())
+    rows: Rows = defaultdict(list)
+    for table in TABLES:
+        for run in runs_of(read_rows(folder / table)):
+            if isinstance(run, Run) and dense(run):
+                values = held_out[source_of(run)] | (override or {})
+                seconds = simulate_step(run.setup, conditions_with(run, values)).us / 1e6
+                rows[source_of(run)].append((run, seconds))
+    sweep = rows.pop("nanotron-playbook-sweep")
+    rows["nanotron-playbook-sweep, stable"] = [r for r in sweep if r[0].row.get("stable") == "true"]
+    rows["nanotron-playbook-sweep, all"] = sweep
+    return rows
+
+
+def errors(rows: list[tuple[Run, float]]) -> np.ndarray:
+    return 100 * np.array([abs(seconds / run.seconds - 1) for run, seconds in rows])
+
+
+def overall(rows: Rows) -> float:
+    """The mean over all rows on A100, H100, H200 and B200, the sweep's erratic rows left out."""
+    kept = [
+        row for name, part in rows.items() if not name.endswith("all") for row in part
+        if row[0].setup.cluster.gpu in ("a100", "a100-40", "h100", "h200", "b200")
+    ]  # fmt: skip
+    return float(errors(kept).mean())
+
+
+def main(folder: str) -> None:
+    rows = predictions(Path(folder))
+    print("| source | rows | mean error, % | median, % | rank correlation | best peer | bar |\n|---|---|---|---|---|---|---|")
+    for name, part in sorted(rows.items()):
+        found = errors(part)
+        rank = rank_correlation([(r.model, r.gpus, r.seconds, s) for r, s in part])
+        shown = f"{rank:.2f}" if rank == rank else ""
+        print(f"| {name} | {len(part)} | {found.mean():.1f} | {np.median(found):.1f} | {shown} | "
+              f"{PEERS.get(name, '')} | {BARS.get(name, '')} |")  # fmt: skip
+    base = overall(rows)
+    print(f"\nAll rows on A100, H100, H200 and B200, the sweep's erratic ones left out: mean {base:.1f} % (bar 12).\n")
+    print("| constant | fitted | worth: overall mean without it, % |\n|---|---|---|")
+    shipped = json.loads((HERE.parent / "src/lumos/data/conditions.json").read_text())
+    for key, start in START.items():
+        table, _, name = key.partition(".")
+        neutral = 1.0 if key != "h100.matrix" else start
+        print(f"| {key} | {shipped[table][name]} | {overall(predictions(Path(folder), {key: neutral})):.1f} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,112 @@
+"""Fits the few constants of data/conditions.json that published runs decide, and the same without each source in turn.
+
+    python calibration/fit_conditions.py TRUTH_FOLDER
+
+Writes src/lumos/data/conditions.json and calibration/held_out.json: for every source, the constants fitted on all the
+others, with which benchmarks/truth.py scores it. What is measured on our own GPUs (hopper.matrix, launch gaps) is fixed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from math import log
+from pathlib import Path
+
+from lumos.costs.conditions import Conditions, conditions_for
+from lumos.estimate import simulate_step
+from lumos.scoring.runs import Run, read_rows, runs_of
+
+HERE = Path(__file__).parent
+TARGET = HERE.parent / "src/lumos/data/conditions.json"
+TABLES = ("measured_runs.csv", "nanotron_sweep.csv", "vtrain_single_node.csv")
+ROWS = 40  # of each source
+CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
+MEASURED = {"all": {"launch_gap_us": 1.1, "stream": 1.0}, "hopper": {"matrix": 1.12}, "blackwell": {"matrix": 1.12}}
+START = {"ampere.matrix": 1.0, "h100.matrix": 1.12, "all.penalty": 1.1}
+STEPS = (0.08, 0.03)
+
+
+def chosen_runs(folder: Path) -> dict[str, list[Run]]:
+    """Up to ROWS dense pretraining runs of every source; MLPerf's rounds count as one."""
+    by_source: dict[str, list[Run]] = {}
+    for table in TABLES:
+        for run in runs_of(read_rows(folder / table)):
+            if isinstance(run, Run) and is_scored(run):
+                by_source.setdefault(source_of(run), []).append(run)
+    draw = random.Random(0)
+    return {name: draw.sample(runs, min(ROWS, len(runs))) for name, runs in sorted(by_source.items())}
+
+
+def source_of(run: Run) -> str:
+    return "mlperf" if run.source.startswith("mlperf") else run.source
+
+
+def is_scored(run: Run) -> bool:
+    """Dense pretraining on A100, H100, H200 or B200; of the sweep, configurations whose repeats agree."""
+    gpu = run.setup.cluster.gpu in ("a100", "a100-40", "h100", "h200", "b200")
+    dense = not run.setup.model.experts and run.row.get("train_mode") == "pretrain"
+    return gpu and dense and run.row.get("stable", "true") == "true" and run.seconds > 0
+
+
+def conditions_with(run: Run, values: dict[str, float]) -> Conditions:
+    """The conditions of a run's GPU, with these constants in place of the shipped ones."""
+    gpu = run.setup.cluster.accelerator
+    known = conditions_for(gpu)
+    changes = {"penalty": values["all.penalty"]}
+    if gpu.family == "ampere":
+        changes["matrix"] = values["ampere.matrix"]
+    if gpu.name == "h100":
+        changes["matrix"] = values["h100.matrix"]
+    return replace(known, **changes)
+
+
+def loss(runs: dict[str, list[Run]], values: dict[str, float]) -> float:
+    """The mean over sources of their mean error."""
+    total = 0.0
+    for rows in runs.values():
+        errors = [abs(log(simulate_step(r.setup, conditions_with(r, values)).us / 1e6 / r.seconds)) for r in rows]
+        total += sum(min(CLIP, e) for e in errors) / len(errors)
+    return total / len(runs)
+
+
+def fit(runs: dict[str, list[Run]]) -> dict[str, float]:
+    """Coordinate descent in factors."""
+    values, best = dict(START), loss(runs, START)
+    for step in STEPS:
+        for key in START:
+            for factor in (1 + step, 1 / (1 + step)):
+                while True:
+                    trial = values | {key: round(values[key] * factor, 4)}
+                    score = loss(runs, trial)
+                    if score >= best - 1e-4:
+                        break
+                    values, best = trial, score
+    return values
+
+
+def without(job: tuple[str, dict[str, list[Run]]]) -> tuple[str, dict[str, float]]:
+    name, runs = job
+    values = fit({source: rows for source, rows in runs.items() if source != name})
+    print(name or "all", values, flush=True)
+    return name, values
+
+
+def main(folder: str) -> None:
+    runs = chosen_runs(Path(folder))
+    with ProcessPoolExecutor(2) as pool:
+        fitted = dict(pool.map(without, [("", runs), *((name, runs) for name in runs)]))
+    shipped = fitted.pop("")
+    tables = {name: dict(table) for name, table in MEASURED.items()}
+    for key, value in shipped.items():
+        table, _, name = key.partition(".")
+        tables.setdefault(table, {})[name] = value
+    TARGET.write_text(json.dumps(tables, indent=1) + "\n")
+    (HERE / "held_out.json").write_text(json.dumps(fitted, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,132 @@
+"""Forecast: everything that is said about a run which was never traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lumos.estimate import Step, simulate_step
+from lumos.flops import hardware_flops, model_flops, utilisation
+from lumos.footprint import Footprint, footprint
+from lumos.setups.rules import warnings_in
+from lumos.setups.setup import Setup
+from lumos.uncertainty import log_spread
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A simulated step, its memory, and how sure both are."""
+
+    setup: Setup
+    step: Step
+    notes: tuple[str, ...] = ()  # what had to be assumed about the setup
+
+    @property
+    def step_ms(self) -> float:
+        return self.step.us / 1e3
+
+    @cached_property
+    def memory(self) -> Footprint:
+        return footprint(self.setup)
+
+    @cached_property
+    def interval_ms(self) -> tuple[float, float]:
+        """Four runs out of five are within it; how often that held is in docs/accuracy.md."""
+        spread = float(np.exp(log_spread(self.step, len(self.notes))))
+        return self.step_ms / spread, self.step_ms * spread
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.setup.tokens / (self.step.us / 1e6) / self.setup.cluster.gpus
+
+    @property
+    def mfu(self) -> float:
+        return utilisation(model_flops(self.setup), self.setup, self.step.us / 1e6)
+
+    @property
+    def hfu(self) -> float:
+        return utilisation(hardware_flops(self.setup), self.setup, self.step.us / 1e6)
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Where the time of a rank goes, as a mean over the stages."""
+        work = self.step.stage_work()
+        compute = float(np.mean([w.compute_us for w in work])) / 1e3
+        exposed = float(np.mean([w.exposed_us for w in work])) / 1e3
+        total = float(np.mean([w.communication_us for w in work])) / 1e3
+        overlapped = max(0.0, total - exposed)
+        return {
+            "exposed_compute_ms": max(0.0, compute - overlapped),
+            "exposed_comm_ms": exposed,
+            "overlapped_ms": min(overlapped, compute),
+            "other_ms": max(0.0, self.step_ms - compute - exposed),
+        }
+
+    @cached_property
+    def bubble(self) -> float:
+        """The share of the step that a stage waits for others or for its host."""
+        return self.breakdown["other_ms"] / self.step_ms
+
+    @cached_property
+    def host_bound(self) -> bool:
+        """Whether the step gets shorter with a faster host."""
+        return self.step.host_share > 0.5
+
+    @cached_property
+    def energy_j(self) -> float:
+        """Of all GPUs: idle power all the time, the rest of the board's power while kernels run.
+
+        Ten percent is the error on the GPU-bound steps that were measured; launch-bound ones are off by up to a third.
+        """
+        gpu = self.setup.cluster.accelerator
+        busy = (self.breakdown["exposed_compute_ms"] + self.breakdown["overlapped_ms"]) / self.step_ms
+        talking = self.breakdown["exposed_comm_ms"] / self.step_ms
+        watts = gpu.idle_w + (gpu.tdp_w - gpu.idle_w) * min(1.0, 0.98 * busy + 0.4 * talking)
+        return watts * self.step.us / 1e6 * self.setup.cluster.gpus
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        found = [*self.notes, *warnings_in(self.setup)]
+        model = self.step.prices.model
+        if model.transferred:
+            found.append(
+                f"{self.setup.cluster.gpu} was not sampled: its costs are those of {model.sampled} at its own peaks, and "
+                "the interval is wider"
+            )
+        if self.host_bound:
+            found.append(
+                "the host decides this step: cluster.host = 1 stands for a typical one, and hosts differ by a third"
+            )
+        if not self.memory.fits:
+            found.append(
+                f"does not fit: {self.memory.peak_gib:.1f} GiB at the peak, "
+                f"{self.setup.cluster.accelerator.memory_gib:.1f} GiB on the GPU; recompute, shard or split more"
+            )
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer as JSON has it."""
+        return {
+            "step_ms": self.step_ms,
+            "interval_ms": list(self.interval_ms),
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "memory_gib": self.memory.as_dict(),
+            "fits": self.memory.fits,
+            "breakdown": self.breakdown,
+            "bubble": self.bubble,
+            "host_bound": self.host_bound,
+            "energy_j": self.energy_j,
+            "operators": self.step.operators(),
+            "warnings": self.warnings,
+        }
+
+
+def forecast(setup: Setup, notes: tuple[str, ...] = ()) -> Forecast:
+    """What a run would do, from its description."""
+    return Forecast(setup, simulate_step(setup), notes)
+

@@ -1,0 +1,475 @@
+"""Prices of operators: laws that hold for every shape, and files of rows, samples and models."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lumos.cli import cost_command
+from lumos.costs.features import features, roofline_us
+from lumos.costs.model import CostModel, Regressor, _decode, chip_of, cost_model, encode, read_cost_model
+from lumos.costs.operator import KINDS, Operator
+from lumos.costs.trees import Trees
+from lumos.errors import InputError, LumosError
+from lumos.fitting.rows import SIZES, operator_of, operators_of, read_rows
+from lumos.fitting.samples import read_samples
+from lumos.output.costs import cost_answer
+from lumos.setups.gpus import gpu_named, gpu_names
+
+SAMPLED = ("h200", "a100", "gh200")
+MATRIX = ("gemm", "bmm", "grouped_gemm", "sdpa_fwd", "sdpa_bwd")
+laws = settings(max_examples=150)
+
+
+def sizes(most: int = 1 << 40) -> st.SearchStrategy[int]:
+    """As many small as large ones."""
+    bits = most.bit_length() - 1
+    return st.integers(0, bits - 1).flatmap(lambda power: st.integers(1 << power, (2 << power) - 1))
+
+
+@st.composite
+def rows(draw: st.DrawFn, names: tuple[str, ...] = tuple(SIZES), most: int = 1 << 40) -> dict[str, Any]:
+    """A row of any operator, with any sizes."""
+    name = draw(st.sampled_from(names))
+    row: dict[str, Any] = {"op": name} | {size: draw(sizes(most)) for size in SIZES[name]}
+    row["dtype"] = draw(st.sampled_from(("bf16", "fp16", "fp32", "tf32", "fp8")))
+    return row | ({"layout": draw(st.sampled_from(("TN", "NN", "NT")))} if name == "gemm" else {})
+
+
+# Laws
+
+
+@laws
+@given(rows(), st.sampled_from(gpu_names()))
+def test_every_price_is_positive_and_finite(row: dict[str, Any], gpu: str) -> None:
+    assert 0 < cost_model(gpu).us(operator_of(row, "row")) < math.inf
+
+
+@laws
+@given(rows(MATRIX), st.sampled_from(gpu_names()))
+def test_no_product_is_faster_than_the_hardware(row: dict[str, Any], gpu: str) -> None:
+    """Of 23,700 samples on H200, none came closer than 1.1; the margin is for trees that are asked beyond them."""
+    model, operator = cost_model(gpu), operator_of(row, "row")
+    chip = chip_of(model.gpu, operator.dtype)
+    assert model.us(operator) >= 0.9 * max(operator.flops / chip.peak, operator.bytes / chip.bandwidth)
+
+
+@laws
+@given(st.sampled_from(("TN", "NN", "NT")), st.integers(32, 128), st.integers(16, 144), st.integers(16, 144))
+def test_twice_the_tokens_of_a_large_product_take_about_twice_as_long(layout: str, t: int, n: int, k: int) -> None:
+    model = cost_model("h200")
+    tokens = "k" if layout == "NT" else "m"
+    row = {"op": "gemm", "layout": layout, "m": 128 * t, "n": 128 * n, "k": 128 * k}
+    if tokens == "k":
+        row |= {"m": 128 * k, "k": 128 * t}
+    once, twice = (model.us(operator_of(row | {tokens: factor * row[tokens]}, "row")) for factor in (1, 2))
+    assert 1.5 < twice / once < 2.5
+
+
+@settings(max_examples=40)
+@given(st.lists(rows(), max_size=30), st.sampled_from(gpu_names()))
+def test_many_are_priced_as_one_by_one(chosen: list[dict[str, Any]], gpu: str) -> None:
+    operators = operators_of(chosen, "rows")
+    shipped = cost_model(gpu)
+    together, alone = fresh(shipped), fresh(shipped)
+    assert together.us_of_all(operators) == pytest.approx([alone.us(o) for o in operators], rel=1e-12)
+    assert together.us_of_all(operators[::-1]) == together.us_of_all(operators)[::-1], "from memory"
+
+
+def fresh(model: CostModel) -> CostModel:
+    """The same model, which remembers nothing."""
+    return CostModel(model.gpu, model.sampled, model.regressors, model.fallback and fresh(model.fallback))
+
+
+@laws
+@given(rows(most=1 << 16), st.sampled_from(SAMPLED))
+def test_trees_look_at_features_that_are_there(row: dict[str, Any], gpu: str) -> None:
+    operator = operator_of(row, "row")
+    for key, regressor in cost_model(gpu).regressors.items():
+        if key == operator.kind:
+            assert regressor.width <= len(features(operator, chip_of(gpu_named(gpu), operator.dtype)))
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_every_operator_of_a_row_has_work_to_do(name: str) -> None:
+    operator = operator_of({"op": name} | dict.fromkeys(SIZES[name], 64), "row")
+    assert operator.kind in KINDS
+    assert operator.bytes > 0
+    assert operator.flops >= 0
+
+
+def test_an_operator_that_nobody_sampled_costs_its_roofline() -> None:
+    model, operator = cost_model("h200"), Operator("sdpa_fwd", (1, 8, 1024, 64), "fp32")
+    assert model.sampled_on(operator) == ""
+    assert model.us(operator) == roofline_us(operator, chip_of(model.gpu, "fp32"))
+
+
+def test_ten_thousand_rows_take_well_under_a_second() -> None:
+    draw = np.random.default_rng(0)
+    shapes = draw.integers(1, 256, (10_000, 3)) * 64
+    operators = [Operator("gemm_tn", (int(m), int(n), int(k))) for m, n, k in shapes]
+    model = fresh(cost_model("h200"))
+    model.us(operators[0])  # loads the compiled loop
+    began = time.process_time()
+    model.us_of_all(operators)
+    assert time.process_time() - began < 2.0, "on a busy machine; half a second on an idle one"
+
+
+# Trees and model files
+
+
+def some_trees(seed: int = 0, features: int = 4) -> tuple[Trees, Any, Any]:
+    """Trees grown by scikit-learn on random rows, its own model, and other rows."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
+    from lumos.fitting.boosting import flatten, regressor
+
+    draw = np.random.default_rng(seed)
+    known = draw.normal(size=(300, features)).round(2)
+    model = regressor()(max_iter=20, random_state=0).fit(known, known[:, 0] * known[:, 1] + draw.normal(size=300))
+    return flatten(model), model, draw.normal(size=(500, features)).round(3) + 1e-4
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 1000))
+def test_trees_answer_as_the_library_that_grew_them(seed: int) -> None:
+    trees, model, other = some_trees(seed)
+    np.testing.assert_allclose(trees(other), model.predict(other), rtol=1e-5, atol=1e-5)
+
+
+def model_file(regressors: dict[str, Regressor] | None = None, gpu: str = "h200") -> bytes:
+    if regressors is None:
+        regressors = {"gelu": cost_model("h200").regressors["gelu"], "gemm": cost_model("h200").regressors["gemm"]}
+    return encode(gpu, regressors)
+
+
+def test_a_model_that_is_written_and_read_is_the_same() -> None:
+    shipped = cost_model("a100").regressors
+    name, regressors = _decode(encode("a100", shipped), "a100.npz")
+    assert name == "a100"
+    assert regressors.keys() == shipped.keys()
+    for key, regressor in regressors.items():
+        assert (regressor.rows, regressor.error_pct) == (shipped[key].rows, shipped[key].error_pct)
+        for read, written in zip(regressor.trees, shipped[key].trees, strict=True):
+            np.testing.assert_array_equal(read, written)
+            assert np.asarray(read).dtype == np.asarray(written).dtype
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_a_corrupt_model_is_refused_or_was_not_hurt(tmp_path: Path, data: st.DataObject) -> None:
+    """A broken file must never be walked: the loop over trees has no bounds."""
+    content = bytearray(model_file({"gelu": cost_model("h200").regressors["gelu"]}))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.sampled_from((len(content), len(content) // 2, 10, 0)))
+    path = tmp_path / "model.npz"
+    path.write_bytes(content[:cut])
+    try:
+        model = read_cost_model(path)
+    except InputError as error:
+        assert "model.npz" in str(error)
+    else:
+        assert 0 < model.us(Operator("gelu", (1024, 1024))) < math.inf
+
+
+def changed(**columns: Any) -> bytes:
+    """A model file with sound packing and wrong trees."""
+    gelu = cost_model("h200").regressors["gelu"]
+    return model_file({"gelu": Regressor(gelu.trees._replace(**columns), 1.0, 100)})
+
+
+GELU = cost_model("h200").regressors["gelu"].trees
+WRONG = {
+    "root beyond the table": changed(root=GELU.root + len(GELU.left)),
+    "negative root": changed(root=GELU.root - 1),
+    "a circle": changed(left=np.zeros_like(GELU.left)),
+    "children beyond the table": changed(left=GELU.left + len(GELU.left)),
+    "columns of different lengths": changed(left=GELU.left[:-1]),
+    "two dimensions": changed(root=GELU.root[None]),
+    "numbers of another kind": changed(left=GELU.left.astype(np.float64)),
+    "not a number": changed(threshold=GELU.threshold * np.float32("nan")),
+    "an infinite start": changed(start=math.inf),
+    "a GPU that nobody knows": model_file(gpu="abacus"),
+    "nothing": b"",
+    "text": b"hello",
+    "a plain array": (lambda file: (np.save(file, np.arange(3)), file.getvalue())[1])(io.BytesIO()),
+    "a zip of something else": (
+        lambda file: (zipfile.ZipFile(file, "w").writestr("a.txt", "a"), file.getvalue())[1]
+    )(io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_model_is_refused(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "model.npz"
+    path.write_bytes(WRONG[what])
+    with pytest.raises(InputError, match=r"model\.npz: (not a cost model|fitted on 'abacus')"):
+        read_cost_model(path)
+
+
+def test_trees_for_other_features_than_ours_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    path.write_bytes(changed(feature=np.where(GELU.feature >= 0, 100, -1).astype(np.int16)))
+    with pytest.raises(InputError, match="does not fit gelu; fit it again"):
+        read_cost_model(path).us(Operator("gelu", (1024, 1024)))
+
+
+def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    np.savez_compressed(path, header=np.zeros(1 << 28, np.uint8))
+    with pytest.raises(InputError, match="not a cost model"):
+        read_cost_model(path)
+
+
+def test_a_model_without_a_family_asks_the_shipped_one(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    path.write_bytes(model_file({"gelu": cost_model("h200").regressors["gelu"]}, gpu="h100"))
+    model, shipped = read_cost_model(path), cost_model("h100")
+    silu, gelu = Operator("silu", (1024, 1024)), Operator("gelu", (1024, 1024))
+    assert (model.sampled_on(silu), model.sampled_on(gelu)) == ("h200", "h100")
+    assert model.us(silu) == shipped.us(silu)
+
+
+def test_a_gpu_is_transferred_unless_its_own_samples_speak(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    path.write_bytes(model_file(gpu="h100"))
+    assert not read_cost_model(path).transferred
+    assert read_cost_model(path, "b200").transferred
+    assert [name for name in SAMPLED if cost_model(name).transferred] == []
+    assert cost_model("h100").transferred
+
+
+def test_the_prices_of_one_gpu_are_not_remembered_for_another(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    path.write_bytes(model_file())
+    row = Operator("gemm_tn", (4096, 4096, 4096))
+    assert read_cost_model(path).us(row) < read_cost_model(path, "a100").us(row)
+
+
+# Rows
+
+
+def test_a_row_is_an_operator() -> None:
+    gemm = {"op": "gemm", "m": 8, "n": 16, "k": 32, "layout": "NT", "dtype": "fp8", "id": "mine"}
+    assert operator_of(gemm, "row") == Operator("gemm_nt", (8, 16, 32), "fp8")
+    assert operator_of({"op": "bmm", "b": 2, "h": 3, "s": 5, "d": 7}, "row") == Operator("bmm", (6, 5, 5, 7))
+
+
+def test_all_mistakes_of_all_rows_are_told_at_once() -> None:
+    wrong = [
+        {"op": "gem", "m": 1, "n": 1, "k": 1},
+        {"op": "gelu", "t": 1, "h": 1},
+        {"op": "gemm", "m": 0, "n": 1.5, "layout": "XX", "dtype": "int8"},
+        "gemm",
+        {"t": 1},
+        {"op": "gelu", "t": True, "h": 1 << 40},
+        {"op": ["gelu"], "dtype": []},
+    ]
+    with pytest.raises(InputError) as told:
+        operators_of(wrong, "r.json")
+    assert str(told.value).splitlines() == [
+        'r.json: rows[0]: op = "gem" is not known: did you mean gemm? (`lumos cost --help` has them all)',
+        'r.json: rows[2]: dtype = "int8" is not known: use bf16, fp16, fp32, tf32 or fp8',
+        'r.json: rows[2]: layout = "XX" is not known: use TN, NN or NT',
+        "r.json: rows[2]: m = 0 is no size: give a whole number from 1 to 1099511627775",
+        "r.json: rows[2]: n = 1.5 is no size: give a whole number from 1 to 1099511627775",
+        "r.json: rows[2]: k is missing: gemm needs m, n and k",
+        'r.json: rows[3]: "gemm" is no row; give an object such as {"op": "gemm", "m": 4096, "n": 4096, "k": 4096}',
+        'r.json: rows[4]: op is missing: give the operator\'s name, as in {"op": "gemm", "m": 4096, "n": 4096, "k": 4096}',
+        "r.json: rows[5]: t = true is no size: give a whole number from 1 to 1099511627775",
+        "r.json: rows[5]: h = 1099511627776 is no size: give a whole number from 1 to 1099511627775",
+        "r.json: rows[6]: dtype = a list of 0 is not known: use bf16, fp16, fp32, tf32 or fp8",
+        "r.json: rows[6]: op = a list of 1 is not known: did you mean gelu? (`lumos cost --help` has them all)",
+    ]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(sorted(SIZES)),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(("op", "t", "h", "m", "dtype")), inner),
+    max_leaves=12,
+)
+
+
+@laws
+@given(JSON)
+@example([{"op": "gelu", "t": 1, "h": 1}])
+def test_whatever_is_given_is_priced_or_refused_in_words(tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(value))
+    try:
+        given_rows = read_rows(path)
+        answer = cost_answer(cost_model("h200"), given_rows, operators_of(given_rows, str(path)))
+    except LumosError as error:
+        assert "rows.json" in str(error)
+    else:
+        assert all(row["us"] > 0 for row in answer["rows"])
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b'{"row": []}', b"3", b"\xff", b"[" * 100_000])
+def test_a_file_without_rows_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"rows\.json: .*\"op\": \"gemm\""):
+        read_rows(path)
+
+
+def test_the_help_names_every_operator() -> None:
+    told = (cost_command.__doc__ or "").split()
+    plain = {name for name in SIZES if not name.startswith("neox_")}
+    assert plain - set(told) == {f"{name}_bwd" for name in ("rms_norm", "layer_norm", "gelu", "silu")}
+
+
+def test_prices_that_rest_on_less_than_samples_are_marked() -> None:
+    chosen = [{"op": "gemm", "m": 512, "n": 512, "k": 512, "dtype": "fp8"}, {"op": "rms_norm", "t": 512, "h": 512}]
+    told = {gpu: cost_answer(cost_model(gpu), chosen, operators_of(chosen, ""))["warnings"] for gpu in gpu_names()}
+    assert told["h200"] == []
+    assert any("a100 was not sampled for gemm in fp8, rms_norm: the corrections of h200" in w for w in told["a100"])
+    assert any("a100 has no fp8" in w for w in told["a100"])
+    assert any("b200 was never sampled" in w for w in told["b200"])
+    assert not any("never sampled" in w for w in told["a100"])
+
+
+# The command line
+
+
+def lumos(*arguments: str, cwd: Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lumos.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=stdin, check=False, timeout=120)
+
+
+ROWS = [
+    {"op": "gemm", "m": 4096, "n": 4096, "k": 4096, "id": "a"},
+    {"op": "sdpa_fwd", "b": 1, "h": 32, "s": 4096, "d": 128},
+    {"op": "rms_norm", "t": 4096, "h": 4096},
+]
+
+
+def test_cost_answers_the_rows_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": ROWS}))
+    done = lumos("cost", "rows.json", "--gpu", "H100", "--json", "-o", "prices.csv", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    assert answer["gpu"] == "h100"
+    assert [{k: v for k, v in row.items() if k not in ("us", "bound")} for row in answer["rows"]] == ROWS
+    assert [row["bound"] for row in answer["rows"]] == ["compute", "compute", "memory"]
+    assert all(row["us"] > 1 for row in answer["rows"])
+    assert "never sampled" in answer["warnings"][0]
+    with (tmp_path / "prices.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [float(row["us"]) for row in table] == [row["us"] for row in answer["rows"]]
+    assert list(table[0])[-2:] == ["us", "bound"]
+
+
+def test_cost_reads_standard_input_and_shows_a_table(tmp_path: Path) -> None:
+    done = lumos("cost", "-", "--gpu", "h200", cwd=tmp_path, stdin=json.dumps(ROWS))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "m=4096 n=4096 k=4096" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("cost", "rows.json"), "--gpu is missing: give a name, as in --gpu h200"),
+        (("cost", "rows.json", "--gpu", "h20"), "did you mean h200?"),
+        (("cost", "none.json", "--gpu", "h200"), "none.json: cannot be read (No such file or directory)"),
+        (("cost", "rows.json", "--gpu", "h200", "-o", "a.npz"), "-o a.npz: the extension must say the form"),
+        (("cost", "rows.json", "--gpu", "h200", "-o", "rows.json"), "-o rows.json: that is the input itself"),
+        (("cost", "rows.json", "--model", "rows.json"), "rows.json: not a cost model"),
+        (("cost", "rows.json", "--model", "none.npz"), "none.npz: cannot be read (No such file or directory)"),
+        (("fit", "rows.json", "-o", "m.npz"), "rows.json"),
+        (("fit", "few.jsonl", "-o", "m.npz"), "no family could be fitted (gelu: fewer than 40 samples)"),
+        (("fit", "few.jsonl", "-o", "m.json"), "-o m.json: the extension must say the form; use .npz"),
+        (("fit", "other.jsonl", "-o", "m.npz"), "samples of 'Abacus', a GPU that is not known; say the nearest with --gpu"),
+        (("sample", "-o", "s.txt"), "-o s.txt: the extension must say the form; use .jsonl"),
+        (("sample", "-o", "s.jsonl", "--only", "gem"), "--only gem: not known"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_refused_in_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    if arguments[0] == "fit":
+        pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
+    gelu = {"op": "gelu", "t": 64, "h": 64, "us": 3.0}
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    for name, gpu in (("few", "NVIDIA H200"), ("other", "Abacus")):
+        write_lines(tmp_path / f"{name}.jsonl", [{"gpu": gpu}, gelu])
+    before = sorted(tmp_path.iterdir())
+    done = lumos(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert words in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def write_lines(path: Path, values: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def test_without_scikit_learn_fitting_says_what_to_install(tmp_path: Path) -> None:
+    write_lines(tmp_path / "s.jsonl", [{"gpu": "h200"}, {"op": "gelu", "t": 64, "h": 64, "us": 3.0}])
+    code = "import sys; sys.modules['sklearn'] = None; sys.argv = ['lumos', 'fit', 's.jsonl', '-o', 'm.npz'];"
+    command = [sys.executable, "-c", code + "from lumos.cli import main; main()"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "lumos: fitting needs scikit-learn: pip install 'lumos-sim[fit]'\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("hello\n", "s.jsonl:2: not JSON"),
+        ("[]\n", "s.jsonl:2: not a row of samples"),
+        ('{"op": "gelu", "t": 64, "h": 64, "us": -3.0}\n', "s.jsonl:2: us = -3.0 is no time"),
+        ('{"op": "gelu", "t": 64, "h": 64, "us": NaN}\n', "s.jsonl:2: us = nan is no time"),
+        ('{"op": "gelu", "t": 64, "us": 3.0}\n', "s.jsonl:2: h is missing"),
+        ('{"op": "gelu", "t": 64, "h": 64, "error": "out of memory"}\n', "no samples of operators"),
+        ('{"op": "gelu", "t"', "no samples of operators"),
+    ],
+)
+def test_a_wrong_line_among_samples_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_text('{"gpu": "h200"}\n' + line)
+    with pytest.raises(InputError, match=words.replace(".", r"\.")):
+        read_samples(path)
+
+
+def test_what_was_sampled_is_fitted_and_priced(tmp_path: Path) -> None:
+    """A GPU on which a product takes a microsecond and its roofline twice, noise apart: the model must say so."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
+    draw, gpu = np.random.default_rng(0), gpu_named("h200")
+    samples: list[dict[str, Any]] = [{"gpu": "NVIDIA H200"}]
+    for name, count in (("gemm", 400), ("gelu", 100), ("silu", 20), ("add", 80)):
+        for _ in range(count):
+            row = {"op": name, "layout": "TN"} | {size: int(draw.integers(4, 128)) * 64 for size in SIZES[name]}
+            operator = operator_of(row, "row")
+            noise = draw.lognormal(0, 2.0 if name == "add" else 0.01)
+            samples.append(row | {"us": 1 + 2 * roofline_us(operator, chip_of(gpu, "bf16")) * noise})
+    write_lines(tmp_path / "s.jsonl", samples)
+    done = lumos("fit", "s.jsonl", "-o", "m.npz", "--gpu", "h100", "--json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    families = {part["family"]: part for part in answer["families"]}
+    assert (answer["gpu"], answer["model"]) == ("h100", "m.npz")
+    assert families["silu"]["refused"] == "fewer than 40 samples"
+    assert families["silu"]["error_pct"] is None
+    assert "on shapes held apart" in families["add"]["refused"]
+    assert max(families[name]["error_pct"] for name in ("gemm_tn", "gelu")) < 10
+    assert answer["warnings"] == ["refused, and so priced by what is shipped: add, silu"]
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    priced = json.loads(lumos("cost", "rows.json", "--model", "m.npz", "--json", cwd=tmp_path).stdout)
+    base = roofline_us(operator_of(ROWS[0], "row"), chip_of(gpu_named("h100"), "bf16"))
+    assert priced["gpu"] == "h100"
+    assert priced["rows"][0]["us"] == pytest.approx(2 * base, rel=0.1)
+    assert priced["warnings"] == ["h100 was not sampled for rms_norm, sdpa_fwd: the corrections of h200 are used"]
