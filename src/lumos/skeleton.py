@@ -55,6 +55,7 @@ class Skeleton:
     node_role: NDArray[np.int32]
     lag_class: NDArray[np.int32]  # 0: none, 1: to the next stage, 2: a launch
     node_turn: tuple[Turn | None, ...]
+    lanes: tuple[tuple[str, int], ...]  # (name, stage)
 
     def filled(self, durations: Floats, lags: Floats) -> Graph:
         """The graph with the durations of each role and the lags of each class, in nanoseconds."""
@@ -96,7 +97,7 @@ class _Draft:
         graph.order  # noqa: B018  worked out once, here
         lag_class = graph.edges.lag.astype(np.int32)
         roles = np.array(self.role_of, np.int32)[order]
-        return Skeleton(graph, tuple(self.roles), roles, lag_class, tuple(self.turn_of[i] for i in order))
+        return Skeleton(graph, tuple(self.roles), roles, lag_class, tuple(self.turn_of[i] for i in order), tuple(self.lanes))
 
 
 @lru_cache(maxsize=512)

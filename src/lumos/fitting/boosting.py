@@ -9,17 +9,21 @@ import numpy as np
 from lumos.costs.trees import Floats, Trees
 from lumos.errors import OptionError
 
-_MANY = 2000  # rows from which on single outliers are left alone
+_MANY = 2000  # rows from which on single outliers are left alone, and several threads are worth their coming together
 _L2 = 0.1
 
 
 def grow(rows: Floats, target: Floats, rounds: int = 600, leaves: int = 24, rate: float = 0.06) -> Trees:
     """Boosted trees for `target`; relative error counts, since the target is a logarithm."""
-    return flatten(regressor()(
+    model = regressor()(
         loss="absolute_error" if len(rows) >= _MANY else "squared_error", max_iter=rounds, learning_rate=rate,
         max_leaf_nodes=leaves, min_samples_leaf=max(2, min(12, len(rows) // 60)), l2_regularization=_L2,
         max_features=0.5, early_stopping=False, random_state=0,
-    ).fit(rows, target))  # fmt: skip
+    )  # fmt: skip
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(None if len(rows) >= _MANY else 1):
+        return flatten(model.fit(rows, target))
 
 
 def regressor() -> Any:

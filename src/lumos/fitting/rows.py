@@ -120,5 +120,5 @@ def _mistakes(row: Any) -> Iterator[str]:
 
 def _unknown(name: Any) -> str:
     if name is None:
-        return f"op is missing: give the operator's name, as in {_EXAMPLE}"
+        return f"op is missing: give a name, as in {_EXAMPLE}"
     return f"op = {shown(name)} is not known: {did_you_mean(str(name), list(SIZES))} (`lumos cost --help` has them all)"

@@ -66,7 +66,7 @@ class Score:
                 "low": item.forecast.interval_ms[0] / 1e3,
                 "high": item.forecast.interval_ms[1] / 1e3,
                 "fits": item.forecast.memory.fits,
-                "peak_gib": item.forecast.memory.peak_gib,
+                "peak_gib": item.forecast.memory.gib()["peak"],
             }
             for item in self.scored
         ]
