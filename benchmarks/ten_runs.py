@@ -68,12 +68,15 @@ RUNS = (
 )  # fmt: skip
 
 
+ALL, PROFILED = Details(), Host()
+
+
 @dataclass(frozen=True)
 class Way:
     """How the step is put together; every field can be turned off to see what it is worth."""
 
-    details: Details = Details()
-    host: Host = Host()
+    details: Details = ALL
+    host: Host = PROFILED
     exchanges: bool = True  # sends block the sender, too, and what arrives in parts is gathered
     mask: bool = True  # the attention mask travels with the activations, as fp16
     crowded: bool = True  # all GPUs of a node communicate at once
@@ -212,7 +215,7 @@ _OTHER_SIDE = {"send activations": ("receive activations", 1), "send gradients":
 
 
 def pipeline(stages: Stages) -> Graph:
-    """A lane a stage. Both sides of a transfer start together and last equally long; all stages meet before the update."""
+    """A lane a stage. Both sides of a transfer start together and last equally long; all meet before the update."""
     way, count = stages.way, len(stages.layers)
     lanes = [orders_of(stage, count, stages.run.microbatches) for stage in range(count)]
     size = [len(lane) + 3 for lane in lanes]  # and: reduce, update, publish
@@ -279,7 +282,8 @@ def _mean(site: str, way: Way) -> float:
 
 
 def main() -> None:
-    print("| site | run (PP-TP-DP) | measured s | predicted s | error % | published error % |\n|---|---|---|---|---|---|")
+    print("| site | run (PP-TP-DP) | measured s | predicted s | error % | published error % |")
+    print("|---|---|---|---|---|---|")
     for site in SITES:
         for run in RUNS:
             predicted, measured = predict_s(run, site), run.measured[site]
@@ -287,7 +291,7 @@ def main() -> None:
             error = 100 * (predicted / measured - 1)
             print(f"| {site} | {run.name} | {measured:.3f} | {predicted:.3f} | {error:+.1f} | {published:+.1f} |")
     for site in SITES:
-        published = np.mean([abs(100 * (run.published[site] / run.measured[site] - 1)) for run in RUNS])
+        published = float(np.mean([abs(100 * (run.published[site] / run.measured[site] - 1)) for run in RUNS]))
         print(f"| {site} | **mean** | | | **{_mean(site, Way()):.2f}** | {published:.2f} |")
     print("\n| left out | " + " | ".join(f"{site}, mean error % (runs)" for site in SITES) + " |\n|---|---|---|")
     for name, way in [

@@ -19,7 +19,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "calibration"))
 
 from fit_conditions import START, TABLES, conditions_with, source_of  # noqa: E402
-
 from lumos.estimate import simulate_step  # noqa: E402
 from lumos.scoring.runs import Run, read_rows, runs_of  # noqa: E402
 from lumos.scoring.score import rank_correlation  # noqa: E402
@@ -70,7 +69,8 @@ def overall(rows: Rows) -> float:
 
 def main(folder: str) -> None:
     rows = predictions(Path(folder))
-    print("| source | rows | mean error, % | median, % | rank correlation | best peer | bar |\n|---|---|---|---|---|---|---|")
+    print("| source | rows | mean error, % | median, % | rank correlation | best peer | bar |")
+    print("|---|---|---|---|---|---|---|")
     for name, part in sorted(rows.items()):
         found = errors(part)
         rank = rank_correlation([(r.model, r.gpus, r.seconds, s) for r, s in part])

@@ -3,7 +3,7 @@
     python calibration/fit_conditions.py TRUTH_FOLDER
 
 Writes src/lumos/data/conditions.json and calibration/held_out.json: for every source, the constants fitted on all the
-others, with which benchmarks/truth.py scores it. What is measured on our own GPUs (hopper.matrix, launch gaps) is fixed.
+others, with which benchmarks/truth.py scores it. What we measured ourselves (hopper.matrix, launch gaps) is fixed.
 """
 
 from __future__ import annotations

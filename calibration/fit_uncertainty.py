@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+
 from fit_conditions import HERE, TABLES, conditions_with, source_of
 from lumos.estimate import simulate_step
 from lumos.scoring.runs import Run, read_rows, runs_of

@@ -1,6 +1,6 @@
-"""Samples operators on the GPU at hand with nothing installed but torch and numpy; `lumos sample` does the same with a bar.
+"""Samples operators with nothing installed but torch and numpy; `lumos sample` does the same with a progress bar.
 
-    PYTHONPATH=src python3 calibration/sample_h200.py SAMPLES.jsonl SECONDS [SCALE [SEED]]
+PYTHONPATH=src python3 calibration/sample_h200.py SAMPLES.jsonl SECONDS [SCALE [SEED]]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Clean training steps on one GPU: time, peak memory and energy, one process a case. No profiler anywhere.
 
-    python3 calibration/steps_h200.py OUTPUT.jsonl SECONDS
+python3 calibration/steps_h200.py OUTPUT.jsonl SECONDS
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class EnergyCounter:
 def run_case(case: Case) -> dict[str, Any]:
     """Everything measured of one case."""
     import torch
+
     from models import build_model
     from single import training_step
 

@@ -93,8 +93,8 @@ class Forecast:
         model = self.step.prices.model
         if model.transferred:
             found.append(
-                f"{self.setup.cluster.gpu} was not sampled: its costs are those of {model.sampled} at its own peaks, and "
-                "the interval is wider"
+                f"{self.setup.cluster.gpu} was not sampled: its costs are those of {model.sampled} at its own peaks, "
+                "and the interval is wider"
             )
         if self.host_bound:
             found.append(
@@ -129,4 +129,3 @@ class Forecast:
 def forecast(setup: Setup, notes: tuple[str, ...] = ()) -> Forecast:
     """What a run would do, from its description."""
     return Forecast(setup, simulate_step(setup), notes)
-

@@ -22,6 +22,9 @@ from lumos.graph import Edges, Floats, Graph, Rule, make_graph
 from lumos.schedules import Phase, Turn, order_of
 from lumos.vocabulary import Kind
 
+Places = dict[tuple[Phase, int, int], int]
+"""The node of a (phase, micro-batch, virtual stage)."""
+
 
 class Role(NamedTuple):
     """What a node is; nodes of one role last equally long."""
@@ -97,16 +100,18 @@ class _Draft:
         graph.order  # noqa: B018  worked out once, here
         lag_class = graph.edges.lag.astype(np.int32)
         roles = np.array(self.role_of, np.int32)[order]
-        return Skeleton(graph, tuple(self.roles), roles, lag_class, tuple(self.turn_of[i] for i in order), tuple(self.lanes))
+        return Skeleton(
+            graph, tuple(self.roles), roles, lag_class, tuple(self.turn_of[i] for i in order), tuple(self.lanes)
+        )
 
 
 @lru_cache(maxsize=512)
 def skeleton(plan: Plan) -> Skeleton:
     """The structure for a plan."""
     draft = _Draft()
-    ends: dict[tuple[Phase, int, int], int] = {}  # (phase, micro-batch, virtual stage) -> its last node
-    starts: dict[tuple[Phase, int, int], int] = {}
-    hosts: dict[tuple[Phase, int, int], int] = {}
+    starts: Places = {}
+    ends: Places = {}
+    hosts: Places = {}
     for stage in range(plan.pp):
         _Stage(draft, plan, stage, starts, ends, hosts).build()
     _join_stages(draft, plan, starts, ends, hosts)
@@ -116,7 +121,7 @@ def skeleton(plan: Plan) -> Skeleton:
 class _Stage:
     """The nodes of one stage."""
 
-    def __init__(self, draft: _Draft, plan: Plan, stage: int, starts: dict, ends: dict, hosts: dict) -> None:  # type: ignore[type-arg]
+    def __init__(self, draft: _Draft, plan: Plan, stage: int, starts: Places, ends: Places, hosts: Places) -> None:
         self.draft, self.plan, self.stage = draft, plan, stage
         self.starts, self.ends, self.hosts = starts, ends, hosts
         self.reductions: list[int] = []
@@ -193,16 +198,14 @@ def _last_turns(turns: list[Turn]) -> set[Turn]:
     return set(last.values())
 
 
-def _join_stages(draft: _Draft, plan: Plan, starts: dict, ends: dict, hosts: dict) -> None:  # type: ignore[type-arg]
-    """A forward waits for the stage before it, a backward for the one after it, and the last backward for its forward."""
+def _join_stages(draft: _Draft, plan: Plan, starts: Places, ends: Places, hosts: Places) -> None:
+    """A forward waits for the stage before it, a backward for the one after it."""
     virtual = plan.pp * plan.vpp
     for (phase, micro, stage), node in starts.items():
         if phase == Phase.WEIGHTS:
             continue
-        if phase == Phase.FORWARD:
-            before = (phase, micro, stage - 1) if stage else None
-        else:
-            before = (phase, micro, stage + 1) if stage + 1 < virtual else None
+        other = stage - 1 if phase == Phase.FORWARD else stage + 1
+        before = (phase, micro, other) if 0 <= other < virtual else None
         if before is None:
             continue
         draft.wait(node, ends[before], lag=1)

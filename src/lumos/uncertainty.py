@@ -37,14 +37,12 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
 
 def log_spread(step: Step, assumptions: int = 0) -> float:
     """The half-width of the 80 % interval, in the logarithm of the time."""
-    table = _table()
-    variance = sum(table["variance"][name] * value for name, value in parts_of(step, assumptions).items())
-    return float(table["scale"]) * sqrt(variance)
+    scale, variances = _table()
+    variance = sum(variances[name] * value for name, value in parts_of(step, assumptions).items())
+    return scale * sqrt(variance)
 
 
 @cache
-def _table() -> dict[str, dict[str, float]]:
-    table: dict[str, dict[str, float]] = json.loads(
-        resources.files("lumos").joinpath("data/uncertainty.json").read_text("utf-8")
-    )
-    return table
+def _table() -> tuple[float, dict[str, float]]:
+    table = json.loads(resources.files("lumos").joinpath("data/uncertainty.json").read_text("utf-8"))
+    return float(table["scale"]), dict(table["variance"])

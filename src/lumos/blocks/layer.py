@@ -38,6 +38,7 @@ def linear(shard: Shard, m: int, n: int, k: int, name: str, count: int = 1) -> B
 def linear_backward(shard: Shard, m: int, n: int, k: int, name: str, count: int = 1) -> tuple[Block, Block]:
     """(input gradient, weight gradient) of a linear layer."""
     low, dtype = shard.train.precision in _FP8, shard.train.precision
+    frozen = shard.train.mode == "lora"  # only the adapters have weight gradients, and they are small
     inputs = [stream(shard, 2.5, m * n, name=f"{name} grad cast")] if low else []
     inputs += [op(shard, "gemm_nn", m, k, n // count, dtype=dtype, name=f"{name} dgrad")] * count
     weights = [op(shard, "gemm_nt", n // count, k, m, dtype=dtype, name=f"{name} wgrad")] * count
@@ -57,7 +58,7 @@ def linear_backward(shard: Shard, m: int, n: int, k: int, name: str, count: int 
         inputs.append(stream(shard, 3.0 * (count - 1), m * k, launches=count - 1, name=f"{name} sum"))
     if shard.model.bias:
         weights.append(stream(shard, 1.0, m * n, name=f"{name} bias grad"))
-    return inputs, weights
+    return inputs, [] if frozen else weights
 
 
 def collective(kind: str, size: float, group: Group, waits: bool = True, name: str = "") -> Block:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lumos.blocks.shard import Shard
 from lumos.costs.collective import Collective
 from lumos.costs.model import CostModel, cost_model
-from lumos.costs.network import Network
 from lumos.costs.operator import Operator
-from lumos.costs.sampled_network import SampledNetwork
 
 
 class Task(NamedTuple):
@@ -35,10 +33,13 @@ Tasks = list[Task]
 
 
 class Host(NamedTuple):
-    """Microseconds of the host, from recordings on an H200 with the profiler on (its cost is part of the runs, too)."""
+    """Microseconds of the host, from recordings on an H200 with the profiler on, as it was in the measured runs.
 
-    boundary: float = 500.0  # a checkpoint's end to the first launch of the next (recording `ckpt`; 90 without one)
-    python: float = 65.0  # for one launch of a forward pass (`h1024`, which the host limits)
+    `python` and `autograd` are means of `h1024`, which the host limits; other recordings have 50–80 and 46–58.
+    """
+
+    boundary: float = 500.0  # from the end of a checkpoint to the next launch (`ckpt`: 460–660; 90 without one)
+    python: float = 65.0  # for one launch of a forward pass
     autograd: float = 47.0  # for one launch of a backward pass
     latency: float = 8.0  # from the launch to the kernel's start
 
@@ -254,11 +255,17 @@ def flash_backward(model: CostModel, forward: Operator) -> float:
     return known.us(forward._replace(kind="sdpa_bwd")) / known.us(forward)
 
 
+class PricesCollectives(Protocol):
+    """A network, of whatever source."""
+
+    def us(self, collective: Collective) -> float: ...
+
+
 class Costs(NamedTuple):
     """What tasks cost inside a step: sampled times, and what a step makes of them."""
 
     model: CostModel
-    network: Network | SampledNetwork
+    network: PricesCollectives
     matrix: float = 1.0  # products and attention, over the same alone
     gap_us: float = 0.0  # between two kernels
 

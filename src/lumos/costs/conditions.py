@@ -1,4 +1,4 @@
-"""Conditions: how a training step differs from a benchmark. The numbers, and where they are from, are in the data file."""
+"""Conditions: how a training step differs from a benchmark. The numbers are in data/conditions.json."""
 
 from __future__ import annotations
 

@@ -46,16 +46,17 @@ def features(operator: Operator, chip: Chip) -> list[float]:
     logs = [log2(max(1, size)) for size in operator.shape]
     if operator.kind in _LAYOUTS or operator.kind == "linear_bwd":
         layout = [float(operator.kind == other) for other in _LAYOUTS]
-        return [*common, *logs, *_gemm_features(*operator.shape, chip), *layout]
+        return [*common, *logs, *_gemm_features(operator.shape, chip), *layout]
     if operator.kind in ("bmm", "bmm_bwd"):
         batch, m, n, k = operator.shape
         return [*common, *logs, *_tile_features(m, n, batch, chip), *_remainders(m, n, k)]
     if operator.kind.startswith("sdpa"):
-        return [*common, *logs, *_attention_features(*operator.shape, chip)]
+        return [*common, *logs, *_attention_features(operator.shape, chip)]
     return [*common, *logs, *_remainders(*operator.shape), log2(prod(operator.shape))]
 
 
-def _gemm_features(m: int, n: int, k: int, chip: Chip) -> list[float]:
+def _gemm_features(shape: tuple[int, ...], chip: Chip) -> list[float]:
+    m, n, k = shape
     return [
         *_tile_features(m, n, 1, chip), *_remainders(m, n, k), log2(m / n), log2(k) - 0.5 * log2(m * n),
         float(k), float(n), float(m),
@@ -78,7 +79,8 @@ def _remainders(*sizes: int) -> list[float]:
     return [float(min(8, (size & -size).bit_length() - 1)) for size in sizes]
 
 
-def _attention_features(b: int, h: int, s: int, d: int, chip: Chip) -> list[float]:
+def _attention_features(shape: tuple[int, ...], chip: Chip) -> list[float]:
+    b, h, s, _ = shape
     blocks = b * h * ceil(s / 128)
     waves = blocks / chip.processors
     return [log2(b * h), min(waves, 64.0), waves / ceil(waves), log2(b * h / chip.processors), float(s % 128 == 0)]

@@ -90,7 +90,9 @@ def network_of(gpu: Gpu, fabric: str, conditions: Conditions) -> Network:
     """A GPU's two tiers, at the share of their peak that training reaches."""
     facts = _fabrics()[fabric]
     return Network(
-        Tier(gpu.local_gb_s * 1e3 * conditions.inside_share, conditions.inside_start_us, 0.0, conditions.inside_step_us),
+        Tier(
+            gpu.local_gb_s * 1e3 * conditions.inside_share, conditions.inside_start_us, 0.0, conditions.inside_step_us
+        ),
         Tier(gpu.inter_gb_s * 1e3 * facts["share"], facts["start_us"], facts["tree_us"], facts["ring_us"]),
         conditions.penalty,
     )

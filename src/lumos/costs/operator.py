@@ -2,7 +2,7 @@
 
 | kind | shape | what it is |
 |---|---|---|
-| gemm_tn, gemm_nn, gemm_nt | m, n, k | (m, k) times (k, n); forward, input gradient, weight gradient of a linear layer |
+| gemm_tn, gemm_nn, gemm_nt | m, n, k | (m, k) times (k, n): forward, input and weight gradient of a linear |
 | linear_bwd | m, n, k | both gradients of a linear layer whose forward is gemm_tn of this shape |
 | bmm | batch, m, n, k | a batched product |
 | grouped_gemm | experts, t, n, k | t tokens over that many experts |

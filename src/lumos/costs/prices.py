@@ -16,7 +16,6 @@ from lumos.costs.model import CostModel
 from lumos.costs.network import Network
 from lumos.costs.operator import Operator
 
-
 _ISOLATION_US = 2.8  # that a pair of events adds to a single kernel, from traces of kernels that were also sampled
 _SHORTEST_US = 1.0  # any kernel inside a step
 

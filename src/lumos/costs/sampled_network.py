@@ -103,10 +103,10 @@ class SampledNetwork:
 @cache
 def sampled_network(name: str, crowded: bool = False) -> SampledNetwork:
     """The network of a cluster whose collectives were sampled: perlmutter or vista."""
-    file = resources.files("lumos").joinpath(f"data/networks/{name}.json")
     if name not in sampled_networks():
         raise OptionError(f"network {name[:100]!r} was not sampled: use one of {', '.join(sampled_networks())}")
-    return decode(json.loads(file.read_text("utf-8")), crowded)
+    text = resources.files("lumos").joinpath(f"data/networks/{name}.json").read_text("utf-8")
+    return decode(json.loads(text), crowded)
 
 
 @cache
@@ -118,9 +118,7 @@ def sampled_networks() -> tuple[str, ...]:
 
 def decode(facts: Mapping[str, Any], crowded: bool = False) -> SampledNetwork:
     """From the form that the data files have."""
-    tables = {
-        (t["kind"], t["nodes"], t["inside"]): Table(tuple(t["bytes"]), tuple(t["us"])) for t in facts["tables"]
-    }
+    tables = {(t["kind"], t["nodes"], t["inside"]): Table(tuple(t["bytes"]), tuple(t["us"])) for t in facts["tables"]}
     rings = facts["rings"]
     member = {int(inside): float(value) for inside, value in rings["member"].items()}
     return SampledNetwork(

@@ -78,8 +78,9 @@ class Weights:
         self.experts = 0.0
         if model.experts:
             expert = model.mlp_parameters(model.expert_ffn)
-            # With expert parallelism every expert is whole on its rank, as in the recipes of Megatron-Core.
-            self.experts = model.experts * expert / (parallel.ep if parallel.ep > 1 else tp)
+            # Several small experts of a rank are whole; one large expert is divided again, Megatron-Core's default.
+            ways = parallel.ep * (1 if model.experts > parallel.ep > 1 else tp)
+            self.experts = model.experts * expert / ways
             self.sparse = every + model.shared_experts * expert / tp + model.router_parameters
         else:
             self.sparse = 0.0
@@ -107,9 +108,7 @@ _LORA_RANK = 16  # of MLPerf's fine-tuning benchmark; peft and NeMo default to 8
 
 
 def _adapters(shard: Shard) -> float:
-    """Trained parameters of one layer: two thin matrices beside every linear layer of attention and dense MLP."""
+    """Trained parameters of one layer: two thin matrices beside every linear layer of attention."""
     model, tp = shard.model, shard.parallel.tp
-    width = model.heads * model.head_dim
-    attention = 2 * model.hidden + 2 * width + 2 * model.kv_heads * model.head_dim
-    mlp = 2 * model.hidden + (3 if model.gated else 2) * model.ffn
-    return _LORA_RANK * (attention + mlp) / tp
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return _LORA_RANK * (4 * model.hidden + 2 * queries + 2 * keys) / tp

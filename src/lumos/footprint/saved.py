@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lumos.blocks.shard import Shard
+from lumos.footprint.habits import habits_of
 
 _LOW = frozenset({"fp8", "mxfp8", "nvfp4"})
 
@@ -39,6 +40,9 @@ class Sizes:
         self.fused = shard.fused
         self.written_out = framework.eager_gelu and not self.fused and not model.gated  # GELU as eight operators
         self.dropout = framework.dropout
+        self.habits = habits_of(framework)
+        # Adapters sit beside the linear layers of attention, as in MLPerf's fine-tuning: frozen ones keep no input.
+        self.frozen_mlp = shard.train.mode == "lora"
 
     def stream(self) -> float:
         """The residual stream, in the activations' precision."""
@@ -61,8 +65,8 @@ def norm_copies_input(sizes: Sizes) -> bool:
 
 def norm_output(sizes: Sizes) -> float:
     """What the linear layers after a norm keep: its output, one tensor for all. The compiler makes it anew."""
-    tokens = sizes.tokens if sizes.shard.framework.name == "nanotron" else sizes.spread
-    return 0.0 if sizes.compiled else sizes.linear * tokens * sizes.hidden
+    tokens = sizes.tokens if sizes.habits.keeps_gathered else sizes.spread
+    return 0.0 if sizes.compiled else float(sizes.linear * tokens * sizes.hidden)
 
 
 def attention(sizes: Sizes) -> float:
@@ -115,8 +119,8 @@ def _dropout_mask(sizes: Sizes) -> float:
 def mlp_bytes(sizes: Sizes) -> float:
     """Of one token and one unit of the MLP's inner width."""
     model, e = sizes.shard.model, sizes.e
-    if sizes.compiled:
-        return 2.0 * e if model.gated else e  # the inputs of the activation; its output is made anew
+    if sizes.compiled or sizes.frozen_mlp:
+        return 2.0 * e if model.gated else float(e)  # the inputs of the activation; its output is made anew
     fused = sizes.fused or sizes.shard.framework.fused_activation
     if model.gated:
         # gate, up, and the product that the last linear reads; eager: also silu(gate), which the product reads.

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lumos.blocks.shard import Shard
+from lumos.footprint.habits import habits_of
 from lumos.footprint.layout import Parameters
 
 _VALUES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}
@@ -33,12 +34,13 @@ class PerParameter:
 
     def __init__(self, shard: Shard) -> None:
         framework, train, parallel = shard.framework, shard.train, shard.parallel
+        habits = habits_of(framework)
         e = shard.element
         values = _VALUES[train.optimizer]
         precision = framework.state_precision if e < 4 else "training"
         self.low = float(e)  # of a weight as the products read it
         if precision == "mixed":
-            self.weights, self.gradients = float(e), 4.0 if framework.accumulates_fp32 else float(e)
+            self.weights, self.gradients = float(e), 4.0 if habits.gradient_buffer_fp32 else float(e)
             self.optimizer = 4.0 * (1 + values) if values else 0.0
         elif precision == "fp32":
             self.weights = self.gradients = 4.0

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console, Group
+from rich.text import Text
 
 from lumos.costs.model import CostModel
 from lumos.costs.operator import Operator
@@ -101,12 +102,12 @@ def _commonest(words: list[str]) -> str:
 
 def show_samples(answer: Answer, console: Console) -> None:
     """What was sampled, as a table."""
-    title = f"{answer['file']}: samples of {answer['gpu']}; {answer['measured']:,} new, {answer['left']:,} to do"
-    table = make_table(title, "op", "rows", "median µs", "failed", "why")
+    table = make_table(f"samples of {answer['gpu']}", "op", "rows", "median µs", "failed", "why")
     for part in answer["operators"]:
         middle = "" if part["median_us"] is None else f"{part['median_us']:,.1f}"
-        table.add_row(part["op"], f"{part['rows']:,}", middle, str(part["failed"] or ""), part["why"])
-    console.print(table)
+        table.add_row(part["op"], f"{part['rows']:,}", middle, str(part["failed"] or ""), Text(part["why"]))
+    done = f"{answer['file']}: {answer['measured']:,} rows are new, {answer['left']:,} left to do"
+    console.print(Group(table, Text(done)))
 
 
 def fit_answer(samples: Path, gpu: str, model: Path, verdicts: list[Verdict]) -> Answer:
@@ -125,12 +126,12 @@ def fit_answer(samples: Path, gpu: str, model: Path, verdicts: list[Verdict]) ->
 
 def show_fit(answer: Answer, console: Console) -> None:
     """How well each family could be fitted, as a table."""
-    title = f"{answer['model']}: costs on {answer['gpu']}; error on shapes held apart, percent"
-    table = make_table(title, "family", "rows", "mean", "median", "refused")
+    table = make_table("error on shapes held apart, percent", "family", "rows", "mean", "median", "refused")
     for part in answer["families"]:
         mean, middle = (_percent(part[name]) for name in ("error_pct", "median_pct"))
         table.add_row(part["family"], f"{part['rows']:,}", mean, middle, part["refused"])
-    console.print(Group(table, *notes(answer["warnings"])))
+    written = Text(f"{answer['model']}: what operators cost on {answer['gpu']}")
+    console.print(Group(table, written, *notes(answer["warnings"])))
 
 
 def _percent(error: float | None) -> str:

@@ -37,7 +37,9 @@ def _summary(found: Forecast) -> Table:
     table = make_table(title, "", "predicted", "")
     table.add_row("step", f"{found.step_ms:,.2f} ms", f"{low:,.2f} – {high:,.2f} ms, four times out of five")
     table.add_row("tokens/s/GPU", f"{found.tokens_per_s_per_gpu:,.0f}", "")
-    table.add_row("MFU", f"{100 * found.mfu:.1f} %", f"HFU {100 * found.hfu:.1f} % (dense {setup.train.precision} peak)")
+    table.add_row(
+        "MFU", f"{100 * found.mfu:.1f} %", f"HFU {100 * found.hfu:.1f} % (dense {setup.train.precision} peak)"
+    )
     table.add_row("energy", f"{found.energy_j / 1e3:,.2f} kJ", "all GPUs, one step")
     memory = found.memory.gib()
     table.add_row("peak memory", f"{memory['peak']:.1f} GiB", "fits" if found.memory.fits else "does not fit")
@@ -83,7 +85,7 @@ def write_forecast_trace(path: Path, found: Forecast) -> None:
     with whole_file(path) as file:
         if path.name.endswith(".gz"):
             with igzip.IGzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:  # type: ignore[no-untyped-call]
-                packed.write(data)
+                packed.write(data)  # type: ignore[no-untyped-call]
         else:
             file.write(data)
 

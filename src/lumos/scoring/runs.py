@@ -23,6 +23,7 @@ from typing import Any
 from lumos.errors import InputError, LumosError
 from lumos.frameworks import framework_named
 from lumos.setups.gpus import find_gpu
+from lumos.setups.rules import mistakes_in
 from lumos.setups.setup import Setup
 
 _FRAMEWORKS = (
@@ -88,10 +89,17 @@ def run_of(row: dict[str, str], name: str) -> Run:
         raise InputError(f"{', '.join(empty)} not stated")
     notes: list[str] = []
     framework = _framework(row, notes)
-    setup = Setup(
-        model=_model(row), train=_train(row, framework, notes), parallel=_parallel(row, framework),
-        cluster=_cluster(row, framework, notes),
-    )  # fmt: skip
+    setup = Setup.model_validate(
+        {
+            "model": _model(row),
+            "train": _train(row, framework, notes),
+            "parallel": _parallel(row, framework),
+            "cluster": _cluster(row, framework, notes),
+        }
+    )
+    mistakes = mistakes_in(setup)
+    if mistakes:
+        raise InputError(mistakes[0])
     seconds = float(row.get("step_time_s") or "nan")
     return Run(name, row.get("source", ""), row.get("model_name", ""), int(row["n_gpus"]), seconds, setup,
                tuple(notes), row)  # fmt: skip

@@ -105,7 +105,9 @@ def _inside(items: Sequence[Scored]) -> float | None:
     """The share of runs inside their 80 % interval."""
     if not items:
         return None
-    return float(np.mean([i.forecast.interval_ms[0] <= 1e3 * i.run.seconds <= i.forecast.interval_ms[1] for i in items]))
+    return float(
+        np.mean([i.forecast.interval_ms[0] <= 1e3 * i.run.seconds <= i.forecast.interval_ms[1] for i in items])
+    )
 
 
 def rank_correlation(rows: Sequence[tuple[str, int, float, float]]) -> float:
