@@ -77,9 +77,15 @@ def replay_command(
 
 @app.command("predict")
 def predict_command(
+    setup: Annotated[
+        Path | None, typer.Argument(help="The run: a setup (TOML), a Hugging Face config.json, a Megatron script.")
+    ] = None,
     source: Annotated[
-        Path, typer.Option("--from", help="The trace, or the folder of ranks, of the run to start from.")
-    ],
+        Path | None, typer.Option("--from", help="The trace, or the folder of ranks, of the run to start from.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE of the setup, as in parallel.tp=4. Repeatable.")
+    ] = None,
     scale: Annotated[
         list[str] | None, typer.Option(help="WHAT=FACTOR on durations: compute, comm, cpu, kernel:REGEX. Repeatable.")
     ] = None,
@@ -90,15 +96,54 @@ def predict_command(
     rank_pattern: RankPattern = "",
     profiler_costs: ProfilerCosts = None,
 ) -> None:
-    """What would this run do if some of it were faster or slower?"""
-    from lumos.output.files import check_output, write_as, write_csv, write_json
+    """What would this run do: from its description, or from a trace of it with some parts faster or slower?"""
+    from lumos.output.files import check_output
+
+    check_output(output, source or setup)
+    if source is None:
+        _forecast(setup, changes or [], scale or [], as_json, output)
+        return
+    if setup is not None or changes:
+        raise OptionError("--from takes --scale alone: a trace cannot be turned into another configuration yet")
+    _predict_from(_load(source, step, match, rank_pattern, profiler_costs), scale or [], as_json, output)
+
+
+def _forecast(setup: Path | None, changes: list[str], scale: list[str], as_json: bool, output: Path | None) -> None:
+    from lumos.forecast import forecast
+    from lumos.output.files import write_as, write_csv, write_json
+    from lumos.output.forecasts import show_forecast, write_forecast_trace
+    from lumos.setups import read_setup_with_notes
+
+    if setup is None:
+        raise OptionError("nothing to predict: name a setup file, or a trace with --from")
+    if scale:
+        raise OptionError("--scale works on a trace: add --from, or change the setup with --set")
+    reading = read_setup_with_notes(setup, changes)
+    found = forecast(reading.setup, tuple(reading.notes))
+    answer = found.as_dict()
+    if output is not None:
+        row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
+        write_as(
+            output,
+            {
+                ".json": lambda to: write_json(to, answer),
+                ".csv": lambda to: write_csv(to, [row]),
+                ".trace.json": lambda to: write_forecast_trace(to, found),
+                ".trace.json.gz": lambda to: write_forecast_trace(to, found),
+            },
+        )
+    if as_json:
+        _print_json(answer)
+    else:
+        show_forecast(found, _console())
+
+
+def _predict_from(run: Replay, scale: list[str], as_json: bool, output: Path | None) -> None:
+    from lumos.output.files import write_as, write_csv, write_json
     from lumos.run import predict
     from lumos.scenario import Scale
 
-    check_output(output, source)
-    scales = [Scale.parse(text) for text in scale or []]
-    run = _load(source, step, match, rank_pattern, profiler_costs)
-    prediction = predict(run, scales)
+    prediction = predict(run, [Scale.parse(text) for text in scale])
     answer = prediction.as_dict()
     if output is not None:
         from lumos.output.perfetto import write_perfetto
@@ -122,6 +167,33 @@ def predict_command(
         from lumos.output.tables import show_prediction
 
         show_prediction(prediction, _console())
+
+
+@app.command("score")
+def score_command(
+    table: Annotated[Path, typer.Argument(help="Measured runs: a CSV table, one row a run (docs/scoring.md).")],
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Also write id, measured, predicted: .csv or .json.")
+    ] = None,
+) -> None:
+    """How good are the predictions on measured runs?"""
+    from lumos.output.files import check_output, write_as, write_csv, write_json
+    from lumos.output.forecasts import show_score
+    from lumos.scoring.runs import read_rows
+    from lumos.scoring.score import score
+
+    check_output(output, table, (".json", ".csv"))
+    rows = read_rows(table)
+    with _progress() as progress:
+        found = score(rows, progress)
+    if output is not None:
+        writers = {".csv": lambda to: write_csv(to, found.table()), ".json": lambda to: write_json(to, found.as_dict())}
+        write_as(output, writers)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        show_score(found, _console())
 
 
 @app.command("cost")

@@ -166,7 +166,7 @@ class Layer:
         if s.attention == "unfused":
             return self._unfused_core()
         head = m.qk_nope_head_dim + m.qk_rope_head_dim if m.latent else m.head_dim
-        block = [*self._ring(1.0), op(s, "sdpa_fwd", s.sequences, s.heads, *self._span(head))]
+        block = [*self._repeated(2.0), *self._ring(1.0), op(s, "sdpa_fwd", s.sequences, s.heads, *self._span(head))]
         if not s.framework.joins_qkv:
             block.append(stream(s, 2.0, s.tokens * s.heads * m.head_dim, name="attention copy"))
         return block
@@ -177,11 +177,19 @@ class Layer:
             return self._unfused_core_backward()
         head = m.qk_nope_head_dim + m.qk_rope_head_dim if m.latent else m.head_dim
         block = [*self._ring(2.0), op(s, "sdpa_bwd", s.sequences, s.heads, *self._span(head), launches=4)]
+        block += self._repeated(1.5)
         if not s.framework.joins_qkv:
             block.append(stream(s, 2.0, s.tokens * s.heads * m.head_dim, name="attention copy"))
         elif m.positions == "rotary":
             block.append(stream(s, 2.0, s.tokens * self._qkv_width(), name="join qkv grads"))
         return block
+
+    def _repeated(self, passes: float) -> Block:
+        """Keys and values copied for every query head that shares them, where the kernels do not share by themselves."""
+        s = self.shard
+        if s.fused or s.framework.joins_qkv or s.kv_heads == s.heads:
+            return []
+        return [stream(s, passes, s.tokens * s.heads * s.model.head_dim, name="repeat keys and values")] * 2
 
     def _span(self, head: int) -> tuple[int, int]:
         """(sequence, head) of the attention kernels; a context-parallel rank does a 1/cp share of the square."""

@@ -65,7 +65,7 @@ class Details:
     accumulation: bool = True  # weight gradients are added up over micro-batches
     rotary: bool = True  # part of the head, and without the host's time that its short kernels were sampled with
     narrow_norm: bool = True  # RMS norm was sampled with weights of fp32, and trains with fp16
-    causal: bool = True  # flash attention was sampled without a mask
+    causal: bool = True  # flash attention has a mask; it was sampled without one, and fitted as if it had
     gathered: bool = True  # the inputs of layers, where they are kept in parts
 
 
@@ -139,7 +139,7 @@ class NeoxLayer:
     def _core(self) -> Tasks:
         s, d = self.shard, self.shard.model.head_dim
         if s.attention == "flash":
-            share = _CAUSAL if self.details.causal else 1.0
+            share = 1.0 if self.details.causal else 1 / _CAUSAL
             return [self._op("sdpa_fwd", s.sequences, s.heads, s.seq, d, share=share)]
         batch = s.sequences * s.heads
         return [
@@ -152,7 +152,7 @@ class NeoxLayer:
         s, d = self.shard, self.shard.model.head_dim
         if s.attention == "flash":
             forward = Operator("sdpa_fwd", (s.sequences, s.heads, s.seq, d), s.precision)
-            share = flash_backward(self.model, forward) * (_CAUSAL if self.details.causal else 1.0)
+            share = flash_backward(self.model, forward) * (1.0 if self.details.causal else 1 / _CAUSAL)
             return [Task(forward, 3, share, "sdpa_bwd")]
         batch = s.sequences * s.heads
         return [

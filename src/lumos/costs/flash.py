@@ -9,7 +9,7 @@ from lumos.costs.model import CostModel, cost_model
 from lumos.costs.operator import Operator
 from lumos.setups.gpus import Gpu, gpu_named
 
-_FLASH_2 = 1.8  # times as fast as FlashAttention 1, which is what was sampled on A100 (Dao 2023: "around 2x")
+_FLASH_1 = 1.8  # times as long as FlashAttention 2, which is what was sampled on A100 (Dao 2023: "around 2x")
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,10 @@ class OlderKernels:
     model: CostModel
     speed: float
 
+    @property
+    def isolation_us(self) -> float:
+        return self.model.isolation_us / self.speed
+
     def us(self, operator: Operator) -> float:
         return self.model.us(operator) / self.speed
 
@@ -27,9 +31,9 @@ class OlderKernels:
 def flash_kernels(gpu: Gpu, generation: str) -> OlderKernels | None:
     """Flash attention of a generation on a GPU; None where the GPU's own samples are of that generation."""
     newer = gpu.family in ("hopper", "blackwell")
-    if newer and generation == "native":
+    if generation == "native" or (not newer and generation == "flash-2"):
         return None
     older = gpu_named("a100")
     speed = gpu.sms * gpu.clock_ghz / (older.sms * older.clock_ghz) if newer else 1.0
     model = cost_model("a100") if newer else cost_model(gpu.name)
-    return OlderKernels(model, speed * (1.0 if generation == "flash-1" else _FLASH_2))
+    return OlderKernels(model, speed / (_FLASH_1 if generation == "flash-1" else 1.0))

@@ -30,6 +30,7 @@ from lumos.setups.gpus import Gpu, find_gpu, gpu_named
 _FAMILY = {"gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm"}
 _SAMPLED_ON = {"h200": "h200", "gh200": "gh200", "a100": "a100", "a100-40": "a100"}
 _BORROWS = {"volta": "a100", "ampere": "a100", "ada": "a100"}  # everything else resembles the H200 most
+_EVENTS_US = 2.8  # kernels of traces, against the same kernels sampled
 _MOST_BYTES = 1 << 27  # of a model file, and of what is packed in it
 
 
@@ -64,6 +65,11 @@ class CostModel:
     def transferred(self) -> bool:
         """Whether the GPU itself was never sampled."""
         return self.sampled not in (self.gpu.name, _SAMPLED_ON.get(self.gpu.name))
+
+    @property
+    def isolation_us(self) -> float:
+        """What timing a kernel alone adds to it: a pair of events on H200; the other samples are spans of a profiler."""
+        return _EVENTS_US if self.sampled == "h200" else 0.0
 
     def us(self, operator: Operator) -> float:
         """Microseconds of one operator; every operator is worked out once."""

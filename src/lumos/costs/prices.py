@@ -16,12 +16,14 @@ from lumos.costs.model import CostModel
 from lumos.costs.network import Network
 from lumos.costs.operator import Operator
 
-_ISOLATION_US = 2.8  # that a pair of events adds to a single kernel, from traces of kernels that were also sampled
 _SHORTEST_US = 1.0  # any kernel inside a step
 
 
 class Priced(Protocol):
     """Whatever knows the isolated cost of an operator."""
+
+    @property
+    def isolation_us(self) -> float: ...
 
     def us(self, operator: Operator) -> float: ...
 
@@ -57,7 +59,7 @@ class Prices:
             return 0.0
         c = self.conditions
         model = self.flash_model if self.flash_model and operator.kind.startswith("sdpa") else self.model
-        alone = max(model.us(operator) - _ISOLATION_US, _SHORTEST_US)
+        alone = max(model.us(operator) - model.isolation_us, _SHORTEST_US)
         return alone * (c.matrix if operator.is_matrix else c.stream) + c.launch_gap_us
 
     def collective_us(self, collective: Collective) -> float:

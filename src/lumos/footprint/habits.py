@@ -43,8 +43,8 @@ _KNOWN: dict[str, dict[str, Any]] = {
     # optim/gradient_accumulator.py adds the 16-bit gradients after the whole backward; functional.py keeps what was
     # gathered unless tp_recompute_allgather.
     "nanotron": {"kept_logit_bytes": 4.0, "half_gradients": True, "keeps_gathered": True},
-    # runtime/bf16_optimizer.py: flat gradients of fp32, not divided by ZeRO 1, and those of bf16 are not cleared.
-    "megatron-deepspeed": {"half_gradients": True, "gradient_buffer_fp32": True},
+    # DeepSpeed, runtime/bf16_optimizer.py: flat gradients of fp32, which ZeRO 1 does not divide.
+    "megatron-deepspeed": {"gradient_buffer_fp32": True},
 }
 
 

@@ -13,8 +13,8 @@ class Chunk(NamedTuple):
 
     dense: int
     sparse: int
-    first: bool  # holds the embedding
-    last: bool  # holds the final norm, the output matrix and the loss
+    first: bool = False  # holds the embedding
+    last: bool = False  # holds the final norm, the output matrix and the loss
 
 
 class Parameters(NamedTuple):
@@ -54,17 +54,22 @@ def _balanced(setup: Setup, stages: int) -> list[int]:
     return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def chunks_of(setup: Setup, balances: bool = False) -> list[list[Chunk]]:
+def chunks_of(setup: Setup, balances: bool = False) -> list[tuple[Chunk, ...]]:
     """[stage][chunk]."""
     model, pp = setup.model, setup.parallel.pp
     counts = layers_of(setup, balances)
-    rows: list[list[Chunk]] = [[] for _ in range(pp)]
-    done, end = 0, len(counts) - 1
-    for virtual, count in enumerate(counts):
-        dense = min(max(model.dense_layers - done, 0), count) if model.experts else count
-        rows[virtual % pp].append(Chunk(dense, count - dense, virtual == 0, virtual == end))
-        done += count
-    return rows
+    if model.experts:
+        chunks, done = [], 0
+        for count in counts:
+            dense = min(max(model.dense_layers - done, 0), count)
+            chunks.append(Chunk(dense, count - dense))
+            done += count
+    else:
+        sizes = {count: Chunk(count, 0) for count in set(counts)}  # few: most stages are alike
+        chunks = [sizes[count] for count in counts]
+    chunks[0] = chunks[0]._replace(first=True)
+    chunks[-1] = chunks[-1]._replace(last=True)
+    return [tuple(chunks[stage::pp]) for stage in range(pp)]
 
 
 class Weights:
@@ -90,18 +95,18 @@ class Weights:
         self.final = float(model.norm_parameters)
         self.adapters = _adapters(shard) if shard.train.mode == "lora" else 0.0
 
-    def of(self, chunks: list[Chunk]) -> Parameters:
+    def of(self, chunks: tuple[Chunk, ...]) -> Parameters:
         """All that a stage holds."""
-        common = experts = adapters = 0.0
+        dense = sparse = 0
         for chunk in chunks:
-            common += chunk.dense * self.dense + chunk.sparse * self.sparse
-            experts += chunk.sparse * self.experts
-            adapters += (chunk.dense + chunk.sparse) * self.adapters
-            if chunk.first:
-                common += self.embedding + self.positions
-            if chunk.last:
-                common += self.output + self.final
-        return Parameters(common, experts, adapters)
+            dense += chunk.dense
+            sparse += chunk.sparse
+        common = dense * self.dense + sparse * self.sparse
+        if chunks[0].first:
+            common += self.embedding + self.positions
+        if chunks[-1].last:
+            common += self.output + self.final
+        return Parameters(common, sparse * self.experts, (dense + sparse) * self.adapters)
 
 
 _LORA_RANK = 16  # of MLPerf's fine-tuning benchmark; peft and NeMo default to 8 and 32

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lumos.blocks.shard import Shard
-from lumos.footprint.habits import habits_of
+from lumos.footprint.habits import Habits
 
 _LOW = frozenset({"fp8", "mxfp8", "nvfp4"})
 
@@ -28,8 +28,8 @@ class Saved(NamedTuple):
 class Sizes:
     """The sizes of one rank that the formulas share, computed once."""
 
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
+    def __init__(self, shard: Shard, habits: Habits) -> None:
+        self.shard, self.habits = shard, habits
         model, framework = shard.model, shard.framework
         self.e = shard.element
         # A linear layer in 8 bits keeps its input in them.
@@ -40,7 +40,6 @@ class Sizes:
         self.fused = shard.fused
         self.written_out = framework.eager_gelu and not self.fused and not model.gated  # GELU as eight operators
         self.dropout = framework.dropout
-        self.habits = habits_of(framework)
         # Adapters sit beside the linear layers of attention, as in MLPerf's fine-tuning: frozen ones keep no input.
         self.frozen_mlp = shard.train.mode == "lora"
 

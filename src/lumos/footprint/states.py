@@ -15,14 +15,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lumos.blocks.shard import Shard
-from lumos.footprint.habits import habits_of
+from lumos.footprint.habits import Habits
 from lumos.footprint.layout import Parameters
 
 _VALUES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}
+_LOW = frozenset({"fp8", "mxfp8", "nvfp4"})
 
 
 class States(NamedTuple):
-    """Bytes on one rank, and the wholes that ZeRO gathers or has not divided yet, per parameter."""
+    """Bytes on one rank."""
 
     weights: float
     gradients: float
@@ -32,46 +33,54 @@ class States(NamedTuple):
 class PerParameter:
     """Bytes for one parameter of this rank before ZeRO divides them, and by how many ranks it does."""
 
-    def __init__(self, shard: Shard) -> None:
-        framework, train, parallel = shard.framework, shard.train, shard.parallel
-        habits = habits_of(framework)
-        e = shard.element
+    def __init__(self, shard: Shard, habits: Habits) -> None:
+        train, parallel, e = shard.train, shard.parallel, float(shard.element)
         values = _VALUES[train.optimizer]
-        precision = framework.state_precision if e < 4 else "training"
-        self.low = float(e)  # of a weight as the products read it
+        precision = shard.framework.state_precision if e < 4 else "training"
+        self.low = e  # of a weight as the products read it
+        self.weights = self.gradients = 4.0 if precision == "fp32" else e
+        self.optimizer = self.weights * values
+        self.casts = self.step = 0.0
         if precision == "mixed":
-            self.weights, self.gradients = float(e), 4.0 if habits.gradient_buffer_fp32 else float(e)
+            self.gradients = 4.0 if habits.gradient_buffer_fp32 else e
             self.optimizer = 4.0 * (1 + values) if values else 0.0
-        elif precision == "fp32":
-            self.weights = self.gradients = 4.0
-            self.optimizer = 4.0 * values
-        else:
-            self.weights = self.gradients = float(e)
-            self.optimizer = float(e * values)
-        self.casts = self.low if precision == "fp32" and parallel.zero < 3 else 0.0  # kept by autocast for the step
-        # Adam of "mixed" works on fp32 gradients, of its own part alone.
-        self.step = 4.0 if precision == "mixed" and self.gradients < 4.0 else 0.0
-        zero = parallel.zero
-        replicas = max(1, parallel.dp * parallel.cp)
-        spread = max(1, replicas * parallel.tp // parallel.ep) if parallel.ep > 1 else replicas
-        ways = parallel.shard or replicas
-        self.shards = ways if zero else 1
-        self.expert_shards = min(ways, spread) if zero and parallel.shard else spread if zero else 1
-        self.zero = zero
+            self.step = 4.0 - self.gradients  # Adam works on fp32 gradients, of its own part alone
+        elif precision == "fp32" and parallel.zero < 3:
+            self.casts = self.low  # kept by autocast from forward to backward
         self.frozen = train.mode == "lora"
+        if self.frozen:  # nothing updates them: as the products read them
+            self.weights = 1.0 if train.precision in _LOW else self.low
+            self.casts = 0.0
+        self._divide(shard)
+
+    def _divide(self, shard: Shard) -> None:
+        parallel = shard.parallel
+        self.zero = parallel.zero
+        self.replicas = max(1, parallel.dp * parallel.cp)
+        ways = parallel.shard or self.replicas
+        # Whole experts are spread over the tensor-parallel ranks too.
+        whole = shard.model.experts > parallel.ep > 1
+        expert_ways = max(1, self.replicas * (parallel.tp if whole else 1) // parallel.ep)
+        self.shards = ways if self.zero else 1
+        self.expert_shards = min(ways, expert_ways) if self.zero and parallel.shard else expert_ways if self.zero else 1
+
+    def trained(self, parameters: Parameters) -> float:
+        """How many of them have gradients."""
+        return parameters.adapters if self.frozen else parameters.common + parameters.experts
 
     def of(self, parameters: Parameters) -> States:
-        """What a rank holds of these parameters, everything divided as ZeRO says."""
+        """What a rank holds of these parameters, divided as ZeRO says."""
         common, experts, adapters = parameters
-        trained = adapters if self.frozen else common
-        trained_experts = 0.0 if self.frozen else experts
         whole = common + experts + adapters
-        spread = common / self.shards + experts / self.expert_shards + adapters / self.shards
-        divided = trained / self.shards + trained_experts / self.expert_shards
-        undivided = trained + trained_experts
-        frozen = self.low if self.frozen else self.weights
+        spread = (common + adapters) / self.shards + experts / self.expert_shards
+        divided = adapters / self.shards if self.frozen else spread
         return States(
-            frozen * (spread if self.zero == 3 else whole),
-            self.gradients * (divided if self.zero >= 2 else undivided),
+            self.weights * (spread if self.zero == 3 else whole),
+            self.gradients * (divided if self.zero >= 2 else self.trained(parameters)),
             self.optimizer * divided,
         )
+
+    @property
+    def divides_weights(self) -> bool:
+        """FSDP: weights are gathered when they are needed."""
+        return self.zero == 3 and self.shards > 1

@@ -7,6 +7,7 @@ and that of the slowest rank. Small messages come from a warm cache, as gradient
 
 from __future__ import annotations
 
+import re
 import signal
 import tempfile
 import time
@@ -29,6 +30,7 @@ _LEAD_CYCLES = 1_000_000  # about half a millisecond, in which the host gets ahe
 _PATIENCE = timedelta(minutes=3)  # with a rank that does not answer
 _POLL_S = 0.1
 _ELEMENT = 4  # bytes of fp32
+_ERROR = re.compile(r"[\w.]+(Error|Exception): ")
 
 
 def collective_rows(
@@ -88,7 +90,8 @@ def _has_finished(processes: Any, ranks: int) -> bool:
     try:
         return bool(processes.join(timeout=_POLL_S))
     except (ProcessExitedException, ProcessRaisedException) as problem:
-        why = str(problem).strip().splitlines()[-1][:200]
+        told = str(problem).strip().splitlines()  # a traceback; hints may follow the error itself
+        why = next((line for line in reversed(told) if _ERROR.match(line)), told[-1])[:200]
         raise OptionError(f"collectives of {ranks} ranks failed ({why}); leave them out: --no-collectives") from None
 
 

@@ -72,7 +72,7 @@ class Score:
         ]
 
 
-def score(rows: list[dict[str, str]], progress: Callable[[int, int], None] | None = None) -> Score:
+def score(rows: list[dict[str, str]], progress: Callable[[int, int, str], None] | None = None) -> Score:
     """Predict every row that describes a run."""
     scored, refused = [], []
     for number, run in enumerate(runs_of(rows), 1):
@@ -84,7 +84,7 @@ def score(rows: list[dict[str, str]], progress: Callable[[int, int], None] | Non
         else:
             refused.append(run)
         if progress is not None:
-            progress(number, len(rows))
+            progress(number, len(rows), "predicting")
     return Score(len(rows), tuple(scored), tuple(refused))
 
 
