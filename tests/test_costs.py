@@ -114,9 +114,15 @@ def test_every_operator_of_a_row_has_work_to_do(name: str) -> None:
 
 
 def test_an_operator_that_nobody_sampled_costs_its_roofline() -> None:
-    model, operator = cost_model("h200"), Operator("sdpa_fwd", (1, 8, 1024, 64), "fp32")
+    model, operator = cost_model("h200"), Operator("neox_gelu_fwd", (1024, 64), "bf16")
     assert model.sampled_on(operator) == ""
-    assert model.us(operator) == roofline_us(operator, chip_of(model.gpu, "fp32"))
+    assert model.us(operator) == roofline_us(operator, chip_of(model.gpu, "bf16"))
+
+
+def test_what_was_sampled_in_narrow_numbers_speaks_for_wide_ones() -> None:
+    model = cost_model("h200")
+    narrow, wide = (model.us(Operator("gelu", (16384, 8192), dtype)) for dtype in ("bf16", "fp32"))
+    assert 1.6 < wide / narrow < 2.4
 
 
 def test_ten_thousand_rows_take_well_under_a_second() -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lumos.errors import CycleError
+from lumos.loops import loops_for
 
 Ints = NDArray[np.int64]
 Small = NDArray[np.int32]
@@ -116,9 +117,8 @@ class Graph:
     @cached_property
     def order(self) -> Small:
         """A topological order; an error that names the tasks of a cycle where there is none."""
-        from lumos.kernels import topological_order
-
-        order, done = topological_order(self.first, self.incoming, self.edges.source)
+        order: Small
+        order, done = loops_for(len(self)).topological_order(self.first, self.incoming, self.edges.source)
         if done < len(self):
             raise CycleError(f"the dependencies go in a circle: {_describe_cycle(self, order[:done])}")
         return order

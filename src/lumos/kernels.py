@@ -8,74 +8,14 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from lumos import loops
+
 Array = NDArray[Any]
 
 
-@njit(cache=True, nogil=True)
-def topological_order(first: Array, incoming: Array, source: Array) -> tuple[Array, int]:
-    """Run every lane until it meets a node that waits for one which has not run; that one wakes it again."""
-    lanes = len(first) - 1
-    size = first[lanes]
-    order = np.empty(size, np.int32)
-    has_run = np.zeros(size, np.bool_)
-    waiting = np.full(size, -1, np.int32)  # the first lane that waits for a node, then the next one of each lane
-    next_waiting = np.full(lanes, -1, np.int32)
-    cursor = first[:-1].copy()
-    checked = np.empty(lanes, np.int64)  # edges of the cursor's node up to here are known to have run
-    stack = np.empty(lanes + 1, np.int32)
-    top, done = 0, 0
-    for lane in range(lanes - 1, -1, -1):
-        checked[lane] = incoming[first[lane]]
-        stack[top] = lane
-        top += 1
-    while top > 0:
-        top -= 1
-        lane = stack[top]
-        node, edge, blocker = cursor[lane], checked[lane], -1
-        while node < first[lane + 1]:
-            while edge < incoming[node + 1] and has_run[source[edge]]:
-                edge += 1
-            if edge < incoming[node + 1]:
-                blocker = source[edge]
-                break
-            order[done] = node
-            done += 1
-            has_run[node] = True
-            other = waiting[node]
-            while other >= 0:
-                stack[top] = other
-                top += 1
-                other = next_waiting[other]
-            node += 1
-        cursor[lane], checked[lane] = node, edge
-        if blocker >= 0:
-            next_waiting[lane], waiting[blocker] = waiting[blocker], lane
-    return order, done
-
-
-@njit(cache=True, nogil=True)
-def forward_pass(
-    order: Array,
-    is_first: Array,
-    duration: Array,
-    gap: Array,
-    incoming: Array,
-    source: Array,
-    lag: Array,
-    from_start: Array,
-) -> tuple[Array, Array]:
-    """Start and end of every node."""
-    start = np.zeros(len(duration))
-    end = np.zeros(len(duration))
-    for node in order:
-        time = gap[node] if is_first[node] else end[node - 1] + gap[node]
-        for edge in range(incoming[node], incoming[node + 1]):
-            other = (start[source[edge]] if from_start[edge] else end[source[edge]]) + lag[edge]
-            if other > time:
-                time = other
-        start[node] = time
-        end[node] = time + duration[node]
-    return start, end
+compiled = njit(cache=True, nogil=True)
+topological_order = compiled(loops.topological_order)
+forward_pass = compiled(loops.forward_pass)
 
 
 @njit(cache=True, nogil=True)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lumos.graph import Floats, Graph
+from lumos.loops import loops_for
 
 
 class Times(NamedTuple):
@@ -27,11 +28,9 @@ class Times(NamedTuple):
 
 def simulate(graph: Graph, duration: Floats | None = None) -> Times:
     """Start every node as soon as what it waits for has ended."""
-    from lumos.kernels import forward_pass
-
     edges = graph.edges
     return Times(
-        *forward_pass(
+        *loops_for(len(graph)).forward_pass(
             graph.order,
             graph.is_first,
             graph.duration if duration is None else np.ascontiguousarray(duration, np.float64),

@@ -12,7 +12,7 @@ prediction fills in times by class: `duration = table[duration_class]`, `lag = t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +59,14 @@ class Skeleton:
     lag_class: NDArray[np.int32]  # 0: none, 1: to the next stage, 2: a launch
     node_turn: tuple[Turn | None, ...]
     lanes: tuple[tuple[str, int], ...]  # (name, stage)
+
+    @cached_property
+    def roles_of(self) -> dict[tuple[str, int], list[int]]:
+        """Roles by (what, stage)."""
+        found: dict[tuple[str, int], list[int]] = {}
+        for index, role in enumerate(self.roles):
+            found.setdefault((role.what, role.stage), []).append(index)
+        return found
 
     def filled(self, durations: Floats, lags: Floats) -> Graph:
         """The graph with the durations of each role and the lags of each class, in nanoseconds."""

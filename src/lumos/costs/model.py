@@ -134,7 +134,10 @@ class CostModel:
         """The name of the trees for an operator, or ""."""
         dtype = _STORED.get(operator.dtype, operator.dtype)
         suffix = "" if dtype in ("bf16", "fp16") else f":{dtype}"
-        names = (operator.kind + suffix, _FAMILY.get(operator.kind, operator.kind) + suffix)
+        family = _FAMILY.get(operator.kind, operator.kind)
+        # What only moves data, and attention, behaves in wider numbers as it does in narrow ones, at more bytes.
+        narrow = () if family == "gemm" or operator.kind == "linear_bwd" else (operator.kind,)
+        names = (operator.kind + suffix, family + suffix, *narrow)
         return next((name for name in names if name in self.regressors), "")
 
 

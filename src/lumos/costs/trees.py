@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lumos.loops import worth_compiling
+
 Floats = NDArray[np.float64]
 
 
@@ -21,8 +23,23 @@ class Trees(NamedTuple):
 
     def __call__(self, rows: Floats) -> Floats:
         """The sum of the trees' answers for every row of features."""
+        rows = np.ascontiguousarray(rows, np.float64)
+        if not worth_compiling(len(rows)):
+            leaves: Floats = self._leaves(rows).sum(axis=1)
+            return self.start + leaves
         from lumos.kernels import sum_of_trees
 
-        return self.start + sum_of_trees(
-            np.ascontiguousarray(rows, np.float64), self.root, self.feature, self.threshold, self.left
-        )
+        total: Floats = sum_of_trees(rows, self.root, self.feature, self.threshold, self.left)
+        return self.start + total
+
+    def _leaves(self, rows: Floats) -> Floats:
+        """The leaf of every (row, tree), all of them going down a level at a time."""
+        node = np.broadcast_to(self.root, (len(rows), len(self.root))).copy()
+        which = np.arange(len(rows))[:, None]
+        while True:
+            feature = self.feature[node]
+            inner = feature >= 0
+            if not inner.any():
+                return self.threshold[node].astype(np.float64)
+            right = rows[which, np.maximum(feature, 0)] > self.threshold[node]
+            node = np.where(inner, self.left[node] + right, node)
