@@ -26,8 +26,9 @@ check: $(VENV)/.dev  ## linters and types alone
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and write docs/accuracy.md
+accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and write docs/accuracy.md, docs/forecasts.md
 	$(BIN)/python benchmarks/accuracy.py -o docs/accuracy.md
+	$(BIN)/python benchmarks/forecasts.py -o docs/forecasts.md
 
 bench: $(VENV)/.dev  ## measure the speed beside HolisticTraceAnalysis
 	$(BIN)/python benchmarks/replay_speed.py --out docs/speed.md

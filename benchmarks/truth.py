@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "calibration"))
 
 from fit_conditions import START, TABLES, conditions_with, source_of  # noqa: E402
+from fit_uncertainty import by_source, fit, residuals  # noqa: E402
 from lumos.estimate import simulate_step  # noqa: E402
 from lumos.scoring.runs import Run, read_rows, runs_of  # noqa: E402
 from lumos.scoring.score import rank_correlation  # noqa: E402
@@ -67,6 +68,20 @@ def overall(rows: Rows) -> float:
     return float(errors(kept).mean())
 
 
+def show_coverage(folder: Path) -> None:
+    """How often the 80 % interval held, the variances that judge a source fitted without it."""
+    parts, logs, sources, _ = residuals(folder)
+    weights = by_source(sources)
+    inside = np.zeros(len(logs), bool)
+    print("\n| source | rows | inside the 80 % interval, % |\n|---|---|---|")
+    for name in sorted(set(sources)):
+        held = sources == name
+        variance, scale = fit(parts[~held], logs[~held], weights[~held])
+        inside[held] = np.abs(logs[held]) <= scale * np.sqrt(parts[held] @ variance)
+        print(f"| {name} | {held.sum()} | {100 * inside[held].mean():.0f} |")
+    print(f"| all rows, mixtures of experts and erratic ones too | {len(logs)} | {100 * inside.mean():.1f} |")
+
+
 def main(folder: str) -> None:
     rows = predictions(Path(folder))
     print("| source | rows | mean error, % | median, % | rank correlation | best peer | bar |")
@@ -85,6 +100,7 @@ def main(folder: str) -> None:
         table, _, name = key.partition(".")
         neutral = 1.0 if key != "h100.matrix" else start
         print(f"| {key} | {shipped[table][name]} | {overall(predictions(Path(folder), {key: neutral})):.1f} |")
+    show_coverage(Path(folder))
 
 
 if __name__ == "__main__":

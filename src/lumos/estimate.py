@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,20 +12,22 @@ import numpy as np
 from lumos.blocks.ends import head, head_backward, optimizer
 from lumos.blocks.layer import Layer
 from lumos.blocks.shard import Shard
-from lumos.costs.collective import Collective
+from lumos.costs.collective import Collective, Group
 from lumos.costs.conditions import Conditions, conditions_for
 from lumos.costs.flash import flash_kernels
 from lumos.costs.model import CostModel, cost_model
 from lumos.costs.network import Network, network_of
 from lumos.costs.operator import Operator
 from lumos.costs.prices import BlockTime, Prices, time_of
+from lumos.footprint.layout import Chunk, Parameters, Weights
 from lumos.frameworks import Framework, framework_named
 from lumos.graph import Graph
-from lumos.setups.gpus import gpu_named
+from lumos.setups.gpus import Gpu, gpu_named
 from lumos.setups.setup import Setup
 from lumos.simulate import Times, simulate
 from lumos.skeleton import Plan, Role, Skeleton, skeleton
 from lumos.stage import Stage
+from lumos.vocabulary import Kind
 
 _LAUNCH_US = 8.0  # from the host's call to the kernel's start, on an idle stream
 _MOST_UNITS = 12  # parts a backward pass is cut into where gradients are reduced beside it
@@ -36,7 +39,7 @@ class ChunkTime(NamedTuple):
     forward: BlockTime
     backward: BlockTime
     layers: int
-    parameters: float
+    parameters: Parameters
 
 
 class StageWork(NamedTuple):
@@ -78,8 +81,8 @@ class Step:
             network = count * sum(b.communication_us for b in blocks)
             after = sum(self._role_us(what, stage) for what in ("reduce rest", "publish"))
             beside = sum(self._role_us(what, stage) for what in ("gather", "reduce"))
-            hidden = max(0.0, self._late_us(stage))
-            work.append(StageWork(compute, inside + after + hidden, network + after + beside))
+            late = self._late_us(stage)
+            work.append(StageWork(compute, inside + after + late, network + after + beside))
         return work
 
     def _role_us(self, what: str, stage: int) -> float:
@@ -99,8 +102,13 @@ class Step:
             return 0.0
         roles = [i for i, r in enumerate(self.structure.roles) if r.stage == stage and r.what in _COMPUTE_ROLES]
         rows = np.flatnonzero(np.isin(self.structure.node_role, roles))
-        idle = self.times.start[rows[1:]] - self.times.end[rows[:-1]]
-        return float(np.maximum(idle, 0.0).sum()) / 1e3 if self.plan.pp == 1 else 0.0
+        edges = self.graph.edges
+        brought = self.graph.kind[edges.source] == Kind.COMM
+        arrived = np.zeros(len(self.graph))
+        np.maximum.at(arrived, edges.target[brought], self.times.end[edges.source[brought]])
+        free = np.concatenate([[0.0], self.times.end[rows[:-1]]])
+        late = np.minimum(arrived[rows], self.times.start[rows]) - free
+        return float(np.maximum(late, 0.0).sum()) / 1e3
 
     @cached_property
     def host_share(self) -> float:
@@ -136,17 +144,21 @@ def simulate_step(
     shard = Shard(setup, framework)
     conditions = conditions or conditions_for(gpu)
     prices = Prices(
-        model or cost_model(gpu.name), network or network_of(gpu, setup.cluster.fabric, conditions), conditions,
-        _host_us(setup, framework),
-        framework.collective_launches,
+        model or cost_model(gpu.name), network or network_of(_wired(setup, gpu), setup.cluster.fabric, conditions),
+        conditions, _host_us(setup, framework), framework.collective_launches,
     )  # fmt: skip
     prices.flash_model = flash_kernels(gpu_named(gpu.name), framework.flash)
     assembly = Assembly(setup, shard, prices)
     graph = assembly.graph()
     times = simulate(graph)
-    return Step(
-        setup, assembly.plan, assembly.structure, graph, times, assembly.chunks, prices, assembly
-    )  # fmt: skip
+    return Step(setup, assembly.plan, assembly.structure, graph, times, assembly.chunks, prices, assembly)
+
+
+def _wired(setup: Setup, gpu: Gpu) -> Gpu:
+    """The GPU with the links it really uses: inside one node, what NVLink does not join is joined by PCIe."""
+    if gpu.nvlink_domain < setup.cluster.gpus <= gpu.gpus_per_node:
+        return dataclasses.replace(gpu, inter_gb_s=gpu.pcie_gb_s)
+    return gpu
 
 
 def _host_us(setup: Setup, framework: Framework) -> float:
@@ -174,7 +186,7 @@ class Assembly:
         if len(given) == stages:
             return given
         if given:
-            return [given[i % p.pp] // p.vpp for i in range(stages)]
+            return [(given[i % p.pp] + p.vpp - 1 - i // p.pp) // p.vpp for i in range(stages)]
         if self.shard.framework.balances and stages > 1:
             return self._balanced(stages)
         base, rest = divmod(self.setup.model.layers, stages)
@@ -197,25 +209,14 @@ class Assembly:
         p, m = self.setup.parallel, self.setup.model
         stages = p.pp * p.vpp
         begins = np.concatenate([[0], np.cumsum(self.layers)])
+        weights = Weights(self.shard)
         rows: list[list[ChunkTime]] = [[] for _ in range(p.pp)]
         for virtual, count in enumerate(self.layers):
             dense = int(np.clip(m.dense_layers - begins[virtual], 0, count)) if m.experts else count
             stage = Stage(self.shard, self.prices, dense, count - dense, virtual == 0, virtual == stages - 1)
-            parameters = self._parameters(dense, count - dense, virtual == 0, virtual == stages - 1)
+            parameters = weights.of((Chunk(dense, count - dense, virtual == 0, virtual == stages - 1),))
             rows[virtual % p.pp].append(ChunkTime(stage.forward(), stage.backward(), count, parameters))
         return tuple(tuple(row) for row in rows)
-
-    def _parameters(self, dense: int, sparse: int, first: bool, last: bool) -> float:
-        """Parameters that one rank holds of a virtual stage."""
-        m, p = self.setup.model, self.setup.parallel
-        layer = (m.attention_parameters + 2 * m.norm_parameters * p.tp) / p.tp
-        total = dense * (layer + m.mlp_parameters(m.ffn) / p.tp) if dense else 0.0
-        if sparse:
-            experts = m.experts / p.ep * m.mlp_parameters(m.expert_ffn)
-            shared = m.shared_experts * m.mlp_parameters(m.expert_ffn)
-            total += sparse * (layer + experts + shared / p.tp + m.router_parameters)
-        ends = (1.0 if first else 0.0) + (1.0 if last and not (m.tied and first) else 0.0)
-        return total + ends * m.vocab * m.hidden / p.tp
 
     def counts(self) -> dict[tuple[str, Operator | Collective], int]:
         """How often a rank of the first stage runs each piece in one step."""
@@ -242,12 +243,31 @@ class Assembly:
     def overlaps(self) -> bool:
         chosen = self.setup.parallel.dp_overlap
         wanted = self.shard.framework.dp_overlap if chosen is None else chosen
-        return wanted and self.shard.dp.size > 1 and self.setup.parallel.schedule != "zero-bubble"
+        return wanted and self.shard.dp.size > 1 and self._schedule != "zero-bubble"
 
-    def _data_parallel_us(self, kind: str, size: float) -> float:
+    @cached_property
+    def _schedule(self) -> str:
+        """One stage alone has nothing to schedule."""
+        p = self.setup.parallel
+        return p.schedule if p.pp > 1 else "1f1b"
+
+    def _data_parallel_us(self, kind: str, parameters: Parameters, element: float) -> float:
+        """A collective over the ranks that hold the same weights; experts have ranks of their own.
+
+        Where only some of the replicas share what is divided, they reduce their part with the others afterwards.
+        """
+        time = 0.0
+        groups = (self.shard.sharing, self.shard.experts_sharing)
+        for size, (near, far) in zip((parameters.common, parameters.experts), groups, strict=True):
+            time += self._bucketed_us(kind, size * element, near)
+            if kind != "all_gather":
+                time += self._bucketed_us("all_reduce", size * element / near.size, far)
+        return time
+
+    def _bucketed_us(self, kind: str, size: float, group: Group) -> float:
         bucket = self.shard.framework.bucket_mb * 1e6
         parts = max(1.0, size / bucket) if bucket and kind != "all_gather" else 1.0
-        return parts * self.prices.collective_us(Collective(kind, size / parts, self.shard.dp))
+        return parts * self.prices.collective_us(Collective(kind, size / parts, group))
 
     @cached_property
     def units(self) -> int:
@@ -259,8 +279,8 @@ class Assembly:
     def plan(self) -> Plan:
         p, t = self.setup.parallel, self.setup.train
         return Plan(
-            p.schedule if p.pp > 1 else "1f1b", p.pp, p.vpp, t.microbatches, self.units, self.shards_weights,
-            self.shards_weights, self.overlaps, self._hosted,
+            self._schedule, p.pp, p.vpp, t.microbatches, self.units, self.shards_weights, self.shards_weights,
+            self.overlaps, self._hosted,
         )  # fmt: skip
 
     @cached_property
@@ -307,17 +327,21 @@ class Assembly:
             return self._optimizer(stage).host_us
         return 0.0
 
-    def _stage_parameters(self, stage: int) -> float:
-        return sum(chunk.parameters for chunk in self.chunks[stage])
+    def _trained(self, parameters: Parameters) -> Parameters:
+        """Those that have gradients: adapters alone, where there are some."""
+        if self.setup.train.mode == "lora":
+            return Parameters(parameters.adapters, 0.0)
+        return parameters
+
+    def _stage_parameters(self, stage: int) -> Parameters:
+        columns = zip(*(chunk.parameters for chunk in self.chunks[stage]), strict=True)
+        return Parameters(*(sum(column) for column in columns))
 
     def _optimizer(self, stage: int) -> BlockTime:
-        zero = self.setup.parallel.zero
-        share = self._stage_parameters(stage) / (self._shards if zero else 1)
-        return time_of(optimizer(self.shard, share), self.prices)
-
-    @cached_property
-    def _shards(self) -> int:
-        return self.setup.parallel.shard or self.shard.dp.size
+        common, experts, _ = self._trained(self._stage_parameters(stage))
+        if self.setup.parallel.zero:
+            common, experts = common / self.shard.sharing[0].size, experts / self.shard.experts_sharing[0].size
+        return time_of(optimizer(self.shard, common + experts), self.prices)
 
     @cached_property
     def _reduction(self) -> str:
@@ -325,24 +349,19 @@ class Assembly:
         return "reduce_scatter" if zero == 3 or (zero and self.shard.framework.scatters) else "all_reduce"
 
     def _network_us(self, what: str, stage: int, chunk: ChunkTime) -> float:
-        framework, zero = self.shard.framework, self.setup.parallel.zero
-        parameters = self._stage_parameters(stage)
+        framework = self.shard.framework
+        trained = self._trained(self._stage_parameters(stage))
         if what == "gather":
-            return self._data_parallel_us("all_gather", chunk.parameters / self.units * framework.gather_bytes)
+            return self._data_parallel_us("all_gather", chunk.parameters, framework.gather_bytes / self.units)
         if what == "reduce":
-            kind = self._reduction
-            return self._data_parallel_us(kind, chunk.parameters / self.units * framework.reduce_bytes)
-        if what == "reduce rest":
-            if self.overlaps or self.shards_weights:
-                return 0.0
-            kind = self._reduction
-            return self._data_parallel_us(kind, parameters * framework.reduce_bytes)
+            mine = self._trained(chunk.parameters)
+            return self._data_parallel_us(self._reduction, mine, framework.reduce_bytes / self.units)
+        if what == "reduce rest" and not (self.overlaps or self.shards_weights):
+            return self._data_parallel_us(self._reduction, trained, framework.reduce_bytes)
         if what == "optimizer":
             return self._optimizer(stage).us
-        if what == "publish":
-            if zero in (1, 2):
-                gather = self._data_parallel_us("all_gather", parameters * framework.gather_bytes)
-                hidden = 0.8 * self.chunks[stage][0].forward.us * self.setup.parallel.vpp if self.overlaps else 0.0
-                return max(gather - hidden, 0.0)
-            return 0.0
+        if what == "publish" and self.setup.parallel.zero in (1, 2):
+            gather = self._data_parallel_us("all_gather", trained, framework.gather_bytes)
+            hidden = 0.8 * self.chunks[stage][0].forward.us * self.setup.parallel.vpp if self.overlaps else 0.0
+            return max(gather - hidden, 0.0)
         return 0.0

@@ -123,10 +123,8 @@ class Layer:
         s, m = self.shard, self.shard.model
         if m.latent:
             return self._latent_projections()
-        if s.framework.joins_qkv or m.heads != m.kv_heads:
-            whole = linear(s, s.tokens, self._qkv_width(), self.hidden, "qkv")
-            if s.framework.joins_qkv:
-                return whole
+        if s.framework.joins_qkv:
+            return linear(s, s.tokens, self._qkv_width(), self.hidden, "qkv")
         return [
             *linear(s, s.tokens, s.heads * m.head_dim, self.hidden, "q"),
             *linear(s, s.tokens, 2 * s.kv_heads * m.head_dim, self.hidden, "kv", count=2),
@@ -204,28 +202,30 @@ class Layer:
 
     def _unfused_core(self) -> Block:
         s, m = self.shard, self.shard.model
-        batch, seq = s.sequences * s.heads, s.seq
+        batch, (seq, _) = s.sequences * s.heads, self._span(m.head_dim)
         block = [
+            *self._ring(1.0),
             op(s, "bmm", batch, seq, seq, m.head_dim, name="scores"),
             op(s, "softmax_fwd", s.sequences, s.heads, seq),
             op(s, "bmm", batch, seq, m.head_dim, seq, name="values"),
             stream(s, 2.0, s.tokens * s.heads * m.head_dim, name="attention copy"),
         ]
         if s.framework.dropout:
-            block.insert(2, stream(s, 2.5, batch * seq * seq, name="attention dropout"))
+            block.insert(-2, stream(s, 2.5, batch * seq * seq, name="attention dropout"))
         return block
 
     def _unfused_core_backward(self) -> Block:
         s, m = self.shard, self.shard.model
-        batch, seq = s.sequences * s.heads, s.seq
+        batch, (seq, _) = s.sequences * s.heads, self._span(m.head_dim)
         block = [
+            *self._ring(2.0),
             op(s, "bmm_bwd", batch, seq, m.head_dim, seq, launches=2, name="values grad"),
             op(s, "softmax_bwd", s.sequences, s.heads, seq),
             op(s, "bmm_bwd", batch, seq, seq, m.head_dim, launches=2, name="scores grad"),
             stream(s, 4.0, s.tokens * s.heads * m.head_dim, launches=2, name="attention copy"),
         ]
         if s.framework.dropout:
-            block.insert(1, stream(s, 2.5, batch * seq * seq, name="attention dropout grad"))
+            block.insert(-3, stream(s, 2.5, batch * seq * seq, name="attention dropout grad"))
         return block
 
     def _out_width(self) -> int:
@@ -368,7 +368,7 @@ class Layer:
         if recompute == "full":
             return [*self.forward(), *kept]
         if recompute == "selective":
-            return [*(self._unfused_core() if self.shard.attention == "unfused" else self.core()), *kept]
+            return [*self.core(), *kept]
         return []
 
 

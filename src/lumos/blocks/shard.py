@@ -21,7 +21,8 @@ class Shard:
     def domain(self) -> int:
         """Ranks that reach each other without the network between nodes."""
         gpu = self.setup.cluster.accelerator
-        return max(1, min(gpu.nvlink_domain, max(gpu.gpus_per_node, gpu.nvlink_domain), self.setup.cluster.gpus))
+        joined = gpu.nvlink_domain if gpu.nvlink_gb_s else gpu.gpus_per_node  # by NVLink, or by PCIe alone
+        return max(1, min(joined, self.setup.cluster.gpus))
 
     def group(self, size: int, stride: int) -> Group:
         """Ranks `stride` apart."""
@@ -41,8 +42,35 @@ class Shard:
         return self.group(self.parallel.dp * self.parallel.cp, self.parallel.tp)
 
     @cached_property
+    def expert_tp(self) -> int:
+        """Ranks that one expert is cut for: several small experts of a rank are whole, one large one is cut by tp."""
+        p = self.parallel
+        whole = self.model.experts > p.ep > 1 or (p.dp * p.cp) % p.ep
+        return 1 if whole else p.tp
+
+    @cached_property
     def ep(self) -> Group:
-        return self.group(self.parallel.ep, self.parallel.tp)
+        return self.group(self.parallel.ep, self.expert_tp)
+
+    @cached_property
+    def expert_dp(self) -> Group:
+        """Ranks that hold the same experts."""
+        p, inner = self.parallel, self.expert_tp * self.parallel.ep
+        return self.group(p.dp * p.cp * p.tp // inner, inner)
+
+    @cached_property
+    def sharing(self) -> tuple[Group, Group]:
+        """Ranks that divide one copy of the weights, gradients or state, and those that hold the same part."""
+        return self._divided(self.dp.size, self.parallel.tp)
+
+    @cached_property
+    def experts_sharing(self) -> tuple[Group, Group]:
+        return self._divided(self.expert_dp.size, self.parallel.ep * self.expert_tp)
+
+    def _divided(self, size: int, stride: int) -> tuple[Group, Group]:
+        chosen = self.parallel.shard if self.parallel.zero else 0
+        near = min(chosen, size) if chosen else size
+        return self.group(near, stride), self.group(size // near, stride * near)
 
     @cached_property
     def pp(self) -> Group:
