@@ -105,8 +105,9 @@ def run_case(case: Case) -> dict[str, Any]:
 
 def main(output: str, seconds: str) -> None:
     end = time.monotonic() + float(seconds)
-    done = {json.loads(line)["name"] for line in Path(output).read_text().splitlines()} if Path(output).exists() else set()
-    for case in (case for case in CASES if case.name not in done):
+    lines = Path(output).read_text().splitlines() if Path(output).exists() else []
+    known = {json.loads(line)["name"] for line in lines}
+    for case in (case for case in CASES if case.name not in known):
         left = end - time.monotonic()
         if left < 20:
             print(f"{case.name}: no time left", flush=True)

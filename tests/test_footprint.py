@@ -277,3 +277,4 @@ def test_a_footprint_reports_itself_in_gib() -> None:
     assert list(report) == ["peak", *StageMemory._fields[1:]]
     assert report["peak"] == pytest.approx(memory.peak / GIB)
     assert Counter(type(value) for value in report.values()) == {float: 7}
+    assert memory.rows() == [{"stage": 0, "phase": "loss", **report}]

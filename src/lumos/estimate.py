@@ -19,6 +19,7 @@ from lumos.costs.model import CostModel, cost_model
 from lumos.costs.network import Network, network_of
 from lumos.costs.operator import Operator
 from lumos.costs.prices import BlockTime, Prices, time_of
+from lumos.errors import OptionError
 from lumos.footprint.layout import Chunk, Parameters, Weights
 from lumos.frameworks import Framework, framework_named
 from lumos.graph import Graph
@@ -30,6 +31,7 @@ from lumos.stage import Stage
 from lumos.vocabulary import Kind
 
 _LAUNCH_US = 8.0  # from the host's call to the kernel's start, on an idle stream
+_MOST_TASKS = 3_000_000  # of a step: half a minute
 _MOST_UNITS = 12  # parts a backward pass is cut into where gradients are reduced beside it
 
 
@@ -291,6 +293,12 @@ class Assembly:
 
     @cached_property
     def structure(self) -> Skeleton:
+        if self.plan.tasks > _MOST_TASKS:
+            count = self.setup.train.microbatches
+            raise OptionError(
+                f"train.microbatches = {count} makes a step of {self.plan.tasks:,} tasks: predict one of "
+                f"{count * _MOST_TASKS // self.plan.tasks} or fewer, and add the time of the rest"
+            )
         return skeleton(self.plan)
 
     def graph(self) -> Graph:

@@ -13,9 +13,13 @@ from lumos.setups.setup import Setup
 
 def forward_flops_per_token(setup: Setup) -> float:
     """Of all layers and the output matrix."""
+    return _products_flops(setup) + setup.model.layers * _scores_flops(setup)
+
+
+def _products_flops(setup: Setup) -> float:
+    """Of all linear layers, for one token."""
     m = setup.model
-    weights = m.active_parameters() - m.embedding_parameters() + m.vocab * m.hidden
-    return 2.0 * weights + m.layers * _scores_flops(setup)
+    return 2.0 * (m.active_parameters() - m.embedding_parameters() + m.vocab * m.hidden)
 
 
 def _scores_flops(setup: Setup) -> float:
@@ -28,8 +32,8 @@ def _scores_flops(setup: Setup) -> float:
 
 def model_flops(setup: Setup) -> float:
     """Of one step over all GPUs. Adapters train few weights: their step has no weight gradients to speak of."""
-    passes = 2.0 if setup.train.mode == "lora" else 3.0
-    return passes * forward_flops_per_token(setup) * setup.tokens
+    frozen = _products_flops(setup) if setup.train.mode == "lora" else 0.0
+    return (3.0 * forward_flops_per_token(setup) - frozen) * setup.tokens
 
 
 def hardware_flops(setup: Setup) -> float:

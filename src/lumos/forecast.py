@@ -127,5 +127,9 @@ class Forecast:
 
 
 def forecast(setup: Setup, notes: tuple[str, ...] = ()) -> Forecast:
-    """What a run would do, from its description."""
-    return Forecast(setup, simulate_step(setup), notes)
+    """What a run would do, from its description.
+
+    Notes are what had to be assumed, and widen the interval; what the setup's own doubts say already is not one.
+    """
+    doubts = warnings_in(setup)
+    return Forecast(setup, simulate_step(setup), tuple(note for note in dict.fromkeys(notes) if note not in doubts))

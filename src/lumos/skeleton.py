@@ -48,6 +48,12 @@ class Plan(NamedTuple):
     overlapped: bool  # gradients are reduced beside the last backward pass
     hosted: bool  # the host has a lane
 
+    @property
+    def tasks(self) -> int:
+        """About how many nodes the structure has."""
+        turns = self.pp * self.vpp * self.microbatches * (3 if self.schedule == "zero-bubble" else 2)
+        return turns * (5 * self.units // 2 if self.sharded else 1) + (turns if self.hosted else 0)
+
 
 @dataclass(frozen=True)
 class Skeleton:

@@ -23,7 +23,7 @@ from lumos.footprint.states import PerParameter
 from lumos.frameworks import framework_named
 from lumos.setups.setup import Setup
 
-_NOTHING = Saved(0.0, 0.0, 0.0)
+_NOTHING = Saved(0.0, 0.0)
 
 
 class StageMemory(NamedTuple):
@@ -127,7 +127,7 @@ class _Stage:
                 layers += common.sizes.spread * common.sizes.hidden  # mask of the dropout after the embedding
             if chunk.last:
                 layers += norm(common.sizes) + norm_output(common.sizes)
-                total += (count - 1) * 4.0 * common.logits  # log-probabilities of those whose loss is known
+                total += max(count - 1, 0) * 4.0 * common.logits  # log-probabilities of those whose loss is known
             total += count * layers
         return total
 

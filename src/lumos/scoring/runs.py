@@ -14,6 +14,7 @@ What a row leaves empty is filled by framework, never by row:
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from typing import Any
 
 from lumos.errors import InputError, LumosError
 from lumos.frameworks import framework_named
+from lumos.setups.check import checked_setup
 from lumos.setups.gpus import find_gpu
-from lumos.setups.rules import mistakes_in
 from lumos.setups.setup import Setup
 
 _FRAMEWORKS = (
@@ -59,7 +60,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise InputError(f"{path}: larger than {_MOST_BYTES >> 20} MiB; split it")
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [{key: value or "" for key, value in row.items() if key} for row in csv.DictReader(file)]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
@@ -78,7 +79,7 @@ def runs_of(rows: list[dict[str, str]]) -> Iterator[Run | tuple[str, str]]:
         name = row.get("id") or f"row {number}"
         try:
             yield run_of(row, name)
-        except (LumosError, ValueError) as problem:
+        except LumosError as problem:
             yield name, str(problem).splitlines()[0][:200]
 
 
@@ -89,7 +90,7 @@ def run_of(row: dict[str, str], name: str) -> Run:
         raise InputError(f"{', '.join(empty)} not stated")
     notes: list[str] = []
     framework = _framework(row, notes)
-    setup = Setup.model_validate(
+    setup = checked_setup(
         {
             "model": _model(row),
             "train": _train(row, framework, notes),
@@ -97,17 +98,33 @@ def run_of(row: dict[str, str], name: str) -> Run:
             "cluster": _cluster(row, framework, notes),
         }
     )
-    mistakes = mistakes_in(setup)
-    if mistakes:
-        raise InputError(mistakes[0])
-    seconds = float(row.get("step_time_s") or "nan")
-    return Run(name, row.get("source", ""), row.get("model_name", ""), int(row["n_gpus"]), seconds, setup,
+    seconds = _number(row, "step_time_s", math.nan)
+    if seconds <= 0:
+        raise InputError(f"step_time_s {row['step_time_s'][:40]!r} is not a time")
+    return Run(name, row.get("source", ""), row.get("model_name", ""), setup.cluster.gpus, seconds, setup,
                tuple(notes), row)  # fmt: skip
 
 
-def _int(row: dict[str, str], column: str, default: int = 0) -> int:
+def _number(row: dict[str, str], column: str, default: float = 0.0) -> float:
+    """What a column states, or InputError where that is no finite number."""
     text = row.get(column, "").strip()
-    return round(float(text)) if text else default
+    if not text:
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{column} {text[:40]!r} is not a number")
+    return number
+
+
+def _int(row: dict[str, str], column: str, default: int = 0) -> int:
+    """A whole number; one that is not whole is a mistake in the table."""
+    number = _number(row, column, default)
+    if number != round(number):
+        raise InputError(f"{column} {row[column].strip()[:40]!r} is not a whole number")
+    return round(number)
 
 
 def _flag(row: dict[str, str], column: str) -> bool | None:
@@ -162,13 +179,12 @@ def _train(row: dict[str, str], framework: str, notes: list[str]) -> dict[str, A
 
 def _parallel(row: dict[str, str], framework: str) -> dict[str, Any]:
     facts = framework_named(framework)
-    tp, pp, cp = _int(row, "tp", 1), _int(row, "pp", 1), _int(row, "cp", 1) or 1
+    tp, pp, cp, vpp, ep = (_int(row, name) or 1 for name in ("tp", "pp", "cp", "vp_interleave", "ep"))
     sequence = _flag(row, "sequence_parallel")
-    zero = row.get("zero", "").strip()
     return {
-        "tp": tp, "pp": pp, "vpp": max(1, _int(row, "vp_interleave", 1)) if pp > 1 else 1, "cp": cp,
-        "ep": max(1, _int(row, "ep", 1)), "dp": max(1, _int(row, "n_gpus") // (tp * pp * cp)),
-        "zero": int(float(zero)) if zero else facts.zero, "shard": _int(row, "fsdp_shard"),
+        "tp": tp, "pp": pp, "vpp": vpp if pp > 1 else 1, "cp": cp, "ep": ep,
+        "dp": max(1, _int(row, "n_gpus") // (tp * pp * cp)),
+        "zero": _int(row, "zero", facts.zero), "shard": _int(row, "fsdp_shard"),
         "tp_overlap": _stated_overlap(row),
         "sequence_parallel": (facts.sequence_parallel if sequence is None else sequence) and tp > 1,
     }  # fmt: skip
@@ -200,9 +216,9 @@ def _cluster(row: dict[str, str], framework: str, notes: list[str]) -> dict[str,
 
 def _gbps_per_gpu(row: dict[str, str], node: int) -> float:
     """Gbit/s of one GPU between nodes, where the row states it."""
-    stated = row.get("inter_gbps_per_gpu", "").strip()
+    stated = _number(row, "inter_gbps_per_gpu")
     if stated:
-        return float(stated)
+        return stated
     text = row.get("interconnect_inter", "")
     whole = re.search(r"(\d+)\s*Gbps (?:per node|node-node)", text)
     if whole:
