@@ -36,14 +36,14 @@ def test_the_python_of_the_readme_runs() -> None:
 
 def test_the_readme_shows_what_the_demo_prints() -> None:
     done = subprocess.run([sys.executable, "-m", "lumos.cli", "demo"], cwd=ROOT, capture_output=True, text=True)
-    (shown,) = blocks("text")[:1]
+    shown = next(block for block in blocks("text") if "recorded step" in block)
     printed = [re.sub(r"\s+", " ", line).strip() for line in done.stdout.splitlines()]
     for line in shown.splitlines():
         assert re.sub(r"\s+", " ", line).strip() in printed
 
 
 def test_the_tree_of_the_readme_is_the_tree() -> None:
-    tree = blocks("text")[1]
+    tree = next(block for block in blocks("text") if block.startswith("src/lumos"))
     named = set(re.findall(r"^ +(\w+\.py) ", tree, re.MULTILINE))
     there = {p.name for p in (ROOT / "src/lumos").rglob("*.py") if p.parent.name == "lumos" or p.name != "__init__.py"}
     assert named == there
@@ -56,3 +56,13 @@ def test_the_public_names_are_these() -> None:
         "LumosError", "Prediction", "Replay", "Scale", "Trace", "predict", "read_job", "replay",
     ]  # fmt: skip
     assert all(getattr(lumos, name) is not None for name in lumos.__all__)
+
+
+def test_the_readme_shows_what_a_forecast_prints() -> None:
+    command = next(c for c in COMMANDS if c.startswith("lumos predict examples/llama3-70b.toml"))
+    arguments = [sys.executable, "-m", "lumos.cli", *shlex.split(command)[1:]]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    printed = [re.sub(r"\s+", " ", line).strip() for line in done.stdout.splitlines()]
+    shown = next(block for block in blocks("text") if "tokens/s/GPU" in block)
+    for line in shown.splitlines():
+        assert re.sub(r"\s+", " ", line).strip() in printed
