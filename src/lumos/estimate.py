@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from lumos.costs.flash import flash_kernels
 from lumos.costs.model import CostModel, cost_model
 from lumos.costs.network import Network, network_of
 from lumos.costs.operator import Operator
-from lumos.costs.prices import BlockTime, Prices, time_of
+from lumos.costs.prices import BlockTime, Prices
 from lumos.errors import OptionError
 from lumos.footprint.layout import Chunk, Parameters, Weights
 from lumos.frameworks import Framework, framework_named
@@ -32,6 +33,7 @@ from lumos.vocabulary import Kind
 
 _LAUNCH_US = 8.0  # from the host's call to the kernel's start, on an idle stream
 _MOST_TASKS = 3_000_000  # of a step: half a minute
+_HIDDEN = 0.8  # of the first forward pass, behind which weights are gathered after an update (ZeRO 1 and 2)
 _MOST_UNITS = 12  # parts a backward pass is cut into where gradients are reduced beside it
 
 
@@ -78,16 +80,16 @@ class Step:
         work = []
         for stage, row in enumerate(self.chunks):
             blocks = [block for chunk in row for block in (chunk.forward, chunk.backward)]
-            compute = count * sum(b.compute_us for b in blocks) + self._role_us("optimizer", stage)
+            compute = count * sum(b.compute_us for b in blocks) + self.role_us("optimizer", stage)
             inside = count * sum(max(0.0, b.us - b.compute_us) for b in blocks)
             network = count * sum(b.communication_us for b in blocks)
-            after = sum(self._role_us(what, stage) for what in ("reduce rest", "publish"))
-            beside = sum(self._role_us(what, stage) for what in ("gather", "reduce"))
+            after = sum(self.role_us(what, stage) for what in ("reduce rest", "publish"))
+            beside = sum(self.role_us(what, stage) for what in ("gather", "reduce"))
             late = self._late_us(stage)
             work.append(StageWork(compute, inside + after + late, network + after + beside))
         return work
 
-    def _role_us(self, what: str, stage: int) -> float:
+    def role_us(self, what: str, stage: int) -> float:
         """All nodes of a role on a stage."""
         return sum(self._busy_us[i] for i in self.structure.roles_of.get((what, stage), ()))
 
@@ -138,18 +140,22 @@ class Step:
 
 
 def simulate_step(
-    setup: Setup, conditions: Conditions | None = None, model: CostModel | None = None, network: Network | None = None
+    setup: Setup,
+    conditions: Conditions | None = None,
+    model: CostModel | None = None,
+    network: Network | None = None,
+    make_prices: Callable[..., Prices] = Prices,
 ) -> Step:
     """Price the blocks of every stage and simulate the step they make."""
     gpu = setup.cluster.accelerator
     framework = framework_named(setup.train.framework)
     shard = Shard(setup, framework)
     conditions = conditions or conditions_for(gpu)
-    prices = Prices(
+    prices = make_prices(
         model or cost_model(gpu.name), network or network_of(_wired(setup, gpu), setup.cluster.fabric, conditions),
         conditions, _host_us(setup, framework), framework.collective_launches,
     )  # fmt: skip
-    prices.flash_model = flash_kernels(gpu_named(gpu.name), framework.flash)
+    prices.flash_model = flash_kernels(gpu_named(gpu.name), _flash_generation(setup, framework))
     assembly = Assembly(setup, shard, prices)
     graph = assembly.graph()
     times = simulate(graph)
@@ -161,6 +167,11 @@ def _wired(setup: Setup, gpu: Gpu) -> Gpu:
     if gpu.nvlink_domain < setup.cluster.gpus <= gpu.gpus_per_node:
         return dataclasses.replace(gpu, inter_gb_s=gpu.pcie_gb_s)
     return gpu
+
+
+def _flash_generation(setup: Setup, framework: Framework) -> str:
+    """Compiled models call FlashAttention 2 where eager ones get the library's newest kernel (torch 2.11 on H200)."""
+    return "flash-2" if setup.train.compile and framework.flash == "native" else framework.flash
 
 
 def _host_us(setup: Setup, framework: Framework) -> float:
@@ -282,7 +293,7 @@ class Assembly:
         p, t = self.setup.parallel, self.setup.train
         return Plan(
             self._schedule, p.pp, p.vpp, t.microbatches, self.units, self.shards_weights, self.shards_weights,
-            self.overlaps, self._hosted,
+            self.overlaps, self._hosted, self.overlaps and self.shard.framework.reduces_always,
         )  # fmt: skip
 
     @cached_property
@@ -345,11 +356,23 @@ class Assembly:
         columns = zip(*(chunk.parameters for chunk in self.chunks[stage]), strict=True)
         return Parameters(*(sum(column) for column in columns))
 
-    def _optimizer(self, stage: int) -> BlockTime:
+    def stage_state(self, stage: int) -> float:
+        """Parameters that one rank of a stage keeps the optimizer's state of."""
         common, experts, _ = self._trained(self._stage_parameters(stage))
         if self.setup.parallel.zero:
             common, experts = common / self.shard.sharing[0].size, experts / self.shard.experts_sharing[0].size
-        return time_of(optimizer(self.shard, common + experts), self.prices)
+        return common + experts
+
+    def stage_tensors(self, stage: int) -> int:
+        """Parameter tensors that one rank of a stage updates."""
+        m = self.setup.model
+        linears = 4 + (3 if m.gated else 2)
+        in_layer = linears * (2 if m.bias else 1) + (4 if m.norm == "layer" and m.bias else 2)
+        return in_layer * sum(chunk.layers for chunk in self.chunks[stage]) + 3
+
+    def _optimizer(self, stage: int) -> BlockTime:
+        size = self.stage_state(stage)
+        return self.prices.block(("optimizer", round(size), stage), lambda: optimizer(self.shard, size, self.stage_tensors(stage)))
 
     @cached_property
     def _reduction(self) -> str:
@@ -370,6 +393,6 @@ class Assembly:
             return self._optimizer(stage).us
         if what == "publish" and self.setup.parallel.zero in (1, 2):
             gather = self._data_parallel_us("all_gather", trained, framework.gather_bytes)
-            hidden = 0.8 * self.chunks[stage][0].forward.us * self.setup.parallel.vpp if self.overlaps else 0.0
-            return max(gather - hidden, 0.0)
+            forward = sum(max(chunk.forward.us, chunk.forward.host_us) for chunk in self.chunks[stage])
+            return max(gather - (_HIDDEN * forward if self.overlaps else 0.0), 0.0)
         return 0.0

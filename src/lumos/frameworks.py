@@ -35,13 +35,14 @@ class Framework:
     sequence_parallel: bool = False
     balances: bool = False  # layers are dealt to stages by their work, the head's included; else evenly
     zero: int = 0
+    reduces_always: bool = False  # gradients are reduced after every micro-batch, not after the last alone
     scatters: bool = True  # ZeRO 1 and 2 reduce-scatter gradients; else they are all-reduced
     bucket_mb: float = 0.0  # gradients are reduced in parts of this size; 0: as one, or as the layers end
     reduce_bytes: int = 2  # of one gradient on the network
     gather_bytes: int = 2  # of one weight on the network
     state_precision: str = "training"  # of weights and optimizer state: training, mixed, fp32
     optimizer_traffic: float = 28.0  # bytes read and written for one parameter
-    optimizer_launches: int = 60
+    optimizer_launches: int = 60  # 0: by the tensors it updates, half a launch each
     grouped_experts: bool = False
     host_us: float = 35.0  # of the host for one launch, with all the Python around it, on the reference host
     pipeline_drag: float = 0.0  # with several stages, the host's time grows by this for every further tensor rank

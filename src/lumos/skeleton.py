@@ -47,6 +47,7 @@ class Plan(NamedTuple):
     regathers: bool  # … and again for the backward pass
     overlapped: bool  # gradients are reduced beside the last backward pass
     hosted: bool  # the host has a lane
+    reduces_always: bool = False  # after every micro-batch
 
     @property
     def tasks(self) -> int:
@@ -140,6 +141,7 @@ class _Stage:
         self.starts, self.ends, self.hosts = starts, ends, hosts
         self.reductions: list[int] = []
         self.computed: list[int] = []
+        self.to_reduce: list[tuple[int, Role, Turn]] = []  # the gradients of the unit before, and the node they follow
 
     def build(self) -> None:
         plan = self.plan
@@ -147,7 +149,7 @@ class _Stage:
         last_backward = _last_turns(turns)
         for turn in turns:
             key = (turn.phase, turn.microbatch, turn.chunk * plan.pp + self.stage)
-            nodes = self._turn(turn, reduces=turn in last_backward)
+            nodes = self._turn(turn, reduces=turn in last_backward or (plan.reduces_always and turn.phase == Phase.BACKWARD))
             self.starts[key], self.ends[key] = nodes[0], nodes[-1]
             if plan.hosted:
                 self._host(turn, key, nodes[0])
@@ -176,14 +178,21 @@ class _Stage:
             gather = draft.add("network", self._role("gather", turn.chunk, unit), Kind.COMM, turn)
             if len(self.computed) >= 2:  # at most two gathered units ahead: memory, as FSDP limits it
                 draft.wait(gather, self.computed[-2])
+        self._reduce()
         node = self._compute(name, turn, unit)
         if gather >= 0:
             draft.wait(node, gather)
         if turn.phase == Phase.BACKWARD and (plan.sharded or reduces):
-            reduction = draft.add("reduce", self._role("reduce", turn.chunk, unit), Kind.COMM, turn)
-            draft.wait(reduction, node)
-            self.reductions.append(reduction)
+            self.to_reduce.append((node, self._role("reduce", turn.chunk, unit), turn))
         return node
+
+    def _reduce(self) -> None:
+        """Reduce what waits for it: one network serves both, and the next unit is gathered first, as FSDP does it."""
+        for node, role, turn in self.to_reduce:
+            reduction = self.draft.add("network", role, Kind.COMM, turn)
+            self.draft.wait(reduction, node)
+            self.reductions.append(reduction)
+        self.to_reduce.clear()
 
     def _host(self, turn: Turn, key: tuple[Phase, int, int], first: int) -> None:
         node = self.draft.add("host", self._role(f"host {turn.phase.name.lower()}", turn.chunk), Kind.CPU, turn)
@@ -193,6 +202,7 @@ class _Stage:
     def _finish(self) -> None:
         """What is left of the reduction, the optimizer, and the weights for everybody."""
         draft, plan = self.draft, self.plan
+        self._reduce()
         draft.add("compute", self._role("reduce rest", 0), Kind.COMM)
         node = draft.add("compute", self._role("optimizer", 0), Kind.COMPUTE)
         for reduction in self.reductions[-1:]:

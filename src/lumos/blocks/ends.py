@@ -70,7 +70,7 @@ def head_backward(shard: Shard) -> Block:
     return [*_loss_backward(shard), *inputs, *weights, *reduction, *layer.norm_backward()]
 
 
-def optimizer(shard: Shard, parameters: float) -> Block:
+def optimizer(shard: Shard, parameters: float, tensors: int = 0) -> Block:
     """The update of `parameters`, those that one rank keeps the state of.
 
     torch's fused AdamW on low-precision weights is bound by its arithmetic and was sampled; updates of fp32 state are
@@ -85,4 +85,4 @@ def optimizer(shard: Shard, parameters: float) -> Block:
         work = Operator("adamw_fused", (max(1, round(size * share)),), "fp32" if shard.element == 4 else "bf16")
     else:
         work = Operator("stream", (round(size * framework.optimizer_traffic * share),), "fp32")
-    return [Piece(work, framework.optimizer_launches, name="optimizer")]
+    return [Piece(work, framework.optimizer_launches or max(1, tensors // 2), name="optimizer")]

@@ -53,7 +53,8 @@ def linear_backward(shard: Shard, m: int, n: int, k: int, name: str, count: int 
             )
         )
     elif shard.train.microbatches > 1:
-        weights.append(stream(shard, 3.0, n * k, launches=count, name=f"{name} accumulate"))
+        added = 1 - 1 / shard.train.microbatches  # the first micro-batch has nothing to add to
+        weights.append(stream(shard, 3.0 * added, n * k, launches=count, name=f"{name} accumulate"))
     if count > 1:
         inputs.append(stream(shard, 3.0 * (count - 1), m * k, launches=count - 1, name=f"{name} sum"))
     if shard.model.bias:
@@ -183,7 +184,7 @@ class Layer:
         return block
 
     def _repeated(self, passes: float) -> Block:
-        """Keys and values copied for every query head that shares them, where the kernels do not share by themselves."""
+        """Keys and values copied for every query head that shares them, where kernels do not share by themselves."""
         s = self.shard
         if s.fused or s.framework.joins_qkv or s.kv_heads == s.heads:
             return []

@@ -21,7 +21,7 @@ class Shard:
     def domain(self) -> int:
         """Ranks that reach each other without the network between nodes."""
         gpu = self.setup.cluster.accelerator
-        joined = gpu.nvlink_domain if gpu.nvlink_gb_s else gpu.gpus_per_node  # by NVLink, or by PCIe alone
+        joined = gpu.nvlink_domain if gpu.nvlink_domain > 1 else gpu.gpus_per_node  # by NVLink, or by PCIe alone
         return max(1, min(joined, self.setup.cluster.gpus))
 
     def group(self, size: int, stride: int) -> Group:

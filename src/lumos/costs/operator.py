@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import NamedTuple
 
 BYTES = {"fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
@@ -41,6 +42,19 @@ class Operator(NamedTuple):
     def bytes(self) -> float:
         """What must at least be read and written once."""
         return _WORK[self.kind][1](BYTES[self.dtype], *self.shape)
+
+    @property
+    def tensor_bytes(self) -> float:
+        """Of a tensor that the next kernel reads: what may be found in the cache."""
+        size, shape = BYTES[self.dtype], self.shape
+        if self.kind == "stream":
+            return shape[0] / 3
+        if self.kind in ("gemm_tn", "gemm_nn", "gemm_nt", "linear_bwd"):
+            m, n, k = shape
+            return size * max(m * n, m * k)
+        if "softmax" in self.kind or "fillmask" in self.kind:
+            return size * prod(shape) * shape[-1]
+        return size * (shape[0] * shape[-1] if self.kind.startswith("embedding") else prod(shape))
 
     @property
     def is_matrix(self) -> bool:

@@ -1,0 +1,147 @@
+"""Anchor: how a traced run differs from the model of it, block by block, and prices that know it.
+
+What was measured and does not change keeps its time; what changes is scaled by the ratio of modelled costs, so that the
+model's errors cancel. A factor is kept for every block and kind of work: measured over modelled, at the traced setup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lumos.anchors.labels import Work
+from lumos.anchors.measured import MeasuredBlock, MeasuredStage, Times
+from lumos.blocks.piece import Block
+from lumos.costs.collective import Collective
+from lumos.costs.operator import Operator
+from lumos.costs.prices import BlockTime, Prices, time_of
+
+_MOST = 20.0  # a factor beyond this, or below its inverse, says that two different things were compared
+_GROUPS = {
+    "F": "forward", "R": "forward", "B": "backward", "embedding": "ends_forward", "head": "ends_forward",
+    "embedding grad": "ends_backward", "head grad": "ends_backward", "optimizer": "optimizer",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Measured over modelled, for one group of blocks."""
+
+    gpu: tuple[float, ...] = (1.0,) * len(Work)
+    launch_us: float | None = None  # of the host; None: as modelled
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Factors by group of blocks, and of the collectives outside blocks."""
+
+    groups: dict[str, Factors] = field(default_factory=dict)
+    data_parallel: float = 1.0
+    link: float = 1.0
+    fixed_us: float = 0.0  # once a step: what is left between the anchored model of the traced run and the run
+    load: float = 0.0  # share of the recorded step that the GPU was busy
+
+    def slower(self, factor: float) -> Anchors:
+        """All that runs on the GPU, this much slower."""
+        groups = {
+            name: replace(group, gpu=tuple(value * factor for value in group.gpu)) for name, group in self.groups.items()
+        }
+        return replace(self, groups=groups, data_parallel=self.data_parallel * factor, link=self.link * factor)
+
+    def slower_host(self, factor: float) -> Anchors:
+        """All that the host does, this much slower."""
+        groups = {
+            name: replace(group, launch_us=None if group.launch_us is None else group.launch_us * factor)
+            for name, group in self.groups.items()
+        }
+        return replace(self, groups=groups)
+
+    def under(self, load: float) -> Anchors:
+        """With the clock of a GPU that is busy this share of the step: matrix units draw most of the power."""
+        factor = _strain(load) / _strain(self.load)
+        groups = {}
+        for name, group in self.groups.items():
+            values = list(group.gpu)
+            for work in (Work.MATRIX, Work.ATTENTION):
+                values[work] *= factor
+            groups[name] = replace(group, gpu=tuple(values))
+        return replace(self, groups=groups, load=load)
+
+
+def _strain(load: float) -> float:
+    """Products of a busy GPU over those of one that often waits; from our recordings at 10 to 95 % load."""
+    return float(np.interp(load, (0.55, 0.95), (1.0, 1.04)))
+
+
+def work_of(work: Operator | Collective) -> Work:
+    """The kind of work of a piece."""
+    if isinstance(work, Collective):
+        return Work.COMM
+    if work.kind.startswith("sdpa"):
+        return Work.ATTENTION
+    return Work.MATRIX if work.is_matrix else Work.STREAM
+
+
+class AnchoredPrices(Prices):
+    """Prices of a setup with the factors of a traced one."""
+
+    anchors: Anchors = Anchors()
+    _factors: Factors = Factors()
+
+    def operator_us(self, operator: Operator) -> float:
+        return super().operator_us(operator) * self._factors.gpu[work_of(operator)]
+
+    def collective_us(self, collective: Collective) -> float:
+        modelled = super().collective_us(collective)
+        if self._factors is not _NONE:
+            return modelled * self._factors.gpu[Work.COMM]
+        return modelled * (self.anchors.link if collective.kind == "p2p" else self.anchors.data_parallel)
+
+    def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
+        name = key[0] if isinstance(key, tuple) else str(key)
+        self._factors = self.anchors.groups.get(_GROUPS.get(name, ""), Factors())
+        try:
+            found = super().block(key, build)
+        finally:
+            self._factors = _NONE
+        if self.anchors.groups.get(_GROUPS.get(name, ""), Factors()).launch_us is None or not self.host_us:
+            return found
+        launch = self.anchors.groups[_GROUPS[name]].launch_us or 0.0
+        return found._replace(host_us=found.host_us / self.host_us * launch)
+
+
+_NONE = Factors()
+AnchoredPrices._factors = _NONE
+
+
+def modelled_times(block: Block, prices: Prices) -> tuple[Times, float]:
+    """(microseconds by work, launches) of a block as the model has it."""
+    us = np.zeros(len(Work))
+    for piece in block:
+        cost = (
+            prices.collective_us(piece.work) if isinstance(piece.work, Collective) else prices.operator_us(piece.work)
+        )
+        us[work_of(piece.work)] += cost
+    launches = time_of(block, prices).host_us / prices.host_us if prices.host_us else 0.0
+    return us, launches
+
+
+def factors(measured: list[MeasuredBlock], modelled: Times, launches: float) -> Factors:
+    """Measured over modelled; where only one of them has a kind of work, the model is left as it is."""
+    mean = np.mean([block.us for block in measured], axis=0)
+    both = (modelled > 1e-3) & (mean > 1e-3)
+    ratio = np.where(both, mean / np.where(both, modelled, 1.0), 1.0)
+    ratio = np.where((ratio > _MOST) | (ratio < 1 / _MOST), 1.0, ratio)
+    host = float(np.mean([block.host_us for block in measured]))
+    return Factors(tuple(float(r) for r in ratio), host / launches if launches else None)
+
+
+def less(block: MeasuredBlock, other: MeasuredBlock) -> MeasuredBlock:
+    """A block without another that was run inside it."""
+    return MeasuredBlock(np.maximum(block.us - other.us, 0.0), max(block.host_us - other.host_us, 0.0))
+
+
+def stages_of(stages: list[MeasuredStage], name: str) -> list[MeasuredBlock]:
+    return [getattr(stage, name) for stage in stages]

@@ -1,0 +1,194 @@
+"""Edit: predict another configuration of a traced run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lumos.anchors.anchor import Anchors, AnchoredPrices, Factors, factors, less, modelled_times, stages_of
+from lumos.anchors.labels import RankLabels, Work, label
+from lumos.anchors.measured import MeasuredBlock, MeasuredStage, Times, measure
+from lumos.blocks.ends import embedding, embedding_backward, head, head_backward, optimizer
+from lumos.blocks.layer import Layer
+from lumos.blocks.piece import Block
+from lumos.costs.collective import Collective
+from lumos.errors import OptionError
+from lumos.estimate import Step, simulate_step
+from lumos.forecast import Forecast
+from lumos.run import Replay
+from lumos.setups.setup import Setup
+
+_ROUNDS = 6  # the rest shrinks by about four fifths a round
+_MOST_SPREAD = 0.5  # of the step, that the anchored model may miss at the traced setup before an answer is refused
+
+
+def anchored_step(setup: Setup, anchors: Anchors) -> Step:
+    """A step of any setup, priced with the factors of a traced one."""
+
+    def make(*arguments: Any) -> AnchoredPrices:
+        prices = AnchoredPrices(*arguments)
+        prices.anchors = anchors
+        return prices
+
+    return simulate_step(setup, make_prices=make)
+
+
+def loaded_step(setup: Setup, anchors: Anchors) -> Step:
+    """The same, at the clock of the GPU's own load."""
+    step = anchored_step(setup, anchors)
+    busy = step.stage_work()
+    load = float(np.mean([work.compute_us for work in busy])) / max(step.us, 1e-9)
+    return anchored_step(setup, anchors.under(min(load, 1.0)))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A traced run with its setup: what was understood of it, and the anchors that follow."""
+
+    run: Replay
+    setup: Setup
+
+    @cached_property
+    def plain(self) -> Step:
+        """The model of the traced run, before anything is learned from it."""
+        return simulate_step(self.setup)
+
+    @cached_property
+    def labels(self) -> list[RankLabels]:
+        return label(self.run)
+
+    @cached_property
+    def stages(self) -> list[MeasuredStage]:
+        """The blocks of every rank."""
+        layers, p = self.plain.assembly.layers, self.setup.parallel
+        if p.vpp > 1:
+            raise OptionError("parallel.vpp > 1: a traced run with virtual stages cannot be cut into layers yet")
+        found = []
+        for labels in self.labels:
+            stage = self._stage_of(labels.rank)
+            found.append(measure(labels, layers[stage], self.setup.train.microbatches))
+        return found
+
+    def _stage_of(self, rank: int) -> int:
+        per_stage = max(1, self.setup.cluster.gpus // self.setup.parallel.pp)
+        return min(rank // per_stage, self.setup.parallel.pp - 1)
+
+    @cached_property
+    def anchors(self) -> Anchors:
+        """Factors of blocks first, then of what runs outside them, then of the whole."""
+        blocks = Anchors(self._groups())
+        outside = replace(blocks, data_parallel=self._data_parallel(), link=self._link())
+        outside = replace(outside, load=self._recorded_load())
+        step = anchored_step(self.setup, outside)
+        explained = step.us / 1e3
+        if not 1 - _MOST_SPREAD < explained / self.run.clean_ms < 1 / (1 - _MOST_SPREAD):
+            raise OptionError(
+                f"the setup does not describe this trace: it explains {explained:.1f} ms of a step of "
+                f"{self.run.clean_ms:.1f} ms; correct the setup to what was traced"
+            )
+        return self._closed(outside, step)
+
+    def _closed(self, anchors: Anchors, step: Step) -> Anchors:
+        """Close the rest by the speed of what decides: the kernels of a GPU-bound step, else the host."""
+        clean = self.run.clean_ms * 1e3
+        decides = Anchors.slower if step.host_share <= 0.5 else Anchors.slower_host
+        for _ in range(_ROUNDS):
+            step = loaded_step(self.setup, anchors)
+            anchors = decides(anchors, min(max(clean / step.us, 0.5), 2.0))
+        return replace(anchors, fixed_us=clean - loaded_step(self.setup, anchors).us)
+
+    def _recorded_load(self) -> float:
+        """The share of the recorded step that kernels ran, as a mean over ranks."""
+        busy = float(np.mean([labels.us[labels.work != Work.COMM].sum() for labels in self.labels]))
+        return busy / 1e3 / self.run.recorded_steps.mean
+
+    def _groups(self) -> dict[str, Factors]:
+        shard, prices = self.plain.assembly.shard, self.plain.prices
+        layer = Layer(shard, bool(self.setup.model.experts))
+        recomputes = self.setup.train.recompute == "full"
+        backward = stages_of(self.stages, "backward")
+        if recomputes:
+            backward = [less(b, f) for b, f in zip(backward, stages_of(self.stages, "forward"), strict=True)]
+        groups = {
+            "forward": factors(stages_of(self.stages, "forward"), *modelled_times(layer.forward(), prices)),
+            "backward": factors(backward, *modelled_times(layer.backward(), prices)),
+            "optimizer": self._optimizer(),
+        }
+        groups["ends_forward"] = self._ends("ends_forward", embedding(shard), head(shard))
+        groups["ends_backward"] = self._ends("ends_backward", embedding_backward(shard), head_backward(shard))
+        return groups
+
+    def _optimizer(self) -> Factors:
+        shard, prices = self.plain.assembly.shard, self.plain.prices
+        assembly = self.plain.assembly
+        held = [self._stage_of(stage.rank) for stage in self.stages]
+        size = sum(assembly.stage_state(at) for at in held) / len(held)
+        tensors = sum(assembly.stage_tensors(at) for at in held) // len(held)
+        block = optimizer(shard, size, tensors)
+        return factors(stages_of(self.stages, "optimizer"), *modelled_times(block, prices))
+
+    def _ends(self, name: str, first: Block, last: Block) -> Factors:
+        """Embedding and head together; a rank has what its stage has of them."""
+        prices, last_stage = self.plain.prices, self.setup.parallel.pp - 1
+        total, launches, count = np.zeros(len(Work)), 0.0, 0
+        measured: list[MeasuredBlock] = []
+        for stage in self.stages:
+            at = self._stage_of(stage.rank)
+            parts = ([first] if at == 0 else []) + ([last] if at == last_stage else [])
+            if not parts:
+                continue
+            measured.append(getattr(stage, name))
+            count += 1
+            for part in parts:
+                us, some = modelled_times(part, prices)
+                total, launches = total + us, launches + some
+        return factors(measured, total / count, launches / count) if count else Factors()
+
+    def _communication(self) -> Times:
+        """All communication of a step, as a mean over ranks, in microseconds."""
+        return np.array([labels.us[labels.work == Work.COMM].sum() for labels in self.labels])
+
+    def _data_parallel(self) -> float:
+        """Measured over modelled, of collectives that are in no layer."""
+        if self.plain.assembly.shard.dp.size <= 1 or self.setup.parallel.pp > 1:
+            return 1.0
+        modelled = sum(self.plain.role_us(what, 0) for what in ("gather", "reduce", "reduce rest"))
+        inside = self.plain.stage_work()[0].communication_us - modelled
+        measured = float(self._communication().mean())
+        share = modelled / max(modelled + max(inside, 0.0), 1e-9)
+        return measured * share / modelled if modelled > 0 and measured > 0 else 1.0
+
+    def _link(self) -> float:
+        """Measured over modelled, of what goes from stage to stage."""
+        p, shard = self.setup.parallel, self.plain.assembly.shard
+        if p.pp == 1:
+            return 1.0
+        sends = [labels.us[labels.work == Work.COMM] for labels in self.labels]
+        typical = float(np.median(np.concatenate(sends))) if any(len(s) for s in sends) else 0.0
+        size = float(shard.spread_tokens * shard.model.hidden * shard.element)
+        modelled = self.plain.prices.collective_us(Collective("p2p", size, shard.pp))
+        return typical / modelled if typical > 0 and modelled > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The prediction of a changed run."""
+
+    source: Source
+    forecast: Forecast
+
+    @property
+    def step_ms(self) -> float:
+        return (self.forecast.step.us + self.source.anchors.fixed_us) / 1e3
+
+    @property
+    def baseline_ms(self) -> float:
+        return self.source.run.clean_ms
+
+
+def change(source: Source, target: Setup) -> Changed:
+    """Predict `target` from a traced run."""
+    return Changed(source, Forecast(target, loaded_step(target, source.anchors)))
