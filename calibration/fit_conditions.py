@@ -25,8 +25,12 @@ TARGET = HERE.parent / "src/lumos/data/conditions.json"
 TABLES = ("measured_runs.csv", "nanotron_sweep.csv", "vtrain_single_node.csv")
 ROWS = 40  # of each source
 CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
-MEASURED = {"all": {"launch_gap_us": 1.1, "stream": 1.0}, "hopper": {"matrix": 1.12}, "blackwell": {"matrix": 1.12}}
-START = {"ampere.matrix": 1.0, "h100.matrix": 1.12, "all.penalty": 1.1}
+MEASURED = {
+    "all": {"launch_gap_us": 1.1, "stream": 1.0},
+    "hopper": {"matrix": 1.15, "stream": 0.97},  # calibration/fit_steps.py; the errors are flat from 1.12 to 1.18
+    "blackwell": {"matrix": 1.15, "stream": 0.97},
+}
+START = {"ampere.matrix": 1.0, "h100.matrix": 1.15, "all.penalty": 1.1}
 STEPS = (0.08, 0.03)
 
 

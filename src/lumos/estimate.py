@@ -124,6 +124,15 @@ class Step:
         ]
         return max(shares) if any(c.forward.host_us > c.forward.us for row in self.chunks for c in row) else 0.0
 
+    @cached_property
+    def host_cost(self) -> float:
+        """The share of the step that a host without any delay would save."""
+        if not self.plan.hosted:
+            return 0.0
+        hosted = np.array([role.what.startswith("host") for role in self.structure.roles])
+        free = np.where(hosted[self.structure.node_role], 0.0, self.graph.duration)
+        return 1 - simulate(self.graph, free).span / self.times.span
+
     def operators(self, most: int = 12) -> list[dict[str, object]]:
         """The dearest operators of a step on one rank, with what bounds each."""
         rows = [

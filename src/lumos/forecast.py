@@ -72,8 +72,8 @@ class Forecast:
 
     @cached_property
     def host_bound(self) -> bool:
-        """Whether the step gets shorter with a faster host."""
-        return self.step.host_share > 0.5
+        """Whether the step gets shorter with a faster host, and not by a trifle."""
+        return self.step.host_cost > 0.05
 
     @cached_property
     def energy_j(self) -> float:

@@ -1,0 +1,58 @@
+"""Fits how kernels inside a step differ from kernels alone, on the GPU-bound steps of calibration/steps_h200.jsonl.
+
+    python calibration/fit_steps.py
+
+Prints hopper.matrix and all.stream, which calibration/fit_conditions.py holds fixed, and the errors that remain.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize
+
+from lumos.costs.conditions import conditions_for
+from lumos.estimate import simulate_step
+from lumos.setups.gpus import gpu_named
+from lumos.setups.setup import Setup
+
+BUSY_W = 600  # a board that draws less waits for its host
+
+
+def setup_of(case: dict[str, Any]) -> Setup:
+    gpt2 = case["kind"] == "gpt2"
+    model = {
+        "layers": case["layers"], "hidden": case["hidden"], "ffn": case["ffn"], "heads": case["heads"],
+        "kv_heads": case["kv"] or case["heads"], "vocab": case["vocab"], "gated": not gpt2, "tied": gpt2,
+    }  # fmt: skip
+    train = {
+        "seq": case["seq"], "micro_batch": case["mbs"], "microbatches": case["accum"],
+        "recompute": "full" if case["checkpoint"] else "none", "compile": case["compile"],
+    }  # fmt: skip
+    return Setup.model_validate({"model": model, "train": train, "cluster": {"gpu": "h200", "gpus": 1, "host": 2.0}})
+
+
+def main() -> None:
+    lines = (Path(__file__).parent / "steps_h200.jsonl").read_text().splitlines()
+    cases = [json.loads(line) for line in lines]
+    cases = [c for c in cases if c["kind"] in ("llama", "gpt2") and c["watts"] > BUSY_W]
+    runs = [(setup_of(case), case["step_s_median"] * 1e6) for case in cases if "foreach" not in case["name"]]
+    base = conditions_for(gpu_named("h200"))
+
+    def errors(values: np.ndarray) -> np.ndarray:
+        conditions = replace(base, matrix=float(values[0]), stream=float(values[1]))
+        return np.array([log(simulate_step(setup, conditions).us / us) for setup, us in runs])
+
+    best = minimize(lambda x: float(np.abs(errors(x)).mean()), [1.1, 1.0], method="Nelder-Mead").x
+    left = errors(best)
+    print(f"matrix {best[0]:.3f}, stream {best[1]:.3f}: mean error {100 * np.abs(left).mean():.1f} %, "
+          f"worst {100 * np.abs(left).max():.1f} % over {len(runs)} steps")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
