@@ -22,8 +22,8 @@ Peers are as measured by others on the same rows (calculon, llm-analysis); bars 
     ("Ten runs from their own samples", "ten_runs.py", "", """
 The runs of arXiv 2509.22832, predicted from that paper's operator and NCCL samples; nothing was fitted on the runs."""),
     ("One H200", "h200_forecasts.py", "", """
-Models of transformers trained on one GPU. In-step factors were fitted on our own steps (`calibration/steps_h200.jsonl`),
-none of which is in the table; the speed of the reference host is the middle of the hosts we saw, these included."""),
+Models of transformers trained on one GPU. In-step factors were fitted on our own steps (`calibration/fit_steps.py`), none
+of which is in the table; the speed of the reference host is the middle of the hosts we saw, these included."""),
     ("Memory", "memory.py", "", """
 Peak memory, and whether a run fits."""),
 ]  # fmt: skip

@@ -68,7 +68,7 @@ def show_steps(data: Path) -> None:
 
 def show_operators() -> None:
     """Shapes drawn with another seed, sampled later on another machine of the kind."""
-    known = {line for line in _rows("samples_h200.jsonl.xz")}
+    known = set(_rows("samples_h200.jsonl.xz"))
     errors: dict[str, list[float]] = defaultdict(list)
     model = cost_model("h200")
     for text, us in _rows("held_out_h200.jsonl.xz").items():

@@ -1,4 +1,4 @@
-"""What one rank runs for a layer: the work is divided and never lost, and every parallelism talks as often as it must."""
+"""What one rank runs for a layer: work is divided and never lost, and every parallelism talks as often as it must."""
 
 from __future__ import annotations
 

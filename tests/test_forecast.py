@@ -32,6 +32,8 @@ from lumos.simulate import simulate, simulate_reference
 FREE = Network(Tier(1e15, 0.0, 0.0, 0.0), Tier(1e15, 0.0, 0.0, 0.0))
 A_TRIFLE = 1.002  # fitted costs and the moment from which a host counts are not smooth
 
+DENSE = tuple(name for name in preset_names() if not preset_named(name).model.experts)
+
 pick = st.sampled_from
 
 
@@ -58,7 +60,7 @@ def setups(draw: st.DrawFn, gpus: tuple[str, ...] = gpu_names(), presets: tuple[
         "microbatches": draw(pick([1, 2, pp, 2 * pp])), "precision": draw(pick(gpu.precisions)),
         "recompute": draw(pick(["none", "selective", "full"])), "compile": draw(st.booleans()),
         "framework": draw(pick(framework_names())), "mode": draw(pick(["pretrain", "lora", "sft"])),
-        "optimizer": draw(pick(["adamw", "adam", "sgd", "none"])), "attention": draw(pick(["", "", "flash", "unfused"])),
+        "optimizer": draw(pick(["adamw", "adam", "sgd", "none"])), "attention": draw(pick(["", "flash", "unfused"])),
         "cuda_graphs": draw(pick([False, False, True])), "imbalance": draw(pick([1.0, 1.3])),
     }  # fmt: skip
     setup = Setup(model=model, train=train, parallel=parallel, cluster={"gpu": gpu.name})
@@ -83,14 +85,14 @@ def changed(setup: Setup, **changes: Any) -> Setup:
     """The same micro-batches and replicas with other values."""
     kept = {"parallel.dp": setup.parallel.dp, "train.microbatches": setup.train.microbatches}
     setup = setup.replaced(kept | {key.replace("__", "."): value for key, value in changes.items()})
-    assume(not mistakes_in(setup))
+    assert mistakes_in(setup) == []
     return setup
 
 
 # Laws of every forecast
 
 
-@settings(max_examples=150)
+@settings(max_examples=120)
 @given(setups())
 def test_every_valid_run_has_a_sane_forecast(setup: Setup) -> None:
     found = forecast(setup)
@@ -111,7 +113,7 @@ def test_every_valid_run_has_a_sane_forecast(setup: Setup) -> None:
     assert len(set(answer["warnings"])) == len(answer["warnings"])
 
 
-@settings(max_examples=100)
+@settings(max_examples=80)
 @given(setups(), pick([0.5, 3.0]))
 def test_the_graph_of_every_step_obeys_the_laws(setup: Setup, factor: float) -> None:
     step = simulate_step(setup)
@@ -125,7 +127,7 @@ def test_the_graph_of_every_step_obeys_the_laws(setup: Setup, factor: float) -> 
         np.testing.assert_allclose(simulate_reference(graph).end, times.end, rtol=1e-12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(setups())
 def test_a_run_is_predicted_the_same_twice(setup: Setup) -> None:
     assert forecast(setup).as_dict() == forecast(setup).as_dict()
@@ -139,7 +141,7 @@ def test_a_step_that_no_machine_can_hold_is_refused() -> None:
 # What a change does
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(setups())
 def test_twice_the_micro_batches_take_longer_and_about_twice_as_long_at_most(setup: Setup) -> None:
     assume(setup.train.seq > 128)  # adding up gradients costs more than so few tokens do
@@ -147,7 +149,7 @@ def test_twice_the_micro_batches_take_longer_and_about_twice_as_long_at_most(set
     assert 1.0 < ratio < 2.2
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(setups())
 def test_recomputation_never_pays_in_time(setup: Setup) -> None:
     none, selective, full = (us(changed(setup, train__recompute=value)) for value in ("none", "selective", "full"))
@@ -155,6 +157,7 @@ def test_recomputation_never_pays_in_time(setup: Setup) -> None:
     assert selective <= full * A_TRIFLE
 
 
+@settings(max_examples=40)
 @given(pick(preset_names()), pick(["h200", "a100"]))
 def test_recomputing_everything_is_slower_where_the_gpu_decides(preset: str, gpu: str) -> None:
     setup = described(preset, train__seq=4096, cluster__gpu=gpu, train__cuda_graphs=True)
@@ -162,21 +165,21 @@ def test_recomputing_everything_is_slower_where_the_gpu_decides(preset: str, gpu
     assert 1.1 < ratio < 1.45, "a forward pass is a third of the work"
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(setups(), pick([1.2, 3.0]))
 def test_a_faster_host_never_slows_a_step(setup: Setup, factor: float) -> None:
     fast, usual = us(changed(setup, cluster__host=factor)), us(setup)
     assert fast <= usual * A_TRIFLE
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(setups())
 def test_who_is_bound_by_the_host_gains_by_a_faster_one(setup: Setup) -> None:
     gain = 1 - us(changed(setup, cluster__host=1e3)) / us(setup)
     assert gain > 0.04 if forecast(setup).host_bound else gain < 0.06
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(setups(), pick([1.5, 4.0]))
 def test_a_faster_network_never_slows_a_step(setup: Setup, factor: float) -> None:
     gpu = setup.cluster.accelerator
@@ -207,17 +210,19 @@ def test_a_gpu_with_more_of_everything_is_not_slower(
     assert fast <= slow * 1.01
 
 
-@settings(max_examples=60)
-@given(setups(), pick([2, 16]))
+@settings(max_examples=40)
+@given(setups(presets=DENSE), pick([2, 16]))
 def test_more_replicas_of_the_same_work_never_make_a_step_faster(setup: Setup, factor: int) -> None:
-    assume(setup.parallel.zero == 0)  # otherwise each replica has less to update
-    assume(not setup.model.experts)
+    setup = changed(setup, parallel__zero=0)  # otherwise each replica has less to update
     assert us(setup) <= us(changed(setup, parallel__dp=factor * setup.parallel.dp)) * A_TRIFLE
 
 
+@settings(max_examples=25)
 @given(pick(["llama3-8b", "gpt3-6.7b", "mixtral-8x7b"]), pick([2, 4, 8]), st.booleans(), pick(["h100", "a100", "b200"]))
 def test_tensor_parallelism_belongs_inside_a_node(preset: str, tp: int, sequences: bool, gpu: str) -> None:
-    inside = described(preset, parallel__tp=tp, parallel__sequence_parallel=sequences, cluster__gpu=gpu)
+    inside = described(
+        preset, parallel__tp=tp, parallel__sequence_parallel=sequences, cluster__gpu=gpu, train__cuda_graphs=True
+    )
     across = changed(inside, cluster__gpus_per_node=1)
     assert us(inside) < us(across)
     assert forecast(inside).breakdown["exposed_comm_ms"] < forecast(across).breakdown["exposed_comm_ms"]

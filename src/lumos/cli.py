@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from lumos.readers.worker import Readers
     from lumos.run import Replay
+    from lumos.setups import SetupReading
 
 _WORTH_A_PROCESS = 1 << 20  # bytes on disk
 _WORTH_SEVERAL = 4 << 20
@@ -103,9 +104,50 @@ def predict_command(
     if source is None:
         _forecast(setup, changes or [], scale or [], as_json, output)
         return
-    if setup is not None or changes:
-        raise OptionError("--from takes --scale alone: a trace cannot be turned into another configuration yet")
+    if setup is None and changes:
+        raise OptionError("--set with --from needs the traced run's setup: lumos predict SETUP --from PATH --set …")
+    if setup is not None and scale:
+        raise OptionError("--scale and a setup together: change the setup with --set, or leave it out and use --scale")
+    if setup is not None:
+        readings = _readings(setup, changes or [])
+        run = _load(source, step, match, rank_pattern, profiler_costs)
+        _predict_changed(run, *readings, as_json, output)
+        return
     _predict_from(_load(source, step, match, rank_pattern, profiler_costs), scale or [], as_json, output)
+
+
+def _readings(setup: Path, changes: list[str]) -> tuple[SetupReading, SetupReading]:
+    """The setup of the traced run, and the changed one."""
+    from lumos.setups import read_setup_with_notes
+
+    return read_setup_with_notes(setup), read_setup_with_notes(setup, changes)
+
+
+def _predict_changed(
+    run: Replay, traced: SetupReading, wanted: SetupReading, as_json: bool, output: Path | None
+) -> None:
+    from lumos.anchors.edit import Source, change
+    from lumos.output.changes import show_change
+    from lumos.output.files import write_as, write_csv, write_json
+    from lumos.output.forecasts import write_forecast_trace
+
+    found = change(Source(run, traced.setup), wanted.setup, tuple(wanted.notes))
+    answer = found.as_dict()
+    if output is not None:
+        row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
+        write_as(
+            output,
+            {
+                ".json": lambda to: write_json(to, answer),
+                ".csv": lambda to: write_csv(to, [row]),
+                ".trace.json": lambda to: write_forecast_trace(to, found.forecast),
+                ".trace.json.gz": lambda to: write_forecast_trace(to, found.forecast),
+            },
+        )
+    if as_json:
+        _print_json(answer)
+    else:
+        show_change(found, _console())
 
 
 def _forecast(setup: Path | None, changes: list[str], scale: list[str], as_json: bool, output: Path | None) -> None:

@@ -381,7 +381,8 @@ class Assembly:
 
     def _optimizer(self, stage: int) -> BlockTime:
         size = self.stage_state(stage)
-        return self.prices.block(("optimizer", round(size), stage), lambda: optimizer(self.shard, size, self.stage_tensors(stage)))
+        tensors = self.stage_tensors(stage)
+        return self.prices.block(("optimizer", round(size), tensors), lambda: optimizer(self.shard, size, tensors))
 
     @cached_property
     def _reduction(self) -> str:

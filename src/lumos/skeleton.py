@@ -149,7 +149,8 @@ class _Stage:
         last_backward = _last_turns(turns)
         for turn in turns:
             key = (turn.phase, turn.microbatch, turn.chunk * plan.pp + self.stage)
-            nodes = self._turn(turn, reduces=turn in last_backward or (plan.reduces_always and turn.phase == Phase.BACKWARD))
+            always = plan.reduces_always and turn.phase == Phase.BACKWARD
+            nodes = self._turn(turn, reduces=always or turn in last_backward)
             self.starts[key], self.ends[key] = nodes[0], nodes[-1]
             if plan.hosted:
                 self._host(turn, key, nodes[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from math import sqrt
 
 import numpy as np
 
@@ -46,7 +47,8 @@ class Anchors:
     def slower(self, factor: float) -> Anchors:
         """All that runs on the GPU, this much slower."""
         groups = {
-            name: replace(group, gpu=tuple(value * factor for value in group.gpu)) for name, group in self.groups.items()
+            name: replace(group, gpu=tuple(value * factor for value in group.gpu))
+            for name, group in self.groups.items()
         }
         return replace(self, groups=groups, data_parallel=self.data_parallel * factor, link=self.link * factor)
 
@@ -57,6 +59,18 @@ class Anchors:
             for name, group in self.groups.items()
         }
         return replace(self, groups=groups)
+
+    def tempered(self, typical_us: float) -> Anchors:
+        """The host half-way to a typical one, in ratio.
+
+        A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
+        launch within a day. A host-bound step does show it, and keeps its host.
+        """
+        groups = {
+            name: replace(group, launch_us=None if group.launch_us is None else sqrt(group.launch_us * typical_us))
+            for name, group in self.groups.items() if not name.startswith("ends")
+        }  # fmt: skip
+        return replace(self, groups=self.groups | groups)
 
     def under(self, load: float) -> Anchors:
         """With the clock of a GPU that is busy this share of the step: matrix units draw most of the power."""

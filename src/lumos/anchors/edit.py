@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lumos.anchors.anchor import Anchors, AnchoredPrices, Factors, factors, less, modelled_times, stages_of
-from lumos.anchors.labels import RankLabels, Work, label
+from lumos.anchors.anchor import AnchoredPrices, Anchors, Factors, factors, less, modelled_times, stages_of
+from lumos.anchors.labels import Phase, RankLabels, Work, label
 from lumos.anchors.measured import MeasuredBlock, MeasuredStage, Times, measure
 from lumos.blocks.ends import embedding, embedding_backward, head, head_backward, optimizer
 from lumos.blocks.layer import Layer
@@ -94,7 +94,10 @@ class Source:
     def _closed(self, anchors: Anchors, step: Step) -> Anchors:
         """Close the rest by the speed of what decides: the kernels of a GPU-bound step, else the host."""
         clean = self.run.clean_ms * 1e3
-        decides = Anchors.slower if step.host_share <= 0.5 else Anchors.slower_host
+        decides = Anchors.slower_host
+        if step.host_share <= 0.5:
+            decides = Anchors.slower
+            anchors = anchors.tempered(self.plain.prices.host_us)
         for _ in range(_ROUNDS):
             step = loaded_step(self.setup, anchors)
             anchors = decides(anchors, min(max(clean / step.us, 0.5), 2.0))
@@ -188,7 +191,75 @@ class Changed:
     def baseline_ms(self) -> float:
         return self.source.run.clean_ms
 
+    @property
+    def interval_ms(self) -> tuple[float, float]:
+        """Four of five of the changes that were measured were within it (docs/changes.md)."""
+        return self.step_ms / (1 + _SPREAD), self.step_ms * (1 + _SPREAD)
 
-def change(source: Source, target: Setup) -> Changed:
+    @cached_property
+    def understood(self) -> list[dict[str, Any]]:
+        """What was recognised of every rank: tasks and GPU time by phase, one layer, the ends."""
+        rows = []
+        for labels, stage in zip(self.source.labels, self.source.stages, strict=True):
+            for phase, layer, ends in (
+                (Phase.FORWARD, stage.forward, stage.ends_forward),
+                (Phase.BACKWARD, stage.backward, stage.ends_backward),
+                (Phase.OPTIMIZER, None, stage.optimizer),
+            ):
+                tasks = labels.of(phase)
+                rows.append(
+                    {
+                        "rank": labels.rank, "phase": phase.name.lower(), "tasks": int(tasks.sum()),
+                        "gpu_ms": float(labels.us[tasks].sum()) / 1e3,
+                        "layer_ms": float(layer.us.sum()) / 1e3 if layer else 0.0,
+                        "layer_host_ms": layer.host_us / 1e3 if layer else 0.0,
+                        "ends_ms": float(ends.us.sum()) / 1e3,
+                    }
+                )  # fmt: skip
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer as JSON has it."""
+        answer = self.forecast.as_dict()
+        scale = self.step_ms / self.forecast.step_ms
+        return answer | {
+            "step_ms": self.step_ms,
+            "baseline_ms": self.baseline_ms,
+            "interval_ms": list(self.interval_ms),
+            "tokens_per_s_per_gpu": answer["tokens_per_s_per_gpu"] / scale,
+            "mfu": answer["mfu"] / scale,
+            "hfu": answer["hfu"] / scale,
+            "understood": self.understood,
+        }
+
+
+_SPREAD = 0.10
+
+
+def change(source: Source, target: Setup, notes: tuple[str, ...] = ()) -> Changed:
     """Predict `target` from a traced run."""
-    return Changed(source, Forecast(target, loaded_step(target, source.anchors)))
+    refuse(source, target)
+    return Changed(source, Forecast(target, loaded_step(target, source.anchors), notes))
+
+
+def refuse(source: Source, target: Setup) -> None:
+    """What this trace cannot tell, with the reason."""
+    before, after = source.setup, target
+    if before.train.compile and after.parallel.tp != before.parallel.tp:
+        raise OptionError(
+            "parallel.tp cannot be changed from a compiled trace: its kernels are fused beyond recognition; record the "
+            "run without compile, or predict from the setup alone"
+        )
+    if before.train.compile != after.train.compile:
+        raise OptionError(
+            "train.compile cannot be changed from a trace: other kernels would run; predict from the setup"
+        )
+    for key in ("framework", "precision", "attention"):
+        if getattr(before.train, key) != getattr(after.train, key):
+            raise OptionError(
+                f"train.{key} cannot be changed from a trace: other kernels would run; predict from the setup"
+            )
+    if bool(before.model.experts) != bool(after.model.experts) or before.model.gated != after.model.gated:
+        raise OptionError(
+            "the kind of MLP cannot be changed from a trace: other kernels would run; predict from the setup"
+        )

@@ -68,7 +68,7 @@ class CostModel:
 
     @property
     def isolation_us(self) -> float:
-        """What timing a kernel alone adds to it: a pair of events on H200; the other samples are spans of a profiler."""
+        """What timing a kernel alone adds to it: a pair of events on H200; others are spans of a profiler."""
         return _EVENTS_US if self.sampled == "h200" else 0.0
 
     def us(self, operator: Operator) -> float:

@@ -1,0 +1,39 @@
+"""Changes: the prediction of a changed run as tables, beside what was understood of the traced one."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from lumos.anchors.edit import Changed
+from lumos.output.style import make_table, notes
+
+_MOST_RANKS = 4
+
+
+def show_change(found: Changed, console: Console) -> None:
+    """The step as traced and as changed, and what was understood."""
+    console.print(Group(_summary(found), _understood(found), *notes(found.forecast.warnings)))
+
+
+def _summary(found: Changed) -> Table:
+    answer = found.as_dict()
+    low, high = found.interval_ms
+    table = make_table("predicted step, without the profiler", "", "as recorded", "changed")
+    ratio = found.step_ms / found.baseline_ms
+    table.add_row("step", f"{found.baseline_ms:.2f} ms", f"{found.step_ms:.2f} ms ({ratio:.3f} of it)")
+    table.add_row("80 % interval", "", f"{low:.2f} – {high:.2f} ms")
+    table.add_row("tokens/s/GPU", "", f"{answer['tokens_per_s_per_gpu']:,.0f}")
+    table.add_row("MFU", "", f"{100 * answer['mfu']:.1f} %")
+    memory = answer["memory_gib"]["peak"]
+    table.add_row("peak memory", "", f"{memory:.1f} GiB, {'fits' if answer['fits'] else 'does not fit'}")
+    return table
+
+
+def _understood(found: Changed) -> Table:
+    title = "what was understood of the trace"
+    table = make_table(title, "rank, phase", "tasks", "GPU ms", "a layer, ms", "its host, ms", "ends, ms")
+    for row in found.understood[: 3 * _MOST_RANKS]:
+        cells = [f"{row[key]:.3f}" for key in ("gpu_ms", "layer_ms", "layer_host_ms", "ends_ms")]
+        table.add_row(f"{row['rank']}, {row['phase']}", str(row["tasks"]), *cells)
+    return table
