@@ -26,9 +26,10 @@ check: $(VENV)/.dev  ## linters and types alone
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and write docs/accuracy.md, docs/forecasts.md
+accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and write the pages in docs/
 	$(BIN)/python benchmarks/accuracy.py -o docs/accuracy.md
 	$(BIN)/python benchmarks/forecasts.py -o docs/forecasts.md
+	$(BIN)/python benchmarks/changes.py -o docs/changes.md
 
 bench: $(VENV)/.dev  ## measure the speed beside HolisticTraceAnalysis
 	$(BIN)/python benchmarks/replay_speed.py --out docs/speed.md

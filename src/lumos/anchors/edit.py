@@ -20,6 +20,7 @@ from lumos.estimate import Step, simulate_step
 from lumos.forecast import Forecast
 from lumos.run import Replay
 from lumos.setups.setup import Setup
+from lumos.vocabulary import collective_name
 
 _ROUNDS = 6  # the rest shrinks by about four fifths a round
 _MOST_SPREAD = 0.5  # of the step, that the anchored model may miss at the traced setup before an answer is refused
@@ -169,8 +170,11 @@ class Source:
         p, shard = self.setup.parallel, self.plain.assembly.shard
         if p.pp == 1:
             return 1.0
-        sends = [labels.us[labels.work == Work.COMM] for labels in self.labels]
-        typical = float(np.median(np.concatenate(sends))) if any(len(s) for s in sends) else 0.0
+        names = self.run.execution.trace.names
+        sends = np.array([collective_name(name) == "send_recv" for name in names], bool)
+        kernel = self.run.execution.trace.name
+        found = [labels.us[(labels.work == Work.COMM) & sends[kernel[labels.row]]] for labels in self.labels]
+        typical = float(np.median(np.concatenate(found))) if any(len(part) for part in found) else 0.0
         size = float(shard.spread_tokens * shard.model.hidden * shard.element)
         modelled = self.plain.prices.collective_us(Collective("p2p", size, shard.pp))
         return typical / modelled if typical > 0 and modelled > 0 else 1.0
