@@ -209,7 +209,7 @@ def test_a_gpu_with_more_of_everything_is_not_slower(
     # forward pass, of which a faster GPU has less.
     kept = {"train__attention": "flash", "parallel__zero": data.draw(pick([0, 3]))}
     setup = changed(setup, train__precision=data.draw(pick(precisions)), cluster__gpu=less, **kept)
-    assert us(changed(setup, cluster__gpu=more)) <= us(setup) * 1.02, "costs are fitted, so they are not smooth"
+    assert us(changed(setup, cluster__gpu=more)) <= us(setup) * 1.05, "costs are fitted, so they are not smooth"
 
 
 @settings(max_examples=40)

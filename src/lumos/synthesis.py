@@ -1,7 +1,7 @@
 """Synthesis: a described step written as the traces that a profiler would have recorded of it.
 
-One rank of every pipeline stage is written, kernel by kernel, with its launches on the threads that forward, backward and
-optimizer run on. What is read back is a run like any other: it replays, and it can be edited.
+One rank of every pipeline stage is written, kernel by kernel, with its launches on the threads that run forward, backward and
+optimizer. What is read back is a run like any other: it replays, and it can be edited.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from lumos.blocks.ends import embedding, embedding_backward, head, head_backward
 from lumos.blocks.layer import Layer
 from lumos.blocks.piece import Block
 from lumos.costs.collective import Collective
+from lumos.costs.operator import Operator
+from lumos.costs.prices import Prices
 from lumos.estimate import Step
 from lumos.output.files import whole_file
 
@@ -48,7 +50,7 @@ class _Writer:
 
     def events(self) -> Iterator[dict[str, Any]]:
         start, end = 0.0, self.step.us
-        for role, turn, begin, until in self._nodes():
+        for role, begin, until in self._nodes():
             block = self._block(role)
             if block:
                 yield from self._run(role, block, begin, until)
@@ -57,15 +59,15 @@ class _Writer:
             end = max(end, until)
         yield _event("ProfilerStep#1", "user_annotation", _MAIN, start, max(end, self.host) - start)
 
-    def _nodes(self) -> list[tuple[str, Any, float, float]]:
-        """(role, turn, begin, end) of what the stage computes, in order."""
+    def _nodes(self) -> list[tuple[str, float, float]]:
+        """(role, begin, end) of what the stage computes, in order."""
         step, found = self.step, []
         for node, index in enumerate(step.structure.node_role.tolist()):
             role = step.structure.roles[index]
             if role.stage == self.stage and not role.what.startswith("host") and role.what != "end":
                 times = float(step.times.start[node]) / 1e3, float(step.times.end[node]) / 1e3
-                found.append((role.what, step.structure.node_turn[node], *times))
-        return sorted(found, key=lambda item: item[2])
+                found.append((role.what, *times))
+        return sorted(found, key=lambda item: item[1])
 
     def _block(self, role: str) -> Block:
         assembly = self.step.assembly
@@ -86,9 +88,7 @@ class _Writer:
     def _run(self, role: str, block: Block, begin: float, until: float) -> Iterator[dict[str, Any]]:
         """The kernels of a block one after the other, filling its time."""
         prices = self.step.prices
-        costs = [
-            prices.collective_us(p.work) if isinstance(p.work, Collective) else prices.operator_us(p.work) for p in block
-        ]
+        costs = [_cost(prices, piece.work) for piece in block]
         scale = (until - begin) / max(sum(costs), 1e-9)
         thread = _ENGINE if role == "backward" else _MAIN
         opened = self.host
@@ -100,9 +100,7 @@ class _Writer:
         if role == "optimizer":
             yield _event("Optimizer.step#AdamW.step", "user_annotation", _MAIN, opened, self.host - opened)
 
-    def _kernel(
-        self, name: str, thread: int, begin: float, us: float, launches: int = 1
-    ) -> Iterator[dict[str, Any]]:
+    def _kernel(self, name: str, thread: int, begin: float, us: float, launches: int = 1) -> Iterator[dict[str, Any]]:
         """An operator on the host, its launch, and the kernel."""
         self.correlation += 1
         host = launches * self.step.prices.host_us
@@ -115,7 +113,11 @@ class _Writer:
         self.host = start + max(host, _LAUNCH_US + 1)
 
 
-def _kernel_name(work: Any) -> str:
+def _cost(prices: Prices, work: Operator | Collective) -> float:
+    return prices.collective_us(work) if isinstance(work, Collective) else prices.operator_us(work)
+
+
+def _kernel_name(work: Operator | Collective) -> str:
     if isinstance(work, Collective):
         return f"ncclDevKernel_{_NAMES.get(work.kind, work.kind)}_Sum_bf16_RING_LL"
     if work.kind.startswith("sdpa"):

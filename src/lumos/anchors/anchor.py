@@ -52,6 +52,15 @@ class Anchors:
         }
         return replace(self, groups=groups, data_parallel=self.data_parallel * factor, link=self.link * factor)
 
+    def with_communication(self, factor: float) -> Anchors:
+        """With every collective at this factor of the model's: 0 where a trace has none of its own."""
+        groups = {}
+        for name, group in self.groups.items():
+            values = list(group.gpu)
+            values[Work.COMM] = factor
+            groups[name] = replace(group, gpu=tuple(values))
+        return replace(self, groups=groups, data_parallel=factor, link=factor)
+
     def slower_host(self, factor: float) -> Anchors:
         """All that the host does, this much slower."""
         groups = {

@@ -83,6 +83,8 @@ class Source:
         blocks = Anchors(self._groups())
         outside = replace(blocks, data_parallel=self._data_parallel(), link=self._link())
         outside = replace(outside, load=self._recorded_load())
+        if self.silent:
+            outside = outside.with_communication(0.0)
         step = anchored_step(self.setup, outside)
         explained = step.us / 1e3
         if not 1 - _MOST_SPREAD < explained / self.run.clean_ms < 1 / (1 - _MOST_SPREAD):
@@ -90,7 +92,23 @@ class Source:
                 f"the setup does not describe this trace: it explains {explained:.1f} ms of a step of "
                 f"{self.run.clean_ms:.1f} ms; correct the setup to what was traced"
             )
-        return self._closed(outside, step)
+        closed = self._closed(outside, step)
+        return closed.with_communication(1.0) if self.silent else closed
+
+    @cached_property
+    def silent(self) -> bool:
+        """The run has collectives and the trace has no kernels of them: a fake process group stood for the peers."""
+        expected = any(work.communication_us > 0 for work in self.plain.stage_work())
+        return expected and not any((labels.work == Work.COMM).any() for labels in self.labels)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if not self.silent:
+            return ()
+        return (
+            "the trace has no communication kernels (a fake process group): collectives, peers and network are the "
+            "model's, and the recorded step is without them",
+        )
 
     def _closed(self, anchors: Anchors, step: Step) -> Anchors:
         """Close the rest by the speed of what decides: the kernels of a GPU-bound step, else the host."""
@@ -243,7 +261,7 @@ _SPREAD = 0.10
 def change(source: Source, target: Setup, notes: tuple[str, ...] = ()) -> Changed:
     """Predict `target` from a traced run."""
     refuse(source, target)
-    return Changed(source, Forecast(target, loaded_step(target, source.anchors), notes))
+    return Changed(source, Forecast(target, loaded_step(target, source.anchors), (*source.notes, *notes)))
 
 
 def refuse(source: Source, target: Setup) -> None:

@@ -1,0 +1,393 @@
+"""Tables of measured runs: every row is predicted or refused with a reason, and errors are counted as a user would."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lumos import cli
+from lumos.errors import InputError
+from lumos.scoring.runs import Run, read_rows, run_of, runs_of
+from lumos.scoring.score import Score, rank_correlation, score
+
+ROW = {
+    "id": "llama", "source": "lab", "model_name": "Llama 8B", "n_layers": "32", "hidden": "4096", "ffn_hidden": "14336",
+    "n_heads": "32", "n_kv_heads": "8", "head_dim": "128", "vocab": "128256", "seq_len": "8192", "gated_mlp": "true",
+    "tied_embeddings": "false", "train_mode": "pretrain", "gpu": "H100", "gpu_mem_gb": "80", "gpus_per_node": "8",
+    "n_gpus": "8", "precision": "bf16", "tp": "2", "pp": "1", "cp": "", "ep": "", "micro_batch": "1",
+    "global_batch": "32", "framework": "NeMo", "step_time_s": "4.4", "recompute": "", "zero": "",
+    "sequence_parallel": "", "interconnect_inter": "", "inter_gbps_per_gpu": "", "attention_impl": "",
+    "overlap_or_graph_flags": "", "moe_experts": "", "moe_topk": "", "moe_ffn_hidden": "", "fsdp_shard": "",
+    "vp_interleave": "",
+}  # fmt: skip
+NEEDED = (
+    "n_layers", "hidden", "n_heads", "vocab", "seq_len", "n_gpus", "tp", "pp", "micro_batch", "global_batch"
+)  # fmt: skip
+
+
+def one(**changes: str) -> Run:
+    """The run of a row with some columns changed."""
+    return run_of(ROW | changes, "row 1")
+
+
+def only(**changes: str) -> Score:
+    """A table of one row."""
+    return score([ROW | changes])
+
+
+def reason(**changes: str) -> str:
+    """Why a row is refused."""
+    found = only(**changes)
+    assert (found.rows, found.scored) == (1, ())
+    ((name, why),) = found.refused
+    assert name == "llama"
+    assert "\n" not in why
+    return why
+
+
+def write_table(path: Path, rows: list[dict[str, str]], encoding: str = "utf-8") -> Path:
+    with path.open("w", newline="", encoding=encoding) as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def width(found: Score) -> float:
+    low, high = found.scored[0].forecast.interval_ms
+    return high / low
+
+
+# What a row says
+
+
+def test_a_row_becomes_the_setup_it_describes() -> None:
+    run = one()
+    assert (run.source, run.model, run.gpus, run.seconds) == ("lab", "Llama 8B", 8, 4.4)
+    model, train, parallel, cluster = run.setup.model, run.setup.train, run.setup.parallel, run.setup.cluster
+    assert (model.layers, model.kv_heads, model.ffn, model.gated) == (32, 8, 14336, True)
+    assert (train.seq, train.microbatches, train.precision, train.framework) == (8192, 8, "bf16", "megatron")
+    assert (parallel.tp, parallel.dp, parallel.zero, parallel.sequence_parallel) == (2, 4, 1, True)
+    assert (cluster.gpu, cluster.gpus) == ("h100", 8)
+    assert run.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("NeMo/Megatron-Core + TransformerEngine (MLPerf)", "megatron"),
+        ("Megatron-LM 2021", "megatron-2021"),
+        ("Megatron-DeepSpeed", "megatron-deepspeed"),
+        ("llm-foundry", "llm-foundry"),
+        ("nanotron v0.5", "nanotron"),
+        ("GPT-NeoX", "neox"),
+        ("torchtitan", "torchtitan"),
+        ("NeMo AutoModel", "megatron"),
+        ("fms-fsdp", "torchtitan"),
+        ("MaxText", "torchtitan"),
+    ],
+)
+def test_frameworks_are_recognised(text: str, name: str) -> None:
+    assert one(framework=text).setup.train.framework == name
+    assert len(only(framework=text).scored) == 1
+
+
+def test_numbers_may_be_written_as_tables_write_them() -> None:
+    run = one(n_gpus="8.0", zero="1.0", cp="0", tp=" 2 ", step_time_s=" 4.4 ")
+    assert (run.gpus, run.setup.parallel.zero, run.setup.parallel.cp, run.seconds) == (8, 1, 1, 4.4)
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "gbit"),
+    [
+        ("inter_gbps_per_gpu", "400", 400),
+        ("interconnect_inter", "1600 Gbps per node", 200),
+        ("interconnect_inter", "Storage: 2x ConnectX-7 IB NDR 400Gb/s, Compute: 8x ConnectX-7 IB NDR 400Gb/s", 400),
+        ("interconnect_inter", "Omni-Path 100, 4 links per node", 50),
+    ],
+)
+def test_a_network_that_is_stated_counts(column: str, text: str, gbit: float) -> None:
+    run = one(n_gpus="64", **{column: text})
+    assert run.setup.cluster.inter_gb_s == pytest.approx(gbit / 8)
+    assert run.notes == ()
+
+
+def test_a_network_that_is_not_stated_is_noted() -> None:
+    assert any("network" in note for note in one(n_gpus="64").notes)
+
+
+# What is not known
+
+
+@pytest.mark.parametrize(
+    ("changes", "about"),
+    [
+        ({"framework": "MyTrainer 3000"}, "MyTrainer"),
+        ({"framework": ""}, "framework"),
+        ({"precision": "fp8-rowwise"}, "fp8-rowwise"),
+        ({"precision": "bf16-mixed"}, "bf16-mixed"),
+    ],
+)
+def test_what_is_not_known_is_noted_and_widens_the_interval(changes: dict[str, str], about: str) -> None:
+    found = only(**changes)
+    assert any(about in note for note in found.scored[0].run.notes)
+    assert width(found) > 1.05 * width(only())
+
+
+@pytest.mark.parametrize("gpu", ["MI300X", "MI325X", "MI355X", "B200", "L40S"])
+def test_a_gpu_that_was_never_sampled_has_a_wider_interval(gpu: str) -> None:
+    assert width(only(gpu=gpu)) > width(only(gpu="H200"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gpu": "MI999"}, "MI999"),
+        ({"gpu": ""}, "GPU ''"),
+        ({"precision": "int3"}, "int3"),
+        ({"gpu": "A100", "precision": "fp8"}, "fp8"),
+        ({"n_layers": "many"}, "n_layers 'many'"),
+        ({"hidden": "nan"}, "hidden 'nan'"),
+        ({"vocab": "inf"}, "vocab 'inf'"),
+        ({"hidden": "1e300"}, "model.hidden"),
+        ({"n_layers": "32.5"}, "n_layers '32.5'"),
+        ({"n_heads": "0"}, "model.heads"),
+        ({"n_gpus": "-8"}, "cluster.gpus"),
+        ({"n_gpus": "0"}, "tp"),
+        ({"tp": "-2"}, "parallel.tp"),
+        ({"tp": "3"}, "parallel.tp = 3 does not divide"),
+        ({"pp": "64", "n_gpus": "128"}, "parallel.pp = 64"),
+        ({"global_batch": "7"}, "train.global_batch = 7"),
+        ({"global_batch": "10000000000"}, "global_batch"),
+        ({"zero": "seven"}, "zero 'seven'"),
+        ({"zero": "7"}, "parallel.zero = 7"),
+        ({"step_time_s": "fast"}, "step_time_s 'fast'"),
+        ({"step_time_s": "0"}, "step_time_s '0'"),
+        ({"step_time_s": "-1"}, "step_time_s '-1'"),
+        ({"recompute": "sometimes"}, "train.recompute"),
+        ({"train_mode": "guess"}, "train.mode"),
+        ({"inter_gbps_per_gpu": "a lot"}, "inter_gbps_per_gpu 'a lot'"),
+        ({"gpus_per_node": "eight"}, "gpus_per_node 'eight'"),
+        ({"moe_experts": "8", "moe_topk": "9"}, "model.top_k = 9"),
+        ({"ep": "64"}, "parallel.ep"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_its_name(changes: dict[str, str], words: str) -> None:
+    assert words in reason(**changes)
+
+
+@pytest.mark.parametrize("column", NEEDED)
+def test_what_is_needed_and_not_stated_is_named(column: str) -> None:
+    assert f"{column} not stated" in reason(**{column: " "})
+
+
+COLUMNS = sorted(set(ROW) - {"id"})
+VALUES = st.sampled_from(
+    ["", "0", "1", "-1", "2.5", "1e9", "1e400", "nan", "text", "true", "x" * 500, "８", "H100", "fp8", "\x00"]
+)
+
+
+@settings(max_examples=150)
+@given(st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=4))
+def test_no_row_is_too_absurd(changes: dict[str, str]) -> None:
+    found = only(**changes)
+    assert len(found.scored) + len(found.refused) == 1
+    answer = found.as_dict()
+    assert json.dumps(answer)
+    assert all(item["reason"] for item in answer["refused"])
+    assert all(math.isfinite(row["predicted"]) for row in found.table())
+
+
+def test_a_row_that_is_too_large_to_simulate_is_refused_and_the_next_one_is_not() -> None:
+    found = score([ROW | {"global_batch": "8388608", "tp": "1", "n_gpus": "1"}, ROW | {"id": "next"}])
+    assert [name for name, _ in found.refused] == ["llama"]
+    assert [item.run.id for item in found.scored] == ["next"]
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "it has no rows"),
+        (b"id,gpu\n", "it has no rows"),
+        (b"id,gpu\na,H100\n", "column n_layers is missing"),
+        (b"\x80\x81\x82\xff" * 100, "not a CSV table"),
+        (b"PK\x03\x04" + bytes(200), ""),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=words):
+        read_rows(path)
+
+
+def test_folders_and_missing_files_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing.csv"):
+        with pytest.raises(InputError, match="cannot be read"):
+            read_rows(path)
+
+
+@pytest.mark.parametrize("column", [*NEEDED, "gpu", "framework"])
+def test_a_table_without_a_column_is_refused(tmp_path: Path, column: str) -> None:
+    path = write_table(tmp_path / "table.csv", [{key: value for key, value in ROW.items() if key != column}])
+    with pytest.raises(InputError, match=f"column {column} is missing"):
+        read_rows(path)
+
+
+def test_the_mark_that_spreadsheets_put_first_is_no_part_of_a_name(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "table.csv", [ROW], encoding="utf-8-sig")
+    assert read_rows(path)[0]["id"] == "llama"
+
+
+def test_rows_shorter_or_longer_than_the_header_are_read(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "table.csv", [ROW])
+    path.write_text(path.read_text() + "short,lab\n" + ",".join([*ROW.values(), "one", "more"]) + "\n")
+    kept, short, long = runs_of(read_rows(path))
+    assert isinstance(kept, Run)
+    assert isinstance(long, Run)
+    assert short == ("short", f"{', '.join(NEEDED)} not stated")
+
+
+def test_columns_that_nobody_needs_may_be_missing(tmp_path: Path) -> None:
+    row = {key: value for key, value in ROW.items() if key in (*NEEDED, "gpu", "framework")}
+    found = score(read_rows(write_table(tmp_path / "table.csv", [row])))
+    assert [item.run.id for item in found.scored] == ["row 1"]
+    assert found.as_dict()["mape"] is None, "nothing was measured"
+
+
+# Scores
+
+
+def test_a_score_says_how_far_off_it_was_by_source() -> None:
+    rows = [
+        ROW | {"id": "a", "source": "x", "step_time_s": "1"}, ROW | {"id": "b", "source": "x", "step_time_s": "100"},
+        ROW | {"id": "c", "source": "y", "step_time_s": ""}, ROW | {"id": "d", "source": "y", "gpu": "MI999"},
+        ROW | {"id": "e", "source": "z"},
+    ]  # fmt: skip
+    found = score(rows)
+    seconds = found.scored[0].seconds
+    answer = found.as_dict()
+    assert (answer["rows"], answer["predicted"], answer["n"]) == (5, 4, 3)
+    assert answer["by_source"].keys() == {"x", "z"}
+    errors = [100 * abs(seconds / measured - 1) for measured in (1, 100, 4.4)]
+    assert answer["mape"] == pytest.approx(sum(errors) / 3)
+    assert answer["median"] == pytest.approx(sorted(errors)[1])
+    assert answer["by_source"]["x"] == pytest.approx(
+        {"n": 2, "mape": sum(errors[:2]) / 2, "median": sum(errors[:2]) / 2, "spearman": None}
+    )
+    assert answer["refused"] == [{"id": "d", "reason": "GPU 'MI999' is not known"}]
+    assert 0 <= answer["inside_interval"] <= 1
+
+
+def group(measured: list[float], predicted: list[float], model: str = "m", gpus: int = 8) -> list[Any]:
+    return [(model, gpus, *pair) for pair in zip(measured, predicted, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "wanted"),
+    [
+        ([1, 2, 3], [10, 20, 30], 1.0),
+        ([1, 2, 3], [3, 2, 1], -1.0),
+        ([1, 2, 3, 4], [1, 3, 2, 4], 0.8),
+        ([1, 2, 2, 3], [1, 2, 3, 4], 4.5 / math.sqrt(4.5 * 5)),  # ranks 0, 1.5, 1.5, 3
+        ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3], 2.0 / math.sqrt(9.5 * 10)),  # ranks 2, .5, 3, .5, 4 and 4, 0, 3, 2, 1
+    ],
+)
+def test_rank_correlation_is_spearmans(measured: list[float], predicted: list[float], wanted: float) -> None:
+    assert rank_correlation(group(measured, predicted)) == pytest.approx(wanted)
+
+
+def test_ranks_are_compared_inside_a_model_and_a_number_of_gpus() -> None:
+    rising, falling = group([1, 2, 3], [1, 2, 3], "a"), group([1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1], "b")
+    assert rank_correlation(rising + falling) == pytest.approx((3 - 6) / 9), "by the size of the groups"
+    apart = group([1, 2, 3], [1, 2, 3], gpus=8) + group([0.1, 0.2, 0.3], [10, 20, 30], gpus=64)
+    assert rank_correlation(apart) == pytest.approx(1.0)
+
+
+def test_groups_that_cannot_be_ranked_are_left_out() -> None:
+    assert math.isnan(rank_correlation([]))
+    assert math.isnan(rank_correlation(group([1, 2], [2, 1])))
+    assert math.isnan(rank_correlation(group([1, 1, 1], [1, 2, 3])))
+
+
+# The command line
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["lumos", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_score_writes_what_was_measured_and_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_table(tmp_path / "runs.csv", [ROW, ROW | {"id": "bad", "tp": "3"}])
+    assert run(monkeypatch, "score", "runs.csv", "--json", "-o", "out.csv") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer.keys() >= {"rows", "predicted", "mape", "median", "by_source"}
+    assert answer["by_source"]["lab"].keys() == {"n", "mape", "median", "spearman"}
+    with (tmp_path / "out.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert row.keys() >= {"id", "measured", "predicted"}
+    assert (row["id"], float(row["measured"])) == ("llama", 4.4)
+    assert abs(float(row["predicted"]) / 4.4 - 1) * 100 == pytest.approx(answer["mape"])
+    assert run(monkeypatch, "score", "runs.csv", "-o", "out.json") == 0
+    shown = capsys.readouterr().out
+    assert "1 of 2 rows predicted" in shown
+    assert "1 rows refused" in shown
+    assert json.loads((tmp_path / "out.json").read_text()) == answer
+
+
+@pytest.mark.parametrize("name", ["missing.csv", "folder", "binary.csv", "empty.csv", "other.csv"])
+def test_score_refuses_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary.csv").write_bytes(bytes(range(256)) * 10)
+    (tmp_path / "empty.csv").write_bytes(b"")
+    (tmp_path / "other.csv").write_text("name,age\nada,36\n")
+    assert run(monkeypatch, "score", name) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("lumos: ")
+    assert err.count("\n") == 1
+
+
+# Published measurements
+
+_EVERY = {"nanotron_sweep.csv": 12, "vtrain_single_node.csv": 24, "failed_runs.csv": 12}  # large tables of few kinds
+
+
+@pytest.mark.data
+def test_published_runs_are_predicted_or_refused_and_the_error_stays_small(shared_data: Path) -> None:
+    tables = sorted((shared_data / "truth").glob("*.csv"))
+    assert len(tables) >= 5
+    errors = {}
+    for table in tables:
+        try:
+            rows = read_rows(table)
+        except InputError:
+            assert table.name in ("hardware.csv", "networks.csv"), "these have no runs in them"
+            continue
+        found = score(rows[:: _EVERY.get(table.name, 1)])
+        assert len(found.scored) + len(found.refused) == found.rows
+        assert all(why for _, why in found.refused)
+        errors[table.name] = found.as_dict()
+    assert errors["measured_runs.csv"]["predicted"] > 700
+    assert errors["measured_runs.csv"]["mape"] < 20
+    assert errors["measured_runs.csv"]["inside_interval"] > 0.7
