@@ -11,22 +11,26 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SECTIONS = [
-    ("Published runs", "truth.py", "truth", """
+PUBLISHED = """
 Step times of published training runs, dense pretraining. Every source is predicted with constants fitted without it
 (`calibration/fit_conditions.py`); three constants are fitted in all, and the second table says what each is worth. What
 frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources; it was chosen with these errors in
-sight, and one number of it, nanotron's `pipeline_drag`, was fitted on nanotron's own sweep: without it the sweep's stable
-rows are off by 17 % in the mean, all of its rows by 55 % in the median. The class of its network (EFA) is an inference.
-Peers are as measured by others on the same rows (calculon, llm-analysis); bars are ours."""),
-    ("Ten runs from their own samples", "ten_runs.py", "", """
-The runs of arXiv 2509.22832, predicted from that paper's operator and NCCL samples; nothing was fitted on the runs."""),
-    ("One H200", "h200_forecasts.py", "", """
-Models of transformers trained on one GPU. In-step factors were fitted on our own steps (`calibration/fit_steps.py`), none
-of which is in the table; the speed of the reference host is the middle of the hosts we saw, these included."""),
-    ("Memory", "memory.py", "", """
-Peak memory, and whether a run fits."""),
-]  # fmt: skip
+sight, and one number of it, nanotron's `pipeline_drag`, was fitted on nanotron's own sweep: without it the sweep's
+stable rows are off by 17 % in the mean, all of its rows by 55 % in the median. The class of its network (EFA) is an
+inference. Peers are as measured by others on the same rows (calculon, llm-analysis); bars are ours."""
+TEN = """
+The runs of arXiv 2509.22832, predicted from that paper's operator and NCCL samples; nothing was fitted on the runs."""
+H200 = """
+Models of transformers trained on one GPU. In-step factors were fitted on our own steps (`calibration/fit_steps.py`),
+none of which is in the table; the speed of the reference host is the middle of the hosts we saw, these included."""
+MEMORY = """
+Peak memory, and whether a run fits."""
+SECTIONS = [
+    ("Published runs", "truth.py", "truth", PUBLISHED),
+    ("Ten runs from their own samples", "ten_runs.py", "", TEN),
+    ("One H200", "h200_forecasts.py", "", H200),
+    ("Memory", "memory.py", "", MEMORY),
+]
 
 
 def section(title: str, script: str, folder: str, words: str, data: Path) -> str:

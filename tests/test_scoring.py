@@ -90,14 +90,12 @@ def test_a_row_becomes_the_setup_it_describes() -> None:
         ("nanotron v0.5", "nanotron"),
         ("GPT-NeoX", "neox"),
         ("torchtitan", "torchtitan"),
-        ("NeMo AutoModel", "megatron"),
-        ("fms-fsdp", "torchtitan"),
-        ("MaxText", "torchtitan"),
     ],
 )
 def test_frameworks_are_recognised(text: str, name: str) -> None:
-    assert one(framework=text).setup.train.framework == name
-    assert len(only(framework=text).scored) == 1
+    run = one(framework=text)
+    assert run.setup.train.framework == name
+    assert run.notes == ()
 
 
 def test_numbers_may_be_written_as_tables_write_them() -> None:
@@ -130,7 +128,10 @@ def test_a_network_that_is_not_stated_is_noted() -> None:
 @pytest.mark.parametrize(
     ("changes", "about"),
     [
-        ({"framework": "MyTrainer 3000"}, "MyTrainer"),
+        ({"framework": "MyTrainer 3000"}, "'MyTrainer 3000' is taken as pytorch"),
+        ({"framework": "NeMo AutoModel (PyTorch FSDP2)"}, "taken as torchtitan"),
+        ({"framework": "fms-fsdp"}, "taken as torchtitan"),
+        ({"framework": "MaxText"}, "taken as torchtitan"),
         ({"framework": ""}, "framework"),
         ({"precision": "fp8-rowwise"}, "fp8-rowwise"),
         ({"precision": "bf16-mixed"}, "bf16-mixed"),
@@ -159,9 +160,10 @@ def test_a_gpu_that_was_never_sampled_has_a_wider_interval(gpu: str) -> None:
         ({"vocab": "inf"}, "vocab 'inf'"),
         ({"hidden": "1e300"}, "model.hidden"),
         ({"n_layers": "32.5"}, "n_layers '32.5'"),
-        ({"n_heads": "0"}, "model.heads"),
+        ({"n_heads": "-4"}, "model.heads"),
         ({"n_gpus": "-8"}, "cluster.gpus"),
-        ({"n_gpus": "0"}, "tp"),
+        ({"n_gpus": "0"}, "n_gpus not stated"),
+        ({"tp": "0"}, "tp not stated"),
         ({"tp": "-2"}, "parallel.tp"),
         ({"tp": "3"}, "parallel.tp = 3 does not divide"),
         ({"pp": "64", "n_gpus": "128"}, "parallel.pp = 64"),
@@ -222,7 +224,7 @@ def test_a_row_that_is_too_large_to_simulate_is_refused_and_the_next_one_is_not(
         (b"id,gpu\n", "it has no rows"),
         (b"id,gpu\na,H100\n", "column n_layers is missing"),
         (b"\x80\x81\x82\xff" * 100, "not a CSV table"),
-        (b"PK\x03\x04" + bytes(200), ""),
+        (b"PK\x03\x04" + bytes(200), "table.csv"),
     ],
 )
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
@@ -370,7 +372,8 @@ def test_score_refuses_in_one_line(
 
 # Published measurements
 
-_EVERY = {"nanotron_sweep.csv": 12, "vtrain_single_node.csv": 24, "failed_runs.csv": 12}  # large tables of few kinds
+# Of tables with many runs of few kinds, and of the one that has long pipelines, a part: all of them take a minute.
+_EVERY = {"nanotron_sweep.csv": 16, "vtrain_single_node.csv": 24, "failed_runs.csv": 16}
 
 
 @pytest.mark.data

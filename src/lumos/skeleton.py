@@ -11,6 +11,7 @@ prediction fills in times by class: `duration = table[duration_class]`, `lag = t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from lumos.vocabulary import Kind
 
 Places = dict[tuple[Phase, int, int], int]
 """The node of a (phase, micro-batch, virtual stage)."""
+
+_NAMES = {phase: phase.name.lower() for phase in Phase}
 
 
 class Role(NamedTuple):
@@ -53,7 +56,8 @@ class Plan(NamedTuple):
     def tasks(self) -> int:
         """About how many nodes the structure has."""
         turns = self.pp * self.vpp * self.microbatches * (3 if self.schedule == "zero-bubble" else 2)
-        return turns * (5 * self.units // 2 if self.sharded else 1) + (turns if self.hosted else 0)
+        split = self.sharded or (self.overlapped and self.reduces_always)
+        return turns * (5 * self.units // 2 if split else 1) + (turns if self.hosted else 0)
 
 
 @dataclass(frozen=True)
@@ -86,22 +90,22 @@ class _Draft:
 
     def __init__(self) -> None:
         self.roles: dict[Role, int] = {}
-        self.lanes: dict[tuple[str, int], list[int]] = {}
+        self.lanes: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.role_of: list[int] = []
         self.kind_of: list[int] = []
         self.turn_of: list[Turn | None] = []
-        self.edges: list[tuple[int, int, int, int]] = []  # source, target, lag class, from start
+        self.edges: list[int] = []  # source, target, lag class, from start, of one edge after the other
 
     def add(self, lane: str, role: Role, kind: Kind, turn: Turn | None = None) -> int:
         node = len(self.role_of)
         self.role_of.append(self.roles.setdefault(role, len(self.roles)))
         self.kind_of.append(kind)
         self.turn_of.append(turn)
-        self.lanes.setdefault((lane, role.stage), []).append(node)
+        self.lanes[lane, role.stage].append(node)
         return node
 
     def wait(self, target: int, source: int, lag: int = 0, from_start: bool = False) -> None:
-        self.edges.append((source, target, lag, int(from_start)))
+        self.edges += (source, target, lag, from_start)
 
     def finish(self) -> Skeleton:
         order = [node for lane in self.lanes.values() for node in lane]
@@ -142,6 +146,7 @@ class _Stage:
         self.reductions: list[int] = []
         self.computed: list[int] = []
         self.to_reduce: list[tuple[int, Role, Turn]] = []  # the gradients of the unit before, and the node they follow
+        self.roles: dict[tuple[str, int, int], Role] = {}
 
     def build(self) -> None:
         plan = self.plan
@@ -157,10 +162,13 @@ class _Stage:
         self._finish()
 
     def _role(self, what: str, chunk: int, unit: int = -1) -> Role:
-        return Role(what, self.stage, chunk, unit)
+        role = self.roles.get((what, chunk, unit))
+        if role is None:
+            role = self.roles[what, chunk, unit] = Role(what, self.stage, chunk, unit)
+        return role
 
     def _turn(self, turn: Turn, reduces: bool) -> list[int]:
-        plan, name = self.plan, turn.phase.name.lower()
+        plan, name = self.plan, _NAMES[turn.phase]
         split = plan.sharded or (reduces and plan.overlapped)
         if not split or turn.phase == Phase.WEIGHTS:
             return [self._compute(name, turn, -1)]
@@ -196,7 +204,7 @@ class _Stage:
         self.to_reduce.clear()
 
     def _host(self, turn: Turn, key: tuple[Phase, int, int], first: int) -> None:
-        node = self.draft.add("host", self._role(f"host {turn.phase.name.lower()}", turn.chunk), Kind.CPU, turn)
+        node = self.draft.add("host", self._role(f"host {_NAMES[turn.phase]}", turn.chunk), Kind.CPU, turn)
         self.draft.wait(first, node, lag=2, from_start=True)
         self.hosts[key] = node
 

@@ -1,7 +1,7 @@
 """Synthesis: a described step written as the traces that a profiler would have recorded of it.
 
-One rank of every pipeline stage is written, kernel by kernel, with its launches on the threads that run forward, backward and
-optimizer. What is read back is a run like any other: it replays, and it can be edited.
+One rank of every pipeline stage is written, kernel by kernel, with its launches on the threads that run forward,
+backward and optimizer. What is read back is a run like any other: it replays, and it can be edited.
 """
 
 from __future__ import annotations

@@ -28,13 +28,18 @@ from lumos.setups.gpus import find_gpu
 from lumos.setups.setup import Setup
 
 _FRAMEWORKS = (
+    (r"torchtitan", "torchtitan"),
     (r"megatron-deepspeed", "megatron-deepspeed"),
     (r"megatron-lm 202[0-2]", "megatron-2021"),
     (r"nemo|megatron|transformerengine|bridge", "megatron"),
     (r"foundry|composer|mosaic", "llm-foundry"),
     (r"nanotron", "nanotron"),
     (r"neox", "neox"),
-    (r"torchtitan|fms-fsdp|fsdp|automodel|maxtext|axolotl", "torchtitan"),
+)
+_ALIKE = (  # frameworks that are not described here, and which of those that are does the same most nearly
+    (r"automodel", "torchtitan"),
+    (r"fsdp|maxtext|axolotl", "torchtitan"),
+    (r"", "pytorch"),
 )
 _PRECISIONS = {"fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"}
 _MOST_BYTES = 1 << 28
@@ -86,6 +91,7 @@ def runs_of(rows: list[dict[str, str]]) -> Iterator[Run | tuple[str, str]]:
 def run_of(row: dict[str, str], name: str) -> Run:
     """The Run that a row describes."""
     empty = [column for column in _NEEDED if not row.get(column, "").strip()]
+    empty = empty or [column for column in _NEEDED if not _int(row, column)]
     if empty:
         raise InputError(f"{', '.join(empty)} not stated")
     notes: list[str] = []
@@ -134,11 +140,12 @@ def _flag(row: dict[str, str], column: str) -> bool | None:
 
 def _framework(row: dict[str, str], notes: list[str]) -> str:
     text = row["framework"].lower()
-    for pattern, name in _FRAMEWORKS:
-        if re.search(pattern, text):
-            return name
-    notes.append(f"framework {row['framework'][:60]!r} is taken as pytorch")
-    return "pytorch"
+    known = next((name for pattern, name in _FRAMEWORKS if re.search(pattern, text)), "")
+    if known and "automodel" not in text:  # NeMo's, and yet not Megatron's
+        return known
+    like = next(name for pattern, name in _ALIKE if re.search(pattern, text))
+    notes.append(f"framework {row['framework'][:60]!r} is taken as {like}")
+    return like
 
 
 def _model(row: dict[str, str]) -> dict[str, Any]:
