@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from lumos.rules.draft import launch_rows
 from lumos.run import Replay
+from lumos.simulate import simulate
 from lumos.steps import Steps
 from lumos.trace import Trace
-from lumos.vocabulary import Category, Kind
+from lumos.vocabulary import Category, Kind, is_step
 
 Rows = NDArray[np.int64]
 
@@ -66,47 +67,79 @@ class RankLabels:
         return mask
 
 
-def label(run: Replay) -> list[RankLabels]:
-    """The labels of every rank, for the step that is nearest to the typical one."""
-    clean = run.execution.retime(_clean_times(run))
+def label(run: Replay, most: int = 8) -> list[RankLabels]:
+    """The labels of ranks spread evenly over the job, for the step that is nearest to the typical one."""
+    clean = run.execution.retime(simulate(run.clean_graph))
     steps = run.marks.read(clean)
     index = int(np.argmin(np.abs(steps.milliseconds - steps.typical)))
-    return [_label_rank(run, clean, steps, index, column) for column in range(len(steps.ranks))]
+    columns = np.unique(np.linspace(0, len(steps.ranks) - 1, min(most, len(steps.ranks))).round().astype(int))
+    labeller = _Labeller(run.execution.trace, clean)
+    return [labeller.rank(steps, index, int(column)) for column in columns]
 
 
-def _clean_times(run: Replay):  # type: ignore[no-untyped-def]
-    from lumos.simulate import simulate
+class _Labeller:
+    """What all ranks' labels need of a trace, worked out once."""
 
-    return simulate(run.clean_graph)
+    def __init__(self, trace: Trace, clean: Trace) -> None:
+        self.trace, self.clean = trace, clean
+        self.launch = launch_rows(trace)
+        self.words = _Words(trace)
+        self.rows = trace.rows_by_rank(np.ones(len(trace), bool))
 
+    def rank(self, steps: Steps, index: int, column: int) -> RankLabels:
+        trace, clean, rank = self.trace, self.clean, steps.ranks[column]
+        rows = self.rows[rank]
+        mine = rows[trace.on_gpu[rows] & (self.launch[rows] >= 0)]
+        times = clean.start[self.launch[mine]]
+        low, high = int(steps.start[index, column]), int(steps.end[index, column])
+        mine = mine[(times >= low) & (times < high)]
+        mine = mine[np.argsort(clean.start[self.launch[mine]], kind="stable")]
+        calls = self.launch[mine].astype(np.int64)
+        notes = rows[(trace.category[rows] == Category.NOTE) & self.words.updates[trace.name[rows]]]
+        inside = notes[(clean.start[notes] >= low) & (clean.end[notes] <= high)]
+        return RankLabels(
+            rank=rank,
+            row=mine,
+            launched=(clean.start[calls] - low) / 1e3,
+            us=_durations(trace, clean, mine),
+            phase=self._phases(rows, notes, calls),
+            work=self.words.work[trace.name[mine]],
+            attention=self.words.attention[trace.name[mine]],
+            optimizer_us=float(clean.duration[inside].sum()) / 1e3,
+        )
 
-def _label_rank(run: Replay, clean: Trace, steps: Steps, index: int, column: int) -> RankLabels:
-    trace, rank = run.execution.trace, steps.ranks[column]
-    launch = launch_rows(trace)
-    mine = np.flatnonzero((trace.rank == rank) & trace.on_gpu & (launch >= 0))
-    times = clean.start[launch[mine]]
-    low, high = steps.start[index, column], steps.end[index, column]
-    mine = mine[(times >= low) & (times < high)]
-    mine = mine[np.argsort(clean.start[launch[mine]], kind="stable")]
-    calls = launch[mine]
-    words = _Words(trace)
-    phase = _phases(trace, rank, calls)
-    return RankLabels(
-        rank=rank,
-        row=mine,
-        launched=(clean.start[calls] - low) / 1e3,
-        us=_durations(trace, clean, mine),
-        phase=phase,
-        work=words.work[trace.name[mine]],
-        attention=words.attention[trace.name[mine]],
-        optimizer_us=_optimizer_us(trace, clean, rank, low, high),
-    )
+    def _phases(self, rows: Rows, notes: Rows, calls: Rows) -> NDArray[np.int8]:
+        """By thread and scope of the launching call."""
+        trace = self.trace
+        phase = np.full(len(calls), Phase.FORWARD, np.int8)
+        engine = rows[(trace.category[rows] == Category.OP) & self.words.engine[trace.name[rows]]]
+        drives = self._driving_lane(rows)
+        for lane in np.unique(trace.lane[engine]):
+            on = trace.lane[calls] == lane
+            if lane != drives:
+                phase[on] = Phase.BACKWARD
+                continue
+            spans = engine[trace.lane[engine] == lane]
+            phase[on & _within(trace.start[calls], trace.start[spans], trace.end[spans])] = Phase.BACKWARD
+        on = trace.lane[calls] == drives
+        phase[on & _within(trace.start[calls], trace.start[notes], trace.end[notes])] = Phase.OPTIMIZER
+        return phase
+
+    def _driving_lane(self, rows: Rows) -> int:
+        """The thread with the step's marks, or with the most operators."""
+        trace = self.trace
+        marks = rows[(trace.category[rows] == Category.NOTE) & self.words.steps[trace.name[rows]]]
+        if len(marks):
+            return int(trace.lane[marks[0]])
+        operators = rows[trace.category[rows] == Category.OP]
+        return int(np.bincount(trace.lane[operators]).argmax()) if len(operators) else -1
 
 
 def _durations(trace: Trace, clean: Trace, rows: Rows) -> NDArray[np.float64]:
     """Compute as recorded; communication as simulated, waiting left out."""
     communicates = trace.kind[rows] == Kind.COMM
-    return np.where(communicates, clean.duration[rows], trace.duration[rows]) / 1e3
+    times: NDArray[np.float64] = np.where(communicates, clean.duration[rows], trace.duration[rows]) / 1e3
+    return times
 
 
 class _Words:
@@ -116,6 +149,9 @@ class _Words:
         count = len(trace.names)
         self.work = np.full(count, Work.STREAM, np.int8)
         self.attention = np.zeros(count, np.int8)
+        self.engine = np.array([name.startswith(_ENGINE) for name in trace.names], bool)
+        self.updates = np.array([_OPTIMIZER.search(name) is not None for name in trace.names], bool)
+        self.steps = np.array([is_step(name) for name in trace.names], bool)
         for index, name in enumerate(trace.names):
             if _ATTENTION.search(name) and "aten::" not in name:
                 self.work[index] = Work.ATTENTION
@@ -130,37 +166,6 @@ class _Words:
                 self.attention[index] = 0  # helpers of the one kernel that counts
 
 
-def _phases(trace: Trace, rank: int, calls: Rows) -> NDArray[np.int8]:
-    """By thread and scope of the launching call."""
-    phase = np.full(len(calls), Phase.FORWARD, np.int8)
-    engine = np.array([name.startswith(_ENGINE) for name in trace.names], bool)
-    inside = np.flatnonzero((trace.rank == rank) & (trace.category == Category.OP) & engine[trace.name])
-    lanes = np.unique(trace.lane[inside])
-    drives = _driving_lane(trace, rank)
-    for lane in lanes:
-        on = trace.lane[calls] == lane
-        if lane != drives:
-            phase[on] = Phase.BACKWARD
-            continue
-        spans = inside[trace.lane[inside] == lane]
-        phase[on & _within(trace.start[calls], trace.start[spans], trace.end[spans])] = Phase.BACKWARD
-    named = np.array([_OPTIMIZER.search(name) is not None for name in trace.names], bool)
-    notes = np.flatnonzero((trace.rank == rank) & (trace.category == Category.NOTE) & named[trace.name])
-    on = trace.lane[calls] == drives
-    phase[on & _within(trace.start[calls], trace.start[notes], trace.end[notes])] = Phase.OPTIMIZER
-    return phase
-
-
-def _driving_lane(trace: Trace, rank: int) -> int:
-    """The thread with the step's marks, or with the most operators that the engine does not run."""
-    marks = np.array(["ProfilerStep" in name for name in trace.names], bool)
-    rows = np.flatnonzero((trace.rank == rank) & marks[trace.name] & (trace.category == Category.NOTE))
-    if len(rows):
-        return int(trace.lane[rows[0]])
-    rows = np.flatnonzero((trace.rank == rank) & (trace.category == Category.OP))
-    return int(np.bincount(trace.lane[rows]).argmax()) if len(rows) else -1
-
-
 def _within(times: Rows, starts: Rows, ends: Rows) -> NDArray[np.bool_]:
     """Which times lie inside any of the spans."""
     if len(starts) == 0:
@@ -170,10 +175,3 @@ def _within(times: Rows, starts: Rows, ends: Rows) -> NDArray[np.bool_]:
     at = np.searchsorted(starts[order], times, side="right") - 1
     inside: NDArray[np.bool_] = (at >= 0) & (times <= latest[np.maximum(at, 0)])
     return inside
-
-
-def _optimizer_us(trace: Trace, clean: Trace, rank: int, low: int, high: int) -> float:
-    named = np.array([_OPTIMIZER.search(name) is not None for name in trace.names], bool)
-    notes = (trace.rank == rank) & (trace.category == Category.NOTE) & named[trace.name]
-    rows = np.flatnonzero(notes & (clean.start >= low) & (clean.end <= high))
-    return float(clean.duration[rows].sum()) / 1e3
