@@ -79,7 +79,11 @@ def record(options: argparse.Namespace) -> None:
     tokens = torch.randint(options.vocab, (options.micro_batch, options.seq), device=device)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with profile(activities=activities, record_shapes=True, schedule=schedule(wait=0, warmup=2, active=2)) as profiler:
+    plan = schedule(wait=0, warmup=2, active=2, repeat=1)
+    with profile(
+        activities=activities, record_shapes=True, schedule=plan,
+        on_trace_ready=lambda done: done.export_chrome_trace(str(options.output)),
+    ) as profiler:  # fmt: skip
         for _ in range(4):
             logits = model(tokens)
             functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
@@ -88,7 +92,6 @@ def record(options: argparse.Namespace) -> None:
             if device == "cuda":
                 torch.cuda.synchronize()
             profiler.step()
-    profiler.export_chrome_trace(str(options.output))
     print(f"{options.output}: rank 0 of {options.world}, tp {options.tp}, FSDP over {options.world // options.tp}")
 
 
