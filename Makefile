@@ -32,6 +32,7 @@ accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and w
 	$(BIN)/python benchmarks/changes.py -o docs/changes.md
 
 bench: $(VENV)/.dev  ## measure the speed beside HolisticTraceAnalysis
+	$(BIN)/python benchmarks/predict_speed.py docs/forecast_speed.md
 	$(BIN)/python benchmarks/replay_speed.py --out docs/speed.md
 
 clean:

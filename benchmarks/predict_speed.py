@@ -1,8 +1,8 @@
 """How fast forecasts are, in one process and from the command line.
 
-    python benchmarks/predict_speed.py
+    python benchmarks/predict_speed.py [docs/forecast_speed.md]
 
-Prints the tables of docs/speed.md. Forecasts are complete: prices, graph, simulation, memory, interval, breakdown.
+Forecasts are complete: prices, graph, simulation, memory, interval, breakdown.
 """
 
 from __future__ import annotations
@@ -68,20 +68,27 @@ def cold_seconds(runs: int = 5) -> float:
     return median(seconds)
 
 
-def main() -> None:
+def main(output: str = "") -> None:
     choices = configurations(512)
     first = per_second(choices)
     again = per_second(choices)
     one = run(512, tp=4, pp=4, vpp=5, cp=2)
     same = per_second([one] * 100)
     large = per_second([run(16384, tp=4, pp=4, vpp=5, cp=2)] * 100)
-    print("| forecasts of Llama 70B, one core | per second |\n|---|---|")
-    print(f"| {len(choices)} configurations on 512 GPUs, the first time each | {first:.0f} |")
-    print(f"| the same again | {again:.0f} |")
-    print(f"| tp 4, pp 4, vpp 5, cp 2 on 512 GPUs | {same:.0f} |")
-    print(f"| the same on 16,384 GPUs | {large:.0f} ({same / large:.2f} times the time) |")
-    print(f"\n`lumos predict` from the command line, cold: {cold_seconds():.2f} s (median of 5).")
+    lines = [
+        "# How fast forecasts are\n\nWritten by `make bench`. Complete forecasts: prices, graph, simulation, memory, interval.\n",
+        "| forecasts of Llama 70B, one core | per second |\n|---|---|",
+        f"| {len(choices)} configurations on 512 GPUs, the first time each | {first:.0f} |",
+        f"| the same again | {again:.0f} |",
+        f"| tp 4, pp 4, vpp 5, cp 2 on 512 GPUs | {same:.0f} |",
+        f"| the same on 16,384 GPUs | {large:.0f} ({same / large:.2f} times the time) |",
+        f"\n`lumos predict` from the command line, cold: {cold_seconds():.2f} s (median of 5).",
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if output:
+        Path(output).write_text(text)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -323,7 +323,13 @@ class Assembly:
 
     def graph(self) -> Graph:
         """The skeleton filled with times, in nanoseconds."""
-        durations = np.array([self._duration(role) for role in self.structure.roles]) * 1e3
+        alike: dict[tuple[str, int, int, bool], float] = {}  # units of one chunk last equally long
+        durations = np.empty(len(self.structure.roles))
+        for index, role in enumerate(self.structure.roles):
+            key = (role.what, role.stage, role.chunk, role.unit >= 0)
+            if key not in alike:
+                alike[key] = self._duration(role) * 1e3
+            durations[index] = alike[key]
         lags = np.array([0.0, self._link_us(), _LAUNCH_US]) * 1e3
         return self.structure.filled(durations, lags)
 

@@ -7,6 +7,7 @@ clock that the power limit leaves: `Conditions` hold those factors, each with ho
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from math import log2
 from typing import NamedTuple, Protocol
 
@@ -25,6 +26,13 @@ _WARM_DEPTH = (-7.0, -4.0, -1.74, 0.5)
 _WARM_STREAM = (0.57, 0.71, 0.86, 1.0)
 _WARM_MATRIX = (0.77, 0.88, 0.97, 1.0)
 _SHORTEST_US = 1.0  # any kernel inside a step
+
+
+@lru_cache(maxsize=1 << 16)
+def warmth(operator: Operator, cache_mb: float) -> float:
+    """How much sooner a kernel ends that finds its data in the cache, where the kernel before it left them."""
+    depth = log2(max(operator.tensor_bytes, 1.0) / (cache_mb * 1e6))
+    return float(np.interp(depth, _WARM_DEPTH, _WARM_MATRIX if operator.is_matrix else _WARM_STREAM))
 
 
 class Priced(Protocol):
@@ -69,13 +77,7 @@ class Prices:
         model = self.flash_model if self.flash_model and operator.kind.startswith("sdpa") else self.model
         alone = max(model.us(operator) - model.isolation_us, _SHORTEST_US)
         factor = c.matrix if operator.is_matrix else c.stream
-        return alone * factor * self._warmth(operator) + c.launch_gap_us
-
-    def _warmth(self, operator: Operator) -> float:
-        """How much sooner a kernel ends that finds its data in the cache, where the kernel before it left them."""
-        depth = log2(max(operator.tensor_bytes, 1.0) / (self.model.gpu.l2_mb * 1e6))
-        table = _WARM_MATRIX if operator.is_matrix else _WARM_STREAM
-        return float(np.interp(depth, _WARM_DEPTH, table))
+        return alone * factor * warmth(operator, self.model.gpu.l2_mb) + c.launch_gap_us
 
     def collective_us(self, collective: Collective) -> float:
         return self.network.us(collective)
