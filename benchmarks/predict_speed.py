@@ -76,7 +76,7 @@ def main(output: str = "") -> None:
     same = per_second([one] * 100)
     large = per_second([run(16384, tp=4, pp=4, vpp=5, cp=2)] * 100)
     lines = [
-        "# How fast forecasts are\n\nWritten by `make bench`. Complete forecasts: prices, graph, simulation, memory, interval.\n",
+        "# How fast forecasts are\n\nWritten by `make bench`.\n",
         "| forecasts of Llama 70B, one core | per second |\n|---|---|",
         f"| {len(choices)} configurations on 512 GPUs, the first time each | {first:.0f} |",
         f"| the same again | {again:.0f} |",
