@@ -20,6 +20,7 @@ from lumos.costs.operator import Operator
 from lumos.costs.prices import BlockTime, Prices, time_of
 
 _MOST = 20.0  # a factor beyond this, or below its inverse, says that two different things were compared
+_MOST_NETWORK = 1000.0  # the same of collectives: sockets of one host stand in for NVLink in small experiments
 _GROUPS = {
     "F": "forward", "R": "forward", "B": "backward", "embedding": "ends_forward", "head": "ends_forward",
     "embedding grad": "ends_backward", "head grad": "ends_backward", "optimizer": "optimizer",
@@ -156,7 +157,8 @@ def factors(measured: list[MeasuredBlock], modelled: Times, launches: float) -> 
     mean = np.mean([block.us for block in measured], axis=0)
     both = (modelled > 1e-3) & (mean > 1e-3)
     ratio = np.where(both, mean / np.where(both, modelled, 1.0), 1.0)
-    ratio = np.where((ratio > _MOST) | (ratio < 1 / _MOST), 1.0, ratio)
+    most = np.where(np.arange(len(Work)) == Work.COMM, _MOST_NETWORK, _MOST)
+    ratio = np.where((ratio > most) | (ratio < 1 / most), 1.0, ratio)
     host = float(np.mean([block.host_us for block in measured]))
     return Factors(tuple(float(r) for r in ratio), host / launches if launches else None)
 

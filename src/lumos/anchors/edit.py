@@ -64,13 +64,13 @@ class Source:
     @cached_property
     def stages(self) -> list[MeasuredStage]:
         """The blocks of every rank."""
-        layers, p = self.plain.assembly.layers, self.setup.parallel
-        if p.vpp > 1:
-            raise OptionError("parallel.vpp > 1: a traced run with virtual stages cannot be cut into layers yet")
+        p, train = self.setup.parallel, self.setup.train
         found = []
         for labels in self.labels:
-            stage = self._stage_of(labels.rank)
-            found.append(measure(labels, layers[stage], self.setup.train.microbatches))
+            chunks = [chunk.layers for chunk in self.plain.chunks[self._stage_of(labels.rank)]]
+            if len(set(chunks)) > 1:
+                raise OptionError(f"chunks of {chunks} layers on one stage: a trace of unlike chunks cannot be cut yet")
+            found.append(measure(labels, chunks[0], train.microbatches, p.vpp))
         return found
 
     def _stage_of(self, rank: int) -> int:

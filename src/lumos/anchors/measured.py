@@ -34,39 +34,45 @@ class MeasuredStage:
     before_us: float  # of the host, before it launches anything
 
 
-def measure(labels: RankLabels, layers: int, microbatches: int) -> MeasuredStage:
-    """Cut a rank's step into blocks; refuse where the repetition does not fit the setup."""
-    forward, ends_forward = _cut(labels, Phase.FORWARD, layers, microbatches)
-    backward, ends_backward = _cut(labels, Phase.BACKWARD, layers, microbatches)
+def measure(labels: RankLabels, layers: int, microbatches: int, chunks: int = 1) -> MeasuredStage:
+    """Cut a rank's step into blocks; refuse where the repetition does not fit the setup.
+
+    A stage of several chunks runs its layers chunk by chunk: `layers` are those of one chunk.
+    """
+    forward, ends_forward = _cut(labels, Phase.FORWARD, layers, microbatches, chunks)
+    backward, ends_backward = _cut(labels, Phase.BACKWARD, layers, microbatches, chunks)
     update = labels.of(Phase.OPTIMIZER)
     optimizer = MeasuredBlock(_by_work(labels, np.flatnonzero(update)), labels.optimizer_us)
     before = float(labels.launched[0]) if len(labels.launched) else 0.0
     return MeasuredStage(labels.rank, forward, backward, ends_forward, ends_backward, optimizer, before)
 
 
-def _cut(labels: RankLabels, phase: Phase, layers: int, microbatches: int) -> tuple[MeasuredBlock, MeasuredBlock]:
+def _cut(
+    labels: RankLabels, phase: Phase, layers: int, microbatches: int, chunks: int
+) -> tuple[MeasuredBlock, MeasuredBlock]:
     """(one layer, the ends) of a phase."""
     rows = np.flatnonzero(labels.of(phase))
     marks = np.flatnonzero(labels.attention[rows] == (1 if phase == Phase.FORWARD else 2))
-    if len(marks) != layers * microbatches:
+    passes = microbatches * chunks
+    if len(marks) != layers * passes:
         name = phase.name.lower()
         raise OptionError(
             f"rank {labels.rank}: {len(marks)} attention kernels in the {name} pass, and the setup says "
-            f"{layers} layers × {microbatches} micro-batches = {layers * microbatches}: correct model.layers, "
+            f"{layers * chunks} layers × {microbatches} micro-batches = {layers * passes}: correct model.layers, "
             "train.microbatches or parallel.pp to what was traced, or record with an attention that can be recognised"
         )
     sums = np.zeros((len(rows) + 1, len(Work)))
     sums[1:] = np.cumsum(_spread(labels, rows), axis=0)
-    ends_of_windows = marks.reshape(microbatches, layers)
+    ends_of_windows = marks.reshape(passes, layers)
     launched = labels.launched[rows]
     if layers > 1:
         windows = sums[ends_of_windows[:, 1:]] - sums[ends_of_windows[:, :-1]]
         layer = windows.mean(axis=(0, 1))
         host = float(np.median(np.diff(launched[ends_of_windows], axis=1)))
     else:
-        layer, host = sums[-1] / microbatches, float(np.ptp(launched)) / microbatches
-    ends = np.maximum(sums[-1] / microbatches - layers * layer, 0.0)
-    host_ends = _host_ends(launched, ends_of_windows, layers * host)
+        layer, host = sums[-1] / passes, float(np.ptp(launched)) / passes
+    ends = np.maximum(sums[-1] / microbatches - layers * chunks * layer, 0.0)
+    host_ends = _host_ends(launched, ends_of_windows, layers * host) * chunks
     return MeasuredBlock(layer, host), MeasuredBlock(ends, host_ends)
 
 
