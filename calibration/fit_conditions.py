@@ -29,6 +29,8 @@ MEASURED = {
     "all": {"launch_gap_us": 1.1, "stream": 1.0},
     "hopper": {"matrix": 1.15, "stream": 0.97},  # calibration/fit_steps.py; the errors are flat from 1.12 to 1.18
     "blackwell": {"matrix": 1.15, "stream": 0.97},
+    # Matrix products of MI300X reach about half of their peak (public benchmarks), where those of H200 reach 0.75.
+    "cdna2": {"matrix": 1.5}, "cdna3": {"matrix": 1.5}, "cdna4": {"matrix": 1.5},
 }
 START = {"ampere.matrix": 1.0, "h100.matrix": 1.15, "all.penalty": 1.1}
 STEPS = (0.08, 0.03)

@@ -21,7 +21,7 @@ from lumos.costs.network import Network, network_of
 from lumos.costs.operator import Operator
 from lumos.costs.prices import BlockTime, Prices
 from lumos.errors import OptionError
-from lumos.footprint.layout import Chunk, Parameters, Weights
+from lumos.footprint.layout import Chunk, Parameters, Weights, layers_of
 from lumos.frameworks import Framework, framework_named
 from lumos.graph import Graph
 from lumos.setups.gpus import Gpu, gpu_named
@@ -202,29 +202,7 @@ class Assembly:
     @cached_property
     def layers(self) -> list[int]:
         """Layers of every virtual stage, in the order of the model."""
-        p = self.setup.parallel
-        stages = p.pp * p.vpp
-        given = list(p.stage_layers)
-        if len(given) == stages:
-            return given
-        if given:
-            return [(given[i % p.pp] + p.vpp - 1 - i // p.pp) // p.vpp for i in range(stages)]
-        if self.shard.framework.balances and stages > 1:
-            return self._balanced(stages)
-        base, rest = divmod(self.setup.model.layers, stages)
-        counts = [base] * stages
-        for i in range(rest):  # the ends have the embedding and the head besides
-            counts[(1 + i) % stages if stages > 2 else i] += 1
-        return counts
-
-    def _balanced(self, stages: int) -> list[int]:
-        """Layers by the work of each stage, the head counted as the layers it is worth."""
-        m = self.setup.model
-        layer = m.attention_parameters + m.mlp_parameters(m.ffn)
-        share = (m.layers + m.vocab * m.hidden / layer) / stages
-        ends = [min(m.layers, max(i + 1, round((i + 1) * share))) for i in range(stages - 1)] + [m.layers]
-        ends = [min(end, m.layers - (stages - 1 - i)) if m.layers >= stages else end for i, end in enumerate(ends)]
-        return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        return layers_of(self.setup, self.shard.framework.balances)
 
     @cached_property
     def chunks(self) -> tuple[tuple[ChunkTime, ...], ...]:

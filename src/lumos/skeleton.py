@@ -124,9 +124,20 @@ class _Draft:
         )
 
 
-@lru_cache(maxsize=512)
+_WORTH_KEEPING = 60_000  # tasks; larger structures are built when they are asked for, or memory would fill up
+
+
 def skeleton(plan: Plan) -> Skeleton:
-    """The structure for a plan."""
+    """The structure for a plan; the usual ones are kept."""
+    return _kept(plan) if plan.tasks <= _WORTH_KEEPING else _built(plan)
+
+
+@lru_cache(maxsize=256)
+def _kept(plan: Plan) -> Skeleton:
+    return _built(plan)
+
+
+def _built(plan: Plan) -> Skeleton:
     draft = _Draft()
     starts: Places = {}
     ends: Places = {}

@@ -33,7 +33,8 @@ def layers_of(setup: Setup, balances: bool = False) -> list[int]:
     if len(given) == stages:
         return list(given)
     if given:
-        return [given[index % parallel.pp] // parallel.vpp for index in range(stages)]
+        pp, vpp = parallel.pp, parallel.vpp
+        return [(given[index % pp] + vpp - 1 - index // pp) // vpp for index in range(stages)]
     if balances and stages > 1:
         return _balanced(setup, stages)
     base, rest = divmod(setup.model.layers, stages)
