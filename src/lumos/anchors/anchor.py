@@ -152,12 +152,15 @@ def modelled_times(block: Block, prices: Prices) -> tuple[Times, float]:
     return us, launches
 
 
-def factors(measured: list[MeasuredBlock], modelled: Times, launches: float) -> Factors:
-    """Measured over modelled; where only one of them has a kind of work, the model is left as it is."""
+def factors(measured: list[MeasuredBlock], modelled: Times, launches: float, network: float = _MOST_NETWORK) -> Factors:
+    """Measured over modelled; where only one of them has a kind of work, the model is left as it is.
+
+    `network` is the most that collectives may differ: little at the ends, where those of the whole step end up.
+    """
     mean = np.mean([block.us for block in measured], axis=0)
     both = (modelled > 1e-3) & (mean > 1e-3)
     ratio = np.where(both, mean / np.where(both, modelled, 1.0), 1.0)
-    most = np.where(np.arange(len(Work)) == Work.COMM, _MOST_NETWORK, _MOST)
+    most = np.where(np.arange(len(Work)) == Work.COMM, network, _MOST)
     ratio = np.where((ratio > most) | (ratio < 1 / most), 1.0, ratio)
     host = float(np.mean([block.host_us for block in measured]))
     return Factors(tuple(float(r) for r in ratio), host / launches if launches else None)

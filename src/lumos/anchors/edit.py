@@ -167,7 +167,7 @@ class Source:
             for part in parts:
                 us, some = modelled_times(part, prices)
                 total, launches = total + us, launches + some
-        return factors(measured, total / count, launches / count) if count else Factors()
+        return factors(measured, total / count, launches / count, network=2.0) if count else Factors()
 
     def _communication(self) -> Times:
         """All communication of a step, as a mean over ranks, in microseconds."""
