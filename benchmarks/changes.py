@@ -110,7 +110,7 @@ def one_story() -> str:
             worst = max(worst, abs(100 * (edited / direct - 1)))
             name = ", ".join(f"{key} = {value}" for key, value in changes.items()) or "as traced"
             rows.append(f"| {name} | {edited:.1f} | {direct:.1f} | {100 * (edited / direct - 1):+.2f} |")
-    head = "| GPT-3 15B, TP2·PP2·DP4, changed to | from its synthetic trace, ms | described, ms | % |\n|---|---|---|---|"
+    head = "| GPT-3 15B, TP2·PP2·DP4, changed to | from its trace, ms | described, ms | % |\n|---|---|---|---|"
     return f"## Both paths tell one story\n\nWorst {worst:.1f} % (bar 3).\n\n{head}\n" + "\n".join(rows) + "\n"
 
 
