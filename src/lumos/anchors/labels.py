@@ -45,6 +45,7 @@ class Work(IntEnum):
 _MATRIX = re.compile(r"nvjet|gemm|cutlass|cublas|cijk|xmma|_mm_|matmul|ampere_.*(s|h)gemm|sm\d+_xmma|wgmma_gemm", re.I)
 _ATTENTION = re.compile(r"sdpa|flash|fmha|mha_(fwd|bwd)|attention|attn", re.I)
 _BACKWARD = re.compile(r"bprop|bwd|backward|dot_do_o|convert_dq|dgrad", re.I)
+_SOFTMAX = re.compile(r"(masked_softmax|softmax_warp)_?(warp_)?(forward|backward)")  # of attention that is not fused
 _ENGINE = "autograd::engine::evaluate_function"
 _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)")
 
@@ -158,6 +159,10 @@ class _Words:
                 self.attention[index] = 2 if _BACKWARD.search(name) else 1
             elif _MATRIX.search(name):
                 self.work[index] = Work.MATRIX
+        if not self.attention.any():
+            for index, name in enumerate(trace.names):
+                found = _SOFTMAX.search(name)
+                self.attention[index] = 0 if found is None else 2 if found[3] == "backward" else 1
         communication = np.unique(trace.name[trace.kind == Kind.COMM])
         self.work[communication] = Work.COMM
         self.attention[communication] = 0
