@@ -88,6 +88,26 @@ def test_a_setup_that_is_not_the_traced_one_is_refused_with_the_counts(source: S
 
 
 @pytest.mark.parametrize(
+    "changes", [{"train.micro_batch": 4, "train.microbatches": 8}, {"model.hidden": 3072}, {"train.seq": 8192}], ids=str
+)
+def test_a_setup_of_other_sizes_is_refused(source: Source, changes: dict[str, Any]) -> None:
+    wrong = setup().replaced(changes)
+    with pytest.raises(OptionError, match="does not describe this trace"):
+        change(Source(source.run, wrong), wrong)
+
+
+def test_another_parallelism_gets_a_wider_interval_and_a_note(source: Source) -> None:
+    same, other = change(source, setup()), change(source, setup().replaced({"parallel.dp": 8}))
+    assert other.interval_ms[1] / other.step_ms > same.interval_ms[1] / same.step_ms
+    assert any("parallelism differs" in note for note in other.forecast.warnings)
+
+
+def test_a_slow_host_is_felt(source: Source) -> None:
+    slow = setup().replaced({"cluster.host": 0.02})
+    assert change(source, slow).step_ms > 1.5 * source.run.clean_ms
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"train.precision": "fp16"}, "train.precision cannot be changed"),

@@ -102,6 +102,8 @@ def predict_command(
 
     check_output(output, source or setup)
     if source is None:
+        if step or match or rank_pattern or profiler_costs:
+            raise OptionError("--step, --match, --rank-pattern and --profiler-costs work on a trace: add --from")
         _forecast(setup, changes or [], scale or [], as_json, output)
         return
     if setup is None and changes:
@@ -426,7 +428,8 @@ def _readers_for(path: Path) -> Iterator[Readers | None]:
     from lumos.readers.worker import readers
 
     try:
-        size = path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.iterdir())
+        files = path.iterdir() if path.is_dir() else [path]
+        size = sum(f.stat().st_size for f in files)
     except OSError:
         size = 0  # reading it will say what is wrong
     if size < _WORTH_A_PROCESS:

@@ -12,6 +12,7 @@ import numpy as np
 
 from lumos.blocks.ends import head, head_backward, optimizer
 from lumos.blocks.layer import Layer
+from lumos.blocks.piece import Block
 from lumos.blocks.shard import Shard
 from lumos.costs.collective import Collective, Group
 from lumos.costs.conditions import Conditions, conditions_for
@@ -179,8 +180,8 @@ def _wired(setup: Setup, gpu: Gpu) -> Gpu:
 
 
 def _flash_generation(setup: Setup, framework: Framework) -> str:
-    """Compiled models call FlashAttention 2 where eager ones get the library's newest kernel (torch 2.11 on H200)."""
-    return "flash-2" if setup.train.compile and framework.flash == "native" else framework.flash
+    """Plain PyTorch: compiled models call FlashAttention 2 where eager ones get cuDNN's kernel (torch 2.11 on H200)."""
+    return "flash-2" if setup.train.compile and framework.name == "pytorch" else framework.flash
 
 
 def _host_us(setup: Setup, framework: Framework) -> float:
@@ -222,10 +223,13 @@ class Assembly:
         """How often a rank of the first stage runs each piece in one step."""
         found: dict[tuple[str, Operator | Collective], int] = {}
         per_step = self.setup.train.microbatches
-        sparse = bool(self.setup.model.experts)
         layers = sum(chunk.layers for chunk in self.chunks[0])
-        layer = Layer(self.shard, sparse)
-        blocks = [(layer.forward(), layers), (layer.recomputed(), layers), (layer.backward(), layers)]
+        dense = layers if not self.setup.model.experts else min(self.setup.model.dense_layers, layers)
+        blocks: list[tuple[Block, int]] = []
+        for count, sparse in ((dense, False), (layers - dense, True)):
+            layer = Layer(self.shard, sparse)
+            parts = (layer.forward, layer.recomputed, layer.backward) if count else ()
+            blocks += [(part(), count) for part in parts]
         if self.setup.parallel.pp == 1:
             blocks += [(head(self.shard), 1), (head_backward(self.shard), 1)]
         for block, times in blocks:

@@ -16,6 +16,8 @@ from lumos.vocabulary import Kind
 _KINDS = {"compute": (Kind.COMPUTE, Kind.COPY), "comm": (Kind.COMM,), "cpu": (Kind.CPU,)}
 NAMES = "compute, comm, cpu, kernel:REGEX"
 
+_MOST = 1e6  # a factor; times beyond it do not fit into nanoseconds
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -32,9 +34,9 @@ class Scale:
             factor = float(number)
         except ValueError:
             factor = math.nan
-        if not found or not math.isfinite(factor) or factor < 0:
+        if not found or not 0 <= factor <= _MOST:
             raise OptionError(
-                f"--scale {text}: write WHAT=FACTOR with a factor of 0 or more, as in compute=0.5 ({NAMES})"
+                f"--scale {text}: write WHAT=FACTOR with a factor from 0 to a million, as in compute=0.5 ({NAMES})"
             )
         if what not in _KINDS and not what.startswith("kernel:"):
             raise OptionError(f"--scale {text}: {what!r} is not known; use one of {NAMES}")

@@ -19,9 +19,11 @@ from lumos.errors import OptionError
 from lumos.estimate import Step, simulate_step
 from lumos.forecast import Forecast
 from lumos.run import Replay
+from lumos.setups.gpus import find_gpu
 from lumos.setups.setup import Setup
 from lumos.vocabulary import collective_name
 
+_FEWEST_TIMES, _MOST_TIMES = 0.6, 4.0  # ranks that share a GPU take longer; nothing takes much less
 _ROUNDS = 6  # the rest shrinks by about four fifths a round
 _MOST_SPREAD = 0.5  # of the step, that the anchored model may miss at the traced setup before an answer is refused
 
@@ -139,9 +141,24 @@ class Source:
             "backward": factors(backward, *modelled_times(layer.backward(), prices)),
             "optimizer": self._optimizer(),
         }
+        self._refuse_misfits(groups)
         groups["ends_forward"] = self._ends("ends_forward", embedding(shard), head(shard))
         groups["ends_backward"] = self._ends("ends_backward", embedding_backward(shard), head_backward(shard))
         return groups
+
+    def _refuse_misfits(self, groups: dict[str, Factors]) -> None:
+        """A setup whose products take far more or less time than those of the trace is not the traced one's."""
+        traced = next((h.gpu for h in self.run.execution.trace.headers if h.gpu), "")
+        known, stated = find_gpu(traced), self.setup.cluster.accelerator.name
+        if known is not None and known.name != stated:
+            raise OptionError(f"the trace is of {traced}, and cluster.gpu = {stated}: give the setup of the traced run")
+        for name in ("forward", "backward"):
+            factor = groups[name].gpu[Work.MATRIX]
+            if not _FEWEST_TIMES < factor < _MOST_TIMES:
+                raise OptionError(
+                    f"the setup does not describe this trace: products of a layer's {name} pass take {factor:.2f} of "
+                    "the time that its sizes ask for; correct hidden, ffn, seq, micro_batch or tp to what was traced"
+                )
 
     def _optimizer(self) -> Factors:
         shard, prices = self.plain.assembly.shard, self.plain.prices
@@ -215,8 +232,14 @@ class Changed:
 
     @property
     def interval_ms(self) -> tuple[float, float]:
-        """Four of five of the changes that were measured were within it (docs/changes.md)."""
-        return self.step_ms / (1 + _SPREAD), self.step_ms * (1 + _SPREAD)
+        """Four of five of the changes that were measured were within a tenth (docs/changes.md); others get more."""
+        before, after = self.source.setup, self.forecast.setup
+        spread = _SPREAD
+        if after.cluster.gpu != before.cluster.gpu:
+            spread += _OTHER_GPU
+        if after.parallel != before.parallel or self.source.silent:
+            spread += _OTHER_PARALLELISM
+        return self.step_ms / (1 + spread), self.step_ms * (1 + spread)
 
     @cached_property
     def understood(self) -> list[dict[str, Any]]:
@@ -256,12 +279,19 @@ class Changed:
 
 
 _SPREAD = 0.10
+_OTHER_GPU, _OTHER_PARALLELISM = 0.20, 0.25  # by hand: no measured pair tells
 
 
 def change(source: Source, target: Setup, notes: tuple[str, ...] = ()) -> Changed:
     """Predict `target` from a traced run."""
     refuse(source, target)
-    return Changed(source, Forecast(target, loaded_step(target, source.anchors), (*source.notes, *notes)))
+    anchors = source.anchors.slower_host(source.setup.cluster.host / target.cluster.host)
+    found = [*source.notes, *notes]
+    if target.parallel != source.setup.parallel:
+        found.append(
+            "the parallelism differs from the traced run's: no such change has been measured, and the interval is wider"
+        )
+    return Changed(source, Forecast(target, loaded_step(target, anchors), tuple(found)))
 
 
 def refuse(source: Source, target: Setup) -> None:
@@ -276,7 +306,7 @@ def refuse(source: Source, target: Setup) -> None:
         raise OptionError(
             "train.compile cannot be changed from a trace: other kernels would run; predict from the setup"
         )
-    for key in ("framework", "precision", "attention"):
+    for key in ("framework", "precision", "attention", "mode"):
         if getattr(before.train, key) != getattr(after.train, key):
             raise OptionError(
                 f"train.{key} cannot be changed from a trace: other kernels would run; predict from the setup"

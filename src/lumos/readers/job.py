@@ -60,6 +60,8 @@ def find_files(path: Path, match: str = "") -> tuple[list[Path], list[str]]:
     """The trace files at a path, and notes on what was left out."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
+    if not path.is_file() and not path.is_dir():
+        raise InputError(f"{path}: neither a file nor a folder; name a Kineto trace, or the folder of a job's ranks")
     if path.is_file():
         return [path], []
     inside = sorted(p for p in path.iterdir() if p.is_file())

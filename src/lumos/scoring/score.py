@@ -67,6 +67,7 @@ class Score:
                 "high": item.forecast.interval_ms[1] / 1e3,
                 "fits": item.forecast.memory.fits,
                 "peak_gib": item.forecast.memory.gib()["peak"],
+                "notes": "; ".join(item.run.notes),
             }
             for item in self.scored
         ]

@@ -12,7 +12,7 @@ from lumos.setups.gpus import Gpu, find_gpu, gpu_named
 from lumos.setups.section import MaybeWays, Section, Ways
 
 _USUAL_NODE = 8
-Bandwidth = Annotated[float, Field(gt=0, le=1e6)]
+Bandwidth = Annotated[float, Field(ge=1e-3, le=1e6)]
 
 
 class Cluster(Section):
