@@ -88,7 +88,7 @@ def test_a_setup_that_is_not_the_traced_one_is_refused_with_the_counts(source: S
 
 
 @pytest.mark.parametrize(
-    "changes", [{"train.micro_batch": 4, "train.microbatches": 8}, {"model.hidden": 3072}, {"train.seq": 8192}], ids=str
+    "changes", [{"train.micro_batch": 4, "train.microbatches": 8}, {"model.hidden": 1536}, {"train.seq": 8192}], ids=str
 )
 def test_a_setup_of_other_sizes_is_refused(source: Source, changes: dict[str, Any]) -> None:
     wrong = setup().replaced(changes)

@@ -23,7 +23,8 @@ from lumos.setups.gpus import find_gpu
 from lumos.setups.setup import Setup
 from lumos.vocabulary import collective_name
 
-_FEWEST_TIMES, _MOST_TIMES = 0.6, 4.0  # ranks that share a GPU take longer; nothing takes much less
+_FEWEST_TIMES, _MOST_TIMES = 0.6, 1.8  # nothing takes much less or more than its sizes ask for
+_MOST_SHARED = 4.0  # unless several ranks share a GPU
 _ROUNDS = 6  # the rest shrinks by about four fifths a round
 _MOST_SPREAD = 0.5  # of the step, that the anchored model may miss at the traced setup before an answer is refused
 
@@ -154,7 +155,7 @@ class Source:
             raise OptionError(f"the trace is of {traced}, and cluster.gpu = {stated}: give the setup of the traced run")
         for name in ("forward", "backward"):
             factor = groups[name].gpu[Work.MATRIX]
-            if not _FEWEST_TIMES < factor < _MOST_TIMES:
+            if not _FEWEST_TIMES < factor < (_MOST_TIMES if len(self.labels) == 1 else _MOST_SHARED):
                 raise OptionError(
                     f"the setup does not describe this trace: products of a layer's {name} pass take {factor:.2f} of "
                     "the time that its sizes ask for; correct hidden, ffn, seq, micro_batch or tp to what was traced"
