@@ -48,6 +48,7 @@ class Framework:
     pipeline_drag: float = 0.0  # with several stages, the host's time grows by this for every further tensor rank
     collective_launches: float = 2.0  # launches that a collective costs the host
     checkpoint_launches: float = 15.0  # launches that keeping and restoring one recomputed layer costs the host
+    gather_launches: float = 30.0  # launches that gathering a layer's weights costs the host, forward and backward each
     layer_launches: int = 0  # of one layer's forward, beyond those of its operators; twice as many of its backward
 
 

@@ -356,10 +356,11 @@ class Layer:
 
     # ------------------------------------------------------------------ the whole
     def forward(self) -> Block:
-        return [*self.attention(), *self.mlp(), *_host_only(self.shard, self.shard.framework.layer_launches)]
+        more = _host_only(self.shard, self.shard.framework.layer_launches + self.shard.gather_launches)
+        return [*self.attention(), *self.mlp(), *more]
 
     def backward(self) -> Block:
-        more = _host_only(self.shard, 2 * self.shard.framework.layer_launches)
+        more = _host_only(self.shard, 2 * self.shard.framework.layer_launches + self.shard.gather_launches)
         return [*self.mlp_backward(), *self.attention_backward(), *more]
 
     def recomputed(self) -> Block:

@@ -139,6 +139,11 @@ class Shard:
         return bool(self.parallel.tp_overlap) and self.parallel.tp > 1
 
     @cached_property
+    def gather_launches(self) -> float:
+        """Of the host, for a layer whose weights are gathered: hooks, copies in and out (FSDP2 on our recordings)."""
+        return self.framework.gather_launches if self.parallel.zero == 3 and self.dp.size > 1 else 0.0
+
+    @cached_property
     def fused(self) -> bool:
         """Whether element-wise chains run as one kernel: by hand, or by the compiler."""
         return self.framework.fused or self.train.compile
