@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from math import sqrt
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from lumos.costs.prices import BlockTime, Prices, time_of
 
 _MOST = 20.0  # a factor beyond this, or below its inverse, says that two different things were compared
 _MOST_NETWORK = 1000.0  # the same of collectives: sockets of one host stand in for NVLink in small experiments
+_SEEN = 0.35  # how much a moment of a host counts against a typical host
 _GROUPS = {
     "F": "forward", "R": "forward", "B": "backward", "embedding": "ends_forward", "head": "ends_forward",
     "embedding grad": "ends_backward", "head grad": "ends_backward", "optimizer": "optimizer",
@@ -71,13 +71,13 @@ class Anchors:
         return replace(self, groups=groups)
 
     def tempered(self, typical_us: float) -> Anchors:
-        """The host half-way to a typical one, in ratio.
+        """The host most of the way to a typical one, in ratio.
 
         A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
         launch within a day. A host-bound step does show it, and keeps its host.
         """
         groups = {
-            name: replace(group, launch_us=None if group.launch_us is None else sqrt(group.launch_us * typical_us))
+            name: replace(group, launch_us=None if group.launch_us is None else group.launch_us**_SEEN * typical_us ** (1 - _SEEN))
             for name, group in self.groups.items() if not name.startswith("ends")
         }  # fmt: skip
         return replace(self, groups=self.groups | groups)
