@@ -76,10 +76,11 @@ class Anchors:
         A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
         launch within a day. A host-bound step does show it, and keeps its host.
         """
-        groups = {
-            name: replace(group, launch_us=None if group.launch_us is None else group.launch_us**_SEEN * typical_us ** (1 - _SEEN))
-            for name, group in self.groups.items() if not name.startswith("ends")
-        }  # fmt: skip
+        groups = {}
+        for name, group in self.groups.items():
+            if group.launch_us is not None and not name.startswith("ends"):
+                host = group.launch_us**_SEEN * typical_us ** (1 - _SEEN)
+                groups[name] = replace(group, launch_us=host)
         return replace(self, groups=self.groups | groups)
 
     def under(self, load: float) -> Anchors:
