@@ -120,7 +120,19 @@ def show_score(found: Score, console: Console) -> None:
     reasons: dict[str, int] = {}
     for _, reason in found.refused:
         reasons[reason] = reasons.get(reason, 0) + 1
-    most = sorted(reasons.items(), key=lambda item: -item[1])[:5]
+    most = sorted(reasons.items(), key=lambda item: -item[1])[:_MOST_REASONS]
     inside = answer["inside_interval"]
     covered = [] if inside is None else [f"{100 * inside:.0f} % of the measured runs are inside their 80 % interval"]
-    console.print(Group(table, *notes([*covered, *(f"{count} rows refused: {reason}" for reason, count in most)])))
+    console.print(Group(table, *notes([*covered, *(_refusal(reason, count) for reason, count in most), *_rest(reasons)])))
+
+
+_MOST_REASONS = 5
+
+
+def _refusal(reason: str, count: int) -> str:
+    return f"{count} {'row' if count == 1 else 'rows'} refused: {reason}"
+
+
+def _rest(reasons: dict[str, int]) -> list[str]:
+    more = len(reasons) - _MOST_REASONS
+    return [f"rows were refused for {more} more reasons; --json has them all"] if more > 0 else []

@@ -61,7 +61,7 @@ class Score:
         return [
             {
                 "id": item.run.id,
-                "measured": item.run.seconds,
+                "measured": item.run.seconds if item.run.seconds == item.run.seconds else None,
                 "predicted": item.seconds,
                 "low": item.forecast.interval_ms[0] / 1e3,
                 "high": item.forecast.interval_ms[1] / 1e3,
