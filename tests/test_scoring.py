@@ -350,7 +350,7 @@ def test_score_writes_what_was_measured_and_predicted(
     assert run(monkeypatch, "score", "runs.csv", "-o", "out.json") == 0
     shown = capsys.readouterr().out
     assert "1 of 2 rows predicted" in shown
-    assert "1 rows refused" in shown
+    assert "1 row refused" in shown
     assert json.loads((tmp_path / "out.json").read_text()) == answer
 
 

@@ -123,7 +123,8 @@ def show_score(found: Score, console: Console) -> None:
     most = sorted(reasons.items(), key=lambda item: -item[1])[:_MOST_REASONS]
     inside = answer["inside_interval"]
     covered = [] if inside is None else [f"{100 * inside:.0f} % of the measured runs are inside their 80 % interval"]
-    console.print(Group(table, *notes([*covered, *(_refusal(reason, count) for reason, count in most), *_rest(reasons)])))
+    refusals = [_refusal(reason, count) for reason, count in most]
+    console.print(Group(table, *notes([*covered, *refusals, *_rest(reasons)])))
 
 
 _MOST_REASONS = 5
