@@ -15,9 +15,9 @@ PUBLISHED = """
 Step times of published training runs, dense pretraining. Every source is predicted with constants fitted without it
 (`calibration/fit_conditions.py`); three constants are fitted in all, and the second table says what each is worth. What
 frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources; it was chosen with these errors in
-sight, and one number of it, nanotron's `pipeline_drag`, was fitted on nanotron's own sweep: without it the sweep's
-stable rows are off by 17 % in the mean, all of its rows by 55 % in the median. The class of its network (EFA) is an
-inference. Peers are as measured by others on the same rows (calculon, llm-analysis); bars are ours."""
+sight, and one number of it, nanotron's `pipeline_drag`, was fitted on nanotron's own sweep; the class of its network
+(EFA) is an inference. A table below says what the sweep's errors are without them. Peers are as measured by others on
+the same rows (calculon, llm-analysis); bars are ours."""
 TEN = """
 The runs of arXiv 2509.22832, predicted from that paper's operator and NCCL samples; nothing was fitted on the runs."""
 H200 = """

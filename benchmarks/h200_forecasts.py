@@ -12,14 +12,13 @@ import lzma
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from changes import setup_of
 from lumos.costs.model import cost_model
 from lumos.fitting.rows import operator_of
 from lumos.forecast import forecast
-from lumos.setups.setup import Setup
 
 CALIBRATION = Path(__file__).parent.parent / "calibration"
 GPU_BOUND = ("h4096", "s4096", "s8192", "b4", "b8", "v128k", "gpt2_l12_h1024", "compile_base")
@@ -29,20 +28,6 @@ PUBLISHED = {
     "gh200": {"gemm_tn": "2.5–5.7", "linear_bwd": "2.5–5.7", "sdpa_fwd": "6.7", "neox_layer_norm_fwd": "4",
               "neox_layer_norm_bwd": "4", "neox_loss_fwd": "12", "neox_loss_bwd": "12"},
 }  # fmt: skip
-
-
-def setup_of(case: dict[str, Any]) -> Setup:
-    """The setup of a measured single-GPU case."""
-    gpt2 = case["kind"] == "gpt2"
-    model = {
-        "layers": case["layers"], "hidden": case["hidden"], "ffn": case["ffn"], "heads": case["heads"],
-        "kv_heads": case.get("kv") or case["heads"], "vocab": case["vocab"], "gated": not gpt2, "tied": gpt2,
-    }  # fmt: skip
-    train = {
-        "seq": case["seq"], "micro_batch": case["mbs"], "microbatches": case.get("accum", 1),
-        "recompute": "full" if case.get("ckpt") else "none", "compile": bool(case.get("compile")),
-    }  # fmt: skip
-    return Setup.model_validate({"model": model, "train": train, "cluster": {"gpu": "h200", "gpus": 1}})
 
 
 def show_steps(data: Path) -> None:

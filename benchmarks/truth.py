@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ sys.path.insert(0, str(HERE.parent / "calibration"))
 
 from fit_conditions import START, TABLES, conditions_with, source_of  # noqa: E402
 from fit_uncertainty import by_source, fit, residuals  # noqa: E402
+from lumos import frameworks  # noqa: E402
 from lumos.estimate import simulate_step  # noqa: E402
 from lumos.scoring.runs import Run, read_rows, runs_of  # noqa: E402
 from lumos.scoring.score import rank_correlation  # noqa: E402
@@ -68,6 +70,37 @@ def overall(rows: Rows) -> float:
     return float(errors(kept).mean())
 
 
+def show_sweep_without_its_own(folder: Path) -> None:
+    """The sweep with nothing that was fitted on it or inferred for it."""
+    tables = frameworks._tables()
+    known = tables["nanotron"]
+    print("\n| nanotron sweep | stable rows, mean % | all rows, median % |\n|---|---|---|")
+    for name, facts in (
+        ("as shipped", known),
+        ("without `pipeline_drag`", replace(known, pipeline_drag=0.0)),
+        ("and on InfiniBand", replace(known, pipeline_drag=0.0, network="")),
+    ):
+        tables["nanotron"] = facts
+        frameworks.framework_named.cache_clear()
+        rows = predictions(folder)
+        stable, every = (errors(rows[f"nanotron-playbook-sweep, {part}"]) for part in ("stable", "all"))
+        print(f"| {name} | {stable.mean():.1f} | {np.median(every):.1f} |")
+    tables["nanotron"] = known
+    frameworks.framework_named.cache_clear()
+
+
+def show_experts(folder: Path) -> None:
+    """Mixtures of experts and adapters, with the shipped constants."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for run in runs_of(read_rows(folder / "measured_runs.csv")):
+        if isinstance(run, Run) and run.seconds > 0 and not dense(run):
+            kind = "mixture of experts" if run.setup.model.experts else run.setup.train.mode
+            found[f"{kind}, {run.source}"].append(100 * abs(simulate_step(run.setup).us / 1e6 / run.seconds - 1))
+    print("\n| other runs | rows | mean error, % | median, % |\n|---|---|---|---|")
+    for name, values in sorted(found.items()):
+        print(f"| {name} | {len(values)} | {np.mean(values):.1f} | {np.median(values):.1f} |")
+
+
 def show_coverage(folder: Path) -> None:
     """How often the 80 % interval held, the variances that judge a source fitted without it."""
     parts, logs, sources, _ = residuals(folder)
@@ -100,6 +133,8 @@ def main(folder: str) -> None:
         table, _, name = key.partition(".")
         neutral = 1.0 if key != "h100.matrix" else start
         print(f"| {key} | {shipped[table][name]} | {overall(predictions(Path(folder), {key: neutral})):.1f} |")
+    show_sweep_without_its_own(Path(folder))
+    show_experts(Path(folder))
     show_coverage(Path(folder))
 
 

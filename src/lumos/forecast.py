@@ -79,7 +79,7 @@ class Forecast:
     def energy_j(self) -> float:
         """Of all GPUs: idle power all the time, the rest of the board's power while kernels run.
 
-        Ten percent is the error on the GPU-bound steps that were measured; launch-bound ones are off by up to a third.
+        On H200 steps that draw over 600 W a few percent off; launch-bound steps come out up to 1.8 times too high.
         """
         gpu = self.setup.cluster.accelerator
         busy = (self.breakdown["exposed_compute_ms"] + self.breakdown["overlapped_ms"]) / self.step_ms

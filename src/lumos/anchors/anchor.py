@@ -113,32 +113,29 @@ class AnchoredPrices(Prices):
     """Prices of a setup with the factors of a traced one."""
 
     anchors: Anchors = Anchors()
-    _factors: Factors = Factors()
+    _inside: Factors | None = None  # the factors of the block that is being priced; None between blocks
 
     def operator_us(self, operator: Operator) -> float:
-        return super().operator_us(operator) * self._factors.gpu[work_of(operator)]
+        modelled = super().operator_us(operator)
+        return modelled if self._inside is None else modelled * self._inside.gpu[work_of(operator)]
 
     def collective_us(self, collective: Collective) -> float:
         modelled = super().collective_us(collective)
-        if self._factors is not _NONE:
-            return modelled * self._factors.gpu[Work.COMM]
+        if self._inside is not None:
+            return modelled * self._inside.gpu[Work.COMM]
         return modelled * (self.anchors.link if collective.kind == "p2p" else self.anchors.data_parallel)
 
     def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
         name = key[0] if isinstance(key, tuple) else str(key)
-        self._factors = self.anchors.groups.get(_GROUPS.get(name, ""), Factors())
+        group = self.anchors.groups.get(_GROUPS.get(name, ""), Factors())
+        self._inside = group
         try:
             found = super().block(key, build)
         finally:
-            self._factors = _NONE
-        if self.anchors.groups.get(_GROUPS.get(name, ""), Factors()).launch_us is None or not self.host_us:
+            self._inside = None
+        if group.launch_us is None or not self.host_us:
             return found
-        launch = self.anchors.groups[_GROUPS[name]].launch_us or 0.0
-        return found._replace(host_us=found.host_us / self.host_us * launch)
-
-
-_NONE = Factors()
-AnchoredPrices._factors = _NONE
+        return found._replace(host_us=found.host_us / self.host_us * group.launch_us)
 
 
 def modelled_times(block: Block, prices: Prices) -> tuple[Times, float]:

@@ -1,7 +1,7 @@
 """Prices: what operators and collectives cost inside a training step of one setup.
 
 Isolated, cold costs come from the CostModel. Inside a step kernels find part of their data in the cache, and run at the
-clock that the power limit leaves: `Conditions` hold those factors, each with how it was measured (docs/accuracy.md).
+clock that the power limit leaves: `Conditions` hold those factors, each with how it was measured (docs/design.md).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lumos.costs.model import CostModel
 from lumos.costs.network import Network
 from lumos.costs.operator import Operator
 
-# Kernels of recorded steps over the same kernels alone, by log2 of a tensor over the cache; from 26 recordings
-# of our own on H200 (calibration/records.tar.xz).
+# Kernels of recorded steps over the same kernels alone, by log2 of a tensor over the cache; read off 26
+# recordings of our own on H200 (calibration/records.tar.xz) by hand.
 _WARM_DEPTH = (-7.0, -4.0, -1.74, 0.5)
 _WARM_STREAM = (0.57, 0.71, 0.86, 1.0)
 _WARM_MATRIX = (0.77, 0.88, 0.97, 1.0)

@@ -5,7 +5,7 @@ What a row leaves empty is filled by framework, never by row:
 | empty | taken |
 |---|---|
 | recompute | none |
-| zero | the framework's: 1 for Megatron-Core, 3 for llm-foundry, else 0 |
+| zero | the framework's: 1 for Megatron-Core, 3 for llm-foundry and torchtitan, else 0 |
 | sequence_parallel | the framework's: on for Megatron-Core and nanotron where tp > 1 |
 | network between nodes | what the row's text states; else the GPU's usual one, and EFA for nanotron |
 | attention | the framework's; a text that names flash or unfused attention decides |
@@ -68,7 +68,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [{key: value or "" for key, value in row.items() if key} for row in csv.DictReader(file)]
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); name a CSV table of measured runs") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: not a CSV table: {error}") from None
     missing = [column for column in (*_NEEDED, "gpu", "framework") if rows and column not in rows[0]]
