@@ -26,10 +26,10 @@ from lumos.synthesis import write_synthetic
 
 INTRODUCTION = """# Changed runs, predicted from traces
 
-Written by `make accuracy`. Truth is the wall clock without the profiler. No cost of a kernel or network was fitted on these
-runs, but two numbers about the host were chosen with them in sight: the typical launch of eager PyTorch (38 µs) and how
-much the host of a GPU-bound trace counts (0.35). Published for this kind of question: 4.2 % mean, 8.4 % worst, for fewer
-kinds of change.
+Written by `make accuracy`. Truth is the wall clock without the profiler. No cost of a kernel or network was fitted on
+these runs, but two numbers about the host were chosen with them in sight: the typical launch of eager PyTorch (38 µs)
+and how much the host of a GPU-bound trace counts (0.35). Published for this kind of question: 4.2 % mean, 8.4 % worst,
+for fewer kinds of change.
 """
 SOURCES = ("base_l8_h2048_s2048_b2", "b8", "h4096", "l4", "s4096")
 PAIRS = (
