@@ -1,0 +1,64 @@
+"""A trace named on the command line, read and replayed, with a sign of life."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lumos.commands.terminal import busy, progress_bar
+
+if TYPE_CHECKING:
+    from lumos.readers.worker import Readers
+    from lumos.run import Replay
+
+_WORTH_A_PROCESS = 1 << 20  # bytes on disk
+_WORTH_SEVERAL = 4 << 20
+
+
+def load_run(path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None) -> Replay:
+    with _readers_for(path) as started:
+        return _load_with(started, path, step, match, rank_pattern, profiler_costs)
+
+
+def _load_with(
+    started: Readers | None, path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None
+) -> Replay:
+    from lumos.profiler import load_profiler_cost
+    from lumos.readers.job import read_job
+    from lumos.run import replay
+    from lumos.steps import keep_step
+
+    cost = load_profiler_cost(profiler_costs)
+    with progress_bar() as progress:
+        trace = read_job(path, match, rank_pattern, progress, started=started, meanwhile=_load_kernels)
+    with busy("building and simulating; the first run also compiles, for some seconds"):
+        run = replay(keep_step(trace, step) if step else trace, cost)
+        _ = run.path_summary, run.clean_ms, run.never_profiled_ms  # what takes time; it is kept for what is shown
+    return run
+
+
+@contextmanager
+def _readers_for(path: Path) -> Iterator[Readers | None]:
+    """Processes for reading what is large, started before this one imports what it needs itself."""
+    from lumos.readers.worker import readers
+
+    try:
+        files = path.iterdir() if path.is_dir() else [path]
+        size = sum(f.stat().st_size for f in files)
+    except OSError:
+        size = 0  # reading it will say what is wrong
+    if size < _WORTH_A_PROCESS:
+        yield None
+        return
+    cores = os.cpu_count() or 1
+    with readers(1 if path.is_file() and size < _WORTH_SEVERAL else cores) as started:
+        yield started
+
+
+def _load_kernels() -> None:
+    from lumos.kernels import load
+
+    load()

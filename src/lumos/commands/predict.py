@@ -1,0 +1,153 @@
+"""`lumos predict`: what would this run do?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lumos.commands.loading import load_run
+from lumos.commands.options import AsJson, Match, Output, ProfilerCosts, RankPattern, Step
+from lumos.commands.terminal import console, print_json
+from lumos.errors import OptionError
+
+if TYPE_CHECKING:
+    from lumos.run import Replay
+    from lumos.setups import SetupReading
+
+
+def predict_command(
+    setup: Annotated[
+        Path | None, typer.Argument(help="The run: a setup (TOML), a Hugging Face config.json, a Megatron script.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="The trace, or the folder of ranks, of the run to start from.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE of the setup, as in parallel.tp=4. Repeatable.")
+    ] = None,
+    scale: Annotated[
+        list[str] | None, typer.Option(help="WHAT=FACTOR on durations: compute, comm, cpu, kernel:REGEX. Repeatable.")
+    ] = None,
+    as_json: AsJson = False,
+    output: Output = None,
+    step: Step = "",
+    match: Match = "",
+    rank_pattern: RankPattern = "",
+    profiler_costs: ProfilerCosts = None,
+) -> None:
+    """What would this run do: from its description, or from a trace of it with some parts faster or slower?"""
+    from lumos.output.files import check_output
+
+    check_output(output, source or setup)
+    if source is None:
+        if step or match or rank_pattern or profiler_costs:
+            raise OptionError("--step, --match, --rank-pattern and --profiler-costs work on a trace: add --from")
+        _forecast(setup, changes or [], scale or [], as_json, output)
+        return
+    if setup is None and changes:
+        raise OptionError("--set with --from needs the traced run's setup: lumos predict SETUP --from PATH --set …")
+    if setup is not None and scale:
+        raise OptionError("--scale and a setup together: change the setup with --set, or leave it out and use --scale")
+    if setup is not None:
+        readings = _readings(setup, changes or [])
+        run = load_run(source, step, match, rank_pattern, profiler_costs)
+        _predict_changed(run, *readings, as_json, output)
+        return
+    _predict_from(load_run(source, step, match, rank_pattern, profiler_costs), scale or [], as_json, output)
+
+
+def _readings(setup: Path, changes: list[str]) -> tuple[SetupReading, SetupReading]:
+    """The setup of the traced run, and the changed one."""
+    from lumos.setups import read_setup_with_notes
+
+    return read_setup_with_notes(setup), read_setup_with_notes(setup, changes)
+
+
+def _predict_changed(
+    run: Replay, traced: SetupReading, wanted: SetupReading, as_json: bool, output: Path | None
+) -> None:
+    from lumos.anchors.edit import Source, change
+    from lumos.output.changes import show_change
+    from lumos.output.files import write_as, write_csv, write_json
+    from lumos.output.forecasts import write_forecast_trace
+
+    found = change(Source(run, traced.setup), wanted.setup, tuple(wanted.notes))
+    answer = found.as_dict()
+    if output is not None:
+        row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
+        write_as(
+            output,
+            {
+                ".json": lambda to: write_json(to, answer),
+                ".csv": lambda to: write_csv(to, [row]),
+                ".trace.json": lambda to: write_forecast_trace(to, found.forecast),
+                ".trace.json.gz": lambda to: write_forecast_trace(to, found.forecast),
+            },
+        )
+    if as_json:
+        print_json(answer)
+    else:
+        show_change(found, console())
+
+
+def _forecast(setup: Path | None, changes: list[str], scale: list[str], as_json: bool, output: Path | None) -> None:
+    from lumos.forecast import forecast
+    from lumos.output.files import write_as, write_csv, write_json
+    from lumos.output.forecasts import show_forecast, write_forecast_trace
+    from lumos.setups import read_setup_with_notes
+
+    if setup is None:
+        raise OptionError("nothing to predict: name a setup file, or a trace with --from")
+    if scale:
+        raise OptionError("--scale works on a trace: add --from, or change the setup with --set")
+    reading = read_setup_with_notes(setup, changes)
+    found = forecast(reading.setup, tuple(reading.notes))
+    answer = found.as_dict()
+    if output is not None:
+        row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
+        write_as(
+            output,
+            {
+                ".json": lambda to: write_json(to, answer),
+                ".csv": lambda to: write_csv(to, [row]),
+                ".trace.json": lambda to: write_forecast_trace(to, found),
+                ".trace.json.gz": lambda to: write_forecast_trace(to, found),
+            },
+        )
+    if as_json:
+        print_json(answer)
+    else:
+        show_forecast(found, console())
+
+
+def _predict_from(run: Replay, scale: list[str], as_json: bool, output: Path | None) -> None:
+    from lumos.output.files import write_as, write_csv, write_json
+    from lumos.run import predict
+    from lumos.scenario import Scale
+
+    prediction = predict(run, [Scale.parse(text) for text in scale])
+    answer = prediction.as_dict()
+    if output is not None:
+        from lumos.output.perfetto import write_perfetto
+
+        def perfetto(to: Path) -> None:
+            write_perfetto(to, run.execution, run.clean_graph, prediction.times, prediction.trace)
+
+        row = {k: v for k, v in answer.items() if isinstance(v, float)} | answer["breakdown"]
+        write_as(
+            output,
+            {
+                ".json": lambda to: write_json(to, answer),
+                ".csv": lambda to: write_csv(to, [row]),
+                ".trace.json": perfetto,
+                ".trace.json.gz": perfetto,
+            },
+        )
+    if as_json:
+        print_json(answer)
+    else:
+        from lumos.output.tables import show_prediction
+
+        show_prediction(prediction, console())

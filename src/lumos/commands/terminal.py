@@ -1,0 +1,59 @@
+"""What a person sees while a command works, and its answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Reporter(Protocol):
+    """Is told how much is done, of how much, and what is at work."""
+
+    def __call__(self, done: int, total: int, what: str = "reading") -> None: ...
+
+
+@contextmanager
+def progress_bar() -> Iterator[Reporter | None]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def show(done: int, total: int, what: str = "reading") -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield show
+
+
+@contextmanager
+def busy(text: str) -> Iterator[None]:
+    """A sign of life on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
+
+
+def print_json(answer: dict[str, object]) -> None:
+    import orjson
+
+    sys.stdout.buffer.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140)
