@@ -293,9 +293,10 @@ def test_a_long_backward_pass_hides_the_reduction_of_gradients() -> None:
     hidden = us(changed(replicas, parallel__dp_overlap=True)) - us(alone)
     exposed = us(changed(replicas, parallel__dp_overlap=False)) - us(alone)
     assert exposed > 1000, "a gigabyte and more is reduced"
-    assert 0 < hidden < 0.2 * exposed
+    late = alone.model.vocab * alone.model.hidden / alone.model.parameters()  # the embedding comes last
+    assert late * exposed < hidden < (late + 0.1) * exposed
     parts = forecast(changed(replicas, parallel__dp_overlap=True)).breakdown
-    assert parts["overlapped_ms"] > 4 * parts["exposed_comm_ms"]
+    assert parts["overlapped_ms"] > 2 * parts["exposed_comm_ms"]
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

@@ -245,8 +245,9 @@ class Assembly:
 
     @cached_property
     def overlaps(self) -> bool:
-        chosen = self.setup.parallel.dp_overlap
-        wanted = self.shard.framework.dp_overlap if chosen is None else chosen
+        chosen, framework = self.setup.parallel.dp_overlap, self.shard.framework
+        by_itself = framework.dp_overlap and (framework.overlaps_sharded or self.setup.parallel.zero not in (1, 2))
+        wanted = by_itself if chosen is None else chosen
         return wanted and self.shard.dp.size > 1 and self._schedule != "zero-bubble"
 
     @cached_property
@@ -305,10 +306,10 @@ class Assembly:
 
     def graph(self) -> Graph:
         """The skeleton filled with times, in nanoseconds."""
-        alike: dict[tuple[str, int, int, bool], float] = {}  # units of one chunk last equally long
+        alike: dict[tuple[str, int, int, int], float] = {}  # units of one chunk last equally long
         durations = np.empty(len(self.structure.roles))
         for index, role in enumerate(self.structure.roles):
-            key = (role.what, role.stage, role.chunk, role.unit >= 0)
+            key = (role.what, role.stage, role.chunk, min(role.unit, 1))  # all but the first, which is the ends' too
             if key not in alike:
                 alike[key] = self._duration(role) * 1e3
             durations[index] = alike[key]
@@ -332,7 +333,23 @@ class Assembly:
             return chunk.backward.us * 0.45
         if role.what.startswith("host"):
             return self._host_us(role.what.removeprefix("host "), chunk, role.stage)
+        if role.what == "reduce" and self.overlaps:
+            return self._reduced_beside_us(role, chunk)
         return self._network_us(role.what, role.stage, chunk)
+
+    def _reduced_beside_us(self, role: Role, chunk: ChunkTime) -> float:
+        """Gradients of one unit; those of the embedding are whole when the backward pass is over, in the last unit."""
+        mine = self._trained(chunk.parameters)
+        late = self._embedding if role.stage == role.chunk == 0 and self.setup.train.mode != "lora" else 0.0
+        common = (mine.common - late) / self.units + (late if role.unit == 0 else 0.0)
+        part = Parameters(common, mine.experts / self.units)
+        alone = self._data_parallel_us(self._reduction, part, self.shard.framework.reduce_bytes)
+        return alone / (self.prices.network.beside if self.shard.dp.nodes > 1 else 1.0)
+
+    @cached_property
+    def _embedding(self) -> float:
+        """Parameters of the embedding on one rank."""
+        return Weights(self.shard).embedding
 
     def _host_us(self, what: str, chunk: ChunkTime, stage: int) -> float:
         if what == "forward":

@@ -32,6 +32,7 @@ class Framework:
     fused_accumulation: bool = False  # by the product itself
     tp_overlap: bool = False
     dp_overlap: bool = False
+    overlaps_sharded: bool = True  # … also where the optimizer's state is divided (ZeRO 1 and 2)
     sequence_parallel: bool = False
     balances: bool = False  # layers are dealt to stages by their work, the head's included; else evenly
     zero: int = 0

@@ -11,7 +11,6 @@ prediction fills in times by class: `duration = table[duration_class]`, `lag = t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -20,13 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lumos.graph import Edges, Floats, Graph, Rule, make_graph
-from lumos.schedules import Phase, Turn, order_of
+from lumos.schedules import Phase, Turn, Turns, turns_of
 from lumos.vocabulary import Kind
 
-Places = dict[tuple[Phase, int, int], int]
-"""The node of a (phase, micro-batch, virtual stage)."""
+Nodes = NDArray[np.int64]
 
-_NAMES = {phase: phase.name.lower() for phase in Phase}
+_PHASES = tuple(phase.name.lower() for phase in Phase)
+_WHATS = (
+    *_PHASES, "gather", "reduce", "reduce rest", "optimizer", "end", "publish",
+    *(f"host {name}" for name in (*_PHASES, "optimizer")),
+)  # fmt: skip
+_KINDS = np.array(
+    [Kind.COMPUTE] * 3 + [Kind.COMM] * 3 + [Kind.COMPUTE] * 2 + [Kind.COMM] + [Kind.CPU] * 4, np.uint8
+)  # fmt: skip
+_GATHER, _REDUCE, _REST, _OPTIMIZER, _END, _PUBLISH, _HOST, _HOST_OPTIMIZER = 3, 4, 5, 6, 7, 8, 9, 12
+_LINK, _LAUNCH = 1, 2  # classes of lags
 
 
 class Role(NamedTuple):
@@ -35,7 +42,7 @@ class Role(NamedTuple):
     what: str  # forward, backward, weights, host_…, gather, reduce, optimizer, regather, …
     stage: int
     chunk: int = 0
-    unit: int = -1  # which of the parts a block is cut into; -1 where it is whole
+    unit: int = -1  # of the parts a block is cut into, 0: the first of the model, 1: any other; -1: it is whole
 
 
 class Plan(NamedTuple):
@@ -68,7 +75,8 @@ class Skeleton:
     roles: tuple[Role, ...]
     node_role: NDArray[np.int32]
     lag_class: NDArray[np.int32]  # 0: none, 1: to the next stage, 2: a launch
-    node_turn: tuple[Turn | None, ...]
+    turns: Turns
+    turn_index: Nodes  # into the turns of all stages; -1 where a node belongs to none
     lanes: tuple[tuple[str, int], ...]  # (name, stage)
 
     @cached_property
@@ -79,49 +87,16 @@ class Skeleton:
             found.setdefault((role.what, role.stage), []).append(index)
         return found
 
+    @cached_property
+    def node_turn(self) -> tuple[Turn | None, ...]:
+        """The turn of every node."""
+        rows = [Turn(Phase(phase), micro, chunk) for phase, micro, chunk in self.turns.reshape(-1, 3).tolist()]
+        return tuple(rows[index] if index >= 0 else None for index in self.turn_index.tolist())
+
     def filled(self, durations: Floats, lags: Floats) -> Graph:
         """The graph with the durations of each role and the lags of each class, in nanoseconds."""
         graph = self.graph.with_times(durations[self.node_role], self.graph.gap)
         return graph.with_lags(lags[self.lag_class])
-
-
-class _Draft:
-    """Nodes lane by lane and edges between them, while a skeleton is built."""
-
-    def __init__(self) -> None:
-        self.roles: dict[Role, int] = {}
-        self.lanes: dict[tuple[str, int], list[int]] = defaultdict(list)
-        self.role_of: list[int] = []
-        self.kind_of: list[int] = []
-        self.turn_of: list[Turn | None] = []
-        self.edges: list[int] = []  # source, target, lag class, from start, of one edge after the other
-
-    def add(self, lane: str, role: Role, kind: Kind, turn: Turn | None = None) -> int:
-        node = len(self.role_of)
-        self.role_of.append(self.roles.setdefault(role, len(self.roles)))
-        self.kind_of.append(kind)
-        self.turn_of.append(turn)
-        self.lanes[lane, role.stage].append(node)
-        return node
-
-    def wait(self, target: int, source: int, lag: int = 0, from_start: bool = False) -> None:
-        self.edges += (source, target, lag, from_start)
-
-    def finish(self) -> Skeleton:
-        order = [node for lane in self.lanes.values() for node in lane]
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        table = np.array(self.edges, np.int64).reshape(-1, 4)
-        edges = Edges.of(place[table[:, 0]], place[table[:, 1]], Rule.EVENT)
-        edges = replace(edges, from_start=table[:, 3].astype(bool), lag=table[:, 2].astype(np.float64))
-        first = np.concatenate([[0], np.cumsum([len(lane) for lane in self.lanes.values()])])
-        graph = make_graph(first, np.zeros(len(order)), edges, kind=np.array(self.kind_of, np.uint8)[order])
-        graph.order  # noqa: B018  worked out once, here
-        lag_class = graph.edges.lag.astype(np.int32)
-        roles = np.array(self.role_of, np.int32)[order]
-        return Skeleton(
-            graph, tuple(self.roles), roles, lag_class, tuple(self.turn_of[i] for i in order), tuple(self.lanes)
-        )
 
 
 _WORTH_KEEPING = 60_000  # tasks; larger structures are built when they are asked for, or memory would fill up
@@ -138,120 +113,229 @@ def _kept(plan: Plan) -> Skeleton:
 
 
 def _built(plan: Plan) -> Skeleton:
-    draft = _Draft()
-    starts: Places = {}
-    ends: Places = {}
-    hosts: Places = {}
-    for stage in range(plan.pp):
-        _Stage(draft, plan, stage, starts, ends, hosts).build()
-    _join_stages(draft, plan, starts, ends, hosts)
-    return draft.finish()
+    table = _Table(plan, turns_of(plan.schedule, plan.pp, plan.vpp, plan.microbatches))
+    draft = _Draft(plan)
+    _add_nodes(draft, table)
+    _add_edges(draft, table)
+    return draft.finish(table)
 
 
-class _Stage:
-    """The nodes of one stage."""
+class _Table:
+    """The turns of all stages and the units they are cut into. Every stage has equally many of everything.
 
-    def __init__(self, draft: _Draft, plan: Plan, stage: int, starts: Places, ends: Places, hosts: Places) -> None:
-        self.draft, self.plan, self.stage = draft, plan, stage
-        self.starts, self.ends, self.hosts = starts, ends, hosts
-        self.reductions: list[int] = []
-        self.computed: list[int] = []
-        self.to_reduce: list[tuple[int, Role, Turn]] = []  # the gradients of the unit before, and the node they follow
-        self.roles: dict[tuple[str, int, int], Role] = {}
+    Units are numbered along a stage in the order they are computed; `unit_…` arrays have a row for each of them.
+    """
 
-    def build(self) -> None:
-        plan = self.plan
-        turns = order_of(plan.schedule, self.stage, plan.pp, plan.vpp, plan.microbatches)
-        last_backward = _last_turns(turns)
-        for turn in turns:
-            key = (turn.phase, turn.microbatch, turn.chunk * plan.pp + self.stage)
-            always = plan.reduces_always and turn.phase == Phase.BACKWARD
-            nodes = self._turn(turn, reduces=always or turn in last_backward)
-            self.starts[key], self.ends[key] = nodes[0], nodes[-1]
-            if plan.hosted:
-                self._host(turn, key, nodes[0])
-        self._finish()
+    def __init__(self, plan: Plan, turns: Turns) -> None:
+        self.plan, self.turns = plan, turns
 
-    def _role(self, what: str, chunk: int, unit: int = -1) -> Role:
-        role = self.roles.get((what, chunk, unit))
-        if role is None:
-            role = self.roles[what, chunk, unit] = Role(what, self.stage, chunk, unit)
-        return role
+    @cached_property
+    def phase(self) -> Turns:
+        return self.turns[..., 0]
 
-    def _turn(self, turn: Turn, reduces: bool) -> list[int]:
-        plan, name = self.plan, _NAMES[turn.phase]
-        split = plan.sharded or (reduces and plan.overlapped)
-        if not split or turn.phase == Phase.WEIGHTS:
-            return [self._compute(name, turn, -1)]
-        units = range(plan.units) if turn.phase == Phase.FORWARD else range(plan.units - 1, -1, -1)
-        return [self._unit(name, turn, unit, reduces) for unit in units]
+    @cached_property
+    def chunk(self) -> Turns:
+        return self.turns[..., 2]
 
-    def _compute(self, name: str, turn: Turn, unit: int) -> int:
-        node = self.draft.add("compute", self._role(name, turn.chunk, unit), Kind.COMPUTE, turn)
-        self.computed.append(node)
-        return node
+    @cached_property
+    def reduces(self) -> NDArray[np.bool_]:
+        """Turns after which gradients are whole: the last backward of every chunk, or all of them."""
+        plan, found = self.plan, np.zeros(self.phase.shape, bool)
+        final = Phase.WEIGHTS if plan.schedule == "zero-bubble" else Phase.BACKWARD
+        backward = np.arange(self.phase.shape[1])
+        for chunk in range(plan.vpp):
+            place = np.where((self.phase == final) & (self.chunk == chunk), backward, -1).max(axis=1)
+            found[np.arange(plan.pp), place] = True
+        return found | (plan.reduces_always & (self.phase == Phase.BACKWARD))
 
-    def _unit(self, name: str, turn: Turn, unit: int, reduces: bool) -> int:
-        draft, plan = self.draft, self.plan
-        gather = -1
-        if plan.sharded and (turn.phase == Phase.FORWARD or plan.regathers):
-            gather = draft.add("network", self._role("gather", turn.chunk, unit), Kind.COMM, turn)
-            if len(self.computed) >= 2:  # at most two gathered units ahead: memory, as FSDP limits it
-                draft.wait(gather, self.computed[-2])
-        self._reduce()
-        node = self._compute(name, turn, unit)
-        if gather >= 0:
-            draft.wait(node, gather)
-        if turn.phase == Phase.BACKWARD and (plan.sharded or reduces):
-            self.to_reduce.append((node, self._role("reduce", turn.chunk, unit), turn))
-        return node
+    @cached_property
+    def parts(self) -> Turns:
+        """Units of every turn."""
+        cut = (self.plan.sharded | (self.reduces & self.plan.overlapped)) & (self.phase != Phase.WEIGHTS)
+        return np.where(cut, self.plan.units, 1).astype(np.int32)
 
-    def _reduce(self) -> None:
-        """Reduce what waits for it: one network serves both, and the next unit is gathered first, as FSDP does it."""
-        for node, role, turn in self.to_reduce:
-            reduction = self.draft.add("network", role, Kind.COMM, turn)
-            self.draft.wait(reduction, node)
-            self.reductions.append(reduction)
-        self.to_reduce.clear()
+    @cached_property
+    def first(self) -> Nodes:
+        """The first unit of every turn."""
+        return np.cumsum(self.parts, axis=1, dtype=np.int64) - self.parts
 
-    def _host(self, turn: Turn, key: tuple[Phase, int, int], first: int) -> None:
-        node = self.draft.add("host", self._role(f"host {_NAMES[turn.phase]}", turn.chunk), Kind.CPU, turn)
-        self.draft.wait(first, node, lag=2, from_start=True)
-        self.hosts[key] = node
+    @cached_property
+    def units(self) -> int:
+        """Of a stage."""
+        return int(self.parts[0].sum())
 
-    def _finish(self) -> None:
-        """What is left of the reduction, the optimizer, and the weights for everybody."""
-        draft, plan = self.draft, self.plan
-        self._reduce()
-        draft.add("compute", self._role("reduce rest", 0), Kind.COMM)
-        node = draft.add("compute", self._role("optimizer", 0), Kind.COMPUTE)
-        for reduction in self.reductions[-1:]:
-            draft.wait(node, reduction)
-        if plan.hosted:
-            host = draft.add("host", self._role("host optimizer", 0), Kind.CPU)
-            draft.wait(node, host, lag=2, from_start=True)
-            end = draft.add("compute", self._role("end", 0), Kind.COMPUTE)
-            draft.wait(end, host)
-        draft.add("compute", self._role("publish", 0), Kind.COMM)
+    @cached_property
+    def unit_turn(self) -> Nodes:
+        """(stages, units): the turn that each unit belongs to."""
+        return np.repeat(np.arange(self.parts.size) % self.parts.shape[1], self.parts.ravel()).reshape(self.plan.pp, -1)
+
+    def of_unit(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
+        """Values of turns, for every unit."""
+        return np.take_along_axis(values, self.unit_turn, axis=1)
+
+    @cached_property
+    def unit_cut(self) -> NDArray[np.bool_]:
+        """Units of turns that are cut, be it into one part."""
+        cut = (self.plan.sharded | (self.reduces & self.plan.overlapped)) & (self.phase != Phase.WEIGHTS)
+        return np.asarray(self.of_unit(cut), bool)
+
+    @cached_property
+    def unit_class(self) -> Nodes:
+        """-1: a whole turn, 0: the part that holds the first layers, 1: another. Backward runs from the last part."""
+        place = np.arange(self.units)[None, :] - self.of_unit(self.first)
+        backward = self.of_unit(self.phase) == Phase.BACKWARD
+        part = np.where(backward, self.plan.units - 1 - place, place)
+        return np.where(self.unit_cut, np.minimum(part, 1), -1)
+
+    @cached_property
+    def gathers(self) -> NDArray[np.bool_]:
+        """Units whose weights are gathered first."""
+        forward = self.of_unit(self.phase) == Phase.FORWARD
+        return self.unit_cut & self.plan.sharded & (forward | self.plan.regathers)
+
+    @cached_property
+    def reduced(self) -> NDArray[np.bool_]:
+        """Units whose gradients are reduced afterwards."""
+        backward = self.of_unit(self.phase) == Phase.BACKWARD
+        return self.unit_cut & backward & (self.plan.sharded | np.asarray(self.of_unit(self.reduces), bool))
+
+    @cached_property
+    def network_order(self) -> tuple[Nodes, Nodes]:
+        """Places of gathers and reductions on the network's lane (-1: none).
+
+        One network serves both, and the next unit is gathered before the last one is reduced, as FSDP does it.
+        """
+        cut_before = np.cumsum(self.unit_cut, axis=1) - self.unit_cut
+        keys = np.stack([2 * cut_before, 2 * cut_before + 3], axis=-1).reshape(self.plan.pp, -1)
+        there = np.stack([self.gathers, self.reduced], axis=-1).reshape(self.plan.pp, -1)
+        order = np.argsort(np.where(there, keys, np.iinfo(np.int64).max), axis=1, kind="stable")
+        places = np.empty_like(order)
+        np.put_along_axis(places, order, np.arange(order.shape[1])[None, :].repeat(self.plan.pp, 0), axis=1)
+        places = np.where(there, places, -1).reshape(self.plan.pp, -1, 2)
+        return places[..., 0], places[..., 1]
+
+    @cached_property
+    def networked(self) -> int:
+        """Nodes on the network's lane of a stage."""
+        return int(self.gathers[0].sum() + self.reduced[0].sum())
 
 
-def _last_turns(turns: list[Turn]) -> set[Turn]:
-    """The last backward of every chunk: gradients are whole after it."""
-    final = Phase.WEIGHTS if any(t.phase == Phase.WEIGHTS for t in turns) else Phase.BACKWARD
-    last = {turn.chunk: turn for turn in turns if turn.phase == final}
-    return set(last.values())
+class _Draft:
+    """Nodes stage by stage and lane by lane, and edges between them, while a skeleton is built."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.codes: list[tuple[Nodes, Nodes]] = []  # nodes, and their roles as numbers
+        self.turn_of: list[tuple[Nodes, Nodes]] = []
+        self.edges: list[tuple[Nodes, Nodes, int, bool]] = []  # sources, targets, class of lag, from the start
+        self.sizes: tuple[int, int, int] = (0, 0, 0)  # nodes on the lanes of a stage: compute, network, host
+
+    def node(self, lane: int, place: NDArray[np.generic] | int) -> Nodes:
+        """Nodes at places of a lane, of every stage: (stages, places)."""
+        begins = np.arange(self.plan.pp)[:, None] * sum(self.sizes) + sum(self.sizes[:lane])
+        return np.asarray(begins + np.asarray(place), np.int64)
+
+    def add(self, nodes: Nodes, what: NDArray[np.generic] | int, chunk: object = 0, unit: object = -1) -> None:
+        stage = np.arange(self.plan.pp)[:, None]
+        code = ((np.asarray(what) * self.plan.pp + stage) * self.plan.vpp + chunk) * 3 + unit + 1  # type: ignore[operator]
+        self.codes.append((nodes.ravel(), np.broadcast_to(code, nodes.shape).ravel()))
+
+    def wait(self, targets: Nodes, sources: Nodes, lag: int = 0, from_start: bool = False) -> None:
+        self.edges.append((sources.ravel(), targets.ravel(), lag, from_start))
+
+    def finish(self, table: _Table) -> Skeleton:
+        plan, size = self.plan, sum(self.sizes) * self.plan.pp
+        code, turn = np.zeros(size, np.int64), np.full(size, -1, np.int64)
+        for nodes, values in self.codes:
+            code[nodes] = values
+        for nodes, values in self.turn_of:
+            turn[nodes] = values
+        used = np.zeros(len(_WHATS) * plan.pp * plan.vpp * 3, bool)
+        used[code] = True
+        names = ("compute", "network", "host")
+        lanes = tuple((n, s) for s in range(plan.pp) for n, count in zip(names, self.sizes, strict=True) if count)
+        counts = [count for count in self.sizes if count] * plan.pp
+        graph = make_graph(
+            np.concatenate([[0], np.cumsum(counts)]), np.zeros(size), self._edges(),
+            kind=_KINDS[code // (3 * plan.vpp * plan.pp)],
+        )  # fmt: skip
+        graph.order  # noqa: B018  worked out once, here
+        roles = tuple(_role(int(number), plan) for number in np.flatnonzero(used))
+        node_role = (np.cumsum(used) - 1)[code].astype(np.int32)
+        return Skeleton(graph, roles, node_role, graph.edges.lag.astype(np.int32), table.turns, turn, lanes)
+
+    def _edges(self) -> Edges:
+        parts = []
+        for sources, targets, lag, from_start in self.edges:
+            edges = Edges.of(sources, targets, Rule.EVENT, from_start)
+            parts.append(replace(edges, lag=np.full(len(edges), float(lag))))
+        return Edges.join(parts)
 
 
-def _join_stages(draft: _Draft, plan: Plan, starts: Places, ends: Places, hosts: Places) -> None:
+def _role(code: int, plan: Plan) -> Role:
+    rest, unit = divmod(code, 3)
+    rest, chunk = divmod(rest, plan.vpp)
+    what, stage = divmod(rest, plan.pp)
+    return Role(_WHATS[what], stage, chunk, unit - 1)
+
+
+def _add_nodes(draft: _Draft, table: _Table) -> None:
+    plan, turns = draft.plan, table.phase.shape[1]
+    tail = 4 if plan.hosted else 3
+    draft.sizes = (table.units + tail, table.networked, turns + 1 if plan.hosted else 0)
+    index = np.arange(plan.pp)[:, None] * turns + table.unit_turn
+    computed = draft.node(0, np.arange(table.units)[None, :])
+    draft.add(computed, table.of_unit(table.phase), table.of_unit(table.chunk), table.unit_class)
+    draft.turn_of.append((computed.ravel(), index.ravel()))
+    for there, places, what in zip(
+        (table.gathers, table.reduced), table.network_order, (_GATHER, _REDUCE), strict=True
+    ):
+        nodes = draft.node(1, places)
+        stage = np.nonzero(there)[0]
+        chunk, unit = table.of_unit(table.chunk)[there], table.unit_class[there]
+        code = ((what * plan.pp + stage) * plan.vpp + chunk) * 3 + unit + 1  # type: ignore[operator]
+        draft.codes.append((nodes[there], code))
+        draft.turn_of.append((nodes[there], index[there]))
+    ends = (_REST, _OPTIMIZER, _END, _PUBLISH) if plan.hosted else (_REST, _OPTIMIZER, _PUBLISH)
+    draft.add(draft.node(0, table.units + np.arange(len(ends))[None, :]), np.array(ends)[None, :])
+    if plan.hosted:
+        hosts = draft.node(2, np.arange(turns)[None, :])
+        draft.add(hosts, _HOST + table.phase, table.chunk)
+        draft.turn_of.append((hosts.ravel(), np.arange(plan.pp * turns)))
+        draft.add(draft.node(2, turns), _HOST_OPTIMIZER)
+
+
+def _add_edges(draft: _Draft, table: _Table) -> None:
+    plan, turns = draft.plan, table.phase.shape[1]
+    computed = draft.node(0, np.arange(table.units)[None, :])
+    gathers, reductions = (draft.node(1, places) for places in table.network_order)
+    draft.wait(computed[table.gathers], gathers[table.gathers])
+    draft.wait(reductions[table.reduced], computed[table.reduced])
+    ahead = table.gathers[:, 2:]  # at most two gathered units ahead: memory, as FSDP limits it
+    draft.wait(gathers[:, 2:][ahead], computed[:, :-2][ahead])
+    optimizer = draft.node(0, table.units + 1)
+    if table.reduced.any():
+        draft.wait(optimizer, np.where(table.reduced, reductions, -1).max(axis=1))
+    first = draft.node(0, table.first)
+    last = first + table.parts - 1
+    hosts = draft.node(2, np.arange(turns)[None, :]) if plan.hosted else None
+    if hosts is not None:
+        draft.wait(first, hosts, _LAUNCH, from_start=True)
+        draft.wait(optimizer, draft.node(2, turns), _LAUNCH, from_start=True)
+        draft.wait(optimizer + 1, draft.node(2, turns))
+    _join_stages(draft, table, first, last, hosts)
+
+
+def _join_stages(draft: _Draft, table: _Table, first: Nodes, last: Nodes, hosts: Nodes | None) -> None:
     """A forward waits for the stage before it, a backward for the one after it."""
-    virtual = plan.pp * plan.vpp
-    for (phase, micro, stage), node in starts.items():
-        if phase == Phase.WEIGHTS:
-            continue
-        other = stage - 1 if phase == Phase.FORWARD else stage + 1
-        before = (phase, micro, other) if 0 <= other < virtual else None
-        if before is None:
-            continue
-        draft.wait(node, ends[before], lag=1)
-        if plan.hosted:
-            draft.wait(node, hosts[before], lag=1)
+    plan = draft.plan
+    virtual = table.chunk * plan.pp + np.arange(plan.pp)[:, None]
+    stages, micro = plan.pp * plan.vpp, table.turns[..., 1]
+    for phase, step in ((Phase.FORWARD, -1), (Phase.BACKWARD, 1)):
+        mine = table.phase == phase
+        for lane in (last,) if hosts is None else (last, hosts):
+            at = np.full((stages, plan.microbatches), -1, np.int64)
+            at[virtual[mine], micro[mine]] = lane[mine]
+            other = virtual + step
+            there = mine & (other >= 0) & (other < stages)
+            draft.wait(first[there], at[other[there], micro[there]], _LINK)

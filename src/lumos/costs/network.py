@@ -39,6 +39,7 @@ class Network:
     between: Tier
     penalty: float = 1.0
     exchange: float = 0.7  # of the bandwidth, that all-to-all reaches
+    beside: float = 1.0  # of the speed between nodes, that is left while kernels run beside
 
     def us(self, collective: Collective) -> float:
         """The time of a collective, once all its ranks have arrived."""
@@ -95,4 +96,5 @@ def network_of(gpu: Gpu, fabric: str, conditions: Conditions) -> Network:
         ),
         Tier(gpu.inter_gb_s * 1e3 * facts["share"], facts["start_us"], facts["tree_us"], facts["ring_us"]),
         conditions.penalty,
+        beside=facts["beside"],
     )

@@ -63,6 +63,7 @@ class SampledNetwork:
     tables: Mapping[tuple[str, int, int], Table]
     rings: Rings
     crowded: bool = False
+    beside: float = 1.0  # of the speed, that is left while kernels run beside; it was not sampled
 
     def us(self, collective: Collective) -> float:
         """The time of a collective, once all its ranks have arrived."""
