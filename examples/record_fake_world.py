@@ -1,9 +1,9 @@
-"""Record rank 0 of a large job on one GPU: every kernel of the rank is real, its peers are not there.
+"""Record one rank of a large job on one GPU: every kernel of the rank is real, its peers are not there.
 
-    python examples/record_fake_world.py --world 64 --tp 8 -o traces/rank0.json
+    python examples/record_fake_world.py --world 64 --tp 8 -o traces
 
 PyTorch's fake process group answers every collective at once, without a peer. The trace then holds the compute of one
-rank and its launches; `lumos predict setup.toml --from traces/rank0.json` takes collectives, peers and network from its
+rank and its launches; `lumos predict traces/setup.toml --from traces` takes collectives, peers and network from its
 model. Without a GPU it runs on the CPU, at the sizes given, to try it out.
 """
 
@@ -13,14 +13,13 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile, schedule
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import lumos
 
 
 class Block(nn.Module):
@@ -69,38 +68,45 @@ def divide(model: Decoder, tp: int, world: int, device: str) -> None:
     fully_shard(model, mesh=mesh["dp"])
 
 
+def described(options: argparse.Namespace) -> dict[str, dict[str, object]]:
+    """The whole job, as a setup of Lumos."""
+    names = ("layers", "hidden", "ffn", "heads", "vocab")
+    return {
+        "model": {name: getattr(options, name) for name in names},
+        "train": {"seq": options.seq, "micro_batch": options.micro_batch, "precision": "bf16"},
+        "parallel": {"tp": options.tp, "dp": options.world // options.tp, "zero": 3},
+    }
+
+
 def record(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("fake", rank=0, world_size=options.world, store=FakeStore())
+    lumos.capture.fake_world(options.rank, options.world)
     model = Decoder(options.layers, options.hidden, options.ffn, options.heads, options.vocab)
     model = model.to(device=device, dtype=torch.bfloat16)
     divide(model, options.tp, options.world, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(options.vocab, (options.micro_batch, options.seq), device=device)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    plan = schedule(wait=0, warmup=2, active=2, repeat=1)
-    with profile(
-        activities=activities, record_shapes=True, schedule=plan,
-        on_trace_ready=lambda done: done.export_chrome_trace(str(options.output)),
-    ) as profiler:  # fmt: skip
-        for _ in range(4):
+    with lumos.capture(options.output, setup=described(options), steps=options.steps) as step:
+        for _ in range(11):
             logits = model(tokens)
             functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if device == "cuda":
                 torch.cuda.synchronize()
-            profiler.step()
-    print(f"{options.output}: rank 0 of {options.world}, tp {options.tp}, FSDP over {options.world // options.tp}")
+            step()
+    print(
+        f"{options.output}: rank {options.rank} of {options.world}, tp {options.tp}, "
+        f"FSDP over {options.world // options.tp}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, value in (("world", 64), ("tp", 8), ("layers", 4), ("hidden", 1024), ("ffn", 2816), ("heads", 16),
-                        ("vocab", 32000), ("seq", 1024), ("micro-batch", 1)):  # fmt: skip
+    for name, value in (("rank", 0), ("world", 64), ("tp", 8), ("steps", 2), ("layers", 4), ("hidden", 1024),
+                        ("ffn", 2816), ("heads", 16), ("vocab", 32000), ("seq", 1024), ("micro-batch", 1)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("-o", "--output", type=Path, default=Path("traces/rank0.json"))
+    parser.add_argument("-o", "--output", type=Path, default=Path("traces"), help="the folder of the trace")
     record(parser.parse_args())
 
 

@@ -352,10 +352,9 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
     [
         ("h200/multirank/ddp2_l8/rank0.et.json.gz", "execution trace"),
         ("h200/multirank/ddp2_l8/rank0.json", 'without "traceEvents"'),
-        ("public/nsys/saxpy-mpi-cuda_nsys_perlmutter0.sqlite", "SQLite"),
+        ("public/chakra/json_trace.tar.gz", "an archive of files; unpack it"),
         ("public/hta/memory_analysis/memory_timeline.raw.gz", "memory timeline"),
         ("public/param/resnet_et.json.gz", "execution trace"),
-        ("public/chakra/chakra.0.et", "not JSON"),
         ("public/torchrec_v100/sst_long_a2a_optimizer_2", "--match"),
         ("public/torchrec_v100", "did you mean"),
     ],

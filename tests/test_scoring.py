@@ -62,7 +62,7 @@ def write_table(path: Path, rows: list[dict[str, str]], encoding: str = "utf-8")
 
 
 def width(found: Score) -> float:
-    low, high = found.scored[0].forecast.interval_ms
+    low, high = 1e3 * found.scored[0].low, 1e3 * found.scored[0].high
     return high / low
 
 
@@ -139,7 +139,7 @@ def test_a_network_that_is_not_stated_is_noted() -> None:
 )
 def test_what_is_not_known_is_noted_and_widens_the_interval(changes: dict[str, str], about: str) -> None:
     found = only(**changes)
-    assert any(about in note for note in found.scored[0].run.notes)
+    assert any(about in note for note in found.scored[0].notes)
     assert width(found) > 1.05 * width(only())
 
 
@@ -211,7 +211,7 @@ def test_no_row_is_too_absurd(changes: dict[str, str]) -> None:
 def test_a_row_that_is_too_large_to_simulate_is_refused_and_the_next_one_is_not() -> None:
     found = score([ROW | {"global_batch": "8388608", "tp": "1", "n_gpus": "1"}, ROW | {"id": "next"}])
     assert [name for name, _ in found.refused] == ["llama"]
-    assert [item.run.id for item in found.scored] == ["next"]
+    assert [item.id for item in found.scored] == ["next"]
 
 
 # Files
@@ -264,7 +264,7 @@ def test_rows_shorter_or_longer_than_the_header_are_read(tmp_path: Path) -> None
 def test_columns_that_nobody_needs_may_be_missing(tmp_path: Path) -> None:
     row = {key: value for key, value in ROW.items() if key in (*NEEDED, "gpu", "framework")}
     found = score(read_rows(write_table(tmp_path / "table.csv", [row])))
-    assert [item.run.id for item in found.scored] == ["row 1"]
+    assert [item.id for item in found.scored] == ["row 1"]
     assert found.as_dict()["mape"] is None, "nothing was measured"
 
 
@@ -278,7 +278,7 @@ def test_a_score_says_how_far_off_it_was_by_source() -> None:
         ROW | {"id": "e", "source": "z"},
     ]  # fmt: skip
     found = score(rows)
-    seconds = found.scored[0].seconds
+    seconds = found.scored[0].predicted
     answer = found.as_dict()
     assert (answer["rows"], answer["predicted"], answer["n"]) == (5, 4, 3)
     assert answer["by_source"].keys() == {"x", "z"}

@@ -9,17 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lumos.capture.recording import capture
     from lumos.errors import LumosError
     from lumos.readers.job import read_job
     from lumos.run import Prediction, Replay, predict, replay
     from lumos.scenario import Scale
     from lumos.trace import Trace
 
-__all__ = ["LumosError", "Prediction", "Replay", "Scale", "Trace", "predict", "read_job", "replay"]
+__all__ = ["LumosError", "Prediction", "Replay", "Scale", "Trace", "capture", "predict", "read_job", "replay"]
 
 _HOME = {
     "LumosError": "errors", "Prediction": "run", "Replay": "run", "Scale": "scenario", "Trace": "trace",
-    "predict": "run", "read_job": "readers.job", "replay": "run",
+    "capture": "capture", "predict": "run", "read_job": "readers.job", "replay": "run",
 }  # fmt: skip
 
 
@@ -29,4 +30,6 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'lumos' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "capture":
+        return import_module("lumos.capture")  # which is called as the function of its name
     return getattr(import_module(f"lumos.{_HOME[name]}"), name)

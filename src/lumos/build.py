@@ -18,6 +18,7 @@ from lumos.errors import CycleError
 from lumos.graph import Bools, Edges, Floats, Graph, Ints, Rule, Small, make_graph
 from lumos.rules.channel import channel_edges, communicator_edges
 from lumos.rules.collective import Meeting, collective_edges, find_meetings
+from lumos.rules.cpu import gloo_wait_edges, with_cpu_device
 from lumos.rules.draft import Draft, draft
 from lumos.rules.event import event_edges
 from lumos.rules.launch import graph_edges, launch_edges
@@ -37,6 +38,7 @@ RULES: tuple[Callable[[Draft], Edges], ...] = (
     channel_edges,
     queue_edges,
     thread_edges,
+    gloo_wait_edges,
 )
 
 # What an edge or a stream's order normally costs, where the trace itself does not show it, and how much more than
@@ -108,6 +110,7 @@ class Execution:
 
 def build(trace: Trace, rules: tuple[Callable[[Draft], Edges], ...] = RULES) -> Execution:
     """The execution graph of a trace."""
+    trace = with_cpu_device(trace)
     meetings, warnings = find_meetings(trace)
     offsets = clock_offsets(trace, meetings)
     if offsets:

@@ -6,14 +6,19 @@ import sys
 
 import typer
 
+from lumos.commands.capture import PASS_ON, capture_command
+from lumos.commands.check import check_command
 from lumos.commands.compare import compare_command
+from lumos.commands.convert import convert_command
 from lumos.commands.cost import cost_command
 from lumos.commands.demo import demo_command
 from lumos.commands.fit import fit_command
+from lumos.commands.merge import merge_command
 from lumos.commands.predict import predict_command
 from lumos.commands.replay import replay_command
 from lumos.commands.sample import sample_command
 from lumos.commands.score import score_command
+from lumos.commands.search import search_command
 from lumos.errors import LumosError
 
 app = typer.Typer(
@@ -27,10 +32,15 @@ app = typer.Typer(
 app.command("replay")(replay_command)
 app.command("predict")(predict_command)
 app.command("compare")(compare_command)
+app.command("convert")(convert_command)
+app.command("search")(search_command)
+app.command("merge")(merge_command)
 app.command("score")(score_command)
 app.command("cost")(cost_command)
 app.command("sample")(sample_command)
 app.command("fit")(fit_command)
+app.command("capture", context_settings=PASS_ON)(capture_command)
+app.command("check")(check_command)
 app.command("demo")(demo_command)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from lumos.costs.network import Network, network_of
 from lumos.costs.operator import Operator
 from lumos.costs.prices import BlockTime, Prices
 from lumos.errors import OptionError
-from lumos.footprint.layout import Chunk, Parameters, Weights, layers_of
+from lumos.footprint.layout import Chunk, Parameters, Weights, chunks_of, layers_of
 from lumos.frameworks import Framework, framework_named
 from lumos.graph import Graph
 from lumos.setups.gpus import Gpu, gpu_named
@@ -35,6 +36,7 @@ from lumos.vocabulary import Kind
 _LAUNCH_US = 8.0  # from the host's call to the kernel's start, on an idle stream
 _MOST_TASKS = 3_000_000  # of a step: half a minute
 _HIDDEN = 0.8  # of the first forward pass, behind which weights are gathered after an update (ZeRO 1 and 2)
+_INPUTS = 0.55  # of a backward pass, the gradients of inputs; the rest is those of weights
 _MOST_UNITS = 12  # parts a backward pass is cut into where gradients are reduced beside it
 
 
@@ -53,6 +55,14 @@ class StageWork(NamedTuple):
     compute_us: float
     exposed_us: float
     communication_us: float
+
+
+class _Alone(NamedTuple):
+    """What a stage does whatever the others do, in microseconds."""
+
+    blocks: float  # of one micro-batch
+    tail: float  # once its gradients are whole
+    other: float  # all that its network or its host has to do
 
 
 _COMPUTE_ROLES = ("forward", "backward", "weights", "optimizer")
@@ -157,19 +167,43 @@ def simulate_step(
     make_prices: Callable[..., Prices] = Prices,
 ) -> Step:
     """Price the blocks of every stage and simulate the step they make."""
+    return assembled(setup, prices_of(setup, conditions, model, network, make_prices)).step()
+
+
+def assembled(setup: Setup, prices: Prices) -> Assembly:
+    """The parts of a step, not yet simulated."""
+    return Assembly(setup, Shard(setup, framework_named(setup.train.framework)), prices)
+
+
+def prices_of(
+    setup: Setup,
+    conditions: Conditions | None = None,
+    model: CostModel | None = None,
+    network: Network | None = None,
+    make_prices: Callable[..., Prices] = Prices,
+) -> Prices:
+    """What operators, collectives and blocks cost in a setup."""
     gpu = setup.cluster.accelerator
     framework = framework_named(setup.train.framework)
-    shard = Shard(setup, framework)
     conditions = conditions or conditions_for(gpu)
     prices = make_prices(
         model or cost_model(gpu.name), network or network_of(_wired(setup, gpu), setup.cluster.fabric, conditions),
         conditions, _host_us(setup, framework), framework.collective_launches,
     )  # fmt: skip
     prices.flash_model = flash_kernels(gpu_named(gpu.name), _flash_generation(setup, framework))
-    assembly = Assembly(setup, shard, prices)
-    graph = assembly.graph()
-    times = simulate(graph)
-    return Step(setup, assembly.plan, assembly.structure, graph, times, assembly.chunks, prices, assembly)
+    return prices
+
+
+def shape_of(setup: Setup) -> Hashable:
+    """What the prices of a setup depend on: setups of one shape can share them, blocks that were priced included."""
+    p, t, cluster = setup.parallel, setup.train, setup.cluster
+    experts = (p.ep, p.dp, p.pp) if setup.model.experts else ()
+    sharded = p.zero == 3 and p.dp * p.cp > 1
+    added = 0 if framework_named(t.framework).accumulates_fp32 else t.microbatches  # to gradients, but for the first
+    return (
+        setup.model, t.model_copy(update={"microbatches": added, "global_batch": 0}), cluster,
+        p.tp, p.cp, p.sequence_parallel, p.tp_overlap, p.pp > 1, sharded, experts,
+    )  # fmt: skip
 
 
 def _wired(setup: Setup, gpu: Gpu) -> Gpu:
@@ -199,6 +233,11 @@ class Assembly:
     def __init__(self, setup: Setup, shard: Shard, prices: Prices) -> None:
         self.setup, self.shard, self.prices = setup, shard, prices
 
+    def step(self) -> Step:
+        """Simulated."""
+        graph = self.graph()
+        return Step(self.setup, self.plan, self.structure, graph, simulate(graph), self.chunks, self.prices, self)
+
     # ------------------------------------------------------------------ what each stage holds
     @cached_property
     def layers(self) -> list[int]:
@@ -207,17 +246,27 @@ class Assembly:
 
     @cached_property
     def chunks(self) -> tuple[tuple[ChunkTime, ...], ...]:
-        p, m = self.setup.parallel, self.setup.model
-        stages = p.pp * p.vpp
-        begins = np.concatenate([[0], np.cumsum(self.layers)])
-        weights = Weights(self.shard)
-        rows: list[list[ChunkTime]] = [[] for _ in range(p.pp)]
-        for virtual, count in enumerate(self.layers):
-            dense = int(np.clip(m.dense_layers - begins[virtual], 0, count)) if m.experts else count
-            stage = Stage(self.shard, self.prices, dense, count - dense, virtual == 0, virtual == stages - 1)
-            parameters = weights.of((Chunk(dense, count - dense, virtual == 0, virtual == stages - 1),))
-            rows[virtual % p.pp].append(ChunkTime(stage.forward(), stage.backward(), count, parameters))
-        return tuple(tuple(row) for row in rows)
+        """[stage][chunk]. What depends on nothing else is priced once for all setups that share the prices."""
+        p = self.setup.parallel
+        return self.prices.kept((p.pp, p.vpp, p.stage_layers), self._all_priced)
+
+    def _all_priced(self) -> tuple[tuple[ChunkTime, ...], ...]:
+        rows = chunks_of(self.setup, self.shard.framework.balances)
+        return tuple(tuple(self.prices.kept(chunk, partial(self._priced, chunk)) for chunk in row) for row in rows)
+
+    def _priced(self, chunk: Chunk) -> ChunkTime:
+        stage, weights = Stage(self.shard, self.prices, *chunk), Weights(self.shard).of((chunk,))
+        return ChunkTime(stage.forward(), stage.backward(), chunk.dense + chunk.sparse, weights)
+
+    @cached_property
+    def like(self) -> list[int]:
+        """For every stage, the first that holds the same: what is known of the one is known of the other."""
+        p = self.setup.parallel
+        return self.prices.kept(("like", p.pp, p.vpp, p.stage_layers), self._compared)
+
+    def _compared(self) -> list[int]:
+        first: dict[tuple[int, ...], int] = {}
+        return [first.setdefault(tuple(id(chunk) for chunk in row), stage) for stage, row in enumerate(self.chunks)]
 
     def counts(self) -> dict[tuple[str, Operator | Collective], int]:
         """How often a rank of the first stage runs each piece in one step."""
@@ -291,7 +340,7 @@ class Assembly:
     @cached_property
     def _hosted(self) -> bool:
         """The host has a lane where it might decide."""
-        blocks = [b for row in self.chunks for c in row for b in (c.forward, c.backward)]
+        blocks = [b for stage in set(self.like) for c in self.chunks[stage] for b in (c.forward, c.backward)]
         return any(block.host_us > 0.5 * block.us for block in blocks)
 
     @cached_property
@@ -306,15 +355,69 @@ class Assembly:
 
     def graph(self) -> Graph:
         """The skeleton filled with times, in nanoseconds."""
-        alike: dict[tuple[str, int, int, int], float] = {}  # units of one chunk last equally long
+        alike: dict[tuple[str, int, int, int], float] = {}  # stages that hold the same
         durations = np.empty(len(self.structure.roles))
         for index, role in enumerate(self.structure.roles):
-            key = (role.what, role.stage, role.chunk, min(role.unit, 1))  # all but the first, which is the ends' too
+            key = (role.what, self.like[role.stage], role.chunk, role.unit)
             if key not in alike:
                 alike[key] = self._duration(role) * 1e3
             durations[index] = alike[key]
         lags = np.array([0.0, self._link_us(), _LAUNCH_US]) * 1e3
         return self.structure.filled(durations, lags)
+
+    # ------------------------------------------------------------------ what no schedule can beat
+    def bound_us(self) -> float:
+        """A time that the simulated step cannot be below, found without building or simulating its graph.
+
+        Every stage runs its blocks one after the other, after the first micro-batch has come to it through the stages
+        before, and before the last one has gone back through them; network and host have their own work to do; and one
+        micro-batch has to go through all stages and back.
+        """
+        link, count = self._link_us(), self.setup.train.microbatches
+        before = after = longest = 0.0
+        alone = {stage: self._alone(stage) for stage in set(self.like)}
+        for stage, row in enumerate(self.chunks):
+            blocks, tail, other = alone[self.like[stage]]
+            back = after + alone[0].tail if stage and self._schedule != "zero-bubble" else 0.0
+            longest = max(longest, before + count * blocks + max(tail, back), other)
+            before, after = before + row[0].forward.us + link, after + row[0].backward.us + link
+        return max(longest, self._path_us(link) + alone[0].tail)
+
+    def _alone(self, stage: int) -> _Alone:
+        row = self.chunks[stage]
+        blocks = sum(chunk.forward.us + chunk.backward.us for chunk in row)
+        other = max(self._network_bound_us(stage, row), self._host_bound_us(stage, row))
+        return _Alone(blocks, self._tail_us(stage), other)
+
+    def _tail_us(self, stage: int) -> float:
+        """What a stage does once its gradients are whole."""
+        chunk = self.chunks[stage][0]
+        return sum(self._network_us(what, stage, chunk) for what in ("reduce rest", "optimizer", "publish"))
+
+    def _network_bound_us(self, stage: int, row: tuple[ChunkTime, ...]) -> float:
+        """All that the network does beside the blocks of a stage, and the update that waits for it."""
+        if not (self.shards_weights or self.overlaps):
+            return 0.0
+        gather = reduce = 0.0
+        for chunk, times in Counter(row).items():
+            gather += times * self._network_us("gather", stage, chunk) if self.shards_weights else 0.0
+            reduce += times * self._network_us("reduce", stage, chunk)
+        count = self.setup.train.microbatches
+        often = count if self.shards_weights or self.shard.framework.reduces_always else 1
+        work = self.units * (2 * count * gather + often * reduce)
+        return work + sum(self._network_us(what, stage, row[0]) for what in ("optimizer", "publish"))
+
+    def _host_bound_us(self, stage: int, row: tuple[ChunkTime, ...]) -> float:
+        if not self._hosted:
+            return 0.0
+        issued = self.setup.train.microbatches * sum(chunk.forward.host_us + chunk.backward.host_us for chunk in row)
+        return issued + self._optimizer(stage).host_us
+
+    def _path_us(self, link: float) -> float:
+        """One micro-batch, forward and back."""
+        share = _INPUTS if self._schedule == "zero-bubble" else 1.0
+        blocks = sum(chunk.forward.us + share * chunk.backward.us for row in self.chunks for chunk in row)
+        return blocks + 2 * link * (self.setup.parallel.pp * self.setup.parallel.vpp - 1)
 
     def _link_us(self) -> float:
         """Activations to the next stage."""
@@ -327,10 +430,10 @@ class Assembly:
         if role.what in ("forward", "backward"):
             block = chunk.forward if role.what == "forward" else chunk.backward
             if self.plan.schedule == "zero-bubble" and role.what == "backward":
-                block = block.times(0.55)
+                block = block.times(_INPUTS)
             return block.us if role.unit < 0 else block.us / self.units
         if role.what == "weights":
-            return chunk.backward.us * 0.45
+            return chunk.backward.us * (1 - _INPUTS)
         if role.what.startswith("host"):
             return self._host_us(role.what.removeprefix("host "), chunk, role.stage)
         if role.what == "reduce" and self.overlaps:
@@ -367,6 +470,11 @@ class Assembly:
         return parameters
 
     def _stage_parameters(self, stage: int) -> Parameters:
+        p = self.setup.parallel
+        key = ("parameters", p.pp, p.vpp, p.stage_layers, self.like[stage])
+        return self.prices.kept(key, partial(self._added_up, stage))
+
+    def _added_up(self, stage: int) -> Parameters:
         columns = zip(*(chunk.parameters for chunk in self.chunks[stage]), strict=True)
         return Parameters(*(sum(column) for column in columns))
 
@@ -396,17 +504,18 @@ class Assembly:
 
     def _network_us(self, what: str, stage: int, chunk: ChunkTime) -> float:
         framework = self.shard.framework
-        trained = self._trained(self._stage_parameters(stage))
         if what == "gather":
             return self._data_parallel_us("all_gather", chunk.parameters, framework.gather_bytes / self.units)
         if what == "reduce":
             mine = self._trained(chunk.parameters)
             return self._data_parallel_us(self._reduction, mine, framework.reduce_bytes / self.units)
         if what == "reduce rest" and not (self.overlaps or self.shards_weights):
+            trained = self._trained(self._stage_parameters(stage))
             return self._data_parallel_us(self._reduction, trained, framework.reduce_bytes)
         if what == "optimizer":
             return self._optimizer(stage).us
         if what == "publish" and self.setup.parallel.zero in (1, 2):
+            trained = self._trained(self._stage_parameters(stage))
             gather = self._data_parallel_us("all_gather", trained, framework.gather_bytes)
             forward = sum(max(chunk.forward.us, chunk.forward.host_us) for chunk in self.chunks[stage])
             return max(gather - (_HIDDEN * forward if self.overlaps else 0.0), 0.0)

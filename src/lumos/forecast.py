@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from lumos.bill import Bill, Tariff
+from lumos.energy import Energy, energy_of
 from lumos.estimate import Step, simulate_step
 from lumos.flops import hardware_flops, model_flops, utilisation
 from lumos.footprint import Footprint, footprint
 from lumos.setups.rules import warnings_in
 from lumos.setups.setup import Setup
 from lumos.uncertainty import log_spread
+
+NO_PRICES = Tariff()
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Forecast:
     setup: Setup
     step: Step
     notes: tuple[str, ...] = ()  # what had to be assumed about the setup
+    tariff: Tariff = NO_PRICES
 
     @property
     def step_ms(self) -> float:
@@ -76,16 +81,22 @@ class Forecast:
         return self.step.host_cost > 0.05
 
     @cached_property
-    def energy_j(self) -> float:
-        """Of all GPUs: idle power all the time, the rest of the board's power while kernels run.
+    def energy(self) -> Energy:
+        """What the GPUs draw; how right that is, is in docs/energy.md."""
+        return energy_of(self.step)
 
-        On H200 steps that draw over 600 W a few percent off; launch-bound steps come out up to 1.8 times too high.
-        """
-        gpu = self.setup.cluster.accelerator
-        busy = (self.breakdown["exposed_compute_ms"] + self.breakdown["overlapped_ms"]) / self.step_ms
-        talking = self.breakdown["exposed_comm_ms"] / self.step_ms
-        watts = gpu.idle_w + (gpu.tdp_w - gpu.idle_w) * min(1.0, 0.98 * busy + 0.4 * talking)
-        return watts * self.step.us / 1e6 * self.setup.cluster.gpus
+    @property
+    def energy_j(self) -> float:
+        """Of all GPUs for one step."""
+        return self.energy.joules
+
+    @property
+    def bill(self) -> Bill:
+        low, high = self.interval_ms
+        return Bill(
+            self.tariff, self.setup.cluster.gpus, self.step_ms / 1e3, (low / 1e3, high / 1e3),
+            self.setup.tokens, self.energy_j,
+        )  # fmt: skip
 
     @cached_property
     def warnings(self) -> list[str]:
@@ -95,6 +106,11 @@ class Forecast:
             found.append(
                 f"{self.setup.cluster.gpu} was not sampled: its costs are those of {model.sampled} at its own peaks, "
                 "and the interval is wider"
+            )
+        if not self.step.prices.joules.measured:
+            found.append(
+                f"the power of {self.setup.cluster.gpu} was not measured: its energy is moved from the h200 by its own "
+                "peaks and power limit"
             )
         if self.host_bound:
             found.append(
@@ -121,15 +137,17 @@ class Forecast:
             "bubble": self.bubble,
             "host_bound": self.host_bound,
             "energy_j": self.energy_j,
+            "bill": self.bill.as_dict(),
             "operators": self.step.operators(),
             "warnings": self.warnings,
         }
 
 
-def forecast(setup: Setup, notes: tuple[str, ...] = ()) -> Forecast:
+def forecast(setup: Setup, notes: tuple[str, ...] = (), tariff: Tariff = NO_PRICES) -> Forecast:
     """What a run would do, from its description.
 
     Notes are what had to be assumed, and widen the interval; what the setup's own doubts say already is not one.
     """
     doubts = warnings_in(setup)
-    return Forecast(setup, simulate_step(setup), tuple(note for note in dict.fromkeys(notes) if note not in doubts))
+    told = tuple(note for note in dict.fromkeys(notes) if note not in doubts)
+    return Forecast(setup, simulate_step(setup), told, tariff)

@@ -6,6 +6,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from lumos.errors import OptionError
 
@@ -36,6 +37,8 @@ class Framework:
     sequence_parallel: bool = False
     balances: bool = False  # layers are dealt to stages by their work, the head's included; else evenly
     zero: int = 0
+    zeros: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO that it has, for a search; 3 is FSDP
+    schedules: tuple[str, ...] = ("1f1b",)  # of pipelines; () where it has none
     reduces_always: bool = False  # gradients are reduced after every micro-batch, not after the last alone
     scatters: bool = True  # ZeRO 1 and 2 reduce-scatter gradients; else they are all-reduced
     bucket_mb: float = 0.0  # gradients are reduced in parts of this size; 0: as one, or as the layers end
@@ -65,4 +68,8 @@ def framework_named(name: str) -> Framework:
 @cache
 def _tables() -> dict[str, Framework]:
     text = resources.files("lumos").joinpath("data/frameworks.toml").read_text("utf-8")
-    return {name: Framework(name=name, **facts) for name, facts in tomllib.loads(text).items()}
+    return {name: Framework(name=name, **_frozen(facts)) for name, facts in tomllib.loads(text).items()}
+
+
+def _frozen(facts: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}

@@ -115,6 +115,12 @@ class Replay:
     def operators(self) -> list[Hotspot]:
         return top_operators(self.execution.draft, len(self.marks.names))
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from lumos.output.html.notebook import replay_snippet
+
+        return replay_snippet(self)
+
     def as_dict(self) -> dict[str, Any]:
         """The answer of `lumos replay --json`."""
         recorded, simulated = self.recorded_steps, self.simulated_steps
@@ -154,9 +160,9 @@ class Replay:
         }
 
 
-def replay(trace: Trace, cost: ProfilerCost | None = None) -> Replay:
-    """Build and simulate a trace."""
-    execution = build(trace)
+def replay(source: Trace | Execution, cost: ProfilerCost | None = None) -> Replay:
+    """Build and simulate a trace; what is a graph already is taken as it is."""
+    execution = source if isinstance(source, Execution) else build(source)
     return Replay(execution, find_steps(execution.trace), cost or load_profiler_cost())
 
 
@@ -188,6 +194,12 @@ class Prediction:
     def step_ms(self) -> float:
         """The predicted step, in milliseconds."""
         return self.steps.typical
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from lumos.output.html.notebook import prediction_snippet
+
+        return prediction_snippet(self)
 
     def as_dict(self) -> dict[str, Any]:
         """The answer of `lumos predict --from --json`."""

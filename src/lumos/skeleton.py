@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,13 +146,18 @@ class _Table:
         for chunk in range(plan.vpp):
             place = np.where((self.phase == final) & (self.chunk == chunk), backward, -1).max(axis=1)
             found[np.arange(plan.pp), place] = True
-        return found | (plan.reduces_always & (self.phase == Phase.BACKWARD))
+        return np.asarray(found | (plan.reduces_always & (self.phase == Phase.BACKWARD)), bool)
+
+    @cached_property
+    def cut(self) -> NDArray[np.bool_]:
+        """Turns that are cut into units, be it into one."""
+        cut = self.plan.sharded | (self.reduces & self.plan.overlapped)
+        return np.asarray(cut & (self.phase != Phase.WEIGHTS), bool)
 
     @cached_property
     def parts(self) -> Turns:
         """Units of every turn."""
-        cut = (self.plan.sharded | (self.reduces & self.plan.overlapped)) & (self.phase != Phase.WEIGHTS)
-        return np.where(cut, self.plan.units, 1).astype(np.int32)
+        return np.where(self.cut, self.plan.units, 1).astype(np.int32)
 
     @cached_property
     def first(self) -> Nodes:
@@ -169,15 +174,13 @@ class _Table:
         """(stages, units): the turn that each unit belongs to."""
         return np.repeat(np.arange(self.parts.size) % self.parts.shape[1], self.parts.ravel()).reshape(self.plan.pp, -1)
 
-    def of_unit(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
+    def of_unit(self, values: NDArray[Any]) -> NDArray[Any]:
         """Values of turns, for every unit."""
         return np.take_along_axis(values, self.unit_turn, axis=1)
 
     @cached_property
     def unit_cut(self) -> NDArray[np.bool_]:
-        """Units of turns that are cut, be it into one part."""
-        cut = (self.plan.sharded | (self.reduces & self.plan.overlapped)) & (self.phase != Phase.WEIGHTS)
-        return np.asarray(self.of_unit(cut), bool)
+        return self.of_unit(self.cut)
 
     @cached_property
     def unit_class(self) -> Nodes:
@@ -191,13 +194,13 @@ class _Table:
     def gathers(self) -> NDArray[np.bool_]:
         """Units whose weights are gathered first."""
         forward = self.of_unit(self.phase) == Phase.FORWARD
-        return self.unit_cut & self.plan.sharded & (forward | self.plan.regathers)
+        return np.asarray(self.unit_cut & self.plan.sharded & (forward | self.plan.regathers), bool)
 
     @cached_property
     def reduced(self) -> NDArray[np.bool_]:
         """Units whose gradients are reduced afterwards."""
         backward = self.of_unit(self.phase) == Phase.BACKWARD
-        return self.unit_cut & backward & (self.plan.sharded | np.asarray(self.of_unit(self.reduces), bool))
+        return np.asarray(self.unit_cut & backward & (self.plan.sharded | self.of_unit(self.reduces)), bool)
 
     @cached_property
     def network_order(self) -> tuple[Nodes, Nodes]:
@@ -205,7 +208,7 @@ class _Table:
 
         One network serves both, and the next unit is gathered before the last one is reduced, as FSDP does it.
         """
-        cut_before = np.cumsum(self.unit_cut, axis=1) - self.unit_cut
+        cut_before: Nodes = np.cumsum(self.unit_cut, axis=1) - self.unit_cut
         keys = np.stack([2 * cut_before, 2 * cut_before + 3], axis=-1).reshape(self.plan.pp, -1)
         there = np.stack([self.gathers, self.reduced], axis=-1).reshape(self.plan.pp, -1)
         order = np.argsort(np.where(there, keys, np.iinfo(np.int64).max), axis=1, kind="stable")
@@ -230,14 +233,14 @@ class _Draft:
         self.edges: list[tuple[Nodes, Nodes, int, bool]] = []  # sources, targets, class of lag, from the start
         self.sizes: tuple[int, int, int] = (0, 0, 0)  # nodes on the lanes of a stage: compute, network, host
 
-    def node(self, lane: int, place: NDArray[np.generic] | int) -> Nodes:
+    def node(self, lane: int, place: NDArray[Any] | int) -> Nodes:
         """Nodes at places of a lane, of every stage: (stages, places)."""
         begins = np.arange(self.plan.pp)[:, None] * sum(self.sizes) + sum(self.sizes[:lane])
         return np.asarray(begins + np.asarray(place), np.int64)
 
-    def add(self, nodes: Nodes, what: NDArray[np.generic] | int, chunk: object = 0, unit: object = -1) -> None:
+    def add(self, nodes: Nodes, what: NDArray[Any] | int, chunk: Any = 0, unit: Any = -1) -> None:
         stage = np.arange(self.plan.pp)[:, None]
-        code = ((np.asarray(what) * self.plan.pp + stage) * self.plan.vpp + chunk) * 3 + unit + 1  # type: ignore[operator]
+        code = ((np.asarray(what) * self.plan.pp + stage) * self.plan.vpp + chunk) * 3 + unit + 1
         self.codes.append((nodes.ravel(), np.broadcast_to(code, nodes.shape).ravel()))
 
     def wait(self, targets: Nodes, sources: Nodes, lag: int = 0, from_start: bool = False) -> None:
@@ -293,7 +296,7 @@ def _add_nodes(draft: _Draft, table: _Table) -> None:
         nodes = draft.node(1, places)
         stage = np.nonzero(there)[0]
         chunk, unit = table.of_unit(table.chunk)[there], table.unit_class[there]
-        code = ((what * plan.pp + stage) * plan.vpp + chunk) * 3 + unit + 1  # type: ignore[operator]
+        code = ((what * plan.pp + stage) * plan.vpp + chunk) * 3 + unit + 1
         draft.codes.append((nodes[there], code))
         draft.turn_of.append((nodes[there], index[there]))
     ends = (_REST, _OPTIMIZER, _END, _PUBLISH) if plan.hosted else (_REST, _OPTIMIZER, _PUBLISH)

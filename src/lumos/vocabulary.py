@@ -66,11 +66,15 @@ CATEGORIES = {
 GPU_CATEGORIES = (Category.KERNEL, Category.COPY, Category.SET)
 HOST_CATEGORIES = (Category.OP, Category.CALL, Category.NOTE)
 
+CPU_COMPUTE, CPU_SUBMIT = "cpuCompute", "cpuSubmit"  # calls that `rules/cpu.py` puts in where a CPU is the device
+
 _CALLS: tuple[tuple[CallKind, re.Pattern[str]], ...] = (
     (CallKind.GRAPH_LAUNCH, re.compile(r"(cuda|cu|hip)GraphLaunch")),
     (CallKind.LAUNCH, re.compile(r"(cuda|cu|hip)(Ext|Module|ExtModule)*Launch(Cooperative)?Kernel|(cuda|hip)Launch\b")),
     (CallKind.COPY, re.compile(r"(cuda|cu|hip)Memcpy")),
     (CallKind.LAUNCH, re.compile(r"(cuda|cu|hip)Memset")),
+    (CallKind.COPY, re.compile(CPU_COMPUTE)),  # returns when it is done
+    (CallKind.LAUNCH, re.compile(CPU_SUBMIT)),
     (CallKind.DEVICE_SYNC, re.compile(r"(cuda|hip)DeviceSynchronize|(cu|hip)CtxSynchronize")),
     (CallKind.STREAM_SYNC, re.compile(r"(cuda|cu|hip)StreamSynchronize")),
     (CallKind.EVENT_SYNC, re.compile(r"(cuda|cu|hip)EventSynchronize")),

@@ -11,13 +11,16 @@ import numpy as np
 from lumos.anchors.anchor import AnchoredPrices, Anchors, Factors, factors, less, modelled_times, stages_of
 from lumos.anchors.labels import Phase, RankLabels, Work, label
 from lumos.anchors.measured import MeasuredBlock, MeasuredStage, Times, measure
+from lumos.bill import Bill, Tariff
 from lumos.blocks.ends import embedding, embedding_backward, head, head_backward, optimizer
 from lumos.blocks.layer import Layer
 from lumos.blocks.piece import Block
 from lumos.costs.collective import Collective
+from lumos.costs.prices import Prices
+from lumos.energy import Energy
 from lumos.errors import OptionError
-from lumos.estimate import Step, simulate_step
-from lumos.forecast import Forecast
+from lumos.estimate import Step, assembled, prices_of, simulate_step
+from lumos.forecast import NO_PRICES, Forecast
 from lumos.run import Replay
 from lumos.setups.gpus import find_gpu
 from lumos.setups.setup import Setup
@@ -31,13 +34,18 @@ _MOST_SPREAD = 0.5  # of the step, that the anchored model may miss at the trace
 
 def anchored_step(setup: Setup, anchors: Anchors) -> Step:
     """A step of any setup, priced with the factors of a traced one."""
+    return assembled(setup, anchored_prices(setup, anchors)).step()
+
+
+def anchored_prices(setup: Setup, anchors: Anchors) -> Prices:
+    """Prices of any setup, with the factors of a traced one."""
 
     def make(*arguments: Any) -> AnchoredPrices:
         prices = AnchoredPrices(*arguments)
         prices.anchors = anchors
         return prices
 
-    return simulate_step(setup, make_prices=make)
+    return prices_of(setup, make_prices=make)
 
 
 def loaded_step(setup: Setup, anchors: Anchors) -> Step:
@@ -243,6 +251,19 @@ class Changed:
         return self.step_ms / (1 + spread), self.step_ms * (1 + spread)
 
     @cached_property
+    def energy(self) -> Energy:
+        """With what the trace adds once a step."""
+        return replace(self.forecast.energy, seconds=self.step_ms / 1e3)
+
+    @property
+    def bill(self) -> Bill:
+        low, high = self.interval_ms
+        joules = self.energy.joules
+        return replace(
+            self.forecast.bill, step_s=self.step_ms / 1e3, interval_s=(low / 1e3, high / 1e3), step_joules=joules
+        )
+
+    @cached_property
     def understood(self) -> list[dict[str, Any]]:
         """What was recognised of every rank: tasks and GPU time by phase, one layer, the ends."""
         rows = []
@@ -275,6 +296,8 @@ class Changed:
             "tokens_per_s_per_gpu": answer["tokens_per_s_per_gpu"] / scale,
             "mfu": answer["mfu"] / scale,
             "hfu": answer["hfu"] / scale,
+            "energy_j": self.energy.joules,
+            "bill": self.bill.as_dict(),
             "understood": self.understood,
         }
 
@@ -283,21 +306,20 @@ _SPREAD = 0.10
 _OTHER_GPU, _OTHER_PARALLELISM = 0.20, 0.25  # by hand: no measured pair tells
 
 
-def change(source: Source, target: Setup, notes: tuple[str, ...] = ()) -> Changed:
+def change(source: Source, target: Setup, notes: tuple[str, ...] = (), tariff: Tariff = NO_PRICES) -> Changed:
     """Predict `target` from a traced run."""
-    refuse(source, target)
+    refuse(source.setup, target)
     anchors = source.anchors.slower_host(source.setup.cluster.host / target.cluster.host)
     found = [*source.notes, *notes]
     if target.parallel != source.setup.parallel:
         found.append(
             "the parallelism differs from the traced run's: no such change has been measured, and the interval is wider"
         )
-    return Changed(source, Forecast(target, loaded_step(target, anchors), tuple(found)))
+    return Changed(source, Forecast(target, loaded_step(target, anchors), tuple(found), tariff))
 
 
-def refuse(source: Source, target: Setup) -> None:
-    """What this trace cannot tell, with the reason."""
-    before, after = source.setup, target
+def refuse(before: Setup, after: Setup) -> None:
+    """What a trace cannot tell, with the reason."""
     if before.train.compile and after.parallel.tp != before.parallel.tp:
         raise OptionError(
             "parallel.tp cannot be changed from a compiled trace: its kernels are fused beyond recognition; record the "

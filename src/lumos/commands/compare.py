@@ -11,12 +11,14 @@ from lumos.commands.loading import load_run
 from lumos.commands.options import AsJson, Match, RankPattern, Step
 from lumos.commands.terminal import console, print_json
 
+_FORMS = (".html", ".json", ".csv")
+
 
 def compare_command(
     before: Annotated[Path, typer.Argument(help="The trace, or the folder of ranks, of a run.")],
     after: Annotated[Path, typer.Argument(help="The same of another.")],
     as_json: AsJson = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write it: .json or .csv.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write it: .html, .json or .csv.")] = None,
     step: Step = "",
     match: Match = "",
     rank_pattern: RankPattern = "",
@@ -24,15 +26,23 @@ def compare_command(
     """Why does one run take longer than another: by part of the step, operator and collective?"""
     from lumos.output.comparisons import show_comparison
     from lumos.output.files import check_output, write_as, write_csv, write_json
+    from lumos.output.html.comparison_page import write_comparison_page
     from lumos.reports.comparison import Comparison
 
-    check_output(output, before, (".json", ".csv"))
-    check_output(output, after, (".json", ".csv"))
+    check_output(output, before, _FORMS)
+    check_output(output, after, _FORMS)
     found = Comparison(*(load_run(path, step, match, rank_pattern, None) for path in (before, after)))
     answer = found.as_dict()
     if output is not None:
         rows = [{"table": name} | row for name in ("parts", "operators", "collectives") for row in answer[name]]
-        write_as(output, {".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, rows)})
+        write_as(
+            output,
+            {
+                ".html": lambda to: write_comparison_page(to, found),
+                ".json": lambda to: write_json(to, answer),
+                ".csv": lambda to: write_csv(to, rows),
+            },
+        )
     if as_json:
         print_json(answer)
     else:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from lumos.commands.terminal import busy, progress_bar
 
 if TYPE_CHECKING:
+    from lumos.build import Execution
     from lumos.readers.worker import Readers
     from lumos.run import Replay
+    from lumos.trace import Trace
 
 _WORTH_A_PROCESS = 1 << 20  # bytes on disk
 _WORTH_SEVERAL = 4 << 20
@@ -27,17 +29,37 @@ def _load_with(
     started: Readers | None, path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None
 ) -> Replay:
     from lumos.profiler import load_profiler_cost
-    from lumos.readers.job import read_job
     from lumos.run import replay
-    from lumos.steps import keep_step
 
     cost = load_profiler_cost(profiler_costs)
-    with progress_bar() as progress:
-        trace = read_job(path, match, rank_pattern, progress, started=started, meanwhile=_load_kernels)
+    source = _read_with(started, path, match, rank_pattern)
     with busy("building and simulating; the first run also compiles, for some seconds"):
-        run = replay(keep_step(trace, step) if step else trace, cost)
+        run = replay(_one_step(source, step) if step else source, cost)
         _ = run.path_summary, run.clean_ms, run.never_profiled_ms  # what takes time; it is kept for what is shown
     return run
+
+
+def load_source(path: Path, match: str, rank_pattern: str) -> Trace | Execution:
+    """What is at a path, read and not yet replayed."""
+    with _readers_for(path) as started:
+        return _read_with(started, path, match, rank_pattern)
+
+
+def _read_with(started: Readers | None, path: Path, match: str, rank_pattern: str) -> Trace | Execution:
+    from lumos.readers.job import read_job
+
+    with progress_bar() as progress:
+        return read_job(path, match, rank_pattern, progress, started=started, meanwhile=_load_kernels)
+
+
+def _one_step(source: Trace | Execution, step: str) -> Trace:
+    from lumos.build import Execution
+    from lumos.errors import OptionError
+    from lumos.steps import keep_step
+
+    if isinstance(source, Execution):
+        raise OptionError(f"--step {step}: a Chakra graph is replayed whole; cut the trace it was made from instead")
+    return keep_step(source, step)
 
 
 @contextmanager

@@ -24,3 +24,13 @@ ProfilerCosts = Annotated[
 ]
 
 Model = Annotated[Path | None, typer.Option(help="A cost model that lumos fit wrote, in place of those shipped.")]
+
+Price = Annotated[str, typer.Option(help="What a GPU-hour costs, in any currency: the answer has money then.")]
+KwhPrice = Annotated[str, typer.Option(help="What a kilowatt-hour costs, where the GPU-hour does not include it.")]
+Pue = Annotated[str, typer.Option(help="What the site draws for every kilowatt-hour of its GPUs, as in 1.2.")]
+Tokens = Annotated[str, typer.Option(help="Tokens to train on, as in 15e12 or 15T: days, energy and money to it.")]
+
+EngineName = Annotated[str, typer.Option("--engine", help="Where the work is done: local (processes), or ray.")]
+Address = Annotated[str, typer.Option(help="The address of a Ray cluster; one is started here otherwise.")]
+Workers = Annotated[int, typer.Option(help="Processes, or cores of the cluster; 0: as many as there are.")]
+Shard = Annotated[str, typer.Option(help="I/N: the I-th of N parts of the work, to be put together by lumos merge.")]

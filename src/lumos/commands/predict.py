@@ -8,13 +8,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lumos.commands.loading import load_run
-from lumos.commands.options import AsJson, Match, Output, ProfilerCosts, RankPattern, Step
+from lumos.commands.options import (
+    AsJson,
+    KwhPrice,
+    Match,
+    Output,
+    Price,
+    ProfilerCosts,
+    Pue,
+    RankPattern,
+    Step,
+    Tokens,
+)
 from lumos.commands.terminal import console, print_json
 from lumos.errors import OptionError
 
 if TYPE_CHECKING:
+    from lumos.bill import Tariff
     from lumos.run import Replay
-    from lumos.setups import SetupReading
+    from lumos.setups.files import PlainSetup
 
 
 def predict_command(
@@ -36,45 +48,57 @@ def predict_command(
     match: Match = "",
     rank_pattern: RankPattern = "",
     profiler_costs: ProfilerCosts = None,
+    price: Price = "",
+    kwh_price: KwhPrice = "",
+    pue: Pue = "",
+    tokens: Tokens = "",
 ) -> None:
     """What would this run do: from its description, or from a trace of it with some parts faster or slower?"""
+    from lumos.bill import read_tariff
     from lumos.output.files import check_output
 
     check_output(output, source or setup)
+    tariff = read_tariff(price, kwh_price, pue, tokens)
     if source is None:
         if step or match or rank_pattern or profiler_costs:
             raise OptionError("--step, --match, --rank-pattern and --profiler-costs work on a trace: add --from")
-        _forecast(setup, changes or [], scale or [], as_json, output)
+        _forecast(setup, changes or [], scale or [], tariff, as_json, output)
         return
-    if setup is None and changes:
-        raise OptionError("--set with --from needs the traced run's setup: lumos predict SETUP --from PATH --set …")
     if setup is not None and scale:
         raise OptionError("--scale and a setup together: change the setup with --set, or leave it out and use --scale")
-    if setup is not None:
-        readings = _readings(setup, changes or [])
-        run = load_run(source, step, match, rank_pattern, profiler_costs)
-        _predict_changed(run, *readings, as_json, output)
+    if changes and scale:
+        raise OptionError("--scale and --set together: ask for one at a time")
+    if setup is None and not changes:
+        if price or kwh_price or pue or tokens:
+            raise OptionError("--price, --kwh-price, --pue and --tokens need a setup, or what is to change: add --set")
+        _predict_from(load_run(source, step, match, rank_pattern, profiler_costs), scale or [], as_json, output)
         return
-    _predict_from(load_run(source, step, match, rank_pattern, profiler_costs), scale or [], as_json, output)
+    plain = _plain(setup, changes or [])
+    _predict_changed(load_run(source, step, match, rank_pattern, profiler_costs), *plain, tariff, as_json, output)
 
 
-def _readings(setup: Path, changes: list[str]) -> tuple[SetupReading, SetupReading]:
-    """The setup of the traced run, and the changed one."""
-    from lumos.setups import read_setup_with_notes
+def _plain(setup: Path | None, changes: list[str]) -> tuple[PlainSetup, PlainSetup]:
+    """What is said of the traced run, and of the changed one."""
+    from lumos.setups.files import read_plain
 
-    return read_setup_with_notes(setup), read_setup_with_notes(setup, changes)
+    return read_plain(setup), read_plain(setup, changes)
 
 
 def _predict_changed(
-    run: Replay, traced: SetupReading, wanted: SetupReading, as_json: bool, output: Path | None
+    run: Replay, said: PlainSetup, asked: PlainSetup, tariff: Tariff, as_json: bool, output: Path | None
 ) -> None:
+    from lumos.anchors.completion import changed, complete
     from lumos.anchors.edit import Source, change
-    from lumos.output.changes import show_change
+    from lumos.anchors.inference import infer
+    from lumos.output.changes import inferred, show_change
     from lumos.output.files import write_as, write_csv, write_json
     from lumos.output.forecasts import write_forecast_trace
 
-    found = change(Source(run, traced.setup), wanted.setup, tuple(wanted.notes))
-    answer = found.as_dict()
+    told = infer(run)
+    has_shapes = any(header.shapes for header in run.execution.trace.headers)
+    traced, wanted = complete(told, said, has_shapes), changed(told, asked)
+    found = change(Source(run, traced.setup), wanted.setup, tuple(wanted.notes), tariff)
+    answer = found.as_dict() | {"inferred": inferred(told)}
     if output is not None:
         row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
         write_as(
@@ -89,10 +113,12 @@ def _predict_changed(
     if as_json:
         print_json(answer)
     else:
-        show_change(found, console())
+        show_change(found, told, console())
 
 
-def _forecast(setup: Path | None, changes: list[str], scale: list[str], as_json: bool, output: Path | None) -> None:
+def _forecast(
+    setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff, as_json: bool, output: Path | None
+) -> None:
     from lumos.forecast import forecast
     from lumos.output.files import write_as, write_csv, write_json
     from lumos.output.forecasts import show_forecast, write_forecast_trace
@@ -103,7 +129,7 @@ def _forecast(setup: Path | None, changes: list[str], scale: list[str], as_json:
     if scale:
         raise OptionError("--scale works on a trace: add --from, or change the setup with --set")
     reading = read_setup_with_notes(setup, changes)
-    found = forecast(reading.setup, tuple(reading.notes))
+    found = forecast(reading.setup, tuple(reading.notes), tariff)
     answer = found.as_dict()
     if output is not None:
         row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]

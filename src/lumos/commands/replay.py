@@ -39,6 +39,7 @@ def replay_command(
 
 def _write_replay(run: Replay, output: Path) -> None:
     from lumos.output.files import write_as, write_csv, write_json
+    from lumos.output.html.replay_page import write_replay_page
     from lumos.output.perfetto import write_perfetto
 
     def perfetto(to: Path) -> None:
@@ -49,6 +50,7 @@ def _write_replay(run: Replay, output: Path) -> None:
         {
             ".json": lambda to: write_json(to, run.as_dict()),
             ".csv": lambda to: write_csv(to, run.as_dict()["per_rank"]),
+            ".html": lambda to: write_replay_page(to, run),
             ".trace.json": perfetto,
             ".trace.json.gz": perfetto,
         },

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lumos.commands.options import AsJson
+from lumos.commands.options import Address, AsJson, EngineName, Shard, Workers
 from lumos.commands.terminal import console, print_json, progress_bar
 
 
@@ -17,21 +17,28 @@ def score_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Also write id, measured, predicted: .csv or .json.")
     ] = None,
+    engine: EngineName = "local",
+    address: Address = "",
+    workers: Workers = 1,
+    shard: Shard = "",
 ) -> None:
     """How good are the predictions on measured runs?"""
+    from lumos.engines import engine_named
+    from lumos.engines.shard import fingerprint, read_shard
     from lumos.output.files import check_output, write_as, write_csv, write_json
     from lumos.output.forecasts import show_score
     from lumos.scoring.runs import read_rows
     from lumos.scoring.score import score
 
     check_output(output, table, (".json", ".csv"))
-    rows = read_rows(table)
-    with progress_bar() as progress:
-        found = score(rows, progress)
+    rows, part = read_rows(table), read_shard(shard)
+    with progress_bar() as progress, engine_named(engine, workers, address) as started:
+        found = score(rows, progress, started, part)
+    answer = found.as_part(fingerprint(rows), part) if shard else found.as_dict()
     if output is not None:
-        writers = {".csv": lambda to: write_csv(to, found.table()), ".json": lambda to: write_json(to, found.as_dict())}
+        writers = {".csv": lambda to: write_csv(to, found.table()), ".json": lambda to: write_json(to, answer)}
         write_as(output, writers)
     if as_json:
-        print_json(found.as_dict())
+        print_json(answer)
     else:
         show_score(found, console())

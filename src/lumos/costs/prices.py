@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from math import log2
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from lumos.blocks.piece import Block
 from lumos.costs.collective import Collective
 from lumos.costs.conditions import Conditions
+from lumos.costs.joules import joules_for
 from lumos.costs.model import CostModel
 from lumos.costs.network import Network
 from lumos.costs.operator import Operator
@@ -25,6 +26,7 @@ from lumos.costs.operator import Operator
 _WARM_DEPTH = (-7.0, -4.0, -1.74, 0.5)
 _WARM_STREAM = (0.57, 0.71, 0.86, 1.0)
 _WARM_MATRIX = (0.77, 0.88, 0.97, 1.0)
+Kept = TypeVar("Kept")
 _SHORTEST_US = 1.0  # any kernel inside a step
 
 
@@ -51,6 +53,7 @@ class BlockTime(NamedTuple):
     host_us: float = 0.0
     compute_us: float = 0.0
     communication_us: float = 0.0  # all of it, hidden or not
+    joules: float = 0.0  # over those of an idle GPU, at the highest clock
 
     def __add__(self, other: BlockTime) -> BlockTime:  # type: ignore[override]
         return BlockTime(*(a + b for a, b in zip(self, other, strict=True)))
@@ -67,8 +70,10 @@ class Prices:
     ) -> None:
         self.model, self.network, self.conditions = model, network, conditions
         self.host_us, self.collective_launches = host_us, collective_launches
+        self.joules = joules_for(model.gpu)
         self.flash_model: Priced | None = None  # for attention kernels of an older generation
         self._blocks: dict[Hashable, BlockTime] = {}
+        self._kept: dict[Hashable, Any] = {}
 
     def operator_us(self, operator: Operator) -> float:
         if operator.kind == "stream" and operator.shape[0] == 0:
@@ -89,15 +94,24 @@ class Prices:
         return self._blocks[key]
 
 
+    def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """Whatever else depends on nothing but these prices and a key, made on first use."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: Kept = self._kept[key]
+        return found
+
+
 def time_of(block: Block, prices: Prices) -> BlockTime:
     """Run the pieces in order: operators one after the other, collectives beside them unless somebody waits."""
-    now = network = compute = communication = 0.0
+    now = network = compute = communication = joules = 0.0
     launches = 0.0
     for piece in block:
         if isinstance(piece.work, Collective):
             launches += prices.collective_launches
             cost = prices.collective_us(piece.work)
             communication += cost
+            joules += prices.joules.collective(piece.work, cost)
             network = max(network, now) + cost
             if piece.waits:
                 now = network
@@ -107,5 +121,6 @@ def time_of(block: Block, prices: Prices) -> BlockTime:
                 now = max(now, network)
             cost = prices.operator_us(piece.work)
             compute += cost
+            joules += prices.joules.operator(piece.work, cost)
             now += cost
-    return BlockTime(max(now, network), prices.host_us * launches, compute, communication)
+    return BlockTime(max(now, network), prices.host_us * launches, compute, communication, joules)

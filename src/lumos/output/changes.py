@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console, Group
 from rich.table import Table
 
 from lumos.anchors.edit import Changed
+from lumos.anchors.told import Told
 from lumos.output.style import make_table, notes
 
 _MOST_RANKS = 4
 
 
-def show_change(found: Changed, console: Console) -> None:
+def show_change(found: Changed, told: Mapping[str, Told], console: Console) -> None:
     """The step as traced and as changed, and what was understood."""
-    console.print(Group(_summary(found), _understood(found), *notes(found.forecast.warnings)))
+    console.print(Group(_summary(found), _understood(found), _told(told), *notes(found.forecast.warnings)))
+
+
+def inferred(told: Mapping[str, Told]) -> dict[str, dict[str, Any]]:
+    """What the trace tells of its setup, as JSON has it."""
+    return {key: {"value": one.value, "evidence": one.evidence} for key, one in told.items()}
+
+
+def _told(told: Mapping[str, Told]) -> Table:
+    table = make_table("understood of the trace's setup", "key", "value", "why")
+    for key, one in told.items():
+        table.add_row(key, str(one.value).lower() if isinstance(one.value, bool) else str(one.value), one.evidence)
+    return table
 
 
 def _summary(found: Changed) -> Table:

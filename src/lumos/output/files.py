@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from lumos.errors import OptionError
 
-FORMS = (".json", ".csv", ".trace.json", ".trace.json.gz")
+FORMS = (".html", ".json", ".csv", ".trace.json", ".trace.json.gz")
 
 
 def form_of(path: Path, forms: Sequence[str] = FORMS) -> str:
@@ -67,6 +67,16 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]], last: Sequence[str] = 
         file.write(text.getvalue().encode())
 
 
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Rows of a table as Parquet."""
+    import polars
+
+    content = io.BytesIO()
+    polars.DataFrame(list(rows), infer_schema_length=None).write_parquet(content)
+    with whole_file(path) as file:
+        file.write(content.getvalue())
+
+
 def check_output(path: Path | None, source: Path | None, forms: Sequence[str] = FORMS) -> None:
     """Refuse what cannot be written before any work is done for it."""
     if path is None:
@@ -83,7 +93,7 @@ Writer = Callable[[Path], None]
 
 def write_as(path: Path, writers: dict[str, Writer]) -> None:
     """Write a file with the writer for its form."""
-    form = form_of(path)
+    form = form_of(path, tuple(dict.fromkeys((*FORMS, *writers))))
     if form not in writers:
         raise OptionError(f"-o {path}: this answer cannot be had as {form}; use one of {', '.join(writers)}")
     writers[form](path)

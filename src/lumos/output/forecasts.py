@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ _PARTS = {
 
 def show_forecast(found: Forecast, console: Console) -> None:
     """The whole answer for a described run."""
-    parts: list[RenderableType] = [_summary(found), _breakdown(found), _memory(found), _operators(found)]
+    parts: list[RenderableType] = [_summary(found), *_bill(found), _breakdown(found), _memory(found), _operators(found)]
     console.print(Group(*parts, *notes(found.warnings)))
 
 
@@ -40,10 +40,42 @@ def _summary(found: Forecast) -> Table:
     table.add_row(
         "MFU", f"{100 * found.mfu:.1f} %", f"HFU {100 * found.hfu:.1f} % (dense {setup.train.precision} peak)"
     )
-    table.add_row("energy", f"{found.energy_j / 1e3:,.2f} kJ", "all GPUs, one step")
+    table.add_row("energy", f"{found.energy_j / 1e3:,.2f} kJ", _energy_note(found))
     memory = found.memory.gib()
     table.add_row("peak memory", f"{memory['peak']:.1f} GiB", "fits" if found.memory.fits else "does not fit")
     return table
+
+
+def _energy_note(found: Forecast) -> str:
+    energy, bill = found.energy, found.bill.as_dict()
+    held = ", held at its limit" if energy.limited else ""
+    return f"all GPUs, one step; {energy.watts:,.0f} W a GPU{held}, {bill['joules_per_token']:,.3g} J a token"
+
+
+def _bill(found: Forecast) -> list[Table]:
+    """What was asked about money and a token budget; nothing where nothing was asked."""
+    bill = found.bill.as_dict()
+    money, budget = bill["money_per_step"], bill["budget"]
+    if money is None and budget is None:
+        return []
+    table = make_table("what it costs", "", "predicted", "")
+    if money is not None:
+        table.add_row("a step", f"{money:,.4g}", _prices(bill))
+        table.add_row("a million tokens", f"{bill['money_per_million_tokens']:,.4g}", "")
+    if budget is not None:
+        low, high = budget["days_interval"]
+        table.add_row("days", f"{budget['days']:,.2f}", f"{low:,.2f} – {high:,.2f}, without a pause")
+        table.add_row("steps", f"{budget['steps']:,}", f"{budget['tokens']:,.4g} tokens")
+        table.add_row("GPU-hours", f"{budget['gpu_hours']:,.0f}", "")
+        table.add_row("energy", f"{budget['kwh']:,.4g} kWh", f"GPUs alone, times {bill['pue']:g}")
+        if budget["money"] is not None:
+            table.add_row("money", f"{budget['money']:,.2f}", "")
+    return [table]
+
+
+def _prices(bill: dict[str, Any]) -> str:
+    units = {"price_per_gpu_hour": "a GPU-hour", "price_per_kwh": "a kWh"}
+    return " and ".join(f"{bill[key]:g} {unit}" for key, unit in units.items() if bill[key] is not None)
 
 
 def _breakdown(found: Forecast) -> Table:
@@ -111,20 +143,24 @@ def _events(found: Forecast) -> Iterator[dict[str, Any]]:
 
 def show_score(found: Score, console: Console) -> None:
     """Errors by source, and what was refused."""
-    answer = found.as_dict()
+    show_score_answer(found.as_dict(), console)
+
+
+def show_score_answer(answer: Mapping[str, Any], console: Console) -> None:
+    """The same from plain values."""
     title = f"{answer['predicted']} of {answer['rows']} rows predicted"
     table = make_table(title, "source", "rows", "mean error, %", "median, %", "rank correlation")
     for name, part in [*answer["by_source"].items(), ("all", answer)]:
         cells = [part["mape"], part["median"], part["spearman"]]
         table.add_row(name, str(part["n"]), *("" if c is None else f"{c:.2f}" for c in cells))
     reasons: dict[str, int] = {}
-    for _, reason in found.refused:
-        reasons[reason] = reasons.get(reason, 0) + 1
+    for row in answer["refused"]:
+        reasons[row["reason"]] = reasons.get(row["reason"], 0) + 1
     most = sorted(reasons.items(), key=lambda item: -item[1])[:_MOST_REASONS]
     inside = answer["inside_interval"]
     covered = [] if inside is None else [f"{100 * inside:.0f} % of the measured runs are inside their 80 % interval"]
     refusals = [_refusal(reason, count) for reason, count in most]
-    console.print(Group(table, *notes([*covered, *refusals, *_rest(reasons)])))
+    console.print(Group(table, *notes([*covered, *refusals, *_rest(reasons), *answer.get("warnings", ())])))
 
 
 _MOST_REASONS = 5

@@ -1,5 +1,6 @@
 """A job: one file, or the files of all ranks in a folder under any naming, read in parallel processes.
 
+Kineto traces and exports of Nsight Systems are read as a Trace; Chakra files are a graph already, an Execution.
 The rank of a file is what its header says, else what its name says, else what the user's pattern finds in the name.
 """
 
@@ -13,23 +14,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
+from lumos.build import Execution
 from lumos.errors import InputError, OptionError
 from lumos.memory import refuse_if_larger_than_memory
+from lumos.readers.formats import Form, form_of, head_of, is_gzip
 from lumos.readers.kineto import read_kineto
-from lumos.readers.slices import BAD_GZIP, open_bytes
 from lumos.readers.worker import Readers, readers
 from lumos.trace import Header, Trace, concatenate
 
-_TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$")
-_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+)", re.IGNORECASE)
+_TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$|\.(et|sqlite)$")
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+)|\.(\d+)\.et$", re.IGNORECASE)
 _RANK_IN_HEAD = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d+)')
-_HEAD = 1 << 18
+_READABLE = (Form.KINETO, Form.NSYS, Form.CHAKRA, Form.CHAKRA_JSON)
 _PARALLEL_FROM = 8 << 20  # bytes on disk; below, starting processes costs more than it saves
 _APART = 10_000_000_000  # ns: ranks of one capture overlap in time, give or take a clock
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 Meanwhile = Callable[[], None]
+_Read = TypeVar("_Read")
 
 
 def read_job(
@@ -40,20 +44,65 @@ def read_job(
     workers: int = 0,
     started: Readers | None = None,
     meanwhile: Meanwhile | None = None,
-) -> Trace:
-    """The trace of a job from a file or a folder of ranks.
+) -> Trace | Execution:
+    """A job from a file or a folder of ranks.
 
     Processes that were started for reading are used; `meanwhile` is run while they read.
     """
     files, notes = find_files(path, match)
-    refuse_if_larger_than_memory(files)
     pattern = _compiled(rank_pattern)
-    traces = _read_all(files, progress, workers, started, meanwhile)
+    form = _one_form(files)
+    if form in (Form.CHAKRA, Form.CHAKRA_JSON):
+        return _read_chakra_job(files, notes, pattern, progress)
+    refuse_if_larger_than_memory(files)
+    if form == Form.NSYS:
+        from lumos.readers.nsys import read_nsys
+
+        traces = _read_one_by_one(files, read_nsys, progress)
+    else:
+        traces = _read_all(files, progress, workers, started, meanwhile)
     traces = [_with_rank(trace, Path(trace.headers[0].path), pattern, len(files)) for trace in traces]
     _refuse_mixed_jobs(traces)
     traces.sort(key=lambda t: t.headers[0].rank)
     job = concatenate(traces)
     return replace(job, warnings=(*notes, *job.warnings, *_missing_ranks(job)))
+
+
+def _one_form(files: list[Path]) -> Form:
+    """The kind of all files; a mixture is refused, and so is what cannot be replayed."""
+    forms = {file: form_of(file, head_of(file)) for file in files}
+    kinds = {form: file for file, form in forms.items()}
+    if len(kinds) > 1:
+        (a, x), (b, y) = list(kinds.items())[:2]
+        raise InputError(f"{x.parent}: {x.name} is {a.value} and {y.name} is {b.value}; choose one kind with --match")
+    form, file = next(iter(kinds.items()))
+    if form in _REFUSED:
+        raise InputError(f"{file}: {form.value} {_REFUSED[form]}")
+    packed = next((file for file in files if form in (Form.CHAKRA, Form.NSYS) and is_gzip(file)), None)
+    if packed is not None:
+        raise InputError(f"{packed}: {form.value}, but packed; unpack it first, as with gzip -d")
+    return form
+
+
+_REFUSED = {
+    Form.ARCHIVE: "of files; unpack it, and give what is inside",
+    Form.EXECUTION: "(it has nodes, not times); give the Kineto trace of the same run, and this with --et to convert",
+    Form.JSON_LIST: "of something else than trace events; give a PyTorch profiler trace",
+}
+
+
+def _read_chakra_job(
+    files: list[Path], notes: list[str], pattern: re.Pattern[str] | None, progress: Progress | None
+) -> Execution:
+    from lumos.readers.chakra import read_chakra, read_chakra_file
+    from lumos.readers.chakra_json import read_chakra_json
+
+    is_json = form_of(files[0], head_of(files[0])) == Form.CHAKRA_JSON
+    found = _read_one_by_one(files, read_chakra_json if is_json else read_chakra_file, progress)
+    ranked = [replace(file, rank=_rank(file.path, file.rank, pattern, len(files))) for file in found]
+    _refuse_equal_ranks([(file.rank, file.path) for file in ranked])
+    execution = read_chakra(sorted(ranked, key=lambda file: file.rank))
+    return replace(execution, warnings=(*notes, *execution.warnings))
 
 
 def find_files(path: Path, match: str = "") -> tuple[list[Path], list[str]]:
@@ -66,8 +115,8 @@ def find_files(path: Path, match: str = "") -> tuple[list[Path], list[str]]:
         return [path], []
     inside = sorted(p for p in path.iterdir() if p.is_file())
     named = [p for p in inside if _TRACE_NAME.search(p.name) and fnmatch.fnmatch(p.name, match or "*")]
-    heads = {p: _head(p) for p in named}
-    files = {p: head for p, head in heads.items() if _looks_like_kineto(head)}
+    heads = {p: head_of(p) for p in named}
+    files = {p: head for p, head in heads.items() if form_of(p, head) in _READABLE}
     if not files:
         raise InputError(_nothing_found(path, inside, match))
     return _one_capture(files) if not match else (list(files), [])
@@ -76,31 +125,13 @@ def find_files(path: Path, match: str = "") -> tuple[list[Path], list[str]]:
 def _nothing_found(path: Path, inside: list[Path], match: str) -> str:
     if match:
         return f"{path}: no Kineto trace here matches --match {match!r}"
-    candidates = (p for p in sorted(path.rglob("*.json*")) if p.is_file())
-    deeper = next((p.parent for p in candidates if _looks_like_kineto(_head(p))), None)
+    candidates = (p for p in sorted(path.rglob("*")) if p.is_file() and _TRACE_NAME.search(p.name))
+    deeper = next((p.parent for p in candidates if form_of(p, head_of(p)) in _READABLE), None)
     if deeper is not None:
         return f"{path}: no Kineto trace in this folder itself; did you mean {deeper}?"
     if not inside:
         return f"{path}: the folder is empty; give a folder of .json or .json.gz traces"
     return f"{path}: none of its {len(inside)} files is a Kineto trace (.json or .json.gz with traceEvents)"
-
-
-def _head(path: Path) -> bytes | None:
-    """The first bytes of a file; None where it cannot be read."""
-    try:
-        with open_bytes(path) as file:
-            return file.read(_HEAD).lstrip()
-    except (InputError, *BAD_GZIP):  # type: ignore[misc]
-        return None
-
-
-def _looks_like_kineto(head: bytes | None) -> bool:
-    """From the first bytes: events, or at least not something else."""
-    if head is None:
-        return True  # reading it will say what is wrong
-    if b'"traceEvents"' in head or (head[:1] == b"[" and b'"ph"' in head):
-        return True
-    return head[:1] == b"{" and len(head) > _HEAD // 2 and b'"nodes"' not in head
 
 
 def _one_capture(files: dict[Path, bytes | None]) -> tuple[list[Path], list[str]]:
@@ -128,8 +159,13 @@ def _one_capture(files: dict[Path, bytes | None]) -> tuple[list[Path], list[str]
 def _rank_hint(path: Path, head: bytes | None) -> int:
     """The rank by the beginning of a file, or by its name; -1 where neither says."""
     told = _RANK_IN_HEAD.search(head or b"")
+    return int(told.group(1)) if told else rank_in_name(path)
+
+
+def rank_in_name(path: Path) -> int:
+    """The rank that the name of a file tells; -1 where it tells none."""
     found = _RANK_IN_NAME.search(path.name)
-    return int(told.group(1)) if told else int(found.group(1)) if found else -1
+    return int(found.group(1) or found.group(2)) if found else -1
 
 
 def _read_all(
@@ -157,6 +193,16 @@ def _read_all(
         return here.read(files, done, meanwhile)
 
 
+def _read_one_by_one(files: list[Path], read: Callable[[Path], _Read], progress: Progress | None) -> list[_Read]:
+    found, done, total = [], 0, sum(file.stat().st_size for file in files)
+    for file in files:
+        found.append(read(file))
+        done += file.stat().st_size
+        if progress is not None:
+            progress(done, total)
+    return found
+
+
 def _read_here(file: Path, done: Callable[[Path], None]) -> Trace:
     trace = read_kineto(file)
     done(file)
@@ -176,37 +222,33 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
 
 
 def _with_rank(trace: Trace, path: Path, pattern: re.Pattern[str] | None, files: int) -> Trace:
+    if len(trace.headers) > 1:  # one file of several processes
+        return trace
     header = trace.headers[0]
-    rank = header.rank
-    found = (pattern or _RANK_IN_NAME).search(path.name)
-    if pattern is not None:
-        if found is None or not (found.group(1) or "").isdecimal():
-            raise InputError(
-                f"{path}: --rank-pattern {pattern.pattern!r} finds no rank here; its group must match a number"
-            )
-        rank = int(found.group(1))
-    elif rank < 0 and found is not None:
-        rank = int(found.group(1))
-    elif rank < 0 and files == 1:
-        rank = 0
-    elif rank < 0:
-        raise InputError(
-            f"{path}: neither its header nor its name says which rank it is; say how with --rank-pattern 'REGEX(\\d+)'"
-        )
+    rank = _rank(path, header.rank, pattern, files)
     lanes = tuple(lane._replace(rank=rank) for lane in trace.lanes)
     return replace(trace, lanes=lanes, headers=(header._replace(rank=rank),))
 
 
-def _refuse_mixed_jobs(traces: list[Trace]) -> None:
-    by_rank: dict[int, str] = {}
-    for header in (t.headers[0] for t in traces):
-        if header.rank in by_rank:
-            a, b = Path(by_rank[header.rank]).name, Path(header.path).name
+def _rank(path: Path, told: int, pattern: re.Pattern[str] | None, files: int) -> int:
+    """The rank of a file, by the user's pattern, by what it says of itself, or by its name."""
+    if pattern is not None:
+        found = pattern.search(path.name)
+        if found is None or not (found.group(1) or "").isdecimal():
             raise InputError(
-                f"{Path(header.path).parent}: both {a} and {b} claim rank {header.rank}; they are of two captures: "
-                "choose one with --match 'PATTERN', or give ranks with --rank-pattern"
+                f"{path}: --rank-pattern {pattern.pattern!r} finds no rank here; its group must match a number"
             )
-        by_rank[header.rank] = header.path
+        return int(found.group(1))
+    rank = told if told >= 0 else rank_in_name(path)
+    if rank < 0 and files > 1:
+        raise InputError(
+            f"{path}: neither its header nor its name says which rank it is; say how with --rank-pattern 'REGEX(\\d+)'"
+        )
+    return max(rank, 0)
+
+
+def _refuse_mixed_jobs(traces: list[Trace]) -> None:
+    _refuse_equal_ranks([(header.rank, Path(header.path)) for trace in traces for header in trace.headers])
     sizes: dict[int, Header] = {t.headers[0].world_size: t.headers[0] for t in traces if t.headers[0].world_size > 0}
     if len(sizes) > 1:
         (size, x), (other, y) = list(sizes.items())[:2]
@@ -221,6 +263,17 @@ def _refuse_mixed_jobs(traces: list[Trace]) -> None:
                 f"{Path(x.path).name} ends {(start - end) / 1e9:.0f} s before {Path(y.path).name} begins: "
                 "these are different captures; choose one with --match"
             )
+
+
+def _refuse_equal_ranks(files: list[tuple[int, Path]]) -> None:
+    by_rank: dict[int, Path] = {}
+    for rank, path in files:
+        if rank in by_rank:
+            raise InputError(
+                f"{path.parent}: both {by_rank[rank].name} and {path.name} claim rank {rank}; they are of two captures:"
+                " choose one with --match 'PATTERN', or give ranks with --rank-pattern"
+            )
+        by_rank[rank] = path
 
 
 def _missing_ranks(job: Trace) -> list[str]:

@@ -5,32 +5,42 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from lumos.engines import Engine, Here, Job
 from lumos.errors import LumosError
-from lumos.forecast import Forecast, forecast
+from lumos.forecast import forecast
 from lumos.scoring.runs import Run, runs_of
 
 _FEWEST = 3  # configurations of a (model, GPUs) group whose order is judged
+_PIECE = 32  # rows that a worker takes at a time
+
+Row = dict[str, str]
+Refused = tuple[str, str]
+"""(id, reason)."""
 
 
-@dataclass(frozen=True)
-class Scored:
-    """A run and its forecast."""
+class Scored(NamedTuple):
+    """A run and what was forecast of it, in plain values."""
 
-    run: Run
-    forecast: Forecast
-
-    @property
-    def seconds(self) -> float:
-        return self.forecast.step.us / 1e6
+    id: str
+    source: str
+    model: str
+    gpus: int
+    measured: float | None  # seconds; None where the row does not say
+    predicted: float
+    low: float
+    high: float
+    fits: bool
+    peak_gib: float
+    notes: tuple[str, ...]
 
     @property
     def error(self) -> float:
         """Relative; nan where nothing was measured."""
-        return self.seconds / self.run.seconds - 1
+        return float("nan") if self.measured is None else self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
@@ -39,13 +49,13 @@ class Score:
 
     rows: int
     scored: tuple[Scored, ...]
-    refused: tuple[tuple[str, str], ...]  # (id, reason)
+    refused: tuple[Refused, ...]
 
     def as_dict(self) -> dict[str, Any]:
         by_source: dict[str, list[Scored]] = defaultdict(list)
         for item in self.scored:
-            if item.error == item.error:
-                by_source[item.run.source].append(item)
+            if item.measured is not None:
+                by_source[item.source].append(item)
         measured = [item for part in by_source.values() for item in part]
         return {
             "rows": self.rows,
@@ -58,42 +68,65 @@ class Score:
 
     def table(self) -> list[dict[str, Any]]:
         """A row for every predicted run."""
+        keys = ("id", "measured", "predicted", "low", "high", "fits", "peak_gib")
         return [
-            {
-                "id": item.run.id,
-                "measured": item.run.seconds if item.run.seconds == item.run.seconds else None,
-                "predicted": item.seconds,
-                "low": item.forecast.interval_ms[0] / 1e3,
-                "high": item.forecast.interval_ms[1] / 1e3,
-                "fits": item.forecast.memory.fits,
-                "peak_gib": item.forecast.memory.gib()["peak"],
-                "notes": "; ".join(item.run.notes),
-            }
-            for item in self.scored
+            {key: getattr(item, key) for key in keys} | {"notes": "; ".join(item.notes)} for item in self.scored
         ]
 
+    def as_part(self, question: str, shard: tuple[int, int]) -> dict[str, Any]:
+        """For `lumos merge`: the answer to a shard, with all that the whole answer will need."""
+        scored = [item._asdict() for item in self.scored]
+        return self.as_dict() | {
+            "kind": "score", "question": question, "shard": [shard[0] + 1, shard[1]], "scored": scored,
+        }  # fmt: skip
 
-def score(rows: list[dict[str, str]], progress: Callable[[int, int, str], None] | None = None) -> Score:
-    """Predict every row that describes a run."""
-    scored, refused = [], []
-    for number, run in enumerate(runs_of(rows), 1):
-        if isinstance(run, Run):
-            try:
-                scored.append(Scored(run, forecast(run.setup, run.notes)))
-            except LumosError as problem:
-                refused.append((run.id, str(problem).splitlines()[0]))
-        else:
-            refused.append(run)
+
+def score(
+    rows: Sequence[Row],
+    progress: Callable[[int, int, str], None] | None = None,
+    engine: Engine | None = None,
+    shard: tuple[int, int] = (0, 1),
+) -> Score:
+    """Predict every row of a shard that describes a run."""
+    named = [{**row, "id": row.get("id") or f"row {number}"} for number, row in enumerate(rows, 1)]
+    mine = named[shard[0] :: shard[1]]
+    pieces = [mine[i : i + _PIECE] for i in range(0, len(mine), _PIECE)]
+    scored: list[Scored] = []
+    refused: list[Refused] = []
+    for answers in (engine or Here()).run(Job(score_rows, None), pieces):
+        for answer in answers:
+            if isinstance(answer, Scored):
+                scored.append(answer)
+            else:
+                refused.append(answer)
         if progress is not None:
-            progress(number, len(rows), "predicting")
-    return Score(len(rows), tuple(scored), tuple(refused))
+            progress(len(scored) + len(refused), len(mine), "predicting")
+    return Score(len(mine), tuple(scored), tuple(refused))
+
+
+def score_rows(_: None, rows: list[Row]) -> list[Scored | Refused]:
+    """Predict some rows; a job for an engine."""
+    return [_scored(run) if isinstance(run, Run) else run for run in runs_of(rows)]
+
+
+def _scored(run: Run) -> Scored | Refused:
+    try:
+        found = forecast(run.setup, run.notes)
+        low, high = found.interval_ms
+        seconds = run.seconds if run.seconds == run.seconds else None
+        return Scored(
+            run.id, run.source, run.model, run.gpus, seconds, found.step.us / 1e6, low / 1e3, high / 1e3,
+            found.memory.fits, found.memory.gib()["peak"], tuple(run.notes),
+        )  # fmt: skip
+    except LumosError as problem:
+        return run.id, str(problem).splitlines()[0]
 
 
 def _summary(items: Sequence[Scored]) -> dict[str, Any]:
     if not items:
         return {"n": 0, "mape": None, "median": None, "spearman": None}
     errors = 100 * np.abs([item.error for item in items])
-    rank = rank_correlation([(i.run.model, i.run.gpus, i.run.seconds, i.seconds) for i in items])
+    rank = rank_correlation([(i.model, i.gpus, i.measured or 0.0, i.predicted) for i in items])
     return {
         "n": len(items),
         "mape": float(errors.mean()),
@@ -106,9 +139,7 @@ def _inside(items: Sequence[Scored]) -> float | None:
     """The share of runs inside their 80 % interval."""
     if not items:
         return None
-    return float(
-        np.mean([i.forecast.interval_ms[0] <= 1e3 * i.run.seconds <= i.forecast.interval_ms[1] for i in items])
-    )
+    return float(np.mean([i.measured is not None and i.low <= i.measured <= i.high for i in items]))
 
 
 def rank_correlation(rows: Sequence[tuple[str, int, float, float]]) -> float:

@@ -48,6 +48,27 @@ class _Draft(NamedTuple):
     mistakes: tuple[str, ...] = ()
 
 
+class PlainSetup(NamedTuple):
+    """The plain values of a file, or of none, with its overrides: all that is said, before it is completed."""
+
+    sections: Sections
+    overrides: Sections
+    notes: tuple[str, ...]
+    mistakes: tuple[str, ...]
+    where: str
+
+    def over(self, below: Sections) -> Sections:
+        """What is said, completed by values from elsewhere; an override that names another model replaces theirs."""
+        if any(source in _table(self.overrides, "model") for source in _MODEL_SOURCES):
+            below = {name: values for name, values in below.items() if name != "model"}
+        return _layered(below, self.sections)
+
+    def checked(self, sections: Sections) -> SetupReading:
+        """The setup of completed sections, or an error that lists every mistake."""
+        setup = checked_setup(sections, self.where, self.mistakes)
+        return SetupReading(setup, (*self.notes, *_taken(sections, setup), *warnings_in(setup)))
+
+
 def read_setup(path: Path, overrides: Sequence[str] = ()) -> Setup:
     """The run that a file describes, with overrides like "parallel.tp=2", or an error that lists every mistake."""
     return read_setup_with_notes(path, overrides).setup
@@ -60,8 +81,22 @@ def read_setup_with_notes(path: Path, overrides: Sequence[str] = ()) -> SetupRea
     sections = _layered(draft.sections, changes)
     model, notes, mistakes = _model_from(sections.get("model", {}), path.parent)
     setup = checked_setup(sections | {"model": model}, str(path), (*draft.mistakes, *mistakes))
-    taken = () if _has(sections, "cluster.gpu") else (f"cluster.gpu is not given: {setup.cluster.gpu} is taken",)
-    return SetupReading(setup, (*draft.notes, *notes, *taken, *warnings_in(setup)))
+    return SetupReading(setup, (*draft.notes, *notes, *_taken(sections, setup), *warnings_in(setup)))
+
+
+def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
+    """What a file says that may lack values; without a file, the overrides alone."""
+    changes = _parsed(overrides)
+    draft = _read(path) if path is not None else _Draft({})
+    sections = _layered(draft.sections, changes)
+    model, notes, mistakes = _model_from(sections.get("model", {}), path.parent if path is not None else Path())
+    where = str(path) if path is not None else ""
+    return PlainSetup(sections | {"model": model}, changes, (*draft.notes, *notes), (*draft.mistakes, *mistakes), where)
+
+
+def _taken(sections: Sections, setup: Setup) -> tuple[str, ...]:
+    """What was taken for a value that is not given and that no rule derives."""
+    return () if _has(sections, "cluster.gpu") else (f"cluster.gpu is not given: {setup.cluster.gpu} is taken",)
 
 
 def write_setup(setup: Setup) -> str:
@@ -166,7 +201,7 @@ def _parsed(overrides: Sequence[str]) -> Sections:
         elif (section, key) == ("model", "hf"):
             sections.setdefault(section, {})[key] = str(Path(value.strip()).absolute())  # not relative to the file
         else:
-            sections.setdefault(section, {})[key] = _toml_value(value.strip())
+            sections.setdefault(section, {})[key] = toml_value(value.strip())
     if mistakes:
         raise OptionError("\n".join(mistakes))
     return sections
@@ -178,7 +213,7 @@ def _malformed(text: str, place: str) -> str:
     return f"--set {text[:100]}: write SECTION.KEY=VALUE; {example}"
 
 
-def _toml_value(text: str) -> Any:
+def toml_value(text: str) -> Any:
     """A TOML value, or the text itself where it is a bare word."""
     try:
         read = tomllib.loads(f"value = {text}")

@@ -14,19 +14,19 @@ def place_of(path: Path) -> str:
     return str(path) if str(path).isprintable() else repr(str(path))
 
 
-def text_of(path: Path) -> str:
-    """The text of a file, or InputError."""
+def text_of(path: Path, largest: int = _LARGEST) -> str:
+    """The text of a file up to a size, or InputError."""
     where = place_of(path)
     try:
         if not path.is_file():
             what = "is a folder: name a file in it" if path.is_dir() else "does not exist"
             raise InputError(f"{where}: {what}")
         with path.open("rb") as file:
-            content = file.read(_LARGEST + 1)
+            content = file.read(largest + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         raise InputError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if len(content) > _LARGEST:
-        raise InputError(f"{where}: larger than {_LARGEST >> 20} MiB, which no description of a run is")
+    if len(content) > largest:
+        raise InputError(f"{where}: larger than {largest >> 20} MiB, which what is expected here never is")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -1,0 +1,99 @@
+"""How long reports take to be written, how large they are, and when a browser has them ready.
+
+    python benchmarks/report_speed.py [docs/report_speed.md]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from report_pages import EXAMPLE, LLAMA, ROOT, searched
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from browser import Browser, find_browser, open_browser
+from lumos import read_job, replay
+from lumos.forecast import forecast
+from lumos.output.html.forecast_page import forecast_page
+from lumos.output.html.page import Page, write_page
+from lumos.output.html.replay_page import replay_page
+from lumos.output.html.search_page import search_page
+from lumos.setups import read_setup
+
+DATA = ROOT.parent / "shared/data"
+TRACES = {
+    "one rank, a real trace": DATA / "public/hta/df_index_resolver/df_index_resolver.json.gz",
+    "8 ranks, a real trace": DATA / "public/megatron_tp8_a100/kineto",
+    "the example, 4 ranks": EXAMPLE,
+}
+MOST_MB, MOST_SECONDS = 6, 3
+SAID = (
+    "Writing is counted from the finished replay to the closed file. `ready` is when tables and filters answer, "
+    "`drawn` when the last chart is there; both from the start of loading, in headless Chromium on this machine."
+)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Page]]]:
+    for name, path in TRACES.items():
+        if not path.exists():
+            print(f"skipped: {path} is not there", file=sys.stderr)
+            continue
+        run = replay(read_job(path))
+        _ = run.path_summary, run.clean_ms, run.never_profiled_ms
+        yield f"replay of {len(run.execution.graph):,} tasks ({name})", lambda run=run: replay_page(run)
+    found = forecast(read_setup(LLAMA))
+    yield f"forecast of {found.setup.cluster.gpus} GPUs", lambda: forecast_page(found)
+    answer = searched()
+    yield f"search of {answer['evaluated']:,} configurations", lambda: search_page(answer)
+
+
+def row(name: str, make: Callable[[], Page], folder: Path, browser: Browser | None) -> str:
+    path = folder / "page.html"
+    start = time.perf_counter()
+    write_page(path, make())
+    seconds = time.perf_counter() - start
+    size = path.stat().st_size / 1e6
+    holds = "yes" if size <= MOST_MB and seconds <= MOST_SECONDS else "**no**"
+    return f"| {name} | {seconds:.2f} | {size:.2f} | {holds} | {' | '.join(in_browser(path, browser))} |"
+
+
+def in_browser(path: Path, browser: Browser | None) -> tuple[str, str]:
+    if browser is None:
+        return "not measured", "not measured"
+    with browser.open(path) as tab:
+        tab.wait_for("document.documentElement.dataset.charts === 'drawn'")
+        marks = [tab.value(f"performance.getEntriesByName('{mark}')[0].startTime") for mark in ("ready", "drawn")]
+    return f"{marks[0] / 1e3:.2f}", f"{marks[1] / 1e3:.2f}"
+
+
+def table(browser: Browser | None) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [row(name, make, Path(folder), browser) for name, make in cases()]
+    bar = f"≤ {MOST_SECONDS} s, ≤ {MOST_MB} MB"
+    head = f"| report | written, s | MB | {bar} | ready, s | drawn, s |\n|---|---|---|---|---|---|\n"
+    load = os.getloadavg()[0]
+    return (
+        f"# How large and how fast reports are\n\nWritten by `make bench`. {SAID}\n"
+        f"Two megabytes of every file are plotly's script, which takes about a second to start here. {os.cpu_count()} "
+        f"cores, load {load:.1f}.\n\n{head}" + "\n".join(rows) + "\n"
+    )
+
+
+def main(output: str = "") -> None:
+    if find_browser():
+        with open_browser() as browser:
+            text = table(browser)
+    else:
+        text = table(None)
+    print(text)
+    if output:
+        Path(output).write_text(text)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,92 @@
+"""A fake world: one process that believes to be a rank of a large job. Its kernels are real, its peers are not there.
+
+PyTorch's fake process group answers every collective at once and moves nothing, so results are wrong and times of
+compute are right. Lumos takes collectives, peers and network from its model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lumos.capture.place import require_torch
+from lumos.errors import OptionError
+
+
+def fake_world(rank: int, world: int) -> None:
+    """Make this process rank `rank` of `world`; a later `init_process_group` finds it done."""
+    check_world(rank, world)
+    require_torch()
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        if str(dist.get_backend()) == "fake" and (dist.get_rank(), dist.get_world_size()) == (rank, world):
+            return
+        raise OptionError(
+            "a process group is there already: call lumos.capture.fake_world(rank, world) before init_process_group"
+        )
+    fake_process_groups(rank, world)
+    dist.init_process_group()
+
+
+def check_world(rank: int, world: int) -> None:
+    if not (isinstance(world, int) and isinstance(rank, int) and world >= 1 and 0 <= rank < world):
+        raise OptionError(f"fake world: rank {rank} of {world}: a rank is 0 to {max(int(world), 1) - 1} here")
+
+
+def world_environment(rank: int, world: int) -> dict[str, str]:
+    """What a launcher would have told such a process: it has the node's first GPU."""
+    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
+    return {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def fake_process_groups(rank: int, world: int) -> None:
+    """From here on every process group of this process is a fake one, whatever backend is asked for."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(world_environment(rank, world))
+    initialise, make_group = dist.init_process_group, dist.new_group
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        if not dist.is_initialized():
+            initialise("fake", rank=rank, world_size=world, store=FakeStore())
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
+        return make_group(ranks, timeout, "fake", **{k: v for k, v in options.items() if k != "pg_options"})
+
+    _put_in_place(initialise, init_process_group)
+    _put_in_place(make_group, new_group)
+    _answer_data_parallel()
+
+
+def _answer_data_parallel() -> None:
+    """DistributedDataParallel wants its gradients back from an all-reduce, and a fake one returns nothing."""
+    import torch.distributed as dist
+    from torch.futures import Future
+    from torch.nn.parallel import DistributedDataParallel
+
+    def all_reduce(bucket: Any) -> Any:
+        dist.all_reduce(bucket.buffer(), async_op=True)
+        answer: Any = Future()
+        answer.set_result(bucket.buffer())
+        return answer
+
+    forward = DistributedDataParallel.forward
+
+    def first_forward(module: Any, *arguments: Any, **options: Any) -> Any:
+        if not getattr(module, "_comm_hooks", None):  # a script's own is left alone
+            module.register_comm_hook(None, lambda _, bucket: all_reduce(bucket))
+        return forward(module, *arguments, **options)
+
+    DistributedDataParallel.forward = first_forward
+
+
+def _put_in_place(before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Modules of torch hold the function under its name each for itself."""
+    name = before.__name__
+    for path, module in list(sys.modules.items()):
+        if path.startswith("torch.distributed") and getattr(module, name, None) is before:
+            setattr(module, name, after)

@@ -1,0 +1,90 @@
+"""Run by Python at its start, before the script of `lumos capture -- COMMAND`: has torch record once it is imported.
+
+It must leave everything else as it was: a sitecustomize of the machine's own is run as well, and whatever goes wrong
+here is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class _AfterTorch(MetaPathFinder):
+    """Finds torch where it would be found anyway, with a loader that calls us when it is loaded."""
+
+    def __init__(self, order: str) -> None:
+        self.order = order
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ObeyingLoader(spec.loader, self)
+        return spec
+
+
+class _ObeyingLoader(Loader):
+    def __init__(self, inner: Any, finder: _AfterTorch) -> None:
+        self.inner, self.finder = inner, finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self.inner.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self.finder in sys.meta_path:
+            sys.meta_path.remove(self.finder)
+        self.inner.exec_module(module)
+        _guarded(_obey, self.finder.order)
+
+
+def _obey(order: str) -> None:
+    if importlib.util.find_spec("lumos") is None:
+        _load_lumos()
+    from lumos.capture.child import obey
+
+    obey(order)
+
+
+def _load_lumos() -> None:
+    """Lumos, and nothing else of where it lies: this Python may have other versions of everything."""
+    home = os.environ["LUMOS_CAPTURE_HOME"]
+    init = os.path.join(home, "__init__.py")
+    spec = importlib.util.spec_from_file_location("lumos", init, submodule_search_locations=[home])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no Lumos in {home}")
+    module = sys.modules["lumos"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def _run_the_machines_own() -> None:
+    """The sitecustomize that this file stands before."""
+    elsewhere = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
+    spec = PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _guarded(act: Any, *arguments: Any) -> None:
+    try:
+        act(*arguments)
+    except Exception as problem:
+        sys.stderr.write(f"lumos capture: cannot record this process ({type(problem).__name__}: {problem})\n")
+
+
+if "LUMOS_CAPTURE" in os.environ:
+    sys.meta_path.insert(0, _AfterTorch(os.environ["LUMOS_CAPTURE"]))
+_guarded(_run_the_machines_own)

@@ -1,0 +1,308 @@
+"use strict";
+// Filters, sorting and charts of a report. Charts are drawn by plotly, which is unpacked from the page itself.
+(() => {
+  const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+  const one = (selector) => document.querySelector(selector);
+  const root = document.documentElement;
+  const specs = JSON.parse(one("#charts").textContent);
+  const state = { rank: "", off: new Set(), text: "" };
+  const PRINT_WIDTH = 690;
+
+  // ---------------------------------------------------------------- what the filters keep
+  const keepsRank = (rank) => !state.rank || !rank || rank === state.rank;
+  const keepsKind = (kind) => !kind || !state.off.has(kind);
+  const keepsText = (text) => !state.text || text.toLowerCase().includes(state.text);
+
+  // ---------------------------------------------------------------- tables
+  const tables = all("table").map((table) => ({
+    table,
+    rows: all("tbody tr", table).map((row) => ({ row, text: row.textContent.toLowerCase() })),
+  }));
+
+  function filterTables() {
+    for (const { rows } of tables) {
+      for (const { row, text } of rows) {
+        const { rank, kind } = row.dataset;
+        row.hidden = !(keepsRank(rank) && keepsKind(kind) && (!state.text || text.includes(state.text)));
+      }
+    }
+  }
+
+  function makeSortable(table) {
+    all("thead th", table).forEach((head, column) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = head.textContent;
+      head.replaceChildren(button);
+      button.addEventListener("click", () => sortBy(table, head, column));
+    });
+  }
+
+  function sortBy(table, head, column) {
+    const numeric = head.classList.contains("number");
+    const falling = head.getAttribute("aria-sort") ? head.getAttribute("aria-sort") === "ascending" : numeric;
+    all("thead th", table).forEach((other) => other.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", falling ? "descending" : "ascending");
+    const value = (row) => row.cells[column].dataset.sort;
+    const compare = (a, b) => {
+      const [x, y] = [value(a), value(b)];
+      if (x === "" || y === "") return (x === "") - (y === "") || 0; // what is not known comes last either way
+      const order = numeric ? Number(x) - Number(y) : x.localeCompare(y, "en", { numeric: true });
+      return falling ? -order : order;
+    };
+    const body = table.tBodies[0];
+    const rows = [...body.rows];
+    const totals = rows.filter((row) => row.classList.contains("total"));
+    body.append(...rows.filter((row) => !row.classList.contains("total")).sort(compare), ...totals);
+  }
+
+  // ---------------------------------------------------------------- colours and words
+  const probe = document.createElement("i");
+  probe.hidden = true;
+  document.body.append(probe);
+
+  function colour(word) {
+    probe.style.color = `var(--${word.replaceAll(" ", "-")}, var(--plain))`;
+    return getComputedStyle(probe).color;
+  }
+
+  // Plotly reads mark-up in text; names are text and nothing else.
+  const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+  const clipped = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
+  const [coarse, fine] = [1, 3].map((digits) => new Intl.NumberFormat("en-GB", { maximumFractionDigits: digits }));
+  const number = (value) => {
+    const size = Math.abs(value);
+    return size >= 100 ? coarse.format(value) : size >= 1 || size === 0 ? fine.format(value) : String(Number(value.toPrecision(3)));
+  };
+
+  let width = 0; // of a sheet of paper, while it is printed on
+  function layout(more) {
+    const axis = { gridcolor: colour("grid"), zerolinecolor: colour("rule"), automargin: true, title: { standoff: 8 }, exponentformat: "none", separatethousands: true };
+    const base = {
+      font: { family: getComputedStyle(document.body).fontFamily, size: width ? 10 : 12, color: colour("ink") },
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      margin: { l: 8, r: 16, t: 34, b: 40 }, hovermode: "closest", dragmode: "zoom",
+      hoverlabel: { align: "left", bgcolor: colour("raised"), bordercolor: colour("rule"), font: { color: colour("ink") } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("quiet"), activecolor: colour("ink") },
+      legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", xanchor: "left" },
+      ...more,
+    };
+    if (width) base.width = width;
+    base.xaxis = { ...axis, ...more.xaxis };
+    base.yaxis = { ...axis, ...more.yaxis };
+    return base;
+  }
+
+  // ---------------------------------------------------------------- the charts
+  function bars(spec) {
+    const shown = spec.labels.map((_, i) => i).filter(
+      (i) => keepsRank(spec.ranks[i]) && (!spec.named || keepsText(spec.labels[i])));
+    const flat = shown.length <= 40; // more bars than that stand upright
+    const places = shown.map((_, i) => i);
+    const data = spec.series.filter((part) => keepsKind(part.kind)).map((part) => {
+      const values = shown.map((i) => part.values[i]);
+      const text = shown.map((i) => `${plain(spec.labels[i])}<br>${plain(part.name)} ${number(part.values[i] ?? 0)} ${plain(spec.unit)}`);
+      const hues = part.colour === "change" ? values.map((v) => colour(v > 0 ? "worse" : "better")) : colour(part.colour);
+      return {
+        type: "bar", name: plain(part.name), orientation: flat ? "h" : "v", marker: { color: hues, line: { width: 0 } },
+        x: flat ? values : places, y: flat ? places : values, hovertext: text, hoverinfo: "text",
+      };
+    });
+    const names = { tickvals: places, ticktext: shown.map((i) => plain(clipped(spec.labels[i], 44))), fixedrange: true, showgrid: false, zeroline: false, ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)" };
+    const values = { title: { text: plain(spec.unit) }, rangemode: "tozero" };
+    const beside = spec.grouped ? spec.series.length : 1;
+    return {
+      data, size: shown.length,
+      layout: layout({
+        barmode: spec.grouped ? "group" : "relative", bargap: 0.28, showlegend: spec.series.length > 1,
+        height: flat ? Math.max(150, 90 + shown.length * (14 + 12 * beside)) : 320,
+        xaxis: flat ? values : shown.length > 80 ? { title: { text: "" } } : names,
+        yaxis: flat ? { ...names, autorange: "reversed" } : values,
+      }),
+    };
+  }
+
+  function lines(spec) {
+    const shown = spec.lines.filter((line) => keepsRank(line.rank));
+    const data = shown.map((line) => ({
+      type: "scatter", mode: "lines", name: plain(line.name), x: line.x, y: line.y,
+      line: { color: colour(line.colour), width: line.dashed ? 1.5 : 2, dash: line.dashed ? "dash" : "solid", shape: line.steps ? "hv" : "linear" },
+      hovertemplate: `${plain(line.name)}<br>%{x:,.4~g} · %{y:,.4~g}<extra></extra>`,
+    }));
+    return {
+      data, size: shown.length,
+      layout: layout({
+        height: 320, showlegend: true, xaxis: { title: { text: plain(spec.x_title) } },
+        yaxis: { title: { text: plain(spec.y_title) }, rangemode: "tozero" },
+      }),
+    };
+  }
+
+  function scatter(spec) {
+    let size = 0;
+    const data = spec.points.map((part) => {
+      const kept = part.x.map((_, i) => i).filter((i) => part.is_bound || !part.labels.length || keepsText(part.labels[i]));
+      const pick = (values) => kept.map((i) => values[i]);
+      if (!part.is_bound) size += kept.length;
+      return {
+        type: "scatter", name: plain(part.name), x: pick(part.x), y: pick(part.y),
+        mode: part.is_bound ? "lines" : part.joined ? "lines+markers" : "markers",
+        line: { color: colour(part.colour), width: 1.5, dash: part.is_bound ? "dot" : "solid" },
+        marker: { color: colour(part.colour), size: part.sizes.length ? pick(part.sizes) : 8, opacity: part.joined ? 1 : 0.75,
+          line: { width: 1, color: colour("page") } },
+        hovertext: part.labels.length ? pick(part.labels).map((text) => plain(text).replaceAll(" | ", "<br>")) : plain(part.name),
+        hoverinfo: "text",
+      };
+    });
+    const kind = spec.logarithmic ? "log" : "linear";
+    return {
+      data, size,
+      layout: layout({
+        height: 430, showlegend: true,
+        xaxis: { title: { text: plain(spec.x_title) }, type: kind, dtick: spec.logarithmic ? 1 : undefined },
+        yaxis: { title: { text: plain(spec.y_title) }, type: kind, dtick: spec.logarithmic ? 1 : undefined },
+      }),
+    };
+  }
+
+  function timeline(spec) {
+    const place = new Map();
+    spec.lanes.forEach((lane, index) => { if (keepsRank(lane.rank)) place.set(index, place.size); });
+    const match = spec.names.map(keepsText);
+    const groups = new Map(spec.kinds.map((_, index) => [index, []]));
+    for (let i = 0; i < spec.lane.length; i++) {
+      if (place.has(spec.lane[i]) && match[spec.name[i]] && !state.off.has(spec.kinds[spec.kind[i]])) groups.get(spec.kind[i]).push(i);
+    }
+    const label = (i) => {
+      const name = plain(clipped(spec.names[spec.name[i]], 90));
+      const many = spec.count[i] > 1 ? `${number(spec.count[i])} tasks, mostly ${name}<br>busy ${number(spec.busy[i])} of ${number(spec.length[i])} ms` : `${name}<br>${number(spec.length[i])} ms`;
+      return `${many}<br>at ${number(spec.start[i])} ms, ${plain(spec.lanes[spec.lane[i]].label)}`;
+    };
+    const data = [];
+    let size = 0;
+    for (const [kind, boxes] of groups) {
+      if (!boxes.length) continue;
+      size += boxes.length;
+      const hue = colour(spec.kinds[kind]);
+      data.push({
+        type: "bar", orientation: "h", name: plain(spec.kinds[kind]), base: boxes.map((i) => spec.start[i]),
+        x: boxes.map((i) => spec.length[i]), y: boxes.map((i) => place.get(spec.lane[i])), width: 0.72,
+        marker: { color: hue, line: { width: 0 }, opacity: boxes.map((i) => (spec.count[i] > 1 ? 0.45 + 0.4 * Math.min(1, spec.busy[i] / spec.length[i]) : 1)) },
+        hovertext: boxes.map(label), hoverinfo: "text",
+      });
+    }
+    const path = spec.path_lane.map((lane) => (place.has(lane) ? place.get(lane) : null));
+    if (path.some((at) => at !== null) && !state.off.has("critical path")) {
+      data.push({
+        type: "scatter", mode: "lines", name: "critical path", x: spec.path_time, y: path, connectgaps: false,
+        line: { color: colour("critical path"), width: 1.6 }, hoverinfo: "skip",
+      });
+    }
+    const lanes = [...place.keys()];
+    return {
+      data, size,
+      layout: layout({
+        barmode: "overlay", height: 110 + 26 * Math.max(lanes.length, 2), showlegend: true,
+        xaxis: { title: { text: "ms" }, range: [0, spec.span] },
+        yaxis: {
+          tickvals: lanes.map((_, i) => i), ticktext: lanes.map((i) => plain(spec.lanes[i].label)),
+          range: [lanes.length - 0.4, -0.6], fixedrange: true, showgrid: false, zeroline: false, ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)",
+        },
+      }),
+    };
+  }
+
+  const makers = { bars, lines, scatter, timeline };
+  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "toImage"] };
+
+  function draw(index) {
+    const holder = one(`#chart-${index}`);
+    const made = makers[specs[index].type](specs[index]);
+    holder.dataset.drawn = String(made.size);
+    if (!made.size) {
+      Plotly.purge(holder);
+      const empty = document.createElement("p");
+      empty.className = "empty";
+      empty.textContent = "nothing matches the filters";
+      holder.replaceChildren(empty);
+      return;
+    }
+    if (holder.querySelector(".empty")) holder.replaceChildren();
+    Plotly.react(holder, made.data, made.layout, config);
+  }
+
+  let ready = false;
+  let changed = false; // by a filter, while the charts were still being drawn
+  const redraw = () => { if (ready) specs.forEach((_, index) => draw(index)); };
+  const filtered = (spec) => spec.type !== "bars" || spec.named || spec.ranks.length || spec.series.some((part) => part.kind);
+
+  function apply() {
+    filterTables();
+    changed = !ready;
+    if (ready) specs.forEach((spec, index) => { if (filtered(spec)) draw(index); });
+  }
+
+  // ---------------------------------------------------------------- controls
+  function listen() {
+    all(".needs-script").forEach((element) => { element.hidden = false; });
+    tables.forEach(({ table }) => makeSortable(table));
+    const find = one("#find");
+    let waiting = 0;
+    find.addEventListener("input", () => {
+      state.text = find.value.trim().toLowerCase();
+      clearTimeout(waiting);
+      waiting = setTimeout(apply, 120);
+    });
+    one("#rank")?.addEventListener("change", (event) => { state.rank = event.target.value; apply(); });
+    all("#filters input[name=kind]").forEach((box) => box.addEventListener("change", () => {
+      if (box.checked) state.off.delete(box.value); else state.off.add(box.value);
+      apply();
+    }));
+    one("#filters").addEventListener("submit", (event) => event.preventDefault());
+    one("#filters").addEventListener("reset", () => { state.rank = ""; state.text = ""; state.off.clear(); apply(); });
+    const prefers = matchMedia("(prefers-color-scheme: dark)");
+    const isDark = () => (root.dataset.theme || (prefers.matches ? "dark" : "light")) === "dark";
+    const name = () => { one("#theme").textContent = isDark() ? "light" : "dark"; };
+    one("#theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; name(); redraw(); });
+    prefers.addEventListener("change", () => { name(); redraw(); });
+    name();
+    let before;
+    addEventListener("beforeprint", () => { before = root.dataset.theme; root.dataset.theme = "light"; width = PRINT_WIDTH; redraw(); });
+    addEventListener("afterprint", () => { if (before) root.dataset.theme = before; else delete root.dataset.theme; width = 0; redraw(); });
+  }
+
+  // ---------------------------------------------------------------- plotly, unpacked
+  async function load() {
+    const packed = one("#plotly");
+    const text = atob(packed.textContent);
+    packed.remove();
+    const bytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+    const script = document.createElement("script");
+    script.textContent = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+    document.head.append(script);
+    if (!window.Plotly) throw new Error("the chart library could not be unpacked");
+  }
+
+  const pause = () => new Promise((go) => setTimeout(go));
+
+  async function start() {
+    listen();
+    root.dataset.page = "ready";
+    performance.mark("ready");
+    if (!specs.length) { root.dataset.charts = "drawn"; return; }
+    await pause(); // the page is shown first
+    await load();
+    for (let index = 0; index < specs.length; index++) { draw(index); await pause(); }
+    ready = true;
+    if (changed) apply();
+    root.dataset.charts = "drawn";
+    performance.mark("drawn");
+  }
+
+  start().catch((error) => {
+    root.dataset.charts = "failed";
+    all(".chart").forEach((holder) => { holder.textContent = "This browser cannot unpack the charts; the tables hold the same numbers."; });
+    console.error(error);
+  });
+})();

@@ -1,0 +1,88 @@
+"""Table: rows of a report as static HTML, so that they are there without scripts and in print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import NamedTuple
+
+Value = str | float | int | bool | None
+
+LONGEST = 160  # characters of a name that are shown; kernels of C++ templates have thousands
+
+
+class Column(NamedTuple):
+    """A heading; numbers stand right with so many digits, `bar` draws their share of the largest one beside them."""
+
+    title: str
+    digits: int = -1  # -1: text
+    bar: bool = False
+    signed: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        return self.digits >= 0
+
+
+class Cell(NamedTuple):
+    """What is shown, what it is sorted by, and the length of its bar in percent (-1: none)."""
+
+    text: str
+    sort: str
+    bar: float = -1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """The values of a row, and by what the page's filters find it; '' is found by any."""
+
+    values: Sequence[Value]
+    rank: str = ""
+    kind: str = ""
+    is_total: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A caption, headings and rows, as the template prints them."""
+
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    left_out: str = ""  # what is not shown of it
+
+    def body(self) -> list[tuple[Row, list[Cell]]]:
+        """Every row with its cells."""
+        largest = [self._largest_of(index) if column.bar else 0.0 for index, column in enumerate(self.columns)]
+        return [
+            (row, [_cell(*parts) for parts in zip(row.values, self.columns, largest, strict=True)]) for row in self.rows
+        ]
+
+    def _largest_of(self, index: int) -> float:
+        values = (row.values[index] for row in self.rows if not row.is_total)
+        return max((abs(float(v)) for v in values if isinstance(v, int | float)), default=0.0)
+
+
+def ms_digits(values: Iterable[float]) -> int:
+    """Digits after the point that a column of milliseconds needs: about four that count in its largest value."""
+    largest = max((abs(value) for value in values), default=0.0)
+    return 1 if largest >= 1000 else 2 if largest >= 100 else 3
+
+
+def short(name: str, longest: int = LONGEST) -> str:
+    """A name of bounded length, with what does not print as a space."""
+    clean = "".join(c if c.isprintable() else " " for c in name[: longest + 1])
+    return clean if len(clean) <= longest else clean[: longest - 1] + "…"
+
+
+def _cell(value: Value, column: Column, largest: float) -> Cell:
+    if value is None:
+        return Cell("–", "")
+    if isinstance(value, str) or not column.is_number:
+        return Cell(short(str(value)), str(value)[:LONGEST])
+    number = float(value)
+    if not isfinite(number):
+        return Cell("–", "")
+    text = f"{number:+,.{column.digits}f}" if column.signed else f"{number:,.{column.digits}f}"
+    return Cell(text.replace("-", "−"), repr(number), 100 * abs(number) / largest if largest > 0 else -1.0)

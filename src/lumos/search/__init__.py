@@ -1,0 +1,1 @@
+"""Search: which configuration of a run is best."""

@@ -1,0 +1,358 @@
+"""What a step costs in energy and money: laws of every forecast, figures on measured steps, the bill, the options."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lumos import cli
+from lumos.bill import Bill, Tariff, read_tariff
+from lumos.costs.collective import Collective, Group
+from lumos.costs.joules import joules_for
+from lumos.costs.operator import KINDS, Operator
+from lumos.energy import Energy
+from lumos.errors import OptionError
+from lumos.forecast import forecast
+from lumos.setups import Setup, gpu_named, gpu_names
+from test_forecast import described, setups
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "calibration"))
+
+import fit_energy as fitting  # noqa: E402
+
+EXAMPLE = ROOT / "examples/one-h200.toml"
+positive = st.floats(1e-6, 1e6)
+
+
+# Laws
+
+
+@settings(max_examples=60)
+@given(setups())
+def test_no_gpu_draws_less_than_idle_or_more_than_its_limit(setup: Setup) -> None:
+    gpu, energy = setup.cluster.accelerator, forecast(setup).energy
+    assert len(energy.stage_w) == setup.parallel.pp
+    for watts in energy.stage_w:
+        assert gpu.idle_w <= watts <= gpu.tdp_w
+    assert energy.joules == pytest.approx(energy.watts * energy.seconds * setup.cluster.gpus)
+
+
+@given(positive, st.lists(st.floats(0, 1e9), min_size=1, max_size=8), st.floats(1.001, 100))
+def test_the_same_work_in_more_time_costs_more(seconds: float, work: list[float], longer: float) -> None:
+    energy = Energy(seconds, 4, 124.0, 693.0, work)
+    assert replace(energy, seconds=seconds * longer).joules > energy.joules
+
+
+@given(positive, st.floats(0, 1e9), st.floats(0, 1e9))
+def test_more_work_in_the_same_time_never_costs_less(seconds: float, work: float, more: float) -> None:
+    energy = Energy(seconds, 4, 124.0, 693.0, [work])
+    assert replace(energy, work=[work + more]).joules >= energy.joules
+
+
+@pytest.mark.parametrize(("layers", "hidden"), [(2, 512), (8, 2048), (4, 8192)])
+def test_twice_the_micro_batches_cost_nearly_twice_the_energy(layers: int, hidden: int) -> None:
+    keys = {"model__layers": layers, "model__hidden": hidden, "model__ffn": 4 * hidden, "cluster__gpu": "h200"}
+    four, eight = (forecast(described(**keys, train__microbatches=count)).energy_j for count in (4, 8))
+    assert 1.7 * four < eight < 2.02 * four
+
+
+def test_a_slower_host_costs_idle_power_and_no_more() -> None:
+    tiny = {"model__layers": 2, "model__hidden": 512, "model__ffn": 1024, "model__vocab": 8000, "train__seq": 256}
+    fast, slow = (forecast(described(**tiny, cluster__gpu="h200", cluster__host=host)) for host in (2.0, 1.0))
+    assert slow.host_bound
+    waited = (slow.step_ms - fast.step_ms) / 1e3
+    assert waited > 0
+    assert slow.energy_j - fast.energy_j == pytest.approx(waited * gpu_named("h200").idle_w, rel=1e-6)
+
+
+def test_recomputing_costs_energy() -> None:
+    plain, again = (forecast(described(train__recompute=how, train__micro_batch=4)) for how in ("none", "full"))
+    assert again.energy_j > 1.15 * plain.energy_j
+
+
+def test_stages_that_wait_draw_less() -> None:
+    """A pipeline that is mostly bubble: four stages, one micro-batch."""
+    bubble, full = (forecast(described(parallel__pp=4, train__microbatches=count)).energy for count in (1, 32))
+    assert max(bubble.stage_w) < 0.7 * min(full.stage_w)
+
+
+# What work costs
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_every_gpu_has_a_price_in_joules_for_every_precision(name: str) -> None:
+    gpu = gpu_named(name)
+    joules = joules_for(gpu)
+    assert joules.measured == (name == "h200")
+    assert gpu.idle_w < joules.most_w <= gpu.tdp_w
+    assert all(0 < value < 1e-9 for value in joules.flop.values())
+
+
+def test_narrow_numbers_cost_less() -> None:
+    flop = joules_for(gpu_named("h200")).flop
+    assert flop["fp8"] < flop["bf16"] < flop["tf32"] < flop["fp32"]
+
+
+def test_a_chip_that_does_more_for_its_watts_pays_less_for_an_operation() -> None:
+    flop = {name: joules_for(gpu_named(name)).flop["bf16"] for name in ("a100", "h100", "h200", "b200")}
+    assert flop["a100"] > flop["h100"] > flop["b200"]
+    assert flop["h100"] == pytest.approx(flop["h200"], rel=0.05)  # the same chip
+
+
+def test_a_kernel_that_takes_longer_for_the_same_costs_what_any_kernel_draws() -> None:
+    joules, operator = joules_for(gpu_named("h200")), Operator("gemm_tn", (4096, 4096, 4096))
+    more = joules.operator(operator, 300.0) - joules.operator(operator, 200.0)
+    assert more == pytest.approx(joules.active_w * 100e-6)
+
+
+def test_what_stays_in_the_cache_costs_less() -> None:
+    joules = joules_for(gpu_named("h200"))
+    small, large = (joules.operator(Operator("add", (rows, 1024)), 0.0) / rows for rows in (1024, 1 << 20))
+    assert small < 0.5 * large
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_no_operator_is_free(kind: str) -> None:
+    sizes = {"grouped": 4, "gemm": 3, "bmm": 4, "sdpa": 4, "rotary": 4, "softmax": 3, "fillmask": 3, "adamw": 1,
+             "stream": 1, "embedding": 3, "linear": 3, "optimizer": 3}  # fmt: skip
+    size = next((count for word, count in sizes.items() if word in kind), 2)
+    assert joules_for(gpu_named("h200")).operator(Operator(kind, (256,) * size), 0.0) > 0
+
+
+def test_a_collective_costs_what_it_sends() -> None:
+    joules, group = joules_for(gpu_named("h100")), Group(8, 8)
+    gather, reduce = (joules.collective(Collective(kind, 1e9, group), 0.0) for kind in ("all_gather", "all_reduce"))
+    assert reduce == pytest.approx(2 * gather)
+    assert joules.collective(Collective("all_gather", 2e9, group), 0.0) == pytest.approx(2 * gather)
+
+
+def test_power_that_was_not_measured_is_said() -> None:
+    def said(gpu: str) -> list[str]:
+        return [w for w in forecast(described(cluster__gpu=gpu)).warnings if "power" in w]
+
+    assert said("h200") == []
+    assert len(said("mi300x")) == 1
+
+
+# Figures
+
+
+def mean_error(cases: list[fitting.Case], guesses: list[float]) -> float:
+    return sum(abs(guess / case.joules - 1) for case, guess in zip(cases, guesses, strict=True)) / len(cases)
+
+
+@pytest.fixture(scope="module")
+def own() -> list[fitting.Case]:
+    return fitting.own_cases()
+
+
+@pytest.fixture(scope="module")
+def fixed() -> fitting.Fixed:
+    return fitting.fixed_of(fitting.read_rows(ROOT / "calibration/power_h200.jsonl"))
+
+
+def test_gaps_between_kernels_draw_no_more_than_idle() -> None:
+    rows = {row["name"]: row["watts"] for row in fitting.read_rows(ROOT / "calibration/power_h200.jsonl")}
+    for period in (12, 30, 100, 1000):
+        assert rows[f"add_128_512_every_{period}"] == pytest.approx(rows["idle_context"], rel=0.03)
+
+
+def test_steps_that_were_never_fitted_on_are_within_the_bar(own: list[fitting.Case], fixed: fitting.Fixed) -> None:
+    """Each predicted with constants fitted without it; GPU-bound ones with everything predicted, bar 10 %."""
+    loops = fitting.loops_of(fitting.read_rows(ROOT / "calibration/power_h200.jsonl"), fixed)
+    found = {case: fitting.fit([c for c in own if c is not case], loops, fixed) for case in own}
+    busy = [case for case in own if case.watts > fitting.BUSY_W]
+    calm = [case for case in own if case.watts <= fitting.BUSY_W]
+    assert (len(busy), len(calm)) == (21, 16)
+    assert mean_error(busy, [fitting.joules_in(c, found[c], fixed, c.predicted_s) for c in busy]) < 0.05
+    assert mean_error(calm, [fitting.joules_in(c, found[c], fixed, c.seconds) for c in calm]) < 0.03
+    assert mean_error(calm, [fitting.joules_in(c, found[c], fixed, c.predicted_s) for c in calm]) < 0.16
+
+
+@pytest.mark.data
+def test_the_shared_steps_are_foreseen_by_constants_from_ours(
+    own: list[fitting.Case], fixed: fitting.Fixed, shared_data: Path
+) -> None:
+    loops = fitting.loops_of(fitting.read_rows(ROOT / "calibration/power_h200.jsonl"), fixed)
+    found, cases = fitting.fit(own, loops, fixed), fitting.shared_cases(shared_data)
+    assert mean_error(cases, [fitting.joules_in(c, found, fixed, c.seconds) for c in cases]) < 0.02
+    busy = [case for case in cases if case.watts > fitting.BUSY_W]
+    assert mean_error(busy, [fitting.joules_in(c, found, fixed, c.predicted_s) for c in busy]) < 0.03
+
+
+@pytest.mark.data
+def test_the_shipped_table_is_the_fitted_one(
+    own: list[fitting.Case], fixed: fitting.Fixed, shared_data: Path
+) -> None:
+    rows = fitting.read_rows(ROOT / "calibration/power_h200.jsonl")
+    cases = own + fitting.shared_cases(shared_data)
+    fitted = fitting.table_of(fitting.fit(cases, fitting.loops_of(rows, fixed), fixed), fixed, rows, cases)
+    shipped = json.loads((ROOT / "src/lumos/data/energy.json").read_text())
+    assert shipped.keys() == fitted.keys()
+    for key in fitted.keys() - {"gpu", "how"}:
+        assert shipped[key] == pytest.approx(fitted[key], rel=0.05), key  # a change of the cost model moves it a little
+
+
+def test_a_forecast_says_what_was_fitted(own: list[fitting.Case]) -> None:
+    """The bench's sum and the package's are the same: through `forecast`, GPU-bound steps are within 5 %."""
+    rows = {row["name"]: row for row in fitting.read_rows(ROOT / "calibration/steps_h200.jsonl")}
+    busy = [case for case in own if case.watts > fitting.BUSY_W and case.name in rows]
+    guesses = [forecast(fitting.setup_of(rows[case.name])).energy_j for case in busy]
+    assert mean_error(busy, guesses) < 0.05
+
+
+# The bill
+
+prices = st.none() | st.floats(0, 1e4)
+tariffs = st.builds(Tariff, prices, prices, st.floats(1, 3), st.none() | st.floats(1, 1e15))
+bills = st.builds(
+    Bill, tariffs, st.integers(1, 100_000), st.floats(1e-3, 1e3), st.just((1.0, 2.0)), st.integers(1, 10**8),
+    st.floats(1e-2, 1e9),
+)  # fmt: skip
+
+
+@given(bills)
+def test_money_is_there_exactly_where_a_price_is(bill: Bill) -> None:
+    answer = bill.as_dict()
+    priced = bill.tariff.gpu_hour is not None or bill.tariff.kwh is not None
+    assert (answer["money_per_step"] is not None) == priced
+    assert (answer["money_per_million_tokens"] is not None) == priced
+    if answer["budget"] is not None:
+        assert (answer["budget"]["money"] is not None) == priced
+
+
+@given(bills, st.floats(0, 1e4), st.floats(0, 1e4))
+def test_prices_add_up(bill: Bill, gpu_hour: float, kwh: float) -> None:
+    def money(tariff: Tariff) -> float:
+        return replace(bill, tariff=tariff).step_money or 0.0
+
+    both = replace(bill.tariff, gpu_hour=gpu_hour, kwh=kwh)
+    apart = money(replace(both, kwh=None)) + money(replace(both, gpu_hour=None))
+    assert money(both) == pytest.approx(apart)
+    assert money(replace(both, kwh=None)) == pytest.approx(gpu_hour * bill.gpus * bill.step_s / 3600)
+    assert money(replace(both, gpu_hour=None)) == pytest.approx(kwh * both.pue * bill.step_joules / 3.6e6)
+
+
+@given(bills, st.floats(1, 1e15))
+def test_a_budget_is_whole_steps_and_everything_goes_with_them(bill: Bill, tokens: float) -> None:
+    bill = replace(bill, tariff=replace(bill.tariff, tokens=tokens))
+    answer, budget = bill.as_dict(), bill.as_dict()["budget"]
+    assert budget["steps"] * bill.step_tokens >= tokens * (1 - 1e-12)
+    assert (budget["steps"] - 1) * bill.step_tokens < tokens
+    assert budget["days"] == pytest.approx(budget["steps"] * bill.step_s / 86400)
+    assert budget["kwh"] == pytest.approx(budget["steps"] * answer["kwh_per_step"])
+    assert budget["gpu_hours"] == pytest.approx(budget["days"] * 24 * bill.gpus)
+    low, high = budget["days_interval"]
+    assert high == pytest.approx(2 * low)
+
+
+@given(bills)
+def test_joules_of_tokens_and_watts_are_those_of_the_step(bill: Bill) -> None:
+    answer = bill.as_dict()
+    assert answer["joules_per_token"] * bill.step_tokens == pytest.approx(bill.step_joules)
+    assert answer["watts_per_gpu"] * bill.gpus * bill.step_s == pytest.approx(bill.step_joules)
+    assert answer["kwh_per_step"] * 3.6e6 == pytest.approx(bill.step_joules * bill.tariff.pue)
+
+
+def test_the_bill_of_a_forecast_is_in_its_answer() -> None:
+    found = forecast(described(), tariff=Tariff(gpu_hour=2.0, tokens=1e12))
+    answer = found.as_dict()
+    assert answer["bill"]["joules_per_step"] == answer["energy_j"]
+    rate = answer["tokens_per_s_per_gpu"] * found.setup.cluster.gpus
+    assert answer["bill"]["budget"]["days"] == pytest.approx(1e12 / rate / 86400, rel=1e-4)
+    assert answer["bill"]["budget"]["money"] == pytest.approx(2.0 * answer["bill"]["budget"]["gpu_hours"])
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("15e12", 15e12), ("15T", 15e12), ("300B", 3e11), ("1.5M", 1.5e6), ("2k", 2e3), ("7", 7.0)]
+)
+def test_tokens_are_read_as_people_write_them(text: str, count: float) -> None:
+    assert read_tariff(tokens=text).tokens == pytest.approx(count)
+
+
+BAD = [
+    ("price", "abc"), ("price", "-1"), ("price", "nan"), ("price", "1e400"), ("kwh_price", "0,12"),
+    ("kwh_price", "-0.1"), ("pue", "0.9"), ("pue", "11"), ("pue", "x"), ("tokens", "0"), ("tokens", "-3"),
+    ("tokens", "15X"), ("tokens", "1..5"), ("tokens", "inf"), ("tokens", "1e99"), ("tokens", "9" * 5000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "text"), BAD, ids=[f"{option}={text[:9]}" for option, text in BAD])
+def test_what_is_no_price_or_count_is_refused_in_one_line(option: str, text: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        read_tariff(**{option: text})
+    message = str(refused.value)
+    assert message.startswith(f"--{option.replace('_', '-')} {text[:100]!r} ")
+    assert "\n" not in message
+    assert ": give " in message
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_count_or_refused(text: str) -> None:
+    try:
+        tokens = read_tariff(tokens=text).tokens
+    except OptionError:
+        return
+    assert tokens is None if text == "" else tokens is not None and math.isfinite(tokens) and tokens >= 1
+
+
+def asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, what was printed, what was said) of `lumos`."""
+    monkeypatch.setattr(sys, "argv", ["lumos", *arguments])
+    try:
+        cli.main()
+        code: Any = 0
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    return int(code or 0), said.out, said.err
+
+
+def test_predict_answers_with_the_bill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--price", "2.5", "--kwh-price", "0.1", "--pue", "1.3", "--tokens", "1T"]
+    code, out, _ = asked(capsys, monkeypatch, "predict", str(EXAMPLE), "--json", *options)
+    bill = json.loads(out)["bill"]
+    assert code == 0
+    assert (bill["price_per_gpu_hour"], bill["price_per_kwh"], bill["pue"]) == (2.5, 0.1, 1.3)
+    assert bill["budget"]["money"] == pytest.approx(2.5 * bill["budget"]["gpu_hours"] + 0.1 * bill["budget"]["kwh"])
+    code, out, _ = asked(capsys, monkeypatch, "predict", str(EXAMPLE), *options)
+    assert code == 0
+    assert "what it costs" in out
+
+
+def test_predict_without_a_price_has_no_money(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, out, _ = asked(capsys, monkeypatch, "predict", str(EXAMPLE), "--json")
+    bill = json.loads(out)["bill"]
+    assert (bill["money_per_step"], bill["money_per_million_tokens"], bill["budget"]) == (None, None, None)
+    assert "what it costs" not in asked(capsys, monkeypatch, "predict", str(EXAMPLE))[1]
+
+
+@pytest.mark.parametrize("options", [("--price", "x"), ("--tokens", "many"), ("--pue", "0.5"), ("--kwh-price", "x")])
+def test_predict_refuses_in_one_line(
+    options: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = asked(capsys, monkeypatch, "predict", str(EXAMPLE), *options)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"lumos: {options[0]} '{options[1]}' ")
+    assert err.count("\n") == 1
+
+
+def test_a_trace_has_no_bill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    example = str(ROOT / "src/lumos/data/example")
+    code, _, err = asked(capsys, monkeypatch, "predict", "--from", example, "--price", "2")
+    assert code == 2
+    assert err.startswith("lumos: --price")

@@ -1,0 +1,564 @@
+"""HTML reports: one file that asks nothing of any network, holds its numbers without scripts, and draws in Chromium."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from browser import LAPTOP, Browser, find_browser, open_browser
+from browser import Page as Tab
+from lumos import Scale, predict, read_job, replay
+from lumos.anchors.edit import Source, change
+from lumos.cli import app
+from lumos.forecast import Forecast, forecast
+from lumos.output.html.allocations import thinned
+from lumos.output.html.charts import Bars, LaneView, Lines, Timeline
+from lumos.output.html.comparison_page import comparison_page
+from lumos.output.html.forecast_page import changed_page, forecast_page, stage_parts
+from lumos.output.html.memory_view import _integrated
+from lumos.output.html.notebook import comparison_snippet, forecast_snippet, prediction_snippet, replay_snippet
+from lumos.output.html.page import Card, Page, Section, render, write_page
+from lumos.output.html.prediction_page import prediction_page
+from lumos.output.html.replay_page import replay_page
+from lumos.output.html.search_page import search_page
+from lumos.output.html.table import Column, Row, Table
+from lumos.output.html.timeline import MOST_BOXES, Lanes, Tasks, draw_timeline
+from lumos.output.html.timeline import Path as CriticalPath
+from lumos.reports.comparison import Comparison
+from lumos.run import Replay
+from lumos.setups import read_setup
+from support import header, training_run, write_trace
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "src/lumos/data/example"
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>"
+LARGEST = 6_000_000
+SLOWEST = 3.0
+
+
+@cache
+def example() -> Replay:
+    return replay(read_job(EXAMPLE))
+
+
+@cache
+def described() -> Forecast:
+    return forecast(read_setup(ROOT / "examples/llama3-70b.toml"))
+
+
+def search_answer() -> dict[str, Any]:
+    """What `lumos search` hands over, made of real forecasts."""
+    base = read_setup(ROOT / "examples/llama3-70b.toml", ["cluster.gpus=64", "train.global_batch=128"])
+    rows = []
+    for tp, pp, vpp in ((8, 4, 5), (4, 4, 5), (8, 8, 5), (8, 4, 1), (8, 2, 1)):
+        found = forecast(base.replaced({"parallel.tp": tp, "parallel.pp": pp, "parallel.vpp": vpp, "parallel.cp": 1}))
+        rows.append({
+            "parallel.tp": tp, "parallel.pp": pp, "parallel.vpp": vpp, "step_ms": found.step_ms, "mfu": found.mfu,
+            "memory_gib": found.memory.gib()["peak"], "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+            "cost_per_mtoken": None, "energy_j": found.energy_j, "breakdown": found.breakdown,
+        })  # fmt: skip
+    rows.sort(key=lambda row: row["step_ms"])
+    front = [r for r in rows if not any(o["memory_gib"] < r["memory_gib"] for o in rows if o["step_ms"] < r["step_ms"])]
+    setup = {"cluster": {"gpus": 64, "gpu": "h100"}, "model.preset": "llama3-70b"}
+    return {"setup": setup, "evaluated": 480, "seconds": 2.5, "objective": "step_ms", "results": rows, "pareto": front}
+
+
+KINDS = ("replay", "prediction", "forecast", "comparison", "search")
+
+
+@cache
+def page_of(kind: str) -> Page:
+    if kind == "replay":
+        return replay_page(example())
+    if kind == "prediction":
+        return prediction_page(predict(example(), [Scale("comm", 0.5)]))
+    if kind == "forecast":
+        return forecast_page(described())
+    if kind == "search":
+        return search_page(search_answer())
+    return comparison_page(Comparison(example(), example_but_one()))
+
+
+@cache
+def example_but_one() -> Replay:
+    """The example without its slow rank."""
+    return replay(read_job(EXAMPLE, "rank[013]*"))
+
+
+def text_of(page: Page) -> str:
+    return "".join(render(page))
+
+
+def without_plotly(text: str) -> str:
+    return re.sub(r'id="plotly">[^<]*<', 'id="plotly"><', text)
+
+
+# ---------------------------------------------------------------------- what is in the file
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_is_one_file_that_names_no_other(kind: str) -> None:
+    text = text_of(page_of(kind))
+    assert len(text.encode()) < LARGEST
+    links = re.findall(r'\b(?:src|href|action|data|poster)="([^"]*)"', text)
+    assert all(link.startswith(("#", "data:,")) for link in links)
+    assert not re.search(r"https?://|@import|url\(", without_plotly(text))
+    assert "default-src 'none'" in text
+    assert "unsafe-eval" not in text
+    assert re.search(r"script-src 'sha256-[^;]*' 'sha256-[^;]*'; ", text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_chart_stands_beside_a_table(kind: str) -> None:
+    page = page_of(kind)
+    assert page.figures
+    assert all(section.tables for section in page.sections if section.figures)
+    assert all(table.rows for section in page.sections for table in section.tables)
+
+
+def test_the_replay_page_has_every_part_that_was_promised() -> None:
+    titles = [section.title for section in page_of("replay").sections]
+    assert titles == ["Step breakdown", "Which rank is slow", "Timeline", "Critical path", "Collectives",
+                      "Operators and kernels", "GPU utilisation", "Memory over time", "Steps"]  # fmt: skip
+
+
+def test_the_forecast_page_has_every_part_that_was_promised() -> None:
+    titles = [section.title for section in page_of("forecast").sections]
+    assert titles == ["Step breakdown", "Timeline", "Critical path", "Collectives", "Memory by stage",
+                      "Roofline of operators", "Setup"]  # fmt: skip
+
+
+def test_the_tables_say_what_the_json_says() -> None:
+    answer = example().as_dict()
+    text = text_of(page_of("replay"))
+    for row in answer["per_rank"]:
+        cells = [f"{row[key]:,.3f}" for key in ("exposed_compute_ms", "exposed_comm_ms", "overlapped_ms", "other_ms")]
+        assert re.search(f'data-rank="{row["rank"]}".*' + ".*".join(map(re.escape, cells)), text)
+    assert f"{answer['stragglers'][0]['costs_others_ms']:.3f}" in text
+    assert html.escape(answer["stragglers"][0]["why"]) in text
+
+
+def test_the_parts_of_every_stage_add_up_to_the_step_and_their_mean_is_the_forecasts() -> None:
+    found = described()
+    parts = stage_parts(found)
+    assert [sum(part.values()) for part in parts.values()] == pytest.approx([found.step_ms] * 4, rel=1e-6)
+    for key, value in found.breakdown.items():
+        assert np.mean([part[key] for part in parts.values()]) == pytest.approx(value, rel=1e-6)
+
+
+def test_the_critical_path_of_a_forecast_adds_up_to_its_step() -> None:
+    section = next(s for s in page_of("forecast").sections if s.title == "Critical path")
+    (table,) = section.tables
+    assert sum(float(row.values[2] or 0) for row in table.rows) == pytest.approx(described().step_ms, rel=1e-6)
+
+
+def test_the_curve_of_memory_reaches_the_peak_of_its_stage_and_never_passes_it() -> None:
+    section = next(s for s in page_of("forecast").sections if s.title == "Memory by stage")
+    curves = section.figures[1].chart
+    assert isinstance(curves, Lines)
+    for line, stage in zip(curves.lines, described().memory.stages, strict=False):
+        assert 0.9 * stage.peak / 2**30 < max(line.y) <= stage.peak / 2**30 + 1e-9
+        assert line.y[0] == pytest.approx((stage.peak - stage.activations) / 2**30, rel=1e-6)
+
+
+def test_no_operator_is_priced_above_the_roof_by_more_than_its_cache() -> None:
+    section = next(s for s in page_of("forecast").sections if s.title == "Roofline of operators")
+    (table,) = section.tables
+    share = [float(row.values[10] or 0) for row in table.rows]
+    assert max(share) <= 100
+    assert sum(float(row.values[6] or 0) for row in table.rows) == pytest.approx(100)
+
+
+@pytest.mark.data
+def test_a_changed_run_says_what_was_understood_of_its_trace(shared_data: Path) -> None:
+    setup = read_setup(ROOT / "examples/one-h200.toml")
+    run = replay(read_job(shared_data / "h200/single/base_l8_h2048_s2048_b2.pt.trace.json.gz"))
+    page = changed_page(change(Source(run, setup), setup.replaced({"model.layers": 16})))
+    assert page.cards[0].label == "changed step"
+    assert page.sections[-1].title == "What was understood of the trace"
+    assert len(page.sections[-1].tables[0].rows) == 3
+
+
+def test_a_page_whose_run_has_nothing_in_it_is_written_all_the_same(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "cpu.json", [e for e in training_run(1) if e.get("cat") == "cpu_op"], header())
+    page = replay_page(replay(read_job(path)))
+    write_page(tmp_path / "cpu.html", page)
+    assert "nobody to wait for" in (tmp_path / "cpu.html").read_text()
+
+
+def test_what_is_not_known_is_a_dash_and_is_sorted_last() -> None:
+    table = Table("", [Column("any", 2)], [Row([None]), Row([float("nan")]), Row([float("inf")]), Row([-1.5])])
+    assert [(cell.text, cell.sort) for _, (cell,) in table.body()] == [("–", "")] * 3 + [("−1.50", "-1.5")]
+
+
+def test_a_search_without_a_result_says_so() -> None:
+    text = text_of(search_page({"setup": {}, "evaluated": 12, "seconds": 0.1, "objective": "step_ms", "results": []}))
+    assert "no configuration is valid and fits" in text
+
+
+def test_a_search_names_only_the_keys_that_differ() -> None:
+    table = page_of("search").sections[0].tables[0]
+    assert [column.title for column in table.columns][:4] == ["#", "tp", "pp", "vpp"]
+    assert "cost a Mtoken" not in [column.title for column in table.columns]  # no price was given
+
+
+# ---------------------------------------------------------------------- untrusted names
+
+
+@pytest.fixture
+def hostile_run(tmp_path: Path) -> Replay:
+    events = [
+        event | {"name": HOSTILE + event["name"]} if event.get("cat") in ("kernel", "cpu_op") else event
+        for event in training_run()
+    ]
+    return replay(read_job(write_trace(tmp_path / "hostile.json", events, header())))
+
+
+def test_names_from_a_trace_are_text_and_nothing_else(hostile_run: Replay) -> None:
+    text = text_of(replay_page(hostile_run))
+    assert "<script>window.hacked" not in text
+    assert "<img" not in text
+    assert html.escape("</script><script>window.hacked=1", quote=True) in text
+    charts = re.search(r'id="charts">([^<]*)</script>', text)
+    assert charts is not None
+    assert HOSTILE[:40] in json.dumps(json.loads(charts[1]), ensure_ascii=False)
+    for snippet in (replay_snippet(hostile_run), prediction_snippet(predict(hostile_run, []))):
+        assert "<script" not in snippet
+        assert "<img" not in snippet
+
+
+@settings(max_examples=40)
+@given(st.text(max_size=80))
+def test_no_text_escapes_from_a_page(name: str) -> None:
+    table = Table(name, [Column(name)], [Row([name], rank=name, kind=name)], name)
+    section = Section("Any", name, tables=[table])
+    text = text_of(Page(name, name, [Card(name, name, name)], [section], [name], [name, name], name, [name]))
+    shell = text_of(Page("", "", [Card("", "", "")], [Section("Any", ".", tables=[Table("", [Column("")], [])])]))
+    allowed = {"tr", "td", "span", "p", "option", "select", "label", "fieldset", "legend", "input", "i"}
+    assert set(re.findall(r"<([a-zA-Z]+)", text)) <= set(re.findall(r"<([a-zA-Z]+)", shell)) | allowed
+    assert text.count("<script") == 3
+
+
+# ---------------------------------------------------------------------- the timeline
+
+
+@st.composite
+def lanes_of_tasks(draw: st.DrawFn) -> Tasks:
+    """Tasks that do not overlap on their lanes, some of them far too short to be seen."""
+    lane, start, end = [], [], []
+    for index in range(draw(st.integers(1, 40))):
+        now = 0.0
+        for gap, length in draw(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 2000)), max_size=30)):
+            lane.append(index)
+            start.append(now + gap)
+            now += gap + length
+            end.append(now)
+    size = len(lane)
+    kind = np.arange(size) % 3
+    return Tasks(np.array(lane, np.int64), np.array(start, float), np.array(end, float), kind, np.arange(size))
+
+
+def draw_all(tasks: Tasks, window: tuple[float, float]) -> Any:
+    count = 40
+    lanes = Lanes([LaneView(f"lane {i}", "0") for i in range(count)], np.arange(count) % 2 == 0, np.arange(count))
+    none = CriticalPath(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+    return draw_timeline(tasks, none, lanes, ("a", "b", "c"), [f"task {i}" for i in range(len(tasks))], window)
+
+
+@settings(max_examples=40)
+@given(lanes_of_tasks())
+def test_boxes_hold_every_task_of_the_lanes_that_are_shown(tasks: Tasks) -> None:
+    end = float(tasks.end.max(initial=1.0))
+    drawn = draw_all(tasks, (0.0, end))
+    chart: Timeline = drawn.chart
+    assert sum(chart.count) == drawn.tasks
+    shown = {lane.label for lane in chart.lanes}
+    mine = np.array([f"lane {i}" in shown for i in tasks.lane], bool)
+    assert np.sum(chart.busy) * 1e6 == pytest.approx(float((tasks.end - tasks.start)[mine].sum()))
+    assert sum(use.busy_ms for use in drawn.uses) == pytest.approx(float(np.sum(chart.busy)))
+    for lane in range(len(chart.lanes)):
+        at = np.asarray(chart.lane) == lane
+        begins, ends = np.asarray(chart.start)[at], (np.asarray(chart.start) + np.asarray(chart.length))[at]
+        assert (begins[1:] >= ends[:-1] - 1e-9).all()
+        assert (begins >= 0).all()
+        assert (ends <= end / 1e6 + 1e-9).all()
+
+
+def test_a_hundred_thousand_tasks_become_few_boxes_that_count_them() -> None:
+    start = np.arange(100_000) * 100.0
+    lane = np.repeat(np.arange(20), 5_000)
+    tasks = Tasks(lane, start % 500_000, start % 500_000 + 60, np.zeros(100_000, np.int64), np.arange(100_000))
+    drawn = draw_all(tasks, (0.0, 500_000.0))
+    assert len(drawn.chart.lane) <= MOST_BOXES
+    assert sum(drawn.chart.count) == 100_000
+    assert "100,000 tasks in" in drawn.said
+    assert "share a paler box" in drawn.said
+
+
+def test_a_task_that_can_be_seen_keeps_its_own_box_among_thousands_that_cannot() -> None:
+    small = np.arange(50_000) * 20.0
+    start, end = np.append(small, 1_000_000.0), np.append(small + 10, 1_400_000.0)
+    kind, name = np.append(np.zeros(50_000), 1).astype(int), np.arange(50_001)
+    drawn = draw_all(Tasks(np.zeros(50_001, np.int64), start, end, kind, name), (0.0, 1_400_000.0))
+    last = len(drawn.chart.lane) - 1
+    assert drawn.chart.count[last] == 1
+    assert drawn.chart.names[drawn.chart.name[last]] == "task 50000"
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=400), st.integers(4, 50))
+def test_thinning_keeps_the_peak_and_both_ends(values: list[float], most: int) -> None:
+    x, y = thinned(np.arange(len(values), dtype=float), np.array(values), most)
+    assert y.max() == max(values)
+    assert (x[0], x[-1]) == (0, len(values) - 1)
+    assert len(x) <= max(most + 1, min(len(values), most + 1))
+
+
+@given(st.lists(st.tuples(st.floats(0, 90), st.floats(1, 10), st.floats(0, 5)), max_size=20))
+def test_what_every_forward_brings_is_there_at_the_end(ramps: list[tuple[float, float, float]]) -> None:
+    times, held = _integrated([(low, low + length, height) for low, length, height in ramps], 101.0)
+    assert held[-1] == pytest.approx(sum(height for *_, height in ramps), abs=1e-6)
+    assert (np.diff(held) >= -1e-9).all()
+    assert (np.diff(times) >= 0).all()
+
+
+def memory_event(ts: float, held: int, device: int = 1) -> dict[str, Any]:
+    told = {"Total Allocated": held, "Total Reserved": 2 * held, "Bytes": 1, "Device Type": device, "Device Id": 0}
+    return {"ph": "i", "s": "t", "name": "[memory]", "pid": 100, "tid": 1, "ts": ts, "args": told}
+
+
+def test_recorded_memory_is_shown_with_its_peak(tmp_path: Path) -> None:
+    memory = [memory_event(10 * i, (i % 7) << 30) for i in range(50)] + [memory_event(55, 100 << 30, device=0)]
+    odd = {"ph": "i", "name": "[memory]", "ts": "soon", "args": {"Total Allocated": "much", "Device Type": 1}}
+    path = write_trace(tmp_path / "memory.json", [*training_run(), *memory, odd], header())
+    section = next(s for s in replay_page(replay(read_job(path))).sections if s.title == "Memory over time")
+    (row,) = section.tables[0].rows
+    assert row.values[2] == 6.0
+    assert row.values[5] == 50
+
+
+def test_a_trace_without_memory_says_how_to_record_it() -> None:
+    section = next(s for s in page_of("replay").sections if s.title == "Memory over time")
+    assert "profile_memory=True" in section.text
+    assert not section.figures
+
+
+# ---------------------------------------------------------------------- commands and notebooks
+
+
+@pytest.mark.parametrize("arguments", [["replay", EXAMPLE], ["compare", EXAMPLE, EXAMPLE]], ids=lambda a: a[0])
+def test_the_commands_write_reports(arguments: list[Any], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [*map(str, arguments), "-o", str(tmp_path / "report.html")])
+    assert done.exit_code == 0
+    assert (tmp_path / "report.html").read_text().endswith("</html>\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_notebook_shows_small_static_tables() -> None:
+    changed = predict(example(), [Scale("compute", 0.5)])
+    assert example()._repr_html_() == replay_snippet(example())
+    assert changed._repr_html_() == prediction_snippet(changed)
+    for snippet in (
+        replay_snippet(example()), prediction_snippet(changed), forecast_snippet(described()),
+        comparison_snippet(Comparison(example(), example())),
+    ):  # fmt: skip
+        assert "<script" not in snippet
+        assert 1_000 < len(snippet) < 40_000
+        assert snippet.count("<table") >= 2
+        assert snippet.count("<table") == snippet.count("</table>")
+
+
+# ---------------------------------------------------------------------- a large trace
+
+
+@pytest.mark.data
+def test_the_report_of_200_000_tasks_is_small_and_written_at_once(shared_data: Path, tmp_path: Path) -> None:
+    run = replay(read_job(shared_data / "public/hta/df_index_resolver/df_index_resolver.json.gz"))
+    _ = run.path_summary, run.clean_ms, run.never_profiled_ms
+    assert len(run.execution.graph) > 200_000
+    start = time.perf_counter()
+    write_page(tmp_path / "large.html", replay_page(run))
+    assert time.perf_counter() - start < SLOWEST
+    assert (tmp_path / "large.html").stat().st_size < LARGEST
+
+
+# ---------------------------------------------------------------------- a real browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not find_browser():
+        pytest.skip("no Chromium on this machine; on Debian: apt-get install chromium")
+    with open_browser() as found:
+        yield found
+
+
+DRAWN = "document.documentElement.dataset.charts === 'drawn'"
+
+
+@contextmanager
+def opened(browser: Browser, page: Page, folder: Path, **how: Any) -> Iterator[Tab]:
+    write_page(folder / "page.html", page)
+    with browser.open(folder / "page.html", **how) as tab:
+        tab.wait_for(DRAWN)
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def one_tab(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    """The replay page, for one test after the other."""
+    with opened(browser, page_of("replay"), tmp_path_factory.mktemp("page")) as tab:
+        yield tab
+
+
+@pytest.fixture
+def tab(one_tab: Tab) -> Tab:
+    """The replay page with nothing filtered."""
+    one_tab.click("#reset")
+    one_tab.errors.clear()
+    return one_tab
+
+
+def chart_of(page: Page, kind: type) -> int:
+    return next(i for i, figure in enumerate(page.figures) if isinstance(figure.chart, kind))
+
+
+def drawn(tab: Tab, index: int) -> int:
+    return int(tab.value(f"Number(document.querySelector('#chart-{index}').dataset.drawn)"))
+
+
+def rows_shown(tab: Tab) -> int:
+    return int(tab.value("document.querySelectorAll('tbody tr:not([hidden])').length"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chromium_draws_every_chart_without_error_or_request(
+    browser: Browser, one_tab: Tab, kind: str, tmp_path: Path
+) -> None:
+    page = page_of(kind)
+    with nullcontext(one_tab) if kind == "replay" else opened(browser, page, tmp_path) as tab:
+        assert tab.errors == []
+        assert [url for url in tab.requests if not url.startswith("data:")] == [tab.value("location.href")]
+        for index in range(len(page.figures)):
+            layers = f"#chart-{index} .barlayer path, #chart-{index} .scatterlayer path"
+            assert drawn(tab, index) > 0
+            assert tab.value(f"document.querySelectorAll('{layers}').length") > 0
+        assert tab.value("document.documentElement.scrollWidth") <= LAPTOP[0]  # nothing sticks out
+
+
+def test_a_rank_chosen_takes_the_others_away(tab: Tab) -> None:
+    page = page_of("replay")
+    timeline, parts = chart_of(page, Timeline), chart_of(page, Bars)
+    before = drawn(tab, timeline), drawn(tab, parts), rows_shown(tab)
+    tab.value("(r => { r.value = '2'; r.dispatchEvent(new Event('change')); })(document.querySelector('#rank'))")
+    after = drawn(tab, timeline), drawn(tab, parts), rows_shown(tab)
+    assert 0 < after[0] < before[0]
+    assert (before[1], after[1]) == (4, 1)
+    assert after[2] < before[2]
+    tab.click("#reset")
+    assert (drawn(tab, timeline), drawn(tab, parts), rows_shown(tab)) == before
+
+
+def test_a_kind_clicked_away_is_neither_drawn_nor_listed(tab: Tab) -> None:
+    page = page_of("replay")
+    before = drawn(tab, chart_of(page, Timeline)), rows_shown(tab)
+    tab.click("input[name=kind][value=operator]")
+    assert drawn(tab, chart_of(page, Timeline)) < before[0]
+    assert rows_shown(tab) < before[1]
+    assert tab.value("document.querySelectorAll('tr[data-kind=operator]:not([hidden])').length") == 0
+    assert tab.errors == []
+
+
+def test_a_name_is_found_in_tables_and_charts(tab: Tab) -> None:
+    page = page_of("replay")
+    before = drawn(tab, chart_of(page, Timeline))
+    tab.type("#find", "adamw")
+    tab.wait_for(f"Number(document.querySelector('#chart-{chart_of(page, Timeline)}').dataset.drawn) < {before}")
+    assert rows_shown(tab) > 0
+    shown = tab.value("[...document.querySelectorAll('tbody tr:not([hidden])')].map(row => row.textContent)")
+    assert all("adamw" in row.lower() for row in shown)
+
+
+def test_a_heading_clicked_sorts_its_table(tab: Tab) -> None:
+    tab.click("#step-breakdown th:nth-child(2) button")
+    cells = "#step-breakdown tbody tr:not(.total) td:nth-child(2)"
+    column = f"[...document.querySelectorAll('{cells}')].map(cell => Number(cell.dataset.sort))"
+    values = tab.value(column)
+    assert values == sorted(values, reverse=True)
+    assert len(values) == 4
+    tab.click("#step-breakdown th:nth-child(2) button")
+    assert tab.value(column) == sorted(values)
+    assert tab.value("document.querySelector('#step-breakdown tbody tr:last-child').className") == "total"
+
+
+def test_the_page_is_dark_where_the_system_is_and_the_button_turns_it(tab: Tab) -> None:
+    tab.scheme("dark")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    ink = "getComputedStyle(document.querySelector('#chart-0 text')).fill"
+    dark = tab.value(ground), tab.value(ink)
+    tab.click("#theme")
+    light = tab.value(ground), tab.value(ink)
+    tab.scheme("light")
+    tab.value("delete document.documentElement.dataset.theme")
+    assert _brightness(dark[0]) < 40 < 200 < _brightness(light[0])
+    assert _brightness(light[1]) < 60 < 200 < _brightness(dark[1])
+
+
+def _brightness(colour: str) -> float:
+    return float(np.mean([float(v) for v in re.findall(r"[\d.]+", colour)[:3]]))
+
+
+def test_tables_are_there_without_scripts(browser: Browser, tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", page_of("replay"))
+    with browser.open(tmp_path / "page.html", scripts=False) as tab:
+        tree = tab.send("DOM.getDocument", depth=0)["root"]["nodeId"]
+        table = tab.send("DOM.querySelector", nodeId=tree, selector="#step-breakdown table")["nodeId"]
+        assert tab.send("DOM.getBoxModel", nodeId=table)["model"]["height"] > 100
+        hidden = tab.send("DOM.querySelector", nodeId=tree, selector="#filters")["nodeId"]
+        with pytest.raises(AssertionError, match="box model"):
+            tab.send("DOM.getBoxModel", nodeId=hidden)
+
+
+def test_a_print_is_light_and_fits_its_sheet(tab: Tab, tmp_path: Path) -> None:
+    tab.scheme("dark")
+    tab.value("window.seen = []; addEventListener('beforeprint', () => seen.push("
+              "getComputedStyle(document.querySelector('#chart-0 text')).fill,"
+              " document.querySelector('#chart-0 svg').getAttribute('width'))); 0")  # fmt: skip
+    tab.pdf(tmp_path / "page.pdf")
+    ink, width = tab.value("seen")
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+    assert _brightness(ink) < 60
+    assert float(width) < 720
+    assert tab.value("document.documentElement.dataset.theme") is None
+    tab.scheme("light")
+
+
+def test_hostile_names_stay_names_in_chromium(browser: Browser, hostile_run: Replay, tmp_path: Path) -> None:
+    with opened(browser, replay_page(hostile_run), tmp_path) as tab:
+        assert tab.value("typeof window.hacked") == "undefined"
+        assert tab.value("document.querySelectorAll('img, a[href^=http]').length") == 0
+        assert tab.errors == []
+
+
+def test_a_script_that_slipped_in_would_not_run(browser: Browser, tmp_path: Path) -> None:
+    text = text_of(replace(page_of("replay"), title="slipped"))
+    (tmp_path / "page.html").write_text(text.replace("slipped</h1>", "</h1><script>window.hacked=1</script>"))
+    with browser.open(tmp_path / "page.html") as tab:
+        assert tab.value("typeof window.hacked") == "undefined"
+        assert any("Content Security Policy" in error for error in tab.errors)

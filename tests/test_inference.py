@@ -1,0 +1,428 @@
+"""The setup of a traced run, inferred: what is told is true, the rest is left out, what contradicts is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lumos.anchors.completion import changed, complete
+from lumos.anchors.edit import Source, change
+from lumos.anchors.inference import infer
+from lumos.anchors.told import Told
+from lumos.errors import OptionError
+from lumos.readers.job import read_job
+from lumos.run import Replay, replay
+from lumos.setups import read_setup
+from lumos.setups.files import read_plain
+from support import Event, Header, header, note, op, write_trace
+
+SINGLE = (
+    "accum4", "b1", "b8", "base_l8_h2048_s2048_b2", "ckpt", "compile_base", "gpt2_l12_h1024", "h1024", "h4096", "l16",
+    "l4", "nosync_base", "s4096", "tiny_l2_h512",
+)  # fmt: skip
+SEVERAL = ("ddp2_l16", "ddp2_l8", "dp2_tp2_l8", "fsdp2_l8", "pp2_mb4", "pp4_mb8", "tp2_l8")
+FAKE = "h200/fake_world/rank0_of_64_tp8_dp8.pt.trace.json.gz"
+FEWEST = 22  # keys that every one of our own recordings must tell
+WAYS: dict[str, Any] = {
+    "ddp": lambda c: {"dp": c["world"], "zero": 0}, "fsdp": lambda c: {"dp": c["world"], "zero": 3},
+    "tp": lambda c: {"tp": c["world"]}, "pp": lambda c: {"pp": c["pp"]},
+    "dp_tp": lambda c: {"tp": c["tp"], "dp": c["world"] // c["tp"], "zero": 3},
+}  # fmt: skip
+
+
+@cache
+def run_of(path: Path) -> Replay:
+    return replay(read_job(path))
+
+
+@cache
+def told_of(path: Path) -> dict[str, Told]:
+    return infer(run_of(path))
+
+
+def values(path: Path) -> dict[str, Any]:
+    return {key: told.value for key, told in told_of(path).items()}
+
+
+def truth(case: dict[str, Any]) -> dict[str, Any]:
+    """The setup of a measured case, every key that may be told."""
+    gpt2, world = case.get("kind") == "gpt2", case.get("world", 1)
+    ways = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "dp": 1, "zero": 0, "sequence_parallel": False}
+    ways |= WAYS[case["mode"]](case) if "mode" in case else {}
+    model = {key: case[key] for key in ("layers", "hidden", "ffn", "heads", "vocab")} | {
+        "kv_heads": case.get("kv", case["heads"]), "head_dim": case["hidden"] // case["heads"],
+        "gated": not gpt2, "tied": gpt2,
+    }  # fmt: skip
+    train = {
+        "seq": case["seq"], "micro_batch": case["mbs"], "microbatches": case.get("accum", 1), "precision": "bf16",
+        "recompute": "full" if case.get("ckpt") else "none", "optimizer": "adamw",
+        "compile": bool(case.get("compile")),
+    }  # fmt: skip
+    sections = {"model": model, "train": train, "parallel": ways, "cluster": {"gpu": "h200", "gpus": world}}
+    return {f"{name}.{key}": value for name, part in sections.items() for key, value in part.items()}
+
+
+def cases(data: Path) -> dict[Path, dict[str, Any]]:
+    """Every recording of our own, with its truth."""
+    measured = json.loads((data / "h200/single/measured.json").read_text())["results"]
+    known = {case["name"]: case for case in measured}
+    found = {data / f"h200/single/{name}.pt.trace.json.gz": truth(known[name]) for name in SINGLE}
+    for name in SEVERAL:
+        folder = data / "h200/multirank" / name
+        found[folder] = truth(json.loads((folder / "rank0.json").read_text()))
+    fake = {"layers": 4, "hidden": 8192, "ffn": 28672, "heads": 64, "vocab": 32000, "seq": 4096, "mbs": 1}
+    return found | {data / FAKE: truth(fake | {"world": 64, "mode": "dp_tp", "tp": 8})}
+
+
+def as_toml(sections: dict[str, Any]) -> str:
+    lines: dict[str, list[str]] = {}
+    for key, value in sections.items():
+        section, _, name = key.partition(".")
+        lines.setdefault(section, [f"[{section}]"]).append(f"{name} = {json.dumps(value)}")
+    return "\n".join(line for part in lines.values() for line in part) + "\n"
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_everything_that_a_recording_tells_is_true(shared_data: Path) -> None:
+    for path, expected in cases(shared_data).items():
+        found = values(path)
+        assert found == {key: expected[key] for key in found}, path.name
+        assert len(found) >= FEWEST, path.name
+        assert all(told.evidence for told in told_of(path).values())
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_a_file_that_is_right_is_never_contradicted(shared_data: Path, tmp_path: Path) -> None:
+    for path, expected in cases(shared_data).items():
+        file = tmp_path / "traced.toml"
+        file.write_text(as_toml({key: value for key, value in expected.items() if key != "parallel.vpp"}))
+        assert complete(told_of(path), read_plain(file)).setup == read_setup(file), path.name
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["l4", "ckpt", "gpt2_l12_h1024", "tiny_l2_h512"])
+def test_without_a_file_the_prediction_is_that_with_the_file(shared_data: Path, tmp_path: Path, name: str) -> None:
+    path = shared_data / f"h200/single/{name}.pt.trace.json.gz"
+    file = tmp_path / "traced.toml"
+    file.write_text(as_toml(cases(shared_data)[path]))
+    asked = ["model.layers=6", "train.micro_batch=3", "train.seq=1024"]
+    inferred = complete(told_of(path), read_plain(None)).setup
+    alone = change(Source(run_of(path), inferred), changed(told_of(path), read_plain(None, asked)).setup)
+    stated = change(Source(run_of(path), read_setup(file)), read_setup(file, asked))
+    assert alone.step_ms == pytest.approx(stated.step_ms, rel=1e-9)
+
+
+@pytest.mark.data
+def test_a_changed_size_takes_along_what_follows_from_it(shared_data: Path) -> None:
+    told = told_of(shared_data / "h200/single/l4.pt.trace.json.gz")
+    wider = changed(told, read_plain(None, ["model.hidden=4096", "model.heads=32", "cluster.gpus=8"])).setup
+    assert (wider.model.kv_heads, wider.model.head_dim, wider.parallel.dp) == (32, 128, 8)
+
+
+@pytest.mark.data
+def test_what_no_trace_tells_is_said_where_no_file_says_it(shared_data: Path, tmp_path: Path) -> None:
+    told = told_of(shared_data / "h200/multirank/pp2_mb4")
+    notes = changed(told, read_plain(None, ["train.microbatches=8"])).notes
+    assert "train.framework = pytorch, cluster.gpus_per_node = 8, parallel.schedule = 1f1b" in notes[-1]
+    file = tmp_path / "some.toml"
+    file.write_text("[parallel]\nschedule = 'gpipe'\n")
+    assert not any("no trace tells" in note for note in changed(told, read_plain(file)).notes)
+    assert complete(told, read_plain(file)).setup.parallel.schedule == "gpipe"
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("[model]\nlayers = 9", "model.layers = 9, and the trace tells 4 (4 attentions in 1 micro-batch)"),
+        ("[train]\nrecompute = 'full'", "train.recompute = full, and the trace tells none"),
+        ("[train]\nglobal_batch = 8", "train.microbatches = 4, and the trace tells 1"),
+        ("[cluster]\ngpu = 'b200'", "cluster.gpu = b200, and the trace tells h200 (the trace is of NVIDIA H200)"),
+        ("[parallel]\ntp = 4", "parallel.tp = 4, and the trace tells 1"),
+    ],
+)
+def test_a_contradiction_names_both_values_and_the_evidence(
+    shared_data: Path, tmp_path: Path, line: str, sentence: str
+) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(line)
+    with pytest.raises(OptionError) as refused:
+        complete(told_of(shared_data / "h200/single/l4.pt.trace.json.gz"), read_plain(file))
+    assert sentence in str(refused.value)
+    assert str(file) in str(refused.value)
+
+
+# What is written down of recordings of others (or follows from the name of a published model), apart from the trace;
+# and the keys that they tell of which nothing is written down: those are not proved here, only not added to unseen.
+PUBLIC: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "megatron_tp8_a100/kineto": (
+        {
+            "cluster.gpu": "a100", "cluster.gpus": 8, "parallel.tp": 8, "parallel.pp": 1, "parallel.cp": 1,
+            "parallel.dp": 1, "model.layers": 40, "model.hidden": 4096, "train.seq": 2048, "train.micro_batch": 4,
+        },
+        {"model.gated", "model.head_dim", "train.microbatches", "train.precision"},
+    ),
+    "nanogpt_h100/adamhook_20251031_current_rank0.json.gz": (
+        {"cluster.gpu": "h100", "cluster.gpus": 8},
+        {
+            *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp"), "model.head_dim",
+            *("train.recompute", "train.precision", "train.compile"),
+        },
+    ),
+    "tracelens/h100/Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz": (
+        {"cluster.gpu": "h100", "model.hidden": 1024, "model.gated": True, "model.head_dim": 64},
+        {"train.microbatches", "train.precision", "train.compile"},
+    ),
+    "torchrec_v100/resnet18": ({}, {"cluster.gpus"}),
+    "hta/nccl_parser_config/nccl_data.json.gz": (
+        {}, {"cluster.gpus", "parallel.dp", "parallel.zero", "train.optimizer"},
+    ),
+    "hta/critical_path/alexnet": ({}, set()),
+    "sglang_decode_b200": ({"cluster.gpu": "b200", "cluster.gpus": 8}, set()),
+    "tracelens/mi210/gpu_only_trace": ({}, set()),
+}  # fmt: skip
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", PUBLIC)
+def test_recordings_of_others_tell_nothing_that_is_known_to_be_false(shared_data: Path, name: str) -> None:
+    written, unchecked = PUBLIC[name]
+    found = values(shared_data / "public" / name)
+    assert {key: value for key, value in found.items() if key in written}.items() <= written.items()
+    assert found.keys() - written.keys() == unchecked
+
+
+@pytest.mark.data
+def test_a_group_whose_size_was_not_recorded_leaves_what_it_cuts_untold(shared_data: Path) -> None:
+    found = values(shared_data / "public/megatron_tp8_a100/kineto")
+    assert {"model.layers", "model.hidden", "train.seq", "train.micro_batch"} <= found.keys()
+    assert found.keys().isdisjoint({"parallel.tp", "model.heads", "model.ffn", "model.vocab", "parallel.dp"})
+
+
+# Steps written by hand: the operators of a rank, one after another
+
+
+class Step:
+    """The operators of one step of a small model, in the order of their calls."""
+
+    def __init__(self, rows: int = 512) -> None:
+        self.events: list[Event] = []
+        self.rows, self.time = rows, 10.0
+
+    def call(self, name: str, dims: list[Any], **more: Any) -> None:
+        told = {"Input Dims": dims, "Input type": ["c10::BFloat16", "c10::BFloat16"]} | more
+        self.events.append(op(name, self.time, 4, args=told))
+        self.time += 10
+
+    def product(self, inner: int, columns: int) -> None:
+        self.call("aten::mm", [[self.rows, inner], [inner, columns]])
+
+    def layer(self, query: tuple[int, ...], attention: list[int], wide: tuple[int, ...], ffn: int) -> None:
+        hidden = 256
+        for columns in query:
+            self.product(hidden, columns)
+        self.call("aten::_scaled_dot_product_flash_attention", [attention, attention, attention])
+        self.product(attention[1] * attention[3], hidden)
+        for columns in wide:
+            self.product(hidden, columns)
+        self.product(ffn, hidden)
+
+    def end(self) -> None:
+        self.product(256, 1000)
+        self.call("aten::nll_loss_forward", [[self.rows, 1000], [self.rows]])
+
+    def reduce(self, name: str, sizes: tuple[int, int], ranks: int) -> None:
+        told = {"Collective name": name, "In msg nelems": sizes[0], "Out msg nelems": sizes[1], "Group size": ranks}
+        self.call("record_param_comms", [], **told)
+
+    def told(self, folder: Path, head: Header | None = None) -> dict[str, Any]:
+        marks = [note("ProfilerStep#1", 0, self.time), note("Optimizer.step#AdamW.step", self.time - 5, 1)]
+        path = write_trace(folder / "trace.json", [*marks, *self.events], head or header(rank=None))
+        return {key: told.value for key, told in infer(replay(read_job(path))).items()}
+
+
+PLAIN = ((256, 256, 256), [2, 4, 256, 64], (640, 640), 640)
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (PLAIN, {"heads": 4, "kv_heads": 4, "ffn": 640, "gated": True, "head_dim": 64}),
+        (((256, 64, 64), *PLAIN[1:]), {"heads": 4, "kv_heads": 1, "ffn": 640, "gated": True, "head_dim": 64}),
+        (((384,), *PLAIN[1:]), {"heads": 4, "kv_heads": 1, "ffn": 640, "gated": True, "head_dim": 64}),
+        ((*PLAIN[:2], (1280,), 640), {"heads": 4, "kv_heads": 4, "ffn": 640, "gated": True, "head_dim": 64}),
+        ((*PLAIN[:2], (1024,), 1024), {"heads": 4, "kv_heads": 4, "ffn": 1024, "gated": False, "head_dim": 64}),
+        (
+            ((512, 512, 512), [2, 8, 256, 64], (640, 640), 640),
+            {"heads": 8, "kv_heads": 8, "ffn": 640, "gated": True, "head_dim": 64},
+        ),
+    ],
+    ids=["plain", "grouped", "fused and grouped", "fused and gated", "not gated", "wide heads"],
+)
+def test_the_products_around_an_attention_tell_its_layer(
+    tmp_path: Path, layer: tuple[Any, ...], expected: dict[str, Any]
+) -> None:
+    step = Step()
+    for _ in range(2):  # micro-batches
+        for _ in range(3):
+            step.layer(*layer)
+        step.end()
+    found = step.told(tmp_path)
+    sizes = {"layers": 3, "hidden": 256, "vocab": 1000}
+    assert {key: found.get(f"model.{key}") for key in expected | sizes} == expected | sizes
+    assert (found["train.microbatches"], found["train.seq"], found["train.micro_batch"]) == (2, 256, 2)
+
+
+def test_a_layer_that_could_be_read_in_two_ways_is_not_read(tmp_path: Path) -> None:
+    step = Step()
+    for _ in range(2):
+        step.layer((256, 256, 256), [2, 4, 256, 64], (256, 256), 256)  # gated, or not gated and followed by a head
+    assert step.told(tmp_path).keys().isdisjoint({"model.hidden", "model.ffn", "model.gated", "model.vocab"})
+
+
+def test_layers_that_are_not_alike_are_not_read(tmp_path: Path) -> None:
+    step = Step()
+    for wide in (640, 1280, 640):
+        step.layer(*PLAIN[:2], (wide, wide), wide)
+    step.end()
+    assert step.told(tmp_path).keys().isdisjoint({"model.hidden", "model.ffn", "model.gated"})
+
+
+def test_a_product_behind_every_layer_is_no_head(tmp_path: Path) -> None:
+    step = Step()
+    for _ in range(4):
+        step.layer(*PLAIN)
+        step.product(256, 8)
+    found = step.told(tmp_path)
+    assert found.keys().isdisjoint({"model.vocab", "model.layers", "train.microbatches"})
+
+
+def test_activations_that_are_gathered_and_scattered_are_sequence_parallel(tmp_path: Path) -> None:
+    step = Step()
+    activation = step.rows * 256
+    for _ in range(2):
+        step.reduce("_allgather_base", (activation // 4, activation), 4)
+        step.layer((64, 64, 64), [2, 1, 256, 64], (160, 160), 160)
+        step.reduce("_reduce_scatter_base", (activation, activation // 4), 4)
+    found = step.told(tmp_path, header(rank=0, world_size=4))
+    assert (found["parallel.tp"], found["parallel.sequence_parallel"], found["parallel.dp"]) == (4, True, 1)
+    assert (found["model.heads"], found["model.ffn"]) == (4, 640)
+
+
+def test_an_exchange_that_is_not_understood_leaves_the_ways_untold(tmp_path: Path) -> None:
+    step = Step()
+    for _ in range(2):
+        step.layer(*PLAIN)
+        step.reduce("all_to_allv", (step.rows * 256, step.rows * 256), 4)
+    found = step.told(tmp_path, header(rank=0, world_size=4))
+    ways = {f"parallel.{way}" for way in ("tp", "cp", "dp")}
+    assert found.keys().isdisjoint(ways | {"model.heads", "model.ffn", "train.seq"})
+    assert found["model.hidden"] == 256
+
+
+def test_virtual_stages_are_counted_by_what_the_first_rank_sends(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        step = Step()
+        for _ in range(4):
+            if rank == 0:
+                step.call("aten::embedding", [[1000, 256], [2, 256]])
+            for chunk in range(2):
+                step.layer(*PLAIN)
+                if rank == 1 and chunk == 1:
+                    step.end()
+                for _ in range(2 if rank == 0 and chunk else 1):  # the second chunk also sends a gradient back
+                    peer = {"Collective name": "send", "Dst Rank": 1 - rank, "Process Group Ranks": "[0, 1]"}
+                    step.call("record_param_comms", [], **peer)
+        marks = [note("ProfilerStep#1", 0, step.time)]
+        write_trace(tmp_path / f"rank{rank}.json", [*marks, *step.events], header(rank=rank, world_size=2))
+    found = values(tmp_path)
+    assert (found["parallel.pp"], found["parallel.vpp"], found["train.microbatches"]) == (2, 2, 4)
+    assert found["model.layers"] == 4
+
+
+def test_a_trace_without_shapes_tells_what_needs_none(tmp_path: Path) -> None:
+    step = Step()
+    for _ in range(2):
+        step.layer(*PLAIN)
+    step.end()
+    for event in step.events:
+        event["args"] = {"External id": 1}
+    found = step.told(tmp_path)
+    assert found["model.layers"] == 2
+    assert found.keys().isdisjoint({"model.hidden", "model.heads", "train.seq", "train.precision"})
+
+
+TELLING = (
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention",
+    "flash_attn::_flash_attn_forward", "aten::nll_loss_forward", "aten::embedding", "torch::autograd::AccumulateGrad",
+    "c10d::allreduce_", "c10d::_allgather_base_", "c10d::send", "record_param_comms",
+)  # fmt: skip
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.sampled_from([0, 1, 2, 64]) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=12,
+)
+SIZES = st.lists(st.lists(st.sampled_from([0, 1, 2, 64, 512]), max_size=4), max_size=4)
+
+
+@settings(max_examples=60)
+@given(calls=st.lists(st.tuples(st.sampled_from(TELLING), SIZES | JUNK, JUNK), max_size=12), world=st.integers(1, 3))
+def test_whatever_stands_in_the_arguments_the_inference_does_not_fail(
+    tmp_path: Path, calls: list[tuple[str, Any, Any]], world: int
+) -> None:
+    step = Step()
+    for name, dims, junk in calls:
+        keys = ("Collective name", "In msg nelems", "Group size", "Dst Rank", "Process Group Ranks")
+        step.call(name, dims, **dict.fromkeys(keys, junk), **{"Input type": junk})
+    assert step.told(tmp_path, header(rank=0, world_size=world))["cluster.gpus"] == world
+
+
+# The command
+
+
+def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lumos.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_what_the_trace_does_not_tell_is_one_line_and_a_file_with_just_that_completes_it(tmp_path: Path) -> None:
+    example = "src/lumos/data/example"
+    asked = lumos("predict", "--from", example, "--set", "train.seq=512")
+    assert asked.returncode == 2
+    assert "the trace does not tell model.layers, model.tied, train.microbatches: name a SETUP file" in asked.stderr
+    assert len(asked.stderr.splitlines()) == 1
+    file = tmp_path / "rest.toml"
+    file.write_text("[model]\ntied = false\n")
+    asked = lumos("predict", file, "--from", example, "--set", "train.seq=512")
+    assert asked.stderr.splitlines() == [
+        f"lumos: {file}: neither this file nor the trace tells model.layers: add it to the file"
+    ]
+
+
+@pytest.mark.data
+def test_the_command_needs_no_file_and_says_what_it_understood(shared_data: Path, tmp_path: Path) -> None:
+    trace = shared_data / "h200/single/tiny_l2_h512.pt.trace.json.gz"
+    answer = json.loads(lumos("predict", "--from", trace, "--set", "model.layers=4", "--json").stdout)
+    assert answer["inferred"]["model.layers"] == {"value": 2, "evidence": "2 attentions in 1 micro-batch"}
+    assert answer["step_ms"] > answer["baseline_ms"]
+    file = tmp_path / "partial.toml"
+    file.write_text("[model]\nlayers = 2\n")
+    again = json.loads(lumos("predict", file, "--from", trace, "--set", "model.layers=4", "--json").stdout)
+    assert again["step_ms"] == pytest.approx(answer["step_ms"], rel=1e-9)
+    assert "understood of the trace's setup" in lumos("predict", "--from", trace, "--set", "model.layers=4").stdout
+
+
+def test_scale_and_set_are_asked_one_at_a_time() -> None:
+    done = lumos("predict", "--from", "src/lumos/data/example", "--set", "train.seq=512", "--scale", "cpu=0.5")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "--scale and --set together" in done.stderr
