@@ -21,7 +21,7 @@ from lumos.blocks.shard import Shard
 from lumos.costs.conditions import conditions_for
 from lumos.costs.network import Network, Tier, network_of
 from lumos.errors import LumosError
-from lumos.estimate import Assembly, Step, simulate_step
+from lumos.estimate import Assembly, Step, prices_of, simulate_step
 from lumos.flops import forward_flops_per_token, hardware_flops, model_flops
 from lumos.forecast import Forecast, forecast
 from lumos.frameworks import framework_named
@@ -263,7 +263,7 @@ def test_the_cost_of_a_forecast_grows_with_distinct_work_and_not_with_gpus(zero:
 def equal_stages(setup: Setup) -> tuple[Step, Assembly]:
     """A step whose stages are all like the second, on a network that takes no time."""
     step = simulate_step(setup, network=FREE)
-    assembly = Assembly(setup, Shard(setup, framework_named(setup.train.framework)), step.prices)
+    assembly = Assembly(setup, Shard(setup, framework_named(setup.train.framework)), prices_of(setup, network=FREE))
     assembly.__dict__["chunks"] = tuple(step.chunks[1] for _ in step.chunks)
     return step, assembly
 

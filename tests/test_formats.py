@@ -611,6 +611,13 @@ def test_files_are_told_apart_by_content_not_by_name(tmp_path: Path) -> None:
     assert replay(read_job(graph)).times.span == 3_000
 
 
+@pytest.mark.parametrize("text", [b"A\nB\n", b"x,y\n1,2\n", b"\x02\x12\x7f", b"\xef\xbb\xbf{\n}", b"\x00", b"\x05"])
+def test_text_and_scraps_are_not_taken_for_a_graph(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(text)
+    assert form_of(path, head_of(path)) == Form.OTHER
+
+
 def test_a_packed_graph_is_to_be_unpacked_first(tmp_path: Path) -> None:
     path = write_foreign(tmp_path / "x.0.et", {"id": 1, "duration_micros": 3})
     path.write_bytes(gzip.compress(path.read_bytes()))

@@ -12,6 +12,7 @@ from lumos.readers.slices import BAD_GZIP, open_bytes
 HEAD_BYTES = 1 << 18
 _SQLITE = b"SQLite format 3\x00"
 MOST_VARINT_BYTES = 5  # a length fits 32 bits
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TAR = slice(257, 262)  # where a tar file says so
 
 
@@ -32,7 +33,7 @@ def head_of(path: Path) -> bytes | None:
     """The first bytes of a file, unpacked; None where it cannot be read."""
     try:
         with open_bytes(path) as file:
-            return file.read(HEAD_BYTES).lstrip()
+            return file.read(HEAD_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
     except (InputError, *BAD_GZIP):  # type: ignore[misc]
         return None
 
@@ -52,7 +53,7 @@ def form_of(path: Path, head: bytes | None) -> Form:
         return Form.ARCHIVE
     if head[:1] in (b"{", b"["):
         return _form_of_json(head)
-    return Form.CHAKRA if path.name.endswith(".et") or _looks_like_chakra(head) else Form.OTHER
+    return Form.CHAKRA if path.name.endswith(".et") or _looks_like_chakra(head, path.stat().st_size) else Form.OTHER
 
 
 def _form_of_json(head: bytes) -> Form:
@@ -67,15 +68,17 @@ def _form_of_json(head: bytes) -> Form:
     return Form.KINETO if head[:1] == b"{" and len(head) > HEAD_BYTES // 2 else Form.OTHER
 
 
-def _looks_like_chakra(head: bytes) -> bool:
+def _looks_like_chakra(head: bytes, file_size: int) -> bool:
     """Whether a file begins as a Chakra trace does: a length, then metadata whose first field is one of its two."""
     try:
         size, start = varint(head)
+        if size == 0:
+            return head[start + 1 : start + 2] in (b"\x08", b"\x12")  # no metadata; then a node
+        inside, used = varint(head[start + 1 :])
     except ValueError:
         return False
-    if size == 0:
-        return len(head) > start + 1 and head[start + 1] in (0x08, 0x12)  # no metadata; then a node
-    return size >= 2 and head[start : start + 1] in (b"\x0a", b"\x12")
+    fits = size <= file_size - start and 1 + used + inside <= size
+    return fits and head[start : start + 1] in (b"\x0a", b"\x12")
 
 
 def varint(head: bytes) -> tuple[int, int]:

@@ -76,12 +76,30 @@
   };
 
   let width = 0; // of a sheet of paper, while it is printed on
-  function layout(more) {
-    const axis = { gridcolor: colour("grid"), zerolinecolor: colour("rule"), automargin: true, title: { standoff: 8 }, exponentformat: "none", separatethousands: true };
+  const fontSize = () => (width ? 10 : 12);
+  const canvas = document.createElement("canvas").getContext("2d");
+
+  function widest(texts) {
+    canvas.font = `${fontSize()}px ${getComputedStyle(document.body).fontFamily}`;
+    return Math.max(0, ...texts.map((text) => canvas.measureText(text).width));
+  }
+
+  // Plotly would find these margins itself by drawing every chart twice.
+  function margins(labels, names, upright) {
+    const left = labels.length ? widest(labels) + 18 : 64;
+    const room = (width || one(".chart").clientWidth) - left - 16;
+    const entry = widest(names) + 50;
+    const inOneRow = names.reduce((sum, name) => sum + widest([name]) + 50, 0) < room;
+    const rows = names.length < 2 ? 0 : inOneRow ? 1 : Math.ceil(names.length / Math.max(1, Math.floor(room / entry)));
+    return { l: left, r: 16, t: 12 + 21 * rows, b: upright.length ? widest(upright) + 20 : 44, autoexpand: false };
+  }
+
+  function layout(more, labels = [], names = [], upright = []) {
+    const axis = { gridcolor: colour("grid"), zerolinecolor: colour("rule"), title: { standoff: 8 }, exponentformat: "none", separatethousands: true };
     const base = {
-      font: { family: getComputedStyle(document.body).fontFamily, size: width ? 10 : 12, color: colour("ink") },
+      font: { family: getComputedStyle(document.body).fontFamily, size: fontSize(), color: colour("ink") },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: 8, r: 16, t: 34, b: 40 }, hovermode: "closest", dragmode: "zoom",
+      margin: margins(labels, names, upright), hovermode: "closest", dragmode: "zoom",
       hoverlabel: { align: "left", bgcolor: colour("raised"), bordercolor: colour("rule"), font: { color: colour("ink") } },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("quiet"), activecolor: colour("ink") },
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", xanchor: "left" },
@@ -108,7 +126,8 @@
         x: flat ? values : places, y: flat ? places : values, hovertext: text, hoverinfo: "text",
       };
     });
-    const names = { tickvals: places, ticktext: shown.map((i) => plain(clipped(spec.labels[i], 44))), fixedrange: true, showgrid: false, zeroline: false, ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)" };
+    const ticks = shown.map((i) => clipped(spec.labels[i], 44));
+    const names = { tickvals: places, ticktext: ticks.map(plain), fixedrange: true, showgrid: false, zeroline: false, ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)" };
     const values = { title: { text: plain(spec.unit) }, rangemode: "tozero" };
     const beside = spec.grouped ? spec.series.length : 1;
     return {
@@ -118,7 +137,7 @@
         height: flat ? Math.max(150, 90 + shown.length * (14 + 12 * beside)) : 320,
         xaxis: flat ? values : shown.length > 80 ? { title: { text: "" } } : names,
         yaxis: flat ? { ...names, autorange: "reversed" } : values,
-      }),
+      }, flat ? ticks : [], spec.series.map((part) => part.name), flat || shown.length > 80 ? [] : ticks),
     };
   }
 
@@ -132,9 +151,9 @@
     return {
       data, size: shown.length,
       layout: layout({
-        height: 320, showlegend: true, xaxis: { title: { text: plain(spec.x_title) } },
+        height: 320, showlegend: shown.length > 1, xaxis: { title: { text: plain(spec.x_title) } },
         yaxis: { title: { text: plain(spec.y_title) }, rangemode: "tozero" },
-      }),
+      }, [], shown.map((line) => line.name)),
     };
   }
 
@@ -158,10 +177,10 @@
     return {
       data, size,
       layout: layout({
-        height: 430, showlegend: true,
+        height: 430, showlegend: spec.points.length > 1,
         xaxis: { title: { text: plain(spec.x_title) }, type: kind, dtick: spec.logarithmic ? 1 : undefined },
         yaxis: { title: { text: plain(spec.y_title) }, type: kind, dtick: spec.logarithmic ? 1 : undefined },
-      }),
+      }, [], spec.points.map((part) => part.name)),
     };
   }
 
@@ -202,13 +221,13 @@
     return {
       data, size,
       layout: layout({
-        barmode: "overlay", height: 110 + 26 * Math.max(lanes.length, 2), showlegend: true,
+        barmode: "overlay", height: 110 + 26 * Math.max(lanes.length, 2), showlegend: data.length > 1,
         xaxis: { title: { text: "ms" }, range: [0, spec.span] },
         yaxis: {
           tickvals: lanes.map((_, i) => i), ticktext: lanes.map((i) => plain(spec.lanes[i].label)),
           range: [lanes.length - 0.4, -0.6], fixedrange: true, showgrid: false, zeroline: false, ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)",
         },
-      }),
+      }, lanes.map((i) => spec.lanes[i].label), data.map((part) => part.name)),
     };
   }
 
@@ -293,6 +312,7 @@
     if (!specs.length) { root.dataset.charts = "drawn"; return; }
     await pause(); // the page is shown first
     await load();
+    performance.mark("unpacked");
     for (let index = 0; index < specs.length; index++) { draw(index); await pause(); }
     ready = true;
     if (changed) apply();

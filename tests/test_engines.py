@@ -1,0 +1,162 @@
+"""Engines: the same work wherever it is done; what is lost with a worker is done again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lumos.engines import Here, Job, engine_named
+from lumos.engines.engine import Engine
+from lumos.engines.shard import fingerprint, read_shard
+from lumos.errors import InputError, LumosError, OptionError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _importable() -> Iterator[None]:
+    """Workers import the functions of this file by its name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        yield
+
+
+def added(shared: int, chunk: int) -> tuple[int, int]:
+    return shared + chunk, os.getpid()
+
+
+def refused(_: None, chunk: int) -> int:
+    if chunk == 3:
+        raise InputError(f"chunk {chunk} is wrong")
+    return chunk
+
+
+def killed_once(folder: Path, chunk: int) -> int:
+    """Chunk 5 kills the process it first runs in."""
+    marker = folder / "killed"
+    if chunk == 5 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return chunk * 2
+
+
+def always_killed(_: None, chunk: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return chunk
+
+
+def slow(_: None, chunk: int) -> int:
+    time.sleep(0.2)
+    return chunk
+
+
+def counted(folder: Path, chunk: int) -> int:
+    (folder / f"{chunk}-{os.getpid()}-{time.monotonic_ns()}").touch()
+    return chunk
+
+
+def test_answers_come_in_the_order_of_the_chunks_from_other_processes() -> None:
+    with engine_named("local", 2) as engine:
+        found = list(engine.run(Job(added, 100), list(range(20))))
+        again = list(engine.run(Job(added, 7), [1]))
+    assert [value for value, _ in found] == [100 + i for i in range(20)]
+    assert os.getpid() not in {pid for _, pid in found}
+    assert again[0][0] == 8, "a second job is told to the processes anew"
+
+
+def test_one_worker_is_this_process() -> None:
+    with engine_named("local", 1) as engine:
+        assert list(engine.run(Job(added, 1), [1])) == [(2, os.getpid())]
+
+
+def test_a_mistake_in_a_chunk_is_raised_here_in_its_own_words() -> None:
+    with engine_named("local", 2) as engine, pytest.raises(InputError, match="chunk 3 is wrong"):
+        list(engine.run(Job(refused, None), list(range(8))))
+
+
+def test_a_killed_worker_costs_its_chunk_and_nothing_else(tmp_path: Path) -> None:
+    with engine_named("local", 2) as engine:
+        assert list(engine.run(Job(killed_once, tmp_path), list(range(12)))) == [2 * i for i in range(12)]
+    assert (tmp_path / "killed").exists()
+
+
+def test_a_chunk_that_kills_every_worker_ends_in_one_line() -> None:
+    with engine_named("local", 2) as engine, pytest.raises(LumosError, match="--workers"):
+        list(engine.run(Job(always_killed, None), [0]))
+
+
+def test_every_chunk_is_run_once(tmp_path: Path) -> None:
+    with engine_named("local", 2) as engine:
+        list(engine.run(Job(counted, tmp_path), list(range(30))))
+    assert sorted(int(p.name.split("-")[0]) for p in tmp_path.iterdir()) == list(range(30))
+
+
+def test_giving_up_early_leaves_no_process() -> None:
+    with engine_named("local", 2) as engine:
+        next(iter(engine.run(Job(slow, None), list(range(6)))))
+        running = list(engine.running)  # type: ignore[attr-defined]
+    assert all(process.poll() is not None for process in running)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(("slurm",), "local or ray"), (("local", -1), "--workers -1"), (("local", 0, "1.2.3.4:5"), "--engine ray")],
+)
+def test_what_no_engine_can_do_is_refused(arguments: tuple[str], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        engine_named(*arguments)
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("", (0, 1)), ("1/1", (0, 1)), ("3/8", (2, 8))])
+def test_a_shard_is_read(text: str, wanted: tuple[int, int]) -> None:
+    assert read_shard(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "a/b", "1", "1/0", "-1/4", "1/99999999"])
+def test_a_shard_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="--shard"):
+        read_shard(text)
+
+
+def test_fingerprints_tell_questions_apart() -> None:
+    assert fingerprint({"a": 1, "b": (2,)}) == fingerprint({"b": (2,), "a": 1})
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+
+
+@pytest.fixture(scope="module")
+def cluster(_importable: None) -> Iterator[object]:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    yield started
+    started.shutdown()
+
+
+@pytest.mark.slow
+def test_ray_gives_what_processes_give_and_outlives_a_lost_node(cluster: object) -> None:
+    node = cluster.add_node(num_cpus=1)  # type: ignore[attr-defined]
+    with engine_named("ray", 0, cluster.address) as engine:  # type: ignore[attr-defined]
+        assert engine.workers == 2
+        answers = []
+        for answer in engine.run(Job(slow, None), list(range(16))):
+            answers.append(answer)
+            if len(answers) == 3:
+                cluster.remove_node(node, allow_graceful=False)  # type: ignore[attr-defined]
+        assert answers == list(range(16))
+        with pytest.raises(InputError, match="chunk 3 is wrong"):
+            list(engine.run(Job(refused, None), list(range(8))))
+
+
+def test_a_ray_address_where_nothing_answers_is_refused() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    with pytest.raises(OptionError, match="no Ray cluster answers"), engine_named("ray", 0, "127.0.0.1:1"):
+        pass
+
+
+def test_here_is_an_engine() -> None:
+    engine: Engine = Here()
+    assert engine.workers == 1
