@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from lumos.forecast import forecast
+from lumos.forecasting import forecast
 from lumos.setups.rules import mistakes_in
 from lumos.setups.setup import Setup
 

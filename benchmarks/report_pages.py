@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lumos import Scale, predict, read_job, replay
-from lumos.forecast import forecast
+from lumos.forecasting import forecast
 from lumos.output.html.comparison_page import comparison_page
 from lumos.output.html.forecast_page import forecast_page
 from lumos.output.html.page import Page

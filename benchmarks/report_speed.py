@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import Browser, find_browser, open_browser
 from lumos import read_job, replay
-from lumos.forecast import forecast
+from lumos.forecasting import forecast
 from lumos.output.html.forecast_page import forecast_page
 from lumos.output.html.page import Page, write_page
 from lumos.output.html.replay_page import replay_page

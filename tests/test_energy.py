@@ -20,7 +20,7 @@ from lumos.costs.joules import joules_for
 from lumos.costs.operator import KINDS, Operator
 from lumos.energy import Energy
 from lumos.errors import OptionError
-from lumos.forecast import forecast
+from lumos.forecasting import forecast
 from lumos.setups import Setup, gpu_named, gpu_names
 from test_forecast import described, setups
 

@@ -23,7 +23,7 @@ from lumos.costs.network import Network, Tier, network_of
 from lumos.errors import LumosError
 from lumos.estimate import Assembly, Step, prices_of, simulate_step
 from lumos.flops import forward_flops_per_token, hardware_flops, model_flops
-from lumos.forecast import Forecast, forecast
+from lumos.forecasting import Forecast, forecast
 from lumos.frameworks import framework_named
 from lumos.setups import Setup, gpu_named, gpu_names, mistakes_in, preset_named, preset_names
 from lumos.setups.frameworks import framework_names

@@ -24,7 +24,7 @@ from browser import Page as Tab
 from lumos import Scale, predict, read_job, replay
 from lumos.anchors.edit import Source, change
 from lumos.cli import app
-from lumos.forecast import Forecast, forecast
+from lumos.forecasting import Forecast, forecast
 from lumos.output.html.allocations import thinned
 from lumos.output.html.charts import Bars, LaneView, Lines, Timeline
 from lumos.output.html.comparison_page import comparison_page

@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
+from lumos.choice.merge import merged_search
 from lumos.errors import InputError
 from lumos.scoring.merge import merged_score
-from lumos.search.merge import merged_search
 from lumos.setups.source import text_of
 
 _LARGEST = 256 << 20

@@ -20,7 +20,7 @@ from lumos.costs.prices import Prices
 from lumos.energy import Energy
 from lumos.errors import OptionError
 from lumos.estimate import Step, assembled, prices_of, simulate_step
-from lumos.forecast import NO_PRICES, Forecast
+from lumos.forecasting import NO_PRICES, Forecast
 from lumos.run import Replay
 from lumos.setups.gpus import find_gpu
 from lumos.setups.setup import Setup
@@ -300,6 +300,12 @@ class Changed:
             "bill": self.bill.as_dict(),
             "understood": self.understood,
         }
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from lumos.output.html.notebook import changed_snippet
+
+        return changed_snippet(self)
 
 
 _SPREAD = 0.10

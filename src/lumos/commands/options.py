@@ -10,7 +10,7 @@ import typer
 TracePath = Annotated[Path, typer.Argument(help="A Kineto trace, or a folder with the ranks of one job.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", help="Also write it: .json, .csv, .trace.json.gz (for Perfetto).")
+    Path | None, typer.Option("-o", "--output", help="Also write it: .html, .json, .csv or .trace.json.gz (Perfetto).")
 ]
 Match = Annotated[
     str, typer.Option(help="Only files of the folder whose names match this pattern, as in 'rank?.json'.")

@@ -93,6 +93,7 @@ def _predict_changed(
     from lumos.output.changes import inferred, show_change
     from lumos.output.files import write_as, write_csv, write_json
     from lumos.output.forecasts import write_forecast_trace
+    from lumos.output.html.forecast_page import write_changed_page
 
     told = infer(run)
     has_shapes = any(header.shapes for header in run.execution.trace.headers)
@@ -106,6 +107,7 @@ def _predict_changed(
             {
                 ".json": lambda to: write_json(to, answer),
                 ".csv": lambda to: write_csv(to, [row]),
+                ".html": lambda to: write_changed_page(to, found),
                 ".trace.json": lambda to: write_forecast_trace(to, found.forecast),
                 ".trace.json.gz": lambda to: write_forecast_trace(to, found.forecast),
             },
@@ -119,9 +121,10 @@ def _predict_changed(
 def _forecast(
     setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff, as_json: bool, output: Path | None
 ) -> None:
-    from lumos.forecast import forecast
+    from lumos.forecasting import forecast
     from lumos.output.files import write_as, write_csv, write_json
     from lumos.output.forecasts import show_forecast, write_forecast_trace
+    from lumos.output.html.forecast_page import write_forecast_page
     from lumos.setups import read_setup_with_notes
 
     if setup is None:
@@ -138,6 +141,7 @@ def _forecast(
             {
                 ".json": lambda to: write_json(to, answer),
                 ".csv": lambda to: write_csv(to, [row]),
+                ".html": lambda to: write_forecast_page(to, found),
                 ".trace.json": lambda to: write_forecast_trace(to, found),
                 ".trace.json.gz": lambda to: write_forecast_trace(to, found),
             },
@@ -156,6 +160,7 @@ def _predict_from(run: Replay, scale: list[str], as_json: bool, output: Path | N
     prediction = predict(run, [Scale.parse(text) for text in scale])
     answer = prediction.as_dict()
     if output is not None:
+        from lumos.output.html.prediction_page import write_prediction_page
         from lumos.output.perfetto import write_perfetto
 
         def perfetto(to: Path) -> None:
@@ -167,6 +172,7 @@ def _predict_from(run: Replay, scale: list[str], as_json: bool, output: Path | N
             {
                 ".json": lambda to: write_json(to, answer),
                 ".csv": lambda to: write_csv(to, [row]),
+                ".html": lambda to: write_prediction_page(to, prediction),
                 ".trace.json": perfetto,
                 ".trace.json.gz": perfetto,
             },

@@ -12,9 +12,9 @@ from lumos.commands.terminal import console, print_json, progress_bar
 from lumos.errors import OptionError
 
 if TYPE_CHECKING:
-    from lumos.search.estimator import Estimator
-    from lumos.search.objective import Objective
-    from lumos.search.outcome import Outcome
+    from lumos.choice.estimator import Estimator
+    from lumos.choice.objective import Objective
+    from lumos.choice.outcome import Outcome
     from lumos.setups.setup import Setup
 
 _UNMEASURED = "anchored in a trace: changes of parallelism from a trace have not been measured"
@@ -66,8 +66,6 @@ def search_command(
     from lumos.output.files import check_output
 
     check_output(output, setup, FORMS)
-    if top < 1:
-        raise OptionError(f"--top {top}: give at least 1")
     wanted = _objective(objective, price, kwh_price, pue, tokens, deadline)
     found = _searched(
         setup, _choices(fixed or [], vary or [], gpus, gpu), fixed or [], wanted, top, memory, source,
@@ -85,7 +83,7 @@ def search_command(
 
 def _objective(name: str, price: str, kwh_price: str, pue: str, tokens: str, deadline: float) -> Objective:
     from lumos.bill import read_tariff
-    from lumos.search.objective import Objective, checked_objective
+    from lumos.choice.objective import Objective
     from lumos.setups.gpus import gpu_named
 
     prices = {}
@@ -97,12 +95,12 @@ def _objective(name: str, price: str, kwh_price: str, pue: str, tokens: str, dea
         prices[gpu_named(kind.strip()).name if equals else ""] = value
     tariff = read_tariff("", kwh_price, pue, tokens)
     energy = (tariff.kwh or 0.0) * tariff.pue
-    return checked_objective(Objective(name, tuple(sorted(prices.items())), energy, tariff.tokens or 0.0, deadline))
+    return Objective(name, tuple(sorted(prices.items())), energy, tariff.tokens or 0.0, deadline)
 
 
 def _choices(fixed: list[str], vary: list[str], gpus: str, gpu: str) -> dict[str, list[Any]]:
     """The values of axes that are named on the command line."""
-    from lumos.search.space import AXES
+    from lumos.choice.space import AXES
     from lumos.setups.files import toml_value
 
     found: dict[str, list[Any]] = {}
@@ -127,30 +125,23 @@ def _searched(
     path: Path, choices: dict[str, list[Any]], fixed: list[str], objective: Objective, top: int, memory: float,
     source: Path | None, where: tuple[str, int, str], shard: str, journal: Path | None, exhaustive: bool,
 ) -> Outcome:  # fmt: skip
-    from time import monotonic
-
+    from lumos.choice.question import search
+    from lumos.choice.space import AXES
     from lumos.engines import engine_named
-    from lumos.engines.shard import fingerprint, read_shard
-    from lumos.search.estimator import Described
-    from lumos.search.journal import journal_in
-    from lumos.search.outcome import Outcome, flat
-    from lumos.search.search import Search, Task
-    from lumos.search.space import AXES, Space, checked_choices
+    from lumos.engines.shard import read_shard
     from lumos.setups import read_setup_with_notes
 
+    part = read_shard(shard)
     others = [text for text in fixed if text.partition("=")[0].strip() not in AXES]
     reading = read_setup_with_notes(path, others)
-    base, estimator, notes = (reading.setup, Described(), ()) if source is None else _anchored(source, others, path)
+    base, estimator, notes = (reading.setup, None, ()) if source is None else _anchored(source, others, path)
     if source is not None and base.train.compile:
         choices.setdefault("parallel.tp", [base.parallel.tp])  # fused kernels cannot be cut otherwise
-    space = Space(base, checked_choices(base, choices))
-    task = Task(space, objective, estimator, memory, read_shard(shard), exhaustive)
-    question = fingerprint(flat(base), space.choices, objective, memory, str(source or ""), top, exhaustive)
-    begin = monotonic()
     with progress_bar() as progress, engine_named(*where) as engine:
-        kept = journal_in(journal, f"{question} {task.shard}")
-        search = Search(task, engine, kept, top, progress).run()
-    return Outcome(search, monotonic() - begin, question, (*reading.notes, *notes))
+        return search(
+            base, choices, objective=objective, top=top, memory_gib=memory, estimator=estimator, engine=engine,
+            shard=part, journal=journal, exhaustive=exhaustive, progress=progress, notes=(*reading.notes, *notes),
+        )  # fmt: skip
 
 
 def _anchored(source: Path, others: list[str], path: Path) -> tuple[Setup, Estimator, tuple[str, ...]]:
@@ -158,8 +149,8 @@ def _anchored(source: Path, others: list[str], path: Path) -> tuple[Setup, Estim
     from lumos.anchors.completion import changed, complete
     from lumos.anchors.edit import Source, refuse
     from lumos.anchors.inference import infer
+    from lumos.choice.estimator import Anchored
     from lumos.commands.loading import load_run
-    from lumos.search.estimator import Anchored
     from lumos.setups.files import read_plain
 
     run = load_run(source, "", "", "", None)

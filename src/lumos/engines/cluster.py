@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from lumos.engines.engine import Job
 from lumos.errors import LumosError, OptionError
 
+_PATIENCE_S = 5.0
 _TRIES = 5  # of one chunk, when nodes are lost
 _AHEAD = 2  # chunks that are asked for, for every core
 
@@ -50,6 +53,17 @@ class Ray:
             raise LumosError(told) from None
 
 
+def _refuse_silence(address: str) -> None:
+    """Ray itself waits for minutes where nobody answers."""
+    found = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d{1,5})", address)
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), _PATIENCE_S).close()
+    except (OSError, OverflowError) as problem:
+        raise OptionError(f"--address {address!r}: no Ray cluster answers there ({problem})") from None
+
+
 def _line(problem: Exception) -> str:
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
@@ -63,6 +77,7 @@ def on_ray(address: str, workers: int) -> Iterator[Ray]:
         raise OptionError("--engine ray needs Ray: pip install 'lumos-sim[ray]'") from None
     joined = ray.is_initialized()
     if not joined:
+        _refuse_silence(address)
         try:
             where = {"address": address} if address else {"include_dashboard": False}
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)

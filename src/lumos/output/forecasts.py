@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from lumos.forecast import Forecast
+from lumos.forecasting import Forecast
 from lumos.output.files import whole_file
 from lumos.output.style import make_table, notes
 from lumos.scoring.score import Score

@@ -65,6 +65,12 @@ class Comparison:
             "warnings": [*self.before.execution.warnings, *self.after.execution.warnings],
         }
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from lumos.output.html.notebook import comparison_snippet
+
+        return comparison_snippet(self)
+
 
 def _row(part: Difference) -> dict[str, Any]:
     return {
@@ -99,3 +105,8 @@ def _differences(before: Times, after: Times) -> list[Difference]:
         for name in before | after
     ]  # fmt: skip
     return sorted(rows, key=lambda row: -abs(row.change_ms))
+
+
+def compare(before: Replay, after: Replay) -> Comparison:
+    """Why one run takes longer than another."""
+    return Comparison(before, after)

@@ -11,7 +11,7 @@ import numpy as np
 
 from lumos.engines import Engine, Here, Job
 from lumos.errors import LumosError
-from lumos.forecast import forecast
+from lumos.forecasting import forecast
 from lumos.scoring.runs import Run, runs_of
 
 _FEWEST = 3  # configurations of a (model, GPUs) group whose order is judged

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lumos.anchors.edit import Changed
 from lumos.costs.collective import Collective
-from lumos.forecast import Forecast
+from lumos.forecasting import Forecast
 from lumos.output.html.charts import Bars, Series
 from lumos.output.html.memory_view import memory_section
 from lumos.output.html.page import Card, Figure, Page, Section, write_page

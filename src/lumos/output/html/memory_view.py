@@ -9,7 +9,7 @@ import numpy as np
 from lumos.footprint import Footprint
 from lumos.footprint.phases import Accounting
 from lumos.footprint.saved import norm, norm_output
-from lumos.forecast import Forecast
+from lumos.forecasting import Forecast
 from lumos.graph import Floats
 from lumos.output.html.allocations import thinned
 from lumos.output.html.charts import Bars, Line, Lines, Series

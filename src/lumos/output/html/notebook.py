@@ -10,7 +10,7 @@ from lumos.output.html.table import Table
 
 if TYPE_CHECKING:
     from lumos.anchors.edit import Changed
-    from lumos.forecast import Forecast
+    from lumos.forecasting import Forecast
     from lumos.reports.comparison import Comparison
     from lumos.run import Prediction, Replay
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lumos.costs.operator import Operator
-from lumos.forecast import Forecast
+from lumos.forecasting import Forecast
 from lumos.output.html.charts import Points, Scatter
 from lumos.output.html.page import Figure, Section
 from lumos.output.html.table import Column, Row, Table

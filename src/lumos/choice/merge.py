@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lumos.search.outcome import Row, explained
+from lumos.choice.outcome import Row, explained
 
 
 def merged_search(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

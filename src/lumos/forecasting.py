@@ -142,6 +142,12 @@ class Forecast:
             "warnings": self.warnings,
         }
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from lumos.output.html.notebook import forecast_snippet
+
+        return forecast_snippet(self)
+
 
 def forecast(setup: Setup, notes: tuple[str, ...] = (), tariff: Tariff = NO_PRICES) -> Forecast:
     """What a run would do, from its description.

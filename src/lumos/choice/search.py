@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lumos.choice.estimator import Described, Estimator
+from lumos.choice.front import BOUNDS, Bounds, Found, Front, promising
+from lumos.choice.journal import Journal
+from lumos.choice.objective import Objective
+from lumos.choice.space import Candidate, Space
 from lumos.energy import energy_of
 from lumos.engines import Engine, Job
 from lumos.footprint import footprint
-from lumos.search.estimator import Described, Estimator
-from lumos.search.front import BOUNDS, Bounds, Found, Front, promising
-from lumos.search.journal import Journal
-from lumos.search.objective import Objective
-from lumos.search.space import Candidate, Space
 from lumos.setups.setup import Setup
 
 _WAVE = 64  # configurations that are simulated before what is left is looked at again

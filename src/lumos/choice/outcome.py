@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from lumos.bill import Tariff
-from lumos.forecast import Forecast
-from lumos.search.front import Found
-from lumos.search.search import Search
-from lumos.search.space import AXES
+from lumos.choice.front import Found
+from lumos.choice.search import Search
+from lumos.choice.space import AXES
+from lumos.forecasting import Forecast
 from lumos.setups.setup import Setup
 
 Row = dict[str, Any]

@@ -19,6 +19,11 @@ _MOST_SHAPES = 4096  # whose prices are kept; a few kilobytes each
 class Estimator(Protocol):
     """Prices setups; those of one shape share what was priced."""
 
+    @property
+    def name(self) -> str:
+        """The same for estimators that answer the same."""
+        ...
+
     def bound(self, setup: Setup) -> Bound: ...
 
     def step(self, setup: Setup) -> Step: ...
@@ -58,6 +63,7 @@ class PriceBook:
 class Described:
     """From descriptions alone."""
 
+    name: str = "described"
     book: PriceBook = field(default_factory=lambda: PriceBook(prices_of), init=False)
 
     def bound(self, setup: Setup) -> Bound:
@@ -79,6 +85,10 @@ class Anchored:
 
     def __post_init__(self) -> None:
         self.book = PriceBook(self._fastest)
+
+    @property
+    def name(self) -> str:
+        return repr(self.anchors)
 
     def _fastest(self, setup: Setup) -> Prices:
         """At the clock of a GPU that often waits: none is faster."""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from lumos.choice.front import BOUNDS, Bounds, Found
 from lumos.errors import InputError, OptionError
 from lumos.output.files import whole_file
-from lumos.search.front import BOUNDS, Bounds, Found
 
 _LARGEST = 1 << 30  # bytes of one piece
 _FOUND = np.dtype([(name, "i8" if name == "number" else "f8") for name in Found._fields])

@@ -1,0 +1,1 @@
+"""Choice: which configuration of a run is best."""

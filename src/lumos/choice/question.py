@@ -1,0 +1,54 @@
+"""Question: what a search is asked, and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from lumos.choice.estimator import Described, Estimator
+from lumos.choice.journal import journal_in
+from lumos.choice.objective import Objective, checked_objective
+from lumos.choice.outcome import Outcome, flat
+from lumos.choice.search import Progress, Search, Task
+from lumos.choice.space import Space, checked_choices
+from lumos.engines import Engine, Here
+from lumos.engines.shard import fingerprint
+from lumos.errors import OptionError
+from lumos.setups.setup import Setup
+
+_BY_TIME = Objective()
+
+
+def search(
+    setup: Setup,
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    *,
+    objective: Objective = _BY_TIME,
+    top: int = 10,
+    memory_gib: float = 0.0,
+    estimator: Estimator | None = None,
+    engine: Engine | None = None,
+    shard: tuple[int, int] = (0, 1),
+    journal: Path | None = None,
+    exhaustive: bool = False,
+    progress: Progress | None = None,
+    notes: Sequence[str] = (),
+) -> Outcome:
+    """The best configurations of a run.
+
+    `vary` names the values of an axis, {"cluster.gpus": [256, 512], "parallel.tp": [8]}; axes that it does not name
+    take all values that make sense, but for the GPUs, which are the setup's. `memory_gib` is what a GPU may use, where
+    that is less than it has. With a `journal`, a folder, an interrupted search goes on where it was.
+    """
+    if top < 1 or memory_gib < 0:
+        wrong = f"--top {top}: give at least 1" if top < 1 else f"--memory {memory_gib:g}: give GiB, more than 0"
+        raise OptionError(wrong)
+    space = Space(setup, checked_choices(setup, vary or {}))
+    task = Task(space, checked_objective(objective), estimator or Described(), memory_gib, shard, exhaustive)
+    asked = fingerprint(flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive)
+    begin = monotonic()
+    kept = journal_in(journal, f"{asked} {shard}")
+    found = Search(task, engine or Here(), kept, top, progress).run()
+    return Outcome(found, monotonic() - begin, asked, tuple(notes))

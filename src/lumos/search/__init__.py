@@ -1,1 +1,0 @@
-"""Search: which configuration of a run is best."""
