@@ -18,8 +18,8 @@ from lumos.costs.collective import Collective
 from lumos.costs.operator import Operator
 from lumos.costs.prices import BlockTime, Prices, time_of
 
-_MOST = 20.0  # a factor beyond this, or below its inverse, says that two different things were compared
-_MOST_NETWORK = 1000.0  # the same of collectives: sockets of one host stand in for NVLink in small experiments
+MOST = 20.0  # a factor beyond this, or below its inverse, says that two different things were compared
+MOST_NETWORK = 1000.0  # the same of collectives: sockets of one host stand in for NVLink in small experiments
 _SEEN = 0.35  # how much a moment of a host counts against a typical host
 _GROUPS = {
     "F": "forward", "R": "forward", "B": "backward", "embedding": "ends_forward", "head": "ends_forward",
@@ -138,6 +138,16 @@ class AnchoredPrices(Prices):
         return found._replace(host_us=found.host_us / self.host_us * group.launch_us)
 
 
+class BlockingPrices(AnchoredPrices):
+    """The same on a CPU: its host is what computes, so that a block takes the time of both."""
+
+    def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
+        found = super().block(key, build)
+        return found._replace(
+            us=found.us + found.host_us, compute_us=found.compute_us + found.host_us, host_us=0.0
+        )
+
+
 def modelled_times(block: Block, prices: Prices) -> tuple[Times, float]:
     """(microseconds by work, launches) of a block as the model has it."""
     us = np.zeros(len(Work))
@@ -150,16 +160,23 @@ def modelled_times(block: Block, prices: Prices) -> tuple[Times, float]:
     return us, launches
 
 
-def factors(measured: list[MeasuredBlock], modelled: Times, launches: float, network: float = _MOST_NETWORK) -> Factors:
+def factors(
+    measured: list[MeasuredBlock],
+    modelled: Times,
+    launches: float,
+    network: float = MOST_NETWORK,
+    most: float = MOST,
+) -> Factors:
     """Measured over modelled; where only one of them has a kind of work, the model is left as it is.
 
-    `network` is the most that collectives may differ: little at the ends, where those of the whole step end up.
+    `network` is the most that collectives may differ: little at the ends, where those of the whole step end up. `most`
+    is that of all other work.
     """
     mean = np.mean([block.us for block in measured], axis=0)
     both = (modelled > 1e-3) & (mean > 1e-3)
     ratio = np.where(both, mean / np.where(both, modelled, 1.0), 1.0)
-    most = np.where(np.arange(len(Work)) == Work.COMM, network, _MOST)
-    ratio = np.where((ratio > most) | (ratio < 1 / most), 1.0, ratio)
+    limit = np.where(np.arange(len(Work)) == Work.COMM, network, most)
+    ratio = np.where((ratio > limit) | (ratio < 1 / limit), 1.0, ratio)
     host = float(np.mean([block.host_us for block in measured]))
     return Factors(tuple(float(r) for r in ratio), host / launches if launches else None)
 

@@ -8,7 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from lumos.anchors.anchor import AnchoredPrices, Anchors, Factors, factors, less, modelled_times, stages_of
+from lumos.anchors.anchor import (
+    MOST,
+    MOST_NETWORK,
+    AnchoredPrices,
+    Anchors,
+    BlockingPrices,
+    Factors,
+    factors,
+    less,
+    modelled_times,
+    stages_of,
+)
 from lumos.anchors.labels import Phase, RankLabels, Work, label
 from lumos.anchors.measured import MeasuredBlock, MeasuredStage, Times, measure
 from lumos.bill import Bill, Tariff
@@ -16,6 +27,7 @@ from lumos.blocks.ends import embedding, embedding_backward, head, head_backward
 from lumos.blocks.layer import Layer
 from lumos.blocks.piece import Block
 from lumos.costs.collective import Collective
+from lumos.costs.model import CostModel, cpu_model
 from lumos.costs.prices import Prices
 from lumos.energy import Energy
 from lumos.errors import OptionError
@@ -28,6 +40,7 @@ from lumos.vocabulary import collective_name
 
 _FEWEST_TIMES, _MOST_TIMES = 0.6, 1.8  # nothing takes much less or more than its sizes ask for
 _MOST_SHARED = 4.0  # unless several ranks share a GPU
+_MOST_ON_CPU = 1e6  # its model has placeholders for peaks: any factor is one
 _ROUNDS = 6  # the rest shrinks by about four fifths a round
 _MOST_SPREAD = 0.5  # of the step, that the anchored model may miss at the traced setup before an answer is refused
 
@@ -39,18 +52,26 @@ def anchored_step(setup: Setup, anchors: Anchors) -> Step:
 
 def anchored_prices(setup: Setup, anchors: Anchors) -> Prices:
     """Prices of any setup, with the factors of a traced one."""
+    kind = BlockingPrices if setup.cluster.accelerator.is_cpu else AnchoredPrices
 
     def make(*arguments: Any) -> AnchoredPrices:
-        prices = AnchoredPrices(*arguments)
+        prices = kind(*arguments)
         prices.anchors = anchors
         return prices
 
-    return prices_of(setup, make_prices=make)
+    return prices_of(setup, model=_model_of(setup), make_prices=make)
+
+
+def _model_of(setup: Setup) -> CostModel | None:
+    """What only a trace makes an answer of; None: what a description gets too."""
+    return cpu_model() if setup.cluster.accelerator.is_cpu else None
 
 
 def loaded_step(setup: Setup, anchors: Anchors) -> Step:
     """The same, at the clock of the GPU's own load."""
     step = anchored_step(setup, anchors)
+    if setup.cluster.accelerator.is_cpu:  # whose clock is not known to fall
+        return step
     busy = step.stage_work()
     load = float(np.mean([work.compute_us for work in busy])) / max(step.us, 1e-9)
     return anchored_step(setup, anchors.under(min(load, 1.0)))
@@ -66,7 +87,7 @@ class Source:
     @cached_property
     def plain(self) -> Step:
         """The model of the traced run, before anything is learned from it."""
-        return simulate_step(self.setup)
+        return simulate_step(self.setup, model=_model_of(self.setup))
 
     @cached_property
     def labels(self) -> list[RankLabels]:
@@ -106,6 +127,15 @@ class Source:
         closed = self._closed(outside, step)
         return closed.with_communication(1.0) if self.silent else closed
 
+    @property
+    def on_cpu(self) -> bool:
+        return self.setup.cluster.accelerator.is_cpu
+
+    def _factors(
+        self, measured: list[MeasuredBlock], us: Times, launches: float, network: float = MOST_NETWORK
+    ) -> Factors:
+        return factors(measured, us, launches, network, _MOST_ON_CPU if self.on_cpu else MOST)
+
     @cached_property
     def silent(self) -> bool:
         """The run has collectives and the trace has no kernels of them: a fake process group stood for the peers."""
@@ -125,7 +155,9 @@ class Source:
         """Close the rest by the speed of what decides: the kernels of a GPU-bound step, else the host."""
         clean = self.run.clean_ms * 1e3
         decides = Anchors.slower_host
-        if step.host_share <= 0.5:
+        if self.on_cpu:
+            decides = _slower_core
+        elif step.host_share <= 0.5:
             decides = Anchors.slower
             anchors = anchors.tempered(self.plain.prices.host_us)
         for _ in range(_ROUNDS):
@@ -146,8 +178,8 @@ class Source:
         if recomputes:
             backward = [less(b, f) for b, f in zip(backward, stages_of(self.stages, "forward"), strict=True)]
         groups = {
-            "forward": factors(stages_of(self.stages, "forward"), *modelled_times(layer.forward(), prices)),
-            "backward": factors(backward, *modelled_times(layer.backward(), prices)),
+            "forward": self._factors(stages_of(self.stages, "forward"), *modelled_times(layer.forward(), prices)),
+            "backward": self._factors(backward, *modelled_times(layer.backward(), prices)),
             "optimizer": self._optimizer(),
         }
         self._refuse_misfits(groups)
@@ -156,7 +188,12 @@ class Source:
         return groups
 
     def _refuse_misfits(self, groups: dict[str, Factors]) -> None:
-        """A setup whose products take far more or less time than those of the trace is not the traced one's."""
+        """A setup whose products take far more or less time than those of the trace is not the traced one's.
+
+        How long they should take on a CPU is not known; its layers and shapes are checked all the same.
+        """
+        if self.on_cpu:
+            return
         traced = next((h.gpu for h in self.run.execution.trace.headers if h.gpu), "")
         known, stated = find_gpu(traced), self.setup.cluster.accelerator.name
         if known is not None and known.name != stated:
@@ -176,7 +213,7 @@ class Source:
         size = sum(assembly.stage_state(at) for at in held) / len(held)
         tensors = sum(assembly.stage_tensors(at) for at in held) // len(held)
         block = optimizer(shard, size, tensors)
-        return factors(stages_of(self.stages, "optimizer"), *modelled_times(block, prices))
+        return self._factors(stages_of(self.stages, "optimizer"), *modelled_times(block, prices))
 
     def _ends(self, name: str, first: Block, last: Block) -> Factors:
         """Embedding and head together; a rank has what its stage has of them."""
@@ -193,7 +230,7 @@ class Source:
             for part in parts:
                 us, some = modelled_times(part, prices)
                 total, launches = total + us, launches + some
-        return factors(measured, total / count, launches / count, network=2.0) if count else Factors()
+        return self._factors(measured, total / count, launches / count, network=2.0) if count else Factors()
 
     def _communication(self) -> Times:
         """All communication of a step, as a mean over ranks, in microseconds."""
@@ -306,6 +343,11 @@ class Changed:
         from lumos.output.html.notebook import changed_snippet
 
         return changed_snippet(self)
+
+
+def _slower_core(anchors: Anchors, factor: float) -> Anchors:
+    """A CPU computes and is its own host."""
+    return anchors.slower(factor).slower_host(factor)
 
 
 _SPREAD = 0.10

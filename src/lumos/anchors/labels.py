@@ -20,7 +20,7 @@ from lumos.run import Replay
 from lumos.simulate import simulate
 from lumos.steps import Steps
 from lumos.trace import Trace
-from lumos.vocabulary import Category, Kind, is_step
+from lumos.vocabulary import CPU_COMPUTE, Category, Kind, is_step
 
 Rows = NDArray[np.int64]
 
@@ -56,7 +56,7 @@ class RankLabels:
 
     rank: int
     row: Rows  # of the task on the GPU
-    launched: NDArray[np.float64]  # when, in microseconds from the start of the step, without the profiler
+    launched: NDArray[np.float64]  # when, in microseconds of the host from the start of the step, without the profiler
     us: NDArray[np.float64]
     phase: NDArray[np.int8]
     work: NDArray[np.int8]
@@ -98,15 +98,18 @@ class _Labeller:
         calls = self.launch[mine].astype(np.int64)
         notes = rows[(trace.category[rows] == Category.NOTE) & self.words.updates[trace.name[rows]]]
         inside = notes[(clean.start[notes] >= low) & (clean.end[notes] <= high)]
+        us, phase = _durations(trace, clean, mine), self._phases(rows, notes, calls)
+        blocked = np.where(self.words.blocks[trace.name[calls]], us, 0.0)  # the host did nothing else meanwhile
+        updating = float(clean.duration[inside].sum()) / 1e3 - float(blocked[phase == Phase.OPTIMIZER].sum())
         return RankLabels(
             rank=rank,
             row=mine,
-            launched=(clean.start[calls] - low) / 1e3,
-            us=_durations(trace, clean, mine),
-            phase=self._phases(rows, notes, calls),
+            launched=(clean.start[calls] - low) / 1e3 - (np.cumsum(blocked) - blocked),
+            us=us,
+            phase=phase,
             work=self.words.work[trace.name[mine]],
             attention=self.words.attention[trace.name[mine]],
-            optimizer_us=float(clean.duration[inside].sum()) / 1e3,
+            optimizer_us=max(0.0, updating),
         )
 
     def _phases(self, rows: Rows, notes: Rows, calls: Rows) -> NDArray[np.int8]:
@@ -153,6 +156,7 @@ class _Words:
         self.engine = np.array([name.startswith(_ENGINE) for name in trace.names], bool)
         self.updates = np.array([_OPTIMIZER.search(name) is not None for name in trace.names], bool)
         self.steps = np.array([is_step(name) for name in trace.names], bool)
+        self.blocks = np.array([name == CPU_COMPUTE for name in trace.names], bool)
         for index, name in enumerate(trace.names):
             if _ATTENTION.search(name) and "aten::" not in name:
                 self.work[index] = Work.ATTENTION

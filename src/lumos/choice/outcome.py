@@ -139,4 +139,8 @@ def chosen(setup: Setup) -> Row:
 def flat(setup: Setup) -> dict[str, Any]:
     """Every key of a setup: {"parallel.tp": 2}."""
     sections: Mapping[str, Any] = {name: getattr(setup, name) for name in ("model", "train", "parallel", "cluster")}
-    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section}
+    return {
+        f"{name}.{key}": list(value) if isinstance(value, tuple) else value
+        for name, section in sections.items()
+        for key, value in section
+    }

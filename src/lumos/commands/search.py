@@ -22,7 +22,9 @@ FORMS = (".json", ".csv", ".parquet", ".html")
 
 
 def search_command(
-    setup: Annotated[Path, typer.Argument(help="The run: a setup, a Hugging Face config.json, a Megatron script.")],
+    setup: Annotated[
+        Path | None, typer.Argument(help="The run: a setup, a Hugging Face config.json, a Megatron script.")
+    ] = None,
     gpus: Annotated[str, typer.Option(help="How many GPUs: a number, or several with commas.")] = "",
     gpu: Annotated[str, typer.Option(help="Which kinds of GPU: names with commas; the setup's own otherwise.")] = "",
     fixed: Annotated[
@@ -122,29 +124,36 @@ def _choices(fixed: list[str], vary: list[str], gpus: str, gpu: str) -> dict[str
 
 
 def _searched(
-    path: Path, choices: dict[str, list[Any]], fixed: list[str], objective: Objective, top: int, memory: float,
+    path: Path | None, choices: dict[str, list[Any]], fixed: list[str], objective: Objective, top: int, memory: float,
     source: Path | None, where: tuple[str, int, str], shard: str, journal: Path | None, exhaustive: bool,
 ) -> Outcome:  # fmt: skip
     from lumos.choice.question import search
     from lumos.choice.space import AXES
     from lumos.engines import engine_named
     from lumos.engines.shard import read_shard
-    from lumos.setups import read_setup_with_notes
 
     part = read_shard(shard)
     others = [text for text in fixed if text.partition("=")[0].strip() not in AXES]
-    reading = read_setup_with_notes(path, others)
-    base, estimator, notes = (reading.setup, None, ()) if source is None else _anchored(source, others, path)
-    if source is not None and base.train.compile:
+    base, estimator, notes = _described(path, others) if source is None else _anchored(source, others, path)
+    if estimator is not None and base.train.compile:
         choices.setdefault("parallel.tp", [base.parallel.tp])  # fused kernels cannot be cut otherwise
     with progress_bar() as progress, engine_named(*where) as engine:
         return search(
             base, choices, objective=objective, top=top, memory_gib=memory, estimator=estimator, engine=engine,
-            shard=part, journal=journal, exhaustive=exhaustive, progress=progress, notes=(*reading.notes, *notes),
+            shard=part, journal=journal, exhaustive=exhaustive, progress=progress, notes=notes,
         )  # fmt: skip
 
 
-def _anchored(source: Path, others: list[str], path: Path) -> tuple[Setup, Estimator, tuple[str, ...]]:
+def _described(path: Path | None, others: list[str]) -> tuple[Setup, None, tuple[str, ...]]:
+    from lumos.setups import read_setup_with_notes
+
+    if path is None:
+        raise OptionError("nothing to search: name a setup file, or a trace with --from")
+    reading = read_setup_with_notes(path, others)
+    return reading.setup, None, tuple(reading.notes)
+
+
+def _anchored(source: Path, others: list[str], path: Path | None) -> tuple[Setup, Estimator, tuple[str, ...]]:
     """The setup to start from, prices anchored in a traced run of it, and what has to be said of them."""
     from lumos.anchors.completion import changed, complete
     from lumos.anchors.edit import Source, refuse

@@ -24,7 +24,7 @@ import numpy as np
 from lumos.costs.features import Chip, features, roofline_us
 from lumos.costs.operator import Operator
 from lumos.costs.trees import Trees
-from lumos.errors import InputError
+from lumos.errors import InputError, OptionError
 from lumos.setups.gpus import Gpu, find_gpu, gpu_named
 
 _FAMILY = {"gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm"}
@@ -182,9 +182,19 @@ def chip_of(gpu: Gpu, dtype: str) -> Chip:
 def cost_model(name: str) -> CostModel:
     """The shipped model for a GPU: its own samples, or those of the sampled GPU that is most like it."""
     gpu = gpu_named(name)
+    if gpu.is_cpu:
+        raise OptionError(
+            f'cluster.gpu = "{gpu.name}" is only known from its trace: record one (lumos capture) and add --from'
+        )
     sampled = _SAMPLED_ON.get(gpu.name) or _BORROWS.get(gpu.family, "h200")
     fallback = None if sampled == "h200" else CostModel(gpu, "h200", _shipped("h200"))
     return CostModel(gpu, sampled, _shipped(sampled), fallback)
+
+
+@cache
+def cpu_model() -> CostModel:
+    """A CPU's rooflines, on placeholders for its peaks: for ratios of costs, where a trace says what one of them is."""
+    return CostModel(gpu_named("cpu"), "cpu", {})
 
 
 @cache

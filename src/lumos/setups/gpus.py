@@ -61,6 +61,11 @@ class Gpu:
         return tuple(p for p in ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4") if self.supports(p))
 
     @property
+    def is_cpu(self) -> bool:
+        """No GPU at all, but what stands for one in a run without: its figures are placeholders (data/gpus.toml)."""
+        return self.family == "cpu"
+
+    @property
     def local_gb_s(self) -> float:
         """To the other GPUs of the node: NVLink, or PCIe where there is none."""
         return self.nvlink_gb_s or self.pcie_gb_s
@@ -81,8 +86,8 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """The names without the aliases."""
-    return tuple(gpu.name for gpu in _gpus())
+    """The names without the aliases. A CPU is not among them: it is known from its trace alone."""
+    return tuple(gpu.name for gpu in _gpus() if not gpu.is_cpu)
 
 
 @cache

@@ -1,0 +1,474 @@
+"""Searches: nothing that matters is lost, whatever the order, the engine, the interruptions and the shards."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lumos import forecast, search
+from lumos.choice.estimator import Described
+from lumos.choice.front import BOUNDS, Found, Front, promising
+from lumos.choice.journal import Journal, journal_in
+from lumos.choice.objective import Objective
+from lumos.choice.outcome import Outcome
+from lumos.choice.search import Task, bound_layouts
+from lumos.choice.space import Space
+from lumos.energy import energy_of
+from lumos.engines import Here, Job, engine_named
+from lumos.errors import InputError, LumosError, OptionError
+from lumos.estimate import assembled, prices_of, simulate_step
+from lumos.footprint import footprint
+from lumos.merging import merged
+from lumos.setups import read_setup
+from lumos.setups.rules import mistakes_in
+from lumos.setups.setup import Setup
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Setup:
+    """Llama 3 70B on 64 GPUs: some thousand configurations."""
+    return read_setup(ROOT / "examples/llama3-70b.toml", ["train.global_batch=128"])
+
+
+FEW = {"cluster.gpus": [64], "parallel.pp": [1, 2, 4], "parallel.cp": [1, 2], "train.micro_batch": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def found(llama: Setup) -> Outcome:
+    return search(llama, FEW)
+
+
+def numbers(outcome: Outcome) -> tuple[list[Found], list[Found]]:
+    return outcome.search.front.best, outcome.search.front.pareto
+
+
+# ---------------------------------------------------------------------- nothing is lost
+def test_bounds_rule_out_almost_everything_and_lose_nothing(llama: Setup, found: Outcome) -> None:
+    everything = search(llama, FEW, exhaustive=True)
+    assert numbers(found) == numbers(everything)
+    assert len(everything.search.simulated) == everything.search.fitting == found.search.fitting > 400
+    assert len(found.search.simulated) < 0.2 * found.search.fitting
+
+
+@pytest.mark.parametrize("objective", [Objective("energy"), Objective("cost", (("", 2.0),), 0.2)])
+def test_other_objectives_lose_nothing_either(llama: Setup, objective: Objective) -> None:
+    few = FEW | {"parallel.zero": [0, 1], "parallel.tp": [4, 8], "train.recompute": ["none", "full"]}
+    bounded = search(llama, few, objective=objective)
+    everything = search(llama, few, objective=objective, exhaustive=True)
+    assert numbers(bounded) == numbers(everything)
+    values = [row.value for row in everything.search.simulated]
+    assert bounded.search.front.best[0].value == min(values)
+
+
+def test_the_best_is_what_predict_says_of_it(llama: Setup, found: Outcome) -> None:
+    row = found.as_dict()["results"][0]
+    keys = {key: value for key, value in row.items() if "." in key and key not in ("parallel.dp", "train.microbatches")}
+    said = forecast(llama.replaced(keys))
+    assert said.step_ms == pytest.approx(row["step_ms"], rel=1e-12)
+    assert said.memory.gib()["peak"] == pytest.approx(row["memory_gib"])
+    assert said.mfu == pytest.approx(row["mfu"])
+    assert said.breakdown == pytest.approx(row["breakdown"])
+    assert said.memory.fits
+    assert said.energy_j == pytest.approx(row["energy_j"])
+
+
+def test_the_answer_explains_itself(found: Outcome) -> None:
+    answer = found.as_dict()
+    steps = [row["step_ms"] for row in answer["results"]]
+    assert steps == sorted(steps)
+    assert len(steps) == 10
+    assert all(answer["bound_ms"] <= row["bound_ms"] <= row["step_ms"] for row in answer["results"])
+    best, second = answer["results"][:2]
+    assert best["lost_by"] == ""
+    assert " not " in second["lost_by"]
+    assert "ms" in second["lost_by"] or "same time" in second["lost_by"]
+    assert answer["evaluated"] > answer["fitting"] > answer["simulated"]
+    assert json.loads(json.dumps(answer)) == answer, "plain values alone"
+
+
+# ---------------------------------------------------------------------- the laws behind it
+SIZES = {
+    "cluster.gpus": [8, 16, 64], "parallel.tp": [1, 2, 4, 8], "parallel.pp": [1, 2, 4, 8], "parallel.cp": [1, 2],
+    "parallel.vpp": [1, 2], "parallel.zero": [0, 1, 2, 3], "train.micro_batch": [1, 2, 4],
+    "train.global_batch": [64, 128], "train.recompute": ["none", "selective", "full"],
+    "parallel.sequence_parallel": [False, True], "parallel.schedule": ["1f1b", "gpipe", "zero-bubble"],
+    "train.framework": ["megatron", "pytorch", "nanotron", "torchtitan", "megatron-deepspeed"],
+}  # fmt: skip
+MODELS = [
+    {"model.layers": 16, "model.hidden": 2048, "model.ffn": 8192, "model.heads": 16, "model.kv_heads": 8},
+    {"model.layers": 32, "model.hidden": 1024, "model.ffn": 4096, "model.heads": 16, "model.kv_heads": 16},
+    {"model.layers": 8, "model.hidden": 2048, "model.ffn": 8192, "model.heads": 16, "model.kv_heads": 8,
+     "model.experts": 8, "model.top_k": 2, "model.expert_ffn": 1024, "parallel.ep": 2},
+]  # fmt: skip
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    base = read_setup(ROOT / "examples/one-h200.toml")
+    chosen = {key: draw(st.sampled_from(values)) for key, values in SIZES.items()} | draw(st.sampled_from(MODELS))
+    if chosen["parallel.vpp"] > 1:
+        chosen["parallel.schedule"] = "interleaved"
+    setup = base.replaced(chosen | {"train.seq": 2048, "model.head_dim": 0})
+    if mistakes_in(setup):
+        setup = base.replaced(chosen | {"train.seq": 2048, "model.head_dim": 0, "parallel.vpp": 1,
+                              "parallel.schedule": "1f1b", "parallel.pp": 1, "parallel.cp": 1})  # fmt: skip
+    return setup
+
+
+@given(setups())
+@settings(max_examples=80)
+def test_no_step_is_shorter_or_draws_less_than_its_bound(setup: Setup) -> None:
+    if mistakes_in(setup):
+        return
+    bound, step = Described().bound(setup), simulate_step(setup)
+    assert bound.us <= step.us * (1 + 1e-9)
+    assert bound.joules <= energy_of(step).joules * (1 + 1e-9)
+
+
+@given(setups(), setups())
+@settings(max_examples=40)
+def test_prices_that_setups_share_change_no_time(one: Setup, other: Setup) -> None:
+    estimator = Described()
+    for setup in (one, other, one):
+        if not mistakes_in(setup):
+            assert estimator.step(setup).us == pytest.approx(simulate_step(setup).us, rel=1e-12)
+
+
+@given(setups())
+@settings(max_examples=60)
+def test_a_larger_micro_batch_never_needs_less_memory(setup: Setup) -> None:
+    """Which is why a search need not ask about it where a smaller one does not fit."""
+    train = setup.train
+    if mistakes_in(setup) or train.microbatches % 2 or setup.parallel.vpp > 1:
+        return
+    larger = setup.replaced({"train.micro_batch": 2 * train.micro_batch})
+    if not mistakes_in(larger):
+        assert footprint(larger).peak >= footprint(setup).peak * (1 - 1e-9)
+
+
+bounded_rows = st.lists(
+    st.tuples(st.floats(1, 9), st.floats(1, 9), st.floats(0.0, 0.5)), min_size=1, max_size=60
+)  # seconds, memory, what a bound misses
+
+
+@given(bounded_rows, st.integers(1, 5), st.integers(4, 16))
+@settings(max_examples=200)
+def test_what_is_given_up_could_not_have_mattered(rows: list[tuple[float, float, float]], top: int, wave: int) -> None:
+    truth = [Found(i, s, s, m, s, 0.0, s - b) for i, (s, m, b) in enumerate(rows)]
+    wanted = Front(top)
+    wanted.add(truth)
+    front = Front(top)
+    left = np.array([(f.number, f.bound, f.bound, f.memory, f.bound) for f in truth], BOUNDS)
+    left = left[np.argsort(left["value"], kind="stable")]
+    rounds = 0
+    while len(left := left[front.can_matter(left)]):
+        chosen = promising(left, wave)
+        assert chosen.any(), "every round settles something"
+        front.add(truth[int(row["number"])] for row in left[chosen])
+        left = left[~chosen]
+        rounds += 1
+    assert (front.best, front.pareto) == (wanted.best, wanted.pareto)
+
+
+def test_a_front_holds_exactly_what_nothing_beats(found: Outcome, llama: Setup) -> None:
+    rows = search(llama, FEW, exhaustive=True).search.simulated
+    for row in rows:
+        beaten = [
+            o for o in rows
+            if o.seconds <= row.seconds and o.memory <= row.memory and o.cost <= row.cost
+            and (o.seconds, o.memory, o.cost) != (row.seconds, row.memory, row.cost)
+        ]  # fmt: skip
+        on_front = any((f.seconds, f.memory, f.cost) == (row.seconds, row.memory, row.cost) for f in numbers(found)[1])
+        assert on_front == (not beaten)
+
+
+# ---------------------------------------------------------------------- the space
+def test_every_candidate_is_valid_and_found_again_by_its_number(llama: Setup) -> None:
+    space = Space(llama, {"cluster.gpus": (16,)})
+    candidates = [c for layout in range(len(space.layouts)) for c in space.candidates(layout)]
+    assert len(candidates) > 1000
+    assert len({c.number for c in candidates}) == len({c.values for c in candidates}) == len(candidates)
+    for candidate in candidates[::37]:
+        assert space.candidate(candidate.number) == candidate
+        setup = space.setup_of(candidate)
+        assert not mistakes_in(setup)
+        assert setup == Setup(**{name: getattr(setup, name) for name in ("model", "train", "parallel", "cluster")})
+        assert setup.train.global_batch == setup.train.micro_batch * setup.train.microbatches * setup.parallel.dp
+
+
+def test_a_search_tries_what_the_framework_has(llama: Setup) -> None:
+    def values(framework: str, key: str) -> set[Any]:
+        setup = llama.replaced({"train.framework": framework})
+        space = Space(setup, {"cluster.gpus": (16,), "train.micro_batch": (1,)})
+        return {c.keys()[key] for n in range(len(space.layouts)) for c in space.candidates(n)}
+
+    assert values("megatron", "parallel.schedule") == {"1f1b", "interleaved"}
+    assert values("megatron", "parallel.zero") == {0, 1, 3}
+    assert values("llm-foundry", "parallel.pp") == {1}
+    assert "zero-bubble" in values("torchtitan", "parallel.schedule")
+
+
+def test_experts_are_divided_too() -> None:
+    base = read_setup(ROOT / "examples/one-h200.toml", ["model.preset=mixtral-8x7b", "train.global_batch=64"])
+    found = search(base, {"cluster.gpus": [32], "parallel.cp": [1], "train.micro_batch": [1]})
+    assert {row["parallel.ep"] for row in found.table()} > {1}
+
+
+# ---------------------------------------------------------------------- constraints
+def test_a_deadline_asks_for_the_fewest_gpus_that_meet_it(llama: Setup) -> None:
+    few = FEW | {"cluster.gpus": [32, 64, 128]}
+    seconds = {
+        gpus: search(llama, few | {"cluster.gpus": [gpus]}).search.front.best[0].seconds for gpus in (32, 64, 128)
+    }
+    tokens = 1e9
+    days = 1.05 * seconds[64] * tokens / llama.tokens / 86_400
+    found = search(llama, few, objective=Objective("gpus", tokens=tokens, deadline_days=days)).as_dict()
+    assert found["results"][0]["cluster.gpus"] == 64
+    assert all(row["days"] <= days for row in found["results"])
+
+
+def test_cheaper_gpus_win_where_money_counts(llama: Setup) -> None:
+    few = FEW | {"cluster.gpu": ["h100", "h200"]}
+    for prices, winner in (((("h100", 1.0), ("h200", 9.0)), "h100"), ((("h100", 9.0), ("h200", 1.0)), "h200")):
+        found = search(llama, few, objective=Objective("cost", prices)).as_dict()
+        assert found["results"][0]["cluster.gpu"] == winner
+        assert found["results"][0]["cost_per_mtoken"] > 0
+
+
+def test_less_memory_leaves_fewer(llama: Setup, found: Outcome) -> None:
+    tight = search(llama, FEW, memory_gib=40)
+    assert 0 < tight.search.fitting < found.search.fitting
+    assert all(row["memory_gib"] < 40 for row in tight.as_dict()["results"])
+
+
+def test_nothing_that_fits_is_said(llama: Setup) -> None:
+    none = search(llama, FEW | {"cluster.gpus": [8], "parallel.pp": [1]}, memory_gib=1)
+    assert none.as_dict()["results"] == []
+    assert "fits" in none.as_dict()["warnings"][0]
+
+
+# ---------------------------------------------------------------------- engines, interruptions, shards
+@pytest.mark.slow
+def test_processes_give_the_same_table(llama: Setup, found: Outcome) -> None:
+    with engine_named("local", 2) as engine:
+        other = search(llama, FEW, engine=engine)
+    assert numbers(other) == numbers(found)
+    assert other.search.simulated == found.search.simulated
+
+
+class Interrupted(Here):
+    """Stops in the middle of a chunk, and counts those it ran."""
+
+    def __init__(self, after: float) -> None:
+        self.after, self.ran = after, 0
+
+    def run(self, job: Job, chunks: Sequence[Any]) -> Iterator[Any]:
+        for chunk in chunks:
+            if self.ran >= self.after:
+                raise KeyboardInterrupt
+            self.ran += 1
+            yield job.function(job.shared, chunk)
+
+
+@pytest.mark.parametrize("after", [1, 3, 7])
+def test_an_interrupted_search_goes_on_where_it_was(llama: Setup, found: Outcome, tmp_path: Path, after: int) -> None:
+    first, second, whole = Interrupted(after), Interrupted(np.inf), Interrupted(np.inf)
+    search(llama, FEW, engine=whole)
+    with pytest.raises(KeyboardInterrupt):
+        search(llama, FEW, engine=first, journal=tmp_path / "j")
+    resumed = search(llama, FEW, engine=second, journal=tmp_path / "j")
+    assert numbers(resumed) == numbers(found)
+    lost = 8  # chunks of the wave that was under way
+    assert whole.ran - first.ran <= second.ran <= whole.ran - first.ran + lost
+    third = Interrupted(0)
+    assert numbers(search(llama, FEW, engine=third, journal=tmp_path / "j")) == numbers(found)
+    assert third.ran == 0, "what is finished is not done again"
+
+
+def test_a_journal_of_another_question_is_refused(llama: Setup, tmp_path: Path) -> None:
+    few = FEW | {"parallel.pp": [2], "parallel.tp": [8]}
+    search(llama, few, journal=tmp_path / "j")
+    with pytest.raises(OptionError, match="another search"):
+        search(llama, few, journal=tmp_path / "j", top=3)
+    (tmp_path / "k").mkdir()
+    (tmp_path / "k" / "file").touch()
+    with pytest.raises(OptionError, match="not empty"):
+        journal_in(tmp_path / "k", "question")
+
+
+def test_a_damaged_piece_of_a_journal_is_named(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path / "j", "question")
+    journal.keep_bounds(0, 3, np.zeros(2, BOUNDS))
+    (piece,) = (tmp_path / "j").glob("bounds*")
+    piece.write_bytes(piece.read_bytes()[:60])
+    with pytest.raises(InputError, match=piece.name):
+        _ = Journal(tmp_path / "j").bounded
+
+
+def test_a_full_disk_leaves_nothing_half_written(
+    llama: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    journal = journal_in(tmp_path / "j", "question")
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(LumosError, match="No space left"):
+        journal.keep_wave([Found(1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)])
+    assert [p.name for p in (tmp_path / "j").iterdir()] == ["question.txt"]
+
+
+def test_shards_merge_into_the_whole(llama: Setup, found: Outcome, tmp_path: Path) -> None:
+    parts = []
+    for index in range(3):
+        part = search(llama, FEW, shard=(index, 3)).as_dict()
+        parts.append(tmp_path / f"{index}.json")
+        parts[-1].write_text(json.dumps(part))
+    whole, together = found.as_dict(), merged(parts)
+    for key in ("results", "pareto", "evaluated", "fitting", "bound_ms"):
+        assert together[key] == whole[key]
+    assert "shards 2 of 3 are missing" in merged([parts[0], parts[2]])["warnings"][-1]
+    with pytest.raises(InputError, match="same shard"):
+        merged([parts[0], parts[0]])
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(search(llama, FEW, shard=(1, 3), top=2).as_dict()))
+    with pytest.raises(InputError, match="another question"):
+        merged([parts[0], other])
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "search"}', '{"kind": "score", "shard": [1]}', "\x00"])
+def test_what_is_no_part_is_not_merged(content: str, tmp_path: Path) -> None:
+    (tmp_path / "part.json").write_text(content)
+    with pytest.raises(InputError, match=r"part\.json"):
+        merged([tmp_path / "part.json"])
+
+
+def test_a_million_configurations_need_little_memory(llama: Setup) -> None:
+    """Rows of bounds are all that grows, 40 bytes each."""
+    assert BOUNDS.itemsize == 40
+    task = Task(Space(llama, {key: tuple(value) for key, value in FEW.items()}), Objective())
+    part = bound_layouts(task, range(4))
+    assert part.rows.nbytes == 40 * len(part.rows)
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_table_though_a_node_is_lost(llama: Setup, found: Outcome) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        node = cluster.add_node(num_cpus=1)
+        told: list[int] = []
+
+        def lose_a_node(done: int, total: int, what: str) -> None:
+            told.append(done)
+            if len(told) == 2:
+                cluster.remove_node(node, allow_graceful=False)
+
+        with engine_named("ray", 0, cluster.address) as engine:
+            assert engine.workers == 2
+            other = search(llama, FEW, engine=engine, progress=lose_a_node)
+        assert len(told) > 2
+        assert numbers(other) == numbers(found)
+        assert other.as_dict()["results"] == found.as_dict()["results"]
+    finally:
+        cluster.shutdown()
+
+
+# ---------------------------------------------------------------------- from a trace
+@pytest.mark.data
+def test_a_search_from_a_trace_is_anchored_in_it(shared_data: Path) -> None:
+    trace = shared_data / "h200/single/base_l8_h2048_s2048_b2.pt.trace.json.gz"
+    vary = ["--vary", "train.micro_batch=1,2,4,8", "--vary", "train.recompute=none,full"]
+    batch = ["--set", "train.global_batch=8"]
+    run = lumos("search", "--from", trace, "--gpus", 1, *batch, *vary, "--workers", 1, "--json")
+    assert run.returncode == 0, run.stderr
+    best = json.loads(run.stdout)["results"][0]
+    asked = ["--set", f"train.micro_batch={best['train.micro_batch']}", "--set", "train.global_batch=8"]
+    said = lumos("predict", "--from", trace, *asked, "--set", f"train.recompute={best['train.recompute']}", "--json")
+    assert said.returncode == 0, said.stderr
+    assert json.loads(said.stdout)["step_ms"] == pytest.approx(best["step_ms"], rel=1e-9)
+
+
+# ---------------------------------------------------------------------- the command line
+def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lumos.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+SMALL = ("examples/one-h200.toml", "--gpus", "8", "--workers", "1", "--top", "3")
+
+
+@pytest.mark.parametrize("form", ["json", "csv", "parquet", "html"])
+def test_every_form_is_written(form: str, tmp_path: Path) -> None:
+    path = tmp_path / f"found.{form}"
+    run = lumos("search", *SMALL, "--vary", "parallel.tp=1,2", "-o", path)
+    assert run.returncode == 0, run.stderr
+    assert "the best by time" in run.stdout
+    if form == "json":
+        assert len(json.loads(path.read_text())["results"]) == 3
+    elif form == "parquet":
+        table = polars.read_parquet(path)
+        assert table["step_ms"].is_sorted()
+        assert {"parallel.tp", "memory_gib", "pareto"} <= set(table.columns)
+    else:
+        assert "parallel.tp" in path.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--vary", "parallel.tb=2"), "parallel.tb"), (("--vary", "parallel.tp"), "SECTION.KEY=A,B"),
+        (("--vary", "parallel.tp=x"), "parallel.tp"), (("--vary", "parallel.tp="), "names no value"),
+        (("--vary", "parallel.tp=2", "--set", "parallel.tp=4"), "twice"), (("--gpus", "zero"), "cluster.gpus"),
+        (("--gpu", "h1000"), "h1000"), (("--objective", "joy"), "joy"), (("--objective", "gpus"), "--deadline"),
+        (("--deadline", "3"), "--tokens"), (("--price", "cheap"), "--price"), (("--top", "0"), "--top 0"),
+        (("--shard", "3/2"), "--shard"), (("--engine", "slurm"), "slurm"), (("-o", "found.txt"), ".parquet"),
+        (("--memory", "-1"), "--memory"), (("--set", "model.layers=x"), "model.layers"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_in_one_line(arguments: tuple[str, ...], told: str) -> None:
+    run = lumos("search", "examples/one-h200.toml", *arguments)
+    assert run.returncode == 2
+    assert told in run.stderr
+    assert "Traceback" not in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_scores_of_shards_merge_too(tmp_path: Path) -> None:
+    columns = "id,source,model_name,gpu,n_gpus,n_layers,hidden,n_heads,n_kv_heads,vocab,seq_len,tp,pp,dp,micro_batch"
+    header = columns + ",global_batch,precision,ffn_hidden,gated_mlp,step_time_s,train_mode,framework"
+    sizes = "1024,8,8,32000,1024,1,1,1,2,2,bf16,4096,true"
+    rows = [f"r{i},s,m,h200,1,{2 + i},{sizes},0.0{i + 1},pretrain,pytorch" for i in range(7)]
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join([header, *rows, "bad,s,m"]) + "\n")
+    whole = lumos("score", table, "--json")
+    assert whole.returncode == 0, whole.stderr
+    for index in (1, 2):
+        part = lumos("score", table, "--shard", f"{index}/2", "-o", tmp_path / f"{index}.json", "--workers", 2)
+        assert part.returncode == 0, part.stderr
+    together = json.loads(lumos("merge", tmp_path / "1.json", tmp_path / "2.json", "--json").stdout)
+    answer = json.loads(whole.stdout)
+    assert together["by_source"]["s"] == pytest.approx(answer["by_source"]["s"])
+    assert together["refused"] == answer["refused"] != []
+    assert (together["rows"], together["predicted"]) == (answer["rows"], answer["predicted"]) == (8, 7)
+
+
+def test_shared_prices_are_prices(llama: Setup) -> None:
+    assert assembled(llama, prices_of(llama)).step().us == simulate_step(llama).us
