@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check accuracy bench clean
+.PHONY: demo test check docs accuracy bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,13 +26,22 @@ check: $(VENV)/.dev  ## linters and types alone
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.dev  ## the documentation as a site in out/docs
+	$(BIN)/python docs/api_page.py
+	$(BIN)/python docs/build.py out/docs
+
 accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and write the pages in docs/
 	$(BIN)/python benchmarks/accuracy.py -o docs/accuracy.md
 	$(BIN)/python benchmarks/forecasts.py -o docs/forecasts.md
 	$(BIN)/python benchmarks/changes.py -o docs/changes.md
+	$(BIN)/python benchmarks/searches.py -o docs/searches.md
+	$(BIN)/python benchmarks/energy.py -o docs/energy.md
+	$(BIN)/python benchmarks/files.py -o docs/files.md
 
 bench: $(VENV)/.dev  ## measure the speed beside HolisticTraceAnalysis
 	$(BIN)/python benchmarks/predict_speed.py docs/forecast_speed.md
+	$(BIN)/python benchmarks/search_speed.py docs/search_speed.md
+	$(BIN)/python benchmarks/report_speed.py docs/report_speed.md
 	$(BIN)/python benchmarks/replay_speed.py --out docs/speed.md
 
 clean:

@@ -9,8 +9,20 @@ import numpy as np
 import pytest
 
 from lumos import Replay, Scale, predict, read_job, replay
+from lumos.anchors.completion import changed, complete
+from lumos.anchors.edit import Source, change
+from lumos.anchors.inference import infer
+from lumos.anchors.labels import Phase, label
+from lumos.bill import Tariff
+from lumos.costs.model import cost_model
+from lumos.errors import OptionError
+from lumos.forecasting import forecast
 from lumos.graph import Rule
-from lumos.rules.cpu import with_cpu_device
+from lumos.output.html.forecast_page import changed_page, write_changed_page
+from lumos.rules.cpu import is_cpu_run, with_cpu_device
+from lumos.setups.files import read_plain
+from lumos.setups.gpus import gpu_named, gpu_names
+from lumos.setups.setup import Setup
 from lumos.vocabulary import Category, Kind
 from support import Event, header, kernel, note, op, span, training_run, write_trace
 
@@ -133,3 +145,148 @@ def test_kinds_are_those_of_scale(two: Replay) -> None:
     trace = two.execution.trace
     assert set(trace.kind[kernels(two, REDUCE)]) == {Kind.COMM}
     assert set(trace.kind[kernels(two, MM)]) == {Kind.COMPUTE}
+
+
+# Another configuration of a run without a GPU
+
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+HOST = 10.0  # between two operators
+PARAMETER_US = 0.002  # of the update, and of the sum of gradients
+
+
+def described(ranks: int = 2, layers: int = 2) -> Setup:
+    return Setup.model_validate(
+        {
+            "model": {"layers": layers, "hidden": 256, "ffn": 704, "heads": 4, "vocab": 512},
+            "train": {"seq": 128, "micro_batch": 4, "precision": "fp32"},
+            "parallel": {"dp": ranks, "dp_overlap": False},
+            "cluster": {"gpu": "cpu"},
+        }
+    )
+
+
+class Thread:
+    """The one thread of a rank: operators one after the other, the host between them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.now = 0.0
+
+    def does(self, *work: tuple[str, float], engine: bool = False) -> None:
+        for name, us in work:
+            if engine:
+                self.events.append(op("autograd::engine::evaluate_function: Backward0", self.now, us + 2))
+            self.events.append(op(name, self.now + 1, us))
+            self.now += us + HOST
+
+    def sums(self, us: float) -> None:
+        """Gradients, by gloo, and waits for it."""
+        self.events += [op("c10d::allreduce_", self.now, HOST), gloo(self.now + HOST, us)]
+        self.now += HOST + us + HOST
+
+
+def trained(layers: int) -> list[Event]:
+    """One step of a model of so many layers, with an update and a sum of gradients that go with its parameters."""
+    model = described(layers=layers).model
+    us = PARAMETER_US * model.parameters(128)
+    thread = Thread()
+    layer = (("aten::mm", 1000.0), (ATTENTION, 500.0), ("aten::mm", 1000.0))
+    back = (("aten::mm", 2000.0), (ATTENTION + "_backward", 1000.0), ("aten::mm", 2000.0))
+    thread.does(("aten::embedding", 100.0), *layer * layers, ("aten::mm", 600.0))
+    thread.does(("aten::mm", 1200.0), *back * layers, ("aten::embedding_dense_backward", 100.0), engine=True)
+    thread.sums(us)
+    began = thread.now
+    thread.does(("aten::add_", us))
+    return [
+        *thread.events, note("Optimizer.step#AdamW.step", began, thread.now - began),
+        note("ProfilerStep#3", 0, thread.now),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return Source(job(tmp_path_factory.mktemp("traces"), trained(2), trained(2)), described())
+
+
+def test_a_run_that_is_not_changed_takes_what_it_took(source: Source) -> None:
+    assert change(source, described()).step_ms == pytest.approx(source.run.clean_ms, rel=1e-6)
+
+
+@pytest.mark.parametrize("layers", [1, 4, 8])
+def test_another_number_of_layers_is_predicted_as_it_would_be_recorded(
+    source: Source, layers: int, tmp_path: Path
+) -> None:
+    recorded = job(tmp_path, trained(layers), trained(layers))
+    assert change(source, described(layers=layers)).step_ms == pytest.approx(recorded.clean_ms, rel=0.02)
+
+
+def test_more_ranks_wait_longer_for_their_sum_and_compute_what_they_did(source: Source) -> None:
+    two, four = (change(source, described(ranks)) for ranks in (2, 4))
+    sums = PARAMETER_US * described().model.parameters(128) / 1e3
+    assert four.step_ms - two.step_ms == pytest.approx(0.5 * sums, rel=0.02)  # a ring sends 3/4 twice, not 1/2
+    assert any("share cores" in warning for warning in four.forecast.warnings)
+
+
+def test_the_host_is_what_is_left_of_a_thread_that_calls_and_waits(source: Source) -> None:
+    (labels, _) = label(source.run)
+    launched = labels.launched[labels.of(Phase.FORWARD)][:-1]  # less the sum of gradients
+    assert ((np.diff(launched) > 0) & (np.diff(launched) <= HOST)).all()  # less the profiler's part
+    assert 0 < labels.optimizer_us <= HOST
+
+
+def test_what_is_not_known_of_a_cpu_is_not_answered(source: Source, tmp_path: Path) -> None:
+    found = change(source, described(4), tariff=Tariff(gpu_hour=1.0, tokens=1e9))
+    answer = found.as_dict()
+    assert [answer[key] for key in ("mfu", "hfu", "energy_j", "fits")] == [None] * 4
+    assert (answer["bill"]["joules_per_step"], answer["bill"]["budget"]["kwh"]) == (None, None)
+    assert answer["bill"]["money_per_step"] == pytest.approx(4 * found.step_ms / 3.6e6)
+    assert any("CPU are not known" in warning for warning in answer["warnings"])
+    assert {card.label for card in changed_page(found).cards}.isdisjoint({"MFU", "energy"})
+    write_changed_page(tmp_path / "page.html", found)
+
+
+def test_a_host_whose_memory_is_stated_has_room_or_not(source: Source) -> None:
+    small, large = (change(source, described().replaced({"cluster.memory_gib": gib})) for gib in (0.01, 100.0))
+    assert (small.as_dict()["fits"], large.as_dict()["fits"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("parallel.tp", 2, "parallel.tp = 2: the traced run had none"),
+        ("cluster.gpu", "h200", "cluster.gpu = h200 cannot be told from a trace of cpu"),
+    ],
+)
+def test_what_the_trace_of_a_cpu_cannot_tell_is_refused(source: Source, key: str, value: Any, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        change(source, described().replaced({key: value}))
+
+
+def test_power_has_no_price_where_it_is_not_known(source: Source) -> None:
+    with pytest.raises(OptionError, match=r"--kwh-price 0\.3: the power of a CPU is not known"):
+        change(source, described(), tariff=Tariff(kwh=0.3))
+
+
+def test_one_rank_says_nothing_of_what_several_would_send(tmp_path: Path) -> None:
+    alone = Source(job(tmp_path, [e for e in trained(2) if "reduce" not in e["name"]]), described(1))
+    with pytest.raises(OptionError, match=r"parallel\.dp = 2: the traced run had none"):
+        change(alone, described(2))
+
+
+def test_without_a_trace_a_cpu_is_refused_and_no_name_suggests_it() -> None:
+    with pytest.raises(OptionError, match="only known from its trace"):
+        forecast(described())
+    with pytest.raises(OptionError, match="only known from its trace"):
+        cost_model("cpu")
+    assert gpu_named("CPU").is_cpu
+    assert "cpu" not in gpu_names()
+
+
+def test_a_trace_tells_that_it_is_of_a_cpu(source: Source) -> None:
+    told = infer(source.run)
+    assert told["cluster.gpu"].value == "cpu"
+    assert is_cpu_run(source.run.execution.trace)
+    with pytest.raises(OptionError, match=r"cluster\.gpu = h200, and the trace tells cpu"):
+        complete(told, read_plain(None, ["cluster.gpu=h200"]))
+    assert changed(told, read_plain(None, ["model.layers=2", "model.hidden=256", "model.ffn=704", "model.heads=4",
+                                           "model.vocab=512", "train.seq=128"])).setup.cluster.gpu == "cpu"  # fmt: skip

@@ -8,12 +8,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lumos.engines import Here, Job, engine_named
 from lumos.engines.engine import Engine
 from lumos.engines.shard import fingerprint, read_shard
 from lumos.errors import InputError, LumosError, OptionError
+from lumos.readers.elsewhere import EngineReaders
+from lumos.readers.job import read_job
+from lumos.trace import Trace
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -149,6 +153,20 @@ def test_ray_gives_what_processes_give_and_outlives_a_lost_node(cluster: object)
         assert answers == list(range(16))
         with pytest.raises(InputError, match="chunk 3 is wrong"):
             list(engine.run(Job(refused, None), list(range(8))))
+
+
+@pytest.mark.slow
+def test_ranks_are_read_on_a_cluster_as_they_are_here(cluster: object) -> None:
+    folder = Path(__file__).resolve().parents[1] / "src/lumos/data/example"
+    here = read_job(folder)
+    with engine_named("ray", 0, cluster.address) as engine:  # type: ignore[attr-defined]
+        there = read_job(folder, started=EngineReaders(engine))
+    assert isinstance(here, Trace)
+    assert isinstance(there, Trace)
+    assert there.lanes == here.lanes
+    assert there.names == here.names
+    for column in ("start", "duration", "lane", "name"):
+        assert np.array_equal(getattr(there, column), getattr(here, column))
 
 
 def test_a_ray_address_where_nothing_answers_is_refused() -> None:

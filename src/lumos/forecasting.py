@@ -18,6 +18,9 @@ from lumos.setups.setup import Setup
 from lumos.uncertainty import log_spread
 
 NO_PRICES = Tariff()
+UNKNOWN_OF_CPU = (
+    "peak, power and memory of a CPU are not known: no MFU and no energy; cluster.memory_gib says whether it fits"
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,16 @@ class Forecast:
     @cached_property
     def memory(self) -> Footprint:
         return footprint(self.setup)
+
+    @property
+    def is_of_cpu(self) -> bool:
+        """Of a CPU only times are known, from its trace: no peak, no power, no memory."""
+        return self.setup.cluster.accelerator.is_cpu
+
+    @property
+    def fits(self) -> bool | None:
+        """None where nobody said how much memory there is."""
+        return None if self.is_of_cpu and self.setup.cluster.memory_gib is None else self.memory.fits
 
     @cached_property
     def interval_ms(self) -> tuple[float, float]:
@@ -107,7 +120,9 @@ class Forecast:
                 f"{self.setup.cluster.gpu} was not sampled: its costs are those of {model.sampled} at its own peaks, "
                 "and the interval is wider"
             )
-        if not self.step.prices.joules.measured:
+        if self.is_of_cpu:
+            found.append(UNKNOWN_OF_CPU)
+        elif not self.step.prices.joules.measured:
             found.append(
                 f"the power of {self.setup.cluster.gpu} was not measured: its energy is moved from the h200 by its own "
                 "peaks and power limit"
@@ -116,7 +131,7 @@ class Forecast:
             found.append(
                 "the host decides this step: cluster.host = 1 stands for a typical one, and hosts differ by a third"
             )
-        if not self.memory.fits:
+        if self.fits is False:
             found.append(
                 f"does not fit: {self.memory.gib()['peak']:.1f} GiB at the peak, "
                 f"{self.setup.cluster.accelerator.memory_gib:.1f} GiB on the GPU; recompute, shard or split more"
@@ -132,7 +147,7 @@ class Forecast:
             "mfu": self.mfu,
             "hfu": self.hfu,
             "memory_gib": self.memory.gib(),
-            "fits": self.memory.fits,
+            "fits": self.fits,
             "breakdown": self.breakdown,
             "bubble": self.bubble,
             "host_bound": self.host_bound,
@@ -140,7 +155,7 @@ class Forecast:
             "bill": self.bill.as_dict(),
             "operators": self.step.operators(),
             "warnings": self.warnings,
-        }
+        } | (dict.fromkeys(("mfu", "hfu", "energy_j")) if self.is_of_cpu else {})
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -18,7 +18,7 @@ from lumos.costs.collective import Collective
 from lumos.costs.operator import Operator
 from lumos.costs.prices import BlockTime, Prices, time_of
 
-MOST = 20.0  # a factor beyond this, or below its inverse, says that two different things were compared
+_MOST = 20.0  # a factor beyond this, or below its inverse, says that two different things were compared
 MOST_NETWORK = 1000.0  # the same of collectives: sockets of one host stand in for NVLink in small experiments
 _SEEN = 0.35  # how much a moment of a host counts against a typical host
 _GROUPS = {
@@ -165,18 +165,20 @@ def factors(
     modelled: Times,
     launches: float,
     network: float = MOST_NETWORK,
-    most: float = MOST,
+    placeholders: bool = False,
 ) -> Factors:
     """Measured over modelled; where only one of them has a kind of work, the model is left as it is.
 
-    `network` is the most that collectives may differ: little at the ends, where those of the whole step end up. `most`
-    is that of all other work.
+    `network` is the most that collectives may differ: little at the ends, where those of the whole step end up.
+    `placeholders` says that the modelled times mean nothing: any factor is one, and what was not measured is nothing.
     """
     mean = np.mean([block.us for block in measured], axis=0)
     both = (modelled > 1e-3) & (mean > 1e-3)
     ratio = np.where(both, mean / np.where(both, modelled, 1.0), 1.0)
-    limit = np.where(np.arange(len(Work)) == Work.COMM, network, most)
-    ratio = np.where((ratio > limit) | (ratio < 1 / limit), 1.0, ratio)
+    most = np.where(np.arange(len(Work)) == Work.COMM, network, np.inf if placeholders else _MOST)
+    ratio = np.where((ratio > most) | (ratio < 1 / most), 1.0, ratio)
+    if placeholders:
+        ratio = np.where(mean > 1e-3, ratio, 0.0)
     host = float(np.mean([block.host_us for block in measured]))
     return Factors(tuple(float(r) for r in ratio), host / launches if launches else None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from lumos.anchors.anchor import (
-    MOST,
     MOST_NETWORK,
     AnchoredPrices,
     Anchors,
@@ -40,7 +40,9 @@ from lumos.vocabulary import collective_name
 
 _FEWEST_TIMES, _MOST_TIMES = 0.6, 1.8  # nothing takes much less or more than its sizes ask for
 _MOST_SHARED = 4.0  # unless several ranks share a GPU
-_MOST_ON_CPU = 1e6  # its model has placeholders for peaks: any factor is one
+_SHARED_CORES = (
+    "every rank is taken to have the cores and the network that it has in the trace; ranks that share cores are slower"
+)
 _ROUNDS = 6  # the rest shrinks by about four fifths a round
 _MOST_SPREAD = 0.5  # of the step, that the anchored model may miss at the traced setup before an answer is refused
 
@@ -134,7 +136,7 @@ class Source:
     def _factors(
         self, measured: list[MeasuredBlock], us: Times, launches: float, network: float = MOST_NETWORK
     ) -> Factors:
-        return factors(measured, us, launches, network, _MOST_ON_CPU if self.on_cpu else MOST)
+        return factors(measured, us, launches, network, placeholders=self.on_cpu)
 
     @cached_property
     def silent(self) -> bool:
@@ -144,6 +146,8 @@ class Source:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        if self.on_cpu:
+            return (_SHARED_CORES,)
         if not self.silent:
             return ()
         return (
@@ -154,7 +158,7 @@ class Source:
     def _closed(self, anchors: Anchors, step: Step) -> Anchors:
         """Close the rest by the speed of what decides: the kernels of a GPU-bound step, else the host."""
         clean = self.run.clean_ms * 1e3
-        decides = Anchors.slower_host
+        decides: Callable[[Anchors, float], Anchors] = Anchors.slower_host
         if self.on_cpu:
             decides = _slower_core
         elif step.host_share <= 0.5:
@@ -326,17 +330,25 @@ class Changed:
         """The answer as JSON has it."""
         answer = self.forecast.as_dict()
         scale = self.step_ms / self.forecast.step_ms
-        return answer | {
+        changed = {
             "step_ms": self.step_ms,
             "baseline_ms": self.baseline_ms,
             "interval_ms": list(self.interval_ms),
             "tokens_per_s_per_gpu": answer["tokens_per_s_per_gpu"] / scale,
-            "mfu": answer["mfu"] / scale,
-            "hfu": answer["hfu"] / scale,
+            "mfu": self.forecast.mfu / scale,
+            "hfu": self.forecast.hfu / scale,
             "energy_j": self.energy.joules,
             "bill": self.bill.as_dict(),
             "understood": self.understood,
         }
+        return answer | changed | (self._unknown(changed) if self.forecast.is_of_cpu else {})
+
+    def _unknown(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """What is not known of a CPU, as None: all that hangs on its peak or its power."""
+        bill = answer["bill"] | dict.fromkeys(("joules_per_step", "joules_per_token", "watts_per_gpu", "kwh_per_step"))
+        if bill["budget"] is not None:
+            bill["budget"] |= {"kwh": None}
+        return dict.fromkeys(("mfu", "hfu", "energy_j")) | {"bill": bill}
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -357,6 +369,8 @@ _OTHER_GPU, _OTHER_PARALLELISM = 0.20, 0.25  # by hand: no measured pair tells
 def change(source: Source, target: Setup, notes: tuple[str, ...] = (), tariff: Tariff = NO_PRICES) -> Changed:
     """Predict `target` from a traced run."""
     refuse(source.setup, target)
+    if source.on_cpu:
+        _refuse_on_cpu(source, target, tariff)
     anchors = source.anchors.slower_host(source.setup.cluster.host / target.cluster.host)
     found = [*source.notes, *notes]
     if target.parallel != source.setup.parallel:
@@ -366,8 +380,31 @@ def change(source: Source, target: Setup, notes: tuple[str, ...] = (), tariff: T
     return Changed(source, Forecast(target, loaded_step(target, anchors), tuple(found), tariff))
 
 
+def _refuse_on_cpu(source: Source, target: Setup, tariff: Tariff) -> None:
+    """What is not in the trace of a CPU, nobody knows: there is no typical one to take it from."""
+    if source.silent:
+        raise OptionError(
+            "the trace has no communication (a fake process group), and that of CPUs is only known from a trace: "
+            "record two or more ranks with gloo"
+        )
+    for way in ("dp", "tp", "pp", "cp", "ep"):
+        before, after = getattr(source.setup.parallel, way), getattr(target.parallel, way)
+        if before == 1 < after:
+            raise OptionError(
+                f"parallel.{way} = {after}: the traced run had none, and how CPUs talk is only known from a trace: "
+                f"record one with parallel.{way} of 2 or more"
+            )
+    if tariff.kwh is not None:
+        raise OptionError(f"--kwh-price {tariff.kwh:g}: the power of a CPU is not known: leave it out, or use --price")
+
+
 def refuse(before: Setup, after: Setup) -> None:
     """What a trace cannot tell, with the reason."""
+    if before.cluster.accelerator.is_cpu != after.cluster.accelerator.is_cpu:
+        raise OptionError(
+            f"cluster.gpu = {after.cluster.gpu} cannot be told from a trace of {before.cluster.gpu}: CPUs and GPUs run "
+            "other kernels; leave it out, or predict from a setup alone"
+        )
     if before.train.compile and after.parallel.tp != before.parallel.tp:
         raise OptionError(
             "parallel.tp cannot be changed from a compiled trace: its kernels are fused beyond recognition; record the "

@@ -14,6 +14,7 @@ from lumos.anchors.shapes import What, read_ops
 from lumos.anchors.stack import Stack, read_stack
 from lumos.anchors.told import Told
 from lumos.anchors.ways import Ways
+from lumos.rules.cpu import is_cpu_run
 from lumos.run import Replay
 from lumos.setups.gpus import find_gpu
 from lumos.trace import Header
@@ -23,6 +24,7 @@ Findings = dict[str, Told]
 _MOST_RANKS = 16  # whose files are read again,
 _MOST_STAGES = 64  # unless they are of one pipeline
 _PRECISIONS = {"c10::BFloat16": "bf16", "c10::Half": "fp16"}
+_PRECISIONS_OF_CPU = {"float": "fp32"}  # which on a GPU may be TF32
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
 _RECOMPUTED = 0.7  # of a layer's products, from which on all of it is: the last of them may be spared
 
@@ -75,6 +77,10 @@ class _Reading:
         return 1 if alone and self._updates else 0
 
     @property
+    def _on_cpu(self) -> bool:
+        return is_cpu_run(self.run.execution.trace)
+
+    @property
     def _updates(self) -> bool:
         """The step has an optimizer in it: gradients that nobody else saw are one rank's own."""
         return any(op.what == What.OPTIMIZER for stack in self.stacks for op in stack.ops.ops)
@@ -83,7 +89,9 @@ class _Reading:
         found: Findings = {}
         gpu = next((h.gpu for h in self.run.execution.trace.headers if h.gpu), "")
         known = find_gpu(gpu)
-        if known is not None:
+        if self._on_cpu:
+            found["cluster.gpu"] = Told("cpu", "operators run on the host, and no GPU does anything")
+        elif known is not None:
             found["cluster.gpu"] = Told(known.name, f"the trace is of {gpu}")
         if self.world:
             many = self.world > 1
@@ -221,7 +229,8 @@ class _Reading:
     def _precision(self) -> Findings:
         types = {stack.dtype for stack in self.stacks}
         name = types.pop() if len(types) == 1 else ""
-        return {"train.precision": Told(_PRECISIONS[name], f"products of {name}")} if name in _PRECISIONS else {}
+        known = _PRECISIONS | (_PRECISIONS_OF_CPU if self._on_cpu else {})
+        return {"train.precision": Told(known[name], f"products of {name}")} if name in known else {}
 
     def _compile(self) -> Findings:
         """Compiled regions say so; eager layers show operators and none of them."""

@@ -23,6 +23,7 @@ from lumos.trace import Trace
 from lumos.vocabulary import CPU_COMPUTE, Category, Kind, is_step
 
 Rows = NDArray[np.int64]
+Times = NDArray[np.float64]
 
 
 class Phase(IntEnum):
@@ -100,17 +101,34 @@ class _Labeller:
         inside = notes[(clean.start[notes] >= low) & (clean.end[notes] <= high)]
         us, phase = _durations(trace, clean, mine), self._phases(rows, notes, calls)
         blocked = np.where(self.words.blocks[trace.name[calls]], us, 0.0)  # the host did nothing else meanwhile
+        ends = (clean.end[mine[self.words.work[trace.name[mine]] == Work.COMM]] - low) / 1e3
         updating = float(clean.duration[inside].sum()) / 1e3 - float(blocked[phase == Phase.OPTIMIZER].sum())
         return RankLabels(
             rank=rank,
             row=mine,
-            launched=(clean.start[calls] - low) / 1e3 - (np.cumsum(blocked) - blocked),
+            launched=self._launched((clean.start[calls] - low) / 1e3, calls, blocked, phase, ends),
             us=us,
             phase=phase,
             work=self.words.work[trace.name[mine]],
             attention=self.words.attention[trace.name[mine]],
             optimizer_us=max(0.0, updating),
         )
+
+    def _launched(self, starts: Times, calls: Rows, blocked: Times, phase: NDArray[np.int8], ends: Times) -> Times:
+        """When each task was launched: where calls block, on a clock of every phase that only counts the host's work.
+
+        Between two calls the host worked, or waited for communication: then it worked once that had ended.
+        """
+        if not self.words.blocks[self.trace.name[calls]].any():
+            return starts
+        free = np.concatenate([[0.0], (starts + blocked)[:-1]])
+        before = np.searchsorted(ends := np.sort(ends), starts) - 1
+        ended = np.where(before >= 0, ends[np.maximum(before, 0)] if len(ends) else 0.0, 0.0)
+        worked = np.maximum(starts - np.maximum(free, ended), 0.0)
+        clock = np.zeros(len(starts))
+        for one in Phase:
+            clock[phase == one] = np.cumsum(worked[phase == one])
+        return clock
 
     def _phases(self, rows: Rows, notes: Rows, calls: Rows) -> NDArray[np.int8]:
         """By thread and scope of the launching call."""

@@ -138,10 +138,12 @@ class Ways:
         replicated = any(op.what == What.REPLICATED for stack in self.stacks for op in stack.ops.ops)
         reduced = [m for op, m in self.calls if op.backward and m.collective == "all_reduce"]
         sizes = {m.group_size for m in reduced if m.inward != self.activation}
-        if not replicated or len(sizes) != 1 or min(sizes) < 1:
+        if not replicated or len(sizes) != 1:
             return {}
-        why = f"DDP sums gradients over {min(sizes)} ranks"
-        return {"parallel.dp": Told(min(sizes), why), "parallel.zero": Told(0, "DDP keeps a whole copy on every rank")}
+        whole = {"parallel.zero": Told(0, "DDP keeps a whole copy on every rank")}
+        if min(sizes) < 1:  # gloo does not say
+            return whole
+        return {"parallel.dp": Told(min(sizes), f"DDP sums gradients over {min(sizes)} ranks")} | whole
 
     def _sharded(self, weights: list[tuple[Op, Message]]) -> dict[str, Told]:
         sizes = {m.group_size for _, m in weights if m.group_size > 0}

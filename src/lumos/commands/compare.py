@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lumos.commands.loading import load_run
-from lumos.commands.options import AsJson, Match, RankPattern, Step
+from lumos.commands.options import Address, AsJson, EngineName, Match, RankPattern, Step
 from lumos.commands.terminal import console, print_json
 
 _FORMS = (".html", ".json", ".csv")
@@ -22,6 +22,8 @@ def compare_command(
     step: Step = "",
     match: Match = "",
     rank_pattern: RankPattern = "",
+    engine: EngineName = "local",
+    address: Address = "",
 ) -> None:
     """Why does one run take longer than another: by part of the step, operator and collective?"""
     from lumos.output.comparisons import show_comparison
@@ -31,7 +33,8 @@ def compare_command(
 
     check_output(output, before, _FORMS)
     check_output(output, after, _FORMS)
-    found = Comparison(*(load_run(path, step, match, rank_pattern, None) for path in (before, after)))
+    where = (engine, address)
+    found = Comparison(*(load_run(path, step, match, rank_pattern, None, *where) for path in (before, after)))
     answer = found.as_dict()
     if output is not None:
         rows = [{"table": name} | row for name in ("parts", "operators", "collectives") for row in answer[name]]

@@ -12,7 +12,7 @@ from lumos.commands.terminal import busy, progress_bar
 
 if TYPE_CHECKING:
     from lumos.build import Execution
-    from lumos.readers.worker import Readers
+    from lumos.readers.worker import FileReaders
     from lumos.run import Replay
     from lumos.trace import Trace
 
@@ -20,13 +20,17 @@ _WORTH_A_PROCESS = 1 << 20  # bytes on disk
 _WORTH_SEVERAL = 4 << 20
 
 
-def load_run(path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None) -> Replay:
-    with _readers_for(path) as started:
+def load_run(
+    path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None, engine: str = "local",
+    address: str = "",
+) -> Replay:  # fmt: skip
+    """A run, replayed; its files are read in processes of this machine, or on a cluster."""
+    with _readers_for(path, engine, address) as started:
         return _load_with(started, path, step, match, rank_pattern, profiler_costs)
 
 
 def _load_with(
-    started: Readers | None, path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None
+    started: FileReaders | None, path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None
 ) -> Replay:
     from lumos.profiler import load_profiler_cost
     from lumos.run import replay
@@ -45,7 +49,7 @@ def load_source(path: Path, match: str, rank_pattern: str) -> Trace | Execution:
         return _read_with(started, path, match, rank_pattern)
 
 
-def _read_with(started: Readers | None, path: Path, match: str, rank_pattern: str) -> Trace | Execution:
+def _read_with(started: FileReaders | None, path: Path, match: str, rank_pattern: str) -> Trace | Execution:
     from lumos.readers.job import read_job
 
     with progress_bar() as progress:
@@ -63,9 +67,17 @@ def _one_step(source: Trace | Execution, step: str) -> Trace:
 
 
 @contextmanager
-def _readers_for(path: Path) -> Iterator[Readers | None]:
+def _readers_for(path: Path, engine: str = "local", address: str = "") -> Iterator[FileReaders | None]:
     """Processes for reading what is large, started before this one imports what it needs itself."""
     from lumos.readers.worker import readers
+
+    if engine != "local" or address:
+        from lumos.engines import engine_named
+        from lumos.readers.elsewhere import EngineReaders
+
+        with engine_named(engine, 0, address) as there:
+            yield EngineReaders(there)
+        return
 
     try:
         files = path.iterdir() if path.is_dir() else [path]

@@ -9,7 +9,9 @@ import typer
 
 from lumos.commands.loading import load_run
 from lumos.commands.options import (
+    Address,
     AsJson,
+    EngineName,
     KwhPrice,
     Match,
     Output,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 def predict_command(
     setup: Annotated[
-        Path | None, typer.Argument(help="The run: a setup (TOML), a Hugging Face config.json, a Megatron script.")
+        Path | None, typer.Argument(help="The run: a setup, a config.json, a Megatron script, a torchtitan TOML.")
     ] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="The trace, or the folder of ranks, of the run to start from.")
@@ -48,6 +50,8 @@ def predict_command(
     match: Match = "",
     rank_pattern: RankPattern = "",
     profiler_costs: ProfilerCosts = None,
+    engine: EngineName = "local",
+    address: Address = "",
     price: Price = "",
     kwh_price: KwhPrice = "",
     pue: Pue = "",
@@ -71,10 +75,12 @@ def predict_command(
     if setup is None and not changes:
         if price or kwh_price or pue or tokens:
             raise OptionError("--price, --kwh-price, --pue and --tokens need a setup, or what is to change: add --set")
-        _predict_from(load_run(source, step, match, rank_pattern, profiler_costs), scale or [], as_json, output)
+        run = load_run(source, step, match, rank_pattern, profiler_costs, engine, address)
+        _predict_from(run, scale or [], as_json, output)
         return
     plain = _plain(setup, changes or [])
-    _predict_changed(load_run(source, step, match, rank_pattern, profiler_costs), *plain, tariff, as_json, output)
+    run = load_run(source, step, match, rank_pattern, profiler_costs, engine, address)
+    _predict_changed(run, *plain, tariff, as_json, output)
 
 
 def _plain(setup: Path | None, changes: list[str]) -> tuple[PlainSetup, PlainSetup]:

@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lumos.commands.loading import load_run
-from lumos.commands.options import AsJson, Match, Output, ProfilerCosts, RankPattern, Step, TracePath
+from lumos.commands.options import (
+    Address,
+    AsJson,
+    EngineName,
+    Match,
+    Output,
+    ProfilerCosts,
+    RankPattern,
+    Step,
+    TracePath,
+)
 from lumos.commands.terminal import console, print_json
 
 if TYPE_CHECKING:
@@ -21,12 +31,14 @@ def replay_command(
     match: Match = "",
     rank_pattern: RankPattern = "",
     profiler_costs: ProfilerCosts = None,
+    engine: EngineName = "local",
+    address: Address = "",
 ) -> None:
     """Is the graph right, and where does the time go?"""
     from lumos.output.files import check_output
 
     check_output(output, path)
-    run = load_run(path, step, match, rank_pattern, profiler_costs)
+    run = load_run(path, step, match, rank_pattern, profiler_costs, engine, address)
     if output is not None:
         _write_replay(run, output)
     if as_json:

@@ -39,16 +39,22 @@ def _summary(found: Changed) -> Table:
     ratio = found.step_ms / found.baseline_ms
     table.add_row("step", f"{found.baseline_ms:.2f} ms", f"{found.step_ms:.2f} ms ({ratio:.3f} of it)")
     table.add_row("80 % interval", "", f"{low:.2f} – {high:.2f} ms")
-    table.add_row("tokens/s/GPU", "", f"{answer['tokens_per_s_per_gpu']:,.0f}")
-    table.add_row("MFU", "", f"{100 * answer['mfu']:.1f} %")
-    memory = answer["memory_gib"]["peak"]
-    table.add_row("peak memory", "", f"{memory:.1f} GiB, {'fits' if answer['fits'] else 'does not fit'}")
+    table.add_row(f"tokens/s/{_device(found)}", "", f"{answer['tokens_per_s_per_gpu']:,.0f}")
+    if answer["mfu"] is not None:
+        table.add_row("MFU", "", f"{100 * answer['mfu']:.1f} %")
+    room = {True: ", fits", False: ", does not fit", None: ""}[answer["fits"]]
+    table.add_row("peak memory", "", f"{answer['memory_gib']['peak']:.1f} GiB{room}")
     return table
+
+
+def _device(found: Changed) -> str:
+    return "CPU rank" if found.forecast.is_of_cpu else "GPU"
 
 
 def _understood(found: Changed) -> Table:
     title = "what was understood of the trace"
-    table = make_table(title, "rank, phase", "tasks", "GPU ms", "a layer, ms", "its host, ms", "ends, ms")
+    device = "CPU ms" if found.forecast.is_of_cpu else "GPU ms"
+    table = make_table(title, "rank, phase", "tasks", device, "a layer, ms", "its host, ms", "ends, ms")
     for row in found.understood[: 3 * _MOST_RANKS]:
         cells = [f"{row[key]:.3f}" for key in ("gpu_ms", "layer_ms", "layer_host_ms", "ends_ms")]
         table.add_row(f"{row['rank']}, {row['phase']}", str(row["tasks"]), *cells)

@@ -10,6 +10,7 @@ from rich.text import Text
 from lumos.output.style import make_table, notes
 from lumos.reports.breakdown import Breakdown, breakdown_by_rank, mean_breakdown
 from lumos.reports.collectives import group_collectives
+from lumos.rules.cpu import is_cpu_run
 from lumos.run import Prediction, Replay
 from lumos.simulate import simulate
 
@@ -22,12 +23,16 @@ def show_replay(run: Replay, console: Console) -> None:
     parts: list[RenderableType] = [_summary(run)]
     if len(run.marks.ranks) > 1:
         parts.append(_stragglers(run))
-    parts += [_breakdown(run), _steps(run), _path(run), _hot("GPU time by operator", run, True)]
-    parts.append(_hot("GPU time by kernel", run, False))
+    parts += [_breakdown(run), _steps(run), _path(run), _hot(f"{_device(run)} time by operator", run, True)]
+    parts.append(_hot(f"{_device(run)} time by kernel", run, False))
     if run.collectives:
         parts.append(_collectives(run))
     parts += [_utilisation(run), *notes(run.execution.warnings)]
     console.print(Group(*parts))
+
+
+def _device(run: Replay) -> str:
+    return "CPU" if is_cpu_run(run.execution.trace) else "GPU"
 
 
 def show_prediction(prediction: Prediction, console: Console) -> None:
@@ -132,7 +137,7 @@ def _utilisation(run: Replay) -> Text:
     if len(share) > width:
         share = np.array([part.mean() for part in np.array_split(share, width)])
     bars = "".join(_BARS[round(float(s) * (len(_BARS) - 1))] for s in share)
-    return Text(f"GPU busy {100 * use.mean:.0f} %  {bars}")
+    return Text(f"{_device(run)} busy {100 * use.mean:.0f} %  {bars}")
 
 
 def _shortened(table: Table, rows: int) -> Table:

@@ -21,7 +21,7 @@ from lumos.errors import InputError, OptionError
 from lumos.memory import refuse_if_larger_than_memory
 from lumos.readers.formats import Form, form_of, head_of, is_gzip
 from lumos.readers.kineto import read_kineto
-from lumos.readers.worker import Readers, readers
+from lumos.readers.worker import FileReaders, readers
 from lumos.trace import Header, Trace, concatenate
 
 _TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$|\.(et|sqlite)$")
@@ -42,7 +42,7 @@ def read_job(
     rank_pattern: str = "",
     progress: Progress | None = None,
     workers: int = 0,
-    started: Readers | None = None,
+    started: FileReaders | None = None,
     meanwhile: Meanwhile | None = None,
 ) -> Trace | Execution:
     """A job from a file or a folder of ranks.
@@ -172,7 +172,7 @@ def _read_all(
     files: list[Path],
     progress: Progress | None,
     workers: int,
-    started: Readers | None,
+    started: FileReaders | None,
     meanwhile: Meanwhile | None,
 ) -> list[Trace]:
     sizes = {file: file.stat().st_size for file in files}

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from lumos.errors import InputError
 
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 _LENGTH = struct.Struct("<Q")
 _LARGE = {False: 64 << 20, True: 4 << 20}  # bytes, of a plain and of a packed file, from which several readers pay
 _KILLED = "a process that was reading it was killed, probably for want of memory; read fewer ranks with --match"
+
+
+class FileReaders(Protocol):
+    """Whatever reads many files at once."""
+
+    def read(
+        self, files: list[Path], done: Callable[[Path], None], meanwhile: Callable[[], None] | None = None
+    ) -> list[Trace]:
+        """The traces of files, in their order; `done` is told of every file, and `meanwhile` is run beside."""
+        ...
 
 
 @dataclass(frozen=True)

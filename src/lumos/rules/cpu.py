@@ -37,6 +37,11 @@ def with_cpu_device(trace: Trace) -> Trace:
     return _with_kernels(trace, *_computing(trace))
 
 
+def is_cpu_run(trace: Trace) -> bool:
+    """Whether a CPU is the device of a trace that `with_cpu_device` has seen."""
+    return CPU_COMPUTE in trace.names
+
+
 def gloo_wait_edges(draft: Draft) -> Edges:
     """From a collective of gloo to the pause of a thread that ends just after it."""
     trace = draft.trace

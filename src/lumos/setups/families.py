@@ -12,7 +12,8 @@ _GEMMA = {"gated": True, "activation": "gelu", "tied": True}
 _COHERE = {"gated": True, "norm": "layer", "parallel_residual": True, "tied": True}
 _LLAMA_LIKE = """
     llama mistral ministral mixtral phi3 granite granitemoe internlm internlm2 baichuan deepseek deepseek_v2 deepseek_v3
-    kimi_k2 exaone smollm3 minicpm glm glm4 glm4_moe ernie4_5 ernie4_5_moe seed_oss mimo aquila yi xverse helium olmo3
+    kimi_k2 exaone minicpm glm glm4 glm4_moe ernie4_5 ernie4_5_moe seed_oss mimo aquila yi xverse helium internlm3
+    granitemoeshared orion
 """
 
 # Keys of [model], for the types that are decoder-only transformers. Whether the MLP is gated is never guessed.
@@ -29,7 +30,17 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3": {"gated": True, "qk_norm": True},
         "qwen3_moe": {"gated": True, "qk_norm": True},
         "olmo": {"gated": True, "norm": "layer"},
+        "qwen3_vl_text": {"gated": True, "qk_norm": True},
+        "qwen3_vl_moe_text": {"gated": True, "qk_norm": True},
+        "hunyuan_v1_dense": {"gated": True, "qk_norm": True},
+        "hunyuan_v1_moe": {"gated": True, "qk_norm": True},
+        "exaone4": {"gated": True, "qk_norm": True},
+        "smollm3": {"gated": True, "tied": True},
+        "minicpm3": {"gated": True, "tied": True},
+        "chatglm": {"gated": True, "qkv_bias": True, "activation": "silu"},
+        "phimoe": {"gated": True, "norm": "layer", "qkv_bias": True},
         "olmo2": {"gated": True, "qk_norm": True},
+        "olmo3": {"gated": True, "qk_norm": True},
         "olmoe": {"gated": True, "qk_norm": True},
         "gemma": _GEMMA,
         "gemma2": _GEMMA,

@@ -1,25 +1,24 @@
-"""Setup files: TOML, a Hugging Face config.json or a Megatron script in, TOML out."""
+"""Setup files: TOML, or what people have already, recognised by its content; TOML out."""
 
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.setups.check import checked_setup
-from lumos.setups.huggingface import read_config
-from lumos.setups.megatron import read_script
+from lumos.setups.kinds import read_any, read_config
+from lumos.setups.kinds import toml_value as toml_value
 from lumos.setups.presets import preset_named
+from lumos.setups.reading import Reading, Sections
 from lumos.setups.rules import warnings_in
 from lumos.setups.section import Section
 from lumos.setups.setup import KEYS, SECTIONS, Setup
-from lumos.setups.source import text_of
+from lumos.setups.source import place_of
 from lumos.setups.wording import nearest, shown
 
-_SCRIPTS = (".sh", ".args", ".txt")
 _MODEL_SOURCES = ("preset", "hf")
 _ONE_FOLLOWS = (("train.microbatches", "train.global_batch"), ("parallel.dp", "cluster.gpus"))
 _ALWAYS_WRITTEN: Mapping[str, tuple[str, ...]] = {
@@ -29,8 +28,7 @@ _ALWAYS_WRITTEN: Mapping[str, tuple[str, ...]] = {
     "cluster": ("gpu", "gpus", "gpus_per_node"),
 }
 _NEVER_WRITTEN = ("global_batch", "dp")  # they follow from microbatches and gpus
-
-Sections = dict[str, Any]
+_BELOW = ("megatron", "torchtitan")  # keys of a setup that name the file of another kind which it changes
 
 
 class SetupReading(NamedTuple):
@@ -38,14 +36,6 @@ class SetupReading(NamedTuple):
 
     setup: Setup
     notes: tuple[str, ...]
-
-
-class _Draft(NamedTuple):
-    """What a file says, before it is checked."""
-
-    sections: Sections
-    notes: tuple[str, ...] = ()
-    mistakes: tuple[str, ...] = ()
 
 
 class PlainSetup(NamedTuple):
@@ -76,22 +66,29 @@ def read_setup(path: Path, overrides: Sequence[str] = ()) -> Setup:
 
 def read_setup_with_notes(path: Path, overrides: Sequence[str] = ()) -> SetupReading:
     """The same, with what was assumed, padded, ignored or not understood."""
-    changes = _parsed(overrides)
-    draft = _read(path)
-    sections = _layered(draft.sections, changes)
-    model, notes, mistakes = _model_from(sections.get("model", {}), path.parent)
-    setup = checked_setup(sections | {"model": model}, str(path), (*draft.mistakes, *mistakes))
-    return SetupReading(setup, (*draft.notes, *notes, *_taken(sections, setup), *warnings_in(setup)))
+    plain = read_plain(path, overrides)
+    return plain.checked(plain.sections)
 
 
 def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
     """What a file says that may lack values; without a file, the overrides alone."""
     changes = _parsed(overrides)
-    draft = _read(path) if path is not None else _Draft({})
-    sections = _layered(draft.sections, changes)
-    model, notes, mistakes = _model_from(sections.get("model", {}), path.parent if path is not None else Path())
-    where = str(path) if path is not None else ""
-    return PlainSetup(sections | {"model": model}, changes, (*draft.notes, *notes), (*draft.mistakes, *mistakes), where)
+    said = _read(path) if path is not None else Reading({})
+    sections = _layered(said.sections, changes)
+    folder = path.parent if path is not None else Path()
+    model, notes, mistakes = _model_from(sections.get("model", {}), folder)
+    where = place_of(path) if path is not None else ""
+    left = [mistake for mistake in said.mistakes if not _mends(changes, mistake.place)]
+    if any(mistake.place.startswith("model.") for mistake in left):
+        model = None  # it could not be read, and a mistake says so
+    stated = (*(mistake.sentence for mistake in left), *mistakes)
+    return PlainSetup(sections | {"model": model}, changes, (*said.remarks(where), *notes), stated, where)
+
+
+def _mends(changes: Sections, place: str) -> bool:
+    """Whether an override says otherwise what was wrong."""
+    model = _table(changes, "model")
+    return _has(changes, place) or (place.startswith("model.") and any(source in model for source in _MODEL_SOURCES))
 
 
 def _taken(sections: Sections, setup: Setup) -> tuple[str, ...]:
@@ -107,36 +104,21 @@ def write_setup(setup: Setup) -> str:
 # Reading
 
 
-def _read(path: Path) -> _Draft:
-    suffix = path.suffix.lower()
-    if suffix == ".toml":
-        return _read_toml(path)
-    if suffix == ".json":
-        keys, notes = read_config(path)
-        return _Draft({"model": keys}, notes)
-    if suffix in _SCRIPTS:
-        script = read_script(path)
-        return _Draft(dict(script.sections), script.notes)
-    raise InputError(
-        f"{path}: a setup is a .toml, a Hugging Face config.json or a Megatron script ({', '.join(_SCRIPTS)})"
-    )
-
-
-def _read_toml(path: Path) -> _Draft:
+def _read(path: Path) -> Reading:
+    said = read_any(path)
+    given = [key for key in _BELOW if key in said.sections]
+    if not given:
+        return said
+    content = {key: value for key, value in said.sections.items() if key not in _BELOW}
+    other = said.sections[given[0]]
+    if not isinstance(other, str):
+        raise InputError(f"{place_of(path)}: {given[0]} = {shown(other)} is not a file: give its path in quotes")
     try:
-        content = tomllib.loads(text_of(path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not TOML ({str(error)[:200]})") from None
-    script = content.pop("megatron", None)
-    if script is None:
-        return _Draft(content)
-    if not isinstance(script, str):
-        return _Draft(content, mistakes=(f"megatron = {shown(script)} is not a file: give its path in quotes",))
-    try:
-        below = read_script(path.parent / script)
+        below = read_any(path.parent / other)
     except LumosError as error:
-        return _Draft(content, mistakes=(f"megatron = {shown(script)}: {error}",))
-    return _Draft(_layered(dict(below.sections), content), below.notes)
+        raise InputError(f"{place_of(path)}: {given[0]} = {shown(other)}: {error}") from None
+    left = tuple(mistake for mistake in below.mistakes if not _mends(content, mistake.place))
+    return below._replace(sections=_layered(below.sections, content), mistakes=left)
 
 
 def _model_from(stated: Any, folder: Path) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
@@ -153,7 +135,12 @@ def _model_from(stated: Any, folder: Path) -> tuple[Any, tuple[str, ...], tuple[
             keys |= preset_named(stated["preset"]).keys
         if "hf" in stated:
             config = read_config(folder / stated["hf"])
-            keys, notes = keys | config.keys, config.notes
+            keys |= config.sections["model"]
+            notes = config.remarks(place_of(folder / stated["hf"]))
+            wrong = [mistake for mistake in config.mistakes if not _has({"model": stated}, mistake.place)]
+            if wrong:
+                where = place_of(folder / stated["hf"])
+                return None, notes, tuple(f"{where}: {mistake.sentence}" for mistake in wrong)
     except LumosError as error:
         return None, (), (str(error),)
     return keys | {key: value for key, value in stated.items() if key not in _MODEL_SOURCES}, notes, ()
@@ -211,15 +198,6 @@ def _malformed(text: str, place: str) -> str:
     homes = [key for key in KEYS if key.partition(".")[2] == place] or [nearest(place, KEYS)]
     example = f"did you mean {homes[0]}?" if homes[0] else "as in parallel.tp=2"
     return f"--set {text[:100]}: write SECTION.KEY=VALUE; {example}"
-
-
-def toml_value(text: str) -> Any:
-    """A TOML value, or the text itself where it is a bare word."""
-    try:
-        read = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return text
-    return read["value"] if len(read) == 1 else text
 
 
 # Writing

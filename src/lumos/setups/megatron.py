@@ -1,19 +1,16 @@
-"""Megatron-LM arguments as the sections of a setup: a file of options, or the script that passes them."""
+"""Megatron-LM arguments as the sections of a setup: the script that passes them, or what a run printed of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from lumos.setups.launch import LAUNCHER, put_machines
+from lumos.setups.reading import Findings, Reading, listed
 from lumos.setups.section import as_count
-from lumos.setups.shell import options_in
-from lumos.setups.source import place_of, text_of
-from lumos.setups.wording import shown
-
-Sections = dict[str, dict[str, Any]]
-Options = Mapping[str, list[str]]
+from lumos.setups.shell import Options, Script, read_shell
+from lumos.setups.wording import one_of, shown
 
 _NUMBERS: Mapping[str, str] = {
     "num-layers": "model.layers",
@@ -40,7 +37,6 @@ _NUMBERS: Mapping[str, str] = {
     "expert-model-parallel-size": "parallel.ep",
     "num-virtual-stages-per-pipeline-rank": "parallel.vpp",
     "zero-stage": "parallel.zero",
-    "nproc-per-node": "cluster.gpus_per_node",
     "world-size": "cluster.gpus",
 }
 _FLAGS: Mapping[str, tuple[str, Any]] = {
@@ -84,55 +80,60 @@ _READ_BELOW = (
     *("multi-latent-attention", "moe-shared-expert-intermediate-size", "moe-layer-freq", "nnodes", "fp8-recipe"),
     *("num-layers-per-virtual-pipeline-stage", "overlap-param-gather", "data-parallel-sharding-strategy"),
     *("attention-dropout", "hidden-dropout", "transformer-impl"),
+    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
 )
 # Neither time nor memory of a step depends on these.
 _OF_NO_CONCERN = re.compile(
-    r"(no-)?(lr|min-lr|weight-decay|adam-|sgd-|clip-grad|init-method|log|no-log|save|load|ckpt|dist-ckpt|use-dist-ckpt|"
+    r"(?:no-)?(?:lr|min-lr|weight-decay|adam-|sgd-|clip-grad|init-method|log|no-log|save|load|ckpt|dist-ckpt|use-dist-ckpt|"
     r"async-save|eval|data-path|data-cache|data-impl|dataloader|split|train-data|valid-data|test-data|mock-data|"
     r"tokenizer|vocab-file|vocab-extra|merge-file|tensorboard|wandb|timing|distributed|exit|train-iters|train-samples|"
     r"seed|num-workers|rdzv|master|node-rank|use-mcore-models|initial-loss|loss-scale|hysteresis|rotary-|norm-epsilon|"
     r"max-position|manual-gc|attention-softmax-in-fp32|apply-layernorm-1p|"
     r"moe-aux-loss|moe-z-loss|moe-router-load|moe-router-score|moe-router-dtype|moe-router-bias|"
     r"recompute-method|finetune|profile|use-pytorch-profiler|rerun-mode|override-opt|decoupled|start-weight|"
-    r"end-weight|reset-|eod-|create-attention|override|dataset|one-logger|check-for-nan|use-checkpoint)"
+    r"end-weight|reset-|eod-|create-attention|override|dataset|one-logger|check-for-nan|use-checkpoint|"
+    r"cross-entropy|calculate-per-token|empty-unused|fp8-amax|fp8-margin|fp8-interval|fp8-param|fp8-wgrad|tiktoken|"
+    r"mmap-|no-mmap|moe-grouped-gemm|moe-token-dispatcher|moe-permute|moe-router-|moe-input-jitter|mscale|beta-|"
+    r"micro-batches-per|iteration$|iterations-to|consumed|skip-|no-load|no-save|strict|auto-|adlr|exp-avg|main-|"
+    r"params-dtype|data-parallel-size$|data-parallel-random|rank$|local-rank|world|encoder-num-layers|encoder-seq|"
+    r"decoder-seq|decoder-num|transformer-pipeline|virtual-pipeline-model|yaml-cfg|variable-seq|use-cpu-init|"
+    r"perform-init|lazy-mpu|async-tensor|inference|onnx|bert|biencoder|retriever|vision|dino|img-|ict-|indexer|"
+    r"patch-dim|num-channels|num-classes|mask-|classes-|iter-per|head-lr|titles|sample-rate|short-seq|swin-|retro|"
+    r"query-in-block|evidence|embedding-path|block-data|output-bert|hybrid-|mamba|heterogeneous|spec$|is-hybrid|"
+    r"barrier|bias-|masked-softmax|gradient-accumulation-fusion|apply-|openai-gelu|squared|layernorm|"
+    r"accumulate-allreduce|fp16-lm|fp32-residual|min-loss|nccl|num-dataset|num-distributed-optimizer|non-persistent|"
+    r"enable-one|enable-ft|error-injection|straggler|disable-straggler|log-|use-ring|use-one-sent|use-tokenizer|"
+    r"prompt|test-mode|use-persistent|object-storage|rope-|use-rope|ckpt-|delay-|align-|hook|end-of|replication|"
+    r"lion|muon-|ema|memory-|logging|record-|inprocess|results|deterministic|sft|freeze|trust-remote)"
 )
 _TOKENIZERS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 _LEADING_DENSE = re.compile(r"\(?\[0\]\*(\d{1,4})\+\[1\]\*\d{1,4}\)?")
 
 
-class ScriptReading(NamedTuple):
-    """The sections that a script gives, the options that were not understood, and what the user should know."""
+def read_megatron(script: Script) -> Reading:
+    """The run that Megatron's arguments describe."""
+    options = script.options
+    found = Findings()
+    found.values |= _megatron_defaults()
+    _put_plain_values(found, options)
+    for rule in (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _sharding, _not_modelled):
+        rule(found.values, options, found.notes)
+    put_machines(found, script)
+    found.notes += script.notes
+    twice = [name for name in script.repeated if name in _NUMBERS or name in _WORDS]
+    if twice:
+        found.notes.append(f"given several times, of which the last counts: {listed(f'--{name}' for name in twice)}")
+    return found.reading(f"--{name}" for name in options if not _is_known(name))
 
-    sections: Sections
-    not_understood: tuple[str, ...]
-    notes: tuple[str, ...]
 
-
-def read_script(path: Path) -> ScriptReading:
-    """Megatron's arguments in a file. It is read as text and never run."""
-    return script_sections(text_of(path), place_of(path))
-
-
-def script_sections(text: str, where: str) -> ScriptReading:
-    """The same of its text."""
-    options = options_in(text, where)
-    notes: list[str] = []
-    values = _megatron_defaults() | _plain_values(options, notes)
-    for rule in (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _sharding, _machines, _not_modelled):
-        rule(values, options, notes)
-    sections: Sections = {}
-    for place, value in values.items():
-        section, _, key = place.partition(".")
-        sections.setdefault(section, {})[key] = value
-    unknown = tuple(f"--{name}" for name in options if not _is_known(name))
-    if unknown:
-        notes.append(f"not understood: {', '.join(unknown)[:2000]}")
-    return ScriptReading(sections, unknown, tuple(f"{where}: {note}" for note in notes))
+def script_sections(text: str, where: str) -> Reading:
+    """The same of a script or a line of options. It is read as text and never run."""
+    return read_megatron(read_shell(text, where))
 
 
 def _is_known(name: str) -> bool:
     tables = (_NUMBERS, _FLAGS, _WORDS, _FSDP, _READ_BELOW)
-    return any(name in table for table in tables) or bool(_OF_NO_CONCERN.match(name))
+    return any(name in table for table in tables) or bool(_OF_NO_CONCERN.match(name) or LAUNCHER.match(name))
 
 
 def _megatron_defaults() -> dict[str, Any]:
@@ -150,22 +151,20 @@ def _megatron_defaults() -> dict[str, Any]:
     }
 
 
-def _plain_values(options: Options, notes: list[str]) -> dict[str, Any]:
+def _put_plain_values(found: Findings, options: Options) -> None:
     """What one option says alone."""
-    values: dict[str, Any] = {}
     for name, words in options.items():
         if name in _FLAGS:
             place, value = _FLAGS[name]
-            values[place] = value
+            found.values[place] = value
         elif name in _NUMBERS:
-            values[_NUMBERS[name]] = _number(words)
+            found.values[_NUMBERS[name]] = _number(words)
         elif name in _WORDS and words:
             place, meanings = _WORDS[name]
             if words[0] in meanings:
-                values[place] = meanings[words[0]]
+                found.values[place] = meanings[words[0]]
             else:
-                notes.append(f"--{name} {shown(words[0])} is not understood: use {', '.join(meanings)}")
-    return values
+                found.notes.append(f"--{name} {shown(words[0])} is not understood: use {one_of(list(meanings))}")
 
 
 def _number(words: list[str]) -> int | str:
@@ -189,13 +188,17 @@ def _mlp(values: dict[str, Any], options: Options, notes: list[str]) -> None:
 
 
 def _attention(values: dict[str, Any], options: Options, notes: list[str]) -> None:
+    if values["model.positions"] == "none" and (options.get("position-embedding-type") or [""])[0] in ("rope", "yarn"):
+        values["model.positions"] = "rotary"  # --no-position-embedding is about learned ones
     if "group-query-attention" in options:
         values.setdefault("model.kv_heads", 1)
     elif "model.kv_heads" in values:
         notes.append("--num-query-groups without --group-query-attention: taken as meant, though Megatron ignores it")
-    if "multi-latent-attention" not in options:
-        return
     usual = {"q_lora_rank": 0, "kv_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    if "multi-latent-attention" not in options:
+        for key in usual:
+            values.pop(f"model.{key}", None)  # a dump of arguments has them always
+        return
     for key, size in usual.items():
         values.setdefault(f"model.{key}", size)
     values.pop("model.head_dim", None)  # --kv-channels says nothing about latent attention
@@ -240,6 +243,21 @@ def _stages(values: dict[str, Any], options: Options, notes: list[str]) -> None:
     layers, pp = as_count(values.get("model.layers")), as_count(values.get("parallel.pp", 1))
     if per_chunk and layers and pp:
         values["parallel.vpp"] = max(layers // (pp * per_chunk), 1)
+    first, last = (
+        as_count(_number(options.get(f"decoder-{end}-pipeline-num-layers", []))) for end in ("first", "last")
+    )
+    if (first or last) and layers and pp > 1:
+        _put_uneven(values, first, last, layers, pp, notes)
+
+
+def _put_uneven(values: dict[str, Any], first: int, last: int, layers: int, pp: int, notes: list[str]) -> None:
+    """The first and the last stage have so many layers, and the others share the rest evenly."""
+    between = pp - bool(first) - bool(last)
+    rest = layers - first - last
+    if as_count(values.get("parallel.vpp")) > 1 or between < 1 or rest < between or rest % between:
+        notes.append("uneven stages are not modelled together with virtual ones: stages are taken as even as it goes")
+        return
+    values["parallel.stage_layers"] = [first] * bool(first) + [rest // between] * between + [last] * bool(last)
 
 
 def _sharding(values: dict[str, Any], options: Options, notes: list[str]) -> None:
@@ -251,17 +269,6 @@ def _sharding(values: dict[str, Any], options: Options, notes: list[str]) -> Non
         values["parallel.zero"] = stages[strategy]
     if values.get("parallel.zero") == 3:
         values["parallel.dp_overlap"] = True  # sharded weights are fetched ahead
-
-
-def _machines(values: dict[str, Any], options: Options, notes: list[str]) -> None:
-    nodes = as_count(_number(options.get("nnodes", [])))
-    per_node = values.get("cluster.gpus_per_node")
-    if not isinstance(per_node, int):
-        values.pop("cluster.gpus_per_node", None)  # torchrun also takes "auto" and "gpu"
-    elif "cluster.gpus" not in values:
-        values["cluster.gpus"] = per_node * (nodes or 1)
-    if "cluster.gpus" not in values:
-        notes.append("it does not say how many GPUs: one replica is taken; set cluster.gpus")
 
 
 def _not_modelled(values: dict[str, Any], options: Options, notes: list[str]) -> None:

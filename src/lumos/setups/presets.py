@@ -16,7 +16,7 @@ from lumos.setups.model import Model
 from lumos.setups.wording import did_you_mean
 
 _SEPARATORS = re.compile(r"[\s_\-]+")
-_BESIDE_SIZES = ("source", "also", "common")
+_BESIDE_SIZES = ("source", "also", "common", "offered")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Preset:
     active_b: float  # those that one token meets; 0 for a dense model
     source: str
     aliases: tuple[str, ...]
+    offered: bool  # whether it is among the names that are suggested
 
     @property
     def model(self) -> Model:
@@ -46,8 +47,8 @@ def preset_named(name: str) -> Preset:
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names without the aliases."""
-    return tuple(preset.name for preset in _presets())
+    """The names that are offered, without the aliases."""
+    return tuple(preset.name for preset in _presets() if preset.offered)
 
 
 @cache
@@ -70,6 +71,7 @@ def _sizes_of(family: str, facts: dict[str, Any]) -> Iterator[Preset]:
             active_b=keys.pop("active_b", 0.0),
             aliases=(*others, *keys.pop("aliases", ())),
             source=facts["source"],
+            offered=facts.get("offered", True),
             keys=MappingProxyType(keys | {"name": name}),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 
 from lumos.errors import InputError
@@ -16,6 +17,14 @@ def place_of(path: Path) -> str:
 
 def text_of(path: Path, largest: int = _LARGEST) -> str:
     """The text of a file up to a size, or InputError."""
+    text, whole = beginning_of(path, largest)
+    if not whole:
+        raise InputError(f"{place_of(path)}: larger than {largest >> 20} MiB, which what is expected here never is")
+    return text
+
+
+def beginning_of(path: Path, largest: int = _LARGEST) -> tuple[str, bool]:
+    """The first bytes of a file as text, and whether they are all of it."""
     where = place_of(path)
     try:
         if not path.is_file():
@@ -25,9 +34,8 @@ def text_of(path: Path, largest: int = _LARGEST) -> str:
             content = file.read(largest + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         raise InputError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if len(content) > largest:
-        raise InputError(f"{where}: larger than {largest >> 20} MiB, which what is expected here never is")
+    whole = len(content) <= largest
     try:
-        return content.decode("utf-8-sig")
+        return codecs.getincrementaldecoder("utf-8-sig")().decode(content[:largest], final=whole), whole
     except UnicodeDecodeError:
         raise InputError(f"{where}: not a text file in UTF-8") from None

@@ -85,12 +85,23 @@ def title_of(setup: Setup) -> str:
 def cards_of(found: Forecast) -> list[Card]:
     memory, precision = found.memory.gib()["peak"], found.setup.train.precision
     room = f"{'fits' if found.memory.fits else 'does not fit'} in {found.memory.usable / 2**30:.1f} GiB"
+    if found.is_of_cpu:
+        return _cards_of_cpu(found, "" if found.fits is None else room)
     return [
         Card("tokens/s/GPU", f"{found.tokens_per_s_per_gpu:,.0f}", f"{found.setup.tokens:,} tokens a step"),
         Card("MFU", f"{100 * found.mfu:.1f} %", f"HFU {100 * found.hfu:.1f} %, dense {precision} peak"),
         Card("peak memory", f"{memory:.1f} GiB", room),
         Card("waiting", f"{100 * found.bubble:.1f} %", "of the step, for other stages or the host"),
         Card("energy", f"{found.energy_j / 1e3:,.1f} kJ", "all GPUs, one step"),
+    ]
+
+
+def _cards_of_cpu(found: Forecast, room: str) -> list[Card]:
+    """Without what is not known of a CPU."""
+    return [
+        Card("tokens/s/rank", f"{found.tokens_per_s_per_gpu:,.0f}", f"{found.setup.tokens:,} tokens a step"),
+        Card("peak memory", f"{found.memory.gib()['peak']:.1f} GiB", room or "how much there is, is not known"),
+        Card("waiting", f"{100 * found.bubble:.1f} %", "of the step, for other stages"),
     ]
 
 
@@ -103,7 +114,7 @@ def sections_of(found: Forecast) -> list[Section]:
         _path(view),
         _communication(found),
         memory_section(found),
-        roofline_section(found),
+        *([] if found.is_of_cpu else [roofline_section(found)]),
         setup_section(found.setup),
     ]
 

@@ -46,10 +46,13 @@ def memory_section(found: Forecast) -> Section:
     figures = [Figure("at the worst moment of every stage", peaks)]
     if len(found.step.graph) <= _MOST_TASKS:
         figures.append(Figure("over the step", _curves(found)))
-    return Section("Memory by stage", _words(memory), figures, [table])
+    return Section("Memory by stage", _words(found), figures, [table])
 
 
-def _words(memory: Footprint) -> str:
+def _words(found: Forecast) -> str:
+    if found.is_of_cpu:
+        return "What PyTorch allocates; how much memory a rank's host has is not known."
+    memory: Footprint = found.memory
     return (
         f"Beside the peaks, {memory.unseen / _GIB:.1f} GiB go to the context, NCCL and fragmentation; the GPU has "
         f"{memory.usable / _GIB:.1f} GiB. Over the step, what stays is added to the activations of the micro-batches "
@@ -67,7 +70,7 @@ def _curves(found: Forecast) -> Lines:
         for i, stage in enumerate(chosen)
     ]
     room = (found.memory.usable - found.memory.unseen) / _GIB
-    if room < _NEAR * max(float(max(line.y)) for line in lines):
+    if found.fits is not None and room < _NEAR * max(float(max(line.y)) for line in lines):
         lines.append(Line("room on the GPU", "worse", [0.0, end], [room, room], dashed=True))
     return Lines("ms", "GiB", lines)
 

@@ -1,0 +1,110 @@
+"""How much slower the configuration that we rank first is than the best that was measured.
+
+    python benchmarks/regret.py TRUTH_FOLDER
+
+For every group of measured runs of one model, number of GPUs and batch: the measured step time of the configuration
+with the shortest predicted one, over the shortest measured. No constant was fitted on the group: those of conditions
+come from the other sources (calibration/held_out.json), the one of the sweep's network from the sweep's other model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from math import log
+from pathlib import Path
+
+import numpy as np
+
+from lumos.costs import network
+from lumos.scoring.runs import Run
+from truth import Rows, predictions
+
+SWEEP = "nanotron-playbook-sweep"
+SHARES = (1.0, 0.85, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4)
+CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
+BARS = {"vtrain-multi-node": "1.3", f"{SWEEP}, stable": "5"}
+STALL_S = 0.3  # for every turn of a pipeline: far beyond what any message takes
+
+Group = tuple[str, int, int]
+
+
+def groups_of(rows: list[tuple[Run, float]]) -> dict[Group, list[tuple[Run, float]]]:
+    found: dict[Group, list[tuple[Run, float]]] = defaultdict(list)
+    for run, seconds in rows:
+        found[run.model, run.gpus, run.setup.train.global_batch].append((run, seconds))
+    return {group: part for group, part in found.items() if len(part) > 1}
+
+
+def sweep_predictions(folder: Path) -> tuple[Rows, dict[str, float]]:
+    """The sweep, each of its models with the share of the network that fits the other best."""
+    fabrics = network._fabrics()
+    shipped = fabrics["efa"]["beside"]
+    tried = {}
+    for share in SHARES:
+        fabrics["efa"]["beside"] = share
+        tried[share] = predictions(folder)
+    fabrics["efa"]["beside"] = shipped
+    models = sorted({run.model for run, _ in tried[1.0][f"{SWEEP}, all"]})
+    best = {}
+    for model in models:
+        others = {
+            share: [r for r in rows[f"{SWEEP}, stable"] if r[0].model != model and r[0].setup.parallel.zero == 0]
+            for share, rows in tried.items()
+        }
+        best[model] = min(SHARES, key=lambda share: np.mean([_loss(run, s) for run, s in others[share]]))
+    found: Rows = dict(tried[1.0])
+    for part in ("stable", "all"):
+        name = f"{SWEEP}, {part}"
+        found[name] = [row for model in models for row in tried[best[model]][name] if row[0].model == model]
+    return found, best
+
+
+def _loss(run: Run, seconds: float) -> float:
+    return min(CLIP, abs(log(seconds / run.seconds)))
+
+
+def regret(part: list[tuple[Run, float]]) -> float:
+    chosen = min(part, key=lambda row: row[1])[0]
+    return 100 * (chosen.seconds / min(run.seconds for run, _ in part) - 1)
+
+
+def stalled(run: Run, seconds: float) -> bool:
+    """Whether a run took so much longer that something stood still at every turn."""
+    turns = run.setup.train.microbatches + run.setup.parallel.pp - 1
+    return run.seconds - seconds > STALL_S * turns
+
+
+def show(name: str, groups: dict[Group, list[tuple[Run, float]]]) -> None:
+    print("\n| group | configurations | regret, % | a random one, % |\n|---|---|---|---|")
+    for (model, gpus, batch), part in sorted(groups.items()):
+        best = min(run.seconds for run, _ in part)
+        typical = 100 * (np.median([run.seconds for run, _ in part]) / best - 1)
+        print(f"| {name}: {model}, {gpus} GPUs, batch {batch} | {len(part)} | {regret(part):.1f} | {typical:.0f} |")
+
+
+def main(folder: str) -> None:
+    rows, shares = sweep_predictions(Path(folder))
+    print("| source | groups | mean regret, % | median, % | worst, % | bar |\n|---|---|---|---|---|---|")
+    for name in (f"{SWEEP}, all", f"{SWEEP}, stable", "vtrain-multi-node", "vtrain-single-node"):
+        found = [regret(part) for part in groups_of(rows[name]).values()]
+        print(f"| {name} | {len(found)} | {np.mean(found):.1f} | {np.median(found):.1f} | {max(found):.1f} | "
+              f"{BARS.get(name, '')} |")  # fmt: skip
+    sound = [row for row in rows[f"{SWEEP}, all"] if not stalled(*row)]
+    found = [regret(part) for part in groups_of(sound).values()]
+    print(f"| {SWEEP}, all that did not stall | {len(found)} | {np.mean(found):.1f} | {np.median(found):.1f} | "
+          f"{max(found):.1f} | |")  # fmt: skip
+    lost = [row for row in rows[f"{SWEEP}, all"] if stalled(*row)]
+    extra = [1e3 * (run.seconds - s) / (run.setup.train.microbatches + run.setup.parallel.pp - 1) for run, s in lost
+             if run.setup.parallel.pp > 2]  # fmt: skip
+    low, high = np.percentile(extra, 10), np.percentile(extra, 90)
+    print(f"\n{len(lost)} of {len(rows[f'{SWEEP}, all'])} runs of the sweep stalled: with over two stages they ran "
+          f"{low:.0f} to {high:.0f} ms longer for every turn, whatever the model, the micro-batch and the division.")
+    told = ", ".join(f"{share:g} for {model}" for model, share in shares.items())
+    print(f"Share of the network beside kernels, fitted on the sweep's other model: {told}.")
+    show("vTrain", groups_of(rows["vtrain-multi-node"]))
+    show("sweep, stable", groups_of(rows[f"{SWEEP}, stable"]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,269 @@
+"""Examples and quotes in the documentation: found, run, compared, and brought up to date.
+
+    ```sh            every line is run from the root of the repository; `# exits with 2` where it is to fail
+    ```python        the blocks of a page are run one after the other, in one namespace
+    ```text          what the block of commands or Python before it prints, under the same heading; shortened:
+                     a line of … stands for any lines, a line that ends in … for the rest of its line
+    > …              words or rows of another page, word for word; the last line names it: > — [accuracy](accuracy.md)
+
+`python docs/examples.py` says what does not hold; `--refresh` writes what is printed, and said, now into the pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+_FAILS = re.compile(r"#\s*exits with (\d+)\s*$")
+_SOURCE = re.compile(r"^— \[[^\]]*\]\(([\w./-]+\.md)(?:#[\w-]*)?\)$")
+_ELSEWHERE = ("python ", "lumos capture ")  # these start processes of their own, and take long
+_NOT_RUN = ("make ", "pip ", "git ")  # they set up what is there already
+
+
+@dataclass
+class Example:
+    """A block of a page that is run, and the lines that the page says it prints."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    shown: list[tuple[int, str]] = field(default_factory=list)  # (line of the page, text)
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    @property
+    def slow(self) -> bool:
+        return self.language == "sh" and any(line.startswith(_ELSEWHERE) for line in self.code.splitlines())
+
+
+@dataclass
+class Quote:
+    """Lines that a page takes from another."""
+
+    page: Path
+    source: Path
+    lines: list[tuple[int, str]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.name}:{self.lines[0][0]}"
+
+
+def pages() -> list[Path]:
+    """The front page, and all of docs/."""
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+# ---------------------------------------------------------------------- what a page holds
+def fences(page: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """(line, language, content) of every fenced block; headings come as blocks of language "#"."""
+    begin, language = 0, ""
+    content: list[str] = []
+    for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
+        if line.startswith("```"):
+            if begin:
+                yield begin, language, content
+                begin = 0
+            else:
+                begin, language, content = number, line[3:].strip(), []
+        elif begin:
+            content.append(line)
+        elif line.startswith("#"):
+            yield number, "#", [line]
+
+
+def examples_of(page: Path) -> list[Example]:
+    """What is run of a page, in order."""
+    found: list[Example] = []
+    last: Example | None = None
+    for begin, language, content in fences(page):
+        if language == "#":
+            last = None
+        elif language in ("sh", "python"):
+            last = Example(page, begin, language, "\n".join(content))
+            found.append(last)
+        elif language == "text" and last is not None:
+            last.shown += [(begin + i, line) for i, line in enumerate(content, 1)]
+    return found
+
+
+def quotes_of(page: Path) -> list[Quote]:
+    """What a page takes from others."""
+    found: list[Quote] = []
+    lines: list[tuple[int, str]] = []
+    for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
+        if not line.startswith(">"):
+            lines = []
+            continue
+        text = line[1:].strip()
+        source = _SOURCE.match(text)
+        if source and lines:
+            found.append(Quote(page, (page.parent / source[1]).resolve(), lines))
+            lines = []
+        elif text:
+            lines.append((number, text))
+    return found
+
+
+# ---------------------------------------------------------------------- what is printed
+def printed_by(example: Example, namespace: dict[str, Any] | None = None) -> list[str]:
+    """What an example prints; AssertionError where it fails otherwise than the page says."""
+    if example.language == "python":
+        return _python(example.code, {"__name__": "__main__"} if namespace is None else namespace)
+    return [line for command in _commands(example.code) for line in _run(command)]
+
+
+def _commands(code: str) -> Iterator[str]:
+    """Lines of `lumos`, and what is between them as one script each."""
+    script: list[str] = []
+    for line in code.replace("\\\n", " ").splitlines():
+        if line.startswith("lumos ") or line.startswith(_NOT_RUN):
+            if script:
+                yield "\n".join(script)
+            script = []
+            if not line.startswith(_NOT_RUN):
+                yield line
+        else:
+            script.append(line)
+    if "".join(script).strip():
+        yield "\n".join(script)
+
+
+@cache
+def _run(command: str) -> tuple[str, ...]:
+    failing = _FAILS.search(command)
+    expected = int(failing[1]) if failing else 0
+    here = command.startswith("lumos ") and not command.startswith(_ELSEWHERE)
+    code, text, complaint = _lumos(shlex.split(command, comments=True)[1:]) if here else _shell(command)
+    assert code == expected, f"{command}: exit code {code}, not {expected}\n{complaint}"
+    assert failing or not here or not complaint, f"{command}: {complaint}"
+    return tuple((text + complaint).splitlines())
+
+
+def _lumos(arguments: list[str]) -> tuple[int, str, str]:
+    """The command line in this process: a tenth of the time of a new one."""
+    from lumos.cli import main
+
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    before, sys.argv = sys.argv, ["lumos", *arguments]
+    code = 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(ROOT):
+            main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.argv = before
+    texts = [stream.buffer.getvalue().decode() for stream in (out, err)]
+    return code, texts[0], texts[1]
+
+
+def _shell(script: str) -> tuple[int, str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-ec", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def _python(code: str, namespace: dict[str, Any]) -> list[str]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.chdir(ROOT):
+        exec(compile(code, "example", "exec"), namespace)
+    return out.getvalue().splitlines()
+
+
+# ---------------------------------------------------------------------- comparison
+def plain(text: str) -> str:
+    """Without the padding of columns."""
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def stale_lines(example: Example, printed: list[str]) -> list[tuple[int, str]]:
+    """Lines that a page shows and the example does not print, in that order."""
+    lines, at, stale = [plain(line) for line in printed], 0, []
+    for number, text in example.shown:
+        wanted = plain(text)
+        if wanted in ("", "…"):
+            continue
+        found = next((i for i, line in enumerate(lines[at:], at) if _says(line, wanted)), None)
+        if found is None:
+            stale.append((number, text))
+        else:
+            at = found + 1
+    return stale
+
+
+def _says(line: str, wanted: str) -> bool:
+    return line.startswith(wanted.removesuffix("…").rstrip()) if wanted.endswith("…") else line == wanted
+
+
+def stale_quotes(quote: Quote) -> list[tuple[int, str]]:
+    """Quoted lines that the other page does not have."""
+    source = plain(quote.source.read_text("utf-8"))
+    return [(number, text) for number, text in quote.lines if plain(text) not in source]
+
+
+def _nearest(text: str, lines: list[str]) -> str:
+    """The line that says now what `text` said: equal but for its numbers, else the most similar one; "" if none."""
+    def masked(line: str) -> str:
+        return re.sub(r"[\d,.]+", "0", plain(line))
+
+    short = plain(text).endswith("…")
+    wanted = masked(plain(text).removesuffix("…"))
+    for line in lines:
+        if masked(line) == wanted or (short and masked(line).startswith(wanted)):
+            return line
+    close = difflib.get_close_matches(wanted, [masked(line) for line in lines], 1, 0.6)
+    return next((line for line in lines if close and masked(line) == close[0]), "")
+
+
+def changes_of(page: Path) -> dict[int, str]:
+    """Lines of a page that do not hold, with what would; "" where nothing is like it."""
+    changes: dict[int, str] = {}
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for example in examples_of(page):
+        if example.shown:
+            printed = printed_by(example, namespace)
+            changes |= {number: _nearest(text, printed).rstrip() for number, text in stale_lines(example, printed)}
+        elif example.language == "python" and page.name != "capture.md":  # later blocks may need it
+            printed_by(example, namespace)
+    for quote in quotes_of(page):
+        lines = quote.source.read_text("utf-8").splitlines()
+        for number, text in stale_quotes(quote):
+            near = _nearest(text, lines)
+            changes[number] = f"> {near}" if near else ""
+    return changes
+
+
+def main() -> int:
+    """Report, or refresh, what does not hold."""
+    refresh, left = "--refresh" in sys.argv, 0
+    for page in pages():
+        text, changes = page.read_text("utf-8").splitlines(), changes_of(page)
+        for number, line in sorted(changes.items()):
+            print(f"{page.relative_to(ROOT)}:{number}\n  - {text[number - 1]}\n  + {line or '(nothing like it)'}")
+            left += not (refresh and line)
+            text[number - 1] = line or text[number - 1]
+        if refresh and changes:
+            page.write_text("\n".join(text) + "\n", "utf-8")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
