@@ -20,7 +20,7 @@ demo: $(VENV)/.installed  ## replay the example trace that comes with the packag
 test: $(VENV)/.dev  ## linters, types and all tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 check: $(VENV)/.dev  ## linters and types alone
 	$(BIN)/ruff check .

@@ -16,8 +16,8 @@ Step times of published training runs, dense pretraining. Every source is predic
 (`calibration/fit_conditions.py`); three constants are fitted in all, and the second table says what each is worth. What
 frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources; it was chosen with these errors in
 sight, and two numbers, nanotron's `pipeline_drag` and the share of EFA that is left beside kernels, were fitted on
-nanotron's own sweep; the class of its network (EFA) is an inference. A table below says what the sweep's errors are without them. Peers are as measured by others on
-the same rows (calculon, llm-analysis); bars are ours."""
+nanotron's own sweep; the class of its network (EFA) is an inference. A table below says what the sweep's errors are
+without them. Peers are as measured by others on the same rows (calculon, llm-analysis); bars are ours."""
 TEN = """
 The runs of arXiv 2509.22832, predicted from that paper's operator and NCCL samples; nothing was fitted on the runs."""
 H200 = """

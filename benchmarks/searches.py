@@ -12,10 +12,10 @@ from forecasts import section
 
 HERE = Path(__file__).parent
 REGRET = """
-For every group of published runs of one model, number of GPUs and batch: the measured step time of the configuration that
-we rank first, over the best measured. Constants that were fitted on a group's own source are fitted without it. Runs of the
-sweep are erratic: `stable` ones were repeated with agreeing times. Where even those stalled (512 GPUs), the choice among
-them cannot be foretold. vTrain has three groups; in one of them we rank the third first."""
+For every group of published runs of one model, number of GPUs and batch: the measured step time of the configuration
+that we rank first, over the best measured. Constants that were fitted on a group's own source are fitted without it.
+Runs of the sweep are erratic: `stable` ones were repeated with agreeing times. Where even those stalled (512 GPUs), the
+choice among them cannot be foretold. vTrain has three groups; in one of them we rank the third first."""
 CHOICES = """
 The same batch of six models in every way one H200 can train it. Measured after everything that predicts them was fixed;
 nothing was fitted on them."""

@@ -22,6 +22,7 @@ sys.path.insert(0, str(HERE.parent / "calibration"))
 from fit_conditions import START, TABLES, conditions_with, source_of  # noqa: E402
 from fit_uncertainty import by_source, fit, residuals  # noqa: E402
 from lumos import frameworks  # noqa: E402
+from lumos.costs import network  # noqa: E402
 from lumos.estimate import simulate_step  # noqa: E402
 from lumos.scoring.runs import Run, read_rows, runs_of  # noqa: E402
 from lumos.scoring.score import rank_correlation  # noqa: E402
@@ -75,17 +76,20 @@ def show_sweep_without_its_own(folder: Path) -> None:
     tables = frameworks._tables()
     known = tables["nanotron"]
     print("\n| nanotron sweep | stable rows, mean % | all rows, median % |\n|---|---|---|")
-    for name, facts in (
-        ("as shipped", known),
-        ("without `pipeline_drag`", replace(known, pipeline_drag=0.0)),
-        ("and on InfiniBand", replace(known, pipeline_drag=0.0, network="")),
+    efa = network._fabrics()["efa"]
+    shipped = efa["beside"]
+    for name, facts, beside in (
+        ("as shipped", known, shipped),
+        ("without the share beside kernels", known, 1.0),
+        ("and without `pipeline_drag`", replace(known, pipeline_drag=0.0), 1.0),
+        ("and on InfiniBand", replace(known, pipeline_drag=0.0, network=""), 1.0),
     ):
-        tables["nanotron"] = facts
+        tables["nanotron"], efa["beside"] = facts, beside
         frameworks.framework_named.cache_clear()
         rows = predictions(folder)
         stable, every = (errors(rows[f"nanotron-playbook-sweep, {part}"]) for part in ("stable", "all"))
         print(f"| {name} | {stable.mean():.1f} | {np.median(every):.1f} |")
-    tables["nanotron"] = known
+    tables["nanotron"], efa["beside"] = known, shipped
     frameworks.framework_named.cache_clear()
 
 

@@ -550,7 +550,7 @@ def test_predict_writes_every_form(lumos: Answer, tmp_path: Path) -> None:
         ["predict", "missing.toml"],
         ["predict", "setup.toml", "--scale", "compute=2"],
         ["predict", "--from", "missing.json", "--set", "train.seq=4096"],
-        ["predict", "setup.toml", "-o", "answer.html"],
+        ["predict", "setup.toml", "-o", "answer.xlsx"],
         ["predict", "setup.toml", "-o", "nowhere/answer.json"],
         ["predict", "setup.toml", "--set", "tp=2"],
         ["predict", "setup.toml", "--set", "train.global_batch=16777216", "--set", "parallel.pp=1"],
