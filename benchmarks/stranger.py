@@ -277,13 +277,16 @@ def recorded(stranger: Stranger, name: str, cores: int) -> Path:
     return stranger.capture(name, steps=RECORDED, cores=range(cores))
 
 
-def accuracy(stranger: Stranger, repeat: int, quiet: Quiet) -> dict[str, list[Outcome]]:
+def accuracy(stranger: Stranger, repeat: int, quiet: Quiet) -> Iterator[dict[str, list[Outcome]]]:
+    """All outcomes so far, after every repetition."""
     found: dict[str, list[Outcome]] = {case.name: [] for case in CASES}
     for number in range(repeat):
         for case, outcome in repetition(stranger, number, quiet):
             found[case.name].append(outcome)
-            print(case.name, outcome, f"{outcome.ratio_error_pct:+.1f} %, {outcome.step_error_pct:+.1f} %", flush=True)
-    return found
+            print(
+                f"{case.name}: {outcome}, {outcome.ratio_error_pct:+.1f} %, {outcome.step_error_pct:+.1f} %", flush=True
+            )
+        yield found
 
 
 # The page
@@ -332,8 +335,8 @@ def page(journey: Journey, found: dict[str, list[Outcome]], quiet: Quiet) -> str
     table = "\n".join(["| what | seconds | what came of it |", "|---|---|---|", *rows, f"| all | {total:.1f} | |"])
     said = f"{os.cpu_count()} cores, load {load:.1f} at the end. How long the installation takes is up to pip's cache."
     parts = [HEAD, f"{table}\n\n{said}\n"]
-    repeat = min(len(outcomes) for outcomes in found.values())
-    if repeat:
+    if found:
+        repeat = len(found[CASES[0].name])
         lines = "\n".join(row(name, outcomes) for name, outcomes in found.items())
         about = ABOUT.format(recorded=RECORDED, measured=MEASURED, repeat=repeat, rows=lines, others=others(quiet))
         parts.append(about)
@@ -377,11 +380,17 @@ def main() -> None:
         stranger = Stranger(python, folder.absolute())
         walk(stranger, journey)
         quiet = Quiet()
-        found = accuracy(stranger, options.repeat, quiet)
-    text = page(journey, found, quiet)
+        text = page(journey, {}, quiet)
+        save(options.output, text)  # what comes next takes long, and may be interrupted
+        for found in accuracy(stranger, options.repeat, quiet):
+            text = page(journey, found, quiet)
+            save(options.output, text)
     print(text)
-    if options.output:
-        options.output.write_text(text, "utf-8")
+
+
+def save(to: Path | None, text: str) -> None:
+    if to is not None:
+        to.write_text(text, "utf-8")
 
 
 def installed(folder: Path) -> str:

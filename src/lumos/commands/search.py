@@ -165,6 +165,8 @@ def _anchored(source: Path, others: list[str], path: Path | None) -> tuple[Setup
     run = load_run(source, "", "", "", None)
     told = infer(run)
     traced = complete(told, read_plain(path), any(header.shapes for header in run.execution.trace.headers)).setup
+    if traced.cluster.accelerator.is_cpu:
+        raise OptionError("a search needs memory and power, which are not known of a CPU: use lumos predict --from")
     wanted = changed(told, read_plain(path, others)).setup
     refuse(traced, wanted)
     anchored = Source(run, traced)
