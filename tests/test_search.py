@@ -22,7 +22,7 @@ from lumos.choice.estimator import Described
 from lumos.choice.front import BOUNDS, Found, Front, promising
 from lumos.choice.journal import Journal, journal_in
 from lumos.choice.objective import Objective
-from lumos.choice.outcome import Outcome
+from lumos.choice.outcome import COLUMNS, Outcome
 from lumos.choice.search import Task, bound_layouts
 from lumos.choice.space import Space
 from lumos.energy import energy_of
@@ -249,6 +249,21 @@ def test_cheaper_gpus_win_where_money_counts(llama: Setup) -> None:
         assert found["results"][0]["cost_per_mtoken"] > 0
 
 
+def test_a_price_of_energy_alone_is_all_that_is_paid(llama: Setup) -> None:
+    found = search(llama, FEW, objective=Objective("cost", kwh=0.2)).as_dict()["results"][0]
+    assert found["cost_per_mtoken"] == pytest.approx(1e6 * found["joules_per_token"] / 3.6e6 * 0.2)
+
+
+def test_what_a_forecast_warns_of_a_search_warns_of_too(found: Outcome) -> None:
+    assert any("h100 was not sampled" in text for text in found.as_dict()["warnings"])
+
+
+def test_a_table_names_money_only_where_there_are_prices(found: Outcome) -> None:
+    assert {row["cost_per_mtoken"] for row in found.table()} == {None}
+    assert all(row["gpu_hours_per_mtoken"] > 0 for row in found.table())
+    assert set(found.table()[0]) == set(COLUMNS)
+
+
 def test_less_memory_leaves_fewer(llama: Setup, found: Outcome) -> None:
     tight = search(llama, FEW, memory_gib=40)
     assert 0 < tight.search.fitting < found.search.fitting
@@ -341,7 +356,7 @@ def test_shards_merge_into_the_whole(llama: Setup, found: Outcome, tmp_path: Pat
     whole, together = found.as_dict(), merged(parts)
     for key in ("results", "pareto", "evaluated", "fitting", "bound_ms"):
         assert together[key] == whole[key]
-    assert "shards 2 of 3 are missing" in merged([parts[0], parts[2]])["warnings"][-1]
+    assert "1 of 3 shards missing (2)" in merged([parts[0], parts[2]])["warnings"][-1]
     with pytest.raises(InputError, match="same shard"):
         merged([parts[0], parts[0]])
     other = tmp_path / "other.json"
@@ -441,6 +456,8 @@ def test_every_form_is_written(form: str, tmp_path: Path) -> None:
         (("--deadline", "3"), "--tokens"), (("--price", "cheap"), "--price"), (("--top", "0"), "--top 0"),
         (("--shard", "3/2"), "--shard"), (("--engine", "slurm"), "slurm"), (("-o", "found.txt"), ".parquet"),
         (("--memory", "-1"), "--memory"), (("--set", "model.layers=x"), "model.layers"),
+        (("--gpus", "0"), "at least 1 GPU"), (("--set", "parallel.dp=4"), "parallel.dp follows"),
+        (("--gpus", "8", "--set", "cluster.gpus=16"), "twice"), (("--gpu", "h200,h100", "--price", "h100=2"), "h200"),
     ],
 )  # fmt: skip
 def test_mistakes_end_in_one_line(arguments: tuple[str, ...], told: str) -> None:

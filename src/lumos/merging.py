@@ -29,7 +29,8 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
     merge, _ = _KINDS[parts[0]["kind"]]
     answer = merge(parts)
     if missing:
-        told = f"shards {', '.join(map(str, missing))} of {count} are missing: what they would say is not in this"
+        names = ", ".join(map(str, missing))
+        told = f"{len(missing)} of {count} shards missing ({names}): this is not the whole answer"
         answer["warnings"] = [*answer.get("warnings", []), told]
     return answer | {"shard": [1, 1]}
 

@@ -61,7 +61,9 @@ def journal_in(folder: Path | None, asked: str) -> Journal:
         file = folder / "question.txt"
         if file.exists():
             if file.read_text("utf-8").strip() != asked:
-                raise OptionError(f"{folder} is the journal of another search: name another folder, or remove it")
+                raise OptionError(
+                    f"{folder} is the journal of another search (other options, or another shard): name another folder"
+                )
         elif any(folder.iterdir()):
             raise OptionError(f"{folder} is not empty and not a journal: name another folder")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -35,17 +36,17 @@ class Objective:
         return seconds / setup.tokens
 
     def cost(self, setup: Setup, seconds: float, joules: float) -> float:
-        """Money for each token; where GPUs have no price, GPU-hours."""
+        """Money for each token; where nothing has a price, GPU-hours."""
         hours = seconds * setup.cluster.gpus / 3600
         return (hours * self.price(setup) + joules / 3.6e6 * self.kwh) / setup.tokens
 
     def price(self, setup: Setup) -> float:
         prices = dict(self.gpu_hour)
-        return prices.get(setup.cluster.gpu, prices.get("", 1.0))
+        return prices.get(setup.cluster.gpu, prices.get("", 0.0 if self.kwh else 1.0))
 
     @property
     def priced(self) -> bool:
-        return bool(self.gpu_hour)
+        return bool(self.gpu_hour or self.kwh)
 
     def days(self, setup: Setup, seconds: float) -> float:
         """To all tokens, without interruptions."""
@@ -55,8 +56,12 @@ class Objective:
         return ceil(self.tokens / setup.tokens)
 
 
-def checked_objective(objective: Objective) -> Objective:
-    """The objective, or OptionError with what it lacks."""
+def checked_objective(objective: Objective, kinds: Sequence[str] = ()) -> Objective:
+    """The objective of a search over these kinds of GPU, or OptionError with what it lacks."""
+    prices = dict(objective.gpu_hour)
+    unpriced = [kind for kind in kinds if prices and "" not in prices and kind not in prices]
+    if unpriced:
+        raise OptionError(f"--price has none for {unpriced[0]}: give {unpriced[0]}=NUMBER too, or one number for all")
     if objective.name not in NAMES:
         raise OptionError(f"--objective {objective.name!r} is not known: use {', '.join(NAMES[:-1])} or {NAMES[-1]}")
     if objective.name == "gpus" and not objective.deadline_days:

@@ -16,6 +16,10 @@ from lumos.setups.setup import Setup
 
 Row = dict[str, Any]
 KEYS = (*AXES, "parallel.dp", "train.microbatches")
+COLUMNS = (
+    *KEYS, "step_ms", "bound_ms", "memory_gib", "tokens_per_s_per_gpu", "energy_j", "gpu_hours_per_mtoken",
+    "cost_per_mtoken", "pareto",
+)  # fmt: skip
 _PARTS = {
     "computing": ("exposed_compute_ms", "overlapped_ms"), "exposed communication": ("exposed_comm_ms",),
     "waiting for other stages or the host": ("other_ms",),
@@ -65,12 +69,35 @@ class Outcome:
     def warnings(self) -> list[str]:
         search, found = self.search, list(self.notes)
         if not search.valid:
-            found.append("no combination is valid: divide other numbers of GPUs, or give fewer keys with --set")
+            batch = search.task.space.setup.train.global_batch
+            found.append(
+                f"no combination is valid: train.global_batch = {batch} must be a multiple of dp and micro-batch; take "
+                "another batch or number of GPUs, or fix fewer keys"
+            )
         elif not search.fitting:
             found.append(f"none of {search.valid:,} valid configurations fits into memory: more GPUs, or larger ones")
         elif not search.front.best:
             found.append("none of the configurations that fit meets the deadline: more days, or more GPUs")
+        else:
+            found += [text for text in self._best.warnings if text not in found]
+            found += self._late()
         return found
+
+    @cached_property
+    def _best(self) -> Forecast:
+        """What is forecast of the first."""
+        task = self.search.task
+        setup = task.space.setup_of(task.space.candidate(self.search.front.best[0].number))
+        return Forecast(setup, task.estimator.step(setup))
+
+    def _late(self) -> list[str]:
+        """Whether a deadline that the first meets is within its interval."""
+        objective, first = self.search.task.objective, self.search.front.best[0]
+        days = objective.days(self._best.setup, first.seconds) if objective.deadline_days else 0.0
+        most = days * self._best.interval_ms[1] / self._best.step_ms
+        if most <= objective.deadline_days or not objective.deadline_days:
+            return []
+        return [f"the first takes {days:.1f} days, but one time in ten over {most:.1f}: the deadline may be missed"]
 
     def table(self) -> list[Row]:
         """A row for every simulated configuration, the best first; few columns, for many rows."""
@@ -82,7 +109,10 @@ class Outcome:
                 chosen(setup) | {
                     "step_ms": found.seconds * 1e3, "bound_ms": found.bound * 1e3, "memory_gib": found.memory / 2**30,
                     "tokens_per_s_per_gpu": setup.tokens / found.seconds / setup.cluster.gpus,
-                    "energy_j": found.joules, "cost_per_mtoken": found.cost * 1e6, "pareto": found.number in front,
+                    "energy_j": found.joules,
+                    "gpu_hours_per_mtoken": found.seconds * setup.cluster.gpus / 3600 / setup.tokens * 1e6,
+                    "cost_per_mtoken": found.cost * 1e6 if self.search.task.objective.priced else None,
+                    "pareto": found.number in front,
                 }
             )  # fmt: skip
         return rows

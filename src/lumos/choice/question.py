@@ -46,7 +46,8 @@ def search(
         wrong = f"--top {top}: give at least 1" if top < 1 else f"--memory {memory_gib:g}: give GiB, more than 0"
         raise OptionError(wrong)
     space = Space(setup, checked_choices(setup, vary or {}))
-    task = Task(space, checked_objective(objective), estimator or Described(), memory_gib, shard, exhaustive)
+    checked_objective(objective, space.kinds)
+    task = Task(space, objective, estimator or Described(), memory_gib, shard, exhaustive)
     asked = fingerprint(flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive)
     begin = monotonic()
     kept = journal_in(journal, f"{asked} {shard}")

@@ -24,6 +24,7 @@ VARIANT = (
     "train.micro_batch",
 )  # fmt: skip
 AXES = (*LAYOUT, *VARIANT)
+FOLLOWING = {"parallel.dp": "parallel.tp, pp and cp", "train.microbatches": "train.micro_batch or global_batch"}
 
 _LONGEST = 64  # ranks that share a sequence, unless more are asked for
 _LARGEST_MICRO_BATCH = 64
@@ -104,6 +105,11 @@ class Space:
         )
 
     # ------------------------------------------------------------------ the values of every axis
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of GPU."""
+        return self._values("cluster.gpu")
+
     @cached_property
     def _clusters(self) -> dict[tuple[str, int], Any]:
         cluster, found = self.setup.cluster, {}
@@ -189,12 +195,16 @@ def checked_choices(setup: Setup, choices: Mapping[str, Sequence[Any]]) -> dict[
     """The values of axes that a user named, each checked against the setup's own types."""
     found: dict[str, tuple[Any, ...]] = {}
     for key, values in choices.items():
+        if key in FOLLOWING:
+            raise OptionError(f"{key} follows from the other keys: fix or vary {FOLLOWING[key]} instead")
         if key not in AXES:
             raise OptionError(f"--vary {key}: a search does not vary that: {did_you_mean(key, AXES)}")
         if not values:
             raise OptionError(f"--vary {key}= names no value: list some, as in {key}=1,2,4")
         for value in values:
             setup.replaced({key: value})
+            if key == "cluster.gpus" and value < 1:
+                raise OptionError(f"cluster.gpus = {value}: a search needs at least 1 GPU")
         if key == "cluster.gpu":
             values = [gpu_named(value).name for value in values]
         found[key] = tuple(dict.fromkeys(values))

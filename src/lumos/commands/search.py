@@ -69,10 +69,15 @@ def search_command(
 
     check_output(output, setup, FORMS)
     wanted = _objective(objective, price, kwh_price, pue, tokens, deadline)
-    found = _searched(
-        setup, _choices(fixed or [], vary or [], gpus, gpu), fixed or [], wanted, top, memory, source,
-        (engine, workers, address), shard, journal, exhaustive,
-    )  # fmt: skip
+    try:
+        found = _searched(
+            setup, _choices(fixed or [], vary or [], gpus, gpu), fixed or [], wanted, top, memory, source,
+            (engine, workers, address), shard, journal, exhaustive,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        way = f"the same command goes on from {journal}" if journal else "with --journal FOLDER it could be resumed"
+        typer.echo(f"lumos: interrupted; {way}", err=True)
+        raise typer.Exit(130) from None
     if output is not None:
         _write(found, output)
     if as_json:
@@ -102,7 +107,7 @@ def _objective(name: str, price: str, kwh_price: str, pue: str, tokens: str, dea
 
 def _choices(fixed: list[str], vary: list[str], gpus: str, gpu: str) -> dict[str, list[Any]]:
     """The values of axes that are named on the command line."""
-    from lumos.choice.space import AXES
+    from lumos.choice.space import AXES, FOLLOWING
     from lumos.setups.files import toml_value
 
     found: dict[str, list[Any]] = {}
@@ -111,11 +116,14 @@ def _choices(fixed: list[str], vary: list[str], gpus: str, gpu: str) -> dict[str
             key, equals, values = (part.strip() for part in text.partition("="))
             if option == "--vary" and not equals:
                 raise OptionError(f"--vary {text[:100]}: write SECTION.KEY=A,B,…")
-            if option == "--vary" or key in AXES:
+            if option == "--vary" or key in AXES or key in FOLLOWING:
                 if key in found:
                     raise OptionError(f"{option} {text[:100]}: the values of {key} are given twice")
                 parts = values.split(",") if option == "--vary" else [values]
                 found[key] = [toml_value(part.strip()) for part in parts if part.strip()]
+    for option, key, text in (("--gpus", "cluster.gpus", gpus), ("--gpu", "cluster.gpu", gpu)):
+        if text and key in found:
+            raise OptionError(f"{option} {text}: the values of {key} are given twice")
     if gpus:
         found["cluster.gpus"] = [toml_value(part.strip()) for part in gpus.split(",")]
     if gpu:
@@ -128,12 +136,12 @@ def _searched(
     source: Path | None, where: tuple[str, int, str], shard: str, journal: Path | None, exhaustive: bool,
 ) -> Outcome:  # fmt: skip
     from lumos.choice.question import search
-    from lumos.choice.space import AXES
+    from lumos.choice.space import AXES, FOLLOWING
     from lumos.engines import engine_named
     from lumos.engines.shard import read_shard
 
     part = read_shard(shard)
-    others = [text for text in fixed if text.partition("=")[0].strip() not in AXES]
+    others = [text for text in fixed if text.partition("=")[0].strip() not in (*AXES, *FOLLOWING)]
     base, estimator, notes = _described(path, others) if source is None else _anchored(source, others, path)
     if estimator is not None and base.train.compile:
         choices.setdefault("parallel.tp", [base.parallel.tp])  # fused kernels cannot be cut otherwise
@@ -174,6 +182,7 @@ def _anchored(source: Path, others: list[str], path: Path | None) -> tuple[Setup
 
 
 def _write(found: Outcome, output: Path) -> None:
+    from lumos.choice.outcome import COLUMNS
     from lumos.output.files import write_as, write_csv, write_json, write_parquet
     from lumos.output.html.search_page import write_search_page
 
@@ -181,8 +190,8 @@ def _write(found: Outcome, output: Path) -> None:
         output,
         {
             ".json": lambda to: write_json(to, found.as_dict()),
-            ".csv": lambda to: write_csv(to, found.table()),
-            ".parquet": lambda to: write_parquet(to, found.table()),
+            ".csv": lambda to: write_csv(to, found.table(), names=COLUMNS),
+            ".parquet": lambda to: write_parquet(to, found.table(), COLUMNS),
             ".html": lambda to: write_search_page(to, found.as_dict()),
         },
     )

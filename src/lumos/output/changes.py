@@ -10,6 +10,7 @@ from rich.table import Table
 
 from lumos.anchors.edit import Changed
 from lumos.anchors.told import Told
+from lumos.output.forecasts import bill_tables
 from lumos.output.style import make_table, notes
 
 _MOST_RANKS = 4
@@ -17,7 +18,8 @@ _MOST_RANKS = 4
 
 def show_change(found: Changed, told: Mapping[str, Told], console: Console) -> None:
     """The step as traced and as changed, and what was understood."""
-    console.print(Group(_summary(found), _understood(found), _told(told), *notes(found.forecast.warnings)))
+    bill = [] if found.forecast.setup.cluster.accelerator.is_cpu else bill_tables(found.bill)
+    console.print(Group(_summary(found), *bill, _understood(found), _told(told), *notes(found.forecast.warnings)))
 
 
 def inferred(told: Mapping[str, Told]) -> dict[str, dict[str, Any]]:

@@ -54,12 +54,14 @@ def write_json(path: Path, answer: dict[str, Any]) -> None:
         file.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2))
 
 
-def write_csv(path: Path, rows: Iterable[dict[str, Any]], last: Sequence[str] = ()) -> None:
-    """Rows of a table as CSV; a column is there if any row has it, and those of `last` come last."""
+def write_csv(
+    path: Path, rows: Iterable[dict[str, Any]], last: Sequence[str] = (), names: Sequence[str] = ()
+) -> None:
+    """Rows of a table as CSV; a column is there if it is named or any row has it, and those of `last` come last."""
     rows = list(rows)
     text = io.StringIO()
-    if rows:
-        names = dict.fromkeys(name for row in rows for name in row)
+    if rows or names:
+        names = list(dict.fromkeys((*names, *(name for row in rows for name in row))))
         writer = csv.DictWriter(text, [*(name for name in names if name not in last), *last])
         writer.writeheader()
         writer.writerows(rows)
@@ -67,12 +69,13 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]], last: Sequence[str] = 
         file.write(text.getvalue().encode())
 
 
-def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Rows of a table as Parquet."""
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Rows of a table as Parquet, with these columns where there is none."""
     import polars
 
     content = io.BytesIO()
-    polars.DataFrame(list(rows), infer_schema_length=None).write_parquet(content)
+    table = polars.DataFrame(list(rows), infer_schema_length=None) if rows else polars.DataFrame(schema=list(names))
+    table.write_parquet(content)
     with whole_file(path) as file:
         file.write(content.getvalue())
 

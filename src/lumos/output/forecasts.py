@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from lumos.bill import Bill
 from lumos.forecasting import Forecast
 from lumos.output.files import whole_file
 from lumos.output.style import make_table, notes
@@ -24,7 +25,8 @@ _PARTS = {
 
 def show_forecast(found: Forecast, console: Console) -> None:
     """The whole answer for a described run."""
-    parts: list[RenderableType] = [_summary(found), *_bill(found), _breakdown(found), _memory(found), _operators(found)]
+    parts: list[RenderableType] = [_summary(found), *bill_tables(found.bill)]
+    parts += [_breakdown(found), _memory(found), _operators(found)]
     console.print(Group(*parts, *notes(found.warnings)))
 
 
@@ -52,9 +54,9 @@ def _energy_note(found: Forecast) -> str:
     return f"all GPUs, one step; {energy.watts:,.0f} W a GPU{held}, {bill['joules_per_token']:,.3g} J a token"
 
 
-def _bill(found: Forecast) -> list[Table]:
+def bill_tables(found: Bill) -> list[Table]:
     """What was asked about money and a token budget; nothing where nothing was asked."""
-    bill = found.bill.as_dict()
+    bill = found.as_dict()
     money, budget = bill["money_per_step"], bill["budget"]
     if money is None and budget is None:
         return []
@@ -67,7 +69,8 @@ def _bill(found: Forecast) -> list[Table]:
         table.add_row("days", f"{budget['days']:,.2f}", f"{low:,.2f} – {high:,.2f}, without a pause")
         table.add_row("steps", f"{budget['steps']:,}", f"{budget['tokens']:,.4g} tokens")
         table.add_row("GPU-hours", f"{budget['gpu_hours']:,.0f}", "")
-        table.add_row("energy", f"{budget['kwh']:,.4g} kWh", f"GPUs alone, times {bill['pue']:g}")
+        besides = "" if bill["pue"] == 1 else f", times {bill['pue']:g}"
+        table.add_row("energy", f"{budget['kwh']:,.4g} kWh", f"GPUs alone{besides}")
         if budget["money"] is not None:
             table.add_row("money", f"{budget['money']:,.2f}", "")
     return [table]

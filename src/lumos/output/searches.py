@@ -88,9 +88,13 @@ def _lost(results: Sequence[Row]) -> list[Table]:
 def _front(rows: Sequence[Row]) -> Table:
     keys = _keys(rows)
     title = "no configuration is faster, smaller and cheaper than one of these"
-    table = make_table(title, *map(_name, keys), "step, ms", "memory, GiB", "GPU-hours/Mtoken")
+    money = rows[0]["cost_per_mtoken"] is not None
+    cost = "cost_per_mtoken" if money else "gpu_hours_per_mtoken"
+    table = make_table(
+        title, *map(_name, keys), "step, ms", "memory, GiB", "per Mtoken" if money else "GPU-hours/Mtoken"
+    )
     for row in rows[:_MOST_FRONT]:
-        numbers = (f"{row['step_ms']:,.1f}", f"{row['memory_gib']:.1f}", f"{row['gpu_hours_per_mtoken']:.4g}")
+        numbers = (f"{row['step_ms']:,.1f}", f"{row['memory_gib']:.1f}", f"{row[cost]:.4g}")
         table.add_row(*_cells(row, keys), *numbers)
     return table
 
@@ -100,14 +104,14 @@ _MOST_FRONT = 12
 
 def _gap(answer: Mapping[str, Any]) -> list[str]:
     found = []
-    if answer["results"] and answer["bound_ms"]:
+    if answer["results"] and answer["bound_ms"] and answer["objective"] == "time":
         best, bound, own = answer["results"][0]["step_ms"], answer["bound_ms"], answer["results"][0]["bound_ms"]
         found.append(
             f"no configuration that fits can take less than {bound:,.1f} ms; the first takes {best:,.1f}, which is "
             f"{100 * (best / bound - 1):.1f} % more, and {100 * (best / own - 1):.1f} % more than its own bound"
         )
     more = len(answer["pareto"]) - _MOST_FRONT
-    return found + ([f"{more} more are on the front; --json has them all"] if more > 0 else [])
+    return found + ([f"the front has {more} more; --json has them all"] if more > 0 else [])
 
 
 def show_merged(answer: Mapping[str, Any], console: Console) -> None:
