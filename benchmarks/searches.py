@@ -13,7 +13,10 @@ from forecasts import section
 HERE = Path(__file__).parent
 REGRET = """
 For every group of published runs of one model, number of GPUs and batch: the measured step time of the configuration
-that we rank first, over the best measured. Constants that were fitted on a group's own source are fitted without it.
+that we rank first, over the best measured. The constants of `conditions.json` are those fitted without the group's
+source, the share of the network beside kernels is that of the sweep's other model. **nanotron's `pipeline_drag` was
+fitted on the sweep itself, and what nanotron overlaps was looked up with these figures in sight**: a row says what the
+regret is without the drag. What other frameworks do was written with the errors of forecasts in sight.
 Runs of the sweep are erratic: `stable` ones were repeated with agreeing times. Where even those stalled (512 GPUs), the
 choice among them cannot be foretold. vTrain has three groups; in one of them we rank the third first."""
 CHOICES = """

@@ -456,6 +456,7 @@ def test_every_form_is_written(form: str, tmp_path: Path) -> None:
         (("--deadline", "3"), "--tokens"), (("--price", "cheap"), "--price"), (("--top", "0"), "--top 0"),
         (("--shard", "3/2"), "--shard"), (("--engine", "slurm"), "slurm"), (("-o", "found.txt"), ".parquet"),
         (("--memory", "-1"), "--memory"), (("--set", "model.layers=x"), "model.layers"),
+        (("--gpus", "8", "--set", "parallel.tp=3"), "parallel.tp = 3"),
         (("--gpus", "0"), "at least 1 GPU"), (("--set", "parallel.dp=4"), "parallel.dp follows"),
         (("--gpus", "8", "--set", "cluster.gpus=16"), "twice"), (("--gpu", "h200,h100", "--price", "h100=2"), "h200"),
     ],

@@ -69,11 +69,7 @@ class Outcome:
     def warnings(self) -> list[str]:
         search, found = self.search, list(self.notes)
         if not search.valid:
-            batch = search.task.space.setup.train.global_batch
-            found.append(
-                f"no combination is valid: train.global_batch = {batch} must be a multiple of dp and micro-batch; take "
-                "another batch or number of GPUs, or fix fewer keys"
-            )
+            found.append("no valid configuration is in this shard")
         elif not search.fitting:
             found.append(f"none of {search.valid:,} valid configurations fits into memory: more GPUs, or larger ones")
         elif not search.front.best:

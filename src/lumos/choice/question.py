@@ -16,6 +16,7 @@ from lumos.choice.space import Space, checked_choices
 from lumos.engines import Engine, Here
 from lumos.engines.shard import fingerprint
 from lumos.errors import OptionError
+from lumos.setups.rules import mistakes_in
 from lumos.setups.setup import Setup
 
 _BY_TIME = Objective()
@@ -52,4 +53,13 @@ def search(
     begin = monotonic()
     kept = journal_in(journal, f"{asked} {shard}")
     found = Search(task, engine or Here(), kept, top, progress).run()
+    if not found.valid and shard == (0, 1):
+        raise OptionError(f"no combination is valid: {_first_mistake(setup, space.choices)}")
     return Outcome(found, monotonic() - begin, asked, tuple(notes))
+
+
+def _first_mistake(setup: Setup, choices: Mapping[str, tuple[Any, ...]]) -> str:
+    """What is wrong with the first of the values that were asked for, as `lumos predict` would say it."""
+    mistakes = mistakes_in(setup.replaced({key: values[0] for key, values in choices.items()}))
+    named = [text for text in mistakes if any(key in text for key in choices if key != "cluster.gpus")]
+    return next(iter(named or mistakes), "vary fewer keys, or take another batch or number of GPUs")
