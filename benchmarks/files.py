@@ -89,9 +89,13 @@ def reason(error: LumosError, path: Path) -> str:
 def members(path: Path, shown: str, data: Path) -> list[str]:
     rows = []
     with tempfile.TemporaryDirectory() as folder, tarfile.open(path) as archive:
-        archive.extractall(folder, filter="data")
-        for file in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
-            rows += describe(file, f"{shown} → {file.name}", data)
+        for number, member in enumerate(sorted(archive.getmembers(), key=lambda m: m.name)):
+            content = archive.extractfile(member) if member.isfile() else None  # never a link, never a path of its own
+            if content is not None:
+                file = Path(folder) / str(number) / Path(member.name).name
+                file.parent.mkdir()
+                file.write_bytes(content.read())
+                rows += describe(file, f"{shown} → {file.name}", data)
     return rows
 
 

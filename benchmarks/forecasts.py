@@ -39,17 +39,18 @@ def section(title: str, script: str, folder: str, words: str, data: Path) -> str
     return f"## {title}\n{words}\n\n{done.stdout.strip()}\n"
 
 
-def main() -> None:
+def write_page(title: str, sections: list[tuple[str, str, str, str]]) -> None:
+    """Print a page of what scripts print, and write it where the command line says."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared/data")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    parts = [section(*entry, options.data) for entry in SECTIONS]
-    text = "# How right forecasts are\n\nWritten by `make accuracy`.\n\n" + "\n".join(parts)
+    parts = [section(*entry, options.data) for entry in sections]
+    text = f"# {title}\n\nWritten by `make accuracy`.\n\n" + "\n".join(parts)
     print(text)
     if options.output:
         options.output.write_text(text)
 
 
 if __name__ == "__main__":
-    main()
+    write_page("How right forecasts are", SECTIONS)

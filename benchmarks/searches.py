@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from forecasts import write_page
 
-from forecasts import section
-
-HERE = Path(__file__).parent
 REGRET = """
 For every group of published runs of one model, number of GPUs and batch: the measured step time of the configuration
 that we rank first, over the best measured. The constants of `conditions.json` are those fitted without the group's
@@ -25,17 +21,5 @@ nothing was fitted on them."""
 SECTIONS = [("Regret on published runs", "regret.py", "truth", REGRET), ("One H200", "choices.py", "", CHOICES)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data", type=Path, default=HERE.parent.parent / "shared/data")
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
-    parts = [section(*entry, options.data) for entry in SECTIONS]
-    text = "# What searches are worth\n\nWritten by `make accuracy`.\n\n" + "\n".join(parts)
-    print(text)
-    if options.output:
-        options.output.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    write_page("What searches are worth", SECTIONS)
