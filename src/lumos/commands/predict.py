@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -97,7 +98,6 @@ def _predict_changed(
     from lumos.anchors.edit import Source, change
     from lumos.anchors.inference import infer
     from lumos.output.changes import inferred, show_change
-    from lumos.output.files import write_as, write_csv, write_json
     from lumos.output.forecasts import write_forecast_trace
     from lumos.output.html.forecast_page import write_changed_page
 
@@ -107,17 +107,8 @@ def _predict_changed(
     found = change(Source(run, traced.setup), wanted.setup, tuple(wanted.notes), tariff)
     answer = found.as_dict() | {"inferred": inferred(told)}
     if output is not None:
-        row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
-        write_as(
-            output,
-            {
-                ".json": lambda to: write_json(to, answer),
-                ".csv": lambda to: write_csv(to, [row]),
-                ".html": lambda to: write_changed_page(to, found),
-                ".trace.json": lambda to: write_forecast_trace(to, found.forecast),
-                ".trace.json.gz": lambda to: write_forecast_trace(to, found.forecast),
-            },
-        )
+        step = found.forecast
+        _write(output, answer, lambda to: write_changed_page(to, found), lambda to: write_forecast_trace(to, step))
     if as_json:
         print_json(answer)
     else:
@@ -128,7 +119,6 @@ def _forecast(
     setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff, as_json: bool, output: Path | None
 ) -> None:
     from lumos.forecasting import forecast
-    from lumos.output.files import write_as, write_csv, write_json
     from lumos.output.forecasts import show_forecast, write_forecast_trace
     from lumos.output.html.forecast_page import write_forecast_page
     from lumos.setups import read_setup_with_notes
@@ -141,17 +131,7 @@ def _forecast(
     found = forecast(reading.setup, tuple(reading.notes), tariff)
     answer = found.as_dict()
     if output is not None:
-        row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
-        write_as(
-            output,
-            {
-                ".json": lambda to: write_json(to, answer),
-                ".csv": lambda to: write_csv(to, [row]),
-                ".html": lambda to: write_forecast_page(to, found),
-                ".trace.json": lambda to: write_forecast_trace(to, found),
-                ".trace.json.gz": lambda to: write_forecast_trace(to, found),
-            },
-        )
+        _write(output, answer, lambda to: write_forecast_page(to, found), lambda to: write_forecast_trace(to, found))
     if as_json:
         print_json(answer)
     else:
@@ -159,7 +139,6 @@ def _forecast(
 
 
 def _predict_from(run: Replay, scale: list[str], as_json: bool, output: Path | None) -> None:
-    from lumos.output.files import write_as, write_csv, write_json
     from lumos.run import predict
     from lumos.scenario import Scale
 
@@ -172,20 +151,22 @@ def _predict_from(run: Replay, scale: list[str], as_json: bool, output: Path | N
         def perfetto(to: Path) -> None:
             write_perfetto(to, run.execution, run.clean_graph, prediction.times, prediction.trace)
 
-        row = {k: v for k, v in answer.items() if isinstance(v, float)} | answer["breakdown"]
-        write_as(
-            output,
-            {
-                ".json": lambda to: write_json(to, answer),
-                ".csv": lambda to: write_csv(to, [row]),
-                ".html": lambda to: write_prediction_page(to, prediction),
-                ".trace.json": perfetto,
-                ".trace.json.gz": perfetto,
-            },
-        )
+        _write(output, answer, lambda to: write_prediction_page(to, prediction), perfetto)
     if as_json:
         print_json(answer)
     else:
         from lumos.output.tables import show_prediction
 
         show_prediction(prediction, console())
+
+
+def _write(output: Path, answer: dict[str, Any], page: Callable[[Path], None], trace: Callable[[Path], None]) -> None:
+    """The answer in the form that the extension names."""
+    from lumos.output.files import write_as, write_csv, write_json
+
+    row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
+    writers = {
+        ".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, [row]), ".html": page,
+        ".trace.json": trace, ".trace.json.gz": trace,
+    }  # fmt: skip
+    write_as(output, writers)
