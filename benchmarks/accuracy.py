@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lumos.build import RULES, build
-from lumos.profiler import load_profiler_cost
-from lumos.readers.job import read_job
-from lumos.run import Replay, predict, replay
-from lumos.scenario import Scale
-from lumos.steps import find_steps
+from lumos.analysis.replay import Replay, predict, replay
+from lumos.graph.from_trace.build import RULES, build
+from lumos.graph.from_trace.profiler_cost import load_profiler_cost
+from lumos.graph.scaling import Scale
+from lumos.trace.read.job import read_job
+from lumos.trace.steps import find_steps
 
 GPU_BOUND = ("h4096", "b8", "s4096")
 LAUNCH_BOUND = ("tiny_l2_h512", "h1024")

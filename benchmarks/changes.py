@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from lumos.anchors.edit import Source, change
-from lumos.anchors.inference import infer
-from lumos.estimate import simulate_step
-from lumos.readers.job import read_job
-from lumos.run import replay
-from lumos.setups.setup import Setup
-from lumos.synthesis import write_synthetic
+from lumos.analysis.replay import replay
+from lumos.change.change import Source, change
+from lumos.change.infer.infer import infer
+from lumos.prediction.step import simulate_step
+from lumos.prediction.synthesis import write_synthetic
+from lumos.setup.setup import Setup
+from lumos.trace.read.job import read_job
 
 INTRODUCTION = """# Changed runs, predicted from traces
 

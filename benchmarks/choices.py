@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from changes import setup_of
-from lumos.forecasting import forecast
+from lumos.prediction.forecasting import forecast
 
 MEASURED = Path(__file__).parent.parent / "calibration/choices_h200.jsonl"
 

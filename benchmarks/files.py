@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from lumos.build import Execution, build
+from lumos.analysis.replay import Replay, predict, replay
 from lumos.errors import LumosError
-from lumos.output.chakra import write_chakra
-from lumos.output.kineto import write_kineto
-from lumos.readers.chakra import read_chakra_file
-from lumos.readers.chakra_foreign import foreign_execution
-from lumos.readers.execution_trace import link, read_execution_trace
-from lumos.readers.formats import Form, form_of, head_of
-from lumos.readers.job import read_job
-from lumos.run import Replay, predict, replay
-from lumos.scenario import Scale
-from lumos.steps import find_steps
-from lumos.trace import Trace
+from lumos.export.chakra_files import write_chakra
+from lumos.export.kineto_files import write_kineto
+from lumos.graph.from_trace.build import Execution, build
+from lumos.graph.scaling import Scale
+from lumos.trace.read.chakra import read_chakra_file
+from lumos.trace.read.chakra_foreign import foreign_execution
+from lumos.trace.read.execution_trace import link, read_execution_trace
+from lumos.trace.read.formats import Form, form_of, head_of
+from lumos.trace.read.job import read_job
+from lumos.trace.steps import find_steps
+from lumos.trace.trace import Trace
 
 INTRODUCTION = """# Every file at hand
 

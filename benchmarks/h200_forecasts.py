@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from changes import setup_of
-from lumos.costs.model import cost_model
-from lumos.fitting.rows import operator_of
-from lumos.forecasting import forecast
+from lumos.cost.operator_model import cost_model
+from lumos.measure.fit.operator_rows import operator_of
+from lumos.prediction.forecasting import forecast
 
 CALIBRATION = Path(__file__).parent.parent / "calibration"
 GPU_BOUND = ("h4096", "s4096", "s8192", "b4", "b8", "v128k", "gpt2_l12_h1024", "compile_base")

@@ -4,7 +4,8 @@
 
 Truth is torch.cuda.max_memory_allocated of recorded steps, the memory that tables of published runs state, and which
 runs of a sweep failed. The accounting of eager PyTorch was checked against OWN alone. What other frameworks do
-(lumos.footprint.habits) is from their sources; where those leave a choice, it was made with the tables below in view,
+(lumos.program.memory.allocator) is from their sources; where those leave a choice, it was made with the tables below in
+view,
 by framework and never by row.
 """
 
@@ -19,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lumos.footprint import Footprint, footprint
-from lumos.scoring.runs import Run, read_rows, runs_of
-from lumos.setups.setup import Setup
+from lumos.program.memory import Footprint, footprint
+from lumos.score.measured_runs import Run, read_rows, runs_of
+from lumos.setup.setup import Setup
 
 GIB = 1 << 30
 # Recorded on one H200 (torch 2.11, transformers, bf16, AdamW): name, kind, layers hidden ffn heads vocab seq mbs, peak.

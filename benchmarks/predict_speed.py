@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from lumos.forecasting import forecast
-from lumos.setups.rules import mistakes_in
-from lumos.setups.setup import Setup
+from lumos.prediction.forecasting import forecast
+from lumos.setup.constraints import mistakes_in
+from lumos.setup.setup import Setup
 
 LLAMA_70B = {"layers": 80, "hidden": 8192, "ffn": 28672, "heads": 64, "kv_heads": 8, "vocab": 128256}
 
@@ -62,7 +62,7 @@ def cold_seconds(runs: int = 5) -> float:
         seconds = []
         for _ in range(runs):
             start = time.perf_counter()
-            subprocess.run([sys.executable, "-m", "lumos.cli", "predict", str(path), "--json"], check=True,
+            subprocess.run([sys.executable, "-m", "lumos.cli.main", "predict", str(path), "--json"], check=True,
                            stdout=subprocess.DEVNULL)  # fmt: skip
             seconds.append(time.perf_counter() - start)
     return median(seconds)

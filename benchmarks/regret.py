@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lumos import frameworks
-from lumos.costs import network
-from lumos.scoring.runs import Run
+from lumos.cost import network
+from lumos.score.measured_runs import Run
+from lumos.setup import frameworks
 from truth import Rows, predictions
 
 SWEEP = "nanotron-playbook-sweep"

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from lumos import Scale, predict, read_job, replay
-from lumos.forecasting import forecast
-from lumos.output.html.comparison_page import comparison_page
-from lumos.output.html.forecast_page import forecast_page
-from lumos.output.html.page import Page
-from lumos.output.html.prediction_page import prediction_page
-from lumos.output.html.replay_page import replay_page
-from lumos.output.html.search_page import search_page
-from lumos.reports.comparison import Comparison
-from lumos.setups import read_setup
-from lumos.setups.rules import mistakes_in
+from lumos.analysis.comparison import Comparison
+from lumos.prediction.forecasting import forecast
+from lumos.report.html.comparison_page import comparison_page
+from lumos.report.html.forecast_page import forecast_page
+from lumos.report.html.page import Page
+from lumos.report.html.prediction_page import prediction_page
+from lumos.report.html.replay_page import replay_page
+from lumos.report.html.search_page import search_page
+from lumos.setup import read_setup
+from lumos.setup.constraints import mistakes_in
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "src/lumos/data/example"

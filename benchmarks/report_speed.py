@@ -18,12 +18,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import Browser, find_browser, open_browser
 from lumos import read_job, replay
-from lumos.forecasting import forecast
-from lumos.output.html.forecast_page import forecast_page
-from lumos.output.html.page import Page, write_page
-from lumos.output.html.replay_page import replay_page
-from lumos.output.html.search_page import search_page
-from lumos.setups import read_setup
+from lumos.prediction.forecasting import forecast
+from lumos.report.html.forecast_page import forecast_page
+from lumos.report.html.page import Page, write_page
+from lumos.report.html.replay_page import replay_page
+from lumos.report.html.search_page import search_page
+from lumos.setup import read_setup
 
 DATA = ROOT.parent / "shared/data"
 TRACES = {

@@ -14,7 +14,7 @@ from report_pages import ROOT, every_kind
 sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import Browser, find_browser, open_browser
-from lumos.output.html.page import Page, write_page
+from lumos.report.html.page import Page, write_page
 
 SIZE, SCALE = (1280, 1500), 0.75
 LARGEST = 150_000  # bytes of a picture

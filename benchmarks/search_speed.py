@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from lumos import read_setup, search
-from lumos.choice.outcome import Outcome
-from lumos.engines import engine_named
+from lumos.search.outcome import Outcome
+from lumos.workers import engine_named
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = "| search | valid | fitting | simulated | seconds | configurations/s |\n|---|---|---|---|---|---|"

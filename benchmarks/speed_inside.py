@@ -19,7 +19,7 @@ _REACH = 8  # layers that an edge goes back at most
 
 def read(path: str) -> dict[str, Any]:
     """Read only: how much of a replay is spent before the graph is begun."""
-    from lumos.readers.job import read_job
+    from lumos.trace.read.job import read_job
 
     clock = _Clock()
     trace = read_job(Path(path))
@@ -28,7 +28,7 @@ def read(path: str) -> dict[str, Any]:
 
 def simulate_layers(tasks: str, edges: str) -> dict[str, Any]:
     """One pass over a random layered graph; the order is worked out before and told apart."""
-    from lumos.simulate import simulate
+    from lumos.graph.simulate import simulate
 
     simulate(_layers(2 * _LANES, 5 * _LANES))  # loads the compiled code, and compiles it where it is new
     graph = _layers(int(tasks), int(edges))
@@ -42,9 +42,9 @@ def simulate_layers(tasks: str, edges: str) -> dict[str, Any]:
 
 def resimulate(path: str) -> dict[str, Any]:
     """One pass over the graph of a real job, once it is built."""
-    from lumos.build import build
-    from lumos.readers.job import read_job
-    from lumos.simulate import simulate
+    from lumos.graph.from_trace.build import build
+    from lumos.graph.simulate import simulate
+    from lumos.trace.read.job import read_job
 
     graph = build(read_job(Path(path))).graph
     simulate(graph)
@@ -55,10 +55,10 @@ def scale(path: str, scenarios: str) -> dict[str, Any]:
     """An answer to `--scale` once the trace is loaded, and many scenarios in one pass."""
     import numpy as np
 
-    from lumos.readers.job import read_job
-    from lumos.run import predict, replay
-    from lumos.scenario import Scale, scaled_durations
-    from lumos.simulate import simulate_many
+    from lumos.analysis.replay import predict, replay
+    from lumos.graph.scaling import Scale, scaled_durations
+    from lumos.graph.simulate import simulate_many
+    from lumos.trace.read.job import read_job
 
     run = replay(read_job(Path(path)))
 
@@ -96,7 +96,7 @@ def _layers(tasks: int, edges: int) -> Any:
     """Lanes of equal length; every edge comes from another lane, a few layers before."""
     import numpy as np
 
-    from lumos.graph import Edges, Rule, make_graph
+    from lumos.graph.graph import Edges, Rule, make_graph
 
     random = np.random.default_rng(1)
     depth = tasks // _LANES

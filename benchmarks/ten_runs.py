@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.blocks.neox import IDLE_HOST, Costs, Details, Host, NeoxLayer, Recipe, Task, Tasks, elapsed_us
-from lumos.blocks.shard import Shard
-from lumos.costs.collective import Collective, Group
-from lumos.costs.conditions import conditions_for
-from lumos.costs.model import cost_model
-from lumos.costs.operator import Operator
-from lumos.costs.sampled_network import sampled_network
-from lumos.frameworks import framework_named
-from lumos.graph import Edges, Graph, Rule, make_graph
-from lumos.setups.setup import Setup
-from lumos.simulate import simulate
+from lumos.cost.in_step import conditions_for
+from lumos.cost.operator_model import cost_model
+from lumos.cost.sampled_network import sampled_network
+from lumos.graph.graph import Edges, Graph, Rule, make_graph
+from lumos.graph.simulate import simulate
+from lumos.program.collective import Collective, Group
+from lumos.program.neox import IDLE_HOST, Costs, Details, Host, NeoxLayer, Recipe, Task, Tasks, elapsed_us
+from lumos.program.operators import Operator
+from lumos.program.rank_layout import Shard
+from lumos.setup.frameworks import framework_named
+from lumos.setup.setup import Setup
 
 SITES = {"perlmutter": ("a100", 4), "vista": ("gh200", 1)}
 

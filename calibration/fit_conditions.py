@@ -16,9 +16,9 @@ from dataclasses import replace
 from math import log
 from pathlib import Path
 
-from lumos.costs.conditions import Conditions, conditions_for
-from lumos.estimate import simulate_step
-from lumos.scoring.runs import Run, read_rows, runs_of
+from lumos.cost.in_step import Conditions, conditions_for
+from lumos.prediction.step import simulate_step
+from lumos.score.measured_runs import Run, read_rows, runs_of
 
 HERE = Path(__file__).parent
 TARGET = HERE.parent / "src/lumos/data/conditions.json"

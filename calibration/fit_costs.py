@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from math import ceil
 from pathlib import Path
 
-from lumos.costs.model import encode
-from lumos.costs.operator import Operator
-from lumos.fitting.fit import Verdict, fit
-from lumos.fitting.samples import Sample, operator_of
-from lumos.setups.gpus import gpu_named
+from lumos.cost.operator_model import encode
+from lumos.measure.fit.fit import Verdict, fit
+from lumos.measure.fit.samples import Sample, operator_of
+from lumos.program.operators import Operator
+from lumos.setup.gpus import gpu_named
 
 HERE = Path(__file__).parent
 TARGET = HERE.parent / "src/lumos/data/costs"

@@ -23,14 +23,14 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from fit_steps import setup_of
-from lumos.costs.joules import joules_from, work_of
-from lumos.costs.operator import Operator
-from lumos.costs.prices import Prices
-from lumos.energy import drawn_w, energy_of
-from lumos.estimate import simulate_step
-from lumos.fitting.rows import SIZES, operator_of
-from lumos.setups.gpus import gpu_named
-from lumos.setups.setup import Setup
+from lumos.cost.energy import joules_from, work_of
+from lumos.cost.prices import Prices
+from lumos.measure.fit.operator_rows import SIZES, operator_of
+from lumos.prediction.power import drawn_w, energy_of
+from lumos.prediction.step import simulate_step
+from lumos.program.operators import Operator
+from lumos.setup.gpus import gpu_named
+from lumos.setup.setup import Setup
 
 HERE = Path(__file__).parent
 SHARED = HERE.parent.parent / "shared/data"

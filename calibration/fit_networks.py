@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.costs.collective import Collective, Group
-from lumos.costs.sampled_network import Rings, SampledNetwork, Table, decode
+from lumos.cost.sampled_network import Rings, SampledNetwork, Table, decode
+from lumos.program.collective import Collective, Group
 
 TARGET = Path(__file__).parent.parent / "src/lumos/data/networks"
 SITES = {"Perlmutter": 4, "Vista": 1}  # GPUs a node

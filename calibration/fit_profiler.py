@@ -25,10 +25,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lumos.profiler import ProfilerCost, without_profiler
-from lumos.readers.job import read_job
-from lumos.run import Replay, replay
-from lumos.simulate import simulate
+from lumos.analysis.replay import Replay, replay
+from lumos.graph.from_trace.profiler_cost import ProfilerCost, without_profiler
+from lumos.graph.simulate import simulate
+from lumos.trace.read.job import read_job
 
 SHARES = np.round(np.arange(0.40, 0.86, 0.01), 2)
 OPERATOR_US, CALL_US = 10.0, 4.0  # set by hand, well above what the micro-benchmarks show in warm loops

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from lumos.costs.conditions import conditions_for
-from lumos.estimate import simulate_step
-from lumos.setups.gpus import gpu_named
-from lumos.setups.setup import Setup
+from lumos.cost.in_step import conditions_for
+from lumos.prediction.step import simulate_step
+from lumos.setup.gpus import gpu_named
+from lumos.setup.setup import Setup
 
 BUSY_W = 600  # a board that draws less waits for its host
 

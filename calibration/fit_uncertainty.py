@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from fit_conditions import HERE, TABLES, conditions_with, source_of
-from lumos.estimate import simulate_step
-from lumos.scoring.runs import Run, read_rows, runs_of
-from lumos.uncertainty import PARTS, parts_of
+from lumos.prediction.interval import PARTS, parts_of
+from lumos.prediction.step import simulate_step
+from lumos.score.measured_runs import Run, read_rows, runs_of
 
 TARGET = HERE.parent / "src/lumos/data/uncertainty.json"
 MOST = 1.5  # of the logarithm of measured over predicted, beyond which an error counts no further

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from lumos.graph import Edges, Graph, Rule, make_graph
-from lumos.vocabulary import Kind
+from lumos.graph.graph import Edges, Graph, Rule, make_graph
+from lumos.trace.names import Kind
 
 
 @st.composite

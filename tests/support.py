@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from lumos.trace import Message, Trace
-from lumos.vocabulary import Category
+from lumos.trace.names import Category
+from lumos.trace.trace import Message, Trace
 
 Event = dict[str, Any]
 Header = dict[str, Any]

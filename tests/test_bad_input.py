@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import pytest
 
-from lumos import memory
 from lumos.errors import InputError
-from lumos.readers.job import read_job
+from lumos.trace.read import host_memory as memory
+from lumos.trace.read.job import read_job
 from support import header, json_text, op, training_run, write_bytes, write_trace
 
 
 def lumos(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The real command line, in a process of its own."""
-    command = [sys.executable, "-m", "lumos.cli", *arguments]
+    command = [sys.executable, "-m", "lumos.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=120)
 
 
@@ -322,7 +322,7 @@ def test_what_does_not_fit_into_memory_is_not_even_opened(
 def test_the_limit_of_the_process_counts_as_memory() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30));"
-        "from lumos.memory import available_bytes; print(available_bytes())"
+        "from lumos.trace.read.host_memory import available_bytes; print(available_bytes())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0 < int(done.stdout) <= 3 << 30

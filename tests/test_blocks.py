@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lumos.blocks.ends import embedding, head, head_backward, optimizer
-from lumos.blocks.layer import Layer
-from lumos.blocks.piece import Block
-from lumos.blocks.shard import Shard
-from lumos.costs.collective import Collective
-from lumos.costs.operator import Operator
-from lumos.flops import forward_flops_per_token
-from lumos.frameworks import framework_named
-from lumos.setups import Setup, mistakes_in, preset_named, preset_names
-from lumos.setups.frameworks import framework_names
+from lumos.program.block import Block
+from lumos.program.collective import Collective
+from lumos.program.embedding_head import embedding, head, head_backward, optimizer
+from lumos.program.flops import forward_flops_per_token
+from lumos.program.operators import Operator
+from lumos.program.rank_layout import Shard
+from lumos.program.transformer_layer import Layer
+from lumos.setup import Setup, mistakes_in, preset_named, preset_names
+from lumos.setup.framework_names import framework_names
+from lumos.setup.frameworks import framework_named
 
 
 def shard_of(preset: str = "llama3-8b", framework: str = "megatron", **changes: Any) -> Shard:

@@ -37,7 +37,7 @@ def run(*command: str, cwd: Path | None = None, **more: str) -> subprocess.Compl
 
 
 def capture_command(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "lumos.cli", "capture", *arguments, **more)
+    return run(sys.executable, "-m", "lumos.cli.main", "capture", *arguments, **more)
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -353,7 +353,7 @@ def test_a_dictionary_keeps_what_it_says_and_gets_what_torch_knows() -> None:
 
 
 def test_a_setup_is_written_as_it_is(tmp_path: Path) -> None:
-    from lumos.setups import read_setup
+    from lumos.setup import read_setup
 
     setup = read_setup(ROOT / "examples/one-h200.toml")
     (tmp_path / "setup.toml").write_text(setup_files(setup, place())["setup.toml"])
@@ -406,7 +406,7 @@ def test_what_was_recorded_on_a_gpu_replays(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["context", "command"])
 def test_no_kernel_on_a_gpu_lacks_its_launch(form: str) -> None:
-    from lumos.rules.draft import launch_rows
+    from lumos.graph.from_trace.nodes import launch_rows
 
     trace = read_job(H200 / form)
     assert (launch_rows(trace)[trace.on_gpu] >= 0).all()

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from lumos.anchors.edit import Source, change
-from lumos.anchors.labels import Phase, Work, label
+from lumos.analysis.replay import replay
+from lumos.change.change import Source, change
+from lumos.change.kernel_labels import Phase, Work, label
 from lumos.errors import OptionError
-from lumos.estimate import simulate_step
-from lumos.readers.job import read_job
-from lumos.run import replay
-from lumos.setups.setup import Setup
-from lumos.synthesis import write_synthetic
+from lumos.prediction.step import simulate_step
+from lumos.prediction.synthesis import write_synthetic
+from lumos.setup.setup import Setup
+from lumos.trace.read.job import read_job
 
 GPT_15B = {"layers": 48, "hidden": 6144, "ffn": 12288, "heads": 48, "vocab": 51200, "gated": False}
 TARGETS: list[dict[str, Any]] = [
@@ -128,7 +128,7 @@ def test_tensor_parallelism_of_a_compiled_trace_is_refused(source: Source) -> No
 
 
 def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lumos.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "lumos.cli.main", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 

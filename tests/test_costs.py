@@ -20,16 +20,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lumos.cli import cost_command
-from lumos.costs.features import features, roofline_us
-from lumos.costs.model import CostModel, Regressor, _decode, chip_of, cost_model, encode, read_cost_model
-from lumos.costs.operator import KINDS, Operator
-from lumos.costs.trees import Trees
+from lumos.cli.main import cost_command
+from lumos.cost.features import features, roofline_us
+from lumos.cost.operator_model import CostModel, Regressor, _decode, chip_of, cost_model, encode, read_cost_model
+from lumos.cost.trees import Trees
 from lumos.errors import InputError
-from lumos.fitting.rows import SIZES, operator_of, operators_of, read_rows
-from lumos.fitting.samples import read_samples
-from lumos.output.costs import cost_answer
-from lumos.setups.gpus import gpu_named, gpu_names
+from lumos.measure.fit.operator_rows import SIZES, operator_of, operators_of, read_rows
+from lumos.measure.fit.samples import read_samples
+from lumos.program.operators import KINDS, Operator
+from lumos.report.terminal.costs import cost_answer
+from lumos.setup.gpus import gpu_named, gpu_names
 
 SAMPLED = ("h200", "a100", "gh200")
 MATRIX = ("gemm", "bmm", "grouped_gemm", "sdpa_fwd", "sdpa_bwd")
@@ -142,7 +142,7 @@ def test_ten_thousand_rows_take_well_under_a_second() -> None:
 def some_trees(seed: int = 0, features: int = 4) -> tuple[Trees, Any, Any]:
     """Trees grown by scikit-learn on random rows, its own model, and other rows."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
-    from lumos.fitting.boosting import flatten, regressor
+    from lumos.measure.fit.boosting import flatten, regressor
 
     draw = np.random.default_rng(seed)
     known = draw.normal(size=(300, features)).round(2)
@@ -352,7 +352,7 @@ def test_prices_that_rest_on_less_than_samples_are_marked() -> None:
 
 
 def lumos(*arguments: str, cwd: Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lumos.cli", *arguments]
+    command = [sys.executable, "-m", "lumos.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=stdin, check=False, timeout=120)
 
 
@@ -426,7 +426,7 @@ def write_lines(path: Path, values: list[dict[str, Any]]) -> Path:
 def test_without_scikit_learn_fitting_says_what_to_install(tmp_path: Path) -> None:
     write_lines(tmp_path / "s.jsonl", [{"gpu": "h200"}, {"op": "gelu", "t": 64, "h": 64, "us": 3.0}])
     code = "import sys; sys.modules['sklearn'] = None; sys.argv = ['lumos', 'fit', 's.jsonl', '-o', 'm.npz'];"
-    command = [sys.executable, "-c", code + "from lumos.cli import main; main()"]
+    command = [sys.executable, "-c", code + "from lumos.cli.main import main; main()"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "lumos: fitting needs scikit-learn: pip install 'lumos-sim[fit]'\n"

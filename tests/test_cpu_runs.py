@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 from lumos import Replay, Scale, predict, read_job, replay
-from lumos.anchors.completion import changed, complete
-from lumos.anchors.edit import Source, change
-from lumos.anchors.inference import infer
-from lumos.anchors.labels import Phase, label
-from lumos.bill import Tariff
-from lumos.costs.model import cost_model
+from lumos.change.change import Source, change
+from lumos.change.infer.completion import changed, complete
+from lumos.change.infer.infer import infer
+from lumos.change.kernel_labels import Phase, label
+from lumos.cost.operator_model import cost_model
 from lumos.errors import OptionError
-from lumos.forecasting import forecast
-from lumos.graph import Rule
-from lumos.output.html.forecast_page import changed_page, write_changed_page
-from lumos.rules.cpu import is_cpu_run, with_cpu_device
-from lumos.setups.files import read_plain
-from lumos.setups.gpus import gpu_named, gpu_names
-from lumos.setups.setup import Setup
-from lumos.vocabulary import Category, Kind
+from lumos.graph.from_trace.rules.cpu_device import is_cpu_run, with_cpu_device
+from lumos.graph.graph import Rule
+from lumos.prediction.bill import Tariff
+from lumos.prediction.forecasting import forecast
+from lumos.report.html.forecast_page import changed_page, write_changed_page
+from lumos.setup.gpus import gpu_named, gpu_names
+from lumos.setup.setup import Setup
+from lumos.setup.setup_files import read_plain
+from lumos.trace.names import Category, Kind
 from support import Event, header, kernel, note, op, span, training_run, write_trace
 
 MM, REDUCE = "cpu_gemm_mm", "gloo:all_reduce"

@@ -19,7 +19,7 @@ import pytest
 from typer.main import get_command
 
 import lumos
-from lumos.cli import app
+from lumos.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -76,7 +76,7 @@ def test_the_python_of_the_page_on_recording_records(tmp_path: Path) -> None:
 
 
 def test_the_first_thing_a_newcomer_runs_works_in_a_new_process() -> None:
-    done = subprocess.run([sys.executable, "-m", "lumos.cli", "demo"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "lumos.cli.main", "demo"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "which rank is slow" in done.stdout
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lumos import cli
-from lumos.bill import Bill, Tariff, read_tariff
-from lumos.costs.collective import Collective, Group
-from lumos.costs.joules import joules_for
-from lumos.costs.operator import KINDS, Operator
-from lumos.energy import Energy
+from lumos.cli import main as cli
+from lumos.cost.energy import joules_for
 from lumos.errors import OptionError
-from lumos.forecasting import forecast
-from lumos.setups import Setup, gpu_named, gpu_names
+from lumos.prediction.bill import Bill, Tariff, read_tariff
+from lumos.prediction.forecasting import forecast
+from lumos.prediction.power import Energy
+from lumos.program.collective import Collective, Group
+from lumos.program.operators import KINDS, Operator
+from lumos.setup import Setup, gpu_named, gpu_names
 from test_forecast import described, setups
 
 ROOT = Path(__file__).resolve().parents[1]

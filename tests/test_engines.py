@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lumos.engines import Here, Job, engine_named
-from lumos.engines.engine import Engine
-from lumos.engines.shard import fingerprint, read_shard
 from lumos.errors import InputError, LumosError, OptionError
-from lumos.readers.elsewhere import EngineReaders
-from lumos.readers.job import read_job
-from lumos.trace import Trace
+from lumos.trace.read.job import read_job
+from lumos.trace.read.remote import EngineReaders
+from lumos.trace.trace import Trace
+from lumos.workers import Here, Job, engine_named
+from lumos.workers.engine import Engine
+from lumos.workers.shard import fingerprint, read_shard
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lumos.blocks.shard import Shard
-from lumos.estimate import Assembly
-from lumos.footprint import Footprint, StageMemory, footprint
-from lumos.footprint.flight import held
-from lumos.footprint.habits import habits_of
-from lumos.footprint.layout import layers_of
-from lumos.footprint.saved import Sizes, core, dense
-from lumos.frameworks import framework_named
-from lumos.schedules import Phase, order_of
-from lumos.setups.setup import Setup
+from lumos.prediction.step import Assembly
+from lumos.program.memory import Footprint, StageMemory, footprint
+from lumos.program.memory.activations import Sizes, core, dense
+from lumos.program.memory.allocator import habits_of
+from lumos.program.memory.in_flight import held
+from lumos.program.parameters import layers_of
+from lumos.program.rank_layout import Shard
+from lumos.schedules.schedules import Phase, order_of
+from lumos.setup.frameworks import framework_named
+from lumos.setup.setup import Setup
 
 GIB = 1 << 30
 FRAMEWORKS = ("pytorch", "torchtitan", "megatron", "megatron-2021", "megatron-deepspeed", "llm-foundry", "nanotron")

@@ -16,18 +16,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lumos import cli
-from lumos.blocks.shard import Shard
-from lumos.costs.conditions import conditions_for
-from lumos.costs.network import Network, Tier, network_of
+from lumos.cli import main as cli
+from lumos.cost.in_step import conditions_for
+from lumos.cost.network import Network, Tier, network_of
 from lumos.errors import LumosError
-from lumos.estimate import Assembly, Step, prices_of, simulate_step
-from lumos.flops import forward_flops_per_token, hardware_flops, model_flops
-from lumos.forecasting import Forecast, forecast
-from lumos.frameworks import framework_named
-from lumos.setups import Setup, gpu_named, gpu_names, mistakes_in, preset_named, preset_names
-from lumos.setups.frameworks import framework_names
-from lumos.simulate import simulate, simulate_reference
+from lumos.graph.simulate import simulate, simulate_reference
+from lumos.prediction.forecasting import Forecast, forecast
+from lumos.prediction.step import Assembly, Step, prices_of, simulate_step
+from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops
+from lumos.program.rank_layout import Shard
+from lumos.setup import Setup, gpu_named, gpu_names, mistakes_in, preset_named, preset_names
+from lumos.setup.framework_names import framework_names
+from lumos.setup.frameworks import framework_named
 
 FREE = Network(Tier(1e15, 0.0, 0.0, 0.0), Tier(1e15, 0.0, 0.0, 0.0))
 A_TRIFLE = 1.002  # fitted costs and the moment from which a host counts are not smooth

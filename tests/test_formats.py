@@ -19,25 +19,25 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from graphs import graphs
-from lumos.build import Execution, build
-from lumos.cli import app
+from lumos.analysis.replay import predict, replay
+from lumos.cli.main import app
 from lumos.errors import InputError, LumosError
-from lumos.graph import Graph
-from lumos.output.chakra import write_chakra
-from lumos.output.kineto import write_kineto
-from lumos.readers import chakra
-from lumos.readers.chakra import read_chakra, read_chakra_file
-from lumos.readers.chakra_schema import NodeType, Own, add_value, schema
-from lumos.readers.execution_trace import link, read_execution_trace
-from lumos.readers.formats import Form, form_of, head_of
-from lumos.readers.job import read_job
-from lumos.readers.nsys import read_nsys
-from lumos.rules.draft import Draft
-from lumos.run import predict, replay
-from lumos.scenario import Scale
-from lumos.simulate import simulate
-from lumos.trace import Header, Lane, Message, Syncs, Trace
-from lumos.vocabulary import Category, Kind
+from lumos.export.chakra_files import write_chakra
+from lumos.export.kineto_files import write_kineto
+from lumos.graph.from_trace.build import Execution, build
+from lumos.graph.from_trace.nodes import Draft
+from lumos.graph.graph import Graph
+from lumos.graph.scaling import Scale
+from lumos.graph.simulate import simulate
+from lumos.trace.names import Category, Kind
+from lumos.trace.read import chakra
+from lumos.trace.read.chakra import read_chakra, read_chakra_file
+from lumos.trace.read.chakra_schema import NodeType, Own, add_value, schema
+from lumos.trace.read.execution_trace import link, read_execution_trace
+from lumos.trace.read.formats import Form, form_of, head_of
+from lumos.trace.read.job import read_job
+from lumos.trace.read.nsys import read_nsys
+from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
 from support import collective, header, kernel, launch, note, op, training_run, write_trace
 
 CATEGORY = {Kind.CPU: Category.OP, Kind.COMPUTE: Category.KERNEL, Kind.COMM: Category.KERNEL, Kind.COPY: Category.COPY}
@@ -700,7 +700,7 @@ def test_an_export_of_nsight_is_a_trace(tmp_path: Path) -> None:
 
 
 def type_of_rule(number: int) -> Any:
-    from lumos.graph import Rule
+    from lumos.graph.graph import Rule
 
     return Rule(number)
 

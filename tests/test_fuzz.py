@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lumos.analysis.replay import predict, replay
 from lumos.errors import LumosError
-from lumos.readers.job import read_job
-from lumos.readers.slices import open_bytes
-from lumos.run import predict, replay
-from lumos.scenario import Scale
+from lumos.graph.scaling import Scale
+from lumos.trace.read.job import read_job
+from lumos.trace.read.json_slices import open_bytes
 from support import Event, Header, header, json_text, training_run, write_bytes, write_trace
 
 pytestmark = pytest.mark.filterwarnings("error")

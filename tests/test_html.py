@@ -22,25 +22,25 @@ from typer.testing import CliRunner
 from browser import LAPTOP, Browser, find_browser, open_browser
 from browser import Page as Tab
 from lumos import Scale, predict, read_job, replay
-from lumos.anchors.edit import Source, change
-from lumos.cli import app
-from lumos.forecasting import Forecast, forecast
-from lumos.output.html.allocations import thinned
-from lumos.output.html.charts import Bars, LaneView, Lines, Timeline
-from lumos.output.html.comparison_page import comparison_page
-from lumos.output.html.forecast_page import changed_page, forecast_page, stage_parts
-from lumos.output.html.memory_view import _integrated
-from lumos.output.html.notebook import comparison_snippet, forecast_snippet, prediction_snippet, replay_snippet
-from lumos.output.html.page import Card, Page, Section, render, write_page
-from lumos.output.html.prediction_page import prediction_page
-from lumos.output.html.replay_page import replay_page
-from lumos.output.html.search_page import search_page
-from lumos.output.html.table import Column, Row, Table
-from lumos.output.html.timeline import MOST_BOXES, Lanes, Tasks, draw_timeline
-from lumos.output.html.timeline import Path as CriticalPath
-from lumos.reports.comparison import Comparison
-from lumos.run import Replay
-from lumos.setups import read_setup
+from lumos.analysis.comparison import Comparison
+from lumos.analysis.replay import Replay
+from lumos.change.change import Source, change
+from lumos.cli.main import app
+from lumos.prediction.forecasting import Forecast, forecast
+from lumos.report.html.allocations import thinned
+from lumos.report.html.charts import Bars, LaneView, Lines, Timeline
+from lumos.report.html.comparison_page import comparison_page
+from lumos.report.html.forecast_page import changed_page, forecast_page, stage_parts
+from lumos.report.html.memory_view import _integrated
+from lumos.report.html.notebook import comparison_snippet, forecast_snippet, prediction_snippet, replay_snippet
+from lumos.report.html.page import Card, Page, Section, render, write_page
+from lumos.report.html.prediction_page import prediction_page
+from lumos.report.html.replay_page import replay_page
+from lumos.report.html.search_page import search_page
+from lumos.report.html.table import Column, Row, Table
+from lumos.report.html.timeline import MOST_BOXES, Lanes, Tasks, draw_timeline
+from lumos.report.html.timeline import Path as CriticalPath
+from lumos.setup import read_setup
 from support import header, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]

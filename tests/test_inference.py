@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lumos.anchors.completion import changed, complete
-from lumos.anchors.edit import Source, change
-from lumos.anchors.inference import infer
-from lumos.anchors.told import Told
+from lumos.analysis.replay import Replay, replay
+from lumos.change.change import Source, change
+from lumos.change.infer.completion import changed, complete
+from lumos.change.infer.infer import infer
+from lumos.change.infer.inferred_value import Told
 from lumos.errors import OptionError
-from lumos.readers.job import read_job
-from lumos.run import Replay, replay
-from lumos.setups import read_setup
-from lumos.setups.files import read_plain
+from lumos.setup import read_setup
+from lumos.setup.setup_files import read_plain
+from lumos.trace.read.job import read_job
 from support import Event, Header, header, note, op, write_trace
 
 SINGLE = (
@@ -391,7 +391,7 @@ def test_whatever_stands_in_the_arguments_the_inference_does_not_fail(
 
 
 def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lumos.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "lumos.cli.main", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 

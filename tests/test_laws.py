@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from graphs import graphs
 from lumos.errors import CycleError
-from lumos.graph import Edges, Graph, Rule, make_graph
-from lumos.simulate import simulate, simulate_many, simulate_reference
+from lumos.graph.graph import Edges, Graph, Rule, make_graph
+from lumos.graph.simulate import simulate, simulate_many, simulate_reference
 
 laws = settings(deadline=None, max_examples=150)
 

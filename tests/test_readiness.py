@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lumos import read_job, replay
-from lumos.reports.readiness import Beside, Readiness
+from lumos.analysis.readiness import Beside, Readiness
 from support import Event, call, header, kernel, note, op, training_run, write_trace
 
 SHARED = Path(__file__).resolve().parents[2] / "shared/data"
@@ -168,7 +168,7 @@ def test_inference_has_no_backward_pass(tmp_path: Path) -> None:
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "lumos.cli", "check", *arguments], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "lumos.cli.main", "check", *arguments], capture_output=True, text=True)
 
 
 def test_findings_are_no_failure_and_the_answer_is_json(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import Write
-from lumos.readers import slices
-from lumos.readers.job import read_job
-from lumos.readers.kineto import read_kineto
-from lumos.trace import Message, Trace
-from lumos.vocabulary import Category
+from lumos.trace.names import Category
+from lumos.trace.read import json_slices as slices
+from lumos.trace.read.job import read_job
+from lumos.trace.read.kineto import read_kineto
+from lumos.trace.trace import Message, Trace
 from support import (
     BASE_NS,
     EPOCH_US,

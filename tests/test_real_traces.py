@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lumos.build import build
-from lumos.example import example_path
-from lumos.readers.job import read_job
-from lumos.run import Replay, predict, replay
-from lumos.scenario import Scale
-from lumos.simulate import simulate, simulate_reference
-from lumos.steps import keep_step
+from lumos.analysis.replay import Replay, predict, replay
+from lumos.graph.from_trace.build import build
+from lumos.graph.scaling import Scale
+from lumos.graph.simulate import simulate, simulate_reference
+from lumos.trace.read.example import example_path
+from lumos.trace.read.job import read_job
+from lumos.trace.steps import keep_step
 
 pytestmark = pytest.mark.data
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lumos.build import Execution, build
-from lumos.graph import Rule
-from lumos.readers.job import read_job
-from lumos.run import predict, replay
-from lumos.scenario import Scale
-from lumos.simulate import simulate
-from lumos.trace import Trace
+from lumos.analysis.replay import predict, replay
+from lumos.graph.from_trace.build import Execution, build
+from lumos.graph.graph import Rule
+from lumos.graph.scaling import Scale
+from lumos.graph.simulate import simulate
+from lumos.trace.read.job import read_job
+from lumos.trace.trace import Trace
 from support import (
     Event,
     call,

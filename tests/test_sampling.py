@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos.errors import InputError, OptionError
-from lumos.fitting.rows import operator_of
-from lumos.fitting.samples import read_samples
-from lumos.output.costs import sample_answer
-from lumos.sampling.collectives import COLLECTIVES, SIZES, collective_rows, measure_collectives
-from lumos.sampling.grid import COUNTS, Row, rows
-from lumos.sampling.sampler import Outcome, Wish, sample, sample_machine
+from lumos.measure.fit.operator_rows import operator_of
+from lumos.measure.fit.samples import read_samples
+from lumos.measure.sample.collective_sampler import COLLECTIVES, SIZES, collective_rows, measure_collectives
+from lumos.measure.sample.grid import COUNTS, Row, rows
+from lumos.measure.sample.sampler import Outcome, Wish, sample, sample_machine
+from lumos.report.terminal.costs import sample_answer
 
 OPERATORS = sorted({key.partition(":")[0] for key in COUNTS})
 needs_torch = pytest.mark.skipif(
@@ -197,7 +197,7 @@ def test_a_machine_of_one_gpu_is_sampled_without_collectives(tmp_path: Path) -> 
 
 @without_torch
 def test_without_torch_sampling_says_so_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lumos.cli", "sample", "-o", "s.jsonl"]
+    command = [sys.executable, "-m", "lumos.cli.main", "sample", "-o", "s.jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1

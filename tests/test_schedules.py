@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lumos.schedules import Phase, Turn, order_of
-from lumos.simulate import simulate, simulate_reference
-from lumos.skeleton import Plan, skeleton
+from lumos.graph.simulate import simulate, simulate_reference
+from lumos.prediction.step_structure import Plan, skeleton
+from lumos.schedules.schedules import Phase, Turn, order_of
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved")
 TIMES = st.integers(1, 1000).map(float)

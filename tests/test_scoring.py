@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lumos import cli
+from lumos.cli import main as cli
 from lumos.errors import InputError
-from lumos.scoring.runs import Run, read_rows, run_of, runs_of
-from lumos.scoring.score import Score, rank_correlation, score
+from lumos.score.measured_runs import Run, read_rows, run_of, runs_of
+from lumos.score.score import Score, rank_correlation, score
 
 ROW = {
     "id": "llama", "source": "lab", "model_name": "Llama 8B", "n_layers": "32", "hidden": "4096", "ffn_hidden": "14336",

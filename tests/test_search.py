@@ -18,22 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos import forecast, search
-from lumos.choice.estimator import Described
-from lumos.choice.front import BOUNDS, Found, Front, promising
-from lumos.choice.journal import Journal, journal_in
-from lumos.choice.objective import Objective
-from lumos.choice.outcome import COLUMNS, Outcome
-from lumos.choice.search import Task, bound_layouts
-from lumos.choice.space import Space
-from lumos.energy import energy_of
-from lumos.engines import Here, Job, engine_named
 from lumos.errors import InputError, LumosError, OptionError
-from lumos.estimate import assembled, prices_of, simulate_step
-from lumos.footprint import footprint
-from lumos.merging import merged
-from lumos.setups import read_setup
-from lumos.setups.rules import mistakes_in
-from lumos.setups.setup import Setup
+from lumos.prediction.power import energy_of
+from lumos.prediction.step import assembled, prices_of, simulate_step
+from lumos.program.memory import footprint
+from lumos.search.estimator import Described
+from lumos.search.front import BOUNDS, Found, Front, promising
+from lumos.search.journal import Journal, journal_in
+from lumos.search.objective import Objective
+from lumos.search.outcome import COLUMNS, Outcome
+from lumos.search.search import Task, bound_layouts
+from lumos.search.space import Space
+from lumos.setup import read_setup
+from lumos.setup.constraints import mistakes_in
+from lumos.setup.setup import Setup
+from lumos.workers import Here, Job, engine_named
+from lumos.workers.merging import merged
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -422,7 +422,7 @@ def test_a_search_from_a_trace_is_anchored_in_it(shared_data: Path) -> None:
 
 # ---------------------------------------------------------------------- the command line
 def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lumos.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "lumos.cli.main", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos.errors import LumosError
-from lumos.setups import Model, Setup, read_setup, read_setup_with_notes
-from lumos.setups.arithmetic import worth
-from lumos.setups.branches import holds
-from lumos.setups.dumps import in_yaml
-from lumos.setups.huggingface import model_keys
-from lumos.setups.kinds import read_any
-from lumos.setups.shell import read_shell
-from lumos.setups.torchtitan import read_torchtitan
+from lumos.setup import Model, Setup, read_setup, read_setup_with_notes
+from lumos.setup.importers.arithmetic import worth
+from lumos.setup.importers.branches import holds
+from lumos.setup.importers.detect import read_any
+from lumos.setup.importers.huggingface import model_keys
+from lumos.setup.importers.megatron_logs import in_yaml
+from lumos.setup.importers.shell import read_shell
+from lumos.setup.importers.torchtitan import read_torchtitan
 
 
 def written(folder: Path, text: str, name: str) -> Path:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lumos.errors import InputError, LumosError, OptionError
-from lumos.setups import (
+from lumos.setup import (
     Cluster,
     Model,
     Parallel,
@@ -35,11 +35,11 @@ from lumos.setups import (
     warnings_in,
     write_setup,
 )
-from lumos.setups.frameworks import framework_names
-from lumos.setups.huggingface import model_keys
-from lumos.setups.megatron import script_sections
-from lumos.setups.rules import RULES
-from lumos.setups.setup import KEYS, SECTIONS
+from lumos.setup.constraints import RULES
+from lumos.setup.framework_names import framework_names
+from lumos.setup.importers.huggingface import model_keys
+from lumos.setup.importers.megatron import script_sections
+from lumos.setup.setup import KEYS, SECTIONS
 
 SMALL = {"layers": 8, "hidden": 2048, "ffn": 5632, "heads": 16, "vocab": 32000}
 MOE = SMALL | {"experts": 8, "top_k": 2}

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from lumos.errors import InputError
-from lumos.readers import slices, worker
-from lumos.readers.job import read_job
-from lumos.readers.kineto import read_kineto
-from lumos.readers.slices import CannotShareError
-from lumos.trace import concatenate
+from lumos.trace.read import json_slices as slices
+from lumos.trace.read import reader_process as worker
+from lumos.trace.read.job import read_job
+from lumos.trace.read.json_slices import CannotShareError
+from lumos.trace.read.kineto import read_kineto
+from lumos.trace.trace import concatenate
 from support import LAYOUTS, Layout, header, op, rows, training_run, write_trace
 
 

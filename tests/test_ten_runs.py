@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lumos.blocks.neox import IDLE_HOST, Costs, Host, Task, elapsed_us
-from lumos.costs.collective import Collective, Group
-from lumos.costs.model import cost_model
-from lumos.costs.operator import Operator
-from lumos.costs.sampled_network import SampledNetwork, sampled_network, sampled_networks
+from lumos.cost.operator_model import cost_model
+from lumos.cost.sampled_network import SampledNetwork, sampled_network, sampled_networks
 from lumos.errors import OptionError
+from lumos.program.collective import Collective, Group
+from lumos.program.neox import IDLE_HOST, Costs, Host, Task, elapsed_us
+from lumos.program.operators import Operator
 
 GROUPS = {
     "perlmutter": [Group(2, 2), Group(4, 4), Group(2, 1), Group(8, 4), Group(8, 1), Group(16, 4), Group(16, 1)],

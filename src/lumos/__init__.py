@@ -7,26 +7,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lumos.anchors.edit import Source, change
+    from lumos.analysis.comparison import compare
+    from lumos.analysis.replay import Prediction, Replay, predict, replay
     from lumos.capture.recording import capture
-    from lumos.choice.question import search
+    from lumos.change.change import Source, change
     from lumos.errors import LumosError
-    from lumos.forecasting import Forecast, forecast
-    from lumos.readers.job import read_job
-    from lumos.reports.comparison import compare
-    from lumos.run import Prediction, Replay, predict, replay
-    from lumos.scenario import Scale
-    from lumos.setups import Setup, read_setup, write_setup
-    from lumos.trace import Trace
+    from lumos.graph.scaling import Scale
+    from lumos.prediction.forecasting import Forecast, forecast
+    from lumos.search.question import search
+    from lumos.setup import Setup, read_setup, write_setup
+    from lumos.trace.read.job import read_job
+    from lumos.trace.trace import Trace
 
 _HOME = {
-    "Forecast": "forecasting", "LumosError": "errors", "Prediction": "run", "Replay": "run", "Scale": "scenario",
-    "Setup": "setups", "Source": "anchors.edit", "Trace": "trace", "capture": "capture", "change": "anchors.edit",
-    "compare": "reports.comparison", "forecast": "forecasting", "predict": "run", "read_job": "readers.job",
-    "read_setup": "setups", "replay": "run", "search": "choice.question", "write_setup": "setups",
+    "Forecast": "prediction.forecasting", "LumosError": "errors", "Prediction": "analysis.replay",
+    "Replay": "analysis.replay", "Scale": "graph.scaling", "Setup": "setup", "Source": "change.change",
+    "Trace": "trace.trace", "change": "change.change", "compare": "analysis.comparison",
+    "forecast": "prediction.forecasting", "predict": "analysis.replay", "read_job": "trace.read.job",
+    "read_setup": "setup", "replay": "analysis.replay", "search": "search.question", "write_setup": "setup",
 }  # fmt: skip
 
 __all__ = [
@@ -35,12 +39,39 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> object:
-    """Import on first use: `lumos --help` must not wait for numpy."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'lumos' has no attribute {name!r}")
-    from importlib import import_module
+class _PublicNames(ModuleType):
+    """The package, whose public names are imported on first use: `lumos --help` must not wait for numpy.
 
-    if name == "capture":
-        return import_module("lumos.capture")  # which is called as the function of its name
+    Some functions are called like the package that holds them (`lumos.search`). Importing that package would put it in
+    the function's place; a property cannot be replaced, so the public name always means the function.
+    """
+
+    @property
+    def search(self) -> Any:
+        return _public("search")
+
+    @search.setter
+    def search(self, package: ModuleType) -> None:
+        """Python binds an imported package to its parent; the name is taken."""
+
+    @property
+    def change(self) -> Any:
+        return _public("change")
+
+    @change.setter
+    def change(self, package: ModuleType) -> None:
+        """As for `search`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "capture":
+            return import_module("lumos.capture")  # which is called as the function of its name
+        if name not in _HOME:
+            raise AttributeError(f"module 'lumos' has no attribute {name!r}")
+        return _public(name)
+
+
+def _public(name: str) -> Any:
     return getattr(import_module(f"lumos.{_HOME[name]}"), name)
+
+
+sys.modules[__name__].__class__ = _PublicNames

@@ -52,8 +52,8 @@ def setup_files(setup: object, place: Place) -> dict[str, str]:
         return {NAME: setup.read_text("utf-8")}
     if isinstance(setup, Path):
         return {setup.name: setup.read_text("utf-8")} | (_around_config(place) if setup.suffix == ".json" else {})
-    from lumos.setups.files import write_setup
-    from lumos.setups.setup import Setup
+    from lumos.setup.setup import Setup
+    from lumos.setup.setup_files import write_setup
 
     assert isinstance(setup, Setup)
     return {NAME: write_setup(setup)}
@@ -61,7 +61,7 @@ def setup_files(setup: object, place: Place) -> dict[str, str]:
 
 def _is_setup(setup: object) -> bool:
     """A Setup, told by its name: the class itself needs more than torch to be imported."""
-    return type(setup).__module__.startswith("lumos.setups") and type(setup).__name__ == "Setup"
+    return type(setup).__module__.startswith("lumos.setup") and type(setup).__name__ == "Setup"
 
 
 def _existing(path: Path) -> Path:

@@ -1,0 +1,111 @@
+"""Every collective: who waited, how long data moved, and the bandwidth of the bus that this means."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from lumos.graph.from_trace.build import Execution
+from lumos.graph.from_trace.rules.rendezvous import Meeting
+from lumos.trace.trace import Message, Trace
+
+_BYTES = {
+    "double": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4, "int32": 4, "half": 2, "float16": 2,
+    "bfloat16": 2, "short": 2, "byte": 1, "char": 1, "bool": 1, "uint8": 1, "int8": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One meeting of ranks. `wait_ms` is the mean over the ranks, `transfer_ms` what is left of the last to arrive."""
+
+    collective: str
+    ranks: int
+    bytes: int  # -1 unknown
+    start_ms: float
+    wait_ms: float
+    worst_wait_ms: float
+    last_rank: int
+    transfer_ms: float
+    bus_gb_s: float  # 0 unknown
+
+
+def collectives(execution: Execution, trace: Trace) -> list[Collective]:
+    """All meetings by the times of a trace (the recorded one or a simulated one), in order of time."""
+    found = [_one(trace, meeting, execution.origin) for meeting in execution.meetings]
+    return sorted(found, key=lambda c: c.start_ms)
+
+
+def _one(trace: Trace, meeting: Meeting, origin: int) -> Collective:
+    arrive, end = trace.start[meeting.rows], trace.end[meeting.rows]
+    together = int(arrive.max())
+    transfer = max(float(np.median(end)) - together, 0.0) / 1e6
+    size = message_bytes(meeting.message)
+    bus = (
+        bus_factor(meeting.collective, len(meeting.rows)) * size / (transfer * 1e6)
+        if size > 0 and transfer > 0
+        else 0.0
+    )
+    wait = (together - arrive) / 1e6
+    return Collective(
+        collective=meeting.collective,
+        ranks=len(meeting.rows),
+        bytes=size,
+        start_ms=float(arrive.min() - origin) / 1e6,
+        wait_ms=float(wait.mean()),
+        worst_wait_ms=float(wait.max()),
+        last_rank=meeting.ranks[int(np.argmax(arrive))],
+        transfer_ms=transfer,
+        bus_gb_s=bus,
+    )
+
+
+def message_bytes(message: Message | None) -> int:
+    """The payload: the larger of what goes in and what comes out; -1 where it is not recorded."""
+    if message is None:
+        return -1
+    width = 1 if "float8" in message.dtype.lower() else _BYTES.get(message.dtype.lower(), 0)
+    elements = max(message.in_elements, message.out_elements)
+    return width * elements if width and elements > 0 else -1
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """Bus bandwidth over payload rate, as nccl-tests defines it (its PERFORMANCE.md)."""
+    if collective == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if collective in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (ranks - 1) / ranks
+    return 1.0
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """Collectives of one kind and size; times are means."""
+
+    collective: str
+    ranks: int
+    bytes: int
+    count: int
+    wait_ms: float
+    transfer_ms: float
+    bus_gb_s: float
+
+
+def group_collectives(found: list[Collective]) -> list[CollectiveGroup]:
+    """The same by kind and size, the costliest first."""
+    groups: dict[tuple[str, int, int], list[Collective]] = defaultdict(list)
+    for c in found:
+        groups[c.collective, c.ranks, c.bytes].append(c)
+    rows = [
+        CollectiveGroup(
+            *key,
+            len(members),
+            float(np.mean([m.wait_ms for m in members])),
+            float(np.mean([m.transfer_ms for m in members])),
+            float(np.median([m.bus_gb_s for m in members])),
+        )
+        for key, members in groups.items()
+    ]
+    return sorted(rows, key=lambda g: -g.count * (g.wait_ms + g.transfer_ms))

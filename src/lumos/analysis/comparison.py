@@ -1,0 +1,112 @@
+"""Comparison: why one run takes longer than another, by part of the step, operator and collective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lumos.analysis.breakdown import mean_breakdown
+from lumos.analysis.hotspots import top_operators
+from lumos.analysis.replay import Replay
+
+_ALL = 1_000_000
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing in both runs: milliseconds a step, and how often."""
+
+    name: str
+    before_ms: float
+    after_ms: float
+    before_calls: float
+    after_calls: float
+
+    @property
+    def change_ms(self) -> float:
+        return self.after_ms - self.before_ms
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two replayed runs side by side, as recorded."""
+
+    before: Replay
+    after: Replay
+
+    @cached_property
+    def parts(self) -> list[Difference]:
+        """Of the step: they add up to its change."""
+        both = [mean_breakdown(list(run.recorded_breakdown.values())).as_dict() for run in (self.before, self.after)]
+        return [Difference(name, both[0][name], both[1][name], 0.0, 0.0) for name in both[0]]
+
+    @cached_property
+    def operators(self) -> list[Difference]:
+        """GPU time of what operators launched, the largest change first."""
+        return _differences(*(_operator_times(run) for run in (self.before, self.after)))
+
+    @cached_property
+    def collectives(self) -> list[Difference]:
+        """Waiting and transfer of collectives, by kind and size."""
+        return _differences(*(_collective_times(run) for run in (self.before, self.after)))
+
+    def as_dict(self, most: int = 20) -> dict[str, Any]:
+        before, after = self.before.recorded_steps.mean, self.after.recorded_steps.mean
+        return {
+            "before_ms": before,
+            "after_ms": after,
+            "change_ms": after - before,
+            "parts": [_row(part) for part in self.parts],
+            "operators": [_row(part) for part in self.operators[:most]],
+            "collectives": [_row(part) for part in self.collectives[:most]],
+            "warnings": [*self.before.execution.warnings, *self.after.execution.warnings],
+        }
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from lumos.report.html.notebook import comparison_snippet
+
+        return comparison_snippet(self)
+
+
+def _row(part: Difference) -> dict[str, Any]:
+    return {
+        "name": part.name, "before_ms": part.before_ms, "after_ms": part.after_ms, "change_ms": part.change_ms,
+        "before_calls": part.before_calls, "after_calls": part.after_calls,
+    }  # fmt: skip
+
+
+Times = dict[str, tuple[float, float]]  # milliseconds and calls a step, mean over ranks
+
+
+def _operator_times(run: Replay) -> Times:
+    found = top_operators(run.execution.draft, len(run.marks.names), _ALL)
+    return {spot.name: (spot.ms, spot.calls) for spot in found}
+
+
+def _collective_times(run: Replay) -> Times:
+    steps = max(len(run.marks.names), 1)
+    found: dict[str, list[float]] = {}
+    for item in run.collectives:
+        found.setdefault(f"{item.collective}, {item.ranks} ranks, {item.bytes / 1e6:.1f} MB", []).append(
+            item.wait_ms + item.transfer_ms
+        )
+    return {name: (float(np.sum(times)) / steps, len(times) / steps) for name, times in found.items()}
+
+
+def _differences(before: Times, after: Times) -> list[Difference]:
+    none = (0.0, 0.0)
+    rows = [
+        Difference(name, before.get(name, none)[0], after.get(name, none)[0], before.get(name, none)[1],
+                   after.get(name, none)[1])
+        for name in before | after
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -abs(row.change_ms))
+
+
+def compare(before: Replay, after: Replay) -> Comparison:
+    """Why one run takes longer than another."""
+    return Comparison(before, after)

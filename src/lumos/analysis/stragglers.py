@@ -1,0 +1,74 @@
+"""Which rank is slow, and why. In a collective everyone waits for the last; whoever is last costs the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lumos.analysis.breakdown import Breakdown
+from lumos.graph.from_trace.build import Execution
+from lumos.trace.trace import Trace
+
+_NOTABLE = 0.02  # of the step: below, ranks are alike
+_MORE_KERNELS = 1.15  # times the median rank's
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """One rank: what it costs the others a step, and what sets it apart from the median rank."""
+
+    rank: int
+    costs_others_ms: float
+    last_in: int
+    of: int
+    compute_ms: float
+    idle_ms: float
+    why: str
+
+
+def stragglers(
+    execution: Execution, trace: Trace, parts: dict[int, Breakdown], steps: int, step_ms: float
+) -> list[Straggler]:
+    """All ranks, the one that costs the others most first."""
+    cost = dict.fromkeys(parts, 0.0)
+    last = dict.fromkeys(parts, 0)
+    taking_part = dict.fromkeys(parts, 0)
+    for meeting in execution.meetings:
+        arrive = trace.start[meeting.rows]
+        slowest = int(np.argmax(arrive))
+        others = np.delete(arrive, slowest)
+        rank = meeting.ranks[slowest]
+        cost[rank] += float((arrive[slowest] - others).mean()) / 1e6 / max(steps, 1)
+        last[rank] += 1
+        for r in meeting.ranks:
+            taking_part[r] += 1
+    compute = float(np.median([p.compute_ms for p in parts.values()]))
+    idle = float(np.median([p.other_ms for p in parts.values()]))
+    kernels = _kernels_by_rank(trace, list(parts))
+    usual = max(float(np.median(list(kernels.values()))), 1.0)
+    rows = [
+        Straggler(
+            r, cost[r], last[r], taking_part[r], p.compute_ms, p.other_ms,
+            _why(cost[r], p.compute_ms - compute, p.other_ms - idle, kernels[r] / usual, step_ms),
+        )
+        for r, p in parts.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda s: -s.costs_others_ms)
+
+
+def _kernels_by_rank(trace: Trace, ranks: list[int]) -> dict[int, int]:
+    count = np.bincount(trace.rank[trace.on_gpu], minlength=max(ranks) + 1)
+    return {r: int(count[r]) for r in ranks}
+
+
+def _why(cost: float, more_compute: float, more_idle: float, kernels: float, step_ms: float) -> str:
+    if cost < _NOTABLE * step_ms:
+        return "in step with the others"
+    if kernels > _MORE_KERNELS:
+        return f"runs {kernels:.1f} times as many kernels as the median rank: it has more to do"
+    if max(more_compute, more_idle) < _NOTABLE * step_ms:
+        return "arrives last without more work of its own: look at its place in the schedule"
+    if more_compute >= more_idle:
+        return f"computes {more_compute:.2f} ms longer than the median rank"
+    return f"its GPU idles {more_idle:.2f} ms longer than the median rank's: its host is slow"

@@ -1,0 +1,192 @@
+"""Anchor: how a traced run differs from the model of it, block by block, and prices that know it.
+
+What was measured and does not change keeps its time; what changes is scaled by the ratio of modelled costs, so that the
+model's errors cancel. A factor is kept for every block and kind of work: measured over modelled, at the traced setup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lumos.change.cut import MeasuredBlock, MeasuredStage, Times
+from lumos.change.kernel_labels import Work
+from lumos.cost.prices import BlockTime, Prices, time_of
+from lumos.program.block import Block
+from lumos.program.collective import Collective
+from lumos.program.operators import Operator
+
+_MOST = 20.0  # a factor beyond this, or below its inverse, says that two different things were compared
+MOST_NETWORK = 1000.0  # the same of collectives: sockets of one host stand in for NVLink in small experiments
+_SEEN = 0.35  # how much a moment of a host counts against a typical host
+_GROUPS = {
+    "F": "forward", "R": "forward", "B": "backward", "embedding": "ends_forward", "head": "ends_forward",
+    "embedding grad": "ends_backward", "head grad": "ends_backward", "optimizer": "optimizer",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Measured over modelled, for one group of blocks."""
+
+    gpu: tuple[float, ...] = (1.0,) * len(Work)
+    launch_us: float | None = None  # of the host; None: as modelled
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Factors by group of blocks, and of the collectives outside blocks."""
+
+    groups: dict[str, Factors] = field(default_factory=dict)
+    data_parallel: float = 1.0
+    link: float = 1.0
+    fixed_us: float = 0.0  # once a step: what is left between the anchored model of the traced run and the run
+    load: float = 0.0  # share of the recorded step that the GPU was busy
+
+    def slower(self, factor: float) -> Anchors:
+        """All that runs on the GPU, this much slower."""
+        groups = {
+            name: replace(group, gpu=tuple(value * factor for value in group.gpu))
+            for name, group in self.groups.items()
+        }
+        return replace(self, groups=groups, data_parallel=self.data_parallel * factor, link=self.link * factor)
+
+    def with_communication(self, factor: float) -> Anchors:
+        """With every collective at this factor of the model's: 0 where a trace has none of its own."""
+        groups = {}
+        for name, group in self.groups.items():
+            values = list(group.gpu)
+            values[Work.COMM] = factor
+            groups[name] = replace(group, gpu=tuple(values))
+        return replace(self, groups=groups, data_parallel=factor, link=factor)
+
+    def slower_host(self, factor: float) -> Anchors:
+        """All that the host does, this much slower."""
+        groups = {
+            name: replace(group, launch_us=None if group.launch_us is None else group.launch_us * factor)
+            for name, group in self.groups.items()
+        }
+        return replace(self, groups=groups)
+
+    def tempered(self, typical_us: float) -> Anchors:
+        """The host most of the way to a typical one, in ratio.
+
+        A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
+        launch within a day. A host-bound step does show it, and keeps its host.
+        """
+        groups = {}
+        for name, group in self.groups.items():
+            if group.launch_us is not None and not name.startswith("ends"):
+                host = group.launch_us**_SEEN * typical_us ** (1 - _SEEN)
+                groups[name] = replace(group, launch_us=host)
+        return replace(self, groups=self.groups | groups)
+
+    def under(self, load: float) -> Anchors:
+        """With the clock of a GPU that is busy this share of the step: matrix units draw most of the power."""
+        factor = _strain(load) / _strain(self.load)
+        groups = {}
+        for name, group in self.groups.items():
+            values = list(group.gpu)
+            for work in (Work.MATRIX, Work.ATTENTION):
+                values[work] *= factor
+            groups[name] = replace(group, gpu=tuple(values))
+        return replace(self, groups=groups, load=load)
+
+
+def _strain(load: float) -> float:
+    """Products of a busy GPU over those of one that often waits; from our recordings at 10 to 95 % load."""
+    return float(np.interp(load, (0.55, 0.95), (1.0, 1.04)))
+
+
+def work_of(work: Operator | Collective) -> Work:
+    """The kind of work of a piece."""
+    if isinstance(work, Collective):
+        return Work.COMM
+    if work.kind.startswith("sdpa"):
+        return Work.ATTENTION
+    return Work.MATRIX if work.is_matrix else Work.STREAM
+
+
+class AnchoredPrices(Prices):
+    """Prices of a setup with the factors of a traced one."""
+
+    anchors: Anchors = Anchors()
+    _inside: Factors | None = None  # the factors of the block that is being priced; None between blocks
+
+    def operator_us(self, operator: Operator) -> float:
+        modelled = super().operator_us(operator)
+        return modelled if self._inside is None else modelled * self._inside.gpu[work_of(operator)]
+
+    def collective_us(self, collective: Collective) -> float:
+        modelled = super().collective_us(collective)
+        if self._inside is not None:
+            return modelled * self._inside.gpu[Work.COMM]
+        return modelled * (self.anchors.link if collective.kind == "p2p" else self.anchors.data_parallel)
+
+    def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
+        name = key[0] if isinstance(key, tuple) else str(key)
+        group = self.anchors.groups.get(_GROUPS.get(name, ""), Factors())
+        self._inside = group
+        try:
+            found = super().block(key, build)
+        finally:
+            self._inside = None
+        if group.launch_us is None or not self.host_us:
+            return found
+        return found._replace(host_us=found.host_us / self.host_us * group.launch_us)
+
+
+class BlockingPrices(AnchoredPrices):
+    """The same on a CPU: its host is what computes, so that a block takes the time of both."""
+
+    def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
+        found = super().block(key, build)
+        return found._replace(
+            us=found.us + found.host_us, compute_us=found.compute_us + found.host_us, host_us=0.0
+        )
+
+
+def modelled_times(block: Block, prices: Prices) -> tuple[Times, float]:
+    """(microseconds by work, launches) of a block as the model has it."""
+    us = np.zeros(len(Work))
+    for piece in block:
+        cost = (
+            prices.collective_us(piece.work) if isinstance(piece.work, Collective) else prices.operator_us(piece.work)
+        )
+        us[work_of(piece.work)] += cost
+    launches = time_of(block, prices).host_us / prices.host_us if prices.host_us else 0.0
+    return us, launches
+
+
+def factors(
+    measured: list[MeasuredBlock],
+    modelled: Times,
+    launches: float,
+    network: float = MOST_NETWORK,
+    placeholders: bool = False,
+) -> Factors:
+    """Measured over modelled; where only one of them has a kind of work, the model is left as it is.
+
+    `network` is the most that collectives may differ: little at the ends, where those of the whole step end up.
+    `placeholders` says that the modelled times mean nothing: any factor is one, and what was not measured is nothing.
+    """
+    mean = np.mean([block.us for block in measured], axis=0)
+    both = (modelled > 1e-3) & (mean > 1e-3)
+    ratio = np.where(both, mean / np.where(both, modelled, 1.0), 1.0)
+    most = np.where(np.arange(len(Work)) == Work.COMM, network, np.inf if placeholders else _MOST)
+    ratio = np.where((ratio > most) | (ratio < 1 / most), 1.0, ratio)
+    if placeholders:
+        ratio = np.where(mean > 1e-3, ratio, 0.0)
+    host = float(np.mean([block.host_us for block in measured]))
+    return Factors(tuple(float(r) for r in ratio), host / launches if launches else None)
+
+
+def less(block: MeasuredBlock, other: MeasuredBlock) -> MeasuredBlock:
+    """A block without another that was run inside it."""
+    return MeasuredBlock(np.maximum(block.us - other.us, 0.0), max(block.host_us - other.host_us, 0.0))
+
+
+def stages_of(stages: list[MeasuredStage], name: str) -> list[MeasuredBlock]:
+    return [getattr(stage, name) for stage in stages]

@@ -1,0 +1,1 @@
+"""Infer: the setup of a traced run, from its trace."""

@@ -1,0 +1,148 @@
+"""`lumos convert`: a run in another form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lumos.cli.loading import load_source
+from lumos.cli.options import AsJson, Match, RankPattern
+from lumos.cli.terminal import busy, console, print_json
+from lumos.errors import InputError, OptionError
+
+if TYPE_CHECKING:
+    from lumos.graph.from_trace.build import Execution
+    from lumos.trace.read.execution_trace import Links
+    from lumos.trace.trace import Trace
+
+FORMS = (".et", ".trace.json", ".trace.json.gz")
+_RANK = "{rank}"
+
+
+def convert_command(
+    path: Annotated[
+        Path, typer.Argument(help="A Kineto trace, a Chakra .et, a Nsight Systems .sqlite, or a folder of ranks.")
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            help="NAME.et writes NAME.RANK.et; .trace.json[.gz], for Perfetto, one a rank with {rank}.",
+        ),
+    ],
+    as_json: AsJson = False,
+    match: Match = "",
+    rank_pattern: RankPattern = "",
+    et: Annotated[
+        Path | None, typer.Option("--et", help="The PyTorch execution trace of the same run, or a folder of them.")
+    ] = None,
+) -> None:
+    """Write a run in another form: Chakra for simulators, Kineto or one view of all ranks for Perfetto."""
+    from lumos.files import check_output
+
+    check_output(output, path, FORMS)
+    execution, links = _load(path, match, rank_pattern, et)
+    with busy("writing"):
+        answer = _write(output, execution, links)
+    if as_json:
+        print_json(answer)
+        return
+    for name, value in answer.items():
+        shown = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+        if shown:
+            console().print(f"{name}: {shown}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _load(path: Path, match: str, rank_pattern: str, et: Path | None) -> tuple[Execution, Links | None]:
+    from lumos.graph.from_trace.build import Execution, build
+
+    source = load_source(path, match, rank_pattern)
+    if isinstance(source, Execution):
+        if et is not None:
+            raise OptionError(f"--et {et}: goes with the Kineto trace of the same run, and {path} is a Chakra graph")
+        return source, None
+    if et is None:
+        return build(source), None
+    links = _link(source, et)
+    return build(links.enrich(source)), links
+
+
+def _link(trace: Trace, et: Path) -> Links:
+    from lumos.trace.read.execution_trace import link, read_execution_trace
+
+    return link(trace, {rank: read_execution_trace(file) for rank, file in _execution_traces(trace, et).items()})
+
+
+def _execution_traces(trace: Trace, et: Path) -> dict[int, Path]:
+    """The execution trace of every rank, by the rank in its name; a single one needs none."""
+    from lumos.trace.read.formats import Form, form_of, head_of
+    from lumos.trace.read.job import rank_in_name
+
+    if not et.exists():
+        raise InputError(f"--et {et}: no such file or folder")
+    inside = sorted(et.iterdir()) if et.is_dir() else [et]
+    files = [file for file in inside if file.is_file() and form_of(file, head_of(file)) == Form.EXECUTION]
+    if not files:
+        raise InputError(f"--et {et}: no PyTorch execution trace; record one with torch.profiler's observer")
+    if len(files) == 1 and len(trace.ranks) == 1:
+        return {trace.ranks[0]: files[0]}
+    by_rank = {rank_in_name(file): file for file in files}
+    missing = [rank for rank in trace.ranks if rank not in by_rank]
+    if missing:
+        raise InputError(f"--et {et}: no execution trace of rank {missing[0]}, by the names of its {len(files)} files")
+    return {rank: by_rank[rank] for rank in trace.ranks}
+
+
+def _write(output: Path, execution: Execution, links: Links | None) -> dict[str, Any]:
+    """Write the form that the name asks for; what was written."""
+    from lumos.files import form_of
+
+    ranks = execution.trace.ranks
+    answer: dict[str, Any] = {"files": [], "ranks": len(ranks), "events": len(execution.trace)}
+    if form_of(output, FORMS) == ".et":
+        answer |= _write_chakra(output, execution, links)
+    elif len(ranks) > 1 and _RANK not in output.name:
+        answer["files"] = [str(output)]
+        _write_view(output, execution)
+    else:
+        answer["files"] = _write_kineto(output, execution)
+    notes = [] if links is None else [f"{len(links.by_row):,} operators linked with execution traces", *links.notes]
+    answer["notes"] = notes
+    answer["warnings"] = [*execution.warnings, *answer.pop("left", [])]
+    return answer
+
+
+def _write_chakra(output: Path, execution: Execution, links: Links | None) -> dict[str, Any]:
+    from lumos.export.chakra_files import write_chakra
+
+    found = write_chakra(output, execution, links)
+    return {
+        "files": [str(file) for file in found.files],
+        "nodes": found.nodes,
+        "collectives": found.collectives,
+        "messages": found.messages,
+        "groups": found.groups,
+        "left": found.warnings,
+    }
+
+
+def _write_kineto(output: Path, execution: Execution) -> list[str]:
+    from lumos.export.kineto_files import write_kineto
+
+    files = []
+    for rank in execution.trace.ranks:
+        file = output.with_name(output.name.replace(_RANK, str(rank)))
+        write_kineto(file, execution.trace, rank)
+        files.append(str(file))
+    return files
+
+
+def _write_view(output: Path, execution: Execution) -> None:
+    """All ranks in one file, with arrows; it is for looking at."""
+    from lumos.export.perfetto import write_perfetto
+    from lumos.graph.simulate import simulate
+
+    write_perfetto(output, execution, execution.graph, simulate(execution.graph), execution.trace)

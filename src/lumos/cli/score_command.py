@@ -1,0 +1,44 @@
+"""`lumos score`: how good are the predictions on measured runs?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lumos.cli.options import Address, AsJson, EngineName, Shard, Workers
+from lumos.cli.terminal import console, print_json, progress_bar
+
+
+def score_command(
+    table: Annotated[Path, typer.Argument(help="Measured runs: a CSV table, one row a run (docs/scoring.md).")],
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Also write id, measured, predicted: .csv or .json.")
+    ] = None,
+    engine: EngineName = "local",
+    address: Address = "",
+    workers: Workers = 1,
+    shard: Shard = "",
+) -> None:
+    """How good are the predictions on measured runs?"""
+    from lumos.files import check_output, write_as, write_csv, write_json
+    from lumos.report.terminal.forecasts import show_score
+    from lumos.score.measured_runs import read_rows
+    from lumos.score.score import score
+    from lumos.workers import engine_named
+    from lumos.workers.shard import fingerprint, read_shard
+
+    check_output(output, table, (".json", ".csv"))
+    rows, part = read_rows(table), read_shard(shard)
+    with progress_bar() as progress, engine_named(engine, workers, address) as started:
+        found = score(rows, progress, started, part)
+    answer = found.as_part(fingerprint(rows), part) if shard else found.as_dict()
+    if output is not None:
+        writers = {".csv": lambda to: write_csv(to, found.table()), ".json": lambda to: write_json(to, answer)}
+        write_as(output, writers)
+    if as_json:
+        print_json(answer)
+    else:
+        show_score(found, console())

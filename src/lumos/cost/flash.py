@@ -1,0 +1,39 @@
+"""Flash: attention kernels of an older generation, which a framework may run on a newer GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from lumos.cost.operator_model import CostModel, cost_model
+from lumos.program.operators import Operator
+from lumos.setup.gpus import Gpu, gpu_named
+
+_FLASH_1 = 1.8  # times as long as FlashAttention 2, which is what was sampled on A100 (Dao 2023: "around 2x")
+
+
+@dataclass(frozen=True)
+class OlderKernels:
+    """Kernels built for an older GPU: its times, at the multiprocessors and clock of the one they run on."""
+
+    model: CostModel
+    speed: float
+
+    @property
+    def isolation_us(self) -> float:
+        return self.model.isolation_us / self.speed
+
+    def us(self, operator: Operator) -> float:
+        return self.model.us(operator) / self.speed
+
+
+@cache
+def flash_kernels(gpu: Gpu, generation: str) -> OlderKernels | None:
+    """Flash attention of a generation on a GPU; None where the GPU's own samples are of that generation."""
+    newer = gpu.family in ("hopper", "blackwell")
+    if generation == "native" or (not newer and generation == "flash-2"):
+        return None
+    older = gpu_named("a100")
+    speed = gpu.sms * gpu.clock_ghz / (older.sms * older.clock_ghz) if newer else 1.0
+    model = cost_model("a100") if newer else cost_model(gpu.name)
+    return OlderKernels(model, speed / (_FLASH_1 if generation == "flash-1" else 1.0))

@@ -1,5 +1,0 @@
-"""Engines: the same work in this process, in processes of this machine, or on a Ray cluster."""
-
-from lumos.engines.engine import Engine, Here, Job, engine_named
-
-__all__ = ["Engine", "Here", "Job", "engine_named"]

@@ -1,0 +1,1 @@
+"""Export: runs as files of other tools (Kineto, Perfetto, Chakra)."""

@@ -1,0 +1,1 @@
+"""Graph: what waits for what, and the simulator that runs it."""

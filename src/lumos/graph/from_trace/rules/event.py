@@ -1,0 +1,209 @@
+"""Events between streams: cudaEventRecord on one stream, cudaStreamWaitEvent on another.
+
+Where the file says which record a wait belongs to, that is used. Current PyTorch often does not say (the stream and
+the record are -1), and older files say nothing at all. Then the source is inferred, in this order:
+
+1. a record directly before the wait, in the same thread: `stream.wait_stream(other)`, every NCCL launch;
+2. the waiting stream's next kernel starts right after a kernel of another stream, and nothing else held it back;
+3. event ids count upwards, so an id lies between the records of its neighbours;
+4. the newest record before the wait.
+
+The stream of a record is the one its thread last launched to (other than the waiting stream). A source that ended
+after the waiting stream went on is never taken: then it is the latest one before it that did not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lumos.graph.from_trace.nodes import LAUNCHING, Draft
+from lumos.graph.graph import Edges, Rule
+from lumos.trace.names import CallKind
+
+_TIGHT = 30_000  # ns between the end of what was waited for and the start of the waiter
+
+
+def event_edges(draft: Draft) -> Edges:
+    """From the last kernel before an event was recorded to the next kernel of the stream that waits for it."""
+    trace = draft.trace
+    calls = np.flatnonzero(np.isin(draft.call, (CallKind.EVENT_RECORD, CallKind.STREAM_WAIT, *LAUNCHING)))
+    rank = draft.lane_rank[trace.lane[calls]]
+    order = np.lexsort((trace.start[calls], rank))
+    calls, rank = calls[order], rank[order]
+    details = _details(draft)
+    found: list[tuple[int, int]] = []
+    for part in np.split(calls, np.flatnonzero(np.diff(rank)) + 1):
+        mine = int(draft.lane_rank[trace.lane[part[0]]]) if len(part) else -1
+        if len(draft.lanes_of_rank.get(mine, [])) >= 2:
+            found += _Process(draft, mine, part, details.get(mine, {})).edges()
+    source, target = zip(*found, strict=True) if found else ((), ())
+    return Edges.of(source, target, Rule.EVENT)
+
+
+@dataclass
+class _Wait:
+    time: int
+    thread: int
+    stream: int  # lane that waits; -1 unknown
+    event: int
+    record_time: int  # of the record, where the file says; -1 unknown
+    source_lane: int  # where the file says; -1 unknown
+
+
+@dataclass
+class _Thread:
+    """What one thread did to streams, in order."""
+
+    launch_times: list[int] = field(default_factory=list)
+    launch_lanes: list[int] = field(default_factory=list)
+    record_times: list[int] = field(default_factory=list)
+    call_times: list[int] = field(default_factory=list)  # launches, records and waits
+    call_is_record: list[bool] = field(default_factory=list)
+
+
+class _Process:
+    """The inference for one rank."""
+
+    def __init__(self, draft: Draft, rank: int, calls: np.ndarray, details: dict[int, tuple[int, ...]]) -> None:
+        self.draft = draft
+        self.lanes = draft.lanes_of_rank[rank]
+        self.threads: dict[int, _Thread] = {}
+        self.waits: list[_Wait] = []
+        self.anchors: list[tuple[int, int]] = []  # (event id, index of its record), both rising
+        self._collect(calls, details)
+
+    def edges(self) -> list[tuple[int, int]]:
+        found = []
+        for wait in self.waits:
+            waiter = wait.stream if wait.stream >= 0 else self._next_lane(wait)
+            if waiter < 0:
+                continue
+            target = self.draft.last_launched_before(waiter, wait.time) + 1
+            if not self.draft.first[waiter] <= target < self.draft.first[waiter + 1]:
+                continue
+            source = self._source(wait, waiter, target)
+            if source >= 0:
+                found.append((source, target))
+        return found
+
+    def _collect(self, calls: np.ndarray, details: dict[int, tuple[int, ...]]) -> None:
+        trace = self.draft.trace
+        record_times: dict[int, int] = {}
+        lane_of_stream = {trace.lanes[lane].label: lane for lane in self.lanes}
+        columns = (trace.start, trace.lane, trace.correlation, self.draft.call, self.draft.launched_lane)
+        for time, lane, correlation, kind, launched in zip(*(c[calls].tolist() for c in columns), strict=True):
+            thread = self.threads.setdefault(lane, _Thread())
+            thread.call_times.append(time)
+            thread.call_is_record.append(kind == CallKind.EVENT_RECORD)
+            if kind == CallKind.EVENT_RECORD:
+                thread.record_times.append(time)
+                record_times[correlation] = time
+            elif kind != CallKind.STREAM_WAIT:
+                if launched >= 0:
+                    thread.launch_times.append(time)
+                    thread.launch_lanes.append(launched)
+            elif not details or correlation in details:  # where some waits have details, one without has no effect
+                stream, wait_stream, record, event = details.get(correlation, (-1, -1, -1, -1))
+                stream_lane, source_lane = (lane_of_stream.get(str(s), -1) for s in (stream, wait_stream))
+                self.waits.append(_Wait(time, lane, stream_lane, event, record_times.get(record, -1), source_lane))
+
+    def _next_lane(self, wait: _Wait) -> int:
+        """The stream its thread launches to next: the one that waits, where the file does not say."""
+        thread = self.threads[wait.thread]
+        at = bisect_left(thread.launch_times, wait.time)
+        return thread.launch_lanes[at] if at < len(thread.launch_lanes) else -1
+
+    def _source(self, wait: _Wait, waiter: int, target: int) -> int:
+        if wait.record_time >= 0 and wait.source_lane >= 0:
+            return self._ended(wait.source_lane, wait.record_time, target)
+        record = self._adjacent_record(wait)
+        if record >= 0:
+            if wait.event >= 0 and (not self.anchors or wait.event > self.anchors[-1][0]):
+                index = bisect_left(self.threads[wait.thread].record_times, record)
+                self.anchors.append((wait.event, index))
+            return self._ended(self._lane_of_record(wait.thread, record, waiter), record, target)
+        binding = self._binding(wait, waiter, target)
+        if binding >= 0:
+            return binding
+        record = self._record_by_id(wait)
+        if record < 0:
+            times = self.threads[wait.thread].record_times
+            at = bisect_left(times, wait.time) - 1
+            record = times[at] if at >= 0 else -1
+        lane = self._lane_of_record(wait.thread, record if record >= 0 else wait.time, waiter)
+        return self._ended(lane, record if record >= 0 else wait.time, target)
+
+    def _ended(self, lane: int, time: int, target: int) -> int:
+        """The last node launched to a lane before a time that had ended when the target started."""
+        if lane < 0:
+            return -1
+        node = self.draft.last_launched_before(lane, time)
+        return self.draft.last_ended_by(lane, node, int(self.draft.start[target]))
+
+    def _adjacent_record(self, wait: _Wait) -> int:
+        thread = self.threads[wait.thread]
+        at = bisect_left(thread.call_times, wait.time) - 1
+        return thread.call_times[at] if at >= 0 and thread.call_is_record[at] else -1
+
+    def _lane_of_record(self, thread_lane: int, time: int, waiter: int) -> int:
+        thread = self.threads[thread_lane]
+        at = bisect_left(thread.launch_times, time) - 1
+        while at >= 0 and thread.launch_lanes[at] == waiter:
+            at -= 1
+        if at >= 0:
+            return thread.launch_lanes[at]
+        others = [lane for lane in self.lanes if lane != waiter]
+        return others[0] if len(others) == 1 else -1
+
+    def _binding(self, wait: _Wait, waiter: int, target: int) -> int:
+        """The node that visibly held the target back, -1 where nothing did."""
+        draft, start = self.draft, int(self.draft.start[target])
+        held = max(self._own_bound(target), start - _TIGHT)
+        best = -1
+        for lane in self.lanes:
+            if lane == waiter:
+                continue
+            node = self._ended(lane, wait.time, target)
+            if node >= 0 and draft.end[node] > held:
+                best, held = node, int(draft.end[node])
+        return best
+
+    def _own_bound(self, target: int) -> int:
+        """When the target could have started by the order of its stream and its launch."""
+        draft = self.draft
+        head = draft.first[draft.lane[target]] == target
+        previous = -1 if head else int(draft.end[target - 1])
+        launch = draft.launch_row[draft.row[target]]
+        return max(previous, int(draft.trace.end[launch]) if launch >= 0 else -1)
+
+    def _record_by_id(self, wait: _Wait) -> int:
+        """Fresh event ids rise with every new event: count on from the nearest certain one."""
+        times = self.threads[wait.thread].record_times
+        at = bisect_left(self.anchors, (wait.event, -1)) - 1
+        if wait.event < 0 or at < 0 or (at + 1 < len(self.anchors) and self.anchors[at + 1][0] == wait.event):
+            return -1
+        event, index = self.anchors[at]
+        guess = index + (wait.event - event)
+        newest = bisect_left(times, wait.time) - 1
+        return times[min(guess, newest)] if guess - index < 64 and newest > index else -1
+
+
+def _details(draft: Draft) -> dict[int, dict[int, tuple[int, ...]]]:
+    """Rank → correlation of a wait call → (waiting stream, source stream, record, event), from `cuda_sync` rows."""
+    syncs = draft.trace.syncs
+    told = np.flatnonzero((syncs.event >= 0) & (syncs.stream >= 0))
+    columns = (
+        draft.lane_rank[syncs.lane],
+        syncs.correlation,
+        syncs.stream,
+        syncs.wait_stream,
+        syncs.record,
+        syncs.event,
+    )
+    details: dict[int, dict[int, tuple[int, ...]]] = {}
+    for rank, correlation, *rest in zip(*(c[told].tolist() for c in columns), strict=True):
+        details.setdefault(rank, {})[correlation] = tuple(rest)
+    return details

@@ -1,0 +1,73 @@
+"""Scenario: a what-if on durations. `--scale compute=0.5 --scale kernel:gemm=2` and the like."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from lumos.errors import OptionError
+from lumos.graph.from_trace.build import Execution
+from lumos.graph.graph import Floats
+from lumos.trace.names import Kind
+
+_KINDS = {"compute": (Kind.COMPUTE, Kind.COPY), "comm": (Kind.COMM,), "cpu": (Kind.CPU,)}
+NAMES = "compute, comm, cpu, kernel:REGEX"
+
+_MOST = 1e6  # a factor; times beyond it do not fit into nanoseconds
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One factor on the durations of some tasks."""
+
+    what: str
+    factor: float
+
+    @staticmethod
+    def parse(text: str) -> Scale:
+        """From WHAT=FACTOR."""
+        what, found, number = text.rpartition("=")
+        try:
+            factor = float(number)
+        except ValueError:
+            factor = math.nan
+        if not found or not 0 <= factor <= _MOST:
+            raise OptionError(
+                f"--scale {text}: write WHAT=FACTOR with a factor from 0 to a million, as in compute=0.5 ({NAMES})"
+            )
+        if what not in _KINDS and not what.startswith("kernel:"):
+            raise OptionError(f"--scale {text}: {what!r} is not known; use one of {NAMES}")
+        if what.startswith("kernel:"):
+            _compiled(what.removeprefix("kernel:"), text)
+        return Scale(what, factor)
+
+    def applies_to(self, execution: Execution) -> np.ndarray:
+        """The nodes that this scales."""
+        if self.what in _KINDS:
+            return np.isin(execution.graph.kind, _KINDS[self.what])
+        pattern = _compiled(self.what.removeprefix("kernel:"), self.what)
+        trace, nodes = execution.trace, execution.draft
+        named = np.array([bool(pattern.search(n)) for n in trace.names], bool)
+        hit = np.zeros(len(execution.graph), bool)
+        hit[: len(nodes)] = nodes.on_gpu & named[trace.name[nodes.row]]
+        if not hit.any():
+            raise OptionError(f"--scale {self.what}={self.factor:g}: no kernel of this trace has such a name")
+        return hit
+
+
+def scaled_durations(execution: Execution, duration: Floats, scales: list[Scale]) -> Floats:
+    """Durations with every scale applied, one after the other."""
+    scaled = duration.copy()
+    for scale in scales:
+        scaled[scale.applies_to(execution)] *= scale.factor
+    return scaled
+
+
+def _compiled(pattern: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise OptionError(f"--scale {text}: {pattern!r} is not a regular expression ({error})") from None

@@ -1,0 +1,124 @@
+"""Rows: operators as files describe them, an object each: `op`, its sizes, and a dtype where it is not bf16.
+
+    {"op": "gemm", "m": 4096, "n": 12288, "k": 4096, "layout": "TN"}
+    {"op": "cross_entropy", "t": 8192, "v": 128256, "dtype": "fp32"}
+
+Whatever else a row holds is its owner's business.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lumos.errors import InputError
+from lumos.program.operators import KINDS, Operator
+from lumos.setup.messages import did_you_mean, one_of, shown
+
+_LAYOUTS = ("TN", "NN", "NT")
+_DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp8")
+_EXAMPLE = '{"op": "gemm", "m": 4096, "n": 4096, "k": 4096}'
+_MOST_BYTES = 1 << 28  # of a file of rows
+_LARGEST = 1 << 40  # of a size
+
+_PLANE, _HEADS, _SCORES, _LOGITS = ("t", "h"), ("b", "h", "s", "d"), ("b", "h", "s"), ("t", "v")
+_TABLE, _STAGE = ("t", "v", "h"), ("layers", "width", "ranks")
+_UNLIKE = {
+    "grouped_gemm": ("e", "t", "n", "k"), "adamw_fused": ("n",), "sdpa_fwd": _HEADS, "sdpa_bwd": _HEADS,
+    "rotary_fwd": _HEADS, "rotary_bwd": _HEADS, "softmax_fwd": _SCORES, "softmax_bwd": _SCORES,
+    "fillmask_fwd": _SCORES, "fillmask_bwd": _SCORES, "cross_entropy": _LOGITS, "cross_entropy_bwd": _LOGITS,
+    "loss_fwd": _LOGITS, "loss_bwd": _LOGITS, "embedding": _TABLE, "embedding_bwd": _TABLE, "embedding_fwd": _TABLE,
+    "optimizer_first": _STAGE, "optimizer_middle": _STAGE, "optimizer_last": _STAGE,
+}  # fmt: skip
+_SAID_OTHERWISE = {"gemm_tn", "gemm_nn", "gemm_nt", "bmm", "bmm_bwd", "linear_bwd", "stream"}
+
+SIZES: dict[str, tuple[str, ...]] = {
+    "gemm": ("m", "n", "k"),
+    "bmm": _HEADS,
+    **{kind: _UNLIKE.get(kind.removeprefix("neox_"), _PLANE) for kind in sorted(KINDS - _SAID_OTHERWISE)},
+}
+"""The sizes that each operator needs; a product has a layout besides, and bmm is that of scores: b × h of s × s × d."""
+
+
+def operator_of(row: Any, place: str) -> Operator:
+    """The operator that a row describes, or InputError with everything that is wrong with it, a line each."""
+    mistakes = list(_mistakes(row))
+    if mistakes:
+        raise InputError("\n".join(f"{place}: {mistake}" for mistake in mistakes))
+    name, dtype = row["op"], row.get("dtype", "bf16")
+    sizes = tuple(row[size] for size in SIZES[name])
+    if name == "gemm":
+        return Operator(f"gemm_{row.get('layout', 'TN').lower()}", sizes, dtype)
+    if name == "bmm":
+        batch, heads, seq, head = sizes
+        return Operator("bmm", (batch * heads, seq, seq, head), dtype)
+    return Operator(name, sizes, dtype)
+
+
+def operators_of(rows: list[Any], place: str) -> list[Operator]:
+    """The operators of all rows, or one InputError with every mistake in any of them."""
+    operators, mistakes = [], []
+    for number, row in enumerate(rows):
+        try:
+            operators.append(operator_of(row, f"{place}: rows[{number}]"))
+        except InputError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise InputError("\n".join(mistakes))
+    return operators
+
+
+def read_rows(path: Path) -> list[Any]:
+    """The rows of a JSON file, or of standard input for "-": a list, or an object whose "rows" is one."""
+    import orjson
+
+    try:
+        value = orjson.loads(_content(path))
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"{path}: not JSON ({error}); give a list of rows such as [{_EXAMPLE}]") from None
+    rows = value.get("rows") if isinstance(value, dict) else value
+    if not isinstance(rows, list):
+        raise InputError(f'{path}: neither a list of rows nor an object with "rows"; give [{_EXAMPLE}]')
+    return rows
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if str(path) == "-":
+            data = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        else:
+            with path.open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give a JSON file of rows, or -") from None
+    if len(data) > _MOST_BYTES:
+        raise InputError(f"{path}: larger than {_MOST_BYTES >> 20} MiB; give it in several files")
+    return data
+
+
+def _mistakes(row: Any) -> Iterator[str]:
+    """What is wrong with a row, a sentence each."""
+    if not isinstance(row, dict):
+        yield f"{shown(row)} is no row; give an object such as {_EXAMPLE}"
+        return
+    name, dtype, layout = row.get("op"), row.get("dtype", "bf16"), row.get("layout", "TN")
+    if dtype not in _DTYPES:
+        yield f"dtype = {shown(dtype)} is not known: use {one_of(_DTYPES)}"
+    if name == "gemm" and layout not in _LAYOUTS:
+        yield f"layout = {shown(layout)} is not known: use {one_of(_LAYOUTS)}"
+    if not isinstance(name, str) or name not in SIZES:
+        yield _unknown(name)
+        return
+    for size in SIZES[name]:
+        if size not in row:
+            yield f"{size} is missing: {name} needs {one_of(SIZES[name]).replace(' or ', ' and ')}"
+        elif type(row[size]) is not int or not 0 < row[size] < _LARGEST:
+            yield f"{size} = {shown(row[size])} is no size: give a whole number from 1 to {_LARGEST - 1}"
+
+
+def _unknown(name: Any) -> str:
+    if name is None:
+        return f"op is missing: give a name, as in {_EXAMPLE}"
+    return f"op = {shown(name)} is not known: {did_you_mean(str(name), list(SIZES))} (`lumos cost --help` has them all)"

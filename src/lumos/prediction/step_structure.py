@@ -1,0 +1,344 @@
+"""Skeleton: the structure of one training step, apart from its times.
+
+One rank stands for all ranks of a stage that do the same, so the graph has a few lanes a stage, however many GPUs there
+are. Structure depends on counts alone (stages, chunks, micro-batches, units), so it is worked out once and kept; a
+prediction fills in times by class: `duration = table[duration_class]`, `lag = table[lag_class]`.
+
+    host s     [F0][F1][B0]…           issues the blocks
+    compute s  ──[ F0 ][ F1 ][ B0 ]…   runs them; a turn of the next stage waits for this one and for the link
+    network s  ────[gather][reduce]…   gathers weights and reduces gradients beside them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lumos.graph.graph import Edges, Floats, Graph, Rule, make_graph
+from lumos.schedules.schedules import Phase, Turn, Turns, turns_of
+from lumos.trace.names import Kind
+
+Nodes = NDArray[np.int64]
+
+_PHASES = tuple(phase.name.lower() for phase in Phase)
+_WHATS = (
+    *_PHASES, "gather", "reduce", "reduce rest", "optimizer", "end", "publish",
+    *(f"host {name}" for name in (*_PHASES, "optimizer")),
+)  # fmt: skip
+_KINDS = np.array(
+    [Kind.COMPUTE] * 3 + [Kind.COMM] * 3 + [Kind.COMPUTE] * 2 + [Kind.COMM] + [Kind.CPU] * 4, np.uint8
+)  # fmt: skip
+_GATHER, _REDUCE, _REST, _OPTIMIZER, _END, _PUBLISH, _HOST, _HOST_OPTIMIZER = 3, 4, 5, 6, 7, 8, 9, 12
+_LINK, _LAUNCH = 1, 2  # classes of lags
+
+
+class Role(NamedTuple):
+    """What a node is; nodes of one role last equally long."""
+
+    what: str  # forward, backward, weights, host_…, gather, reduce, optimizer, regather, …
+    stage: int
+    chunk: int = 0
+    unit: int = -1  # of the parts a block is cut into, 0: the first of the model, 1: any other; -1: it is whole
+
+
+class Plan(NamedTuple):
+    """The counts that a structure depends on."""
+
+    schedule: str
+    pp: int
+    vpp: int
+    microbatches: int
+    units: int  # parts that the blocks of a stage are cut into, where the network runs beside them
+    sharded: bool  # weights are gathered for every unit (ZeRO-3)
+    regathers: bool  # … and again for the backward pass
+    overlapped: bool  # gradients are reduced beside the last backward pass
+    hosted: bool  # the host has a lane
+    reduces_always: bool = False  # after every micro-batch
+
+    @property
+    def tasks(self) -> int:
+        """About how many nodes the structure has."""
+        turns = self.pp * self.vpp * self.microbatches * (3 if self.schedule == "zero-bubble" else 2)
+        split = self.sharded or (self.overlapped and self.reduces_always)
+        return turns * (5 * self.units // 2 if split else 1) + (turns if self.hosted else 0)
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A graph without times, and the role of every node and lag."""
+
+    graph: Graph
+    roles: tuple[Role, ...]
+    node_role: NDArray[np.int32]
+    lag_class: NDArray[np.int32]  # 0: none, 1: to the next stage, 2: a launch
+    turns: Turns
+    turn_index: Nodes  # into the turns of all stages; -1 where a node belongs to none
+    lanes: tuple[tuple[str, int], ...]  # (name, stage)
+
+    @cached_property
+    def roles_of(self) -> dict[tuple[str, int], list[int]]:
+        """Roles by (what, stage)."""
+        found: dict[tuple[str, int], list[int]] = {}
+        for index, role in enumerate(self.roles):
+            found.setdefault((role.what, role.stage), []).append(index)
+        return found
+
+    @cached_property
+    def node_turn(self) -> tuple[Turn | None, ...]:
+        """The turn of every node."""
+        rows = [Turn(Phase(phase), micro, chunk) for phase, micro, chunk in self.turns.reshape(-1, 3).tolist()]
+        return tuple(rows[index] if index >= 0 else None for index in self.turn_index.tolist())
+
+    def filled(self, durations: Floats, lags: Floats) -> Graph:
+        """The graph with the durations of each role and the lags of each class, in nanoseconds."""
+        graph = self.graph.with_times(durations[self.node_role], self.graph.gap)
+        return graph.with_lags(lags[self.lag_class])
+
+
+_WORTH_KEEPING = 60_000  # tasks; larger structures are built when they are asked for, or memory would fill up
+
+
+def skeleton(plan: Plan) -> Skeleton:
+    """The structure for a plan; the usual ones are kept."""
+    return _kept(plan) if plan.tasks <= _WORTH_KEEPING else _built(plan)
+
+
+@lru_cache(maxsize=256)
+def _kept(plan: Plan) -> Skeleton:
+    return _built(plan)
+
+
+def _built(plan: Plan) -> Skeleton:
+    table = _Table(plan, turns_of(plan.schedule, plan.pp, plan.vpp, plan.microbatches))
+    draft = _Draft(plan)
+    _add_nodes(draft, table)
+    _add_edges(draft, table)
+    return draft.finish(table)
+
+
+class _Table:
+    """The turns of all stages and the units they are cut into. Every stage has equally many of everything.
+
+    Units are numbered along a stage in the order they are computed; `unit_…` arrays have a row for each of them.
+    """
+
+    def __init__(self, plan: Plan, turns: Turns) -> None:
+        self.plan, self.turns = plan, turns
+
+    @cached_property
+    def phase(self) -> Turns:
+        return self.turns[..., 0]
+
+    @cached_property
+    def chunk(self) -> Turns:
+        return self.turns[..., 2]
+
+    @cached_property
+    def reduces(self) -> NDArray[np.bool_]:
+        """Turns after which gradients are whole: the last backward of every chunk, or all of them."""
+        plan, found = self.plan, np.zeros(self.phase.shape, bool)
+        final = Phase.WEIGHTS if plan.schedule == "zero-bubble" else Phase.BACKWARD
+        backward = np.arange(self.phase.shape[1])
+        for chunk in range(plan.vpp):
+            place = np.where((self.phase == final) & (self.chunk == chunk), backward, -1).max(axis=1)
+            found[np.arange(plan.pp), place] = True
+        return np.asarray(found | (plan.reduces_always & (self.phase == Phase.BACKWARD)), bool)
+
+    @cached_property
+    def cut(self) -> NDArray[np.bool_]:
+        """Turns that are cut into units, be it into one."""
+        cut = self.plan.sharded | (self.reduces & self.plan.overlapped)
+        return np.asarray(cut & (self.phase != Phase.WEIGHTS), bool)
+
+    @cached_property
+    def parts(self) -> Turns:
+        """Units of every turn."""
+        return np.where(self.cut, self.plan.units, 1).astype(np.int32)
+
+    @cached_property
+    def first(self) -> Nodes:
+        """The first unit of every turn."""
+        return np.cumsum(self.parts, axis=1, dtype=np.int64) - self.parts
+
+    @cached_property
+    def units(self) -> int:
+        """Of a stage."""
+        return int(self.parts[0].sum())
+
+    @cached_property
+    def unit_turn(self) -> Nodes:
+        """(stages, units): the turn that each unit belongs to."""
+        return np.repeat(np.arange(self.parts.size) % self.parts.shape[1], self.parts.ravel()).reshape(self.plan.pp, -1)
+
+    def of_unit(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Values of turns, for every unit."""
+        return np.take_along_axis(values, self.unit_turn, axis=1)
+
+    @cached_property
+    def unit_cut(self) -> NDArray[np.bool_]:
+        return self.of_unit(self.cut)
+
+    @cached_property
+    def unit_class(self) -> Nodes:
+        """-1: a whole turn, 0: the part that holds the first layers, 1: another. Backward runs from the last part."""
+        place = np.arange(self.units)[None, :] - self.of_unit(self.first)
+        backward = self.of_unit(self.phase) == Phase.BACKWARD
+        part = np.where(backward, self.plan.units - 1 - place, place)
+        return np.where(self.unit_cut, np.minimum(part, 1), -1)
+
+    @cached_property
+    def gathers(self) -> NDArray[np.bool_]:
+        """Units whose weights are gathered first."""
+        forward = self.of_unit(self.phase) == Phase.FORWARD
+        return np.asarray(self.unit_cut & self.plan.sharded & (forward | self.plan.regathers), bool)
+
+    @cached_property
+    def reduced(self) -> NDArray[np.bool_]:
+        """Units whose gradients are reduced afterwards."""
+        backward = self.of_unit(self.phase) == Phase.BACKWARD
+        return np.asarray(self.unit_cut & backward & (self.plan.sharded | self.of_unit(self.reduces)), bool)
+
+    @cached_property
+    def network_order(self) -> tuple[Nodes, Nodes]:
+        """Places of gathers and reductions on the network's lane (-1: none).
+
+        One network serves both, and the next unit is gathered before the last one is reduced, as FSDP does it.
+        """
+        cut_before: Nodes = np.cumsum(self.unit_cut, axis=1) - self.unit_cut
+        keys = np.stack([2 * cut_before, 2 * cut_before + 3], axis=-1).reshape(self.plan.pp, -1)
+        there = np.stack([self.gathers, self.reduced], axis=-1).reshape(self.plan.pp, -1)
+        order = np.argsort(np.where(there, keys, np.iinfo(np.int64).max), axis=1, kind="stable")
+        places = np.empty_like(order)
+        np.put_along_axis(places, order, np.arange(order.shape[1])[None, :].repeat(self.plan.pp, 0), axis=1)
+        places = np.where(there, places, -1).reshape(self.plan.pp, -1, 2)
+        return places[..., 0], places[..., 1]
+
+    @cached_property
+    def networked(self) -> int:
+        """Nodes on the network's lane of a stage."""
+        return int(self.gathers[0].sum() + self.reduced[0].sum())
+
+
+class _Draft:
+    """Nodes stage by stage and lane by lane, and edges between them, while a skeleton is built."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.codes: list[tuple[Nodes, Nodes]] = []  # nodes, and their roles as numbers
+        self.turn_of: list[tuple[Nodes, Nodes]] = []
+        self.edges: list[tuple[Nodes, Nodes, int, bool]] = []  # sources, targets, class of lag, from the start
+        self.sizes: tuple[int, int, int] = (0, 0, 0)  # nodes on the lanes of a stage: compute, network, host
+
+    def node(self, lane: int, place: NDArray[Any] | int) -> Nodes:
+        """Nodes at places of a lane, of every stage: (stages, places)."""
+        begins = np.arange(self.plan.pp)[:, None] * sum(self.sizes) + sum(self.sizes[:lane])
+        return np.asarray(begins + np.asarray(place), np.int64)
+
+    def add(self, nodes: Nodes, what: NDArray[Any] | int, chunk: Any = 0, unit: Any = -1) -> None:
+        stage = np.arange(self.plan.pp)[:, None]
+        code = ((np.asarray(what) * self.plan.pp + stage) * self.plan.vpp + chunk) * 3 + unit + 1
+        self.codes.append((nodes.ravel(), np.broadcast_to(code, nodes.shape).ravel()))
+
+    def wait(self, targets: Nodes, sources: Nodes, lag: int = 0, from_start: bool = False) -> None:
+        self.edges.append((sources.ravel(), targets.ravel(), lag, from_start))
+
+    def finish(self, table: _Table) -> Skeleton:
+        plan, size = self.plan, sum(self.sizes) * self.plan.pp
+        code, turn = np.zeros(size, np.int64), np.full(size, -1, np.int64)
+        for nodes, values in self.codes:
+            code[nodes] = values
+        for nodes, values in self.turn_of:
+            turn[nodes] = values
+        used = np.zeros(len(_WHATS) * plan.pp * plan.vpp * 3, bool)
+        used[code] = True
+        names = ("compute", "network", "host")
+        lanes = tuple((n, s) for s in range(plan.pp) for n, count in zip(names, self.sizes, strict=True) if count)
+        counts = [count for count in self.sizes if count] * plan.pp
+        graph = make_graph(
+            np.concatenate([[0], np.cumsum(counts)]), np.zeros(size), self._edges(),
+            kind=_KINDS[code // (3 * plan.vpp * plan.pp)],
+        )  # fmt: skip
+        graph.order  # noqa: B018  worked out once, here
+        roles = tuple(_role(int(number), plan) for number in np.flatnonzero(used))
+        node_role = (np.cumsum(used) - 1)[code].astype(np.int32)
+        return Skeleton(graph, roles, node_role, graph.edges.lag.astype(np.int32), table.turns, turn, lanes)
+
+    def _edges(self) -> Edges:
+        parts = []
+        for sources, targets, lag, from_start in self.edges:
+            edges = Edges.of(sources, targets, Rule.EVENT, from_start)
+            parts.append(replace(edges, lag=np.full(len(edges), float(lag))))
+        return Edges.join(parts)
+
+
+def _role(code: int, plan: Plan) -> Role:
+    rest, unit = divmod(code, 3)
+    rest, chunk = divmod(rest, plan.vpp)
+    what, stage = divmod(rest, plan.pp)
+    return Role(_WHATS[what], stage, chunk, unit - 1)
+
+
+def _add_nodes(draft: _Draft, table: _Table) -> None:
+    plan, turns = draft.plan, table.phase.shape[1]
+    tail = 4 if plan.hosted else 3
+    draft.sizes = (table.units + tail, table.networked, turns + 1 if plan.hosted else 0)
+    index = np.arange(plan.pp)[:, None] * turns + table.unit_turn
+    computed = draft.node(0, np.arange(table.units)[None, :])
+    draft.add(computed, table.of_unit(table.phase), table.of_unit(table.chunk), table.unit_class)
+    draft.turn_of.append((computed.ravel(), index.ravel()))
+    for there, places, what in zip(
+        (table.gathers, table.reduced), table.network_order, (_GATHER, _REDUCE), strict=True
+    ):
+        nodes = draft.node(1, places)
+        stage = np.nonzero(there)[0]
+        chunk, unit = table.of_unit(table.chunk)[there], table.unit_class[there]
+        code = ((what * plan.pp + stage) * plan.vpp + chunk) * 3 + unit + 1
+        draft.codes.append((nodes[there], code))
+        draft.turn_of.append((nodes[there], index[there]))
+    ends = (_REST, _OPTIMIZER, _END, _PUBLISH) if plan.hosted else (_REST, _OPTIMIZER, _PUBLISH)
+    draft.add(draft.node(0, table.units + np.arange(len(ends))[None, :]), np.array(ends)[None, :])
+    if plan.hosted:
+        hosts = draft.node(2, np.arange(turns)[None, :])
+        draft.add(hosts, _HOST + table.phase, table.chunk)
+        draft.turn_of.append((hosts.ravel(), np.arange(plan.pp * turns)))
+        draft.add(draft.node(2, turns), _HOST_OPTIMIZER)
+
+
+def _add_edges(draft: _Draft, table: _Table) -> None:
+    plan, turns = draft.plan, table.phase.shape[1]
+    computed = draft.node(0, np.arange(table.units)[None, :])
+    gathers, reductions = (draft.node(1, places) for places in table.network_order)
+    draft.wait(computed[table.gathers], gathers[table.gathers])
+    draft.wait(reductions[table.reduced], computed[table.reduced])
+    ahead = table.gathers[:, 2:]  # at most two gathered units ahead: memory, as FSDP limits it
+    draft.wait(gathers[:, 2:][ahead], computed[:, :-2][ahead])
+    optimizer = draft.node(0, table.units + 1)
+    if table.reduced.any():
+        draft.wait(optimizer, np.where(table.reduced, reductions, -1).max(axis=1))
+    first = draft.node(0, table.first)
+    last = first + table.parts - 1
+    hosts = draft.node(2, np.arange(turns)[None, :]) if plan.hosted else None
+    if hosts is not None:
+        draft.wait(first, hosts, _LAUNCH, from_start=True)
+        draft.wait(optimizer, draft.node(2, turns), _LAUNCH, from_start=True)
+        draft.wait(optimizer + 1, draft.node(2, turns))
+    _join_stages(draft, table, first, last, hosts)
+
+
+def _join_stages(draft: _Draft, table: _Table, first: Nodes, last: Nodes, hosts: Nodes | None) -> None:
+    """A forward waits for the stage before it, a backward for the one after it."""
+    plan = draft.plan
+    virtual = table.chunk * plan.pp + np.arange(plan.pp)[:, None]
+    stages, micro = plan.pp * plan.vpp, table.turns[..., 1]
+    for phase, step in ((Phase.FORWARD, -1), (Phase.BACKWARD, 1)):
+        mine = table.phase == phase
+        for lane in (last,) if hosts is None else (last, hosts):
+            at = np.full((stages, plan.microbatches), -1, np.int64)
+            at[virtual[mine], micro[mine]] = lane[mine]
+            other = virtual + step
+            there = mine & (other >= 0) & (other < stages)
+            draft.wait(first[there], at[other[there], micro[there]], _LINK)

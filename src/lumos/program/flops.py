@@ -1,0 +1,53 @@
+"""Model FLOPs: what a step has to compute, whatever it also computes.
+
+Products count two operations for each weight that a token meets, three times (forward, and two gradients); attention
+counts the causal half of the scores. MFU is this over time and the dense peak in the precision of the products; HFU
+counts what is recomputed as well. Megatron's own formula counts the whole square of the scores, and so gives a few
+percent more on long sequences.
+"""
+
+from __future__ import annotations
+
+from lumos.setup.setup import Setup
+
+
+def forward_flops_per_token(setup: Setup) -> float:
+    """Of all layers and the output matrix."""
+    return _products_flops(setup) + setup.model.layers * _scores_flops(setup)
+
+
+def _products_flops(setup: Setup) -> float:
+    """Of all linear layers, for one token."""
+    m = setup.model
+    return 2.0 * (m.active_parameters() - m.embedding_parameters() + m.vocab * m.hidden)
+
+
+def _scores_flops(setup: Setup) -> float:
+    """Of one layer's attention, for one token: scores and values, the causal half."""
+    m = setup.model
+    query = m.qk_nope_head_dim + m.qk_rope_head_dim if m.latent else m.head_dim
+    value = m.v_head_dim if m.latent else m.head_dim
+    return float(setup.train.seq * m.heads * (query + value))
+
+
+def model_flops(setup: Setup) -> float:
+    """Of one step over all GPUs. Adapters train few weights: their step has no weight gradients to speak of."""
+    frozen = _products_flops(setup) if setup.train.mode == "lora" else 0.0
+    return (3.0 * forward_flops_per_token(setup) - frozen) * setup.tokens
+
+
+def hardware_flops(setup: Setup) -> float:
+    """What is really computed: recomputed layers count again."""
+    train, m = setup.train, setup.model
+    again = 0.0
+    if train.recompute == "full":
+        again = forward_flops_per_token(setup) - 2.0 * m.vocab * m.hidden
+    elif train.recompute == "selective":
+        again = m.layers * _scores_flops(setup)
+    return model_flops(setup) + again * setup.tokens
+
+
+def utilisation(flops: float, setup: Setup, seconds: float) -> float:
+    """FLOPs over what the GPUs could have done in that time."""
+    gpu = setup.cluster.accelerator
+    return flops / (seconds * setup.cluster.gpus * gpu.peak(setup.train.precision) * 1e12)

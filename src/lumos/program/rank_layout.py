@@ -1,0 +1,149 @@
+"""Shard: the sizes one rank sees of a model, after tensor, context and expert parallelism have divided it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import ceil
+
+from lumos.program.collective import Group
+from lumos.setup.frameworks import Framework
+from lumos.setup.setup import Setup
+
+
+class Shard:
+    """One rank's part. Groups are laid out as Megatron does: tensor, context, data, pipeline, from the inside out."""
+
+    def __init__(self, setup: Setup, framework: Framework) -> None:
+        self.setup, self.framework = setup, framework
+        self.model, self.train, self.parallel = setup.model, setup.train, setup.parallel
+
+    @cached_property
+    def domain(self) -> int:
+        """Ranks that reach each other without the network between nodes."""
+        gpu = self.setup.cluster.accelerator
+        joined = gpu.nvlink_domain if gpu.nvlink_domain > 1 else gpu.gpus_per_node  # by NVLink, or by PCIe alone
+        return max(1, min(joined, self.setup.cluster.gpus))
+
+    def group(self, size: int, stride: int) -> Group:
+        """Ranks `stride` apart."""
+        return Group(size, max(1, min(size, self.domain // stride)) if stride <= self.domain else 1)
+
+    @cached_property
+    def tp(self) -> Group:
+        return self.group(self.parallel.tp, 1)
+
+    @cached_property
+    def cp(self) -> Group:
+        return self.group(self.parallel.cp, self.parallel.tp)
+
+    @cached_property
+    def dp(self) -> Group:
+        """Ranks that hold the same weights: data and context parallel ones."""
+        return self.group(self.parallel.dp * self.parallel.cp, self.parallel.tp)
+
+    @cached_property
+    def expert_tp(self) -> int:
+        """Ranks that one expert is cut for: several small experts of a rank are whole, one large one is cut by tp."""
+        p = self.parallel
+        whole = self.model.experts > p.ep > 1 or (p.dp * p.cp) % p.ep
+        return 1 if whole else p.tp
+
+    @cached_property
+    def ep(self) -> Group:
+        return self.group(self.parallel.ep, self.expert_tp)
+
+    @cached_property
+    def expert_dp(self) -> Group:
+        """Ranks that hold the same experts."""
+        p, inner = self.parallel, self.expert_tp * self.parallel.ep
+        return self.group(p.dp * p.cp * p.tp // inner, inner)
+
+    @cached_property
+    def sharing(self) -> tuple[Group, Group]:
+        """Ranks that divide one copy of the weights, gradients or state, and those that hold the same part."""
+        return self._divided(self.dp.size, self.parallel.tp)
+
+    @cached_property
+    def experts_sharing(self) -> tuple[Group, Group]:
+        return self._divided(self.expert_dp.size, self.parallel.ep * self.expert_tp)
+
+    def _divided(self, size: int, stride: int) -> tuple[Group, Group]:
+        chosen = self.parallel.shard if self.parallel.zero else 0
+        near = min(chosen, size) if chosen else size
+        return self.group(near, stride), self.group(size // near, stride * near)
+
+    @cached_property
+    def pp(self) -> Group:
+        """Two neighbouring stages."""
+        return self.group(2, self.parallel.tp * self.parallel.cp * self.parallel.dp)
+
+    @cached_property
+    def sequences(self) -> int:
+        return self.train.micro_batch
+
+    @cached_property
+    def seq(self) -> int:
+        return self.train.seq // self.parallel.cp
+
+    @cached_property
+    def tokens(self) -> int:
+        return self.sequences * self.seq
+
+    @cached_property
+    def spread_tokens(self) -> int:
+        """Tokens outside the tensor-parallel regions: divided where sequences are."""
+        return self.tokens // self.parallel.tp if self.splits_sequences else self.tokens
+
+    @cached_property
+    def splits_sequences(self) -> bool:
+        return self.parallel.sequence_parallel and self.parallel.tp > 1
+
+    @cached_property
+    def heads(self) -> int:
+        return max(1, self.model.heads // self.parallel.tp)
+
+    @cached_property
+    def kv_heads(self) -> int:
+        return max(1, self.model.kv_heads // self.parallel.tp)
+
+    @cached_property
+    def vocab(self) -> int:
+        """The padded vocabulary of one rank."""
+        tp = self.parallel.tp
+        return ceil(self.model.vocab / (128 * tp)) * 128 if tp > 1 else self.model.vocab
+
+    @cached_property
+    def precision(self) -> str:
+        """Of activations and of everything that is not a linear layer."""
+        return {"fp8": "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "tf32": "fp32"}.get(
+            self.train.precision, self.train.precision
+        )
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of one activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    @cached_property
+    def attention(self) -> str:
+        return self.train.attention or self.framework.attention
+
+    @cached_property
+    def tp_overlap(self) -> bool:
+        chosen = self.parallel.tp_overlap
+        return self.framework.tp_overlap if chosen is None else chosen
+
+    @cached_property
+    def tp_overlap_forward(self) -> bool:
+        """Products and their collectives run in step, chunk by chunk: only where it is asked for."""
+        return bool(self.parallel.tp_overlap) and self.parallel.tp > 1
+
+    @cached_property
+    def gather_launches(self) -> float:
+        """Of the host, for a layer whose weights are gathered: hooks, copies in and out (FSDP2 on our recordings)."""
+        return self.framework.gather_launches if self.parallel.zero == 3 and self.dp.size > 1 else 0.0
+
+    @cached_property
+    def fused(self) -> bool:
+        """Whether element-wise chains run as one kernel: by hand, or by the compiler."""
+        return self.framework.fused or self.train.compile

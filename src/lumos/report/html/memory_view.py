@@ -1,0 +1,124 @@
+"""Memory view: what a forecast says of memory, by stage at its worst moment and over the step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from lumos.graph.graph import Floats
+from lumos.prediction.forecasting import Forecast
+from lumos.program.memory import Footprint
+from lumos.program.memory.activations import norm, norm_output
+from lumos.program.memory.phases import Accounting
+from lumos.report.html.allocations import thinned
+from lumos.report.html.charts import Bars, Line, Lines, Series
+from lumos.report.html.page import Figure, Section
+from lumos.report.html.table import Column, Row, Table
+from lumos.schedules.schedules import Phase
+
+_GIB = float(1 << 30)
+_PARTS = {
+    "weights": "series-0", "gradients": "series-1", "optimizer": "series-2", "activations": "series-3",
+    "buffers": "series-4", "framework": "series-7",
+}  # fmt: skip
+_MOST_LINES = 8
+_MOST_TASKS = 200_000
+_NEAR = 2.5  # times the largest value: farther away, the limit would press the curves flat
+
+Passes = dict[tuple[int, int, int], tuple[float, float]]
+"""From when to when (stage, chunk, micro-batch) is computed, in nanoseconds."""
+
+
+def memory_section(found: Forecast) -> Section:
+    """Peaks by stage, and the curve over the step where it can be drawn."""
+    memory, pp = found.memory, found.setup.parallel.pp
+    rows = memory.rows()
+    series = [Series(name, colour, [float(row[name]) for row in rows]) for name, colour in _PARTS.items()]
+    peaks = Bars([f"stage {i}" for i in range(pp)], series, "GiB", ranks=[str(i) for i in range(pp)])
+    columns = [Column("stage"), Column("worst moment"), *(Column(f"{name}, GiB", 2) for name in _PARTS),
+               Column("peak, GiB", 2, bar=True)]  # fmt: skip
+    table = Table(
+        "memory of one rank of every stage at its worst moment",
+        columns,
+        [Row([str(i), str(r["phase"]), *(r[name] for name in _PARTS), r["peak"]], str(i)) for i, r in enumerate(rows)],
+    )
+    figures = [Figure("at the worst moment of every stage", peaks)]
+    if len(found.step.graph) <= _MOST_TASKS:
+        figures.append(Figure("over the step", _curves(found)))
+    return Section("Memory by stage", _words(found), figures, [table])
+
+
+def _words(found: Forecast) -> str:
+    if found.is_of_cpu:
+        return "What PyTorch allocates; how much memory a rank's host has is not known."
+    memory: Footprint = found.memory
+    return (
+        f"Beside the peaks, {memory.unseen / _GIB:.1f} GiB go to the context, NCCL and fragmentation; the GPU has "
+        f"{memory.usable / _GIB:.1f} GiB. Over the step, what stays is added to the activations of the micro-batches "
+        "in flight, which come with a forward and go with its backward; a stage's own peak bounds its curve."
+    )
+
+
+def _curves(found: Forecast) -> Lines:
+    stages = found.setup.parallel.pp
+    chosen = sorted({round(i) for i in np.linspace(0, stages - 1, min(stages, _MOST_LINES))})
+    curves = _by_stage(found)
+    end = found.step.times.span / 1e6
+    lines = [
+        Line(f"stage {stage}", f"series-{i % 8}", *thinned(*curves[stage]), rank=str(stage))
+        for i, stage in enumerate(chosen)
+    ]
+    room = (found.memory.usable - found.memory.unseen) / _GIB
+    if found.fits is not None and room < _NEAR * max(float(max(line.y)) for line in lines):
+        lines.append(Line("room on the GPU", "worse", [0.0, end], [room, room], dashed=True))
+    return Lines("ms", "GiB", lines)
+
+
+def _by_stage(found: Forecast) -> list[tuple[Floats, Floats]]:
+    """(milliseconds, GiB) of every stage."""
+    accounting = Accounting(found.setup, found.memory.at_peak.framework)
+    forwards, backwards = _passes(found)
+    end = found.step.times.span
+    answer = []
+    for stage, memory in enumerate(found.memory.stages):
+        kept = [_kept(accounting, stage, chunk) for chunk in range(len(accounting.chunks[stage]))]
+        ramps = [(low, high, kept[key[1]]) for key, (low, high) in forwards.items() if key[0] == stage]
+        ramps += [(low, high, -kept[key[1]]) for key, (low, high) in backwards.items() if key[0] == stage]
+        times, activations = _integrated(ramps, end)
+        total = memory.peak - memory.activations + activations
+        answer.append((times / 1e6, np.minimum(total, memory.peak) / _GIB))
+    return answer
+
+
+def _kept(accounting: Accounting, stage: int, chunk: int) -> float:
+    """What one micro-batch keeps of a chunk between its forward and its backward, in bytes."""
+    part = accounting.chunks[stage][chunk]
+    layers = part.dense * accounting.dense.kept + part.sparse * accounting.sparse.kept
+    return layers + (norm(accounting.sizes) + norm_output(accounting.sizes) if part.last else 0.0)
+
+
+def _passes(found: Forecast) -> tuple[Passes, Passes]:
+    """Forward and backward of every micro-batch; a backward is over when its weight gradients are."""
+    structure, times = found.step.structure, found.step.times
+    passes: dict[bool, Passes] = defaultdict(dict)
+    for node, turn in enumerate(structure.node_turn):
+        role = structure.roles[structure.node_role[node]]
+        if turn is None or role.what not in ("forward", "backward", "weights"):
+            continue
+        into, key = passes[turn.phase == Phase.FORWARD], (role.stage, role.chunk, turn.microbatch)
+        low, high = into.get(key, (np.inf, 0.0))
+        into[key] = min(low, float(times.start[node])), max(high, float(times.end[node]))
+    return passes[True], passes[False]
+
+
+def _integrated(ramps: list[tuple[float, float, float]], end: float) -> tuple[Floats, Floats]:
+    """The sum of ramps, each of which rises by its height from its low to its high, at every bend and at the ends."""
+    low, high, height = np.array(ramps, np.float64).reshape(-1, 3).T
+    slope = height / np.maximum(high - low, 1.0)
+    at = np.concatenate([[0.0], low, np.maximum(high, low + 1.0), [end]])
+    change = np.concatenate([[0.0], slope, -slope, [0.0]])
+    order = np.argsort(at, kind="stable")
+    at, change = at[order], change[order]
+    values = np.concatenate([[0.0], np.cumsum(np.cumsum(change)[:-1] * np.diff(at))])
+    return at, np.maximum(values, 0.0)

@@ -1,0 +1,67 @@
+"""Notebook: an answer as a few static tables, which is what a notebook shows of it (`_repr_html_`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lumos.report.html.page import Page, environment
+from lumos.report.html.table import Table
+
+if TYPE_CHECKING:
+    from lumos.analysis.comparison import Comparison
+    from lumos.analysis.replay import Prediction, Replay
+    from lumos.change.change import Changed
+    from lumos.prediction.forecasting import Forecast
+
+_MOST_ROWS = 8
+
+
+def replay_snippet(run: Replay) -> str:
+    """Cards, and where the step goes."""
+    from lumos.report.html.parts import breakdown_section, path_section, rank_parts
+    from lumos.report.html.replay_page import cards_of, subtitle_of, title_of
+
+    sections = [
+        breakdown_section(rank_parts(run.recorded_breakdown), "rank", "", "all ranks, mean"),
+        path_section(run.path_summary),
+    ]
+    return _snippet(Page(title_of(run, "Replay"), subtitle_of(run), cards_of(run), sections, run.execution.warnings))
+
+
+def prediction_snippet(found: Prediction) -> str:
+    from lumos.report.html.prediction_page import prediction_summary
+
+    return _snippet(prediction_summary(found))
+
+
+def forecast_snippet(found: Forecast) -> str:
+    from lumos.report.html.forecast_page import forecast_summary
+
+    return _snippet(forecast_summary(found))
+
+
+def changed_snippet(found: Changed) -> str:
+    from lumos.report.html.forecast_page import changed_summary
+
+    return _snippet(changed_summary(found))
+
+
+def comparison_snippet(found: Comparison) -> str:
+    from lumos.report.html.comparison_page import comparison_page
+
+    page = comparison_page(found)
+    return _snippet(replace(page, sections=[s for s in page.sections if s.title != "Ranks"]))
+
+
+def _snippet(page: Page) -> str:
+    tables = [_cut(table) for section in page.sections for table in section.tables[:1]]
+    return environment().get_template("snippet.html.j2").render(page=page, tables=tables)
+
+
+def _cut(table: Table) -> Table:
+    """The first rows, and a word about the others."""
+    if len(table.rows) <= _MOST_ROWS:
+        return table
+    kept = [*table.rows[:_MOST_ROWS], *(row for row in table.rows[_MOST_ROWS:] if row.is_total)]
+    return replace(table, rows=kept, left_out=f"{len(table.rows) - len(kept):,} rows more")

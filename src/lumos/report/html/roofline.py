@@ -1,0 +1,118 @@
+"""Roofline: what the operators of a forecast step compute and move, against what the GPU can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lumos.prediction.forecasting import Forecast
+from lumos.program.operators import Operator
+from lumos.report.html.charts import Points, Scatter
+from lumos.report.html.page import Figure, Section
+from lumos.report.html.table import Column, Row, Table
+
+_MOST_ROWS = 200
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """One operator of one shape, in one step of one rank."""
+
+    name: str
+    operator: Operator
+    count: int
+    us: float  # of one
+    bound: str
+
+    @property
+    def ms(self) -> float:
+        return self.count * self.us / 1e3
+
+    @property
+    def tflops(self) -> float:
+        return self.operator.flops / self.us / 1e6
+
+    @property
+    def gb_s(self) -> float:
+        return self.operator.bytes / self.us / 1e3
+
+    @property
+    def intensity(self) -> float:
+        return self.operator.flops / max(self.operator.bytes, 1.0)
+
+    @property
+    def shape(self) -> str:
+        return "\u00a0×\u00a0".join(str(size) for size in self.operator.shape)
+
+    @property
+    def group(self) -> str:
+        if self.operator.kind.startswith("sdpa"):
+            return "attention"
+        return "products" if self.operator.is_matrix else "data movement"
+
+
+_COLOURS = {"products": "series-0", "attention": "series-2", "data movement": "series-1"}
+
+
+def roofline_section(found: Forecast) -> Section:
+    """Every operator with work that can be counted, below the roofs of its GPU."""
+    spots = _spots(found)
+    gpu, precision = found.setup.cluster.accelerator, found.setup.train.precision
+    peak = gpu.peak(precision) if gpu.supports(precision) else max(gpu.peak_tflops.values())
+    drawn = [spot for spot in spots if spot.operator.flops > 0]
+    text = (
+        f"Operators of one rank of the first stage, by the work they do a byte. {gpu.name}: {peak:,.0f} TFLOP/s dense "
+        f"in {precision}, {gpu.hbm_gb_s:,.0f} GB/s. Bytes are what must at least be read and written once, so an "
+        "operator whose data is in the cache may lie above the slope. A larger dot takes more of the step."
+    )
+    figures = [Figure("roofline of the operators", _chart(drawn, peak, gpu.hbm_gb_s))] if drawn else []
+    return Section("Roofline of operators", text, figures, [_table(spots, peak)])
+
+
+def _spots(found: Forecast) -> list[_Spot]:
+    prices = found.step.prices
+    spots = [
+        _Spot(name or work.kind, work, count, prices.operator_us(work), prices.model.bound(work))
+        for (name, work), count in found.step.assembly.counts().items()
+        if isinstance(work, Operator)
+    ]
+    return sorted((spot for spot in spots if spot.us > 0), key=lambda spot: -spot.ms)
+
+
+def _chart(spots: list[_Spot], peak: float, hbm_gb_s: float) -> Scatter:
+    largest = max(spot.ms for spot in spots)
+    parts = []
+    for group, colour in _COLOURS.items():
+        mine = [spot for spot in spots if spot.group == group]
+        if mine:
+            parts.append(
+                Points(
+                    group, colour, [s.intensity for s in mine], [s.tflops for s in mine],
+                    [f"{s.name} | {s.operator.kind} {s.shape} | {s.tflops:,.1f} TFLOP/s, {s.gb_s:,.0f} GB/s | "
+                     f"{s.count:,} × {s.us:,.1f} µs = {s.ms:,.2f} ms | bound by {s.bound}" for s in mine],
+                    [7 + 17 * np.sqrt(s.ms / largest) for s in mine],
+                )
+            )  # fmt: skip
+    ridge = peak * 1e3 / hbm_gb_s
+    low = min(*(s.intensity for s in spots), ridge) / 2
+    high = max(*(s.intensity for s in spots), ridge) * 2
+    roof = Points(
+        "what the GPU can", "plain", [low, ridge, high], [low * hbm_gb_s / 1e3, peak, peak], is_bound=True
+    )
+    return Scatter("FLOP a byte", "TFLOP/s", [roof, *parts], logarithmic=True)
+
+
+def _table(spots: list[_Spot], peak: float) -> Table:
+    total = sum(spot.ms for spot in spots) or 1.0
+    columns = [
+        Column("operator"), Column("kind"), Column("shape"), Column("count", 0), Column("µs of one", 1),
+        Column("ms a step", 2, bar=True), Column("share, %", 1), Column("GFLOP", 2), Column("MB", 1),
+        Column("TFLOP/s", 1), Column("of the peak, %", 1), Column("GB/s", 0), Column("bound"),
+    ]  # fmt: skip
+    rows = [
+        Row([s.name, s.operator.kind, s.shape, s.count, s.us, s.ms, 100 * s.ms / total, s.operator.flops / 1e9,
+             s.operator.bytes / 1e6, s.tflops, 100 * s.tflops / peak, s.gb_s, s.bound])
+        for s in spots[:_MOST_ROWS]
+    ]  # fmt: skip
+    return Table("operators of one rank of the first stage", columns, rows)

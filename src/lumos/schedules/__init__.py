@@ -1,0 +1,1 @@
+"""Schedules: in which order pipeline stages run their forward and backward passes."""

@@ -1,0 +1,240 @@
+"""Run: a measured training run, one row of a table of published measurements, and the Setup it describes.
+
+What a row leaves empty is filled by framework, never by row:
+
+| empty | taken |
+|---|---|
+| recompute | none |
+| zero | the framework's: 1 for Megatron-Core, 3 for llm-foundry and torchtitan, else 0 |
+| sequence_parallel | the framework's: on for Megatron-Core and nanotron where tp > 1 |
+| network between nodes | what the row's text states; else the GPU's usual one, and EFA for nanotron |
+| attention | the framework's; a text that names flash or unfused attention decides |
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lumos.errors import InputError, LumosError
+from lumos.setup.frameworks import framework_named
+from lumos.setup.gpus import find_gpu
+from lumos.setup.setup import Setup
+from lumos.setup.validate import checked_setup
+
+_FRAMEWORKS = (
+    (r"torchtitan", "torchtitan"),
+    (r"megatron-deepspeed", "megatron-deepspeed"),
+    (r"megatron-lm 202[0-2]", "megatron-2021"),
+    (r"nemo|megatron|transformerengine|bridge", "megatron"),
+    (r"foundry|composer|mosaic", "llm-foundry"),
+    (r"nanotron", "nanotron"),
+    (r"neox", "neox"),
+)
+_ALIKE = (  # frameworks that are not described here, and which of those that are does the same most nearly
+    (r"automodel", "torchtitan"),
+    (r"fsdp|maxtext|axolotl", "torchtitan"),
+    (r"", "pytorch"),
+)
+_PRECISIONS = {"fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"}
+_MOST_BYTES = 1 << 28
+_NEEDED = ("n_layers", "hidden", "n_heads", "vocab", "seq_len", "n_gpus", "tp", "pp", "micro_batch", "global_batch")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run."""
+
+    id: str
+    source: str
+    model: str
+    gpus: int
+    seconds: float  # measured; nan where it is not known
+    setup: Setup
+    notes: tuple[str, ...]  # what had to be assumed, and so makes the answer less sure
+    row: dict[str, str]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a table of measurements."""
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise InputError(f"{path}: larger than {_MOST_BYTES >> 20} MiB; split it")
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [{key: value or "" for key, value in row.items() if key} for row in csv.DictReader(file)]
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); name a CSV table of measured runs") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path}: not a CSV table: {error}") from None
+    missing = [column for column in (*_NEEDED, "gpu", "framework") if rows and column not in rows[0]]
+    if not rows or missing:
+        lacks = f"column {missing[0]} is missing" if missing else "it has no rows"
+        raise InputError(f"{path}: {lacks}; the columns are those of a table of measured runs (docs/scoring.md)")
+    return rows
+
+
+def runs_of(rows: list[dict[str, str]]) -> Iterator[Run | tuple[str, str]]:
+    """Every row as a Run, or (id, why it is none)."""
+    for number, row in enumerate(rows, 1):
+        name = row.get("id") or f"row {number}"
+        try:
+            yield run_of(row, name)
+        except LumosError as problem:
+            yield name, str(problem).splitlines()[0][:200]
+
+
+def run_of(row: dict[str, str], name: str) -> Run:
+    """The Run that a row describes."""
+    empty = [column for column in _NEEDED if not row.get(column, "").strip()]
+    empty = empty or [column for column in _NEEDED if not _int(row, column)]
+    if empty:
+        raise InputError(f"{', '.join(empty)} not stated")
+    notes: list[str] = []
+    framework = _framework(row, notes)
+    setup = checked_setup(
+        {
+            "model": _model(row),
+            "train": _train(row, framework, notes),
+            "parallel": _parallel(row, framework),
+            "cluster": _cluster(row, framework, notes),
+        }
+    )
+    seconds = _number(row, "step_time_s", math.nan)
+    if seconds <= 0:
+        raise InputError(f"step_time_s {row['step_time_s'][:40]!r} is not a time")
+    return Run(name, row.get("source", ""), row.get("model_name", ""), setup.cluster.gpus, seconds, setup,
+               tuple(notes), row)  # fmt: skip
+
+
+def _number(row: dict[str, str], column: str, default: float = 0.0) -> float:
+    """What a column states, or InputError where that is no finite number."""
+    text = row.get(column, "").strip()
+    if not text:
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{column} {text[:40]!r} is not a number")
+    return number
+
+
+def _int(row: dict[str, str], column: str, default: int = 0) -> int:
+    """A whole number; one that is not whole is a mistake in the table."""
+    number = _number(row, column, default)
+    if number != round(number):
+        raise InputError(f"{column} {row[column].strip()[:40]!r} is not a whole number")
+    return round(number)
+
+
+def _flag(row: dict[str, str], column: str) -> bool | None:
+    text = row.get(column, "").strip().lower()
+    return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text)
+
+
+def _framework(row: dict[str, str], notes: list[str]) -> str:
+    text = row["framework"].lower()
+    known = next((name for pattern, name in _FRAMEWORKS if re.search(pattern, text)), "")
+    if known and "automodel" not in text:  # NeMo's, and yet not Megatron's
+        return known
+    like = next(name for pattern, name in _ALIKE if re.search(pattern, text))
+    notes.append(f"framework {row['framework'][:60]!r} is taken as {like}")
+    return like
+
+
+def _model(row: dict[str, str]) -> dict[str, Any]:
+    gated = _flag(row, "gated_mlp")
+    hidden, heads = _int(row, "hidden"), _int(row, "n_heads")
+    model: dict[str, Any] = {
+        "layers": _int(row, "n_layers"), "hidden": hidden, "heads": heads, "vocab": _int(row, "vocab"),
+        "ffn": _int(row, "ffn_hidden", 4 * hidden), "kv_heads": _int(row, "n_kv_heads", heads),
+        "head_dim": _int(row, "head_dim", hidden // max(heads, 1)), "gated": bool(gated),
+        "tied": bool(_flag(row, "tied_embeddings")), "name": row.get("model_name", "")[:100],
+    }  # fmt: skip
+    if _int(row, "moe_experts"):
+        model |= {
+            "experts": _int(row, "moe_experts"), "top_k": _int(row, "moe_topk", 2),
+            "expert_ffn": _int(row, "moe_ffn_hidden", model["ffn"]),
+        }  # fmt: skip
+    return model
+
+
+def _train(row: dict[str, str], framework: str, notes: list[str]) -> dict[str, Any]:
+    precision = row.get("precision", "").strip().lower() or "bf16"
+    if precision not in _PRECISIONS:
+        plain = next((p for p in ("mxfp8", "nvfp4", "fp8", "bf16", "fp16") if precision.startswith(p)), None)
+        if plain is None:
+            raise InputError(f"precision {precision[:40]!r} is not known")
+        notes.append(f"precision {precision[:40]!r} is taken as {plain}")
+        precision = plain
+    attention = row.get("attention_impl", "").lower()
+    return {
+        "seq": _int(row, "seq_len"), "micro_batch": _int(row, "micro_batch"),
+        "global_batch": _int(row, "global_batch"), "precision": precision, "framework": framework,
+        "recompute": row.get("recompute", "").strip() or "none",
+        "attention": "unfused" if "no flash" in attention or "unfused" in attention else "flash" if "flash" in attention
+        else "", "mode": row.get("train_mode", "").strip() or "pretrain",
+        "cuda_graphs": "CUDA_GRAPH=1" in row.get("overlap_or_graph_flags", ""),
+    }  # fmt: skip
+
+
+def _parallel(row: dict[str, str], framework: str) -> dict[str, Any]:
+    facts = framework_named(framework)
+    tp, pp, cp, vpp, ep = (_int(row, name) or 1 for name in ("tp", "pp", "cp", "vp_interleave", "ep"))
+    sequence = _flag(row, "sequence_parallel")
+    return {
+        "tp": tp, "pp": pp, "vpp": vpp if pp > 1 else 1, "cp": cp, "ep": ep,
+        "dp": max(1, _int(row, "n_gpus") // (tp * pp * cp)),
+        "zero": _int(row, "zero", facts.zero), "shard": _int(row, "fsdp_shard"),
+        "tp_overlap": _stated_overlap(row),
+        "sequence_parallel": (facts.sequence_parallel if sequence is None else sequence) and tp > 1,
+    }  # fmt: skip
+
+
+def _stated_overlap(row: dict[str, str]) -> bool | None:
+    stated = re.search(r"TP_COMM_OVERLAP=(\w+)", row.get("overlap_or_graph_flags", ""))
+    return None if stated is None else stated[1].lower() in ("true", "1")
+
+
+def _cluster(row: dict[str, str], framework: str, notes: list[str]) -> dict[str, Any]:
+    gpu = find_gpu(row["gpu"].strip())
+    if gpu is None:
+        raise InputError(f"GPU {row['gpu'][:60]!r} is not known")
+    if gpu.name == "a100" and row.get("gpu_mem_gb", "").strip() == "40":
+        gpu = find_gpu("a100-40") or gpu
+    cluster: dict[str, Any] = {"gpu": gpu.name, "gpus": _int(row, "n_gpus")}
+    node = _int(row, "gpus_per_node")
+    if node:
+        cluster["gpus_per_node"] = node
+    network = _gbps_per_gpu(row, node or gpu.gpus_per_node)
+    if network:
+        cluster["inter_gb_s"] = network / 8
+    elif _int(row, "n_gpus") > (node or gpu.gpus_per_node):
+        cluster["fabric"] = framework_named(framework).network or "infiniband"
+        notes.append("the network between nodes is not stated")
+    return cluster
+
+
+def _gbps_per_gpu(row: dict[str, str], node: int) -> float:
+    """Gbit/s of one GPU between nodes, where the row states it."""
+    stated = _number(row, "inter_gbps_per_gpu")
+    if stated:
+        return stated
+    text = row.get("interconnect_inter", "")
+    whole = re.search(r"(\d+)\s*Gbps (?:per node|node-node)", text)
+    if whole:
+        return float(whole[1]) / node
+    links = re.search(r"(\d+)\s*x\s*(?:NVIDIA |Quantum-2 )?(?:ConnectX-\d|CX\d|BlueField)?[^,;|]*?(\d{3})\s*Gb", text)
+    if links and "Compute" in text:
+        part = re.search(r"Compute:\s*(\d+)\s*x[^,;|]*?(\d{3})\s*Gb", text)
+        links = part or links
+    if links:
+        return float(links[1]) * float(links[2]) / node
+    omni = re.search(r"Omni-Path (\d+), (\d+) links per node", text)
+    return float(omni[1]) * float(omni[2]) / node if omni else 0.0

@@ -1,0 +1,164 @@
+"""Score: predictions against measured runs, as a user judges them: by source, and by rank inside a choice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lumos.errors import LumosError
+from lumos.prediction.forecasting import forecast
+from lumos.score.measured_runs import Run, runs_of
+from lumos.workers import Engine, Here, Job
+
+_FEWEST = 3  # configurations of a (model, GPUs) group whose order is judged
+_PIECE = 32  # rows that a worker takes at a time
+
+Row = dict[str, str]
+Refused = tuple[str, str]
+"""(id, reason)."""
+
+
+class Scored(NamedTuple):
+    """A run and what was forecast of it, in plain values."""
+
+    id: str
+    source: str
+    model: str
+    gpus: int
+    measured: float | None  # seconds; None where the row does not say
+    predicted: float
+    low: float
+    high: float
+    fits: bool
+    peak_gib: float
+    notes: tuple[str, ...]
+
+    @property
+    def error(self) -> float:
+        """Relative; nan where nothing was measured."""
+        return float("nan") if self.measured is None else self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Score:
+    """All runs of a table that could be predicted, and why the others could not."""
+
+    rows: int
+    scored: tuple[Scored, ...]
+    refused: tuple[Refused, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        by_source: dict[str, list[Scored]] = defaultdict(list)
+        for item in self.scored:
+            if item.measured is not None:
+                by_source[item.source].append(item)
+        measured = [item for part in by_source.values() for item in part]
+        return {
+            "rows": self.rows,
+            "predicted": len(self.scored),
+            **_summary(measured),
+            "inside_interval": _inside(measured),
+            "by_source": {name: _summary(part) for name, part in sorted(by_source.items())},
+            "refused": [{"id": name, "reason": reason} for name, reason in self.refused],
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for every predicted run."""
+        keys = ("id", "measured", "predicted", "low", "high", "fits", "peak_gib")
+        return [
+            {key: getattr(item, key) for key in keys} | {"notes": "; ".join(item.notes)} for item in self.scored
+        ]
+
+    def as_part(self, question: str, shard: tuple[int, int]) -> dict[str, Any]:
+        """For `lumos merge`: the answer to a shard, with all that the whole answer will need."""
+        scored = [item._asdict() for item in self.scored]
+        return self.as_dict() | {
+            "kind": "score", "question": question, "shard": [shard[0] + 1, shard[1]], "scored": scored,
+        }  # fmt: skip
+
+
+def score(
+    rows: Sequence[Row],
+    progress: Callable[[int, int, str], None] | None = None,
+    engine: Engine | None = None,
+    shard: tuple[int, int] = (0, 1),
+) -> Score:
+    """Predict every row of a shard that describes a run."""
+    named = [{**row, "id": row.get("id") or f"row {number}"} for number, row in enumerate(rows, 1)]
+    mine = named[shard[0] :: shard[1]]
+    pieces = [mine[i : i + _PIECE] for i in range(0, len(mine), _PIECE)]
+    scored: list[Scored] = []
+    refused: list[Refused] = []
+    for answers in (engine or Here()).run(Job(score_rows, None), pieces):
+        for answer in answers:
+            if isinstance(answer, Scored):
+                scored.append(answer)
+            else:
+                refused.append(answer)
+        if progress is not None:
+            progress(len(scored) + len(refused), len(mine), "predicting")
+    return Score(len(mine), tuple(scored), tuple(refused))
+
+
+def score_rows(_: None, rows: list[Row]) -> list[Scored | Refused]:
+    """Predict some rows; a job for an engine."""
+    return [_scored(run) if isinstance(run, Run) else run for run in runs_of(rows)]
+
+
+def _scored(run: Run) -> Scored | Refused:
+    try:
+        found = forecast(run.setup, run.notes)
+        low, high = found.interval_ms
+        seconds = run.seconds if run.seconds == run.seconds else None
+        return Scored(
+            run.id, run.source, run.model, run.gpus, seconds, found.step.us / 1e6, low / 1e3, high / 1e3,
+            found.memory.fits, found.memory.gib()["peak"], tuple(run.notes),
+        )  # fmt: skip
+    except LumosError as problem:
+        return run.id, str(problem).splitlines()[0]
+
+
+def _summary(items: Sequence[Scored]) -> dict[str, Any]:
+    if not items:
+        return {"n": 0, "mape": None, "median": None, "spearman": None}
+    errors = 100 * np.abs([item.error for item in items])
+    rank = rank_correlation([(i.model, i.gpus, i.measured or 0.0, i.predicted) for i in items])
+    return {
+        "n": len(items),
+        "mape": float(errors.mean()),
+        "median": float(np.median(errors)),
+        "spearman": rank if rank == rank else None,
+    }
+
+
+def _inside(items: Sequence[Scored]) -> float | None:
+    """The share of runs inside their 80 % interval."""
+    if not items:
+        return None
+    return float(np.mean([i.measured is not None and i.low <= i.measured <= i.high for i in items]))
+
+
+def rank_correlation(rows: Sequence[tuple[str, int, float, float]]) -> float:
+    """Spearman's, inside groups of one model and one number of GPUs, as a mean over groups by their size."""
+    groups: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for model, gpus, measured, predicted in rows:
+        groups[model, gpus].append((measured, predicted))
+    values, weights = [], []
+    for group in groups.values():
+        a, b = (_ranks(np.array(column)) for column in zip(*group, strict=True))
+        if len(group) >= _FEWEST and a.std() > 0 and b.std() > 0:
+            values.append(float(np.corrcoef(a, b)[0, 1]))
+            weights.append(len(group))
+    return float(np.average(values, weights=weights)) if values else float("nan")
+
+
+def _ranks(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Ranks, ties sharing theirs."""
+    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    ranks: np.ndarray[Any, Any] = ((ends - counts + ends - 1) / 2.0)[where]
+    return ranks

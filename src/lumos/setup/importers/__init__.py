@@ -1,0 +1,1 @@
+"""Importers: setups from the files that people already have."""

@@ -1,0 +1,1 @@
+"""Trace: what a run did, as columns; files are read into it here."""

@@ -1,0 +1,360 @@
+"""A PyTorch execution trace (ExecutionTraceObserver), linked to the Kineto trace of the same run.
+
+An execution trace has no times. It has what Kineto leaves out: every tensor an operator takes and gives, by storage,
+and the size and process group of every collective. Both record the same functions in the same order on every thread, so
+a thread of the one is looked for as a run of names in a thread of the other; that all names agree is the proof that the
+two are twins. (`rf_id`, which counts the functions, is only sometimes in the Kineto file, and under various names.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from lumos.errors import InputError
+from lumos.graph.from_trace.nodes import Draft
+from lumos.trace.names import Category, collective_name
+from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
+from lumos.trace.trace import Message, Trace
+
+_MOST_BYTES = 1 << 30  # of text: an execution trace is of a step or two
+_NOT_RECORDED_BY_KINETO = re.compile(r"\[pytorch\|profiler\||## process_group:init|__ROOT_")
+_DTYPES = {"c10::half": "half", "c10::bfloat16": "bfloat16", "long int": "long", "unsigned char": "uint8"}
+
+
+class _Attribute(msgspec.Struct):
+    name: Any = ""
+    value: Any = None
+
+
+class _Values(msgspec.Struct):
+    """Inputs or outputs as newer files have them."""
+
+    values: Any = None
+    shapes: Any = None
+    types: Any = None
+
+
+class _Node(msgspec.Struct):
+    """A node of any version: newer files keep numbers in `attrs` and inputs in an object."""
+
+    name: Any = ""
+    rf_id: Any = 0
+    tid: Any = 0
+    inputs: _Values | list[Any] | None = None
+    input_shapes: Any = None
+    input_types: Any = None
+    outputs: _Values | list[Any] | None = None
+    output_shapes: Any = None
+    output_types: Any = None
+    attrs: list[_Attribute] = []
+
+
+class _File(msgspec.Struct):
+    schema: Any = ""
+    nodes: list[_Node] = []
+
+
+class Tensor(NamedTuple):
+    """What an operator takes or gives."""
+
+    storage: int
+    elements: int
+    width: int  # bytes of an element
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.width
+
+
+class Operator(NamedTuple):
+    """A recorded function: its name, its values as text, and the tensors among them."""
+
+    name: str
+    order: int  # rf_id
+    thread: int
+    inputs: tuple[str, str, str]  # values, shapes, types
+    outputs: tuple[str, str, str]
+    reads: tuple[Tensor, ...]
+    writes: tuple[Tensor, ...]
+    message: Message | None
+
+    @property
+    def bytes(self) -> int:
+        """All that moves in and out."""
+        return sum(tensor.bytes for tensor in {*self.reads, *self.writes})
+
+
+@dataclass(frozen=True)
+class ExecutionTrace:
+    """The operators of one rank, by thread, in order."""
+
+    path: Path
+    schema: str
+    threads: dict[int, list[Operator]]
+    groups: dict[str, tuple[int, ...]]
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.threads.values()))
+
+
+def read_execution_trace(path: Path) -> ExecutionTrace:
+    """The operators in a file."""
+    file = _decode(path)
+    groups = _groups(file.nodes)
+    threads: dict[int, list[Operator]] = defaultdict(list)
+    for node in file.nodes:
+        if isinstance(node.name, str) and not _NOT_RECORDED_BY_KINETO.match(node.name):
+            found = _operator(node, groups)
+            threads[found.thread].append(found)
+    for operators in threads.values():
+        operators.sort(key=lambda o: o.order)
+    if not threads:
+        raise InputError(f"{path}: an execution trace without operators; record it around a training step")
+    return ExecutionTrace(path, str(file.schema), dict(threads), groups)
+
+
+def _decode(path: Path) -> _File:
+    try:
+        with open_bytes(path) as stream:
+            text = stream.read(_MOST_BYTES + 1)
+    except BAD_GZIP as error:
+        raise InputError(f"{path}: not a readable file ({error}); copy or record it again") from None
+    if len(text) > _MOST_BYTES:
+        raise InputError(f"{path}: more than {_MOST_BYTES >> 30} GiB of text; record a single step")
+    try:
+        file = msgspec.json.decode(text, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{path}: not a PyTorch execution trace ({error})") from None
+    if not file.nodes:
+        raise InputError(f"{path}: no nodes in it, so not a PyTorch execution trace")
+    return file
+
+
+def _operator(node: _Node, groups: dict[str, tuple[int, ...]]) -> Operator:
+    attributes = {str(a.name): a.value for a in node.attrs}
+    taken = _values(node.inputs, node.input_shapes, node.input_types)
+    given = _values(node.outputs, node.output_shapes, node.output_types)
+    reads, writes = tuple(_tensors(taken[0])), tuple(_tensors(given[0]))
+    name = str(node.name)
+    told = _message(attributes, taken, (reads, writes), groups) if name == "record_param_comms" else None
+    return Operator(
+        name=name,
+        order=_whole(attributes.get("rf_id", node.rf_id)),
+        thread=_whole(attributes.get("tid", node.tid)),
+        inputs=_texts(taken),
+        outputs=_texts(given),
+        reads=reads,
+        writes=writes,
+        message=told,
+    )
+
+
+def _values(found: _Values | list[Any] | None, shapes: Any, types: Any) -> tuple[Any, Any, Any]:
+    if isinstance(found, _Values):
+        return found.values, found.shapes, found.types
+    return found, shapes, types
+
+
+def _texts(values: tuple[Any, Any, Any]) -> tuple[str, str, str]:
+    first, second, third = (msgspec.json.encode(v if v is not None else []).decode() for v in values)
+    return first, second, third
+
+
+def _tensors(values: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Tensors are lists of id, storage, offset, elements, bytes of an element, device; they may stand in lists."""
+    if not isinstance(values, list) or depth > 8:
+        return
+    if len(values) == 6 and isinstance(values[5], str) and all(isinstance(v, int) for v in values[:5]):
+        yield Tensor(values[1], max(values[3], 0), max(values[4], 0))
+        return
+    for value in values:
+        yield from _tensors(value, depth + 1)
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _groups(nodes: list[_Node]) -> dict[str, tuple[int, ...]]:
+    """Process groups by name, where a file describes them; no ranks means all of them."""
+    groups: dict[str, tuple[int, ...]] = {}
+    for node in nodes:
+        if isinstance(node.name, str) and node.name.startswith("## process_group:init"):
+            values = _values(node.inputs, None, None)[0]
+            for text in values if isinstance(values, list) else []:
+                groups |= _described_groups(text)
+    return groups
+
+
+def _described_groups(text: Any) -> dict[str, tuple[int, ...]]:
+    try:
+        described = msgspec.json.decode(text, type=list[dict[str, Any]])
+    except (msgspec.DecodeError, TypeError):
+        return {}
+    found = {}
+    for group in described:
+        ranks = group.get("ranks") or range(min(_whole(group.get("group_size")), 1 << 20))
+        if all(isinstance(r, int) for r in ranks):
+            found[str(group.get("pg_name"))] = tuple(ranks)
+    return found
+
+
+def _message(
+    attributes: dict[str, Any],
+    taken: tuple[Any, Any, Any],
+    tensors: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+    groups: dict[str, tuple[int, ...]],
+) -> Message | None:
+    """The communication that `record_param_comms` announces; None for the wait after it."""
+    values = taken[0] if isinstance(taken[0], list) else []
+    told = attributes.get("collective_name") or next((v for v in values if isinstance(v, str)), "")
+    if not isinstance(told, str) or told in ("wait", "barrier_wait", ""):
+        return None
+    reads, writes = (sum(t.elements for t in some) for some in tensors)
+    group = str(attributes.get("pg_name", ""))
+    peer = _peer(values)
+    return Message(
+        collective=told if told in ("send", "recv") else collective_name(told) or told,
+        dtype=str(attributes.get("dtype") or _dtype(taken[2])),
+        in_elements=_whole(attributes.get("in_msg_nelems")) or reads,
+        out_elements=_whole(attributes.get("out_msg_nelems")) or writes,
+        group=group,
+        group_size=_whole(attributes.get("pg_size")) or next((v for v in reversed(values) if isinstance(v, int)), -1),
+        ranks=groups.get(group, ()),
+        source=peer if told == "recv" else -1,
+        destination=peer if told == "send" else -1,
+    )
+
+
+def _peer(values: list[Any]) -> int:
+    """The number before the collective's name: the other side of a message."""
+    at = next((i for i, v in enumerate(values) if isinstance(v, str)), 0)
+    return values[at - 1] if at and isinstance(values[at - 1], int) else -1
+
+
+def _dtype(types: Any) -> str:
+    """The type of the first tensor, as in "GenericList[Tensor(c10::Half)]"."""
+    found = re.search(r"Tensor\(([^)]*)\)", str(types[0] if isinstance(types, list) and types else ""))
+    name = found.group(1).lower() if found else ""
+    return _DTYPES.get(name, name)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Which operator of an execution trace every row of a Kineto trace is."""
+
+    by_row: dict[int, Operator]
+    notes: tuple[str, ...]
+
+    def of_row(self, row: int) -> Operator | None:
+        return self.by_row.get(row)
+
+    def enrich(self, trace: Trace) -> Trace:
+        """The trace with the sizes and groups of collectives where it does not have them itself."""
+        messages = {message: i for i, message in enumerate(trace.messages)}
+        column = trace.message.copy()
+        for row, operator in self.by_row.items():
+            if operator.message is not None and column[row] < 0:
+                column[row] = messages.setdefault(operator.message, len(messages))
+        return replace(trace, messages=tuple(messages), message=column)
+
+    def data_edges(self, draft: Draft) -> list[tuple[int, int]]:
+        """(kernel that wrote a tensor, kernel that reads it) on two streams, where the clock does not contradict."""
+        found: dict[tuple[int, int], None] = {}
+        writer: dict[tuple[int, int], int] = {}
+        rank_of = draft.trace.rank
+        for operator_row, kernels in self._kernels(draft):
+            operator, rank = self.by_row[operator_row], int(rank_of[operator_row])
+            target = int(draft.first_node[kernels[0]])
+            for storage in {t.storage for t in operator.reads}:
+                source = writer.get((rank, storage), -1)
+                if source >= 0 and draft.lane[source] != draft.lane[target] and draft.end[source] < draft.start[target]:
+                    found[source, target] = None
+            for tensor in operator.writes:
+                writer[rank, tensor.storage] = int(draft.last_node[kernels[-1]])
+        return list(found)
+
+    def _kernels(self, draft: Draft) -> list[tuple[int, list[int]]]:
+        """The rows on GPUs by the linked operator that launched them, operators in order of time."""
+        kernels: dict[int, list[int]] = defaultdict(list)
+        for row in np.flatnonzero(draft.trace.on_gpu).tolist():
+            operator = int(draft.operator_row[row])
+            if operator in self.by_row:
+                kernels[operator].append(row)
+        return sorted(kernels.items(), key=lambda item: int(draft.trace.start[item[0]]))
+
+
+def link(trace: Trace, executions: dict[int, ExecutionTrace]) -> Links:
+    """Tie the execution traces of some ranks to the Kineto trace of the same run."""
+    by_row: dict[int, Operator] = {}
+    notes: list[str] = []
+    for rank, execution in executions.items():
+        threads = _Threads(trace, rank)
+        found = 0
+        for operators in execution.threads.values():
+            rows, times = threads.find([o.name for o in operators])
+            by_row.update(zip(rows, operators, strict=False))
+            found += len(rows)
+            if times > 1:
+                notes.append(f"{execution.path.name}: its operators come {times} times; the first time is taken")
+        if found < execution.count / 2:
+            raise InputError(
+                f"{execution.path}: not recorded with the Kineto trace of rank {rank}: of its {execution.count} "
+                f"operators, {found} are there in the same order; give the two files of one step"
+            )
+        if found < execution.count:
+            missing = execution.count - found
+            notes.append(f"{execution.path.name}: {missing} of {execution.count} operators are not linked")
+    return Links(by_row, tuple(dict.fromkeys(notes)))
+
+
+@dataclass(frozen=True)
+class _Threads:
+    """The functions that each thread of a rank recorded, in order."""
+
+    trace: Trace
+    rank: int
+
+    @cached_property
+    def rows(self) -> list[np.ndarray]:
+        trace = self.trace
+        host = np.isin(trace.category, (Category.OP, Category.NOTE)) & (trace.rank == self.rank)
+        rows = np.flatnonzero(host)
+        rows = rows[np.lexsort((rows, -trace.end[rows], trace.start[rows], trace.lane[rows]))]
+        return np.split(rows, np.flatnonzero(np.diff(trace.lane[rows])) + 1)
+
+    @cached_property
+    def codes(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.trace.names)}
+
+    def find(self, names: list[str]) -> tuple[list[int], int]:
+        """The rows of the first run of these names on a thread, and how many runs there are; none: ([], 0)."""
+        wanted = np.array([self.codes.get(name, -1) for name in names])
+        best: tuple[list[int], int] = ([], 0)
+        for rows in self.rows:
+            places = _places(self.trace.name[rows], wanted)
+            if len(places) and not best[0]:
+                best = rows[places[0] : places[0] + len(wanted)].tolist(), len(places)
+        return best
+
+
+def _places(text: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Where one sequence of numbers stands in another."""
+    if len(wanted) == 0 or len(wanted) > len(text):
+        return np.zeros(0, np.int64)
+    places = np.flatnonzero(text[: len(text) - len(wanted) + 1] == wanted[0])
+    for offset, code in enumerate(wanted[1:].tolist(), 1):
+        places = places[text[places + offset] == code]
+        if len(places) == 0:
+            break
+    return places

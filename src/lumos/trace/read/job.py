@@ -1,0 +1,284 @@
+"""A job: one file, or the files of all ranks in a folder under any naming, read in parallel processes.
+
+Kineto traces and exports of Nsight Systems are read as a Trace; Chakra files are a graph already, an Execution.
+The rank of a file is what its header says, else what its name says, else what the user's pattern finds in the name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+from lumos.errors import InputError, OptionError
+from lumos.graph.from_trace.build import Execution
+from lumos.trace.read.formats import Form, form_of, head_of, is_gzip
+from lumos.trace.read.host_memory import refuse_if_larger_than_memory
+from lumos.trace.read.kineto import read_kineto
+from lumos.trace.read.reader_process import FileReaders, readers
+from lumos.trace.trace import Header, Trace, concatenate
+
+_TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$|\.(et|sqlite)$")
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+)|\.(\d+)\.et$", re.IGNORECASE)
+_RANK_IN_HEAD = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d+)')
+_READABLE = (Form.KINETO, Form.NSYS, Form.CHAKRA, Form.CHAKRA_JSON)
+_PARALLEL_FROM = 8 << 20  # bytes on disk; below, starting processes costs more than it saves
+_APART = 10_000_000_000  # ns: ranks of one capture overlap in time, give or take a clock
+
+Progress = Callable[[int, int], None]  # bytes read, bytes in all
+Meanwhile = Callable[[], None]
+_Read = TypeVar("_Read")
+
+
+def read_job(
+    path: Path,
+    match: str = "",
+    rank_pattern: str = "",
+    progress: Progress | None = None,
+    workers: int = 0,
+    started: FileReaders | None = None,
+    meanwhile: Meanwhile | None = None,
+) -> Trace | Execution:
+    """A job from a file or a folder of ranks.
+
+    Processes that were started for reading are used; `meanwhile` is run while they read.
+    """
+    files, notes = find_files(path, match)
+    pattern = _compiled(rank_pattern)
+    form = _one_form(files)
+    if form in (Form.CHAKRA, Form.CHAKRA_JSON):
+        return _read_chakra_job(files, notes, pattern, progress)
+    refuse_if_larger_than_memory(files)
+    if form == Form.NSYS:
+        from lumos.trace.read.nsys import read_nsys
+
+        traces = _read_one_by_one(files, read_nsys, progress)
+    else:
+        traces = _read_all(files, progress, workers, started, meanwhile)
+    traces = [_with_rank(trace, Path(trace.headers[0].path), pattern, len(files)) for trace in traces]
+    _refuse_mixed_jobs(traces)
+    traces.sort(key=lambda t: t.headers[0].rank)
+    job = concatenate(traces)
+    return replace(job, warnings=(*notes, *job.warnings, *_missing_ranks(job)))
+
+
+def _one_form(files: list[Path]) -> Form:
+    """The kind of all files; a mixture is refused, and so is what cannot be replayed."""
+    forms = {file: form_of(file, head_of(file)) for file in files}
+    kinds = {form: file for file, form in forms.items()}
+    if len(kinds) > 1:
+        (a, x), (b, y) = list(kinds.items())[:2]
+        raise InputError(f"{x.parent}: {x.name} is {a.value} and {y.name} is {b.value}; choose one kind with --match")
+    form, file = next(iter(kinds.items()))
+    if form in _REFUSED:
+        raise InputError(f"{file}: {form.value} {_REFUSED[form]}")
+    packed = next((file for file in files if form in (Form.CHAKRA, Form.NSYS) and is_gzip(file)), None)
+    if packed is not None:
+        raise InputError(f"{packed}: {form.value}, but packed; unpack it first, as with gzip -d")
+    return form
+
+
+_REFUSED = {
+    Form.ARCHIVE: "of files; unpack it, and give what is inside",
+    Form.EXECUTION: "(it has nodes, not times); give the Kineto trace of the same run, and this with --et to convert",
+    Form.JSON_LIST: "of something else than trace events; give a PyTorch profiler trace",
+}
+
+
+def _read_chakra_job(
+    files: list[Path], notes: list[str], pattern: re.Pattern[str] | None, progress: Progress | None
+) -> Execution:
+    from lumos.trace.read.chakra import read_chakra, read_chakra_file
+    from lumos.trace.read.chakra_json import read_chakra_json
+
+    is_json = form_of(files[0], head_of(files[0])) == Form.CHAKRA_JSON
+    found = _read_one_by_one(files, read_chakra_json if is_json else read_chakra_file, progress)
+    ranked = [replace(file, rank=_rank(file.path, file.rank, pattern, len(files))) for file in found]
+    _refuse_equal_ranks([(file.rank, file.path) for file in ranked])
+    execution = read_chakra(sorted(ranked, key=lambda file: file.rank))
+    return replace(execution, warnings=(*notes, *execution.warnings))
+
+
+def find_files(path: Path, match: str = "") -> tuple[list[Path], list[str]]:
+    """The trace files at a path, and notes on what was left out."""
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder")
+    if not path.is_file() and not path.is_dir():
+        raise InputError(f"{path}: neither a file nor a folder; name a Kineto trace, or the folder of a job's ranks")
+    if path.is_file():
+        return [path], []
+    inside = sorted(p for p in path.iterdir() if p.is_file())
+    named = [p for p in inside if _TRACE_NAME.search(p.name) and fnmatch.fnmatch(p.name, match or "*")]
+    heads = {p: head_of(p) for p in named}
+    files = {p: head for p, head in heads.items() if form_of(p, head) in _READABLE}
+    if not files:
+        raise InputError(_nothing_found(path, inside, match))
+    return _one_capture(files) if not match else (list(files), [])
+
+
+def _nothing_found(path: Path, inside: list[Path], match: str) -> str:
+    if match:
+        return f"{path}: no Kineto trace here matches --match {match!r}"
+    candidates = (p for p in sorted(path.rglob("*")) if p.is_file() and _TRACE_NAME.search(p.name))
+    deeper = next((p.parent for p in candidates if form_of(p, head_of(p)) in _READABLE), None)
+    if deeper is not None:
+        return f"{path}: no Kineto trace in this folder itself; did you mean {deeper}?"
+    if not inside:
+        return f"{path}: the folder is empty; give a folder of .json or .json.gz traces"
+    return f"{path}: none of its {len(inside)} files is a Kineto trace (.json or .json.gz with traceEvents)"
+
+
+def _one_capture(files: dict[Path, bytes | None]) -> tuple[list[Path], list[str]]:
+    """Of files named alike but for their numbers, the largest set: `rank0.json` beside `rank0.with_et.json` are two.
+
+    Sets that hold other ranks belong to the same capture: files may be named after their hosts.
+    """
+    sets: dict[str, list[Path]] = defaultdict(list)
+    for file in files:
+        sets[re.sub(r"\d+", "#", file.name)].append(file)
+    kept: list[Path] = []
+    ranks: set[int] = set()
+    for name in sorted(sets, key=lambda name: (-len(sets[name]), len(name), name)):
+        found = [_rank_hint(file, files[file]) for file in sets[name]]
+        if not kept or (-1 not in found and ranks.isdisjoint(found)):
+            kept += sets[name]
+            ranks.update(found)
+    left_out = [file.name for file in files if file not in kept]
+    if not left_out or sum("#" in name for name in sets) < 2:
+        return list(files), []
+    shown = ", ".join(left_out[:2]) + (", …" if len(left_out) > 2 else "")
+    return sorted(kept), [f"{len(left_out)} files of another capture were left out ({shown}); choose with --match"]
+
+
+def _rank_hint(path: Path, head: bytes | None) -> int:
+    """The rank by the beginning of a file, or by its name; -1 where neither says."""
+    told = _RANK_IN_HEAD.search(head or b"")
+    return int(told.group(1)) if told else rank_in_name(path)
+
+
+def rank_in_name(path: Path) -> int:
+    """The rank that the name of a file tells; -1 where it tells none."""
+    found = _RANK_IN_NAME.search(path.name)
+    return int(found.group(1) or found.group(2)) if found else -1
+
+
+def _read_all(
+    files: list[Path],
+    progress: Progress | None,
+    workers: int,
+    started: FileReaders | None,
+    meanwhile: Meanwhile | None,
+) -> list[Trace]:
+    sizes = {file: file.stat().st_size for file in files}
+    total, read = sum(sizes.values()), 0
+
+    def done(file: Path) -> None:
+        nonlocal read
+        read += sizes[file]
+        if progress is not None:
+            progress(read, total)
+
+    if started is not None:
+        return started.read(files, done, meanwhile)
+    workers = workers or min(len(files), os.cpu_count() or 1)
+    if workers < 2 or total < _PARALLEL_FROM:
+        return [_read_here(file, done) for file in files]
+    with readers(workers) as here:
+        return here.read(files, done, meanwhile)
+
+
+def _read_one_by_one(files: list[Path], read: Callable[[Path], _Read], progress: Progress | None) -> list[_Read]:
+    found, done, total = [], 0, sum(file.stat().st_size for file in files)
+    for file in files:
+        found.append(read(file))
+        done += file.stat().st_size
+        if progress is not None:
+            progress(done, total)
+    return found
+
+
+def _read_here(file: Path, done: Callable[[Path], None]) -> Trace:
+    trace = read_kineto(file)
+    done(file)
+    return trace
+
+
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    if not pattern:
+        return None
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise OptionError(f"--rank-pattern {pattern!r}: not a regular expression ({error})") from None
+    if compiled.groups != 1:
+        raise OptionError(f"--rank-pattern {pattern!r}: needs one group for the number, as in 'node(\\d+)'")
+    return compiled
+
+
+def _with_rank(trace: Trace, path: Path, pattern: re.Pattern[str] | None, files: int) -> Trace:
+    if len(trace.headers) > 1:  # one file of several processes
+        return trace
+    header = trace.headers[0]
+    rank = _rank(path, header.rank, pattern, files)
+    lanes = tuple(lane._replace(rank=rank) for lane in trace.lanes)
+    return replace(trace, lanes=lanes, headers=(header._replace(rank=rank),))
+
+
+def _rank(path: Path, told: int, pattern: re.Pattern[str] | None, files: int) -> int:
+    """The rank of a file, by the user's pattern, by what it says of itself, or by its name."""
+    if pattern is not None:
+        found = pattern.search(path.name)
+        if found is None or not (found.group(1) or "").isdecimal():
+            raise InputError(
+                f"{path}: --rank-pattern {pattern.pattern!r} finds no rank here; its group must match a number"
+            )
+        return int(found.group(1))
+    rank = told if told >= 0 else rank_in_name(path)
+    if rank < 0 and files > 1:
+        raise InputError(
+            f"{path}: neither its header nor its name says which rank it is; say how with --rank-pattern 'REGEX(\\d+)'"
+        )
+    return max(rank, 0)
+
+
+def _refuse_mixed_jobs(traces: list[Trace]) -> None:
+    _refuse_equal_ranks([(header.rank, Path(header.path)) for trace in traces for header in trace.headers])
+    sizes: dict[int, Header] = {t.headers[0].world_size: t.headers[0] for t in traces if t.headers[0].world_size > 0}
+    if len(sizes) > 1:
+        (size, x), (other, y) = list(sizes.items())[:2]
+        raise InputError(
+            f"{Path(x.path).name} is of a job of {size} ranks and {Path(y.path).name} of one of {other}: "
+            "these are different jobs; choose one with --match"
+        )
+    spans = sorted((int(t.start.min()), int(t.end.max()), t.headers[0]) for t in traces)
+    for (_, end, x), (start, _, y) in pairwise(spans):
+        if start - end > _APART:
+            raise InputError(
+                f"{Path(x.path).name} ends {(start - end) / 1e9:.0f} s before {Path(y.path).name} begins: "
+                "these are different captures; choose one with --match"
+            )
+
+
+def _refuse_equal_ranks(files: list[tuple[int, Path]]) -> None:
+    by_rank: dict[int, Path] = {}
+    for rank, path in files:
+        if rank in by_rank:
+            raise InputError(
+                f"{path.parent}: both {by_rank[rank].name} and {path.name} claim rank {rank}; they are of two captures:"
+                " choose one with --match 'PATTERN', or give ranks with --rank-pattern"
+            )
+        by_rank[rank] = path
+
+
+def _missing_ranks(job: Trace) -> list[str]:
+    world = max(h.world_size for h in job.headers)
+    here = len(job.headers)
+    if world <= here or world < 2:
+        return []
+    return [f"{here} of {world} ranks are here; waiting for the others cannot be told from transfer"]

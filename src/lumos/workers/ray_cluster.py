@@ -1,0 +1,90 @@
+"""A Ray cluster: chunks run wherever there is a free core, and once more where a node was lost."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lumos.errors import LumosError, OptionError
+from lumos.workers.engine import Job
+
+_PATIENCE_S = 5.0
+_TRIES = 5  # of one chunk, when nodes are lost
+_AHEAD = 2  # chunks that are asked for, for every core
+
+
+class Ray:
+    """Cores of a Ray cluster, as many as it has at the moment."""
+
+    def __init__(self, ray: Any, workers: int) -> None:
+        self.ray, self.limit = ray, workers
+
+    @property
+    def workers(self) -> int:
+        cores = int(self.ray.cluster_resources().get("CPU", 1))
+        return min(cores, self.limit) if self.limit else max(1, cores)
+
+    def run(self, job: Job, chunks: Sequence[Any]) -> Iterator[Any]:
+        remote = self.ray.remote(num_cpus=1, max_retries=_TRIES)(job.function)
+        shared = self.ray.put(job.shared)
+        most = _AHEAD * self.workers
+        asked: list[Any] = []
+        for chunk in chunks:
+            asked.append(remote.remote(shared, chunk))
+            if len(asked) > most:
+                yield self._answer(asked.pop(0))
+        while asked:
+            yield self._answer(asked.pop(0))
+
+    def _answer(self, reference: Any) -> Any:
+        try:
+            return self.ray.get(reference)
+        except self.ray.exceptions.RayTaskError as problem:
+            cause = getattr(problem, "cause", None)
+            if isinstance(cause, LumosError):
+                raise cause from None
+            raise
+        except self.ray.exceptions.RayError as problem:
+            told = f"the Ray cluster lost a chunk {_TRIES} times ({_line(problem)}): look at its nodes"
+            raise LumosError(told) from None
+
+
+def _refuse_silence(address: str) -> None:
+    """Ray itself waits for minutes where nobody answers."""
+    found = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d{1,5})", address)
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), _PATIENCE_S).close()
+    except (OSError, OverflowError) as problem:
+        raise OptionError(f"--address {address!r}: no Ray cluster answers there ({problem})") from None
+
+
+def _line(problem: Exception) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+
+
+@contextmanager
+def on_ray(address: str, workers: int) -> Iterator[Ray]:
+    """Join the cluster at an address, or start one on this machine; leave it as it was."""
+    try:
+        import ray
+    except ImportError:
+        raise OptionError("--engine ray needs Ray: pip install 'lumos-sim[ray]'") from None
+    joined = ray.is_initialized()
+    if not joined:
+        _refuse_silence(address)
+        try:
+            where = {"address": address} if address else {"include_dashboard": False}
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
+        except (ConnectionError, ValueError, RuntimeError) as problem:
+            raise OptionError(f"--address {address!r}: no Ray cluster answers there ({_line(problem)})") from None
+    try:
+        yield Ray(ray, workers)
+    finally:
+        if not joined:
+            ray.shutdown()
