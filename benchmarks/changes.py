@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,9 +22,12 @@ from lumos.analysis.replay import replay
 from lumos.change.change import Source, change
 from lumos.change.infer.infer import infer
 from lumos.prediction.step import simulate_step
-from lumos.prediction.synthesis import write_synthetic
 from lumos.setup.setup import Setup
 from lumos.trace.read.job import read_job
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from synthetic_traces import write_synthetic
 
 INTRODUCTION = """# Changed runs, predicted from traces
 

@@ -16,15 +16,15 @@ import numpy as np
 
 from lumos.cost.in_step import conditions_for
 from lumos.cost.operator_model import cost_model
-from lumos.cost.sampled_network import sampled_network
 from lumos.graph.graph import Edges, Graph, Rule, make_graph
 from lumos.graph.simulate import simulate
 from lumos.program.collective import Collective, Group
-from lumos.program.neox import IDLE_HOST, Costs, Details, Host, NeoxLayer, Recipe, Task, Tasks, elapsed_us
 from lumos.program.operators import Operator
 from lumos.program.rank_layout import Shard
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
+from neox import IDLE_HOST, Costs, Details, Host, NeoxLayer, Recipe, Task, Tasks, elapsed_us
+from sampled_network import sampled_network
 
 SITES = {"perlmutter": ("a100", 4), "vista": ("gh200", 1)}
 

@@ -1,8 +1,8 @@
-"""Turns the NCCL samples of arXiv 2509.22832 (MIT licence) into the tables that the package ships.
+"""Turns the NCCL samples of arXiv 2509.22832 (MIT licence) into the tables that benchmarks/ten_runs.py uses.
 
     python calibration/fit_networks.py OPERATORS
 
-Writes src/lumos/data/networks/perlmutter.json and vista.json, and prints for every configuration its ring bandwidth,
+Writes benchmarks/networks/perlmutter.json and vista.json, and prints for every configuration its ring bandwidth,
 the error of a table fitted on every other sample on the samples left out, and that of the ring formula, which never saw
 the configuration's own table.
 
@@ -24,10 +24,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.cost.sampled_network import Rings, SampledNetwork, Table, decode
 from lumos.program.collective import Collective, Group
 
-TARGET = Path(__file__).parent.parent / "src/lumos/data/networks"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from sampled_network import FOLDER, Rings, SampledNetwork, Table, decode
+
 SITES = {"Perlmutter": 4, "Vista": 1}  # GPUs a node
 KINDS = {
     "allreduce": "all_reduce", "allreduce_large": "all_reduce", "allgather_large": "all_gather", "p2p": "p2p",
@@ -148,7 +150,7 @@ def show(site: str, network: SampledNetwork, samples: dict[Key, Samples]) -> Non
 
 
 def main(folder: Path) -> None:
-    TARGET.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     for site, gpus in SITES.items():
         samples = read(folder / site / "nccl")
         tables = []
@@ -163,7 +165,7 @@ def main(folder: Path) -> None:
             "rings": rings_of(samples)._asdict(), "tables": tables,
         }  # fmt: skip
         show(site, decode(json.loads(json.dumps(facts))), samples)
-        (TARGET / f"{site.lower()}.json").write_text(_compact(facts), "utf-8")
+        (FOLDER / f"{site.lower()}.json").write_text(_compact(facts), "utf-8")
 
 
 def _compact(facts: dict[str, object]) -> str:

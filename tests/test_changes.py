@@ -15,9 +15,9 @@ from lumos.change.change import Source, change
 from lumos.change.kernel_labels import Phase, Work, label
 from lumos.errors import OptionError
 from lumos.prediction.step import simulate_step
-from lumos.prediction.synthesis import write_synthetic
 from lumos.setup.setup import Setup
 from lumos.trace.read.job import read_job
+from synthetic_traces import write_synthetic
 
 GPT_15B = {"layers": 48, "hidden": 6144, "ffn": 12288, "heads": 48, "vocab": 51200, "gated": False}
 TARGETS: list[dict[str, Any]] = [

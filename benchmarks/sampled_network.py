@@ -12,14 +12,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from math import exp, log
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lumos.errors import OptionError
 from lumos.program.collective import Collective, Group
+
+FOLDER = Path(__file__).parent / "networks"
 
 _ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "p2p": 1.0}
 _INSIDE_START_US, _BETWEEN_START_US, _STEP_US = 12.0, 20.0, 6.0  # no message was short enough to show them
@@ -106,15 +108,13 @@ def sampled_network(name: str, crowded: bool = False) -> SampledNetwork:
     """The network of a cluster whose collectives were sampled: perlmutter or vista."""
     if name not in sampled_networks():
         raise OptionError(f"network {name[:100]!r} was not sampled: use one of {', '.join(sampled_networks())}")
-    text = resources.files("lumos").joinpath(f"data/networks/{name}.json").read_text("utf-8")
-    return decode(json.loads(text), crowded)
+    return decode(json.loads((FOLDER / f"{name}.json").read_text("utf-8")), crowded)
 
 
 @cache
 def sampled_networks() -> tuple[str, ...]:
     """The names of the sampled networks."""
-    folder = resources.files("lumos").joinpath("data/networks")
-    return tuple(sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json")))
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def decode(facts: Mapping[str, Any], crowded: bool = False) -> SampledNetwork:
