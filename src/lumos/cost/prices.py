@@ -6,7 +6,8 @@ clock that the power limit leaves: `Conditions` hold those factors, each with ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from math import log2
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -17,7 +18,7 @@ from lumos.cost.energy import joules_for
 from lumos.cost.in_step import Conditions
 from lumos.cost.network import Network
 from lumos.cost.operator_model import CostModel
-from lumos.program.block import Block
+from lumos.program.block import Block, Piece
 from lumos.program.collective import Collective
 from lumos.program.operators import Operator
 
@@ -93,6 +94,10 @@ class Prices:
             self._blocks[key] = time_of(build(), self)
         return self._blocks[key]
 
+    @contextmanager
+    def inside(self, key: Hashable) -> Iterator[None]:
+        """Prices as they hold inside the block of this key: those calibrated on a trace differ from block to block."""
+        yield
 
     def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
         """Whatever else depends on nothing but these prices and a key, made on first use."""
@@ -124,3 +129,30 @@ def time_of(block: Block, prices: Prices) -> BlockTime:
             joules += prices.joules.operator(piece.work, cost)
             now += cost
     return BlockTime(max(now, network), prices.host_us * launches, compute, communication, joules)
+
+
+class Row(NamedTuple):
+    """One operator or collective of a block, in microseconds from the start of the block."""
+
+    piece: Piece
+    start_us: float
+    end_us: float
+
+
+def timeline(block: Block, prices: Prices) -> list[Row]:
+    """When each operator and collective of a block runs, by the same walk as `time_of`."""
+    now = network = 0.0
+    rows = []
+    for piece in block:
+        if isinstance(piece.work, Collective):
+            begin = max(network, now)
+            network = begin + prices.collective_us(piece.work)
+            rows.append(Row(piece, begin, network))
+            if piece.waits:
+                now = network
+        else:
+            if piece.joins:
+                now = max(now, network)
+            begin, now = now, now + prices.operator_us(piece.work)
+            rows.append(Row(piece, begin, now))
+    return rows
