@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PUBLISHED = """
 Step times of published training runs, dense pretraining. Every source is predicted with constants fitted without it
-(`calibration/fit_conditions.py`); three constants are fitted in all, and the second table says what each is worth. What
+(`calibration/fit_in_step.py`); three constants are fitted in all, and the second table says what each is worth. What
 frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources; it was chosen with these errors in
 sight, and two numbers, nanotron's `pipeline_drag` and the share of EFA that is left beside kernels, were fitted on
 nanotron's own sweep; the class of its network (EFA) is an inference. A table below says what the sweep's errors are

@@ -9,7 +9,7 @@ from forecasts import write_page
 
 REGRET = """
 For every group of published runs of one model, number of GPUs and batch: the measured step time of the configuration
-that we rank first, over the best measured. The constants of `conditions.json` are those fitted without the group's
+that we rank first, over the best measured. The constants of `in_step.json` are those fitted without the group's
 source, the share of the network beside kernels is that of the sweep's other model. **nanotron's `pipeline_drag` was
 fitted on the sweep itself, and what nanotron overlaps was looked up with these figures in sight**: a row says what the
 regret is without the drag. What other frameworks do was written with the errors of forecasts in sight.

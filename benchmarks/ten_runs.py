@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.cost.in_step import conditions_for
+from lumos.cost.in_step import in_step_factors
 from lumos.cost.operator_model import cost_model
 from lumos.graph.graph import Edges, Graph, Rule, make_graph
 from lumos.graph.simulate import simulate
-from lumos.program.collective import Collective, Group
+from lumos.program.operators import Collective, Group
 from lumos.program.operators import Operator
 from lumos.program.rank_layout import Shard
 from lumos.setup.frameworks import framework_named
@@ -108,7 +108,7 @@ class Stages:
     def __init__(self, run: Run, site: str, way: Way) -> None:
         setup = setup_of(run, site)
         gpu = SITES[site][0]
-        conditions = conditions_for(setup.cluster.accelerator)
+        conditions = in_step_factors(setup.cluster.accelerator)
         self.run, self.way, self.shard = run, way, Shard(setup, framework_named("neox"))
         matrix = conditions.matrix if way.in_step else 1.0
         self.costs = Costs(

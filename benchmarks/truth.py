@@ -19,7 +19,7 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "calibration"))
 
-from fit_conditions import START, TABLES, conditions_with, source_of  # noqa: E402
+from fit_in_step import START, TABLES, factors_with, source_of  # noqa: E402
 from fit_uncertainty import by_source, fit, residuals  # noqa: E402
 from lumos.cost import network  # noqa: E402
 from lumos.prediction.step import simulate_step  # noqa: E402
@@ -50,7 +50,7 @@ def predictions(folder: Path, override: dict[str, float] | None = None) -> Rows:
         for run in runs_of(read_rows(folder / table)):
             if isinstance(run, Run) and dense(run):
                 values = held_out[source_of(run)] | (override or {})
-                seconds = simulate_step(run.setup, conditions_with(run, values)).us / 1e6
+                seconds = simulate_step(run.setup, factors_with(run, values)).us / 1e6
                 rows[source_of(run)].append((run, seconds))
     sweep = rows.pop("nanotron-playbook-sweep")
     rows["nanotron-playbook-sweep, stable"] = [r for r in sweep if r[0].row.get("stable") == "true"]
@@ -132,7 +132,7 @@ def main(folder: str) -> None:
     base = overall(rows)
     print(f"\nAll rows on A100, H100, H200 and B200, the sweep's erratic ones left out: mean {base:.1f} % (bar 12).\n")
     print("| constant | fitted | worth: overall mean without it, % |\n|---|---|---|")
-    shipped = json.loads((HERE.parent / "src/lumos/data/conditions.json").read_text())
+    shipped = json.loads((HERE.parent / "src/lumos/data/in_step.json").read_text())
     for key, start in START.items():
         table, _, name = key.partition(".")
         neutral = 1.0 if key != "h100.matrix" else start

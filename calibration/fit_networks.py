@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.program.collective import Collective, Group
+from lumos.program.operators import Collective, Group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 

@@ -2,7 +2,7 @@
 
     python calibration/fit_steps.py
 
-Prints hopper.matrix and all.stream, which calibration/fit_conditions.py holds fixed, and the errors that remain.
+Prints hopper.matrix and all.stream, which calibration/fit_in_step.py holds fixed, and the errors that remain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from lumos.cost.in_step import conditions_for
+from lumos.cost.in_step import in_step_factors
 from lumos.prediction.step import simulate_step
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
@@ -42,7 +42,7 @@ def main() -> None:
     cases = [json.loads(line) for line in lines]
     cases = [c for c in cases if c["kind"] in ("llama", "gpt2") and c["watts"] > BUSY_W]
     runs = [(setup_of(case), case["step_s_median"] * 1e6) for case in cases if "foreach" not in case["name"]]
-    base = conditions_for(gpu_named("h200"))
+    base = in_step_factors(gpu_named("h200"))
 
     def errors(values: np.ndarray) -> np.ndarray:
         conditions = replace(base, matrix=float(values[0]), stream=float(values[1]))

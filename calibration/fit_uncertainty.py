@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fit_conditions import HERE, TABLES, conditions_with, source_of
+from fit_in_step import HERE, TABLES, factors_with, source_of
 from lumos.prediction.interval import PARTS, parts_of
 from lumos.prediction.step import simulate_step
 from lumos.score.measured_runs import Run, read_rows, runs_of
@@ -33,7 +33,7 @@ def residuals(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Ru
         for run in runs_of(read_rows(folder / table)):
             if not isinstance(run, Run) or run.row.get("train_mode") != "pretrain" or not run.seconds > 0:
                 continue
-            step = simulate_step(run.setup, conditions_with(run, held_out[source_of(run)]))
+            step = simulate_step(run.setup, factors_with(run, held_out[source_of(run)]))
             found = parts_of(step, len(run.notes))
             parts.append([found[name] for name in PARTS])
             errors.append(np.log(run.seconds / (step.us / 1e6)))

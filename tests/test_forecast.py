@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lumos.cli import main as cli
-from lumos.cost.in_step import conditions_for
+from lumos.cost.in_step import in_step_factors
 from lumos.cost.network import Network, Tier, network_of
 from lumos.errors import LumosError
 from lumos.graph.simulate import simulate, simulate_reference
@@ -305,7 +305,7 @@ def test_sharded_weights_are_gathered_twice_and_reduced_once_for_every_micro_bat
     step = simulate_step(setup)
     assert len(nodes(step, "gather")) == 2 * 32 * microbatches
     assert len(nodes(step, "reduce")) == 32 * microbatches
-    network = network_of(gpu_named("h200"), "infiniband", conditions_for(gpu_named("h200")))
+    network = network_of(gpu_named("h200"), "infiniband", in_step_factors(gpu_named("h200")))
     gathered = sum(step.graph.duration[node] for node in nodes(step, "gather")) / 1e9
     bandwidth = network.inside.bandwidth * 1e6 / network.penalty
     least = 2 * microbatches * 2 * setup.model.parameters() * 7 / 8 / bandwidth

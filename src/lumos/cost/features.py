@@ -1,7 +1,7 @@
-"""Features: what the cost of an operator depends on, as numbers without units.
+"""Features: what the cost of an operator depends on, as dimensionless numbers.
 
-Everything that belongs to the GPU enters as a ratio (waves over its multiprocessors, work over its ridge, bytes over
-its cache), so a model fitted on one GPU can be asked about another of its kind.
+Everything that belongs to the GPU enters as a ratio (waves over its multiprocessors, operations over its peak, bytes
+over its cache), so that a model fitted on one GPU can predict a similar one.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from math import ceil, log2, prod
 from typing import NamedTuple
 
+from lumos.data_files import read_table
 from lumos.program.operators import Operator
 
 
 class Chip(NamedTuple):
-    """What features and rooflines need to know of a GPU."""
+    """The rates and sizes of a GPU that features and rooflines depend on."""
 
     peak: float  # dense operations per microsecond, in the operator's precision
     vector: float  # the same without tensor cores
@@ -24,13 +25,13 @@ class Chip(NamedTuple):
 
 _LAYOUTS = ("gemm_tn", "gemm_nn", "gemm_nt")
 _TILES = ((128, 128), (128, 256), (256, 128), (192, 192), (64, 256), (256, 256), (320, 128), (64, 64))
-_LAUNCH_US = 2.0  # the shortest kernel, between two events
 
 
 def roofline_us(operator: Operator, chip: Chip) -> float:
-    """The time no kernel beats, plus the shortest kernel: the base that fitted models correct."""
+    """The lower bound of the roofline plus the shortest kernel: what fitted models correct."""
     peak = chip.peak if operator.is_matrix else chip.vector
-    return max(operator.flops / peak, operator.bytes / chip.bandwidth) + _LAUNCH_US
+    shortest: float = read_table("operator_costs.json")["shortest_us"]
+    return max(operator.flops / peak, operator.bytes / chip.bandwidth) + shortest
 
 
 def features(operator: Operator, chip: Chip) -> list[float]:

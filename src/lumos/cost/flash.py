@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from functools import cache
 
 from lumos.cost.operator_model import CostModel, cost_model
+from lumos.data_files import read_table
 from lumos.program.operators import Operator
 from lumos.setup.gpus import Gpu, gpu_named
-
-_FLASH_1 = 1.8  # times as long as FlashAttention 2, which is what was sampled on A100 (Dao 2023: "around 2x")
 
 
 @dataclass(frozen=True)
 class OlderKernels:
-    """Kernels built for an older GPU: its times, at the multiprocessors and clock of the one they run on."""
+    """Kernels built for an older GPU: its times, scaled to the multiprocessors and clock of the GPU they run on."""
 
     model: CostModel
     speed: float
@@ -36,4 +35,5 @@ def flash_kernels(gpu: Gpu, generation: str) -> OlderKernels | None:
     older = gpu_named("a100")
     speed = gpu.sms * gpu.clock_ghz / (older.sms * older.clock_ghz) if newer else 1.0
     model = cost_model("a100") if newer else cost_model(gpu.name)
-    return OlderKernels(model, speed / (_FLASH_1 if generation == "flash-1" else 1.0))
+    slower = read_table("operator_costs.json")["flash_1_factor"] if generation == "flash-1" else 1.0
+    return OlderKernels(model, speed / slower)

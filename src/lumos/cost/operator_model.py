@@ -1,8 +1,8 @@
-"""CostModel: what operators cost on one GPU, alone and from a cold cache.
+"""CostModel: what operators cost on one GPU, alone and with a cold cache.
 
-A model is a set of boosted trees, one for each family of operators, that correct a roofline; it was fitted on samples
-of one GPU, and answers for another by the other's roofline and its own corrections. Where a family was not sampled,
-what was is used: the two gradients of a linear layer for each other, a plain copy for whatever only moves data.
+A model is a set of boosted trees, one for each family of operators, that correct a roofline. It was fitted on samples
+of one GPU, and predicts another by the roofline of that GPU and the same corrections. A family without samples is
+expressed by sampled ones: the two gradients of a linear layer by each other, memory-bound operators by a copy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,19 @@ import numpy as np
 
 from lumos.cost.features import Chip, features, roofline_us
 from lumos.cost.trees import Trees
+from lumos.data_files import data_file, read_table
 from lumos.errors import InputError, OptionError
 from lumos.program.operators import Operator
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named
 
 _FAMILY = {"gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm"}
-_SAMPLED_ON = {"h200": "h200", "gh200": "gh200", "a100": "a100", "a100-40": "a100"}
-_BORROWS = {"volta": "a100", "ampere": "a100", "ada": "a100"}  # everything else resembles the H200 most
-_EVENTS_US = 2.8  # kernels of traces, against the same kernels sampled
-_MOST_BYTES = 1 << 27  # of a model file, and of what is packed in it
+_STORED = {"mxfp8": "fp8", "nvfp4": "fp8"}  # sampled formats that stand for others
+_MOST_BYTES = 1 << 27  # of a model file, and of its contents
 
 
 @dataclass(frozen=True)
 class Regressor:
-    """Trees for one family, and how far off they were on shapes held apart, in percent."""
+    """Trees for one family of operators, and their mean error on held-out shapes."""
 
     trees: Trees
     error_pct: float
@@ -44,16 +42,19 @@ class Regressor:
 
     @cached_property
     def width(self) -> int:
-        """Features that the trees look at, at least."""
+        """The number of features that the trees need."""
         return int(self.trees.feature.max(initial=-1)) + 1
 
 
-Words = list[tuple[Operator, float]]  # operators that together say another one, with the share of each one's time
+Equivalent = list[tuple[Operator, float]]  # operators whose times, each multiplied by its factor, add up to another's
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Operators' costs, as fitted on `sampled` and asked for `gpu`."""
+    """Costs of operators on `gpu`, from samples of the GPU `sampled`.
+
+    `cost_model("h100").us(Operator("gemm_tn", (4096, 4096, 4096)))` is the time of a matmul in microseconds.
+    """
 
     gpu: Gpu
     sampled: str
@@ -64,20 +65,21 @@ class CostModel:
     @property
     def transferred(self) -> bool:
         """Whether the GPU itself was never sampled."""
-        return self.sampled not in (self.gpu.name, _SAMPLED_ON.get(self.gpu.name))
+        return self.sampled not in (self.gpu.name, read_table("operator_costs.json")["samples_of"].get(self.gpu.name))
 
     @property
     def isolation_us(self) -> float:
         """What timing a kernel alone adds to it: a pair of events on H200; others are spans of a profiler."""
-        return _EVENTS_US if self.sampled == "h200" else 0.0
+        added = read_table("operator_costs.json")["isolation_us"]
+        return float(added.get(self.sampled, added["other"]))
 
     def us(self, operator: Operator) -> float:
-        """Microseconds of one operator; every operator is worked out once."""
+        """Microseconds of one operator, computed on first use."""
         known = self._known.get(operator)
         return self.us_of_all([operator])[0] if known is None else known
 
     def us_of_all(self, operators: Sequence[Operator]) -> list[float]:
-        """Microseconds of many operators; those that are new are worked out together, a family at a time."""
+        """Microseconds of many operators; new ones are computed together, a family at a time."""
         families: dict[str, list[Operator]] = defaultdict(list)
         for operator in dict.fromkeys(operators):
             if operator not in self._known:
@@ -90,13 +92,13 @@ class CostModel:
         return [self._known[operator] for operator in operators]
 
     def sampled_on(self, operator: Operator) -> str:
-        """The GPU whose samples speak for an operator; "" where only its roofline does."""
-        if self._key(operator) or self._words(operator):
+        """The GPU whose samples the price of an operator rests on; "" for a roofline estimate."""
+        if self._key(operator) or self._equivalent(operator):
             return self.sampled
         return self.fallback.sampled_on(operator) if self.fallback is not None else ""
 
     def bound(self, operator: Operator) -> str:
-        """What the roofline says it waits for: "compute" or "memory"."""
+        """The side of the roofline that an operator is on: "compute" or "memory"."""
         chip = chip_of(self.gpu, operator.dtype)
         peak = chip.peak if operator.is_matrix else chip.vector
         return "compute" if operator.flops / peak > operator.bytes / chip.bandwidth else "memory"
@@ -113,22 +115,22 @@ class CostModel:
         return prices
 
     def _unfitted(self, operators: list[Operator]) -> Iterator[tuple[Operator, float]]:
-        """Operators without trees of their own: in other words, by the fallback, or by the roofline alone."""
-        said = {operator: self._words(operator) for operator in operators}
-        self.us_of_all([part for words in said.values() for part, _ in words])
-        for operator, words in said.items():
-            if words:
-                yield operator, sum(self.us(part) * share for part, share in words)
-        rest = [operator for operator, words in said.items() if not words]
+        """Operators without trees of their own: by equivalent operators, the fallback, or the roofline alone."""
+        equivalents = {operator: self._equivalent(operator) for operator in operators}
+        self.us_of_all([part for equivalent in equivalents.values() for part, _ in equivalent])
+        for operator, equivalent in equivalents.items():
+            if equivalent:
+                yield operator, sum(self.us(part) * factor for part, factor in equivalent)
+        rest = [operator for operator, equivalent in equivalents.items() if not equivalent]
         if self.fallback is not None:
             yield from zip(rest, self.fallback.us_of_all(rest), strict=True)
         else:
             yield from ((operator, roofline_us(operator, chip_of(self.gpu, operator.dtype))) for operator in rest)
 
-    def _words(self, operator: Operator) -> Words:
-        """The first way to say an operator by operators that were sampled."""
-        ways = _in_other_words(operator)
-        return next((words for words in ways if all(self._key(part) for part, _ in words)), [])
+    def _equivalent(self, operator: Operator) -> Equivalent:
+        """Sampled operators that do the same work; empty where there are none."""
+        equivalent = _equivalent_of(operator)
+        return equivalent if all(self._key(part) for part, _ in equivalent) else []
 
     def _key(self, operator: Operator) -> str:
         """The name of the trees for an operator, or ""."""
@@ -141,70 +143,68 @@ class CostModel:
         return next((name for name in names if name in self.regressors), "")
 
 
-_STORED = {"mxfp8": "fp8", "nvfp4": "fp8"}  # sampled formats that stand for others of their kind
-
-
-def _in_other_words(operator: Operator) -> list[Words]:
-    """Ways to say an operator by others."""
+def _equivalent_of(operator: Operator) -> Equivalent:
+    """Other operators that do the same work."""
     kind, shape, dtype = operator
     if kind == "gemm_nn":
         m, n, k = shape
-        return [[(Operator("linear_bwd", (m, k, n), dtype), 0.5)]]
+        return [(Operator("linear_bwd", (m, k, n), dtype), 0.5)]
     if kind == "gemm_nt":
         m, n, k = shape
-        return [[(Operator("linear_bwd", (k, m, n), dtype), 0.5)]]
+        return [(Operator("linear_bwd", (k, m, n), dtype), 0.5)]
     if kind == "linear_bwd":
         m, n, k = shape
-        return [[(Operator("gemm_nn", (m, k, n), dtype), 1.0), (Operator("gemm_nt", (n, k, m), dtype), 1.0)]]
+        return [(Operator("gemm_nn", (m, k, n), dtype), 1.0), (Operator("gemm_nt", (n, k, m), dtype), 1.0)]
     if kind == "bmm_bwd":
-        return [[(Operator("bmm", shape, dtype), 2.0)]]
+        return [(Operator("bmm", shape, dtype), 2.0)]
     if kind == "grouped_gemm":
         experts, tokens, n, k = shape
-        return [[(Operator("gemm_tn", (max(1, tokens // experts), n, k), dtype), float(experts))]]
+        return [(Operator("gemm_tn", (max(1, tokens // experts), n, k), dtype), float(experts))]
     if kind == "stream":
         width = 4096
         rows = max(1, round(shape[0] / (2 * 2 * width)))
-        return [[(Operator("copy", (rows, width), "bf16"), 1.0)]]
+        return [(Operator("copy", (rows, width), "bf16"), 1.0)]
     return []
 
 
 @cache
 def chip_of(gpu: Gpu, dtype: str) -> Chip:
-    """The numbers of a GPU that features need; without tensor cores for a precision, the nearest wider one counts."""
+    """The rates of a GPU in a precision; where tensor cores lack the precision, those of the nearest wider one."""
     wider = {"nvfp4": "fp8", "mxfp8": "fp8", "fp8": "bf16", "bf16": "fp16", "tf32": "fp32", "fp16": "fp32"}
     while not gpu.supports(dtype):
         dtype = wider[dtype]
-    vector = gpu.peak_tflops.get("fp32", 20.0)
-    return Chip(gpu.peak(dtype) * 1e6, vector * 1e6, gpu.hbm_gb_s * 1e3, gpu.sms, gpu.l2_mb * 1e6)
+    return Chip(gpu.peak(dtype) * 1e6, gpu.peak_tflops["fp32"] * 1e6, gpu.hbm_gb_s * 1e3, gpu.sms, gpu.l2_mb * 1e6)
 
 
 @cache
 def cost_model(name: str) -> CostModel:
-    """The shipped model for a GPU: its own samples, or those of the sampled GPU that is most like it."""
+    """The shipped model for a GPU: from its own samples, or those of the sampled GPU that is most like it."""
     gpu = gpu_named(name)
     if gpu.is_cpu:
         raise OptionError(
             f'cluster.gpu = "{gpu.name}" is only known from its trace: record one (lumos capture) and add --from'
         )
-    sampled = _SAMPLED_ON.get(gpu.name) or _BORROWS.get(gpu.family, "h200")
+    table = read_table("operator_costs.json")
+    families = table["samples_of_family"]
+    sampled = table["samples_of"].get(gpu.name) or families.get(gpu.family, families["other"])
     fallback = None if sampled == "h200" else CostModel(gpu, "h200", _shipped("h200"))
     return CostModel(gpu, sampled, _shipped(sampled), fallback)
 
 
 @cache
 def cpu_model() -> CostModel:
-    """A CPU's rooflines, on placeholders for its peaks: for ratios of costs, where a trace says what one of them is."""
+    """Rooflines of a CPU on placeholder peaks: only ratios mean anything, where a trace has measured one of the two."""
     return CostModel(gpu_named("cpu"), "cpu", {})
 
 
 @cache
 def _shipped(name: str) -> dict[str, Regressor]:
-    with resources.files("lumos").joinpath(f"data/costs/{name}.npz").open("rb") as file:
+    with data_file(f"costs/{name}.npz").open("rb") as file:
         return _decode(file.read(_MOST_BYTES), f"{name}.npz")[1]
 
 
 def read_cost_model(path: Path, asked: str = "") -> CostModel:
-    """A model file as `lumos fit` writes it, for the GPU it was fitted on or another that is asked about."""
+    """A model file as `lumos fit` writes it, for the GPU it was fitted on or for the GPU `asked`."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -215,7 +215,7 @@ def read_cost_model(path: Path, asked: str = "") -> CostModel:
     name, regressors = _decode(data, str(path))
     fitted = find_gpu(name)
     if fitted is None:
-        raise InputError(f"{path}: fitted on {name[:100]!r}, which is not known; fit it again with --gpu")
+        raise InputError(f"{path}: fitted on {name[:100]!r}, which is not a known GPU; fit it again with --gpu")
     gpu = gpu_named(asked) if asked else fitted
     return CostModel(gpu, fitted.name, regressors, cost_model(gpu.name))
 
@@ -238,7 +238,7 @@ def encode(gpu: str, regressors: dict[str, Regressor]) -> bytes:
 
 
 def _decode(data: bytes, place: str) -> tuple[str, dict[str, Regressor]]:
-    """(GPU, regressors) of a file; whatever is wrong in it is found here, since the loops over trees do not look."""
+    """(GPU, regressors) of a file. All damage is found here, because the loops over trees check nothing."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as packed:
             if sum(part.file_size for part in packed.infolist()) > _MOST_BYTES:

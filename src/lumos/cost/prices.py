@@ -1,7 +1,7 @@
 """Prices: what operators and collectives cost inside a training step of one setup.
 
 Isolated, cold costs come from the CostModel. Inside a step kernels find part of their data in the cache, and run at the
-clock that the power limit leaves: `Conditions` hold those factors, each with how it was measured (docs/design.md).
+clock that the power limit leaves: `InStepFactors` hold those factors, each with how it was measured (docs/design.md).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from lumos.cost.energy import joules_for
-from lumos.cost.in_step import Conditions
+from lumos.cost.in_step import InStepFactors
 from lumos.cost.network import Network
 from lumos.cost.operator_model import CostModel
-from lumos.program.block import Block, Piece
-from lumos.program.collective import Collective
+from lumos.program.block import Block, BlockOp
+from lumos.program.operators import Collective
 from lumos.program.operators import Operator
 
 # Kernels of recorded steps over the same kernels alone, by log2 of a tensor over the cache; read off 26
@@ -67,7 +67,7 @@ class Prices:
     """Costs inside a step; the blocks of a setup are priced once."""
 
     def __init__(
-        self, model: CostModel, network: Network, conditions: Conditions, host_us: float, collective_launches: float
+        self, model: CostModel, network: Network, conditions: InStepFactors, host_us: float, collective_launches: float
     ) -> None:
         self.model, self.network, self.conditions = model, network, conditions
         self.host_us, self.collective_launches = host_us, collective_launches
@@ -134,7 +134,7 @@ def time_of(block: Block, prices: Prices) -> BlockTime:
 class Row(NamedTuple):
     """One operator or collective of a block, in microseconds from the start of the block."""
 
-    piece: Piece
+    piece: BlockOp
     start_us: float
     end_us: float
 

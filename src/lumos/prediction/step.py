@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lumos.cost.flash import flash_kernels
-from lumos.cost.in_step import Conditions, conditions_for
+from lumos.cost.in_step import InStepFactors, in_step_factors
 from lumos.cost.network import Network, network_of
 from lumos.cost.operator_model import CostModel, cost_model
 from lumos.cost.prices import BlockTime, Prices
@@ -22,7 +22,7 @@ from lumos.graph.simulate import Times, simulate
 from lumos.prediction.stage import Stage
 from lumos.prediction.step_structure import Plan, Role, Skeleton, skeleton
 from lumos.program.block import Block
-from lumos.program.collective import Collective, Group
+from lumos.program.operators import Collective, Group
 from lumos.program.embedding_head import head, head_backward, optimizer
 from lumos.program.operators import Operator
 from lumos.program.parameters import Chunk, Parameters, Weights, chunks_of, layers_of
@@ -161,7 +161,7 @@ class Step:
 
 def simulate_step(
     setup: Setup,
-    conditions: Conditions | None = None,
+    conditions: InStepFactors | None = None,
     model: CostModel | None = None,
     network: Network | None = None,
     make_prices: Callable[..., Prices] = Prices,
@@ -177,7 +177,7 @@ def assembled(setup: Setup, prices: Prices) -> Assembly:
 
 def prices_of(
     setup: Setup,
-    conditions: Conditions | None = None,
+    conditions: InStepFactors | None = None,
     model: CostModel | None = None,
     network: Network | None = None,
     make_prices: Callable[..., Prices] = Prices,
@@ -185,7 +185,7 @@ def prices_of(
     """What operators, collectives and blocks cost in a setup."""
     gpu = setup.cluster.accelerator
     framework = framework_named(setup.train.framework)
-    conditions = conditions or conditions_for(gpu)
+    conditions = conditions or in_step_factors(gpu)
     prices = make_prices(
         model or cost_model(gpu.name), network or network_of(_wired(setup, gpu), setup.cluster.fabric, conditions),
         conditions, _host_us(setup, framework), framework.collective_launches,

@@ -79,6 +79,6 @@ def _unseen(setup: Setup, peak: float) -> float:
 
 @cache
 def _constants() -> dict[str, Any]:
-    text = resources.files("lumos").joinpath("data/footprint.json").read_text("utf-8")
+    text = resources.files("lumos").joinpath("data/memory.json").read_text("utf-8")
     constants: dict[str, Any] = json.loads(text)
     return constants

@@ -1,8 +1,8 @@
-"""Fits the few constants of data/conditions.json that published runs decide, and the same without each source in turn.
+"""Fits the few constants of data/in_step.json that published runs decide, and the same without each source in turn.
 
-    python calibration/fit_conditions.py TRUTH_FOLDER
+    python calibration/fit_in_step.py TRUTH_FOLDER
 
-Writes src/lumos/data/conditions.json and calibration/held_out.json: for every source, the constants fitted on all the
+Writes src/lumos/data/in_step.json and calibration/held_out.json: for every source, the constants fitted on all the
 others, with which benchmarks/truth.py scores it. What we measured ourselves (hopper.matrix, launch gaps) is fixed.
 """
 
@@ -16,12 +16,12 @@ from dataclasses import replace
 from math import log
 from pathlib import Path
 
-from lumos.cost.in_step import Conditions, conditions_for
+from lumos.cost.in_step import InStepFactors, in_step_factors
 from lumos.prediction.step import simulate_step
 from lumos.score.measured_runs import Run, read_rows, runs_of
 
 HERE = Path(__file__).parent
-TARGET = HERE.parent / "src/lumos/data/conditions.json"
+TARGET = HERE.parent / "src/lumos/data/in_step.json"
 TABLES = ("measured_runs.csv", "nanotron_sweep.csv", "vtrain_single_node.csv")
 ROWS = 40  # of each source
 CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
@@ -58,10 +58,10 @@ def is_scored(run: Run) -> bool:
     return gpu and dense and run.row.get("stable", "true") == "true" and run.seconds > 0
 
 
-def conditions_with(run: Run, values: dict[str, float]) -> Conditions:
+def factors_with(run: Run, values: dict[str, float]) -> InStepFactors:
     """The conditions of a run's GPU, with these constants in place of the shipped ones."""
     gpu = run.setup.cluster.accelerator
-    known = conditions_for(gpu)
+    known = in_step_factors(gpu)
     changes = {"penalty": values["all.penalty"]}
     if gpu.family == "ampere":
         changes["matrix"] = values["ampere.matrix"]
@@ -74,7 +74,7 @@ def loss(runs: dict[str, list[Run]], values: dict[str, float]) -> float:
     """The mean over sources of their mean error."""
     total = 0.0
     for rows in runs.values():
-        errors = [abs(log(simulate_step(r.setup, conditions_with(r, values)).us / 1e6 / r.seconds)) for r in rows]
+        errors = [abs(log(simulate_step(r.setup, factors_with(r, values)).us / 1e6 / r.seconds)) for r in rows]
         total += sum(min(CLIP, e) for e in errors) / len(errors)
     return total / len(runs)
 
