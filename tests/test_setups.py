@@ -36,7 +36,7 @@ from lumos.setup import (
     write_setup,
 )
 from lumos.setup.constraints import RULES
-from lumos.setup.framework_names import framework_names
+from lumos.setup.frameworks import framework_names
 from lumos.setup.importers.huggingface import model_keys
 from lumos.setup.importers.megatron import script_sections
 from lumos.setup.setup import KEYS, SECTIONS

@@ -1,14 +1,11 @@
 """The description of a training run: what is trained, how, divided how, on which machines."""
 
-from lumos.setup.cluster import Cluster
 from lumos.setup.constraints import mistakes_in, warnings_in
 from lumos.setup.gpus import Gpu, gpu_named, gpu_names
-from lumos.setup.model import Model
-from lumos.setup.parallel import Parallel
 from lumos.setup.presets import Preset, preset_named, preset_names
+from lumos.setup.sections import Cluster, Model, Parallel, Train
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import SetupReading, read_setup, read_setup_with_notes, write_setup
-from lumos.setup.train import Train
 from lumos.setup.validate import check, checked_setup
 
 __all__ = [

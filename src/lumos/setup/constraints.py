@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lumos.setup.framework_names import framework_names
+from lumos.setup.frameworks import framework_names
 from lumos.setup.gpus import find_gpu, gpu_names
 from lumos.setup.messages import did_you_mean, divisors_of, one_of, shown
 from lumos.setup.setup import Setup

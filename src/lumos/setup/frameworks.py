@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
+from lumos.data_files import read_table
 from lumos.errors import OptionError
 
 
@@ -23,7 +22,7 @@ class Framework:
     fused_norm: bool = False
     fused_rotary: bool = False
     fused_activation: bool = False
-    fused_bias: bool = False  # the bias is added by the product itself or by the next kernel
+    fused_bias: bool = False  # the matmul itself or the next kernel adds the bias
     loss: str = "eager"  # eager: a copy in fp32 and a fused kernel; sharded: ten passes over fp32; fused: in place
     eager_gelu: bool = False  # GELU written out as eight operators
     joins_qkv: bool = False  # one product for query, key and value
@@ -38,7 +37,7 @@ class Framework:
     balances: bool = False  # layers are dealt to stages by their work, the head's included; else evenly
     zero: int = 0
     zeros: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO that it has, for a search; 3 is FSDP
-    schedules: tuple[str, ...] = ("1f1b",)  # of pipelines; () where it has none
+    zero2_with_pipeline: bool = False  # DeepSpeed refuses it; FSDP2 has it: reshard_after_forward="never"
     reduces_always: bool = False  # gradients are reduced after every micro-batch, not after the last alone
     scatters: bool = True  # ZeRO 1 and 2 reduce-scatter gradients; else they are all-reduced
     bucket_mb: float = 0.0  # gradients are reduced in parts of this size; 0: as one, or as the layers end
@@ -54,6 +53,14 @@ class Framework:
     checkpoint_launches: float = 15.0  # launches that keeping and restoring one recomputed layer costs the host
     gather_launches: float = 30.0  # launches that gathering a layer's weights costs the host, forward and backward each
     layer_launches: int = 0  # of one layer's forward, beyond those of its operators; twice as many of its backward
+    # What it keeps in memory beyond that.
+    logit_bytes: float = 0.0  # of one logit between the loss and its backward pass; 0: as `loss` has it
+    kept_logit_bytes: float = 0.0  # of the micro-batch before, not released yet
+    half_gradients: bool = False  # 16-bit gradients of all weights lie beside the fp32 buffer
+    gradient_buffer_fp32: bool = False
+    keeps_gathered: bool = False  # sequence parallel: linear layers keep their gathered input, not the divided one
+    keeps_outputs: bool = False  # the last stage keeps the logits of all micro-batches, to join them
+    gradient_buckets: bool = False  # DistributedDataParallel: one more copy of the gradients
 
 
 @cache
@@ -65,10 +72,15 @@ def framework_named(name: str) -> Framework:
     return tables[name]
 
 
+def framework_names() -> tuple[str, ...]:
+    """The values that `train.framework` may have."""
+    return tuple(_tables())
+
+
 @cache
 def _tables() -> dict[str, Framework]:
-    text = resources.files("lumos").joinpath("data/frameworks.toml").read_text("utf-8")
-    return {name: Framework(name=name, **_frozen(facts)) for name, facts in tomllib.loads(text).items()}
+    tables = read_table("frameworks.toml").items()
+    return {name: Framework(name=name, **_frozen(facts)) for name, facts in tables}
 
 
 def _frozen(facts: dict[str, Any]) -> dict[str, Any]:

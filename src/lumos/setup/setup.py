@@ -1,4 +1,4 @@
-"""Setup: a whole training run, described. Model + Train + Parallel + Cluster."""
+"""Setup: the description of a whole training run. Model + Train + Parallel + Cluster."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from lumos.errors import OptionError
-from lumos.setup.cluster import Cluster
 from lumos.setup.messages import did_you_mean, mistakes_of
-from lumos.setup.model import Model
-from lumos.setup.parallel import Parallel
-from lumos.setup.section import Section, as_count
-from lumos.setup.train import Train
+from lumos.setup.sections import Cluster, Model, Parallel, Section, Train, as_count
 
 SECTIONS: Mapping[str, type[Section]] = {"model": Model, "train": Train, "parallel": Parallel, "cluster": Cluster}
 KEYS = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)

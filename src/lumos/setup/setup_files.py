@@ -15,7 +15,7 @@ from lumos.setup.importers.imported import Reading, Sections
 from lumos.setup.importers.text_file import place_of
 from lumos.setup.messages import nearest, shown
 from lumos.setup.presets import preset_named
-from lumos.setup.section import Section
+from lumos.setup.sections import Section
 from lumos.setup.setup import KEYS, SECTIONS, Setup
 from lumos.setup.validate import checked_setup
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from lumos.errors import OptionError
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.messages import did_you_mean, mistakes_of, named, shown
-from lumos.setup.section import Section
+from lumos.setup.sections import Section
 from lumos.setup.setup import KEYS, SECTIONS, Setup
 
 # If one of the first is wrong, so may be what was derived from it: rules about those would mislead.

@@ -10,7 +10,7 @@ from lumos.setup.importers.imported import Findings, Reading, listed
 from lumos.setup.importers.launch_script import LAUNCHER, put_machines
 from lumos.setup.importers.shell import Options, Script, read_shell
 from lumos.setup.messages import one_of, shown
-from lumos.setup.section import as_count
+from lumos.setup.sections import as_count
 
 _NUMBERS: Mapping[str, str] = {
     "num-layers": "model.layers",

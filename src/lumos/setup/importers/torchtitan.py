@@ -11,7 +11,7 @@ from lumos.setup.importers.imported import Findings, Mistake, Reading, flat
 from lumos.setup.importers.torchtitan_stages import put_stages
 from lumos.setup.messages import one_of, shown
 from lumos.setup.presets import preset_named
-from lumos.setup.section import as_count
+from lumos.setup.sections import as_count
 
 # Where a key stood in one version or another. The first that is given counts.
 _PARALLEL = ("parallelism", "training", "experimental")

@@ -9,7 +9,7 @@ from typing import Any
 
 from lumos.setup.importers.imported import Findings
 from lumos.setup.messages import one_of, shown
-from lumos.setup.section import as_count
+from lumos.setup.sections import as_count
 
 _SCHEDULES = {
     "1f1b": "1f1b",

@@ -1,0 +1,291 @@
+"""The four sections of a setup: Model, Train, Parallel and Cluster, with the values that follow from others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lumos.setup.gpus import Gpu, find_gpu, gpu_named
+
+# Bounds keep a typing mistake, or a hostile file, from asking for more than a machine can hold.
+Size = Annotated[int, Field(ge=1, le=1 << 24)]  # a length, width or batch
+MaybeSize = Annotated[int, Field(ge=0, le=1 << 24)]  # 0: absent, or to be derived
+Degree = Annotated[int, Field(ge=1, le=1 << 20)]  # GPUs that share something
+MaybeDegree = Annotated[int, Field(ge=0, le=1 << 20)]
+Count = Annotated[int, Field(ge=0, le=1 << 14)]  # layers or experts
+Bandwidth = Annotated[float, Field(ge=1e-3, le=1e6)]  # GB/s
+
+Norm = Literal["rms", "layer"]
+Positions = Literal["rotary", "learned", "alibi", "none"]
+Activation = Literal["silu", "gelu", "relu", "relu2"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
+Recompute = Literal["none", "selective", "full"]
+Optimizer = Literal["adamw", "adam", "sgd", "none"]
+Attention = Literal["", "flash", "unfused"]  # "": the framework's default
+Mode = Literal["pretrain", "lora", "sft"]
+if TYPE_CHECKING:
+    Schedule = str
+else:
+    Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+
+class Section(BaseModel):
+    """Immutable values whose types are checked. The keys in `DERIVED` follow from others unless they are given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    DERIVED: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def derived(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the keys in `DERIVED` that follow from these, which may still be of any type."""
+        return {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not cls.DERIVED:
+            return given
+        stated = {key: value for key, value in given.items() if not (key in cls.DERIVED and _is_unset(value))}
+        return cls.derived(stated) | stated
+
+    def stated(self) -> dict[str, Any]:
+        """The values without those that would be derived from the others anyway."""
+        values = dict(self.__dict__)
+        again = self.derived({key: value for key, value in values.items() if key not in self.DERIVED})
+        return {key: value for key, value in values.items() if key not in again or again[key] != value}
+
+    def with_values(self, changes: Mapping[str, Any]) -> Self:
+        """A copy with other values, types checked; what was derived is derived again."""
+        return self.model_validate({**self.stated(), **changes})
+
+
+class Model(Section):
+    """A decoder-only transformer: dense or mixture of experts, with grouped-query or latent attention.
+
+    >>> Model(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256).parameters()
+    8030261248
+    """
+
+    layers: Annotated[int, Field(ge=1, le=1 << 14)]
+    hidden: Size
+    ffn: MaybeSize = 0  # of dense layers; derived: expert_ffn in a mixture of experts
+    heads: Size
+    kv_heads: MaybeSize = 0  # derived: heads
+    head_dim: MaybeSize = 0  # derived: hidden / heads, or the width of a query in latent attention
+    vocab: Size
+    gated: bool = True
+    tied: bool = False  # one matrix for the embedding and the output
+    experts: Count = 0
+    top_k: Count = 0
+    expert_ffn: MaybeSize = 0  # derived: ffn
+    shared_experts: Count = 0
+    dense_layers: Count = 0  # in a mixture of experts, how many layers at the beginning have none
+    norm: Norm = "rms"  # this and the next two are derived: as in Llama if gated, as in GPT-3 if not
+    positions: Positions = "rotary"
+    bias: bool = False
+    qkv_bias: bool = False  # derived: bias
+    qk_norm: bool = False
+    parallel_residual: bool = False
+    activation: Activation = "silu"  # derived: silu if gated, else gelu
+    q_lora_rank: MaybeSize = 0
+    kv_lora_rank: MaybeSize = 0  # more than 0: multi-head latent attention
+    qk_nope_head_dim: MaybeSize = 0
+    qk_rope_head_dim: MaybeSize = 0
+    v_head_dim: MaybeSize = 0
+    name: Annotated[str, Field(max_length=200)] = ""
+
+    DERIVED: ClassVar[tuple[str, ...]] = (
+        *("ffn", "kv_heads", "head_dim", "expert_ffn"),
+        *("norm", "positions", "bias", "qkv_bias", "activation"),
+    )
+
+    @classmethod
+    def derived(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """As in Llama where the MLP is gated, as in GPT-3 where it is not."""
+        gated = given.get("gated", True) is not False
+        hidden, heads = as_count(given.get("hidden")), as_count(given.get("heads"))
+        experts = as_count(given.get("experts"))
+        ffn, expert_ffn = as_count(given.get("ffn")), as_count(given.get("expert_ffn"))
+        bias = given["bias"] if isinstance(given.get("bias"), bool) else not gated
+        latent_dim = as_count(given.get("qk_nope_head_dim")) + as_count(given.get("qk_rope_head_dim"))
+        latent = as_count(given.get("kv_lora_rank")) > 0
+        return {
+            "ffn": expert_ffn if experts else 0,
+            "kv_heads": heads,
+            "head_dim": latent_dim if latent else hidden // max(heads, 1),
+            "expert_ffn": ffn if experts else 0,
+            "norm": "rms" if gated else "layer",
+            "positions": "rotary" if gated else "learned",
+            "bias": bias,
+            "qkv_bias": bias,
+            "activation": "silu" if gated else "gelu",
+        }
+
+    @property
+    def latent(self) -> bool:
+        """Whether it has multi-head latent attention, as DeepSeek-V3 does."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def moe_layers(self) -> int:
+        """How many layers have experts; the dense ones come first."""
+        return max(self.layers - self.dense_layers, 0) if self.experts else 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention, with biases and inner norms."""
+        return self._latent_attention() if self.latent else self._grouped_attention()
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm over the hidden size. A LayerNorm has a bias where the model has biases."""
+        return self.hidden * (2 if self.norm == "layer" and self.bias else 1)
+
+    @property
+    def router_parameters(self) -> int:
+        """Parameters of the router of one layer with experts."""
+        return self.hidden * self.experts
+
+    def mlp_parameters(self, ffn: int) -> int:
+        """Parameters of one MLP of this width: that of a dense layer (`ffn`) or of one expert (`expert_ffn`)."""
+        inward = 2 if self.gated else 1
+        biases = inward * ffn + self.hidden if self.bias else 0
+        return (inward + 1) * self.hidden * ffn + biases
+
+    def embedding_parameters(self, seq: int = 0) -> int:
+        """Input embedding, output matrix unless tied, and learned positions for sequences of this length."""
+        positions = seq * self.hidden if self.positions == "learned" else 0
+        return self.vocab * self.hidden * (1 if self.tied else 2) + positions
+
+    def parameters(self, seq: int = 0) -> int:
+        """All parameters; learned positions count where the sequence length is given."""
+        return self._parameters(self.experts, seq)
+
+    def active_parameters(self, seq: int = 0) -> int:
+        """The parameters that one token uses: `top_k` of the experts."""
+        return self._parameters(self.top_k, seq)
+
+    def _parameters(self, experts: int, seq: int) -> int:
+        every_layer = self.attention_parameters + 2 * self.norm_parameters
+        dense = self.mlp_parameters(self.ffn)
+        sparse = self.router_parameters + (experts + self.shared_experts) * self.mlp_parameters(self.expert_ffn)
+        layers = self.layers * every_layer + (self.layers - self.moe_layers) * dense + self.moe_layers * sparse
+        return layers + self.norm_parameters + self.embedding_parameters(seq)
+
+    def _grouped_attention(self) -> int:
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = self.hidden * (2 * query + 2 * key_value)
+        biases = (query + 2 * key_value if self.qkv_bias else 0) + (self.hidden if self.bias else 0)
+        return weights + biases + (2 * self.head_dim if self.qk_norm else 0)
+
+    def _latent_attention(self) -> int:
+        query = self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        if self.q_lora_rank:
+            queries = self.q_lora_rank * (self.hidden + 1 + query)  # + 1: the norm between the two
+        else:
+            queries = self.hidden * query
+        down = self.hidden * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+        up = self.kv_lora_rank * self.heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return queries + down + up + self.heads * self.v_head_dim * self.hidden
+
+
+class Train(Section):
+    """One training step. `microbatches` (per replica) and `global_batch` follow from each other in a Setup."""
+
+    seq: Size
+    micro_batch: Degree = 1
+    microbatches: MaybeSize = 0
+    global_batch: MaybeSize = 0
+    precision: Precision = "bf16"
+    recompute: Recompute = "none"
+    optimizer: Optimizer = "adamw"
+    compile: bool = False
+    framework: Annotated[str, Field(max_length=100)] = "pytorch"
+    attention: Attention = ""
+    mode: Mode = "pretrain"
+    imbalance: Annotated[float, Field(ge=1, le=1e4)] = 1.0  # load of the busiest expert / mean load
+    cuda_graphs: bool = False
+
+
+class Parallel(Section):
+    """Tensor, pipeline (with virtual stages), context, expert and data parallelism. zero = 3 is FSDP."""
+
+    tp: Degree = 1
+    pp: Degree = 1
+    vpp: Degree = 1
+    cp: Degree = 1
+    ep: Degree = 1
+    dp: MaybeDegree = 0  # derived in a Setup: gpus / (tp * pp * cp)
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    sequence_parallel: bool = False
+    schedule: Schedule = "1f1b"  # derived: interleaved where vpp > 1
+    stage_layers: Annotated[tuple[Count, ...], Field(strict=False, max_length=1 << 14)] = ()  # (): as even as possible
+    shard: MaybeDegree = 0  # replicas that share one copy of the weights, gradients or state; 0: all of dp
+    tp_overlap: bool | None = None  # None: the framework's default
+    dp_overlap: bool | None = None
+
+    DERIVED: ClassVar[tuple[str, ...]] = ("schedule",)
+
+    @classmethod
+    def derived(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Virtual stages imply the interleaved schedule."""
+        return {"schedule": "interleaved" if as_count(given.get("vpp")) > 1 else "1f1b"}
+
+    @property
+    def replica_gpus(self) -> int:
+        """GPUs that hold one replica of the model."""
+        return self.tp * self.pp * self.cp
+
+
+class Cluster(Section):
+    """GPUs in nodes. A value that is None is that of the GPU in `data/gpus.toml`."""
+
+    gpu: Annotated[str, Field(max_length=100)] = "h200"  # the GPU that Lumos is calibrated on
+    gpus: MaybeDegree = 0  # derived in a Setup: tp * pp * cp * dp
+    gpus_per_node: MaybeDegree = 0  # derived: the GPU's usual node
+    nvlink_gb_s: Bandwidth | None = None  # per GPU, one direction
+    nvlink_domain: Degree | None = None
+    inter_gb_s: Bandwidth | None = None  # per GPU, one direction
+    fabric: Literal["infiniband", "efa"] = "infiniband"  # between nodes; RoCE counts as InfiniBand
+    memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
+    host: Annotated[float, Field(gt=0, le=1e3)] = 1.0  # speed of the host, relative to the one Lumos is calibrated on
+
+    DERIVED: ClassVar[tuple[str, ...]] = ("gpus_per_node",)
+
+    @classmethod
+    def derived(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The GPU's usual node. An unknown GPU is refused by the constraints, so any size does."""
+        name = given.get("gpu", cls.model_fields["gpu"].default)
+        gpu = find_gpu(name) if isinstance(name, str) else None
+        return {"gpus_per_node": gpu.gpus_per_node if gpu else 1}
+
+    @property
+    def accelerator(self) -> Gpu:
+        """The GPU as it is in this cluster, with this section's values in place of the usual ones."""
+        gpu = gpu_named(self.gpu)
+        return dataclasses.replace(
+            gpu,
+            gpus_per_node=self.gpus_per_node,
+            nvlink_gb_s=self.nvlink_gb_s or gpu.nvlink_gb_s,
+            nvlink_domain=self.nvlink_domain or self._nvlink_domain(gpu),
+            inter_gb_s=self.inter_gb_s or gpu.inter_gb_s,
+            memory_gib=self.memory_gib or gpu.memory_gib,
+        )
+
+    def _nvlink_domain(self, gpu: Gpu) -> int:
+        """NVLink ends at the node, except where it joins the nodes of a rack."""
+        joins_nodes = gpu.nvlink_domain > gpu.gpus_per_node
+        return gpu.nvlink_domain if joins_nodes else min(gpu.nvlink_domain, self.gpus_per_node)
+
+
+def as_count(value: object) -> int:
+    """A positive whole number, or 0 for anything else; whether the type is right is checked by the section."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def _is_unset(value: object) -> bool:
+    """0, "" and None stand for "derive it"; False does not."""
+    return value is None or value == "" or (value == 0 and not isinstance(value, bool))
