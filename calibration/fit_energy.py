@@ -31,6 +31,7 @@ from lumos.prediction.step import simulate_step
 from lumos.program.operators import Operator
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
+from shipped import ship
 
 HERE = Path(__file__).parent
 SHARED = HERE.parent.parent / "shared/data"
@@ -51,7 +52,7 @@ class Case(NamedTuple):
     seconds: float
     joules: float
     predicted_s: float
-    products: float
+    matmul: float
     attention: float
     memory: float
     cache: float
@@ -68,7 +69,7 @@ class Loop(NamedTuple):
 
     name: str
     joules: float
-    products: float
+    matmul: float
     attention: float
     memory: float
     cache: float
@@ -140,7 +141,7 @@ def loops_of(rows: list[dict[str, Any]], fixed: Fixed) -> list[Loop]:
 
 
 def precisions_of(rows: list[dict[str, Any]], fixed: Fixed, found: Constants) -> dict[str, float]:
-    """Picojoules of an operation in every precision: products in it, less their bytes and the kernel's own draw."""
+    """Picojoules of an operation in every precision: matmuls in it, less their bytes and the kernel's own draw."""
     answer = {"bf16": found.flop}
     for dtype in ("fp8", "tf32", "fp32"):
         values = []
@@ -162,7 +163,7 @@ ZERO = {
 }  # fmt: skip
 ONES = dict.fromkeys(("bf16", "fp8", "tf32", "fp32"), 1e12)
 UNITS: dict[str, dict[str, Any]] = {
-    "products": {"flop_pj": ONES}, "both": {"flop_pj": ONES, "attention": 1.0}, "memory": {"memory_pj": 1e12},
+    "matmul": {"flop_pj": ONES}, "both": {"flop_pj": ONES, "attention": 1.0}, "memory": {"memory_pj": 1e12},
     "cache": {"cache_pj": 1e12}, "active_s": {"active_w": 1.0}, "update_s": {"update_w": 1.0},
 }  # fmt: skip
 
@@ -173,7 +174,7 @@ def case_of(source: str, row: dict[str, Any], seconds: float, joules: float) -> 
     setup = setup_of(whole)
     setup = setup.model_copy(update={"cluster": setup.cluster.model_copy(update={"host": 1.0})})
     parts = {name: _work(setup, unit) for name, unit in UNITS.items()}
-    parts["attention"] = parts.pop("both") - parts["products"]
+    parts["attention"] = parts.pop("both") - parts["matmul"]
     return Case(source, row["name"], seconds, joules, simulate_step(setup).us * 1e-6, **parts)
 
 
@@ -213,7 +214,7 @@ def shared_cases(data: Path) -> list[Case]:
 # ---------------------------------------------------------------------- the fit
 def work_in(case: Case | Loop, found: Constants) -> float:
     """Joules that the fitted constants account for."""
-    operations = found.flop * (case.products + found.attention * case.attention)
+    operations = found.flop * (case.matmul + found.attention * case.attention)
     return 1e-12 * (operations + found.memory * case.memory + found.cache * case.cache)
 
 
@@ -236,7 +237,7 @@ def fit(cases: Sequence[Case], loops: Sequence[Loop], fixed: Fixed) -> Constants
     return Constants(*(float(value) for value in np.exp(best.x)))
 
 
-def table_of(found: Constants, fixed: Fixed, rows: list[dict[str, Any]], cases: Sequence[Case]) -> dict[str, Any]:
+def table_of(found: Constants, fixed: Fixed, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The shipped table."""
     wire = PASSES * fixed.copied_pj + LINK_PJ
     return {
@@ -250,9 +251,7 @@ def table_of(found: Constants, fixed: Fixed, rows: list[dict[str, Any]], cases: 
         "talking_w": round(fixed.talking_w, 1),
         "wire_pj": round(wire, 1),
         "limit_share": round(found.limit_share, 4),
-        "how": f"calibration/fit_energy.py on {len(cases)} training steps and on calibration/power_h200.jsonl; "
-        "wire_pj is three bytes copied by a kernel on 24 multiprocessors, and 80 recalled for the links",
-    }  # fmt: skip
+    }
 
 
 def main(data: str = str(SHARED)) -> None:
@@ -261,8 +260,8 @@ def main(data: str = str(SHARED)) -> None:
     cases = own_cases() + shared_cases(Path(data))
     found = fit(cases, loops_of(rows, fixed), fixed)
     print(fixed, found, sep="\n")
-    table = table_of(found, fixed, rows, cases)
-    (HERE.parent / "src/lumos/data/energy.json").write_text(json.dumps(table, indent=1) + "\n")
+    table = table_of(found, fixed, rows)
+    ship("energy.json", table)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Fits the few constants of data/in_step.json that published runs decide, and the same without each source in turn.
+"""Fits the in-step factors that published runs determine, and the same without each source in turn.
 
     python calibration/fit_in_step.py TRUTH_FOLDER
 
-Writes src/lumos/data/in_step.json and calibration/held_out.json: for every source, the constants fitted on all the
-others, with which benchmarks/truth.py scores it. What we measured ourselves (hopper.matrix, launch gaps) is fixed.
+Writes three factors of src/lumos/data/in_step.json and calibration/held_out.json: for every source, the factors fitted
+on all the others, with which benchmarks/truth.py scores it. What was measured on a GPU (hopper.matrix, launch gaps) is
+left as it is; there is no factor for a family of GPUs without published runs, such as AMD's.
 """
 
 from __future__ import annotations
@@ -19,19 +20,12 @@ from pathlib import Path
 from lumos.cost.in_step import InStepFactors, in_step_factors
 from lumos.prediction.step import simulate_step
 from lumos.score.measured_runs import Run, read_rows, runs_of
+from shipped import ship
 
 HERE = Path(__file__).parent
-TARGET = HERE.parent / "src/lumos/data/in_step.json"
 TABLES = ("measured_runs.csv", "nanotron_sweep.csv", "vtrain_single_node.csv")
 ROWS = 40  # of each source
 CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
-MEASURED = {
-    "all": {"launch_gap_us": 1.1, "stream": 1.0},
-    "hopper": {"matrix": 1.15, "stream": 0.97},  # calibration/fit_steps.py; the errors are flat from 1.12 to 1.18
-    "blackwell": {"matrix": 1.15, "stream": 0.97},
-    # Matrix products of MI300X reach about half of their peak (public benchmarks), where those of H200 reach 0.75.
-    "cdna2": {"matrix": 1.5}, "cdna3": {"matrix": 1.5}, "cdna4": {"matrix": 1.5},
-}
 START = {"ampere.matrix": 1.0, "h100.matrix": 1.15, "all.penalty": 1.1}
 STEPS = (0.08, 0.03)
 
@@ -59,7 +53,7 @@ def is_scored(run: Run) -> bool:
 
 
 def factors_with(run: Run, values: dict[str, float]) -> InStepFactors:
-    """The conditions of a run's GPU, with these constants in place of the shipped ones."""
+    """The factors of a run's GPU, with these in place of the shipped ones."""
     gpu = run.setup.cluster.accelerator
     known = in_step_factors(gpu)
     changes = {"penalty": values["all.penalty"]}
@@ -105,12 +99,7 @@ def main(folder: str) -> None:
     runs = chosen_runs(Path(folder))
     with ProcessPoolExecutor(2) as pool:
         fitted = dict(pool.map(without, [("", runs), *((name, runs) for name in runs)]))
-    shipped = fitted.pop("")
-    tables = {name: dict(table) for name, table in MEASURED.items()}
-    for key, value in shipped.items():
-        table, _, name = key.partition(".")
-        tables.setdefault(table, {})[name] = value
-    TARGET.write_text(json.dumps(tables, indent=1) + "\n")
+    ship("in_step.json", fitted.pop(""))
     (HERE / "held_out.json").write_text(json.dumps(fitted, indent=1) + "\n")
 
 

@@ -19,6 +19,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def fit(folder: Path) -> tuple[ProfilerCost, list[Recording]]:
         fresh_kept_share=best_share(shapes, cost, lambda r: r.fresh_ms),
     )
     flat = [abs(e) for case in errors(found, cost, lambda r: r.stopped_ms).values() for e in case]
-    source = f"{len(found)} recordings on NVIDIA H200, torch 2.11, calibration/records.tar.xz"
+    made = f"calibration/fit_profiler.py, {datetime.now(UTC).date()}"
+    source = f"{len(found)} recordings on NVIDIA H200, torch 2.11, calibration/records.tar.xz; {made}"
     return msgspec.structs.replace(cost, error_pct=round(100 * float(np.quantile(flat, 0.8)), 1), source=source), found
 
 

@@ -18,11 +18,11 @@ from fit_in_step import HERE, TABLES, factors_with, source_of
 from lumos.prediction.interval import PARTS, parts_of
 from lumos.prediction.step import simulate_step
 from lumos.score.measured_runs import Run, read_rows, runs_of
+from shipped import ship
 
-TARGET = HERE.parent / "src/lumos/data/uncertainty.json"
 MOST = 1.5  # of the logarithm of measured over predicted, beyond which an error counts no further
 COVERED = 0.83  # of the rows fitted on; the rows held apart are covered a little less often
-BY_HAND = {"other_family": 0.03}  # kinds of GPU that no published run here tells of
+BY_HAND = {"other_family": 0.03}  # no published run on such a GPU
 
 
 def residuals(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Run]]:
@@ -78,9 +78,8 @@ def main(folder: str) -> None:
     print(f"all rows {100 * inside.mean():.1f} %, sources weighed {100 * np.average(inside, weights=weights):.1f} %")
     variance, scale = fit(parts, errors, weights)
     fitted = {name: round(float(value), 6) for name, value in zip(PARTS, variance, strict=True)}
-    table = {"scale": round(scale, 4), "variance": fitted | BY_HAND}
-    TARGET.write_text(json.dumps(table, indent=1) + "\n")
-    print(table)
+    ship("uncertainty.json", {"scale": round(scale, 4), "variance": fitted | BY_HAND})
+    print(scale, fitted)
 
 
 if __name__ == "__main__":

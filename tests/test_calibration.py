@@ -1,0 +1,152 @@
+"""Numbers of the package: each says where it is from, and what a script made, the script makes again."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from lumos.cost.in_step import in_step_factors
+from lumos.cost.operator_model import cost_model
+from lumos.data_files import read_table
+from lumos.graph.from_trace.profiler_cost import load_profiler_cost
+from lumos.setup.gpus import gpu_named, gpu_names
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "calibration"))
+
+import fit_energy  # noqa: E402
+import fit_in_step  # noqa: E402
+import fit_profiler  # noqa: E402
+import fit_steps  # noqa: E402
+import fit_uncertainty  # noqa: E402
+from shipped import ship, shipped  # noqa: E402
+
+TABLES = sorted(path.name for path in (ROOT / "src/lumos/data").glob("*.json"))
+SOURCED = [name for name in TABLES if name != "profiler.json"]  # which has one source for all of its values
+NOT_BY_SCRIPT = ("assumed", "by hand", "documented")
+
+
+def values_in(table: dict[str, Any]) -> Iterator[str]:
+    """Names of values: a section's own entries where the section has sources for them."""
+    for key, value in table.items():
+        if key == "sources":
+            continue
+        if isinstance(value, dict) and key not in table["sources"]:
+            yield from (f"{key}.{inner}" for inner in value)
+        else:
+            yield key
+
+
+@pytest.mark.parametrize("name", SOURCED)
+def test_every_value_has_a_source_a_date_and_the_script_that_made_it(name: str) -> None:
+    table = read_table(name)
+    assert list(values_in(table)) == list(table["sources"])
+    for key, source in table["sources"].items():
+        assert set(source) == {"source", "script", "date"}, key
+        assert source["source"], key
+        assert source["script"] in NOT_BY_SCRIPT or (ROOT / source["script"]).is_file(), key
+        assert len(source["date"].split("-")) == 3, key
+
+
+def test_shipping_a_fitted_value_dates_it_and_leaves_the_rest(tmp_path: Path) -> None:
+    text = (ROOT / "src/lumos/data/in_step.json").read_text()
+    (tmp_path / "in_step.json").write_text(text)
+    unchanged = {"h100.matrix": shipped("in_step.json")["h100"]["matrix"]}
+    ship("in_step.json", unchanged, tmp_path)
+    assert (tmp_path / "in_step.json").read_text() == text
+    ship("in_step.json", {"h100.matrix": 2.0}, tmp_path)
+    changed, before = json.loads((tmp_path / "in_step.json").read_text()), json.loads(text)
+    assert changed["h100"] == {"matrix": 2.0}
+    assert changed["sources"]["h100.matrix"]["date"] > "2026"
+    assert changed["all"] == before["all"]
+
+
+def test_a_family_without_measured_runs_has_no_factor_of_its_own() -> None:
+    """No run on AMD GPUs was there to fit on, so they cost what their rooflines say, and the interval is wider."""
+    families = {gpu_named(name).family for name in gpu_names() if not gpu_named(name).is_cpu}
+    own = families & read_table("in_step.json").keys()
+    assert own == {"ampere", "hopper", "blackwell"}
+    for name in ("mi250x", "mi300x", "mi325x", "mi355x"):
+        factors = in_step_factors(gpu_named(name))
+        assert (factors.matrix, factors.stream) == (1.0, 1.0)
+
+
+def test_published_runs_give_the_shipped_in_step_factors(shared_data: Path) -> None:
+    fitted = fit_in_step.fit(fit_in_step.chosen_runs(shared_data / "truth"))
+    table = shipped("in_step.json")
+    for key, value in fitted.items():
+        section, _, name = key.partition(".")
+        assert table[section][name] == pytest.approx(value, rel=0.035), key  # one step of the search
+
+
+def test_our_own_steps_on_h200_are_as_well_described_as_by_any_factors() -> None:
+    """The shipped factors are rounded; the best ones must not be better by more than half a percentage point."""
+    runs, known = fit_steps.busy_runs(), in_step_factors(gpu_named("h200"))
+    best = np.abs(fit_steps.errors(runs, *fit_steps.fit(runs))).mean()
+    assert np.abs(fit_steps.errors(runs, known.matrix, known.stream)).mean() < best + 0.005
+
+
+def test_loops_and_steps_give_the_shipped_energies(shared_data: Path) -> None:
+    rows = fit_energy.read_rows(ROOT / "calibration/power_h200.jsonl")
+    fixed = fit_energy.fixed_of(rows)
+    cases = fit_energy.own_cases() + fit_energy.shared_cases(shared_data)
+    fitted = fit_energy.table_of(fit_energy.fit(cases, fit_energy.loops_of(rows, fixed), fixed), fixed, rows)
+    table = shipped("energy.json")
+    for key in fitted.keys() - {"gpu"}:
+        assert table[key] == pytest.approx(fitted[key], rel=0.05), key  # a change of the cost model moves it a little
+
+
+def test_published_runs_give_the_shipped_variances(shared_data: Path) -> None:
+    parts, errors, sources, _ = fit_uncertainty.residuals(shared_data / "truth")
+    variance, scale = fit_uncertainty.fit(parts, errors, fit_uncertainty.by_source(sources))
+    table = shipped("uncertainty.json")
+    fitted = dict(zip(fit_uncertainty.PARTS, variance, strict=True)) | fit_uncertainty.BY_HAND
+    assert table["variance"] == pytest.approx(fitted, rel=0.15)
+    assert table["scale"] == pytest.approx(scale, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("records")
+    with tarfile.open(ROOT / "calibration/records.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def test_recordings_give_the_shipped_cost_of_the_profiler(records: Path) -> None:
+    """The gap of a kernel as fitted; the shares, of those around them, with the least error."""
+    cost = load_profiler_cost()
+    assert cost.kernel_gap_us == fit_profiler.kernel_gap_us(records)
+    found = [recording for recording in fit_profiler.recordings(records) if recording.shapes]
+
+    def loss(share: float) -> float:
+        trial = msgspec.structs.replace(cost, kept_share=share)
+        by_case = fit_profiler.errors(found, trial, lambda recording: recording.stopped_ms)
+        return float(np.mean([np.mean(np.square(case)) for case in by_case.values()]))
+
+    around = [round(cost.kept_share + step, 2) for step in (-0.04, -0.01, 0.0, 0.01, 0.04)]
+    assert min(around, key=loss) == cost.kept_share
+
+
+def test_samples_give_the_shipped_cost_models() -> None:
+    """Two small families are fitted again: the same rows, and the same prices."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
+    import fit_costs
+
+    families = ("gelu", "softmax_fwd")
+    samples = [sample for sample in fit_costs.h200_samples() if sample.operator.kind in families]
+    regressors, _ = fit_costs.fit(gpu_named("h200"), samples)
+    model = cost_model("h200")
+    for family in families:
+        assert regressors[family].rows == model.regressors[family].rows
+    operators = [sample.operator for sample in samples[::7]]
+    again = type(model)(model.gpu, "h200", regressors)
+    assert again.us_of_all(operators) == pytest.approx(model.us_of_all(operators), rel=0.02)
