@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lumos.analysis.replay import Replay, predict, replay
-from lumos.graph.from_trace.build import RULES, build
+from lumos.graph.from_trace.build import build
+from lumos.graph.from_trace.rules import RULES
 from lumos.graph.from_trace.profiler_cost import load_profiler_cost
 from lumos.graph.scaling import Scale
 from lumos.trace.read.job import read_job

@@ -136,7 +136,7 @@ def execution_trace(path: Path, shown: str, data: Path) -> str:
     except LumosError as error:
         return f"{facts}; refused with {twin.name}: {reason(error, path)}"
     notes = "".join(f" ({note.split(': ', 1)[-1]})" for note in linked.notes)
-    crossing = len(linked.data_edges(build(trace).draft))
+    crossing = len(linked.data_edges(build(trace).nodes))
     return f"{facts}; {len(linked.by_row):,} linked with {twin.name}{notes}; {crossing} tensors pass between streams"
 
 

@@ -406,9 +406,8 @@ def test_what_was_recorded_on_a_gpu_replays(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["context", "command"])
 def test_no_kernel_on_a_gpu_lacks_its_launch(form: str) -> None:
-    from lumos.graph.from_trace.nodes import launch_rows
 
     trace = read_job(H200 / form)
-    assert (launch_rows(trace)[trace.on_gpu] >= 0).all()
+    assert (trace.launch_row[trace.on_gpu] >= 0).all()
 
 

@@ -15,7 +15,7 @@ from lumos.change.infer.infer import infer
 from lumos.change.kernel_labels import Phase, label
 from lumos.cost.operator_model import cost_model
 from lumos.errors import OptionError
-from lumos.graph.from_trace.rules.cpu_device import is_cpu_run, with_cpu_device
+from lumos.graph.from_trace.cpu_device import is_cpu_run, with_cpu_device
 from lumos.graph.graph import Rule
 from lumos.prediction.bill import Tariff
 from lumos.prediction.forecasting import forecast
@@ -93,7 +93,7 @@ def test_waiting_for_the_later_rank_is_told_from_transfer(two: Replay) -> None:
 
 
 def test_a_thread_goes_on_when_what_it_waits_for_has_ended(two: Replay) -> None:
-    edges, nodes = two.execution.graph.edges, two.execution.draft
+    edges, nodes = two.execution.graph.edges, two.execution.nodes
     assert int((edges.rule == Rule.THREAD).sum()) == 2
     silent = predict(two, [Scale("comm", 0)])
     assert silent.step_ms < two.clean_ms - 0.4

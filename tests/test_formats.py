@@ -25,7 +25,7 @@ from lumos.errors import InputError, LumosError
 from lumos.export.chakra_files import write_chakra
 from lumos.export.kineto_files import write_kineto
 from lumos.graph.from_trace.build import Execution, build
-from lumos.graph.from_trace.nodes import Draft
+from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Graph
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate
@@ -159,8 +159,8 @@ def execution_of(graph: Graph) -> Execution:
         syncs=Syncs.empty(),
     )
     nothing = np.full(size, -1, np.int32)
-    draft = Draft(trace, graph.first, rows, start, end, np.zeros(size, bool), rows, rows, nothing)
-    return Execution(trace, draft, graph, 0, [], ())
+    nodes = Nodes(trace, graph.first, rows, start, end, np.zeros(size, bool), rows, rows, nothing)
+    return Execution(trace, nodes, graph, 0, [], ())
 
 
 def job(folder: Path, ranks: int = 2, steps: int = 1) -> Path:
@@ -206,7 +206,7 @@ def assert_same_run(a: Execution, b: Execution) -> None:
         np.testing.assert_array_equal(getattr(a.graph, column), getattr(b.graph, column), column)
     assert edges_of(a.graph) == edges_of(b.graph)
     for column in ("row", "start", "end", "is_return", "first_node", "last_node", "parent"):
-        np.testing.assert_array_equal(getattr(a.draft, column), getattr(b.draft, column), column)
+        np.testing.assert_array_equal(getattr(a.nodes, column), getattr(b.nodes, column), column)
     for column in ("category", "lane", "start", "duration", "correlation"):
         np.testing.assert_array_equal(getattr(a.trace, column), getattr(b.trace, column), column)
     assert [a.trace.names[n] for n in a.trace.name] == [b.trace.names[n] for n in b.trace.name]
@@ -215,8 +215,8 @@ def assert_same_run(a: Execution, b: Execution) -> None:
     ]
     assert [a.trace.lanes[i] for i in a.trace.lane] == [b.trace.lanes[i] for i in b.trace.lane]
     assert a.origin == b.origin
-    assert [(m.collective, m.ranks, m.rows.tolist(), m.message, m.complete) for m in a.meetings] == [
-        (m.collective, m.ranks, m.rows.tolist(), m.message, m.complete) for m in b.meetings
+    assert [(m.collective, m.ranks, m.rows.tolist(), m.message, m.complete) for m in a.rendezvous] == [
+        (m.collective, m.ranks, m.rows.tolist(), m.message, m.complete) for m in b.rendezvous
     ]
 
 
@@ -503,7 +503,7 @@ def test_a_collective_of_foreign_files_waits_for_all_ranks(tmp_path: Path) -> No
         write_foreign(tmp_path / f"x.{rank}.et", first, reduce_node(2, 100, data_deps=[1]))
     run = replay(read_job(tmp_path))
     assert run.times.span == 140_000
-    (meeting,) = run.execution.meetings
+    (meeting,) = run.execution.rendezvous
     assert (meeting.collective, meeting.ranks) == ("all_reduce", (0, 1))
     assert run.collectives[0].bytes == 64
 
@@ -791,9 +791,9 @@ def test_an_execution_trace_is_linked_by_the_order_of_its_operators(tmp_path: Pa
     links = link(trace, {0: read_execution_trace(write_et(tmp_path / "et.json.gz", ["a", "b", "c"]))})
     assert {trace.names[trace.name[row]]: o.name for row, o in links.by_row.items()} == {"a": "a", "b": "b", "c": "c"}
     assert next(iter(links.by_row.values())).bytes == 100 * 4 + 50 * 2
-    (edge,) = links.data_edges(build(trace).draft)
-    draft = build(trace).draft
-    assert [trace.names[trace.name[draft.row[node]]] for node in edge] == ["one", "two"]
+    (edge,) = links.data_edges(build(trace).nodes)
+    nodes = build(trace).nodes
+    assert [trace.names[trace.name[nodes.row[node]]] for node in edge] == ["one", "two"]
 
 
 def test_linked_operators_give_their_tensors_to_the_kernels_they_launch(tmp_path: Path) -> None:
@@ -900,7 +900,7 @@ def test_real_jobs_come_back_from_chakra(shared_data: Path, tmp_path: Path, name
     faster = [Scale("compute", 0.5)]
     assert predict(again, faster).step_ms == predict(run, faster).step_ms
     sent = sum(node.type in (NodeType.COMM_COLL, NodeType.COMM_SEND, NodeType.COMM_RECV) for n in files for node in n)
-    assert sent == sum(len(meeting.rows) for meeting in run.execution.meetings)
+    assert sent == sum(len(meeting.rows) for meeting in run.execution.rendezvous)
 
 
 def as_seen(node: chakra.Node) -> Seen:
@@ -938,7 +938,7 @@ def test_the_real_export_of_nsight_replays(shared_data: Path) -> None:
     assert Counter(Category(c).name for c in trace.category)["COPY"] == 15
     assert trace.headers[0].gpu == "NVIDIA A100-SXM4-40GB"
     assert abs(run.error_pct) < 0.5
-    assert (run.execution.draft.launch_row[trace.on_gpu] >= 0).all()
+    assert (run.execution.nodes.launch_row[trace.on_gpu] >= 0).all()
 
 
 @pytest.mark.data
@@ -965,6 +965,6 @@ def test_an_execution_trace_adds_the_sizes_of_collectives(shared_data: Path) -> 
     ranks = {rank: read_execution_trace(folder / f"et/rank{rank}.et.json.gz") for rank in (0, 1)}
     without = build(trace)
     run = build(link(trace, ranks).enrich(trace))
-    assert {m.message for m in without.meetings} == {None}
-    sizes = Counter(m.message.in_elements for m in run.meetings if m.message is not None)
+    assert {m.message for m in without.rendezvous} == {None}
+    sizes = Counter(m.message.in_elements for m in run.rendezvous if m.message is not None)
     assert sizes[4 * 2048 * 4096] >= 80  # micro-batch × sequence × hidden

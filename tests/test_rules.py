@@ -40,11 +40,11 @@ def read(tmp_path: Path, *ranks: list[Event]) -> Trace:
 
 def edges(execution: Execution, rule: Rule) -> list[tuple[str, str]]:
     """(source, target) of a rule's edges by the names of their events."""
-    nodes, trace = execution.draft, execution.trace
+    nodes, trace = execution.nodes, execution.trace
 
     def name(node: int) -> str:
         if node >= len(nodes):
-            return "meeting"
+            return "rendezvous"
         return trace.names[trace.name[nodes.row[node]]] if nodes.row[node] >= 0 else "pause"
 
     found = execution.graph.edges
@@ -60,7 +60,7 @@ def test_a_kernel_waits_for_its_launch_by_correlation_not_by_time(tmp_path: Path
 
 
 def _nodes_of(execution: Execution, rule: Rule) -> list[tuple[int, str]]:
-    nodes, trace, found = execution.draft, execution.trace, execution.graph.edges
+    nodes, trace, found = execution.nodes, execution.trace, execution.graph.edges
     return [
         (int(nodes.start[found.source[i]]), trace.names[trace.name[nodes.row[found.target[i]]]])
         for i in np.flatnonzero(found.rule == rule)
@@ -99,7 +99,7 @@ def test_a_device_synchronisation_waits_for_every_stream_and_costs_only_its_retu
     ]
     execution = build(read(tmp_path, events))
     assert sorted(s for s, _ in edges(execution, Rule.SYNC)) == ["a", "b"]
-    returned = execution.draft.last_node[execution.draft.call == 4][0]  # DEVICE_SYNC
+    returned = execution.nodes.last_node[execution.trace.call == 4][0]  # DEVICE_SYNC
     assert execution.graph.duration[returned] == 5_000  # b ended at 320, the call at 325
 
 
@@ -217,7 +217,7 @@ def test_backward_on_another_thread_waits_for_forward_and_is_waited_for(tmp_path
     execution = build(read(tmp_path, events))
     assert edges(execution, Rule.THREAD) == [("MmBackward0", "ProfilerStep#1"), ("forward", "MmBackward0")]
     faster = execution.graph.duration.copy()
-    faster[execution.draft.row == 2] *= 0.5  # the backward pass
+    faster[execution.nodes.row == 2] *= 0.5  # the backward pass
     assert simulate(execution.graph).span - simulate(execution.graph, faster).span == 450_000
 
 
@@ -300,8 +300,8 @@ def test_kernels_resident_before_their_turn_begin_when_it_comes(tmp_path: Path) 
     """Programmatic dependent launch: the second kernel is on the GPU early and waits there."""
     events = [*launch("a", 0, 1, takes=100), call("cudaLaunchKernel", 8, 3, 2), kernel("b", 15, 145, 2)]
     execution = build(read(tmp_path, events))
-    b = execution.draft.first_node[execution.trace.name == execution.trace.names.index("b")][0]
-    assert (execution.draft.start[b] - execution.origin, execution.graph.duration[b]) == (110_000, 50_000)
+    b = execution.nodes.first_node[execution.trace.name == execution.trace.names.index("b")][0]
+    assert (execution.nodes.start[b] - execution.origin, execution.graph.duration[b]) == (110_000, 50_000)
 
 
 def test_time_that_no_rule_explains_is_frozen_and_reported(tmp_path: Path) -> None:

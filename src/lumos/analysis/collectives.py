@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.rules.rendezvous import Meeting
+from lumos.graph.from_trace.rendezvous import Rendezvous
 from lumos.trace.trace import Message, Trace
 
 _BYTES = {
@@ -34,11 +34,11 @@ class Collective:
 
 def collectives(execution: Execution, trace: Trace) -> list[Collective]:
     """All meetings by the times of a trace (the recorded one or a simulated one), in order of time."""
-    found = [_one(trace, meeting, execution.origin) for meeting in execution.meetings]
+    found = [_one(trace, meeting, execution.origin) for meeting in execution.rendezvous]
     return sorted(found, key=lambda c: c.start_ms)
 
 
-def _one(trace: Trace, meeting: Meeting, origin: int) -> Collective:
+def _one(trace: Trace, meeting: Rendezvous, origin: int) -> Collective:
     arrive, end = trace.start[meeting.rows], trace.end[meeting.rows]
     together = int(arrive.max())
     transfer = max(float(np.median(end)) - together, 0.0) / 1e6

@@ -83,7 +83,7 @@ Times = dict[str, tuple[float, float]]  # milliseconds and calls a step, mean ov
 
 
 def _operator_times(run: Replay) -> Times:
-    found = top_operators(run.execution.draft, len(run.marks.names), _ALL)
+    found = top_operators(run.execution.nodes, len(run.marks.names), _ALL)
     return {spot.name: (spot.ms, spot.calls) for spot in found}
 
 

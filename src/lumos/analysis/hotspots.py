@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lumos.graph.from_trace.nodes import Draft
+from lumos.graph.from_trace.nodes import Nodes
 from lumos.trace.trace import Ints
 
 
@@ -20,13 +20,13 @@ class Hotspot:
     mean_us: float
 
 
-def top_kernels(nodes: Draft, steps: int, most: int = 15) -> list[Hotspot]:
+def top_kernels(nodes: Nodes, steps: int, most: int = 15) -> list[Hotspot]:
     """Kernels by the time they take; communication is told by the table of collectives."""
     rows = _compute_rows(nodes)
     return _top(nodes, nodes.trace.name[rows], rows, steps, most)
 
 
-def top_operators(nodes: Draft, steps: int, most: int = 15) -> list[Hotspot]:
+def top_operators(nodes: Nodes, steps: int, most: int = 15) -> list[Hotspot]:
     """Operators by the GPU time of what they launched."""
     rows = _compute_rows(nodes)
     around = nodes.operator_row[rows]
@@ -34,11 +34,11 @@ def top_operators(nodes: Draft, steps: int, most: int = 15) -> list[Hotspot]:
     return _top(nodes, nodes.trace.name[around[around >= 0]], rows, steps, most)
 
 
-def _compute_rows(nodes: Draft) -> np.ndarray:
+def _compute_rows(nodes: Nodes) -> np.ndarray:
     return np.flatnonzero(nodes.trace.on_gpu & ~nodes.trace.is_communication)
 
 
-def _top(nodes: Draft, key: np.ndarray, rows: np.ndarray, steps: int, most: int) -> list[Hotspot]:
+def _top(nodes: Nodes, key: np.ndarray, rows: np.ndarray, steps: int, most: int) -> list[Hotspot]:
     trace = nodes.trace
     duration: Ints = trace.duration[rows]
     total = np.bincount(key, duration, len(trace.names)) if len(rows) else np.zeros(0)

@@ -14,7 +14,6 @@ import numpy as np
 
 from lumos.analysis.replay import Replay
 from lumos.change.kernel_labels import RankLabels, label
-from lumos.graph.from_trace.nodes import launch_rows
 from lumos.trace.names import CPU_COMPUTE, CallKind, Category, is_step
 from lumos.trace.steps import WHOLE
 from lumos.trace.trace import Trace
@@ -328,7 +327,7 @@ def _sync_events(found: Readiness) -> list[Finding]:
 
 def _launches(found: Readiness) -> list[Finding]:
     gpu = np.flatnonzero(found.trace.on_gpu)
-    lost = int((launch_rows(found.trace)[gpu] < 0).sum())
+    lost = int((found.trace.launch_row[gpu] < 0).sum())
     if not found.has_host or lost <= _MANY_UNLAUNCHED * len(gpu):
         return []
     slow = _first_over_others(found.run.recorded_steps.milliseconds)

@@ -110,10 +110,10 @@ class Replay:
         return utilisation(self.execution.trace, self.recorded_steps)
 
     def kernels(self) -> list[Hotspot]:
-        return top_kernels(self.execution.draft, len(self.marks.names))
+        return top_kernels(self.execution.nodes, len(self.marks.names))
 
     def operators(self) -> list[Hotspot]:
-        return top_operators(self.execution.draft, len(self.marks.names))
+        return top_operators(self.execution.nodes, len(self.marks.names))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

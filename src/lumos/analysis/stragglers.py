@@ -34,7 +34,7 @@ def stragglers(
     cost = dict.fromkeys(parts, 0.0)
     last = dict.fromkeys(parts, 0)
     taking_part = dict.fromkeys(parts, 0)
-    for meeting in execution.meetings:
+    for meeting in execution.rendezvous:
         arrive = trace.start[meeting.rows]
         slowest = int(np.argmax(arrive))
         others = np.delete(arrive, slowest)

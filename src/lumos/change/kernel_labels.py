@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lumos.analysis.replay import Replay
-from lumos.graph.from_trace.nodes import launch_rows
 from lumos.graph.simulate import simulate
 from lumos.trace.names import CPU_COMPUTE, Category, Kind, is_step
 from lumos.trace.steps import Steps
@@ -84,7 +83,7 @@ class _Labeller:
 
     def __init__(self, trace: Trace, clean: Trace) -> None:
         self.trace, self.clean = trace, clean
-        self.launch = launch_rows(trace)
+        self.launch = trace.launch_row
         self.words = _Words(trace)
         self.rows = trace.rows_by_rank(np.ones(len(trace), bool))
 

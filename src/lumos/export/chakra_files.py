@@ -109,7 +109,7 @@ class _Writer:
     @cached_property
     def _transfers(self) -> dict[int, list[Transfer]]:
         """The communication of the nodes that transfer."""
-        last = self.execution.draft.last_node
+        last = self.execution.nodes.last_node
         return {int(last[row]): transfers for row, transfers in self.plan.transfers.items()}
 
     def _node(self, node: int) -> Iterator[Any]:
@@ -125,7 +125,7 @@ class _Writer:
             yield part
 
     def _work(self, node: int) -> Any:
-        draft = self.execution.draft
+        draft = self.execution.nodes
         message = self._blank(node, NodeType.COMP, int(self.numbers.ids[node]))
         add_value(message.attr, "is_cpu_op", "bool_val", not bool(draft.on_gpu[node]))
         operator = self._operator(node)
@@ -137,7 +137,7 @@ class _Writer:
 
     def _operator(self, node: int) -> Operator | None:
         """The operator of an execution trace that a node is the beginning of, or that launched it."""
-        draft, row = self.execution.draft, int(self.execution.draft.row[node])
+        draft, row = self.execution.nodes, int(self.execution.nodes.row[node])
         if self.links is None or row < 0 or draft.first_node[row] != node:
             return None
         return self.links.of_row(int(draft.operator_row[row]) if draft.on_gpu[node] else row)
@@ -157,7 +157,7 @@ class _Writer:
 
     def _blank(self, node: int, kind: NodeType, number: int) -> Any:
         """A node with what all nodes have."""
-        draft, row = self.execution.draft, int(self.execution.draft.row[node])
+        draft, row = self.execution.nodes, int(self.execution.nodes.row[node])
         before, others = self._waits_for(node)
         return schema().node(
             id=number,
@@ -193,13 +193,13 @@ class _Writer:
     def _data(self) -> dict[int, list[int]]:
         """For every kernel: those of other streams that wrote what it reads, where an execution trace tells."""
         found: dict[int, list[int]] = {}
-        for source, target in [] if self.links is None else self.links.data_edges(self.execution.draft):
+        for source, target in [] if self.links is None else self.links.data_edges(self.execution.nodes):
             found.setdefault(target, []).append(source)
         return found
 
     def _describe(self, attr: Any, node: int) -> None:
         """What the schema has no field for."""
-        draft, graph, numbers = self.execution.draft, self.execution.graph, self.numbers
+        draft, graph, numbers = self.execution.nodes, self.execution.graph, self.numbers
         add_value(attr, Own.LANE, "int64_val", int(numbers.place_of_lane[draft.lane[node]]))
         if draft.row[node] >= 0:
             add_value(attr, Own.EVENT, "int64_val", int(numbers.place_of_row[draft.row[node]]))

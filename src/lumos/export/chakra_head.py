@@ -41,7 +41,7 @@ def head(numbers: Numbers, rank: int) -> Any:
 
 def _events(numbers: Numbers, rows: np.ndarray) -> Iterator[tuple[str, str, Any]]:
     """The events of a rank, a column each; names and messages stand in tables of their own."""
-    trace, draft, origin = numbers.execution.trace, numbers.execution.draft, numbers.execution.origin
+    trace, draft, origin = numbers.execution.trace, numbers.execution.nodes, numbers.execution.origin
     names, name = np.unique(trace.name[rows], return_inverse=True)
     told, message = np.unique(trace.message[rows], return_inverse=True)
     yield Own.NAMES, "string_list", [trace.names[n] for n in names]
@@ -81,7 +81,7 @@ def _meetings(numbers: Numbers, rank: int) -> list[str]:
     trace = numbers.execution.trace
     return [
         _json([number, place, int(numbers.place_of_row[row]), m.collective, m.ranks, m.complete, m.message])
-        for number, m in enumerate(numbers.execution.meetings)
+        for number, m in enumerate(numbers.execution.rendezvous)
         for place, row in enumerate(m.rows.tolist())
         if int(trace.rank[row]) == rank
     ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from lumos.analysis.collectives import message_bytes
 from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.rules.rendezvous import POINT_TO_POINT, Meeting
+from lumos.graph.from_trace.rendezvous import POINT_TO_POINT, Rendezvous
 from lumos.trace.read.chakra_schema import COLLECTIVES, NodeType
 from lumos.trace.trace import Message
 
@@ -67,8 +67,8 @@ def plan_communication(execution: Execution) -> Communication:
     tags: Counter[tuple[int, int]] = Counter()
     world = world_of(execution)
     met: set[int] = set()
-    order = np.argsort([int(execution.trace.start[m.rows].max()) for m in execution.meetings], kind="stable")
-    for meeting in (execution.meetings[i] for i in order):
+    order = np.argsort([int(execution.trace.start[m.rows].max()) for m in execution.rendezvous], kind="stable")
+    for meeting in (execution.rendezvous[i] for i in order):
         met.update(meeting.rows.tolist())
         if meeting.collective in POINT_TO_POINT:
             _add_message(plan, meeting, tags)
@@ -90,7 +90,7 @@ def world_of(execution: Execution) -> tuple[int, ...]:
     return tuple(range(size))
 
 
-def _add_message(plan: Communication, meeting: Meeting, tags: Counter[tuple[int, int]]) -> None:
+def _add_message(plan: Communication, meeting: Rendezvous, tags: Counter[tuple[int, int]]) -> None:
     message, size = meeting.message, message_bytes(meeting.message)
     if len(meeting.rows) != 2 or message is None or size < 0:
         plan.plain["their peer or size is not recorded"].update(meeting.rows.tolist())
@@ -102,7 +102,7 @@ def _add_message(plan: Communication, meeting: Meeting, tags: Counter[tuple[int,
         plan.transfers[row].append(sent)
 
 
-def _add_collective(plan: Communication, meeting: Meeting, world: tuple[int, ...]) -> None:
+def _add_collective(plan: Communication, meeting: Rendezvous, world: tuple[int, ...]) -> None:
     kind, size = COLLECTIVES.get(meeting.collective, -1), _sent_bytes(meeting.message)
     if kind < 0 or size < 0:
         plan.plain["their kind or size is not recorded"].update(meeting.rows.tolist())

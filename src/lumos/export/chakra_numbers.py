@@ -24,19 +24,19 @@ class Numbers:
     @cached_property
     def size(self) -> int:
         """Nodes of lanes; those after them are the rendezvous."""
-        return len(self.execution.draft)
+        return len(self.execution.nodes)
 
     @cached_property
     def rank(self) -> Ints:
         """The rank of every node."""
-        return self.execution.trace.lane_rank[self.execution.draft.lane].astype(np.int64)
+        return self.execution.trace.lane_rank[self.execution.nodes.lane].astype(np.int64)
 
     @cached_property
     def pieces(self) -> Ints:
         """How many nodes of a file every node is: a kernel that carries several messages is one for each."""
         count = np.ones(self.size, np.int64)
         for row, messages in self.messages.items():
-            count[self.execution.draft.last_node[row]] = messages
+            count[self.execution.nodes.last_node[row]] = messages
         return count
 
     @cached_property
@@ -73,7 +73,7 @@ class Numbers:
 
     @cached_property
     def _lanes(self) -> list[tuple[int, int]]:
-        first = self.execution.draft.first.tolist()
+        first = self.execution.nodes.first.tolist()
         return [(low, high) for low, high in pairwise(first) if low < high]
 
     @cached_property

@@ -56,7 +56,7 @@ def _events(
     execution: Execution, graph: Graph, times: Times, trace: Trace, critical: CriticalPath | None
 ) -> Iterator[list[dict[str, Any]]]:
     yield list(_tracks(trace))
-    rows = np.flatnonzero(execution.draft.last_node >= 0)
+    rows = np.flatnonzero(execution.nodes.last_node >= 0)
     for low in range(0, len(rows), _CHUNK):
         yield [_span(trace, int(r), execution.origin) for r in rows[low : low + _CHUNK]]
     on_path = set() if critical is None else set(critical.edge[critical.edge >= 0].tolist())
@@ -99,7 +99,7 @@ def _span(trace: Trace, row: int, origin: int) -> dict[str, Any]:
 
 def _arrow(execution: Execution, graph: Graph, times: Times, edge: int, critical: bool) -> Iterator[dict[str, Any]]:
     source, target = int(graph.edges.source[edge]), int(graph.edges.target[edge])
-    nodes = execution.draft
+    nodes = execution.nodes
     if max(source, target) >= len(nodes):
         return  # a rendezvous has no lane; the arrivals around it are visible as they are
     name = "critical path" if critical else Rule(graph.edges.rule[edge]).name.lower()

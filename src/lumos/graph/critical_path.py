@@ -41,7 +41,7 @@ def critical_path(graph: Graph, times: Times, last: int, since: float = 0.0) -> 
 
 def last_node(execution: Execution, marks: StepMarks, steps: Steps) -> int:
     """The node at which the last step ends, on the rank where it ends last; -1 where there is nothing at all."""
-    nodes = execution.draft
+    nodes = execution.nodes
     column = int(np.argmax(steps.end[-1]))
     rows = [r for r in (marks.note[-1, column], marks.last_on_gpu[-1, column]) if r >= 0]
     found = [int(nodes.last_node[r]) for r in rows if nodes.last_node[r] >= 0]
@@ -85,7 +85,7 @@ PATH_KINDS = ("compute", "comm", "copy", "operator", "call", "python", "latency"
 
 def _labels(execution: Execution, path: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Kind (an index into PATH_KINDS) and name of nodes: kernels by their operator, host segments by their own."""
-    nodes, trace = execution.draft, execution.trace
+    nodes, trace = execution.nodes, execution.trace
     names = [*trace.names, "not recorded", "rendezvous"]
     kind = np.full(len(path), PATH_KINDS.index("comm"))
     name = np.full(len(path), len(names) - 1)

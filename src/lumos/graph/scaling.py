@@ -1,4 +1,4 @@
-"""Scenario: a what-if on durations. `--scale compute=0.5 --scale kernel:gemm=2` and the like."""
+"""Scale: a what-if on durations, as in `--scale compute=0.5 --scale kernel:gemm=2`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Scale:
         if self.what in _KINDS:
             return np.isin(execution.graph.kind, _KINDS[self.what])
         pattern = _compiled(self.what.removeprefix("kernel:"), self.what)
-        trace, nodes = execution.trace, execution.draft
+        trace, nodes = execution.trace, execution.nodes
         named = np.array([bool(pattern.search(n)) for n in trace.names], bool)
         hit = np.zeros(len(execution.graph), bool)
         hit[: len(nodes)] = nodes.on_gpu & named[trace.name[nodes.row]]

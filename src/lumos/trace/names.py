@@ -1,7 +1,6 @@
 """What the names in a trace mean: categories of events, kinds of calls, communication kernels.
 
-Names are looked at once each (a trace of a million events has a few hundred names), so plain regular
-expressions are fast enough.
+Each name is matched once (a trace of a million events has a few hundred names), so regular expressions are fast enough.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Category(IntEnum):
     SET = 6
     SYNC = 7  # details of a synchronising call, by correlation
     PYTHON = 8  # a Python function (with_stack)
-    OVERHEAD = 9  # the profiler speaking of itself
+    OVERHEAD = 9  # the profiler's record of its own work
 
 
 class Kind(IntEnum):
@@ -49,6 +48,9 @@ class CallKind(IntEnum):
     POLL = 9  # asks and never blocks
 
 
+BLOCKING = (CallKind.DEVICE_SYNC, CallKind.STREAM_SYNC, CallKind.EVENT_SYNC, CallKind.COPY)
+LAUNCHING = (CallKind.LAUNCH, CallKind.COPY, CallKind.GRAPH_LAUNCH)
+
 CATEGORIES = {
     "cpu_op": Category.OP, "Operator": Category.OP, "operator": Category.OP, "cpu_instant_event": Category.OTHER,
     "cuda_runtime": Category.CALL, "cuda_driver": Category.CALL, "Runtime": Category.CALL,
@@ -66,7 +68,7 @@ CATEGORIES = {
 GPU_CATEGORIES = (Category.KERNEL, Category.COPY, Category.SET)
 HOST_CATEGORIES = (Category.OP, Category.CALL, Category.NOTE)
 
-CPU_COMPUTE, CPU_SUBMIT = "cpuCompute", "cpuSubmit"  # calls that `rules/cpu.py` puts in where a CPU is the device
+CPU_COMPUTE, CPU_SUBMIT = "cpuCompute", "cpuSubmit"  # calls that `cpu_device` adds to a run on CPUs
 
 _CALLS: tuple[tuple[CallKind, re.Pattern[str]], ...] = (
     (CallKind.GRAPH_LAUNCH, re.compile(r"(cuda|cu|hip)GraphLaunch")),
@@ -85,7 +87,7 @@ _CALLS: tuple[tuple[CallKind, re.Pattern[str]], ...] = (
                                r"|GetErrorString|DriverGetVersion|EventElapsedTime|CtxGetCurrent|CtxSetCurrent)")),
 )  # fmt: skip
 
-# cub::DeviceReduce and its like are arithmetic, not communication, so "reduce" alone says nothing.
+# cub::DeviceReduce and its like are arithmetic, not communication, so "reduce" alone proves nothing.
 _COMM = re.compile(
     r"nccl(Dev)?Kernel|rccl|\bdpsk::ep::|deep_ep|allreduce_fusion|multimem_all_?reduce|cross_device_reduce"
     r"|all_?to_?all_?(single_)?kernel|nvshmem|symm_mem.*(reduce|gather|scatter)|one_shot_all_reduce|two_shot_all_reduce"
@@ -114,9 +116,10 @@ def is_step(annotation: str) -> bool:
 
 
 def collective_name(text: str) -> str:
-    """One name for the many spellings of a collective, '' where the text names none.
+    """One name for the many spellings of a collective; '' if the text names none.
 
-    Takes what `record_param_comms` says (`_allgather_base`), an annotation (`nccl:all_reduce`) or a kernel's name.
+    Takes the name in `record_param_comms` (`_allgather_base`), an annotation (`nccl:all_reduce`) or a kernel's name:
+    `collective_name("ncclDevKernel_AllReduce_Sum_bf16") == "all_reduce"`.
     """
     squeezed = text.lower().replace("_", "").replace("nccl:", "")
     for pattern, name in _COLLECTIVES:

@@ -1,8 +1,8 @@
 """Steps: which part of a run one iteration is, on every rank. The same definition serves recorded and simulated runs.
 
 A step is the profiler's `ProfilerStep#N` on the thread that drives the rank. The CPU may run ahead of the GPU: a step
-ends when what it launched has ended, and the next one begins there. Steps that synchronise are unaffected. A trace
-without such marks is one step, from its first to its last task.
+ends when everything it launched has ended, and the next one begins there. Steps that synchronise are unaffected. A
+trace without such marks is one step, from its first to its last task.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from lumos.errors import OptionError
-from lumos.graph.from_trace.nodes import launch_rows, working_rows
 from lumos.trace.names import Category, is_step
 from lumos.trace.trace import Ints, Trace
 
@@ -46,7 +45,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class StepMarks:
-    """Rows that mark the steps, found once on the recorded trace and read again on every simulated one."""
+    """The rows that mark steps: found once in the recorded trace, then read at the times of any simulated one."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -75,9 +74,8 @@ class StepMarks:
 def find_steps(trace: Trace) -> StepMarks:
     """The steps of a trace that every rank has."""
     ranks = tuple(trace.ranks)
-    named = np.array([is_step(n) for n in trace.names], bool)
-    host = np.isin(trace.category, (Category.NOTE, Category.OP))
-    rows = np.flatnonzero(host & named[trace.name]) if len(named) else np.zeros(0, int)
+    named = np.array([is_step(n) for n in trace.names] or [False], bool)
+    rows = np.flatnonzero(np.isin(trace.category, (Category.NOTE, Category.OP)) & named[trace.name])
     by_rank: dict[int, dict[str, int]] = {r: {} for r in ranks}
     for row in rows[np.argsort(trace.start[rows], kind="stable")]:
         by_rank[int(trace.lane_rank[trace.lane[row]])].setdefault(trace.names[trace.name[row]], int(row))
@@ -87,15 +85,15 @@ def find_steps(trace: Trace) -> StepMarks:
     names = working or shared  # a trailing step may be empty
     if not names:
         none = np.full((1, len(ranks)), -1)
-        return StepMarks((WHOLE,), ranks, none, none, working_rows(trace))
+        return StepMarks((WHOLE,), ranks, none, none, trace.is_work)
     note = np.array([[by_rank[r][n] for r in ranks] for n in names])
     last_row = np.array([[last[r].get(n, -1) for r in ranks] for n in names])
-    return StepMarks(tuple(names), ranks, note, last_row, working_rows(trace))
+    return StepMarks(tuple(names), ranks, note, last_row, trace.is_work)
 
 
 def _last_on_gpu(trace: Trace, by_rank: dict[int, dict[str, int]]) -> dict[int, dict[str, int]]:
     """Per rank and step: the row that ends last among those launched inside the step."""
-    launch = launch_rows(trace)
+    launch = trace.launch_row
     rows = trace.rows_by_rank(launch >= 0)
     answer: dict[int, dict[str, int]] = {}
     for r, steps in by_rank.items():
@@ -114,7 +112,7 @@ def keep_step(trace: Trace, wanted: str) -> Trace:
     marks = find_steps(trace)
     name = _find_name(marks.names, wanted)
     index = marks.names.index(name)
-    rank, launch = trace.rank, launch_rows(trace)
+    rank, launch = trace.rank, trace.launch_row
     keep = np.zeros(len(trace), bool)
     for column, r in enumerate(marks.ranks):
         row = marks.note[index, column]

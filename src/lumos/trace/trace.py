@@ -1,6 +1,6 @@
-"""Trace: what happened, as numpy columns, one row an event.
+"""Trace: the events of a run as numpy columns, one row an event.
 
-What is read from a file and what comes out of the simulator are the same type. Times are integer nanoseconds.
+Recorded and simulated runs are the same type. Times are integer nanoseconds.
 
     row  category  name (→ names)      lane (→ lanes)          start  duration  correlation  message (→ messages)
     0    NOTE      ProfilerStep#2      rank 0, thread 400          0     67426           -1           -1
@@ -11,8 +11,8 @@ What is read from a file and what comes out of the simulator are the same type. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,15 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lumos.trace.names import (
+    BLOCKING,
     GPU_CATEGORIES,
     HOST_CATEGORIES,
+    LAUNCHING,
     CallKind,
     Category,
     Kind,
     call_kind,
     collective_name,
     is_communication,
-)
+    is_step,
+)  # fmt: skip
 
 Ints = NDArray[np.int64]
 Small = NDArray[np.int32]
@@ -50,7 +53,7 @@ class Lane(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What is known of the communication behind an event; -1 and '' where the trace does not say."""
+    """The communication behind an event; -1 and '' for what the trace does not say."""
 
     collective: str
     dtype: str = ""
@@ -65,7 +68,7 @@ class Message(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """The header of a file."""
 
     rank: int
     path: str
@@ -96,7 +99,11 @@ class Syncs:
 
 @dataclass(frozen=True)
 class Trace:
-    """A run as columns; see the module's picture."""
+    """A run as columns, as drawn at the top of this module.
+
+        trace = read_job(Path("traces"))
+        trace.duration[trace.is_communication].sum()  # nanoseconds of communication over all ranks
+    """
 
     names: tuple[str, ...]
     lanes: tuple[Lane, ...]
@@ -156,26 +163,55 @@ class Trace:
 
     @cached_property
     def is_communication(self) -> Bools:
-        named = np.array([is_communication(n) for n in self.names], bool)
-        told = self.message >= 0
-        kernel = self.category == Category.KERNEL
-        return np.asarray(kernel & (told | (named[self.name] if len(named) else False)), bool)
+        named = self._by_name(is_communication)
+        return np.asarray((self.category == Category.KERNEL) & ((self.message >= 0) | named), bool)
+
+    def _by_name(self, test: Callable[[str], bool]) -> Bools:
+        """Rows whose name passes a test, which is asked once a name."""
+        passes = np.array([test(n) for n in self.names], bool)
+        return passes[self.name] if len(passes) else np.zeros(len(self), bool)
 
     @cached_property
     def call(self) -> NDArray[np.uint8]:
-        """The CallKind of every row; PLAIN for what is no call."""
+        """The CallKind of every row; PLAIN for rows that are no calls."""
         by_name = np.array([call_kind(n) for n in self.names], np.uint8)
         kinds = by_name[self.name] if len(by_name) else np.zeros(0, np.uint8)
         return np.where(self.category == Category.CALL, kinds, CallKind.PLAIN).astype(np.uint8)
 
+    @cached_property
+    def launch_row(self) -> Small:
+        """For every row on a GPU: the row of the call that launched it, by correlation within the rank; else -1."""
+        answer = np.full(len(self), -1, np.int32)
+        calls = np.flatnonzero(np.isin(self.call, np.array(LAUNCHING)) & (self.correlation >= 0))
+        gpu = np.flatnonzero(self.on_gpu & (self.correlation >= 0))
+        if len(calls) == 0 or len(gpu) == 0:
+            return answer
+        # Correlation ids repeat from process to process; they are at most 2**32 in all traces seen.
+        keys = (self.correlation & 0xFFFFFFFF) | (self.rank.astype(np.int64) << 32)
+        order = calls[np.argsort(keys[calls], kind="stable")]
+        at = np.minimum(np.searchsorted(keys[order], keys[gpu]), len(order) - 1)
+        found = keys[order[at]] == keys[gpu]
+        answer[gpu[found]] = order[at[found]]
+        return answer
+
+    @cached_property
+    def is_work(self) -> Bools:
+        """Rows on GPUs and of threads that do work; a thread that only polls does none."""
+        host = self.on_host
+        works = self.category == Category.OP
+        works |= np.isin(self.call, np.array(BLOCKING + LAUNCHING)) | self._by_name(is_step)
+        working_lane = np.zeros(len(self.lanes), bool)
+        working_lane[self.lane[works & host]] = True
+        return np.asarray((host & working_lane[self.lane]) | self.on_gpu, bool)
+
     def collective_of(self, row: int) -> str:
         """The collective behind a communication row."""
         message = int(self.message[row])
-        told = self.messages[message].collective if message >= 0 else ""
-        return told or collective_name(self.names[self.name[row]]) or "communication"
+        recorded = self.messages[message].collective if message >= 0 else ""
+        return recorded or collective_name(self.names[self.name[row]]) or "communication"
 
     def rows_by_rank(self, which: Bools) -> dict[int, Rows]:
-        """The rows of a mask, apart for every rank."""
+        """The rows of a mask, by rank."""
         rows = np.flatnonzero(which)
         rows = rows[np.argsort(self.rank[rows], kind="stable")]
         bounds = np.searchsorted(self.rank[rows], [*self.ranks, np.iinfo(np.int32).max])
@@ -187,11 +223,10 @@ class Trace:
         return replace(self, **columns)
 
     def with_times(self, start: Ints, duration: Ints) -> Trace:
-        """The same events at other times; what does not depend on times is not worked out again."""
+        """The same events at other times; cached properties that do not depend on times are kept."""
         trace = replace(self, start=start, duration=duration)
-        for name in ("lane_rank", "rank", "on_gpu", "on_host", "kind", "is_communication", "call"):
-            if name in self.__dict__:
-                trace.__dict__[name] = self.__dict__[name]
+        kept = ("lane_rank", "rank", "on_gpu", "on_host", "kind", "is_communication", "call", "launch_row", "is_work")
+        trace.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         return trace
 
     def shifted(self, offset_of_rank: dict[int, int]) -> Trace:
@@ -204,34 +239,29 @@ _COLUMNS = ("category", "name", "lane", "start", "duration", "correlation", "mes
 
 
 def concatenate(traces: Sequence[Trace]) -> Trace:
-    """The ranks of one job, or the shares of one file, as one trace; lanes that are the same become one."""
+    """The ranks of one job, or the shares of one file, as one trace; equal lanes become one."""
     if len(traces) == 1:
         return traces[0]
     names: dict[str, int] = {}
     messages: dict[Message, int] = {}
     lanes: dict[Lane, int] = {}
     parts: list[dict[str, Any]] = []
-    sync_lanes: list[Small] = []
+    syncs: list[Syncs] = []
     for trace in traces:
         to_name = np.array([names.setdefault(n, len(names)) for n in trace.names] or [0], np.int32)
         to_message = np.array([messages.setdefault(m, len(messages)) for m in trace.messages] + [-1], np.int32)
         to_lane = np.array([lanes.setdefault(lane, len(lanes)) for lane in trace.lanes] or [0], np.int32)
         columns = {c: getattr(trace, c) for c in _COLUMNS}
-        columns["name"] = to_name[trace.name]
+        columns |= {"name": to_name[trace.name], "lane": to_lane[trace.lane]}
         columns["message"] = to_message[trace.message]  # -1 picks the last entry, which is -1
-        columns["lane"] = to_lane[trace.lane]
         parts.append(columns)
-        sync_lanes.append(to_lane[trace.syncs.lane])
-    syncs = {c: np.concatenate([getattr(t.syncs, c) for t in traces]) for c in _SYNC_COLUMNS}
+        syncs.append(replace(trace.syncs, lane=to_lane[trace.syncs.lane]))
     return Trace(
         names=tuple(names),
         lanes=tuple(lanes),
         messages=tuple(messages),
         headers=tuple(h for t in traces for h in t.headers),
-        syncs=Syncs(lane=np.concatenate(sync_lanes), **syncs),
+        syncs=Syncs(**{f.name: np.concatenate([getattr(s, f.name) for s in syncs]) for f in fields(Syncs)}),
         warnings=tuple(dict.fromkeys(w for t in traces for w in t.warnings)),
         **{c: np.concatenate([p[c] for p in parts]) for c in _COLUMNS},
     )
-
-
-_SYNC_COLUMNS = ("correlation", "stream", "wait_stream", "record", "event")

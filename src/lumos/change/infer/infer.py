@@ -15,7 +15,7 @@ from lumos.change.infer.inferred_value import Told
 from lumos.change.infer.layers import Stack, read_stack
 from lumos.change.infer.parallelism import Ways
 from lumos.change.infer.recorded_shapes import What, read_ops
-from lumos.graph.from_trace.rules.cpu_device import is_cpu_run
+from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.setup.gpus import find_gpu
 from lumos.trace.trace import Header
 

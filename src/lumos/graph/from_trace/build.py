@@ -1,86 +1,58 @@
-"""From a Trace to a Graph: cut into nodes, apply the rules, and work out what each wait and each gap is worth.
+"""From a Trace to a Graph: cut into nodes, apply the rules, and attribute every wait and every gap.
 
 After this, simulating the graph unchanged gives the recorded times back. That proves nothing by itself; what counts
 is how little of it is frozen. A gap before a kernel is explained as far as the order of its stream, its launch or an
-event explains it; the rest is kept as `frozen`, and reported.
+event explains it; the rest is kept as `frozen`, and reported as unexplained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
+from lumos.data_files import read_table
 from lumos.errors import CycleError
-from lumos.graph.from_trace.nodes import Draft, draft
-from lumos.graph.from_trace.rules.channel import channel_edges, communicator_edges
-from lumos.graph.from_trace.rules.cpu_device import gloo_wait_edges, with_cpu_device
-from lumos.graph.from_trace.rules.event import event_edges
-from lumos.graph.from_trace.rules.launch import graph_edges, launch_edges
-from lumos.graph.from_trace.rules.queue import queue_edges
-from lumos.graph.from_trace.rules.rendezvous import Meeting, collective_edges, find_meetings
-from lumos.graph.from_trace.rules.sync import sync_edges
-from lumos.graph.from_trace.rules.thread import thread_edges
+from lumos.graph.from_trace.clocks import clock_offsets
+from lumos.graph.from_trace.cpu_device import with_cpu_device
+from lumos.graph.from_trace.nodes import Nodes, cut_nodes
+from lumos.graph.from_trace.rendezvous import Rendezvous, find_rendezvous, rendezvous_edges
+from lumos.graph.from_trace.rules import RULES, DependencyRule
 from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Rule, Small, make_graph
 from lumos.graph.simulate import Times
-from lumos.trace.clocks import clock_offsets
 from lumos.trace.names import Kind
 from lumos.trace.trace import Trace
 
-RULES: tuple[Callable[[Draft], Edges], ...] = (
-    launch_edges,
-    graph_edges,
-    sync_edges,
-    event_edges,
-    communicator_edges,
-    channel_edges,
-    queue_edges,
-    thread_edges,
-    gloo_wait_edges,
-)
+_LAGS = read_table("trace_rules.toml")["lags"]
+_MEASURED_LAGS = read_table("trace_rules.toml")["usual_lags"]
+_USUAL = np.array([_LAGS.get(rule.name.lower(), {"usual": 0.0})["usual"] for rule in Rule])
+_TOLERANCE = np.array([_LAGS.get(rule.name.lower(), {"tolerance": np.inf})["tolerance"] for rule in Rule])
 
-# What an edge or a stream's order normally costs, where the trace itself does not show it, and how much more than
-# that still counts as normal. Nanoseconds.
-_USUAL = {Rule.ORDER: 1_000.0, Rule.LAUNCH: 1_500.0, Rule.EVENT: 2_000.0, Rule.GRAPH: 1_000.0, Rule.CHANNEL: 0.0}
-_TOLERANCE = {
-    Rule.ORDER: 5_000.0,
-    Rule.LAUNCH: 20_000.0,
-    Rule.EVENT: 20_000.0,
-    Rule.GRAPH: 5_000.0,
-    Rule.CHANNEL: 20_000.0,
-}
-
-
-# What to give up, in this order, where clocks disagree so much that dependencies go in a circle.
+# Rules whose edges are given up, in this order, if clocks disagree so much that dependencies form a cycle.
 _DOUBTFUL = (
-    (Rule.CHANNEL, Rule.COLLECTIVE),
-    (Rule.THREAD, Rule.EVENT),
-    (Rule.SYNC, Rule.QUEUE),
-    (Rule.LAUNCH, Rule.GRAPH),
-)
+    (Rule.CHANNEL, Rule.COLLECTIVE), (Rule.THREAD, Rule.EVENT), (Rule.SYNC, Rule.QUEUE), (Rule.LAUNCH, Rule.GRAPH),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Execution:
-    """A trace, the graph built from it, and how the two belong together."""
+    """A trace, the graph built from it, and how the two belong together.
+
+        execution = build(read_job(Path("traces")))
+        simulated = execution.retime(simulate(execution.graph))  # a Trace again
+    """
 
     trace: Trace  # clocks aligned
-    draft: Draft
-    graph: Graph
+    nodes: Nodes
+    graph: Graph  # its nodes are `nodes`, and one hub a rendezvous after them
     origin: int  # the graph's time zero, on the trace's clock
-    meetings: list[Meeting]
+    rendezvous: list[Rendezvous]
     warnings: tuple[str, ...]
 
-    @cached_property
-    def node_kind(self) -> np.ndarray:
-        """The kind of every node, hubs included."""
-        return self.graph.kind
-
     def retime(self, times: Times) -> Trace:
-        """The trace as the simulator has it: same events, other times."""
-        nodes, trace = self.draft, self.trace
+        """The trace at simulated times: the same events, other times."""
+        nodes, trace = self.nodes, self.trace
         start, duration = trace.start.copy(), trace.duration.copy()
         present = np.flatnonzero(nodes.last_node >= 0)
         begin = np.rint(times.start[nodes.first_node[present]]).astype(np.int64)
@@ -91,8 +63,8 @@ class Execution:
         return trace.with_times(start, duration)
 
     def _retime_the_rest(self, times: Times, start: Ints, duration: Ints) -> None:
-        """Events without nodes of their own (empty ones, Python frames, pollers) move with their lane."""
-        nodes, trace = self.draft, self.trace
+        """Events without nodes of their own (empty ones, Python frames, polling) move with their lane."""
+        nodes, trace = self.nodes, self.trace
         absent = np.flatnonzero(nodes.last_node < 0)
         absent = absent[np.argsort(trace.lane[absent], kind="stable")]
         for rows in np.split(absent, np.flatnonzero(np.diff(trace.lane[absent])) + 1):
@@ -108,29 +80,27 @@ class Execution:
             duration[rows] = end - begin
 
 
-def build(trace: Trace, rules: tuple[Callable[[Draft], Edges], ...] = RULES) -> Execution:
+def build(trace: Trace, rules: Sequence[DependencyRule] = RULES) -> Execution:
     """The execution graph of a trace."""
     trace = with_cpu_device(trace)
-    meetings, warnings = find_meetings(trace)
-    offsets = clock_offsets(trace, meetings)
+    rendezvous, warnings = find_rendezvous(trace)
+    offsets = clock_offsets(trace, rendezvous)
     if offsets:
         trace = trace.shifted(offsets)
         worst = max(offsets.values(), key=abs)
         warnings.append(
             f"clocks of {len(offsets)} ranks were aligned by their collectives, by up to {worst / 1e6:.2f} ms"
         )
-    nodes = draft(trace)
-    edges = Edges.join([rule(nodes) for rule in rules])
-    meeting_edges, hubs = collective_edges(nodes, meetings)
-    edges = Edges.join([edges, meeting_edges])
-    graph, origin = _time(nodes, edges, hubs)
+    nodes = cut_nodes(trace)
+    between_ranks, hubs = rendezvous_edges(nodes, rendezvous)
+    graph, origin = _time(nodes, Edges.join([*(rule(nodes) for rule in rules), between_ranks]), hubs)
     for doubtful in _DOUBTFUL:
         if _has_order(graph):
             break
         keep = ~(np.isin(graph.edges.rule, doubtful) & (graph.edges.lag <= 0))
         warnings.append(f"{(~keep).sum()} inferred dependencies contradict each other and were dropped")
         graph, origin = _time(nodes, graph.edges.select(keep), hubs)
-    return Execution(trace, nodes, graph, origin, meetings, (*trace.warnings, *warnings))
+    return Execution(trace, nodes, graph, origin, rendezvous, (*trace.warnings, *warnings))
 
 
 def _has_order(graph: Graph) -> bool:
@@ -140,7 +110,7 @@ def _has_order(graph: Graph) -> bool:
         return False
 
 
-def _time(nodes: Draft, edges: Edges, hubs: Ints) -> tuple[Graph, int]:
+def _time(nodes: Nodes, edges: Edges, hubs: Ints) -> tuple[Graph, int]:
     """Durations, gaps and lags such that the graph, simulated, gives the recorded times."""
     size = len(nodes)
     origin = int(nodes.start.min(initial=np.iinfo(np.int64).max)) if size else 0
@@ -162,7 +132,7 @@ def _time(nodes: Draft, edges: Edges, hubs: Ints) -> tuple[Graph, int]:
     return replace(graph, gap=gap, frozen=gap_frozen, edges=edges), origin
 
 
-def _elastic(nodes: Draft, edges: Edges, hubs: int) -> Bools:
+def _elastic(nodes: Nodes, edges: Edges, hubs: int) -> Bools:
     """Nodes whose recorded time includes waiting."""
     elastic = np.concatenate([nodes.is_return, np.zeros(hubs, bool)])
     waits = np.isin(edges.rule, (Rule.QUEUE, Rule.THREAD))
@@ -182,17 +152,17 @@ def _begun(start: Floats, end: Floats, edges: Edges, elastic: Bools) -> Floats:
 
 
 def _explain_gaps(
-    nodes: Draft, graph: Graph, edges: Edges, start: Floats, end: Floats, rigid: Bools, lag: Floats, frozen: Floats
+    nodes: Nodes, graph: Graph, edges: Edges, start: Floats, end: Floats, rigid: Bools, lag: Floats, frozen: Floats
 ) -> tuple[Floats, Floats]:
-    """Give every wait of a rigid node to the lane or edge that decided; fills lag and frozen of the edges in place.
+    """Attribute every wait of a rigid node to the lane or edge that decided it; fills the edges' lag and frozen.
 
-    Host segments follow one another without gaps, so only nodes of streams and the first ones of lanes are looked at.
+    Host segments follow one another without gaps, so only nodes of streams and the first ones of lanes matter.
     """
     on_gpu = np.zeros(len(start), bool)
     on_gpu[: len(nodes)] = nodes.on_gpu
     some = np.flatnonzero(on_gpu | graph.is_first)
-    place = np.zeros(len(start), np.int32)
-    place[some] = np.arange(len(some))
+    index = np.zeros(len(start), np.int32)
+    index[some] = np.arange(len(some))
     head, on_gpu = graph.is_first[some], on_gpu[some]
     usual = _usual_lags(nodes, edges, start, end)
 
@@ -208,7 +178,7 @@ def _explain_gaps(
     since = np.where(edges.from_start[at], start[source], end[source])
     lag[at] = np.minimum(start[target] - since, usual[edges.rule[at]])
     best = _last_to_reach(since + lag[at], target)
-    reached, node = (since + lag[at])[best], place[target[best]]
+    reached, node = (since + lag[at])[best], index[target[best]]
     wins = reached >= bound[node]
     decided_by[node[wins]] = at[best[wins]]
     bound[node] = np.maximum(bound[node], reached)
@@ -217,12 +187,11 @@ def _explain_gaps(
     rest = np.maximum(start[some] - bound, 0.0)
     waits = np.zeros(len(start), bool)
     waits[edges.target[~rigid]] = True
-    rest[waits[some]] = 0.0  # an elastic node's wait is in what it waits for
+    rest[waits[some]] = 0.0  # an elastic node's wait is in its duration
     by_lane = decided_by < 0
     normal = np.where(head, 0.0, np.minimum(rest, np.where(on_gpu, _TOLERANCE[Rule.ORDER], np.inf)))
     edge = decided_by[~by_lane]
-    tolerance = np.array([_TOLERANCE.get(Rule(r), np.inf) for r in range(len(Rule))])
-    on_edge = np.minimum(rest[~by_lane], tolerance[edges.rule[edge]])
+    on_edge = np.minimum(rest[~by_lane], _TOLERANCE[edges.rule[edge]])
     lag[edge] += on_edge
     frozen[edge] += rest[~by_lane] - on_edge
     all_gaps, all_frozen = np.zeros(len(start)), np.zeros(len(start))
@@ -239,21 +208,18 @@ def _last_to_reach(reached: Floats, target: Small) -> Ints:
     return order[last]
 
 
-def _usual_lags(nodes: Draft, edges: Edges, start: Floats, end: Floats) -> Floats:
-    """The usual gap between kernels of a busy stream and after a launch to an idle one, from the trace itself."""
-    usual = np.zeros(len(Rule))
-    for rule, value in _USUAL.items():
-        usual[rule] = value
+def _usual_lags(nodes: Nodes, edges: Edges, start: Floats, end: Floats) -> Floats:
+    """The usual lag of every rule; between kernels of a busy stream and after a launch, the trace's own medians."""
+    usual, limits = _USUAL.copy(), _MEASURED_LAGS
     launch = np.flatnonzero(edges.rule == Rule.LAUNCH)
     source, target = edges.source[launch], edges.target[launch]
     head = nodes.first[nodes.lane[target]] == target
     previous = np.where(head, -np.inf, end[np.maximum(target - 1, 0)])
     gap = start[target] - previous
-    queued = (end[source] + 20_000 < previous) & (gap < 20_000)
-    if queued.sum() >= 20:
-        usual[Rule.ORDER] = float(np.median(gap[queued]))
+    queued = (end[source] + limits["queued_ahead"] < previous) & (gap < limits["longest_gap"])
     latency = start[target] - end[source]
-    idle = (previous < start[source]) & (np.abs(latency) < 50_000)
-    if idle.sum() >= 20:
-        usual[Rule.LAUNCH] = float(np.median(latency[idle]))
+    idle = (previous < start[source]) & (np.abs(latency) < limits["longest_launch"])
+    for rule, times in ((Rule.ORDER, gap[queued]), (Rule.LAUNCH, latency[idle])):
+        if len(times) >= limits["cases"]:
+            usual[rule] = float(np.median(times))
     return usual

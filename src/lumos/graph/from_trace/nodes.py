@@ -1,10 +1,10 @@
-"""Draft: the nodes of a graph in the making, with the times at which they were recorded.
+"""Nodes of the graph of a trace, with the times at which they were recorded.
 
-Host events nest, so a thread is cut into segments that follow one another (`kernels.cut_into_segments`). A GPU event
-is one node; a communication kernel is two: it arrives, then it transfers.
+Host events nest, so a thread is cut into segments that follow one another (`compiled_loops.cut_into_segments`). A GPU
+event is one node; a communication kernel is two: its arrival, and its transfer once all ranks have arrived.
 
-A node is *elastic* when its recorded time includes waiting: the return of a blocking call, a launch into a full
-queue, a pause of a thread, the transfer of a collective. What it waits for shortens it. All others are *rigid*.
+A node is *elastic* if its recorded time includes waiting: the return of a blocking call, a launch into a full queue, a
+pause of a thread, the transfer of a collective. What it waits for shortens it. All other nodes are *rigid*.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from typing import Any
 import numpy as np
 
 from lumos.graph.graph import Bools, Ints, Small
-from lumos.trace.names import CallKind, Category, Kind, is_step
+from lumos.trace.names import BLOCKING, Category, Kind
 from lumos.trace.trace import Trace
 
-BLOCKING = (CallKind.DEVICE_SYNC, CallKind.STREAM_SYNC, CallKind.EVENT_SYNC, CallKind.COPY)
-LAUNCHING = (CallKind.LAUNCH, CallKind.COPY, CallKind.GRAPH_LAUNCH)
+NEVER = int(np.iinfo(np.int64).min)
 
 
 @dataclass(frozen=True)
-class Draft:
-    """Nodes sorted by lane and time; `row` is their event in the trace, or -1."""
+class Nodes:
+    """Nodes sorted by lane and time; `row` is their event in the trace, or -1.
+
+        nodes = cut_nodes(read_job(path))
+        nodes.trace.names[nodes.trace.name[nodes.row[0]]]  # the name of the first node's event
+    """
 
     trace: Trace
     first: Ints  # nodes of lane i are first[i] … first[i + 1] - 1
@@ -45,10 +48,6 @@ class Draft:
         return np.repeat(np.arange(len(self.first) - 1, dtype=np.int32), np.diff(self.first))
 
     @cached_property
-    def call(self) -> Any:
-        return self.trace.call
-
-    @cached_property
     def on_gpu(self) -> Bools:
         """Nodes of streams."""
         streams = np.array([lane.is_stream for lane in self.trace.lanes], bool)
@@ -60,22 +59,42 @@ class Draft:
         return np.where(self.row < 0, np.uint8(Kind.CPU), kinds).astype(np.uint8)
 
     @cached_property
-    def lane_rank(self) -> Small:
-        return self.trace.lane_rank
+    def rank(self) -> Small:
+        return self.trace.lane_rank[self.lane]
 
-    @cached_property
-    def lanes_of_rank(self) -> dict[int, list[int]]:
-        """The stream lanes of every rank that have nodes."""
+    def _lanes_in_use(self, streams: bool) -> dict[int, list[int]]:
         lanes: dict[int, list[int]] = {}
         for index, lane in enumerate(self.trace.lanes):
-            if lane.is_stream and self.first[index + 1] > self.first[index]:
+            if lane.is_stream == streams and self.first[index + 1] > self.first[index]:
                 lanes.setdefault(lane.rank, []).append(index)
         return lanes
 
     @cached_property
+    def streams(self) -> dict[int, list[int]]:
+        """The lanes of every rank's streams that have nodes."""
+        return self._lanes_in_use(True)
+
+    @cached_property
+    def threads(self) -> dict[int, list[int]]:
+        """The lanes of every rank's threads that have nodes."""
+        return self._lanes_in_use(False)
+
+    @cached_property
+    def previous_end(self) -> Ints:
+        """When the node before on the lane ended; the smallest integer for the first of a lane."""
+        ends = np.concatenate([[NEVER], self.end[:-1]]) if len(self) else self.end
+        ends[self.first[:-1][np.diff(self.first) > 0]] = NEVER
+        return ends
+
+    @property
     def launch_row(self) -> Small:
-        """For every row on a GPU: the row of the call that launched it, -1 where the file does not have it."""
-        return launch_rows(self.trace)
+        """For every row on a GPU: the row of the call that launched it; -1 if the trace does not have it."""
+        return self.trace.launch_row
+
+    @cached_property
+    def launch_of_node(self) -> Small:
+        """The same for every node."""
+        return np.where(self.row >= 0, self.launch_row[self.row], -1).astype(np.int32)
 
     @cached_property
     def launched_lane(self) -> Small:
@@ -87,7 +106,7 @@ class Draft:
 
     @cached_property
     def operator_row(self) -> Small:
-        """For every row: the innermost operator around it, or around its launch; -1 where there is none."""
+        """For every row: the innermost operator around it, or around its launch; -1 if there is none."""
         around = np.where(self.launch_row >= 0, self.parent[self.launch_row], self.parent)
         for _ in range(64):  # deeper nesting than that is not seen
             higher = (around >= 0) & (self.trace.category[around] != Category.OP)
@@ -96,48 +115,37 @@ class Draft:
             around = np.where(higher, self.parent[around], around)
         return around.astype(np.int32)
 
-    def launched_at(self, nodes: Any) -> Ints:
-        """When the launch calls of nodes of streams began; for what was launched before the file began, never."""
-        launch = self.launch_row[self.row[nodes]]
-        return np.where(launch >= 0, self.trace.start[launch], np.iinfo(np.int64).min)
+    @cached_property
+    def launched_at(self) -> Ints:
+        """When the launch call of every node of a stream began; `NEVER` if it was launched before the recording."""
+        return np.where(self.launch_of_node >= 0, self.trace.start[self.launch_of_node], NEVER)
+
+    @cached_property
+    def free_at(self) -> Ints:
+        """When every node of a stream could have started by the order of its stream and its launch alone."""
+        launched = np.where(self.launch_of_node >= 0, self.trace.end[self.launch_of_node], NEVER)
+        return np.maximum(self.previous_end, launched)
 
     @cached_property
     def launch_order(self) -> dict[int, Ints]:
         """For every stream: `launched_at` of its nodes, made non-decreasing, for look-ups."""
-        streams = (lane for lanes in self.lanes_of_rank.values() for lane in lanes)
-        nodes = {lane: np.arange(self.first[lane], self.first[lane + 1]) for lane in streams}
-        return {lane: np.maximum.accumulate(self.launched_at(mine)) for lane, mine in nodes.items()}
+        parts = {i: slice(self.first[i], self.first[i + 1]) for lanes in self.streams.values() for i in lanes}
+        return {lane: np.maximum.accumulate(self.launched_at[part]) for lane, part in parts.items()}
 
     def last_launched_before(self, lane: int, time: int) -> int:
-        """The last node of a stream that was launched before a time; one less than its first where there is none."""
+        """The last node of a stream that was launched before a time; one less than its first if there is none."""
         return int(self.first[lane]) + int(self.launch_order[lane].searchsorted(time)) - 1
 
     def last_ended_by(self, lane: int, node: int, time: int) -> int:
-        """`node`, or the last one before it on its stream that ended by a time; -1 where there is none."""
+        """`node`, or the last one before it on its stream that ended by a time; -1 if there is none."""
         low = int(self.first[lane])
         while node >= low and self.end[node] > time:
             node -= 1
         return node if node >= low else -1
 
 
-def launch_rows(trace: Trace) -> Small:
-    """For every row on a GPU: the row of the call that launched it, by correlation within the rank; else -1."""
-    answer = np.full(len(trace), -1, np.int32)
-    calls = np.flatnonzero(np.isin(trace.call, np.array(LAUNCHING)) & (trace.correlation >= 0))
-    gpu = np.flatnonzero(trace.on_gpu & (trace.correlation >= 0))
-    if len(calls) == 0 or len(gpu) == 0:
-        return answer
-    # Correlation ids repeat from process to process; they are at most 2**32 in all traces seen.
-    keys = (trace.correlation & 0xFFFFFFFF) | (trace.rank.astype(np.int64) << 32)
-    order = calls[np.argsort(keys[calls], kind="stable")]
-    at = np.minimum(np.searchsorted(keys[order], keys[gpu]), len(order) - 1)
-    found = keys[order[at]] == keys[gpu]
-    answer[gpu[found]] = order[at[found]]
-    return answer
-
-
-def draft(trace: Trace) -> Draft:
-    """Cut a trace into nodes."""
+def cut_nodes(trace: Trace) -> Nodes:
+    """The nodes of a trace: segments of threads, and what ran on streams."""
     from lumos.graph.compiled_loops import cut_into_segments
 
     host = _host_rows(trace)
@@ -147,7 +155,7 @@ def draft(trace: Trace) -> Draft:
         trace.lane[host], trace.start[host], trace.end[host], blocking, is_call
     )
     gpu_row, gpu_start, gpu_end, gpu_transfer = _gpu_nodes(trace)
-    places = _Places.of(lane, trace.lane[gpu_row], len(trace.lanes))
+    places = _Placement.of(lane, trace.lane[gpu_row], len(trace.lanes))
     first_node, last_node, parent_row = (np.full(len(trace), -1, np.int32) for _ in range(3))
     present = last >= first
     first_node[host[present]] = places.host[first[present]]
@@ -155,7 +163,7 @@ def draft(trace: Trace) -> Draft:
     parent_row[host] = np.where(parent >= 0, host[parent], -1)
     last_node[gpu_row] = places.gpu  # the later of two nodes of one row wins
     first_node[gpu_row[::-1]] = places.gpu[::-1]
-    return Draft(
+    return Nodes(
         trace=trace,
         first=places.first,
         row=places.put(np.where(owner >= 0, host[owner], -1).astype(np.int32), gpu_row),
@@ -169,47 +177,37 @@ def draft(trace: Trace) -> Draft:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where segments of threads and nodes of streams, each sorted by lane, stand among all nodes sorted by lane."""
+class _Placement:
+    """Indices of thread segments and of stream nodes, each sorted by lane, among all nodes sorted by lane."""
 
     first: Ints
     host: Small
     gpu: Small
 
     @staticmethod
-    def of(host_lane: Small, gpu_lane: Small, lanes: int) -> _Places:
+    def of(host_lane: Small, gpu_lane: Small, lanes: int) -> _Placement:
         host_count, gpu_count = (np.bincount(lane, minlength=lanes) for lane in (host_lane, gpu_lane))
         first = np.concatenate([[0], np.cumsum(host_count + gpu_count)])
-        # No lane has both; the place in a lane is the place among its like, counted from the lane's first.
+        # A lane is a thread or a stream, never both, so the order within a lane is the order within its table.
         host_shift, gpu_shift = (first[:-1] - (np.cumsum(c) - c) for c in (host_count, gpu_count))
         host = np.arange(len(host_lane), dtype=np.int32) + host_shift.astype(np.int32)[host_lane]
         gpu = np.arange(len(gpu_lane), dtype=np.int32) + gpu_shift.astype(np.int32)[gpu_lane]
-        return _Places(first.astype(np.int64), host, gpu)
+        return _Placement(first.astype(np.int64), host, gpu)
 
     def put(self, host: Any, gpu: Any) -> Any:
-        """One column of both."""
+        """The two tables' columns as one."""
         column = np.empty(len(self.host) + len(self.gpu), host.dtype)
         column[self.host], column[self.gpu] = host, gpu
         return column
 
 
-def working_rows(trace: Trace) -> Bools:
-    """Rows on GPUs and of threads that work. A thread that only polls does not."""
-    host = trace.on_host
-    steps = np.array([is_step(n) for n in trace.names], bool)
-    works = (trace.category == Category.OP) | np.isin(trace.call, np.array(BLOCKING + LAUNCHING)) | steps[trace.name]
-    working_lane = np.zeros(len(trace.lanes), bool)
-    working_lane[trace.lane[works & host]] = True
-    return (host & working_lane[trace.lane]) | trace.on_gpu
-
-
 def _host_rows(trace: Trace) -> Any:
     """Rows of threads that work, sorted for cutting."""
-    rows = np.flatnonzero(working_rows(trace) & trace.on_host)
-    # At one start the longer event encloses the shorter; a note encloses an operator, an operator a call.
-    rank_of = np.zeros(max(Category) + 1, np.int8)
-    rank_of[[Category.NOTE, Category.OP, Category.CALL]] = (0, 1, 2)
-    order = np.lexsort((rank_of[trace.category[rows]], -trace.end[rows], trace.start[rows], trace.lane[rows]))
+    rows = np.flatnonzero(trace.is_work & trace.on_host)
+    # At one start the longer event encloses the shorter; an annotation encloses an operator, an operator a call.
+    depth = np.zeros(max(Category) + 1, np.int8)
+    depth[[Category.NOTE, Category.OP, Category.CALL]] = (0, 1, 2)
+    order = np.lexsort((depth[trace.category[rows]], -trace.end[rows], trace.start[rows], trace.lane[rows]))
     return rows[order]
 
 

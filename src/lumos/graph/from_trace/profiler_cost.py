@@ -36,7 +36,7 @@ class ProfilerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fresh_kept_share: float  # the same as the first for a process that was never profiled
     kernel_gap_us: float  # added to the gap before every kernel
     debt_us: float = 100.0  # cost that a segment is too short to pay and that those after it pay; the rest is dropped
-    error_pct: float = 10.0  # four out of five of the recordings it was fitted on are within this
+    error_pct: float = 10.0  # 80 % of the recordings it was fitted on are within this
     source: str = ""
 
     def fresh(self) -> ProfilerCost:
@@ -64,8 +64,8 @@ def without_profiler(execution: Execution, cost: ProfilerCost) -> Graph:
     """The same graph with the profiler's share taken out of host time and of the gaps between kernels."""
     from lumos.graph.compiled_loops import pay_debts
 
-    graph, nodes = execution.graph, execution.draft
-    on_gpu = np.ones(len(graph), bool)  # a rendezvous is on no host either
+    graph, nodes = execution.graph, execution.nodes
+    on_gpu = np.ones(len(graph), bool)  # hubs are not host work either
     on_gpu[: len(nodes)] = nodes.on_gpu
     shapes = any(header.shapes for header in execution.trace.headers)
     kept = cost.kept_share if shapes else cost.no_shapes_kept_share
@@ -77,7 +77,7 @@ def without_profiler(execution: Execution, cost: ProfilerCost) -> Graph:
 
 def _owed(execution: Execution, cost: ProfilerCost) -> Floats:
     """What recording cost at every node, in nanoseconds."""
-    trace, nodes = execution.trace, execution.draft
+    trace, nodes = execution.trace, execution.nodes
     operators = np.isin(trace.category, (Category.OP, Category.NOTE)) & (nodes.first_node >= 0)
     calls = (trace.category == Category.CALL) & (nodes.last_node >= 0)
     at = np.concatenate([nodes.first_node[operators], nodes.last_node[calls]])

@@ -41,7 +41,7 @@ class ExecutionView:
     @cached_property
     def _tasks(self) -> Tasks:
         """Every node, and the waiting of every communication kernel for its peers."""
-        nodes, trace = self.execution.draft, self.execution.trace
+        nodes, trace = self.execution.nodes, self.execution.trace
         size = len(nodes)
         seen = np.flatnonzero(nodes.row >= 0)  # what no event covers is Python or waiting: left blank
         start, end = self.times.start[:size], self.times.end[:size]
@@ -60,12 +60,12 @@ class ExecutionView:
 
     def _arrivals(self) -> Ints:
         """Nodes at which a communication kernel arrives; the next node is its transfer."""
-        nodes = self.execution.draft
+        nodes = self.execution.nodes
         same = (nodes.row[:-1] == nodes.row[1:]) & (nodes.row[:-1] >= 0)
         return np.flatnonzero(same & nodes.on_gpu[:-1] & nodes.is_return[1:])
 
     def _kinds(self) -> Ints:
-        nodes, trace = self.execution.draft, self.execution.trace
+        nodes, trace = self.execution.nodes, self.execution.trace
         category = trace.category[nodes.row]
         host = np.select(
             [(nodes.row < 0) | (category == Category.NOTE), category == Category.CALL],
@@ -79,7 +79,7 @@ class ExecutionView:
 
     @cached_property
     def _path(self) -> Path:
-        nodes, node = self.execution.draft, self.path.node
+        nodes, node = self.execution.nodes, self.path.node
         inside = node < len(nodes)  # a rendezvous is on no lane
         lane = np.where(inside, nodes.lane[np.minimum(node, max(len(nodes) - 1, 0))], -1).astype(np.int64)
         return Path(lane, self.times.start[node], self.times.end[node])

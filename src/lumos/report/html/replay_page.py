@@ -87,7 +87,7 @@ def cards_of(run: Replay) -> list[Card]:
 
 
 def hotspots(run: Replay) -> Section:
-    nodes, steps = run.execution.draft, len(run.marks.names)
+    nodes, steps = run.execution.nodes, len(run.marks.names)
     words = (
         "A mean over ranks and steps, without communication. A trace does not say how much kernels compute and move, "
         "so there is no roofline; `lumos predict` with a setup has one."

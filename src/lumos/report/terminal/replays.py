@@ -10,7 +10,7 @@ from rich.text import Text
 from lumos.analysis.breakdown import Breakdown, breakdown_by_rank, mean_breakdown
 from lumos.analysis.collectives import group_collectives
 from lumos.analysis.replay import Prediction, Replay
-from lumos.graph.from_trace.rules.cpu_device import is_cpu_run
+from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.graph.simulate import simulate
 from lumos.report.terminal.style import make_table, notes
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from lumos.errors import InputError
 from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.nodes import Draft
-from lumos.graph.from_trace.rules.rendezvous import Meeting
+from lumos.graph.from_trace.nodes import Nodes
+from lumos.graph.from_trace.rendezvous import Rendezvous
 from lumos.graph.graph import Edges, Rule, make_graph
 from lumos.trace.names import Category, Kind, is_step
 from lumos.trace.read.chakra import ChakraFile, Node
@@ -188,19 +188,19 @@ class _Job:
         return found
 
     @cached_property
-    def meetings(self) -> list[Meeting]:
+    def meetings(self) -> list[Rendezvous]:
         unique = {id(found): found for found in self.together.values()}
         return [self._meeting(found) for found in unique.values()]
 
-    def _meeting(self, found: list[int]) -> Meeting:
+    def _meeting(self, found: list[int]) -> Rendezvous:
         tasks = [self.tasks[place] for place in found]
         message = self._message(tasks[0])
         name = "send_recv" if tasks[0].node.type != NodeType.COMM_COLL else message.collective if message else ""
         size = message.group_size if message else -1
-        return Meeting(name, np.array(found, np.int32), tuple(t.rank for t in tasks), message, size <= len(found))
+        return Rendezvous(name, np.array(found, np.int32), tuple(t.rank for t in tasks), message, size <= len(found))
 
     @cached_property
-    def draft(self) -> Draft:
+    def draft(self) -> Nodes:
         """Nodes: one a task, and for communication two: it arrives, then it transfers."""
         trace, order = self.trace, np.array(self.order)
         communicates = np.array([self.tasks[p].communicates for p in self.order], bool)
@@ -212,7 +212,7 @@ class _Job:
         first_node, last_node = np.full(len(trace), -1, np.int32), np.full(len(trace), -1, np.int32)
         last_node[row] = np.arange(len(row))
         first_node[row[::-1]] = np.arange(len(row))[::-1]
-        return Draft(
+        return Nodes(
             trace=trace,
             first=np.concatenate([[0], np.cumsum(np.bincount(lane, minlength=len(self.lanes)))]).astype(np.int64),
             row=row,

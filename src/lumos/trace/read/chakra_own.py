@@ -17,8 +17,8 @@ import numpy as np
 
 from lumos.errors import InputError
 from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.nodes import Draft
-from lumos.graph.from_trace.rules.rendezvous import Meeting
+from lumos.graph.from_trace.nodes import Nodes
+from lumos.graph.from_trace.rendezvous import Rendezvous
 from lumos.graph.graph import Edges, Graph, Ints, Rule, make_graph
 from lumos.trace.names import Category, Kind
 from lumos.trace.read.chakra import ChakraFile, Node
@@ -236,7 +236,7 @@ class _Reading:
         return np.array([_duration(node) for node in self.nodes], np.float64)
 
     @cached_property
-    def draft(self) -> Draft:
+    def draft(self) -> Nodes:
         lanes = np.concatenate([
             np.array([n.values[Own.LANE] for n in f.nodes], np.int64) + shift
             for f, shift in zip(self.files, [0, *np.cumsum([len(f.lanes) for f in self.files]).tolist()], strict=False)
@@ -245,7 +245,7 @@ class _Reading:
         _require(bool((np.abs(start) < _LONGEST).all()), "the start of a node is out of range")
         start += self.files[0].origin
         waited = np.array([_time(n.values.get(Own.WAITED, 0)) for n in self.nodes])
-        return Draft(
+        return Nodes(
             trace=self.trace,
             first=np.concatenate([[0], np.cumsum(np.bincount(lanes, minlength=len(self.trace.lanes)))]),
             row=self._shifted([f.row for f in self.files], self.first_row),
@@ -286,7 +286,7 @@ class _Reading:
         )
 
     @cached_property
-    def meetings(self) -> list[Meeting]:
+    def meetings(self) -> list[Rendezvous]:
         """Meetings of ranks that are here; one of which only a single rank is here is none."""
         members: dict[int, dict[int, int]] = {}
         known: dict[int, tuple[str, tuple[int, ...], bool, Message | None]] = {}
@@ -299,11 +299,11 @@ class _Reading:
 
     def _meeting(
         self, rows: dict[int, int], collective: str, ranks: tuple[int, ...], complete: bool, message: Message | None
-    ) -> Meeting:
+    ) -> Rendezvous:
         places = sorted(rows)
         here = tuple(ranks[place] for place in places)
         found = np.array([rows[place] for place in places], np.int32)
-        return Meeting(collective, found, here, message, complete and len(here) == len(ranks))
+        return Rendezvous(collective, found, here, message, complete and len(here) == len(ranks))
 
 
 def _duration(node: Node) -> float:

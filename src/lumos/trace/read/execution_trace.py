@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from lumos.errors import InputError
-from lumos.graph.from_trace.nodes import Draft
+from lumos.graph.from_trace.nodes import Nodes
 from lumos.trace.names import Category, collective_name
 from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
 from lumos.trace.trace import Message, Trace
@@ -268,30 +268,30 @@ class Links:
                 column[row] = messages.setdefault(operator.message, len(messages))
         return replace(trace, messages=tuple(messages), message=column)
 
-    def data_edges(self, draft: Draft) -> list[tuple[int, int]]:
+    def data_edges(self, nodes: Nodes) -> list[tuple[int, int]]:
         """(kernel that wrote a tensor, kernel that reads it) on two streams, where the clock does not contradict."""
         found: dict[tuple[int, int], None] = {}
         writer: dict[tuple[int, int], int] = {}
-        rank_of = draft.trace.rank
-        for operator_row, kernels in self._kernels(draft):
+        rank_of = nodes.trace.rank
+        for operator_row, kernels in self._kernels(nodes):
             operator, rank = self.by_row[operator_row], int(rank_of[operator_row])
-            target = int(draft.first_node[kernels[0]])
+            target = int(nodes.first_node[kernels[0]])
             for storage in {t.storage for t in operator.reads}:
                 source = writer.get((rank, storage), -1)
-                if source >= 0 and draft.lane[source] != draft.lane[target] and draft.end[source] < draft.start[target]:
+                if source >= 0 and nodes.lane[source] != nodes.lane[target] and nodes.end[source] < nodes.start[target]:
                     found[source, target] = None
             for tensor in operator.writes:
-                writer[rank, tensor.storage] = int(draft.last_node[kernels[-1]])
+                writer[rank, tensor.storage] = int(nodes.last_node[kernels[-1]])
         return list(found)
 
-    def _kernels(self, draft: Draft) -> list[tuple[int, list[int]]]:
+    def _kernels(self, nodes: Nodes) -> list[tuple[int, list[int]]]:
         """The rows on GPUs by the linked operator that launched them, operators in order of time."""
         kernels: dict[int, list[int]] = defaultdict(list)
-        for row in np.flatnonzero(draft.trace.on_gpu).tolist():
-            operator = int(draft.operator_row[row])
+        for row in np.flatnonzero(nodes.trace.on_gpu).tolist():
+            operator = int(nodes.operator_row[row])
             if operator in self.by_row:
                 kernels[operator].append(row)
-        return sorted(kernels.items(), key=lambda item: int(draft.trace.start[item[0]]))
+        return sorted(kernels.items(), key=lambda item: int(nodes.trace.start[item[0]]))
 
 
 def link(trace: Trace, executions: dict[int, ExecutionTrace]) -> Links:

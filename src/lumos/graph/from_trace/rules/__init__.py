@@ -1,5 +1,30 @@
-"""Rules: each turns one kind of evidence in a trace into edges. Small, and testable and removable alone.
+"""Dependency rules: each turns one kind of evidence in a trace into edges, and can be tested and removed alone.
 
-A rule takes a Draft (the nodes) and returns Edges. It may only say what the recorded times do not contradict: a node
-never waits for something that ended after it had to be done. That alone keeps the graph free of cycles.
+A rule is a function from `Nodes` to `Edges`. To add one, write a module here and add its function to RULES. A rule may
+only state what the recorded times do not contradict: a node never waits for something that ended after it had to be
+done. That alone keeps the graph free of cycles. Thresholds are in `data/trace_rules.toml`. The rendezvous of
+collectives across ranks is not in this list, because it adds nodes (see `rendezvous`).
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lumos.graph.from_trace.nodes import Nodes
+from lumos.graph.from_trace.rules.channel import channel_edges
+from lumos.graph.from_trace.rules.communicator import communicator_edges
+from lumos.graph.from_trace.rules.cuda_graph import graph_edges
+from lumos.graph.from_trace.rules.event import event_edges
+from lumos.graph.from_trace.rules.gloo import gloo_wait_edges
+from lumos.graph.from_trace.rules.launch import launch_edges
+from lumos.graph.from_trace.rules.queue import queue_edges
+from lumos.graph.from_trace.rules.sync import sync_edges
+from lumos.graph.from_trace.rules.thread import thread_edges
+from lumos.graph.graph import Edges
+
+DependencyRule = Callable[[Nodes], Edges]
+
+RULES: tuple[DependencyRule, ...] = (
+    launch_edges, graph_edges, sync_edges, event_edges, communicator_edges, channel_edges, queue_edges, thread_edges,
+    gloo_wait_edges,
+)  # fmt: skip

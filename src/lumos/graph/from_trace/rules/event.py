@@ -1,7 +1,7 @@
 """Events between streams: cudaEventRecord on one stream, cudaStreamWaitEvent on another.
 
-Where the file says which record a wait belongs to, that is used. Current PyTorch often does not say (the stream and
-the record are -1), and older files say nothing at all. Then the source is inferred, in this order:
+If the file says which record a wait belongs to, that is used. Current PyTorch often does not (the stream and the record
+are -1), and older files have nothing at all. Then the source is inferred, in this order:
 
 1. a record directly before the wait, in the same thread: `stream.wait_stream(other)`, every NCCL launch;
 2. the waiting stream's next kernel starts right after a kernel of another stream, and nothing else held it back;
@@ -9,7 +9,7 @@ the record are -1), and older files say nothing at all. Then the source is infer
 4. the newest record before the wait.
 
 The stream of a record is the one its thread last launched to (other than the waiting stream). A source that ended
-after the waiting stream went on is never taken: then it is the latest one before it that did not.
+after the waiting stream went on is never taken; then it is the latest one before it that did not.
 """
 
 from __future__ import annotations
@@ -19,38 +19,39 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lumos.graph.from_trace.nodes import LAUNCHING, Draft
+from lumos.data_files import read_table
+from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Edges, Rule
-from lumos.trace.names import CallKind
+from lumos.trace.names import LAUNCHING, CallKind
 
-_TIGHT = 30_000  # ns between the end of what was waited for and the start of the waiter
+_EVENT = read_table("trace_rules.toml")["event"]
 
 
-def event_edges(draft: Draft) -> Edges:
+def event_edges(nodes: Nodes) -> Edges:
     """From the last kernel before an event was recorded to the next kernel of the stream that waits for it."""
-    trace = draft.trace
-    calls = np.flatnonzero(np.isin(draft.call, (CallKind.EVENT_RECORD, CallKind.STREAM_WAIT, *LAUNCHING)))
-    rank = draft.lane_rank[trace.lane[calls]]
-    order = np.lexsort((trace.start[calls], rank))
-    calls, rank = calls[order], rank[order]
-    details = _details(draft)
+    trace = nodes.trace
+    calls = np.flatnonzero(np.isin(trace.call, (CallKind.EVENT_RECORD, CallKind.STREAM_WAIT, *LAUNCHING)))
+    calls = calls[np.lexsort((trace.start[calls], trace.rank[calls]))]
+    details = _details(nodes)
     found: list[tuple[int, int]] = []
-    for part in np.split(calls, np.flatnonzero(np.diff(rank)) + 1):
-        mine = int(draft.lane_rank[trace.lane[part[0]]]) if len(part) else -1
-        if len(draft.lanes_of_rank.get(mine, [])) >= 2:
-            found += _Process(draft, mine, part, details.get(mine, {})).edges()
+    for part in np.split(calls, np.flatnonzero(np.diff(trace.rank[calls])) + 1):
+        rank = int(trace.rank[part[0]]) if len(part) else -1
+        if len(nodes.streams.get(rank, [])) >= 2:
+            found += _RankEvents(nodes, rank, part, details.get(rank, {})).edges()
     source, target = zip(*found, strict=True) if found else ((), ())
     return Edges.of(source, target, Rule.EVENT)
 
 
 @dataclass
 class _Wait:
+    """A cudaStreamWaitEvent; -1 for what the file does not say."""
+
     time: int
     thread: int
-    stream: int  # lane that waits; -1 unknown
+    stream: int  # lane that waits
     event: int
-    record_time: int  # of the record, where the file says; -1 unknown
-    source_lane: int  # where the file says; -1 unknown
+    record_time: int
+    source_lane: int
 
 
 @dataclass
@@ -64,12 +65,12 @@ class _Thread:
     call_is_record: list[bool] = field(default_factory=list)
 
 
-class _Process:
-    """The inference for one rank."""
+class _RankEvents:
+    """The events of one rank, and the inference of what its streams wait for."""
 
-    def __init__(self, draft: Draft, rank: int, calls: np.ndarray, details: dict[int, tuple[int, ...]]) -> None:
-        self.draft = draft
-        self.lanes = draft.lanes_of_rank[rank]
+    def __init__(self, nodes: Nodes, rank: int, calls: np.ndarray, details: dict[int, tuple[int, ...]]) -> None:
+        self.nodes = nodes
+        self.lanes = nodes.streams[rank]
         self.threads: dict[int, _Thread] = {}
         self.waits: list[_Wait] = []
         self.anchors: list[tuple[int, int]] = []  # (event id, index of its record), both rising
@@ -81,8 +82,8 @@ class _Process:
             waiter = wait.stream if wait.stream >= 0 else self._next_lane(wait)
             if waiter < 0:
                 continue
-            target = self.draft.last_launched_before(waiter, wait.time) + 1
-            if not self.draft.first[waiter] <= target < self.draft.first[waiter + 1]:
+            target = self.nodes.last_launched_before(waiter, wait.time) + 1
+            if not self.nodes.first[waiter] <= target < self.nodes.first[waiter + 1]:
                 continue
             source = self._source(wait, waiter, target)
             if source >= 0:
@@ -90,10 +91,10 @@ class _Process:
         return found
 
     def _collect(self, calls: np.ndarray, details: dict[int, tuple[int, ...]]) -> None:
-        trace = self.draft.trace
+        trace = self.nodes.trace
         record_times: dict[int, int] = {}
         lane_of_stream = {trace.lanes[lane].label: lane for lane in self.lanes}
-        columns = (trace.start, trace.lane, trace.correlation, self.draft.call, self.draft.launched_lane)
+        columns = (trace.start, trace.lane, trace.correlation, trace.call, self.nodes.launched_lane)
         for time, lane, correlation, kind, launched in zip(*(c[calls].tolist() for c in columns), strict=True):
             thread = self.threads.setdefault(lane, _Thread())
             thread.call_times.append(time)
@@ -105,13 +106,13 @@ class _Process:
                 if launched >= 0:
                     thread.launch_times.append(time)
                     thread.launch_lanes.append(launched)
-            elif not details or correlation in details:  # where some waits have details, one without has no effect
+            elif not details or correlation in details:  # if some waits have details, one without has no effect
                 stream, wait_stream, record, event = details.get(correlation, (-1, -1, -1, -1))
                 stream_lane, source_lane = (lane_of_stream.get(str(s), -1) for s in (stream, wait_stream))
                 self.waits.append(_Wait(time, lane, stream_lane, event, record_times.get(record, -1), source_lane))
 
     def _next_lane(self, wait: _Wait) -> int:
-        """The stream its thread launches to next: the one that waits, where the file does not say."""
+        """The stream its thread launches to next: the one that waits, if the file does not say."""
         thread = self.threads[wait.thread]
         at = bisect_left(thread.launch_times, wait.time)
         return thread.launch_lanes[at] if at < len(thread.launch_lanes) else -1
@@ -128,20 +129,19 @@ class _Process:
         binding = self._binding(wait, waiter, target)
         if binding >= 0:
             return binding
-        record = self._record_by_id(wait)
-        if record < 0:
+        time = self._record_by_id(wait)
+        if time < 0:
             times = self.threads[wait.thread].record_times
             at = bisect_left(times, wait.time) - 1
-            record = times[at] if at >= 0 else -1
-        lane = self._lane_of_record(wait.thread, record if record >= 0 else wait.time, waiter)
-        return self._ended(lane, record if record >= 0 else wait.time, target)
+            time = times[at] if at >= 0 else wait.time
+        return self._ended(self._lane_of_record(wait.thread, time, waiter), time, target)
 
     def _ended(self, lane: int, time: int, target: int) -> int:
         """The last node launched to a lane before a time that had ended when the target started."""
         if lane < 0:
             return -1
-        node = self.draft.last_launched_before(lane, time)
-        return self.draft.last_ended_by(lane, node, int(self.draft.start[target]))
+        node = self.nodes.last_launched_before(lane, time)
+        return self.nodes.last_ended_by(lane, node, int(self.nodes.start[target]))
 
     def _adjacent_record(self, wait: _Wait) -> int:
         thread = self.threads[wait.thread]
@@ -159,25 +159,17 @@ class _Process:
         return others[0] if len(others) == 1 else -1
 
     def _binding(self, wait: _Wait, waiter: int, target: int) -> int:
-        """The node that visibly held the target back, -1 where nothing did."""
-        draft, start = self.draft, int(self.draft.start[target])
-        held = max(self._own_bound(target), start - _TIGHT)
+        """The node that visibly held the target back; -1 if none did."""
+        nodes = self.nodes
+        held = max(int(nodes.free_at[target]), int(nodes.start[target]) - _EVENT["release"])
         best = -1
         for lane in self.lanes:
             if lane == waiter:
                 continue
             node = self._ended(lane, wait.time, target)
-            if node >= 0 and draft.end[node] > held:
-                best, held = node, int(draft.end[node])
+            if node >= 0 and nodes.end[node] > held:
+                best, held = node, int(nodes.end[node])
         return best
-
-    def _own_bound(self, target: int) -> int:
-        """When the target could have started by the order of its stream and its launch."""
-        draft = self.draft
-        head = draft.first[draft.lane[target]] == target
-        previous = -1 if head else int(draft.end[target - 1])
-        launch = draft.launch_row[draft.row[target]]
-        return max(previous, int(draft.trace.end[launch]) if launch >= 0 else -1)
 
     def _record_by_id(self, wait: _Wait) -> int:
         """Fresh event ids rise with every new event: count on from the nearest certain one."""
@@ -188,22 +180,17 @@ class _Process:
         event, index = self.anchors[at]
         guess = index + (wait.event - event)
         newest = bisect_left(times, wait.time) - 1
-        return times[min(guess, newest)] if guess - index < 64 and newest > index else -1
+        near = guess - index < _EVENT["most_new_events"] and newest > index
+        return times[min(guess, newest)] if near else -1
 
 
-def _details(draft: Draft) -> dict[int, dict[int, tuple[int, ...]]]:
+def _details(nodes: Nodes) -> dict[int, dict[int, tuple[int, ...]]]:
     """Rank → correlation of a wait call → (waiting stream, source stream, record, event), from `cuda_sync` rows."""
-    syncs = draft.trace.syncs
-    told = np.flatnonzero((syncs.event >= 0) & (syncs.stream >= 0))
-    columns = (
-        draft.lane_rank[syncs.lane],
-        syncs.correlation,
-        syncs.stream,
-        syncs.wait_stream,
-        syncs.record,
-        syncs.event,
-    )
+    syncs = nodes.trace.syncs
+    known = np.flatnonzero((syncs.event >= 0) & (syncs.stream >= 0))
+    ranks = nodes.trace.lane_rank[syncs.lane[known]].tolist() if len(known) else []
+    columns = (syncs.correlation, syncs.stream, syncs.wait_stream, syncs.record, syncs.event)
     details: dict[int, dict[int, tuple[int, ...]]] = {}
-    for rank, correlation, *rest in zip(*(c[told].tolist() for c in columns), strict=True):
+    for rank, correlation, *rest in zip(ranks, *(c[known].tolist() for c in columns), strict=True):
         details.setdefault(rank, {})[correlation] = tuple(rest)
     return details

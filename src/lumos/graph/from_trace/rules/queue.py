@@ -1,35 +1,34 @@
 """The launch queue: a stream holds about a thousand pending launches; one more blocks the CPU until a kernel retires.
 
-Without this rule a GPU-bound step looks CPU-bound, because the time the CPU spends in full queues looks like its own.
+Without this rule a GPU-bound step looks CPU-bound, because the time that the CPU spends waiting for the queue looks
+like its own.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from lumos.graph.from_trace.nodes import Draft
+from lumos.data_files import read_table
+from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Edges, Rule
 
-DEPTH = 1022  # pending launches of one stream; measured on H200 by calibration/record_h200.py
-_AGREEMENT = 0.98  # share of launches that must have obeyed the depth
+_QUEUE = read_table("trace_rules.toml")["queue"]
 
 
-def queue_edges(draft: Draft, depth: int = DEPTH) -> Edges:
-    """From the node `depth` places earlier on a stream to the launch call, where the recorded times allow it."""
-    sources, targets = [], []
-    for lane in (lane for lanes in draft.lanes_of_rank.values() for lane in lanes):
-        launch = draft.launch_row[draft.row[draft.first[lane] : draft.first[lane + 1]]]
+def queue_edges(nodes: Nodes, depth: int = _QUEUE["depth"]) -> Edges:
+    """From the node `depth` positions earlier on a stream to the launch call, if the recorded times allow it."""
+    sources, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for lane in (lane for lanes in nodes.streams.values() for lane in lanes):
+        low = int(nodes.first[lane])
+        launch = nodes.launch_of_node[low : nodes.first[lane + 1]]
         submitted = np.flatnonzero(launch >= 0)
-        submitted = (
-            submitted[np.concatenate([[True], np.diff(launch[submitted]) != 0])] if len(submitted) else submitted
-        )
+        submitted = submitted[np.diff(launch[submitted], prepend=-1) != 0]
         if len(submitted) <= depth:
             continue
-        source = submitted[:-depth] + int(draft.first[lane])
-        target = draft.last_node[launch[submitted[depth:]]]
-        possible = (target >= 0) & (draft.end[source] <= draft.end[np.maximum(target, 0)])
-        if possible.mean() < _AGREEMENT:
-            continue  # launches went on while that many were pending: this queue is deeper
-        sources.append(source[possible])
-        targets.append(target[possible])
-    return Edges.of(np.concatenate(sources or [[]]), np.concatenate(targets or [[]]), Rule.QUEUE)
+        source = submitted[:-depth] + low
+        target = nodes.last_node[launch[submitted[depth:]]]
+        possible = (target >= 0) & (nodes.end[source] <= nodes.end[np.maximum(target, 0)])
+        if possible.mean() >= _QUEUE["agreement"]:  # else launches went on beyond this depth: the queue is deeper
+            sources.append(source[possible])
+            targets.append(target[possible])
+    return Edges.of(np.concatenate(sources), np.concatenate(targets), Rule.QUEUE)

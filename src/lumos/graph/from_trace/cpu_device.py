@@ -1,32 +1,30 @@
-"""A CPU as the device: where a run uses no GPU, operators are the kernels, and a call to one returns when it is done.
+"""A CPU as the device: in a run without a GPU, operators are the kernels, and a call to one returns when it is done.
 
     thread   [ aten::linear [ aten::mm ················ ]]  [c10d::allreduce_]  [aten::mm ·····]      ┌►[copy to grad]
     stream cpu              [ cpu_gemm_mm               ]         │             [cpu_gemm_mm   ]      │
     stream gloo                                                   └─►[ gloo:all_reduce ··· waits, then transfers ]
 
-Rows for the calls and their kernels are added to the trace, so that every other rule, and every report, has what it has
-of a GPU. gloo runs collectives on threads of its own and says neither which group they are of nor how large they are:
-those of one name are matched across ranks in their order.
+Rows for the calls and their kernels are added to the trace, so that rules and reports need no case for CPUs. gloo runs
+collectives on threads of its own and records neither their group nor their size: those of one name are matched across
+ranks in their order.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from lumos.graph.from_trace.nodes import Draft
-from lumos.graph.from_trace.rules.thread import SHORTEST_PAUSE, is_pause
-from lumos.graph.graph import Edges, Rule
+from lumos.data_files import read_table
 from lumos.trace.names import CPU_COMPUTE, CPU_SUBMIT, Category, collective_name
 from lumos.trace.trace import Message, Rows, Small, Trace
 
-_GLOO = "gloo:"
+GLOO = "gloo:"
 _MATRIX = re.compile(r"^(addmm|mm|bmm|baddbmm|addbmm|linear|_addmm_activation|mkldnn_linear|_mkl_linear)$")
 _OPERATOR = re.compile(r"^(?!autograd::|torch::autograd::|c10d::)[\w.]+::")
-_OWN_SHARE = 0.5  # of an operator's time: where others that it calls take more, those are what works
-_WAKES = 2_000_000  # ns after the end of a collective within which the thread that waited for it goes on
+_OWN_SHARE = read_table("trace_rules.toml")["cpu_device"]["own_share"]
 
 
 def with_cpu_device(trace: Trace) -> Trace:
@@ -42,28 +40,8 @@ def is_cpu_run(trace: Trace) -> bool:
     return CPU_COMPUTE in trace.names
 
 
-def gloo_wait_edges(draft: Draft) -> Edges:
-    """From a collective of gloo to the pause of a thread that ends just after it."""
-    trace = draft.trace
-    named = np.array([name.startswith(_GLOO) for name in trace.names], bool)
-    rows = np.flatnonzero((trace.category == Category.KERNEL) & named[trace.name] & (draft.last_node >= 0))
-    if len(rows) == 0:
-        return Edges.of([], [], Rule.THREAD)
-    pauses = np.flatnonzero(is_pause(draft) & (draft.end - draft.start >= SHORTEST_PAUSE))
-    sources, targets = [], []
-    rank_of = draft.lane_rank[draft.lane]
-    for pause in pauses.tolist():
-        mine = rows[trace.rank[rows] == rank_of[pause]]
-        ends = draft.end[draft.last_node[mine]]
-        last = mine[(ends > draft.start[pause]) & (ends < draft.end[pause]) & (draft.end[pause] - ends < _WAKES)]
-        if len(last):
-            sources.append(int(draft.last_node[last[np.argmax(trace.end[last])]]))
-            targets.append(pause)
-    return Edges.of(sources, targets, Rule.THREAD)
-
-
 def _kernel_name(operator: str) -> str:
-    """What an operator is called as a kernel, so that products and attention are told as they are on a GPU."""
+    """What an operator is called as a kernel, so that matmuls and attention are recognised as on a GPU."""
     bare = operator.removeprefix("aten::")
     return f"cpu_gemm_{bare}" if _MATRIX.match(bare) else f"cpu_{bare}"
 
@@ -98,11 +76,13 @@ def _names_that_work(trace: Trace, rows: Rows, inner: np.ndarray) -> np.ndarray:
 
 def _gloo_on_streams(trace: Trace) -> Trace:
     """Collectives of gloo as communication kernels, each thread of gloo a stream."""
-    rows = np.flatnonzero((trace.category == Category.NOTE) & (_collectives(trace, _GLOO) != "")[trace.name])
+    rows = np.flatnonzero((trace.category == Category.NOTE) & (_collectives(trace, GLOO) != "")[trace.name])
     if len(rows) == 0:
         return trace
-    by_rank = _by_rank_and_name(trace, rows, _GLOO)
-    messages = dict(pair for key, mine in by_rank.items() for pair in _numbered(key, mine))
+    messages: dict[int, Message] = {}
+    for (_, name), mine in _by_rank_and_name(trace, rows, GLOO).items():
+        # Each is a group of its own, numbered from the end: ranks may miss different leading collectives.
+        messages |= {r: Message(name, group=f"{len(mine) - i} from the end") for i, r in enumerate(mine.tolist())}
     known = {message: len(trace.messages) + at for at, message in enumerate(dict.fromkeys(messages.values()))}
     category, message, lane = trace.category.copy(), trace.message.copy(), trace.lane.copy()
     category[rows] = Category.KERNEL
@@ -117,21 +97,15 @@ def _gloo_on_streams(trace: Trace) -> Trace:
     return _submitted(moved, rows)
 
 
-def _numbered(key: tuple[int, str], rows: Rows) -> list[tuple[int, Message]]:
-    """The messages of a rank's collectives of one name: each its own group, numbered from the end as on other ranks."""
-    _, name = key
-    return [(row, Message(name, group=f"{len(rows) - at} from the end")) for at, row in enumerate(rows.tolist())]
-
-
 def _submitted(trace: Trace, kernels: Rows) -> Trace:
     """With a call in every `c10d::` operator that started a collective: those of one name, in order, from the end."""
     operators = np.flatnonzero((trace.category == Category.OP) & (_collectives(trace, "c10d::") != "")[trace.name])
     calls, started = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    keys = [_by_rank_and_name(trace, rows, prefix) for rows, prefix in ((operators, "c10d::"), (kernels, _GLOO))]
-    for key in keys[0].keys() & keys[1].keys():
-        count = min(len(found[key]) for found in keys)
-        calls.append(keys[0][key][-count:])
-        started.append(keys[1][key][-count:])
+    begun, ran = _by_rank_and_name(trace, operators, "c10d::"), _by_rank_and_name(trace, kernels, GLOO)
+    for key in begun.keys() & ran.keys():
+        count = min(len(begun[key]), len(ran[key]))
+        calls.append(begun[key][-count:])
+        started.append(ran[key][-count:])
     correlation = trace.correlation.copy()
     to = np.concatenate(started)
     correlation[to] = 1 + np.arange(len(to))
@@ -159,17 +133,13 @@ def _with_kernels(trace: Trace, rows: Rows, parts: Rows) -> Trace:
     stream = np.full(len(trace.lanes), -1, np.int32)
     stream[threads] = len(trace.lanes) + np.arange(len(threads))
     lanes = [trace.lanes[i]._replace(is_stream=True, label=f"cpu {trace.lanes[i].label}") for i in threads.tolist()]
-    kernel_names = tuple(_kernel_name(name) for name in trace.names)
-    name, lane = trace.name[rows] + len(trace.names), stream[trace.lane[rows]]
-    wider = replace(_moved(trace, parts, stream), names=(*trace.names, *kernel_names), lanes=(*trace.lanes, *lanes))
-    return _with_rows(wider, rows, Category.KERNEL, name, lane, correlation)
-
-
-def _moved(trace: Trace, parts: Rows, stream: Small) -> Trace:
-    """With these rows on the streams of their threads, where they are no tasks."""
+    names = (*trace.names, *map(_kernel_name, trace.names))
     category, lane = trace.category.copy(), trace.lane.copy()
-    category[parts], lane[parts] = Category.OTHER, stream[trace.lane[parts]]
-    return replace(trace, category=category, lane=lane)
+    category[parts], lane[parts] = Category.OTHER, stream[trace.lane[parts]]  # the parts of a kernel are no tasks
+    wider = replace(trace, category=category, lane=lane, names=names, lanes=(*trace.lanes, *lanes))
+    return _with_rows(
+        wider, rows, Category.KERNEL, trace.name[rows] + len(trace.names), stream[trace.lane[rows]], correlation
+    )
 
 
 def _with_calls(trace: Trace, inside: Rows, call: str, correlation: Rows) -> Trace:
@@ -184,13 +154,10 @@ def _with_rows(
 ) -> Trace:
     """With further rows, at the times of others."""
     count = len(like)
-    return replace(
-        trace,
-        category=np.concatenate([trace.category, np.full(count, category, np.uint8)]),
-        name=np.concatenate([trace.name, name.astype(np.int32)]),
-        lane=np.concatenate([trace.lane, lane]),
-        start=np.concatenate([trace.start, trace.start[like]]),
-        duration=np.concatenate([trace.duration, trace.duration[like]]),
-        correlation=np.concatenate([trace.correlation, correlation]),
-        message=np.concatenate([trace.message, np.full(count, -1, np.int32)]),
-    )
+    columns: dict[str, Any] = {
+        "category": np.full(count, category, np.uint8), "name": name.astype(np.int32), "lane": lane,
+        "start": trace.start[like], "duration": trace.duration[like], "correlation": correlation,
+        "message": np.full(count, -1, np.int32),
+    }  # fmt: skip
+    longer: dict[str, Any] = {c: np.concatenate([getattr(trace, c), new]) for c, new in columns.items()}
+    return replace(trace, **longer)

@@ -8,34 +8,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from lumos.graph.from_trace.rules.rendezvous import Meeting
+from lumos.data_files import read_table
+from lumos.graph.from_trace.rendezvous import Rendezvous
 from lumos.trace.trace import Trace
 
-SMALLEST_OFFSET = 200_000  # ns; below this a difference is the collective's own
+_SMALLEST_OFFSET = read_table("trace_rules.toml")["rendezvous"]["smallest_offset"]
 
 
-def clock_offsets(trace: Trace, meetings: list[Meeting]) -> dict[int, int]:
+def clock_offsets(trace: Trace, rendezvous: list[Rendezvous]) -> dict[int, int]:
     """What to add to every rank's times so that the ends of its collectives agree with its neighbours'."""
     differences: dict[tuple[int, int], list[int]] = {}
-    for meeting in meetings:
-        ends = trace.end[meeting.rows]
-        for rank, end in zip(meeting.ranks[1:], ends[1:], strict=True):
-            differences.setdefault((meeting.ranks[0], rank), []).append(int(ends[0] - end))
+    for found in rendezvous:
+        ends = trace.end[found.rows]
+        for rank, end in zip(found.ranks[1:], ends[1:], strict=True):
+            differences.setdefault((found.ranks[0], rank), []).append(int(ends[0] - end))
     neighbours: dict[int, list[tuple[int, int]]] = {}
-    for (a, b), found in differences.items():
-        offset = int(np.median(found))
+    for (a, b), between in differences.items():
+        offset = int(np.median(between))
         neighbours.setdefault(a, []).append((b, offset))
         neighbours.setdefault(b, []).append((a, -offset))
     offsets: dict[int, int] = {}
     for root in trace.ranks:
-        if root in offsets:
-            continue
-        offsets[root] = 0
-        waiting = [root]
+        waiting = [] if root in offsets else [root]
+        offsets.setdefault(root, 0)
         while waiting:
             rank = waiting.pop()
             for other, offset in neighbours.get(rank, []):
                 if other not in offsets:
                     offsets[other] = offsets[rank] + offset
                     waiting.append(other)
-    return {rank: offset for rank, offset in offsets.items() if abs(offset) > SMALLEST_OFFSET}
+    return {rank: offset for rank, offset in offsets.items() if abs(offset) > _SMALLEST_OFFSET}

@@ -1,8 +1,8 @@
-"""Collectives and point-to-point messages across ranks: found, matched, and joined by a rendezvous.
+"""Rendezvous: one collective or message across ranks, found, matched, and joined by a node of its own.
 
 A recorded collective is waiting plus transfer: it starts when its rank arrives, but moves data only when the last
 participant is there. Ranks miss different leading collectives, so members are matched per process group and
-collective from the end; where that disagrees with the recorded ends, the neighbouring alignments are tried.
+collective from the end; if that disagrees with the recorded ends, the neighbouring alignments are tried.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lumos.graph.from_trace.nodes import Draft, launch_rows
+from lumos.data_files import read_table
+from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Edges, Ints, Rule, Small
 from lumos.trace.names import Category, collective_name
 from lumos.trace.trace import Message, Trace
 
-_SHIFTS = 4  # neighbouring alignments that are tried
-_CLOCK_ERROR = 100_000  # ns by which the clocks of two ranks may still differ after alignment
+_LIMITS = read_table("trace_rules.toml")["rendezvous"]
 POINT_TO_POINT = ("send", "recv", "send_recv")
+_ONE_SIDED = ("broadcast", "reduce", "gather", "scatter", *POINT_TO_POINT)  # some participants need not wait
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """One collective, or one message: the kernels, one a rank, that must all be there before data moves."""
 
     collective: str
@@ -33,59 +34,56 @@ class Meeting:
     complete: bool  # whether every participant's trace is here
 
 
-def find_meetings(trace: Trace) -> tuple[list[Meeting], list[str]]:
-    """All meetings of a job, and warnings about communication that could not be matched."""
+def find_rendezvous(trace: Trace) -> tuple[list[Rendezvous], list[str]]:
+    """All collectives and messages of a job, and warnings about communication that could not be matched."""
     rows = np.flatnonzero(trace.is_communication)
     rows = rows[np.argsort(trace.start[rows], kind="stable")]
     if len(rows) == 0 or len(trace.ranks) < 2:
         return [], []
-    told = _messages_of_kernels(trace, rows)
-    members: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    messages: dict[int, Message] = {}
+    collectives: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     pairs: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for row, rank, (name, found) in zip(rows.tolist(), trace.rank[rows].tolist(), told, strict=True):
+    messages: dict[int, Message] = {}
+    announced = _messages_of_kernels(trace, rows)
+    for row, rank, (name, found) in zip(rows.tolist(), trace.rank[rows].tolist(), announced, strict=True):
         peers = [m for m in found if m.collective in ("send", "recv")]
-        if peers:
-            for message in peers:
-                pairs[_direction(rank, message)][message.collective].append(row)
-                messages[row] = message
+        for message in peers or found[:1]:
+            messages[row] = message
+        for message in peers:
+            pairs[_direction(rank, message)][message.collective].append(row)
+        if not peers:
+            group = f"{found[0].group} {found[0].ranks}" if found else ""
+            collectives[name, group][rank].append(row)
+    matched, lonely = _match_collectives(trace, collectives, messages)
+    unmatched = 0
+    for direction, sides in pairs.items():
+        sends, receives = sides.get("send", []), sides.get("recv", [])
+        if not sends or not receives:
+            unmatched += len(sends) + len(receives)
             continue
-        if found:
-            messages[row] = found[0]
-        group = f"{found[0].group} {found[0].ranks}" if found else ""
-        members[name, group][rank].append(row)
-    meetings, lonely = _match_collectives(trace, members, messages)
-    matched, unmatched = _match_pairs(trace, pairs, messages)
-    return meetings + matched, _warnings(lonely, unmatched, meetings + matched)
+        aligned = _align(trace, [np.array(sends), np.array(receives)])
+        matched += [Rendezvous("send_recv", row, direction, messages[int(row[0])], True) for row in aligned]
+    return matched, _warnings(lonely, unmatched, matched)
 
 
-def collective_edges(draft: Draft, meetings: list[Meeting]) -> tuple[Edges, Ints]:
-    """Edges through one hub a meeting (numbered after the draft's nodes), and the hubs' recorded times."""
-    sources: list[np.ndarray] = []
-    targets: list[np.ndarray] = []
+def rendezvous_edges(nodes: Nodes, rendezvous: list[Rendezvous]) -> tuple[Edges, Ints]:
+    """Edges through one hub a rendezvous (numbered after all other nodes), and the hubs' recorded times."""
+    sources, targets = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
     hubs: list[int] = []
-    for meeting in meetings:
-        arrive, transfer = draft.first_node[meeting.rows], draft.last_node[meeting.rows]
-        together = int(draft.start[arrive].max())
-        waits = draft.end[transfer] + _CLOCK_ERROR >= together
-        if waits.sum() == 0 or (not waits.all() and meeting.collective not in _ONE_SIDED):
+    for found in rendezvous:
+        arrive, transfer = nodes.first_node[found.rows], nodes.last_node[found.rows]
+        together = int(nodes.start[arrive].max())
+        waits = nodes.end[transfer] + _LIMITS["clock_error"] >= together
+        if waits.sum() == 0 or (not waits.all() and found.collective not in _ONE_SIDED):
             continue
-        hub = len(draft) + len(hubs)
+        hub = len(nodes) + len(hubs)
         hubs.append(together)
         sources += [arrive, np.full(int(waits.sum()), hub)]
         targets += [np.full(len(arrive), hub), transfer[waits]]
-    empty = np.zeros(0, np.int32)
-    return (
-        Edges.of(np.concatenate([empty, *sources]), np.concatenate([empty, *targets]), Rule.COLLECTIVE),
-        np.array(hubs, np.int64),
-    )
-
-
-_ONE_SIDED = ("broadcast", "reduce", "gather", "scatter", "send", "recv", "send_recv")
+    return Edges.of(np.concatenate(sources), np.concatenate(targets), Rule.COLLECTIVE), np.array(hubs, np.int64)
 
 
 def _direction(rank: int, message: Message) -> tuple[int, int]:
-    """(sending rank, receiving rank) in the world; the peer is given within its group."""
+    """(sending rank, receiving rank) in the world; the trace has the peer's rank within its group."""
     peer = message.destination if message.collective == "send" else message.source
     if message.ranks and 0 <= peer < len(message.ranks):
         peer = message.ranks[peer]
@@ -94,37 +92,23 @@ def _direction(rank: int, message: Message) -> tuple[int, int]:
 
 def _match_collectives(
     trace: Trace, members: dict[tuple[str, str], dict[int, list[int]]], messages: dict[int, Message]
-) -> tuple[list[Meeting], int]:
-    meetings, lonely = [], 0
+) -> tuple[list[Rendezvous], int]:
+    """The collectives of each process group across ranks, and how many kernels have no counterpart."""
+    matched, lonely = [], 0
     for (name, _), by_rank in members.items():
         if len(by_rank) < 2:
             lonely += sum(map(len, by_rank.values()))
             continue
-        table = _align(trace, [np.array(by_rank[r]) for r in sorted(by_rank)])
         ranks = tuple(sorted(by_rank))
-        for row in table:
+        for row in _align(trace, [np.array(by_rank[r]) for r in ranks]):
             message = messages.get(int(row[0]))
             size = message.group_size if message else -1
-            meetings.append(Meeting(name, row, ranks, message, size <= len(ranks)))
-    return meetings, lonely
-
-
-def _match_pairs(
-    trace: Trace, pairs: dict[tuple[int, int], dict[str, list[int]]], messages: dict[int, Message]
-) -> tuple[list[Meeting], int]:
-    meetings, unmatched = [], 0
-    for (sender, receiver), sides in pairs.items():
-        sends, receives = sides.get("send", []), sides.get("recv", [])
-        if not sends or not receives:
-            unmatched += len(sends) + len(receives)
-            continue
-        for row in _align(trace, [np.array(sends), np.array(receives)]):
-            meetings.append(Meeting("send_recv", row, (sender, receiver), messages[int(row[0])], True))
-    return meetings, unmatched
+            matched.append(Rendezvous(name, row, ranks, message, size <= len(ranks)))
+    return matched, lonely
 
 
 def _align(trace: Trace, columns: list[np.ndarray]) -> np.ndarray:
-    """One row a meeting, one column a rank, matched from the end."""
+    """One row a rendezvous, one column a rank, matched from the end."""
     surplus = [0] + [_trailing_surplus(trace.end[columns[0]], trace.end[c]) for c in columns[1:]]
     tails = [c[: len(c) - (s - min(surplus))] for c, s in zip(columns, surplus, strict=True)]
     count = min(map(len, tails))
@@ -144,15 +128,16 @@ def _trailing_surplus(reference: Ints, ends: Ints) -> int:
         return float(np.median(np.abs(difference - np.median(difference))))
 
     as_they_are = spread(0)
-    if as_they_are < 1e6 and len(reference) == len(ends):
+    if as_they_are < _LIMITS["good_spread"] and len(reference) == len(ends):
         return 0
-    best = min((s for s in range(-_SHIFTS, _SHIFTS + 1) if s), key=spread)
-    return best if spread(best) * 4 < as_they_are else 0
+    shifts = _LIMITS["shifts"]
+    best = min((s for s in range(-shifts, shifts + 1) if s), key=spread)
+    return best if spread(best) * _LIMITS["better"] < as_they_are else 0
 
 
 def _messages_of_kernels(trace: Trace, rows: np.ndarray) -> list[tuple[str, list[Message]]]:
     """For every communication kernel: its collective, and the messages it carries as far as they are recorded."""
-    launch = launch_rows(trace)[rows]
+    launch = trace.launch_row[rows]
     comm_ops = _CommOps(trace)
     answer = []
     for row, call in zip(rows.tolist(), launch.tolist(), strict=True):
@@ -196,7 +181,7 @@ class _CommOps:
         return peers if found and found[-1].collective in ("send", "recv") else found[-1:]
 
     def note_around(self, call: int) -> str:
-        """The collective named by the annotation around a call, '' where there is none."""
+        """The collective named by the annotation around a call; '' if there is none."""
         lane, time = int(self.trace.lane[call]), int(self.trace.start[call])
         rows, starts = self.notes.get(lane, (np.zeros(0, int), np.zeros(0, int)))
         at = int(np.searchsorted(starts, time, side="right")) - 1
@@ -205,7 +190,7 @@ class _CommOps:
         return collective_name(self.trace.names[self.trace.name[rows[at]]])
 
 
-def _warnings(lonely: int, unmatched: int, meetings: list[Meeting]) -> list[str]:
+def _warnings(lonely: int, unmatched: int, matched: list[Rendezvous]) -> list[str]:
     warnings = []
     if lonely:
         warnings.append(
@@ -213,7 +198,7 @@ def _warnings(lonely: int, unmatched: int, meetings: list[Meeting]) -> list[str]
         )
     if unmatched:
         warnings.append(f"{unmatched} sends or receives have no counterpart; is a rank's trace missing?")
-    partial = sum(not m.complete for m in meetings)
+    partial = sum(not m.complete for m in matched)
     if partial:
         warnings.append(f"{partial} collectives lack the traces of some participants; their waiting is a lower bound")
     return warnings
