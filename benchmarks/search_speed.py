@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from lumos import read_setup, search
-from lumos.search.outcome import Outcome
+from lumos.search.result import SearchResult
 from lumos.workers import engine_named
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,13 +25,13 @@ MILLION: dict[str, list[object]] = {
 }
 
 
-def timed(workers: int, vary: dict[str, list[object]], exhaustive: bool = False) -> Outcome:
+def timed(workers: int, vary: dict[str, list[object]], exhaustive: bool = False) -> SearchResult:
     setup = read_setup(ROOT / "examples/llama3-70b.toml")
     with engine_named("local", workers) as engine:
         return search(setup, vary, engine=engine, exhaustive=exhaustive)
 
 
-def row(what: str, found: Outcome) -> str:
+def row(what: str, found: SearchResult) -> str:
     state = found.search
     return (
         f"| {what} | {state.valid:,} | {state.fitting:,} | {len(state.simulated):,} | {found.seconds:.1f} | "

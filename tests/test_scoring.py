@@ -128,10 +128,10 @@ def test_a_network_that_is_not_stated_is_noted() -> None:
 @pytest.mark.parametrize(
     ("changes", "about"),
     [
-        ({"framework": "MyTrainer 3000"}, "'MyTrainer 3000' is taken as pytorch"),
-        ({"framework": "NeMo AutoModel (PyTorch FSDP2)"}, "taken as torchtitan"),
-        ({"framework": "fms-fsdp"}, "taken as torchtitan"),
-        ({"framework": "MaxText"}, "taken as torchtitan"),
+        ({"framework": "MyTrainer 3000"}, "'MyTrainer 3000' is predicted as pytorch"),
+        ({"framework": "NeMo AutoModel (PyTorch FSDP2)"}, "predicted as torchtitan"),
+        ({"framework": "fms-fsdp"}, "predicted as torchtitan"),
+        ({"framework": "MaxText"}, "predicted as torchtitan"),
         ({"framework": ""}, "framework"),
         ({"precision": "fp8-rowwise"}, "fp8-rowwise"),
         ({"precision": "bf16-mixed"}, "bf16-mixed"),

@@ -18,22 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos import forecast, search
+from lumos.cli.merge_command import merged
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.prediction.power import energy_of
 from lumos.prediction.step import assembled, prices_of, simulate_step
 from lumos.program.memory import footprint
+from lumos.search.branch_and_bound import Task, bound_layouts
 from lumos.search.estimator import Described
-from lumos.search.front import BOUNDS, Found, Front, promising
-from lumos.search.journal import Journal, journal_in
-from lumos.search.objective import Objective
-from lumos.search.outcome import COLUMNS, Outcome
-from lumos.search.search import Task, bound_layouts
+from lumos.search.journal import Journal, open_journal
+from lumos.search.ranking import BOUNDS, Front, Objective, Simulated, promising
+from lumos.search.result import COLUMNS, SearchResult
 from lumos.search.space import Space
 from lumos.setup import read_setup
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.setup import Setup
 from lumos.workers import Here, Job, engine_named
-from lumos.workers.merging import merged
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,16 +47,16 @@ FEW = {"cluster.gpus": [64], "parallel.pp": [1, 2, 4], "parallel.cp": [1, 2], "t
 
 
 @pytest.fixture(scope="module")
-def found(llama: Setup) -> Outcome:
+def found(llama: Setup) -> SearchResult:
     return search(llama, FEW)
 
 
-def numbers(outcome: Outcome) -> tuple[list[Found], list[Found]]:
-    return outcome.search.front.best, outcome.search.front.pareto
+def numbers(result: SearchResult) -> tuple[list[Simulated], list[Simulated]]:
+    return result.search.front.best, result.search.front.pareto
 
 
 # ---------------------------------------------------------------------- nothing is lost
-def test_bounds_rule_out_almost_everything_and_lose_nothing(llama: Setup, found: Outcome) -> None:
+def test_bounds_rule_out_almost_everything_and_lose_nothing(llama: Setup, found: SearchResult) -> None:
     everything = search(llama, FEW, exhaustive=True)
     assert numbers(found) == numbers(everything)
     assert len(everything.search.simulated) == everything.search.fitting == found.search.fitting > 400
@@ -74,7 +73,7 @@ def test_other_objectives_lose_nothing_either(llama: Setup, objective: Objective
     assert bounded.search.front.best[0].value == min(values)
 
 
-def test_the_best_is_what_predict_says_of_it(llama: Setup, found: Outcome) -> None:
+def test_the_best_is_what_predict_says_of_it(llama: Setup, found: SearchResult) -> None:
     row = found.as_dict()["results"][0]
     keys = {key: value for key, value in row.items() if "." in key and key not in ("parallel.dp", "train.microbatches")}
     said = forecast(llama.replaced(keys))
@@ -86,7 +85,7 @@ def test_the_best_is_what_predict_says_of_it(llama: Setup, found: Outcome) -> No
     assert said.energy_j == pytest.approx(row["energy_j"])
 
 
-def test_the_answer_explains_itself(found: Outcome) -> None:
+def test_the_answer_explains_itself(found: SearchResult) -> None:
     answer = found.as_dict()
     steps = [row["step_ms"] for row in answer["results"]]
     assert steps == sorted(steps)
@@ -168,7 +167,7 @@ bounded_rows = st.lists(
 @given(bounded_rows, st.integers(1, 5), st.integers(4, 16))
 @settings(max_examples=200)
 def test_what_is_given_up_could_not_have_mattered(rows: list[tuple[float, float, float]], top: int, wave: int) -> None:
-    truth = [Found(i, s, s, m, s, 0.0, s - b) for i, (s, m, b) in enumerate(rows)]
+    truth = [Simulated(i, s, s, m, s, 0.0, s - b) for i, (s, m, b) in enumerate(rows)]
     wanted = Front(top)
     wanted.add(truth)
     front = Front(top)
@@ -184,7 +183,7 @@ def test_what_is_given_up_could_not_have_mattered(rows: list[tuple[float, float,
     assert (front.best, front.pareto) == (wanted.best, wanted.pareto)
 
 
-def test_a_front_holds_exactly_what_nothing_beats(found: Outcome, llama: Setup) -> None:
+def test_a_front_holds_exactly_what_nothing_beats(found: SearchResult, llama: Setup) -> None:
     rows = search(llama, FEW, exhaustive=True).search.simulated
     for row in rows:
         beaten = [
@@ -222,6 +221,19 @@ def test_a_search_tries_what_the_framework_has(llama: Setup) -> None:
     assert "zero-bubble" in values("torchtitan", "parallel.schedule")
 
 
+@pytest.mark.parametrize(
+    ("framework", "stages"), [("torchtitan", {0, 2, 3}), ("pytorch", {0, 1, 2, 3}), ("megatron-deepspeed", {0, 1})]
+)
+def test_zero_2_is_tried_with_a_pipeline_where_the_framework_combines_them(
+    llama: Setup, framework: str, stages: set[int]
+) -> None:
+    setup = llama.replaced({"train.framework": framework})
+    space = Space(setup, {"cluster.gpus": (16,), "parallel.pp": (2,), "train.micro_batch": (1,)})
+    found = [space.setup_of(c) for n in range(len(space.layouts)) for c in space.candidates(n)]
+    assert {setup.parallel.zero for setup in found} == stages
+    assert all(setup.parallel.zero == 0 or setup.parallel.dp * setup.parallel.cp > 1 for setup in found)
+
+
 def test_experts_are_divided_too() -> None:
     base = read_setup(ROOT / "examples/one-h200.toml", ["model.preset=mixtral-8x7b", "train.global_batch=64"])
     found = search(base, {"cluster.gpus": [32], "parallel.cp": [1], "train.micro_batch": [1]})
@@ -254,17 +266,17 @@ def test_a_price_of_energy_alone_is_all_that_is_paid(llama: Setup) -> None:
     assert found["cost_per_mtoken"] == pytest.approx(1e6 * found["joules_per_token"] / 3.6e6 * 0.2)
 
 
-def test_what_a_forecast_warns_of_a_search_warns_of_too(found: Outcome) -> None:
+def test_what_a_forecast_warns_of_a_search_warns_of_too(found: SearchResult) -> None:
     assert any("h100 was not sampled" in text for text in found.as_dict()["warnings"])
 
 
-def test_a_table_names_money_only_where_there_are_prices(found: Outcome) -> None:
+def test_a_table_names_money_only_where_there_are_prices(found: SearchResult) -> None:
     assert {row["cost_per_mtoken"] for row in found.table()} == {None}
     assert all(row["gpu_hours_per_mtoken"] > 0 for row in found.table())
     assert set(found.table()[0]) == set(COLUMNS)
 
 
-def test_less_memory_leaves_fewer(llama: Setup, found: Outcome) -> None:
+def test_less_memory_leaves_fewer(llama: Setup, found: SearchResult) -> None:
     tight = search(llama, FEW, memory_gib=40)
     assert 0 < tight.search.fitting < found.search.fitting
     assert all(row["memory_gib"] < 40 for row in tight.as_dict()["results"])
@@ -278,7 +290,7 @@ def test_nothing_that_fits_is_said(llama: Setup) -> None:
 
 # ---------------------------------------------------------------------- engines, interruptions, shards
 @pytest.mark.slow
-def test_processes_give_the_same_table(llama: Setup, found: Outcome) -> None:
+def test_processes_give_the_same_table(llama: Setup, found: SearchResult) -> None:
     with engine_named("local", 2) as engine:
         other = search(llama, FEW, engine=engine)
     assert numbers(other) == numbers(found)
@@ -300,7 +312,9 @@ class Interrupted(Here):
 
 
 @pytest.mark.parametrize("after", [1, 3, 7])
-def test_an_interrupted_search_goes_on_where_it_was(llama: Setup, found: Outcome, tmp_path: Path, after: int) -> None:
+def test_an_interrupted_search_is_resumed(
+    llama: Setup, found: SearchResult, tmp_path: Path, after: int
+) -> None:
     first, second, whole = Interrupted(after), Interrupted(np.inf), Interrupted(np.inf)
     search(llama, FEW, engine=whole)
     with pytest.raises(KeyboardInterrupt):
@@ -322,11 +336,11 @@ def test_a_journal_of_another_question_is_refused(llama: Setup, tmp_path: Path) 
     (tmp_path / "k").mkdir()
     (tmp_path / "k" / "file").touch()
     with pytest.raises(OptionError, match="not empty"):
-        journal_in(tmp_path / "k", "question")
+        open_journal(tmp_path / "k", "question")
 
 
 def test_a_damaged_piece_of_a_journal_is_named(tmp_path: Path) -> None:
-    journal = journal_in(tmp_path / "j", "question")
+    journal = open_journal(tmp_path / "j", "question")
     journal.keep_bounds(0, 3, np.zeros(2, BOUNDS))
     (piece,) = (tmp_path / "j").glob("bounds*")
     piece.write_bytes(piece.read_bytes()[:60])
@@ -340,14 +354,14 @@ def test_a_full_disk_leaves_nothing_half_written(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    journal = journal_in(tmp_path / "j", "question")
+    journal = open_journal(tmp_path / "j", "question")
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(LumosError, match="No space left"):
-        journal.keep_wave([Found(1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)])
+        journal.keep_wave([Simulated(1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)])
     assert [p.name for p in (tmp_path / "j").iterdir()] == ["question.txt"]
 
 
-def test_shards_merge_into_the_whole(llama: Setup, found: Outcome, tmp_path: Path) -> None:
+def test_shards_merge_into_the_whole(llama: Setup, found: SearchResult, tmp_path: Path) -> None:
     parts = []
     for index in range(3):
         part = search(llama, FEW, shard=(index, 3)).as_dict()
@@ -376,12 +390,12 @@ def test_a_million_configurations_need_little_memory(llama: Setup) -> None:
     """Rows of bounds are all that grows, 40 bytes each."""
     assert BOUNDS.itemsize == 40
     task = Task(Space(llama, {key: tuple(value) for key, value in FEW.items()}), Objective())
-    part = bound_layouts(task, range(4))
-    assert part.rows.nbytes == 40 * len(part.rows)
+    valid, rows = bound_layouts(task, range(4))
+    assert rows.nbytes == 40 * len(rows) <= 40 * valid
 
 
 @pytest.mark.slow
-def test_ray_gives_the_same_table_though_a_node_is_lost(llama: Setup, found: Outcome) -> None:
+def test_ray_gives_the_same_table_though_a_node_is_lost(llama: Setup, found: SearchResult) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     from ray.cluster_utils import Cluster
 

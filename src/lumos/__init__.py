@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lumos.errors import LumosError
     from lumos.graph.scaling import Scale
     from lumos.prediction.forecasting import Forecast, forecast
-    from lumos.search.question import search
+    from lumos.search.search import search
     from lumos.setup import Setup, read_setup, write_setup
     from lumos.trace.read.job import read_job
     from lumos.trace.trace import Trace
@@ -30,7 +30,7 @@ _HOME = {
     "Replay": "analysis.replay", "Scale": "graph.scaling", "Setup": "setup", "Source": "change.change",
     "Trace": "trace.trace", "change": "change.change", "compare": "analysis.comparison",
     "forecast": "prediction.forecasting", "predict": "analysis.replay", "read_job": "trace.read.job",
-    "read_setup": "setup", "replay": "analysis.replay", "search": "search.question", "write_setup": "setup",
+    "read_setup": "setup", "replay": "analysis.replay", "search": "search.search", "write_setup": "setup",
 }  # fmt: skip
 
 __all__ = [

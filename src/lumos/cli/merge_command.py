@@ -1,14 +1,32 @@
-"""`lumos merge`: the parts of a search that was divided into shards, as one answer."""
+"""`lumos merge`: the shards of a search or of a score as one answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import orjson
 import typer
 
 from lumos.cli.options import AsJson
 from lumos.cli.terminal import console, print_json
+from lumos.errors import InputError
+from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.report.html.search_page import write_search_page
+from lumos.report.terminal.forecasts import show_score_answer
+from lumos.report.terminal.searches import show_search
+from lumos.score.score import merged_score
+from lumos.search.result import merged_search
+from lumos.setup.importers.text_file import text_of
+
+Answer = dict[str, Any]
+
+_MOST_BYTES = 256 << 20
+_MERGE: dict[str, tuple[Callable[[Sequence[Answer]], Answer], tuple[str, ...]]] = {
+    "search": (merged_search, ("top", "results", "pareto", "evaluated", "fitting", "simulated", "seconds", "warnings")),
+    "score": (merged_score, ("rows", "scored", "refused")),
+}  # kind: (how to merge, the keys that a part must have)
 
 
 def merge_command(
@@ -16,16 +34,57 @@ def merge_command(
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write it: .json, .csv or .html.")] = None,
 ) -> None:
-    """The answer that one run without --shard would have given."""
-    from lumos.files import check_output
-    from lumos.report.terminal.searches import show_merged, write_merged
-    from lumos.workers.merging import merged
-
+    """Merge the shards of a search or a score into the answer that one run without --shard would have given."""
     check_output(output, None, (".json", ".csv", ".html"))
     answer = merged(parts)
     if output is not None:
-        write_merged(output, answer)
+        _write(output, answer)
     if as_json:
         print_json(answer)
+    elif answer["kind"] == "search":
+        show_search(answer, console())
     else:
-        show_merged(answer, console())
+        show_score_answer(answer, console())
+
+
+def merged(paths: Sequence[Path]) -> Answer:
+    """The merged answer of the parts in these files; a warning names the shards that are missing."""
+    parts = [_read(path) for path in paths]
+    seen: dict[int, Path] = {}
+    count = parts[0]["shard"][1]
+    for path, part in zip(paths, parts, strict=True):
+        index, of = part["shard"]
+        if any(part[key] != parts[0][key] for key in ("kind", "question")) or of != count:
+            raise InputError(f"{path} is of another question than {paths[0]}: merge only shards of the same run")
+        if index in seen:
+            raise InputError(f"{path} and {seen[index]} are the same shard, {index}: give each once")
+        seen[index] = path
+    answer = _MERGE[parts[0]["kind"]][0](parts)
+    missing = [str(index) for index in range(1, count + 1) if index not in seen]
+    if missing:
+        text = f"{len(missing)} of {count} shards missing ({', '.join(missing)}): the answer is incomplete"
+        answer["warnings"] = [*answer.get("warnings", []), text]
+    return answer | {"shard": [1, 1]}
+
+
+def _read(path: Path) -> Answer:
+    try:
+        part = orjson.loads(text_of(path, _MOST_BYTES))
+    except orjson.JSONDecodeError as problem:
+        raise InputError(f"{path}: not JSON ({problem}); give .json files that were written with --shard") from None
+    match part:
+        case {"kind": "search" | "score" as kind, "question": _, "shard": [int(), int()]} if part.keys() >= {
+            *_MERGE[kind][1]
+        }:
+            return dict(part)
+    raise InputError(f"{path}: not a shard of a search or a score; give .json files written with --shard I/N -o")
+
+
+def _write(path: Path, answer: Answer) -> None:
+    rows = answer["results"] if answer["kind"] == "search" else answer["scored"]
+    if answer["kind"] == "search":
+        rows = [{key: value for key, value in row.items() if not isinstance(value, dict | list)} for row in rows]
+    writers = {".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, rows)}
+    if answer["kind"] == "search":
+        writers[".html"] = lambda to: write_search_page(to, answer)
+    write_as(path, writers)

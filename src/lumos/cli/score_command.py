@@ -1,4 +1,4 @@
-"""`lumos score`: how good are the predictions on measured runs?"""
+"""`lumos score`: how accurate are the predictions for measured runs?"""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ import typer
 
 from lumos.cli.options import Address, AsJson, EngineName, Shard, Workers
 from lumos.cli.terminal import console, print_json, progress_bar
+from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.report.terminal.forecasts import show_score
+from lumos.score.measured_runs import read_rows
+from lumos.score.score import score
+from lumos.workers import engine_named
+from lumos.workers.shard import fingerprint, read_shard
 
 
 def score_command(
-    table: Annotated[Path, typer.Argument(help="Measured runs: a CSV table, one row a run (docs/scoring.md).")],
+    table: Annotated[Path, typer.Argument(help="Measured runs: a CSV table, one row per run (docs/scoring.md).")],
     as_json: AsJson = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Also write id, measured, predicted: .csv or .json.")
@@ -22,14 +28,7 @@ def score_command(
     workers: Workers = 1,
     shard: Shard = "",
 ) -> None:
-    """How good are the predictions on measured runs?"""
-    from lumos.files import check_output, write_as, write_csv, write_json
-    from lumos.report.terminal.forecasts import show_score
-    from lumos.score.measured_runs import read_rows
-    from lumos.score.score import score
-    from lumos.workers import engine_named
-    from lumos.workers.shard import fingerprint, read_shard
-
+    """How accurate are the predictions for measured runs?"""
     check_output(output, table, (".json", ".csv"))
     rows, part = read_rows(table), read_shard(shard)
     with progress_bar() as progress, engine_named(engine, workers, address) as started:

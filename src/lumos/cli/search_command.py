@@ -3,55 +3,71 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from lumos.change.change import Source, refuse
+from lumos.change.infer.completion import changed, complete
+from lumos.change.infer.infer import infer
+from lumos.cli.loading import load_run
 from lumos.cli.options import Address, AsJson, EngineName, KwhPrice, Pue, Shard, Tokens, Workers
 from lumos.cli.terminal import console, print_json, progress_bar
 from lumos.errors import OptionError
+from lumos.files import check_output, write_as, write_csv, write_json, write_parquet
+from lumos.prediction.bill import read_tariff
+from lumos.report.html.search_page import write_search_page
+from lumos.report.terminal.searches import show_search
+from lumos.search.estimator import Anchored, Estimator
+from lumos.search.ranking import Objective
+from lumos.search.result import COLUMNS
+from lumos.search.search import search
+from lumos.search.space import AXES, DERIVED
+from lumos.setup import read_setup_with_notes
+from lumos.setup.gpus import gpu_named
+from lumos.setup.setup import Setup
+from lumos.setup.setup_files import read_plain, toml_value
+from lumos.workers import engine_named
+from lumos.workers.shard import read_shard
 
-if TYPE_CHECKING:
-    from lumos.search.estimator import Estimator
-    from lumos.search.objective import Objective
-    from lumos.search.outcome import Outcome
-    from lumos.setup.setup import Setup
+_NOT_VALIDATED = "calibrated with a trace: the accuracy for changed parallelism has not been measured"
 
-_UNMEASURED = "anchored in a trace: changes of parallelism from a trace have not been measured"
-FORMS = (".json", ".csv", ".parquet", ".html")
+Choices = dict[str, list[Any]]
+Base = tuple[Setup, Estimator | None, tuple[str, ...]]
+"""The setup to start from, its estimator, and notes about both."""
 
 
 def search_command(
     setup: Annotated[
         Path | None, typer.Argument(help="The run: a setup, a Hugging Face config.json, a Megatron script.")
     ] = None,
-    gpus: Annotated[str, typer.Option(help="How many GPUs: a number, or several with commas.")] = "",
-    gpu: Annotated[str, typer.Option(help="Which kinds of GPU: names with commas; the setup's own otherwise.")] = "",
+    gpus: Annotated[str, typer.Option(help="The number of GPUs, or several numbers with commas.")] = "",
+    gpu: Annotated[str, typer.Option(help="GPU types, with commas; the setup's own by default.")] = "",
     fixed: Annotated[
         list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE, not to be varied. Repeatable.")
     ] = None,
     vary: Annotated[
         list[str] | None, typer.Option(help="SECTION.KEY=A,B,…: these values and no others. Repeatable.")
     ] = None,
-    objective: Annotated[str, typer.Option(help="What is to be small: time, cost, energy or gpus.")] = "time",
-    top: Annotated[int, typer.Option(help="How many of the best are shown.")] = 10,
-    memory: Annotated[float, typer.Option(help="GiB of a GPU that may be used; all it has otherwise.")] = 0.0,
+    objective: Annotated[str, typer.Option(help="What to minimise: time, cost, energy or gpus.")] = "time",
+    top: Annotated[int, typer.Option(help="How many of the best configurations to show.")] = 10,
+    memory: Annotated[float, typer.Option(help="GiB of a GPU that may be used; all it has by default.")] = 0.0,
     price: Annotated[
-        str, typer.Option(help="What a GPU-hour costs: a number, or KIND=NUMBER for each kind, with commas.")
+        str, typer.Option(help="The price of a GPU-hour: a number, or GPU=NUMBER for each type, with commas.")
     ] = "",
     kwh_price: KwhPrice = "",
     pue: Pue = "",
     tokens: Tokens = "",
-    deadline: Annotated[float, typer.Option(help="Days there are for all tokens.")] = 0.0,
+    deadline: Annotated[float, typer.Option(help="Days until all tokens must be trained on.")] = 0.0,
     source: Annotated[
-        Path | None, typer.Option("--from", help="A trace of the run: the search is anchored in what it measured.")
+        Path | None, typer.Option("--from", help="A trace of the run, to calibrate the predicted times with.")
     ] = None,
     engine: EngineName = "local",
     address: Address = "",
     workers: Workers = 0,
     shard: Shard = "",
     journal: Annotated[
-        Path | None, typer.Option(help="A folder for what is done; the same command goes on from there.")
+        Path | None, typer.Option(help="A folder for progress; the same command resumes an interrupted search.")
     ] = None,
     exhaustive: Annotated[bool, typer.Option(help="Simulate everything that fits, whatever its bound.")] = False,
     as_json: AsJson = False,
@@ -62,136 +78,87 @@ def search_command(
     """Which TP, PP, CP, EP, DP, ZeRO, micro-batch, recomputation and schedule are best, and do they fit?
 
     \b
-    Every valid combination gets a bound on its step time and its memory; those that may still be among the best, or on
-    the Pareto front of time, memory and cost, are simulated as lumos predict does.
+    Every valid combination gets a lower bound on its step time, and its memory. Those that may still be among the best,
+    or on the Pareto front of time, memory and cost, are simulated as lumos predict does.
     """
-    from lumos.files import check_output
-
-    check_output(output, setup, FORMS)
+    check_output(output, setup, (".json", ".csv", ".parquet", ".html"))
+    choices = _choices(fixed or [], vary or [], gpus, gpu)
     wanted = _objective(objective, price, kwh_price, pue, tokens, deadline)
+    part = read_shard(shard)
+    others = [text for text in fixed or [] if text.partition("=")[0].strip() not in (*AXES, *DERIVED)]
+    base, estimator, notes = _described(setup, others) if source is None else _calibrated(source, others, setup)
+    if estimator is not None and base.train.compile:
+        choices.setdefault("parallel.tp", [base.parallel.tp])  # fused kernels cannot be resized
     try:
-        found = _searched(
-            setup, _choices(fixed or [], vary or [], gpus, gpu), fixed or [], wanted, top, memory, source,
-            (engine, workers, address), shard, journal, exhaustive,
-        )  # fmt: skip
+        with progress_bar() as progress, engine_named(engine, workers, address) as started:
+            found = search(
+                base, choices, objective=wanted, top=top, memory_gib=memory, estimator=estimator, engine=started,
+                shard=part, journal=journal, exhaustive=exhaustive, progress=progress, notes=notes,
+            )  # fmt: skip
     except KeyboardInterrupt:
-        way = f"the same command goes on from {journal}" if journal else "with --journal FOLDER it could be resumed"
-        typer.echo(f"lumos: interrupted; {way}", err=True)
+        resume = f"run the same command to resume from {journal}" if journal else "use --journal FOLDER to resume one"
+        typer.echo(f"lumos: interrupted; {resume}", err=True)
         raise typer.Exit(130) from None
     if output is not None:
-        _write(found, output)
+        write_as(output, {
+            ".json": lambda to: write_json(to, found.as_dict()),
+            ".csv": lambda to: write_csv(to, found.table(), names=COLUMNS),
+            ".parquet": lambda to: write_parquet(to, found.table(), COLUMNS),
+            ".html": lambda to: write_search_page(to, found.as_dict()),
+        })  # fmt: skip
     if as_json:
         print_json(found.as_dict())
     else:
-        from lumos.report.terminal.searches import show_search
-
         show_search(found.as_dict(), console())
 
 
 def _objective(name: str, price: str, kwh_price: str, pue: str, tokens: str, deadline: float) -> Objective:
-    from lumos.prediction.bill import read_tariff
-    from lumos.search.objective import Objective
-    from lumos.setup.gpus import gpu_named
-
     prices = {}
     for part in price.split(",") if price else []:
-        kind, equals, amount = part.rpartition("=")
+        gpu, equals, amount = part.rpartition("=")
         value = read_tariff(amount).gpu_hour
         if value is None:
-            raise OptionError(f"--price {price!r}: write a number, or KIND=NUMBER for each kind of GPU")
-        prices[gpu_named(kind.strip()).name if equals else ""] = value
+            raise OptionError(f"--price {price!r}: give a number, or GPU=NUMBER for each type of GPU")
+        prices[gpu_named(gpu.strip()).name if equals else ""] = value
     tariff = read_tariff("", kwh_price, pue, tokens)
     energy = (tariff.kwh or 0.0) * tariff.pue
     return Objective(name, tuple(sorted(prices.items())), energy, tariff.tokens or 0.0, deadline)
 
 
-def _choices(fixed: list[str], vary: list[str], gpus: str, gpu: str) -> dict[str, list[Any]]:
-    """The values of axes that are named on the command line."""
-    from lumos.search.space import AXES, FOLLOWING
-    from lumos.setup.setup_files import toml_value
-
-    found: dict[str, list[Any]] = {}
-    for option, texts in (("--set", fixed), ("--vary", vary)):
-        for text in texts:
-            key, equals, values = (part.strip() for part in text.partition("="))
-            if option == "--vary" and not equals:
-                raise OptionError(f"--vary {text[:100]}: write SECTION.KEY=A,B,…")
-            if option == "--vary" or key in AXES or key in FOLLOWING:
-                if key in found:
-                    raise OptionError(f"{option} {text[:100]}: the values of {key} are given twice")
-                parts = values.split(",") if option == "--vary" else [values]
-                found[key] = [toml_value(part.strip()) for part in parts if part.strip()]
-    for option, key, text in (("--gpus", "cluster.gpus", gpus), ("--gpu", "cluster.gpu", gpu)):
-        if text and key in found:
-            raise OptionError(f"{option} {text}: the values of {key} are given twice")
-    if gpus:
-        found["cluster.gpus"] = [toml_value(part.strip()) for part in gpus.split(",")]
-    if gpu:
-        found["cluster.gpu"] = [part.strip() for part in gpu.split(",")]
+def _choices(fixed: list[str], vary: list[str], gpus: str, gpu: str) -> Choices:
+    """The values of axes that the command line names."""
+    given = [("--set", text, *text.partition("=")[::2]) for text in fixed]
+    given = [item for item in given if item[2].strip() in (*AXES, *DERIVED)]
+    for text in vary:
+        if "=" not in text:
+            raise OptionError(f"--vary {text[:100]}: write SECTION.KEY=A,B,…")
+        given.append(("--vary", text, *text.partition("=")[::2]))
+    given += [("--gpus", gpus, "cluster.gpus", gpus)] if gpus else []
+    given += [("--gpu", gpu, "cluster.gpu", gpu)] if gpu else []
+    found: Choices = {}
+    for option, text, key, values in given:
+        if key.strip() in found:
+            raise OptionError(f"{option} {text[:100]}: the values of {key.strip()} are given twice")
+        parts = [part.strip() for part in ([values] if option == "--set" else values.split(","))]
+        found[key.strip()] = [part if option == "--gpu" else toml_value(part) for part in parts if part]
     return found
 
 
-def _searched(
-    path: Path | None, choices: dict[str, list[Any]], fixed: list[str], objective: Objective, top: int, memory: float,
-    source: Path | None, where: tuple[str, int, str], shard: str, journal: Path | None, exhaustive: bool,
-) -> Outcome:  # fmt: skip
-    from lumos.search.question import search
-    from lumos.search.space import AXES, FOLLOWING
-    from lumos.workers import engine_named
-    from lumos.workers.shard import read_shard
-
-    part = read_shard(shard)
-    others = [text for text in fixed if text.partition("=")[0].strip() not in (*AXES, *FOLLOWING)]
-    base, estimator, notes = _described(path, others) if source is None else _anchored(source, others, path)
-    if estimator is not None and base.train.compile:
-        choices.setdefault("parallel.tp", [base.parallel.tp])  # fused kernels cannot be cut otherwise
-    with progress_bar() as progress, engine_named(*where) as engine:
-        return search(
-            base, choices, objective=objective, top=top, memory_gib=memory, estimator=estimator, engine=engine,
-            shard=part, journal=journal, exhaustive=exhaustive, progress=progress, notes=notes,
-        )  # fmt: skip
-
-
-def _described(path: Path | None, others: list[str]) -> tuple[Setup, None, tuple[str, ...]]:
-    from lumos.setup import read_setup_with_notes
-
+def _described(path: Path | None, others: list[str]) -> Base:
     if path is None:
         raise OptionError("nothing to search: name a setup file, or a trace with --from")
     reading = read_setup_with_notes(path, others)
     return reading.setup, None, tuple(reading.notes)
 
 
-def _anchored(source: Path, others: list[str], path: Path | None) -> tuple[Setup, Estimator, tuple[str, ...]]:
-    """The setup to start from, prices anchored in a traced run of it, and what has to be said of them."""
-    from lumos.change.change import Source, refuse
-    from lumos.change.infer.completion import changed, complete
-    from lumos.change.infer.infer import infer
-    from lumos.cli.loading import load_run
-    from lumos.search.estimator import Anchored
-    from lumos.setup.setup_files import read_plain
-
+def _calibrated(source: Path, others: list[str], path: Path | None) -> Base:
+    """From a trace of the run, whose setup is inferred and completed by a setup file."""
     run = load_run(source, "", "", "", None)
-    told = infer(run)
-    traced = complete(told, read_plain(path), any(header.shapes for header in run.execution.trace.headers)).setup
+    inferred = infer(run)
+    traced = complete(inferred, read_plain(path), any(header.shapes for header in run.execution.trace.headers)).setup
     if traced.cluster.accelerator.is_cpu:
         raise OptionError("a search needs memory and power, which are not known of a CPU: use lumos predict --from")
-    wanted = changed(told, read_plain(path, others)).setup
+    wanted = changed(inferred, read_plain(path, others)).setup
     refuse(traced, wanted)
-    anchored = Source(run, traced)
-    return wanted, Anchored(anchored.anchors), (*anchored.notes, _UNMEASURED)
-
-
-def _write(found: Outcome, output: Path) -> None:
-    from lumos.files import write_as, write_csv, write_json, write_parquet
-    from lumos.report.html.search_page import write_search_page
-    from lumos.search.outcome import COLUMNS
-
-    write_as(
-        output,
-        {
-            ".json": lambda to: write_json(to, found.as_dict()),
-            ".csv": lambda to: write_csv(to, found.table(), names=COLUMNS),
-            ".parquet": lambda to: write_parquet(to, found.table(), COLUMNS),
-            ".html": lambda to: write_search_page(to, found.as_dict()),
-        },
-    )
+    measured = Source(run, traced)
+    return wanted, Anchored(measured.anchors), (*measured.notes, _NOT_VALIDATED)

@@ -1,14 +1,14 @@
-"""Run: a measured training run, one row of a table of published measurements, and the Setup it describes.
+"""Measured runs: the rows of a table of measurements (docs/scoring.md), each with the Setup that it describes.
 
-What a row leaves empty is filled by framework, never by row:
+Empty columns get defaults that depend on the framework alone, never on the row:
 
-| empty | taken |
+| empty column | default |
 |---|---|
 | recompute | none |
 | zero | the framework's: 1 for Megatron-Core, 3 for llm-foundry and torchtitan, else 0 |
 | sequence_parallel | the framework's: on for Megatron-Core and nanotron where tp > 1 |
 | network between nodes | what the row's text states; else the GPU's usual one, and EFA for nanotron |
-| attention | the framework's; a text that names flash or unfused attention decides |
+| attention | the framework's, unless the row's text names flash or unfused attention |
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from lumos.errors import InputError, LumosError
+from lumos.setup.constraints import checked_setup
 from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
-from lumos.setup.validate import checked_setup
 
 _FRAMEWORKS = (
     (r"torchtitan", "torchtitan"),
@@ -36,9 +36,8 @@ _FRAMEWORKS = (
     (r"nanotron", "nanotron"),
     (r"neox", "neox"),
 )
-_ALIKE = (  # frameworks that are not described here, and which of those that are does the same most nearly
-    (r"automodel", "torchtitan"),
-    (r"fsdp|maxtext|axolotl", "torchtitan"),
+_MOST_SIMILAR = (  # for frameworks that Lumos does not describe
+    (r"automodel|fsdp|maxtext|axolotl", "torchtitan"),
     (r"", "pytorch"),
 )
 _PRECISIONS = {"fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"}
@@ -54,9 +53,9 @@ class Run:
     source: str
     model: str
     gpus: int
-    seconds: float  # measured; nan where it is not known
+    seconds: float  # measured step time; nan where the row does not state it
     setup: Setup
-    notes: tuple[str, ...]  # what had to be assumed, and so makes the answer less sure
+    notes: tuple[str, ...]  # assumptions that make its prediction less certain
     row: dict[str, str]
 
 
@@ -79,7 +78,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def runs_of(rows: list[dict[str, str]]) -> Iterator[Run | tuple[str, str]]:
-    """Every row as a Run, or (id, why it is none)."""
+    """Every row as a Run, or (id, reason) where it describes none."""
     for number, row in enumerate(rows, 1):
         name = row.get("id") or f"row {number}"
         try:
@@ -112,7 +111,7 @@ def run_of(row: dict[str, str], name: str) -> Run:
 
 
 def _number(row: dict[str, str], column: str, default: float = 0.0) -> float:
-    """What a column states, or InputError where that is no finite number."""
+    """A column as a number; InputError where it is not a finite one."""
     text = row.get(column, "").strip()
     if not text:
         return default
@@ -126,7 +125,7 @@ def _number(row: dict[str, str], column: str, default: float = 0.0) -> float:
 
 
 def _int(row: dict[str, str], column: str, default: int = 0) -> int:
-    """A whole number; one that is not whole is a mistake in the table."""
+    """A column as a whole number; InputError where it is not one."""
     number = _number(row, column, default)
     if number != round(number):
         raise InputError(f"{column} {row[column].strip()[:40]!r} is not a whole number")
@@ -141,20 +140,19 @@ def _flag(row: dict[str, str], column: str) -> bool | None:
 def _framework(row: dict[str, str], notes: list[str]) -> str:
     text = row["framework"].lower()
     known = next((name for pattern, name in _FRAMEWORKS if re.search(pattern, text)), "")
-    if known and "automodel" not in text:  # NeMo's, and yet not Megatron's
+    if known and "automodel" not in text:  # part of NeMo, but not based on Megatron
         return known
-    like = next(name for pattern, name in _ALIKE if re.search(pattern, text))
-    notes.append(f"framework {row['framework'][:60]!r} is taken as {like}")
+    like = next(name for pattern, name in _MOST_SIMILAR if re.search(pattern, text))
+    notes.append(f"framework {row['framework'][:60]!r} is predicted as {like}")
     return like
 
 
 def _model(row: dict[str, str]) -> dict[str, Any]:
-    gated = _flag(row, "gated_mlp")
     hidden, heads = _int(row, "hidden"), _int(row, "n_heads")
     model: dict[str, Any] = {
         "layers": _int(row, "n_layers"), "hidden": hidden, "heads": heads, "vocab": _int(row, "vocab"),
         "ffn": _int(row, "ffn_hidden", 4 * hidden), "kv_heads": _int(row, "n_kv_heads", heads),
-        "head_dim": _int(row, "head_dim", hidden // max(heads, 1)), "gated": bool(gated),
+        "head_dim": _int(row, "head_dim", hidden // max(heads, 1)), "gated": bool(_flag(row, "gated_mlp")),
         "tied": bool(_flag(row, "tied_embeddings")), "name": row.get("model_name", "")[:100],
     }  # fmt: skip
     if _int(row, "moe_experts"):
@@ -171,7 +169,7 @@ def _train(row: dict[str, str], framework: str, notes: list[str]) -> dict[str, A
         plain = next((p for p in ("mxfp8", "nvfp4", "fp8", "bf16", "fp16") if precision.startswith(p)), None)
         if plain is None:
             raise InputError(f"precision {precision[:40]!r} is not known")
-        notes.append(f"precision {precision[:40]!r} is taken as {plain}")
+        notes.append(f"precision {precision[:40]!r} is predicted as {plain}")
         precision = plain
     attention = row.get("attention_impl", "").lower()
     return {
@@ -222,7 +220,7 @@ def _cluster(row: dict[str, str], framework: str, notes: list[str]) -> dict[str,
 
 
 def _gbps_per_gpu(row: dict[str, str], node: int) -> float:
-    """Gbit/s of one GPU between nodes, where the row states it."""
+    """Gbit/s of one GPU between nodes; 0 where the row does not state it."""
     stated = _number(row, "inter_gbps_per_gpu")
     if stated:
         return stated

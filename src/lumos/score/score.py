@@ -1,21 +1,21 @@
-"""Score: predictions against measured runs, as a user judges them: by source, and by rank inside a choice."""
+"""Score: the error of predictions on measured runs, by source, and how well they rank configurations."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.errors import LumosError
+from lumos.errors import InputError, LumosError
 from lumos.prediction.forecasting import forecast
 from lumos.score.measured_runs import Run, runs_of
 from lumos.workers import Engine, Here, Job
 
-_FEWEST = 3  # configurations of a (model, GPUs) group whose order is judged
-_PIECE = 32  # rows that a worker takes at a time
+_FEWEST_TO_RANK = 3  # configurations of one model on one number of GPUs
+_ROWS_PER_CHUNK = 32
 
 Row = dict[str, str]
 Refused = tuple[str, str]
@@ -23,13 +23,13 @@ Refused = tuple[str, str]
 
 
 class Scored(NamedTuple):
-    """A run and what was forecast of it, in plain values."""
+    """A measured run and its prediction, in plain values; times in seconds."""
 
     id: str
     source: str
     model: str
     gpus: int
-    measured: float | None  # seconds; None where the row does not say
+    measured: float | None  # None where the table does not say
     predicted: float
     low: float
     high: float
@@ -39,19 +39,20 @@ class Scored(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative; nan where nothing was measured."""
+        """Relative error; nan where nothing was measured."""
         return float("nan") if self.measured is None else self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
 class Score:
-    """All runs of a table that could be predicted, and why the others could not."""
+    """The runs of a table that could be predicted, and the reasons why others could not."""
 
     rows: int
     scored: tuple[Scored, ...]
     refused: tuple[Refused, ...]
 
     def as_dict(self) -> dict[str, Any]:
+        """Errors in percent: mean (mape), median and rank correlation, over all runs and by source."""
         by_source: dict[str, list[Scored]] = defaultdict(list)
         for item in self.scored:
             if item.measured is not None:
@@ -74,7 +75,7 @@ class Score:
         ]
 
     def as_part(self, question: str, shard: tuple[int, int]) -> dict[str, Any]:
-        """For `lumos merge`: the answer to a shard, with all that the whole answer will need."""
+        """The answer for a shard, with all that `lumos merge` needs."""
         scored = [item._asdict() for item in self.scored]
         return self.as_dict() | {
             "kind": "score", "question": question, "shard": [shard[0] + 1, shard[1]], "scored": scored,
@@ -87,13 +88,16 @@ def score(
     engine: Engine | None = None,
     shard: tuple[int, int] = (0, 1),
 ) -> Score:
-    """Predict every row of a shard that describes a run."""
+    """Predict every row of a table, or of a shard of it.
+
+    >>> score(read_rows(Path("runs.csv"))).as_dict()["mape"]   # doctest: +SKIP
+    """
     named = [{**row, "id": row.get("id") or f"row {number}"} for number, row in enumerate(rows, 1)]
     mine = named[shard[0] :: shard[1]]
-    pieces = [mine[i : i + _PIECE] for i in range(0, len(mine), _PIECE)]
+    chunks = [mine[i : i + _ROWS_PER_CHUNK] for i in range(0, len(mine), _ROWS_PER_CHUNK)]
     scored: list[Scored] = []
     refused: list[Refused] = []
-    for answers in (engine or Here()).run(Job(score_rows, None), pieces):
+    for answers in (engine or Here()).run(Job(score_rows, None), chunks):
         for answer in answers:
             if isinstance(answer, Scored):
                 scored.append(answer)
@@ -122,6 +126,21 @@ def _scored(run: Run) -> Scored | Refused:
         return run.id, str(problem).splitlines()[0]
 
 
+def merged_score(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The shards of a score as the answer for the whole table, but for the order of its rows."""
+    try:
+        scored = tuple(
+            Scored(**{key: row[key] for key in Scored._fields} | {"notes": tuple(row["notes"])})
+            for part in parts
+            for row in part["scored"]
+        )
+        refused = tuple((str(row["id"]), str(row["reason"])) for part in parts for row in part["refused"])
+        whole = Score(sum(int(part["rows"]) for part in parts), scored, refused)
+        return whole.as_part(parts[0]["question"], (0, 1))
+    except (KeyError, TypeError, ValueError, ArithmeticError) as problem:
+        raise InputError(f"a shard of a score is damaged ({problem!r}): score that shard again") from None
+
+
 def _summary(items: Sequence[Scored]) -> dict[str, Any]:
     if not items:
         return {"n": 0, "mape": None, "median": None, "spearman": None}
@@ -143,21 +162,24 @@ def _inside(items: Sequence[Scored]) -> float | None:
 
 
 def rank_correlation(rows: Sequence[tuple[str, int, float, float]]) -> float:
-    """Spearman's, inside groups of one model and one number of GPUs, as a mean over groups by their size."""
+    """Spearman's rank correlation within groups of one model and number of GPUs, averaged by group size.
+
+    Rows are (model, GPUs, measured, predicted); nan where no group has enough configurations.
+    """
     groups: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for model, gpus, measured, predicted in rows:
         groups[model, gpus].append((measured, predicted))
     values, weights = [], []
     for group in groups.values():
         a, b = (_ranks(np.array(column)) for column in zip(*group, strict=True))
-        if len(group) >= _FEWEST and a.std() > 0 and b.std() > 0:
+        if len(group) >= _FEWEST_TO_RANK and a.std() > 0 and b.std() > 0:
             values.append(float(np.corrcoef(a, b)[0, 1]))
             weights.append(len(group))
     return float(np.average(values, weights=weights)) if values else float("nan")
 
 
 def _ranks(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Ranks, ties sharing theirs."""
+    """Ranks; ties share the mean of theirs."""
     _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     ranks: np.ndarray[Any, Any] = ((ends - counts + ends - 1) / 2.0)[where]

@@ -1,1 +1,1 @@
-"""Choice: which configuration of a run is best."""
+"""Search: the best configurations of a run, by time, cost, energy or number of GPUs."""

@@ -1,6 +1,6 @@
-"""Journal: what a search has done, in a folder, so that an interrupted one goes on where it was.
+"""Journal: the progress of a search, in a folder, so that an interrupted search can be resumed.
 
-Every piece is a file of its own, written under another name and renamed: it is whole, or not there.
+Every finished chunk is a file of its own, written under a temporary name and then renamed: it is complete or absent.
 """
 
 from __future__ import annotations
@@ -15,52 +15,58 @@ import numpy as np
 
 from lumos.errors import InputError, OptionError
 from lumos.files import whole_file
-from lumos.search.front import BOUNDS, Bounds, Found
+from lumos.search.ranking import BOUNDS, Bounds, Simulated
 
-_LARGEST = 1 << 30  # bytes of one piece
-_FOUND = np.dtype([(name, "i8" if name == "number" else "f8") for name in Found._fields])
+_MOST_BYTES = 1 << 30  # of one file
+_SIMULATED = np.dtype([(name, "i8" if name == "number" else "f8") for name in Simulated._fields])
 
 
 @dataclass(frozen=True)
 class Journal:
-    """A folder, or nothing: then nothing is kept."""
+    """The journal in a folder; without a folder nothing is kept."""
 
     folder: Path | None = None
 
     @cached_property
     def bounded(self) -> dict[int, tuple[int, Bounds]]:
-        """(valid, bounds) of the pieces that are done."""
+        """(valid configurations, bounds of those that fit) of the finished chunks of layouts."""
         found = {}
-        for file in sorted(self.folder.glob("bounds-*.npy")) if self.folder else []:
-            rows = _read(file, BOUNDS)
+        for file in self._files("bounds"):
             index, valid = (int(part) for part in file.stem.split("-")[1:])
-            found[index] = (valid, rows)
+            found[index] = (valid, _read(file, BOUNDS))
         return found
 
     def keep_bounds(self, index: int, valid: int, rows: Bounds) -> None:
+        self._write(f"bounds-{index:07d}-{valid}.npy", rows)
+
+    def waves(self) -> Iterator[list[Simulated]]:
+        """The finished waves of simulations, in order."""
+        for file in self._files("wave"):
+            yield [Simulated(*row) for row in _read(file, _SIMULATED).tolist()]
+
+    def keep_wave(self, rows: Sequence[Simulated]) -> None:
+        self._write(f"wave-{len(self._files('wave')):07d}.npy", np.array(rows, _SIMULATED))
+
+    def _files(self, kind: str) -> list[Path]:
+        return sorted(self.folder.glob(f"{kind}-*.npy")) if self.folder else []
+
+    def _write(self, name: str, rows: Bounds) -> None:
         if self.folder is not None:
-            _write(self.folder / f"bounds-{index:07d}-{valid}.npy", rows)
-
-    def waves(self) -> Iterator[list[Found]]:
-        """The waves that are done, in order."""
-        for file in sorted(self.folder.glob("wave-*.npy")) if self.folder else []:
-            yield [Found(int(row[0]), *map(float, list(row)[1:])) for row in _read(file, _FOUND)]
-
-    def keep_wave(self, rows: Sequence[Found]) -> None:
-        if self.folder is not None:
-            count = sum(1 for _ in self.folder.glob("wave-*.npy"))
-            _write(self.folder / f"wave-{count:07d}.npy", np.array(rows, _FOUND))
+            buffer = BytesIO()
+            np.save(buffer, rows, allow_pickle=False)
+            with whole_file(self.folder / name) as file:
+                file.write(buffer.getvalue())
 
 
-def journal_in(folder: Path | None, asked: str) -> Journal:
-    """The journal of a question; one of another question is refused."""
+def open_journal(folder: Path | None, question: str) -> Journal:
+    """The journal of a search with this fingerprint; a folder that holds anything else is refused."""
     if folder is None:
         return Journal()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "question.txt"
         if file.exists():
-            if file.read_text("utf-8").strip() != asked:
+            if file.read_text("utf-8").strip() != question:
                 raise OptionError(
                     f"{folder} is the journal of another search (other options, or another shard): name another folder"
                 )
@@ -68,26 +74,19 @@ def journal_in(folder: Path | None, asked: str) -> Journal:
             raise OptionError(f"{folder} is not empty and not a journal: name another folder")
         else:
             with whole_file(file) as out:
-                out.write(asked.encode())
+                out.write(question.encode())
     except OSError as problem:
         raise InputError(f"{folder}: {problem.strerror or problem}; name a folder that can be written") from None
     return Journal(folder)
 
 
-def _write(path: Path, rows: Bounds) -> None:
-    buffer = BytesIO()
-    np.save(buffer, rows, allow_pickle=False)
-    with whole_file(path) as file:
-        file.write(buffer.getvalue())
-
-
-def _read(path: Path, kind: np.dtype[np.void]) -> Bounds:
+def _read(path: Path, dtype: np.dtype[np.void]) -> Bounds:
     try:
-        if path.stat().st_size > _LARGEST:
+        if path.stat().st_size > _MOST_BYTES:
             raise ValueError("too large")
         rows = np.load(path, allow_pickle=False)
-        if rows.dtype != kind or rows.ndim != 1:
-            raise ValueError("of another kind")
+        if rows.dtype != dtype or rows.ndim != 1:
+            raise ValueError("another type of table")
     except (OSError, ValueError, EOFError) as problem:
-        raise InputError(f"{path}: not a piece of a journal ({problem}); remove it to have it done again") from None
+        raise InputError(f"{path}: not part of a journal ({problem}); remove it to repeat that work") from None
     return np.asarray(rows)

@@ -1,7 +1,9 @@
-"""Space: all configurations that a search looks at, in an order that never changes.
+"""The search space: every configuration that a search considers, in a fixed order.
 
-A layout says how many GPUs of which kind there are and how they are divided; every layout has its variants. A candidate
-is named by the two numbers (layout, variant), so that chunks, shards and journals need not hold the candidates.
+A *layout* is a GPU type, a number of GPUs, and the sizes of tensor, context, pipeline and expert parallelism. Every
+layout has *variants*: schedule, ZeRO stage, sequence parallelism, recomputation and micro-batch size. A configuration
+is identified by its layout and variant indices, packed into one number, so that worker chunks, shards and journals
+never hold the configurations themselves.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from lumos.errors import OptionError
+from lumos.schedules import schedule_named, schedules_of
 from lumos.setup.constraints import mistakes_in
-from lumos.setup.frameworks import framework_named
+from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import gpu_named
 from lumos.setup.messages import did_you_mean
 from lumos.setup.setup import Setup
@@ -24,16 +27,19 @@ VARIANT = (
     "train.micro_batch",
 )  # fmt: skip
 AXES = (*LAYOUT, *VARIANT)
-FOLLOWING = {"parallel.dp": "parallel.tp, pp and cp", "train.microbatches": "train.micro_batch or global_batch"}
+DERIVED = {"parallel.dp": "parallel.tp, pp and cp", "train.microbatches": "train.micro_batch or global_batch"}
 
-_LONGEST = 64  # ranks that share a sequence, unless more are asked for
+_MOST_CONTEXT_RANKS = 64  # tried by default; --vary parallel.cp can ask for more
 _LARGEST_MICRO_BATCH = 64
 _MOST_LAYOUTS = 1 << 20
 _VARIANT_BITS = 24
 
+Layout = tuple[Any, ...]
+Variant = tuple[Any, ...]
+
 
 class Candidate(NamedTuple):
-    """One configuration: the number of its layout and of its variant, and the values of all axes in order."""
+    """One configuration: the indices of its layout and variant, and the values of all axes, in the order of AXES."""
 
     layout: int
     variant: int
@@ -41,60 +47,58 @@ class Candidate(NamedTuple):
 
     @property
     def number(self) -> int:
-        """One number for both."""
+        """Both indices in one number, which identifies the candidate within its space."""
         return self.layout << _VARIANT_BITS | self.variant
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """All but the size of micro-batches, by which candidates of one kind are sorted."""
-        return self.values[:-1]
-
     def keys(self) -> dict[str, Any]:
+        """The values by their setup keys, as in {"parallel.tp": 8, …}."""
         return dict(zip(AXES, self.values, strict=True))
 
 
 class Space:
-    """The values of every axis: those that were asked for, else all that make sense for the setup."""
+    """All configurations of a setup: for every axis the values in `choices`, or else all that make sense.
+
+    >>> space = Space(setup, {"cluster.gpus": (16,)})                          # doctest: +SKIP
+    >>> [c.keys() for i in range(len(space.layouts)) for c in space.candidates(i)]   # doctest: +SKIP
+    """
 
     def __init__(self, setup: Setup, choices: Mapping[str, tuple[Any, ...]]) -> None:
         self.setup, self.choices = setup, choices
 
     @cached_property
-    def layouts(self) -> list[tuple[Any, ...]]:
-        """Every division of the GPUs, valid or not in all its variants."""
+    def layouts(self) -> list[Layout]:
+        """Every way to lay the model out on the GPUs; some may have no valid variant."""
         found = []
-        for gpu, gpus in product(self._values("cluster.gpu"), self._values("cluster.gpus")):
-            for tp, cp in product(self._tensor_ways(gpu, gpus), self._context_ways(gpus)):
-                for pp in self._stages(gpus):
-                    if gpus % (tp * cp * pp) == 0 and self.setup.train.global_batch % (gpus // (tp * cp * pp)) == 0:
-                        found += [(gpu, gpus, tp, cp, pp, ep) for ep in self._experts(gpus // pp)]
+        for gpu, gpus in self._clusters:
+            for tp, cp, pp in product(self._tp_sizes(gpu, gpus), self._cp_sizes(gpus), self._pp_sizes(gpus)):
+                if gpus % (tp * cp * pp) == 0 and self.setup.train.global_batch % (gpus // (tp * cp * pp)) == 0:
+                    found += [(gpu, gpus, tp, cp, pp, ep) for ep in self._ep_sizes(gpus // pp)]
         if len(found) > _MOST_LAYOUTS:
-            raise OptionError(f"{len(found):,} ways to divide the GPUs are too many: fix a key with --set")
+            raise OptionError(f"{len(found):,} layouts of the GPUs are too many: fix a key with --set")
         return found
 
     def candidates(self, layout: int) -> Iterator[Candidate]:
-        """The valid configurations of a layout, in order."""
-        kinds, batches = self._variants(self.layouts[layout])
-        for variant in range(len(kinds) * len(batches)):
-            found = Candidate(layout, variant, (*self.layouts[layout], *self._chosen(kinds, batches, variant)))
-            if self._whole(found) and not mistakes_in(self.setup_of(found)):
+        """The valid configurations of a layout, in order; micro-batch sizes vary fastest, from small to large."""
+        values = self.layouts[layout]
+        for index, variant in enumerate(self._variants(values)):
+            found = Candidate(layout, index, (*values, *variant))
+            if self._suits_schedule(found) and not mistakes_in(self.setup_of(found)):
                 yield found
 
     def candidate(self, number: int) -> Candidate:
-        """The configuration of that number."""
+        """The configuration with that number."""
         layout, variant = divmod(number, 1 << _VARIANT_BITS)
         values = self.layouts[layout]
-        return Candidate(layout, variant, (*values, *self._chosen(*self._variants(values), variant)))
+        return Candidate(layout, variant, (*values, *self._variants(values)[variant]))
 
     def setup_of(self, candidate: Candidate) -> Setup:
-        """The whole setup; types need no check, they are ours."""
+        """The complete setup of a configuration. Its values come from this space, so their types are not checked."""
         gpu, gpus, tp, cp, pp, ep, vpp, schedule, zero, sequence_parallel, recompute, micro_batch = candidate.values
         base, dp = self.setup, gpus // (tp * cp * pp)
-        sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "vpp": vpp, "dp": dp}
-        stage_layers = base.parallel.stage_layers if (pp, vpp) == (base.parallel.pp, base.parallel.vpp) else ()
         parallel = base.parallel.model_copy(update={
-            **sizes, "zero": zero, "sequence_parallel": sequence_parallel, "schedule": schedule,
-            "stage_layers": stage_layers, "shard": base.parallel.shard if base.parallel.dp == dp else 0,
+            "tp": tp, "cp": cp, "pp": pp, "ep": ep, "vpp": vpp, "dp": dp, "zero": zero, "schedule": schedule,
+            "sequence_parallel": sequence_parallel, "shard": base.parallel.shard if base.parallel.dp == dp else 0,
+            "stage_layers": base.parallel.stage_layers if (pp, vpp) == (base.parallel.pp, base.parallel.vpp) else (),
         })  # fmt: skip
         count = base.train.global_batch // (micro_batch * dp)
         train = base.train.model_copy(
@@ -106,85 +110,85 @@ class Space:
 
     # ------------------------------------------------------------------ the values of every axis
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """Of GPU."""
-        return self._values("cluster.gpu")
+    def gpu_types(self) -> tuple[str, ...]:
+        return self._stated("cluster.gpu")
 
     @cached_property
     def _clusters(self) -> dict[tuple[str, int], Any]:
         cluster, found = self.setup.cluster, {}
-        for gpu, gpus in product(self._values("cluster.gpu"), self._values("cluster.gpus")):
+        for gpu, gpus in product(self.gpu_types, self._stated("cluster.gpus")):
             values = {"gpus": gpus} | ({"gpu": gpu, "gpus_per_node": 0} if gpu != cluster.gpu else {})
             found[gpu, gpus] = cluster.with_values(values)
         return found
 
-    def _values(self, key: str) -> tuple[Any, ...]:
+    @cached_property
+    def _framework(self) -> Framework:
+        return framework_named(self.setup.train.framework)
+
+    @property
+    def _framework_schedules(self) -> tuple[str, ...]:
+        return schedules_of(self.setup.train.framework)
+
+    def _stated(self, key: str) -> tuple[Any, ...]:
+        """The choices for a key, or else the setup's own value."""
         section, _, name = key.partition(".")
         return self.choices.get(key, (getattr(getattr(self.setup, section), name),))
 
-    def _tensor_ways(self, gpu: str, gpus: int) -> Sequence[int]:
-        """As far as NVLink reaches: beyond, every layer would wait for the network between nodes."""
-        most = self._clusters[gpu, gpus].accelerator.nvlink_domain
-        heads = self.setup.model.heads
+    def _tp_sizes(self, gpu: str, gpus: int) -> Sequence[int]:
+        """Within one NVLink domain: beyond it, every layer would wait for the network between nodes."""
+        most, heads = self._clusters[gpu, gpus].accelerator.nvlink_domain, self.setup.model.heads
         return self.choices.get("parallel.tp") or [n for n in _divisors(gpus, most) if heads % n == 0]
 
-    def _context_ways(self, gpus: int) -> Sequence[int]:
+    def _cp_sizes(self, gpus: int) -> Sequence[int]:
         half = self.setup.train.seq // 2
-        return self.choices.get("parallel.cp") or [n for n in _divisors(gpus, _LONGEST) if half % n == 0]
+        return self.choices.get("parallel.cp") or [n for n in _divisors(gpus, _MOST_CONTEXT_RANKS) if half % n == 0]
 
-    def _stages(self, gpus: int) -> Sequence[int]:
-        if "parallel.pp" in self.choices:
-            return self.choices["parallel.pp"]
-        has = framework_named(self.setup.train.framework).schedules
-        return _divisors(gpus, self.setup.model.layers) if has else (1,)
+    def _pp_sizes(self, gpus: int) -> Sequence[int]:
+        default = _divisors(gpus, self.setup.model.layers) if self._framework_schedules else (1,)
+        return self.choices.get("parallel.pp") or default
 
-    def _experts(self, ranks: int) -> Sequence[int]:
+    def _ep_sizes(self, ranks: int) -> Sequence[int]:
         experts = self.setup.model.experts
         if not experts:
             return (1,)
         return [n for n in self.choices.get("parallel.ep") or _divisors(experts, ranks) if ranks % n == 0]
 
-    def _variants(self, layout: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[int]]:
-        """Kinds of a layout's configurations, and sizes of micro-batches from small to large."""
+    def _variants(self, layout: Layout) -> list[Variant]:
+        """The variants of a layout, in the order of VARIANT, whether valid or not."""
         _, gpus, tp, cp, pp, _ = layout
         dp = gpus // (tp * cp * pp)
         per_replica = self.setup.train.global_batch // dp
         batches = self.choices.get("train.micro_batch") or _divisors(per_replica, _LARGEST_MICRO_BATCH)
-        recomputes = self.choices.get("train.recompute", ("none", "selective", "full"))
-        kinds = product(self._orders(pp), self._zeros(dp * cp, pp), self._splits(tp), recomputes)
-        return list(kinds), sorted(size for size in batches if per_replica % size == 0)
+        recompute = self.choices.get("train.recompute", ("none", "selective", "full"))
+        splits = self.choices.get("parallel.sequence_parallel") or ((False, True) if tp > 1 else (False,))
+        sizes = sorted(size for size in batches if per_replica % size == 0)
+        axes = product(self._schedules(pp), self._zero_stages(dp * cp, pp), splits, recompute, sizes)
+        return [(*schedule, *others) for schedule, *others in axes]
 
-    def _chosen(self, kinds: list[tuple[Any, ...]], batches: list[int], variant: int) -> tuple[Any, ...]:
-        kind, batch = divmod(variant, len(batches))
-        (vpp, schedule), zero, split, recompute = kinds[kind]
-        return vpp, schedule, zero, split, recompute, batches[batch]
-
-    def _whole(self, candidate: Candidate) -> bool:
-        """Interleaved stages take whole rounds of micro-batches; the rules say so too, but slowly."""
-        _, gpus, tp, cp, pp, _, vpp, *_, micro_batch = candidate.values
+    def _suits_schedule(self, candidate: Candidate) -> bool:
+        """The setup's constraints would find this too, but more slowly."""
+        _, gpus, tp, cp, pp, _, vpp, schedule, *_, micro_batch = candidate.values
         count = self.setup.train.global_batch // (gpus // (tp * cp * pp) * micro_batch)
-        return bool(vpp == 1 or count % pp == 0)
+        return not schedule_named(schedule).problem(pp, vpp, count)
 
-    def _orders(self, pp: int) -> Iterator[tuple[int, str]]:
-        """Virtual stages and schedule."""
-        layers, has = self.setup.model.layers, framework_named(self.setup.train.framework).schedules
-        schedules = self.choices.get("parallel.schedule") or has or ("1f1b",)
+    def _schedules(self, pp: int) -> Iterator[tuple[int, str]]:
+        """(virtual stages, schedule)."""
         if pp == 1:
             yield 1, "1f1b"
             return
-        whole = [n for n in _divisors(layers // pp, layers) if layers % (pp * n) == 0] or [1]
-        for vpp in self.choices.get("parallel.vpp") or whole:
-            for schedule in schedules:
-                if (schedule == "interleaved") == (vpp > 1):
-                    yield vpp, schedule
+        layers = self.setup.model.layers
+        schedules = self.choices.get("parallel.schedule") or self._framework_schedules or ("1f1b",)
+        even = [n for n in _divisors(layers // pp, layers) if layers % (pp * n) == 0] or [1]
+        for vpp, schedule in product(self.choices.get("parallel.vpp") or even, schedules):
+            fewest, most = schedule_named(schedule).chunks
+            if fewest <= vpp <= most:
+                yield vpp, schedule
 
-    def _zeros(self, ranks: int, pp: int) -> Sequence[int]:
-        """Stages of ZeRO; gradients cannot stay divided while a pipeline accumulates them (DeepSpeed refuses it)."""
-        asked = self.choices.get("parallel.zero") or framework_named(self.setup.train.framework).zeros
-        return [zero for zero in asked if (zero == 0 or ranks > 1) and not (zero == 2 and pp > 1)]
-
-    def _splits(self, tp: int) -> Sequence[bool]:
-        return self.choices.get("parallel.sequence_parallel") or ((False, True) if tp > 1 else (False,))
+    def _zero_stages(self, ranks: int, pp: int) -> Sequence[int]:
+        """ZeRO 2 shards gradients, which pipeline stages accumulate: only some frameworks combine the two."""
+        stages = self.choices.get("parallel.zero") or self._framework.zeros
+        both = pp == 1 or self._framework.zero2_with_pipeline
+        return [zero for zero in stages if (zero == 0 or ranks > 1) and (zero != 2 or both)]
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -192,13 +196,13 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def checked_choices(setup: Setup, choices: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
-    """The values of axes that a user named, each checked against the setup's own types."""
+    """The values that a user named for axes, each checked against the setup's own types."""
     found: dict[str, tuple[Any, ...]] = {}
     for key, values in choices.items():
-        if key in FOLLOWING:
-            raise OptionError(f"{key} follows from the other keys: fix or vary {FOLLOWING[key]} instead")
+        if key in DERIVED:
+            raise OptionError(f"{key} follows from other keys: fix or vary {DERIVED[key]} instead")
         if key not in AXES:
-            raise OptionError(f"--vary {key}: a search does not vary that: {did_you_mean(key, AXES)}")
+            raise OptionError(f"--vary {key}: a search cannot vary this key: {did_you_mean(key, AXES)}")
         if not values:
             raise OptionError(f"--vary {key}= names no value: list some, as in {key}=1,2,4")
         for value in values:

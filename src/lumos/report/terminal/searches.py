@@ -1,25 +1,24 @@
-"""Searches as tables."""
+"""The result of a search as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from lumos.files import write_as, write_csv, write_json
 from lumos.report.terminal.style import make_table, notes
 
 Row = Mapping[str, Any]
 
-_SHORT = {"sequence_parallel": "sp", "micro_batch": "mb", "microbatches": "n", "recompute": "recompute"}
+_SHORT = {"sequence_parallel": "sp", "micro_batch": "mb", "microbatches": "n"}
 _PARTS = ("exposed_compute_ms", "overlapped_ms", "exposed_comm_ms", "other_ms")
+_MOST_ON_FRONT = 12
 
 
 def show_search(answer: Mapping[str, Any], console: Console) -> None:
-    """The best, why the others lost, and the front."""
+    """The best configurations, why the others lost, and the Pareto front."""
     results: Sequence[Row] = answer["results"]
     parts: list[RenderableType] = []
     if results:
@@ -28,23 +27,23 @@ def show_search(answer: Mapping[str, Any], console: Console) -> None:
 
 
 def _counts(answer: Mapping[str, Any]) -> Table:
-    table = make_table("what was searched", "", "")
-    table.add_row("valid configurations", f"{answer['evaluated']:,}")
-    table.add_row("that fit into memory", f"{answer['fitting']:,}")
-    table.add_row("that bounds did not rule out, simulated", f"{answer['simulated']:,}")
+    table = make_table("configurations", "", "")
+    table.add_row("valid", f"{answer['evaluated']:,}")
+    table.add_row("fit into memory", f"{answer['fitting']:,}")
+    table.add_row("simulated (not ruled out by bounds)", f"{answer['simulated']:,}")
     table.add_row("seconds", f"{answer['seconds']:.1f}")
     return table
 
 
 def _keys(rows: Sequence[Row]) -> list[str]:
-    """The keys that are not the same everywhere, or worth nothing."""
+    """The setup keys that differ between rows or have a value other than 1, 0 or false."""
     keys = [key for key in rows[0] if "." in key]
     return [key for key in keys if len({row[key] for row in rows}) > 1 or rows[0][key] not in (1, False, 0)]
 
 
 def _name(key: str) -> str:
-    short = key.partition(".")[2]
-    return _SHORT.get(short, short)
+    name = key.partition(".")[2]
+    return _SHORT.get(name, name)
 
 
 def _cells(row: Row, keys: Sequence[str]) -> list[str]:
@@ -52,25 +51,23 @@ def _cells(row: Row, keys: Sequence[str]) -> list[str]:
 
 
 def _best(answer: Mapping[str, Any]) -> Table:
-    results, objective = answer["results"], answer["objective"]
+    results = answer["results"]
     keys = _keys(results)
-    money = results[0]["cost_per_mtoken"] is not None
-    days = results[0]["days"] is not None
-    columns = ["step, ms", "MFU, %", "memory, GiB", "J/token", *(["per Mtoken"] * money), *(["days"] * days)]
-    table = make_table(f"the best by {objective}", "", *map(_name, keys), *columns)
+    columns = {"step_ms": ("step, ms", "{:,.1f}", 1), "mfu": ("MFU, %", "{:.1f}", 100),
+               "memory_gib": ("memory, GiB", "{:.1f}", 1), "joules_per_token": ("J/token", "{:.3g}", 1),
+               "cost_per_mtoken": ("per Mtoken", "{:,.4g}", 1), "days": ("days", "{:,.1f}", 1)}  # fmt: skip
+    columns = {key: column for key, column in columns.items() if results[0][key] is not None}
+    names = [name for name, _, _ in columns.values()]
+    table = make_table(f"the best by {answer['objective']}", "", *map(_name, keys), *names)
     for rank, row in enumerate(results, 1):
-        cells = [f"{row['step_ms']:,.1f}", f"{100 * row['mfu']:.1f}", f"{row['memory_gib']:.1f}"]
-        cells.append(f"{row['joules_per_token']:.3g}")
-        cells += [f"{row['cost_per_mtoken']:,.4g}"] if money else []
-        cells += [f"{row['days']:,.1f}"] if days else []
-        table.add_row(str(rank), *_cells(row, keys), *cells)
+        numbers = [form.format(scale * row[key]) for key, (_, form, scale) in columns.items()]
+        table.add_row(str(rank), *_cells(row, keys), *numbers)
     return table
 
 
 def _breakdowns(results: Sequence[Row]) -> Table:
-    table = make_table(
-        "where the step goes, ms", "", "compute alone", "compute over communication", "communication alone", "waiting"
-    )
+    columns = ("compute only", "compute and communication", "communication only", "waiting")
+    table = make_table("where the step goes, ms", "", *columns)
     for rank, row in enumerate(results[:5], 1):
         table.add_row(str(rank), *(f"{row['breakdown'][part]:,.1f}" for part in _PARTS))
     return table
@@ -86,20 +83,13 @@ def _lost(results: Sequence[Row]) -> list[Table]:
 
 
 def _front(rows: Sequence[Row]) -> Table:
-    keys = _keys(rows)
-    title = "no configuration is faster, smaller and cheaper than one of these"
-    money = rows[0]["cost_per_mtoken"] is not None
-    cost = "cost_per_mtoken" if money else "gpu_hours_per_mtoken"
-    table = make_table(
-        title, *map(_name, keys), "step, ms", "memory, GiB", "per Mtoken" if money else "GPU-hours/Mtoken"
-    )
-    for row in rows[:_MOST_FRONT]:
+    keys, priced = _keys(rows), rows[0]["cost_per_mtoken"] is not None
+    cost, name = ("cost_per_mtoken", "per Mtoken") if priced else ("gpu_hours_per_mtoken", "GPU-hours/Mtoken")
+    table = make_table("Pareto front of time, memory and cost", *map(_name, keys), "step, ms", "memory, GiB", name)
+    for row in rows[:_MOST_ON_FRONT]:
         numbers = (f"{row['step_ms']:,.1f}", f"{row['memory_gib']:.1f}", f"{row[cost]:.4g}")
         table.add_row(*_cells(row, keys), *numbers)
     return table
-
-
-_MOST_FRONT = 12
 
 
 def _gap(answer: Mapping[str, Any]) -> list[str]:
@@ -107,32 +97,8 @@ def _gap(answer: Mapping[str, Any]) -> list[str]:
     if answer["results"] and answer["bound_ms"] and answer["objective"] == "time":
         best, bound, own = answer["results"][0]["step_ms"], answer["bound_ms"], answer["results"][0]["bound_ms"]
         found.append(
-            f"no configuration that fits can take less than {bound:,.1f} ms; the first takes {best:,.1f}, which is "
-            f"{100 * (best / bound - 1):.1f} % more, and {100 * (best / own - 1):.1f} % more than its own bound"
+            f"no configuration that fits can take less than {bound:,.1f} ms; the best takes {best:,.1f} ms "
+            f"(+{100 * (best / bound - 1):.1f} %), {100 * (best / own - 1):.1f} % more than its own lower bound"
         )
-    more = len(answer["pareto"]) - _MOST_FRONT
-    return found + ([f"the front has {more} more; --json has them all"] if more > 0 else [])
-
-
-def show_merged(answer: Mapping[str, Any], console: Console) -> None:
-    """What was put together, a search or a score."""
-    if answer["kind"] == "search":
-        show_search(answer, console)
-        return
-    from lumos.report.terminal.forecasts import show_score_answer
-
-    show_score_answer(answer, console)
-
-
-def write_merged(path: Path, answer: dict[str, Any]) -> None:
-    rows = [_flat(row) for row in answer["results"]] if answer["kind"] == "search" else answer["scored"]
-    writers = {".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, rows)}
-    if answer["kind"] == "search":
-        from lumos.report.html.search_page import write_search_page
-
-        writers[".html"] = lambda to: write_search_page(to, answer)
-    write_as(path, writers)
-
-
-def _flat(row: Row) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not isinstance(value, dict | list)}
+    more = len(answer["pareto"]) - _MOST_ON_FRONT
+    return found + ([f"the front has {more} more configurations; --json lists all"] if more > 0 else [])

@@ -1,0 +1,156 @@
+"""Branch and bound: bounds for every configuration, then simulations of those that may still matter.
+
+A configuration is skipped only where bounds on its time and its exact memory prove that others beat it. Waves of
+simulations have a fixed size and are finished one after the other, so that every engine, with any number of workers,
+simulates the same configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from lumos.prediction.power import energy_of
+from lumos.program.memory import footprint
+from lumos.search.estimator import Described, Estimator
+from lumos.search.journal import Journal
+from lumos.search.ranking import BOUNDS, Bounds, Front, Objective, Simulated, promising
+from lumos.search.space import Candidate, Space
+from lumos.setup.setup import Setup
+from lumos.workers import Engine, Job
+
+_LAYOUTS_PER_CHUNK = 4
+_SIMULATIONS_PER_WAVE, _SIMULATIONS_PER_CHUNK = 64, 8
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every worker needs to evaluate configurations."""
+
+    space: Space
+    objective: Objective
+    estimator: Estimator = field(default_factory=Described)
+    memory_gib: float = 0.0  # usable on a GPU, where that is less than it has
+    shard: tuple[int, int] = (0, 1)
+    exhaustive: bool = False  # simulate everything that fits, whatever its bound
+
+    def memory(self, setup: Setup) -> float | None:
+        """Bytes on the fullest GPU, or None where they do not fit."""
+        found = footprint(setup)
+        usable = self.memory_gib * 2**30 if self.memory_gib else found.usable
+        return found.peak if found.fits and found.peak + found.unseen <= usable else None
+
+    def is_in_shard(self, candidate: Candidate) -> bool:
+        index, count = self.shard
+        return (candidate.layout + candidate.variant) % count == index
+
+    def bounds(self, candidate: Candidate, setup: Setup, memory: float) -> tuple[float, ...]:
+        """A row of BOUNDS."""
+        bound = self.estimator.bound(setup)
+        seconds, joules = bound.us / 1e6, bound.joules
+        value, cost = self.objective.value(setup, seconds, joules), self.objective.cost(setup, seconds, joules)
+        return candidate.number, value, seconds, memory, cost
+
+    def simulated(self, number: int, memory: float, bound: float) -> Simulated:
+        setup = self.space.setup_of(self.space.candidate(number))
+        step = self.estimator.step(setup)
+        seconds, joules = self.estimator.us(step) / 1e6, energy_of(step).joules
+        value, cost = self.objective.value(setup, seconds, joules), self.objective.cost(setup, seconds, joules)
+        return Simulated(number, value, seconds, memory, cost, joules, bound)
+
+
+def bound_layouts(task: Task, layouts: Sequence[int]) -> tuple[int, Bounds]:
+    """(valid configurations, bounds of those that fit) of some layouts; a job for an engine."""
+    valid, rows = 0, []
+    for layout in layouts:
+        too_large: tuple[Any, ...] = ()  # all but the micro-batch: larger ones need more memory still
+        for candidate in task.space.candidates(layout):
+            if not task.is_in_shard(candidate):
+                continue
+            valid += 1
+            if candidate.values[:-1] == too_large:
+                continue
+            setup = task.space.setup_of(candidate)
+            memory = task.memory(setup)
+            if memory is None:
+                too_large = candidate.values[:-1]
+            else:
+                rows.append(task.bounds(candidate, setup, memory))
+    return valid, np.array(rows, BOUNDS)
+
+
+def simulate_candidates(task: Task, rows: Sequence[tuple[int, float, float]]) -> list[Simulated]:
+    """Simulate configurations, given as (number, memory, bound); a job for an engine."""
+    return [task.simulated(*row) for row in rows]
+
+
+@dataclass
+class Search:
+    """A search under way."""
+
+    task: Task
+    engine: Engine
+    journal: Journal
+    front: Front
+    progress: Progress | None = None
+    valid: int = 0
+    fitting: int = 0
+    least_seconds: float = inf  # lower bound on the step of any configuration that fits
+    simulated: list[Simulated] = field(default_factory=list)
+
+    def run(self) -> Search:
+        """Do everything that the journal does not have yet."""
+        rows = self._bounds()
+        self.fitting, self.least_seconds = len(rows), float(rows["seconds"].min(initial=inf))
+        self._simulate(rows[np.lexsort((rows["number"], rows["value"]))])
+        return self
+
+    def _bounds(self) -> Bounds:
+        """The bounds of all configurations that fit, in the order of the space."""
+        chunks = _chunks(range(len(self.task.space.layouts)), _LAYOUTS_PER_CHUNK)
+        parts = dict(self.journal.bounded)
+        self.valid = sum(valid for valid, _ in parts.values())
+        todo = [index for index in range(len(chunks)) if index not in parts]
+        answers = self.engine.run(Job(bound_layouts, self.task), [list(chunks[index]) for index in todo])
+        for done, (index, (valid, rows)) in enumerate(zip(todo, answers, strict=True), 1):
+            self.journal.keep_bounds(index, valid, rows)
+            self.valid, parts[index] = self.valid + valid, (valid, rows)
+            self._report(done, len(todo), f"bounding; {self.valid:,} configurations")
+        return np.concatenate([np.empty(0, BOUNDS), *(parts[index][1] for index in sorted(parts))])
+
+    def _simulate(self, rows: Bounds) -> None:
+        """Simulate wave after wave until no remaining row can matter; `rows` are sorted by their objective."""
+        waves = self.journal.waves()
+        while len(rows):
+            if not self.task.exhaustive:
+                rows = rows[self.front.can_matter(rows)]
+            chosen = promising(rows, _SIMULATIONS_PER_WAVE)
+            wave, rows = rows[chosen], rows[~chosen]
+            if not len(wave):
+                break
+            found = next(waves, None)
+            if found is None:
+                found = self._simulate_wave(wave)
+                self.journal.keep_wave(found)
+            self.front.add(found)
+            self.simulated += found
+            best = f"{self.front.best[0].seconds * 1e3:,.1f} ms" if self.front.best else "none"
+            self._report(len(self.simulated), len(self.simulated) + len(rows), f"simulating; best {best}")
+
+    def _simulate_wave(self, wave: Bounds) -> list[Simulated]:
+        chunks = _chunks(wave[["number", "memory", "seconds"]].tolist(), _SIMULATIONS_PER_CHUNK)
+        return [row for part in self.engine.run(Job(simulate_candidates, self.task), chunks) for row in part]
+
+    def _report(self, done: int, total: int, what: str) -> None:
+        if self.progress is not None:
+            self.progress(done, total, what)
+
+
+def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -1,0 +1,161 @@
+"""Ranking: the objective that a search minimises, the best configurations so far, and their Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lumos.errors import OptionError
+from lumos.setup.setup import Setup
+
+OBJECTIVES = ("time", "cost", "energy", "gpus")
+_SECONDS_PER_DAY = 86_400.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a search minimises: step `time`, `cost`, `energy`, or the number of `gpus` that meet a deadline.
+
+    All of them grow with the time and the energy of a step, so lower bounds on those give a lower bound on the
+    objective.
+
+    >>> Objective("cost", gpu_hour=(("h100", 2.0), ("h200", 2.6)))          # doctest: +SKIP
+    """
+
+    name: str = "time"
+    gpu_hour: tuple[tuple[str, float], ...] = ()  # (GPU type, price); the type "" stands for all others
+    kwh: float = 0.0  # price of a kilowatt-hour, times the site's power usage effectiveness
+    tokens: float = 0.0  # of the whole training run
+    deadline_days: float = 0.0
+
+    def value(self, setup: Setup, seconds: float, joules: float) -> float:
+        """The objective of a step that takes so long and so much energy; inf where the deadline is missed."""
+        if self.deadline_days and self.days(setup, seconds) > self.deadline_days:
+            return inf
+        if self.name == "cost":
+            return self.cost(setup, seconds, joules)
+        if self.name == "energy":
+            return joules / setup.tokens
+        if self.name == "gpus":  # of equally many, the faster configuration
+            return setup.cluster.gpus + 0.5 * self.days(setup, seconds) / self.deadline_days
+        return seconds / setup.tokens
+
+    def cost(self, setup: Setup, seconds: float, joules: float) -> float:
+        """The price of a token; GPU-hours per token where no prices are given."""
+        hours = seconds * setup.cluster.gpus / 3600
+        return (hours * self.price(setup) + joules / 3.6e6 * self.kwh) / setup.tokens
+
+    def price(self, setup: Setup) -> float:
+        """The price of a GPU-hour."""
+        prices = dict(self.gpu_hour)
+        return prices.get(setup.cluster.gpu, prices.get("", 0.0 if self.kwh else 1.0))
+
+    @property
+    def priced(self) -> bool:
+        return bool(self.gpu_hour or self.kwh)
+
+    def days(self, setup: Setup, seconds: float) -> float:
+        """Until all tokens are trained on, without interruptions."""
+        return seconds * ceil(self.tokens / setup.tokens) / _SECONDS_PER_DAY
+
+    def check(self, gpu_types: Sequence[str]) -> None:
+        """Raise OptionError for what a search over these types of GPU would lack."""
+        prices = dict(self.gpu_hour)
+        unpriced = next((gpu for gpu in gpu_types if prices and "" not in prices and gpu not in prices), "")
+        if unpriced:
+            raise OptionError(f"--price has none for {unpriced}: give {unpriced}=NUMBER too, or one number for all")
+        if self.name not in OBJECTIVES:
+            known = f"{', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}"
+            raise OptionError(f"--objective {self.name!r} is not known: use {known}")
+        if self.name == "gpus" and not self.deadline_days:
+            raise OptionError("--objective gpus needs a deadline: add --deadline DAYS and --tokens COUNT")
+        if self.deadline_days and not self.tokens:
+            raise OptionError(f"--deadline {self.deadline_days:g} needs the tokens to train on: add --tokens COUNT")
+        if self.deadline_days < 0 or self.tokens < 0:
+            raise OptionError("--deadline and --tokens must be more than 0")
+
+
+class Simulated(NamedTuple):
+    """A simulated configuration: its number in the space, the objective, and the axes of the Pareto front."""
+
+    number: int
+    value: float  # of the objective
+    seconds: float  # per step
+    memory: float  # bytes on the fullest GPU
+    cost: float  # per token: money, or GPU-hours where GPUs have no price
+    joules: float  # per step, all GPUs
+    bound: float  # lower bound on its seconds
+
+
+Bounds = NDArray[np.void]
+BOUNDS = np.dtype([("number", "i8"), ("value", "f8"), ("seconds", "f8"), ("memory", "f8"), ("cost", "f8")])
+"""A configuration that is not simulated yet: all but its memory are lower bounds."""
+
+
+@dataclass
+class Front:
+    """The `top` best configurations, and those that no other beats in time, memory and cost at once.
+
+    Neither depends on the order in which configurations are added.
+    """
+
+    top: int
+    best: list[Simulated] = field(default_factory=list)
+    pareto: list[Simulated] = field(default_factory=list)
+
+    def add(self, rows: Iterable[Simulated]) -> None:
+        """Take in configurations; those that miss the deadline (value inf) never count."""
+        new = [row for row in rows if row.value < inf]
+        self.best = sorted({*self.best, *new}, key=lambda row: (row.value, row.number))[: self.top]
+        self.pareto = pareto_front([*self.pareto, *new], lambda row: (row.seconds, row.memory, row.cost, row.number))
+
+    def can_matter(self, rows: Bounds) -> NDArray[np.bool_]:
+        """Which bounded configurations may still be among the best or on the front.
+
+        The others are beaten for certain, even if their times were equal to their bounds.
+        """
+        worst = self.best[-1].value if len(self.best) == self.top else inf
+        valid = np.isfinite(rows["value"])
+        on_front = valid.copy()
+        for row in self.pareto:
+            on_front &= ~(
+                (row.seconds < rows["seconds"]) & (row.cost <= rows["cost"]) & (row.memory <= rows["memory"])
+            )
+        matters: NDArray[np.bool_] = on_front | valid & (rows["value"] <= worst)
+        return matters
+
+
+def promising(rows: Bounds, most: int) -> NDArray[np.bool_]:
+    """Which rows to simulate next, of rows sorted by their objective; at most `most`.
+
+    The first quarter is the rows with the best bounds, the rest those whose bounds are on a Pareto front. Bounds are
+    close to the times, so these include most of what matters, and rule out most of the remaining rows.
+    """
+    chosen = np.zeros(len(rows), bool)
+    chosen[: most // 4] = True
+    by_time = np.lexsort((rows["number"], rows["memory"], rows["seconds"]))
+    memory, cost = rows["memory"][by_time], rows["cost"][by_time]
+    least = np.minimum.accumulate(np.concatenate([[np.inf], memory[:-1]]))
+    cheapest = np.minimum.accumulate(np.concatenate([[np.inf], cost[:-1]]))
+    ahead = by_time[(memory < least) | (cost < cheapest)]
+    chosen[ahead[: most - int(chosen.sum())]] = True
+    if len(rows) > most // 4 and not chosen[most // 4 :].any():
+        chosen[:most] = True
+    return chosen
+
+
+def pareto_front(rows: Iterable[T], key: Callable[[T], tuple[float, float, float, int]]) -> list[T]:
+    """The rows that no other beats in (seconds, memory, cost, number), fastest first; of equals, the first."""
+    kept: list[tuple[T, float, float]] = []
+    for row in sorted(rows, key=key):
+        _, memory, cost, _ = key(row)
+        if not any(least <= memory and cheapest <= cost for _, least, cheapest in kept):
+            kept.append((row, memory, cost))
+    return [row for row, _, _ in kept]
