@@ -21,13 +21,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lumos.cli.main import cost_command
+from lumos.cost.energy import Joules, joules_from, work_of
 from lumos.cost.features import features, roofline_us
+from lumos.cost.in_step import in_step_factors
+from lumos.cost.network import Network, Tier, network_of
 from lumos.cost.operator_model import CostModel, Regressor, _decode, chip_of, cost_model, encode, read_cost_model
 from lumos.cost.trees import Trees
+from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.measure.fit.operator_rows import SIZES, operator_of, operators_of, read_rows
 from lumos.measure.fit.samples import read_samples
-from lumos.program.operators import KINDS, Operator
+from lumos.prediction.power import drawn_w
+from lumos.program.operators import KINDS, Collective, Group, Operator
 from lumos.report.terminal.costs import cost_answer
 from lumos.setup.gpus import gpu_named, gpu_names
 
@@ -51,7 +56,191 @@ def rows(draw: st.DrawFn, names: tuple[str, ...] = tuple(SIZES), most: int = 1 <
     return row | ({"layout": draw(st.sampled_from(("TN", "NN", "NT")))} if name == "gemm" else {})
 
 
-# Laws
+# Collectives: values by hand, on a network whose numbers are all different
+
+INSIDE, BETWEEN = Tier(bandwidth=100.0, start_us=3.0, tree_us=5.0, ring_us=7.0), Tier(10.0, 11.0, 13.0, 17.0)
+NETWORK = Network(INSIDE, BETWEEN, penalty=2.0, exchange_share=0.5, exchange_serial=0.25)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+groups = st.integers(0, 5).flatmap(
+    lambda inside: st.integers(0, 6).map(lambda nodes: Group((1 << inside) * (1 << nodes), 1 << inside))
+)
+
+
+def collective_us(kind: str, ranks: int, inside: int, size: float = 1000.0, network: Network = NETWORK) -> float:
+    return network.us(Collective(kind, size, Group(ranks, inside)))
+
+
+def test_a_ring_inside_a_node_passes_all_but_one_part_of_the_tensor() -> None:
+    """penalty · (start + passes · (n - 1) · step + passes · (n - 1) / n · bytes / bandwidth)."""
+    assert collective_us("all_reduce", 4, 4) == pytest.approx(2 * (3 + 2 * 3 * 7 + 2 * 3 / 4 * 1000 / 100))
+    for kind in ("all_gather", "reduce_scatter"):
+        assert collective_us(kind, 4, 4) == pytest.approx(2 * (3 + 3 * 7 + 3 / 4 * 1000 / 100))
+
+
+def test_between_nodes_an_all_reduce_is_a_tree_and_the_others_are_rings() -> None:
+    """On four nodes of four ranks: a tree has log2(4) levels, up and down; a ring has 15 steps."""
+    tree = 2 * (3 + 2 * 3 * 7 + 11 + 2 * 2 * 13 + 2 * 15 / 16 * 1000 / 40)
+    ring = 2 * (3 + 3 * 7 + 11 + 15 * 17 + 15 / 16 * 1000 / 40)
+    assert collective_us("all_reduce", 16, 4) == pytest.approx(tree)
+    assert collective_us("all_gather", 16, 4) == pytest.approx(ring)
+    assert collective_us("reduce_scatter", 16, 4) == pytest.approx(ring)
+
+
+def test_every_rank_of_a_node_brings_its_adapter_up_to_the_links_inside() -> None:
+    """Bytes per microsecond between nodes: 10 for every rank in a node, at most the 100 that reach them inside."""
+
+    def bandwidth(ranks: int, inside: int, network: Network = NETWORK) -> float:
+        more, less = (collective_us("all_gather", ranks, inside, size, network) for size in (2e6, 1e6))
+        return 2 * (ranks - 1) / ranks * 1e6 / (more - less)
+
+    assert bandwidth(4, 2) == pytest.approx(20)
+    assert bandwidth(32, 16) == pytest.approx(100)
+    alone = Network(Tier(5.0, 0, 0, 0), BETWEEN, penalty=2.0)
+    assert bandwidth(2, 1, alone) == pytest.approx(10), "one rank in a node does not use the links inside"
+
+
+def test_a_message_takes_one_hop_of_its_tier() -> None:
+    assert collective_us("p2p", 2, 2) == pytest.approx(2 * (3 + 5 + 1000 / 100))
+    assert collective_us("p2p", 2, 1) == pytest.approx(2 * (11 + 13 + 1000 / 10))
+
+
+def test_all_to_all_sends_inside_and_between_nodes_at_once() -> None:
+    """Of eight ranks three share the node: 3/8 of the bytes inside, 4/8 between, each at half the bandwidth.
+
+    The longer part takes its time, and a quarter of the shorter one is not hidden behind it.
+    """
+    local, remote = 1000 * 3 / 8 / (100 * 0.5), 1000 * 4 / 8 / (10 * 0.5)
+    assert collective_us("all_to_all", 8, 4) == pytest.approx(2 * (3 + 11 + remote + 0.25 * local))
+    assert collective_us("all_to_all", 4, 4) == pytest.approx(2 * (3 + 1000 * 3 / 4 / 50)), "nobody outside"
+    fast = Network(INSIDE, Tier(1000.0, 11.0, 13.0, 17.0), 2.0, 0.5, 0.25)
+    slower, quicker = 1000 * 3 / 8 / 50, 1000 * 4 / 8 / 500
+    assert collective_us("all_to_all", 8, 4, network=fast) == pytest.approx(2 * (14 + slower + 0.25 * quicker))
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_nothing_to_send_and_nobody_to_send_to_cost_nothing(kind: str) -> None:
+    assert collective_us(kind, 1, 1) == 0
+    assert collective_us(kind, 8, 8, size=0) == 0
+    assert collective_us(kind, 2, 2, size=1.0) > 0
+
+
+@laws
+@given(st.sampled_from(COLLECTIVES), groups, st.floats(1, 1e12), st.floats(1, 100))
+def test_more_bytes_never_take_less_time(kind: str, group: Group, size: float, factor: float) -> None:
+    assert NETWORK.us(Collective(kind, size * factor, group)) >= NETWORK.us(Collective(kind, size, group))
+
+
+@laws
+@given(groups, st.floats(1e6, 1e12))
+def test_a_large_all_reduce_moves_what_a_scatter_and_a_gather_move(group: Group, size: float) -> None:
+    network = Network(Tier(100.0, 0, 0, 0), Tier(10.0, 0, 0, 0))
+    reduce, scatter, gather = (
+        network.us(Collective(kind, size, group)) for kind in ("all_reduce", "reduce_scatter", "all_gather")
+    )
+    assert reduce == pytest.approx(scatter + gather)
+
+
+def test_a_network_is_the_links_of_a_gpu_at_the_share_that_training_reaches() -> None:
+    gpu, factors, fabric = gpu_named("h100"), in_step_factors(gpu_named("h100")), read_table("fabrics.toml")["efa"]
+    network = network_of(gpu, "efa", factors)
+    assert network.inside == Tier(450e3 * factors.inside_share, factors.inside_start_us, 0.0, factors.inside_step_us)
+    assert network.between == Tier(50e3 * fabric["share"], fabric["start_us"], fabric["tree_us"], fabric["ring_us"])
+    assert (network.penalty, network.beside) == (factors.penalty, fabric["beside"])
+    assert (network.exchange_share, network.exchange_serial) == (factors.exchange_share, factors.exchange_serial)
+
+
+# In-step factors
+
+
+def test_the_clock_of_a_power_limited_chip_falls_with_the_cube_root_of_its_work_per_watt() -> None:
+    """A GB200 has 2 500 dense TFLOP/s for 1 200 W, an H200 989.4 for 700 W, on which the factor was measured."""
+    gpu, h200 = gpu_named("gb200"), gpu_named("h200")
+    work = (gpu.peak_tflops["bf16"] / gpu.tdp_w) / (989.4 / 700)
+    assert in_step_factors(gpu).matrix == pytest.approx(in_step_factors(h200).matrix * work ** (1 / 3))
+    assert in_step_factors(gpu).stream == in_step_factors(h200).stream
+
+
+def test_a_gpu_with_a_factor_of_its_own_keeps_it() -> None:
+    assert in_step_factors(gpu_named("h100")).matrix == read_table("in_step.json")["h100"]["matrix"]
+    assert in_step_factors(gpu_named("a100")).matrix == read_table("in_step.json")["ampere"]["matrix"]
+
+
+# Energy: values by hand
+
+
+def joules(name: str = "h200", **changes: float) -> Joules:
+    table = {
+        "gpu": "h200", "flop_pj": {"bf16": 2.0, "fp8": 1.0, "tf32": 4.0, "fp32": 8.0}, "attention": 1.5,
+        "memory_pj": 100.0, "cache_pj": 10.0, "active_w": 50.0, "update_w": 250.0, "talking_w": 5.0, "wire_pj": 300.0,
+        "limit_share": 0.9,
+    }  # fmt: skip
+    return joules_from(table | changes, gpu_named(name))
+
+
+def test_a_matmul_costs_its_operations_its_bytes_and_its_time() -> None:
+    """4096³ in bf16: 2 · 4096³ operations, three matrices of 32 MiB, 76 % of them outside a cache of 50 MB."""
+    matmul = Operator("gemm_tn", (4096, 4096, 4096))
+    size = 2 * 4096**2
+    cold = (math.log2(size / gpu_named("h200").l2_mb / 1e6) + 4) / 4.5
+    assert 0.6 < cold < 0.8
+    moved = 3 * size * (cold * 100e-12 + (1 - cold) * 10e-12)
+    assert joules().operator(matmul, 200.0) == pytest.approx(2 * 4096**3 * 2e-12 + moved + 50 * 200e-6)
+
+
+def test_attention_pays_its_own_price_for_an_operation() -> None:
+    attention = Operator("sdpa_fwd", (4, 32, 4096, 128))
+    assert work_of(attention, 60e6)["matmul"] == 0
+    plain, dear = (joules(attention=factor).operator(attention, 0.0) for factor in (1.0, 1.5))
+    assert dear - plain == pytest.approx(0.5 * attention.flops * 2e-12)
+
+
+def test_a_memory_bound_operator_costs_bytes_alone() -> None:
+    add = Operator("add", (1 << 20, 1024))
+    assert work_of(add, 60e6) == {"matmul": 0, "attention": 0, "memory": add.bytes, "cache": 0}
+    assert work_of(Operator("add", (1024, 1024)), 60e6 * 1024)["cache"] == Operator("add", (1024, 1024)).bytes
+    assert joules().operator(add, 0.0) == pytest.approx(add.bytes * 100e-12)
+
+
+@given(st.floats(-8, 4))
+def test_bytes_are_in_the_cache_or_in_memory(depth: float) -> None:
+    """From a sixteenth of the cache to 1.4 times the cache, the share in memory grows with the logarithm."""
+    add = Operator("add", (4096, 4096))
+    work = work_of(add, add.tensor_bytes / 2**depth)
+    assert work["memory"] + work["cache"] == pytest.approx(add.bytes)
+    assert work["memory"] / add.bytes == pytest.approx(min(1, max(0, (depth + 4) / 4.5)))
+
+
+@pytest.mark.parametrize(("kind", "sent"), [("all_reduce", 2 * 7 / 8), ("all_gather", 7 / 8), ("p2p", 1.0)])
+def test_a_collective_costs_its_time_and_what_it_sends(kind: str, sent: float) -> None:
+    found = joules().collective(Collective(kind, 1e9, Group(8, 8)), 400.0)
+    assert found == pytest.approx(5 * 400e-6 + sent * 1e9 * 300e-12)
+
+
+def test_another_gpu_spends_the_same_share_of_its_power_at_its_peak() -> None:
+    """Power above idle of an A100 over that of an H200: (400 - 60) / (700 - 124); peaks: 312 over 989.4 TFLOP/s."""
+    a100, h200 = gpu_named("a100"), gpu_named("h200")
+    power = (a100.tdp_w - a100.idle_w) / (h200.tdp_w - h200.idle_w)
+    moved = joules("a100")
+    assert moved.flop["bf16"] == pytest.approx(2e-12 * power * 989.4 / 312)
+    assert moved.flop["fp16"] == moved.flop["bf16"]
+    assert (moved.memory, moved.cache, moved.wire) == pytest.approx((100e-12, 10e-12, 300e-12))
+    assert (moved.active_w, moved.talking_w) == pytest.approx((50 * power, 5 * power))
+    assert moved.update_w == pytest.approx(50 * power + 200 * a100.hbm_gb_s / h200.hbm_gb_s)
+    assert moved.most_w == pytest.approx(0.9 * a100.tdp_w)
+    assert moved.cache_bytes == a100.l2_mb * 1e6
+    assert (moved.measured, joules().measured) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("work_w", "most_w", "drawn"), [(0, 690, 124), (300, 690, 424), (566, 690, 690), (900, 690, 690), (10, 100, 124)]
+)
+def test_a_board_draws_idle_power_and_its_work_up_to_its_limit_and_never_less_than_idle(
+    work_w: float, most_w: float, drawn: float
+) -> None:
+    assert drawn_w(124, work_w, most_w) == drawn
+
+
+# Laws of operator prices
 
 
 @laws
