@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lumos.graph.simulate import simulate, simulate_reference
-from lumos.prediction.step_structure import Plan, skeleton
+from lumos.prediction.step_structure import Plan, step_structure
 from lumos.schedules.schedules import Phase, Turn, order_of
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved")
@@ -33,7 +33,7 @@ def plan_of(shape: tuple[str, int, int, int], **changes: object) -> Plan:
 
 def span(plan: Plan, times: dict[str, float], link: float = 0.0, launch: float = 0.0) -> float:
     """The length of a step in which every block of a phase lasts equally long, and all else no time."""
-    structure = skeleton(plan)
+    structure = step_structure(plan)
     parts = [1 if role.unit < 0 else plan.units for role in structure.roles]
     durations = np.array([times.get(role.what, 0.0) for role in structure.roles]) / parts
     return simulate(structure.filled(durations, np.array([0.0, link, launch]))).span
@@ -79,7 +79,7 @@ def test_no_structure_waits_for_itself(
     plan = plan_of(
         shape, units=units, sharded=sharded, regathers=sharded and regathers, overlapped=overlapped, hosted=hosted
     )
-    structure = skeleton(plan)
+    structure = step_structure(plan)
     assert sorted(structure.graph.order) == list(range(len(structure.graph)))
     blocks = [turn for turn, role in zip(structure.node_turn, structure.node_role, strict=True)
               if turn is not None and structure.roles[role].what == turn.phase.name.lower()]  # fmt: skip
@@ -93,7 +93,7 @@ def test_the_simulator_agrees_with_its_definition_on_steps(
     shape: tuple[str, int, int, int], hosted: bool, forward: float, backward: float
 ) -> None:
     assume(shape[1] * shape[2] * shape[3] <= 40)
-    structure = skeleton(plan_of(shape, units=2, sharded=True, regathers=True, hosted=hosted))
+    structure = step_structure(plan_of(shape, units=2, sharded=True, regathers=True, hosted=hosted))
     times = {"forward": forward, "backward": backward, "gather": 7.0, "reduce": 11.0, "host forward": 5.0}
     durations = np.array([times.get(role.what, 1.0) for role in structure.roles])
     graph = structure.filled(durations, np.array([0.0, 3.0, 2.0]))

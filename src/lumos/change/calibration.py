@@ -15,15 +15,14 @@ from lumos.change.cut import MeasuredBlock, MeasuredStage, Times
 from lumos.change.kernel_labels import Work
 from lumos.cost.prices import BlockTime, Prices, time_of
 from lumos.program.block import Block
-from lumos.program.collective import Collective
-from lumos.program.operators import Operator
+from lumos.program.operators import Collective, Operator
 
 _MOST = 20.0  # a factor beyond this, or below its inverse, says that two different things were compared
 MOST_NETWORK = 1000.0  # the same of collectives: sockets of one host stand in for NVLink in small experiments
 _SEEN = 0.35  # how much a moment of a host counts against a typical host
 _GROUPS = {
-    "F": "forward", "R": "forward", "B": "backward", "embedding": "ends_forward", "head": "ends_forward",
-    "embedding grad": "ends_backward", "head grad": "ends_backward", "optimizer": "optimizer",
+    "forward": "forward", "recompute": "forward", "backward": "backward", "embedding": "ends_forward",
+    "head": "ends_forward", "embedding grad": "ends_backward", "head grad": "ends_backward", "optimizer": "optimizer",
 }  # fmt: skip
 
 

@@ -31,9 +31,9 @@ from lumos.prediction.forecasting import NO_PRICES, Forecast
 from lumos.prediction.power import Energy
 from lumos.prediction.step import Step, assembled, prices_of, simulate_step
 from lumos.program.block import Block
-from lumos.program.collective import Collective
 from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward, optimizer
-from lumos.program.transformer_layer import Layer
+from lumos.program.operators import Collective
+from lumos.program.transformer_layer import TransformerLayer
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
 from lumos.trace.names import collective_name
@@ -175,8 +175,8 @@ class Source:
         return busy / 1e3 / self.run.recorded_steps.mean
 
     def _groups(self) -> dict[str, Factors]:
-        shard, prices = self.plain.assembly.shard, self.plain.prices
-        layer = Layer(shard, bool(self.setup.model.experts))
+        shard, prices = self.plain.assembly.layout, self.plain.prices
+        layer = TransformerLayer(shard, bool(self.setup.model.experts))
         recomputes = self.setup.train.recompute == "full"
         backward = stages_of(self.stages, "backward")
         if recomputes:
@@ -211,11 +211,12 @@ class Source:
                 )
 
     def _optimizer(self) -> Factors:
-        shard, prices = self.plain.assembly.shard, self.plain.prices
+        shard, prices = self.plain.assembly.layout, self.plain.prices
         assembly = self.plain.assembly
         held = [self._stage_of(stage.rank) for stage in self.stages]
-        size = sum(assembly.stage_state(at) for at in held) / len(held)
-        tensors = sum(assembly.stage_tensors(at) for at in held) // len(held)
+        program = assembly.program
+        size = sum(program.sharding.updated(program.stage_parameters(at)) for at in held) / len(held)
+        tensors = sum(program.tensors(at) for at in held) // len(held)
         block = optimizer(shard, size, tensors)
         return self._factors(stages_of(self.stages, "optimizer"), *modelled_times(block, prices))
 
@@ -242,7 +243,7 @@ class Source:
 
     def _data_parallel(self) -> float:
         """Measured over modelled, of collectives that are in no layer."""
-        if self.plain.assembly.shard.dp.size <= 1 or self.setup.parallel.pp > 1:
+        if self.plain.assembly.layout.dp.size <= 1 or self.setup.parallel.pp > 1:
             return 1.0
         modelled = sum(self.plain.role_us(what, 0) for what in ("gather", "reduce", "reduce rest"))
         inside = self.plain.stage_work()[0].communication_us - modelled
@@ -252,7 +253,7 @@ class Source:
 
     def _link(self) -> float:
         """Measured over modelled, of what goes from stage to stage."""
-        p, shard = self.setup.parallel, self.plain.assembly.shard
+        p, shard = self.setup.parallel, self.plain.assembly.layout
         if p.pp == 1:
             return 1.0
         names = self.run.execution.trace.names

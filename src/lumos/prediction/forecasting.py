@@ -13,7 +13,7 @@ from lumos.prediction.interval import log_spread
 from lumos.prediction.power import Energy, energy_of
 from lumos.prediction.step import Step, simulate_step
 from lumos.program.flops import hardware_flops, model_flops, utilisation
-from lumos.program.memory import Footprint, footprint
+from lumos.program.memory import Memory, memory_of
 from lumos.setup.constraints import warnings_in
 from lumos.setup.setup import Setup
 
@@ -37,8 +37,8 @@ class Forecast:
         return self.step.us / 1e3
 
     @cached_property
-    def memory(self) -> Footprint:
-        return footprint(self.setup)
+    def memory(self) -> Memory:
+        return memory_of(self.setup)
 
     @property
     def is_of_cpu(self) -> bool:

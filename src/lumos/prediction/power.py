@@ -61,7 +61,7 @@ def energy_of(step: Step) -> Energy:
     talking_w = _network_w(step, gpu, joules)
     work = []
     for stage, row in enumerate(step.chunks):
-        inside = step.plan.microbatches * sum(chunk.forward.joules + chunk.backward.joules for chunk in row)
+        inside = step.plan.microbatches * sum(block.joules for chunk in row for block in chunk.blocks)
         update = joules.update_w * step.role_us("optimizer", stage) * 1e-6
         talk = talking_w * sum(step.role_us(what, stage) for what in _DATA_PARALLEL) * 1e-6
         work.append(inside + update + talk)
@@ -73,12 +73,12 @@ def least_joules(assembly: Assembly, seconds: float) -> float:
     """What all GPUs draw at least in a step that takes at least so long: what their blocks cost."""
     setup, joules = assembly.setup, assembly.prices.joules
     count = setup.train.microbatches
-    work = [count * sum(c.forward.joules + c.backward.joules for c in row) for row in assembly.chunks]
+    work = [count * sum(block.joules for chunk in row for block in chunk.blocks) for row in assembly.chunks]
     gpus, idle_w = setup.cluster.gpus // setup.parallel.pp, setup.cluster.accelerator.idle_w
     return Energy(seconds, gpus, idle_w, joules.most_w, tuple(work)).joules
 
 
 def _network_w(step: Step, gpu: Gpu, joules: Joules) -> float:
     """While data-parallel ranks talk: their links are what they wait for, so they are busy."""
-    gb_s = gpu.inter_gb_s if step.assembly.shard.dp.nodes > 1 else gpu.local_gb_s
+    gb_s = gpu.inter_gb_s if step.assembly.layout.dp.nodes > 1 else gpu.local_gb_s
     return joules.talking_w + joules.wire * gb_s * 1e9

@@ -1,4 +1,8 @@
-"""Estimate: one training step of a setup, from nothing but its description."""
+"""Step: the program of a setup, priced and simulated.
+
+Every block of the program has a price. A step's structure (which turns, which gathers and reductions, what waits for
+what) depends on counts alone; filled with the prices it is a graph, and the simulator gives its times.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +20,33 @@ from lumos.cost.in_step import InStepFactors, in_step_factors
 from lumos.cost.network import Network, network_of
 from lumos.cost.operator_model import CostModel, cost_model
 from lumos.cost.prices import BlockTime, Prices
+from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.graph.graph import Graph
 from lumos.graph.simulate import Times, simulate
-from lumos.prediction.stage import Stage
-from lumos.prediction.step_structure import Plan, Role, Skeleton, skeleton
-from lumos.program.block import Block
-from lumos.program.operators import Collective, Group
-from lumos.program.embedding_head import head, head_backward, optimizer
-from lumos.program.operators import Operator
-from lumos.program.parameters import Chunk, Parameters, Weights, chunks_of, layers_of
-from lumos.program.rank_layout import Shard
-from lumos.program.transformer_layer import Layer
+from lumos.prediction.step_structure import Plan, Role, StepStructure, step_structure
+from lumos.program.operators import Collective, Group, Operator
+from lumos.program.parameters import Chunk, Parameters
+from lumos.program.program import Program, Repeated
+from lumos.schedules import Phase
 from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import Gpu, gpu_named
 from lumos.setup.setup import Setup
 from lumos.trace.names import Kind
 
-_LAUNCH_US = 8.0  # from the host's call to the kernel's start, on an idle stream
-_MOST_TASKS = 3_000_000  # of a step: half a minute
-_HIDDEN = 0.8  # of the first forward pass, behind which weights are gathered after an update (ZeRO 1 and 2)
-_INPUTS = 0.55  # of a backward pass, the gradients of inputs; the rest is those of weights
-_MOST_UNITS = 12  # parts a backward pass is cut into where gradients are reduced beside it
-
 
 class ChunkTime(NamedTuple):
-    """One virtual stage: its blocks, the parameters a rank holds of it."""
+    """One virtual stage: the price of its blocks for one micro-batch, and the parameters a rank holds of it."""
 
     forward: BlockTime
-    backward: BlockTime
+    backward: BlockTime  # without the weight gradients, where the schedule gives them turns of their own
+    weights: BlockTime
     layers: int
     parameters: Parameters
+
+    @property
+    def blocks(self) -> tuple[BlockTime, BlockTime, BlockTime]:
+        return self[:3]
 
 
 class StageWork(NamedTuple):
@@ -74,7 +74,7 @@ class Step:
 
     setup: Setup
     plan: Plan
-    structure: Skeleton
+    structure: StepStructure
     graph: Graph
     times: Times
     chunks: tuple[tuple[ChunkTime, ...], ...]  # [stage][chunk]
@@ -90,7 +90,7 @@ class Step:
         count = self.plan.microbatches
         work = []
         for stage, row in enumerate(self.chunks):
-            blocks = [block for chunk in row for block in (chunk.forward, chunk.backward)]
+            blocks = [block for chunk in row for block in chunk.blocks]
             compute = count * sum(b.compute_us for b in blocks) + self.role_us("optimizer", stage)
             inside = count * sum(max(0.0, b.us - b.compute_us) for b in blocks)
             network = count * sum(b.communication_us for b in blocks)
@@ -113,7 +113,7 @@ class Step:
 
     def _late_us(self, stage: int) -> float:
         """How long compute stood still for weights or gradients on the network lanes."""
-        if not (self.plan.sharded or self.plan.overlapped):
+        if not self.plan.overlapped:
             return 0.0
         roles = [i for i, r in enumerate(self.structure.roles) if r.stage == stage and r.what in _COMPUTE_ROLES]
         rows = np.flatnonzero(np.isin(self.structure.node_role, roles))
@@ -129,8 +129,8 @@ class Step:
     def host_share(self) -> float:
         """The host's time over the GPU's, in the blocks of the busiest stage."""
         shares = [
-            sum(c.forward.host_us + c.backward.host_us for c in row)
-            / max(1e-9, sum(max(b.us, b.host_us) for c in row for b in (c.forward, c.backward)))
+            sum(b.host_us for c in row for b in c.blocks)
+            / max(1e-9, sum(max(b.us, b.host_us) for c in row for b in c.blocks))
             for row in self.chunks
         ]
         return max(shares) if any(c.forward.host_us > c.forward.us for row in self.chunks for c in row) else 0.0
@@ -161,23 +161,23 @@ class Step:
 
 def simulate_step(
     setup: Setup,
-    conditions: InStepFactors | None = None,
+    factors: InStepFactors | None = None,
     model: CostModel | None = None,
     network: Network | None = None,
     make_prices: Callable[..., Prices] = Prices,
 ) -> Step:
     """Price the blocks of every stage and simulate the step they make."""
-    return assembled(setup, prices_of(setup, conditions, model, network, make_prices)).step()
+    return assembled(setup, prices_of(setup, factors, model, network, make_prices)).step()
 
 
 def assembled(setup: Setup, prices: Prices) -> Assembly:
     """The parts of a step, not yet simulated."""
-    return Assembly(setup, Shard(setup, framework_named(setup.train.framework)), prices)
+    return Assembly(Program(setup), prices)
 
 
 def prices_of(
     setup: Setup,
-    conditions: InStepFactors | None = None,
+    factors: InStepFactors | None = None,
     model: CostModel | None = None,
     network: Network | None = None,
     make_prices: Callable[..., Prices] = Prices,
@@ -185,10 +185,10 @@ def prices_of(
     """What operators, collectives and blocks cost in a setup."""
     gpu = setup.cluster.accelerator
     framework = framework_named(setup.train.framework)
-    conditions = conditions or in_step_factors(gpu)
+    factors = factors or in_step_factors(gpu)
     prices = make_prices(
-        model or cost_model(gpu.name), network or network_of(_wired(setup, gpu), setup.cluster.fabric, conditions),
-        conditions, _host_us(setup, framework), framework.collective_launches,
+        model or cost_model(gpu.name), network or network_of(_wired(setup, gpu), setup.cluster.fabric, factors),
+        factors, _host_us(setup, framework), framework.collective_launches,
     )  # fmt: skip
     prices.flash_model = flash_kernels(gpu_named(gpu.name), _flash_generation(setup, framework))
     return prices
@@ -228,82 +228,87 @@ def _host_us(setup: Setup, framework: Framework) -> float:
 
 
 class Assembly:
-    """Turns priced blocks into the times of a skeleton."""
+    """Turns the blocks of a program into the graph of a step."""
 
-    def __init__(self, setup: Setup, shard: Shard, prices: Prices) -> None:
-        self.setup, self.shard, self.prices = setup, shard, prices
+    def __init__(self, program: Program, prices: Prices) -> None:
+        self.program, self.prices = program, prices
+        self.setup, self.layout, self.framework = program.setup, program.layout, program.framework
 
     def step(self) -> Step:
         """Simulated."""
         graph = self.graph()
         return Step(self.setup, self.plan, self.structure, graph, simulate(graph), self.chunks, self.prices, self)
 
-    # ------------------------------------------------------------------ what each stage holds
-    @cached_property
-    def layers(self) -> list[int]:
-        """Layers of every virtual stage, in the order of the model."""
-        return layers_of(self.setup, self.shard.framework.balances)
-
+    # ------------------------------------------------------------------ what each stage runs
     @cached_property
     def chunks(self) -> tuple[tuple[ChunkTime, ...], ...]:
         """[stage][chunk]. What depends on nothing else is priced once for all setups that share the prices."""
+        return self.prices.kept(("chunks", *self._cut), self._all_priced)
+
+    @cached_property
+    def _cut(self) -> tuple[Hashable, ...]:
+        """What decides how the model is cut into stages."""
         p = self.setup.parallel
-        return self.prices.kept((p.pp, p.vpp, p.stage_layers), self._all_priced)
+        return self.program.schedule.name, p.pp, p.vpp, p.stage_layers
 
     def _all_priced(self) -> tuple[tuple[ChunkTime, ...], ...]:
-        rows = chunks_of(self.setup, self.shard.framework.balances)
-        return tuple(tuple(self.prices.kept(chunk, partial(self._priced, chunk)) for chunk in row) for row in rows)
+        split = self.program.schedule.splits_backward
+        return tuple(
+            tuple(self.prices.kept((chunk, split), partial(self._priced, chunk)) for chunk in row)
+            for row in self.program.chunks
+        )
 
     def _priced(self, chunk: Chunk) -> ChunkTime:
-        stage, weights = Stage(self.shard, self.prices, *chunk), Weights(self.shard).of((chunk,))
-        return ChunkTime(stage.forward(), stage.backward(), chunk.dense + chunk.sparse, weights)
+        forward, backward, weights = (self._phase_time(chunk, phase) for phase in Phase)
+        return ChunkTime(forward, backward, weights, chunk.layers, self.program.parameters.of((chunk,)))
+
+    def _phase_time(self, chunk: Chunk, phase: Phase) -> BlockTime:
+        time = BlockTime()
+        for block in self.program.blocks(chunk, phase):
+            time += self._block_time(block).times(block.times)
+        return time
+
+    def _block_time(self, block: Repeated) -> BlockTime:
+        return self.prices.block(block.key, block.build)
 
     @cached_property
     def like(self) -> list[int]:
         """For every stage, the first that holds the same: what is known of the one is known of the other."""
-        p = self.setup.parallel
-        return self.prices.kept(("like", p.pp, p.vpp, p.stage_layers), self._compared)
+        return self.prices.kept(("like", *self._cut), self._compared)
 
     def _compared(self) -> list[int]:
         first: dict[tuple[int, ...], int] = {}
         return [first.setdefault(tuple(id(chunk) for chunk in row), stage) for stage, row in enumerate(self.chunks)]
 
     def counts(self) -> dict[tuple[str, Operator | Collective], int]:
-        """How often a rank of the first stage runs each piece in one step."""
+        """How often a rank of the first stage runs each operator in one step."""
         found: dict[tuple[str, Operator | Collective], int] = {}
-        per_step = self.setup.train.microbatches
-        layers = sum(chunk.layers for chunk in self.chunks[0])
-        dense = layers if not self.setup.model.experts else min(self.setup.model.dense_layers, layers)
-        blocks: list[tuple[Block, int]] = []
-        for count, sparse in ((dense, False), (layers - dense, True)):
-            layer = Layer(self.shard, sparse)
-            parts = (layer.forward, layer.recomputed, layer.backward) if count else ()
-            blocks += [(part(), count) for part in parts]
-        if self.setup.parallel.pp == 1:
-            blocks += [(head(self.shard), 1), (head_backward(self.shard), 1)]
-        for block, times in blocks:
-            for piece in block:
-                key = (piece.name, piece.work)
-                found[key] = found.get(key, 0) + times * per_step
+        for chunk in self.program.chunks[0]:
+            for block in (block for phase in Phase for block in self.program.blocks(chunk, phase)):
+                for op in block.build():
+                    key = (op.name, op.work)
+                    found[key] = found.get(key, 0) + block.times * self.setup.train.microbatches
+        for op in self.program.optimizer(0).build():
+            found[op.name, op.work] = 1
         return found
 
     # ------------------------------------------------------------------ the network's work
     @cached_property
-    def shards_weights(self) -> bool:
-        return self.setup.parallel.zero == 3 and self.shard.dp.size > 1
+    def gathers(self) -> str:
+        return self.program.sharding.gathers
 
     @cached_property
     def overlaps(self) -> bool:
-        chosen, framework = self.setup.parallel.dp_overlap, self.shard.framework
+        """Gradients of whole weights are reduced beside the backward pass."""
+        chosen, framework = self.setup.parallel.dp_overlap, self.framework
         by_itself = framework.dp_overlap and (framework.overlaps_sharded or self.setup.parallel.zero not in (1, 2))
         wanted = by_itself if chosen is None else chosen
-        return wanted and self.shard.dp.size > 1 and self._schedule != "zero-bubble"
+        return wanted and self.layout.dp.size > 1 and not self.program.schedule.splits_backward
 
     @cached_property
-    def _schedule(self) -> str:
-        """One stage alone has nothing to schedule."""
-        p = self.setup.parallel
-        return p.schedule if p.pp > 1 else "1f1b"
+    def _beside(self) -> bool:
+        """The network gathers or reduces beside compute, unit by unit."""
+        return self.overlaps or self.gathers != "never"
 
     def _data_parallel_us(self, kind: str, parameters: Parameters, element: float) -> float:
         """A collective over the ranks that hold the same weights; experts have ranks of their own.
@@ -311,7 +316,7 @@ class Assembly:
         Where only some of the replicas share what is divided, they reduce their part with the others afterwards.
         """
         time = 0.0
-        groups = (self.shard.sharing, self.shard.experts_sharing)
+        groups = (self.layout.sharing, self.layout.experts_sharing)
         for size, (near, far) in zip((parameters.common, parameters.experts), groups, strict=True):
             time += self._bucketed_us(kind, size * element, near)
             if kind != "all_gather":
@@ -319,42 +324,46 @@ class Assembly:
         return time
 
     def _bucketed_us(self, kind: str, size: float, group: Group) -> float:
-        bucket = self.shard.framework.bucket_mb * 1e6
+        bucket = self.framework.bucket_mb * 1e6
         parts = max(1.0, size / bucket) if bucket and kind != "all_gather" else 1.0
         return parts * self.prices.collective_us(Collective(kind, size / parts, group))
 
     @cached_property
     def units(self) -> int:
-        if self.shards_weights:
-            return max(1, max(self.layers))
-        return max(1, min(_MOST_UNITS, max(self.layers))) if self.overlaps else 1
+        most = max(1, max(self.program.layers))
+        if self.gathers != "never":
+            return most
+        return min(read_table("step.json")["most_units"], most) if self.overlaps else 1
 
     @cached_property
     def plan(self) -> Plan:
-        p, t = self.setup.parallel, self.setup.train
+        p = self.setup.parallel
+        always = self._beside and self.program.sharding.reduces_every_microbatch
         return Plan(
-            self._schedule, p.pp, p.vpp, t.microbatches, self.units, self.shards_weights, self.shards_weights,
-            self.overlaps, self._hosted, self.overlaps and self.shard.framework.reduces_always,
+            self.program.schedule.name, p.pp, p.vpp, self.setup.train.microbatches, self.units, self.gathers,
+            self._beside, self._hosted, always,
         )  # fmt: skip
 
     @cached_property
     def _hosted(self) -> bool:
         """The host has a lane where it might decide."""
-        blocks = [b for stage in set(self.like) for c in self.chunks[stage] for b in (c.forward, c.backward)]
-        return any(block.host_us > 0.5 * block.us for block in blocks)
+        share = read_table("step.json")["host_bound_share"]
+        blocks = [block for stage in set(self.like) for chunk in self.chunks[stage] for block in chunk.blocks]
+        return any(block.host_us > share * block.us for block in blocks)
 
     @cached_property
-    def structure(self) -> Skeleton:
-        if self.plan.tasks > _MOST_TASKS:
+    def structure(self) -> StepStructure:
+        most = read_table("step.json")["most_tasks"]
+        if self.plan.tasks > most:
             count = self.setup.train.microbatches
             raise OptionError(
                 f"train.microbatches = {count} makes a step of {self.plan.tasks:,} tasks: predict one of "
-                f"{count * _MOST_TASKS // self.plan.tasks} or fewer, and add the time of the rest"
+                f"{count * most // self.plan.tasks} or fewer, and add the time of the rest"
             )
-        return skeleton(self.plan)
+        return step_structure(self.plan)
 
     def graph(self) -> Graph:
-        """The skeleton filled with times, in nanoseconds."""
+        """The structure filled with times, in nanoseconds."""
         alike: dict[tuple[str, int, int, int], float] = {}  # stages that hold the same
         durations = np.empty(len(self.structure.roles))
         for index, role in enumerate(self.structure.roles):
@@ -362,7 +371,7 @@ class Assembly:
             if key not in alike:
                 alike[key] = self._duration(role) * 1e3
             durations[index] = alike[key]
-        lags = np.array([0.0, self._link_us(), _LAUNCH_US]) * 1e3
+        lags = np.array([0.0, self._link_us(), read_table("step.json")["launch_us"]]) * 1e3
         return self.structure.filled(durations, lags)
 
     # ------------------------------------------------------------------ what no schedule can beat
@@ -378,14 +387,14 @@ class Assembly:
         alone = {stage: self._alone(stage) for stage in set(self.like)}
         for stage, row in enumerate(self.chunks):
             blocks, tail, other = alone[self.like[stage]]
-            back = after + alone[0].tail if stage and self._schedule != "zero-bubble" else 0.0
+            back = after + alone[0].tail if stage and not self.program.schedule.splits_backward else 0.0
             longest = max(longest, before + count * blocks + max(tail, back), other)
             before, after = before + row[0].forward.us + link, after + row[0].backward.us + link
         return max(longest, self._path_us(link) + alone[0].tail)
 
     def _alone(self, stage: int) -> _Alone:
         row = self.chunks[stage]
-        blocks = sum(chunk.forward.us + chunk.backward.us for chunk in row)
+        blocks = sum(block.us for chunk in row for block in chunk.blocks)
         other = max(self._network_bound_us(stage, row), self._host_bound_us(stage, row))
         return _Alone(blocks, self._tail_us(stage), other)
 
@@ -396,127 +405,85 @@ class Assembly:
 
     def _network_bound_us(self, stage: int, row: tuple[ChunkTime, ...]) -> float:
         """All that the network does beside the blocks of a stage, and the update that waits for it."""
-        if not (self.shards_weights or self.overlaps):
+        if not self._beside:
             return 0.0
-        gather = reduce = 0.0
-        for chunk, times in Counter(row).items():
-            gather += times * self._network_us("gather", stage, chunk) if self.shards_weights else 0.0
-            reduce += times * self._network_us("reduce", stage, chunk)
         count = self.setup.train.microbatches
-        often = count if self.shards_weights or self.shard.framework.reduces_always else 1
-        work = self.units * (2 * count * gather + often * reduce)
-        return work + sum(self._network_us(what, stage, row[0]) for what in ("optimizer", "publish"))
+        gathers = {"never": 0, "once": 1, "every pass": 2 * count}[self.gathers]
+        reductions = count if self.plan.reduces_always else 1
+        work = 0.0
+        for chunk, times in Counter(row).items():
+            gather = self._network_us("gather", stage, chunk) if gathers else 0.0
+            work += times * (gathers * gather + reductions * self._network_us("reduce", stage, chunk))
+        return self.units * work + sum(self._network_us(what, stage, row[0]) for what in ("optimizer", "publish"))
 
     def _host_bound_us(self, stage: int, row: tuple[ChunkTime, ...]) -> float:
         if not self._hosted:
             return 0.0
-        issued = self.setup.train.microbatches * sum(chunk.forward.host_us + chunk.backward.host_us for chunk in row)
+        issued = self.setup.train.microbatches * sum(block.host_us for chunk in row for block in chunk.blocks)
         return issued + self._optimizer(stage).host_us
 
     def _path_us(self, link: float) -> float:
-        """One micro-batch, forward and back."""
-        share = _INPUTS if self._schedule == "zero-bubble" else 1.0
-        blocks = sum(chunk.forward.us + share * chunk.backward.us for row in self.chunks for chunk in row)
-        return blocks + 2 * link * (self.setup.parallel.pp * self.setup.parallel.vpp - 1)
+        """One micro-batch, forward and back; links between chunks of one stage take no time."""
+        blocks = sum(chunk.forward.us + chunk.backward.us for row in self.chunks for chunk in row)
+        p = self.setup.parallel
+        places = self.program.schedule.virtual_stages(p.pp, p.vpp)
+        stage_of = np.empty(places.size, np.int64)
+        stage_of[places] = np.arange(p.pp)[:, None]
+        return blocks + 2 * link * int((np.diff(stage_of) != 0).sum())
 
     def _link_us(self) -> float:
         """Activations to the next stage."""
-        s = self.shard
-        size = float(s.spread_tokens * s.model.hidden * s.element)
-        return self.prices.collective_us(Collective("p2p", size, s.pp)) if s.parallel.pp > 1 else 0.0
+        s = self.layout
+        return self.prices.collective_us(Collective("p2p", s.residual_bytes, s.pp)) if s.parallel.pp > 1 else 0.0
 
+    # ------------------------------------------------------------------ durations of nodes
     def _duration(self, role: Role) -> float:
         chunk = self.chunks[role.stage][role.chunk]
-        if role.what in ("forward", "backward"):
-            block = chunk.forward if role.what == "forward" else chunk.backward
-            if self.plan.schedule == "zero-bubble" and role.what == "backward":
-                block = block.times(_INPUTS)
+        if role.what in ("forward", "backward", "weights"):
+            block: BlockTime = getattr(chunk, role.what)
             return block.us if role.unit < 0 else block.us / self.units
-        if role.what == "weights":
-            return chunk.backward.us * (1 - _INPUTS)
         if role.what.startswith("host"):
-            return self._host_us(role.what.removeprefix("host "), chunk, role.stage)
+            what = role.what.removeprefix("host ")
+            host: BlockTime = self._optimizer(role.stage) if what == "optimizer" else getattr(chunk, what)
+            return host.host_us
         if role.what == "reduce" and self.overlaps:
             return self._reduced_beside_us(role, chunk)
         return self._network_us(role.what, role.stage, chunk)
 
     def _reduced_beside_us(self, role: Role, chunk: ChunkTime) -> float:
         """Gradients of one unit; those of the embedding are whole when the backward pass is over, in the last unit."""
-        mine = self._trained(chunk.parameters)
-        late = self._embedding if role.stage == role.chunk == 0 and self.setup.train.mode != "lora" else 0.0
+        sharding = self.program.sharding
+        mine = sharding.trained(chunk.parameters)
+        late = self.program.parameters.embedding if role.stage == role.chunk == 0 and not sharding.frozen else 0.0
         common = (mine.common - late) / self.units + (late if role.unit == 0 else 0.0)
         part = Parameters(common, mine.experts / self.units)
-        alone = self._data_parallel_us(self._reduction, part, self.shard.framework.reduce_bytes)
-        return alone / (self.prices.network.beside if self.shard.dp.nodes > 1 else 1.0)
-
-    @cached_property
-    def _embedding(self) -> float:
-        """Parameters of the embedding on one rank."""
-        return Weights(self.shard).embedding
-
-    def _host_us(self, what: str, chunk: ChunkTime, stage: int) -> float:
-        if what == "forward":
-            return chunk.forward.host_us
-        if what == "backward":
-            return chunk.backward.host_us
-        if what == "optimizer":
-            return self._optimizer(stage).host_us
-        return 0.0
-
-    def _trained(self, parameters: Parameters) -> Parameters:
-        """Those that have gradients: adapters alone, where there are some."""
-        if self.setup.train.mode == "lora":
-            return Parameters(parameters.adapters, 0.0)
-        return parameters
+        alone = self._data_parallel_us(sharding.reduction, part, self.framework.reduce_bytes)
+        return alone / (self.prices.network.beside if self.layout.dp.nodes > 1 else 1.0)
 
     def _stage_parameters(self, stage: int) -> Parameters:
-        p = self.setup.parallel
-        key = ("parameters", p.pp, p.vpp, p.stage_layers, self.like[stage])
-        return self.prices.kept(key, partial(self._added_up, stage))
-
-    def _added_up(self, stage: int) -> Parameters:
-        columns = zip(*(chunk.parameters for chunk in self.chunks[stage]), strict=True)
-        return Parameters(*(sum(column) for column in columns))
-
-    def stage_state(self, stage: int) -> float:
-        """Parameters that one rank of a stage keeps the optimizer's state of."""
-        common, experts, _ = self._trained(self._stage_parameters(stage))
-        if self.setup.parallel.zero:
-            common, experts = common / self.shard.sharing[0].size, experts / self.shard.experts_sharing[0].size
-        return common + experts
-
-    def stage_tensors(self, stage: int) -> int:
-        """Parameter tensors that one rank of a stage updates."""
-        m = self.setup.model
-        linears = 4 + (3 if m.gated else 2)
-        in_layer = linears * (2 if m.bias else 1) + (4 if m.norm == "layer" and m.bias else 2)
-        return in_layer * sum(chunk.layers for chunk in self.chunks[stage]) + 3
+        key = ("parameters", *self._cut, self.like[stage])
+        return self.prices.kept(key, partial(self.program.stage_parameters, stage))
 
     def _optimizer(self, stage: int) -> BlockTime:
-        size = self.stage_state(stage)
-        tensors = self.stage_tensors(stage)
-        return self.prices.block(("optimizer", round(size), tensors), lambda: optimizer(self.shard, size, tensors))
-
-    @cached_property
-    def _reduction(self) -> str:
-        zero = self.setup.parallel.zero
-        return "reduce_scatter" if zero == 3 or (zero and self.shard.framework.scatters) else "all_reduce"
+        return self._block_time(self.program.optimizer(stage))
 
     def _network_us(self, what: str, stage: int, chunk: ChunkTime) -> float:
-        framework = self.shard.framework
+        """One node of data-parallel communication, or the update."""
+        framework, sharding = self.framework, self.program.sharding
         if what == "gather":
             return self._data_parallel_us("all_gather", chunk.parameters, framework.gather_bytes / self.units)
         if what == "reduce":
-            mine = self._trained(chunk.parameters)
-            return self._data_parallel_us(self._reduction, mine, framework.reduce_bytes / self.units)
-        if what == "reduce rest" and not (self.overlaps or self.shards_weights):
-            trained = self._trained(self._stage_parameters(stage))
-            return self._data_parallel_us(self._reduction, trained, framework.reduce_bytes)
+            mine = sharding.trained(chunk.parameters)
+            return self._data_parallel_us(sharding.reduction, mine, framework.reduce_bytes / self.units)
+        if what == "reduce rest" and not self._beside:
+            trained = sharding.trained(self._stage_parameters(stage))
+            return self._data_parallel_us(sharding.reduction, trained, framework.reduce_bytes)
         if what == "optimizer":
             return self._optimizer(stage).us
-        if what == "publish" and self.setup.parallel.zero in (1, 2):
-            trained = self._trained(self._stage_parameters(stage))
+        if what == "publish" and sharding.zero in (1, 2):
+            trained = sharding.trained(self._stage_parameters(stage))
             gather = self._data_parallel_us("all_gather", trained, framework.gather_bytes)
             forward = sum(max(chunk.forward.us, chunk.forward.host_us) for chunk in self.chunks[stage])
-            return max(gather - (_HIDDEN * forward if self.overlaps else 0.0), 0.0)
+            hidden = read_table("step.json")["hidden_share"] * forward if self.overlaps else 0.0
+            return max(gather - hidden, 0.0)
         return 0.0

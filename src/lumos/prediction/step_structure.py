@@ -1,4 +1,4 @@
-"""Skeleton: the structure of one training step, apart from its times.
+"""The structure of one training step, apart from its times.
 
 One rank stands for all ranks of a stage that do the same, so the graph has a few lanes a stage, however many GPUs there
 are. Structure depends on counts alone (stages, chunks, micro-batches, units), so it is worked out once and kept; a
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lumos.graph.graph import Edges, Floats, Graph, Rule, make_graph
-from lumos.schedules.schedules import Phase, Turn, Turns, turns_of
+from lumos.schedules import Phase, Schedule, Turn, Turns, schedule_named
 from lumos.trace.names import Kind
 
 Nodes = NDArray[np.int64]
@@ -39,7 +39,7 @@ _LINK, _LAUNCH = 1, 2  # classes of lags
 class Role(NamedTuple):
     """What a node is; nodes of one role last equally long."""
 
-    what: str  # forward, backward, weights, host_…, gather, reduce, optimizer, regather, …
+    what: str  # forward, backward, weights, host …, gather, reduce, optimizer, …
     stage: int
     chunk: int = 0
     unit: int = -1  # of the parts a block is cut into, 0: the first of the model, 1: any other; -1: it is whole
@@ -53,22 +53,25 @@ class Plan(NamedTuple):
     vpp: int
     microbatches: int
     units: int  # parts that the blocks of a stage are cut into, where the network runs beside them
-    sharded: bool  # weights are gathered for every unit (ZeRO-3)
-    regathers: bool  # … and again for the backward pass
-    overlapped: bool  # gradients are reduced beside the last backward pass
+    gathers: str  # when divided weights are gathered, unit by unit: "never", "every pass" or "once"
+    overlapped: bool  # gradients are reduced beside the backward pass, unit by unit
     hosted: bool  # the host has a lane
-    reduces_always: bool = False  # after every micro-batch
+    reduces_always: bool = False  # after every micro-batch, not after the last alone
+
+    @property
+    def order(self) -> Schedule:
+        return schedule_named(self.schedule)
 
     @property
     def tasks(self) -> int:
         """About how many nodes the structure has."""
-        turns = self.pp * self.vpp * self.microbatches * (3 if self.schedule == "zero-bubble" else 2)
-        split = self.sharded or (self.overlapped and self.reduces_always)
+        turns = self.pp * self.vpp * self.microbatches * (3 if self.order.splits_backward else 2)
+        split = self.gathers == "every pass" or (self.overlapped and self.reduces_always)
         return turns * (5 * self.units // 2 if split else 1) + (turns if self.hosted else 0)
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class StepStructure:
     """A graph without times, and the role of every node and lag."""
 
     graph: Graph
@@ -102,18 +105,18 @@ class Skeleton:
 _WORTH_KEEPING = 60_000  # tasks; larger structures are built when they are asked for, or memory would fill up
 
 
-def skeleton(plan: Plan) -> Skeleton:
+def step_structure(plan: Plan) -> StepStructure:
     """The structure for a plan; the usual ones are kept."""
     return _kept(plan) if plan.tasks <= _WORTH_KEEPING else _built(plan)
 
 
 @lru_cache(maxsize=256)
-def _kept(plan: Plan) -> Skeleton:
+def _kept(plan: Plan) -> StepStructure:
     return _built(plan)
 
 
-def _built(plan: Plan) -> Skeleton:
-    table = _Table(plan, turns_of(plan.schedule, plan.pp, plan.vpp, plan.microbatches))
+def _built(plan: Plan) -> StepStructure:
+    table = _Table(plan, plan.order.turns(plan.pp, plan.vpp, plan.microbatches))
     draft = _Draft(plan)
     _add_nodes(draft, table)
     _add_edges(draft, table)
@@ -138,21 +141,36 @@ class _Table:
         return self.turns[..., 2]
 
     @cached_property
-    def reduces(self) -> NDArray[np.bool_]:
-        """Turns after which gradients are whole: the last backward of every chunk, or all of them."""
-        plan, found = self.plan, np.zeros(self.phase.shape, bool)
-        final = Phase.WEIGHTS if plan.schedule == "zero-bubble" else Phase.BACKWARD
-        backward = np.arange(self.phase.shape[1])
-        for chunk in range(plan.vpp):
-            place = np.where((self.phase == final) & (self.chunk == chunk), backward, -1).max(axis=1)
-            found[np.arange(plan.pp), place] = True
-        return np.asarray(found | (plan.reduces_always & (self.phase == Phase.BACKWARD)), bool)
+    def reducing(self) -> NDArray[np.bool_]:
+        """Turns beside which gradients are reduced: the last of every chunk to complete them, or all that do."""
+        plan, final = self.plan, self.plan.order.last_phase
+        if not plan.overlapped:
+            return np.zeros(self.phase.shape, bool)
+        if plan.reduces_always:
+            return np.asarray(self.phase == final, bool)
+        return self._first_of_chunks(final, backwards=True)
+
+    @cached_property
+    def gathering(self) -> NDArray[np.bool_]:
+        """Turns whose weights are gathered first: all that compute with them, or the first of every chunk."""
+        plan = self.plan
+        if plan.gathers == "once":
+            return self._first_of_chunks(Phase.FORWARD)
+        return np.asarray((plan.gathers == "every pass") & (self.phase != Phase.WEIGHTS), bool)
+
+    def _first_of_chunks(self, phase: Phase, backwards: bool = False) -> NDArray[np.bool_]:
+        """The first (or last) turn of a phase, of every chunk on every stage."""
+        found, stages = np.zeros(self.phase.shape, bool), np.arange(self.plan.pp)
+        for chunk in range(self.plan.vpp):
+            mine = (self.phase == phase) & (self.chunk == chunk)
+            place = mine.shape[1] - 1 - np.argmax(mine[:, ::-1], axis=1) if backwards else np.argmax(mine, axis=1)
+            found[stages, place] = True
+        return found
 
     @cached_property
     def cut(self) -> NDArray[np.bool_]:
         """Turns that are cut into units, be it into one."""
-        cut = self.plan.sharded | (self.reduces & self.plan.overlapped)
-        return np.asarray(cut & (self.phase != Phase.WEIGHTS), bool)
+        return np.asarray(self.gathering | self.reducing, bool)
 
     @cached_property
     def parts(self) -> Turns:
@@ -186,21 +204,19 @@ class _Table:
     def unit_class(self) -> Nodes:
         """-1: a whole turn, 0: the part that holds the first layers, 1: another. Backward runs from the last part."""
         place = np.arange(self.units)[None, :] - self.of_unit(self.first)
-        backward = self.of_unit(self.phase) == Phase.BACKWARD
-        part = np.where(backward, self.plan.units - 1 - place, place)
+        forward = self.of_unit(self.phase) == Phase.FORWARD
+        part = np.where(forward, place, self.plan.units - 1 - place)
         return np.where(self.unit_cut, np.minimum(part, 1), -1)
 
     @cached_property
     def gathers(self) -> NDArray[np.bool_]:
         """Units whose weights are gathered first."""
-        forward = self.of_unit(self.phase) == Phase.FORWARD
-        return np.asarray(self.unit_cut & self.plan.sharded & (forward | self.plan.regathers), bool)
+        return self.of_unit(self.gathering)
 
     @cached_property
     def reduced(self) -> NDArray[np.bool_]:
         """Units whose gradients are reduced afterwards."""
-        backward = self.of_unit(self.phase) == Phase.BACKWARD
-        return np.asarray(self.unit_cut & backward & (self.plan.sharded | self.of_unit(self.reduces)), bool)
+        return self.of_unit(self.reducing)
 
     @cached_property
     def network_order(self) -> tuple[Nodes, Nodes]:
@@ -224,7 +240,7 @@ class _Table:
 
 
 class _Draft:
-    """Nodes stage by stage and lane by lane, and edges between them, while a skeleton is built."""
+    """Nodes stage by stage and lane by lane, and edges between them, while a structure is built."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -246,7 +262,7 @@ class _Draft:
     def wait(self, targets: Nodes, sources: Nodes, lag: int = 0, from_start: bool = False) -> None:
         self.edges.append((sources.ravel(), targets.ravel(), lag, from_start))
 
-    def finish(self, table: _Table) -> Skeleton:
+    def finish(self, table: _Table) -> StepStructure:
         plan, size = self.plan, sum(self.sizes) * self.plan.pp
         code, turn = np.zeros(size, np.int64), np.full(size, -1, np.int64)
         for nodes, values in self.codes:
@@ -265,7 +281,7 @@ class _Draft:
         graph.order  # noqa: B018  worked out once, here
         roles = tuple(_role(int(number), plan) for number in np.flatnonzero(used))
         node_role = (np.cumsum(used) - 1)[code].astype(np.int32)
-        return Skeleton(graph, roles, node_role, graph.edges.lag.astype(np.int32), table.turns, turn, lanes)
+        return StepStructure(graph, roles, node_role, graph.edges.lag.astype(np.int32), table.turns, turn, lanes)
 
     def _edges(self) -> Edges:
         parts = []
@@ -330,15 +346,21 @@ def _add_edges(draft: _Draft, table: _Table) -> None:
 
 
 def _join_stages(draft: _Draft, table: _Table, first: Nodes, last: Nodes, hosts: Nodes | None) -> None:
-    """A forward waits for the stage before it, a backward for the one after it."""
+    """A forward pass waits for the virtual stage before it, a backward pass for the one after it."""
     plan = draft.plan
-    virtual = table.chunk * plan.pp + np.arange(plan.pp)[:, None]
-    stages, micro = plan.pp * plan.vpp, table.turns[..., 1]
+    places = plan.order.virtual_stages(plan.pp, plan.vpp)
+    stage_of = np.empty(places.size, np.int64)
+    stage_of[places] = np.arange(plan.pp)[:, None]
+    virtual = np.take_along_axis(places, table.chunk.astype(np.int64), axis=1)
+    micro = table.turns[..., 1]
     for phase, step in ((Phase.FORWARD, -1), (Phase.BACKWARD, 1)):
         mine = table.phase == phase
+        other = virtual + step
+        there = mine & (other >= 0) & (other < places.size)
+        away = there & (stage_of[other.clip(0, places.size - 1)] != np.arange(plan.pp)[:, None])
         for lane in (last,) if hosts is None else (last, hosts):
-            at = np.full((stages, plan.microbatches), -1, np.int64)
+            at = np.full((places.size, plan.microbatches), -1, np.int64)
             at[virtual[mine], micro[mine]] = lane[mine]
-            other = virtual + step
-            there = mine & (other >= 0) & (other < stages)
-            draft.wait(first[there], at[other[there], micro[there]], _LINK)
+            draft.wait(first[away], at[other[away], micro[away]], _LINK)
+            here = there & ~away  # two chunks of one stage that follow each other
+            draft.wait(first[here], at[other[here], micro[here]])

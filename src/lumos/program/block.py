@@ -1,22 +1,42 @@
-"""Piece: one operator or collective in the order a rank issues it, and the Block that a list of them makes."""
+"""Block: the operators that a rank issues for one phase of one layer, in order, and the tensors that stay alive."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from lumos.program.collective import Collective
-from lumos.program.operators import Operator
+from lumos.program.operators import Collective, Operator
 
 
-class Piece(NamedTuple):
-    """Work in the order of issue. A collective that is not waited for runs beside what follows, until the next wait."""
+class BlockOp(NamedTuple):
+    """One operator or collective of a block.
+
+    A collective that nobody waits for runs beside the operators after it, until one of them joins it.
+    """
 
     work: Operator | Collective
     launches: int = 1  # kernels, and so launches by the host
-    waits: bool = True  # a collective: the next piece needs its result; an operator: always
-    joins: bool = False  # first wait for every collective that was left running
+    waits: bool = True  # a collective: the next operator needs its result
+    joins: bool = False  # an operator: first wait for every collective that was left running
     name: str = ""
+    saves: float = 0.0  # bytes that stay alive for the backward pass because of it
+    weight_gradient: bool = False  # may be computed later, by schedules that split the backward pass
 
 
-Block = list[Piece]
-"""The pieces of one phase of one layer."""
+Block = list[BlockOp]
+"""The operators of one phase of one layer."""
+
+
+def saved_bytes(block: Iterable[BlockOp]) -> float:
+    """What stays alive after a forward block until its backward pass."""
+    return sum(op.saves for op in block)
+
+
+def input_gradients(block: Block) -> Block:
+    """A backward block without what may be computed later."""
+    return [op for op in block if not op.weight_gradient]
+
+
+def weight_gradients(block: Block) -> Block:
+    """The part of a backward block that may be computed later."""
+    return [op for op in block if op.weight_gradient]

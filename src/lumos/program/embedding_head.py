@@ -1,88 +1,94 @@
-"""Ends: the pieces outside the layers: embedding, final norm, output matrix, loss, optimizer."""
+"""Embedding, head and optimizer: the blocks of a model outside its layers."""
 
 from __future__ import annotations
 
-from lumos.program.block import Block, Piece
+from lumos.data_files import read_table
+from lumos.program.block import Block, BlockOp
 from lumos.program.operators import Operator
-from lumos.program.rank_layout import Shard
-from lumos.program.transformer_layer import Layer, collective, linear, linear_backward, op, stream
+from lumos.program.primitives import (
+    collective,
+    gather,
+    launches_of,
+    linear,
+    linear_backward,
+    norm,
+    norm_backward,
+    op,
+    reduce,
+    stream,
+)
+from lumos.program.rank_layout import RankLayout
 
 
-def embedding(shard: Shard) -> Block:
-    block = [op(shard, "embedding", shard.tokens, shard.vocab, shard.model.hidden)]
-    size = float(shard.tokens * shard.model.hidden * shard.element)
-    kind = "reduce_scatter" if shard.splits_sequences else "all_reduce"
-    return [*block, *collective(kind, size, shard.tp, name="embedding reduce")]
+def embedding(s: RankLayout) -> Block:
+    """A row of the table for every token; the dropout after it keeps its mask."""
+    mask = float(s.spread_tokens * s.model.hidden) if s.framework.dropout else 0.0
+    lookup = op(s, "embedding", s.tokens, s.vocab, s.model.hidden, saves=mask)
+    kind = "reduce_scatter" if s.splits_sequences else "all_reduce"
+    return [lookup, *collective(kind, s.activation_bytes, s.tp, name="embedding reduce")]
 
 
-def embedding_backward(shard: Shard) -> Block:
-    return [op(shard, "embedding_bwd", shard.tokens, shard.vocab, shard.model.hidden, launches=12)]
+def embedding_backward(s: RankLayout) -> Block:
+    return [op(s, "embedding_bwd", s.tokens, s.vocab, s.model.hidden, launches=launches_of("embedding grad"))]
 
 
-def head(shard: Shard) -> Block:
+def head(s: RankLayout) -> Block:
     """Final norm, output matrix and loss."""
-    layer = Layer(shard)
-    return [
-        *layer.norm(),
-        *layer.gather(),
-        *linear(shard, shard.tokens, shard.vocab, shard.model.hidden, "head"),
-        *_loss(shard),
-    ]
+    return [*norm(s), *gather(s), *linear(s, s.tokens, s.vocab, s.model.hidden, "head"), *_loss(s)]
 
 
-_SHARDED_PASSES = (9.5, 5.5)  # over fp32 logits: cast, maximum, difference, exponent, sum, quotient; and back
+def head_backward(s: RankLayout) -> Block:
+    inputs, weights = linear_backward(s, s.tokens, s.vocab, s.model.hidden, "head")
+    reduction = reduce(s, name="head grad reduce")
+    return [*_loss_backward(s), *inputs, *weights, *reduction, *norm_backward(s)]
 
 
-def _loss(shard: Shard) -> Block:
-    tokens, vocab = shard.tokens, shard.vocab
-    if shard.framework.loss == "fused":
-        block = [op(shard, "cross_entropy", tokens, vocab, dtype="bf16", launches=6)]
-    elif shard.framework.loss == "sharded":
-        block = [_wide_passes(shard, _SHARDED_PASSES[0], 10, "loss")]
+def _loss(s: RankLayout) -> Block:
+    tokens, vocab = s.tokens, s.vocab
+    if s.framework.loss == "fused":
+        block = [op(s, "cross_entropy", tokens, vocab, dtype="bf16", launches=launches_of("fused loss"))]
+    elif s.framework.loss == "sharded":
+        block = [_fp32_stream(s, "sharded loss", "loss")]
     else:
         block = [
-            op(shard, "cast_f32", tokens, vocab, name="logits to fp32"),
-            op(shard, "cross_entropy", tokens, vocab, dtype="fp32", launches=2),
+            op(s, "cast_f32", tokens, vocab, name="logits to fp32"),
+            op(s, "cross_entropy", tokens, vocab, dtype="fp32", launches=launches_of("eager loss")),
         ]
-    return [*block, *collective("all_reduce", 4.0 * 3 * tokens, shard.tp, name="loss reduce")]
+    return [*block, *collective("all_reduce", 4.0 * 3 * tokens, s.tp, name="loss reduce")]
 
 
-def _wide_passes(shard: Shard, passes: float, launches: int, name: str) -> Piece:
-    return Piece(Operator("stream", (round(passes * 4 * shard.tokens * shard.vocab),), "fp32"), launches, name=name)
-
-
-def _loss_backward(shard: Shard) -> Block:
-    tokens, vocab = shard.tokens, shard.vocab
-    if shard.framework.loss == "fused":
-        return [op(shard, "cross_entropy_bwd", tokens, vocab, dtype="bf16", launches=2)]
-    if shard.framework.loss == "sharded":
-        return [_wide_passes(shard, _SHARDED_PASSES[1], 5, "loss grad")]
+def _loss_backward(s: RankLayout) -> Block:
+    tokens, vocab = s.tokens, s.vocab
+    if s.framework.loss == "fused":
+        return [op(s, "cross_entropy_bwd", tokens, vocab, dtype="bf16", launches=launches_of("fused loss grad"))]
+    if s.framework.loss == "sharded":
+        return [_fp32_stream(s, "sharded loss grad", "loss grad")]
     return [
-        op(shard, "cross_entropy_bwd", tokens, vocab, dtype="fp32", launches=3),
-        stream(shard, 3.0, tokens * vocab, name="logit grads to bf16"),
+        op(s, "cross_entropy_bwd", tokens, vocab, dtype="fp32", launches=launches_of("eager loss grad")),
+        stream(s, "logit grads to bf16", tokens * vocab),
     ]
 
 
-def head_backward(shard: Shard) -> Block:
-    layer = Layer(shard)
-    inputs, weights = linear_backward(shard, shard.tokens, shard.vocab, shard.model.hidden, "head")
-    reduction = layer.reduce(name="head grad reduce")
-    return [*_loss_backward(shard), *inputs, *weights, *reduction, *layer.norm_backward()]
+def _fp32_stream(s: RankLayout, row: str, name: str) -> BlockOp:
+    """Passes over fp32 logits."""
+    facts = read_table("layer_operators.toml")[row]
+    size = round(facts["passes"] * 4 * s.tokens * s.vocab)
+    return BlockOp(Operator("stream", (size,), "fp32"), facts["launches"], name=name)
 
 
-def optimizer(shard: Shard, parameters: float, tensors: int = 0) -> Block:
+def optimizer(s: RankLayout, parameters: float, tensors: int = 0) -> Block:
     """The update of `parameters`, those that one rank keeps the state of.
 
     torch's fused AdamW on low-precision weights is bound by its arithmetic and was sampled; updates of fp32 state are
     bound by memory, so their traffic counts (weights, gradient and two moments read, three written, the copy in low
     precision written, the norm of the gradients read).
     """
-    if shard.train.optimizer == "none":
+    if s.train.optimizer == "none":
         return []
-    framework, size = shard.framework, max(1, round(parameters))
-    share = 0.5 if shard.train.optimizer == "sgd" else 1.0
+    framework, size = s.framework, max(1, round(parameters))
+    share = 0.5 if s.train.optimizer == "sgd" else 1.0  # one moment instead of two
     if framework.state_precision == "training":
-        work = Operator("adamw_fused", (max(1, round(size * share)),), "fp32" if shard.element == 4 else "bf16")
+        work = Operator("adamw_fused", (max(1, round(size * share)),), "fp32" if s.element == 4 else "bf16")
     else:
         work = Operator("stream", (round(size * framework.optimizer_traffic * share),), "fp32")
-    return [Piece(work, framework.optimizer_launches or max(1, tensors // 2), name="optimizer")]
+    return [BlockOp(work, framework.optimizer_launches or max(1, tensors // 2), name="optimizer")]

@@ -1,6 +1,6 @@
-"""Experts: the pieces of a mixture-of-experts MLP: router, exchange, grouped products, exchange back.
+"""MoE: the mixture-of-experts half of a layer: router, exchange, grouped matmuls, exchange back; shared experts.
 
-Over tensor-parallel ranks, tokens or experts are divided:
+Tensor-parallel ranks divide either the tokens or the experts:
 
 | experts | sequences divided | a rank sends | a rank's experts work on | tensor-parallel ranks exchange |
 |---|---|---|---|---|
@@ -13,150 +13,166 @@ Over tensor-parallel ranks, tokens or experts are divided:
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING
 
-from lumos.program.block import Block, Piece
+from lumos.program.block import Block, BlockOp
+from lumos.program.mlp import activation, activation_bytes, activation_gradient_bytes, dense
 from lumos.program.operators import Operator
+from lumos.program.primitives import (
+    collective,
+    gather,
+    launches_of,
+    linear_backward,
+    norm,
+    norm_backward,
+    op,
+    reduce,
+    residual,
+    residual_backward,
+    stream,
+)
+from lumos.program.rank_layout import RankLayout
 
-if TYPE_CHECKING:
-    from lumos.program.transformer_layer import Layer
 
-
-def experts_forward(layer: Layer) -> Block:
-    """Router, permutation, all-to-all, experts, all-to-all, and back to the tokens' order; shared experts beside."""
+def moe(s: RankLayout) -> Block:
+    """Norm, router, permutation, all-to-all, experts, all-to-all, back to the tokens' order, residual."""
     return [
-        *_router(layer, 1),
-        *_exchange(layer, "dispatch"),
-        *_copies_moved(layer, "all_gather", "experts gather"),
-        *_grouped(layer, 1.0),
-        *_copies_moved(layer, "reduce_scatter", "experts scatter"),
-        *_exchange(layer, "combine"),
-        *_shared(layer, backward=False),
-        *_result_joined(layer, "experts reduce"),
+        *norm(s),
+        *_router(s, 1),
+        *_exchange(s, "dispatch"),
+        *_copies_moved(s, "all_gather", "experts gather"),
+        *_grouped_matmuls(s, backward=False),
+        *_copies_moved(s, "reduce_scatter", "experts scatter"),
+        *_exchange(s, "combine"),
+        *_shared(s),
+        *_result_joined(s, "experts reduce"),
+        *residual(s),
     ]
 
 
-def experts_backward(layer: Layer) -> Block:
-    """The same in reverse; every grouped product has two gradients."""
+def moe_backward(s: RankLayout) -> Block:
+    """The same in reverse; every grouped matmul has two gradients."""
     return [
-        *_exchange(layer, "combine grad"),
-        *_copies_moved(layer, "all_gather", "experts gather grads"),
-        *_grouped(layer, 2.0),
-        *_copies_moved(layer, "reduce_scatter", "experts scatter grads"),
-        *_exchange(layer, "dispatch grad"),
-        *_router(layer, 2),
-        *_shared(layer, backward=True),
-        *_result_joined(layer, "experts grad reduce"),
+        *residual_backward(s),
+        *_exchange(s, "combine grad"),
+        *_copies_moved(s, "all_gather", "experts gather grads"),
+        *_grouped_matmuls(s, backward=True),
+        *_copies_moved(s, "reduce_scatter", "experts scatter grads"),
+        *_exchange(s, "dispatch grad"),
+        *_router(s, 2),
+        *_shared_backward(s),
+        *_result_joined(s, "experts grad reduce"),
+        *norm_backward(s),
     ]
 
 
-def _copies(layer: Layer, tokens: float) -> int:
+def _copies(s: RankLayout, tokens: float) -> int:
     """Copies of tokens, one for every expert that is asked: the busiest rank decides, so the imbalance counts."""
-    s = layer.shard
     return max(1, ceil(tokens * s.model.top_k * s.train.imbalance))
 
 
-def _sent(layer: Layer) -> int:
+def _sent(s: RankLayout) -> int:
     """Copies that one rank exchanges with the others of its expert group."""
-    s = layer.shard
     whole = s.expert_tp == 1 and not s.splits_sequences
-    return _copies(layer, s.tokens / s.parallel.tp if whole else s.spread_tokens)
+    return _copies(s, s.tokens / s.parallel.tp if whole else s.spread_tokens)
 
 
-def _worked_on(layer: Layer) -> int:
+def routed_copies(s: RankLayout) -> int:
     """Copies that one rank's experts work on."""
-    s = layer.shard
-    return _copies(layer, s.tokens / s.parallel.tp * s.expert_tp)
+    return _copies(s, s.tokens / s.parallel.tp * s.expert_tp)
 
 
-def _copies_moved(layer: Layer, kind: str, name: str) -> Block:
+def expert_width(s: RankLayout) -> int:
+    """The inner width of one expert on one rank."""
+    return max(1, s.model.expert_ffn // s.expert_tp)
+
+
+def local_experts(s: RankLayout) -> int:
+    return max(1, s.model.experts // s.parallel.ep)
+
+
+def _copies_moved(s: RankLayout, kind: str, name: str) -> Block:
     """Experts that are cut see the copies of all tensor-parallel ranks."""
-    from lumos.program.transformer_layer import collective
-
-    s = layer.shard
     if s.expert_tp == 1 or not s.splits_sequences:
         return []
-    return collective(kind, float(_worked_on(layer) * layer.hidden * s.element), s.tp, name=name)
+    return collective(kind, float(routed_copies(s) * s.model.hidden * s.element), s.tp, name=name)
 
 
-def _result_joined(layer: Layer, name: str) -> Block:
+def _result_joined(s: RankLayout, name: str) -> Block:
     """Where sequences are not divided, every tensor-parallel rank needs the whole result."""
-    from lumos.program.transformer_layer import collective
-
-    s = layer.shard
     if s.splits_sequences:
         return []
     kind = "all_reduce" if s.expert_tp > 1 or s.model.shared_experts else "all_gather"
-    return collective(kind, float(s.tokens * layer.hidden * s.element), s.tp, name=name)
+    return collective(kind, s.activation_bytes, s.tp, name=name)
 
 
-def _router(layer: Layer, gradients: int) -> Block:
-    from lumos.program.transformer_layer import op, stream
-
-    s = layer.shard
+def _router(s: RankLayout, gradients: int) -> Block:
+    """Logits and top-k; logits and probabilities are kept in fp32."""
     tokens, experts = s.spread_tokens, s.model.experts
-    product = op(s, "gemm_tn", tokens, experts, layer.hidden, dtype="fp32" if s.precision == "fp32" else "bf16")
+    dtype = "fp32" if s.precision == "fp32" else "bf16"
+    matmul = op(s, "gemm_tn", tokens, experts, s.model.hidden, dtype=dtype)
+    choice = stream(s, "top-k", tokens * experts, count=gradients, saves=8.0 * tokens * experts)
+    return [*[matmul] * gradients, choice if gradients == 1 else choice._replace(saves=0.0)]
+
+
+def _exchange(s: RankLayout, name: str) -> Block:
+    copies = _sent(s)
     return [
-        *([product] * gradients),
-        stream(s, 6.0 * gradients, tokens * experts, launches=8 * gradients, name="top-k"),
+        op(s, "permute", copies, s.model.hidden, launches=launches_of("dispatch permute")),
+        *collective("all_to_all", float(copies * s.model.hidden * s.element), s.ep, name=f"experts {name}"),
+        op(s, "permute", copies, s.model.hidden),
     ]
 
 
-def _exchange(layer: Layer, name: str) -> Block:
-    from lumos.program.transformer_layer import collective, op
+def _grouped_matmuls(s: RankLayout, backward: bool) -> Block:
+    """The experts of one rank over the copies sent to them.
 
-    s = layer.shard
-    copies = _sent(layer)
-    size = float(copies * layer.hidden * s.element)
-    return [
-        op(s, "permute", copies, layer.hidden, launches=2),
-        *collective("all_to_all", size, s.ep, name=f"experts {name}"),
-        op(s, "permute", copies, layer.hidden, launches=1),
-    ]
-
-
-def _grouped(layer: Layer, gradients: float) -> Block:
-    """The experts of one rank over the tokens sent to them."""
-    from lumos.program.transformer_layer import stream
-
-    s, m = layer.shard, layer.shard.model
-    local = max(1, m.experts // s.parallel.ep)
-    ffn = max(1, m.expert_ffn // s.expert_tp)
-    copies = _worked_on(layer)
-    inward = 2 if m.gated else 1
-    dtype = s.train.precision
-    joined = s.framework.grouped_experts
-    launches = 1 if joined else 5 * local  # a loop over the experts gathers, scatters and asks the GPU for counts
-    sizes = [(inward * ffn, layer.hidden, "experts up"), (layer.hidden, ffn, "experts down")]
-    block: Block = []
-    for n, k, name in sizes:
-        for _ in range(int(gradients)):
-            block.append(Piece(Operator("grouped_gemm", (local, copies, n, k), dtype), launches, name=name))
-    passes = (5.0 if gradients > 1 else 3.0) if m.gated else (3.0 if gradients > 1 else 2.0)
-    block.append(stream(s, passes, copies * ffn, launches=launches, name="experts activation"))
-    return block
-
-
-def _shared(layer: Layer, backward: bool) -> Block:
-    from lumos.program.transformer_layer import linear_backward
-
-    s, m = layer.shard, layer.shard.model
-    if not m.shared_experts:
-        return []
-    ffn = max(1, m.shared_experts * m.expert_ffn // s.parallel.tp)
+    Kept: the copies as the experts read them, what the experts return (for the gradient of the weights that scale it),
+    and the inside of the MLP.
+    """
+    m, copies, ffn = s.model, routed_copies(s), expert_width(s)
+    launches = 1 if s.framework.grouped_experts else launches_of("expert loop") * local_experts(s)
+    saves = 0.0 if backward else float(copies * (s.linear_element + s.element) * m.hidden)
+    up, down = (
+        BlockOp(Operator("grouped_gemm", (local_experts(s), copies, n, k), s.train.precision), launches, name=name)
+        for n, k, name in ((s.inward * ffn, m.hidden, "experts up"), (m.hidden, ffn, "experts down"))
+    )
+    row = f"{'gated' if m.gated else 'plain'} activation{' grad' if backward else ''}"
+    kept = 0.0 if backward else activation_bytes(s) * copies * ffn
+    inner = stream(s, row, copies * ffn, name="experts activation", saves=kept)._replace(launches=launches)
     if not backward:
-        scatter = layer.reduce(name="shared reduce") if s.splits_sequences else []
-        return [*layer.gather(name="shared gather"), *layer.dense(s.tokens, ffn), *scatter]
-    inward = 2 if m.gated else 1
-    down = linear_backward(s, s.tokens, layer.hidden, ffn, "shared down")
-    up = linear_backward(s, s.tokens, inward * ffn, layer.hidden, "shared up")
-    scatter = layer.reduce(name="shared grad reduce") if s.splits_sequences else []
-    return [
-        *layer.gather(name="shared gather grads"),
-        *down[0],
-        *down[1],
-        *layer.activation(s.tokens, ffn, backward=True),
-        *up[0],
-        *up[1],
-        *scatter,
-    ]
+        return [up._replace(saves=saves), down, inner]
+    matmuls = [up, up._replace(weight_gradient=True), down, down._replace(weight_gradient=True)]
+    return [*matmuls, inner]
+
+
+def _shared_width(s: RankLayout) -> int:
+    return max(1, s.model.shared_experts * s.model.expert_ffn // s.parallel.tp)
+
+
+def _shared(s: RankLayout) -> Block:
+    if not s.model.shared_experts:
+        return []
+    inward, down = dense(s, s.tokens, _shared_width(s))
+    scatter = reduce(s, name="shared reduce") if s.splits_sequences else []
+    return [*gather(s, name="shared gather"), *inward, *down, *scatter]
+
+
+def _shared_backward(s: RankLayout) -> Block:
+    if not s.model.shared_experts:
+        return []
+    ffn, hidden = _shared_width(s), s.model.hidden
+    down = linear_backward(s, s.tokens, hidden, ffn, "shared down")
+    up = linear_backward(s, s.tokens, s.inward * ffn, hidden, "shared up")
+    scatter = reduce(s, name="shared grad reduce") if s.splits_sequences else []
+    inner = activation(s, s.tokens, ffn, backward=True)
+    return [*gather(s, name="shared gather grads"), *down[0], *down[1], *inner, *up[0], *up[1], *scatter]
+
+
+def expert_gradient_bytes(s: RankLayout) -> float:
+    """At the backward pass of the experts' activation, beyond what is kept."""
+    copies, hidden = routed_copies(s), s.model.hidden
+    added = activation_gradient_bytes(s) * copies * expert_width(s) + s.element * copies * hidden
+    if s.framework.grouped_experts:
+        return added
+    # A loop over the experts: the gradient of one expert's slice is a tensor of zeros as large as all of them.
+    return added / local_experts(s) + s.element * local_experts(s) * 2.0 * hidden * expert_width(s)

@@ -1,4 +1,6 @@
-"""Operator: one thing a GPU does, with its per-rank shape. The unit of cost.
+"""Operators and collectives: the two units of work that have a cost.
+
+An Operator is one thing a GPU does, with the shape that one rank sees:
 
 | kind | shape | what it is |
 |---|---|---|
@@ -60,6 +62,25 @@ class Operator(NamedTuple):
     def is_matrix(self) -> bool:
         """Whether the tensor cores do the work."""
         return self.kind in MATRIX
+
+
+class Group(NamedTuple):
+    """The ranks of a collective: how many, and how many of them share a node (an NVLink domain)."""
+
+    size: int
+    inside: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.inside)
+
+
+class Collective(NamedTuple):
+    """What ranks do together; `bytes` is the whole tensor: what is reduced, or what every rank has after gathering."""
+
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, p2p
+    bytes: float
+    group: Group
 
 
 MATRIX = frozenset(

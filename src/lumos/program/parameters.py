@@ -1,11 +1,26 @@
-"""Layout: which layers and ends of the model a pipeline stage holds, and how many parameters that is on one rank."""
+"""Parameters: which layers a pipeline stage holds, how many parameters that is on one rank, and how ZeRO divides them.
+
+Bytes for one parameter, in 16 bits; all is 4 where training is in fp32. SGD has momentum: one value instead of two.
+
+| state_precision | weights | gradients | state of Adam |
+|---|---|---|---|
+| training | as trained: 2 | as trained: 2 | 2 + 2 |
+| mixed | 2 | 4 where the framework accumulates in fp32, else 2 | 4 (master weights) + 4 + 4 |
+| fp32 | 4, and copies of 2 for the matmuls | 4 | 4 + 4 |
+
+ZeRO (Rajbhandari et al. 2020): 1 divides the state, 2 the gradients too, 3 the weights too.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from lumos.program.rank_layout import Shard
+from lumos.data_files import read_table
+from lumos.program.rank_layout import RankLayout
+from lumos.schedules import schedule_named
 from lumos.setup.setup import Setup
+
+_OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}
 
 
 class Chunk(NamedTuple):
@@ -16,6 +31,10 @@ class Chunk(NamedTuple):
     first: bool = False  # holds the embedding
     last: bool = False  # holds the final norm, the output matrix and the loss
 
+    @property
+    def layers(self) -> int:
+        return self.dense + self.sparse
+
 
 class Parameters(NamedTuple):
     """Of one rank. Experts are replicated over other ranks than the rest."""
@@ -23,6 +42,9 @@ class Parameters(NamedTuple):
     common: float
     experts: float
     adapters: float = 0.0
+
+    def __add__(self, other: Parameters) -> Parameters:  # type: ignore[override]
+        return Parameters(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def layers_of(setup: Setup, balances: bool = False) -> list[int]:
@@ -33,14 +55,24 @@ def layers_of(setup: Setup, balances: bool = False) -> list[int]:
     if len(given) == stages:
         return list(given)
     if given:
-        pp, vpp = parallel.pp, parallel.vpp
-        return [(given[index % pp] + vpp - 1 - index // pp) // vpp for index in range(stages)]
+        return _within_stages(setup)
     if balances and stages > 1:
         return _balanced(setup, stages)
     base, rest = divmod(setup.model.layers, stages)
     counts = [base] * stages
-    for index in range(rest):  # the ends have the embedding and the output besides
+    for index in range(rest):  # the first and the last have the embedding and the output besides
         counts[(1 + index) % stages if stages > 2 else index] += 1
+    return counts
+
+
+def _within_stages(setup: Setup) -> list[int]:
+    """Layers given by stage, dealt to the chunks of each stage as evenly as it goes."""
+    parallel = setup.parallel
+    pp, vpp = parallel.pp, parallel.vpp
+    counts = [0] * (pp * vpp)
+    for stage, row in enumerate(schedule_named(parallel.schedule).virtual_stages(pp, vpp).tolist()):
+        for place, virtual in enumerate(sorted(row)):
+            counts[virtual] = (parallel.stage_layers[stage] + vpp - 1 - place) // vpp
     return counts
 
 
@@ -56,8 +88,8 @@ def _balanced(setup: Setup, stages: int) -> list[int]:
 
 
 def chunks_of(setup: Setup, balances: bool = False) -> list[tuple[Chunk, ...]]:
-    """[stage][chunk]."""
-    model, pp = setup.model, setup.parallel.pp
+    """[stage][chunk]: the virtual stages, where the schedule puts them."""
+    model, parallel = setup.model, setup.parallel
     counts = layers_of(setup, balances)
     if model.experts:
         chunks, done = [], 0
@@ -70,31 +102,27 @@ def chunks_of(setup: Setup, balances: bool = False) -> list[tuple[Chunk, ...]]:
         chunks = [sizes[count] for count in counts]
     chunks[0] = chunks[0]._replace(first=True)
     chunks[-1] = chunks[-1]._replace(last=True)
-    return [tuple(chunks[stage::pp]) for stage in range(pp)]
+    places = schedule_named(parallel.schedule).virtual_stages(parallel.pp, parallel.vpp)
+    return [tuple(chunks[virtual] for virtual in row) for row in places.tolist()]
 
 
-class Weights:
+class RankParameters:
     """Parameters of one rank, by part of the model."""
 
-    def __init__(self, shard: Shard) -> None:
-        model, parallel = shard.model, shard.parallel
-        tp = parallel.tp
+    def __init__(self, layout: RankLayout) -> None:
+        model, tp = layout.model, layout.parallel.tp
         every = model.attention_parameters / tp + 2 * model.norm_parameters
         self.dense = every + model.mlp_parameters(model.ffn) / tp
-        self.experts = 0.0
+        self.experts = self.sparse = 0.0
         if model.experts:
             expert = model.mlp_parameters(model.expert_ffn)
-            # Several small experts of a rank are whole; one large expert is divided again, Megatron-Core's default.
-            ways = parallel.ep * (1 if model.experts > parallel.ep > 1 else tp)
-            self.experts = model.experts * expert / ways
+            self.experts = model.experts * expert / (layout.parallel.ep * layout.expert_tp)
             self.sparse = every + model.shared_experts * expert / tp + model.router_parameters
-        else:
-            self.sparse = 0.0
-        self.embedding = float(shard.vocab * model.hidden)
-        self.positions = float(shard.train.seq * model.hidden) if model.positions == "learned" else 0.0
-        self.output = 0.0 if model.tied and parallel.pp == 1 else self.embedding
-        self.final = float(model.norm_parameters)
-        self.adapters = _adapters(shard) if shard.train.mode == "lora" else 0.0
+        self.embedding = float(layout.vocab * model.hidden)
+        self.positions = float(layout.train.seq * model.hidden) if model.positions == "learned" else 0.0
+        self.output = 0.0 if model.tied and layout.parallel.pp == 1 else self.embedding
+        self.final_norm = float(model.norm_parameters)
+        self.adapters = _adapters(layout) if layout.train.mode == "lora" else 0.0
 
     def of(self, chunks: tuple[Chunk, ...]) -> Parameters:
         """All that a stage holds."""
@@ -103,18 +131,97 @@ class Weights:
             dense += chunk.dense
             sparse += chunk.sparse
         common = dense * self.dense + sparse * self.sparse
-        if chunks[0].first:
+        if any(chunk.first for chunk in chunks):
             common += self.embedding + self.positions
-        if chunks[-1].last:
-            common += self.output + self.final
+        if any(chunk.last for chunk in chunks):
+            common += self.output + self.final_norm
         return Parameters(common, sparse * self.experts, (dense + sparse) * self.adapters)
 
 
-_LORA_RANK = 16  # of MLPerf's fine-tuning benchmark; peft and NeMo default to 8 and 32
-
-
-def _adapters(shard: Shard) -> float:
+def _adapters(layout: RankLayout) -> float:
     """Trained parameters of one layer: two thin matrices beside every linear layer of attention."""
-    model, tp = shard.model, shard.parallel.tp
+    model, rank = layout.model, read_table("memory.json")["lora_rank"]
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    return _LORA_RANK * (4 * model.hidden + 2 * queries + 2 * keys) / tp
+    return float(rank * (4 * model.hidden + 2 * queries + 2 * keys) / layout.parallel.tp)
+
+
+class States(NamedTuple):
+    """Bytes on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+class Sharding:
+    """How ZeRO divides weights, gradients and optimizer state: the one statement that time and memory both use."""
+
+    def __init__(self, layout: RankLayout) -> None:
+        train, framework, e = layout.train, layout.framework, float(layout.element)
+        self.layout = layout
+        self.zero, self.frozen = layout.parallel.zero, train.mode == "lora"
+        self.shards = layout.sharing[0].size if self.zero else 1
+        self.expert_shards = layout.experts_sharing[0].size if self.zero else 1
+        values = _OPTIMIZER_VALUES[train.optimizer]
+        precision = framework.state_precision if e < 4 else "training"
+        self.low = e  # bytes of a weight as the matmuls read it
+        self.weights = self.gradients = 4.0 if precision == "fp32" else e
+        self.optimizer = self.weights * values
+        self.casts = self.step = 0.0
+        if precision == "mixed":
+            self.gradients = 4.0 if framework.gradient_buffer_fp32 else e
+            self.optimizer = 4.0 * (1 + values) if values else 0.0
+            self.step = 4.0 - self.gradients  # Adam works on fp32 gradients, of its own part alone
+        elif precision == "fp32" and self.zero < 3:
+            self.casts = self.low  # kept by autocast from forward to backward
+        if self.frozen:  # nothing updates them: as the matmuls read them
+            self.weights = 1.0 if layout.eight_bit else self.low
+            self.casts = 0.0
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights."""
+        return self.layout.dp.size
+
+    @property
+    def gathers(self) -> str:
+        """When divided weights are gathered; see RankLayout."""
+        return self.layout.gathers
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        """Gradients are reduced after every micro-batch, not after the last alone."""
+        if self.gathers != "never":
+            return self.gathers == "every pass"
+        return self.layout.framework.reduces_always
+
+    @property
+    def reduction(self) -> str:
+        """The collective that adds up gradients."""
+        scatters = self.zero == 3 or (self.zero and self.layout.framework.scatters)
+        return "reduce_scatter" if scatters else "all_reduce"
+
+    def trained(self, parameters: Parameters) -> Parameters:
+        """Those that have gradients: adapters alone, where there are some."""
+        return Parameters(parameters.adapters, 0.0) if self.frozen else Parameters(*parameters[:2])
+
+    def updated(self, parameters: Parameters) -> float:
+        """How many of them one rank updates, and keeps the optimizer's state of."""
+        common, experts, _ = self.trained(parameters)
+        return common / self.shards + experts / self.expert_shards
+
+    def held(self, parameters: Parameters) -> float:
+        """How many of them one rank holds between steps."""
+        common, experts, adapters = parameters
+        if self.zero < 3:
+            return common + experts + adapters
+        return (common + adapters) / self.shards + experts / self.expert_shards
+
+    def states(self, parameters: Parameters) -> States:
+        """Bytes that a rank holds of these parameters."""
+        with_gradients = self.updated(parameters) if self.zero >= 2 else sum(self.trained(parameters))
+        return States(
+            self.weights * self.held(parameters),
+            self.gradients * with_gradients,
+            self.optimizer * self.updated(parameters),
+        )

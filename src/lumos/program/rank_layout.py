@@ -1,16 +1,16 @@
-"""Shard: the sizes one rank sees of a model, after tensor, context and expert parallelism have divided it."""
+"""RankLayout: the sizes one rank sees of a model, after tensor, context and expert parallelism have divided it."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from math import ceil
 
-from lumos.program.collective import Group
+from lumos.program.operators import Group
 from lumos.setup.frameworks import Framework
 from lumos.setup.setup import Setup
 
 
-class Shard:
+class RankLayout:
     """One rank's part. Groups are laid out as Megatron does: tensor, context, data, pipeline, from the inside out."""
 
     def __init__(self, setup: Setup, framework: Framework) -> None:
@@ -46,7 +46,7 @@ class Shard:
         """Ranks that one expert is cut for: several small experts of a rank are whole, one large one is cut by tp."""
         p = self.parallel
         whole = self.model.experts > p.ep > 1 or (p.dp * p.cp) % p.ep
-        return 1 if whole else p.tp
+        return 1 if whole else p.tp  # Megatron-Core's default for one large expert a rank
 
     @cached_property
     def ep(self) -> Group:
@@ -125,6 +125,36 @@ class Shard:
         return 4 if self.precision == "fp32" else 2
 
     @cached_property
+    def inward(self) -> int:
+        """Matrices of an MLP before its activation: up, and the gate."""
+        return 2 if self.model.gated else 1
+
+    @cached_property
+    def scores(self) -> float:
+        """Elements of the attention scores of all heads."""
+        return float(self.tokens * self.heads * self.train.seq)
+
+    @cached_property
+    def eight_bit(self) -> bool:
+        """Linear layers run in 8 bits or fewer, and cast their inputs."""
+        return self.train.precision in ("fp8", "mxfp8", "nvfp4")
+
+    @cached_property
+    def linear_element(self) -> int:
+        """Bytes of one element of a linear layer's input, as it is kept for the backward pass."""
+        return 1 if self.eight_bit else self.element
+
+    @cached_property
+    def activation_bytes(self) -> float:
+        """The hidden states of one micro-batch, whole sequences."""
+        return float(self.tokens * self.model.hidden * self.element)
+
+    @cached_property
+    def residual_bytes(self) -> float:
+        """The residual stream of one micro-batch: divided where sequences are."""
+        return float(self.spread_tokens * self.model.hidden * self.element)
+
+    @cached_property
     def attention(self) -> str:
         return self.train.attention or self.framework.attention
 
@@ -135,13 +165,25 @@ class Shard:
 
     @cached_property
     def tp_overlap_forward(self) -> bool:
-        """Products and their collectives run in step, chunk by chunk: only where it is asked for."""
+        """Matmuls and their collectives run in step, chunk by chunk: only where it is asked for."""
         return bool(self.parallel.tp_overlap) and self.parallel.tp > 1
 
     @cached_property
+    def gathers(self) -> str:
+        """When the weights that ZeRO 3 divides are gathered: "never" (they are whole), "every pass", or "once" a step.
+
+        FSDP gathers each layer before its forward and again before its backward pass. In a pipeline it keeps what was
+        gathered until the last micro-batch has gone back (torch.distributed.pipelining sets reshard_after_backward and
+        the gradient synchronisation for the last backward pass alone; torchtitan reshards "never" where pp > 1).
+        """
+        if self.parallel.zero < 3 or self.sharing[0].size == 1:
+            return "never"
+        return "every pass" if self.parallel.pp == 1 else "once"
+
+    @cached_property
     def gather_launches(self) -> float:
-        """Of the host, for a layer whose weights are gathered: hooks, copies in and out (FSDP2 on our recordings)."""
-        return self.framework.gather_launches if self.parallel.zero == 3 and self.dp.size > 1 else 0.0
+        """Of the host, for a layer whose weights are gathered in every pass: hooks, copies in and out."""
+        return self.framework.gather_launches if self.gathers == "every pass" else 0.0
 
     @cached_property
     def fused(self) -> bool:

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: one file each. A new file with a SCHEDULE is known everywhere: setups, search, memory, time."""
+"""Schedules of pipelines: one file each. Setups, search, memory and time know every file that has a SCHEDULE."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from lumos.schedules.schedule import Schedule, Turns, alternating, in_order
@@ -11,7 +13,10 @@ class OneForwardOneBackward(Schedule):
     """A stage runs ahead by the stages after it, and holds as many micro-batches."""
 
     name = "1f1b"
-    frameworks = ("pytorch", "torchtitan", "megatron", "megatron-2021", "megatron-deepspeed", "neox", "nanotron")
+    frameworks: ClassVar[tuple[str, ...]] = (
+        *("pytorch", "torchtitan", "nanotron", "neox"),
+        *("megatron", "megatron-2021", "megatron-deepspeed"),
+    )
 
     def turns(self, pp: int, vpp: int, microbatches: int) -> Turns:
         ahead = np.minimum(pp - np.arange(pp)[:, None] - 1, microbatches)

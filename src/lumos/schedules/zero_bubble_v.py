@@ -7,7 +7,7 @@ Micro-batches go down the stages through the first chunks and come back up throu
     chunk 1    v7   v6   v5   v4
 
 Every stage holds as many micro-batches as the first stage of 1F1B would, and where the three phases take equally long
-there is no bubble but the fill of the pipeline. The order is that of torch.distributed.pipelining (ScheduleZBVZeroBubble).
+there is no bubble but the fill of the pipeline. The order is that of torch's ScheduleZBVZeroBubble.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lumos.prediction.power import energy_of
-from lumos.program.memory import footprint
+from lumos.program.memory import memory_of
 from lumos.search.estimator import Described, Estimator
 from lumos.search.journal import Journal
 from lumos.search.ranking import BOUNDS, Bounds, Front, Objective, Simulated, promising
@@ -42,9 +42,9 @@ class Task:
 
     def memory(self, setup: Setup) -> float | None:
         """Bytes on the fullest GPU, or None where they do not fit."""
-        found = footprint(setup)
+        found = memory_of(setup)
         usable = self.memory_gib * 2**30 if self.memory_gib else found.usable
-        return found.peak if found.fits and found.peak + found.unseen <= usable else None
+        return found.peak if found.fits and found.peak + found.reserve <= usable else None
 
     def is_in_shard(self, candidate: Candidate) -> bool:
         index, count = self.shard

@@ -8,14 +8,13 @@ import numpy as np
 
 from lumos.graph.graph import Floats
 from lumos.prediction.forecasting import Forecast
-from lumos.program.memory import Footprint
-from lumos.program.memory.activations import norm, norm_output
-from lumos.program.memory.phases import Accounting
+from lumos.program.memory import Memory
+from lumos.program.program import Program
 from lumos.report.html.allocations import thinned
 from lumos.report.html.charts import Bars, Line, Lines, Series
 from lumos.report.html.page import Figure, Section
 from lumos.report.html.table import Column, Row, Table
-from lumos.schedules.schedules import Phase
+from lumos.schedules import Phase
 
 _GIB = float(1 << 30)
 _PARTS = {
@@ -52,9 +51,9 @@ def memory_section(found: Forecast) -> Section:
 def _words(found: Forecast) -> str:
     if found.is_of_cpu:
         return "What PyTorch allocates; how much memory a rank's host has is not known."
-    memory: Footprint = found.memory
+    memory: Memory = found.memory
     return (
-        f"Beside the peaks, {memory.unseen / _GIB:.1f} GiB go to the context, NCCL and fragmentation; the GPU has "
+        f"Beside the peaks, {memory.reserve / _GIB:.1f} GiB go to the context, NCCL and fragmentation; the GPU has "
         f"{memory.usable / _GIB:.1f} GiB. Over the step, what stays is added to the activations of the micro-batches "
         "in flight, which come with a forward and go with its backward; a stage's own peak bounds its curve."
     )
@@ -69,7 +68,7 @@ def _curves(found: Forecast) -> Lines:
         Line(f"stage {stage}", f"series-{i % 8}", *thinned(*curves[stage]), rank=str(stage))
         for i, stage in enumerate(chosen)
     ]
-    room = (found.memory.usable - found.memory.unseen) / _GIB
+    room = (found.memory.usable - found.memory.reserve) / _GIB
     if found.fits is not None and room < _NEAR * max(float(max(line.y)) for line in lines):
         lines.append(Line("room on the GPU", "worse", [0.0, end], [room, room], dashed=True))
     return Lines("ms", "GiB", lines)
@@ -77,25 +76,18 @@ def _curves(found: Forecast) -> Lines:
 
 def _by_stage(found: Forecast) -> list[tuple[Floats, Floats]]:
     """(milliseconds, GiB) of every stage."""
-    accounting = Accounting(found.setup, found.memory.at_peak.framework)
+    program = Program(found.setup)
     forwards, backwards = _passes(found)
     end = found.step.times.span
     answer = []
     for stage, memory in enumerate(found.memory.stages):
-        kept = [_kept(accounting, stage, chunk) for chunk in range(len(accounting.chunks[stage]))]
+        kept = [program.kept_bytes(chunk) for chunk in program.chunks[stage]]
         ramps = [(low, high, kept[key[1]]) for key, (low, high) in forwards.items() if key[0] == stage]
         ramps += [(low, high, -kept[key[1]]) for key, (low, high) in backwards.items() if key[0] == stage]
         times, activations = _integrated(ramps, end)
         total = memory.peak - memory.activations + activations
         answer.append((times / 1e6, np.minimum(total, memory.peak) / _GIB))
     return answer
-
-
-def _kept(accounting: Accounting, stage: int, chunk: int) -> float:
-    """What one micro-batch keeps of a chunk between its forward and its backward, in bytes."""
-    part = accounting.chunks[stage][chunk]
-    layers = part.dense * accounting.dense.kept + part.sparse * accounting.sparse.kept
-    return layers + (norm(accounting.sizes) + norm_output(accounting.sizes) if part.last else 0.0)
 
 
 def _passes(found: Forecast) -> tuple[Passes, Passes]:

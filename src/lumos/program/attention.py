@@ -1,0 +1,219 @@
+"""Attention: norm, projections, rotary positions, attention proper, output projection, residual; forward and backward.
+
+What is kept for the backward pass, in bytes a token (a query and k key-value heads of size d, 16 bits): query, key,
+value and the output of flash attention, 4 (a + k) d, and its log-sum-exp, 4 a. An eager operator keeps what its backward
+formula reads, and a tensor that several operators keep is counted once.
+"""
+
+from __future__ import annotations
+
+from lumos.program.block import Block, BlockOp
+from lumos.program.primitives import (
+    after_gather,
+    before_reduce,
+    collective,
+    gather,
+    gradients_overlapped,
+    head_norm,
+    head_norm_backward,
+    join,
+    launches_of,
+    linear,
+    linear_backward,
+    norm,
+    norm_backward,
+    op,
+    residual,
+    residual_backward,
+    stream,
+)
+from lumos.program.rank_layout import RankLayout
+
+
+def attention(s: RankLayout) -> Block:
+    """The forward pass of a layer's first half."""
+    out = linear(s, s.tokens, s.model.hidden, _out_width(s), "out", saves=_output_saves(s))
+    # One of the two norms' outputs stays in compiled layers, by difference over layers of a compiled model.
+    compiled = s.residual_bytes if s.train.compile else 0.0
+    return [
+        *norm(s),
+        *after_gather(s, projections(s)),
+        *head_norm(s),
+        *rotary(s),
+        *core(s),
+        *(out if s.model.parallel_residual else before_reduce(s, out, "attention reduce")),
+        *residual(s, compiled),
+    ]
+
+
+def attention_backward(s: RankLayout) -> Block:
+    out_inputs, out_weights = linear_backward(s, s.tokens, s.model.hidden, _out_width(s), "out")
+    return [
+        *residual_backward(s),
+        *gather(s, name="gather grads"),
+        *out_inputs,
+        *out_weights,
+        *core_backward(s),
+        *rotary(s, backward=True),
+        *head_norm_backward(s),
+        *gradients_overlapped(s, *_projections_backward(s)),
+        *norm_backward(s),
+    ]
+
+
+# ---------------------------------------------------------------------- projections
+def projections(s: RankLayout) -> Block:
+    """Query, key and value; they are kept as attention reads them."""
+    m = s.model
+    if m.latent:
+        sizes = _latent_sizes(s)
+        block = [part for n, k, name in sizes for part in linear(s, s.tokens, n, k, name)]
+        return [block[0]._replace(saves=_latent_saves(s)), *block[1:]]
+    saves = float(s.element * s.tokens * _qkv_width(s))
+    if s.framework.joins_qkv:
+        return linear(s, s.tokens, _qkv_width(s), m.hidden, "qkv", saves=saves)
+    return [
+        *linear(s, s.tokens, s.heads * m.head_dim, m.hidden, "q", saves=saves),
+        *linear(s, s.tokens, 2 * s.kv_heads * m.head_dim, m.hidden, "kv", count=2),
+    ]
+
+
+def _projections_backward(s: RankLayout) -> tuple[Block, Block]:
+    m = s.model
+    if m.latent:
+        parts = [linear_backward(s, s.tokens, n, k, name) for n, k, name in reversed(_latent_sizes(s))]
+        return [p for inputs, _ in parts for p in inputs], [p for _, weights in parts for p in weights]
+    if s.framework.joins_qkv:
+        return linear_backward(s, s.tokens, _qkv_width(s), m.hidden, "qkv")
+    query = linear_backward(s, s.tokens, s.heads * m.head_dim, m.hidden, "q")
+    rest = linear_backward(s, s.tokens, 2 * s.kv_heads * m.head_dim, m.hidden, "kv", count=2)
+    added = stream(s, "sum qkv grads", s.tokens * m.hidden)
+    return [*query[0], *rest[0], added], [*query[1], *rest[1]]
+
+
+def _qkv_width(s: RankLayout) -> int:
+    return (s.heads + 2 * s.kv_heads) * s.model.head_dim
+
+
+def _latent_sizes(s: RankLayout) -> list[tuple[int, int, str]]:
+    """(n, k, name) of the projections of multi-head latent attention, divided over tensor-parallel ranks."""
+    m = s.model
+    query = s.heads * (m.qk_nope_head_dim + m.qk_rope_head_dim)
+    sizes = [(m.q_lora_rank, m.hidden, "q down"), (query, m.q_lora_rank, "q up")] if m.q_lora_rank else []
+    sizes = sizes or [(query, m.hidden, "q")]
+    sizes.append((m.kv_lora_rank + m.qk_rope_head_dim, m.hidden, "kv down"))
+    sizes.append((s.heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank, "kv up"))
+    return sizes
+
+
+def _latent_saves(s: RankLayout) -> float:
+    """Both low ranks before and after their norms, whole query and key, value with the rest of key."""
+    m = s.model
+    query = m.qk_nope_head_dim + m.qk_rope_head_dim
+    ranks = 2 * (m.q_lora_rank + m.kv_lora_rank) + m.qk_rope_head_dim
+    heads = s.heads * (2 * query + m.qk_nope_head_dim + m.v_head_dim)
+    return float(s.element * s.tokens * (ranks + heads))
+
+
+def _out_width(s: RankLayout) -> int:
+    return s.heads * (s.model.v_head_dim if s.model.latent else s.model.head_dim)
+
+
+def _output_saves(s: RankLayout) -> float:
+    """The output of attention, which its own backward pass reads too; a linear layer in 8 bits keeps its copy."""
+    kept = s.element * s.tokens * _out_width(s)
+    copy = s.linear_element * s.tokens * s.heads * (s.model.v_head_dim or s.model.head_dim) if s.eight_bit else 0
+    return float(kept + copy)
+
+
+def rotary(s: RankLayout, backward: bool = False) -> Block:
+    """Rotary positions of queries and keys; their product keeps only cosine and sine."""
+    m = s.model
+    if m.positions != "rotary":
+        return []
+    kind, row = ("rotary_bwd", "rotary grad") if backward else ("rotary_fwd", "rotary")
+    if s.fused or s.framework.fused_rotary:
+        return [stream(s, "fused rotary", s.tokens * (s.heads + s.kv_heads) * m.head_dim, name=kind)]
+    launches = launches_of(row)
+    return [op(s, kind, s.sequences, heads, s.seq, m.head_dim, launches=launches) for heads in (s.heads, s.kv_heads)]
+
+
+# ---------------------------------------------------------------------- attention proper
+def core(s: RankLayout) -> Block:
+    """Attention between the projections: what selective recomputation runs again, and does not keep."""
+    if s.attention == "unfused":
+        return _unfused_core(s)
+    lse = 4.0 * s.tokens * s.heads  # log-sum-exp in fp32
+    kernel = op(s, "sdpa_fwd", s.sequences, s.heads, *_span(s, _head_size(s)), saves=lse)
+    block = [*_repeated(s, "repeat keys and values"), *_exchanged(s, 1.0, [kernel])]
+    if not s.framework.joins_qkv:
+        block.append(_copy(s))
+    return block
+
+
+def core_backward(s: RankLayout) -> Block:
+    if s.attention == "unfused":
+        return _unfused_core_backward(s)
+    launches = launches_of("attention grad")
+    kernel = op(s, "sdpa_bwd", s.sequences, s.heads, *_span(s, _head_size(s)), launches=launches)
+    block = [*_exchanged(s, 2.0, [kernel]), *_repeated(s, "repeat keys and values grad")]
+    if not s.framework.joins_qkv:
+        block.append(_copy(s))
+    elif s.model.positions == "rotary":
+        block.append(stream(s, "join qkv grads", s.tokens * _qkv_width(s)))
+    return block
+
+
+def _unfused_core(s: RankLayout) -> Block:
+    batch, (seq, size) = s.sequences * s.heads, _span(s, s.model.head_dim)
+    softmax = op(s, "softmax_fwd", s.sequences, s.heads, seq, saves=s.element * s.scores)
+    dropout: Block = []
+    if s.framework.dropout:
+        dropout = [stream(s, "attention dropout", batch * seq * seq, saves=(1 + s.element) * s.scores)]
+    scores = op(s, "bmm", batch, seq, seq, size, name="scores")
+    values = op(s, "bmm", batch, seq, size, seq, name="values")
+    return [*_exchanged(s, 1.0, [scores, softmax, *dropout, values]), _copy(s)]
+
+
+def _unfused_core_backward(s: RankLayout) -> Block:
+    batch, (seq, size) = s.sequences * s.heads, _span(s, s.model.head_dim)
+    launches = launches_of("matmul grads")
+    block = [
+        op(s, "bmm_bwd", batch, seq, size, seq, launches=launches, name="values grad"),
+        op(s, "softmax_bwd", s.sequences, s.heads, seq),
+        op(s, "bmm_bwd", batch, seq, seq, size, launches=launches, name="scores grad"),
+    ]
+    if s.framework.dropout:
+        block.insert(1, stream(s, "attention dropout", batch * seq * seq, name="attention dropout grad"))
+    return [*_exchanged(s, 2.0, block), stream(s, "attention copies grad", s.tokens * s.heads * s.model.head_dim)]
+
+
+def _exchanged(s: RankLayout, copies: float, kernels: Block) -> Block:
+    """Keys and values of all context-parallel ranks, exchanged behind the attention of the part at hand.
+
+    The result needs the last part, so attention ends no sooner than the exchange.
+    """
+    size = copies * 2.0 * s.tokens * s.parallel.cp * s.kv_heads * s.model.head_dim * s.element
+    exchange = collective("all_gather", size, s.cp, waits=False, name="context exchange")
+    return [*exchange, *kernels, *join(s)] if exchange else kernels
+
+
+def _repeated(s: RankLayout, row: str) -> Block:
+    """Keys and values copied for every query head that shares them, where kernels do not share by themselves."""
+    if s.fused or s.framework.joins_qkv or s.kv_heads == s.heads:
+        return []
+    return [stream(s, row, s.tokens * s.heads * s.model.head_dim)] * 2
+
+
+def _copy(s: RankLayout) -> BlockOp:
+    return stream(s, "attention copy", s.tokens * s.heads * s.model.head_dim)
+
+
+def _head_size(s: RankLayout) -> int:
+    m = s.model
+    return m.qk_nope_head_dim + m.qk_rope_head_dim if m.latent else m.head_dim
+
+
+def _span(s: RankLayout, head: int) -> tuple[int, int]:
+    """(sequence, head) of the attention kernels; a context-parallel rank does a 1/cp share of the square."""
+    return round(s.train.seq / s.parallel.cp**0.5), head

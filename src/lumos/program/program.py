@@ -1,0 +1,174 @@
+"""Program: what each distinct rank of a training step does, holds, gathers, keeps and recomputes; no times.
+
+One rank stands for all ranks of a pipeline stage that do the same. A stage runs blocks (a layer's forward pass, its
+backward pass, embedding, head, optimizer), each so many times for every micro-batch. Time is the price of these blocks
+(prediction/step.py) and memory is what they leave alive (program/memory.py): both read the same statement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from lumos.program.block import Block, input_gradients, saved_bytes, weight_gradients
+from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward, optimizer
+from lumos.program.parameters import Chunk, Parameters, RankParameters, Sharding, chunks_of, layers_of
+from lumos.program.rank_layout import RankLayout
+from lumos.program.transformer_layer import LayerMemory, TransformerLayer
+from lumos.schedules import Phase, Schedule, schedule_named
+from lumos.setup.frameworks import framework_named
+from lumos.setup.setup import Setup
+
+
+class Repeated(NamedTuple):
+    """A block and how often a chunk runs it for one micro-batch.
+
+    Blocks of one key are the same on every stage. A key begins with the name of the block: forward, recompute,
+    backward, embedding, embedding grad, head, head grad or optimizer.
+    """
+
+    key: tuple[Hashable, ...]
+    build: Callable[[], Block]
+    times: int = 1
+
+    @property
+    def name(self) -> str:
+        return str(self.key[0])
+
+
+class Program:
+    """The program of a described step."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.framework = framework_named(setup.train.framework)
+        self.layout = RankLayout(setup, self.framework)
+
+    # ------------------------------------------------------------------ what each stage holds
+    @cached_property
+    def schedule(self) -> Schedule:
+        """One stage alone has nothing to schedule."""
+        return schedule_named(self.setup.parallel.schedule if self.setup.parallel.pp > 1 else "1f1b")
+
+    @cached_property
+    def chunks(self) -> list[tuple[Chunk, ...]]:
+        """[stage][chunk]."""
+        return chunks_of(self.setup, self.framework.balances)
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Layers of every virtual stage, in the order of the model."""
+        return layers_of(self.setup, self.framework.balances)
+
+    @cached_property
+    def parameters(self) -> RankParameters:
+        return RankParameters(self.layout)
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        return Sharding(self.layout)
+
+    def stage_parameters(self, stage: int) -> Parameters:
+        """That one rank of a stage would hold, were nothing divided by ZeRO."""
+        return self.parameters.of(self.chunks[stage])
+
+    def tensors(self, stage: int) -> int:
+        """Parameter tensors that one rank of a stage updates."""
+        m = self.setup.model
+        linears = 4 + (3 if m.gated else 2)
+        in_layer = linears * (2 if m.bias else 1) + (4 if m.norm == "layer" and m.bias else 2)
+        return in_layer * sum(chunk.layers for chunk in self.chunks[stage]) + 3
+
+    def in_flight(self, stage: int) -> tuple[int, ...]:
+        """Micro-batches that a stage holds of each chunk, at the moment it holds most."""
+        p = self.setup.parallel
+        if p.pp == 1 and p.vpp == 1:
+            return (1,)
+        return self.schedule.in_flight(stage, p.pp, p.vpp, self.setup.train.microbatches)
+
+    # ------------------------------------------------------------------ what it runs
+    def blocks(self, chunk: Chunk, phase: Phase) -> Iterator[Repeated]:
+        """The blocks of a chunk in one phase, for one micro-batch.
+
+        Where the schedule splits the backward pass, BACKWARD holds recomputation and input gradients, and WEIGHTS the
+        rest; otherwise BACKWARD holds all of it.
+        """
+        if phase == Phase.WEIGHTS and not self.schedule.splits_backward:
+            return
+        for layer, count in self._layers(chunk):
+            if phase == Phase.FORWARD:
+                yield Repeated(("forward", layer.sparse), layer.forward, count)
+            elif phase == Phase.BACKWARD:
+                yield Repeated(("recompute", layer.sparse), layer.recomputed, count)
+            if phase != Phase.FORWARD:
+                yield self._gradients(("backward", layer.sparse), layer.backward, phase, count)
+        if phase == Phase.FORWARD:
+            yield from [Repeated(("embedding",), lambda: embedding(self.layout))] if chunk.first else []
+            yield from [Repeated(("head",), lambda: head(self.layout))] if chunk.last else []
+            return
+        if chunk.first:
+            yield self._gradients(("embedding grad",), lambda: embedding_backward(self.layout), phase)
+        if chunk.last:
+            yield self._gradients(("head grad",), lambda: head_backward(self.layout), phase)
+
+    def optimizer(self, stage: int) -> Repeated:
+        """The update, once a step."""
+        size, tensors = self.sharding.updated(self.stage_parameters(stage)), self.tensors(stage)
+        return Repeated(("optimizer", round(size), tensors), lambda: optimizer(self.layout, size, tensors))
+
+    def _layers(self, chunk: Chunk) -> Iterator[tuple[TransformerLayer, int]]:
+        if chunk.dense:
+            yield TransformerLayer(self.layout), chunk.dense
+        if chunk.sparse:
+            yield TransformerLayer(self.layout, sparse=True), chunk.sparse
+
+    def _gradients(
+        self, key: tuple[Hashable, ...], build: Callable[[], Block], phase: Phase, count: int = 1
+    ) -> Repeated:
+        """A backward block: whole, or the half that belongs to this phase."""
+        if not self.schedule.splits_backward:
+            return Repeated(key, build, count)
+        half = input_gradients if phase == Phase.BACKWARD else weight_gradients
+        return Repeated((*key, phase), lambda: half(build()), count)
+
+    # ------------------------------------------------------------------ what it keeps
+    def layer_memory(self, sparse: bool) -> LayerMemory:
+        """Of one layer and one micro-batch."""
+        return _layer_memory(_KeyedLayout(self.layout), sparse)
+
+    def kept_bytes(self, chunk: Chunk) -> float:
+        """What one micro-batch keeps of a chunk between its forward and its backward pass."""
+        first, last = _end_bytes(_KeyedLayout(self.layout))
+        kept = (first if chunk.first else 0.0) + (last if chunk.last else 0.0)
+        for count, sparse in ((chunk.dense, False), (chunk.sparse, True)):
+            kept += count * self.layer_memory(sparse).kept if count else 0.0
+        return kept
+
+
+class _KeyedLayout:
+    """A layout that is equal to another where their layers keep the same, so that a search works it out once."""
+
+    def __init__(self, layout: RankLayout) -> None:
+        self.layout = layout
+        t, p = layout.train, layout.parallel
+        self.key = (
+            layout.model, t.micro_batch, t.seq, t.precision, t.recompute, t.compile, t.framework, t.attention, t.mode,
+            t.imbalance, p.tp, p.cp, p.sequence_parallel, p.ep, layout.expert_tp,
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _KeyedLayout) and self.key == other.key
+
+
+@lru_cache(maxsize=4096)
+def _layer_memory(keyed: _KeyedLayout, sparse: bool) -> LayerMemory:
+    return TransformerLayer(keyed.layout, sparse).memory
+
+
+@lru_cache(maxsize=4096)
+def _end_bytes(keyed: _KeyedLayout) -> tuple[float, float]:
+    return saved_bytes(embedding(keyed.layout)), saved_bytes(head(keyed.layout))
