@@ -17,7 +17,7 @@ import numpy as np
 
 from changes import setup_of
 from lumos.cost.operator_model import cost_model
-from lumos.measure.fit.operator_rows import operator_of
+from lumos.measure.operator_rows import operator_of
 from lumos.prediction.forecasting import forecast
 
 CALIBRATION = Path(__file__).parent.parent / "calibration"

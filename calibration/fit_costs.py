@@ -17,8 +17,8 @@ from math import ceil
 from pathlib import Path
 
 from lumos.cost.operator_model import encode
-from lumos.measure.fit.fit import Verdict, fit
-from lumos.measure.fit.samples import Sample, operator_of
+from lumos.measure.fit import Sample, Verdict, fit
+from lumos.measure.operator_rows import operator_of
 from lumos.program.operators import Operator
 from lumos.setup.gpus import gpu_named
 

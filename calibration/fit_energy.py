@@ -25,7 +25,7 @@ from scipy.optimize import least_squares
 from fit_steps import setup_of
 from lumos.cost.energy import joules_from, work_of
 from lumos.cost.prices import Prices
-from lumos.measure.fit.operator_rows import SIZES, operator_of
+from lumos.measure.operator_rows import SIZES, operator_of
 from lumos.prediction.power import drawn_w, energy_of
 from lumos.prediction.step import simulate_step
 from lumos.program.operators import Operator

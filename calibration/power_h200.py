@@ -140,7 +140,7 @@ def graph_of(calls: list[Call]) -> tuple[Call, int]:
 
 def operator_row(recorder: Recorder, row: Row) -> None:
     """One operator in a steady loop; cold operands take turns."""
-    from lumos.measure.sample.operator_calls import prepare
+    from lumos.measure.time_operators import prepare
 
     calls = [prepare(row, "cuda") for _ in range(row.get("copies", 1))]
     if row["op"] == "adamw_fused":  # keeps its count of steps on the host's side: no graph
@@ -285,7 +285,7 @@ def train(recorder: Recorder, name: str, kind: str, sizes: tuple[int, ...], how:
 
 def attempts(recorder: Recorder) -> Iterator[tuple[str, Call]]:
     """Everything to be measured, by name."""
-    from lumos.measure.sample.operator_calls import prepare
+    from lumos.measure.time_operators import prepare
 
     def calm(name: str, seconds: float) -> None:
         time.sleep(seconds)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lumos.measure.sample.grid import rows
-from lumos.measure.sample.sampler import sample
+from lumos.measure.sample import sample
+from lumos.measure.sample_grid import rows
 
 
 def report(done: int, total: int, operator: str) -> None:

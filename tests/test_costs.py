@@ -29,8 +29,8 @@ from lumos.cost.operator_model import CostModel, Regressor, _decode, chip_of, co
 from lumos.cost.trees import Trees
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.measure.fit.operator_rows import SIZES, operator_of, operators_of, read_rows
-from lumos.measure.fit.samples import read_samples
+from lumos.measure.fit import read_samples
+from lumos.measure.operator_rows import SIZES, operator_of, operators_of, read_rows
 from lumos.prediction.power import drawn_w
 from lumos.program.operators import KINDS, Collective, Group, Operator
 from lumos.report.terminal.costs import cost_answer
@@ -331,7 +331,7 @@ def test_ten_thousand_rows_take_well_under_a_second() -> None:
 def some_trees(seed: int = 0, features: int = 4) -> tuple[Trees, Any, Any]:
     """Trees grown by scikit-learn on random rows, its own model, and other rows."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
-    from lumos.measure.fit.boosting import flatten, regressor
+    from lumos.measure.boosting import flatten, regressor
 
     draw = np.random.default_rng(seed)
     known = draw.normal(size=(300, features)).round(2)
@@ -479,18 +479,18 @@ def test_all_mistakes_of_all_rows_are_told_at_once() -> None:
     with pytest.raises(InputError) as told:
         operators_of(wrong, "r.json")
     assert str(told.value).splitlines() == [
-        'r.json: rows[0]: op = "gem" is not known: did you mean gemm? (`lumos cost --help` has them all)',
+        'r.json: rows[0]: op = "gem" is not known: did you mean gemm? (`lumos cost --help` lists all)',
         'r.json: rows[2]: dtype = "int8" is not known: use bf16, fp16, fp32, tf32 or fp8',
         'r.json: rows[2]: layout = "XX" is not known: use TN, NN or NT',
-        "r.json: rows[2]: m = 0 is no size: give a whole number from 1 to 1099511627775",
-        "r.json: rows[2]: n = 1.5 is no size: give a whole number from 1 to 1099511627775",
+        "r.json: rows[2]: m = 0 is not a size: give a whole number from 1 to 1099511627775",
+        "r.json: rows[2]: n = 1.5 is not a size: give a whole number from 1 to 1099511627775",
         "r.json: rows[2]: k is missing: gemm needs m, n and k",
-        'r.json: rows[3]: "gemm" is no row; give an object such as {"op": "gemm", "m": 4096, "n": 4096, "k": 4096}',
+        'r.json: rows[3]: "gemm" is not a row; give an object such as {"op": "gemm", "m": 4096, "n": 4096, "k": 4096}',
         'r.json: rows[4]: op is missing: give a name, as in {"op": "gemm", "m": 4096, "n": 4096, "k": 4096}',
-        "r.json: rows[5]: t = true is no size: give a whole number from 1 to 1099511627775",
-        "r.json: rows[5]: h = 1099511627776 is no size: give a whole number from 1 to 1099511627775",
+        "r.json: rows[5]: t = true is not a size: give a whole number from 1 to 1099511627775",
+        "r.json: rows[5]: h = 1099511627776 is not a size: give a whole number from 1 to 1099511627775",
         "r.json: rows[6]: dtype = a list of 0 is not known: use bf16, fp16, fp32, tf32 or fp8",
-        "r.json: rows[6]: op = a list of 1 is not known: did you mean gelu? (`lumos cost --help` has them all)",
+        "r.json: rows[6]: op = a list of 1 is not known: did you mean gelu? (`lumos cost --help` lists all)",
     ]
 
 
@@ -659,9 +659,9 @@ def test_what_was_sampled_is_fitted_and_priced(tmp_path: Path) -> None:
     assert (answer["gpu"], answer["model"]) == ("h100", "m.npz")
     assert families["silu"]["refused"] == "fewer than 40 samples"
     assert families["silu"]["error_pct"] is None
-    assert "on shapes held apart" in families["add"]["refused"]
+    assert "on held-out shapes" in families["add"]["refused"]
     assert max(families[name]["error_pct"] for name in ("gemm_tn", "gelu")) < 10
-    assert answer["warnings"] == ["refused, and so priced by what is shipped: add, silu"]
+    assert answer["warnings"] == ["refused; the shipped model is used for add, silu"]
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     priced = json.loads(lumos("cost", "rows.json", "--model", "m.npz", "--json", cwd=tmp_path).stdout)
     base = roofline_us(operator_of(ROWS[0], "row"), chip_of(gpu_named("h100"), "bf16"))

@@ -1,4 +1,4 @@
-"""Sampling: which shapes are measured, and that a run may stop and go on at any point. No GPU and no torch needed."""
+"""Sampling: which shapes are measured, and that a run can stop and resume at any point. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos.errors import InputError, OptionError
-from lumos.measure.fit.operator_rows import operator_of
-from lumos.measure.fit.samples import read_samples
-from lumos.measure.sample.collective_sampler import COLLECTIVES, SIZES, collective_rows, measure_collectives
-from lumos.measure.sample.grid import COUNTS, Row, rows
-from lumos.measure.sample.sampler import Outcome, Wish, sample, sample_machine
+from lumos.measure.fit import read_samples
+from lumos.measure.operator_rows import operator_of
+from lumos.measure.sample import Sampled, SamplePlan, sample, sample_machine
+from lumos.measure.sample_grid import COUNTS, Row, rows
+from lumos.measure.time_collectives import COLLECTIVES, SIZES, collective_rows, measure_collectives
 from lumos.report.terminal.costs import sample_answer
 
 OPERATORS = sorted({key.partition(":")[0] for key in COUNTS})
@@ -30,7 +30,7 @@ needs_torch = pytest.mark.skipif(
 without_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed here")
 
 
-class Bench:
+class FakeGpu:
     """A GPU on which everything takes as long as its place in the order, and some things cannot be done."""
 
     def __init__(self, gpu: str = "NVIDIA H200", fails_at: int = -1, dies: bool = False) -> None:
@@ -95,61 +95,61 @@ def test_every_row_is_affordable_and_can_be_priced(seed: int) -> None:
         assert operator.bytes < 7e10, "or it does not fit into a GPU"
 
 
-# Stopping and going on
+# Stopping and resuming
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_run_resumes_where_it_stopped(tmp_path: Path) -> None:
     grid, path = rows(0.004), tmp_path / "s.jsonl"
-    first, second = Bench(), Bench()
-    assert sample(grid[:20], path, bench=first) == Outcome(20, 0)
-    assert sample(grid, path, bench=second) == Outcome(len(grid) - 20, 0)
+    first, second = FakeGpu(), FakeGpu()
+    assert sample(grid[:20], path, timer=first) == Sampled(20, 0)
+    assert sample(grid, path, timer=second) == Sampled(len(grid) - 20, 0)
     assert first.seen + second.seen == grid
     assert keys([{k: v for k, v in row.items() if k != "us"} for row in lines(path)[1:]]) == keys(grid)
 
 
 @settings(max_examples=40)
 @given(st.data())
-def test_a_run_that_was_killed_while_writing_goes_on(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_run_that_was_killed_while_writing_is_resumed(tmp_path: Path, data: st.DataObject) -> None:
     grid, path = rows(0.002), tmp_path / "s.jsonl"
     path.unlink(missing_ok=True)
-    sample(grid, path, bench=Bench())
+    sample(grid, path, timer=FakeGpu())
     whole = path.read_bytes()
     header = whole.index(b"\n") + 1
     path.write_bytes(whole[: data.draw(st.integers(header, len(whole)))])
-    sample(grid, path, bench=Bench())
+    sample(grid, path, timer=FakeGpu())
     assert sorted(keys([{k: v for k, v in row.items() if k != "us"} for row in lines(path)[1:]])) == sorted(keys(grid))
     assert len(read_samples(path)[1]) == len(grid)
 
 
 def test_no_time_left_is_nothing_measured(tmp_path: Path) -> None:
-    grid, bench = rows(0.002), Bench()
-    assert sample(grid, tmp_path / "s.jsonl", seconds=-1.0, bench=bench) == Outcome(0, len(grid))
-    assert bench.seen == []
+    grid, gpu = rows(0.002), FakeGpu()
+    assert sample(grid, tmp_path / "s.jsonl", seconds=-1.0, timer=gpu) == Sampled(0, len(grid))
+    assert gpu.seen == []
 
 
-def test_what_cannot_be_measured_is_told_and_not_tried_again(tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_reported_and_not_tried_again(tmp_path: Path) -> None:
     grid, path = rows(0.002), tmp_path / "s.jsonl"
-    assert sample(grid, path, bench=Bench(fails_at=3)) == Outcome(len(grid), 0)
+    assert sample(grid, path, timer=FakeGpu(fails_at=3)) == Sampled(len(grid), 0)
     assert lines(path)[3]["error"] == "out of memory"
-    assert sample(grid, path, bench=Bench()) == Outcome(0, 0)
+    assert sample(grid, path, timer=FakeGpu()) == Sampled(0, 0)
     assert len(read_samples(path)[1]) == len(grid) - 1
     failed = [part for part in sample_answer(path, 0, 0)["operators"] if part["failed"]]
     assert [(part["op"], part["why"]) for part in failed] == [(grid[2]["op"], "out of memory")]
 
 
-def test_a_gpu_that_gives_up_ends_the_run_and_the_next_goes_on_after_it(tmp_path: Path) -> None:
+def test_a_gpu_that_fails_ends_the_run_and_the_next_one_resumes_after_that_row(tmp_path: Path) -> None:
     grid, path = rows(0.002), tmp_path / "s.jsonl"
-    with pytest.raises(OptionError, match=r"gave up at .*the same command again"):
-        sample(grid, path, bench=Bench(fails_at=3, dies=True))
-    assert sample(grid, path, bench=Bench()) == Outcome(len(grid) - 3, 0)
+    with pytest.raises(OptionError, match=r"failed at .*the same command again"):
+        sample(grid, path, timer=FakeGpu(fails_at=3, dies=True))
+    assert sample(grid, path, timer=FakeGpu()) == Sampled(len(grid) - 3, 0)
 
 
 def test_samples_of_another_gpu_are_not_mixed_in(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
-    sample(rows(0.002), path, bench=Bench("NVIDIA A100-SXM4-80GB"))
+    sample(rows(0.002), path, timer=FakeGpu("NVIDIA A100-SXM4-80GB"))
     before = path.read_bytes()
     with pytest.raises(InputError, match="holds samples of NVIDIA A100-SXM4-80GB, and this is NVIDIA H200"):
-        sample(rows(0.004), path, bench=Bench())
+        sample(rows(0.004), path, timer=FakeGpu())
     assert path.read_bytes() == before
 
 
@@ -158,41 +158,41 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: bytes) 
     path = tmp_path / "s.jsonl"
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"s\.jsonl.*name (a file|one) that `lumos sample` wrote"):
-        sample(rows(0.002), path, bench=Bench())
+        sample(rows(0.002), path, timer=FakeGpu())
     assert path.read_bytes() == content
 
 
 def test_progress_names_the_operator_at_work(tmp_path: Path) -> None:
     grid, told = rows(0.002), []
-    sample(grid[:5], tmp_path / "s.jsonl", bench=Bench())
-    sample(grid, tmp_path / "s.jsonl", progress=lambda *args: told.append(args), bench=Bench())
+    sample(grid[:5], tmp_path / "s.jsonl", timer=FakeGpu())
+    sample(grid, tmp_path / "s.jsonl", progress=lambda *args: told.append(args), timer=FakeGpu())
     assert told[0] == (6, len(grid), grid[5]["op"])
     assert told[-1] == (len(grid), len(grid), grid[-1]["op"])
 
 
-# What may be wished for
+# Options
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("plan", "words"),
     [
-        (Wish(only=frozenset({"gem"})), "--only gem: not known; use some of .*gemm"),
-        (Wish(scale=0.0), "--scale 0: give a factor"),
-        (Wish(scale=math.nan), "--scale nan: give a factor"),
-        (Wish(seconds=math.nan), "--seconds nan: give a number"),
-        (Wish(seconds=-3), "--seconds -3: give a number"),
-        (Wish(only=frozenset({"p2p"}), gpus=1), "--only p2p: collectives need more than one GPU"),
+        (SamplePlan(only=frozenset({"gem"})), "--only gem: not known; use some of .*gemm"),
+        (SamplePlan(scale=0.0), "--scale 0: give a factor"),
+        (SamplePlan(scale=math.nan), "--scale nan: give a factor"),
+        (SamplePlan(seconds=math.nan), "--seconds nan: give a number"),
+        (SamplePlan(seconds=-3), "--seconds -3: give a number"),
+        (SamplePlan(only=frozenset({"p2p"}), gpus=1), "--only p2p: collectives need more than one GPU"),
     ],
 )
-def test_a_wish_that_cannot_be_met_is_refused(wish: Wish, words: str) -> None:
+def test_an_impossible_plan_is_refused(plan: SamplePlan, words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        wish.checked()
+        plan.checked()
 
 
 def test_a_machine_of_one_gpu_is_sampled_without_collectives(tmp_path: Path) -> None:
-    wish = Wish(scale=0.002).checked()
-    assert wish.collectives() == []
-    assert sample_machine(wish, tmp_path / "s.jsonl", bench=Bench()) == Outcome(len(wish.operators()), 0)
+    plan = SamplePlan(scale=0.002).checked()
+    assert plan.collectives() == []
+    assert sample_machine(plan, tmp_path / "s.jsonl", timer=FakeGpu()) == Sampled(len(plan.operators()), 0)
 
 
 @without_torch
@@ -220,7 +220,7 @@ def test_collectives_are_sampled_from_1_kib_to_1_gib_on_every_power_of_two() -> 
 
 def test_collectives_among_samples_are_not_fitted_as_operators(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
-    sample(rows(0.002), path, bench=Bench())
+    sample(rows(0.002), path, timer=FakeGpu())
     with path.open("a") as file:
         file.write(json.dumps({"op": "all_reduce", "bytes": 1024, "ranks": 2, "us": 9.0}) + "\n")
     assert len(read_samples(path)[1]) == len(rows(0.002))
@@ -244,3 +244,29 @@ def test_collectives_that_fail_end_in_one_line() -> None:
 @needs_torch
 def test_collectives_stop_when_the_time_is_up() -> None:
     assert list(measure_collectives(collective_rows(2), end=0.0, backend="gloo")) == []
+
+
+# Operators
+
+
+@needs_torch
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_operator_of_the_grid_runs(operator: str) -> None:
+    """On a CPU, with small sizes; a backward pass gives the gradients of its inputs."""
+    import torch
+
+    from lumos.measure.time_operators import prepare
+
+    sizes = {"m": 32, "n": 48, "k": 64, "b": 2, "h": 4, "s": 16, "d": 8, "t": 32, "v": 100, "e": 2}
+    shapes = {
+        "sdpa_bwd": [(2, 4, 16, 8)] * 3, "softmax_bwd": [(2, 4, 16, 16)], "rotary_bwd": [(2, 16, 4, 8)],
+        "rms_norm_bwd": [(32, 4), (4,)], "layer_norm_bwd": [(32, 4), (4,), (4,)], "gelu_bwd": [(32, 4)],
+        "silu_bwd": [(32, 4)], "norm_eager_bwd": [(32, 4), (4,)], "cross_entropy_bwd": [(32, 100)],
+        "embedding_bwd": [(100, 4)], "gemm": [(32, 48)], "bmm": [(8, 16, 16)], "grouped_gemm": [(32, 48)],
+        "rotary_fwd": [(2, 4, 16, 8)], "embedding": [(32, 4)], "cross_entropy": [()], "sdpa_fwd": [(2, 4, 16, 8)],
+        "softmax_fwd": [(2, 4, 16, 16)], "adamw_fused": [],
+    }  # fmt: skip
+    found = prepare(sizes | {"op": operator, "dtype": "bf16", "layout": "NT"}, "cpu")()
+    tensors = found if isinstance(found, tuple) else (found,)
+    given = [tuple(tensor.shape) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    assert given == shapes.get(operator, [(32, 4)])

@@ -1,28 +1,34 @@
-"""`lumos cost`: what do single operators cost?"""
+"""`lumos cost`: how long do single operators take?"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from lumos.cli.options import AsJson, Model
 from lumos.cli.terminal import console, print_json
+from lumos.cost.operator_model import cost_model, read_cost_model
 from lumos.errors import OptionError
+from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.measure.operator_rows import operators_of, read_rows
+from lumos.report.terminal.costs import cost_answer, show_costs
 
 
 def cost_command(
-    rows: Annotated[Path, typer.Argument(help="JSON: a list of operators, or an object with one as rows. - is stdin.")],
-    gpu: Annotated[str, typer.Option(help="The GPU's name, as in h200; that of --model otherwise.")] = "",
+    rows: Annotated[
+        Path, typer.Argument(help="JSON: a list of operators, or an object with such a list as rows. - is stdin.")
+    ],
+    gpu: Annotated[str, typer.Option(help="The GPU's name, as in h200; by default that of --model.")] = "",
     model: Model = None,
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write it: .json or .csv.")] = None,
 ) -> None:
-    """What do single operators cost, alone and from a cold cache?
+    """How long do single operators take, isolated and from a cold cache?
 
     \b
-    A row is {"op": NAME, its sizes, "dtype": bf16, fp16, fp32, tf32 or fp8}; bf16 where none is given. Names and sizes:
+    A row is {"op": NAME, its sizes, "dtype": bf16, fp16, fp32, tf32 or fp8}; bf16 by default. Names and sizes:
       gemm                                    m n k, and layout TN (forward), NN or NT (gradients of input, weight)
       bmm                                     b h s d: the scores of unfused attention
       grouped_gemm                            e t n k: t tokens over e experts
@@ -37,28 +43,16 @@ def cost_command(
       adamw_fused                             n
       neox_...                                what GPT-NeoX runs for it, sizes as above; optimizers: layers width ranks
     """
-    from lumos.files import check_output, write_as, write_csv, write_json
-
     check_output(output, rows, (".json", ".csv"))
-    answer = _priced(rows, gpu, model)
+    if not gpu and model is None:
+        raise OptionError("--gpu is missing: give a name, as in --gpu h200, or a --model file")
+    costs = cost_model(gpu) if model is None else read_cost_model(model, gpu)
+    given = read_rows(rows)
+    answer = cost_answer(costs, given, operators_of(given, str(rows)))
     if output is not None:
         csv = (answer["rows"], ("us", "bound"))
         write_as(output, {".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, *csv)})
     if as_json:
         print_json(answer)
     else:
-        from lumos.report.terminal.costs import show_costs
-
         show_costs(answer, console())
-
-
-def _priced(path: Path, gpu: str, model: Path | None) -> dict[str, Any]:
-    from lumos.cost.operator_model import cost_model, read_cost_model
-    from lumos.measure.fit.operator_rows import operators_of, read_rows
-    from lumos.report.terminal.costs import cost_answer
-
-    if not gpu and model is None:
-        raise OptionError("--gpu is missing: give a name, as in --gpu h200, or a --model file")
-    costs = cost_model(gpu) if model is None else read_cost_model(model, gpu)
-    rows = read_rows(path)
-    return cost_answer(costs, rows, operators_of(rows, str(path)))

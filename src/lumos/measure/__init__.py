@@ -1,1 +1,1 @@
-"""Measure: sample operators on a GPU, and fit a cost model to the samples."""
+"""Measure: time operators and collectives (`lumos sample`), and fit cost models to the samples (`lumos fit`)."""

@@ -1,4 +1,4 @@
-"""Costs as answers: what operators cost, what was sampled, how well it could be fitted."""
+"""The answers of `lumos cost`, `lumos sample` and `lumos fit`, and their tables."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.text import Text
 
 from lumos.cost.operator_model import CostModel
 from lumos.errors import InputError
-from lumos.measure.fit.fit import Verdict
-from lumos.measure.fit.operator_rows import SIZES
-from lumos.measure.sample.sample_file import lines_of
+from lumos.measure.fit import Verdict
+from lumos.measure.operator_rows import SIZES
+from lumos.measure.sample_file import lines_of
 from lumos.program.operators import Operator
 from lumos.report.terminal.style import make_table, notes
 
@@ -25,57 +25,53 @@ Answer = dict[str, Any]
 
 
 def cost_answer(model: CostModel, rows: list[Answer], operators: list[Operator]) -> Answer:
-    """Every row with its price, and what is to be said about the prices."""
+    """Every row with its time ("us") and what limits it ("bound"), and warnings about the times."""
     prices = model.us_of_all(operators)
     priced = [
         row | {"us": round(us, 3), "bound": model.bound(operator)}
         for row, operator, us in zip(rows, operators, prices, strict=True)
     ]
-    return {"gpu": model.gpu.name, "rows": priced, "warnings": list(_doubts(model, rows, operators))}
+    return {"gpu": model.gpu.name, "rows": priced, "warnings": list(_warnings(model, rows, operators))}
 
 
-def _doubts(model: CostModel, rows: list[Answer], operators: list[Operator]) -> Iterator[str]:
-    """Which prices rest on less than samples of this GPU."""
+def _warnings(model: CostModel, rows: list[Answer], operators: list[Operator]) -> Iterator[str]:
+    """Which times are not based on samples of this GPU."""
     gpu = model.gpu
     if model.transferred:
         yield (
-            f"{gpu.name} was never sampled: these are its rooflines with the corrections of {model.sampled}, and how "
-            "far off they are is not known; `lumos sample` and `lumos fit` make a model of its own"
+            f"{gpu.name} was never sampled: roofline estimates with the corrections of {model.sampled}, of unknown "
+            "accuracy; `lumos sample` and `lumos fit` make a model of its own"
         )
-    unsampled: dict[str, set[str]] = defaultdict(set)
+    by_source: dict[str, set[str]] = defaultdict(set)
     for row, operator in zip(rows, operators, strict=True):
         name = row["op"] if operator.dtype == "bf16" else f"{row['op']} in {operator.dtype}"
-        unsampled[model.sampled_on(operator)].add(name)
-        if operator.is_matrix and not gpu.supports(operator.dtype):
-            unsampled["no such units"].add(operator.dtype)
-    for source, names in unsampled.items():
-        yield from _doubt(model, source, ", ".join(sorted(names)))
-
-
-def _doubt(model: CostModel, source: str, names: str) -> Iterator[str]:
-    if source == "no such units":
-        yield f"{model.gpu.name} has no {names}: products are priced in the nearest wider precision that it has"
-    elif not source:
-        yield f"nobody sampled {names}: the roofline alone, which is too low"
-    elif source != model.sampled:
-        yield f"{model.sampled} was not sampled for {names}: the corrections of {source} are used"
+        by_source[model.sampled_on(operator)].add(name)
+    for source, names in by_source.items():
+        listed = ", ".join(sorted(names))
+        if not source:
+            yield f"no samples for {listed}; roofline estimate, which is too low"
+        elif source != model.sampled:
+            yield f"{model.sampled} was not sampled for {listed}: the corrections of {source} are used"
+    missing = sorted({op.dtype for op in operators if op.is_matrix and not gpu.supports(op.dtype)})
+    if missing:
+        yield f"{gpu.name} has no {', '.join(missing)}: matmuls are priced in the nearest wider precision that it has"
 
 
 def show_costs(answer: Answer, console: Console) -> None:
-    """Prices as a table."""
+    """The times of operators as a table."""
     rows = answer["rows"]
-    table = make_table(f"alone and from a cold cache, on {answer['gpu']}", "op", "shape", "µs", "bound")
+    table = make_table(f"isolated and from a cold cache, on {answer['gpu']}", "op", "shape", "µs", "bound")
     for row in rows[:_MOST_ROWS]:
         named = " ".join(str(row[key]) for key in ("op", "layout", "dtype") if key in row)
         shape = " ".join(f"{size}={row[size]}" for size in SIZES[row["op"]])
         table.add_row(named, shape, f"{row['us']:,.1f}", row["bound"])
     if len(rows) > _MOST_ROWS:
-        table.caption = f"… of {len(rows):,} rows; --json has them all"
+        table.caption = f"first {_MOST_ROWS} of {len(rows):,} rows; --json lists all"
     console.print(Group(table, *notes(answer["warnings"])))
 
 
 def sample_answer(path: Path, measured: int, left: int) -> Answer:
-    """What a file of samples holds by now."""
+    """What a sample file contains, with the number of rows that were measured now and that are left."""
     times: dict[str, list[float]] = defaultdict(list)
     failed: dict[str, list[str]] = defaultdict(list)
     gpu = ""
@@ -89,29 +85,26 @@ def sample_answer(path: Path, measured: int, left: int) -> Answer:
     operators = [
         {
             "op": name, "rows": len(times[name]), "failed": len(failed[name]),
-            "median_us": round(median(times[name]), 3) if times[name] else None, "why": _commonest(failed[name]),
+            "median_us": round(median(times[name]), 3) if times[name] else None,
+            "why": max(failed[name], key=failed[name].count, default=""),
         }
         for name in sorted({*times, *failed})
     ]  # fmt: skip
     return {"gpu": gpu, "file": str(path), "measured": measured, "left": left, "operators": operators}
 
 
-def _commonest(words: list[str]) -> str:
-    return max(words, key=words.count) if words else ""
-
-
 def show_samples(answer: Answer, console: Console) -> None:
-    """What was sampled, as a table."""
+    """The contents of a sample file as a table."""
     table = make_table(f"samples of {answer['gpu']}", "op", "rows", "median µs", "failed", "why")
     for part in answer["operators"]:
         middle = "" if part["median_us"] is None else f"{part['median_us']:,.1f}"
         table.add_row(part["op"], f"{part['rows']:,}", middle, str(part["failed"] or ""), Text(part["why"]))
-    done = f"{answer['file']}: {answer['measured']:,} rows are new, {answer['left']:,} left to do"
+    done = f"{answer['file']}: {answer['measured']:,} new rows, {answer['left']:,} left"
     console.print(Group(table, Text(done)))
 
 
 def fit_answer(samples: Path, gpu: str, model: Path, verdicts: list[Verdict]) -> Answer:
-    """Every family's verdict; InputError where none could be fitted, since that makes no model."""
+    """The verdict on every family; InputError where none could be fitted."""
     refused = [verdict for verdict in verdicts if verdict.refused]
     if len(refused) == len(verdicts):
         why = "; ".join(f"{v.family}: {v.refused}" for v in refused[:3]) + ("; …" if len(refused) > 3 else "")
@@ -119,20 +112,16 @@ def fit_answer(samples: Path, gpu: str, model: Path, verdicts: list[Verdict]) ->
     warnings = []
     if refused:
         names = ", ".join(verdict.family for verdict in refused)
-        warnings.append(f"refused, and so priced by what is shipped: {names}")
+        warnings.append(f"refused; the shipped model is used for {names}")
     families = [verdict.as_dict() for verdict in verdicts]
     return {"gpu": gpu, "model": str(model), "families": families, "warnings": warnings}
 
 
 def show_fit(answer: Answer, console: Console) -> None:
-    """How well each family could be fitted, as a table."""
-    table = make_table("error on shapes held apart, percent", "family", "rows", "mean", "median", "refused")
+    """The accuracy of each family as a table."""
+    table = make_table("error on held-out shapes, %", "family", "rows", "mean", "median", "refused")
     for part in answer["families"]:
-        mean, middle = (_percent(part[name]) for name in ("error_pct", "median_pct"))
+        mean, middle = ("" if part[key] is None else f"{part[key]:.1f}" for key in ("error_pct", "median_pct"))
         table.add_row(part["family"], f"{part['rows']:,}", mean, middle, part["refused"])
-    written = Text(f"{answer['model']}: what operators cost on {answer['gpu']}")
+    written = Text(f"{answer['model']}: cost model of {answer['gpu']}")
     console.print(Group(table, written, *notes(answer["warnings"])))
-
-
-def _percent(error: float | None) -> str:
-    return "" if error is None else f"{error:.1f}"

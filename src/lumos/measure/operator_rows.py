@@ -1,9 +1,9 @@
-"""Rows: operators as files describe them, an object each: `op`, its sizes, and a dtype where it is not bf16.
+"""Operator rows: how files describe operators, as objects with `op`, its sizes, and a dtype where it is not bf16.
 
     {"op": "gemm", "m": 4096, "n": 12288, "k": 4096, "layout": "TN"}
     {"op": "cross_entropy", "t": 8192, "v": 128256, "dtype": "fp32"}
 
-Whatever else a row holds is its owner's business.
+Other keys of a row are left alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from lumos.errors import InputError
 from lumos.program.operators import KINDS, Operator
@@ -25,25 +27,25 @@ _LARGEST = 1 << 40  # of a size
 
 _PLANE, _HEADS, _SCORES, _LOGITS = ("t", "h"), ("b", "h", "s", "d"), ("b", "h", "s"), ("t", "v")
 _TABLE, _STAGE = ("t", "v", "h"), ("layers", "width", "ranks")
-_UNLIKE = {
+_OTHER_SIZES = {
     "grouped_gemm": ("e", "t", "n", "k"), "adamw_fused": ("n",), "sdpa_fwd": _HEADS, "sdpa_bwd": _HEADS,
     "rotary_fwd": _HEADS, "rotary_bwd": _HEADS, "softmax_fwd": _SCORES, "softmax_bwd": _SCORES,
     "fillmask_fwd": _SCORES, "fillmask_bwd": _SCORES, "cross_entropy": _LOGITS, "cross_entropy_bwd": _LOGITS,
     "loss_fwd": _LOGITS, "loss_bwd": _LOGITS, "embedding": _TABLE, "embedding_bwd": _TABLE, "embedding_fwd": _TABLE,
     "optimizer_first": _STAGE, "optimizer_middle": _STAGE, "optimizer_last": _STAGE,
 }  # fmt: skip
-_SAID_OTHERWISE = {"gemm_tn", "gemm_nn", "gemm_nt", "bmm", "bmm_bwd", "linear_bwd", "stream"}
+_NOT_IN_ROWS = {"gemm_tn", "gemm_nn", "gemm_nt", "bmm", "bmm_bwd", "linear_bwd", "stream"}
 
 SIZES: dict[str, tuple[str, ...]] = {
     "gemm": ("m", "n", "k"),
     "bmm": _HEADS,
-    **{kind: _UNLIKE.get(kind.removeprefix("neox_"), _PLANE) for kind in sorted(KINDS - _SAID_OTHERWISE)},
+    **{kind: _OTHER_SIZES.get(kind.removeprefix("neox_"), _PLANE) for kind in sorted(KINDS - _NOT_IN_ROWS)},
 }
-"""The sizes that each operator needs; a product has a layout besides, and bmm is that of scores: b × h of s × s × d."""
+"""The sizes of each operator; a matmul also has a layout, and bmm computes attention scores: b × h of s × s × d."""
 
 
 def operator_of(row: Any, place: str) -> Operator:
-    """The operator that a row describes, or InputError with everything that is wrong with it, a line each."""
+    """The operator that a row describes, or InputError with every mistake in it, one per line."""
     mistakes = list(_mistakes(row))
     if mistakes:
         raise InputError("\n".join(f"{place}: {mistake}" for mistake in mistakes))
@@ -72,8 +74,6 @@ def operators_of(rows: list[Any], place: str) -> list[Operator]:
 
 def read_rows(path: Path) -> list[Any]:
     """The rows of a JSON file, or of standard input for "-": a list, or an object whose "rows" is one."""
-    import orjson
-
     try:
         value = orjson.loads(_content(path))
     except orjson.JSONDecodeError as error:
@@ -99,9 +99,9 @@ def _content(path: Path) -> bytes:
 
 
 def _mistakes(row: Any) -> Iterator[str]:
-    """What is wrong with a row, a sentence each."""
+    """The mistakes in a row, one sentence each."""
     if not isinstance(row, dict):
-        yield f"{shown(row)} is no row; give an object such as {_EXAMPLE}"
+        yield f"{shown(row)} is not a row; give an object such as {_EXAMPLE}"
         return
     name, dtype, layout = row.get("op"), row.get("dtype", "bf16"), row.get("layout", "TN")
     if dtype not in _DTYPES:
@@ -109,16 +109,14 @@ def _mistakes(row: Any) -> Iterator[str]:
     if name == "gemm" and layout not in _LAYOUTS:
         yield f"layout = {shown(layout)} is not known: use {one_of(_LAYOUTS)}"
     if not isinstance(name, str) or name not in SIZES:
-        yield _unknown(name)
+        if name is None:
+            yield f"op is missing: give a name, as in {_EXAMPLE}"
+        else:
+            hint = did_you_mean(str(name), list(SIZES))
+            yield f"op = {shown(name)} is not known: {hint} (`lumos cost --help` lists all)"
         return
     for size in SIZES[name]:
         if size not in row:
             yield f"{size} is missing: {name} needs {one_of(SIZES[name]).replace(' or ', ' and ')}"
         elif type(row[size]) is not int or not 0 < row[size] < _LARGEST:
-            yield f"{size} = {shown(row[size])} is no size: give a whole number from 1 to {_LARGEST - 1}"
-
-
-def _unknown(name: Any) -> str:
-    if name is None:
-        return f"op is missing: give a name, as in {_EXAMPLE}"
-    return f"op = {shown(name)} is not known: {did_you_mean(str(name), list(SIZES))} (`lumos cost --help` has them all)"
+            yield f"{size} = {shown(row[size])} is not a size: give a whole number from 1 to {_LARGEST - 1}"

@@ -1,1 +1,0 @@
-"""Turning samples into cost models. Needs the extra [fit]."""

@@ -1,1 +1,0 @@
-"""Measuring operators on the GPU at hand."""

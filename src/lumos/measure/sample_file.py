@@ -1,0 +1,93 @@
+"""Sample files: JSON lines, of which the first names the GPU; rows are only ever appended.
+
+    {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "cuda": "13.0"}
+    {"op": "gemm", "m": 4096, "n": 4096, "k": 4096, "layout": "TN", "dtype": "bf16", "us": 204.512}
+    {"op": "permute", "t": 65536, "h": 20480, "dtype": "bf16", "error": "out of memory"}
+
+A run that was killed leaves at most half a line at the end, which the next run cuts off before it continues.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from lumos.errors import InputError, OptionError
+
+Row = dict[str, Any]
+Key = tuple[tuple[str, str], ...]
+
+_WAY_OUT = "name a file that `lumos sample` wrote"
+
+
+class SampleFile:
+    """The rows of a file, and a place to append new ones."""
+
+    def __init__(self, file: TextIO, done: set[Key]) -> None:
+        self._file, self._done = file, done
+
+    def missing(self, rows: Iterable[Row]) -> list[Row]:
+        """Those of the rows that the file does not have yet."""
+        return [row for row in rows if _key(row) not in self._done]
+
+    def add(self, row: Row) -> None:
+        """Append a row, and hand it to the operating system."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        self._done.add(_key(row))
+
+
+@contextmanager
+def open_samples(path: Path, about: Row) -> Iterator[SampleFile]:
+    """The samples of the GPU that `about` describes, to append to; InputError for a file of anything else."""
+    try:
+        done = _checked(path, str(about["gpu"])) if path.exists() else set()
+        with path.open("a", encoding="utf-8") as file:
+            samples = SampleFile(file, done)
+            if file.tell() == 0:
+                samples.add(about)
+            yield samples
+    except OSError as error:
+        raise OptionError(f"-o {path}: cannot be written ({error.strerror})") from None
+
+
+def _checked(path: Path, gpu: str) -> set[Key]:
+    """The rows of a file that can be appended to, after half a line at its end is cut off."""
+    done = set()
+    for _, row in lines_of(path):
+        if "gpu" in row and row["gpu"] != gpu:
+            raise InputError(f"{path}: holds samples of {row['gpu']}, and this is {gpu}; name another file with -o")
+        done.add(_key(row))
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return done
+
+
+def lines_of(path: Path) -> Iterator[tuple[str, Row]]:
+    """(place, row) of a sample file, without half a line at its end; InputError where it is none."""
+    try:
+        lines = path.read_text("utf-8").split("\n")[:-1]
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not text; {_WAY_OUT}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {_WAY_OUT}") from None
+    if not lines and path.stat().st_size:
+        raise InputError(f"{path}: not a file of samples; {_WAY_OUT}")
+    for number, line in enumerate(lines, 1):
+        place = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise InputError(f"{place}: not JSON; {_WAY_OUT}") from None
+        if not isinstance(row, dict):
+            raise InputError(f"{place}: not a row of samples; {_WAY_OUT}")
+        if number == 1 and "gpu" not in row:
+            raise InputError(f"{place}: does not name the GPU; {_WAY_OUT}")
+        yield place, row
+
+
+def _key(row: Row) -> Key:
+    return tuple(sorted((name, repr(value)) for name, value in row.items() if name not in ("us", "error")))
