@@ -284,7 +284,7 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
         {"train": {"seq": 2048, "global_batch": 65}, "parallel": {"dp": 2}},
         "train.global_batch = 65 is not a multiple of train.micro_batch = 1 times parallel.dp = 2: use 64 or 66",
     ),
-    ({"train": {"seq": 2048, "global_batch": 8, "microbatches": 4}}, "leave one of global_batch and microbatches out"),
+    ({"train": {"seq": 2048, "global_batch": 8, "microbatches": 4}}, "remove one of global_batch and microbatches"),
     ({"train": {"seq": 2050}, "parallel": {"cp": 2}}, "train.seq = 2050 is not a multiple of 2 * parallel.cp = 4"),
     (
         {"train": {"seq": 2049}, "parallel": {"tp": 2, "sequence_parallel": True}},
@@ -306,7 +306,7 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"parallel": {"pp": 2, "schedule": "interleaved"}}, "needs parallel.vpp of more than 1"),
     (
         {"train": {"seq": 2048, "microbatches": 3}, "parallel": {"pp": 2, "vpp": 2}},
-        "train.microbatches = 3 is not a multiple of parallel.pp = 2, as interleaved needs it: use 2 or 4",
+        "train.microbatches = 3 is not a multiple of parallel.pp = 2, as the interleaved schedule needs: use 2 or 4",
     ),
     ({"parallel": {"ep": 2, "dp": 2}}, "parallel.ep = 2 needs experts"),
     ({"model": MOE, "parallel": {"ep": 3, "dp": 3}}, "parallel.ep = 3 does not divide model.experts = 8"),
@@ -322,9 +322,9 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"train": {"seq": 2048, "framework": "megatrn"}}, "did you mean megatron?"),
     (
         {"train": {"seq": 2048, "precision": "fp8"}, "cluster": {"gpu": "a100"}},
-        'train.precision = "fp8" does not exist on cluster.gpu = "a100": use fp32, tf32, fp16 or bf16',
+        'train.precision = "fp8" is not supported by cluster.gpu = "a100": use fp32, tf32, fp16 or bf16',
     ),
-    ({"train": {"seq": 2048}, "cluster": {"gpu": "v100"}}, 'train.precision = "bf16" does not exist'),
+    ({"train": {"seq": 2048}, "cluster": {"gpu": "v100"}}, 'train.precision = "bf16" is not supported'),
 ]
 
 
@@ -393,9 +393,9 @@ def test_all_mistakes_are_listed_together(tmp_path: Path) -> None:
         read_setup(path)
     lines = str(caught.value).splitlines()
     expected = (
-        "tp stands outside of a section: it belongs into [parallel]",
+        "tp is outside of any section: move it to [parallel]",
         "[clutser] is not a section: did you mean cluster?",
-        'model.heads = "many" is of the wrong kind: give a whole number',
+        'model.heads = "many" has the wrong type: give a whole number',
         "model.hedas is not known: did you mean heads?",
         "train.seq is missing: set it in [train] or with --set train.seq=VALUE",
         'train.precision = "bf61" is not known: use fp32,',
@@ -493,7 +493,7 @@ def test_notes_say_what_was_assumed(tmp_path: Path, run_toml: Path) -> None:
     notes = "\n".join(read_setup_with_notes(path).notes)
     assert "--expert-tensor-parallel-size" in notes
     assert "padded to 32256" in notes
-    assert "h200 is taken" in notes
+    assert "assuming h200" in notes
 
 
 @pytest.mark.parametrize(
@@ -568,7 +568,7 @@ def test_a_megatron_script_is_read_as_text() -> None:
     assert (parallel.tp, parallel.pp, parallel.vpp, parallel.dp, parallel.zero) == (2, 4, 2, 4, 1)
     assert (parallel.sequence_parallel, parallel.tp_overlap, parallel.dp_overlap) == (True, True, True)
     assert (setup.cluster.gpus, setup.cluster.gpus_per_node) == (32, 8)
-    assert script.not_understood == ("--expert-tensor-parallel-size", "--rampup-batch-size")
+    assert script.not_recognised == ("--expert-tensor-parallel-size", "--rampup-batch-size")
 
 
 def sections_of(options: str) -> dict[str, dict[str, Any]]:
@@ -771,7 +771,7 @@ def test_gating_follows_from_the_type_and_never_from_a_ratio() -> None:
         ({"model_type": "mamba"}, "state-space"),
         ({"model_type": "clip", "text_config": LLAMA}, "clip is a model of images"),
         (LLAMA | {"model_type": "news", "is_encoder_decoder": True}, "encoder with a decoder"),
-        (LLAMA | {"model_type": "news", "architectures": ["NewsForMaskedLM"]}, "NewsForMaskedLM is no decoder-only"),
+        (LLAMA | {"model_type": "news", "architectures": ["NewsForMaskedLM"]}, "NewsForMaskedLM is not a decoder-only"),
         ({"name": "something", "version": 2}, "it has no model_type"),
         ({}, "it has no model_type"),
         ([LLAMA], "a config.json is a table"),

@@ -18,7 +18,7 @@ from lumos.report.terminal.forecasts import show_score_answer
 from lumos.report.terminal.searches import show_search
 from lumos.score.score import merged_score
 from lumos.search.result import merged_search
-from lumos.setup.importers.text_file import text_of
+from lumos.setup.importers.foreign_file import text_of
 
 Answer = dict[str, Any]
 

@@ -1,31 +1,18 @@
-"""The description of a training run: what is trained, how, divided how, on which machines."""
+"""Setup: the description of a training run. What is trained, how, divided among which GPUs.
 
-from lumos.setup.constraints import mistakes_in, warnings_in
+`sections` has the four sections, `setup` the whole, `constraints` what must hold between them, `gpus`, `presets` and
+`frameworks` what is known by name, `setup_files` reads and writes TOML, `importers` reads files of other tools.
+"""
+
+from lumos.setup.constraints import check, checked_setup, mistakes_in, warnings_in
 from lumos.setup.gpus import Gpu, gpu_named, gpu_names
 from lumos.setup.presets import Preset, preset_named, preset_names
 from lumos.setup.sections import Cluster, Model, Parallel, Train
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import SetupReading, read_setup, read_setup_with_notes, write_setup
-from lumos.setup.validate import check, checked_setup
 
 __all__ = [
-    "Cluster",
-    "Gpu",
-    "Model",
-    "Parallel",
-    "Preset",
-    "Setup",
-    "SetupReading",
-    "Train",
-    "check",
-    "checked_setup",
-    "gpu_named",
-    "gpu_names",
-    "mistakes_in",
-    "preset_named",
-    "preset_names",
-    "read_setup",
-    "read_setup_with_notes",
-    "warnings_in",
-    "write_setup",
-]
+    "Cluster", "Gpu", "Model", "Parallel", "Preset", "Setup", "SetupReading", "Train", "check", "checked_setup",
+    "gpu_named", "gpu_names", "mistakes_in", "preset_named", "preset_names", "read_setup", "read_setup_with_notes",
+    "warnings_in", "write_setup",
+]  # fmt: skip

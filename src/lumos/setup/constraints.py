@@ -1,81 +1,178 @@
-"""Rules: what the values of a setup must be to each other. One function a rule: a sentence, or "" where it holds."""
+"""Constraints between the values of a setup, and the check that lists every mistake in one error.
+
+Each constraint is a function with `@_rule(keys)` that returns a sentence, or "" where it holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from pydantic import ValidationError
+
+from lumos.errors import OptionError
 from lumos.setup.frameworks import framework_names
 from lumos.setup.gpus import find_gpu, gpu_names
-from lumos.setup.messages import did_you_mean, divisors_of, one_of, shown
-from lumos.setup.setup import Setup
+from lumos.setup.messages import did_you_mean, divisors_of, mistakes_of, named, one_of, shown
+from lumos.setup.sections import Section
+from lumos.setup.setup import KEYS, SECTIONS, Setup
 
 _MOST_GPUS = 1 << 20
 _LARGEST_BATCH = 1 << 24
-_ONE_CHUNK_A_STAGE = ("gpipe", "1f1b", "zero-bubble")
+_BATCH = ("parallel.dp", "cluster.gpus", "train.microbatches", "train.global_batch")  # they follow from each other
+# If one of the first is wrong, so may be what was derived from it: rules about those would mislead.
+_DERIVED_FROM = (
+    (("model.heads", "model.hidden"), ("model.heads", "model.hidden", "model.kv_heads", "model.head_dim")),
+    (("parallel.tp", "parallel.pp", "parallel.cp", "train.micro_batch", *_BATCH), _BATCH),
+    (("parallel.vpp",), ("parallel.schedule",)),
+    (("model.experts", "model.ffn", "model.expert_ffn"), ("model.ffn", "model.expert_ffn")),
+)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A check and the keys it is about: where one of those is wrong already, it says nothing."""
+    """A constraint and the keys it is about: it is skipped where one of them is already known to be wrong."""
 
     keys: frozenset[str]
     mistake: Callable[[Setup], str]
 
 
-def mistakes_in(setup: Setup, beside: Iterable[str] = ()) -> list[str]:
-    """Every rule that the setup breaks, in a sentence each; rules about the keys in `beside` are left out."""
-    wrong = frozenset(beside)
-    found = (rule.mistake(setup) for rule in RULES if wrong.isdisjoint(rule.keys))
+RULES: list[Rule] = []
+
+
+def check(setup: Setup, where: str = "") -> None:
+    """Raise OptionError with every mistake in a setup whose values have the right types."""
+    _refuse(mistakes_in(setup), where)
+
+
+def checked_setup(sections: Mapping[str, Any], where: str = "", known_mistakes: Sequence[str] = ()) -> Setup:
+    """The setup of these sections, or OptionError with every mistake, including those known before.
+
+    A section that is None could not be read, which a known mistake says; the others are checked without it.
+
+    >>> checked_setup({"model": {"layers": 2, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 99}, "train": {"seq": 8}})
+    """
+    mistakes = [*known_mistakes, *(_stray(name) for name in sections if name not in SECTIONS)]
+    built: dict[str, Section] = {}
+    wrong: set[str] = set()
+    for name in SECTIONS:
+        built[name], found = _section(name, sections.get(name, {}))
+        mistakes += [sentence for sentence in found.values() if sentence]
+        wrong |= {f"{name}.{key}" for key in found}
+    for causes, effects in _DERIVED_FROM:
+        if not wrong.isdisjoint(causes):
+            wrong.update(effects)
+    setup = Setup(**built)  # type: ignore[arg-type]
+    _refuse([*mistakes, *mistakes_in(setup, wrong)], where)
+    return setup
+
+
+def mistakes_in(setup: Setup, wrong: Iterable[str] = ()) -> list[str]:
+    """One sentence for every rule that the setup breaks; rules about the keys in `wrong` are skipped."""
+    skipped = frozenset(wrong)
+    found = (rule.mistake(setup) for rule in RULES if skipped.isdisjoint(rule.keys))
     return [sentence for sentence in found if sentence]
 
 
 def warnings_in(setup: Setup) -> list[str]:
-    """What is allowed but probably not meant."""
-    return [sentence for sentence in (doubt(setup) for doubt in _DOUBTS) if sentence]
+    """One sentence for everything that is allowed but probably not intended."""
+    parallel, cluster, gpu = setup.parallel, setup.cluster, setup.cluster.accelerator
+    node, reach = cluster.gpus_per_node, max(gpu.nvlink_domain, gpu.gpus_per_node)
+    doubts = {
+        "parallel.sequence_parallel has no effect with parallel.tp = 1": parallel.sequence_parallel
+        and parallel.tp == 1,
+        f"parallel.shard = {parallel.shard} has no effect with parallel.zero = 0": parallel.shard and not parallel.zero,
+        f"cluster.gpus = {cluster.gpus} is not a whole number of nodes of {node}": cluster.gpus > node
+        and cluster.gpus % node,
+        f"parallel.tp = {parallel.tp} reaches beyond the {reach} GPUs of a node": parallel.tp > reach,
+    }
+    return [sentence for sentence, applies in doubts.items() if applies]
 
 
-def _about(*keys: str) -> Callable[[Callable[[Setup], str]], Rule]:
-    return lambda mistake: Rule(frozenset(keys), mistake)
+def _section(name: str, values: Any) -> tuple[Section, dict[str, str]]:
+    """A section to continue with, and its mistakes: key to sentence, "" where another mistake says it already."""
+    section = SECTIONS[name]
+    required = {key: 1 for key, field in section.model_fields.items() if field.is_required()}
+    if not isinstance(values, dict):
+        found = dict.fromkeys(section.model_fields, "")
+        if values is not None:
+            found[""] = f"{name} = {shown(values)} is not a section: write [{name}] and its keys below"
+        return section.model_validate(required), found
+    try:
+        return section.model_validate(values), {}
+    except ValidationError as error:
+        found = mistakes_of(error, name, list(section.model_fields))
+    usable = {key: value for key, value in values.items() if key not in found}
+    for key in found.keys() - values.keys() - required.keys():
+        found[key] = ""  # derived from a value that is wrong
+    return section.model_validate(required | usable), found
 
 
-def _undivided(part: str, size: int, whole: str, total: int) -> str:
+def _stray(name: str) -> str:
+    """A name at the top level of a file that is not a section."""
+    homes = [key.partition(".")[0] for key in KEYS if key.partition(".")[2] == name]
+    if homes:
+        return f"{name} is outside of any section: move it to [{homes[0]}]"
+    return f"[{named(name)}] is not a section: {did_you_mean(name, list(SECTIONS))}"
+
+
+def _refuse(mistakes: Sequence[str], where: str) -> None:
+    if mistakes:
+        raise OptionError("\n".join(f"{where}: {sentence}" if where else sentence for sentence in mistakes))
+
+
+def _rule(*keys: str) -> Callable[[Callable[[Setup], str]], Callable[[Setup], str]]:
+    def add(mistake: Callable[[Setup], str]) -> Callable[[Setup], str]:
+        RULES.append(Rule(frozenset(keys), mistake))
+        return mistake
+
+    return add
+
+
+def _must_divide(part: str, size: int, whole: str, total: int) -> str:
     return "" if total % size == 0 else f"{part} = {size} does not divide {whole} = {total}: use {divisors_of(total)}"
+
+
+def _must_be_multiple(part: str, size: int, of: str, factor: int) -> str:
+    if size % factor == 0:
+        return ""
+    below = size - size % factor
+    return f"{part} = {size} is not a multiple of {of}: use {one_of([n for n in (below, below + factor) if n])}"
 
 
 # The model
 
 
-@_about("model.heads", "model.hidden", "model.head_dim")
+@_rule("model.heads", "model.hidden", "model.head_dim")
 def _heads_divide_hidden(setup: Setup) -> str:
     model = setup.model
-    if model.latent or model.hidden % model.heads == 0 or model.head_dim != model.hidden // model.heads:
+    if model.latent or model.head_dim != model.hidden // model.heads:  # a head_dim that is given need not divide
         return ""
-    fitting = _undivided("model.heads", model.heads, "model.hidden", model.hidden)
-    return f"{fitting}; or set model.head_dim"
+    mistake = _must_divide("model.heads", model.heads, "model.hidden", model.hidden)
+    return mistake and f"{mistake}; or set model.head_dim"
 
 
-@_about("model.heads", "model.kv_heads")
+@_rule("model.heads", "model.kv_heads")
 def _kv_heads_divide_heads(setup: Setup) -> str:
     model = setup.model
-    return "" if model.latent else _undivided("model.kv_heads", model.kv_heads, "model.heads", model.heads)
+    return "" if model.latent else _must_divide("model.kv_heads", model.kv_heads, "model.heads", model.heads)
 
 
-@_about(
+@_rule(
     "model.kv_lora_rank", "model.q_lora_rank", "model.qk_nope_head_dim", "model.qk_rope_head_dim", "model.v_head_dim"
 )
-def _latent_attention_is_whole(setup: Setup) -> str:
+def _latent_attention_is_complete(setup: Setup) -> str:
     model = setup.model
-    if not model.latent:
-        ranks = {"q_lora_rank": model.q_lora_rank, "v_head_dim": model.v_head_dim}
-        stated = next((key for key, size in ranks.items() if size), "")
-        return f"model.{stated} = {ranks[stated]} needs model.kv_lora_rank: set it, or leave it out" if stated else ""
-    sizes = {"qk_nope_head_dim + model.qk_rope_head_dim": model.head_dim, "v_head_dim": model.v_head_dim}
-    missing = next((key for key, size in sizes.items() if not size), "")
-    return f"model.kv_lora_rank = {model.kv_lora_rank} needs model.{missing} of more than 0" if missing else ""
+    if model.latent:
+        sizes = {"qk_nope_head_dim + model.qk_rope_head_dim": model.head_dim, "v_head_dim": model.v_head_dim}
+        missing = next((key for key, size in sizes.items() if not size), "")
+        return missing and f"model.kv_lora_rank = {model.kv_lora_rank} needs model.{missing} of more than 0"
+    key = "q_lora_rank" if model.q_lora_rank else "v_head_dim" if model.v_head_dim else ""
+    return key and f"model.{key} = {getattr(model, key)} needs model.kv_lora_rank: set it, or remove {key}"
 
 
-@_about("model.ffn", "model.expert_ffn", "model.experts", "model.dense_layers", "model.layers")
+@_rule("model.ffn", "model.expert_ffn", "model.experts", "model.dense_layers", "model.layers")
 def _every_mlp_has_a_width(setup: Setup) -> str:
     model = setup.model
     if model.moe_layers < model.layers and not model.ffn:
@@ -85,49 +182,39 @@ def _every_mlp_has_a_width(setup: Setup) -> str:
     return ""
 
 
-@_about("model.experts", "model.top_k", "model.shared_experts")
-def _experts_are_chosen(setup: Setup) -> str:
+@_rule("model.experts", "model.top_k", "model.shared_experts")
+def _experts_have_a_router(setup: Setup) -> str:
     model = setup.model
     if model.experts and not 1 <= model.top_k <= model.experts:
         return f"model.top_k = {model.top_k} of model.experts = {model.experts}: use 1 to {model.experts}"
-    if not model.experts and (model.top_k or model.shared_experts):
-        key, size = ("top_k", model.top_k) if model.top_k else ("shared_experts", model.shared_experts)
-        return f"model.{key} = {size} needs experts: set model.experts, or leave it out"
-    return ""
+    key = "" if model.experts else "top_k" if model.top_k else "shared_experts" if model.shared_experts else ""
+    return key and f"model.{key} = {getattr(model, key)} needs experts: set model.experts, or remove {key}"
 
 
-@_about("model.layers", "model.dense_layers")
+@_rule("model.layers", "model.dense_layers")
 def _dense_layers_are_layers(setup: Setup) -> str:
-    model = setup.model
-    if model.dense_layers <= model.layers:
-        return ""
-    return f"model.dense_layers = {model.dense_layers} is more than model.layers = {model.layers}: use at most that"
+    layers, dense = setup.model.layers, setup.model.dense_layers
+    return "" if dense <= layers else f"model.dense_layers = {dense} is more than model.layers = {layers}: use fewer"
 
 
 # The batch
 
 
-@_about("train.micro_batch", "train.microbatches", "train.global_batch", "parallel.dp")
+@_rule("train.micro_batch", "train.microbatches", "train.global_batch", "parallel.dp")
 def _batches_agree(setup: Setup) -> str:
     train, dp = setup.train, setup.parallel.dp
-    batch, per_round = train.global_batch, train.micro_batch * dp
-    if batch == per_round * train.microbatches:
+    total = train.micro_batch * dp * train.microbatches
+    if train.global_batch == total:
         return ""
-    stated = f"train.global_batch = {batch}"
     product = f"train.micro_batch = {train.micro_batch} times parallel.dp = {dp}"
-    if batch % per_round:
-        below = batch - batch % per_round
-        choice = one_of([size for size in (below, below + per_round) if size])
-        return f"{stated} is not a multiple of {product}: use {choice}"
-    right = per_round * train.microbatches
-    return (
-        f"{stated} is not {product} times train.microbatches = {train.microbatches}, which is {right}: "
-        "leave one of global_batch and microbatches out"
+    return _must_be_multiple("train.global_batch", train.global_batch, product, train.micro_batch * dp) or (
+        f"train.global_batch = {train.global_batch} is not {product} times train.microbatches = {train.microbatches}, "
+        f"which is {total}: remove one of global_batch and microbatches"
     )
 
 
-@_about("train.seq", "parallel.cp")
-def _sequence_is_cut_by_cp(setup: Setup) -> str:
+@_rule("train.seq", "parallel.cp")
+def _cp_divides_the_sequence(setup: Setup) -> str:
     seq, cp = setup.train.seq, setup.parallel.cp
     if cp == 1 or seq % (2 * cp) == 0:
         return ""
@@ -138,225 +225,158 @@ def _sequence_is_cut_by_cp(setup: Setup) -> str:
     )
 
 
-@_about("train.seq", "parallel.cp", "parallel.tp", "parallel.sequence_parallel")
-def _sequence_is_cut_by_tp(setup: Setup) -> str:
-    seq, parallel = setup.train.seq // setup.parallel.cp, setup.parallel
-    if not parallel.sequence_parallel or seq % parallel.tp == 0:
+@_rule("train.seq", "parallel.cp", "parallel.tp", "parallel.sequence_parallel")
+def _tp_divides_the_sequence(setup: Setup) -> str:
+    if not setup.parallel.sequence_parallel:
         return ""
-    return (
-        f"parallel.tp = {parallel.tp} does not divide train.seq / parallel.cp = {seq}, as sequence_parallel needs it: "
-        f"use {divisors_of(seq)}"
-    )
+    seq = setup.train.seq // setup.parallel.cp
+    mistake = _must_divide("parallel.tp", setup.parallel.tp, "train.seq / parallel.cp", seq)
+    return mistake and f"{mistake}; or turn parallel.sequence_parallel off"
 
 
 # How the model is divided
 
 
-@_about("parallel.tp", "model.heads")
+@_rule("parallel.tp", "model.heads")
 def _tp_divides_heads(setup: Setup) -> str:
-    return _undivided("parallel.tp", setup.parallel.tp, "model.heads", setup.model.heads)
+    return _must_divide("parallel.tp", setup.parallel.tp, "model.heads", setup.model.heads)
 
 
-@_about("parallel.tp", "model.kv_heads", "model.heads")
-def _tp_and_kv_heads_fit(setup: Setup) -> str:
+@_rule("parallel.tp", "model.kv_heads", "model.heads")
+def _tp_fits_kv_heads(setup: Setup) -> str:
     tp, kv_heads, heads = setup.parallel.tp, setup.model.kv_heads, setup.model.heads
     if setup.model.latent or heads % tp or kv_heads % tp == 0 or tp % kv_heads == 0:
         return ""
-    fitting = [n for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    return (
-        f"parallel.tp = {tp} neither divides model.kv_heads = {kv_heads} nor is a multiple of it: use {one_of(fitting)}"
-    )
+    fits = [n for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    return f"parallel.tp = {tp} neither divides model.kv_heads = {kv_heads} nor is a multiple of it: use {one_of(fits)}"
 
 
-@_about(
+@_rule(
     *("parallel.tp", "parallel.ep", "model.layers", "model.dense_layers"),
     *("model.ffn", "model.expert_ffn", "model.experts"),
 )
 def _tp_divides_ffn(setup: Setup) -> str:
     model, tp = setup.model, setup.parallel.tp
     if model.moe_layers < model.layers and model.ffn % tp:
-        return _undivided("parallel.tp", tp, "model.ffn", model.ffn)
-    if model.moe_layers and setup.parallel.ep == 1 and model.expert_ffn % tp:  # with ep, experts need not be cut
-        return _undivided("parallel.tp", tp, "model.expert_ffn", model.expert_ffn)
+        return _must_divide("parallel.tp", tp, "model.ffn", model.ffn)
+    if model.moe_layers and setup.parallel.ep == 1:  # with ep, experts need not be divided
+        return _must_divide("parallel.tp", tp, "model.expert_ffn", model.expert_ffn)
     return ""
 
 
-@_about("parallel.pp", "parallel.vpp", "model.layers")
-def _stages_have_layers(setup: Setup) -> str:
-    parallel, layers = setup.parallel, setup.model.layers
-    if parallel.pp * parallel.vpp <= layers:
-        return ""
-    if parallel.pp > layers:
-        return f"parallel.pp = {parallel.pp} is more than model.layers = {layers}: use at most {layers}"
-    return (
-        f"parallel.pp = {parallel.pp} times parallel.vpp = {parallel.vpp} is more than model.layers = {layers}: "
-        f"use vpp of at most {layers // parallel.pp}"
-    )
+@_rule("parallel.pp", "parallel.vpp", "model.layers")
+def _every_stage_has_a_layer(setup: Setup) -> str:
+    pp, vpp, layers = setup.parallel.pp, setup.parallel.vpp, setup.model.layers
+    if pp > layers:
+        return f"parallel.pp = {pp} is more than model.layers = {layers}: use at most {layers}"
+    if pp * vpp > layers:
+        stages = f"parallel.pp = {pp} times parallel.vpp = {vpp}"
+        return f"{stages} is more than model.layers = {layers}: use vpp of at most {layers // pp}"
+    return ""
 
 
-@_about("parallel.stage_layers", "parallel.pp", "parallel.vpp", "model.layers")
+@_rule("parallel.stage_layers", "parallel.pp", "parallel.vpp", "model.layers")
 def _stage_layers_add_up(setup: Setup) -> str:
-    parallel, stages = setup.parallel, setup.parallel.stage_layers
+    stages, layers = setup.parallel.stage_layers, setup.model.layers
     if not stages:
         return ""
-    if len(stages) not in (parallel.pp, parallel.pp * parallel.vpp):
-        wanted = one_of(sorted({parallel.pp, parallel.pp * parallel.vpp}))
-        return f"parallel.stage_layers has {len(stages)} entries: give {wanted}, one for every stage"
-    if sum(stages) != setup.model.layers:
-        return (
-            f"parallel.stage_layers adds up to {sum(stages)}, but model.layers = {setup.model.layers}: "
-            f"{'add' if sum(stages) < setup.model.layers else 'take away'} {abs(sum(stages) - setup.model.layers)}"
-        )
-    return ""
+    wanted = sorted({setup.parallel.pp, setup.parallel.pp * setup.parallel.vpp})
+    if len(stages) not in wanted:
+        return f"parallel.stage_layers has {len(stages)} entries: give {one_of(wanted)}, one for every stage"
+    surplus = sum(stages) - layers
+    way_out = f"{'add' if surplus < 0 else 'remove'} {abs(surplus)}"
+    return f"parallel.stage_layers adds up to {sum(stages)}, but model.layers = {layers}: {way_out}" if surplus else ""
 
 
-@_about("parallel.vpp", "parallel.pp")
+@_rule("parallel.vpp", "parallel.pp")
 def _virtual_stages_need_stages(setup: Setup) -> str:
-    parallel = setup.parallel
-    if parallel.vpp == 1 or parallel.pp > 1:
+    vpp = setup.parallel.vpp
+    if vpp == 1 or setup.parallel.pp > 1:
         return ""
-    return f"parallel.vpp = {parallel.vpp} needs parallel.pp of more than 1: set pp, or leave vpp out"
+    return f"parallel.vpp = {vpp} needs parallel.pp of more than 1: set pp, or remove vpp"
 
 
-@_about("parallel.vpp", "parallel.schedule")
-def _schedule_suits_vpp(setup: Setup) -> str:
+@_rule("parallel.vpp", "parallel.schedule")
+def _schedule_fits_vpp(setup: Setup) -> str:
     schedule, vpp = setup.parallel.schedule, setup.parallel.vpp
-    if vpp > 1 and schedule in _ONE_CHUNK_A_STAGE:
+    if vpp > 1 and schedule != "interleaved":
         return f'parallel.schedule = "{schedule}" has no virtual stages, but parallel.vpp = {vpp}: use "interleaved"'
     if vpp == 1 and schedule == "interleaved":
         return 'parallel.schedule = "interleaved" needs parallel.vpp of more than 1: set vpp, or use "1f1b"'
     return ""
 
 
-@_about("parallel.schedule", "parallel.pp", "parallel.vpp", "train.microbatches")
-def _interleaved_rounds_are_whole(setup: Setup) -> str:
-    pp, microbatches = setup.parallel.pp, setup.train.microbatches
-    if setup.parallel.schedule != "interleaved" or microbatches % pp == 0:
+@_rule("parallel.schedule", "parallel.pp", "parallel.vpp", "train.microbatches")
+def _interleaved_rounds_are_complete(setup: Setup) -> str:
+    pp = setup.parallel.pp
+    if setup.parallel.schedule != "interleaved":
         return ""
-    below = microbatches - microbatches % pp
-    choice = one_of([count for count in (below, below + pp) if count])
-    return (
-        f"train.microbatches = {microbatches} is not a multiple of parallel.pp = {pp}, as interleaved needs it: "
-        f"use {choice}"
-    )
+    needed = f"parallel.pp = {pp}, as the interleaved schedule needs"
+    return _must_be_multiple("train.microbatches", setup.train.microbatches, needed, pp)
 
 
-@_about("parallel.ep", "model.experts")
+@_rule("parallel.ep", "model.experts")
 def _ep_divides_experts(setup: Setup) -> str:
     ep, experts = setup.parallel.ep, setup.model.experts
     if ep > 1 and not experts:
         return f"parallel.ep = {ep} needs experts, and model.experts = 0: use 1"
-    return _undivided("parallel.ep", ep, "model.experts", experts) if experts else ""
+    return _must_divide("parallel.ep", ep, "model.experts", experts) if experts else ""
 
 
-@_about("parallel.ep", "parallel.dp", "parallel.cp", "parallel.tp", "cluster.gpus")
-def _ep_fits_into_replicas(setup: Setup) -> str:
+@_rule("parallel.ep", "parallel.dp", "parallel.cp", "parallel.tp", "cluster.gpus")
+def _ep_divides_a_stage(setup: Setup) -> str:
     parallel = setup.parallel
     ranks = parallel.dp * parallel.cp * parallel.tp
-    return _undivided("parallel.ep", parallel.ep, "parallel.dp * cp * tp", ranks)
+    return _must_divide("parallel.ep", parallel.ep, "parallel.dp * cp * tp", ranks)
 
 
-@_about("parallel.shard", "parallel.dp")
+@_rule("parallel.shard", "parallel.dp")
 def _shard_divides_dp(setup: Setup) -> str:
     parallel = setup.parallel
-    return _undivided("parallel.shard", parallel.shard, "parallel.dp", parallel.dp) if parallel.shard else ""
+    return _must_divide("parallel.shard", parallel.shard, "parallel.dp", parallel.dp) if parallel.shard else ""
 
 
 # The machines
 
 
-@_about("parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp", "cluster.gpus")
+@_rule("parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp", "cluster.gpus")
 def _all_gpus_are_used(setup: Setup) -> str:
     parallel, gpus = setup.parallel, setup.cluster.gpus
     used = parallel.replica_gpus * parallel.dp
     if used == gpus:
         return ""
     sizes = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp} * dp {parallel.dp}"
-    way_out = f"set cluster.gpus = {used}"
-    if gpus % parallel.replica_gpus == 0:
-        way_out += f" or parallel.dp = {gpus // parallel.replica_gpus}"
-    return f"cluster.gpus = {gpus}, but parallel uses {sizes} = {used}: {way_out}"
+    fits = gpus % parallel.replica_gpus == 0
+    other = f" or parallel.dp = {gpus // parallel.replica_gpus}" if fits else ""
+    return f"cluster.gpus = {gpus}, but parallel uses {sizes} = {used}: set cluster.gpus = {used}{other}"
 
 
-@_about("cluster.gpus", "train.global_batch", "parallel.dp")
-def _sizes_are_in_reach(setup: Setup) -> str:
-    if setup.cluster.gpus > _MOST_GPUS:
-        return f"cluster.gpus = {setup.cluster.gpus} is out of range: it must be at most {_MOST_GPUS}"
-    if setup.train.global_batch > _LARGEST_BATCH:
-        return f"train.global_batch = {setup.train.global_batch} is out of range: it must be at most {_LARGEST_BATCH}"
+@_rule("cluster.gpus", "train.global_batch", "parallel.dp")
+def _sizes_are_in_range(setup: Setup) -> str:
+    gpus, batch = setup.cluster.gpus, setup.train.global_batch
+    if gpus > _MOST_GPUS:
+        return f"cluster.gpus = {gpus} is out of range: it must be at most {_MOST_GPUS}"
+    if batch > _LARGEST_BATCH:
+        return f"train.global_batch = {batch} is out of range: it must be at most {_LARGEST_BATCH}"
     return ""
 
 
-@_about("cluster.gpu")
+@_rule("cluster.gpu")
 def _gpu_is_known(setup: Setup) -> str:
     name = setup.cluster.gpu
     return "" if find_gpu(name) else f"cluster.gpu = {shown(name)} is not known: {did_you_mean(name, gpu_names())}"
 
 
-@_about("train.framework")
+@_rule("train.framework")
 def _framework_is_known(setup: Setup) -> str:
     name, known = setup.train.framework, framework_names()
     return "" if name in known else f"train.framework = {shown(name)} is not known: {did_you_mean(name, known)}"
 
 
-@_about("train.precision", "cluster.gpu")
-def _gpu_has_precision(setup: Setup) -> str:
+@_rule("train.precision", "cluster.gpu")
+def _gpu_supports_precision(setup: Setup) -> str:
     gpu, precision = find_gpu(setup.cluster.gpu), setup.train.precision
     if gpu is None or gpu.supports(precision):
         return ""
-    return f'train.precision = "{precision}" does not exist on cluster.gpu = "{gpu.name}": use {one_of(gpu.precisions)}'
-
-
-RULES: tuple[Rule, ...] = (
-    _heads_divide_hidden,
-    _kv_heads_divide_heads,
-    _latent_attention_is_whole,
-    _every_mlp_has_a_width,
-    _experts_are_chosen,
-    _dense_layers_are_layers,
-    _batches_agree,
-    _sequence_is_cut_by_cp,
-    _sequence_is_cut_by_tp,
-    _tp_divides_heads,
-    _tp_and_kv_heads_fit,
-    _tp_divides_ffn,
-    _stages_have_layers,
-    _stage_layers_add_up,
-    _virtual_stages_need_stages,
-    _schedule_suits_vpp,
-    _interleaved_rounds_are_whole,
-    _ep_divides_experts,
-    _ep_fits_into_replicas,
-    _shard_divides_dp,
-    _all_gpus_are_used,
-    _sizes_are_in_reach,
-    _gpu_is_known,
-    _framework_is_known,
-    _gpu_has_precision,
-)
-
-
-def _sequence_parallel_alone(setup: Setup) -> str:
-    pointless = setup.parallel.sequence_parallel and setup.parallel.tp == 1
-    return "parallel.sequence_parallel has no effect with parallel.tp = 1" if pointless else ""
-
-
-def _shard_of_nothing(setup: Setup) -> str:
-    pointless = setup.parallel.shard and not setup.parallel.zero
-    return f"parallel.shard = {setup.parallel.shard} has no effect with parallel.zero = 0" if pointless else ""
-
-
-def _part_of_a_node(setup: Setup) -> str:
-    gpus, node = setup.cluster.gpus, setup.cluster.gpus_per_node
-    if gpus <= node or gpus % node == 0:
-        return ""
-    return f"cluster.gpus = {gpus} is not a whole number of nodes of {node}"
-
-
-def _tp_beyond_nvlink(setup: Setup) -> str:
-    tp, gpu = setup.parallel.tp, setup.cluster.accelerator
-    reach = max(gpu.nvlink_domain, gpu.gpus_per_node)
-    return f"parallel.tp = {tp} reaches beyond the {reach} GPUs of a node" if tp > reach else ""
-
-
-_DOUBTS = (_sequence_parallel_alone, _shard_of_nothing, _part_of_a_node, _tp_beyond_nvlink)
+    use = f"use {one_of(gpu.precisions)}"
+    return f'train.precision = "{precision}" is not supported by cluster.gpu = "{gpu.name}": {use}'

@@ -183,10 +183,8 @@ class Model(Section):
 
     def _latent_attention(self) -> int:
         query = self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
-        if self.q_lora_rank:
-            queries = self.q_lora_rank * (self.hidden + 1 + query)  # + 1: the norm between the two
-        else:
-            queries = self.hidden * query
+        low_rank = self.q_lora_rank * (self.hidden + 1 + query)  # + 1: the norm between the two
+        queries = low_rank or self.hidden * query
         down = self.hidden * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
         up = self.kv_lora_rank * self.heads * (self.qk_nope_head_dim + self.v_head_dim)
         return queries + down + up + self.heads * self.v_head_dim * self.hidden

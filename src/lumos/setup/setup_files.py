@@ -1,23 +1,22 @@
-"""Setup files: TOML, or what people have already, recognised by its content; TOML out."""
+"""Setup files: reads TOML, or a file of another tool that is recognised by its content; writes TOML."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tomli_w
+
 from lumos.errors import InputError, LumosError, OptionError
-from lumos.setup.constraints import warnings_in
+from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.importers.detect import read_any, read_config
 from lumos.setup.importers.detect import toml_value as toml_value
-from lumos.setup.importers.imported import Reading, Sections
-from lumos.setup.importers.text_file import place_of
-from lumos.setup.messages import nearest, shown
+from lumos.setup.importers.foreign_file import Reading, Sections
+from lumos.setup.messages import nearest, place_of, shown
 from lumos.setup.presets import preset_named
 from lumos.setup.sections import Section
 from lumos.setup.setup import KEYS, SECTIONS, Setup
-from lumos.setup.validate import checked_setup
 
 _MODEL_SOURCES = ("preset", "hf")
 _ONE_FOLLOWS = (("train.microbatches", "train.global_batch"), ("parallel.dp", "cluster.gpus"))
@@ -28,18 +27,18 @@ _ALWAYS_WRITTEN: Mapping[str, tuple[str, ...]] = {
     "cluster": ("gpu", "gpus", "gpus_per_node"),
 }
 _NEVER_WRITTEN = ("global_batch", "dp")  # they follow from microbatches and gpus
-_BELOW = ("megatron", "torchtitan")  # keys of a setup that name the file of another kind which it changes
+_BASES = ("megatron", "torchtitan")  # keys of a setup that name a file of another tool, which the setup changes
 
 
 class SetupReading(NamedTuple):
-    """A setup, and what its user should know about how it was read."""
+    """A setup, and notes on how it was read: what was assumed, padded, ignored or not recognised."""
 
     setup: Setup
     notes: tuple[str, ...]
 
 
 class PlainSetup(NamedTuple):
-    """The plain values of a file, or of none, with its overrides: all that is said, before it is completed."""
+    """The plain values of a file, or of none, with its overrides, before what is missing is filled in."""
 
     sections: Sections
     overrides: Sections
@@ -48,98 +47,101 @@ class PlainSetup(NamedTuple):
     where: str
 
     def over(self, below: Sections) -> Sections:
-        """What is said, completed by values from elsewhere; an override that names another model replaces theirs."""
-        if any(source in _table(self.overrides, "model") for source in _MODEL_SOURCES):
+        """These values on top of others; an override that names another model replaces theirs."""
+        if _names_model(self.overrides):
             below = {name: values for name, values in below.items() if name != "model"}
         return _layered(below, self.sections)
 
     def checked(self, sections: Sections) -> SetupReading:
         """The setup of completed sections, or an error that lists every mistake."""
         setup = checked_setup(sections, self.where, self.mistakes)
-        return SetupReading(setup, (*self.notes, *_taken(sections, setup), *warnings_in(setup)))
+        assumed = () if _has(sections, "cluster.gpu") else (f"cluster.gpu is not given: assuming {setup.cluster.gpu}",)
+        return SetupReading(setup, (*self.notes, *assumed, *warnings_in(setup)))
 
 
 def read_setup(path: Path, overrides: Sequence[str] = ()) -> Setup:
-    """The run that a file describes, with overrides like "parallel.tp=2", or an error that lists every mistake."""
+    """The run that a file describes, or an error that lists every mistake.
+
+    >>> read_setup(Path("examples/llama3-70b.toml"), ["parallel.tp=8", "train.precision=fp8"])
+    """
     return read_setup_with_notes(path, overrides).setup
 
 
 def read_setup_with_notes(path: Path, overrides: Sequence[str] = ()) -> SetupReading:
-    """The same, with what was assumed, padded, ignored or not understood."""
+    """The same as `read_setup`, with notes on what was assumed, padded, ignored or not recognised."""
     plain = read_plain(path, overrides)
     return plain.checked(plain.sections)
 
 
 def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
-    """What a file says that may lack values; without a file, the overrides alone."""
+    """The values of a file that need not be complete; without a file, the overrides alone."""
     changes = _parsed(overrides)
-    said = _read(path) if path is not None else Reading({})
-    sections = _layered(said.sections, changes)
+    reading = _read(path) if path is not None else Reading({})
+    sections = _layered(reading.sections, changes)
     folder = path.parent if path is not None else Path()
     model, notes, mistakes = _model_from(sections.get("model", {}), folder)
     where = place_of(path) if path is not None else ""
-    left = [mistake for mistake in said.mistakes if not _mends(changes, mistake.place)]
+    left = [mistake for mistake in reading.mistakes if not _corrects(changes, mistake.place)]
     if any(mistake.place.startswith("model.") for mistake in left):
         model = None  # it could not be read, and a mistake says so
     stated = (*(mistake.sentence for mistake in left), *mistakes)
-    return PlainSetup(sections | {"model": model}, changes, (*said.remarks(where), *notes), stated, where)
-
-
-def _mends(changes: Sections, place: str) -> bool:
-    """Whether an override says otherwise what was wrong."""
-    model = _table(changes, "model")
-    return _has(changes, place) or (place.startswith("model.") and any(source in model for source in _MODEL_SOURCES))
-
-
-def _taken(sections: Sections, setup: Setup) -> tuple[str, ...]:
-    """What was taken for a value that is not given and that no rule derives."""
-    return () if _has(sections, "cluster.gpu") else (f"cluster.gpu is not given: {setup.cluster.gpu} is taken",)
+    return PlainSetup(sections | {"model": model}, changes, (*reading.remarks(where), *notes), stated, where)
 
 
 def write_setup(setup: Setup) -> str:
-    """The setup as TOML that reads back equal. What follows from other values is left out."""
-    return "\n".join(_written(name, getattr(setup, name)) for name in SECTIONS)
+    """The setup as TOML that reads back equal. Values that follow from others are omitted."""
+    return tomli_w.dumps({name: _written(name, getattr(setup, name)) for name in SECTIONS})
+
+
+def _written(name: str, section: Section) -> dict[str, Any]:
+    stated = section.stated()
+    written = {}
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        needed = key in stated if key in section.DERIVED else value != field.default
+        if key not in _NEVER_WRITTEN and (needed or key in _ALWAYS_WRITTEN[name]):
+            written[key] = value
+    return written
 
 
 # Reading
 
 
 def _read(path: Path) -> Reading:
-    said = read_any(path)
-    given = [key for key in _BELOW if key in said.sections]
-    if not given:
-        return said
-    content = {key: value for key, value in said.sections.items() if key not in _BELOW}
-    other = said.sections[given[0]]
+    reading = read_any(path)
+    base = next((key for key in _BASES if key in reading.sections), None)
+    if base is None:
+        return reading
+    content = {key: value for key, value in reading.sections.items() if key not in _BASES}
+    other = reading.sections[base]
     if not isinstance(other, str):
-        raise InputError(f"{place_of(path)}: {given[0]} = {shown(other)} is not a file: give its path in quotes")
+        raise InputError(f"{place_of(path)}: {base} = {shown(other)} is not a file: give its path in quotes")
     try:
         below = read_any(path.parent / other)
     except LumosError as error:
-        raise InputError(f"{place_of(path)}: {given[0]} = {shown(other)}: {error}") from None
-    left = tuple(mistake for mistake in below.mistakes if not _mends(content, mistake.place))
+        raise InputError(f"{place_of(path)}: {base} = {shown(other)}: {error}") from None
+    left = tuple(mistake for mistake in below.mistakes if not _corrects(content, mistake.place))
     return below._replace(sections=_layered(below.sections, content), mistakes=left)
 
 
 def _model_from(stated: Any, folder: Path) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
-    """The section [model] with its preset and its config.json put in below what is stated; notes; mistakes."""
-    if not isinstance(stated, dict) or not any(key in stated for key in _MODEL_SOURCES):
+    """The section [model] with the values of its preset and its config.json, notes and mistakes; stated keys win."""
+    if not _names_model({"model": stated}):
         return stated, (), ()
     keys: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
     try:
         for key in _MODEL_SOURCES:
             if key in stated and not isinstance(stated[key], str):
-                raise OptionError(f"model.{key} = {shown(stated[key])} is of the wrong kind: give it in quotes")
+                raise OptionError(f"model.{key} = {shown(stated[key])} has the wrong type: give it in quotes")
         if "preset" in stated:
             keys |= preset_named(stated["preset"]).keys
         if "hf" in stated:
-            config = read_config(folder / stated["hf"])
+            config, where = read_config(folder / stated["hf"]), place_of(folder / stated["hf"])
             keys |= config.sections["model"]
-            notes = config.remarks(place_of(folder / stated["hf"]))
+            notes = config.remarks(where)
             wrong = [mistake for mistake in config.mistakes if not _has({"model": stated}, mistake.place)]
             if wrong:
-                where = place_of(folder / stated["hf"])
                 return None, notes, tuple(f"{where}: {mistake.sentence}" for mistake in wrong)
     except LumosError as error:
         return None, (), (str(error),)
@@ -149,10 +151,10 @@ def _model_from(stated: Any, folder: Path) -> tuple[Any, tuple[str, ...], tuple[
 def _layered(below: Sections, above: Sections) -> Sections:
     """Both, the keys of `above` winning.
 
-    Another model replaces the one below, and of two values that follow from each other the one above counts alone.
+    Another model replaces the one below, and of two values that follow from each other only the one above counts.
     """
     below = {name: dict(values) if isinstance(values, dict) else values for name, values in below.items()}
-    if any(source in _table(above, "model") for source in _MODEL_SOURCES):
+    if _names_model(above):
         below.pop("model", None)
     for pair in _ONE_FOLLOWS:
         for stated, other in (pair, pair[::-1]):
@@ -163,21 +165,26 @@ def _layered(below: Sections, above: Sections) -> Sections:
     return below | above | {name: below[name] | above[name] for name in both_tables}
 
 
-def _table(sections: Sections, name: str) -> Mapping[str, Any]:
-    values = sections.get(name)
-    return values if isinstance(values, dict) else {}
+def _corrects(changes: Sections, place: str) -> bool:
+    """Whether these values replace the one at this place."""
+    return _has(changes, place) or (place.startswith("model.") and _names_model(changes))
+
+
+def _names_model(sections: Sections) -> bool:
+    return any(_has(sections, f"model.{source}") for source in _MODEL_SOURCES)
 
 
 def _has(sections: Sections, place: str) -> bool:
     section, _, key = place.partition(".")
-    return key in _table(sections, section)
+    values = sections.get(section)
+    return isinstance(values, dict) and key in values
 
 
 # Overrides
 
 
 def _parsed(overrides: Sequence[str]) -> Sections:
-    """Strings like "section.key=value" as sections; all that are malformed are named."""
+    """Strings like "section.key=value" as sections, or OptionError with all that are malformed."""
     sections: Sections = {}
     mistakes = []
     for text in overrides:
@@ -198,27 +205,3 @@ def _malformed(text: str, place: str) -> str:
     homes = [key for key in KEYS if key.partition(".")[2] == place] or [nearest(place, KEYS)]
     example = f"did you mean {homes[0]}?" if homes[0] else "as in parallel.tp=2"
     return f"--set {text[:100]}: write SECTION.KEY=VALUE; {example}"
-
-
-# Writing
-
-
-def _written(name: str, section: Section) -> str:
-    lines = [f"[{name}]"]
-    stated = section.stated()
-    for key, field in type(section).model_fields.items():
-        value = getattr(section, key)
-        telling = key in stated if key in section.DERIVED else value != field.default
-        if key not in _NEVER_WRITTEN and (telling or key in _ALWAYS_WRITTEN[name]):
-            lines.append(f"{key} = {_as_toml(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _as_toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
-        return f"[{', '.join(_as_toml(item) for item in value)}]"
-    return repr(value)

@@ -1,1 +1,1 @@
-"""Importers: setups from the files that people already have."""
+"""Importers: setups from the files of other tools, one module for each, found by `detect.read_any`."""
