@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from lumos.graph.simulate import simulate, simulate_reference
 from lumos.prediction.step_structure import Plan, step_structure
-from lumos.schedules.schedules import Phase, Turn, order_of
+from lumos.schedules import Phase, Schedule, Turn, names, schedule_named, schedules_of
 
-SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved")
+SCHEDULES = names()
 TIMES = st.integers(1, 1000).map(float)
 
 
@@ -21,13 +21,24 @@ TIMES = st.integers(1, 1000).map(float)
 def shapes(draw: st.DrawFn, schedules: tuple[str, ...] = SCHEDULES) -> tuple[str, int, int, int]:
     """(schedule, stages, chunks, micro-batches) that a setup may have."""
     schedule, pp = draw(st.sampled_from(schedules)), draw(st.integers(1, 6))
-    if schedule != "interleaved":
-        return schedule, pp, 1, draw(st.integers(1, 12))
-    return schedule, max(2, pp), draw(st.integers(2, 4)), max(2, pp) * draw(st.integers(1, 4))
+    fewest, most = schedule_named(schedule).chunks
+    vpp = draw(st.integers(fewest, min(most, 4)))
+    pp = max(2, pp) if vpp > 1 else pp
+    microbatches = pp * draw(st.integers(1, 4)) if schedule == "interleaved" else draw(st.integers(1, 12))
+    assert schedule_named(schedule).problem(pp, vpp, microbatches) == ""
+    return schedule, pp, vpp, microbatches
+
+
+def order_of(schedule: str, stage: int, pp: int, vpp: int, microbatches: int) -> list[Turn]:
+    return schedule_named(schedule).order(stage, pp, vpp, microbatches)
+
+
+def phases_of(schedule: str) -> tuple[Phase, ...]:
+    return tuple(Phase) if schedule_named(schedule).splits_backward else (Phase.FORWARD, Phase.BACKWARD)
 
 
 def plan_of(shape: tuple[str, int, int, int], **changes: object) -> Plan:
-    plain = Plan(*shape, units=1, sharded=False, regathers=False, overlapped=False, hosted=False)
+    plain = Plan(*shape, units=1, gathers="never", overlapped=False, hosted=False)
     return plain._replace(**changes)  # type: ignore[arg-type]
 
 
@@ -42,8 +53,7 @@ def span(plan: Plan, times: dict[str, float], link: float = 0.0, launch: float =
 @given(shapes())
 def test_every_stage_runs_every_block_exactly_once(shape: tuple[str, int, int, int]) -> None:
     schedule, pp, vpp, microbatches = shape
-    phases = Phase if schedule == "zero-bubble" else (Phase.FORWARD, Phase.BACKWARD)
-    wanted = sorted(Turn(*turn) for turn in product(phases, range(microbatches), range(vpp)))
+    wanted = sorted(Turn(*turn) for turn in product(phases_of(schedule), range(microbatches), range(vpp)))
     for stage in range(pp):
         assert sorted(order_of(schedule, stage, pp, vpp, microbatches)) == wanted
 
@@ -67,24 +77,22 @@ def test_a_stage_holds_no_more_micro_batches_than_stages_follow(shape: tuple[str
         assert held.max() == min(pp - stage, microbatches)
 
 
-FLAGS = list(product((False, True), repeat=3))  # sharded, overlapped, hosted
+GATHERS = ("never", "every pass", "once")
 
 
-@pytest.mark.parametrize(("sharded", "overlapped", "hosted"), FLAGS)
+@pytest.mark.parametrize(("gathers", "always", "hosted"), list(product(GATHERS, (False, True), (False, True))))
 @settings(max_examples=40)
 @given(shapes(), st.integers(1, 3), st.booleans())
 def test_no_structure_waits_for_itself(
-    sharded: bool, overlapped: bool, hosted: bool, shape: tuple[str, int, int, int], units: int, regathers: bool
+    gathers: str, always: bool, hosted: bool, shape: tuple[str, int, int, int], units: int, overlapped: bool
 ) -> None:
-    plan = plan_of(
-        shape, units=units, sharded=sharded, regathers=sharded and regathers, overlapped=overlapped, hosted=hosted
-    )
+    beside = overlapped or gathers != "never"
+    plan = plan_of(shape, units=units, gathers=gathers, overlapped=beside, reduces_always=always, hosted=hosted)
     structure = step_structure(plan)
     assert sorted(structure.graph.order) == list(range(len(structure.graph)))
     blocks = [turn for turn, role in zip(structure.node_turn, structure.node_role, strict=True)
               if turn is not None and structure.roles[role].what == turn.phase.name.lower()]  # fmt: skip
-    phases = 3 if shape[0] == "zero-bubble" else 2
-    assert len(set(blocks)) == phases * plan.microbatches * plan.vpp
+    assert len(set(blocks)) == len(phases_of(shape[0])) * plan.microbatches * plan.vpp
     assert len(blocks) >= len(set(blocks)) * plan.pp
 
 
@@ -93,7 +101,8 @@ def test_the_simulator_agrees_with_its_definition_on_steps(
     shape: tuple[str, int, int, int], hosted: bool, forward: float, backward: float
 ) -> None:
     assume(shape[1] * shape[2] * shape[3] <= 40)
-    structure = step_structure(plan_of(shape, units=2, sharded=True, regathers=True, hosted=hosted))
+    plan = plan_of(shape, units=2, gathers="every pass", overlapped=True, reduces_always=True, hosted=hosted)
+    structure = step_structure(plan)
     times = {"forward": forward, "backward": backward, "gather": 7.0, "reduce": 11.0, "host forward": 5.0}
     durations = np.array([times.get(role.what, 1.0) for role in structure.roles])
     graph = structure.filled(durations, np.array([0.0, 3.0, 2.0]))
@@ -145,7 +154,8 @@ def test_a_slower_link_never_shortens_a_step(
     times = {"forward": forward, "backward": backward, "weights": backward / 2}
     fast, slow = (span(plan_of(shape), times, link=value) for value in (0.0, link))
     assert fast <= slow
-    assert slow >= fast + (2 * (shape[1] - 1) * link if shape[3] == 1 and shape[0] != "zero-bubble" else 0)
+    alone = shape[2:] == (1, 1) and not schedule_named(shape[0]).splits_backward
+    assert slow >= fast + (2 * (shape[1] - 1) * link if alone else 0)
 
 
 @given(shapes(), st.integers(1, 4), TIMES, TIMES)
@@ -154,8 +164,24 @@ def test_weights_that_are_gathered_in_no_time_change_nothing(
 ) -> None:
     times = {"forward": forward, "backward": backward, "weights": backward}
     whole = span(plan_of(shape), times)
-    sharded = span(plan_of(shape, units=units, sharded=True, regathers=True), times)
-    assert sharded == pytest.approx(whole, rel=1e-12)
+    for gathers in ("every pass", "once"):
+        sharded = span(plan_of(shape, units=units, gathers=gathers, overlapped=True), times)
+        assert sharded == pytest.approx(whole, rel=1e-12)
+
+
+@given(shapes(), st.integers(1, 4))
+def test_gathers_and_reductions_are_as_many_as_the_plan_says(shape: tuple[str, int, int, int], units: int) -> None:
+    _, pp, vpp, microbatches = shape
+    for gathers, always, wanted in (
+        ("once", False, (1, 1)),
+        ("every pass", True, (2 * microbatches, microbatches)),
+        ("never", False, (0, 1)),
+        ("never", True, (0, microbatches)),
+    ):
+        plan = plan_of(shape, units=units, gathers=gathers, overlapped=True, reduces_always=always)
+        structure = step_structure(plan)
+        whats = [structure.roles[role].what for role in structure.node_role]
+        assert (whats.count("gather"), whats.count("reduce")) == tuple(pp * vpp * units * each for each in wanted)
 
 
 @given(shapes(), TIMES, TIMES)
@@ -172,3 +198,58 @@ def test_a_slow_host_decides(shape: tuple[str, int, int, int], forward: float, b
     step = span(plan_of(shape, hosted=True), times)
     assert step >= 2 * shape[2] * shape[3] * host
     assert step >= span(plan_of(shape), times)
+
+
+# What a schedule says of itself
+
+
+@given(shapes())
+def test_what_is_held_is_what_the_turns_leave_open(shape: tuple[str, int, int, int]) -> None:
+    """Closed forms are those of the turns. Late weight gradients leave one more open for a moment."""
+    name, pp, vpp, microbatches = shape
+    schedule = schedule_named(name)
+    for stage in range(pp):
+        stated = schedule.in_flight(stage, pp, vpp, microbatches)
+        counted = Schedule.in_flight(schedule, stage, pp, vpp, microbatches)
+        if name == "zero-bubble":
+            assert abs(sum(stated) - sum(counted)) <= 1
+        else:
+            assert stated == counted
+
+
+@given(shapes())
+def test_every_virtual_stage_lies_somewhere_once(shape: tuple[str, int, int, int]) -> None:
+    name, pp, vpp, _ = shape
+    assert sorted(schedule_named(name).virtual_stages(pp, vpp).ravel()) == list(range(pp * vpp))
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("microbatches", [1, 4, 7, 12])
+def test_zb_v_takes_the_turns_of_torch(pp: int, microbatches: int) -> None:
+    pipelining = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch is not installed")
+    ours = schedule_named("zero-bubble-v")
+    places = ours.virtual_stages(pp, 2)
+    phases = {"FORWARD": Phase.FORWARD, "BACKWARD_INPUT": Phase.BACKWARD, "BACKWARD_WEIGHT": Phase.WEIGHTS}
+    theirs = pipelining.ScheduleZBVZeroBubble.__new__(pipelining.ScheduleZBVZeroBubble)
+    theirs.pp_group_size, theirs.num_stages, theirs._n_microbatches = pp, 2 * pp, microbatches
+    for stage in range(pp):
+        actions = [a for a in theirs._calculate_single_rank_operations(stage) if a is not None]
+        chunk_of = {int(virtual): chunk for chunk, virtual in enumerate(places[stage])}
+        wanted = [
+            Turn(phases[a.computation_type.name], a.microbatch_index, chunk_of[a.stage_index]) for a in actions
+        ]
+        assert ours.order(stage, pp, 2, microbatches) == wanted
+
+
+@given(st.integers(2, 6), st.integers(0, 8), TIMES)
+def test_zb_v_has_no_bubble_but_the_fill_where_all_phases_take_equally_long(pp: int, more: int, time: float) -> None:
+    microbatches = 2 * pp - 1 + more
+    times = dict.fromkeys(("forward", "backward", "weights"), time)
+    step = span(plan_of(("zero-bubble-v", pp, 2, microbatches)), times)
+    assert step == 6 * microbatches * time + (pp - 1) * time, "times are those of a chunk, half of a stage"
+
+
+def test_frameworks_have_the_schedules_of_their_documentation() -> None:
+    assert schedules_of("megatron") == ("1f1b", "interleaved")
+    assert schedules_of("torchtitan") == ("1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v")
+    assert schedules_of("llm-foundry") == (), "FSDP alone"

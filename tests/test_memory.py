@@ -1,4 +1,4 @@
-"""Footprint: laws that memory obeys whatever the numbers, formulas of papers, and peaks that were recorded."""
+"""Memory: laws that memory obeys whatever the numbers, formulas of papers, and peaks that were recorded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lumos.prediction.step import Assembly
-from lumos.program.memory import Footprint, StageMemory, footprint
-from lumos.program.memory.activations import Sizes, core, dense
-from lumos.program.memory.allocator import habits_of
-from lumos.program.memory.in_flight import held
-from lumos.program.parameters import layers_of
-from lumos.program.rank_layout import Shard
-from lumos.schedules.schedules import Phase, order_of
+from lumos.program.attention import core
+from lumos.program.block import saved_bytes
+from lumos.program.memory import Memory, StageMemory, memory_of
+from lumos.program.program import Program
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 
@@ -61,7 +57,7 @@ def setups(draw: st.DrawFn) -> Setup:
 # ---------------------------------------------------------------------- laws
 @given(setups())
 def test_parts_are_never_negative_and_sum_to_the_peak_of_their_stage(setup: Setup) -> None:
-    memory = footprint(setup)
+    memory = memory_of(setup)
     for stage in memory.stages:
         assert all(part >= 0 for part in stage[1:])
         assert sum(stage[1:]) == pytest.approx(stage.peak)
@@ -77,24 +73,19 @@ def test_more_of_anything_never_needs_less(setup: Setup, key: str) -> None:
     assume(setup.parallel.pp == 1 or not framework_named(setup.train.framework).balances)
     kept = {"train.microbatches": setup.train.microbatches}
     larger = setup.replaced({key: 2 * value} | kept)
-    assert footprint(larger).peak >= footprint(setup).peak
+    assert memory_of(larger).peak >= memory_of(setup).peak
 
 
 @given(setups())
 def test_recomputing_more_never_needs_more(setup: Setup) -> None:
     none, selective, full = (
-        footprint(setup.replaced({"train.recompute": recompute})).peak for recompute in ("none", "selective", "full")
+        memory_of(setup.replaced({"train.recompute": recompute})).peak for recompute in ("none", "selective", "full")
     )
     # One layer, recomputed whole, has its input and its attention scores besides: more only where layers hardly count.
     tokens = setup.train.micro_batch * setup.train.seq
-    one_layer = tokens * setup.model.hidden * 4 + core(sizes_of(setup))
+    one_layer = tokens * setup.model.hidden * 4 + saved_bytes(core(Program(setup).layout))
     assert selective <= none
     assert full <= selective + one_layer
-
-
-def sizes_of(setup: Setup) -> Sizes:
-    framework = framework_named(setup.train.framework)
-    return Sizes(Shard(setup, framework), habits_of(framework))
 
 
 @given(setups(), st.sampled_from((2048, 4096)), st.integers(16, 64))
@@ -103,7 +94,7 @@ def test_every_stage_of_zero_needs_less_on_many_gpus(setup: Setup, hidden: int, 
     model |= {"model.layers": layers, "model.vocab": 16384, "model.ffn": 4 * hidden, "model.expert_ffn": 1024}
     alone = setup.replaced(model | {"parallel.pp": 1, "parallel.vpp": 1, "parallel.ep": 1, "parallel.dp": 128})
     assume(alone.train.mode == "pretrain")
-    peaks = [footprint(alone.replaced({"parallel.zero": zero})).peak for zero in (3, 2, 1, 0)]
+    peaks = [memory_of(alone.replaced({"parallel.zero": zero})).peak for zero in (3, 2, 1, 0)]
     assert peaks == sorted(peaks)
 
 
@@ -111,54 +102,19 @@ def test_every_stage_of_zero_needs_less_on_many_gpus(setup: Setup, hidden: int, 
 def test_dividing_the_model_leaves_fewer_weights_on_a_gpu(setup: Setup, key: str) -> None:
     one = setup.replaced({"parallel.tp": 1, "parallel.pp": 1, "parallel.vpp": 1, "parallel.zero": 0, "parallel.dp": 1})
     two = one.replaced({key: 2, "parallel.dp": 1})
-    assert heaviest(footprint(two)) < heaviest(footprint(one))
+    assert heaviest(memory_of(two)) < heaviest(memory_of(one))
 
 
-def heaviest(memory: Footprint) -> float:
+def heaviest(memory: Memory) -> float:
     return max(stage.weights for stage in memory.stages)
 
 
 @given(setups(), st.floats(1, 300), st.floats(1, 10))
 def test_a_larger_gpu_holds_what_a_smaller_one_holds(setup: Setup, gib: float, times: float) -> None:
-    small = footprint(setup.replaced({"cluster.memory_gib": gib}))
-    large = footprint(setup.replaced({"cluster.memory_gib": gib * times}))
+    small = memory_of(setup.replaced({"cluster.memory_gib": gib}))
+    large = memory_of(setup.replaced({"cluster.memory_gib": gib * times}))
     assert small.peak == large.peak
     assert large.fits >= small.fits
-
-
-@given(setups())
-def test_layers_lie_where_the_time_model_has_them(setup: Setup) -> None:
-    framework = framework_named(setup.train.framework)
-    assembly = Assembly(setup, Shard(setup, framework), None)  # type: ignore[arg-type]
-    assert layers_of(setup, framework.balances) == assembly.layers
-
-
-# ---------------------------------------------------------------------- micro-batches in flight
-def held_by_replay(schedule: str, stage: int, pp: int, vpp: int, microbatches: int) -> int:
-    """Most forwards without their backward (or, where they have turns of their own, weight gradients)."""
-    last = Phase.WEIGHTS if schedule == "zero-bubble" else Phase.BACKWARD
-    now, most = 0, 0
-    for turn in order_of(schedule, stage, pp, vpp, microbatches):
-        now += (turn.phase == Phase.FORWARD) - (turn.phase == last)
-        most = max(most, now)
-    return most
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero-bubble"])
-def test_what_is_held_is_what_the_schedule_leaves_open(schedule: str) -> None:
-    vpp = 3 if schedule == "interleaved" else 1
-    for pp in (2, 4):
-        for microbatches in (pp, 2 * pp, 4 * pp):
-            setup = make(
-                {"layers": 24, "hidden": 512, "ffn": 1024, "heads": 8, "vocab": 1024},
-                {"seq": 128, "microbatches": microbatches},
-                {"pp": pp, "vpp": vpp, "schedule": schedule},
-            )
-            for stage in range(pp):
-                most = held_by_replay(schedule, stage, pp, vpp, microbatches)
-                counted = sum(held(setup, stage))
-                # Weight gradients late by `stage` turns: one more is open for a moment on stages after the first.
-                assert counted == most or (schedule == "zero-bubble" and abs(counted - most) <= 1)
 
 
 def test_the_first_stage_of_1f1b_holds_most() -> None:
@@ -167,7 +123,7 @@ def test_the_first_stage_of_1f1b_holds_most() -> None:
         {"seq": 4096, "microbatches": 16, "framework": "megatron"},
         {"pp": 4, "tp": 4, "sequence_parallel": True},
     )
-    memory = footprint(setup)
+    memory = memory_of(setup)
     assert memory.worst == 0
     activations = [stage.activations for stage in memory.stages[:3]]
     assert activations == sorted(activations, reverse=True)
@@ -184,7 +140,7 @@ def test_a_layer_keeps_what_korthikanti_et_al_2022_derive(sequence_parallel: boo
         {"seq": s, "micro_batch": b, "framework": "megatron-2021", "precision": "fp16", "recompute": recompute},
         {"tp": t, "sequence_parallel": sequence_parallel},
     )
-    kept = dense(sizes_of(setup)).kept
+    kept = Program(setup).layer_memory(sparse=False).kept
     outside = 10 / t if sequence_parallel else 10
     scores = 5 * a * s / (h * t)
     by_hand = {"none": outside + 24 / t + scores, "selective": outside + 24 / t, "full": 2 * (outside / 10)}[recompute]
@@ -199,7 +155,7 @@ def test_states_take_what_rajbhandari_et_al_2020_derive(zero: int, per_parameter
         {"seq": 1024, "framework": "neox", "precision": "fp16", "microbatches": 4},
         {"dp": 64, "zero": zero},
     )
-    stage = footprint(setup).at_peak
+    stage = memory_of(setup).at_peak
     parameters = setup.model.parameters(1024)
     assert stage.weights + stage.gradients + stage.optimizer == pytest.approx(per_parameter * parameters, rel=1e-3)
 
@@ -226,7 +182,7 @@ def recorded(sizes: tuple[int, ...], model: dict[str, Any] | None = None, **trai
 )
 def test_a_recorded_peak_is_met(setup: Setup, peak: int, phase: str) -> None:
     """One H200, torch 2.11, transformers, bf16, fused AdamW. GPT-2 was recorded with dropout, 2 % of its peak."""
-    memory = footprint(setup)
+    memory = memory_of(setup)
     assert memory.peak == pytest.approx(peak, rel=0.025)
     assert memory.at_peak.phase == phase
     assert memory.fits
@@ -241,7 +197,7 @@ def test_held_out_recordings_are_met(shared_data: Path) -> None:
         model = {"kv_heads": case.get("kv", case["heads"]), "gated": not gpt2, "tied": gpt2}
         recompute = "full" if case.get("ckpt") else "none"
         options = {"microbatches": case.get("accum", 1), "recompute": recompute, "compile": bool(case.get("compile"))}
-        errors.append(abs(footprint(recorded(sizes, model, **options)).peak / case["peak_mem_alloc"] - 1))
+        errors.append(abs(memory_of(recorded(sizes, model, **options)).peak / case["peak_mem_alloc"] - 1))
     assert sum(errors) / len(errors) <= 0.05
     assert max(errors) <= 0.15
 
@@ -252,14 +208,14 @@ LLAMA = {"layers": 32, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8,
 
 def test_fine_tuning_with_adapters_has_hardly_any_gradients() -> None:
     train = {"seq": 4096, "framework": "megatron"}
-    lora, whole = (footprint(make(LLAMA, train | {"mode": mode})).at_peak for mode in ("lora", "pretrain"))
+    lora, whole = (memory_of(make(LLAMA, train | {"mode": mode})).at_peak for mode in ("lora", "pretrain"))
     assert lora.gradients + lora.optimizer < 0.01 * (whole.gradients + whole.optimizer)
     assert lora.weights == pytest.approx(whole.weights, rel=0.01)
 
 
 def test_unfused_attention_keeps_the_square_of_the_sequence() -> None:
     fused, unfused = (
-        footprint(make(LLAMA, {"seq": 8192, "attention": attention})).peak for attention in ("flash", "unfused")
+        memory_of(make(LLAMA, {"seq": 8192, "attention": attention})).peak for attention in ("flash", "unfused")
     )
     assert unfused - fused == pytest.approx(32 * 32 * 8192**2 * 2, rel=0.01)  # 32 layers, 32 heads, 2 bytes
 
@@ -267,12 +223,12 @@ def test_unfused_attention_keeps_the_square_of_the_sequence() -> None:
 def test_whole_experts_are_kept_where_a_rank_has_several() -> None:
     moe = LLAMA | {"experts": 64, "top_k": 8, "expert_ffn": 2048}
     train = {"seq": 4096, "framework": "megatron"}
-    weights = {ep: footprint(make(moe, train, {"dp": 64, "ep": ep})).at_peak.weights for ep in (1, 8, 64)}
+    weights = {ep: memory_of(make(moe, train, {"dp": 64, "ep": ep})).at_peak.weights for ep in (1, 8, 64)}
     assert weights[1] > 6 * weights[8] > weights[64]
 
 
-def test_a_footprint_reports_itself_in_gib() -> None:
-    memory = footprint(make(LLAMA, {"seq": 4096}))
+def test_memory_is_reported_in_gib() -> None:
+    memory = memory_of(make(LLAMA, {"seq": 4096}))
     report = memory.gib()
     assert list(report) == ["peak", *StageMemory._fields[1:]]
     assert report["peak"] == pytest.approx(memory.peak / GIB)

@@ -9,34 +9,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lumos.program.attention import core
 from lumos.program.block import Block
-from lumos.program.collective import Collective
 from lumos.program.embedding_head import embedding, head, head_backward, optimizer
 from lumos.program.flops import forward_flops_per_token
-from lumos.program.operators import Operator
-from lumos.program.rank_layout import Shard
-from lumos.program.transformer_layer import Layer
+from lumos.program.operators import Collective, Operator
+from lumos.program.rank_layout import RankLayout
+from lumos.program.transformer_layer import TransformerLayer
 from lumos.setup import Setup, mistakes_in, preset_named, preset_names
-from lumos.setup.framework_names import framework_names
-from lumos.setup.frameworks import framework_named
+from lumos.setup.frameworks import framework_named, framework_names
 
 
-def shard_of(preset: str = "llama3-8b", framework: str = "megatron", **changes: Any) -> Shard:
+def layout_of(preset: str = "llama3-8b", framework: str = "megatron", **changes: Any) -> RankLayout:
     """One rank of a published model; changes are keys of a setup with `__` for the dot."""
     setup = Setup(model=dict(preset_named(preset).keys), train={"seq": 2048, "framework": framework})
     stated = {key.replace("__", "."): value for key, value in changes.items()}
     setup = setup.replaced({"parallel.dp": 1, "train.microbatches": 1} | stated)
     assert mistakes_in(setup) == []
-    return Shard(setup, framework_named(framework))
+    return RankLayout(setup, framework_named(framework))
 
 
 def kinds(block: Block) -> Counter[str]:
     """How often a block runs each collective."""
-    return Counter(piece.work.kind for piece in block if isinstance(piece.work, Collective))
+    return Counter(op.work.kind for op in block if isinstance(op.work, Collective))
 
 
 def operators(block: Block) -> list[Operator]:
-    return [piece.work for piece in block if isinstance(piece.work, Operator)]
+    return [op.work for op in block if isinstance(op.work, Operator)]
 
 
 def matrix_flops(block: Block) -> float:
@@ -44,38 +43,38 @@ def matrix_flops(block: Block) -> float:
 
 
 def names(block: Block) -> set[str]:
-    return {piece.name for piece in block}
+    return {op.name for op in block}
 
 
 # The work of a layer
 
 
 @pytest.mark.parametrize("preset", preset_names())
-def test_the_pieces_of_a_model_compute_what_the_formula_counts(preset: str) -> None:
-    shard = shard_of(preset)
-    model = shard.model
-    dense, sparse = Layer(shard), Layer(shard, sparse=True)
+def test_the_blocks_of_a_model_compute_what_the_formula_counts(preset: str) -> None:
+    layout = layout_of(preset)
+    model = layout.model
+    dense, sparse = TransformerLayer(layout), TransformerLayer(layout, sparse=True)
     layers = (model.layers - model.moe_layers) * matrix_flops(dense.forward())
     layers += model.moe_layers * matrix_flops(sparse.forward()) if model.moe_layers else 0.0
-    pieces = layers + matrix_flops(head(shard))
-    formula = forward_flops_per_token(shard.setup) * shard.tokens
-    assert pieces == pytest.approx(formula, rel=0.05 if model.latent else 0.01)
+    blocks = layers + matrix_flops(head(layout))
+    formula = forward_flops_per_token(layout.setup) * layout.tokens
+    assert blocks == pytest.approx(formula, rel=0.05 if model.latent else 0.01)
 
 
 @pytest.mark.parametrize("framework", framework_names())
 @pytest.mark.parametrize("preset", ["llama3-8b", "gpt3-1.3b", "mixtral-8x7b", "deepseek-v3"])
-def test_a_backward_pass_computes_two_gradients_for_every_product(preset: str, framework: str) -> None:
-    shard = shard_of(preset, framework)
-    layer = Layer(shard, sparse=bool(shard.model.experts))
+def test_a_backward_pass_computes_two_gradients_for_every_matmul(preset: str, framework: str) -> None:
+    layout = layout_of(preset, framework)
+    layer = TransformerLayer(layout, sparse=bool(layout.model.experts))
     ratio = matrix_flops(layer.backward()) / matrix_flops(layer.forward())
     assert 2.0 <= ratio <= 2.25, "flash attention computes its scores again"
-    assert matrix_flops(head_backward(shard)) == 2 * matrix_flops(head(shard))
+    assert matrix_flops(head_backward(layout)) == 2 * matrix_flops(head(layout))
 
 
 @given(st.sampled_from(framework_names()), st.sampled_from([2, 4, 8]), st.booleans())
 def test_tensor_parallel_ranks_share_the_work_of_a_dense_layer(framework: str, tp: int, sequences: bool) -> None:
-    alone = Layer(shard_of(framework=framework))
-    shared = Layer(shard_of(framework=framework, parallel__tp=tp, parallel__sequence_parallel=sequences))
+    alone = TransformerLayer(layout_of(framework=framework))
+    shared = TransformerLayer(layout_of(framework=framework, parallel__tp=tp, parallel__sequence_parallel=sequences))
     for phase in ("forward", "backward"):
         assert tp * matrix_flops(getattr(shared, phase)()) == matrix_flops(getattr(alone, phase)())
 
@@ -90,10 +89,10 @@ def test_ranks_share_the_work_of_experts_whichever_way_they_are_cut(
     changes = {"parallel__tp": tp, "parallel__ep": ep, "parallel__dp": dp, "parallel__sequence_parallel": sequences}
     if tp * dp % ep:
         return
-    shared = shard_of(preset, **changes)
+    shared = layout_of(preset, **changes)
     for phase in ("forward", "backward"):
-        alone = getattr(Layer(shard_of(preset), sparse=True), phase)()
-        mine = getattr(Layer(shared, sparse=True), phase)()
+        alone = getattr(TransformerLayer(layout_of(preset), sparse=True), phase)()
+        mine = getattr(TransformerLayer(shared, sparse=True), phase)()
         experts, all_experts = (
             sum(operator.flops for operator in operators(block) if operator.kind == "grouped_gemm")
             for block in (mine, alone)
@@ -106,8 +105,8 @@ def test_ranks_share_the_work_of_experts_whichever_way_they_are_cut(
 @pytest.mark.parametrize("attention", ["flash", "unfused"])
 @pytest.mark.parametrize("cp", [2, 8])
 def test_context_parallel_ranks_share_the_work(cp: int, attention: str) -> None:
-    alone = Layer(shard_of(train__attention=attention))
-    shared = Layer(shard_of(train__attention=attention, parallel__cp=cp))
+    alone = TransformerLayer(layout_of(train__attention=attention))
+    shared = TransformerLayer(layout_of(train__attention=attention, parallel__cp=cp))
     for phase in ("forward", "backward"):
         assert cp * matrix_flops(getattr(shared, phase)()) == pytest.approx(
             matrix_flops(getattr(alone, phase)()), rel=0.001
@@ -117,14 +116,14 @@ def test_context_parallel_ranks_share_the_work(cp: int, attention: str) -> None:
 
 def test_an_unbalanced_router_makes_the_busiest_expert_slower() -> None:
     even, uneven = (
-        matrix_flops(Layer(shard_of("mixtral-8x7b", train__imbalance=value), sparse=True).forward())
+        matrix_flops(TransformerLayer(layout_of("mixtral-8x7b", train__imbalance=value), sparse=True).forward())
         for value in (1.0, 1.5)
     )
     assert uneven > 1.3 * even
 
 
 def test_adapters_leave_no_weight_gradients() -> None:
-    full, adapters = (Layer(shard_of(train__mode=mode)) for mode in ("pretrain", "lora"))
+    full, adapters = (TransformerLayer(layout_of(train__mode=mode)) for mode in ("pretrain", "lora"))
     assert any("wgrad" in name for name in names(full.backward()))
     assert not any("wgrad" in name or "accumulate" in name for name in names(adapters.backward()))
     assert matrix_flops(adapters.forward()) == matrix_flops(full.forward())
@@ -133,32 +132,33 @@ def test_adapters_leave_no_weight_gradients() -> None:
 @pytest.mark.parametrize("attention", ["flash", "unfused"])
 def test_recomputation_runs_the_forward_pass_again(attention: str) -> None:
     layers = {
-        recompute: Layer(shard_of(train__recompute=recompute, train__attention=attention))
+        recompute: TransformerLayer(layout_of(train__recompute=recompute, train__attention=attention))
         for recompute in ("none", "selective", "full")
     }
     again = {recompute: matrix_flops(layer.recomputed()) for recompute, layer in layers.items()}
     assert again["none"] == 0
     assert again["full"] == matrix_flops(layers["full"].forward())
-    assert again["selective"] == matrix_flops(layers["selective"].core()) < 0.2 * again["full"]
+    assert again["selective"] == matrix_flops(core(layers["selective"].layout)) < 0.2 * again["full"]
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_gradients_are_added_up_from_the_second_micro_batch_on(microbatches: int) -> None:
-    layer = Layer(shard_of(framework="pytorch", train__microbatches=microbatches))
-    added = sum(piece.work.bytes for piece in layer.backward() if piece.name.endswith("accumulate"))
-    once = 3 * 2 * (layer.shard.model.attention_parameters + layer.shard.model.mlp_parameters(14336))
+    layer = TransformerLayer(layout_of(framework="pytorch", train__microbatches=microbatches))
+    added = sum(op.work.bytes for op in layer.backward() if op.name.endswith("accumulate"))
+    once = 3 * 2 * (layer.layout.model.attention_parameters + layer.layout.model.mlp_parameters(14336))
     assert microbatches * added == pytest.approx((microbatches - 1) * once, rel=1e-6)
 
 
 def test_a_compiled_layer_has_fewer_kernels() -> None:
-    eager, compiled = (Layer(shard_of(framework="pytorch", train__compile=value)) for value in (False, True))
+    layouts = (layout_of(framework="pytorch", train__compile=value) for value in (False, True))
+    eager, compiled = map(TransformerLayer, layouts)
     for phase in ("forward", "backward"):
-        launches = [sum(piece.launches for piece in getattr(layer, phase)()) for layer in (eager, compiled)]
+        launches = [sum(op.launches for op in getattr(layer, phase)()) for layer in (eager, compiled)]
         assert launches[1] < launches[0]
 
 
 def test_low_precision_is_for_linear_layers_alone() -> None:
-    layer = Layer(shard_of(cluster__gpu="b200", train__precision="nvfp4"))
+    layer = TransformerLayer(layout_of(cluster__gpu="b200", train__precision="nvfp4"))
     used = {operator.kind: operator.dtype for operator in operators(layer.forward())}
     assert used["gemm_tn"] == "nvfp4"
     assert used["sdpa_fwd"] == used["rms_norm"] == "bf16"
@@ -169,26 +169,26 @@ def test_low_precision_is_for_linear_layers_alone() -> None:
 
 @pytest.mark.parametrize("framework", ["pytorch", "megatron", "nanotron"])
 def test_tensor_parallel_layers_reduce_twice_each_way(framework: str) -> None:
-    layer = Layer(shard_of(framework=framework, parallel__tp=8))
+    layer = TransformerLayer(layout_of(framework=framework, parallel__tp=8))
     assert kinds(layer.forward()) == {"all_reduce": 2}
     assert kinds(layer.backward()) == {"all_reduce": 2}
 
 
 def test_divided_sequences_are_gathered_and_scattered_in_pairs() -> None:
-    layer = Layer(shard_of(parallel__tp=8, parallel__sequence_parallel=True))
+    layer = TransformerLayer(layout_of(parallel__tp=8, parallel__sequence_parallel=True))
     assert kinds(layer.forward()) == {"all_gather": 2, "reduce_scatter": 2}
     # The gradients of outputs are gathered, and the inputs once more, since only a part of them was kept.
     assert kinds(layer.backward()) == {"all_gather": 4, "reduce_scatter": 2}
 
 
 def test_a_parallel_residual_reduces_once_in_the_forward_pass() -> None:
-    layer = Layer(shard_of(parallel__tp=8, model__parallel_residual=True))
+    layer = TransformerLayer(layout_of(parallel__tp=8, model__parallel_residual=True))
     assert kinds(layer.forward()) == {"all_reduce": 1}
 
 
 def test_overlap_changes_who_waits_and_not_what_is_run() -> None:
     changes = {"parallel__tp": 4, "parallel__sequence_parallel": True}
-    plain, beside = (Layer(shard_of(**changes, parallel__tp_overlap=value)) for value in (False, True))
+    plain, beside = (TransformerLayer(layout_of(**changes, parallel__tp_overlap=value)) for value in (False, True))
     for phase in ("forward", "backward"):
         assert kinds(getattr(plain, phase)()) == kinds(getattr(beside, phase)())
         assert matrix_flops(getattr(plain, phase)()) == matrix_flops(getattr(beside, phase)())
@@ -196,18 +196,18 @@ def test_overlap_changes_who_waits_and_not_what_is_run() -> None:
 
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"])
 def test_experts_exchange_tokens_twice_each_way(preset: str) -> None:
-    layer = Layer(shard_of(preset, parallel__ep=8, parallel__dp=8), sparse=True)
+    layer = TransformerLayer(layout_of(preset, parallel__ep=8, parallel__dp=8), sparse=True)
     assert kinds(layer.forward()) == {"all_to_all": 2}
     assert kinds(layer.backward()) == {"all_to_all": 2}
-    sent = {piece.work.bytes for piece in layer.forward() if isinstance(piece.work, Collective)}
-    assert sent == {2.0 * layer.shard.tokens * layer.shard.model.top_k * layer.hidden}
+    sent = {op.work.bytes for op in layer.forward() if isinstance(op.work, Collective)}
+    assert sent == {2.0 * layer.layout.tokens * layer.layout.model.top_k * layer.layout.model.hidden}
 
 
 def test_one_rank_talks_to_nobody() -> None:
     for preset in ("llama3-8b", "deepseek-v3"):
-        shard = shard_of(preset)
-        layer = Layer(shard, sparse=bool(shard.model.experts))
-        blocks = [layer.forward(), layer.backward(), embedding(shard), head(shard), head_backward(shard)]
+        layout = layout_of(preset)
+        layer = TransformerLayer(layout, sparse=bool(layout.model.experts))
+        blocks = [layer.forward(), layer.backward(), embedding(layout), head(layout), head_backward(layout)]
         assert all(not kinds(block) for block in blocks)
 
 
@@ -230,41 +230,41 @@ def test_one_rank_talks_to_nobody() -> None:
     ],
 )
 def test_groups_are_laid_out_from_the_inside_out(changes: dict[str, Any], group: str, wanted: tuple[int, int]) -> None:
-    assert getattr(shard_of(**changes), group) == wanted
+    assert getattr(layout_of(**changes), group) == wanted
 
 
 def test_whole_experts_are_spread_over_tensor_parallel_ranks_first() -> None:
-    shard = shard_of("qwen3-30b-a3b", parallel__tp=8, parallel__ep=8)
-    assert shard.expert_tp == 1
-    assert shard.ep == (8, 8), "one node holds them all"
-    assert shard.expert_dp.size == 1
+    layout = layout_of("qwen3-30b-a3b", parallel__tp=8, parallel__ep=8)
+    assert layout.expert_tp == 1
+    assert layout.ep == (8, 8), "one node holds them all"
+    assert layout.expert_dp.size == 1
 
 
 def test_replicas_of_experts_are_fewer_than_of_the_rest() -> None:
-    shard = shard_of("deepseek-v3", parallel__ep=64, parallel__dp=128)
-    assert shard.dp.size == 128
-    assert shard.expert_dp.size == 2
+    layout = layout_of("deepseek-v3", parallel__ep=64, parallel__dp=128)
+    assert layout.dp.size == 128
+    assert layout.expert_dp.size == 2
 
 
 def test_some_replicas_may_share_one_copy() -> None:
-    shard = shard_of(parallel__dp=64, parallel__zero=3, parallel__shard=8)
-    assert shard.sharing == ((8, 8), (8, 1))
-    assert shard_of(parallel__dp=64, parallel__zero=3).sharing == ((64, 8), (1, 1))
+    layout = layout_of(parallel__dp=64, parallel__zero=3, parallel__shard=8)
+    assert layout.sharing == ((8, 8), (8, 1))
+    assert layout_of(parallel__dp=64, parallel__zero=3).sharing == ((64, 8), (1, 1))
 
 
 # Ends
 
 
 def test_a_divided_vocabulary_is_padded() -> None:
-    assert shard_of("gpt2-1.5b").vocab == 50257
-    shard = shard_of("gpt2-774m", parallel__tp=4)
-    assert shard.vocab % 128 == 0
-    assert 0 <= 4 * shard.vocab - 50257 < 4 * 128
+    assert layout_of("gpt2-1.5b").vocab == 50257
+    layout = layout_of("gpt2-774m", parallel__tp=4)
+    assert layout.vocab % 128 == 0
+    assert 0 <= 4 * layout.vocab - 50257 < 4 * 128
 
 
 @pytest.mark.parametrize("framework", framework_names())
 def test_an_update_is_for_every_parameter_or_for_none(framework: str) -> None:
-    adamw = optimizer(shard_of(framework=framework), 1e9)
-    sgd = optimizer(shard_of(framework=framework, train__optimizer="sgd"), 1e9)
+    adamw = optimizer(layout_of(framework=framework), 1e9)
+    sgd = optimizer(layout_of(framework=framework, train__optimizer="sgd"), 1e9)
     assert operators(sgd)[0].bytes == pytest.approx(0.5 * operators(adamw)[0].bytes)
-    assert optimizer(shard_of(framework=framework, train__optimizer="none"), 1e9) == []
+    assert optimizer(layout_of(framework=framework, train__optimizer="none"), 1e9) == []
