@@ -1,7 +1,7 @@
-"""Prices: what operators and collectives cost inside a training step of one setup.
+"""Prices: what operators, collectives and blocks cost inside a training step of one setup.
 
 Isolated, cold costs come from the CostModel. Inside a step kernels find part of their data in the cache, and run at the
-clock that the power limit leaves: `InStepFactors` hold those factors, each with how it was measured (docs/design.md).
+clock that the power limit leaves: `InStepFactors` hold those factors, and `data/step.json` the warmth of the cache.
 """
 
 from __future__ import annotations
@@ -18,24 +18,20 @@ from lumos.cost.energy import joules_for
 from lumos.cost.in_step import InStepFactors
 from lumos.cost.network import Network
 from lumos.cost.operator_model import CostModel
+from lumos.data_files import read_table
 from lumos.program.block import Block, BlockOp
-from lumos.program.operators import Collective
-from lumos.program.operators import Operator
+from lumos.program.operators import Collective, Operator
 
-# Kernels of recorded steps over the same kernels alone, by log2 of a tensor over the cache; read off 26
-# recordings of our own on H200 (calibration/records.tar.xz) by hand.
-_WARM_DEPTH = (-7.0, -4.0, -1.74, 0.5)
-_WARM_STREAM = (0.57, 0.71, 0.86, 1.0)
-_WARM_MATRIX = (0.77, 0.88, 0.97, 1.0)
 Kept = TypeVar("Kept")
-_SHORTEST_US = 1.0  # any kernel inside a step
 
 
 @lru_cache(maxsize=1 << 16)
 def warmth(operator: Operator, cache_mb: float) -> float:
-    """How much sooner a kernel ends that finds its data in the cache, where the kernel before it left them."""
+    """Time of a kernel that finds its data in the cache, where the kernel before it left them, over its cold time."""
+    constants = read_table("step.json")
     depth = log2(max(operator.tensor_bytes, 1.0) / (cache_mb * 1e6))
-    return float(np.interp(depth, _WARM_DEPTH, _WARM_MATRIX if operator.is_matrix else _WARM_STREAM))
+    factors = constants["warm_matrix" if operator.is_matrix else "warm_stream"]
+    return float(np.interp(depth, constants["warm_depth"], factors))
 
 
 class Priced(Protocol):
@@ -63,13 +59,21 @@ class BlockTime(NamedTuple):
         return BlockTime(*(value * count for value in self))
 
 
+class Row(NamedTuple):
+    """One operator or collective of a block, in microseconds from the start of the block."""
+
+    op: BlockOp
+    start_us: float
+    end_us: float
+
+
 class Prices:
     """Costs inside a step; the blocks of a setup are priced once."""
 
     def __init__(
-        self, model: CostModel, network: Network, conditions: InStepFactors, host_us: float, collective_launches: float
+        self, model: CostModel, network: Network, factors: InStepFactors, host_us: float, collective_launches: float
     ) -> None:
-        self.model, self.network, self.conditions = model, network, conditions
+        self.model, self.network, self.factors = model, network, factors
         self.host_us, self.collective_launches = host_us, collective_launches
         self.joules = joules_for(model.gpu)
         self.flash_model: Priced | None = None  # for attention kernels of an older generation
@@ -77,15 +81,16 @@ class Prices:
         self._kept: dict[Hashable, Any] = {}
 
     def operator_us(self, operator: Operator) -> float:
+        """One operator: its isolated cost without the timer's own, under the conditions of a step."""
         if operator.kind == "stream" and operator.shape[0] == 0:
             return 0.0
-        c = self.conditions
         model = self.flash_model if self.flash_model and operator.kind.startswith("sdpa") else self.model
-        alone = max(model.us(operator) - model.isolation_us, _SHORTEST_US)
-        factor = c.matrix if operator.is_matrix else c.stream
-        return alone * factor * warmth(operator, self.model.gpu.l2_mb) + c.launch_gap_us
+        alone = max(model.us(operator) - model.isolation_us, read_table("step.json")["shortest_us"])
+        factor = self.factors.matrix if operator.is_matrix else self.factors.stream
+        return float(alone * factor * warmth(operator, self.model.gpu.l2_mb) + self.factors.launch_gap_us)
 
     def collective_us(self, collective: Collective) -> float:
+        """One collective, once all its ranks have arrived."""
         return self.network.us(collective)
 
     def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
@@ -107,52 +112,38 @@ class Prices:
         return found
 
 
-def time_of(block: Block, prices: Prices) -> BlockTime:
-    """Run the pieces in order: operators one after the other, collectives beside them unless somebody waits."""
-    now = network = compute = communication = joules = 0.0
-    launches = 0.0
-    for piece in block:
-        if isinstance(piece.work, Collective):
-            launches += prices.collective_launches
-            cost = prices.collective_us(piece.work)
-            communication += cost
-            joules += prices.joules.collective(piece.work, cost)
-            network = max(network, now) + cost
-            if piece.waits:
-                now = network
-        else:
-            launches += piece.launches
-            if piece.joins:
-                now = max(now, network)
-            cost = prices.operator_us(piece.work)
-            compute += cost
-            joules += prices.joules.operator(piece.work, cost)
-            now += cost
-    return BlockTime(max(now, network), prices.host_us * launches, compute, communication, joules)
-
-
-class Row(NamedTuple):
-    """One operator or collective of a block, in microseconds from the start of the block."""
-
-    piece: BlockOp
-    start_us: float
-    end_us: float
-
-
 def timeline(block: Block, prices: Prices) -> list[Row]:
-    """When each operator and collective of a block runs, by the same walk as `time_of`."""
+    """When each operator and collective of a block runs.
+
+    Operators run one after the other. A collective runs beside them, one at a time, unless the next operator waits for
+    it or an operator joins all that are left running.
+    """
     now = network = 0.0
     rows = []
-    for piece in block:
-        if isinstance(piece.work, Collective):
+    for op in block:
+        if isinstance(op.work, Collective):
             begin = max(network, now)
-            network = begin + prices.collective_us(piece.work)
-            rows.append(Row(piece, begin, network))
-            if piece.waits:
-                now = network
+            network = begin + prices.collective_us(op.work)
+            rows.append(Row(op, begin, network))
+            now = network if op.waits else now
         else:
-            if piece.joins:
-                now = max(now, network)
-            begin, now = now, now + prices.operator_us(piece.work)
-            rows.append(Row(piece, begin, now))
+            begin = max(now, network) if op.joins else now
+            now = begin + prices.operator_us(op.work)
+            rows.append(Row(op, begin, now))
     return rows
+
+
+def time_of(block: Block, prices: Prices) -> BlockTime:
+    """A block in numbers: until its last operator and collective have ended, and what that time consists of."""
+    end = compute = communication = joules = launches = 0.0
+    for op, begin, until in timeline(block, prices):
+        cost, end = until - begin, max(end, until)
+        if isinstance(op.work, Collective):
+            launches += prices.collective_launches
+            communication += cost
+            joules += prices.joules.collective(op.work, cost)
+        else:
+            launches += op.launches
+            compute += cost
+            joules += prices.joules.operator(op.work, cost)
+    return BlockTime(end, prices.host_us * launches, compute, communication, joules)
