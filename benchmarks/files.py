@@ -20,12 +20,12 @@ import numpy as np
 
 from lumos.analysis.replay import Replay, predict, replay
 from lumos.errors import LumosError
-from lumos.export.chakra_files import write_chakra
+from lumos.export.chakra_writer import write_chakra
 from lumos.export.kineto_files import write_kineto
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.scaling import Scale
-from lumos.trace.read.chakra import read_chakra_file
-from lumos.trace.read.chakra_foreign import foreign_execution
+from lumos.trace.read.chakra_feeder import foreign_execution
+from lumos.trace.read.chakra_format import read_chakra_file
 from lumos.trace.read.execution_trace import link, read_execution_trace
 from lumos.trace.read.formats import Form, form_of, head_of
 from lumos.trace.read.job import read_job
@@ -168,16 +168,8 @@ def round_trip(folder: Path, shown: str) -> str:
 
 def as_others_read(files: list[Path]) -> Replay:
     """The same files without the attributes of Lumos: dependencies and whole microseconds alone."""
-    found = [read_chakra_file(file) for file in files]
-    bare = [
-        replace(file, head={}, nodes=[node._replace(values=others_see(node.values)) for node in file.nodes])
-        for file in found
-    ]
+    bare = [replace(read_chakra_file(file), head={}) for file in files]
     return replay(foreign_execution(bare))
-
-
-def others_see(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if not name.startswith("lumos.")}
 
 
 def what_if_error(before: Replay, after: Replay) -> str:

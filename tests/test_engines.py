@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.trace.read.job import read_job
-from lumos.trace.read.remote import EngineReaders
 from lumos.trace.trace import Trace
-from lumos.workers import Here, Job, engine_named
-from lumos.workers.engine import Engine
-from lumos.workers.shard import fingerprint, read_shard
+from lumos.workers import Engine, Here, Job, engine_named, fingerprint, read_shard
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,9 +98,10 @@ def test_every_chunk_is_run_once(tmp_path: Path) -> None:
 
 def test_giving_up_early_leaves_no_process() -> None:
     with engine_named("local", 2) as engine:
-        next(iter(engine.run(Job(slow, None), list(range(6)))))
-        running = list(engine.running)  # type: ignore[attr-defined]
-    assert all(process.poll() is not None for process in running)
+        _, pid = next(engine.run(Job(added, 0), [0]))
+        next(engine.run(Job(slow, None), list(range(6))))
+        assert psutil.pid_exists(pid)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_ranks_are_read_on_a_cluster_as_they_are_here(cluster: object) -> None:
     folder = Path(__file__).resolve().parents[1] / "src/lumos/data/example"
     here = read_job(folder)
     with engine_named("ray", 0, cluster.address) as engine:  # type: ignore[attr-defined]
-        there = read_job(folder, started=EngineReaders(engine))
+        there = read_job(folder, engine=engine)
     assert isinstance(here, Trace)
     assert isinstance(there, Trace)
     assert there.lanes == here.lanes

@@ -22,7 +22,7 @@ from graphs import graphs
 from lumos.analysis.replay import predict, replay
 from lumos.cli.main import app
 from lumos.errors import InputError, LumosError
-from lumos.export.chakra_files import write_chakra
+from lumos.export.chakra_writer import write_chakra
 from lumos.export.kineto_files import write_kineto
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.from_trace.nodes import Nodes
@@ -30,9 +30,9 @@ from lumos.graph.graph import Graph
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate
 from lumos.trace.names import Category, Kind
-from lumos.trace.read import chakra
-from lumos.trace.read.chakra import read_chakra, read_chakra_file
-from lumos.trace.read.chakra_schema import NodeType, Own, add_value, schema
+from lumos.trace.read import chakra_format, host_memory
+from lumos.trace.read.chakra import read_chakra
+from lumos.trace.read.chakra_format import NodeType, add_value, read_chakra_file, schema
 from lumos.trace.read.execution_trace import link, read_execution_trace
 from lumos.trace.read.formats import Form, form_of, head_of
 from lumos.trace.read.job import read_job
@@ -224,7 +224,7 @@ def assert_runs(files: list[list[Seen]]) -> None:
     """A plain feeder comes to the end: ids are unique, nothing dangles, and no rank waits for ever."""
     done: list[set[int]] = [set() for _ in files]
     arrived: dict[Any, set[tuple[int, int]]] = defaultdict(set)
-    keys = [meeting_keys(nodes) for nodes in files]
+    keys = [rendezvous_keys(nodes) for nodes in files]
     parties = Counter(key for found in keys for key in found.values())
     for nodes in files:
         ids = [node.id for node in nodes]
@@ -245,7 +245,7 @@ def assert_runs(files: list[list[Seen]]) -> None:
     assert [len(d) for d in done] == [len(nodes) for nodes in files]
 
 
-def meeting_keys(nodes: list[Seen]) -> dict[int, Any]:
+def rendezvous_keys(nodes: list[Seen]) -> dict[int, Any]:
     """What the communication of a rank is matched by: order in the process group; source, destination and tag."""
     count: Counter[bytes] = Counter()
     found: dict[int, Any] = {}
@@ -503,8 +503,8 @@ def test_a_collective_of_foreign_files_waits_for_all_ranks(tmp_path: Path) -> No
         write_foreign(tmp_path / f"x.{rank}.et", first, reduce_node(2, 100, data_deps=[1]))
     run = replay(read_job(tmp_path))
     assert run.times.span == 140_000
-    (meeting,) = run.execution.rendezvous
-    assert (meeting.collective, meeting.ranks) == ("all_reduce", (0, 1))
+    (found,) = run.execution.rendezvous
+    assert (found.collective, found.ranks) == ("all_reduce", (0, 1))
     assert run.collectives[0].bytes == 64
 
 
@@ -578,7 +578,7 @@ def test_a_hostile_file_is_refused_in_one_line(tmp_path: Path, what: str) -> Non
 
 def test_a_file_larger_than_memory_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_foreign(tmp_path / "x.0.et", {"id": 1, "duration_micros": 1})
-    monkeypatch.setattr(chakra, "available_bytes", lambda: 100)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 100)
     with pytest.raises(InputError, match="GiB would be needed"):
         read_job(path)
 
@@ -587,14 +587,15 @@ def test_tables_that_do_not_fit_their_nodes_are_refused(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "rank0.json", training_run(steps=1, layers=1), header(rank=0))
     parsed = read_chakra_file(write_chakra(tmp_path / "x.et", executed(path)).files[0])
     wrong: dict[str, Any] = {
-        Own.EVENT_NAME: [10**6], Own.EVENT_PARENT: [], Own.LANES: ["[]"], Own.HEADER: "{", Own.VERSION: 99,
-        Own.MEETINGS: ["[0,0,99999,\"x\",[0],true,null]"], Own.ORIGIN: 1 << 62, Own.EVENT_FIRST: [1 << 40],
+        "event.name": [10**6], "event.parent": [], "event.first_node": [1 << 40], "lanes": ["[]"], "header": "{",
+        "rendezvous": ["[0,0,99999,\"x\",[0],true,null]"], "origin_ns": 1 << 62, "version": 99, "node.lane": [99],
+        "node.id": [1], "node.count": [0], "edge.rule": [77], "edge.lag_ns": [1.0], "sync.stream": [1] * 99,
     }  # fmt: skip
     for name, value in wrong.items():
         with pytest.raises(InputError, match="do not fit its nodes"):
-            read_chakra([replace(parsed, head=parsed.head | {name: value})])
+            read_chakra([replace(parsed, head=parsed.head | {f"lumos.{name}": value})])
     with pytest.raises(InputError, match="do not fit"):
-        read_chakra([replace(parsed, head={k: v for k, v in parsed.head.items() if k != Own.NAMES})])
+        read_chakra([replace(parsed, head={k: v for k, v in parsed.head.items() if k != "lumos.names"})])
 
 
 # Which file is what.
@@ -900,10 +901,10 @@ def test_real_jobs_come_back_from_chakra(shared_data: Path, tmp_path: Path, name
     faster = [Scale("compute", 0.5)]
     assert predict(again, faster).step_ms == predict(run, faster).step_ms
     sent = sum(node.type in (NodeType.COMM_COLL, NodeType.COMM_SEND, NodeType.COMM_RECV) for n in files for node in n)
-    assert sent == sum(len(meeting.rows) for meeting in run.execution.rendezvous)
+    assert sent == sum(len(found.rows) for found in run.execution.rendezvous)
 
 
-def as_seen(node: chakra.Node) -> Seen:
+def as_seen(node: chakra_format.Node) -> Seen:
     """The same of a node that our own reader read, which is faster."""
     plain = {name: (0, value) for name, value in node.values.items()}
     return Seen(

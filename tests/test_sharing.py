@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from lumos.errors import InputError
+from lumos.trace.read import job
 from lumos.trace.read import json_slices as slices
-from lumos.trace.read import reader_process as worker
 from lumos.trace.read.job import read_job
 from lumos.trace.read.json_slices import CannotShareError
 from lumos.trace.read.kineto import read_kineto
 from lumos.trace.trace import concatenate
+from lumos.workers.processes import processes
 from support import LAYOUTS, Layout, header, op, rows, training_run, write_trace
 
 
@@ -41,16 +42,21 @@ def test_a_large_file_is_read_by_processes_while_this_one_does_something_else(
 ) -> None:
     path = write_trace(tmp_path / "trace.json", training_run(), header(0))
     alone = read_job(path)
-    monkeypatch.setattr(worker, "_LARGE", {False: 0, True: 0})
+    monkeypatch.setitem(job._LIMITS, "shared_from_bytes", {"plain": 0, "gzip": 0})
     done: list[str] = []
-    with worker.readers(2) as readers:
-        traces = readers.read([path], lambda file: done.append(file.name), lambda: done.append("meanwhile"))
-    assert done == ["meanwhile", "trace.json"]
-    assert sorted(rows(traces[0])) == sorted(rows(alone))
+
+    def progress(read: int, total: int) -> None:
+        done.append(f"{read} of {total} bytes")
+
+    with processes(2) as engine:
+        trace = read_job(path, progress=progress, engine=engine, meanwhile=lambda: done.append("meanwhile"))
+    size = path.stat().st_size
+    assert done == ["meanwhile", f"{size} of {size} bytes"]
+    assert sorted(rows(trace)) == sorted(rows(alone))
 
 
 def test_a_mistake_in_a_process_is_the_users_mistake(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("not a trace")
-    with worker.readers(1) as readers, pytest.raises(InputError, match="not JSON"):
-        readers.read([path], lambda file: None)
+    with processes(1) as engine, pytest.raises(InputError, match="not JSON"):
+        read_job(path, engine=engine)

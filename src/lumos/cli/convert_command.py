@@ -116,7 +116,7 @@ def _write(output: Path, execution: Execution, links: Links | None) -> dict[str,
 
 
 def _write_chakra(output: Path, execution: Execution, links: Links | None) -> dict[str, Any]:
-    from lumos.export.chakra_files import write_chakra
+    from lumos.export.chakra_writer import write_chakra
 
     found = write_chakra(output, execution, links)
     return {

@@ -13,8 +13,8 @@ from lumos.cli.terminal import busy, progress_bar
 if TYPE_CHECKING:
     from lumos.analysis.replay import Replay
     from lumos.graph.from_trace.build import Execution
-    from lumos.trace.read.reader_process import FileReaders
     from lumos.trace.trace import Trace
+    from lumos.workers import Engine
 
 _WORTH_A_PROCESS = 1 << 20  # bytes on disk
 _WORTH_SEVERAL = 4 << 20
@@ -30,7 +30,7 @@ def load_run(
 
 
 def _load_with(
-    started: FileReaders | None, path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None
+    started: Engine | None, path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None
 ) -> Replay:
     from lumos.analysis.replay import replay
     from lumos.graph.from_trace.profiler_cost import load_profiler_cost
@@ -49,11 +49,11 @@ def load_source(path: Path, match: str, rank_pattern: str) -> Trace | Execution:
         return _read_with(started, path, match, rank_pattern)
 
 
-def _read_with(started: FileReaders | None, path: Path, match: str, rank_pattern: str) -> Trace | Execution:
+def _read_with(started: Engine | None, path: Path, match: str, rank_pattern: str) -> Trace | Execution:
     from lumos.trace.read.job import read_job
 
     with progress_bar() as progress:
-        return read_job(path, match, rank_pattern, progress, started=started, meanwhile=_load_kernels)
+        return read_job(path, match, rank_pattern, progress, engine=started, meanwhile=_load_kernels)
 
 
 def _one_step(source: Trace | Execution, step: str) -> Trace:
@@ -67,16 +67,13 @@ def _one_step(source: Trace | Execution, step: str) -> Trace:
 
 
 @contextmanager
-def _readers_for(path: Path, engine: str = "local", address: str = "") -> Iterator[FileReaders | None]:
+def _readers_for(path: Path, engine: str = "local", address: str = "") -> Iterator[Engine | None]:
     """Processes for reading what is large, started before this one imports what it needs itself."""
-    from lumos.trace.read.reader_process import readers
-
     if engine != "local" or address:
-        from lumos.trace.read.remote import EngineReaders
         from lumos.workers import engine_named
 
         with engine_named(engine, 0, address) as there:
-            yield EngineReaders(there)
+            yield there
         return
 
     try:
@@ -87,8 +84,10 @@ def _readers_for(path: Path, engine: str = "local", address: str = "") -> Iterat
     if size < _WORTH_A_PROCESS:
         yield None
         return
-    cores = os.cpu_count() or 1
-    with readers(1 if path.is_file() and size < _WORTH_SEVERAL else cores) as started:
+    from lumos.workers.processes import processes
+
+    count = 1 if path.is_file() and size < _WORTH_SEVERAL else os.cpu_count() or 1
+    with processes(count, preload="lumos.trace.read.kineto") as started:
         yield started
 
 

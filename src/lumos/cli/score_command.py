@@ -13,8 +13,7 @@ from lumos.files import check_output, write_as, write_csv, write_json
 from lumos.report.terminal.forecasts import show_score
 from lumos.score.measured_runs import read_rows
 from lumos.score.score import score
-from lumos.workers import engine_named
-from lumos.workers.shard import fingerprint, read_shard
+from lumos.workers import engine_named, fingerprint, read_shard
 
 
 def score_command(

@@ -27,8 +27,7 @@ from lumos.setup import read_setup_with_notes
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain, toml_value
-from lumos.workers import engine_named
-from lumos.workers.shard import read_shard
+from lumos.workers import engine_named, read_shard
 
 _NOT_VALIDATED = "calibrated with a trace: the accuracy for changed parallelism has not been measured"
 

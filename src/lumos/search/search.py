@@ -16,8 +16,7 @@ from lumos.search.result import SearchResult, flat
 from lumos.search.space import Space, checked_choices
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.setup import Setup
-from lumos.workers import Engine, Here
-from lumos.workers.shard import fingerprint
+from lumos.workers import Engine, Here, fingerprint
 
 _BY_TIME = Objective()
 

@@ -1,15 +1,29 @@
-"""Engine: runs the chunks of a job somewhere, and hands back what each gave, in the order of the chunks."""
+"""Engine: runs the chunks of a job somewhere, and returns the result of each, in the order of the chunks.
+
+    with engine_named("local", workers=4) as engine:
+        for result in engine.run(Job(price, shared=costs), chunks):  # calls price(costs, chunk) in four processes
+            ...
+
+Work that several machines divide without knowing of each other is divided by shards: `--shard 3/8` is the third of
+eight parts.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
+
+import orjson
 
 from lumos.errors import OptionError
 
 NAMES = ("local", "ray")
+AHEAD = 2  # chunks that are submitted, for every worker: enough to keep all busy, few enough to bound memory
+_MOST_SHARDS = 1 << 16
 
 
 class Job(NamedTuple):
@@ -17,13 +31,20 @@ class Job(NamedTuple):
 
     function: Callable[[Any, Any], Any]
     shared: Any
+    tries: int = 3  # of one chunk, if workers are killed
+    advice: str = "use fewer --workers"
 
 
 class Engine(Protocol):
-    """Where chunks are run. A chunk that is lost with its worker is run again; the others are not."""
+    """Where chunks are run. A chunk that is lost with its worker is run again; finished ones are not."""
 
     @property
     def workers(self) -> int: ...
+
+    @property
+    def remote(self) -> bool:
+        """Whether chunks may run on other machines, with other working directories."""
+        ...
 
     def run(self, job: Job, chunks: Sequence[Any]) -> Iterator[Any]:
         """The answers to all chunks, in their order."""
@@ -31,13 +52,13 @@ class Engine(Protocol):
 
 
 class Here:
-    """This process."""
+    """An engine that runs chunks in this process, each when its answer is asked for."""
 
-    workers = 1
+    workers, remote = 1, False
 
     def run(self, job: Job, chunks: Sequence[Any]) -> Iterator[Any]:
-        for chunk in chunks:
-            yield job.function(job.shared, chunk)
+        """The answers to all chunks, in their order."""
+        return (job.function(job.shared, chunk) for chunk in chunks)
 
 
 def engine_named(name: str, workers: int = 0, address: str = "") -> AbstractContextManager[Engine]:
@@ -45,7 +66,7 @@ def engine_named(name: str, workers: int = 0, address: str = "") -> AbstractCont
     if name not in NAMES:
         raise OptionError(f"--engine {name!r} is not known: use {' or '.join(NAMES)}")
     if address and name != "ray":
-        raise OptionError(f"--address {address!r} is of a Ray cluster: add --engine ray")
+        raise OptionError(f"--address {address!r} is the address of a Ray cluster: add --engine ray")
     if workers < 0:
         raise OptionError(f"--workers {workers} is negative: give a number of processes, or 0 for one a core")
     if name == "ray":
@@ -58,3 +79,21 @@ def engine_named(name: str, workers: int = 0, address: str = "") -> AbstractCont
     from lumos.workers.processes import processes
 
     return processes(count)
+
+
+def fingerprint(*question: object) -> str:
+    """A name for a question: parts with the same fingerprint can be merged."""
+    return sha256(orjson.dumps(question, option=orjson.OPT_SORT_KEYS, default=repr)).hexdigest()[:32]
+
+
+def read_shard(text: str) -> tuple[int, int]:
+    """(index from 0, count) of "I/N", I from 1; all of the work for ""."""
+    if not text:
+        return 0, 1
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if found is None:
+        raise OptionError(f"--shard {text[:40]!r}: write I/N, as in 3/8")
+    index, count = int(found[1]), int(found[2])
+    if not 1 <= index <= count <= _MOST_SHARDS:
+        raise OptionError(f"--shard {text!r}: I goes from 1 to N, and N to {_MOST_SHARDS}")
+    return index - 1, count

@@ -1,140 +1,95 @@
-"""Processes of this machine, each of which runs one chunk after the other.
+"""A pool of processes on this machine, made of loky's executors.
 
-Plain child processes rather than a multiprocessing pool: a pool runs the caller's script again in every worker, and is
-broken as a whole when one of them dies. The pickles that travel are made and read by us; files never are.
+loky rather than the standard library's pools, because those run the caller's script again in every worker, which
+breaks scripts that do not guard their main part. An executor is unusable once a worker was killed; the pool then starts
+another one and runs again only the chunks that had no result yet.
 """
 
 from __future__ import annotations
 
 import pickle
-import struct
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from queue import SimpleQueue
-from typing import IO, Any
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from loky import ProcessPoolExecutor
 
 from lumos.errors import LumosError
-from lumos.workers.engine import Job
+from lumos.workers.engine import AHEAD, Job
 
-_LENGTH = struct.Struct("<Q")
-_TRIES = 3  # of one chunk, each with another process
-_AHEAD = 2  # chunks that are asked for, for every process
+_ENVIRONMENT = {"LOKY_MAX_MEMORY_LEAK_SIZE": "1e18"}  # a worker that read a large file is no leak, and is not replaced
 
 
 class Processes:
-    """Child processes that wait for chunks."""
+    """An engine of processes that stay until it is closed."""
 
-    def __init__(self, count: int) -> None:
-        self.workers = count
-        self.idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        self.running: list[subprocess.Popen[bytes]] = []
-        self.knows: dict[int, int] = {}  # by process: the number of the job it was told last
-        self.jobs = 0
+    remote = False
+
+    def __init__(self, count: int, preload: str = "") -> None:
+        self.workers, self.preload = count, preload
+        self._start()
+
+    def _start(self) -> None:
+        self.executor = ProcessPoolExecutor(self.workers, timeout=None, env=_ENVIRONMENT)
+        for _ in range(self.workers if self.preload else 0):
+            self.executor.submit(import_module, self.preload)
+
+    def close(self) -> None:
+        """Kill the workers, whatever they are doing."""
+        self.executor.shutdown(kill_workers=True)
 
     def run(self, job: Job, chunks: Sequence[Any]) -> Iterator[Any]:
-        self.jobs += 1
-        told = (self.jobs, pickle.dumps(job))
-        with ThreadPoolExecutor(self.workers) as pool:
-            asked = []
+        """The answers to all chunks, in their order. The first chunks are started before this returns."""
+        payload = pickle.dumps((job.function, job.shared))
+        asked: dict[int, Future[Any]] = {}
+
+        def ask(first: int) -> None:
+            for index in range(first, min(first + AHEAD * self.workers, len(chunks))):
+                if index not in asked:
+                    asked[index] = self.executor.submit(_run_chunk, payload, chunks[index])
+
+        def answer(index: int) -> Any:
+            for _ in range(job.tries):
+                try:
+                    ask(index)
+                    return asked.pop(index).result()
+                except BrokenProcessPool:
+                    asked.clear()
+                    self.close()
+                    self._start()
+            raise LumosError(f"a worker process was killed, probably for want of memory: {job.advice}")
+
+        def answers() -> Iterator[Any]:
             try:
-                for chunk in chunks:
-                    asked.append(pool.submit(self._answer, told, chunk))
-                    if len(asked) > _AHEAD * self.workers:
-                        yield asked.pop(0).result()
-                while asked:
-                    yield asked.pop(0).result()
+                yield from map(answer, range(len(chunks)))
             finally:
-                for future in asked:
+                for future in asked.values():
                     future.cancel()
 
-    def start(self) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lumos.workers.processes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self.running.append(process)
-        self.idle.put(process)
+        ask(0)
+        return answers()
 
-    def _answer(self, job: tuple[int, bytes], chunk: Any) -> Any:
-        for _ in range(_TRIES):
-            process = self.idle.get()
-            try:
-                found = self._ask(process, job, chunk)
-            except (EOFError, OSError, struct.error):
-                process.kill()
-                process.wait()
-                self.running.remove(process)
-                self.start()
-                continue
-            self.idle.put(process)
-            if isinstance(found, Exception):
-                raise found
-            return found
-        raise LumosError(
-            f"a worker was killed {_TRIES} times at the same chunk, probably for want of memory: use fewer --workers"
-        )
 
-    def _ask(self, process: subprocess.Popen[bytes], job: tuple[int, bytes], chunk: Any) -> Any:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        if self.knows.get(process.pid) != job[0]:
-            _send(process.stdin, job[1])
-            self.knows[process.pid] = job[0]
-        _send(process.stdin, pickle.dumps(("chunk", chunk)))
-        return pickle.loads(_receive(process.stdout))
+def _run_chunk(payload: bytes, chunk: Any) -> Any:
+    function, shared = _unpickled(payload)
+    return function(shared, chunk)
+
+
+@lru_cache(maxsize=1)
+def _unpickled(payload: bytes) -> Any:
+    """The job, which all its chunks share: unpickled once in a worker."""
+    return pickle.loads(payload)
 
 
 @contextmanager
-def processes(count: int) -> Iterator[Processes]:
-    """Start so many processes, and end them."""
-    here = Processes(count)
-    for _ in range(count):
-        here.start()
+def processes(count: int, preload: str = "") -> Iterator[Processes]:
+    """Start so many processes, and end them. They import the module `preload` while the caller does other things."""
+    pool = Processes(count, preload)
     try:
-        yield here
+        yield pool
     finally:
-        for process in here.running:
-            process.kill()
-            process.communicate()
-
-
-def _send(to: IO[bytes], message: bytes) -> None:
-    to.write(_LENGTH.pack(len(message)) + message)
-    to.flush()
-
-
-def _receive(source: IO[bytes]) -> bytes:
-    head = source.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise EOFError
-    return source.read(_LENGTH.unpack(head)[0])
-
-
-def serve(source: IO[bytes], to: IO[bytes]) -> None:
-    """Run chunks until there are no more: what a child process does."""
-    job: Job | None = None
-    while True:
-        try:
-            message = pickle.loads(_receive(source))
-        except EOFError:
-            return
-        if isinstance(message, Job):
-            job = message
-            continue
-        assert job is not None
-        try:
-            found = job.function(job.shared, message[1])
-        except Exception as problem:
-            found = problem
-        _send(to, pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    out = sys.stdout.buffer
-    sys.stdout = sys.stderr  # what somebody prints must not end up among the answers
-    try:
-        serve(sys.stdin.buffer, out)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        pool.close()

@@ -1,24 +1,26 @@
-"""A Ray cluster: chunks run wherever there is a free core, and once more where a node was lost."""
+"""A Ray cluster as an engine: chunks run wherever there is a free core, and once more if a node was lost."""
 
 from __future__ import annotations
 
 import logging
 import re
 import socket
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from lumos.errors import LumosError, OptionError
-from lumos.workers.engine import Job
+from lumos.workers.engine import AHEAD, Job
 
 _PATIENCE_S = 5.0
-_TRIES = 5  # of one chunk, when nodes are lost
-_AHEAD = 2  # chunks that are asked for, for every core
+_TRIES = 5  # of one chunk, if nodes are lost
 
 
 class Ray:
     """Cores of a Ray cluster, as many as it has at the moment."""
+
+    remote = True
 
     def __init__(self, ray: Any, workers: int) -> None:
         self.ray, self.limit = ray, workers
@@ -29,16 +31,17 @@ class Ray:
         return min(cores, self.limit) if self.limit else max(1, cores)
 
     def run(self, job: Job, chunks: Sequence[Any]) -> Iterator[Any]:
+        """The answers to all chunks, in their order."""
         remote = self.ray.remote(num_cpus=1, max_retries=_TRIES)(job.function)
         shared = self.ray.put(job.shared)
-        most = _AHEAD * self.workers
-        asked: list[Any] = []
+        most = AHEAD * self.workers
+        asked: deque[Any] = deque()
         for chunk in chunks:
             asked.append(remote.remote(shared, chunk))
             if len(asked) > most:
-                yield self._answer(asked.pop(0))
+                yield self._answer(asked.popleft())
         while asked:
-            yield self._answer(asked.pop(0))
+            yield self._answer(asked.popleft())
 
     def _answer(self, reference: Any) -> Any:
         try:
@@ -49,12 +52,13 @@ class Ray:
                 raise cause from None
             raise
         except self.ray.exceptions.RayError as problem:
-            told = f"the Ray cluster lost a chunk {_TRIES} times ({_line(problem)}): look at its nodes"
-            raise LumosError(told) from None
+            raise LumosError(
+                f"the Ray cluster lost a chunk {_TRIES} times ({_first_line(problem)}): check its nodes"
+            ) from None
 
 
-def _refuse_silence(address: str) -> None:
-    """Ray itself waits for minutes where nobody answers."""
+def _refuse_if_silent(address: str) -> None:
+    """Ray itself waits for minutes at an address where nothing answers."""
     found = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d{1,5})", address)
     if found is None:
         return
@@ -64,7 +68,7 @@ def _refuse_silence(address: str) -> None:
         raise OptionError(f"--address {address!r}: no Ray cluster answers there ({problem})") from None
 
 
-def _line(problem: Exception) -> str:
+def _first_line(problem: Exception) -> str:
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
@@ -77,12 +81,12 @@ def on_ray(address: str, workers: int) -> Iterator[Ray]:
         raise OptionError("--engine ray needs Ray: pip install 'lumos-sim[ray]'") from None
     joined = ray.is_initialized()
     if not joined:
-        _refuse_silence(address)
+        _refuse_if_silent(address)
         try:
             where = {"address": address} if address else {"include_dashboard": False}
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
         except (ConnectionError, ValueError, RuntimeError) as problem:
-            raise OptionError(f"--address {address!r}: no Ray cluster answers there ({_line(problem)})") from None
+            raise OptionError(f"--address {address!r}: no Ray cluster answers there ({_first_line(problem)})") from None
     try:
         yield Ray(ray, workers)
     finally:

@@ -1,4 +1,4 @@
-"""What kind of file something is, by its content: users rename files, and tools disagree about extensions."""
+"""File formats, recognised by content: users rename files, and tools disagree about extensions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAR = slice(257, 262)  # where a tar file says so
 
 
 class Form(Enum):
-    """The kinds of files that are told apart."""
+    """The formats that are recognised."""
 
     KINETO = "a Kineto trace"
     CHAKRA = "a Chakra execution trace"
@@ -30,7 +30,7 @@ class Form(Enum):
 
 
 def head_of(path: Path) -> bytes | None:
-    """The first bytes of a file, unpacked; None where it cannot be read."""
+    """The first bytes of a file, decompressed; None if it cannot be read."""
     try:
         with open_bytes(path) as file:
             return file.read(HEAD_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
@@ -39,12 +39,16 @@ def head_of(path: Path) -> bytes | None:
 
 
 def is_gzip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+    """Whether a file begins as gzip does; an unreadable one does not, and reading it will say what is wrong."""
+    try:
+        with path.open("rb") as file:
+            return file.read(2) == b"\x1f\x8b"
+    except OSError:
+        return False
 
 
 def form_of(path: Path, head: bytes | None) -> Form:
-    """The kind of a file from its first bytes; what cannot be read is left to the reader of Kineto to complain of."""
+    """The format of a file from its first bytes; for an unreadable file, the Kineto reader reports the error."""
     if head is None:
         return Form.KINETO
     if head.startswith(_SQLITE):

@@ -1,7 +1,7 @@
 """A job: one file, or the files of all ranks in a folder under any naming, read in parallel processes.
 
 Kineto traces and exports of Nsight Systems are read as a Trace; Chakra files are a graph already, an Execution.
-The rank of a file is what its header says, else what its name says, else what the user's pattern finds in the name.
+The rank of a file is that of its header, else that in its name, else what the user's pattern finds in the name.
 """
 
 from __future__ import annotations
@@ -10,29 +10,32 @@ import fnmatch
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
+from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.graph.from_trace.build import Execution
+from lumos.trace.read.chakra import read_chakra
+from lumos.trace.read.chakra_format import read_chakra_file, read_chakra_json
 from lumos.trace.read.formats import Form, form_of, head_of, is_gzip
-from lumos.trace.read.host_memory import refuse_if_larger_than_memory
-from lumos.trace.read.kineto import read_kineto
-from lumos.trace.read.reader_process import FileReaders, readers
+from lumos.trace.read.host_memory import require_memory
+from lumos.trace.read.kineto import read_share
+from lumos.trace.read.nsys import read_nsys
 from lumos.trace.trace import Header, Trace, concatenate
+from lumos.workers import Engine, Here, Job, engine_named
 
+_LIMITS = read_table("trace_rules.toml")["reading"]
 _TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$|\.(et|sqlite)$")
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+)|\.(\d+)\.et$", re.IGNORECASE)
 _RANK_IN_HEAD = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d+)')
 _READABLE = (Form.KINETO, Form.NSYS, Form.CHAKRA, Form.CHAKRA_JSON)
-_PARALLEL_FROM = 8 << 20  # bytes on disk; below, starting processes costs more than it saves
-_APART = 10_000_000_000  # ns: ranks of one capture overlap in time, give or take a clock
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
-Meanwhile = Callable[[], None]
 _Read = TypeVar("_Read")
 
 
@@ -42,25 +45,32 @@ def read_job(
     rank_pattern: str = "",
     progress: Progress | None = None,
     workers: int = 0,
-    started: FileReaders | None = None,
-    meanwhile: Meanwhile | None = None,
+    engine: Engine | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Trace | Execution:
-    """A job from a file or a folder of ranks.
+    """A job from a file or a folder of ranks: `read_job(Path("traces"))`.
 
-    Processes that were started for reading are used; `meanwhile` is run while they read.
+    `match` chooses files of a folder by name, `rank_pattern` finds the rank in a name. Large files are read in as many
+    processes as `workers` (0: one a core), or on an `engine`; `meanwhile` is called while those read.
     """
     files, notes = find_files(path, match)
     pattern = _compiled(rank_pattern)
     form = _one_form(files)
     if form in (Form.CHAKRA, Form.CHAKRA_JSON):
-        return _read_chakra_job(files, notes, pattern, progress)
-    refuse_if_larger_than_memory(files)
+        read = read_chakra_json if form == Form.CHAKRA_JSON else read_chakra_file
+        found = _read_one_by_one(files, read, progress)
+        ranked = [replace(file, rank=_rank(file.path, file.rank, pattern, len(files))) for file in found]
+        _refuse_equal_ranks([(file.rank, file.path) for file in ranked])
+        execution = read_chakra(sorted(ranked, key=lambda file: file.rank))
+        return replace(execution, warnings=(*notes, *execution.warnings))
     if form == Form.NSYS:
-        from lumos.trace.read.nsys import read_nsys
-
         traces = _read_one_by_one(files, read_nsys, progress)
     else:
-        traces = _read_all(files, progress, workers, started, meanwhile)
+        need = sum(f.stat().st_size * (_LIMITS["gzip_ratio"] if is_gzip(f) else 1.0) for f in files)
+        where = files[0] if len(files) == 1 else files[0].parent
+        advice = "read fewer ranks with --match, or record fewer steps"
+        require_memory(where, need * _LIMITS["memory_per_json_byte"], advice)
+        traces = _read_kineto_files(files, progress, workers, engine, meanwhile)
     traces = [_with_rank(trace, Path(trace.headers[0].path), pattern, len(files)) for trace in traces]
     _refuse_mixed_jobs(traces)
     traces.sort(key=lambda t: t.headers[0].rank)
@@ -69,7 +79,7 @@ def read_job(
 
 
 def _one_form(files: list[Path]) -> Form:
-    """The kind of all files; a mixture is refused, and so is what cannot be replayed."""
+    """The format of all files; a mixture is refused, and so is a format that cannot be replayed."""
     forms = {file: form_of(file, head_of(file)) for file in files}
     kinds = {form: file for file, form in forms.items()}
     if len(kinds) > 1:
@@ -89,20 +99,6 @@ _REFUSED = {
     Form.EXECUTION: "(it has nodes, not times); give the Kineto trace of the same run, and this with --et to convert",
     Form.JSON_LIST: "of something else than trace events; give a PyTorch profiler trace",
 }
-
-
-def _read_chakra_job(
-    files: list[Path], notes: list[str], pattern: re.Pattern[str] | None, progress: Progress | None
-) -> Execution:
-    from lumos.trace.read.chakra import read_chakra, read_chakra_file
-    from lumos.trace.read.chakra_json import read_chakra_json
-
-    is_json = form_of(files[0], head_of(files[0])) == Form.CHAKRA_JSON
-    found = _read_one_by_one(files, read_chakra_json if is_json else read_chakra_file, progress)
-    ranked = [replace(file, rank=_rank(file.path, file.rank, pattern, len(files))) for file in found]
-    _refuse_equal_ranks([(file.rank, file.path) for file in ranked])
-    execution = read_chakra(sorted(ranked, key=lambda file: file.rank))
-    return replace(execution, warnings=(*notes, *execution.warnings))
 
 
 def find_files(path: Path, match: str = "") -> tuple[list[Path], list[str]]:
@@ -157,40 +153,60 @@ def _one_capture(files: dict[Path, bytes | None]) -> tuple[list[Path], list[str]
 
 
 def _rank_hint(path: Path, head: bytes | None) -> int:
-    """The rank by the beginning of a file, or by its name; -1 where neither says."""
-    told = _RANK_IN_HEAD.search(head or b"")
-    return int(told.group(1)) if told else rank_in_name(path)
+    """The rank in the beginning of a file, or in its name; -1 if neither has one."""
+    found = _RANK_IN_HEAD.search(head or b"")
+    return int(found.group(1)) if found else rank_in_name(path)
 
 
 def rank_in_name(path: Path) -> int:
-    """The rank that the name of a file tells; -1 where it tells none."""
+    """The rank in the name of a file; -1 if there is none."""
     found = _RANK_IN_NAME.search(path.name)
     return int(found.group(1) or found.group(2)) if found else -1
 
 
-def _read_all(
+def _read_kineto_files(
     files: list[Path],
     progress: Progress | None,
     workers: int,
-    started: FileReaders | None,
-    meanwhile: Meanwhile | None,
+    engine: Engine | None,
+    meanwhile: Callable[[], None] | None,
 ) -> list[Trace]:
-    sizes = {file: file.stat().st_size for file in files}
-    total, read = sum(sizes.values()), 0
-
-    def done(file: Path) -> None:
-        nonlocal read
-        read += sizes[file]
-        if progress is not None:
-            progress(read, total)
-
-    if started is not None:
-        return started.read(files, done, meanwhile)
+    """The traces of files, in their order; several processes share one large file."""
+    sizes = [file.stat().st_size for file in files]
     workers = workers or min(len(files), os.cpu_count() or 1)
-    if workers < 2 or total < _PARALLEL_FROM:
-        return [_read_here(file, done) for file in files]
-    with readers(workers) as here:
-        return here.read(files, done, meanwhile)
+    parallel = workers > 1 and sum(sizes) >= _LIMITS["parallel_from_bytes"]
+    started = engine_named("local", workers) if parallel else nullcontext(Here())
+    with started if engine is None else nullcontext(engine) as readers:
+        paths = [file.absolute() if readers.remote else file for file in files]
+        shares = [_shares(path, size, readers.workers // len(files)) for path, size in zip(paths, sizes, strict=True)]
+        job = Job(read_share, None, tries=1, advice="read fewer ranks with --match")
+        answers = readers.run(job, [share for of_file in shares for share in of_file])
+        if meanwhile is not None and not isinstance(readers, Here):
+            meanwhile()
+        traces = []
+        for number, path in enumerate(paths):
+            whole = _joined([next(answers) for _ in shares[number]])
+            traces.append(whole or next(readers.run(job, [(path, 0, 1)])))
+            if progress is not None:
+                progress(sum(sizes[: number + 1]), sum(sizes))
+        return traces
+
+
+def _shares(path: Path, size: int, readers: int) -> list[tuple[Path, int, int]]:
+    """The shares by which a file is read: several if it is large."""
+    large = size >= _LIMITS["shared_from_bytes"]["gzip" if path.suffix == ".gz" else "plain"]
+    count = max(1, readers) if large else 1
+    return [(path, index, count) for index in range(count)]
+
+
+def _joined(parts: Sequence[Trace | None]) -> Trace | None:
+    """The shares of one file as one trace; None if it must be read as a whole."""
+    traces = [part for part in parts if part is not None]
+    whole = concatenate(traces) if len(traces) == len(parts) else None
+    if whole is None or len(whole) == 0:
+        return None  # reading an empty one as a whole says what is wrong with it
+    header = max(whole.headers, key=lambda header: header.rank)  # the keys after the events are in the last share alone
+    return replace(whole, headers=(header,), lanes=tuple(lane._replace(rank=header.rank) for lane in whole.lanes))
 
 
 def _read_one_by_one(files: list[Path], read: Callable[[Path], _Read], progress: Progress | None) -> list[_Read]:
@@ -201,12 +217,6 @@ def _read_one_by_one(files: list[Path], read: Callable[[Path], _Read], progress:
         if progress is not None:
             progress(done, total)
     return found
-
-
-def _read_here(file: Path, done: Callable[[Path], None]) -> Trace:
-    trace = read_kineto(file)
-    done(file)
-    return trace
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
@@ -230,8 +240,8 @@ def _with_rank(trace: Trace, path: Path, pattern: re.Pattern[str] | None, files:
     return replace(trace, lanes=lanes, headers=(header._replace(rank=rank),))
 
 
-def _rank(path: Path, told: int, pattern: re.Pattern[str] | None, files: int) -> int:
-    """The rank of a file, by the user's pattern, by what it says of itself, or by its name."""
+def _rank(path: Path, in_header: int, pattern: re.Pattern[str] | None, files: int) -> int:
+    """The rank of a file by the user's pattern, its header, or its name."""
     if pattern is not None:
         found = pattern.search(path.name)
         if found is None or not (found.group(1) or "").isdecimal():
@@ -239,7 +249,7 @@ def _rank(path: Path, told: int, pattern: re.Pattern[str] | None, files: int) ->
                 f"{path}: --rank-pattern {pattern.pattern!r} finds no rank here; its group must match a number"
             )
         return int(found.group(1))
-    rank = told if told >= 0 else rank_in_name(path)
+    rank = in_header if in_header >= 0 else rank_in_name(path)
     if rank < 0 and files > 1:
         raise InputError(
             f"{path}: neither its header nor its name says which rank it is; say how with --rank-pattern 'REGEX(\\d+)'"
@@ -258,7 +268,7 @@ def _refuse_mixed_jobs(traces: list[Trace]) -> None:
         )
     spans = sorted((int(t.start.min()), int(t.end.max()), t.headers[0]) for t in traces)
     for (_, end, x), (start, _, y) in pairwise(spans):
-        if start - end > _APART:
+        if start - end > _LIMITS["different_captures_s"] * 1e9:
             raise InputError(
                 f"{Path(x.path).name} ends {(start - end) / 1e9:.0f} s before {Path(y.path).name} begins: "
                 "these are different captures; choose one with --match"

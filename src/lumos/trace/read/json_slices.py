@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
@@ -39,7 +39,6 @@ BAD_GZIP: tuple[type[Exception], ...] = (OSError, EOFError, isal_zlib.error)  # 
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 
 Event = TypeVar("Event")
-Progress = Callable[[int], None]
 
 
 class CannotShareError(Exception):
@@ -52,7 +51,6 @@ class Slices(Generic[Event]):
 
     path: Path
     event_type: type[Event]
-    progress: Progress | None = None
     share: tuple[int, int] = (0, 1)  # of several readers of one file: which one, of how many
     header: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -108,7 +106,7 @@ class Slices(Generic[Event]):
 
     def _read(self, file: IO[bytes]) -> bytes:
         try:
-            chunk = file.read(SLICE_BYTES)
+            return file.read(SLICE_BYTES)
         except EOFError:
             raise InputError(
                 f"{self.path}: the gzip stream ends early (an interrupted copy?); copy the file again, or read "
@@ -116,9 +114,6 @@ class Slices(Generic[Event]):
             ) from None
         except BAD_GZIP as error:
             raise InputError(f"{self.path}: not a readable gzip file ({error}); copy or record it again") from None
-        if self.progress is not None and chunk:
-            self.progress(len(chunk))
-        return chunk
 
     def _read_header(self, file: IO[bytes]) -> bytes:
         """Read up to the first event; keep the keys before it; return what follows."""

@@ -1,12 +1,12 @@
-"""One Kineto file to the Trace of one rank.
+"""Reads one Kineto file (PyTorch's profiler) as the Trace of one rank.
 
-Field types are permissive on purpose: real files hold strings where numbers belong, and the other way round.
+Field types are permissive on purpose: real files hold strings in place of numbers, and the other way round.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ import numpy as np
 
 from lumos.errors import InputError
 from lumos.trace.names import CATEGORIES, GPU_CATEGORIES, Category, collective_name
-from lumos.trace.read.json_slices import Progress, Slices
+from lumos.trace.read.json_slices import CannotShareError, Slices
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
 
+Array = np.ndarray[Any, np.dtype[Any]]
 _CODES = {name: int(category) for name, category in CATEGORIES.items()}  # plain integers: this is the inner loop
 _ON_STREAM = np.array([*GPU_CATEGORIES, Category.SYNC], np.uint8)
 
@@ -71,16 +72,27 @@ class _NeedsDigitsError(Exception):
     """A time has more digits than a float64 holds."""
 
 
-def read_kineto(path: Path, progress: Progress | None = None, share: tuple[int, int] = (0, 1)) -> Trace:
-    """The trace in one file, or a share of it; its rank is what the header says, -1 where it says nothing."""
+def read_kineto(path: Path, share: tuple[int, int] = (0, 1)) -> Trace:
+    """The trace in one file, or a share of it; its rank is that of the header, -1 if the header has none."""
     try:
-        return _read(path, _TypedEvent, progress, share)
+        return _read(path, _TypedEvent, share)
     except _NeedsDigitsError:  # known from the first slice, as a rule
-        return _read(path, _ExactEvent, progress, share)
+        return _read(path, _ExactEvent, share)
 
 
-def _read(path: Path, event_type: type[_TypedEvent], progress: Progress | None, share: tuple[int, int]) -> Trace:
-    slices = Slices(path, event_type, progress, share)
+def read_share(_: None, share: tuple[Path, int, int]) -> Trace | None:
+    """A chunk of a job: (file, which share, of how many); None if the file can only be read as a whole."""
+    path, index, count = share
+    try:
+        return read_kineto(path, (index, count))
+    except CannotShareError:
+        return None
+    except MemoryError:
+        raise InputError(f"{path}: out of memory; read fewer ranks with --match, or record fewer steps") from None
+
+
+def _read(path: Path, event_type: type[_TypedEvent], share: tuple[int, int]) -> Trace:
+    slices = Slices(path, event_type, share)
     columns = _Columns()
     columns.add([])  # a share may hold nothing
     for events in slices:
@@ -125,7 +137,7 @@ class _Columns:
         self.lanes: dict[tuple[bool, str, str], int] = {}
         self.lane_of = _LaneNumbers(self.lanes)
         self.messages: dict[Message, int] = {}
-        self.parts: list[tuple[np.ndarray[Any, Any], ...]] = []
+        self.parts: list[tuple[Array, ...]] = []
         self.syncs: list[tuple[int, ...]] = []
         self.refused = 0
 
@@ -150,14 +162,12 @@ class _Columns:
         columns = (category, self._names(kept), lane, start, duration, correlation, message)
         self.parts.append(tuple(column[ok & ~is_sync] for column in columns))
 
-    def _names(self, kept: list[_TypedEvent]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def _names(self, kept: list[_TypedEvent]) -> Array:
         names = [e.name if type(e.name) is str else str(e.name) for e in kept]
         return np.array(list(map(self.names.__getitem__, names)), np.int32)
 
-    def _lanes(
-        self, kept: list[_TypedEvent], args: list[_Args], category: np.ndarray[Any, np.dtype[np.uint8]]
-    ) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """The lane of every event: a stream by its arguments or, without them, by where its row stands; a thread."""
+    def _lanes(self, kept: list[_TypedEvent], args: list[_Args], category: Array) -> Array:
+        """The lane of every event: its stream, by its arguments or else by its process and thread; or its thread."""
         keys: list[tuple[bool, Any, Any]] = [(False, e.pid, e.tid) for e in kept]
         for i in np.flatnonzero(np.isin(category, _ON_STREAM)).tolist():
             event, a = kept[i], args[i]
@@ -169,12 +179,11 @@ class _Columns:
             return np.array([self.lane_of[s, _text(p), _text(t)] for s, p, t in keys], np.int32)
 
     def _message(self, args: _Args) -> int:
-        told = _text(args.collective)
-        if told in ("wait", "barrier_wait", ""):
+        name = _text(args.collective)
+        if name in ("wait", "barrier_wait", ""):
             return -1
-        point_to_point = told if told in ("send", "recv") else collective_name(told) or told
         message = Message(
-            collective=point_to_point,
+            collective=name if name in ("send", "recv") else collective_name(name) or name,
             dtype=_text(args.dtype),
             in_elements=_integer(args.in_elements),
             out_elements=_integer(args.out_elements),
@@ -221,20 +230,17 @@ _LONGEST = 1e11
 _EXACT = 2.0**43  # microseconds: above, a float64 does not tell nanoseconds apart
 
 
-def _nanoseconds(
-    micros: list[Any], most: float
-) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Microseconds to integer nanoseconds, the whole part apart: float64 cannot hold epoch nanoseconds."""
+def _nanoseconds(micros: list[Any], most: float) -> tuple[Array, Array]:
+    """Microseconds to integer nanoseconds, and which are usable; float64 cannot hold epoch nanoseconds."""
+    digits: list[str] = []
     if micros and isinstance(micros[0], msgspec.Raw):
-        return _nanoseconds_of_digits(micros, most)
-    try:
-        values = np.array(micros, np.float64)
-    except (TypeError, ValueError, OverflowError):
-        values = np.zeros(0)
-    if values.shape != (len(micros),):  # something among them is no number
-        values = np.array([_number(v) for v in micros], np.float64)
+        micros = digits = [bytes(raw).strip(b'"').decode(errors="replace") for raw in micros]
+    values = _array(micros, np.float64, _number)
     with np.errstate(invalid="ignore"):
         ok = np.isfinite(values) & (np.abs(values) <= most)
+    if digits:
+        exact = [round(Decimal(d) * 1000) if good else 0 for d, good in zip(digits, ok.tolist(), strict=True)]
+        return np.array(exact, np.int64), ok
     values = np.where(ok, values, 0.0)
     whole = np.floor(values)
     if np.abs(values).max(initial=0.0) >= _EXACT and any(type(v) is not int for v in micros):
@@ -242,26 +248,18 @@ def _nanoseconds(
     return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64), ok
 
 
-def _nanoseconds_of_digits(
-    raw: list[msgspec.Raw], most: float
-) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """The same, from the text of the numbers."""
-    digits = [bytes(r).strip(b'"').decode(errors="replace") for r in raw]
-    values = np.array([_number(d) for d in digits], np.float64)
-    with np.errstate(invalid="ignore"):
-        ok = np.isfinite(values) & (np.abs(values) <= most)
-    exact = [round(Decimal(d) * 1000) if good else 0 for d, good in zip(digits, ok.tolist(), strict=True)]
-    return np.array(exact, np.int64), ok
-
-
-def _integers(values: list[Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Correlation ids as int64; -1 for what is none."""
+def _array(values: list[Any], dtype: Any, convert: Callable[[Any], Any]) -> Array:
+    """Numbers as an array; if anything among them is none, each is converted by itself."""
     try:
-        numbers = np.array(values, np.int64)
+        array = np.array(values, dtype)
     except (TypeError, ValueError, OverflowError):
-        numbers = np.zeros(0, np.int64)
-    if numbers.shape != (len(values),):
-        numbers = np.array([_integer(v) for v in values], np.int64)
+        array = np.zeros(0, dtype)
+    return array if array.shape == (len(values),) else np.array([convert(v) for v in values], dtype)
+
+
+def _integers(values: list[Any]) -> Array:
+    """Correlation ids as int64; -1 for values that are none."""
+    numbers = _array(values, np.int64, _integer)
     return np.where((numbers >= -1) & (numbers < 2**62), numbers, -1)
 
 
@@ -273,7 +271,7 @@ def _number(value: Any) -> float:
 
 
 def _integer(value: Any) -> int:
-    """An int64 from whatever stands there; -1 where there is none. 2**32-1 is CUPTI's "all streams"."""
+    """An int64 from any value; -1 if it is none. 2**32-1 is CUPTI's "all streams"."""
     number = _number(value)
     if not abs(number) < 2**62:
         return -1
@@ -297,17 +295,16 @@ def _base_time(header: dict[str, Any]) -> int:
 
 
 def _header(found: dict[str, Any], path: Path) -> Header:
-    distributed = found.get("distributedInfo")
-    info = defaultdict(lambda: None, distributed) if isinstance(distributed, dict) else defaultdict(lambda: None)
-    devices = found.get("deviceProperties")
+    distributed, devices = found.get("distributedInfo"), found.get("deviceProperties")
+    info = distributed if isinstance(distributed, dict) else {}
     first = devices[0] if isinstance(devices, list) and devices and isinstance(devices[0], dict) else {}
     return Header(
-        rank=_integer(info["rank"]),
+        rank=_integer(info.get("rank")),
         path=str(path),
-        world_size=_integer(info["world_size"]),
+        world_size=_integer(info.get("world_size")),
         gpu=_text(first.get("name", "")),
         job=_text(found.get("traceName", "")),
         shapes=bool(found.get("record_shapes", 0)),
         stacks=bool(found.get("with_stack", 0)),
-        backend=_text(info["backend"] or ""),
+        backend=_text(info.get("backend") or ""),
     )

@@ -1,10 +1,10 @@
-"""Chakra files of others to an Execution: their dependencies as they stand, and lanes from running them once.
+"""Chakra files of other tools to an Execution: their dependencies as they are, and lanes from running them once.
 
-Such a file says what waits for what and how long each node takes, seldom when it ran, and never on which thread. It is
-run as the feeder of ASTRA-sim does: `data_deps` bind; a rank does one thing at a time on its CPU, on every stream, and
-of each kind of communication; and of what could start, the smallest id does (or the earliest, where starts are
-recorded). The order in which things ran is the order of the lanes, and the times stand in for recorded ones where there
-are none.
+Such a file states what waits for what and how long each node takes, seldom when it ran, and never on which thread. It
+is run as the feeder of ASTRA-sim does: `data_deps` bind; a rank does one thing at a time on its CPU, on every stream,
+and of each kind of communication; and of the nodes that could start, the one with the smallest id does (or with the
+earliest recorded start). The order in which nodes ran is the order of the lanes, and the times stand in for recorded
+ones if there are none.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.from_trace.rendezvous import Rendezvous
 from lumos.graph.graph import Edges, Rule, make_graph
 from lumos.trace.names import Category, Kind, is_step
-from lumos.trace.read.chakra import ChakraFile, Node
-from lumos.trace.read.chakra_schema import COLLECTIVES, NodeType
+from lumos.trace.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
 
 _COLLECTIVE_NAMES = {number: name for name, number in COLLECTIVES.items()}
@@ -114,7 +113,7 @@ class _Job:
         members = [sorted(found.values(), key=lambda p: self.tasks[p].node.type) for found in parts.values()]
         return {place: found for found in members if len(found) > 1 for place in found}
 
-    def _waits_at_meeting(self, place: int) -> list[int]:
+    def waits_at_rendezvous(self, place: int) -> list[int]:
         """Who must have come before a task's data moves: a send waits for nobody, a receive for its send."""
         found = self.together.get(place, [place])
         if self.tasks[place].node.type == NodeType.COMM_COLL:
@@ -188,11 +187,11 @@ class _Job:
         return found
 
     @cached_property
-    def meetings(self) -> list[Rendezvous]:
+    def rendezvous(self) -> list[Rendezvous]:
         unique = {id(found): found for found in self.together.values()}
-        return [self._meeting(found) for found in unique.values()]
+        return [self._one_rendezvous(found) for found in unique.values()]
 
-    def _meeting(self, found: list[int]) -> Rendezvous:
+    def _one_rendezvous(self, found: list[int]) -> Rendezvous:
         tasks = [self.tasks[place] for place in found]
         message = self._message(tasks[0])
         name = "send_recv" if tasks[0].node.type != NodeType.COMM_COLL else message.collective if message else ""
@@ -200,7 +199,7 @@ class _Job:
         return Rendezvous(name, np.array(found, np.int32), tuple(t.rank for t in tasks), message, size <= len(found))
 
     @cached_property
-    def draft(self) -> Nodes:
+    def nodes(self) -> Nodes:
         """Nodes: one a task, and for communication two: it arrives, then it transfers."""
         trace, order = self.trace, np.array(self.order)
         communicates = np.array([self.tasks[p].communicates for p in self.order], bool)
@@ -226,33 +225,33 @@ class _Job:
 
     @cached_property
     def execution(self) -> Execution:
-        draft = self.draft
+        nodes = self.nodes
         pairs = [(s, t) for t, task in enumerate(self.tasks) for s in task.waits_for]
         tasks = np.array(pairs, np.int64).reshape(-1, 2)
-        source, target = draft.last_node[tasks[:, 0]], draft.first_node[tasks[:, 1]]
-        apart = draft.lane[source] != draft.lane[target]
-        edges = [Edges.of(source[apart], target[apart], Rule.EVENT), *self._meeting_edges()]
-        hubs = len(self.meetings)
-        length = np.array([task.nanoseconds for task in self.tasks], np.float64)[draft.row]
-        arrives = draft.last_node[draft.row] > np.arange(len(draft))
+        source, target = nodes.last_node[tasks[:, 0]], nodes.first_node[tasks[:, 1]]
+        apart = nodes.lane[source] != nodes.lane[target]
+        edges = [Edges.of(source[apart], target[apart], Rule.EVENT), *self._rendezvous_edges()]
+        hubs = len(self.rendezvous)
+        length = np.array([task.nanoseconds for task in self.tasks], np.float64)[nodes.row]
+        arrives = nodes.last_node[nodes.row] > np.arange(len(nodes))
         graph = make_graph(
-            first=np.concatenate([draft.first, len(draft) + np.arange(1, hubs + 1)]),
+            first=np.concatenate([nodes.first, len(nodes) + np.arange(1, hubs + 1)]),
             duration=np.concatenate([np.where(arrives, 0.0, length), np.zeros(hubs)]),
             edges=Edges.join(edges),
-            kind=np.concatenate([draft.kind, np.full(hubs, Kind.COMM, np.uint8)]),
+            kind=np.concatenate([nodes.kind, np.full(hubs, Kind.COMM, np.uint8)]),
         )
         origin = int(self.trace.start.min(initial=0))
-        return Execution(self.trace, draft, graph, origin, self.meetings, tuple(self._warnings()))
+        return Execution(self.trace, nodes, graph, origin, self.rendezvous, tuple(self._warnings()))
 
-    def _meeting_edges(self) -> list[Edges]:
-        draft, edges = self.draft, []
-        for number, meeting in enumerate(self.meetings):
-            hub = len(draft) + number
-            come = [self._waits_at_meeting(int(row)) for row in meeting.rows]
-            arrive = draft.first_node[sorted({place for places in come for place in places})]
-            held = [row for row, places in zip(meeting.rows.tolist(), come, strict=True) if places != [row]]
+    def _rendezvous_edges(self) -> list[Edges]:
+        nodes, edges = self.nodes, []
+        for number, found in enumerate(self.rendezvous):
+            hub = len(nodes) + number
+            come = [self.waits_at_rendezvous(int(row)) for row in found.rows]
+            arrive = nodes.first_node[sorted({place for places in come for place in places})]
+            held = [row for row, places in zip(found.rows.tolist(), come, strict=True) if places != [row]]
             edges.append(Edges.of(arrive, np.full(len(arrive), hub), Rule.COLLECTIVE))
-            edges.append(Edges.of(np.full(len(held), hub), draft.last_node[held], Rule.COLLECTIVE))
+            edges.append(Edges.of(np.full(len(held), hub), nodes.last_node[held], Rule.COLLECTIVE))
         return edges
 
     def _warnings(self) -> list[str]:
@@ -332,7 +331,7 @@ class _Run:
             self._end_if_all_came(member)
 
     def _end_if_all_came(self, place: int) -> None:
-        came = [self.start[p] for p in {place, *self.job._waits_at_meeting(place)}]
+        came = [self.start[p] for p in {place, *self.job.waits_at_rendezvous(place)}]
         if min(came) >= 0 and self.end[place] < 0:
             self.end[place] = max(came) + self.tasks[place].nanoseconds
             heapq.heappush(self.events, (self.end[place], place))

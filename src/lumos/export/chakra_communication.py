@@ -1,7 +1,7 @@
 """Which communication of a run becomes which Chakra nodes: collectives, and sends matched with their receives.
 
 A simulator that runs the files waits for every participant of a collective and for the other side of a message, so a
-node of communication is written only where its kind and size are known and its counterparts are written too. Any other
+node of communication is written only if its kind and size are known and its counterparts are written too. Any other
 communication kernel is written as plain work of its recorded length, and counted.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from lumos.analysis.collectives import message_bytes
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.rendezvous import POINT_TO_POINT, Rendezvous
-from lumos.trace.read.chakra_schema import COLLECTIVES, NodeType
+from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 from lumos.trace.trace import Message
 
 _LARGEST_GROUP_NAME = "0"  # the feeder takes this name for all ranks, whatever is said of it
@@ -66,16 +66,16 @@ def plan_communication(execution: Execution) -> Communication:
     plan = Communication()
     tags: Counter[tuple[int, int]] = Counter()
     world = world_of(execution)
-    met: set[int] = set()
+    matched: set[int] = set()
     order = np.argsort([int(execution.trace.start[m.rows].max()) for m in execution.rendezvous], kind="stable")
-    for meeting in (execution.rendezvous[i] for i in order):
-        met.update(meeting.rows.tolist())
-        if meeting.collective in POINT_TO_POINT:
-            _add_message(plan, meeting, tags)
+    for found in (execution.rendezvous[i] for i in order):
+        matched.update(found.rows.tolist())
+        if found.collective in POINT_TO_POINT:
+            _add_message(plan, found, tags)
         else:
-            _add_collective(plan, meeting, world)
+            _add_collective(plan, found, world)
     for row in np.flatnonzero(execution.trace.is_communication).tolist():
-        if row not in met:
+        if row not in matched:
             _add_alone(plan, execution, row, world)
     for transfers in plan.transfers.values():
         # Sends first: a simulator that does one thing at a time would wait for ever if both sides received first.
@@ -90,30 +90,30 @@ def world_of(execution: Execution) -> tuple[int, ...]:
     return tuple(range(size))
 
 
-def _add_message(plan: Communication, meeting: Rendezvous, tags: Counter[tuple[int, int]]) -> None:
-    message, size = meeting.message, message_bytes(meeting.message)
-    if len(meeting.rows) != 2 or message is None or size < 0:
-        plan.plain["their peer or size is not recorded"].update(meeting.rows.tolist())
+def _add_message(plan: Communication, found: Rendezvous, tags: Counter[tuple[int, int]]) -> None:
+    message, size = found.message, message_bytes(found.message)
+    if len(found.rows) != 2 or message is None or size < 0:
+        plan.plain["their peer or size is not recorded"].update(found.rows.tolist())
         return
-    sender, receiver = meeting.ranks
+    sender, receiver = found.ranks
     tags[sender, receiver] += 1
-    for row, kind in zip(meeting.rows.tolist(), (NodeType.COMM_SEND, NodeType.COMM_RECV), strict=True):
+    for row, kind in zip(found.rows.tolist(), (NodeType.COMM_SEND, NodeType.COMM_RECV), strict=True):
         sent = Transfer(kind, size, source=sender, destination=receiver, tag=tags[sender, receiver])
         plan.transfers[row].append(sent)
 
 
-def _add_collective(plan: Communication, meeting: Rendezvous, world: tuple[int, ...]) -> None:
-    kind, size = COLLECTIVES.get(meeting.collective, -1), _sent_bytes(meeting.message)
+def _add_collective(plan: Communication, found: Rendezvous, world: tuple[int, ...]) -> None:
+    kind, size = COLLECTIVES.get(found.collective, -1), _sent_bytes(found.message)
     if kind < 0 or size < 0:
-        plan.plain["their kind or size is not recorded"].update(meeting.rows.tolist())
+        plan.plain["their kind or size is not recorded"].update(found.rows.tolist())
         return
-    group = _group(plan, meeting.message, meeting.ranks, world)
-    for row in meeting.rows.tolist():
+    group = _group(plan, found.message, found.ranks, world)
+    for row in found.rows.tolist():
         plan.transfers[row].append(Transfer(NodeType.COMM_COLL, size, kind, group))
 
 
 def _add_alone(plan: Communication, execution: Execution, row: int, world: tuple[int, ...]) -> None:
-    """A kernel that met no other: its peers are not in this trace, or their part of it was cut off."""
+    """A kernel without counterpart: its peers are not in this trace, or their part of it was cut off."""
     trace = execution.trace
     message = trace.messages[trace.message[row]] if trace.message[row] >= 0 else None
     kind, size = COLLECTIVES.get(trace.collective_of(row), -1), _sent_bytes(message)

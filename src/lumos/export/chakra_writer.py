@@ -1,0 +1,355 @@
+"""Writes a run as Chakra execution traces, one file a rank: `NAME.RANK.et`, as ASTRA-sim looks for them.
+
+Every node of the graph is a node of the file: segments of CPU threads, kernels, and of a communication kernel its
+arrival (plain work of no length) and its transfer (COMM_COLL, or COMM_SEND and COMM_RECV). Nodes wait for `data_deps`,
+the only ones that the feeder of ASTRA-sim resolves: the node before on the lane, and the edges of the graph.
+`ctrl_deps` names the node before on the lane once more. Ranks depend on each other only through communication.
+
+Times are whole microseconds in the schema; rounding is carried along a lane, so that its sum stays right. Nanoseconds,
+lags and events are in the tables of `chakra_format`, from which a replay comes out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from lumos.errors import InputError
+from lumos.export.chakra_communication import Communication, Transfer, plan_communication, world_of
+from lumos.files import whole_file
+from lumos.graph.from_trace.build import Execution
+from lumos.graph.from_trace.nodes import Nodes
+from lumos.graph.graph import Ints
+from lumos.graph.simulate import simulate
+from lumos.trace.read.chakra_format import (
+    GROUPS_ID,
+    LUMOS_VERSION,
+    SYNC_COLUMNS,
+    NodeType,
+    add_value,
+    schema,
+    write_delimited,
+)  # fmt: skip
+from lumos.trace.read.execution_trace import Links, Operator
+from lumos.trace.trace import Trace
+
+_SCHEMA_VERSION = "0.0.4"
+_UNRECORDED = "not recorded"  # a segment of a thread in which no event was open
+
+
+@dataclass(frozen=True)
+class Written:
+    """What an export wrote."""
+
+    files: list[Path]
+    nodes: int
+    collectives: int
+    messages: int
+    groups: int
+    warnings: list[str]
+
+
+def write_chakra(path: Path, execution: Execution, links: Links | None = None) -> Written:
+    """Write `NAME.RANK.et` for every rank, all of them or none; `path` is NAME.et."""
+    plan = plan_communication(execution)
+    ranks = execution.trace.ranks
+    files = [path.with_name(f"{path.name.removesuffix('.et')}.{rank}.et") for rank in ranks]
+    writer = _Writer(execution, plan, links)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(whole_file(file)) for file in files]
+        for rank, file in zip(ranks, opened, strict=True):
+            for message in writer.messages(rank):
+                write_delimited(file, message)
+    sent = [t for transfers in plan.transfers.values() for t in transfers]
+    collectives = sum(t.type == NodeType.COMM_COLL for t in sent)
+    nodes = int(writer.count.sum())
+    return Written(files, nodes, collectives, len(sent) - collectives, len(plan.groups), plan.warnings)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Makes the messages of the files. Nodes, events and lanes are numbered within their rank."""
+
+    execution: Execution
+    plan: Communication
+    links: Links | None
+
+    @property
+    def trace(self) -> Trace:
+        return self.execution.trace
+
+    @property
+    def nodes(self) -> Nodes:
+        return self.execution.nodes
+
+    @cached_property
+    def _transfers(self) -> dict[int, list[Transfer]]:
+        """The communication of the nodes that transfer."""
+        return {int(self.nodes.last_node[row]): transfers for row, transfers in self.plan.transfers.items()}
+
+    @cached_property
+    def count(self) -> Ints:
+        """How many nodes of a file every node is: a kernel that carries several messages is one for each."""
+        count = np.ones(len(self.nodes), np.int64)
+        count[list(self._transfers)] = [len(transfers) for transfers in self._transfers.values()]
+        return count
+
+    @cached_property
+    def ids(self) -> Ints:
+        """The first id of every node, in the order in which the nodes of a rank run."""
+        rank = self.nodes.rank
+        order = np.lexsort((np.arange(len(self.nodes)), self._when, rank))
+        before = np.cumsum(self.count[order]) - self.count[order]
+        base = np.maximum.accumulate(np.where(np.diff(rank[order], prepend=-1) != 0, before, 0))
+        ids = np.empty(len(self.nodes), np.int64)
+        ids[order] = before - base + GROUPS_ID + 1
+        return ids
+
+    @cached_property
+    def _when(self) -> np.ndarray:
+        """What nodes are sorted by: when they start; transfers by their rendezvous, which all ranks share."""
+        graph, size = self.execution.graph, len(self.nodes)
+        times = simulate(graph)
+        when = times.start[:size].copy()
+        transfers = (graph.edges.source >= size) & (graph.edges.target < size)
+        when[graph.edges.target[transfers]] = times.start[graph.edges.source[transfers]]
+        for low, high in self._lanes:
+            when[low:high] = np.maximum.accumulate(when[low:high])
+        return when
+
+    @cached_property
+    def _micros(self) -> Ints:
+        """Durations in whole microseconds; what is rounded away is carried along the lane."""
+        answer = np.zeros(len(self.nodes), np.int64)
+        for low, high in self._lanes:
+            ended = np.floor(np.cumsum(self.execution.graph.duration[low:high]) / 1000 + 0.5).astype(np.int64)
+            answer[low:high] = np.diff(ended, prepend=0)
+        return answer
+
+    @cached_property
+    def _lanes(self) -> list[tuple[int, int]]:
+        return [(low, high) for low, high in pairwise(self.nodes.first.tolist()) if low < high]
+
+    @cached_property
+    def _event(self) -> Ints:
+        """The number of every event within its rank."""
+        return _numbered(self.trace.rank)
+
+    @cached_property
+    def _lane(self) -> Ints:
+        """The number of every lane within its rank."""
+        return _numbered(self.trace.lane_rank)
+
+    def messages(self, rank: int) -> Iterator[Any]:
+        """Everything in the file of a rank."""
+        mine = np.flatnonzero(self.nodes.rank == rank)
+        yield self._metadata(rank, mine)
+        if self.plan.groups:
+            yield self._groups()
+        for node in mine[np.argsort(self.ids[mine])].tolist():
+            transfers = self._transfers.get(node, [])
+            if not transfers:
+                yield self._work(node)
+            for number, transfer in enumerate(transfers):
+                yield self._transfer(node, transfer, number)
+
+    # The nodes of a file.
+
+    def _groups(self) -> Any:
+        """The process groups, as PyTorch's own traces have them."""
+        node = schema().node(id=GROUPS_ID, name="## process_group:init ##", type=NodeType.METADATA)
+        described = _json(self.plan.described_groups(world_of(self.execution)))
+        node.inputs.values, node.inputs.shapes, node.inputs.types = f"['{described}']", "[[]]", "['String']"
+        add_value(node.attr, "is_cpu_op", "bool_val", True)
+        return node
+
+    def _work(self, node: int) -> Any:
+        message = self._blank(node, NodeType.COMP, int(self.ids[node]))
+        add_value(message.attr, "is_cpu_op", "bool_val", not bool(self.nodes.on_gpu[node]))
+        operator = self._operator(node)
+        if operator is not None:
+            message.inputs.values, message.inputs.shapes, message.inputs.types = operator.inputs
+            message.outputs.values, message.outputs.shapes, message.outputs.types = operator.outputs
+            add_value(message.attr, "tensor_size", "uint64_val", operator.bytes)
+        return message
+
+    def _operator(self, node: int) -> Operator | None:
+        """The operator of an execution trace that a node is the beginning of, or that launched it."""
+        nodes, row = self.nodes, int(self.nodes.row[node])
+        if self.links is None or row < 0 or nodes.first_node[row] != node:
+            return None
+        return self.links.of_row(int(nodes.operator_row[row]) if nodes.on_gpu[node] else row)
+
+    def _transfer(self, node: int, transfer: Transfer, number: int) -> Any:
+        message = self._blank(node, transfer.type, int(self.ids[node]) + number)
+        add_value(message.attr, "is_cpu_op", "bool_val", False)
+        add_value(message.attr, "comm_size", "int64_val", transfer.bytes)
+        if transfer.type == NodeType.COMM_COLL:
+            add_value(message.attr, "comm_type", "int64_val", transfer.collective)
+            add_value(message.attr, "pg_name", "string_val", transfer.group)
+        else:
+            add_value(message.attr, "comm_src", "int32_val", transfer.source)
+            add_value(message.attr, "comm_dst", "int32_val", transfer.destination)
+            add_value(message.attr, "comm_tag", "int32_val", transfer.tag)
+        return message
+
+    def _blank(self, node: int, kind: NodeType, number: int) -> Any:
+        """A node with what all nodes have."""
+        row, trace = int(self.nodes.row[node]), self.trace
+        before = [] if self.execution.graph.is_first[node] else self._all_ids(node - 1)
+        return schema().node(
+            id=number,
+            name=trace.names[trace.name[row]] if row >= 0 else _UNRECORDED,
+            type=kind,
+            ctrl_deps=before[:1],
+            data_deps=dict.fromkeys([*before, *self._waits_for(node)]),
+            start_time_micros=max(0, int(self.nodes.start[node]) - self.execution.origin) // 1000,
+            duration_micros=int(self._micros[node]),
+        )
+
+    def _all_ids(self, node: int) -> range:
+        first = int(self.ids[node])
+        return range(first, first + int(self.count[node]))
+
+    def _waits_for(self, node: int) -> Iterator[int]:
+        """Ids of the nodes of other lanes that must have ended before a node starts."""
+        graph = self.execution.graph
+        for edge in range(graph.incoming[node], graph.incoming[node + 1]):
+            source = int(graph.edges.source[edge])
+            if source >= len(self.nodes):
+                continue  # a rendezvous: the communication itself
+            if self.nodes.rank[source] != self.nodes.rank[node]:
+                raise InputError("a dependency between ranks that is no communication cannot be written as Chakra")
+            if not graph.edges.from_start[edge] or graph.duration[source] == 0:
+                yield from self._all_ids(source)
+            elif not graph.is_first[source]:
+                # The schema has only ends: what starts no sooner than another waits for the one before that.
+                yield from self._all_ids(source - 1)
+        for source in self._data.get(node, ()):
+            yield from self._all_ids(source)
+
+    @cached_property
+    def _data(self) -> dict[int, list[int]]:
+        """For every kernel: those of other streams that wrote its inputs, if an execution trace says so."""
+        found: dict[int, list[int]] = {}
+        for source, target in [] if self.links is None else self.links.data_edges(self.nodes):
+            found.setdefault(target, []).append(source)
+        return found
+
+    # The tables.
+
+    def _metadata(self, rank: int, mine: np.ndarray) -> Any:
+        """The GlobalMetadata of a rank's file: its events, nodes and edges as tables."""
+        trace, execution = self.trace, self.execution
+        rows = np.flatnonzero(trace.rank == rank)
+        header = next(h for h in trace.headers if h.rank == rank)
+        names, name = np.unique(trace.name[rows], return_inverse=True)
+        messages, message = np.unique(trace.message[rows], return_inverse=True)
+        tables = {
+            "event": self._events(rows) | {"name": name, "message": message},
+            "sync": self._syncs(rank),
+            "node": self._node_table(mine),
+            "edge": self._edge_table(rank),
+        }
+        values: list[tuple[str, str, Any]] = [
+            ("schema", "string_val", f"lumos-chakra.{_SCHEMA_VERSION}"),
+            ("lumos.version", "int64_val", LUMOS_VERSION),
+            ("lumos.rank", "int64_val", rank),
+            ("lumos.header", "string_val", _json(header._replace(path=Path(header.path).name))),
+            ("lumos.warnings", "string_list", execution.warnings),
+            ("lumos.origin_ns", "int64_val", execution.origin),
+            ("lumos.lanes", "string_list", [_json(lane) for lane in trace.lanes if lane.rank == rank]),
+            ("lumos.names", "string_list", [trace.names[n] for n in names]),
+            ("lumos.messages", "string_list", [_json(trace.messages[m]) if m >= 0 else "" for m in messages]),
+            ("lumos.rendezvous", "string_list", self._rendezvous(rank)),
+        ]
+        metadata = schema().metadata(version=_SCHEMA_VERSION)
+        for label, kind, value in values:
+            add_value(metadata.attr, label, kind, value)
+        for table, columns in tables.items():
+            for label, column in columns.items():
+                whole = column if column.dtype.kind != "f" else np.rint(column).astype(np.int64)
+                exact = bool((whole == column).all())  # nanoseconds are whole numbers, unless they were scaled
+                values_kind = "sint64_list" if exact else "double_list"
+                add_value(metadata.attr, f"lumos.{table}.{label}", values_kind, (whole if exact else column).tolist())
+        return metadata
+
+    def _events(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        trace, nodes = self.trace, self.nodes
+        return {
+            "category": trace.category[rows],
+            "lane": self._lane[trace.lane[rows]],
+            "start_ns": trace.start[rows] - self.execution.origin,
+            "duration_ns": trace.duration[rows],
+            "correlation": trace.correlation[rows],
+            "first_node": _or_none(nodes.first_node[rows], self.ids),
+            "last_node": _or_none(nodes.last_node[rows], self.ids),
+            "parent": _or_none(nodes.parent[rows], self._event),
+        }
+
+    def _syncs(self, rank: int) -> dict[str, np.ndarray]:
+        syncs = self.trace.syncs
+        mine = self.trace.lane_rank[syncs.lane] == rank if len(syncs.lane) else np.zeros(0, bool)
+        return {name: getattr(syncs, name)[mine] for name in SYNC_COLUMNS}
+
+    def _node_table(self, mine: np.ndarray) -> dict[str, np.ndarray]:
+        nodes, graph = self.nodes, self.execution.graph
+        return {
+            "id": self.ids[mine],
+            "count": self.count[mine],
+            "lane": self._lane[nodes.lane[mine]],
+            "event": _or_none(nodes.row[mine], self._event),
+            "start_ns": nodes.start[mine] - self.execution.origin,
+            "duration_ns": graph.duration[mine],
+            "waited_ns": (nodes.end - nodes.start)[mine] - graph.duration[mine],
+            "gap_ns": graph.gap[mine],
+            "frozen_ns": graph.frozen[mine],
+            "is_return": nodes.is_return[mine].astype(np.int64),
+        }
+
+    def _edge_table(self, rank: int) -> dict[str, np.ndarray]:
+        """The edges into nodes of a rank, and those from them into rendezvous."""
+        edges, size = self.execution.graph.edges, len(self.nodes)
+        owner = np.where(edges.target < size, edges.target, edges.source)
+        mine = edges.select(self.nodes.rank[owner] == rank) if size else edges
+        ends = {"source": mine.source, "target": mine.target}
+        ids = {c: np.where(e < size, self.ids[np.minimum(e, size - 1)], size - 1 - e) for c, e in ends.items()}
+        return ids | {
+            "rule": mine.rule, "lag_ns": mine.lag, "frozen_ns": mine.frozen,
+            "from_start": mine.from_start.astype(np.int64),
+        }  # fmt: skip
+
+    def _rendezvous(self, rank: int) -> list[str]:
+        """The rendezvous of a rank's events: number, place in it, event, and what is known of it."""
+        return [
+            _json([number, place, int(self._event[row]), r.collective, r.ranks, r.complete, r.message])
+            for number, r in enumerate(self.execution.rendezvous)
+            for place, row in enumerate(r.rows.tolist())
+            if int(self.trace.rank[row]) == rank
+        ]
+
+
+def _numbered(rank: np.ndarray) -> Ints:
+    """Numbers from zero within each rank."""
+    numbers = np.empty(len(rank), np.int64)
+    for r in np.unique(rank):
+        mine = np.flatnonzero(rank == r)
+        numbers[mine] = np.arange(len(mine))
+    return numbers
+
+
+def _or_none(index: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The numbers of what is pointed at; -1 for none."""
+    return np.where(index >= 0, numbers[np.maximum(index, 0)], -1) if len(numbers) else index
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
