@@ -559,6 +559,11 @@ def test_a_torchtitan_toml_of_an_older_version(tmp_path: Path) -> None:
             "parallel.vpp",
             2,
         ),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = 'ZBVZeroBubble'",
+            "parallel.vpp",
+            2,
+        ),
         ("[parallelism]\npipeline_parallel_degree = 4", "parallel.stage_layers", (8, 9, 8, 7)),
         (
             "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = 'Interleaved1F1B'\n"

@@ -6,12 +6,12 @@ Each constraint is a function with `@_rule(keys)` that returns a sentence, or ""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from lumos.errors import OptionError
+from lumos.schedules import names, schedule_named
 from lumos.setup.frameworks import framework_names
 from lumos.setup.gpus import find_gpu, gpu_names
 from lumos.setup.messages import did_you_mean, divisors_of, mistakes_of, named, one_of, shown
@@ -30,12 +30,14 @@ _DERIVED_FROM = (
 )
 
 
-@dataclass(frozen=True)
-class Rule:
+Mistake = Callable[[Setup], str]
+
+
+class Rule(NamedTuple):
     """A constraint and the keys it is about: it is skipped where one of them is already known to be wrong."""
 
     keys: frozenset[str]
-    mistake: Callable[[Setup], str]
+    mistake: Mistake
 
 
 RULES: list[Rule] = []
@@ -77,17 +79,15 @@ def mistakes_in(setup: Setup, wrong: Iterable[str] = ()) -> list[str]:
 
 def warnings_in(setup: Setup) -> list[str]:
     """One sentence for everything that is allowed but probably not intended."""
-    parallel, cluster, gpu = setup.parallel, setup.cluster, setup.cluster.accelerator
-    node, reach = cluster.gpus_per_node, max(gpu.nvlink_domain, gpu.gpus_per_node)
-    doubts = {
-        "parallel.sequence_parallel has no effect with parallel.tp = 1": parallel.sequence_parallel
-        and parallel.tp == 1,
-        f"parallel.shard = {parallel.shard} has no effect with parallel.zero = 0": parallel.shard and not parallel.zero,
-        f"cluster.gpus = {cluster.gpus} is not a whole number of nodes of {node}": cluster.gpus > node
-        and cluster.gpus % node,
-        f"parallel.tp = {parallel.tp} reaches beyond the {reach} GPUs of a node": parallel.tp > reach,
-    }
-    return [sentence for sentence, applies in doubts.items() if applies]
+    parallel, gpus, gpu = setup.parallel, setup.cluster.gpus, setup.cluster.accelerator
+    tp, shard, node, reach = parallel.tp, parallel.shard, gpu.gpus_per_node, max(gpu.nvlink_domain, gpu.gpus_per_node)
+    doubts = (
+        (parallel.sequence_parallel and tp == 1, "parallel.sequence_parallel has no effect with parallel.tp = 1"),
+        (shard and not parallel.zero, f"parallel.shard = {shard} has no effect with parallel.zero = 0"),
+        (gpus > node and gpus % node, f"cluster.gpus = {gpus} is not a whole number of nodes of {node}"),
+        (tp > reach, f"parallel.tp = {tp} reaches beyond the {reach} GPUs of a node"),
+    )
+    return [sentence for applies, sentence in doubts if applies]
 
 
 def _section(name: str, values: Any) -> tuple[Section, dict[str, str]]:
@@ -122,8 +122,8 @@ def _refuse(mistakes: Sequence[str], where: str) -> None:
         raise OptionError("\n".join(f"{where}: {sentence}" if where else sentence for sentence in mistakes))
 
 
-def _rule(*keys: str) -> Callable[[Callable[[Setup], str]], Callable[[Setup], str]]:
-    def add(mistake: Callable[[Setup], str]) -> Callable[[Setup], str]:
+def _rule(*keys: str) -> Callable[[Mistake], Mistake]:
+    def add(mistake: Mistake) -> Mistake:
         RULES.append(Rule(frozenset(keys), mistake))
         return mistake
 
@@ -215,14 +215,10 @@ def _batches_agree(setup: Setup) -> str:
 
 @_rule("train.seq", "parallel.cp")
 def _cp_divides_the_sequence(setup: Setup) -> str:
-    seq, cp = setup.train.seq, setup.parallel.cp
-    if cp == 1 or seq % (2 * cp) == 0:
-        return ""
-    nearest = max(round(seq / (2 * cp)), 1) * 2 * cp
-    return (
-        f"train.seq = {seq} is not a multiple of 2 * parallel.cp = {2 * cp}, which balances causal attention: "
-        f"use train.seq = {nearest}, or another cp"
-    )
+    cp = setup.parallel.cp
+    halves = f"2 * parallel.cp = {2 * cp}"  # each rank has two chunks, which balances causal attention
+    mistake = "" if cp == 1 else _must_be_multiple("train.seq", setup.train.seq, halves, 2 * cp)
+    return mistake and f"{mistake}; or another cp"
 
 
 @_rule("train.seq", "parallel.cp", "parallel.tp", "parallel.sequence_parallel")
@@ -297,22 +293,27 @@ def _virtual_stages_need_stages(setup: Setup) -> str:
 
 
 @_rule("parallel.vpp", "parallel.schedule")
-def _schedule_fits_vpp(setup: Setup) -> str:
-    schedule, vpp = setup.parallel.schedule, setup.parallel.vpp
-    if vpp > 1 and schedule != "interleaved":
-        return f'parallel.schedule = "{schedule}" has no virtual stages, but parallel.vpp = {vpp}: use "interleaved"'
-    if vpp == 1 and schedule == "interleaved":
-        return 'parallel.schedule = "interleaved" needs parallel.vpp of more than 1: set vpp, or use "1f1b"'
-    return ""
+def _schedule_has_as_many_virtual_stages(setup: Setup) -> str:
+    name, vpp = setup.parallel.schedule, setup.parallel.vpp
+    fewest, most = schedule_named(name).chunks
+    if fewest <= vpp <= most:
+        return ""
+    wanted = fewest if fewest == most else f"{fewest} or more"
+    chunks = {other: schedule_named(other).chunks for other in names()}
+    fits = one_of([f'"{other}"' for other, (fewest, most) in chunks.items() if fewest <= vpp <= most])
+    return f'parallel.schedule = "{name}" needs parallel.vpp of {wanted}, and it is {vpp}: set vpp, or use {fits}'
 
 
 @_rule("parallel.schedule", "parallel.pp", "parallel.vpp", "train.microbatches")
-def _interleaved_rounds_are_complete(setup: Setup) -> str:
-    pp = setup.parallel.pp
-    if setup.parallel.schedule != "interleaved":
+def _schedule_can_run(setup: Setup) -> str:
+    parallel, count = setup.parallel, setup.train.microbatches
+    schedule = schedule_named(parallel.schedule)
+    problem = schedule.problem(parallel.pp, parallel.vpp, count)
+    if not problem:
         return ""
-    needed = f"parallel.pp = {pp}, as the interleaved schedule needs"
-    return _must_be_multiple("train.microbatches", setup.train.microbatches, needed, pp)
+    near = range(max(count - parallel.pp, 1), count + parallel.pp + 1)
+    fits = [number for number in near if not schedule.problem(parallel.pp, parallel.vpp, number)]
+    return f"{problem}: use {one_of(fits)}" if fits else problem
 
 
 @_rule("parallel.ep", "model.experts")

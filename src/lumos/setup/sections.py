@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lumos import schedules
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named
 
 # Bounds keep a typing mistake, or a hostile file, from asking for more than a machine can hold.
@@ -29,7 +30,7 @@ Mode = Literal["pretrain", "lora", "sft"]
 if TYPE_CHECKING:
     Schedule = str
 else:
-    Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+    Schedule = Literal[schedules.names()]
 
 
 class Section(BaseModel):

@@ -37,6 +37,7 @@ _QUOTES = str.maketrans("", "", "\"'")
 _INLINE = re.compile(r";[ \t]*(?=(?:then|else|elif|fi|esac|done)\b)|(?<=\bthen)[ \t]+(?=\S)|(?<=\belse)[ \t]+(?=\S)")
 _CONTROL = re.compile(r"[ \t]*(if|elif|else|fi|then|case|esac)\b[ \t]*([^\n]*)")
 _CASE_PATTERN = re.compile(r"[ \t]*\(?([\w.*?|\"' \t-]{1,200})\)(?!\))[ \t]*([^\n]*)")
+_NUMBER = re.compile(r"-?\d{1,18}", re.ASCII)
 _TEST = re.compile(r"\[\[?\s(.*?)\s\]\]?")
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt,
@@ -137,35 +138,27 @@ def is_true(condition: str) -> bool | None:
         if word in text:
             answers = [is_true(part) for part in text.split(word)]
             return decisive if decisive in answers else None if None in answers else not decisive
-    if text.startswith("! "):
-        return _negated(is_true(text[2:]))
-    test = _TEST.fullmatch(text)
+    negated = text.startswith("! ")
+    test = _TEST.fullmatch(text.removeprefix("! "))
     try:
         words = shlex.split(test[1]) if test else []
     except ValueError:  # a quote that is not closed
         return None
-    return None if any("$" in word for word in words) else _holds(words)
+    if words[:1] == ["!"]:
+        negated, words = not negated, words[1:]
+    answer = None if any("$" in word for word in words) else _holds(words)
+    return None if answer is None else answer != negated
 
 
 def _holds(words: list[str]) -> bool | None:
     match words:
-        case ["!", *rest]:
-            return _negated(_holds(rest))
         case ["-z" | "-n" as how, word]:
             return (how == "-z") == (not word)
         case [left, ("=" | "==" | "!=") as how, right] if not set(right) & set("*?["):
             return (left == right) == (how != "!=")
-        case [left, how, right] if how in _COMPARISONS and _is_number(left) and _is_number(right):
+        case [left, how, right] if how in _COMPARISONS and _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
             return _COMPARISONS[how](int(left), int(right))
     return None
-
-
-def _negated(answer: bool | None) -> bool | None:
-    return None if answer is None else not answer
-
-
-def _is_number(word: str) -> bool:
-    return bool(re.fullmatch(r"-?\d{1,18}", word, re.ASCII))
 
 
 @dataclass

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import yaml
-
 from lumos.data_files import read_table
 from lumos.setup.importers.foreign_file import Findings, Reading, is_ignored
 from lumos.setup.importers.launch_script import Options, Script, put_cluster, read_shell
@@ -188,7 +186,6 @@ _DEEPEST = 4
 _LARGEST_YAML = 1 << 18  # characters
 _DEEPEST_YAML = 50
 _MOST_ALIASES = 16  # tables that are used again and again grow beyond any memory
-_YAML: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # reads plain text, lists and tables: no types, no objects
 
 
 def read_arguments(pairs: Pairs) -> Reading:
@@ -221,16 +218,19 @@ def arguments_in_log(text: str) -> Pairs:
 
 def arguments_in_yaml(text: str) -> Pairs:
     """The arguments in a YAML file; [] where it has none, is not YAML, or has more nesting or aliases than is safe."""
+    import yaml  # here, because most setups are TOML and a cold start counts
+
     if len(text) > _LARGEST_YAML:
         return []
+    loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # plain text, lists and tables: no types, no objects
     depth = aliases = 0
     try:
-        for event in yaml.parse(text, Loader=_YAML):
+        for event in yaml.parse(text, Loader=loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             aliases += isinstance(event, yaml.AliasEvent)
             if depth > _DEEPEST_YAML or aliases > _MOST_ALIASES:
                 return []
-        return arguments_in_table(yaml.load(text, Loader=_YAML))
+        return arguments_in_table(yaml.load(text, Loader=loader))
     except (yaml.YAMLError, ValueError, RecursionError):
         return []
 

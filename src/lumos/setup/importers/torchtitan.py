@@ -12,6 +12,7 @@ from typing import Any
 
 from lumos.data_files import read_table
 from lumos.errors import OptionError
+from lumos.schedules import schedule_named
 from lumos.setup.importers.foreign_file import Findings, Mistake, Reading, flat, is_ignored
 from lumos.setup.messages import one_of, shown
 from lumos.setup.presets import preset_named
@@ -20,7 +21,12 @@ from lumos.setup.sections import as_count
 OPTION = re.compile(r"(training|parallelism|model|job|activation-checkpoint|compile|optimizer|experimental)\.[a-z]")
 
 _TABLES = read_table("torchtitan_keys.toml")
-_DEFAULTS = _TABLES["defaults"]
+_DEFAULTS, _COMBINED = _TABLES["defaults"], _TABLES["combined"]
+_KNOWN = {
+    *(name for table in ("numbers", "switches", "combined") for names in _TABLES[table].values() for name in names),
+    *(name for name, _ in _TABLES["choices"].values()),
+    *_TABLES["not_modelled"]["names"],
+}
 _MAY_BE_NEGATIVE = ("shard", "train.global_batch")  # -1: what is left, or what follows
 _LARGEST = 1 << 40
 _ATTENTION_SUFFIX = re.compile(r"[_-](flex|varlen|sdpa|fused_qkv)([_-]attn)?$")
@@ -44,8 +50,7 @@ def read_torchtitan(config: Mapping[str, Any], begun: Findings | None = None) ->
     for key in _TABLES["not_modelled"]["names"]:
         if given.get(key) is True:
             found.notes.append(f"{key} = true is not modelled")
-    known = _known_names()
-    return found.reading(key for key in given if key not in known and not is_ignored(key, _TABLES["ignored"]))
+    return found.reading(key for key in given if key not in _KNOWN and not is_ignored(key, _TABLES["ignored"]))
 
 
 def config_of(options: Mapping[str, list[str]], value: Callable[[str], Any]) -> dict[str, Any]:
@@ -71,21 +76,8 @@ def config_of(options: Mapping[str, list[str]], value: Callable[[str], Any]) -> 
 # Values of single keys
 
 
-def _names(names: Sequence[str]) -> list[str]:
-    """The names of a key, with "*" replaced by the sections it may be in."""
-    sections = ("parallelism", "training", "experimental")
-    return [name.replace("*", section, 1) for name in names for section in (sections if name[0] == "*" else ("",))]
-
-
-def _known_names() -> set[str]:
-    lists = [*_TABLES["numbers"].values(), *_TABLES["switches"].values(), _TABLES["combined"]["names"]]
-    others = [names for names, _ in _TABLES["choices"].values()]
-    return {name for names in lists for name in _names(names)} | {*others, *_TABLES["not_modelled"]["names"]}
-
-
 def _first(given: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
-    known = _names(names)
-    return next(((name, given[name]) for name in known if name in given), (known[0], None))
+    return next(((name, given[name]) for name in names if name in given), (names[0], None))
 
 
 def _number(found: Findings, given: Mapping[str, Any], place: str) -> int | None:
@@ -124,22 +116,15 @@ def _choices(found: Findings, given: Mapping[str, Any]) -> None:
 
 def _model(found: Findings, given: Mapping[str, Any]) -> None:
     """name and flavor, the config of newer versions, or the Hugging Face model that is trained unchanged."""
-    keys = ("model.name", "model.flavor", "config", "hf_transformers.model")
-    for key in keys:
-        if not isinstance(given.get(key, ""), str):
-            sentence = f"{key} = {shown(given[key])} is not a name: give it in quotes"
-            found.mistakes.append(Mistake("model.preset", sentence))
-            return
-    name, flavor, config, hugging_face = (given.get(key) for key in keys)
-    if hugging_face:
-        wanted, place = hugging_face, "hf_transformers.model"
+    if "hf_transformers.model" in given:
+        wanted, place = str(given["hf_transformers.model"]), "hf_transformers.model"
     elif _is_python(given):
-        wanted, place = config, "--config"
+        wanted, place = str(given["config"]), "--config"
         found.notes.append(f"--config {shown(wanted)} is Python, which is not read: only the options given are used")
     else:
-        name = name or _DEFAULTS["model"]
-        wanted = f"{'llama2' if name == 'llama' else name}-{flavor or _DEFAULTS['flavor']}"
-        place = "model.name and model.flavor"
+        name = given.get("model.name", _DEFAULTS["model"])
+        flavor = given.get("model.flavor", _DEFAULTS["flavor"])
+        wanted, place = f"{'llama2' if name == 'llama' else name}-{flavor}", "model.name and model.flavor"
     plain = _ATTENTION_SUFFIX.sub("", wanted)
     if plain != wanted:
         found.notes.append(f"{place}: {shown(wanted)} is modelled as {shown(plain)}, with attention over all tokens")
@@ -265,39 +250,38 @@ def _stages(found: Findings, given: Mapping[str, Any]) -> None:
     layers, pp = as_count(values.get("model.layers")), as_count(values.get("parallel.pp"))
     if pp <= 1:
         return
-    stated = _first(given, ["*.pipeline_parallel_schedule"])[1] or _DEFAULTS["schedule"]
+    stated = _first(given, _COMBINED["schedule"])[1] or _DEFAULTS["schedule"]
     by_name = {name.casefold(): schedule for name, schedule in _TABLES["schedules"].items()}
-    schedule = by_name.get(str(stated).casefold(), "")
-    if not schedule:
+    schedule = by_name.get(str(stated).casefold(), "1f1b")
+    if str(stated).casefold() not in by_name:
         known = one_of(list(_TABLES["schedules"]))
-        found.notes.append(f"pipeline_parallel_schedule = {shown(stated)} is not known: use {known}; assuming 1f1b")
-        schedule = "1f1b"
-    if schedule == "zero-bubble":
-        found.notes.append(f"pipeline_parallel_schedule = {shown(stated)}: its virtual stages are not modelled")
+        found.notes.append(f"pipeline_parallel_schedule = {shown(stated)} is not known: use {known}; assuming 1F1B")
+    elif stated in ("InterleavedZeroBubble", "DualPipeV"):
+        found.notes.append(f"pipeline_parallel_schedule = {stated} is modelled as {schedule}")
     values["parallel.schedule"] = schedule
-    interleaved = schedule == "interleaved"
-    stages = _stated_stages(given, layers) or _divided(found, given, layers, pp, interleaved)
-    if len(stages) % pp or (len(stages) > pp and not interleaved) or min(stages, default=0) < 0:
+    chunks = schedule_named(schedule).chunks[0]
+    stages = _stated_stages(given, layers) or _divided(found, given, layers, pp, chunks)
+    if len(stages) % pp or (len(stages) > pp and chunks == 1) or min(stages, default=0) < 0:
         found.notes.append(f"{len(stages)} pipeline stages for {pp} ranks: assuming stages as even as possible")
         stages = []
-    if interleaved:
-        values["parallel.vpp"] = len(stages) // pp if stages else 2
+    if chunks > 1:
+        values["parallel.vpp"] = len(stages) // pp if stages else chunks
     if stages and sum(stages) == layers and min(stages) < max(stages):
         values["parallel.stage_layers"] = stages
 
 
 def _stated_stages(given: Mapping[str, Any], layers: int) -> list[int]:
     """The layers of every stage where the file lists its modules or the points between the stages."""
-    parts = _first(given, ["*.module_fqns_per_model_part"])[1]
+    parts = _first(given, _COMBINED["modules"])[1]
     if isinstance(parts, list) and parts and all(isinstance(part, list) for part in parts):
         return [sum(bool(_LAYER.fullmatch(str(name))) for name in part) for part in parts]
-    points = _first(given, ["*.pipeline_parallel_split_points"])[1]
+    points = _first(given, _COMBINED["split_points"])[1]
     words = points.split(",") if isinstance(points, str) else points if isinstance(points, list) else []
     firsts = [int(match[1]) for word in words if (match := _LAYER.fullmatch(str(word).strip()))]
     return [after - before for before, after in pairwise([0, *firsts, layers])] if firsts and layers else []
 
 
-def _divided(found: Findings, given: Mapping[str, Any], layers: int, pp: int, interleaved: bool) -> list[int]:
+def _divided(found: Findings, given: Mapping[str, Any], layers: int, pp: int, chunks: int) -> list[int]:
     """Stages as even as possible; newer versions count the embedding and the output as layers of theirs."""
     first = last = 0
     if any(key.startswith("parallelism.") for key in given):
@@ -305,7 +289,7 @@ def _divided(found: Findings, given: Mapping[str, Any], layers: int, pp: int, in
         first, last = (_DEFAULTS["less_layers"] if less is None else min(less, layers) for less in ends)
     per_stage = _number(found, given, "layers_per_stage") or 0
     total = layers + first + last
-    count = pp if not interleaved else -(-total // per_stage) if per_stage else 2 * pp
+    count = -(-total // per_stage) if per_stage and chunks > 1 else chunks * pp
     if not 0 < count <= layers:
         return []
     each, extra = divmod(total, count)
