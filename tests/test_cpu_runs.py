@@ -287,7 +287,7 @@ def test_a_trace_tells_that_it_is_of_a_cpu(source: Source) -> None:
     told = infer(source.run)
     assert told["cluster.gpu"].value == "cpu"
     assert is_cpu_run(source.run.execution.trace)
-    with pytest.raises(OptionError, match=r"cluster\.gpu = h200, and the trace tells cpu"):
+    with pytest.raises(OptionError, match=r"cluster\.gpu = h200, and the trace shows cpu"):
         complete(told, read_plain(None, ["cluster.gpu=h200"]))
     assert changed(told, read_plain(None, ["model.layers=2", "model.hidden=256", "model.ffn=704", "model.heads=4",
                                            "model.vocab=512", "train.seq=128"])).setup.cluster.gpu == "cpu"  # fmt: skip

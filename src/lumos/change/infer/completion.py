@@ -1,11 +1,11 @@
-"""Completion: what a trace tells of its setup, and what a file says of it, as one setup. They may not contradict."""
+"""One setup from what a trace shows and what a file states. The two may not contradict each other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lumos.change.infer.inferred_value import Told
+from lumos.change.infer import Inferred
 from lumos.errors import OptionError
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import SECTIONS, Setup
@@ -13,7 +13,7 @@ from lumos.setup.setup_files import PlainSetup, SetupReading
 
 Sections = dict[str, Any]
 
-# What has no default that could be meant, with a file; and what may not be left to its default without one.
+# Keys that have no sensible default, where there is a file; and keys that must not be defaulted where there is none.
 _REQUIRED = ("model.layers", "model.hidden", "model.ffn", "model.heads", "model.vocab", "train.seq")
 _NOT_ASSUMED = (
     *("model.layers", "model.hidden", "model.ffn", "model.heads", "model.kv_heads", "model.vocab", "model.gated"),
@@ -21,48 +21,59 @@ _NOT_ASSUMED = (
     *("train.optimizer", "train.compile", "parallel.tp", "parallel.pp", "parallel.cp", "cluster.gpu", "cluster.gpus"),
 )
 _MOST_LINES = 8
-_WITHOUT_SHAPES = " (a trace tells more when it is recorded with record_shapes=True)"
+_RECORD_SHAPES = " (a trace recorded with record_shapes=True shows more)"
 
 
-def complete(found: Mapping[str, Told], plain: PlainSetup, has_shapes: bool = True) -> SetupReading:
-    """The setup of the traced run, or an error that says what is missing, or what file and trace disagree on."""
-    sections = plain.over(_values(found))
-    _refuse_contradictions(found, _stated(sections), plain.where)
+def complete(found: Mapping[str, Inferred], plain: PlainSetup, has_shapes: bool = True) -> SetupReading:
+    """The setup of the traced run; OptionError with what is missing, or what file and trace disagree on."""
+    sections = plain.over(_sections(found))
+    _refuse_contradictions(found, sections, plain.where)
     missing = _missing(found, sections, plain.where)
     if missing and not plain.mistakes:
-        raise OptionError(_incomplete(missing, plain.where) + ("" if has_shapes else _WITHOUT_SHAPES))
+        keys = ", ".join(missing)
+        text = (
+            f"{plain.where}: neither this file nor the trace shows {keys}: add it to the file" if plain.where else
+            f"a changed run needs the traced run's setup, and the trace does not show {keys}: name a SETUP file with "
+            "at least these keys, as in lumos predict SETUP --from PATH --set …"
+        )  # fmt: skip
+        raise OptionError(text + ("" if has_shapes else _RECORD_SHAPES))
     reading = plain.checked(sections)
-    _refuse_contradictions(found, reading.setup.model_dump(), plain.where)  # what was derived, this time
+    _refuse_contradictions(found, reading.setup.model_dump(), plain.where)  # derived values, this time
     return reading
 
 
-def changed(found: Mapping[str, Told], plain: PlainSetup) -> SetupReading:
-    """The setup that is asked for: the traced run's, with the overrides of `plain` in it."""
-    sections = plain.over(_values(found))
+def changed(found: Mapping[str, Inferred], plain: PlainSetup) -> SetupReading:
+    """The setup that is asked for: the traced run's, with the overrides of `plain`."""
+    sections = plain.over(_sections(found))
     reading = plain.checked(sections)
     return reading if plain.where else SetupReading(reading.setup, (*reading.notes, _assumed(sections, reading.setup)))
 
 
 def _assumed(sections: Sections, setup: Setup) -> str:
-    """What no trace tells, and no file said."""
+    """The values that no trace shows, where no file states them."""
     matters = {
         "train.framework": True,
         "cluster.gpus_per_node": setup.cluster.gpus > 1,
         "parallel.schedule": setup.parallel.pp > 1,
     }
-    said = {f"{name}.{key}" for name, values in _stated(sections).items() for key in values}
-    assumed = [key for key, is_asked in matters.items() if is_asked and key not in said]
-    values = setup.model_dump()
-    shown = (f"{key} = {values[key.partition('.')[0]][key.partition('.')[2]]}" for key in assumed)
-    return f"no trace tells, so it was taken: {', '.join(shown)}; a SETUP file says otherwise"
+    stated, values = dict(_items(sections)), dict(_items(setup.model_dump()))
+    assumed = (f"{key} = {values[key]}" for key, matter in matters.items() if matter and key not in stated)
+    return f"assumed (not in the trace): {', '.join(assumed)}; state other values in a SETUP file"
 
 
-def _values(found: Mapping[str, Told]) -> Sections:
-    """The findings as sections, less what follows from others anyway: it must follow a change of those."""
+def _items(sections: Sections) -> Iterator[tuple[str, Any]]:
+    """("model.layers", 4), …; sections that are no tables are left out."""
+    for name, values in sections.items():
+        if isinstance(values, dict):
+            yield from ((f"{name}.{key}", value) for key, value in values.items())
+
+
+def _sections(found: Mapping[str, Inferred]) -> Sections:
+    """The inferred values by section, without those that follow from others: they must follow a change of those."""
     sections: Sections = {}
-    for key, told in found.items():
+    for key, inferred in found.items():
         section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = told.value
+        sections.setdefault(section, {})[name] = inferred.value
     if "gpus" in sections.get("cluster", {}):
         sections.get("parallel", {}).pop("dp", None)
     for name, values in sections.items():
@@ -72,50 +83,34 @@ def _values(found: Mapping[str, Told]) -> Sections:
     return sections
 
 
-def _missing(found: Mapping[str, Told], sections: Sections, where: str) -> list[str]:
-    """Keys that are needed and neither said nor told."""
+def _missing(found: Mapping[str, Inferred], sections: Sections, where: str) -> list[str]:
+    """Keys that are needed, and neither stated nor inferred."""
     needed = [*(_REQUIRED if where else _NOT_ASSUMED)]
-    if not where and found.get("parallel.dp", Told(1, "")).value > 1:
+    if not where and found.get("parallel.dp", Inferred(1, "")).value > 1:
         needed.append("parallel.zero")
-    said = {f"{name}.{key}" for name, values in sections.items() if isinstance(values, dict) for key in values}
-    if "model.expert_ffn" in said:
-        said.add("model.ffn")
-    return [key for key in needed if key not in said and key not in found]
+    known = {key for key, _ in _items(sections)} | found.keys()
+    if "model.expert_ffn" in known:
+        known.add("model.ffn")
+    return [key for key in needed if key not in known]
 
 
-def _incomplete(missing: list[str], where: str) -> str:
-    keys = ", ".join(missing)
-    if where:
-        return f"{where}: neither this file nor the trace tells {keys}: add it to the file"
-    return (
-        f"a changed run needs the traced run's setup, and the trace does not tell {keys}: name a SETUP file with at "
-        "least these keys, as in lumos predict SETUP --from PATH --set …"
-    )
-
-
-def _stated(sections: Sections) -> Sections:
-    return {name: values for name, values in sections.items() if isinstance(values, dict)}
-
-
-def _refuse_contradictions(found: Mapping[str, Told], sections: Sections, where: str) -> None:
-    lines = []
-    for key, told in found.items():
-        section, _, name = key.partition(".")
-        stated = sections.get(section, {}).get(name, told.value)
-        if not _agrees(key, stated, told.value):
-            lines.append(
-                f"{where + ': ' if where else ''}{key} = {_shown(stated)}, and the trace tells {_shown(told.value)} "
-                f"({told.evidence}): give the setup of the traced run; changes go into --set"
-            )
+def _refuse_contradictions(found: Mapping[str, Inferred], sections: Sections, where: str) -> None:
+    stated = dict(_items(sections))
+    lines = [
+        f"{where + ': ' if where else ''}{key} = {_shown(stated[key])}, and the trace shows {_shown(inferred.value)} "
+        f"({inferred.evidence}): give the setup of the traced run, and changes to it with --set"
+        for key, inferred in found.items()
+        if key in stated and not _agrees(key, stated[key], inferred.value)
+    ]
     if lines:
         raise OptionError("\n".join(lines[:_MOST_LINES]))
 
 
-def _agrees(key: str, stated: Any, told: Any) -> bool:
+def _agrees(key: str, stated: Any, inferred: Any) -> bool:
     if key == "cluster.gpu":
         known = find_gpu(stated) if isinstance(stated, str) else None
-        return known is None or known.name == told
-    return type(stated) is not type(told) or bool(stated == told)  # what is of the wrong kind is refused as such
+        return known is None or known.name == inferred
+    return type(stated) is not type(inferred) or bool(stated == inferred)  # wrong types are refused later
 
 
 def _shown(value: Any) -> str:

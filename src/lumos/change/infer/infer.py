@@ -1,4 +1,4 @@
-"""Inference: the setup of a traced run, as far as the trace tells it, every value with its evidence. Never a guess."""
+"""The setup of a traced run, as far as the trace shows it. Nothing is guessed: what ranks disagree on is left out."""
 
 from __future__ import annotations
 
@@ -6,42 +6,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lumos.analysis.replay import Replay
-from lumos.change.infer.inferred_value import Told
-from lumos.change.infer.layers import Stack, read_stack
-from lumos.change.infer.parallelism import Ways
-from lumos.change.infer.recorded_shapes import What, read_ops
+from lumos.change.infer import Findings, Inferred, agreed
+from lumos.change.infer.layers import LayerShape, RankLayers, read_layers
+from lumos.change.infer.parallelism import Parallelism
+from lumos.change.infer.recorded_operators import OpType, RecordedOp, read_ops
 from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.setup.gpus import find_gpu
 from lumos.trace.trace import Header
 
-Findings = dict[str, Told]
-
 _MOST_RANKS = 16  # whose files are read again,
-_MOST_STAGES = 64  # unless they are of one pipeline
+_MOST_STAGES = 64  # unless they are the stages of one pipeline
 _PRECISIONS = {"c10::BFloat16": "bf16", "c10::Half": "fp16"}
-_PRECISIONS_OF_CPU = {"float": "fp32"}  # which on a GPU may be TF32
+_CPU_PRECISIONS = {"float": "fp32"}  # which on a GPU may be TF32
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
-_RECOMPUTED = 0.7  # of a layer's products, from which on all of it is: the last of them may be spared
+_FULL_RECOMPUTE = 0.7  # share of a layer's matmuls that run again; the last of them may be skipped
 
 
 def infer(run: Replay) -> Findings:
-    """What the trace tells of its setup: key to value and evidence."""
+    """The keys of the traced run's setup that its trace shows, each with its value and evidence.
+
+    >>> infer(replay(read_job(Path("traces"))))["model.layers"]             # doctest: +SKIP
+    Inferred(value=4, evidence='4 attentions in 1 micro-batch')
+    """
     headers = run.execution.trace.headers
     if not headers:
         return {}
     step = run.marks.names[int(np.argmin(np.abs(run.clean_steps.milliseconds - run.clean_ms)))]
-    stacks: dict[int, Stack] = {}
+    ranks: dict[int, RankLayers] = {}
     wanted = _spread(headers)
-    while wanted and len(stacks) < _MOST_STAGES:
-        stacks |= {h.rank: read_stack(read_ops(Path(h.path), h.rank, step)) for h in wanted}
-        chain = Ways([stacks[rank] for rank in sorted(stacks)], 0).chain
-        wanted = [h for h in headers if h.rank in chain and h.rank not in stacks]
-    return _Reading(run, [stacks[rank] for rank in sorted(stacks)]).found()
+    while wanted and len(ranks) < _MOST_STAGES:
+        ranks |= {h.rank: read_layers(read_ops(Path(h.path), h.rank, step)) for h in wanted}
+        chain = Parallelism([ranks[rank] for rank in sorted(ranks)], 0).chain
+        wanted = [h for h in headers if h.rank in chain and h.rank not in ranks]
+    return _Inference(run, [ranks[rank] for rank in sorted(ranks)]).found()
 
 
 def _spread(headers: Sequence[Header]) -> list[Header]:
@@ -51,202 +52,186 @@ def _spread(headers: Sequence[Header]) -> list[Header]:
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """Everything that is asked of the operators of the ranks that were read."""
+class _Inference:
+    """What follows from the recorded operators of the ranks that were read."""
 
     run: Replay
-    stacks: Sequence[Stack]
+    ranks: Sequence[RankLayers]
 
     def found(self) -> Findings:
         parts = (
-            self._cluster(), self.ways, self._passes(), self._sizes(), self._shards(), self._vocabulary(),
-            self._batch(), self._recompute(), self._optimizer(), self._precision(), self._compile(),
+            self._cluster(), self.parallel, self._repetition(), self._unsharded_sizes(), self._sharded_sizes(),
+            self._vocabulary(), self._batch(), self._recompute(), self._optimizer(), self._precision(), self._compile(),
         )  # fmt: skip
-        return {key: told for part in parts for key, told in part.items()}
+        return {key: inferred for part in parts for key, inferred in part.items()}
 
-    # the machines
+    def _ops(self, op_type: OpType) -> list[RecordedOp]:
+        """All operators or scopes of a type, of all ranks."""
+        return [op for rank in self.ranks for op in rank.ops.ops if op.type == op_type]
 
+    # ------------------------------------------------------------------ cluster and parallelism
     @cached_property
     def world(self) -> int:
-        """How many ranks the job had; 0 where that is not told."""
-        stated = {h.world_size for h in self.run.execution.trace.headers if h.world_size > 0}
-        if stated:
-            return stated.pop() if len(stated) == 1 else 0
+        """How many ranks the job had; 0 where the trace does not show it."""
         trace = self.run.execution.trace
-        alone = len(trace.headers) == 1 and not trace.is_communication.any() and not self.stacks[0].ops.messages
-        return 1 if alone and self._updates else 0
+        stated = {header.world_size for header in trace.headers if header.world_size > 0}
+        if stated:
+            return agreed(stated) or 0
+        alone = len(trace.headers) == 1 and not trace.is_communication.any() and not self.ranks[0].ops.collectives
+        return 1 if alone and self._ops(OpType.OPTIMIZER) else 0
 
     @property
     def _on_cpu(self) -> bool:
         return is_cpu_run(self.run.execution.trace)
 
-    @property
-    def _updates(self) -> bool:
-        """The step has an optimizer in it: gradients that nobody else saw are one rank's own."""
-        return any(op.what == What.OPTIMIZER for stack in self.stacks for op in stack.ops.ops)
-
     def _cluster(self) -> Findings:
         found: Findings = {}
-        gpu = next((h.gpu for h in self.run.execution.trace.headers if h.gpu), "")
-        known = find_gpu(gpu)
+        name = next((header.gpu for header in self.run.execution.trace.headers if header.gpu), "")
+        gpu = find_gpu(name)
         if self._on_cpu:
-            found["cluster.gpu"] = Told("cpu", "operators run on the host, and no GPU does anything")
-        elif known is not None:
-            found["cluster.gpu"] = Told(known.name, f"the trace is of {gpu}")
+            found["cluster.gpu"] = Inferred("cpu", "operators run on the host, and there is no GPU activity")
+        elif gpu is not None:
+            found["cluster.gpu"] = Inferred(gpu.name, f"the trace is of {name}")
         if self.world:
-            many = self.world > 1
-            found["cluster.gpus"] = Told(self.world, "the job's ranks" if many else "an update without communication")
+            why = "the job's ranks" if self.world > 1 else "an update without communication"
+            found["cluster.gpus"] = Inferred(self.world, why)
         return found
 
     @cached_property
-    def ways(self) -> Findings:
-        return Ways(self.stacks, self.world).told()
+    def parallel(self) -> Findings:
+        return Parallelism(self.ranks, self.world).inferred()
 
-    def _way(self, name: str) -> int:
-        """The size of a way, or 0 where it is not told."""
-        told = self.ways.get(f"parallel.{name}")
-        return int(told.value) if told is not None else 0
+    def _size(self, key: str) -> int:
+        """tp, pp, cp or dp; 0 where the trace does not show it."""
+        found = self.parallel.get(f"parallel.{key}")
+        return int(found.value) if found is not None else 0
 
-    # repetition
-
+    # ------------------------------------------------------------------ micro-batches and layers
     @cached_property
-    def passes(self) -> int:
-        """Micro-batches of one recorded step; the ranks that tell must agree."""
-        found = {stack.passes for stack in self.stacks if stack.passes}
-        return found.pop() if len(found) == 1 else 0
+    def microbatches(self) -> int:
+        """Micro-batches of the recorded step; ranks that show it must agree."""
+        return agreed(rank.microbatches for rank in self.ranks if rank.microbatches) or 0
 
-    def _passes(self) -> Findings:
+    def _repetition(self) -> Findings:
         found: Findings = {}
-        if not self.passes or not any(stack.attentions for stack in self.stacks):
+        count = self.microbatches
+        if not count or not any(rank.attentions for rank in self.ranks):
             return found
-        if all(stack.ops.is_one_step for stack in self.stacks):
-            found["train.microbatches"] = Told(self.passes, f"the end of the model is reached {self.passes} × a step")
-        stages = self._stages()
-        counts = [stack.attentions for stack in stages]
-        if stages and all(count and count % self.passes == 0 for count in counts):
-            why = f"{sum(counts)} attentions in {_several(self.passes, 'micro-batch')}"
-            found["model.layers"] = Told(sum(counts) // self.passes, why)
+        if all(rank.ops.is_one_step for rank in self.ranks):
+            found["train.microbatches"] = Inferred(count, f"embedding or head run {count} × a step")
+        attentions = [rank.attentions for rank in self._stages()]
+        if attentions and all(n and n % count == 0 for n in attentions):
+            why = f"{sum(attentions)} attentions in {count} micro-batch{'' if count == 1 else 'es'}"
+            found["model.layers"] = Inferred(sum(attentions) // count, why)
         return found
 
-    def _stages(self) -> list[Stack]:
-        """One rank of every pipeline stage; none where the stages are not told, or ranks of one stage differ."""
-        if self._way("pp") > 1:
-            chain = Ways(self.stacks, self.world).chain
-            return [stack for stack in self.stacks if stack.ops.rank in chain]
-        alike = len({stack.attentions for stack in self.stacks}) == 1
-        return [self.stacks[0]] if self._way("pp") == 1 and alike else []
+    def _stages(self) -> list[RankLayers]:
+        """One rank of every pipeline stage; none where the stages are not known, or ranks of one stage differ."""
+        if self._size("pp") > 1:
+            chain = Parallelism(self.ranks, self.world).chain
+            return [rank for rank in self.ranks if rank.ops.rank in chain]
+        alike = agreed(rank.attentions for rank in self.ranks) is not None
+        return [self.ranks[0]] if self._size("pp") == 1 and alike else []
 
-    # sizes
+    # ------------------------------------------------------------------ sizes of the model
+    @cached_property
+    def layer(self) -> LayerShape | None:
+        return agreed(rank.layer for rank in self.ranks)
 
-    def _sizes(self) -> Findings:
-        """What tensor parallelism does not cut."""
-        layers = {stack.layer for stack in self.stacks}
-        layer = layers.pop() if len(layers) == 1 else None
+    def _unsharded_sizes(self) -> Findings:
+        """What tensor parallelism does not split."""
         found: Findings = {}
-        if layer is not None:
-            found["model.hidden"] = Told(layer.hidden, f"products of {layer.hidden} × {layer.ffn}")
-            found["model.gated"] = Told(layer.gated, "products into the MLP: " + ("two" if layer.gated else "one"))
-        heads = {stack.heads.dim for stack in self.stacks if stack.heads is not None}
-        if len(heads) == 1:
-            found["model.head_dim"] = Told(heads.pop(), "the last size of attention")
+        if self.layer is not None:
+            count = "two" if self.layer.gated else "one"
+            found["model.hidden"] = Inferred(self.layer.hidden, f"matmuls of {self.layer.hidden} × {self.layer.ffn}")
+            found["model.gated"] = Inferred(self.layer.gated, f"matmuls into the MLP: {count}")
+        dim = agreed(rank.attention.dim for rank in self.ranks if rank.attention is not None)
+        if dim is not None:
+            found["model.head_dim"] = Inferred(dim, "the last dimension of attention")
         return found
 
-    def _shards(self) -> Findings:
-        """What tensor parallelism cuts: the rank's own, times tp."""
-        stack, tp = self.stacks[0], self._way("tp")
-        both = {(s.layer, s.heads.heads if s.heads else 0, s.heads.dim if s.heads else 0) for s in self.stacks}
-        if not tp or len(both) != 1 or stack.layer is None or stack.heads is None:
+    def _sharded_sizes(self) -> Findings:
+        """What tensor parallelism splits: the rank's own size times tp."""
+        tp, layer = self._size("tp"), self.layer
+        shape = agreed((rank.attention.heads, rank.attention.dim) if rank.attention else None for rank in self.ranks)
+        if not tp or layer is None or shape is None:
             return {}
-        layer, heads, dim = stack.layer, stack.heads.heads, stack.heads.dim
+        heads, dim = shape
         times = f" × {tp} ranks" if tp > 1 else ""
-        found = {"model.ffn": Told(layer.ffn * tp, f"products of {layer.hidden} × {layer.ffn}{times}")}
+        found = {"model.ffn": Inferred(layer.ffn * tp, f"matmuls of {layer.hidden} × {layer.ffn}{times}")}
         if layer.attended != heads * dim:
-            return found  # not the attention that was thought
-        found["model.heads"] = Told(heads * tp, f"attention of {heads} heads{times}")
-        groups = _key_heads(layer.query, heads, dim)
-        if groups and (tp == 1 or groups == heads or groups > 1):  # one group may be a copy on every rank
-            found["model.kv_heads"] = Told(groups * tp, f"products of {layer.hidden} × {groups * dim} for keys{times}")
+            return found  # another kind of attention
+        found["model.heads"] = Inferred(heads * tp, f"attention of {heads} heads{times}")
+        groups = _kv_heads(layer.qkv, heads, dim)
+        if groups and (tp == 1 or groups == heads or groups > 1):  # a single group may be a copy on every rank
+            why = f"matmuls of {layer.hidden} × {groups * dim} for keys{times}"
+            found["model.kv_heads"] = Inferred(groups * tp, why)
         return found
 
     def _vocabulary(self) -> Findings:
-        """vocab and tied; a vocabulary that may be cut by tensor parallelism is not told."""
-        sizes = {stack.vocab for stack in self.stacks if stack.vocab and stack.layer is not None}
-        if len(sizes) != 1 or not self._way("tp") or (self._way("tp") > 1 and self._cut_loss()):
+        """vocab and tied; not where tensor parallelism may have split the vocabulary."""
+        vocab = agreed(rank.vocab for rank in self.ranks if rank.vocab and rank.layer is not None)
+        if vocab is None or not self._size("tp") or (self._size("tp") > 1 and self._splits_loss()):
             return {}
-        vocab = sizes.pop()
-        return {"model.vocab": Told(vocab, f"products and loss of {vocab} columns")} | self._tied(vocab)
+        return {"model.vocab": Inferred(vocab, f"matmuls and loss of {vocab} columns")} | self._tied(vocab)
 
-    def _cut_loss(self) -> bool:
-        """Whether the loss may be of a part of the vocabulary: it is not PyTorch's own, or ranks exchange its sums."""
-        for stack in self.stacks:
-            summed = any(op.forward and 1 < m.inward <= stack.tokens for op, m in stack.ops.messages)
-            if summed or (stack.vocab and not stack.ops.of(What.LOSS)):
-                return True
-        return False
+    def _splits_loss(self) -> bool:
+        """Whether the loss may cover a part of the vocabulary: it is not PyTorch's own, or ranks exchange its sums."""
+        return any(
+            (rank.vocab and not rank.ops.of(OpType.LOSS))
+            or any(op.forward and 1 < call.elements_in <= rank.tokens for op, call in rank.ops.collectives)
+            for rank in self.ranks
+        )
 
     def _tied(self, vocab: int) -> Findings:
-        """Two matrices get two gradients. Stages that hold one each would have to sum them."""
-        grads = sum(bool(op.dims) and len(op.dims[0]) == 2 and op.dims[0][0] == vocab for op in self._gradients())
-        if self._way("pp") != 1 or not self.passes or grads not in (self.passes, 2 * self.passes):
-            return self._tied_stages(vocab)
-        tied = grads == self.passes
-        return {
-            "model.tied": Told(tied, f"{'one matrix gets' if tied else 'two matrices get'} a gradient of {vocab} rows")
-        }
-
-    def _gradients(self) -> list[Any]:
-        return self.stacks[0].ops.of(What.GRADIENT)
-
-    def _tied_stages(self, vocab: int) -> Findings:
-        apart = self._way("pp") > 1 and not any(stack.embeds and stack.loses for stack in self._stages())
-        summed = any(m.collective == "all_reduce" for stack in self.stacks for _, m in stack.ops.messages)
-        if not apart or summed or not self._gradients():
+        """Two matrices get two gradients; tied ones on two pipeline stages would have to be summed."""
+        gradients = self.ranks[0].ops.of(OpType.GRADIENT)
+        count = sum(bool(op.shapes) and len(op.shapes[0]) == 2 and op.shapes[0][0] == vocab for op in gradients)
+        if self._size("pp") == 1 and self.microbatches and count in (self.microbatches, 2 * self.microbatches):
+            tied = count == self.microbatches
+            which = "one matrix gets" if tied else "two matrices get"
+            return {"model.tied": Inferred(tied, f"{which} a gradient of {vocab} rows")}
+        apart = self._size("pp") > 1 and not any(rank.has_embedding and rank.has_loss for rank in self._stages())
+        summed = any(call.collective == "all_reduce" for rank in self.ranks for _, call in rank.ops.collectives)
+        if not apart or summed or not gradients:
             return {}
-        return {"model.tied": Told(False, f"first and last stage do not sum gradients of {vocab} rows")}
+        return {"model.tied": Inferred(False, f"first and last stage do not sum gradients of {vocab} rows")}
 
-    # the step
-
+    # ------------------------------------------------------------------ the training step
     def _batch(self) -> Findings:
-        found = {(s.heads.batch, s.heads.seq, s.tokens) for s in self.stacks if s.heads is not None}
-        batch, seq, tokens = found.pop() if len(found) == 1 else (0, 0, 0)
-        if not batch or batch * seq != tokens or self._way("cp") != 1:
+        shapes = ((r.attention.batch, r.attention.seq, r.tokens) for r in self.ranks if r.attention is not None)
+        batch, seq, tokens = agreed(shapes) or (0, 0, 0)
+        if not batch or batch * seq != tokens or self._size("cp") != 1:
             return {}
         why = f"attention of {batch} × {seq} tokens"
-        return {"train.seq": Told(seq, why), "train.micro_batch": Told(batch, why)}
+        return {"train.seq": Inferred(seq, why), "train.micro_batch": Inferred(batch, why)}
 
     def _recompute(self) -> Findings:
-        """From what of the forward pass runs again in the backward pass."""
-        kinds = {_recomputation(stack) for stack in self.stacks}
-        kind, why = kinds.pop() if len(kinds) == 1 else ("", "")
-        return {"train.recompute": Told(kind, why)} if kind else {}
+        found = agreed(_recomputation(rank) for rank in self.ranks)
+        return {"train.recompute": found} if found is not None else {}
 
     def _optimizer(self) -> Findings:
-        ops = [op for stack in self.stacks for op in stack.ops.ops if op.what == What.OPTIMIZER]
-        names = {op.name.partition("#")[2].partition(".")[0] for op in ops}
-        name = names.pop() if len(names) == 1 else ""
-        return {"train.optimizer": Told(_OPTIMIZERS[name], f"scope of {name}.step")} if name in _OPTIMIZERS else {}
+        names = (op.name.partition("#")[2].partition(".")[0] for op in self._ops(OpType.OPTIMIZER))
+        name = agreed(names) or ""
+        return {"train.optimizer": Inferred(_OPTIMIZERS[name], f"scope of {name}.step")} if name in _OPTIMIZERS else {}
 
     def _precision(self) -> Findings:
-        types = {stack.dtype for stack in self.stacks}
-        name = types.pop() if len(types) == 1 else ""
-        known = _PRECISIONS | (_PRECISIONS_OF_CPU if self._on_cpu else {})
-        return {"train.precision": Told(known[name], f"products of {name}")} if name in known else {}
+        name = agreed(rank.dtype for rank in self.ranks) or ""
+        known = _PRECISIONS | (_CPU_PRECISIONS if self._on_cpu else {})
+        return {"train.precision": Inferred(known[name], f"matmuls of {name}")} if name in known else {}
 
     def _compile(self) -> Findings:
-        """Compiled regions say so; eager layers show operators and none of them."""
-        seen = sum(op.what == What.COMPILED for stack in self.stacks for op in stack.ops.ops)
-        if not seen and all(stack.layer is not None for stack in self.stacks):
-            return {"train.compile": Told(False, "operators are called one by one")}
-        whole = seen and all(_is_compiled(stack) for stack in self.stacks)
-        return {"train.compile": Told(True, "products inside compiled regions")} if whole else {}
+        """Compiled regions are recorded by name; eager layers show operators and no such region."""
+        compiled = bool(self._ops(OpType.COMPILED))
+        if not compiled and all(rank.layer is not None for rank in self.ranks):
+            return {"train.compile": Inferred(False, "operators are called one by one")}
+        if compiled and all(_is_compiled(rank) for rank in self.ranks):
+            return {"train.compile": Inferred(True, "matmuls inside compiled regions")}
+        return {}
 
 
-def _several(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 'es'}"
-
-
-def _key_heads(columns: tuple[int, ...], heads: int, dim: int) -> int:
-    """Heads of keys on one rank, from the products before the attention; 0 where they do not fit."""
+def _kv_heads(columns: tuple[int, ...], heads: int, dim: int) -> int:
+    """Key heads on one rank, from the matmuls before the attention; 0 where they do not fit."""
     if len(columns) == 1:
         twice, rest = divmod(columns[0] - heads * dim, dim)
         return 0 if rest or twice % 2 or twice < 2 else twice // 2
@@ -254,33 +239,25 @@ def _key_heads(columns: tuple[int, ...], heads: int, dim: int) -> int:
     return key // dim if query == heads * dim and key == value and key % dim == 0 else 0
 
 
-def _recomputation(stack: Stack) -> tuple[str, str]:
-    """("none", "selective" or "full", evidence) of one rank, or two empty words."""
-    again = sum(op.backward for op in stack.ops.of(What.ATTENTION))
-    products = stack.ops.of(What.PRODUCT)
-    there, back = (sum(stack.tokens in _sizes_of(op) for op in part) for part in _halves(products))
-    extra = back - 2 * there
-    if not stack.attentions or not stack.tokens or extra < 0:
-        return "", ""
+def _recomputation(rank: RankLayers) -> Inferred | None:
+    """none, selective or full, from the part of the forward pass that runs again in the backward pass."""
+    again = sum(op.backward for op in rank.ops.of(OpType.ATTENTION))
+    matmuls = [op for op in rank.ops.of(OpType.MATMUL) if any(rank.tokens in shape for shape in op.shapes)]
+    forward, backward = sum(op.forward for op in matmuls), sum(op.backward for op in matmuls)
+    extra = backward - 2 * forward  # two gradients per matmul are no recomputation
+    if not rank.attentions or not rank.tokens or extra < 0:
+        return None
     if not again and not extra:
-        return "none", "nothing of the forward pass runs again"
-    if again != stack.attentions:
-        return "", ""
-    share = extra / there
+        return Inferred("none", "nothing of the forward pass runs again")
+    if again != rank.attentions:
+        return None
     if not extra:
-        return "selective", "attentions run again, products do not"
-    return ("full", "layers run again in the backward pass") if share > _RECOMPUTED else ("", "")
+        return Inferred("selective", "attentions run again, matmuls do not")
+    full = extra / forward > _FULL_RECOMPUTE
+    return Inferred("full", "layers run again in the backward pass") if full else None
 
 
-def _halves(ops: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    return [op for op in ops if op.forward], [op for op in ops if op.backward]
-
-
-def _sizes_of(op: Any) -> set[int]:
-    return {size for dims in op.dims for size in dims}
-
-
-def _is_compiled(stack: Stack) -> bool:
-    """Products of the forward pass run inside compiled regions."""
-    forward = [op for op in stack.ops.of(What.PRODUCT) if op.forward]
-    return bool(forward) and sum(What.COMPILED in op.scopes for op in forward) > len(forward) / 2
+def _is_compiled(rank: RankLayers) -> bool:
+    """Whether most matmuls of the forward pass run inside compiled regions."""
+    forward = rank.ops.forward(OpType.MATMUL)
+    return bool(forward) and sum(OpType.COMPILED in op.scopes for op in forward) > len(forward) / 2

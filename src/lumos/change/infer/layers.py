@@ -1,9 +1,9 @@
-"""Stack: the layers that one rank runs, read off the sizes of its products and attentions in the order of their calls.
+"""The layers that one rank runs, from the shapes of its matmuls and attentions in the order of their calls.
 
-    query, key, value │ attention │ output, inward (twice if gated), down │ query, key, value │ attention │ … │ head
+    query, key, value │ attention │ output, up (and gate), down │ query, key, value │ attention │ … │ head
 
-What lies between two attentions must be the same everywhere, but for the head where one micro-batch ends and the next
-begins. A stack that does not repeat like that (experts, layers of several kinds) is not understood, and tells nothing.
+Between two attentions there must be the same matmuls everywhere, except for the head where one micro-batch ends and the
+next begins. Nothing is inferred from layers that do not repeat like that (experts, layers of several types).
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from lumos.change.infer.recorded_shapes import Dims, Op, RankOps, What
+from lumos.change.infer import agreed
+from lumos.change.infer.recorded_operators import OpType, RankOps, RecordedOp, Shape
+
+Weight = tuple[int, int]
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """rows × inner times inner × columns."""
 
     rows: int
     inner: int
     columns: int
 
-    @property
-    def weight(self) -> tuple[int, int]:
-        return self.inner, self.columns
-
 
 @dataclass(frozen=True)
-class Heads:
-    """What one attention works on, on this rank; 0 where its sizes do not say."""
+class AttentionShape:
+    """One attention on this rank; 0 where the recorded shapes do not show it."""
 
     batch: int
     seq: int
@@ -39,192 +38,161 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The sizes of one layer on this rank."""
+class LayerShape:
+    """The widths of one layer on this rank."""
 
     hidden: int
-    query: tuple[int, ...]  # columns of the products before the attention: query, key, value, or all in one
-    attended: int  # what comes out of the attention
+    qkv: tuple[int, ...]  # columns of the matmuls before the attention: query, key and value, or all in one
+    attended: int  # width of the attention's output
     ffn: int
     gated: bool
 
 
 @dataclass(frozen=True)
-class Stack:
-    """What one rank's step says; None or 0 where it does not."""
+class RankLayers:
+    """What one rank's step shows; None, 0 or "" where it does not."""
 
     ops: RankOps
     attentions: int  # in the forward pass
-    tokens: int  # rows of its products
+    tokens: int  # rows of its matmuls
     dtype: str
-    heads: Heads | None
-    layer: Layer | None
-    vocab: int  # 0: not told
-    passes: int  # micro-batches, where this rank has an end of the model; 0: not told
+    attention: AttentionShape | None
+    layer: LayerShape | None
+    vocab: int
+    microbatches: int  # where this rank has the embedding or the head
 
     @property
-    def embeds(self) -> bool:
-        return any(op.forward for op in self.ops.of(What.EMBEDDING))
+    def has_embedding(self) -> bool:
+        return bool(self.ops.forward(OpType.EMBEDDING))
 
     @property
-    def loses(self) -> bool:
-        return any(op.forward for op in self.ops.of(What.LOSS)) or self.vocab > 0
+    def has_loss(self) -> bool:
+        return bool(self.ops.forward(OpType.LOSS)) or self.vocab > 0
 
 
-def read_stack(ops: RankOps) -> Stack:
-    """The stack of one rank."""
-    forward = [op for op in ops.of(What.PRODUCT, What.BATCHED, What.ATTENTION) if op.forward]
-    attention = _attentions(forward)
-    products = [(op, _product(op)) for op in forward if op.what == What.PRODUCT]
-    tokens, dtype = _tokens([(op, product) for op, product in products if product is not None])
-    order = [p for op in forward for p in _step(op, attention, tokens)]
-    layer, head, boundaries = _parse(order)
-    passes = _passes(ops, head, boundaries)
-    return Stack(
+def read_layers(ops: RankOps) -> RankLayers:
+    """The layers of one rank."""
+    forward = ops.forward(OpType.MATMUL, OpType.BATCHED_MATMUL, OpType.ATTENTION)
+    attentions = _attentions(forward)
+    matmuls = {id(op): matmul for op in forward if op.type == OpType.MATMUL and (matmul := _matmul(op))}
+    tokens, dtype = _tokens([(op.dtype, matmuls[id(op)]) for op in forward if id(op) in matmuls])
+    between: list[list[Weight]] = [[]]  # the weights of the matmuls before, between and after attentions
+    for op in forward:
+        if id(op) in attentions:
+            between.append([])
+        elif id(op) in matmuls and matmuls[id(op)].rows == tokens:
+            between[-1].append(matmuls[id(op)][1:])
+    layer, head, heads = _parse(between)
+    microbatches = _microbatches(ops, head, heads)
+    return RankLayers(
         ops=ops,
-        attentions=len(attention),
+        attentions=len(attentions),
         tokens=tokens,
         dtype=dtype,
-        heads=_heads([op for op in forward if id(op) in attention], tokens),
+        attention=agreed(_attention_shape(op, tokens) for op in forward if id(op) in attentions),
         layer=layer,
-        vocab=_vocab(ops, head if passes else 0),
-        passes=passes,
+        vocab=_vocab(ops, head if microbatches else 0),
+        microbatches=microbatches,
     )
 
 
-def _attentions(forward: list[Op]) -> set[int]:
-    """Fused attentions; where there are none, the second product of those that are not."""
-    fused = {id(op) for op in forward if op.what == What.ATTENTION}
-    if fused:
-        return fused
-    batched = [op for op in forward if op.what == What.BATCHED]
-    return {id(second) for first, second in pairwise(batched) if _attends(operands(first), operands(second))}
+def _attentions(forward: list[RecordedOp]) -> set[int]:
+    """Fused attentions; where there are none, the second batched matmul of unfused ones."""
+    fused = {id(op) for op in forward if op.type == OpType.ATTENTION}
+    batched = [op for op in forward if op.type == OpType.BATCHED_MATMUL]
+    return fused or {id(second) for first, second in pairwise(batched) if _attends(first.factors, second.factors)}
 
 
-def _attends(first: list[Dims], second: list[Dims]) -> bool:
+def _attends(first: list[Shape], second: list[Shape]) -> bool:
     """[b, s, d] · [b, d, s], then [b, s, s] · [b, s, d]."""
-    if len(first) < 2 or len(second) < 2 or any(len(d) != 3 for d in (*first[:2], *second[:2])):
+    if [len(shape) for shape in (*first, *second)] != [3, 3, 3, 3]:
         return False
-    (b, s, d), scores, values = first[0], second[0], second[1]
-    return first[1] == (b, d, s) and scores == (b, s, s) and values == (b, s, d) and s > 1 and d > 1
+    b, s, d = first[0]
+    return first[1] == (b, d, s) and second == [(b, s, s), (b, s, d)] and s > 1 and d > 1
 
 
-def operands(op: Op) -> list[Dims]:
-    """The two factors: what is added or scaled stands before or after them."""
-    return op.dims[1:3] if op.name.endswith(("addmm", "baddbmm")) else op.dims[:2]
+def _matmul(op: RecordedOp) -> Matmul | None:
+    left, right = [*op.factors, (), ()][:2]
+    return Matmul(*left, right[1]) if len(left) == len(right) == 2 and left[1] == right[0] else None
 
 
-def _product(op: Op) -> Product | None:
-    left, right = ([*operands(op), (), ()])[:2]
-    if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
-        return None
-    return Product(*left, right[1])
-
-
-def _tokens(products: list[tuple[Op, Product]]) -> tuple[int, str]:
-    """The rows of the products that matter, and the type of those; (0, "") where sizes were not recorded."""
+def _tokens(matmuls: list[tuple[str, Matmul]]) -> tuple[int, str]:
+    """The rows of most matmul work, and the dtype of most weights there; (0, "") where no shapes were recorded."""
     work: Counter[int] = Counter()
-    types: Counter[str] = Counter()
-    for _, product in products:
-        work[product.rows] += product.rows * product.inner * product.columns
+    for _, (rows, inner, columns) in matmuls:
+        work[rows] += rows * inner * columns
     tokens = work.most_common(1)[0][0] if work else 0
-    for op, product in products:
-        if product.rows == tokens:
-            types[op.dtype] += product.inner * product.columns
-    alike = [dtype for dtype, weight in types.items() if 2 * weight > types.total()]
-    return tokens, alike[0] if alike else ""
+    weights: Counter[str] = Counter()
+    for dtype, (rows, inner, columns) in matmuls:
+        weights[dtype] += inner * columns if rows == tokens else 0
+    return tokens, next((dtype for dtype, weight in weights.items() if 2 * weight > weights.total()), "")
 
 
-def _step(op: Op, attention: set[int], tokens: int) -> list[Product | None]:
-    """An operator in the order of the stack: a product, None for an attention, nothing for what is neither."""
-    if id(op) in attention:
-        return [None]
-    product = _product(op) if op.what == What.PRODUCT else None
-    return [product] if product is not None and product.rows == tokens else []
-
-
-def _parse(order: list[Product | None]) -> tuple[Layer | None, int, int]:
-    """The layer, the columns of the head (0: none), and how many heads were passed."""
-    parts: list[list[tuple[int, int]]] = [[]]
-    for product in order:
-        if product is None:
-            parts.append([])
-        else:
-            parts[-1].append(product.weight)
-    if len(parts) < 2 or not parts[0] or len(parts[-1]) < 3:
+def _parse(between: list[list[Weight]]) -> tuple[LayerShape | None, int, int]:
+    """(layer, columns of the head or 0, number of heads), where there is exactly one way to read the matmuls."""
+    if len(between) < 2 or not between[0] or len(between[-1]) < 3:
         return None, 0, 0
-    found = [parsed for size in (3, 4) if (parsed := _parse_as(parts, size)) is not None]
+    found = [parsed for size in (3, 4) if (parsed := _parse_as(between, size)) is not None]
     return found[0] if len(found) == 1 else (None, 0, 0)
 
 
-def _parse_as(parts: list[list[tuple[int, int]]], size: int) -> tuple[Layer, int, int] | None:
-    """The same, with so many products after the attention of a layer."""
-    query, *between, last = parts
-    body = last[:size]
-    layer = _layer(query, body) if len(body) == size else None
-    if layer is None or any(part[:size] != body or part[len(part) - len(query) :] != query for part in between):
+def _parse_as(between: list[list[Weight]], size: int) -> tuple[LayerShape, int, int] | None:
+    """The same, with `size` matmuls after the attention of a layer."""
+    qkv, *middle, last = between
+    after = last[:size]
+    layer = _layer(qkv, after) if len(after) == size else None
+    if layer is None or any(part[:size] != after or part[len(part) - len(qkv) :] != qkv for part in middle):
         return None
-    ends = [*(part[size : len(part) - len(query)] for part in between), last[size:]]
-    heads = [end for end in ends if end]
+    heads = [*(part[size : len(part) - len(qkv)] for part in middle), last[size:]]
+    heads = [head for head in heads if head]
     if not heads:
         return layer, 0, 0
-    is_head = all(end == heads[0] for end in heads) and len(heads[0]) == 1 and heads[0][0][0] == layer.hidden
+    is_head = all(head == heads[0] for head in heads) and len(heads[0]) == 1 and heads[0][0][0] == layer.hidden
     return (layer, heads[0][0][1], len(heads)) if is_head else None
 
 
-def _layer(query: list[tuple[int, int]], body: list[tuple[int, int]]) -> Layer | None:
-    """A layer of these products, or None where they do not make one."""
-    (attended, hidden), *inward, (ffn, out) = body
-    columns = tuple(width for _, width in query)
-    wide = [width for _, width in inward]
-    fits = {hidden} == {out} | {inner for inner, _ in (*query, *inward)} and len(query) in (1, 3)
-    if not fits or wide not in ([ffn], [ffn, ffn], [2 * ffn]):
+def _layer(qkv: list[Weight], after: list[Weight]) -> LayerShape | None:
+    """The layer that these matmuls make up, or None where they do not."""
+    (attended, hidden), *up, (ffn, out) = after
+    widths = [width for _, width in up]
+    fits = {hidden} == {out} | {inner for inner, _ in (*qkv, *up)} and len(qkv) in (1, 3)
+    if not fits or widths not in ([ffn], [ffn, ffn], [2 * ffn]):
         return None
-    return Layer(hidden, columns, attended, ffn, wide != [ffn])
+    return LayerShape(hidden, tuple(width for _, width in qkv), attended, ffn, widths != [ffn])
 
 
-def _heads(attentions: list[Op], tokens: int) -> Heads | None:
-    """What all attentions agree on."""
-    found = {_heads_of(op, tokens) for op in attentions}
-    return found.pop() if len(found) == 1 else None
-
-
-def _heads_of(op: Op, tokens: int) -> Heads | None:
-    if op.what == What.BATCHED:
-        both, seq, dim = ([*operands(op), ()])[1]
+def _attention_shape(op: RecordedOp, tokens: int) -> AttentionShape | None:
+    if op.type == OpType.BATCHED_MATMUL:
+        both, seq, dim = op.factors[1]
         batch = tokens // seq
-        return Heads(batch, seq, both // batch, dim) if batch and batch * seq == tokens and both % batch == 0 else None
-    first = op.dims[0] if op.dims else ()
-    if len(first) == 3:  # sequences of any length, one after another
-        return Heads(0, 0, first[1], first[2])
-    if len(first) != 4:
+        fits = batch and batch * seq == tokens and both % batch == 0
+        return AttentionShape(batch, seq, both // batch, dim) if fits else None
+    shape = op.shapes[0] if op.shapes else ()
+    if len(shape) == 3:  # sequences of various lengths, one after another
+        return AttentionShape(0, 0, shape[1], shape[2])
+    if len(shape) != 4:
         return None
-    batch, heads, seq, dim = first if op.name.startswith("aten::") else (first[0], first[2], first[1], first[3])
-    return Heads(batch, seq, heads, dim)
+    batch, heads, seq, dim = shape if op.name.startswith("aten::") else (shape[0], shape[2], shape[1], shape[3])
+    return AttentionShape(batch, seq, heads, dim)
 
 
 def _vocab(ops: RankOps, head: int) -> int:
-    """Columns of the loss or of the output matrix, where they do not disagree."""
-    losses = {op.dims[0][-1] for op in ops.of(What.LOSS) if op.forward and op.dims and len(op.dims[0]) == 2}
-    found = losses | ({head} if head else set())
-    return found.pop() if len(found) == 1 else 0
+    """Columns of the loss and of the head, where they agree."""
+    losses = {op.shapes[0][-1] for op in ops.forward(OpType.LOSS) if op.shapes and len(op.shapes[0]) == 2}
+    return agreed(losses | ({head} if head else set())) or 0
 
 
-def _passes(ops: RankOps, head: int, boundaries: int) -> int:
-    """Micro-batches: embeddings, losses and heads, as far as they are there, must tell the same number.
+def _microbatches(ops: RankOps, head: int, heads: int) -> int:
+    """Embeddings, losses and heads, as far as there are any, must agree on the number of micro-batches.
 
-    A product that looks like a head is not enough: a lookup of any kind, or a compiled region, has to be as frequent.
+    A matmul that looks like a head is not enough: some lookup, or a compiled region, has to be as frequent.
     """
-    looked_up = [op for op in ops.of(What.EMBEDDING) if op.forward]
-    tables = Counter(op.dims[0][0] for op in looked_up if op.dims and len(op.dims[0]) == 2)
-    embedded = tables[head] if head else max(tables.values()) if len(tables) == 1 else 0
-    losses = sum(op.forward for op in ops.of(What.LOSS))
-    found = {count for count in (embedded, losses, boundaries) if count}
-    confirmed = embedded or losses or boundaries in {*tables.values(), _regions(ops)}
-    return found.pop() if len(found) == 1 and confirmed else 0
-
-
-def _regions(ops: RankOps) -> int:
-    """How often compiled code is entered in the forward pass."""
-    entered = (op for op in ops.ops if op.what == What.COMPILED and op.forward and What.COMPILED not in op.scopes)
-    return sum(not op.name.startswith("triton") for op in entered)
+    tables = Counter(op.shapes[0][0] for op in ops.forward(OpType.EMBEDDING) if op.shapes and len(op.shapes[0]) == 2)
+    embeddings = tables[head] if head else max(tables.values()) if len(tables) == 1 else 0
+    losses = len(ops.forward(OpType.LOSS))
+    regions = sum(
+        op.type == OpType.COMPILED and op.forward and OpType.COMPILED not in op.scopes
+        and not op.name.startswith("triton") for op in ops.ops
+    )  # fmt: skip
+    confirmed = embeddings or losses or heads in {*tables.values(), regions}
+    return agreed(count for count in (embeddings, losses, heads) if count) or 0 if confirmed else 0

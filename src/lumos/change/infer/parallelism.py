@@ -1,8 +1,8 @@
-"""Ways: how a traced run was divided among its ranks, from which collectives ran where.
+"""The parallelism of a traced run, inferred from which collectives ran where.
 
-Only what a layer sends in its forward pass tells of tensor parallelism, only what goes to one peer of a pipeline, and
-only what DDP and FSDP send of data parallelism. A collective that none of these explains makes the rest doubtful: then
-the keys that hang on it are not told.
+Tensor parallelism shows only in what layers exchange in their forward pass, pipelines in what is sent to single ranks,
+and data parallelism in the collectives of DDP and FSDP. A collective that none of these explains makes the rest
+doubtful: then the keys that depend on it are not inferred.
 """
 
 from __future__ import annotations
@@ -10,159 +10,165 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
-from lumos.change.infer.inferred_value import Told
-from lumos.change.infer.layers import Stack, operands
-from lumos.change.infer.recorded_shapes import Message, Op, What
+from lumos.change.infer import Findings, Inferred, agreed
+from lumos.change.infer.layers import RankLayers
+from lumos.change.infer.recorded_operators import CollectiveCall, OpType, RecordedOp
 
-_POINT = "send_recv"
+_POINT_TO_POINT = "send_recv"
+
+Calls = list[tuple[RecordedOp, CollectiveCall]]
 
 
 @dataclass(frozen=True)
-class Ways:
+class Parallelism:
     """The parallelism of a run of `world` ranks, as some of them show it."""
 
-    stacks: Sequence[Stack]
+    ranks: Sequence[RankLayers]
     world: int  # 0: not known
 
     @cached_property
-    def calls(self) -> list[tuple[Op, Message]]:
-        return [call for stack in self.stacks for call in stack.ops.messages]
+    def calls(self) -> Calls:
+        return [call for rank in self.ranks for call in rank.ops.collectives]
 
     @cached_property
     def activation(self) -> int:
-        """Elements of what one layer hands to the next; 0 where sizes are not known."""
-        sizes = {stack.tokens * stack.layer.hidden for stack in self.stacks if stack.layer is not None}
-        return sizes.pop() if len(sizes) == 1 else 0
+        """Elements that one layer hands to the next; 0 where shapes are not known."""
+        return agreed(rank.tokens * rank.layer.hidden for rank in self.ranks if rank.layer is not None) or 0
 
-    def told(self) -> dict[str, Told]:
-        """parallel.tp, pp, vpp, cp, dp and zero, as far as they are told."""
+    def inferred(self) -> Findings:
+        """parallel.tp, pp, vpp, cp, dp and zero, as far as the trace shows them."""
         if self.world == 1:
-            return {f"parallel.{way}": Told(1, "one rank") for way in ("tp", "pp", "dp", "cp")}
+            return {f"parallel.{key}": Inferred(1, "one rank") for key in ("tp", "pp", "dp", "cp")}
         data = self._data()
-        if not self.world or not self.calls or not all(stack.attentions for stack in self.stacks):
+        if not self.world or not self.calls or not all(rank.attentions for rank in self.ranks):
             return data
         found = self._pipeline() | self._tensor()
-        ways = [found.get(f"parallel.{way}") for way in ("tp", "pp", "cp")]
-        if None in ways:
+        sizes = [found[key].value for key in ("parallel.tp", "parallel.pp", "parallel.cp") if key in found]
+        if len(sizes) < 3:
             return found | data
-        model = 1
-        for told in ways:
-            model *= told.value if told is not None else 1
-        rest, uneven = divmod(self.world, model)
+        replicas, uneven = divmod(self.world, prod(sizes))
         if uneven:
             return {}
-        stated = data.get("parallel.dp")
-        if stated is not None and stated.value != rest:  # replicas of shards, or a group that was not understood
-            return found
-        return found | {"parallel.dp": Told(rest, f"what is left of {self.world} ranks")} | data
+        if "parallel.dp" in data and data["parallel.dp"].value != replicas:
+            return found  # replicas of shards, or a group that is not understood
+        return found | {"parallel.dp": Inferred(replicas, f"what is left of {self.world} ranks")} | data
 
-    def _pipeline(self) -> dict[str, Told]:
-        """pp from the chain of ranks that send to each other; not told unless every rank of it was traced."""
-        peers = self._pairs()
-        if not peers:
-            return {"parallel.pp": Told(1, "no rank sends to a single other one")}
-        chain = self.chain
-        members = [stack for stack in self.stacks if stack.ops.rank in chain]
-        if any(peer < 0 for _, peer in peers) or len(members) != len(chain):
-            return {}
-        if any(stack.embeds and stack.loses for stack in members):
-            return {}  # a whole model on one rank is no stage: something else goes around in a ring
-        found = {"parallel.pp": Told(len(chain), f"ranks {', '.join(map(str, chain))} send to each other in a chain")}
-        return found | self._virtual(members)
-
-    def _virtual(self, members: Sequence[Stack]) -> dict[str, Told]:
-        """vpp: the first rank sends once a micro-batch and stage forward, and once less backward."""
-        first = [stack for stack in members if stack.embeds]
-        passes = max((stack.passes for stack in members), default=0)
-        if len(first) != 1 or not passes:
-            return {}
-        sent = sum(m.collective == _POINT and "send" in _name(op) for op, m in first[0].ops.messages)
-        twice, uneven = divmod(sent + passes, passes)
-        if uneven or twice % 2:
-            return {}
-        return {"parallel.vpp": Told(twice // 2, f"the first stage sends {sent} × for {passes} micro-batches")}
-
+    # ------------------------------------------------------------------ pipelines
     def _pairs(self) -> set[tuple[int, int]]:
-        """Who sends to whom, or receives; -1 where the peer is not recorded."""
-        return {(s.ops.rank, m.peer) for s in self.stacks for _, m in s.ops.messages if m.collective == _POINT}
+        """(rank, peer) of every send and receive; -1 where the peer was not recorded."""
+        return {
+            (rank.ops.rank, call.peer)
+            for rank in self.ranks
+            for _, call in rank.ops.collectives
+            if call.collective == _POINT_TO_POINT
+        }
 
     @cached_property
     def chain(self) -> list[int]:
-        """The ranks that rank 0 (or the first that was traced) exchanges with, directly or through others."""
+        """The ranks that the first traced one exchanges with, directly or through others."""
         links = {frozenset(pair) for pair in self._pairs() if pair[1] >= 0}
-        reached = {self.stacks[0].ops.rank}
+        reached = {self.ranks[0].ops.rank}
         while wider := {rank for link in links if link & reached for rank in link} - reached:
             reached |= wider
         return sorted(reached)
 
-    def _tensor(self) -> dict[str, Told]:
-        """tp and cp, from what the forward pass sends other than weights."""
-        sent = [m for op, m in self.calls if op.forward and What.SHARDED not in op.scopes and m.collective != _POINT]
-        small = max(stack.tokens for stack in self.stacks)
-        large = [m for m in sent if not 0 <= m.inward <= small]
+    def _pipeline(self) -> Findings:
+        """pp from the chain of ranks that send to each other, if every rank of it was traced."""
+        pairs = self._pairs()
+        if not pairs:
+            return {"parallel.pp": Inferred(1, "no rank sends to a single other one")}
+        stages = [rank for rank in self.ranks if rank.ops.rank in self.chain]
+        if any(peer < 0 for _, peer in pairs) or len(stages) != len(self.chain):
+            return {}
+        if any(rank.has_embedding and rank.has_loss for rank in stages):
+            return {}  # a whole model on one rank is no stage: something else is sent around a ring
+        listed = ", ".join(map(str, self.chain))
+        found = {"parallel.pp": Inferred(len(stages), f"ranks {listed} send to each other in a chain")}
+        return found | self._virtual_stages(stages)
+
+    def _virtual_stages(self, stages: Sequence[RankLayers]) -> Findings:
+        """vpp: per micro-batch, the first rank sends once per chunk forward, and once less backward."""
+        first = [rank for rank in stages if rank.has_embedding]
+        count = max((rank.microbatches for rank in stages), default=0)
+        if len(first) != 1 or not count:
+            return {}
+        sent = sum(
+            call.collective == _POINT_TO_POINT and "send" in str(op.args.collective or op.name)
+            for op, call in first[0].ops.collectives
+        )
+        chunks, uneven = divmod(sent + count, 2 * count)
+        why = f"the first stage sends {sent} × for {count} micro-batches"
+        return {} if uneven else {"parallel.vpp": Inferred(chunks, why)}
+
+    # ------------------------------------------------------------------ tensor and context parallelism
+    def _tensor(self) -> Findings:
+        """tp and cp, from what the forward pass exchanges other than weights."""
+        sent = [
+            call
+            for op, call in self.calls
+            if op.forward and OpType.FSDP not in op.scopes and call.collective != _POINT_TO_POINT
+        ]
+        small = max(rank.tokens for rank in self.ranks)
+        large = [call for call in sent if not 0 <= call.elements_in <= small]
         if not large and (small or not sent):
-            reason = "no activations are exchanged in the forward pass"
-            return {"parallel.tp": Told(1, reason), "parallel.cp": Told(1, reason)}
-        kinds = {m.collective for m in large}
-        scattered = kinds == {"all_gather", "reduce_scatter"}
-        exchanged = {max(m.inward, m.outward) for m in large}
-        if not (scattered or kinds == {"all_reduce"}) or exchanged != {self.activation}:
+            why = "no activations are exchanged in the forward pass"
+            return {"parallel.tp": Inferred(1, why), "parallel.cp": Inferred(1, why)}
+        names = {call.collective for call in large}
+        scattered = names == {"all_gather", "reduce_scatter"}
+        exchanged = {max(call.elements_in, call.elements_out) for call in large}
+        if not (scattered or names == {"all_reduce"}) or exchanged != {self.activation}:
             return {}
-        found = {"parallel.cp": Told(1, "keys and values are not exchanged")}
-        size = self._shards({m.group_size for m in large if m.group_size > 0})
+        found = {"parallel.cp": Inferred(1, "keys and values are not exchanged")}
+        size = self._tensor_ranks({call.group_size for call in large if call.group_size > 0})
         if size:
-            how = "gathers and scatters" if scattered else "sums"
+            how = "gathers and scatters" if scattered else "reduces"
             why = f"the forward pass {how} activations over {size} ranks"
-            found |= {"parallel.tp": Told(size, why), "parallel.sequence_parallel": Told(scattered, why)}
+            found |= {"parallel.tp": Inferred(size, why), "parallel.sequence_parallel": Inferred(scattered, why)}
         return found
 
-    def _shards(self, sizes: set[int]) -> int:
-        """The size of the tensor-parallel group: as recorded, or of a DTensor's product over its shard's."""
-        if len(sizes) == 1:
-            return sizes.pop()
-        ratios = set()
-        for stack in self.stacks:
-            for op in stack.ops.of(What.PRODUCT):
-                if op.forward and op.whole is not None:
-                    ratios.add(_ratio(op.whole, op))
-        ratios.discard(1)  # what is not sharded, such as the head
-        return ratios.pop() if len(ratios) == 1 and not sizes else 0
+    def _tensor_ranks(self, sizes: set[int]) -> int:
+        """The size of the tensor-parallel group: as recorded, or of a DTensor's matmul over its shard's."""
+        if sizes:
+            return agreed(sizes) or 0
+        ratios = {
+            _ratio(op.outer, op)
+            for rank in self.ranks
+            for op in rank.ops.forward(OpType.MATMUL)
+            if op.outer is not None
+        }
+        return agreed(ratios - {1}) or 0  # 1: not sharded, such as the head
 
-    def _data(self) -> dict[str, Told]:
-        """dp and zero where DDP or FSDP say so themselves."""
-        weights = [(op, m) for op, m in self.calls if What.SHARDED in op.scopes and m.collective == "all_gather"]
-        scattered = [m for op, m in self.calls if op.backward and m.collective == "reduce_scatter"]
-        if weights and scattered:
-            return self._sharded(weights)
-        replicated = any(op.what == What.REPLICATED for stack in self.stacks for op in stack.ops.ops)
-        reduced = [m for op, m in self.calls if op.backward and m.collective == "all_reduce"]
-        sizes = {m.group_size for m in reduced if m.inward != self.activation}
-        if not replicated or len(sizes) != 1:
+    # ------------------------------------------------------------------ data parallelism
+    def _data(self) -> Findings:
+        """dp and zero where DDP or FSDP show them."""
+        gathers = [(op, c) for op, c in self.calls if OpType.FSDP in op.scopes and c.collective == "all_gather"]
+        if gathers and any(op.backward and call.collective == "reduce_scatter" for op, call in self.calls):
+            return self._fsdp(gathers)
+        replicated = any(op.type == OpType.DDP for rank in self.ranks for op in rank.ops.ops)
+        reduced = [call for op, call in self.calls if op.backward and call.collective == "all_reduce"]
+        size = agreed(call.group_size for call in reduced if call.elements_in != self.activation)
+        if not replicated or size is None:
             return {}
-        whole = {"parallel.zero": Told(0, "DDP keeps a whole copy on every rank")}
-        if min(sizes) < 1:  # gloo does not say
-            return whole
-        return {"parallel.dp": Told(min(sizes), f"DDP sums gradients over {min(sizes)} ranks")} | whole
+        found = {"parallel.zero": Inferred(0, "DDP keeps a whole copy on every rank")}
+        if size > 0:  # gloo does not record it
+            found["parallel.dp"] = Inferred(size, f"DDP reduces gradients over {size} ranks")
+        return found
 
-    def _sharded(self, weights: list[tuple[Op, Message]]) -> dict[str, Told]:
-        sizes = {m.group_size for _, m in weights if m.group_size > 0}
-        again = any(op.backward for op, _ in weights)
-        found = {"parallel.zero": Told(3, "FSDP gathers weights again in the backward pass")} if again else {}
-        if len(sizes) == 1:
-            found["parallel.dp"] = Told(min(sizes), f"FSDP gathers weights over {min(sizes)} ranks")
+    def _fsdp(self, gathers: Calls) -> Findings:
+        found: Findings = {}
+        if any(op.backward for op, _ in gathers):
+            found["parallel.zero"] = Inferred(3, "FSDP gathers weights again in the backward pass")
+        size = agreed(call.group_size for _, call in gathers if call.group_size > 0)
+        if size:
+            found["parallel.dp"] = Inferred(size, f"FSDP gathers weights over {size} ranks")
         return found
 
 
-def _name(op: Op) -> str:
-    return op.args.collective or op.name
-
-
-def _ratio(whole: Op, part: Op) -> int:
-    """How many shards a product was cut into; 1 where its sizes do not say."""
-    around, inside = (sum(operands(op), ()) for op in (whole, part))
-    if len(around) != len(inside):
+def _ratio(whole: RecordedOp, part: RecordedOp) -> int:
+    """How many shards a matmul was split into; 1 where its shapes do not show it."""
+    outer, inner = (sum(op.factors, ()) for op in (whole, part))
+    if len(outer) != len(inner):
         return 1
-    return max(
-        (big // small for big, small in zip(around, inside, strict=True) if small and big % small == 0), default=1
-    )
+    return max((big // small for big, small in zip(outer, inner, strict=True) if small and big % small == 0), default=1)

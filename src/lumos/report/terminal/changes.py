@@ -9,25 +9,25 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from lumos.change.change import Changed
-from lumos.change.infer.inferred_value import Told
+from lumos.change.infer import Inferred
 from lumos.report.terminal.forecasts import bill_tables
 from lumos.report.terminal.style import make_table, notes
 
 _MOST_RANKS = 4
 
 
-def show_change(found: Changed, told: Mapping[str, Told], console: Console) -> None:
+def show_change(found: Changed, told: Mapping[str, Inferred], console: Console) -> None:
     """The step as traced and as changed, and what was understood."""
     bill = [] if found.forecast.setup.cluster.accelerator.is_cpu else bill_tables(found.bill)
     console.print(Group(_summary(found), *bill, _understood(found), _told(told), *notes(found.forecast.warnings)))
 
 
-def inferred(told: Mapping[str, Told]) -> dict[str, dict[str, Any]]:
+def inferred(told: Mapping[str, Inferred]) -> dict[str, dict[str, Any]]:
     """What the trace tells of its setup, as JSON has it."""
     return {key: {"value": one.value, "evidence": one.evidence} for key, one in told.items()}
 
 
-def _told(told: Mapping[str, Told]) -> Table:
+def _told(told: Mapping[str, Inferred]) -> Table:
     table = make_table("understood of the trace's setup", "key", "value", "why")
     for key, one in told.items():
         table.add_row(key, str(one.value).lower() if isinstance(one.value, bool) else str(one.value), one.evidence)

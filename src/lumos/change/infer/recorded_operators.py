@@ -1,0 +1,259 @@
+"""The recorded operators of one rank's step from which its setup can be inferred, with their shapes.
+
+The graph needs no shapes, so a Trace has none: they are read from the file again, for the few operators that matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lumos.errors import LumosError
+from lumos.trace.names import CATEGORIES, Category, collective_name
+from lumos.trace.read.json_slices import Slices
+
+Shape = tuple[int, ...]
+
+_LONGEST_LIST = 4096  # tensors of one operator that are looked at
+_LARGEST_SIZE = 1 << 48
+_NOT_TENSORS = frozenset({"Scalar", "ScalarList", "TensorList"})
+_CATEGORIES = frozenset({Category.OP, Category.NOTE})
+
+
+class OpType(IntEnum):
+    """The operators and scopes that inference looks at."""
+
+    MATMUL = 1
+    BATCHED_MATMUL = 2  # of an attention that is not fused
+    ATTENTION = 3
+    LOSS = 4
+    EMBEDDING = 5
+    GRADIENT = 6  # accumulated for one parameter
+    COMM = 7
+    BACKWARD = 8  # a scope
+    OPTIMIZER = 9  # a scope
+    FSDP = 10  # a scope
+    DDP = 11  # a scope
+    STEP = 12
+    COMPILED = 13
+
+
+_PATTERNS: tuple[tuple[OpType, re.Pattern[str]], ...] = (
+    (OpType.MATMUL, re.compile(r"aten::(mm|addmm|_scaled_mm)$")),
+    (OpType.BATCHED_MATMUL, re.compile(r"aten::(bmm|baddbmm)$")),
+    (OpType.ATTENTION, re.compile(r"aten::_?scaled_dot_product(_flash|_efficient|_cudnn)?_attention$")),
+    (OpType.ATTENTION, re.compile(r"(flash_attn(_[23])?::_?)(flash_attn_)?(varlen_)?(forward|fwd)$|FlashAttn\w*Func$")),
+    (OpType.LOSS, re.compile(r"aten::nll_loss_forward$")),
+    (OpType.EMBEDDING, re.compile(r"aten::embedding$")),
+    (OpType.GRADIENT, re.compile(r"torch::autograd::AccumulateGrad$")),
+    (OpType.COMM, re.compile(r"(_?c10d(_functional)?::(?!wait|_wrap|barrier)|record_param_comms$)")),
+    (OpType.BACKWARD, re.compile(r"autograd::engine::evaluate_function")),
+    (OpType.OPTIMIZER, re.compile(r"Optimizer\.step#")),
+    (OpType.FSDP, re.compile(r"FSDP::|FullyShardedDataParallel\.")),
+    (OpType.DDP, re.compile(r"DistributedDataParallel\.forward")),
+    (OpType.STEP, re.compile(r"ProfilerStep\s*#")),
+    (OpType.COMPILED, re.compile(r"triton_(poi|red|per)_fused|Torch-Compiled Region|CompiledFunction")),
+    (OpType.COMPILED, re.compile(r"## Call Compiled")),
+)
+
+
+class _Args(msgspec.Struct, gc=False):
+    shapes: Any = msgspec.field(default=None, name="Input Dims")
+    types: Any = msgspec.field(default=None, name="Input type")
+    collective: Any = msgspec.field(default="", name="Collective name")
+    elements_in: Any = msgspec.field(default=-1, name="In msg nelems")
+    elements_out: Any = msgspec.field(default=-1, name="Out msg nelems")
+    group_size: Any = msgspec.field(default=-1, name="Group size")
+    source: Any = msgspec.field(default=-1, name="Src Rank")
+    destination: Any = msgspec.field(default=-1, name="Dst Rank")
+    ranks: Any = msgspec.field(default="", name="Process Group Ranks")
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: Any = ""
+    cat: Any = ""
+    name: Any = ""
+    tid: Any = None
+    ts: Any = None
+    dur: Any = 0
+    args: _Args | str | int | float | bool | list[Any] | None = None
+
+
+class CollectiveCall(NamedTuple):
+    """What is recorded of one collective; -1 where nothing is."""
+
+    collective: str
+    elements_in: int
+    elements_out: int
+    group_size: int
+    peer: int  # the other rank of a point-to-point call
+
+
+@dataclass
+class RecordedOp:
+    """One operator, and the scopes around it."""
+
+    type: OpType
+    name: str
+    start: float
+    end: float
+    shapes: list[Shape]
+    dtype: str
+    args: _Args
+    scopes: set[OpType] = field(default_factory=set)
+    outer: RecordedOp | None = None  # of the same type around this one: a DTensor's operator, with unsharded shapes
+    is_leaf: bool = True  # no operator of the same type inside
+
+    @property
+    def backward(self) -> bool:
+        return OpType.BACKWARD in self.scopes
+
+    @property
+    def forward(self) -> bool:
+        return not self.scopes & {OpType.BACKWARD, OpType.OPTIMIZER}
+
+    @property
+    def factors(self) -> list[Shape]:
+        """The two factors of a matmul, without what is added to or scales their product."""
+        return self.shapes[1:3] if self.name.endswith(("addmm", "baddbmm")) else self.shapes[:2]
+
+
+@dataclass(frozen=True)
+class RankOps:
+    """The operators of one rank in one step, in the order of their calls."""
+
+    rank: int
+    ops: tuple[RecordedOp, ...]
+    is_one_step: bool  # and not a recording of several unmarked ones
+
+    def of(self, *types: OpType) -> list[RecordedOp]:
+        """The innermost operators of these types."""
+        return [op for op in self.ops if op.type in types and op.is_leaf]
+
+    def forward(self, *types: OpType) -> list[RecordedOp]:
+        return [op for op in self.of(*types) if op.forward]
+
+    @cached_property
+    def collectives(self) -> list[tuple[RecordedOp, CollectiveCall]]:
+        found = [(op, _collective(op, self.rank)) for op in self.of(OpType.COMM)]
+        return [(op, call) for op, call in found if call.collective]
+
+
+def read_ops(path: Path, rank: int, step: str) -> RankOps:
+    """The operators of a file in the step of that name; none where the file is no Kineto trace."""
+    by_thread: dict[str, list[RecordedOp]] = defaultdict(list)
+    known: dict[str, OpType | None] = {}
+    try:
+        for events in Slices(path, _Event):
+            for event in events:
+                op = _read(event, known)
+                if op is not None:
+                    by_thread[str(event.tid)].append(op)
+    except LumosError:
+        by_thread.clear()
+    every = sorted((op for ops in by_thread.values() for op in _nested(ops)), key=lambda op: op.start)
+    mark = next((op for op in every if op.type == OpType.STEP and op.name == step), None)
+    if mark is None:
+        return RankOps(rank, tuple(every), _is_one_step(every))
+    return RankOps(rank, tuple(op for op in every if mark.start <= op.start < mark.end), True)
+
+
+def _is_one_step(ops: list[RecordedOp]) -> bool:
+    """Without step marks: one optimizer update, and no forward pass after it."""
+    updates = [op.start for op in ops if op.type == OpType.OPTIMIZER]
+    return len(updates) == 1 and not any(op.type == OpType.ATTENTION and op.start > updates[0] for op in ops)
+
+
+def _read(event: _Event, known: dict[str, OpType | None]) -> RecordedOp | None:
+    if event.ph != "X" or CATEGORIES.get(event.cat if isinstance(event.cat, str) else "") not in _CATEGORIES:
+        return None
+    name = event.name if isinstance(event.name, str) else ""
+    if name not in known:
+        known[name] = next((found for found, pattern in _PATTERNS if pattern.match(name)), None)
+    found = known[name]
+    if found is None or not isinstance(event.ts, int | float) or not isinstance(event.dur, int | float):
+        return None
+    args = event.args if isinstance(event.args, _Args) else _Args()
+    types = args.types if isinstance(args.types, list) else []
+    dtype = next((text for text in types if isinstance(text, str) and text and text not in _NOT_TENSORS), "")
+    start = float(event.ts)
+    return RecordedOp(found, name, start, start + float(event.dur), _shapes(args.shapes), dtype, args)
+
+
+def _shapes(recorded: Any) -> list[Shape]:
+    """The shapes of the inputs; a list of tensors gives the shapes of its tensors, a number in it one element."""
+    found: list[Shape] = []
+    for item in recorded[:_LONGEST_LIST] if isinstance(recorded, list) else []:
+        if isinstance(item, list) and item and all(isinstance(part, list) for part in item):
+            found += [_shape(part) or (1,) for part in item[:_LONGEST_LIST]]
+        else:
+            found.append(_shape(item))
+    return found
+
+
+def _shape(recorded: Any) -> Shape:
+    usable = isinstance(recorded, list) and all(isinstance(n, int) and 0 < n < _LARGEST_SIZE for n in recorded)
+    return tuple(recorded) if usable else ()
+
+
+def _nested(ops: list[RecordedOp]) -> Iterable[RecordedOp]:
+    """The operators of one thread, with the scopes around each."""
+    ops.sort(key=lambda op: (op.start, -op.end))
+    around: list[RecordedOp] = []
+    for op in ops:
+        while around and around[-1].end <= op.start:
+            around.pop()
+        if around:
+            op.scopes = around[-1].scopes | {around[-1].type}
+            op.outer = next((outer for outer in reversed(around) if outer.type == op.type), None)
+            if op.outer is not None:
+                op.outer.is_leaf = False
+        around.append(op)
+    return ops
+
+
+def _collective(op: RecordedOp, rank: int) -> CollectiveCall:
+    """From the arguments of the record first, then from the shapes of the call around it."""
+    args = op.args
+    outer = op.outer if op.outer is not None and op.name == "record_param_comms" else op
+    recorded = args.collective if isinstance(args.collective, str) else ""
+    if recorded in ("wait", "barrier_wait"):
+        return CollectiveCall("", -1, -1, -1, -1)
+    name = collective_name(recorded) or (collective_name(outer.name) if outer.name != "record_param_comms" else "")
+    sent, received = _integer(args.elements_in), _integer(args.elements_out)
+    if sent <= 0:
+        sent, received = _elements(name, outer.shapes)
+    size = _integer(args.group_size)
+    if size <= 0 and name in ("all_gather", "reduce_scatter") and 0 < min(sent, received) < max(sent, received):
+        size = max(sent, received) // min(sent, received)
+    return CollectiveCall(name, sent, received, size, _peer(args, rank))
+
+
+def _peer(args: _Args, rank: int) -> int:
+    """The other rank of a point-to-point call, recorded as its index in the group; -1 where it is not clear."""
+    index = max(_integer(args.source), _integer(args.destination))
+    group = [int(r) for r in re.findall(r"\d{1,9}", str(args.ranks))] if "..." not in str(args.ranks) else []
+    return group[index] if 0 <= index < len(group) and group[index] != rank else -1
+
+
+def _elements(name: str, shapes: list[Shape]) -> tuple[int, int]:
+    """(in, out) of a c10d call, whose output comes first."""
+    sizes = [prod(shape) for shape in shapes if shape]
+    if not sizes:
+        return -1, -1
+    if name in ("all_gather", "reduce_scatter") and len(sizes) > 1:
+        return sizes[1], sizes[0]
+    return sum(sizes), sum(sizes)
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) else -1
