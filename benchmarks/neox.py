@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from lumos.cost.operator_model import CostModel, cost_model
-from lumos.program.collective import Collective
-from lumos.program.operators import Operator
-from lumos.program.rank_layout import Shard
+from lumos.program.operators import Collective, Operator
+from lumos.program.rank_layout import RankLayout
 
 
 class Task(NamedTuple):
@@ -77,56 +76,56 @@ _WIDER_LOSS = 2.0  # the loss was sampled on fp16 logits, and trains on fp32
 
 
 class NeoxLayer:
-    """The tasks of one layer of a shard, and of the ends of the model."""
+    """The tasks of one layer on one rank, and of embedding and head."""
 
-    def __init__(self, shard: Shard, recipe: Recipe, details: Details, model: CostModel) -> None:
-        self.shard, self.recipe, self.details, self.model = shard, recipe, details, model
-        self.hidden = shard.model.hidden
-        self.inner = self.hidden // shard.parallel.tp  # of attention, on one rank
-        self.ffn = shard.model.ffn // shard.parallel.tp
+    def __init__(self, layout: RankLayout, recipe: Recipe, details: Details, model: CostModel) -> None:
+        self.layout, self.recipe, self.details, self.model = layout, recipe, details, model
+        self.hidden = layout.model.hidden
+        self.inner = self.hidden // layout.parallel.tp  # of attention, on one rank
+        self.ffn = layout.model.ffn // layout.parallel.tp
 
     # ------------------------------------------------------------------ parts
     def _op(self, kind: str, *shape: int, launches: int = 1, share: float = 1.0) -> Task:
-        return Task(Operator(kind, shape, self.shard.precision), launches, share, kind)
+        return Task(Operator(kind, shape, self.layout.precision), launches, share, kind)
 
     def _small(self, passes: float, width: int, name: str, launches: int = 1) -> Tasks:
         """A kernel that was not sampled: so many passes over tokens × width."""
-        size = round(passes * self.shard.tokens * width * self.shard.element)
-        task = Task(Operator("stream", (size,), self.shard.precision), launches, 1.0, name)
+        size = round(passes * self.layout.tokens * width * self.layout.element)
+        task = Task(Operator("stream", (size,), self.layout.precision), launches, 1.0, name)
         return [task] if self.details.small_kernels else []
 
     def _collective(self, kind: str, name: str) -> Tasks:
-        size = float(self.shard.tokens * self.hidden * self.shard.element)
-        return [Task(Collective(kind, size, self.shard.tp), 1, 1.0, name)] if self.shard.tp.size > 1 else []
+        size = float(self.layout.tokens * self.hidden * self.layout.element)
+        return [Task(Collective(kind, size, self.layout.tp), 1, 1.0, name)] if self.layout.tp.size > 1 else []
 
     def _linear(self, n: int, k: int) -> Tasks:
-        return [self._op("gemm_tn", self.shard.tokens, n, k)]
+        return [self._op("gemm_tn", self.layout.tokens, n, k)]
 
     def _linear_backward(self, n: int, k: int) -> Tasks:
-        tasks = [self._op("linear_bwd", self.shard.tokens, n, k, launches=2)]
-        if self.details.accumulation and self.shard.train.microbatches > 1:
-            size = 3 * n * k * self.shard.element
-            tasks.append(Task(Operator("stream", (size,), self.shard.precision), 1, 1.0, "accumulate"))
+        tasks = [self._op("linear_bwd", self.layout.tokens, n, k, launches=2)]
+        if self.details.accumulation and self.layout.train.microbatches > 1:
+            size = 3 * n * k * self.layout.element
+            tasks.append(Task(Operator("stream", (size,), self.layout.precision), 1, 1.0, "accumulate"))
         return tasks
 
     def norm(self) -> Tasks:
-        if self.shard.model.norm == "layer":
-            return [self._op("neox_layer_norm_fwd", self.shard.tokens, self.hidden)]
+        if self.layout.model.norm == "layer":
+            return [self._op("neox_layer_norm_fwd", self.layout.tokens, self.hidden)]
         share = _NARROW_FORWARD if self.details.narrow_norm else 1.0
-        return [self._op("neox_rms_norm_fwd", self.shard.tokens, self.hidden, launches=3, share=share)]
+        return [self._op("neox_rms_norm_fwd", self.layout.tokens, self.hidden, launches=3, share=share)]
 
     def norm_backward(self) -> Tasks:
-        if self.shard.model.norm == "layer":
-            return [self._op("neox_layer_norm_bwd", self.shard.tokens, self.hidden, launches=3)]
+        if self.layout.model.norm == "layer":
+            return [self._op("neox_layer_norm_bwd", self.layout.tokens, self.hidden, launches=3)]
         share = _NARROW_BACKWARD if self.details.narrow_norm else 1.0
-        return [self._op("neox_rms_norm_bwd", self.shard.tokens, self.hidden, launches=7, share=share)]
+        return [self._op("neox_rms_norm_bwd", self.layout.tokens, self.hidden, launches=7, share=share)]
 
     def _rotary(self, kind: str, launches: int, passes: float) -> Tasks:
         """The chain at the size where the GPU limits it; what is not rotated is split off and joined again.
 
         The host issues the scripted chain in the time of `launches` others (the samples' shortest chains).
         """
-        s = self.shard
+        s = self.layout
         shape = (s.sequences, s.heads, s.seq, s.model.head_dim)
         if not self.details.rotary:
             return [self._op(kind, *shape, launches=launches)]
@@ -137,7 +136,7 @@ class NeoxLayer:
 
     # ------------------------------------------------------------------ attention
     def _core(self) -> Tasks:
-        s, d = self.shard, self.shard.model.head_dim
+        s, d = self.layout, self.layout.model.head_dim
         if s.attention == "flash":
             share = 1.0 if self.details.causal else 1 / _CAUSAL
             return [self._op("sdpa_fwd", s.sequences, s.heads, s.seq, d, share=share)]
@@ -149,7 +148,7 @@ class NeoxLayer:
         ]
 
     def _core_backward(self) -> Tasks:
-        s, d = self.shard, self.shard.model.head_dim
+        s, d = self.layout, self.layout.model.head_dim
         if s.attention == "flash":
             forward = Operator("sdpa_fwd", (s.sequences, s.heads, s.seq, d), s.precision)
             share = flash_backward(self.model, forward) * (1.0 if self.details.causal else 1 / _CAUSAL)
@@ -189,7 +188,7 @@ class NeoxLayer:
         return [
             *self._linear(self.ffn, self.hidden),
             *([] if self.recipe.fused_gelu else self._small(2.0, self.ffn, "up bias")),
-            self._op("neox_gelu_fwd", self.shard.tokens, self.ffn),
+            self._op("neox_gelu_fwd", self.layout.tokens, self.ffn),
             *self._linear(self.hidden, self.ffn),
         ]
 
@@ -197,7 +196,7 @@ class NeoxLayer:
         return [
             *self._small(1.0, self.hidden, "down bias grad"),
             *self._linear_backward(self.hidden, self.ffn),
-            self._op("neox_gelu_bwd", self.shard.tokens, self.ffn),
+            self._op("neox_gelu_bwd", self.layout.tokens, self.ffn),
             *self._small(1.0, self.ffn, "up bias grad"),
             *self._linear_backward(self.ffn, self.hidden),
             *self._collective("all_reduce", "mlp grad reduce"),
@@ -205,9 +204,9 @@ class NeoxLayer:
 
     # ------------------------------------------------------------------ the whole
     def forward(self) -> Tasks:
-        add = self._op("neox_add_fwd", self.shard.tokens, self.hidden)
+        add = self._op("neox_add_fwd", self.layout.tokens, self.hidden)
         bias = self._small(2.0, self.hidden, "down bias")
-        if self.shard.model.parallel_residual:  # x + reduce(attention(norm1 x) + mlp(norm2 x))
+        if self.layout.model.parallel_residual:  # x + reduce(attention(norm1 x) + mlp(norm2 x))
             head = [*self.norm(), *self.norm(), *self._attention(), *self._mlp(), *bias, add]
             return [*head, *self._collective("all_reduce", "reduce"), add]
         attention = [*self.norm(), *self._attention(), *self._collective("all_reduce", "attention reduce"), add]
@@ -215,7 +214,7 @@ class NeoxLayer:
         return [*attention, *mlp]
 
     def backward(self) -> Tasks:
-        add = self._op("neox_add_bwd", self.shard.tokens, self.hidden)
+        add = self._op("neox_add_bwd", self.layout.tokens, self.hidden)
         mlp, attention = self._mlp_backward(), self._attention_backward()
         return [*mlp, *self.norm_backward(), add, *attention, *self.norm_backward(), add]
 
@@ -229,20 +228,20 @@ class NeoxLayer:
         return self._collective("all_gather", "gather from stage")
 
     def embedding(self) -> Tasks:
-        s = self.shard
+        s = self.layout
         table = self._op("neox_embedding_fwd", s.tokens, s.vocab, self.hidden)
         return [table, *self._collective("all_reduce", "embedding reduce")]
 
     def embedding_backward(self) -> Tasks:
-        return [self._op("neox_embedding_bwd", self.shard.tokens, self.shard.vocab, self.hidden, launches=4)]
+        return [self._op("neox_embedding_bwd", self.layout.tokens, self.layout.vocab, self.hidden, launches=4)]
 
     def head(self) -> Tasks:
-        s = self.shard
+        s = self.layout
         loss = self._op("neox_loss_fwd", s.tokens, s.vocab, launches=8, share=_WIDER_LOSS)
         return [*self.norm(), *self._linear(s.vocab, self.hidden), *self._small(3.0, s.vocab, "to fp32"), loss]
 
     def head_backward(self) -> Tasks:
-        s = self.shard
+        s = self.layout
         loss = self._op("neox_loss_bwd", s.tokens, s.vocab, launches=4, share=_WIDER_LOSS)
         product = self._linear_backward(s.vocab, self.hidden)
         reduced = self._collective("all_reduce", "head grad reduce")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lumos.errors import OptionError
-from lumos.program.collective import Collective, Group
+from lumos.program.operators import Collective, Group
 
 FOLDER = Path(__file__).parent / "networks"
 

@@ -18,9 +18,8 @@ from lumos.cost.in_step import in_step_factors
 from lumos.cost.operator_model import cost_model
 from lumos.graph.graph import Edges, Graph, Rule, make_graph
 from lumos.graph.simulate import simulate
-from lumos.program.operators import Collective, Group
-from lumos.program.operators import Operator
-from lumos.program.rank_layout import Shard
+from lumos.program.operators import Collective, Group, Operator
+from lumos.program.rank_layout import RankLayout
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 from neox import IDLE_HOST, Costs, Details, Host, NeoxLayer, Recipe, Task, Tasks, elapsed_us
@@ -109,12 +108,12 @@ class Stages:
         setup = setup_of(run, site)
         gpu = SITES[site][0]
         conditions = in_step_factors(setup.cluster.accelerator)
-        self.run, self.way, self.shard = run, way, Shard(setup, framework_named("neox"))
+        self.run, self.way, self.layout = run, way, RankLayout(setup, framework_named("neox"))
         matrix = conditions.matrix if way.in_step else 1.0
         self.costs = Costs(
             cost_model(gpu), sampled_network(site, crowded=way.crowded), matrix, conditions.launch_gap_us
         )
-        self.layer = NeoxLayer(self.shard, run.recipe, way.details, self.costs.model)
+        self.layer = NeoxLayer(self.layout, run.recipe, way.details, self.costs.model)
         self.layers = list(setup.parallel.stage_layers)
 
     def _once(self, tasks: Tasks, per_launch: float) -> float:
@@ -148,35 +147,35 @@ class Stages:
         return self.costs.network.us(Collective(kind, size, group))
 
     def _send(self, elements: float) -> float:
-        size = float(elements * self.shard.element)
-        return self._network_us("p2p", size, self.shard.pp) + self.way.host.python
+        size = float(elements * self.layout.element)
+        return self._network_us("p2p", size, self.layout.pp) + self.way.host.python
 
     def activations(self) -> float:
         """A rank's part of them, and the mask."""
-        mask = self._send(self.shard.seq**2) if self.way.mask else 0.0
+        mask = self._send(self.layout.seq**2) if self.way.mask else 0.0
         return mask + self.gradients()
 
     def gradients(self) -> float:
-        return self._send(self.shard.tokens * self.shard.model.hidden / self.shard.parallel.tp)
+        return self._send(self.layout.tokens * self.layout.model.hidden / self.layout.parallel.tp)
 
     def parameters(self, stage: int) -> float:
-        model, tp = self.shard.model, self.shard.parallel.tp
+        model, tp = self.layout.model, self.layout.parallel.tp
         ends = (stage == 0) + (stage == len(self.layers) - 1)
         layer = (model.attention_parameters + model.mlp_parameters(model.ffn)) / tp + 2 * model.norm_parameters
-        return self.layers[stage] * layer + ends * self.shard.vocab * model.hidden
+        return self.layers[stage] * layer + ends * self.layout.vocab * model.hidden
 
     def reduction(self, stage: int) -> float:
         """Gradients as fp16, nothing beside it: DeepSpeed turns `overlap_comm` off in pipelines."""
-        return self._network_us("all_reduce", 2 * self.parameters(stage), self.shard.dp)
+        return self._network_us("all_reduce", 2 * self.parameters(stage), self.layout.dp)
 
     def update(self, stage: int) -> float:
         """Adam on a rank's share of fp32 states, with unscaling, clipping, the norm and both casts: 54 bytes each."""
-        share = self.parameters(stage) / self.shard.parallel.dp
+        share = self.parameters(stage) / self.layout.parallel.dp
         stream = Task(Operator("stream", (round(54 * share),), "fp16"))
         return self.costs.us(stream) + 20 * self.way.host.python
 
     def publication(self, stage: int) -> float:
-        return self._network_us("all_gather", 2 * self.parameters(stage), self.shard.dp)
+        return self._network_us("all_gather", 2 * self.parameters(stage), self.layout.dp)
 
 
 # ---------------------------------------------------------------------- the pipeline, as DeepSpeed runs it

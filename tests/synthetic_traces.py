@@ -1,7 +1,7 @@
-"""Synthesis: a described step written as the traces that a profiler would have recorded of it.
+"""A described step, written as the traces that a profiler would have recorded of it.
 
 One rank of every pipeline stage is written, kernel by kernel, with its launches on the threads that run forward,
-backward and optimizer. What is read back is a run like any other: it replays, and it can be edited.
+backward and optimizer. What is read back is a run like any other: it can be replayed and changed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from lumos.cost.prices import Prices
 from lumos.files import whole_file
 from lumos.prediction.step import Step
 from lumos.program.block import Block
-from lumos.program.collective import Collective
-from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward, optimizer
-from lumos.program.operators import Operator
-from lumos.program.transformer_layer import Layer
+from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward
+from lumos.program.operators import Collective, Operator
+from lumos.program.transformer_layer import TransformerLayer
 
 _MAIN, _ENGINE, _STREAM = 100, 101, 7
 _LAUNCH_US = 3.0  # of the runtime call inside an operator's time on the host
@@ -26,8 +27,6 @@ _NAMES = {"all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter"
 
 def write_synthetic(step: Step, folder: Path) -> list[Path]:
     """Write one trace for a rank of every stage; the files' names carry the rank."""
-    import orjson
-
     written = []
     for stage in range(step.setup.parallel.pp):
         rank = stage * (step.setup.cluster.gpus // step.setup.parallel.pp)
@@ -70,32 +69,32 @@ class _Writer:
         return sorted(found, key=lambda item: item[1])
 
     def _block(self, role: str) -> Block:
-        assembly = self.step.assembly
-        shard, last = assembly.shard, self.step.setup.parallel.pp - 1
-        layers = sum(chunk.layers for chunk in assembly.chunks[self.stage])
-        layer = Layer(shard, bool(self.step.setup.model.experts))
+        program = self.step.assembly.program
+        layout, last = program.layout, self.step.setup.parallel.pp - 1
+        layers = sum(chunk.layers for chunk in program.chunks[self.stage])
+        layer = TransformerLayer(layout, bool(self.step.setup.model.experts))
         if role == "forward":
-            first = embedding(shard) if self.stage == 0 else []
-            return [*first, *layer.forward() * layers, *(head(shard) if self.stage == last else [])]
+            first = embedding(layout) if self.stage == 0 else []
+            return [*first, *layer.forward() * layers, *(head(layout) if self.stage == last else [])]
         if role == "backward":
-            ends = head_backward(shard) if self.stage == last else []
-            pieces = [*layer.recomputed(), *layer.backward()] * layers
-            return [*ends, *pieces, *(embedding_backward(shard) if self.stage == 0 else [])]
+            loss = head_backward(layout) if self.stage == last else []
+            operators = [*layer.recomputed(), *layer.backward()] * layers
+            return [*loss, *operators, *(embedding_backward(layout) if self.stage == 0 else [])]
         if role == "optimizer":
-            return optimizer(shard, assembly.stage_state(self.stage), assembly.stage_tensors(self.stage))
+            return program.optimizer(self.stage).build()
         return []
 
     def _run(self, role: str, block: Block, begin: float, until: float) -> Iterator[dict[str, Any]]:
         """The kernels of a block one after the other, filling its time."""
         prices = self.step.prices
-        costs = [_cost(prices, piece.work) for piece in block]
+        costs = [_cost(prices, op.work) for op in block]
         scale = (until - begin) / max(sum(costs), 1e-9)
         thread = _ENGINE if role == "backward" else _MAIN
         opened = self.host
         now = begin
-        for piece, cost in zip(block, costs, strict=True):
+        for op, cost in zip(block, costs, strict=True):
             if cost > 0:
-                yield from self._kernel(_kernel_name(piece.work), thread, now, cost * scale, max(1, piece.launches))
+                yield from self._kernel(_kernel_name(op.work), thread, now, cost * scale, max(1, op.launches))
                 now += cost * scale
         if role == "optimizer":
             yield _event("Optimizer.step#AdamW.step", "user_annotation", _MAIN, opened, self.host - opened)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from lumos.cost.operator_model import cost_model
 from lumos.errors import OptionError
-from lumos.program.collective import Collective, Group
-from lumos.program.operators import Operator
+from lumos.program.operators import Collective, Group, Operator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
