@@ -73,7 +73,7 @@ def search_answer() -> dict[str, Any]:
         })  # fmt: skip
     rows.sort(key=lambda row: row["step_ms"])
     front = [r for r in rows if not any(o["memory_gib"] < r["memory_gib"] for o in rows if o["step_ms"] < r["step_ms"])]
-    setup = {"cluster": {"gpus": 64, "gpu": "h100"}, "model.preset": "llama3-70b"}
+    setup = {"cluster.gpus": 64, "cluster.gpu": "h100", "model.preset": "llama3-70b"}
     return {"setup": setup, "evaluated": 480, "seconds": 2.5, "objective": "step_ms", "results": rows, "pareto": front}
 
 
@@ -213,7 +213,7 @@ def test_a_search_without_a_result_says_so() -> None:
 def test_a_search_names_only_the_keys_that_differ() -> None:
     table = page_of("search").sections[0].tables[0]
     assert [column.title for column in table.columns][:4] == ["#", "tp", "pp", "vpp"]
-    assert "cost a Mtoken" not in [column.title for column in table.columns]  # no price was given
+    assert "cost per Mtoken" not in [column.title for column in table.columns]  # no price was given
 
 
 # ---------------------------------------------------------------------- untrusted names
