@@ -14,14 +14,13 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lumos.analysis.replay import Replay, predict, replay
 from lumos.errors import LumosError
 from lumos.export.chakra_writer import write_chakra
-from lumos.export.kineto_files import write_kineto
+from lumos.export.chrome_traces import write_kineto
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.scaling import Scale
 from lumos.trace.read.chakra_feeder import foreign_execution

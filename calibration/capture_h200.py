@@ -42,17 +42,19 @@ def by_context(folder: Path, **variables: str) -> None:
 def by_command(folder: Path) -> None:
     """As `lumos capture -o FOLDER --warmup 25 -- python train_tiny.py`, whose command line needs more than torch."""
     os.environ["PYTHONPATH"] = str(ROOT / "src")
-    from lumos.capture.child import Order, checked_order, run_command
+    from lumos.capture.command import run_command
+    from lumos.capture.recording import Plan
 
-    code = run_command([*TRAIN, "--steps", "40"], checked_order(Order(str(folder), 1, 25)))
+    code = run_command([*TRAIN, "--steps", "40"], Plan(folder, 1, 25).checked())
     if code:
         raise SystemExit(f"the command ended with {code}")
 
 
 def by_fake_command(folder: Path) -> None:
-    from lumos.capture.child import Order, checked_order, run_command
+    from lumos.capture.command import run_command
+    from lumos.capture.recording import Plan
 
-    code = run_command([*TRAIN, "--steps", "12"], checked_order(Order(str(folder), 1, 5, fake_world=8, rank=3)))
+    code = run_command([*TRAIN, "--steps", "12"], Plan(folder, 1, 5, fake_world=(3, 8)).checked())
     if code:
         raise SystemExit(f"the command ended with {code}")
 

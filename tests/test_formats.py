@@ -23,7 +23,7 @@ from lumos.analysis.replay import predict, replay
 from lumos.cli.main import app
 from lumos.errors import InputError, LumosError
 from lumos.export.chakra_writer import write_chakra
-from lumos.export.kineto_files import write_kineto
+from lumos.export.chrome_traces import write_kineto
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Graph

@@ -1,12 +1,12 @@
-"""Capture: record some steps of a training script so that Lumos can answer from them. Needs torch, and nothing else.
+"""Capture: record some steps of a training script for Lumos. Needs torch, and nothing else.
 
     with lumos.capture("traces") as step:
         for batch in data:
             train(batch)
             step()
 
-The package is called as the function of its name, so that `lumos.capture(…)` and `lumos.capture.fake_world(…)` both are
-what they say, whichever of the two is imported first.
+The package can be called like the function of its name, so that both `lumos.capture(…)` and
+`lumos.capture.fake_world(…)` work, whichever of the two is imported first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A fake world: one process that believes to be a rank of a large job. Its kernels are real, its peers are not there.
+"""A fake world: one process that poses as one rank of a large job. Its kernels are real, its peers do not exist.
 
-PyTorch's fake process group answers every collective at once and moves nothing, so results are wrong and times of
-compute are right. Lumos takes collectives, peers and network from its model.
+PyTorch's fake process group completes every collective at once and moves nothing, so results are wrong and times of
+compute are right. Lumos takes the times of collectives from its network model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lumos.capture.place import require_torch
+from lumos.capture.rank_info import require_torch
 from lumos.errors import OptionError
 
 
@@ -25,21 +25,22 @@ def fake_world(rank: int, world: int) -> None:
         if str(dist.get_backend()) == "fake" and (dist.get_rank(), dist.get_world_size()) == (rank, world):
             return
         raise OptionError(
-            "a process group is there already: call lumos.capture.fake_world(rank, world) before init_process_group"
+            "a process group exists already: call lumos.capture.fake_world(rank, world) before init_process_group"
         )
     fake_process_groups(rank, world)
     dist.init_process_group()
 
 
 def check_world(rank: int, world: int) -> None:
+    """Refuse a rank that such a world does not have."""
     if not (isinstance(world, int) and isinstance(rank, int) and world >= 1 and 0 <= rank < world):
         raise OptionError(f"fake world: rank {rank} of {world}: a rank is 0 to {max(int(world), 1) - 1} here")
 
 
 def world_environment(rank: int, world: int) -> dict[str, str]:
-    """What a launcher would have told such a process: it has the node's first GPU."""
-    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
-    return {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    """The variables a launcher would have set; the process has the node's first GPU."""
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
+    return {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
 def fake_process_groups(rank: int, world: int) -> None:
@@ -57,13 +58,13 @@ def fake_process_groups(rank: int, world: int) -> None:
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
         return make_group(ranks, timeout, "fake", **{k: v for k, v in options.items() if k != "pg_options"})
 
-    _put_in_place(initialise, init_process_group)
-    _put_in_place(make_group, new_group)
-    _answer_data_parallel()
+    _replace_everywhere(initialise, init_process_group)
+    _replace_everywhere(make_group, new_group)
+    _complete_data_parallel()
 
 
-def _answer_data_parallel() -> None:
-    """DistributedDataParallel wants its gradients back from an all-reduce, and a fake one returns nothing."""
+def _complete_data_parallel() -> None:
+    """DistributedDataParallel needs the gradients that an all-reduce returns, and a fake one returns nothing."""
     import torch.distributed as dist
     from torch.futures import Future
     from torch.nn.parallel import DistributedDataParallel
@@ -77,15 +78,15 @@ def _answer_data_parallel() -> None:
     forward = DistributedDataParallel.forward
 
     def first_forward(module: Any, *arguments: Any, **options: Any) -> Any:
-        if not getattr(module, "_comm_hooks", None):  # a script's own is left alone
+        if not getattr(module, "_comm_hooks", None):  # a script's own hook stays
             module.register_comm_hook(None, lambda _, bucket: all_reduce(bucket))
         return forward(module, *arguments, **options)
 
     DistributedDataParallel.forward = first_forward
 
 
-def _put_in_place(before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Modules of torch hold the function under its name each for itself."""
+def _replace_everywhere(before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Replace a function in all modules of torch.distributed, each of which holds its own reference."""
     name = before.__name__
     for path, module in list(sys.modules.items()):
         if path.startswith("torch.distributed") and getattr(module, name, None) is before:

@@ -12,21 +12,22 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
-from lumos.capture.clean_steps import CleanSteps
-from lumos.capture.fake import check_world, fake_world
-from lumos.capture.place import Place, require_torch, this_place
-from lumos.capture.setup_file import checked, setup_files
+from lumos.capture.fake import check_world
+from lumos.capture.fake import fake_world as join_fake_world
+from lumos.capture.rank_info import rank_info, require_torch, synchronise
+from lumos.capture.setup_file import checked_setup, setup_files
 from lumos.capture.step_profiler import StepProfiler
 from lumos.errors import OptionError
 
 _AFTER = 3  # steps that are timed after the recording
-_FAKE = fake_world  # the name is also that of an option
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,29 @@ class Plan:
     warmup: int = 5
     setup: object = None
     rank_env: str = "RANK"
+    fake_world: tuple[int, int] | None = None  # (rank, world)
 
     @property
     def last(self) -> int:
         """Steps that have ended when the recording ends."""
         return self.warmup + self.steps
+
+    def checked(self) -> Plan:
+        """The plan with absolute paths, or OptionError; the folder exists afterwards."""
+        if self.steps < 1:
+            raise OptionError(f"steps = {self.steps}: record at least one")
+        if self.warmup < 1:
+            raise OptionError(f"warmup = {self.warmup}: the profiler itself needs one step to warm up; give 1 or more")
+        if self.fake_world is not None:
+            check_world(*self.fake_world)
+        setup = checked_setup(self.setup)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"{self.folder}: cannot be a folder of traces ({error.strerror})") from None
+        if not os.access(self.folder, os.W_OK):
+            raise OptionError(f"{self.folder}: cannot be written to; choose another folder")
+        return replace(self, folder=self.folder.absolute(), setup=setup)
 
 
 def capture(
@@ -56,40 +75,49 @@ def capture(
 ) -> Recording:
     """Record `steps` steps of this process into `folder`, after `warmup` steps.
 
-    `setup` (a path, a dictionary of sections, or a Setup) is written beside the traces. `fake_world=(rank, world)` has
-    this process be a rank of a job that is not there. Wrong arguments raise; whatever happens later does not.
+    `setup` (a path, a dictionary of sections, or a Setup) is written beside the traces. With `fake_world=(rank, world)`
+    this process poses as one rank of a larger job. Wrong arguments raise; failures after that never do.
     """
     require_torch()
-    plan = checked_plan(Path(folder), steps, warmup, setup, rank_env)
+    plan = Plan(Path(folder), steps, warmup, setup, rank_env, fake_world).checked()
     if fake_world is not None:
-        check_world(*fake_world)
-        _FAKE(*fake_world)
+        join_fake_world(*fake_world)
     return Recording(plan)
 
 
-def checked_plan(folder: Path, steps: int, warmup: int, setup: object = None, rank_env: str = "RANK") -> Plan:
-    """The plan, or OptionError; the folder is there afterwards."""
-    if steps < 1:
-        raise OptionError(f"steps = {steps}: record at least one")
-    if warmup < 1:
-        raise OptionError(f"warmup = {warmup}: the profiler itself needs one step to warm up; give 1 or more")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(f"{folder}: cannot be a folder of traces ({error.strerror})") from None
-    if not os.access(folder, os.W_OK):
-        raise OptionError(f"{folder}: cannot be written to; choose another folder")
-    return Plan(folder.absolute(), steps, warmup, checked(setup), rank_env)
+@dataclass
+class StepTimer:
+    """Times steps in a row while nothing is recorded; the GPU is waited for at the first and the last end only."""
+
+    ends: list[float] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Steps are timed from here."""
+        synchronise()
+        self.ends = [time.perf_counter()]
+
+    def lap(self, last: bool = False) -> None:
+        """A step has ended; nothing happens before `begin`."""
+        if self.ends:
+            if last:
+                synchronise()
+            self.ends.append(time.perf_counter())
+
+    def as_dict(self) -> dict[str, object]:
+        """The mean, which counts, and each one, which on a GPU may end before its work does."""
+        each = [1e3 * (b - a) for a, b in pairwise(self.ends)]
+        mean = round(sum(each) / len(each), 4) if each else None
+        return {"steps": len(each), "mean_ms": mean, "each_ms": [round(value, 4) for value in each]}
 
 
 @dataclass
 class Recording:
-    """Is told of every step that ends: `with recording as step: …; step()`, or `recording.step()`."""
+    """Call it at the end of every step: `with recording as step: …; step()`, or `recording.step()`."""
 
     plan: Plan
     profiler: StepProfiler = field(default_factory=StepProfiler)
-    before: CleanSteps = field(default_factory=CleanSteps)
-    after: CleanSteps = field(default_factory=CleanSteps)
+    before: StepTimer = field(default_factory=StepTimer)
+    after: StepTimer = field(default_factory=StepTimer)
     ended: int = 0  # steps
     started: bool = False
     over: bool = False
@@ -108,7 +136,7 @@ class Recording:
         self.step()
 
     def start(self) -> None:
-        """The first step begins here; `step` does it where nobody did."""
+        """The first step begins here; without this call it begins with the first `step`."""
         if not self.started:
             self.started = True
             self._guarded(self._prepare_if_due)
@@ -137,7 +165,7 @@ class Recording:
     def _advance(self) -> None:
         self.ended += 1
         plan, ended = self.plan, self.ended
-        self._time_clean_steps()
+        self._time_step()
         if ended == plan.warmup:
             self.profiler.begin(ended)
         elif plan.warmup < ended < plan.last:
@@ -154,7 +182,7 @@ class Recording:
         if self.ended == self.plan.warmup - 1:
             self.profiler.prepare()
 
-    def _time_clean_steps(self) -> None:
+    def _time_step(self) -> None:
         """The first step is slow, and ranks wait for each other's files in the first after the recording."""
         ended, last = self.ended, self.plan.last
         if ended == 1 and self.plan.warmup > 2:
@@ -182,47 +210,39 @@ class Recording:
             )
 
     def _save(self, unfinished: bool = False) -> None:
-        place = this_place(self.plan.rank_env)
-        self.profiler.save(self.plan.folder / f"rank{place.rank}.pt.trace.json.gz", unfinished)
+        info = rank_info(self.plan.rank_env)
+        self.profiler.save(self.plan.folder / f"rank{info.rank}.pt.trace.json.gz", unfinished)
         self.saved = True
-        if not place.speaks_for_all:
+        if not info.writes_job_files:
             return
-        for name, text in setup_files(self.plan.setup, place).items():
+        for name, text in setup_files(self.plan.setup, info).items():
             _write(self.plan.folder / name, text)
         self._describe()
-        stale = _ranks_beyond(self.plan.folder, place.world)
+        stale = _ranks_beyond(self.plan.folder, info.world)
         if stale:
-            _say(f"{self.plan.folder} also holds {stale[0]}, of a job of more than {place.world} ranks; remove it")
+            _say(f"{self.plan.folder} also holds {stale[0]}, of a job of more than {info.world} ranks; remove it")
 
     def _describe(self) -> None:
-        """Write what was recorded how, once a job."""
-        place = this_place(self.plan.rank_env)
-        if place.speaks_for_all:
-            text = json.dumps(description(self, place), indent=1)
-            _write(self.plan.folder / "capture.json", text + "\n")
+        """Write `capture.json`: what was recorded and how, once a job."""
+        import torch
 
-
-def description(recording: Recording, place: Place) -> dict[str, object]:
-    """What `capture.json` says."""
-    import torch
-
-    plan = recording.plan
-    return {
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "rank": place.rank,
-        "world": place.world,
-        "backend": place.backend,
-        "device": place.device,
-        "steps": min(recording.ended - plan.warmup, plan.steps),
-        "warmup": plan.warmup,
-        "record_shapes": True,
-        "without_profiler": {"never_profiled": recording.before.as_dict(), "after": recording.after.as_dict()},
-    }
+        info, plan = rank_info(self.plan.rank_env), self.plan
+        if not info.writes_job_files:
+            return
+        description = {
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            **asdict(info),
+            "steps": min(self.ended - plan.warmup, plan.steps),
+            "warmup": plan.warmup,
+            "record_shapes": True,
+            "without_profiler": {"never_profiled": self.before.as_dict(), "after": self.after.as_dict()},
+        }
+        _write(plan.folder / "capture.json", json.dumps(description, indent=1) + "\n")
 
 
 def _ranks_beyond(folder: Path, world: int) -> list[str]:
-    """Traces of ranks that this job does not have: left from another one, and read together with these."""
+    """Traces of ranks that this job does not have: left from another one, they would be read together with these."""
     names = sorted(path.name for path in folder.glob("rank*.pt.trace.json.gz"))
     numbers = {name: name.removeprefix("rank").partition(".")[0] for name in names}
     return [name for name in names if numbers[name].isdecimal() and int(numbers[name]) >= world]

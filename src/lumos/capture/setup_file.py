@@ -1,4 +1,4 @@
-"""The setup that is written beside traces: what the user gave, and what torch can tell."""
+"""The setup that is written beside traces: the user's, completed by what torch knows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lumos.capture.place import Place
+from lumos.capture.rank_info import RankInfo
 from lumos.errors import OptionError
 
 NAME = "setup.toml"
 _SECTIONS = ("model", "train", "parallel", "cluster")
 _UNKNOWN = """\
-# What torch could tell of this run. Fill in the rest and take the # away, or name the model's config.json in `hf`.
+# What torch knows of this run. Fill in the rest and remove the #, or name the model's config.json in `hf`.
 [model]
 # hf = "config.json"
 # layers =
@@ -30,7 +30,7 @@ _UNKNOWN = """\
 """
 
 
-def checked(setup: object) -> object:
+def checked_setup(setup: object) -> object:
     """The setup as it was given, or OptionError where it cannot become a file: before any training has begun."""
     if setup is None or _is_setup(setup):
         return setup
@@ -42,16 +42,16 @@ def checked(setup: object) -> object:
     raise OptionError(f"setup is a {type(setup).__name__}: give a path, a dictionary of sections, or a lumos Setup")
 
 
-def setup_files(setup: object, place: Place) -> dict[str, str]:
+def setup_files(setup: object, info: RankInfo) -> dict[str, str]:
     """The files to write, by name."""
     if setup is None:
-        return {NAME: _UNKNOWN + "\n" + _toml(_told({}, place))}
+        return {NAME: _UNKNOWN + "\n" + _toml(_completed({}, info))}
     if isinstance(setup, Mapping):
-        return {NAME: _toml(_told(_copied(setup), place))}
+        return {NAME: _toml(_completed(_copied(setup), info))}
     if isinstance(setup, Path) and setup.suffix.lower() == ".toml":
         return {NAME: setup.read_text("utf-8")}
     if isinstance(setup, Path):
-        return {setup.name: setup.read_text("utf-8")} | (_around_config(place) if setup.suffix == ".json" else {})
+        return {setup.name: setup.read_text("utf-8")} | (_around_config(info) if setup.suffix == ".json" else {})
     from lumos.setup.setup import Setup
     from lumos.setup.setup_files import write_setup
 
@@ -60,7 +60,7 @@ def setup_files(setup: object, place: Place) -> dict[str, str]:
 
 
 def _is_setup(setup: object) -> bool:
-    """A Setup, told by its name: the class itself needs more than torch to be imported."""
+    """Whether it is a Setup, by name: importing the class needs more than torch."""
     return type(setup).__module__.startswith("lumos.setup") and type(setup).__name__ == "Setup"
 
 
@@ -70,17 +70,17 @@ def _existing(path: Path) -> Path:
     return path.absolute()
 
 
-def _around_config(place: Place) -> dict[str, str]:
+def _around_config(info: RankInfo) -> dict[str, str]:
     text = _UNKNOWN.replace('# hf = "config.json"', 'hf = "config.json"')
     lines = [line for line in text.splitlines() if not line.startswith(tuple(f"# {key} =" for key in _OF_CONFIG))]
-    return {NAME: "\n".join(lines) + "\n\n" + _toml(_told({}, place))}
+    return {NAME: "\n".join(lines) + "\n\n" + _toml(_completed({}, info))}
 
 
 _OF_CONFIG = ("layers", "hidden", "ffn", "heads", "vocab")
 
 
 def _copied(setup: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
-    """Sections of plain keys, checked for their form; what the values must be is for the reader to say."""
+    """Sections of plain keys; their names are checked here, their values when the setup is read."""
     sections: dict[str, dict[str, Any]] = {}
     for name, values in setup.items():
         if name not in _SECTIONS or not isinstance(values, Mapping):
@@ -92,12 +92,12 @@ def _copied(setup: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def _told(sections: dict[str, dict[str, Any]], place: Place) -> dict[str, dict[str, Any]]:
-    """With what torch knows put in where nothing is stated."""
+def _completed(sections: dict[str, dict[str, Any]], info: RankInfo) -> dict[str, dict[str, Any]]:
+    """With the GPU and the size of the job, unless they are given."""
     cluster = sections.setdefault("cluster", {})
-    cluster.setdefault("gpu", place.device)
+    cluster.setdefault("gpu", info.device)
     if "gpus" not in cluster and "dp" not in sections.get("parallel", {}):
-        cluster["gpus"] = place.world
+        cluster["gpus"] = info.world
     return sections
 
 
@@ -109,7 +109,7 @@ def _toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def _value(place: str, value: object) -> str:
+def _value(key: str, value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -117,5 +117,5 @@ def _value(place: str, value: object) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_value(place, item) for item in value)}]"
-    raise OptionError(f"setup: {place} is a {type(value).__name__}; give a number, a text, true or false")
+        return f"[{', '.join(_value(key, item) for item in value)}]"
+    raise OptionError(f"setup: {key} is a {type(value).__name__}; give a number, a text, true or false")

@@ -1,4 +1,4 @@
-"""StepProfiler: torch.profiler with the options that Lumos needs, told where steps begin and end."""
+"""StepProfiler: torch.profiler with the options that Lumos needs, and marks of steps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lumos.capture.place import synchronise
+from lumos.capture.rank_info import synchronise
 
 _PACKING = 6  # of gzip: smaller files cost seconds of a training run that waits
 
 
 class StepProfiler:
-    """Records marked steps of this process. Its calls come in the order in which they stand here."""
+    """Records marked steps of this process. Its methods are called in the order in which they are defined."""
 
     def __init__(self) -> None:
         self._profile: Any = None
@@ -25,7 +25,7 @@ class StepProfiler:
         self._records = False
 
     def prepare(self) -> None:
-        """Let the profiler warm up: what it does at first would be in the way later."""
+        """Warm the profiler up: its first step is slow."""
         from torch.profiler import ProfilerActivity, profile
 
         _refuse_a_second_profiler()
@@ -36,13 +36,13 @@ class StepProfiler:
             profile_memory=False,
             experimental_config=_sync_events(),
         )
-        with warnings.catch_warnings():  # torch speaks of cycles, and this is the only one
+        with warnings.catch_warnings():  # torch warns about cycles, and this is the only one
             warnings.simplefilter("ignore")
             self._profile.prepare_trace()
 
     def begin(self, number: int) -> None:
         """Record from here; what was launched before is not in it."""
-        if self._profile is None:  # nobody said when the loop began
+        if self._profile is None:  # the start of the loop was not marked
             self.prepare()
         _refuse_a_second_profiler()
         synchronise()
@@ -59,7 +59,7 @@ class StepProfiler:
         self._stop()
 
     def abandon(self) -> None:
-        """Stop where nothing shall be kept. A profiler that has stopped is never touched again: torch may crash."""
+        """Stop, keeping nothing. A profiler that has stopped is never touched again: torch may crash."""
         if self._records:
             self._stop()
         self._profile = None
@@ -105,7 +105,7 @@ class StepProfiler:
 
 
 def _refuse_a_second_profiler() -> None:
-    """Before it is touched: the script's own recording must not suffer."""
+    """Before anything is started: the script's own recording must not suffer."""
     import torch
 
     if getattr(torch.autograd, "_profiler_enabled", bool)():
@@ -113,7 +113,7 @@ def _refuse_a_second_profiler() -> None:
 
 
 def _activities() -> list[str]:
-    """CPU, and the kinds of GPU that are here."""
+    """CPU, and the kinds of GPU that this machine has."""
     import torch
 
     names = ["CPU"]
@@ -125,7 +125,7 @@ def _activities() -> list[str]:
 
 
 def _sync_events() -> Any:
-    """The option by which streams that wait for streams are recorded, where this torch has it."""
+    """The option that records which streams wait for which, if this torch has it."""
     import torch
 
     try:

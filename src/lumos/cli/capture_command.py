@@ -31,18 +31,17 @@ def capture_command(
 
     The exit code is that of the command.
     """
-    from lumos.capture.child import Order, checked_order, ended_by, run_command
+    from lumos.capture.command import run_command, signal_name
+    from lumos.capture.recording import Plan
 
     if rank and not fake_world:
         raise OptionError(f"--rank {rank} is of a fake world: give its size with --fake-world")
     if fake_world < 0:
         raise OptionError(f"--fake-world {fake_world}: give the number of ranks of the job")
-    order = checked_order(
-        Order(str(output), steps, warmup, str(setup or ""), rank_env=rank_env, fake_world=fake_world, rank=rank)
-    )
+    plan = Plan(output, steps, warmup, setup, rank_env, (rank, fake_world) if fake_world else None).checked()
     before = _written(output)
-    code = run_command(command, order)
-    _report(output, sorted(set(_written(output).items()) - set(before.items())), warmup, code, ended_by(code))
+    code = run_command(command, plan)
+    _report(output, sorted(set(_written(output).items()) - set(before.items())), warmup, code, signal_name(code))
     sys.exit(code)
 
 

@@ -130,7 +130,7 @@ def _write_chakra(output: Path, execution: Execution, links: Links | None) -> di
 
 
 def _write_kineto(output: Path, execution: Execution) -> list[str]:
-    from lumos.export.kineto_files import write_kineto
+    from lumos.export.chrome_traces import write_kineto
 
     files = []
     for rank in execution.trace.ranks:
@@ -142,7 +142,7 @@ def _write_kineto(output: Path, execution: Execution) -> list[str]:
 
 def _write_view(output: Path, execution: Execution) -> None:
     """All ranks in one file, with arrows; it is for looking at."""
-    from lumos.export.perfetto import write_perfetto
+    from lumos.export.chrome_traces import write_timeline
     from lumos.graph.simulate import simulate
 
-    write_perfetto(output, execution, execution.graph, simulate(execution.graph), execution.trace)
+    write_timeline(output, execution, execution.graph, simulate(execution.graph), execution.trace)

@@ -145,11 +145,11 @@ def _predict_from(run: Replay, scale: list[str], as_json: bool, output: Path | N
     prediction = predict(run, [Scale.parse(text) for text in scale])
     answer = prediction.as_dict()
     if output is not None:
-        from lumos.export.perfetto import write_perfetto
+        from lumos.export.chrome_traces import write_timeline
         from lumos.report.html.prediction_page import write_prediction_page
 
         def perfetto(to: Path) -> None:
-            write_perfetto(to, run.execution, run.clean_graph, prediction.times, prediction.trace)
+            write_timeline(to, run.execution, run.clean_graph, prediction.times, prediction.trace)
 
         _write(output, answer, lambda to: write_prediction_page(to, prediction), perfetto)
     if as_json:

@@ -50,12 +50,12 @@ def replay_command(
 
 
 def _write_replay(run: Replay, output: Path) -> None:
-    from lumos.export.perfetto import write_perfetto
+    from lumos.export.chrome_traces import write_timeline
     from lumos.files import write_as, write_csv, write_json
     from lumos.report.html.replay_page import write_replay_page
 
     def perfetto(to: Path) -> None:
-        write_perfetto(to, run.execution, run.execution.graph, run.times, run.simulated, run.path)
+        write_timeline(to, run.execution, run.execution.graph, run.times, run.simulated, run.path)
 
     write_as(
         output,

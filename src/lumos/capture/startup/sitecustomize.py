@@ -1,7 +1,7 @@
-"""Run by Python at its start, before the script of `lumos capture -- COMMAND`: has torch record once it is imported.
+"""Run by Python at its start, before the script of `lumos capture -- COMMAND`: torch's import starts the recording.
 
-It must leave everything else as it was: a sitecustomize of the machine's own is run as well, and whatever goes wrong
-here is one line on stderr.
+Everything else stays as it was: a sitecustomize of the machine's own is run as well, and any failure here is one line
+on stderr.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch where it would be found anyway, with a loader that calls us when it is loaded."""
+    """Finds torch as the other finders do, with a loader that calls us once torch is loaded."""
 
-    def __init__(self, order: str) -> None:
-        self.order = order
+    def __init__(self, plan: str) -> None:
+        self.plan = plan
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch":
@@ -29,11 +29,11 @@ class _AfterTorch(MetaPathFinder):
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ObeyingLoader(spec.loader, self)
+            spec.loader = _RecordingLoader(spec.loader, self)
         return spec
 
 
-class _ObeyingLoader(Loader):
+class _RecordingLoader(Loader):
     def __init__(self, inner: Any, finder: _AfterTorch) -> None:
         self.inner, self.finder = inner, finder
 
@@ -48,19 +48,19 @@ class _ObeyingLoader(Loader):
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
         self.inner.exec_module(module)
-        _guarded(_obey, self.finder.order)
+        _guarded(_record, self.finder.plan)
 
 
-def _obey(order: str) -> None:
+def _record(plan: str) -> None:
     if importlib.util.find_spec("lumos") is None:
         _load_lumos()
-    from lumos.capture.child import obey
+    from lumos.capture.command import record_this_process
 
-    obey(order)
+    record_this_process(plan)
 
 
 def _load_lumos() -> None:
-    """Lumos, and nothing else of where it lies: this Python may have other versions of everything."""
+    """Import Lumos alone, not its neighbours: this Python may have other versions of everything."""
     home = os.environ["LUMOS_CAPTURE_HOME"]
     init = os.path.join(home, "__init__.py")
     spec = importlib.util.spec_from_file_location("lumos", init, submodule_search_locations=[home])
@@ -70,10 +70,10 @@ def _load_lumos() -> None:
     spec.loader.exec_module(module)
 
 
-def _run_the_machines_own() -> None:
-    """The sitecustomize that this file stands before."""
-    elsewhere = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
-    spec = PathFinder.find_spec("sitecustomize", elsewhere)
+def _run_next_sitecustomize() -> None:
+    """Run the sitecustomize that this file hides."""
+    others = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
+    spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
@@ -87,4 +87,4 @@ def _guarded(act: Any, *arguments: Any) -> None:
 
 if "LUMOS_CAPTURE" in os.environ:
     sys.meta_path.insert(0, _AfterTorch(os.environ["LUMOS_CAPTURE"]))
-_guarded(_run_the_machines_own)
+_guarded(_run_next_sitecustomize)

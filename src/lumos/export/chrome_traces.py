@@ -1,0 +1,181 @@
+"""Writes runs as Chrome-trace JSON, which Perfetto opens.
+
+`write_kineto` writes one rank as PyTorch's profiler does, so that every tool for its traces reads it, Lumos too: times
+are microseconds after `baseTimeNanoseconds`, with the digits of nanoseconds, and nothing is rounded.
+
+`write_timeline` writes all ranks of a simulated run in one view: one process a rank, one track a thread or stream.
+Arrows show the dependencies between lanes that decided when a task started; those on the critical path are named so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from isal import igzip
+
+from lumos.files import whole_file
+from lumos.graph.critical_path import CriticalPath
+from lumos.graph.from_trace.build import Execution
+from lumos.graph.graph import Graph, Rule
+from lumos.graph.simulate import Times
+from lumos.trace.names import GPU_CATEGORIES, Category
+from lumos.trace.trace import Header, Trace
+
+Event = dict[str, Any]
+
+_CHUNK = 20_000  # events that are encoded at once
+_CATEGORIES = {
+    Category.OTHER: "cpu_instant_event", Category.OP: "cpu_op", Category.CALL: "cuda_runtime",
+    Category.NOTE: "user_annotation", Category.KERNEL: "kernel", Category.COPY: "gpu_memcpy",
+    Category.SET: "gpu_memset", Category.PYTHON: "python_function", Category.OVERHEAD: "overhead",
+}  # fmt: skip
+
+
+def _write(path: Path, header: dict[str, Any], events: Iterable[list[Event]]) -> None:
+    """Write the header and chunks of events; gzip if the name ends in .gz."""
+    with whole_file(path) as plain:
+        gzip: Any = igzip.IGzipFile
+        packed = gzip(fileobj=plain, mode="wb", filename="", mtime=0) if path.name.endswith(".gz") else None
+        file = packed or plain
+        file.write(orjson.dumps(header)[:-1] + b',"traceEvents":[\n')
+        separator = b""
+        for chunk in filter(None, events):
+            file.write(separator + b",\n".join(map(orjson.dumps, chunk)))
+            separator = b",\n"
+        file.write(b"\n]}\n")
+        if packed is not None:
+            packed.close()
+
+
+def write_kineto(path: Path, trace: Trace, rank: int) -> None:
+    """Write the events of one rank as PyTorch's profiler does."""
+    base = int(trace.start.min()) if len(trace) else 0
+    header = _header(next(h for h in trace.headers if h.rank == rank))
+    _write(path, header | {"baseTimeNanoseconds": base}, _kineto_events(trace, rank, base))
+
+
+def _header(header: Header) -> dict[str, Any]:
+    world = {"rank": header.rank} | ({"world_size": header.world_size} if header.world_size > 0 else {})
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "traceName": header.job,
+        "record_shapes": int(header.shapes),
+        "with_stack": int(header.stacks),
+        "distributedInfo": world | ({"backend": header.backend} if header.backend else {}),
+        "deviceProperties": [{"id": 0, "name": header.gpu}] if header.gpu else [],
+    }
+
+
+def _kineto_events(trace: Trace, rank: int, base: int) -> Iterator[list[Event]]:
+    mine = np.flatnonzero(trace.lane_rank == rank).tolist()
+    tracks = {lane: (_number(trace.lanes[lane].process), _number(trace.lanes[lane].label)) for lane in mine}
+    yield [_track(*track, trace.lanes[lane].text) for lane, track in tracks.items()]
+    rows = np.flatnonzero(trace.rank == rank)
+    for low in range(0, len(rows), _CHUNK):
+        some = rows[low : low + _CHUNK]
+        of_rows = zip(some.tolist(), (tracks[lane] for lane in trace.lane[some].tolist()), strict=True)
+        yield [_span(trace, row, *track, base) | {"args": _args(trace, row, track)} for row, track in of_rows]
+    yield list(_syncs(trace, rank))
+
+
+def _track(process: int | str, thread: int | str, name: str) -> Event:
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _span(trace: Trace, row: int, process: int | str, thread: int | str, base: int) -> Event:
+    return {
+        "ph": "X", "cat": _CATEGORIES[Category(trace.category[row])], "name": trace.names[trace.name[row]],
+        "pid": process, "tid": thread, "ts": (int(trace.start[row]) - base) / 1000,
+        "dur": int(trace.duration[row]) / 1000,
+    }  # fmt: skip
+
+
+def _args(trace: Trace, row: int, track: tuple[int | str, int | str]) -> dict[str, Any]:
+    args: dict[str, Any] = {}
+    if trace.category[row] in GPU_CATEGORIES:
+        args["device"], args["stream"] = track
+    if trace.correlation[row] >= 0:
+        args["correlation"] = int(trace.correlation[row])
+    if trace.message[row] >= 0:
+        message = trace.messages[trace.message[row]]
+        args |= {
+            "Collective name": message.collective, "dtype": message.dtype, "In msg nelems": message.in_elements,
+            "Out msg nelems": message.out_elements, "Process Group Name": message.group,
+            "Group size": message.group_size, "Process Group Ranks": str(list(message.ranks)),
+            "Seq": message.sequence, "Src Rank": message.source, "Dst Rank": message.destination,
+        }  # fmt: skip
+    return args
+
+
+def _syncs(trace: Trace, rank: int) -> Iterator[Event]:
+    """What synchronising calls waited for; these rows have no times of their own."""
+    syncs = trace.syncs
+    for i in np.flatnonzero(trace.lane_rank[syncs.lane] == rank).tolist() if len(syncs.lane) else []:
+        args = {
+            "correlation": int(syncs.correlation[i]), "stream": int(syncs.stream[i]),
+            "wait_on_stream": int(syncs.wait_stream[i]), "wait_on_cuda_event_record_corr_id": int(syncs.record[i]),
+            "wait_on_cuda_event_id": int(syncs.event[i]),
+        }  # fmt: skip
+        yield {"ph": "X", "cat": "cuda_sync", "name": "Sync", "pid": 0, "tid": 0, "ts": 0.0, "dur": 0.0, "args": args}
+
+
+def _number(label: str) -> int | str:
+    """A label as the number it is, so that viewers sort it as one."""
+    return int(label) if label.isdecimal() and len(label) < 18 and str(int(label)) == label else label
+
+
+def write_timeline(
+    path: Path, execution: Execution, graph: Graph, times: Times, trace: Trace, critical: CriticalPath | None = None
+) -> None:
+    """Write a simulated run with the arrows of the edges that decided."""
+    events = _timeline_events(execution, graph, times, trace, critical)
+    _write(path, {"schemaVersion": 1, "displayTimeUnit": "ms"}, events)
+
+
+def _timeline_events(
+    execution: Execution, graph: Graph, times: Times, trace: Trace, critical: CriticalPath | None
+) -> Iterator[list[Event]]:
+    for rank in trace.ranks:
+        shown = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
+        yield [{"ph": "M", "name": name, "pid": rank, "args": args} for name, args in shown.items()]
+    yield [_track(lane.rank, index, lane.text) for index, lane in enumerate(trace.lanes)]
+    rows = np.flatnonzero(execution.nodes.last_node >= 0)
+    for low in range(0, len(rows), _CHUNK):
+        lanes = trace.lane[rows[low : low + _CHUNK]].tolist()
+        some = zip(rows[low : low + _CHUNK].tolist(), lanes, strict=True)
+        yield [_span(trace, row, trace.lanes[lane].rank, lane, execution.origin) for row, lane in some]
+    on_path = set() if critical is None else set(critical.edge[critical.edge >= 0].tolist())
+    deciding = _deciding_edges(graph, times)
+    for low in range(0, len(deciding), _CHUNK):
+        some_edges = deciding[low : low + _CHUNK].tolist()
+        yield [arrow for edge in some_edges for arrow in _arrow(execution, graph, times, edge, edge in on_path)]
+
+
+def _deciding_edges(graph: Graph, times: Times) -> np.ndarray:
+    """Edges that decided when their target started, rather than the order of its lane."""
+    edges = graph.edges
+    since = np.where(edges.from_start, times.start[edges.source], times.end[edges.source])
+    reached = since + edges.lag + edges.frozen
+    before = np.where(graph.is_first, 0.0, np.concatenate([[0.0], times.end[:-1]])) + graph.gap + graph.frozen
+    start = times.start[edges.target]
+    return np.flatnonzero((np.abs(reached - start) < 0.5) & (before[edges.target] < start - 0.5))
+
+
+def _arrow(execution: Execution, graph: Graph, times: Times, edge: int, critical: bool) -> Iterator[Event]:
+    source, target = int(graph.edges.source[edge]), int(graph.edges.target[edge])
+    nodes = execution.nodes
+    if max(source, target) >= len(nodes):
+        return  # a rendezvous has no lane; the arrivals around it are visible as they are
+    name = "critical path" if critical else Rule(graph.edges.rule[edge]).name.lower()
+    since = times.start[source] if graph.edges.from_start[edge] else times.end[source]
+    for phase, node, time in (("s", source, since), ("f", target, times.start[target])):
+        lane = int(nodes.lane[node])
+        yield {
+            "ph": phase, "id": edge, "cat": "dependency", "name": name, "bp": "e",
+            "pid": execution.trace.lanes[lane].rank, "tid": lane, "ts": float(time) / 1e3,
+        }  # fmt: skip
