@@ -140,7 +140,7 @@ def test_a_layer_keeps_what_korthikanti_et_al_2022_derive(sequence_parallel: boo
         {"seq": s, "micro_batch": b, "framework": "megatron-2021", "precision": "fp16", "recompute": recompute},
         {"tp": t, "sequence_parallel": sequence_parallel},
     )
-    kept = Program(setup).layer_memory(sparse=False).kept
+    kept = Program(setup).dense_memory.kept
     outside = 10 / t if sequence_parallel else 10
     scores = 5 * a * s / (h * t)
     by_hand = {"none": outside + 24 / t + scores, "selective": outside + 24 / t, "full": 2 * (outside / 10)}[recompute]

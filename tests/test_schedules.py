@@ -218,6 +218,14 @@ def test_what_is_held_is_what_the_turns_leave_open(shape: tuple[str, int, int, i
 
 
 @given(shapes())
+def test_no_stage_holds_more_than_the_one_before_it(shape: tuple[str, int, int, int]) -> None:
+    name, *counts = shape
+    assume(schedule_named(name).first_holds_most)
+    held = [sum(schedule_named(name).in_flight(stage, *counts)) for stage in range(counts[0])]
+    assert held == sorted(held, reverse=True)
+
+
+@given(shapes())
 def test_every_virtual_stage_lies_somewhere_once(shape: tuple[str, int, int, int]) -> None:
     name, pp, vpp, _ = shape
     assert sorted(schedule_named(name).virtual_stages(pp, vpp).ravel()) == list(range(pp * vpp))

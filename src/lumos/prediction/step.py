@@ -411,7 +411,8 @@ class Assembly:
         gathers = {"never": 0, "once": 1, "every pass": 2 * count}[self.gathers]
         reductions = count if self.plan.reduces_always else 1
         work = 0.0
-        for chunk, times in Counter(row).items():
+        for number, times in Counter(map(id, row)).items():  # chunks that hold the same are the same object
+            chunk = next(chunk for chunk in row if id(chunk) == number)
             gather = self._network_us("gather", stage, chunk) if gathers else 0.0
             work += times * (gathers * gather + reductions * self._network_us("reduce", stage, chunk))
         return self.units * work + sum(self._network_us(what, stage, row[0]) for what in ("optimizer", "publish"))
@@ -425,11 +426,7 @@ class Assembly:
     def _path_us(self, link: float) -> float:
         """One micro-batch, forward and back; links between chunks of one stage take no time."""
         blocks = sum(chunk.forward.us + chunk.backward.us for row in self.chunks for chunk in row)
-        p = self.setup.parallel
-        places = self.program.schedule.virtual_stages(p.pp, p.vpp)
-        stage_of = np.empty(places.size, np.int64)
-        stage_of[places] = np.arange(p.pp)[:, None]
-        return blocks + 2 * link * int((np.diff(stage_of) != 0).sum())
+        return blocks + 2 * link * self.program.schedule.links(self.setup.parallel.pp, self.setup.parallel.vpp)
 
     def _link_us(self) -> float:
         """Activations to the next stage."""

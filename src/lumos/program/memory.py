@@ -120,8 +120,8 @@ class _Stages:
         self.program, self.layout = program, program.layout
         self.framework, self.sharding = program.framework, program.sharding
         model = program.setup.model
-        self.dense = program.layer_memory(sparse=False) if model.moe_layers < model.layers else _NOTHING
-        self.sparse = program.layer_memory(sparse=True) if model.experts else _NOTHING
+        self.dense = program.dense_memory if model.moe_layers < model.layers else _NOTHING
+        self.sparse = program.sparse_memory if model.experts else _NOTHING
         self.logits = float(self.layout.tokens * self.layout.vocab)
         self.workspaces = _workspaces(program.setup.cluster.gpu)
         self.joins_outputs = program.setup.parallel.pp > 1 and self.framework.keeps_outputs
@@ -139,13 +139,12 @@ class _Stages:
         return max(_Stage(self, index).phases(), key=lambda memory: memory.peak)
 
     def worst(self) -> tuple[int, StageMemory]:
-        """The stage that needs most. Of stages that hold the same, the one with most in flight."""
+        """The stage that needs most; of stages that hold the same layers, the first where it has most in flight."""
         alike: dict[tuple[Chunk, ...], int] = {}
         for index, chunks in enumerate(self.program.chunks):
-            held = alike.setdefault(chunks, index)
-            if sum(self.program.in_flight(index)) > sum(self.program.in_flight(held)):
-                alike[chunks] = index
-        return max(((index, self.memory(index)) for index in alike.values()), key=lambda found: found[1].peak)
+            alike.setdefault(chunks, index)
+        stages = alike.values() if self.program.schedule.first_holds_most else range(len(self.program.chunks))
+        return max(((index, self.memory(index)) for index in stages), key=lambda found: found[1].peak)
 
 
 class _Stage:

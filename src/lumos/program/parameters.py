@@ -70,7 +70,7 @@ def _within_stages(setup: Setup) -> list[int]:
     parallel = setup.parallel
     pp, vpp = parallel.pp, parallel.vpp
     counts = [0] * (pp * vpp)
-    for stage, row in enumerate(schedule_named(parallel.schedule).virtual_stages(pp, vpp).tolist()):
+    for stage, row in enumerate(schedule_named(parallel.schedule).placement(pp, vpp)):
         for place, virtual in enumerate(sorted(row)):
             counts[virtual] = (parallel.stage_layers[stage] + vpp - 1 - place) // vpp
     return counts
@@ -102,8 +102,8 @@ def chunks_of(setup: Setup, balances: bool = False) -> list[tuple[Chunk, ...]]:
         chunks = [sizes[count] for count in counts]
     chunks[0] = chunks[0]._replace(first=True)
     chunks[-1] = chunks[-1]._replace(last=True)
-    places = schedule_named(parallel.schedule).virtual_stages(parallel.pp, parallel.vpp)
-    return [tuple(chunks[virtual] for virtual in row) for row in places.tolist()]
+    places = schedule_named(parallel.schedule).placement(parallel.pp, parallel.vpp)
+    return [tuple(chunks[virtual] for virtual in row) for row in places]
 
 
 class RankParameters:

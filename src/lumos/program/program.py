@@ -133,17 +133,30 @@ class Program:
         return Repeated((*key, phase), lambda: half(build()), count)
 
     # ------------------------------------------------------------------ what it keeps
-    def layer_memory(self, sparse: bool) -> LayerMemory:
-        """Of one layer and one micro-batch."""
-        return _layer_memory(_KeyedLayout(self.layout), sparse)
+    @cached_property
+    def dense_memory(self) -> LayerMemory:
+        """Of one dense layer and one micro-batch."""
+        return _layer_memory(self._keyed, False)
+
+    @cached_property
+    def sparse_memory(self) -> LayerMemory:
+        """Of one layer with experts and one micro-batch."""
+        return _layer_memory(self._keyed, True)
+
+    @cached_property
+    def _keyed(self) -> _KeyedLayout:
+        return _KeyedLayout(self.layout)
+
+    @cached_property
+    def _ends(self) -> tuple[float, float]:
+        return _end_bytes(self._keyed)
 
     def kept_bytes(self, chunk: Chunk) -> float:
         """What one micro-batch keeps of a chunk between its forward and its backward pass."""
-        first, last = _end_bytes(_KeyedLayout(self.layout))
-        kept = (first if chunk.first else 0.0) + (last if chunk.last else 0.0)
-        for count, sparse in ((chunk.dense, False), (chunk.sparse, True)):
-            kept += count * self.layer_memory(sparse).kept if count else 0.0
-        return kept
+        kept = chunk.dense * self.dense_memory.kept if chunk.dense else 0.0
+        kept += chunk.sparse * self.sparse_memory.kept if chunk.sparse else 0.0
+        kept += self._ends[0] if chunk.first else 0.0
+        return kept + (self._ends[1] if chunk.last else 0.0)
 
 
 class _KeyedLayout:

@@ -172,13 +172,12 @@ class RankLayout:
     def gathers(self) -> str:
         """When the weights that ZeRO 3 divides are gathered: "never" (they are whole), "every pass", or "once" a step.
 
-        FSDP gathers each layer before its forward and again before its backward pass. In a pipeline it keeps what was
-        gathered until the last micro-batch has gone back (torch.distributed.pipelining sets reshard_after_backward and
-        the gradient synchronisation for the last backward pass alone; torchtitan reshards "never" where pp > 1).
+        FSDP gathers each layer before its forward and again before its backward pass. In a pipeline of PyTorch it keeps
+        what was gathered until the last micro-batch has gone back.
         """
         if self.parallel.zero < 3 or self.sharing[0].size == 1:
             return "never"
-        return "every pass" if self.parallel.pp == 1 else "once"
+        return "once" if self.parallel.pp > 1 and self.framework.keeps_weights_in_pipeline else "every pass"
 
     @cached_property
     def gather_launches(self) -> float:

@@ -10,6 +10,7 @@ All stages are worked out at once, as arrays: a search meets hundreds of new sch
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ class Schedule:
     frameworks: ClassVar[tuple[str, ...]] = ()  # that have it; a search tries it for these
     splits_backward: ClassVar[bool] = False  # weight gradients have turns of their own
     chunks: ClassVar[tuple[int, int]] = (1, 1)  # fewest and most virtual stages of one stage
+    first_holds_most: ClassVar[bool] = True  # no stage holds more micro-batches than the one before it
 
     def turns(self, pp: int, vpp: int, microbatches: int) -> Turns:
         """The turns of every stage, in order."""
@@ -54,6 +56,14 @@ class Schedule:
     def virtual_stages(self, pp: int, vpp: int) -> NDArray[np.int64]:
         """(stages, chunks): which virtual stage of the model each chunk is; around the stages again and again."""
         return np.arange(pp)[:, None] + pp * np.arange(vpp)[None, :]
+
+    def placement(self, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
+        """The same as plain numbers, [stage][chunk]."""
+        return _placement(self, pp, vpp)
+
+    def links(self, pp: int, vpp: int) -> int:
+        """How often a micro-batch changes stages on its way forward."""
+        return _links(self, pp, vpp)
 
     def in_flight(self, stage: int, pp: int, vpp: int, microbatches: int) -> tuple[int, ...]:
         """Micro-batches that a stage holds of each chunk, at the moment it holds most.
@@ -75,6 +85,18 @@ class Schedule:
         """The turns of one stage."""
         rows = self.turns(pp, vpp, microbatches)[stage].tolist()
         return [Turn(Phase(phase), micro, chunk) for phase, micro, chunk in rows]
+
+
+@lru_cache(maxsize=4096)
+def _placement(schedule: Schedule, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in schedule.virtual_stages(pp, vpp).tolist())
+
+
+@lru_cache(maxsize=4096)
+def _links(schedule: Schedule, pp: int, vpp: int) -> int:
+    stage_of = np.empty(pp * vpp, np.int64)
+    stage_of[schedule.virtual_stages(pp, vpp)] = np.arange(pp)[:, None]
+    return int((np.diff(stage_of) != 0).sum())
 
 
 def alternating(ahead: NDArray[np.int64], micro: NDArray[np.int32], chunk: NDArray[np.int32]) -> Turns:

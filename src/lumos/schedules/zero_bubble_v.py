@@ -29,6 +29,7 @@ class ZeroBubbleV(Schedule):
     frameworks = ("pytorch", "torchtitan")
     splits_backward = True
     chunks = (2, 2)
+    first_holds_most = False
 
     def virtual_stages(self, pp: int, vpp: int) -> NDArray[np.int64]:
         down = np.arange(pp)
