@@ -1,8 +1,8 @@
 """Attention: norm, projections, rotary positions, attention proper, output projection, residual; forward and backward.
 
 What is kept for the backward pass, in bytes a token (a query and k key-value heads of size d, 16 bits): query, key,
-value and the output of flash attention, 4 (a + k) d, and its log-sum-exp, 4 a. An eager operator keeps what its backward
-formula reads, and a tensor that several operators keep is counted once.
+value and the output of flash attention, 4 (a + k) d, and its log-sum-exp, 4 a. An eager operator keeps what its
+backward formula reads, and a tensor that several operators keep is counted once.
 """
 
 from __future__ import annotations
