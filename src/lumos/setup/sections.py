@@ -19,14 +19,6 @@ MaybeDegree = Annotated[int, Field(ge=0, le=1 << 20)]
 Count = Annotated[int, Field(ge=0, le=1 << 14)]  # layers or experts
 Bandwidth = Annotated[float, Field(ge=1e-3, le=1e6)]  # GB/s
 
-Norm = Literal["rms", "layer"]
-Positions = Literal["rotary", "learned", "alibi", "none"]
-Activation = Literal["silu", "gelu", "relu", "relu2"]
-Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
-Recompute = Literal["none", "selective", "full"]
-Optimizer = Literal["adamw", "adam", "sgd", "none"]
-Attention = Literal["", "flash", "unfused"]  # "": the framework's default
-Mode = Literal["pretrain", "lora", "sft"]
 if TYPE_CHECKING:
     Schedule = str
 else:
@@ -84,13 +76,13 @@ class Model(Section):
     expert_ffn: MaybeSize = 0  # derived: ffn
     shared_experts: Count = 0
     dense_layers: Count = 0  # in a mixture of experts, how many layers at the beginning have none
-    norm: Norm = "rms"  # this and the next two are derived: as in Llama if gated, as in GPT-3 if not
-    positions: Positions = "rotary"
+    norm: Literal["rms", "layer"] = "rms"  # this and the next two are derived: as in Llama if gated, as in GPT-3 if not
+    positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
     bias: bool = False
     qkv_bias: bool = False  # derived: bias
     qk_norm: bool = False
     parallel_residual: bool = False
-    activation: Activation = "silu"  # derived: silu if gated, else gelu
+    activation: Literal["silu", "gelu", "relu", "relu2"] = "silu"  # derived: silu if gated, else gelu
     q_lora_rank: MaybeSize = 0
     kv_lora_rank: MaybeSize = 0  # more than 0: multi-head latent attention
     qk_nope_head_dim: MaybeSize = 0
@@ -198,13 +190,13 @@ class Train(Section):
     micro_batch: Degree = 1
     microbatches: MaybeSize = 0
     global_batch: MaybeSize = 0
-    precision: Precision = "bf16"
-    recompute: Recompute = "none"
-    optimizer: Optimizer = "adamw"
+    precision: Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = "bf16"
+    recompute: Literal["none", "selective", "full"] = "none"
+    optimizer: Literal["adamw", "adam", "sgd", "none"] = "adamw"
     compile: bool = False
     framework: Annotated[str, Field(max_length=100)] = "pytorch"
-    attention: Attention = ""
-    mode: Mode = "pretrain"
+    attention: Literal["", "flash", "unfused"] = ""  # "": the framework's default
+    mode: Literal["pretrain", "lora", "sft"] = "pretrain"
     imbalance: Annotated[float, Field(ge=1, le=1e4)] = 1.0  # load of the busiest expert / mean load
     cuda_graphs: bool = False
 

@@ -19,7 +19,12 @@ _REPLICA = {"parallel.tp", "parallel.pp", "parallel.cp", "cluster.gpus"}
 
 
 class Setup(BaseModel):
-    """Built from values alone, with what follows from them filled in; `check` says whether they make sense."""
+    """A training run. Types are checked and derived values filled in; `check` says whether the values fit together.
+
+    >>> setup = Setup(model=preset_named("llama3-8b").model, train=Train(seq=8192), cluster=Cluster(gpu="h100", gpus=8))
+    >>> setup.parallel.dp
+    8
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,9 +60,9 @@ class Setup(BaseModel):
         return self.train.global_batch * self.train.seq
 
     def replaced(self, changes: Mapping[str, Any]) -> Setup:
-        """A copy with other values: {"parallel.tp": 2}. Types are checked, whether it makes sense is not.
+        """A copy with other values: `setup.replaced({"parallel.tp": 2})`. Only types are checked.
 
-        What was derived is derived anew. The number of GPUs stays unless it or dp is given, and the global batch stays
+        What was derived is derived again. The number of GPUs stays unless it or dp is given, and the global batch stays
         unless it or microbatches is given.
         """
         unknown = [key for key in changes if key not in KEYS]
@@ -74,7 +79,7 @@ class Setup(BaseModel):
 
 
 def _follow_ups(changes: Mapping[str, Any]) -> dict[str, int]:
-    """What is to be derived anew (0) because of these changes."""
+    """The values to derive again (0) because of these changes."""
     again: dict[str, int] = {}
     if "parallel.dp" in changes:
         again["cluster.gpus"] = 0
@@ -99,7 +104,7 @@ def _count(section: _Values, key: str) -> int:
 
 
 def _filled(section: _Values, values: dict[str, int]) -> _Values:
-    """The section with these values where it has none. One that is of the wrong type stays, to be refused."""
+    """The section with these values where it has none. A value of the wrong type stays, to be refused."""
     if isinstance(section, dict):
         return values | {key: value for key, value in section.items() if key not in values or value}
     missing = {key: value for key, value in values.items() if not getattr(section, key)}

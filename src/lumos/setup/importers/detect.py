@@ -10,10 +10,10 @@ import msgspec
 
 from lumos.errors import InputError
 from lumos.setup.importers import megatron
-from lumos.setup.importers.foreign_file import Findings, Reading, beginning_of, text_of
+from lumos.setup.importers.foreign_file import Findings, Reading, beginning_of, flat, text_of
 from lumos.setup.importers.huggingface import model_keys
 from lumos.setup.importers.launch_script import Script, put_cluster, read_shell
-from lumos.setup.importers.torchtitan import OPTION, config_of, is_torchtitan, read_torchtitan
+from lumos.setup.importers.torchtitan import OPTION, is_torchtitan, keys_of, read_torchtitan
 from lumos.setup.messages import place_of, shown
 
 _FORMATS = (
@@ -110,7 +110,7 @@ def _of_script(script: Script, folder: Path) -> Reading:
     found.notes += script.notes
     put_cluster(found, script)
     below = _config_file(name, folder, found) if name else {}
-    return read_torchtitan(_merged(below, config_of(script.options, toml_value)), found)
+    return read_torchtitan(flat(below) | keys_of(script.options, toml_value), found)
 
 
 def _config_file(name: str, folder: Path, found: Findings) -> dict[str, Any]:
@@ -122,12 +122,3 @@ def _config_file(name: str, folder: Path, found: Findings) -> dict[str, Any]:
             continue
     found.notes.append(f"its configuration {shown(name)} is not next to the script: only the options given are used")
     return {}
-
-
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both tables, with the values of `above` where both have one."""
-    merged = dict(below)
-    for key, value in above.items():
-        inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return merged

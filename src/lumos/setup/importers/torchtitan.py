@@ -41,7 +41,7 @@ def is_torchtitan(config: Mapping[str, Any]) -> bool:
 
 
 def read_torchtitan(config: Mapping[str, Any], begun: Findings | None = None) -> Reading:
-    """The run that these sections describe. `begun` may hold what is known of the cluster."""
+    """The run that sections or dotted keys describe. `begun` may hold what is known of the cluster."""
     found = begun or Findings()
     given = {key: value for key, value in flat(config).items() if value is not None}
     found.values["train.framework"] = "torchtitan"
@@ -53,24 +53,17 @@ def read_torchtitan(config: Mapping[str, Any], begun: Findings | None = None) ->
     return found.reading(key for key in given if key not in _KNOWN and not is_ignored(key, _TABLES["ignored"]))
 
 
-def config_of(options: Mapping[str, list[str]], value: Callable[[str], Any]) -> dict[str, Any]:
-    """The dotted options of a command as sections of a TOML. A flag is true, and `section.no-flag` false."""
-    config: dict[str, Any] = {}
+def keys_of(options: Mapping[str, list[str]], value: Callable[[str], Any]) -> dict[str, Any]:
+    """The dotted options of a command as keys of a TOML. A flag is true, and `section.no-flag` false."""
+    keys: dict[str, Any] = {}
     for name, words in options.items():
         section, dot, key = name.replace("-", "_").rpartition(".")
-        if not dot:
-            if key in ("config", "module") and words:
-                config[key] = words[0]
-            continue
-        if key.startswith("no_") and not words:
+        if dot and key.startswith("no_") and not words:
             key, words = key[3:], ["False"]
         word = words[0] if words else "True"
-        part = config
-        for step in section.split("."):
-            inner = part.setdefault(step, {})
-            part = inner if isinstance(inner, dict) else part
-        part[key] = _PYTHON[word] if word in _PYTHON else value(word)
-    return config
+        if dot or (key in ("config", "module") and words):
+            keys[section + dot + key] = _PYTHON[word] if word in _PYTHON else value(word)
+    return keys
 
 
 # Values of single keys
