@@ -1,1 +1,1 @@
-"""Blocks: what one rank runs for one layer or end of the model, from a description."""
+"""Program: what each rank of a training step does and holds, as blocks of operators; time and memory follow from it."""

@@ -1,9 +1,8 @@
-"""Model FLOPs: what a step has to compute, whatever it also computes.
+"""Model FLOPs: the operations that a step has to do, for MFU; with what is recomputed, for HFU.
 
-Products count two operations for each weight that a token meets, three times (forward, and two gradients); attention
-counts the causal half of the scores. MFU is this over time and the dense peak in the precision of the products; HFU
-counts what is recomputed as well. Megatron's own formula counts the whole square of the scores, and so gives a few
-percent more on long sequences.
+Matmuls count two operations for each weight that a token meets, three times (forward, and two gradients); attention
+counts the causal half of the scores. MFU is this over time and the dense peak in the precision of the matmuls. Megatron's
+own formula counts the whole square of the scores, and so gives a few percent more on long sequences.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from lumos.setup.setup import Setup
 
 def forward_flops_per_token(setup: Setup) -> float:
     """Of all layers and the output matrix."""
-    return _products_flops(setup) + setup.model.layers * _scores_flops(setup)
+    return _matmul_flops(setup) + setup.model.layers * _scores_flops(setup)
 
 
-def _products_flops(setup: Setup) -> float:
+def _matmul_flops(setup: Setup) -> float:
     """Of all linear layers, for one token."""
     m = setup.model
     return 2.0 * (m.active_parameters() - m.embedding_parameters() + m.vocab * m.hidden)
@@ -32,12 +31,12 @@ def _scores_flops(setup: Setup) -> float:
 
 def model_flops(setup: Setup) -> float:
     """Of one step over all GPUs. Adapters train few weights: their step has no weight gradients to speak of."""
-    frozen = _products_flops(setup) if setup.train.mode == "lora" else 0.0
+    frozen = _matmul_flops(setup) if setup.train.mode == "lora" else 0.0
     return (3.0 * forward_flops_per_token(setup) - frozen) * setup.tokens
 
 
 def hardware_flops(setup: Setup) -> float:
-    """What is really computed: recomputed layers count again."""
+    """What is computed in fact: recomputed layers count again."""
     train, m = setup.train, setup.model
     again = 0.0
     if train.recompute == "full":
