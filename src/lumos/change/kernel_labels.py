@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lumos.analysis.replay import Replay
+from lumos.data_files import read_table
 from lumos.graph.simulate import simulate
 from lumos.trace.names import CPU_COMPUTE, Category, Kind, is_step
 from lumos.trace.steps import Steps
@@ -39,15 +40,6 @@ class Work(IntEnum):
     ATTENTION = 1
     STREAM = 2  # limited by memory bandwidth
     COMM = 3
-
-
-_MATRIX = re.compile(r"nvjet|gemm|cutlass|cublas|cijk|xmma|_mm_|matmul|ampere_.*(s|h)gemm|sm\d+_xmma|wgmma_gemm", re.I)
-_ATTENTION = re.compile(r"sdpa|flash|fmha|mha_(fwd|bwd)|attention|attn", re.I)
-_BACKWARD = re.compile(r"bprop|bwd|backward|dot_do_o|convert_dq|dgrad", re.I)
-_HELPER = re.compile(r"dot_do_o|convert_dq")  # kernels beside the main one of an attention's backward pass
-_SOFTMAX = re.compile(r"(masked_softmax|softmax_warp)_?(warp_)?(forward|backward)")  # of attention that is not fused
-_ENGINE = "autograd::engine::evaluate_function"
-_OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)")
 
 
 @dataclass(frozen=True)
@@ -162,31 +154,21 @@ class _Names:
     """What every name of a trace means; each is looked at once."""
 
     def __init__(self, trace: Trace) -> None:
-        self.engine = np.array([name.startswith(_ENGINE) for name in trace.names], bool)
-        self.optimizer = np.array([_OPTIMIZER.search(name) is not None for name in trace.names], bool)
+        is_a = {
+            key: np.array([re.search(text, name) is not None for name in trace.names], bool)
+            for key, text in read_table("operator_names.toml")["kernels"].items()
+        }
+        self.engine, self.optimizer = is_a["autograd_engine"], is_a["optimizer"]
         self.step = np.array([is_step(name) for name in trace.names], bool)
         self.blocking = np.array([name == CPU_COMPUTE for name in trace.names], bool)
-        self.attention = np.array([_attention(name) for name in trace.names], np.int8)
-        matrix = np.array([_MATRIX.search(name) is not None for name in trace.names], bool)
-        self.work = np.where(self.attention > 0, Work.ATTENTION, np.where(matrix, Work.MATRIX, Work.STREAM))
-        self.work = self.work.astype(np.int8)
-        if not self.attention.any():
-            self.attention = np.array([_unfused_attention(name) for name in trace.names], np.int8)
+        attention = is_a["attention"] & np.array(["aten::" not in name for name in trace.names], bool)
+        self.work = np.select([attention, is_a["matrix"]], [Work.ATTENTION, Work.MATRIX], Work.STREAM).astype(np.int8)
+        self.attention = np.where(attention, 1 + is_a["backward"], 0).astype(np.int8)
+        if not attention.any():
+            self.attention = (is_a["softmax_forward"] + 2 * is_a["softmax_backward"]).astype(np.int8)
+        self.attention[is_a["attention_helper"]] = 0
         communication = np.unique(trace.name[trace.kind == Kind.COMM])
-        self.work[communication] = Work.COMM
-        helpers = [index for index, name in enumerate(trace.names) if _HELPER.search(name)]
-        self.attention[[*communication, *helpers]] = 0
-
-
-def _attention(name: str) -> int:
-    if not _ATTENTION.search(name) or "aten::" in name:
-        return 0
-    return 2 if _BACKWARD.search(name) else 1
-
-
-def _unfused_attention(name: str) -> int:
-    found = _SOFTMAX.search(name)
-    return 0 if found is None else 2 if found[3] == "backward" else 1
+        self.work[communication], self.attention[communication] = Work.COMM, 0
 
 
 def _within(trace: Trace, calls: Rows, spans: Rows) -> NDArray[np.bool_]:

@@ -18,31 +18,22 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from lumos.data_files import read_table
 from lumos.errors import InputError, LumosError
 from lumos.setup.constraints import checked_setup
 from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
 
-_FRAMEWORKS = (
-    (r"torchtitan", "torchtitan"),
-    (r"megatron-deepspeed", "megatron-deepspeed"),
-    (r"megatron-lm 202[0-2]", "megatron-2021"),
-    (r"nemo|megatron|transformerengine|bridge", "megatron"),
-    (r"foundry|composer|mosaic", "llm-foundry"),
-    (r"nanotron", "nanotron"),
-    (r"neox", "neox"),
-)
-_MOST_SIMILAR = (  # for frameworks that Lumos does not describe
-    (r"automodel|fsdp|maxtext|axolotl", "torchtitan"),
-    (r"", "pytorch"),
-)
-_PRECISIONS = {"fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"}
+_TABLE = read_table("measured_runs.toml")
+_NEEDED: list[str] = _TABLE["needed"]
 _MOST_BYTES = 1 << 28
-_NEEDED = ("n_layers", "hidden", "n_heads", "vocab", "seq_len", "n_gpus", "tp", "pp", "micro_batch", "global_batch")
+
+Row = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -56,10 +47,10 @@ class Run:
     seconds: float  # measured step time; nan where the row does not state it
     setup: Setup
     notes: tuple[str, ...]  # assumptions that make its prediction less certain
-    row: dict[str, str]
+    row: Row
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[Row]:
     """The rows of a table of measurements."""
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -77,7 +68,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def runs_of(rows: list[dict[str, str]]) -> Iterator[Run | tuple[str, str]]:
+def runs_of(rows: list[Row]) -> Iterator[Run | tuple[str, str]]:
     """Every row as a Run, or (id, reason) where it describes none."""
     for number, row in enumerate(rows, 1):
         name = row.get("id") or f"row {number}"
@@ -87,7 +78,7 @@ def runs_of(rows: list[dict[str, str]]) -> Iterator[Run | tuple[str, str]]:
             yield name, str(problem).splitlines()[0][:200]
 
 
-def run_of(row: dict[str, str], name: str) -> Run:
+def run_of(row: Row, name: str) -> Run:
     """The Run that a row describes."""
     empty = [column for column in _NEEDED if not row.get(column, "").strip()]
     empty = empty or [column for column in _NEEDED if not _int(row, column)]
@@ -110,7 +101,7 @@ def run_of(row: dict[str, str], name: str) -> Run:
                tuple(notes), row)  # fmt: skip
 
 
-def _number(row: dict[str, str], column: str, default: float = 0.0) -> float:
+def _number(row: Row, column: str, default: float = 0.0) -> float:
     """A column as a number; InputError where it is not a finite one."""
     text = row.get(column, "").strip()
     if not text:
@@ -124,7 +115,7 @@ def _number(row: dict[str, str], column: str, default: float = 0.0) -> float:
     return number
 
 
-def _int(row: dict[str, str], column: str, default: int = 0) -> int:
+def _int(row: Row, column: str, default: int = 0) -> int:
     """A column as a whole number; InputError where it is not one."""
     number = _number(row, column, default)
     if number != round(number):
@@ -132,22 +123,21 @@ def _int(row: dict[str, str], column: str, default: int = 0) -> int:
     return round(number)
 
 
-def _flag(row: dict[str, str], column: str) -> bool | None:
+def _flag(row: Row, column: str) -> bool | None:
     text = row.get(column, "").strip().lower()
     return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text)
 
 
-def _framework(row: dict[str, str], notes: list[str]) -> str:
+def _framework(row: Row, notes: list[str]) -> str:
     text = row["framework"].lower()
-    known = next((name for pattern, name in _FRAMEWORKS if re.search(pattern, text)), "")
-    if known and "automodel" not in text:  # part of NeMo, but not based on Megatron
-        return known
-    like = next(name for pattern, name in _MOST_SIMILAR if re.search(pattern, text))
-    notes.append(f"framework {row['framework'][:60]!r} is predicted as {like}")
-    return like
+    known = (entry for entry in _TABLE["frameworks"] if re.search(entry["pattern"], text))
+    found = next(known, {"name": "pytorch", "similar": True})
+    if found.get("similar"):
+        notes.append(f"framework {row['framework'][:60]!r} is predicted as {found['name']}")
+    return str(found["name"])
 
 
-def _model(row: dict[str, str]) -> dict[str, Any]:
+def _model(row: Row) -> dict[str, Any]:
     hidden, heads = _int(row, "hidden"), _int(row, "n_heads")
     model: dict[str, Any] = {
         "layers": _int(row, "n_layers"), "hidden": hidden, "heads": heads, "vocab": _int(row, "vocab"),
@@ -163,10 +153,10 @@ def _model(row: dict[str, str]) -> dict[str, Any]:
     return model
 
 
-def _train(row: dict[str, str], framework: str, notes: list[str]) -> dict[str, Any]:
+def _train(row: Row, framework: str, notes: list[str]) -> dict[str, Any]:
     precision = row.get("precision", "").strip().lower() or "bf16"
-    if precision not in _PRECISIONS:
-        plain = next((p for p in ("mxfp8", "nvfp4", "fp8", "bf16", "fp16") if precision.startswith(p)), None)
+    if precision not in _TABLE["precisions"]:
+        plain = next((p for p in _TABLE["plain_precisions"] if precision.startswith(p)), None)
         if plain is None:
             raise InputError(f"precision {precision[:40]!r} is not known")
         notes.append(f"precision {precision[:40]!r} is predicted as {plain}")
@@ -182,7 +172,7 @@ def _train(row: dict[str, str], framework: str, notes: list[str]) -> dict[str, A
     }  # fmt: skip
 
 
-def _parallel(row: dict[str, str], framework: str) -> dict[str, Any]:
+def _parallel(row: Row, framework: str) -> dict[str, Any]:
     facts = framework_named(framework)
     tp, pp, cp, vpp, ep = (_int(row, name) or 1 for name in ("tp", "pp", "cp", "vp_interleave", "ep"))
     sequence = _flag(row, "sequence_parallel")
@@ -195,12 +185,12 @@ def _parallel(row: dict[str, str], framework: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _stated_overlap(row: dict[str, str]) -> bool | None:
+def _stated_overlap(row: Row) -> bool | None:
     stated = re.search(r"TP_COMM_OVERLAP=(\w+)", row.get("overlap_or_graph_flags", ""))
     return None if stated is None else stated[1].lower() in ("true", "1")
 
 
-def _cluster(row: dict[str, str], framework: str, notes: list[str]) -> dict[str, Any]:
+def _cluster(row: Row, framework: str, notes: list[str]) -> dict[str, Any]:
     gpu = find_gpu(row["gpu"].strip())
     if gpu is None:
         raise InputError(f"GPU {row['gpu'][:60]!r} is not known")
@@ -219,20 +209,13 @@ def _cluster(row: dict[str, str], framework: str, notes: list[str]) -> dict[str,
     return cluster
 
 
-def _gbps_per_gpu(row: dict[str, str], node: int) -> float:
+def _gbps_per_gpu(row: Row, node: int) -> float:
     """Gbit/s of one GPU between nodes; 0 where the row does not state it."""
     stated = _number(row, "inter_gbps_per_gpu")
     if stated:
         return stated
-    text = row.get("interconnect_inter", "")
-    whole = re.search(r"(\d+)\s*Gbps (?:per node|node-node)", text)
-    if whole:
-        return float(whole[1]) / node
-    links = re.search(r"(\d+)\s*x\s*(?:NVIDIA |Quantum-2 )?(?:ConnectX-\d|CX\d|BlueField)?[^,;|]*?(\d{3})\s*Gb", text)
-    if links and "Compute" in text:
-        part = re.search(r"Compute:\s*(\d+)\s*x[^,;|]*?(\d{3})\s*Gb", text)
-        links = part or links
-    if links:
-        return float(links[1]) * float(links[2]) / node
-    omni = re.search(r"Omni-Path (\d+), (\d+) links per node", text)
-    return float(omni[1]) * float(omni[2]) / node if omni else 0.0
+    for pattern in _TABLE["networks"]:
+        found = re.search(pattern, row.get("interconnect_inter", ""))
+        if found:
+            return prod(map(float, found.groups())) / node
+    return 0.0

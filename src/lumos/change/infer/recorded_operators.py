@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import StrEnum, auto
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from lumos.data_files import read_table
 from lumos.errors import LumosError
 from lumos.trace.names import CATEGORIES, Category, collective_name
 from lumos.trace.read.json_slices import Slices
@@ -29,41 +30,25 @@ _NOT_TENSORS = frozenset({"Scalar", "ScalarList", "TensorList"})
 _CATEGORIES = frozenset({Category.OP, Category.NOTE})
 
 
-class OpType(IntEnum):
-    """The operators and scopes that inference looks at."""
+class OpType(StrEnum):
+    """The operators and scopes that inference looks at; data/operator_names.toml has their names in traces."""
 
-    MATMUL = 1
-    BATCHED_MATMUL = 2  # of an attention that is not fused
-    ATTENTION = 3
-    LOSS = 4
-    EMBEDDING = 5
-    GRADIENT = 6  # accumulated for one parameter
-    COMM = 7
-    BACKWARD = 8  # a scope
-    OPTIMIZER = 9  # a scope
-    FSDP = 10  # a scope
-    DDP = 11  # a scope
-    STEP = 12
-    COMPILED = 13
+    MATMUL = auto()
+    BATCHED_MATMUL = auto()  # of an attention that is not fused
+    ATTENTION = auto()
+    LOSS = auto()
+    EMBEDDING = auto()
+    GRADIENT = auto()  # accumulated for one parameter
+    COMM = auto()
+    BACKWARD = auto()  # a scope
+    OPTIMIZER = auto()  # a scope
+    FSDP = auto()  # a scope
+    DDP = auto()  # a scope
+    STEP = auto()
+    COMPILED = auto()
 
 
-_PATTERNS: tuple[tuple[OpType, re.Pattern[str]], ...] = (
-    (OpType.MATMUL, re.compile(r"aten::(mm|addmm|_scaled_mm)$")),
-    (OpType.BATCHED_MATMUL, re.compile(r"aten::(bmm|baddbmm)$")),
-    (OpType.ATTENTION, re.compile(r"aten::_?scaled_dot_product(_flash|_efficient|_cudnn)?_attention$")),
-    (OpType.ATTENTION, re.compile(r"(flash_attn(_[23])?::_?)(flash_attn_)?(varlen_)?(forward|fwd)$|FlashAttn\w*Func$")),
-    (OpType.LOSS, re.compile(r"aten::nll_loss_forward$")),
-    (OpType.EMBEDDING, re.compile(r"aten::embedding$")),
-    (OpType.GRADIENT, re.compile(r"torch::autograd::AccumulateGrad$")),
-    (OpType.COMM, re.compile(r"(_?c10d(_functional)?::(?!wait|_wrap|barrier)|record_param_comms$)")),
-    (OpType.BACKWARD, re.compile(r"autograd::engine::evaluate_function")),
-    (OpType.OPTIMIZER, re.compile(r"Optimizer\.step#")),
-    (OpType.FSDP, re.compile(r"FSDP::|FullyShardedDataParallel\.")),
-    (OpType.DDP, re.compile(r"DistributedDataParallel\.forward")),
-    (OpType.STEP, re.compile(r"ProfilerStep\s*#")),
-    (OpType.COMPILED, re.compile(r"triton_(poi|red|per)_fused|Torch-Compiled Region|CompiledFunction")),
-    (OpType.COMPILED, re.compile(r"## Call Compiled")),
-)
+_PATTERNS = {OpType(name): re.compile(text) for name, text in read_table("operator_names.toml")["operators"].items()}
 
 
 class _Args(msgspec.Struct, gc=False):
@@ -178,7 +163,7 @@ def _read(event: _Event, known: dict[str, OpType | None]) -> RecordedOp | None:
         return None
     name = event.name if isinstance(event.name, str) else ""
     if name not in known:
-        known[name] = next((found for found, pattern in _PATTERNS if pattern.match(name)), None)
+        known[name] = next((found for found, pattern in _PATTERNS.items() if pattern.match(name)), None)
     found = known[name]
     if found is None or not isinstance(event.ts, int | float) or not isinstance(event.dur, int | float):
         return None
