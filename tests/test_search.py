@@ -22,7 +22,7 @@ from lumos.cli.merge_command import merged
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.prediction.power import energy_of
 from lumos.prediction.step import assembled, prices_of, simulate_step
-from lumos.program.memory import footprint
+from lumos.program.memory import memory_of
 from lumos.search.branch_and_bound import Task, bound_layouts
 from lumos.search.estimator import Described
 from lumos.search.journal import Journal, open_journal
@@ -156,7 +156,7 @@ def test_a_larger_micro_batch_never_needs_less_memory(setup: Setup) -> None:
         return
     larger = setup.replaced({"train.micro_batch": 2 * train.micro_batch})
     if not mistakes_in(larger):
-        assert footprint(larger).peak >= footprint(setup).peak * (1 - 1e-9)
+        assert memory_of(larger).peak >= memory_of(setup).peak * (1 - 1e-9)
 
 
 bounded_rows = st.lists(
