@@ -35,9 +35,9 @@ SPECIFICATIONS = {  # of a folder or file, the most specific name first; what fa
     "cost/energy.py": ("test_costs.py", "test_energy.py", "test_calibration.py"),
     "cost/in_step.py": ("test_costs.py", "test_forecast.py", "test_calibration.py"),
     "cost": ("test_costs.py", "test_forecast.py", "test_sampling.py", "test_accuracy.py"),
-    "program/memory": ("test_memory.py", "test_footprint.py", "test_blocks.py", "test_accuracy.py"),
-    "program": ("test_blocks.py", "test_program.py", "test_memory.py", "test_footprint.py", *ALL),
-    "schedules": ("test_schedules.py", *ALL),
+    "program/memory": ("test_memory.py", "test_time_and_memory.py", "test_accuracy.py"),
+    "program": ("test_program.py", "test_time_and_memory.py", "test_memory.py", *ALL),
+    "schedules": ("test_schedules.py", "test_time_and_memory.py", *ALL),
     "prediction/power.py": ("test_energy.py", "test_costs.py"),
     "prediction/bill.py": ("test_energy.py",),
     "prediction": ("test_forecast.py", "test_schedules.py", "test_energy.py", *ALL[1:]),
@@ -237,7 +237,10 @@ def main() -> None:
             copies.put(copied(Path(temporary) / str(number) / "lumos"))
         limits = _limits(copies, {tuple(specifications(mutant.path)) for mutant in chosen})
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            verdicts = list(pool.map(lambda mutant: _shown(mutant, judge(mutant, copies, limits)), chosen))
+            verdicts = []
+            for mutant, verdict in zip(chosen, pool.map(lambda m: judge(m, copies, limits), chosen), strict=True):
+                verdicts.append(verdict)
+                _show(len(verdicts), mutant, verdict)
     _summary(chosen, verdicts)
 
 
@@ -260,10 +263,9 @@ def _limits(copies: Queue[Path], suites: set[tuple[str, ...]]) -> dict[tuple[str
     return limits
 
 
-def _shown(mutant: Mutant, verdict: str) -> str:
-    if not verdict:
-        print(f"survived  {mutant.place}  {mutant.before.strip()!r} -> {mutant.text.strip()!r}", flush=True)
-    return verdict
+def _show(number: int, mutant: Mutant, verdict: str) -> None:
+    change = f"{mutant.before.strip()!r} -> {mutant.text.strip()!r}".replace("\n", " ")[:120]
+    print(f"{number:4d} {'killed  ' if verdict else 'SURVIVED'} {mutant.place}  {change}  {verdict}", flush=True)
 
 
 def _summary(mutants: list[Mutant], verdicts: list[str]) -> None:

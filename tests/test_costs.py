@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import lzma
 import math
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,21 @@ from hypothesis import strategies as st
 
 from lumos.cli.main import cost_command
 from lumos.cost.energy import Joules, joules_from, work_of
-from lumos.cost.features import features, roofline_us
+from lumos.cost.features import Chip, features, roofline_us
+from lumos.cost.flash import OlderKernels, flash_kernels
 from lumos.cost.in_step import in_step_factors
 from lumos.cost.network import Network, Tier, network_of
-from lumos.cost.operator_model import CostModel, Regressor, _decode, chip_of, cost_model, encode, read_cost_model
+from lumos.cost.operator_model import (
+    CostModel,
+    Regressor,
+    _decode,
+    _equivalent_of,
+    chip_of,
+    cost_model,
+    encode,
+    read_cost_model,
+)
+from lumos.cost.prices import Prices, warmth
 from lumos.cost.trees import Trees
 from lumos.data_files import read_table
 from lumos.errors import InputError
@@ -238,6 +251,137 @@ def test_a_board_draws_idle_power_and_its_work_up_to_its_limit_and_never_less_th
     work_w: float, most_w: float, drawn: float
 ) -> None:
     assert drawn_w(124, work_w, most_w) == drawn
+
+
+# Prices of operators by hand
+
+
+def us(model: str, kind: str, *shape: int, dtype: str = "bf16") -> float:
+    return cost_model(model).us(Operator(kind, shape, dtype))
+
+
+def test_a_family_without_samples_is_priced_by_operators_that_do_the_same_work() -> None:
+    """On A100 the two gradients of a linear layer were sampled together, on H200 each on its own."""
+    m, n, k = 2048, 1024, 512
+    assert us("a100", "gemm_nn", m, n, k) == pytest.approx(0.5 * us("a100", "linear_bwd", m, k, n))
+    assert us("a100", "gemm_nt", m, n, k) == pytest.approx(0.5 * us("a100", "linear_bwd", k, m, n))
+    both = us("h200", "gemm_nn", m, k, n) + us("h200", "gemm_nt", n, k, m)
+    assert us("h200", "linear_bwd", m, n, k) == pytest.approx(both)
+    assert us("h200", "bmm_bwd", 8, m, n, k) == pytest.approx(2 * us("h200", "bmm", 8, m, n, k))
+    assert us("a100", "grouped_gemm", 8, 8 * m, n, k) == pytest.approx(8 * us("a100", "gemm_tn", m, n, k))
+    assert us("h200", "stream", 4 * 4096 * 1000) == pytest.approx(us("h200", "copy", 1000, 4096))
+
+
+@laws
+@given(st.sampled_from(("gemm_nn", "gemm_nt", "linear_bwd", "bmm_bwd", "stream")), sizes(4096), sizes(4096), sizes(512))
+def test_equivalent_operators_do_the_same_work(kind: str, m: int, n: int, k: int) -> None:
+    shape = {"bmm_bwd": (8, m, n, k), "stream": (m * n * 16384,)}.get(kind, (m, n, k))
+    operator = Operator(kind, shape)
+    parts = _equivalent_of(operator)
+    assert sum(part.flops * factor for part, factor in parts if part.is_matrix) == pytest.approx(operator.flops)
+    if kind == "stream":
+        assert sum(part.bytes * factor for part, factor in parts) == pytest.approx(operator.bytes)
+
+
+def test_a_roofline_is_the_larger_of_work_and_bytes_and_the_shortest_kernel() -> None:
+    chip = Chip(peak=1000.0, vector=10.0, bandwidth=100.0, processors=100, cache=1e6)
+    matmul, add = Operator("gemm_tn", (64, 64, 64)), Operator("add", (64, 64))
+    assert roofline_us(matmul, chip) == pytest.approx(2 * 64**3 / 1000 + 2.0)
+    assert roofline_us(matmul, chip._replace(peak=1e6)) == pytest.approx(2 * 3 * 64**2 / 100 + 2.0)
+    assert roofline_us(add, chip) == pytest.approx(64**2 / 10 + 2.0), "without tensor cores"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("h200", "bf16", 989.4),
+        ("h200", "fp8", 1978.9),
+        ("a100", "fp8", 312.0),
+        ("a100", "fp32", 19.5),
+        ("v100", "bf16", 125),
+    ],
+)
+def test_a_precision_without_tensor_cores_runs_at_the_rate_of_the_next_wider_one(
+    name: str, dtype: str, tflops: float
+) -> None:
+    chip, gpu = chip_of(gpu_named(name), dtype), gpu_named(name)
+    assert chip.peak == pytest.approx(tflops * 1e6)
+    assert chip[1:] == pytest.approx((gpu.peak_tflops["fp32"] * 1e6, gpu.hbm_gb_s * 1e3, gpu.sms, gpu.l2_mb * 1e6))
+
+
+def test_a_matmul_is_bound_by_compute_and_an_addition_by_memory() -> None:
+    model = cost_model("h200")
+    assert model.bound(Operator("gemm_tn", (4096, 4096, 4096))) == "compute"
+    assert model.bound(Operator("gemm_tn", (8, 4096, 4096))) == "memory"
+    assert model.bound(Operator("add", (4096, 4096))) == "memory"
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("gemm_tn", 5.0), ("gemm_nn", 5.0), ("gemm_nt", 5.0), ("bmm", 4.2), ("sdpa_fwd", 3.1), ("sdpa_bwd", 2.1),
+     ("rms_norm", 5.0), ("gelu", 5.1), ("cross_entropy", 4.9), ("softmax_fwd", 6.5), ("embedding", 2.3)],
+)  # fmt: skip
+def test_shapes_that_were_not_fitted_are_priced_as_well_as_they_were(kind: str, most: float) -> None:
+    """Mean error in percent on shapes drawn with another seed and sampled on another day; docs/forecasts.md."""
+    rows = [row for row in held_out() if row[0].kind == kind]
+    prices = cost_model("h200").us_of_all([operator for operator, _ in rows])
+    errors = [abs(price / measured - 1) for price, (_, measured) in zip(prices, rows, strict=True)]
+    assert 100 * sum(errors) / len(errors) < most
+
+
+@cache
+def held_out() -> list[tuple[Operator, float]]:
+    with lzma.open(Path(__file__).parents[1] / "calibration/held_out_h200.jsonl.xz", "rt") as file:
+        rows = [json.loads(line) for line in file]
+    return [(operator_of(row, "row"), row["us"]) for row in rows if "us" in row]
+
+
+def test_older_attention_kernels_run_at_the_multiprocessors_and_clock_of_the_newer_gpu() -> None:
+    """An H100 has 132 multiprocessors at 1.98 GHz, an A100, on which FlashAttention 2 was sampled, 108 at 1.41 GHz."""
+    h100, a100, attention = gpu_named("h100"), gpu_named("a100"), Operator("sdpa_fwd", (4, 32, 2048, 128))
+    speed = h100.sms * h100.clock_ghz / (108 * 1.41)
+    second, first = flash_kernels(h100, "flash-2"), flash_kernels(h100, "flash-1")
+    assert second is not None
+    assert first is not None
+    assert second.us(attention) == pytest.approx(us("a100", *attention[:1], *attention.shape) / speed)
+    assert first.us(attention) == pytest.approx(1.8 * second.us(attention))
+    assert (second.isolation_us, cost_model("h200").isolation_us) == (0.0, 2.8)
+    assert flash_kernels(h100, "native") is None
+    assert flash_kernels(a100, "flash-2") is None
+    old = flash_kernels(a100, "flash-1")
+    assert old is not None
+    assert old.us(attention) == pytest.approx(1.8 * us("a100", *attention[:1], *attention.shape))
+    scaled = OlderKernels(cost_model("h200"), 2.0)
+    assert (scaled.isolation_us, scaled.us(attention)) == (1.4, us("h200", *attention[:1], *attention.shape) / 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("gemm_tn", (8192, 8192, 8192)), ("add", (1 << 16, 8192)), ("add", (64, 64))]
+)
+def test_inside_a_step_a_kernel_costs_its_isolated_time_at_the_clock_and_the_cache_of_a_step(
+    kind: str, shape: tuple[int, ...]
+) -> None:
+    """(alone - timer, at least 1 us) · factor · warmth + gap; what fills the cache is cold."""
+    gpu, operator = gpu_named("h200"), Operator(kind, shape)
+    factors = in_step_factors(gpu)
+    prices = Prices(cost_model("h200"), NETWORK, factors, 30.0, 1.0)
+    alone = max(1.0, us("h200", kind, *shape) - 2.8)
+    factor = factors.matrix if kind == "gemm_tn" else factors.stream
+    assert prices.operator_us(operator) == pytest.approx(alone * factor * warmth(operator, gpu.l2_mb) + 1.1)
+    assert (warmth(operator, gpu.l2_mb) == 1) == (operator.tensor_bytes > 2 * gpu.l2_mb * 1e6)
+
+
+@given(st.floats(-12, 4))
+def test_the_smaller_a_tensor_the_warmer_it_is(depth: float) -> None:
+    """Matmuls gain less than memory-bound kernels, and what is 1.4 times the cache or larger gains nothing."""
+
+    def at(kind: str, depth: float) -> float:
+        operator = Operator(kind, (1024, 1024, 1024)[: 3 if kind == "gemm_tn" else 2])
+        return warmth(operator, operator.tensor_bytes / 2**depth / 1e6)
+
+    assert 0.5 < at("add", depth) <= at("gemm_tn", depth) <= 1
+    assert at("add", depth) <= at("add", depth + 1)
+    assert at("add", 0.5) == at("gemm_tn", 0.5) == 1
 
 
 # Laws of operator prices
