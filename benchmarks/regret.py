@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lumos.cost import network
+from lumos.data_files import read_table
 from lumos.score.measured_runs import Run
 from lumos.setup import frameworks
 from truth import Rows, predictions
@@ -41,7 +41,7 @@ def groups_of(rows: list[tuple[Run, float]]) -> dict[Group, list[tuple[Run, floa
 
 def sweep_predictions(folder: Path) -> tuple[Rows, dict[str, float]]:
     """The sweep, each of its models with the share of the network that fits the other best."""
-    fabrics = network._fabrics()
+    fabrics = read_table("fabrics.toml")
     shipped = fabrics["efa"]["beside"]
     tried = {}
     for share in SHARES:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE.parent / "calibration"))
 
 from fit_in_step import START, TABLES, factors_with, source_of  # noqa: E402
 from fit_uncertainty import by_source, fit, residuals  # noqa: E402
-from lumos.cost import network  # noqa: E402
+from lumos.data_files import read_table  # noqa: E402
 from lumos.prediction.step import simulate_step  # noqa: E402
 from lumos.score.measured_runs import Run, read_rows, runs_of  # noqa: E402
 from lumos.score.score import rank_correlation  # noqa: E402
@@ -76,7 +76,7 @@ def show_sweep_without_its_own(folder: Path) -> None:
     tables = frameworks._tables()
     known = tables["nanotron"]
     print("\n| nanotron sweep | stable rows, mean % | all rows, median % |\n|---|---|---|")
-    efa = network._fabrics()["efa"]
+    efa = read_table("fabrics.toml")["efa"]
     shipped = efa["beside"]
     for name, facts, beside in (
         ("as shipped", known, shipped),

@@ -57,6 +57,11 @@ def test_every_value_has_a_source_a_date_and_the_script_that_made_it(name: str) 
         assert len(source["date"].split("-")) == 3, key
 
 
+@pytest.mark.parametrize("fabric", read_table("fabrics.toml").values())
+def test_every_fabric_says_where_its_numbers_are_from(fabric: dict[str, Any]) -> None:
+    assert all(name in fabric["source"] for name in fabric.keys() - {"source"})
+
+
 def test_shipping_a_fitted_value_dates_it_and_leaves_the_rest(tmp_path: Path) -> None:
     text = (ROOT / "src/lumos/data/in_step.json").read_text()
     (tmp_path / "in_step.json").write_text(text)
