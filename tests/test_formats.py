@@ -523,7 +523,7 @@ def test_a_receive_of_foreign_files_waits_for_its_send(tmp_path: Path) -> None:
 BAD_GRAPHS = {
     "a circle": (
         [{"id": 1, "duration_micros": 1, "data_deps": [2]}, {"id": 2, "duration_micros": 1, "data_deps": [1]}],
-        "go in a circle",
+        "form a cycle",
     ),
     "a missing node": ([{"id": 1, "duration_micros": 1, "data_deps": [9]}], "waits for node 9, which is not there"),
     "two of one id": ([{"id": 1, "duration_micros": 1}, {"id": 1}], "two nodes have the id 1"),

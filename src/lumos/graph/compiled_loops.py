@@ -1,4 +1,4 @@
-"""The inner loops, compiled by numba once and cached on disk. Nothing else imports numba."""
+"""The inner loops, compiled by numba once and cached on disk. No other module imports numba."""
 
 from __future__ import annotations
 
@@ -20,15 +20,9 @@ forward_pass = compiled(loops.forward_pass)
 
 @njit(cache=True, nogil=True)
 def forward_pass_many(
-    order: Array,
-    is_first: Array,
-    duration: Array,
-    gap: Array,
-    incoming: Array,
-    source: Array,
-    lag: Array,
+    order: Array, is_first: Array, duration: Array, gap: Array, incoming: Array, source: Array, lag: Array,
     from_start: Array,
-) -> Array:
+) -> Array:  # fmt: skip
     """End of every node in many scenarios at once; `duration` and the answer are (nodes, scenarios)."""
     scenarios = duration.shape[1]
     end = np.zeros(duration.shape)
@@ -59,13 +53,10 @@ def cut_into_segments(
     """
     count = len(start)
     limit = 2 * count + 2 * int(blocking.sum()) + 8
-    where = np.empty(limit, np.int32)
-    owner = np.empty(limit, np.int32)
-    begin = np.empty(limit, np.int64)
-    finish = np.empty(limit, np.int64)
+    where, owner = np.empty(limit, np.int32), np.empty(limit, np.int32)
+    begin, finish = np.empty(limit, np.int64), np.empty(limit, np.int64)
     is_return = np.zeros(limit, np.bool_)
-    first = np.zeros(count, np.int32)
-    last = np.zeros(count, np.int32)
+    first, last = np.zeros(count, np.int32), np.zeros(count, np.int32)
     parent = np.full(count, -1, np.int32)
     stack = np.empty(count + 1, np.int32)
     closing = end.copy()
@@ -116,7 +107,7 @@ def cut_into_segments(
 
 @njit(cache=True, nogil=True)
 def pay_debts(first: Array, duration: Array, owed: Array, kept: float, limit: float) -> Array:
-    """Take from every node what it owes, but leave a share of it; those after it owe the rest, up to a limit."""
+    """Durations less what each node owes: each keeps a share, and the next ones owe the rest, up to a limit."""
     paid = duration.copy()
     for lane in range(len(first) - 1):
         debt = 0.0
@@ -130,17 +121,9 @@ def pay_debts(first: Array, duration: Array, owed: Array, kept: float, limit: fl
 
 @njit(cache=True, nogil=True)
 def walk_back(
-    last: int,
-    since: float,
-    start: Array,
-    end: Array,
-    is_first: Array,
-    gap: Array,
-    incoming: Array,
-    source: Array,
-    lag: Array,
-    from_start: Array,
-) -> tuple[Array, Array]:
+    last: int, since: float, start: Array, end: Array, is_first: Array, gap: Array, incoming: Array, source: Array,
+    lag: Array, from_start: Array,
+) -> tuple[Array, Array]:  # fmt: skip
     """The chain of nodes that decided when `last` started, and the edge by which each followed (-1: its lane's order).
 
     Where an edge and the order of the lane reach a node at the same time, the edge counts: it says more.

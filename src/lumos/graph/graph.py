@@ -1,8 +1,8 @@
-"""Graph: what waits for what. Structure and durations are apart, so one structure serves every what-if.
+"""Graph: what waits for what. Structure and durations are separate, so one structure serves every what-if.
 
-Nodes of a lane stand together and run in their order; `gap` is the time a node leaves after the one before it
-(after time zero, for the first of a lane). Edges join nodes of different lanes. Part of a gap or lag may be
-`frozen`: time that was seen and that no rule explains.
+Nodes of a lane are adjacent and run in their order; `gap` is the time between a node and the one before it (or time
+zero, for the first of a lane). Edges connect nodes of different lanes. Part of a gap or lag may be `frozen`: recorded
+time that no rule explains.
 
     lane 0 (thread)   [ op ][launch]───────[op ][ sync enter ]··········[ sync exit ]
                                │ launch                         ▲ sync
@@ -116,11 +116,11 @@ class Graph:
 
     @cached_property
     def order(self) -> Small:
-        """A topological order; an error that names the tasks of a cycle where there is none."""
+        """A topological order; if there is none, an error that names the tasks of a cycle."""
         order: Small
         order, done = loops_for(len(self)).topological_order(self.first, self.incoming, self.edges.source)
         if done < len(self):
-            raise CycleError(f"the dependencies go in a circle: {_describe_cycle(self, order[:done])}")
+            raise CycleError(f"the dependencies form a cycle: {_describe_cycle(self, order[:done])}")
         return order
 
     def scaled(self, factor: float) -> Graph:
@@ -131,7 +131,7 @@ class Graph:
         )
 
     def with_times(self, duration: Floats, gap: Floats) -> Graph:
-        """The same structure with other durations and gaps; what was worked out from the structure is kept."""
+        """The same structure with other durations and gaps; cached properties of the structure are kept."""
         return replace(self, duration=duration, gap=gap)._keeping(self)
 
     def with_lags(self, lag: Floats) -> Graph:
@@ -139,10 +139,9 @@ class Graph:
         return replace(self, edges=replace(self.edges, lag=lag))._keeping(self)
 
     def _keeping(self, other: Graph) -> Graph:
-        """With what was worked out from the structure of `other`, which is the same."""
-        for name in ("incoming", "is_first", "lane", "order"):
-            if name in other.__dict__:
-                self.__dict__[name] = other.__dict__[name]
+        """With the cached properties of `other`, whose structure is the same."""
+        kept = ("incoming", "is_first", "lane", "order")
+        self.__dict__.update({name: other.__dict__[name] for name in kept if name in other.__dict__})
         return self
 
 

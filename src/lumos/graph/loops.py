@@ -1,7 +1,7 @@
-"""The loops of the simulator as plain Python; `kernels` compiles them.
+"""The loops of the simulator as plain Python; `compiled_loops` compiles them.
 
-Loading the compiler's library takes half a second. A graph of a thousand nodes is simulated in less than that without
-it, so small graphs run these as they are, unless the compiled ones are there already.
+Loading numba takes half a second. A graph of a thousand nodes is simulated in less than that without it, so small
+graphs are run by these, unless the compiled ones are loaded already.
 """
 
 from __future__ import annotations
@@ -72,15 +72,9 @@ def topological_order(first: Array, incoming: Array, source: Array) -> tuple[Arr
 
 
 def forward_pass(
-    order: Array,
-    is_first: Array,
-    duration: Array,
-    gap: Array,
-    incoming: Array,
-    source: Array,
-    lag: Array,
+    order: Array, is_first: Array, duration: Array, gap: Array, incoming: Array, source: Array, lag: Array,
     from_start: Array,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Start and end of every node."""
     start = np.zeros(len(duration))
     end = np.zeros(len(duration))

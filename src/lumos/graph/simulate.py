@@ -6,7 +6,7 @@ hold the first to the second.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,38 +27,24 @@ class Times(NamedTuple):
 
 
 def simulate(graph: Graph, duration: Floats | None = None) -> Times:
-    """Start every node as soon as what it waits for has ended."""
-    edges = graph.edges
-    return Times(
-        *loops_for(len(graph)).forward_pass(
-            graph.order,
-            graph.is_first,
-            graph.duration if duration is None else np.ascontiguousarray(duration, np.float64),
-            graph.gap + graph.frozen,
-            graph.incoming,
-            edges.source,
-            edges.lag + edges.frozen,
-            edges.from_start,
-        )
-    )
+    """Start every node as soon as everything it waits for has ended: `simulate(graph).span` is the run's length."""
+    durations = graph.duration if duration is None else np.ascontiguousarray(duration, np.float64)
+    forward_pass = loops_for(len(graph)).forward_pass
+    return Times(*forward_pass(graph.order, graph.is_first, durations, *_delays(graph)))
 
 
 def simulate_many(graph: Graph, durations: Floats) -> Floats:
     """Ends of all nodes for many scenarios in one pass; `durations` and the answer are (scenarios, nodes)."""
     from lumos.graph.compiled_loops import forward_pass_many
 
+    columns = np.ascontiguousarray(durations.T, np.float64)
+    return np.ascontiguousarray(forward_pass_many(graph.order, graph.is_first, columns, *_delays(graph)).T)
+
+
+def _delays(graph: Graph) -> tuple[Any, ...]:
+    """What the loops know of gaps and edges: frozen time counts like explained time."""
     edges = graph.edges
-    ends = forward_pass_many(
-        graph.order,
-        graph.is_first,
-        np.ascontiguousarray(durations.T, np.float64),
-        graph.gap + graph.frozen,
-        graph.incoming,
-        edges.source,
-        edges.lag + edges.frozen,
-        edges.from_start,
-    )
-    return np.ascontiguousarray(ends.T)
+    return graph.gap + graph.frozen, graph.incoming, edges.source, edges.lag + edges.frozen, edges.from_start
 
 
 def simulate_reference(graph: Graph) -> Times:

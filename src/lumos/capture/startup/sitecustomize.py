@@ -6,10 +6,11 @@ on stderr.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch as the other finders do, with a loader that calls us once torch is loaded."""
+    """Finds torch as the other finders do, and starts the recording once torch is loaded."""
 
     def __init__(self, plan: str) -> None:
         self.plan = plan
@@ -28,27 +29,16 @@ class _AfterTorch(MetaPathFinder):
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _RecordingLoader(spec.loader, self)
+        loader: Any = spec and spec.loader
+        if loader:
+            loader.exec_module = functools.partial(self._load, loader.exec_module)
         return spec
 
-
-class _RecordingLoader(Loader):
-    def __init__(self, inner: Any, finder: _AfterTorch) -> None:
-        self.inner, self.finder = inner, finder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self.inner.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        if self.finder in sys.meta_path:
-            sys.meta_path.remove(self.finder)
-        self.inner.exec_module(module)
-        _guarded(_record, self.finder.plan)
+    def _load(self, load: Any, module: ModuleType) -> None:
+        if self in sys.meta_path:  # not before: a script may ask whether torch is there, and import it later
+            sys.meta_path.remove(self)
+        load(module)
+        _guarded(_record, self.plan)
 
 
 def _record(plan: str) -> None:

@@ -1,9 +1,10 @@
 """A PyTorch execution trace (ExecutionTraceObserver), linked to the Kineto trace of the same run.
 
-An execution trace has no times. It has what Kineto leaves out: every tensor an operator takes and gives, by storage,
+An execution trace has no times. It has what Kineto leaves out: every tensor an operator reads and writes, by storage,
 and the size and process group of every collective. Both record the same functions in the same order on every thread, so
-a thread of the one is looked for as a run of names in a thread of the other; that all names agree is the proof that the
-two are twins. (`rf_id`, which counts the functions, is only sometimes in the Kineto file, and under various names.)
+a thread of the one is searched for as a sequence of names in a thread of the other; that all names agree proves that
+the two belong together. (`rf_id`, which counts the functions, is only sometimes in the Kineto file, and under various
+names.)
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,12 @@ class _Values(msgspec.Struct):
     shapes: Any = None
     types: Any = None
 
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        found = (self.values, self.shapes, self.types)
+        values, shapes, types = (msgspec.json.encode([] if v is None else v).decode() for v in found)
+        return values, shapes, types
+
 
 class _Node(msgspec.Struct):
     """A node of any version: newer files keep numbers in `attrs` and inputs in an object."""
@@ -57,6 +63,14 @@ class _Node(msgspec.Struct):
     output_types: Any = None
     attrs: list[_Attribute] = []
 
+    @property
+    def taken(self) -> _Values:
+        return _values(self.inputs, self.input_shapes, self.input_types)
+
+    @property
+    def given(self) -> _Values:
+        return _values(self.outputs, self.output_shapes, self.output_types)
+
 
 class _File(msgspec.Struct):
     schema: Any = ""
@@ -64,7 +78,7 @@ class _File(msgspec.Struct):
 
 
 class Tensor(NamedTuple):
-    """What an operator takes or gives."""
+    """A tensor that an operator reads or writes."""
 
     storage: int
     elements: int
@@ -89,7 +103,7 @@ class Operator(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All that moves in and out."""
+        """Of all tensors read or written."""
         return sum(tensor.bytes for tensor in {*self.reads, *self.writes})
 
 
@@ -108,7 +122,7 @@ class ExecutionTrace:
 
 
 def read_execution_trace(path: Path) -> ExecutionTrace:
-    """The operators in a file."""
+    """The operators in a file, by thread."""
     file = _decode(path)
     groups = _groups(file.nodes)
     threads: dict[int, list[Operator]] = defaultdict(list)
@@ -142,32 +156,22 @@ def _decode(path: Path) -> _File:
 
 def _operator(node: _Node, groups: dict[str, tuple[int, ...]]) -> Operator:
     attributes = {str(a.name): a.value for a in node.attrs}
-    taken = _values(node.inputs, node.input_shapes, node.input_types)
-    given = _values(node.outputs, node.output_shapes, node.output_types)
-    reads, writes = tuple(_tensors(taken[0])), tuple(_tensors(given[0]))
-    name = str(node.name)
-    told = _message(attributes, taken, (reads, writes), groups) if name == "record_param_comms" else None
+    reads, writes = tuple(_tensors(node.taken.values)), tuple(_tensors(node.given.values))
+    is_communication = node.name == "record_param_comms"
     return Operator(
-        name=name,
+        name=str(node.name),
         order=_whole(attributes.get("rf_id", node.rf_id)),
         thread=_whole(attributes.get("tid", node.tid)),
-        inputs=_texts(taken),
-        outputs=_texts(given),
+        inputs=node.taken.texts,
+        outputs=node.given.texts,
         reads=reads,
         writes=writes,
-        message=told,
+        message=_message(attributes, node.taken, reads, writes, groups) if is_communication else None,
     )
 
 
-def _values(found: _Values | list[Any] | None, shapes: Any, types: Any) -> tuple[Any, Any, Any]:
-    if isinstance(found, _Values):
-        return found.values, found.shapes, found.types
-    return found, shapes, types
-
-
-def _texts(values: tuple[Any, Any, Any]) -> tuple[str, str, str]:
-    first, second, third = (msgspec.json.encode(v if v is not None else []).decode() for v in values)
-    return first, second, third
+def _values(found: _Values | list[Any] | None, shapes: Any, types: Any) -> _Values:
+    return found if isinstance(found, _Values) else _Values(found, shapes, types)
 
 
 def _tensors(values: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -190,8 +194,7 @@ def _groups(nodes: list[_Node]) -> dict[str, tuple[int, ...]]:
     groups: dict[str, tuple[int, ...]] = {}
     for node in nodes:
         if isinstance(node.name, str) and node.name.startswith("## process_group:init"):
-            values = _values(node.inputs, None, None)[0]
-            for text in values if isinstance(values, list) else []:
+            for text in node.taken.values if isinstance(node.taken.values, list) else []:
                 groups |= _described_groups(text)
     return groups
 
@@ -211,28 +214,27 @@ def _described_groups(text: Any) -> dict[str, tuple[int, ...]]:
 
 def _message(
     attributes: dict[str, Any],
-    taken: tuple[Any, Any, Any],
-    tensors: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+    taken: _Values,
+    reads: tuple[Tensor, ...],
+    writes: tuple[Tensor, ...],
     groups: dict[str, tuple[int, ...]],
 ) -> Message | None:
     """The communication that `record_param_comms` announces; None for the wait after it."""
-    values = taken[0] if isinstance(taken[0], list) else []
-    told = attributes.get("collective_name") or next((v for v in values if isinstance(v, str)), "")
-    if not isinstance(told, str) or told in ("wait", "barrier_wait", ""):
+    values = taken.values if isinstance(taken.values, list) else []
+    name = attributes.get("collective_name") or next((v for v in values if isinstance(v, str)), "")
+    if not isinstance(name, str) or name in ("wait", "barrier_wait", ""):
         return None
-    reads, writes = (sum(t.elements for t in some) for some in tensors)
-    group = str(attributes.get("pg_name", ""))
-    peer = _peer(values)
+    group, peer = str(attributes.get("pg_name", "")), _peer(values)
     return Message(
-        collective=told if told in ("send", "recv") else collective_name(told) or told,
-        dtype=str(attributes.get("dtype") or _dtype(taken[2])),
-        in_elements=_whole(attributes.get("in_msg_nelems")) or reads,
-        out_elements=_whole(attributes.get("out_msg_nelems")) or writes,
+        collective=name if name in ("send", "recv") else collective_name(name) or name,
+        dtype=str(attributes.get("dtype") or _dtype(taken.types)),
+        in_elements=_whole(attributes.get("in_msg_nelems")) or sum(t.elements for t in reads),
+        out_elements=_whole(attributes.get("out_msg_nelems")) or sum(t.elements for t in writes),
         group=group,
         group_size=_whole(attributes.get("pg_size")) or next((v for v in reversed(values) if isinstance(v, int)), -1),
         ranks=groups.get(group, ()),
-        source=peer if told == "recv" else -1,
-        destination=peer if told == "send" else -1,
+        source=peer if name == "recv" else -1,
+        destination=peer if name == "send" else -1,
     )
 
 
@@ -295,14 +297,15 @@ class Links:
 
 
 def link(trace: Trace, executions: dict[int, ExecutionTrace]) -> Links:
-    """Tie the execution traces of some ranks to the Kineto trace of the same run."""
+    """Link the execution traces of some ranks to the Kineto trace of the same run."""
     by_row: dict[int, Operator] = {}
     notes: list[str] = []
+    codes = {name: i for i, name in enumerate(trace.names)}
     for rank, execution in executions.items():
-        threads = _Threads(trace, rank)
+        threads = _rows_by_thread(trace, rank)
         found = 0
         for operators in execution.threads.values():
-            rows, times = threads.find([o.name for o in operators])
+            rows, times = _find(trace, threads, np.array([codes.get(o.name, -1) for o in operators]))
             by_row.update(zip(rows, operators, strict=False))
             found += len(rows)
             if times > 1:
@@ -318,38 +321,24 @@ def link(trace: Trace, executions: dict[int, ExecutionTrace]) -> Links:
     return Links(by_row, tuple(dict.fromkeys(notes)))
 
 
-@dataclass(frozen=True)
-class _Threads:
+def _rows_by_thread(trace: Trace, rank: int) -> list[np.ndarray]:
     """The functions that each thread of a rank recorded, in order."""
+    rows = np.flatnonzero(np.isin(trace.category, (Category.OP, Category.NOTE)) & (trace.rank == rank))
+    rows = rows[np.lexsort((rows, -trace.end[rows], trace.start[rows], trace.lane[rows]))]
+    return np.split(rows, np.flatnonzero(np.diff(trace.lane[rows])) + 1)
 
-    trace: Trace
-    rank: int
 
-    @cached_property
-    def rows(self) -> list[np.ndarray]:
-        trace = self.trace
-        host = np.isin(trace.category, (Category.OP, Category.NOTE)) & (trace.rank == self.rank)
-        rows = np.flatnonzero(host)
-        rows = rows[np.lexsort((rows, -trace.end[rows], trace.start[rows], trace.lane[rows]))]
-        return np.split(rows, np.flatnonzero(np.diff(trace.lane[rows])) + 1)
-
-    @cached_property
-    def codes(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.trace.names)}
-
-    def find(self, names: list[str]) -> tuple[list[int], int]:
-        """The rows of the first run of these names on a thread, and how many runs there are; none: ([], 0)."""
-        wanted = np.array([self.codes.get(name, -1) for name in names])
-        best: tuple[list[int], int] = ([], 0)
-        for rows in self.rows:
-            places = _places(self.trace.name[rows], wanted)
-            if len(places) and not best[0]:
-                best = rows[places[0] : places[0] + len(wanted)].tolist(), len(places)
-        return best
+def _find(trace: Trace, threads: list[np.ndarray], wanted: np.ndarray) -> tuple[list[int], int]:
+    """The rows of the first run of these names on a thread, and how many runs there are; none: ([], 0)."""
+    for rows in threads:
+        places = _places(trace.name[rows], wanted)
+        if len(places):
+            return rows[places[0] : places[0] + len(wanted)].tolist(), len(places)
+    return [], 0
 
 
 def _places(text: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Where one sequence of numbers stands in another."""
+    """Where one sequence of numbers occurs in another."""
     if len(wanted) == 0 or len(wanted) > len(text):
         return np.zeros(0, np.int64)
     places = np.flatnonzero(text[: len(text) - len(wanted) + 1] == wanted[0])

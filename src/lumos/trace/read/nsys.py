@@ -1,4 +1,4 @@
-"""A Nsight Systems export (`nsys export --type sqlite`) to a Trace.
+"""Reads a Nsight Systems export (`nsys export --type sqlite`) as a Trace.
 
 Nsight writes a table when it first has something to put into it, and its columns differ from release to release, so
 both are looked up first. A file may hold several processes; each that used a GPU is a rank. Push-pop ranges of NVTX are
@@ -14,14 +14,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
+from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.trace.names import Category
-from lumos.trace.read.host_memory import available_bytes
+from lumos.trace.read.host_memory import require_memory
 from lumos.trace.trace import Header, Lane, Syncs, Trace
 
 _PUSH_POP = 59  # NvtxPushPopRange; ranges that start and end on their own do not nest
@@ -36,43 +37,28 @@ _STEP = re.compile(r"(?:train(?:ing)?[ _-]?)?(?:step|iteration|iter)[ _:#-]*(\d+
 _RANK = re.compile(r"MPI Rank (\d+)$")
 _PLAIN_TABLE = re.compile(r"\s*CREATE TABLE", re.IGNORECASE)
 _LONGEST = 1 << 60
-_MEMORY_PER_BYTE = 4
+_MEMORY_PER_BYTE = read_table("trace_rules.toml")["reading"]["memory_per_sqlite_byte"]
 _NONE = -1
+_WARNING = "the profiler's cost was measured on PyTorch's profiler; that of Nsight Systems is not known"
 
 Row = dict[str, Any]  # of a table
 
 
-class _Row(NamedTuple):
-    """An event of any table."""
-
-    category: int
-    process: int
-    is_stream: bool
-    owner: str  # the device of a stream, the process of a thread
-    label: str
-    name: str
-    start: int
-    end: int
-    correlation: int
-
-
 def read_nsys(path: Path) -> Trace:
-    """The trace in an export; the rank of a single process is -1 where the file does not say it."""
-    need = path.stat().st_size * _MEMORY_PER_BYTE
-    if need > available_bytes():
-        raise InputError(f"{path}: about {need / 2**30:.1f} GiB would be needed; export a shorter time with nsys")
+    """The trace in an export; the rank of a single process is -1 if the file does not name it."""
+    require_memory(path, path.stat().st_size * _MEMORY_PER_BYTE, "export a shorter time with nsys")
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)) as database:
             database.text_factory = lambda text: text.decode(errors="replace")
             database.row_factory = sqlite3.Row
             database.execute("PRAGMA trusted_schema = OFF")
-            return _Reading(path, database).trace()
+            return _Export(path, database).trace()
     except sqlite3.Error as error:
         raise InputError(f"{path}: not a readable SQLite file ({error}); export it again with nsys export") from None
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _Export:
     """An open export."""
 
     path: Path
@@ -85,35 +71,53 @@ class _Reading:
                 f"{self.path}: an SQLite file, but not an export of Nsight Systems (it has no StringIds); give what "
                 "nsys export writes, or give a PyTorch profiler trace"
             )
-        columns = _Columns(self._ranks())
-        for row in self._gpu_rows():
-            columns.add(row)
-        if not columns.rows:
+        events = _Events(self._ranks)
+        self._add_gpu_events(events)
+        if not events.rows:
             raise InputError(
                 f"{self.path}: no kernel or copy in it; record with nsys profile --trace=cuda,nvtx, and export it again"
             )
-        for row in self._host_rows():
-            columns.add(row)
-        return columns.trace(self._headers(), self._epoch, self._syncs(columns))
+        self._add_calls(events)
+        self._add_annotations(events)
+        columns = map(np.ascontiguousarray, np.array(events.rows, np.int64).T)
+        category, name, lane, start, duration, correlation = columns
+        return Trace(
+            names=tuple(events.names),
+            lanes=tuple(events.lanes),
+            messages=(),
+            headers=self._headers(),
+            category=category.astype(np.uint8),
+            name=name.astype(np.int32),
+            lane=lane.astype(np.int32),
+            start=start + (self._epoch if self._epoch < _LONGEST * 3 else 0),
+            duration=duration,
+            correlation=correlation,
+            message=np.full(len(start), -1, np.int32),
+            syncs=self._syncs(events),
+            warnings=(_WARNING,),
+        )
 
     @cached_property
     def tables(self) -> dict[str, frozenset[str]]:
-        """The columns of every table that is one: a view would be a program of the file's author."""
+        """The columns of every table; views are left out, since a view would be a program of the file's author."""
         found = self.database.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
         plain = [name for name, sql in found if isinstance(sql, str) and _PLAIN_TABLE.match(sql)]
         described = {name: self.database.execute(f"PRAGMA table_info({_quoted(name)})") for name in plain}
         return {name: frozenset(row["name"] for row in rows) for name, rows in described.items()}
 
     def _select(self, table: str, *columns: str) -> Iterator[Row]:
-        """Some columns of a table, None for those it does not have; nothing where there is no such table."""
+        """Some columns of a table, None for those it does not have; nothing if there is no such table."""
         if table in self.tables:
             wanted = ", ".join(c if c in self.tables[table] else f"NULL AS {c}" for c in columns)
             for row in self.database.execute(f"SELECT {wanted} FROM {_quoted(table)}"):
                 yield dict(row)
 
     @cached_property
-    def strings(self) -> dict[int, str]:
+    def _strings(self) -> dict[int, str]:
         return {row["id"]: str(row["value"]) for row in self._select("StringIds", "id", "value")}
+
+    def _text(self, number: Any, text: Any = None) -> str:
+        return str(text) if text else self._strings.get(_whole(number), "")
 
     @cached_property
     def _epoch(self) -> int:
@@ -122,82 +126,75 @@ class _Reading:
         return max([0, *starts])
 
     @cached_property
-    def _processes(self) -> list[int]:
-        found: set[int] = set()
-        for table in (_KERNEL, _COPY, _SET):
-            found.update(_process(row["globalPid"]) for row in self._select(table, "globalPid"))
-        return sorted(found)
-
     def _ranks(self) -> dict[int, int]:
-        """Ranks by process: that of the name it gave itself for MPI, else the order of process numbers."""
+        """Ranks by process: those in the names they gave themselves for MPI, else the order of process numbers."""
+        tables = (_KERNEL, _COPY, _SET)
+        processes = sorted({_process(row["globalPid"]) for t in tables for row in self._select(t, "globalPid")})
         named = {}
         for row in self._select("NVTX_EVENTS", "text", "textId", "globalTid"):
-            found = _RANK.match(self._text(row["text"], row["textId"]))
+            found = _RANK.match(self._text(row["textId"], row["text"]))
             if found:
                 named[_process(row["globalTid"])] = int(found.group(1))
-        processes = self._processes
         if len(set(named.values())) == len(processes) and set(named) >= set(processes):
             return {process: named[process] for process in processes}
         return {processes[0]: _NONE} if len(processes) == 1 else {process: i for i, process in enumerate(processes)}
 
     def _headers(self) -> tuple[Header, ...]:
         gpu = next((str(row["name"] or "") for row in self._select("TARGET_INFO_GPU", "name")), "")
-        ranks = sorted(self._ranks().values())
+        ranks = sorted(self._ranks.values())
         world = len(ranks) if len(ranks) > 1 else -1
         return tuple(Header(rank, str(self.path), world_size=world, gpu=gpu) for rank in ranks)
 
-    def _text(self, text: Any, number: Any) -> str:
-        return str(text) if text else self.strings.get(_whole(number), "")
-
-    def _gpu_rows(self) -> Iterator[_Row]:
-        """What ran on GPUs."""
+    def _add_gpu_events(self, events: _Events) -> None:
         common = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
         for row in self._select(_KERNEL, *common, "demangledName", "shortName"):
-            name = self._text("", row["demangledName"]) or self._text("", row["shortName"])
-            yield _on_gpu(Category.KERNEL, row, name)
+            events.add_on_gpu(Category.KERNEL, row, self._text(row["demangledName"]) or self._text(row["shortName"]))
         for row in self._select(_COPY, *common, "copyKind", "srcKind", "dstKind"):
             between = f"{_MEMORIES.get(row['srcKind'], '?')} -> {_MEMORIES.get(row['dstKind'], '?')}"
-            yield _on_gpu(Category.COPY, row, f"Memcpy {_DIRECTIONS.get(row['copyKind'], '?')} ({between})")
+            events.add_on_gpu(Category.COPY, row, f"Memcpy {_DIRECTIONS.get(row['copyKind'], '?')} ({between})")
         for row in self._select(_SET, *common, "memKind"):
-            yield _on_gpu(Category.SET, row, f"Memset ({_MEMORIES.get(row['memKind'], 'Device')})")
+            events.add_on_gpu(Category.SET, row, f"Memset ({_MEMORIES.get(row['memKind'], 'Device')})")
 
-    def _host_rows(self) -> Iterator[_Row]:
-        """Calls and annotations. Older releases list a call twice, within itself: the outer one counts."""
+    def _add_calls(self, events: _Events) -> None:
+        """Runtime and driver calls. Older releases list a call twice, within itself: the outer one counts."""
         seen: set[tuple[int, int, str]] = set()
         for table in _CALLS:
             rows = self._select(table, "start", "end", "globalTid", "correlationId", "nameId")
             for row in sorted(rows, key=lambda r: (_whole(r["start"]), -_whole(r["end"]))):
-                name = _API_VERSION.sub("", self._text("", row["nameId"]))
-                key = (_whole(row["globalTid"]), _whole(row["correlationId"]), name)
+                name, correlation = _API_VERSION.sub("", self._text(row["nameId"])), _whole(row["correlationId"])
+                key = (_whole(row["globalTid"]), correlation, name)
                 if key not in seen:
                     seen.add(key)
-                    yield _on_thread(Category.CALL, row, name, _whole(row["correlationId"]))
+                    events.add_on_thread(Category.CALL, row, name, correlation)
+
+    def _add_annotations(self, events: _Events) -> None:
         for row in self._select("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
             if row["eventType"] == _PUSH_POP and row["end"] is not None:
-                name = self._text(row["text"], row["textId"])
+                name = self._text(row["textId"], row["text"])
                 step = _STEP.match(name)
-                yield _on_thread(Category.NOTE, row, f"ProfilerStep#{step.group(1)}" if step else name, _NONE)
+                events.add_on_thread(Category.NOTE, row, f"ProfilerStep#{step.group(1)}" if step else name, _NONE)
 
-    def _syncs(self, columns: _Columns) -> Syncs:
+    def _syncs(self, events: _Events) -> Syncs:
         """What synchronising calls waited for; a wait for an event is for its latest record before that."""
         records: dict[tuple[int, int], list[int]] = {}
         for row in self._select(_EVENT, "correlationId", "globalPid", "eventId"):
             key = _process(row["globalPid"]), _whole(row["eventId"])
             records.setdefault(key, []).append(_whole(row["correlationId"]))
+        lane_of_rank = {lane.rank: i for lane, i in reversed(events.lanes.items())}
         rows = []
         for row in self._select(_SYNC, "streamId", "correlationId", "globalPid", "syncType", "eventId"):
             process, event, call = _process(row["globalPid"]), _whole(row["eventId"]), _whole(row["correlationId"])
             waits = row["syncType"] == _STREAM_WAIT
             before = [r for r in records.get((process, event), []) if r < call] if waits else []
-            lane = columns.any_lane(process)
+            lane = lane_of_rank.get(self._ranks[process], _NONE) if process in self._ranks else _NONE
             if lane >= 0:
                 rows.append((lane, call, _whole(row["streamId"]), _NONE, max(before, default=_NONE), event))
-        table = np.array(rows, np.int64).reshape(-1, 6)
-        return Syncs(table[:, 0].astype(np.int32), *(np.ascontiguousarray(c) for c in table[:, 1:].T))
+        lanes, *columns = map(np.ascontiguousarray, np.array(rows, np.int64).reshape(-1, 6).T)
+        return Syncs(lanes.astype(np.int32), *columns)
 
 
-class _Columns:
-    """Collects rows of processes that have a rank."""
+class _Events:
+    """Collects the events of processes that have a rank."""
 
     def __init__(self, ranks: dict[int, int]) -> None:
         self.ranks = ranks
@@ -205,50 +202,26 @@ class _Columns:
         self.lanes: dict[Lane, int] = {}
         self.rows: list[tuple[int, int, int, int, int, int]] = []
 
-    def add(self, row: _Row) -> None:
+    def add_on_gpu(self, category: Category, row: Row, name: str) -> None:
+        """A row of a stream."""
+        lane = (True, str(_whole(row["deviceId"])), str(_whole(row["streamId"])))
+        self._add(category, _process(row["globalPid"]), lane, name, row, _whole(row["correlationId"]))
+
+    def add_on_thread(self, category: Category, row: Row, name: str, correlation: int) -> None:
+        """A row of a thread."""
+        process = _process(row["globalTid"])
+        lane = (False, str(process), str(_whole(row["globalTid"]) & 0xFFFFFF))
+        self._add(category, process, lane, name, row, correlation)
+
+    def _add(
+        self, category: Category, process: int, lane: tuple[bool, str, str], name: str, row: Row, correlation: int
+    ) -> None:
         """One event; those of other processes and those without a time are left out."""
-        if row.process not in self.ranks or not 0 <= row.start <= row.end < _LONGEST:
-            return
-        lane = Lane(self.ranks[row.process], row.is_stream, row.owner, row.label)
-        number = self.lanes.setdefault(lane, len(self.lanes))
-        name = self.names.setdefault(row.name, len(self.names))
-        self.rows.append((row.category, name, number, row.start, row.end - row.start, row.correlation))
-
-    def any_lane(self, process: int) -> int:
-        rank = self.ranks.get(process)
-        return next((number for lane, number in self.lanes.items() if lane.rank == rank), -1)
-
-    def trace(self, headers: tuple[Header, ...], epoch: int, syncs: Syncs) -> Trace:
-        table = np.array(self.rows, np.int64)
-        category, name, lane, start, duration, correlation = (np.ascontiguousarray(c) for c in table.T)
-        epoch = epoch if epoch < _LONGEST * 3 else 0
-        return Trace(
-            names=tuple(self.names),
-            lanes=tuple(self.lanes),
-            messages=(),
-            headers=headers,
-            category=category.astype(np.uint8),
-            name=name.astype(np.int32),
-            lane=lane.astype(np.int32),
-            start=start + epoch,
-            duration=duration,
-            correlation=correlation,
-            message=np.full(len(table), -1, np.int32),
-            syncs=syncs,
-            warnings=("the profiler's cost was measured on PyTorch's profiler; that of Nsight Systems is not known",),
-        )
-
-
-def _on_gpu(category: Category, row: Row, name: str) -> _Row:
-    device, stream = str(_whole(row["deviceId"])), str(_whole(row["streamId"]))
-    start, end, correlation = (_whole(row[column]) for column in ("start", "end", "correlationId"))
-    return _Row(int(category), _process(row["globalPid"]), True, device, stream, name, start, end, correlation)
-
-
-def _on_thread(category: Category, row: Row, name: str, correlation: int) -> _Row:
-    process, thread = _process(row["globalTid"]), _whole(row["globalTid"]) & 0xFFFFFF
-    start, end = _whole(row["start"]), _whole(row["end"])
-    return _Row(int(category), process, False, str(process), str(thread), name, start, end, correlation)
+        start, end = _whole(row["start"]), _whole(row["end"])
+        if process in self.ranks and 0 <= start <= end < _LONGEST:
+            number = self.lanes.setdefault(Lane(self.ranks[process], *lane), len(self.lanes))
+            name_number = self.names.setdefault(name, len(self.names))
+            self.rows.append((int(category), name_number, number, start, end - start, correlation))
 
 
 def _process(global_id: Any) -> int:
@@ -257,7 +230,7 @@ def _process(global_id: Any) -> int:
 
 
 def _whole(value: Any) -> int:
-    """A number from a column, which in SQLite may hold anything; -1 where it is none."""
+    """A number from a column, which in SQLite may hold anything; -1 if it is none."""
     return value if isinstance(value, int) and abs(value) < 1 << 62 else _NONE
 
 
