@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lumos.analysis.replay import Replay, predict, replay
+from lumos.analysis.replay import Replay, replay
 from lumos.graph.from_trace.build import build
-from lumos.graph.from_trace.rules import RULES
 from lumos.graph.from_trace.profiler_cost import load_profiler_cost
+from lumos.graph.from_trace.rules import RULES
 from lumos.graph.scaling import Scale
+from lumos.prediction.prediction import predict
 from lumos.trace.read.job import read_job
 from lumos.trace.steps import find_steps
 

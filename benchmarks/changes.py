@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from lumos.analysis.replay import replay
-from lumos.change.change import Source, change
+from lumos.change.change import CalibratedRun
 from lumos.change.infer.infer import infer
+from lumos.prediction.prediction import predict
 from lumos.prediction.step import simulate_step
 from lumos.setup.setup import Setup
 from lumos.trace.read.job import read_job
@@ -106,11 +107,11 @@ def single(data: Path) -> tuple[list[str], list[float]]:
     cases = {name: c for name, c in cases.items() if c["kind"] == "llama" and not c.get("compile")}
     rows, errors = [], []
     for name in SOURCES:
-        source = Source(replay(read_job(root / f"{name}.pt.trace.json.gz")), setup_of(cases[name]))
+        source = CalibratedRun(replay(read_job(root / f"{name}.pt.trace.json.gz")), setup_of(cases[name]))
         for target, case in cases.items():
             if target == name:
                 continue
-            found, truth = change(source, setup_of(case)).step_ms, 1e3 * case["step_s_median"]
+            found, truth = predict(source, setup=setup_of(case)).step_ms, 1e3 * case["step_s_median"]
             errors.append(100 * (found / truth - 1))
             rows.append(f"| {name} | {target} | {truth:.2f} | {found:.2f} | {errors[-1]:+.1f} |")
     return rows, errors
@@ -124,9 +125,9 @@ def several(data: Path) -> tuple[list[str], list[float]]:
         ranks = [[json.loads(p.read_text()) for p in sorted((root / n).glob("rank[0-9].json"))] for n in (name, target)]
         before, after = (part[0] for part in ranks)
         parallel = PARALLEL[before["mode"]](before)
-        source = Source(replay(read_job(root / name)), setup_of(before, parallel, before["world"]))
+        source = CalibratedRun(replay(read_job(root / name)), setup_of(before, parallel, before["world"]))
         wanted = setup_of(before | {k: after.get(k, 1) for k in ("layers", "accum")}, parallel, before["world"])
-        found = change(source, wanted).step_ms
+        found = predict(source, setup=wanted).step_ms
         truth = 1e3 * statistics.mean(r["step_s_median"] for r in ranks[1])
         errors.append(100 * (found / truth - 1))
         rows.append(f"| {name} | {target} | {truth:.1f} | {found:.1f} | {errors[-1]:+.1f} |")
@@ -145,11 +146,11 @@ def one_story() -> str:
     )
     with tempfile.TemporaryDirectory() as folder:
         write_synthetic(simulate_step(base), Path(folder))
-        source = Source(replay(read_job(Path(folder))), base)
+        source = CalibratedRun(replay(read_job(Path(folder))), base)
         rows, worst = [], 0.0
         for changes in TARGETS:
             target = base.replaced(changes | {"train.microbatches": 8})
-            edited, direct = change(source, target).step_ms, simulate_step(target).us / 1e3
+            edited, direct = predict(source, setup=target).step_ms, simulate_step(target).us / 1e3
             worst = max(worst, abs(100 * (edited / direct - 1)))
             name = ", ".join(f"{key} = {value}" for key, value in changes.items()) or "as traced"
             rows.append(f"| {name} | {edited:.1f} | {direct:.1f} | {100 * (edited / direct - 1):+.2f} |")
@@ -194,11 +195,11 @@ def told(data: Path) -> str:
 def speed(data: Path) -> str:
     root = data / "h200/single"
     case = json.loads((root / "measured.json").read_text())["results"][0]
-    source = Source(replay(read_job(root / f"{case['name']}.pt.trace.json.gz")), setup_of(case))
-    change(source, setup_of(case))
+    source = CalibratedRun(replay(read_job(root / f"{case['name']}.pt.trace.json.gz")), setup_of(case))
+    predict(source, setup=setup_of(case))
     start = time.perf_counter()
     for layers in range(2, 22):
-        change(source, setup_of(case | {"layers": layers})).as_dict()
+        predict(source, setup=setup_of(case | {"layers": layers})).as_dict()
     return f"After loading, one answer takes {(time.perf_counter() - start) / 20 * 1e3:.1f} ms (bar 50 ms).\n"
 
 

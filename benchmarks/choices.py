@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from changes import setup_of
-from lumos.prediction.forecasting import forecast
+from lumos.prediction.prediction import predict
 
 MEASURED = Path(__file__).parent.parent / "calibration/choices_h200.jsonl"
 
@@ -24,7 +24,7 @@ def main() -> None:
     groups: dict[str, list[dict[str, object]]] = defaultdict(list)
     for line in MEASURED.read_text().splitlines():
         row = json.loads(line)
-        found = forecast(setup_of(row))
+        found = predict(setup_of(row))
         row |= {"predicted": found.step_ms / 1e3, "predicted_fits": found.memory.fits, "host": found.host_bound}
         groups[row["name"].partition("_b")[0]].append(row)
     print("| model | ways | fit, predicted / measured | chosen | best | regret, % | errors: GPU, % | host, % |")

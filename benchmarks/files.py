@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lumos.analysis.replay import Replay, predict, replay
+from lumos.analysis.replay import Replay, replay
 from lumos.errors import LumosError
 from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.scaling import Scale
+from lumos.prediction.prediction import predict
 from lumos.trace.read.chakra_feeder import foreign_execution
 from lumos.trace.read.chakra_format import read_chakra_file
 from lumos.trace.read.execution_trace import link, read_execution_trace

@@ -18,7 +18,7 @@ import numpy as np
 from changes import setup_of
 from lumos.cost.operator_model import cost_model
 from lumos.measure.operator_rows import operator_of
-from lumos.prediction.forecasting import forecast
+from lumos.prediction.prediction import predict
 
 CALIBRATION = Path(__file__).parent.parent / "calibration"
 GPU_BOUND = ("h4096", "s4096", "s8192", "b4", "b8", "v128k", "gpt2_l12_h1024", "compile_base")
@@ -36,7 +36,7 @@ def show_steps(data: Path) -> None:
     print("|---|---|---|---|---|---|---|---|")
     times, peaks = {}, []
     for case in cases:
-        found = forecast(setup_of(case))
+        found = predict(setup_of(case))
         measured, peak = 1e3 * case["step_s_median"], case["peak_mem_alloc"] / 2**30
         guess = found.memory.gib()["peak"]
         times[case["name"]] = 100 * (found.step_ms / measured - 1)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from lumos.prediction.forecasting import forecast
+from lumos.prediction.prediction import predict
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.setup import Setup
 
@@ -46,7 +46,7 @@ def per_second(setups: Iterable[Setup]) -> float:
     found = list(setups)
     start = time.perf_counter()
     for setup in found:
-        forecast(setup).as_dict()
+        predict(setup).as_dict()
     return len(found) / (time.perf_counter() - start)
 
 

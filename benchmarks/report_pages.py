@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lumos import Scale, predict, read_job, replay
+from lumos import Scale, read_job, replay
 from lumos.analysis.comparison import Comparison
-from lumos.prediction.forecasting import forecast
+from lumos.prediction.prediction import predict
 from lumos.report.html.comparison_page import comparison_page
-from lumos.report.html.forecast_page import forecast_page
 from lumos.report.html.page import Page
 from lumos.report.html.prediction_page import prediction_page
 from lumos.report.html.replay_page import replay_page
@@ -33,7 +32,7 @@ def every_kind() -> dict[str, Page]:
     return {
         "replay": replay_page(run),
         "what-if": prediction_page(changed),
-        "forecast": forecast_page(forecast(read_setup(LLAMA))),
+        "forecast": prediction_page(predict(read_setup(LLAMA))),
         "comparison": comparison_page(Comparison(run, replay(read_job(EXAMPLE, "rank[013]*")))),
         "search": search_page(searched()),
     }
@@ -52,8 +51,8 @@ def searched() -> dict[str, Any]:
         if mistakes_in(setup):
             continue
         evaluated += 1
-        found = forecast(setup)
-        if found.memory.fits:
+        found = predict(setup)
+        if found.fits:
             answer = found.as_dict()
             rows.append(values | {key: answer[key] for key in _KEPT} | {"memory_gib": answer["memory_gib"]["peak"]})
     rows.sort(key=lambda row: row["step_ms"])

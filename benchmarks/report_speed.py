@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import Browser, find_browser, open_browser
 from lumos import read_job, replay
-from lumos.prediction.forecasting import forecast
-from lumos.report.html.forecast_page import forecast_page
+from lumos.prediction.prediction import predict
 from lumos.report.html.page import Page, write_page
+from lumos.report.html.prediction_page import prediction_page
 from lumos.report.html.replay_page import replay_page
 from lumos.report.html.search_page import search_page
 from lumos.setup import read_setup
@@ -48,8 +48,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Page]]]:
         run = replay(read_job(path))
         _ = run.path_summary, run.clean_ms, run.never_profiled_ms
         yield f"replay of {len(run.execution.graph):,} tasks ({name})", lambda run=run: replay_page(run)
-    found = forecast(read_setup(LLAMA))
-    yield f"forecast of {found.setup.cluster.gpus} GPUs", lambda: forecast_page(found)
+    found = predict(read_setup(LLAMA))
+    yield f"prediction for {found.setup.cluster.gpus} GPUs", lambda: prediction_page(found)
     answer = searched()
     yield f"search of {answer['evaluated']:,} configurations", lambda: search_page(answer)
 

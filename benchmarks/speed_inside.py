@@ -55,15 +55,16 @@ def scale(path: str, scenarios: str) -> dict[str, Any]:
     """An answer to `--scale` once the trace is loaded, and many scenarios in one pass."""
     import numpy as np
 
-    from lumos.analysis.replay import predict, replay
+    from lumos.analysis.replay import replay
     from lumos.graph.scaling import Scale, scaled_durations
     from lumos.graph.simulate import simulate_many
+    from lumos.prediction.prediction import predict
     from lumos.trace.read.job import read_job
 
     run = replay(read_job(Path(path)))
 
     def answer() -> float:
-        return predict(run, [Scale.parse("compute=0.5")]).steps.mean
+        return predict(run, [Scale.parse("compute=0.5")]).run.steps.mean
 
     answer()
     one = min((_timed(answer) for _ in range(10)), key=lambda t: t["seconds"])

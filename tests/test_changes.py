@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from lumos.analysis.replay import replay
-from lumos.change.change import Source, change
+from lumos.change.change import CalibratedRun
 from lumos.change.kernel_labels import Phase, Work, label
 from lumos.errors import OptionError
+from lumos.prediction.prediction import predict
 from lumos.prediction.step import simulate_step
 from lumos.setup.setup import Setup
 from lumos.trace.read.job import read_job
@@ -41,37 +42,37 @@ def setup(**parallel: Any) -> Setup:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def source(tmp_path_factory: pytest.TempPathFactory) -> CalibratedRun:
     folder = tmp_path_factory.mktemp("traces")
     write_synthetic(simulate_step(setup()), folder)
-    return Source(replay(read_job(folder)), setup())
+    return CalibratedRun(replay(read_job(folder)), setup())
 
 
-def test_a_synthetic_trace_replays_to_the_step_it_was_made_of(source: Source) -> None:
+def test_a_synthetic_trace_replays_to_the_step_it_was_made_of(source: CalibratedRun) -> None:
     assert source.run.recorded_steps.mean == pytest.approx(simulate_step(setup()).us / 1e3, rel=1e-3)
     assert abs(source.run.error_pct) < 0.1
 
 
 @pytest.mark.parametrize("changes", TARGETS, ids=str)
-def test_the_trace_and_the_description_tell_one_story(source: Source, changes: dict[str, Any]) -> None:
+def test_the_trace_and_the_description_tell_one_story(source: CalibratedRun, changes: dict[str, Any]) -> None:
     target = setup().replaced(changes | {"train.microbatches": 8})
-    assert change(source, target).step_ms == pytest.approx(simulate_step(target).us / 1e3, rel=0.03)
+    assert predict(source, setup=target).step_ms == pytest.approx(simulate_step(target).us / 1e3, rel=0.03)
 
 
-def test_the_identity_changes_nothing(source: Source) -> None:
-    assert change(source, setup()).step_ms == pytest.approx(source.run.clean_ms, rel=1e-3)
+def test_the_identity_changes_nothing(source: CalibratedRun) -> None:
+    assert predict(source, setup=setup()).step_ms == pytest.approx(source.run.clean_ms, rel=1e-3)
 
 
-def test_there_and_back_is_the_baseline_and_two_edits_are_one(source: Source) -> None:
+def test_there_and_back_is_the_baseline_and_two_edits_are_one(source: CalibratedRun) -> None:
     there = setup().replaced({"model.layers": 96})
     back = there.replaced({"model.layers": 48})
-    assert change(source, back).step_ms == pytest.approx(source.run.clean_ms, rel=1e-3)
+    assert predict(source, setup=back).step_ms == pytest.approx(source.run.clean_ms, rel=1e-3)
     both = setup().replaced({"model.layers": 96, "train.micro_batch": 2, "train.microbatches": 8})
     two = there.replaced({"train.micro_batch": 2, "train.microbatches": 8})
-    assert change(source, two).step_ms == change(source, both).step_ms
+    assert predict(source, setup=two).step_ms == predict(source, setup=both).step_ms
 
 
-def test_every_attention_is_one_layer_of_one_micro_batch(source: Source) -> None:
+def test_every_attention_is_one_layer_of_one_micro_batch(source: CalibratedRun) -> None:
     for labels in label(source.run):
         forward, backward = labels.of(Phase.FORWARD), labels.of(Phase.BACKWARD)
         assert (labels.attention[forward] == 1).sum() == 24 * 8
@@ -79,32 +80,32 @@ def test_every_attention_is_one_layer_of_one_micro_batch(source: Source) -> None
         assert (labels.us[labels.work == Work.MATRIX] > 0).all()
 
 
-def test_a_setup_that_is_not_the_traced_one_is_refused_with_the_counts(source: Source) -> None:
+def test_a_setup_that_is_not_the_traced_one_is_refused_with_the_counts(source: CalibratedRun) -> None:
     wrong = setup().replaced({"model.layers": 40})
     with pytest.raises(
         OptionError, match="192 attention kernels in the forward pass, and the setup says 20 layers × 8"
     ):
-        change(Source(source.run, wrong), wrong)
+        predict(CalibratedRun(source.run, wrong), setup=wrong)
 
 
 @pytest.mark.parametrize(
     "changes", [{"train.micro_batch": 4, "train.microbatches": 8}, {"model.hidden": 1536}, {"train.seq": 8192}], ids=str
 )
-def test_a_setup_of_other_sizes_is_refused(source: Source, changes: dict[str, Any]) -> None:
+def test_a_setup_of_other_sizes_is_refused(source: CalibratedRun, changes: dict[str, Any]) -> None:
     wrong = setup().replaced(changes)
     with pytest.raises(OptionError, match="does not describe this trace"):
-        change(Source(source.run, wrong), wrong)
+        predict(CalibratedRun(source.run, wrong), setup=wrong)
 
 
-def test_another_parallelism_gets_a_wider_interval_and_a_note(source: Source) -> None:
-    same, other = change(source, setup()), change(source, setup().replaced({"parallel.dp": 8}))
+def test_another_parallelism_gets_a_wider_interval_and_a_note(source: CalibratedRun) -> None:
+    same, other = predict(source, setup=setup()), predict(source, setup=setup().replaced({"parallel.dp": 8}))
     assert other.interval_ms[1] / other.step_ms > same.interval_ms[1] / same.step_ms
-    assert any("parallelism differs" in note for note in other.forecast.warnings)
+    assert any("parallelism differs" in note for note in other.warnings)
 
 
-def test_a_slow_host_is_felt(source: Source) -> None:
+def test_a_slow_host_is_felt(source: CalibratedRun) -> None:
     slow = setup().replaced({"cluster.host": 0.02})
-    assert change(source, slow).step_ms > 1.5 * source.run.clean_ms
+    assert predict(source, setup=slow).step_ms > 1.5 * source.run.clean_ms
 
 
 @pytest.mark.parametrize(
@@ -116,15 +117,15 @@ def test_a_slow_host_is_felt(source: Source) -> None:
         ({"model.gated": True}, "kind of MLP"),
     ],
 )
-def test_what_a_trace_cannot_tell_is_refused(source: Source, changes: dict[str, Any], reason: str) -> None:
+def test_what_a_trace_cannot_tell_is_refused(source: CalibratedRun, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(OptionError, match=reason):
-        change(source, setup().replaced(changes))
+        predict(source, setup=setup().replaced(changes))
 
 
-def test_tensor_parallelism_of_a_compiled_trace_is_refused(source: Source) -> None:
+def test_tensor_parallelism_of_a_compiled_trace_is_refused(source: CalibratedRun) -> None:
     compiled = setup().replaced({"train.compile": True})
     with pytest.raises(OptionError, match="fused beyond recognition"):
-        change(Source(source.run, compiled), compiled.replaced({"parallel.tp": 4, "parallel.dp": 2}))
+        predict(CalibratedRun(source.run, compiled), setup=compiled.replaced({"parallel.tp": 4, "parallel.dp": 2}))
 
 
 def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -146,10 +147,10 @@ def test_comparing_a_run_with_itself_finds_nothing() -> None:
     assert all(row["change_ms"] == 0 for name in ("parts", "operators", "collectives") for row in answer[name])
 
 
-def single(data: Path, name: str) -> tuple[Source, dict[str, Any]]:
+def single(data: Path, name: str) -> tuple[CalibratedRun, dict[str, Any]]:
     cases = {c["name"]: c for c in json.loads((data / "h200/single/measured.json").read_text())["results"]}
     trace = data / f"h200/single/{name}.pt.trace.json.gz"
-    return Source(replay(read_job(trace)), measured_setup(cases[name])), cases
+    return CalibratedRun(replay(read_job(trace)), measured_setup(cases[name])), cases
 
 
 def measured_setup(case: dict[str, Any]) -> Setup:
@@ -165,7 +166,7 @@ def test_a_gpu_bound_trace_foretells_measured_runs(shared_data: Path) -> None:
     source, cases = single(shared_data, "b8")
     for name in ("b4", "s4096", "h4096", "l16", "h1024", "ckpt", "tiny_l2_h512"):
         truth = 1e3 * cases[name]["step_s_median"]
-        assert change(source, measured_setup(cases[name])).step_ms == pytest.approx(truth, rel=0.12), name
+        assert predict(source, setup=measured_setup(cases[name])).step_ms == pytest.approx(truth, rel=0.12), name
 
 
 @pytest.mark.data
@@ -179,6 +180,6 @@ def test_one_rank_of_a_fake_world_gets_its_collectives_from_the_model(shared_dat
             "cluster": {"gpu": "h200", "gpus": 64},
         }
     )
-    found = change(Source(replay(read_job(trace)), described), described)
+    found = predict(CalibratedRun(replay(read_job(trace)), described), setup=described)
     assert found.step_ms > 1.1 * found.baseline_ms
-    assert any("fake process group" in note for note in found.forecast.warnings)
+    assert any("fake process group" in note for note in found.warnings)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lumos import Replay, Scale, predict, read_job, replay
-from lumos.change.change import Source, change
+from lumos import Replay, Scale, read_job, replay
+from lumos.change.change import CalibratedRun
 from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
 from lumos.change.kernel_labels import Phase, label
@@ -18,8 +18,9 @@ from lumos.errors import OptionError
 from lumos.graph.from_trace.cpu_device import is_cpu_run, with_cpu_device
 from lumos.graph.graph import Rule
 from lumos.prediction.bill import Tariff
-from lumos.prediction.forecasting import forecast
-from lumos.report.html.forecast_page import changed_page, write_changed_page
+from lumos.prediction.prediction import predict
+from lumos.report.html.page import write_page
+from lumos.report.html.prediction_page import prediction_page
 from lumos.setup.gpus import gpu_named, gpu_names
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
@@ -204,30 +205,30 @@ def trained(layers: int) -> list[Event]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return Source(job(tmp_path_factory.mktemp("traces"), trained(2), trained(2)), described())
+def source(tmp_path_factory: pytest.TempPathFactory) -> CalibratedRun:
+    return CalibratedRun(job(tmp_path_factory.mktemp("traces"), trained(2), trained(2)), described())
 
 
-def test_a_run_that_is_not_changed_takes_what_it_took(source: Source) -> None:
-    assert change(source, described()).step_ms == pytest.approx(source.run.clean_ms, rel=1e-6)
+def test_a_run_that_is_not_changed_takes_what_it_took(source: CalibratedRun) -> None:
+    assert predict(source, setup=described()).step_ms == pytest.approx(source.run.clean_ms, rel=1e-6)
 
 
 @pytest.mark.parametrize("layers", [1, 4, 8])
 def test_another_number_of_layers_is_predicted_as_it_would_be_recorded(
-    source: Source, layers: int, tmp_path: Path
+    source: CalibratedRun, layers: int, tmp_path: Path
 ) -> None:
     recorded = job(tmp_path, trained(layers), trained(layers))
-    assert change(source, described(layers=layers)).step_ms == pytest.approx(recorded.clean_ms, rel=0.02)
+    assert predict(source, setup=described(layers=layers)).step_ms == pytest.approx(recorded.clean_ms, rel=0.02)
 
 
-def test_more_ranks_wait_longer_for_their_sum_and_compute_what_they_did(source: Source) -> None:
-    two, four = (change(source, described(ranks)) for ranks in (2, 4))
+def test_more_ranks_wait_longer_for_their_sum_and_compute_what_they_did(source: CalibratedRun) -> None:
+    two, four = (predict(source, setup=described(ranks)) for ranks in (2, 4))
     sums = PARAMETER_US * described().model.parameters(128) / 1e3
     assert four.step_ms - two.step_ms == pytest.approx(0.5 * sums, rel=0.02)  # a ring sends 3/4 twice, not 1/2
-    assert any("share cores" in warning for warning in four.forecast.warnings)
+    assert any("share cores" in warning for warning in four.warnings)
 
 
-def test_the_host_is_what_is_left_of_a_thread_that_calls_and_waits(source: Source) -> None:
+def test_the_host_is_what_is_left_of_a_thread_that_calls_and_waits(source: CalibratedRun) -> None:
     (labels, _) = label(source.run)
     for phase in (Phase.FORWARD, Phase.BACKWARD):  # the sum of gradients is started after both, and counts as forward
         worked = np.diff(labels.launched[labels.of(phase)])
@@ -235,19 +236,19 @@ def test_the_host_is_what_is_left_of_a_thread_that_calls_and_waits(source: Sourc
     assert 0 < labels.optimizer_us <= HOST
 
 
-def test_what_is_not_known_of_a_cpu_is_not_answered(source: Source, tmp_path: Path) -> None:
-    found = change(source, described(4), tariff=Tariff(gpu_hour=1.0, tokens=1e9))
+def test_what_is_not_known_of_a_cpu_is_not_answered(source: CalibratedRun, tmp_path: Path) -> None:
+    found = predict(source, setup=described(4), tariff=Tariff(gpu_hour=1.0, tokens=1e9))
     answer = found.as_dict()
     assert [answer[key] for key in ("mfu", "hfu", "energy_j", "fits")] == [None] * 4
     assert (answer["bill"]["joules_per_step"], answer["bill"]["budget"]["kwh"]) == (None, None)
     assert answer["bill"]["money_per_step"] == pytest.approx(4 * found.step_ms / 3.6e6)
     assert any("CPU are not known" in warning for warning in answer["warnings"])
-    assert {card.label for card in changed_page(found).cards}.isdisjoint({"MFU", "energy"})
-    write_changed_page(tmp_path / "page.html", found)
+    assert {card.label for card in prediction_page(found).cards}.isdisjoint({"MFU", "energy"})
+    write_page(tmp_path / "page.html", prediction_page(found))
 
 
-def test_a_host_whose_memory_is_stated_has_room_or_not(source: Source) -> None:
-    small, large = (change(source, described().replaced({"cluster.memory_gib": gib})) for gib in (0.01, 100.0))
+def test_a_host_whose_memory_is_stated_has_room_or_not(source: CalibratedRun) -> None:
+    small, large = (predict(source, setup=described().replaced({"cluster.memory_gib": gib})) for gib in (0.01, 100.0))
     assert (small.as_dict()["fits"], large.as_dict()["fits"]) == (False, True)
 
 
@@ -255,35 +256,35 @@ def test_a_host_whose_memory_is_stated_has_room_or_not(source: Source) -> None:
     ("key", "value", "says"),
     [
         ("parallel.tp", 2, "parallel.tp = 2: the traced run had none"),
-        ("cluster.gpu", "h200", "cluster.gpu = h200 cannot be told from a trace of cpu"),
+        ("cluster.gpu", "h200", "cluster.gpu = h200 cannot be predicted from a trace of cpu"),
     ],
 )
-def test_what_the_trace_of_a_cpu_cannot_tell_is_refused(source: Source, key: str, value: Any, says: str) -> None:
+def test_what_the_trace_of_a_cpu_cannot_tell_is_refused(source: CalibratedRun, key: str, value: Any, says: str) -> None:
     with pytest.raises(OptionError, match=says):
-        change(source, described().replaced({key: value}))
+        predict(source, setup=described().replaced({key: value}))
 
 
-def test_power_has_no_price_where_it_is_not_known(source: Source) -> None:
+def test_power_has_no_price_where_it_is_not_known(source: CalibratedRun) -> None:
     with pytest.raises(OptionError, match=r"--kwh-price 0\.3: the power of a CPU is not known"):
-        change(source, described(), tariff=Tariff(kwh=0.3))
+        predict(source, setup=described(), tariff=Tariff(kwh=0.3))
 
 
 def test_one_rank_says_nothing_of_what_several_would_send(tmp_path: Path) -> None:
-    alone = Source(job(tmp_path, [e for e in trained(2) if "reduce" not in e["name"]]), described(1))
+    alone = CalibratedRun(job(tmp_path, [e for e in trained(2) if "reduce" not in e["name"]]), described(1))
     with pytest.raises(OptionError, match=r"parallel\.dp = 2: the traced run had none"):
-        change(alone, described(2))
+        predict(alone, setup=described(2))
 
 
 def test_without_a_trace_a_cpu_is_refused_and_no_name_suggests_it() -> None:
     with pytest.raises(OptionError, match="only known from its trace"):
-        forecast(described())
+        predict(described())
     with pytest.raises(OptionError, match="only known from its trace"):
         cost_model("cpu")
     assert gpu_named("CPU").is_cpu
     assert "cpu" not in gpu_names()
 
 
-def test_a_trace_tells_that_it_is_of_a_cpu(source: Source) -> None:
+def test_a_trace_tells_that_it_is_of_a_cpu(source: CalibratedRun) -> None:
     told = infer(source.run)
     assert told["cluster.gpu"].value == "cpu"
     assert is_cpu_run(source.run.execution.trace)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from graphs import graphs
-from lumos.analysis.replay import predict, replay
+from lumos.analysis.replay import replay
 from lumos.cli.main import app
 from lumos.errors import InputError, LumosError
 from lumos.export.chakra_writer import write_chakra
@@ -29,6 +29,7 @@ from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Graph
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate
+from lumos.prediction.prediction import predict
 from lumos.trace.names import Category, Kind
 from lumos.trace.read import chakra_format, host_memory
 from lumos.trace.read.chakra import read_chakra
@@ -494,7 +495,7 @@ def test_a_foreign_graph_runs_by_its_dependencies(tmp_path: Path) -> None:
     run = replay(read_job(path))
     assert run.times.span == 65_000
     assert run.simulated_steps.mean == pytest.approx(0.065)
-    assert predict(run, [Scale("compute", 0.5)]).times.span <= 40_000
+    assert predict(run, [Scale("compute", 0.5)]).run.times.span <= 40_000
 
 
 def test_a_collective_of_foreign_files_waits_for_all_ranks(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lumos.analysis.replay import predict, replay
+from lumos.analysis.replay import replay
 from lumos.errors import LumosError
 from lumos.graph.scaling import Scale
+from lumos.prediction.prediction import predict
 from lumos.trace.read.job import read_job
 from lumos.trace.read.json_slices import open_bytes
 from support import Event, Header, header, json_text, training_run, write_bytes, write_trace

@@ -21,18 +21,16 @@ from typer.testing import CliRunner
 
 from browser import LAPTOP, Browser, find_browser, open_browser
 from browser import Page as Tab
-from lumos import Scale, predict, read_job, replay
+from lumos import Scale, read_job, replay
 from lumos.analysis.comparison import Comparison
 from lumos.analysis.replay import Replay
-from lumos.change.change import Source, change
 from lumos.cli.main import app
-from lumos.prediction.forecasting import Forecast, forecast
+from lumos.prediction.prediction import Prediction, predict
 from lumos.report.html.allocations import thinned
 from lumos.report.html.charts import Bars, LaneView, Lines, Timeline
 from lumos.report.html.comparison_page import comparison_page
-from lumos.report.html.forecast_page import changed_page, forecast_page, stage_parts
 from lumos.report.html.memory_view import _integrated
-from lumos.report.html.notebook import comparison_snippet, forecast_snippet, prediction_snippet, replay_snippet
+from lumos.report.html.notebook import comparison_snippet, prediction_snippet, replay_snippet
 from lumos.report.html.page import Card, Page, Section, render, write_page
 from lumos.report.html.prediction_page import prediction_page
 from lumos.report.html.replay_page import replay_page
@@ -56,8 +54,8 @@ def example() -> Replay:
 
 
 @cache
-def described() -> Forecast:
-    return forecast(read_setup(ROOT / "examples/llama3-70b.toml"))
+def described() -> Prediction:
+    return predict(read_setup(ROOT / "examples/llama3-70b.toml"))
 
 
 def search_answer() -> dict[str, Any]:
@@ -65,11 +63,11 @@ def search_answer() -> dict[str, Any]:
     base = read_setup(ROOT / "examples/llama3-70b.toml", ["cluster.gpus=64", "train.global_batch=128"])
     rows = []
     for tp, pp, vpp in ((8, 4, 5), (4, 4, 5), (8, 8, 5), (8, 4, 1), (8, 2, 1)):
-        found = forecast(base.replaced({"parallel.tp": tp, "parallel.pp": pp, "parallel.vpp": vpp, "parallel.cp": 1}))
+        found = predict(base.replaced({"parallel.tp": tp, "parallel.pp": pp, "parallel.vpp": vpp, "parallel.cp": 1}))
         rows.append({
             "parallel.tp": tp, "parallel.pp": pp, "parallel.vpp": vpp, "step_ms": found.step_ms, "mfu": found.mfu,
             "memory_gib": found.memory.gib()["peak"], "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
-            "cost_per_mtoken": None, "energy_j": found.energy_j, "breakdown": found.breakdown,
+            "cost_per_mtoken": None, "energy_j": found.energy_j, "breakdown": found.breakdown.as_dict(),
         })  # fmt: skip
     rows.sort(key=lambda row: row["step_ms"])
     front = [r for r in rows if not any(o["memory_gib"] < r["memory_gib"] for o in rows if o["step_ms"] < r["step_ms"])]
@@ -87,7 +85,7 @@ def page_of(kind: str) -> Page:
     if kind == "prediction":
         return prediction_page(predict(example(), [Scale("comm", 0.5)]))
     if kind == "forecast":
-        return forecast_page(described())
+        return prediction_page(described())
     if kind == "search":
         return search_page(search_answer())
     return comparison_page(Comparison(example(), example_but_one()))
@@ -152,18 +150,31 @@ def test_the_tables_say_what_the_json_says() -> None:
     assert html.escape(answer["stragglers"][0]["why"]) in text
 
 
-def test_the_parts_of_every_stage_add_up_to_the_step_and_their_mean_is_the_forecasts() -> None:
-    found = described()
-    parts = stage_parts(found)
-    assert [sum(part.values()) for part in parts.values()] == pytest.approx([found.step_ms] * 4, rel=1e-6)
-    for key, value in found.breakdown.items():
-        assert np.mean([part[key] for part in parts.values()]) == pytest.approx(value, rel=1e-6)
+@pytest.mark.parametrize("kind", ["replay", "prediction", "forecast"])
+def test_the_parts_of_every_rank_add_up_to_its_step(kind: str) -> None:
+    section = next(s for s in page_of(kind).sections if s.title == "Step breakdown")
+    for row in section.tables[0].rows:
+        *parts, step = (float(value) for value in row.values[1:])
+        assert sum(parts) == pytest.approx(step, rel=1e-9)
+    if kind == "forecast":
+        steps = [float(row.values[-1]) for row in section.tables[0].rows]
+        assert steps == pytest.approx([described().step_ms] * 5, rel=1e-6), "four stages and their mean"
 
 
-def test_the_critical_path_of_a_forecast_adds_up_to_its_step() -> None:
+@pytest.mark.parametrize("kind", ["replay", "prediction", "forecast"])
+def test_the_critical_path_adds_up_to_what_is_shown_below_it(kind: str) -> None:
+    section = next(s for s in page_of(kind).sections if s.title == "Critical path")
+    by_kind, *_ = section.tables
+    *parts, total = by_kind.rows
+    assert total.is_total
+    assert sum(float(row.values[1] or 0) for row in parts) == pytest.approx(total.values[1])
+
+
+def test_the_critical_path_of_a_described_step_is_the_step() -> None:
     section = next(s for s in page_of("forecast").sections if s.title == "Critical path")
-    (table,) = section.tables
-    assert sum(float(row.values[2] or 0) for row in table.rows) == pytest.approx(described().step_ms, rel=1e-6)
+    for table, column in ((section.tables[0], 1), (section.tables[2], 2)):
+        total = sum(float(row.values[column] or 0) for row in table.rows if not row.is_total)
+        assert total == pytest.approx(described().step_ms, rel=1e-6)
 
 
 def test_the_curve_of_memory_reaches_the_peak_of_its_stage_and_never_passes_it() -> None:
@@ -187,8 +198,8 @@ def test_no_operator_is_priced_above_the_roof_by_more_than_its_cache() -> None:
 def test_a_changed_run_says_what_was_understood_of_its_trace(shared_data: Path) -> None:
     setup = read_setup(ROOT / "examples/one-h200.toml")
     run = replay(read_job(shared_data / "h200/single/base_l8_h2048_s2048_b2.pt.trace.json.gz"))
-    page = changed_page(change(Source(run, setup), setup.replaced({"model.layers": 16})))
-    assert page.cards[0].label == "changed step"
+    page = prediction_page(predict(run, setup=setup.replaced({"model.layers": 16}), traced=setup))
+    assert [card.label for card in page.cards[:3]] == ["predicted step", "as recorded", "change"]
     assert page.sections[-1].title == "What was understood of the trace"
     assert len(page.sections[-1].tables[0].rows) == 3
 
@@ -375,7 +386,7 @@ def test_a_notebook_shows_small_static_tables() -> None:
     assert example()._repr_html_() == replay_snippet(example())
     assert changed._repr_html_() == prediction_snippet(changed)
     for snippet in (
-        replay_snippet(example()), prediction_snippet(changed), forecast_snippet(described()),
+        replay_snippet(example()), prediction_snippet(changed), prediction_snippet(described()),
         comparison_snippet(Comparison(example(), example())),
     ):  # fmt: skip
         assert "<script" not in snippet

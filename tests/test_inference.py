@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos.analysis.replay import Replay, replay
-from lumos.change.change import Source, change
 from lumos.change.infer import Inferred
 from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
 from lumos.errors import OptionError
+from lumos.prediction.prediction import predict
 from lumos.setup import read_setup
 from lumos.setup.setup_files import read_plain
 from lumos.trace.read.job import read_job
@@ -116,9 +116,10 @@ def test_without_a_file_the_prediction_is_that_with_the_file(shared_data: Path, 
     file = tmp_path / "traced.toml"
     file.write_text(as_toml(cases(shared_data)[path]))
     asked = ["model.layers=6", "train.micro_batch=3", "train.seq=1024"]
-    inferred = complete(inferred_from(path), read_plain(None)).setup
-    alone = change(Source(run_of(path), inferred), changed(inferred_from(path), read_plain(None, asked)).setup)
-    stated = change(Source(run_of(path), read_setup(file)), read_setup(file, asked))
+    traced = complete(inferred_from(path), read_plain(None)).setup
+    wanted = changed(inferred_from(path), read_plain(None, asked)).setup
+    alone = predict(run_of(path), setup=wanted, traced=traced)
+    stated = predict(run_of(path), setup=read_setup(file, asked), traced=read_setup(file))
     assert alone.step_ms == pytest.approx(stated.step_ms, rel=1e-9)
 
 
@@ -419,7 +420,7 @@ def test_the_command_needs_no_file_and_says_what_it_understood(shared_data: Path
     file.write_text("[model]\nlayers = 2\n")
     again = json.loads(lumos("predict", file, "--from", trace, "--set", "model.layers=4", "--json").stdout)
     assert again["step_ms"] == pytest.approx(answer["step_ms"], rel=1e-9)
-    assert "understood of the trace's setup" in lumos("predict", "--from", trace, "--set", "model.layers=4").stdout
+    assert "setup of the traced run, as inferred" in lumos("predict", "--from", trace, "--set", "model.layers=4").stdout
 
 
 def test_scale_and_set_are_asked_one_at_a_time() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lumos.analysis.replay import Replay, predict, replay
+from lumos.analysis.replay import Replay, replay
 from lumos.graph.from_trace.build import build
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate, simulate_reference
+from lumos.prediction.prediction import predict
 from lumos.trace.read.example import example_path
 from lumos.trace.read.job import read_job
 from lumos.trace.steps import keep_step
@@ -70,7 +71,7 @@ def test_tasks_of_a_lane_never_overlap(run: Replay) -> None:
 
 @pytest.mark.parametrize("what", ["compute", "comm", "cpu"])
 def test_making_something_faster_never_makes_the_run_longer(run: Replay, what: str) -> None:
-    assert predict(run, [Scale(what, 0.5)]).times.span <= simulate(run.clean_graph).span + 1
+    assert predict(run, [Scale(what, 0.5)]).run.times.span <= simulate(run.clean_graph).span + 1
 
 
 def test_the_breakdown_adds_up_to_the_step(run: Replay) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lumos.analysis.replay import predict, replay
+from lumos.analysis.replay import replay
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.graph import Rule
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate
+from lumos.prediction.prediction import predict
 from lumos.trace.read.job import read_job
 from lumos.trace.trace import Trace
 from support import (

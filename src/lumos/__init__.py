@@ -1,8 +1,9 @@
 """Lumos: what a training run will do, from its trace or from its description.
 
->>> from lumos import forecast, read_job, read_setup, replay  # doctest: +SKIP
+>>> from lumos import predict, read_job, read_setup, replay   # doctest: +SKIP
+>>> predict(read_setup(Path("run.toml"))).step_ms             # doctest: +SKIP
 >>> run = replay(read_job(Path("traces")))                    # doctest: +SKIP
->>> forecast(read_setup(Path("run.toml"))).step_ms            # doctest: +SKIP
+>>> predict(run, ["compute=0.5"]).step_ms                     # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -14,28 +15,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lumos.analysis.comparison import compare
-    from lumos.analysis.replay import Prediction, Replay, predict, replay
+    from lumos.analysis.replay import Replay, replay
     from lumos.capture.recording import capture
-    from lumos.change.change import Source, change
     from lumos.errors import LumosError
     from lumos.graph.scaling import Scale
-    from lumos.prediction.forecasting import Forecast, forecast
+    from lumos.prediction.prediction import Prediction, predict
     from lumos.search.search import search
     from lumos.setup import Setup, read_setup, write_setup
     from lumos.trace.read.job import read_job
     from lumos.trace.trace import Trace
 
 _HOME = {
-    "Forecast": "prediction.forecasting", "LumosError": "errors", "Prediction": "analysis.replay",
-    "Replay": "analysis.replay", "Scale": "graph.scaling", "Setup": "setup", "Source": "change.change",
-    "Trace": "trace.trace", "change": "change.change", "compare": "analysis.comparison",
-    "forecast": "prediction.forecasting", "predict": "analysis.replay", "read_job": "trace.read.job",
-    "read_setup": "setup", "replay": "analysis.replay", "search": "search.search", "write_setup": "setup",
+    "LumosError": "errors", "Prediction": "prediction.prediction", "Replay": "analysis.replay",
+    "Scale": "graph.scaling", "Setup": "setup", "Trace": "trace.trace", "compare": "analysis.comparison",
+    "predict": "prediction.prediction", "read_job": "trace.read.job", "read_setup": "setup",
+    "replay": "analysis.replay", "search": "search.search", "write_setup": "setup",
 }  # fmt: skip
 
 __all__ = [
-    "Forecast", "LumosError", "Prediction", "Replay", "Scale", "Setup", "Source", "Trace", "capture", "change",
-    "compare", "forecast", "predict", "read_job", "read_setup", "replay", "search", "write_setup",
+    "LumosError", "Prediction", "Replay", "Scale", "Setup", "Trace", "capture", "compare", "predict", "read_job",
+    "read_setup", "replay", "search", "write_setup",
 ]  # fmt: skip
 
 
@@ -53,14 +52,6 @@ class _PublicNames(ModuleType):
     @search.setter
     def search(self, package: ModuleType) -> None:
         """Python binds an imported package to its parent; the name is taken."""
-
-    @property
-    def change(self) -> Any:
-        return _public("change")
-
-    @change.setter
-    def change(self, package: ModuleType) -> None:
-        """As for `search`."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "capture":

@@ -1,4 +1,4 @@
-"""Breakdown of a step: exposed compute, exposed communication, both at once, and neither.
+"""Breakdown of a step: exposed compute, exposed communication, both at once, and neither. They add up to the step.
 
     compute  ████████        ████
     comm         ████████
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from lumos.graph.graph import Floats
 from lumos.trace.names import Kind
 from lumos.trace.steps import Steps
 from lumos.trace.trace import Ints, Trace
@@ -34,12 +35,16 @@ class Breakdown:
     def compute_ms(self) -> float:
         return self.exposed_compute_ms + self.overlapped_ms
 
+    @property
+    def step_ms(self) -> float:
+        return self.exposed_compute_ms + self.exposed_comm_ms + self.overlapped_ms + self.other_ms
+
     def as_dict(self) -> dict[str, float]:
-        return {name: round(value, 4) for name, value in asdict(self).items()}
+        return asdict(self)
 
 
-def breakdown_by_rank(trace: Trace, steps: Steps) -> dict[int, Breakdown]:
-    """For every rank, the mean over the steps."""
+def breakdown_by_rank(trace: Trace, steps: Steps, weights: Floats | None = None) -> dict[int, Breakdown]:
+    """For every rank, the mean over the steps; `weights` for another mean, as `typical_weights`."""
     gpu = trace.rows_by_rank(trace.on_gpu)
     answer = {}
     for column, r in enumerate(steps.ranks):
@@ -49,14 +54,25 @@ def breakdown_by_rank(trace: Trace, steps: Steps) -> dict[int, Breakdown]:
         for low, high in zip(steps.start[:, column].tolist(), steps.end[:, column].tolist(), strict=True):
             first, last = np.searchsorted(ended, low, side="right"), np.searchsorted(trace.start[rows], high)
             parts.append(_one(trace, rows[first:last], low, high))
-        answer[r] = mean_breakdown([Breakdown(*p) for p in parts])
+        answer[r] = Breakdown(*np.average(parts, axis=0, weights=weights).tolist())
     return answer
+
+
+def typical_weights(steps: Steps) -> Floats:
+    """How much every step counts in `steps.typical`: a breakdown with these weights adds up to that step."""
+    order = np.argsort(steps.milliseconds, kind="stable")
+    place = 0.25 * (len(order) - 1)  # of the lower quartile, between two steps
+    low = int(place)
+    weights = np.zeros(len(order))
+    weights[order[low]] = 1 - (place - low)
+    if place > low:
+        weights[order[low + 1]] = place - low
+    return weights
 
 
 def mean_breakdown(parts: list[Breakdown]) -> Breakdown:
     """The mean of several."""
-    values = np.array([list(asdict(p).values()) for p in parts])
-    return Breakdown(*(float(v) for v in values.mean(axis=0)))
+    return Breakdown(*np.mean([list(asdict(p).values()) for p in parts], axis=0).tolist())
 
 
 def _one(trace: Trace, rows: np.ndarray, low: int, high: int) -> tuple[float, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.rendezvous import Rendezvous
 from lumos.trace.trace import Message, Trace
 
@@ -19,7 +19,7 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One meeting of ranks. `wait_ms` is the mean over the ranks, `transfer_ms` what is left of the last to arrive."""
+    """One collective. `wait_ms` is the mean over the ranks, `transfer_ms` what is left after the last one arrives."""
 
     collective: str
     ranks: int
@@ -32,33 +32,27 @@ class Collective:
     bus_gb_s: float  # 0 unknown
 
 
-def collectives(execution: Execution, trace: Trace) -> list[Collective]:
-    """All meetings by the times of a trace (the recorded one or a simulated one), in order of time."""
-    found = [_one(trace, meeting, execution.origin) for meeting in execution.rendezvous]
-    return sorted(found, key=lambda c: c.start_ms)
+def collectives(trace: Trace, found: Sequence[Rendezvous], origin: int) -> list[Collective]:
+    """All collectives by the times of a trace (the recorded one or a simulated one), in order of time."""
+    return sorted((_one(trace, one, origin) for one in found), key=lambda c: c.start_ms)
 
 
-def _one(trace: Trace, meeting: Rendezvous, origin: int) -> Collective:
-    arrive, end = trace.start[meeting.rows], trace.end[meeting.rows]
+def _one(trace: Trace, one: Rendezvous, origin: int) -> Collective:
+    arrive, end = trace.start[one.rows], trace.end[one.rows]
     together = int(arrive.max())
     transfer = max(float(np.median(end)) - together, 0.0) / 1e6
-    size = message_bytes(meeting.message)
-    bus = (
-        bus_factor(meeting.collective, len(meeting.rows)) * size / (transfer * 1e6)
-        if size > 0 and transfer > 0
-        else 0.0
-    )
+    size = message_bytes(one.message)
     wait = (together - arrive) / 1e6
     return Collective(
-        collective=meeting.collective,
-        ranks=len(meeting.rows),
+        collective=one.collective,
+        ranks=len(one.rows),
         bytes=size,
         start_ms=float(arrive.min() - origin) / 1e6,
         wait_ms=float(wait.mean()),
         worst_wait_ms=float(wait.max()),
-        last_rank=meeting.ranks[int(np.argmax(arrive))],
+        last_rank=one.ranks[int(np.argmax(arrive))],
         transfer_ms=transfer,
-        bus_gb_s=bus,
+        bus_gb_s=bus_gb_s(one.collective, len(one.rows), size, transfer),
     )
 
 
@@ -78,6 +72,11 @@ def bus_factor(collective: str, ranks: int) -> float:
     if collective in ("all_gather", "reduce_scatter", "all_to_all"):
         return (ranks - 1) / ranks
     return 1.0
+
+
+def bus_gb_s(collective: str, ranks: int, size: int, transfer_ms: float) -> float:
+    """Bus bandwidth of one transfer; 0 where the size is not known."""
+    return bus_factor(collective, ranks) * size / (transfer_ms * 1e6) if size > 0 and transfer_ms > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -109,3 +108,17 @@ def group_collectives(found: list[Collective]) -> list[CollectiveGroup]:
         for key, members in groups.items()
     ]
     return sorted(rows, key=lambda g: -g.count * (g.wait_ms + g.transfer_ms))
+
+
+def messages_of_rank(trace: Trace, rank: int) -> list[CollectiveGroup]:
+    """Collectives of one rank that stands for its peers, as in a described step: nobody waits for anybody."""
+    rows = np.flatnonzero(trace.is_communication & (trace.rank == rank) & (trace.message >= 0))
+    count = np.bincount(trace.message[rows], minlength=len(trace.messages))
+    total = np.bincount(trace.message[rows], trace.duration[rows], len(trace.messages)) / 1e6
+    groups = []
+    for message, times, ms in zip(trace.messages, count.tolist(), total.tolist(), strict=True):
+        if times:
+            size, ranks = message_bytes(message), message.group_size
+            bus = bus_gb_s(message.collective, ranks, size, ms / times)
+            groups.append(CollectiveGroup(message.collective, ranks, size, times, 0.0, ms / times, bus))
+    return sorted(groups, key=lambda g: -g.count * g.transfer_ms)

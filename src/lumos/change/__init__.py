@@ -1,1 +1,1 @@
-"""Anchors: what a trace says about the blocks of a step, to price another configuration of the same run."""
+"""Calibration: what a trace says about the blocks of a step, to price another configuration of the same run."""

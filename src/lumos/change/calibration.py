@@ -1,4 +1,4 @@
-"""Anchor: how a traced run differs from the model of it, block by block, and prices that know it.
+"""Calibration: how a traced run differs from the model of it, block by block, and prices that account for it.
 
 What was measured and does not change keeps its time; what changes is scaled by the ratio of modelled costs, so that the
 model's errors cancel. A factor is kept for every block and kind of work: measured over modelled, at the traced setup.
@@ -6,7 +6,8 @@ model's errors cancel. A factor is kept for every block and kind of work: measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,12 +15,12 @@ import numpy as np
 from lumos.change.cut import MeasuredBlock, MeasuredStage, Times
 from lumos.change.kernel_labels import Work
 from lumos.cost.prices import BlockTime, Prices, time_of
+from lumos.data_files import read_table
 from lumos.program.block import Block
 from lumos.program.operators import Collective, Operator
 
-_MOST = 20.0  # a factor beyond this, or below its inverse, says that two different things were compared
-MOST_NETWORK = 1000.0  # the same of collectives: sockets of one host stand in for NVLink in small experiments
-_SEEN = 0.35  # how much a moment of a host counts against a typical host
+_TABLE = read_table("change.json")
+MOST_NETWORK: float = _TABLE["most_network_factor"]
 _GROUPS = {
     "forward": "forward", "recompute": "forward", "backward": "backward", "embedding": "ends_forward",
     "head": "ends_forward", "embedding grad": "ends_backward", "head grad": "ends_backward", "optimizer": "optimizer",
@@ -31,20 +32,21 @@ class Factors:
     """Measured over modelled, for one group of blocks."""
 
     gpu: tuple[float, ...] = (1.0,) * len(Work)
+    measured: tuple[bool, ...] = (False,) * len(Work)  # whether the trace and the model both have such work
     launch_us: float | None = None  # of the host; None: as modelled
 
 
 @dataclass(frozen=True)
-class Anchors:
+class Calibration:
     """Factors by group of blocks, and of the collectives outside blocks."""
 
     groups: dict[str, Factors] = field(default_factory=dict)
     data_parallel: float = 1.0
     link: float = 1.0
-    fixed_us: float = 0.0  # once a step: what is left between the anchored model of the traced run and the run
+    fixed_us: float = 0.0  # once a step: what is left between the calibrated model of the traced run and the run
     load: float = 0.0  # share of the recorded step that the GPU was busy
 
-    def slower(self, factor: float) -> Anchors:
+    def slower(self, factor: float) -> Calibration:
         """All that runs on the GPU, this much slower."""
         groups = {
             name: replace(group, gpu=tuple(value * factor for value in group.gpu))
@@ -52,7 +54,7 @@ class Anchors:
         }
         return replace(self, groups=groups, data_parallel=self.data_parallel * factor, link=self.link * factor)
 
-    def with_communication(self, factor: float) -> Anchors:
+    def with_communication(self, factor: float) -> Calibration:
         """With every collective at this factor of the model's: 0 where a trace has none of its own."""
         groups = {}
         for name, group in self.groups.items():
@@ -61,7 +63,7 @@ class Anchors:
             groups[name] = replace(group, gpu=tuple(values))
         return replace(self, groups=groups, data_parallel=factor, link=factor)
 
-    def slower_host(self, factor: float) -> Anchors:
+    def slower_host(self, factor: float) -> Calibration:
         """All that the host does, this much slower."""
         groups = {
             name: replace(group, launch_us=None if group.launch_us is None else group.launch_us * factor)
@@ -69,7 +71,7 @@ class Anchors:
         }
         return replace(self, groups=groups)
 
-    def tempered(self, typical_us: float) -> Anchors:
+    def tempered(self, typical_us: float) -> Calibration:
         """The host most of the way to a typical one, in ratio.
 
         A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
@@ -78,11 +80,12 @@ class Anchors:
         groups = {}
         for name, group in self.groups.items():
             if group.launch_us is not None and not name.startswith("ends"):
-                host = group.launch_us**_SEEN * typical_us ** (1 - _SEEN)
+                seen = _TABLE["host_weight"]
+                host = group.launch_us**seen * typical_us ** (1 - seen)
                 groups[name] = replace(group, launch_us=host)
         return replace(self, groups=self.groups | groups)
 
-    def under(self, load: float) -> Anchors:
+    def under(self, load: float) -> Calibration:
         """With the clock of a GPU that is busy this share of the step: matrix units draw most of the power."""
         factor = _strain(load) / _strain(self.load)
         groups = {}
@@ -95,8 +98,8 @@ class Anchors:
 
 
 def _strain(load: float) -> float:
-    """Products of a busy GPU over those of one that often waits; from our recordings at 10 to 95 % load."""
-    return float(np.interp(load, (0.55, 0.95), (1.0, 1.04)))
+    """Time of matmuls of a busy GPU over those of one that often waits: its clock is lower."""
+    return float(np.interp(load, _TABLE["clock_load"], _TABLE["clock_factor"]))
 
 
 def work_of(work: Operator | Collective) -> Work:
@@ -108,10 +111,10 @@ def work_of(work: Operator | Collective) -> Work:
     return Work.MATRIX if work.is_matrix else Work.STREAM
 
 
-class AnchoredPrices(Prices):
+class CalibratedPrices(Prices):
     """Prices of a setup with the factors of a traced one."""
 
-    anchors: Anchors = Anchors()
+    calibration: Calibration = Calibration()
     _inside: Factors | None = None  # the factors of the block that is being priced; None between blocks
 
     def operator_us(self, operator: Operator) -> float:
@@ -122,22 +125,34 @@ class AnchoredPrices(Prices):
         modelled = super().collective_us(collective)
         if self._inside is not None:
             return modelled * self._inside.gpu[Work.COMM]
-        return modelled * (self.anchors.link if collective.kind == "p2p" else self.anchors.data_parallel)
+        return modelled * (self.calibration.link if collective.kind == "p2p" else self.calibration.data_parallel)
+
+    def _factors_of(self, key: Hashable) -> Factors:
+        name = key[0] if isinstance(key, tuple) and key else str(key)
+        return self.calibration.groups.get(_GROUPS.get(name, ""), Factors())
+
+    def is_measured(self, key: Hashable, work: Operator | Collective) -> bool:
+        """Whether the time of an operator in the block of this key rests on the trace."""
+        return self._factors_of(key).measured[work_of(work)]
+
+    @contextmanager
+    def inside(self, key: Hashable) -> Iterator[None]:
+        before, self._inside = self._inside, self._factors_of(key)
+        try:
+            yield
+        finally:
+            self._inside = before
 
     def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
-        name = key[0] if isinstance(key, tuple) else str(key)
-        group = self.anchors.groups.get(_GROUPS.get(name, ""), Factors())
-        self._inside = group
-        try:
+        group = self._factors_of(key)
+        with self.inside(key):
             found = super().block(key, build)
-        finally:
-            self._inside = None
         if group.launch_us is None or not self.host_us:
             return found
         return found._replace(host_us=found.host_us / self.host_us * group.launch_us)
 
 
-class BlockingPrices(AnchoredPrices):
+class BlockingPrices(CalibratedPrices):
     """The same on a CPU: its host is what computes, so that a block takes the time of both."""
 
     def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
@@ -174,12 +189,12 @@ def factors(
     mean = np.mean([block.us for block in measured], axis=0)
     both = (modelled > 1e-3) & (mean > 1e-3)
     ratio = np.where(both, mean / np.where(both, modelled, 1.0), 1.0)
-    most = np.where(np.arange(len(Work)) == Work.COMM, network, np.inf if placeholders else _MOST)
+    most = np.where(np.arange(len(Work)) == Work.COMM, network, np.inf if placeholders else _TABLE["most_factor"])
     ratio = np.where((ratio > most) | (ratio < 1 / most), 1.0, ratio)
     if placeholders:
         ratio = np.where(mean > 1e-3, ratio, 0.0)
     host = float(np.mean([block.host_us for block in measured]))
-    return Factors(tuple(float(r) for r in ratio), host / launches if launches else None)
+    return Factors(tuple(float(r) for r in ratio), tuple(both.tolist()), host / launches if launches else None)
 
 
 def less(block: MeasuredBlock, other: MeasuredBlock) -> MeasuredBlock:

@@ -1,4 +1,4 @@
-"""Edit: predict another configuration of a traced run."""
+"""Another configuration of a traced run: its step, priced with what the trace says about the model's errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from lumos.analysis.replay import Replay
 from lumos.change.calibration import (
     MOST_NETWORK,
-    AnchoredPrices,
-    Anchors,
     BlockingPrices,
+    CalibratedPrices,
+    Calibration,
     Factors,
     factors,
     less,
@@ -25,10 +25,9 @@ from lumos.change.cut import MeasuredBlock, MeasuredStage, Times, measure
 from lumos.change.kernel_labels import Phase, RankLabels, Work, label
 from lumos.cost.operator_model import CostModel, cpu_model
 from lumos.cost.prices import Prices
+from lumos.data_files import read_table
 from lumos.errors import OptionError
-from lumos.prediction.bill import Bill, Tariff
-from lumos.prediction.forecasting import NO_PRICES, Forecast
-from lumos.prediction.power import Energy
+from lumos.prediction.bill import Tariff
 from lumos.prediction.step import Step, assembled, prices_of, simulate_step
 from lumos.program.block import Block
 from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward, optimizer
@@ -38,27 +37,24 @@ from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
 from lumos.trace.names import collective_name
 
-_FEWEST_TIMES, _MOST_TIMES = 0.6, 1.8  # nothing takes much less or more than its sizes ask for
-_MOST_SHARED = 4.0  # unless several ranks share a GPU
 _SHARED_CORES = (
-    "every rank is taken to have the cores and the network that it has in the trace; ranks that share cores are slower"
+    "assumed: every rank has the cores and the network that it has in the trace; ranks that share cores are slower"
 )
-_ROUNDS = 6  # the rest shrinks by about four fifths a round
-_MOST_SPREAD = 0.5  # of the step, that the anchored model may miss at the traced setup before an answer is refused
+_TABLE = read_table("change.json")
 
 
-def anchored_step(setup: Setup, anchors: Anchors) -> Step:
+def calibrated_step(setup: Setup, calibration: Calibration) -> Step:
     """A step of any setup, priced with the factors of a traced one."""
-    return assembled(setup, anchored_prices(setup, anchors)).step()
+    return assembled(setup, calibrated_prices(setup, calibration)).step()
 
 
-def anchored_prices(setup: Setup, anchors: Anchors) -> Prices:
+def calibrated_prices(setup: Setup, calibration: Calibration) -> Prices:
     """Prices of any setup, with the factors of a traced one."""
-    kind = BlockingPrices if setup.cluster.accelerator.is_cpu else AnchoredPrices
+    kind = BlockingPrices if setup.cluster.accelerator.is_cpu else CalibratedPrices
 
-    def make(*arguments: Any) -> AnchoredPrices:
+    def make(*arguments: Any) -> CalibratedPrices:
         prices = kind(*arguments)
-        prices.anchors = anchors
+        prices.calibration = calibration
         return prices
 
     return prices_of(setup, model=_model_of(setup), make_prices=make)
@@ -69,19 +65,36 @@ def _model_of(setup: Setup) -> CostModel | None:
     return cpu_model() if setup.cluster.accelerator.is_cpu else None
 
 
-def loaded_step(setup: Setup, anchors: Anchors) -> Step:
+def loaded_step(setup: Setup, calibration: Calibration) -> Step:
     """The same, at the clock of the GPU's own load."""
-    step = anchored_step(setup, anchors)
+    step = calibrated_step(setup, calibration)
     if setup.cluster.accelerator.is_cpu:  # whose clock is not known to fall
         return step
-    busy = step.stage_work()
-    load = float(np.mean([work.compute_us for work in busy])) / max(step.us, 1e-9)
-    return anchored_step(setup, anchors.under(min(load, 1.0)))
+    return calibrated_step(setup, calibration.under(min(_compute_us(step) / max(step.us, 1e-9), 1.0)))
+
+
+def _compute_us(step: Step) -> float:
+    """What a GPU computes in a step, as a mean over stages."""
+    return float(
+        np.mean(
+            [
+                step.plan.microbatches * sum(block.compute_us for chunk in row for block in chunk.blocks)
+                + step.role_us("optimizer", stage)
+                for stage, row in enumerate(step.chunks)
+            ]
+        )
+    )
+
+
+def _inside_blocks_us(step: Step, stage: int) -> float:
+    """All communication inside the blocks of a stage, in one step."""
+    blocks = (block for chunk in step.chunks[stage] for block in chunk.blocks)
+    return step.plan.microbatches * sum(block.communication_us for block in blocks)
 
 
 @dataclass(frozen=True)
-class Source:
-    """A traced run with its setup: what was understood of it, and the anchors that follow."""
+class CalibratedRun:
+    """A traced run with its setup: what was understood of it, and the calibration that follow."""
 
     run: Replay
     setup: Setup
@@ -112,16 +125,17 @@ class Source:
         return min(rank // per_stage, self.setup.parallel.pp - 1)
 
     @cached_property
-    def anchors(self) -> Anchors:
+    def calibration(self) -> Calibration:
         """Factors of blocks first, then of what runs outside them, then of the whole."""
-        blocks = Anchors(self._groups())
+        blocks = Calibration(self._groups())
         outside = replace(blocks, data_parallel=self._data_parallel(), link=self._link())
         outside = replace(outside, load=self._recorded_load())
         if self.silent:
             outside = outside.with_communication(0.0)
-        step = anchored_step(self.setup, outside)
+        step = calibrated_step(self.setup, outside)
         explained = step.us / 1e3
-        if not 1 - _MOST_SPREAD < explained / self.run.clean_ms < 1 / (1 - _MOST_SPREAD):
+        unexplained = _TABLE["most_unexplained"]
+        if not 1 - unexplained < explained / self.run.clean_ms < 1 / (1 - unexplained):
             raise OptionError(
                 f"the setup does not describe this trace: it explains {explained:.1f} ms of a step of "
                 f"{self.run.clean_ms:.1f} ms; correct the setup to what was traced"
@@ -141,7 +155,11 @@ class Source:
     @cached_property
     def silent(self) -> bool:
         """The run has collectives and the trace has no kernels of them: a fake process group stood for the peers."""
-        expected = any(work.communication_us > 0 for work in self.plain.stage_work())
+        outside = ("gather", "reduce", "reduce rest", "publish")
+        expected = any(
+            _inside_blocks_us(self.plain, stage) + sum(self.plain.role_us(what, stage) for what in outside) > 0
+            for stage in range(self.setup.parallel.pp)
+        )
         return expected and not any((labels.work == Work.COMM).any() for labels in self.labels)
 
     @property
@@ -151,23 +169,24 @@ class Source:
         if not self.silent:
             return ()
         return (
-            "the trace has no communication kernels (a fake process group): collectives, peers and network are the "
-            "model's, and the recorded step is without them",
+            "the trace has no communication kernels (a fake process group): collectives are modelled, and the recorded "
+            "step is without them",
         )
 
-    def _closed(self, anchors: Anchors, step: Step) -> Anchors:
+    def _closed(self, calibration: Calibration, step: Step) -> Calibration:
         """Close the rest by the speed of what decides: the kernels of a GPU-bound step, else the host."""
         clean = self.run.clean_ms * 1e3
-        decides: Callable[[Anchors, float], Anchors] = Anchors.slower_host
+        decides: Callable[[Calibration, float], Calibration] = Calibration.slower_host
         if self.on_cpu:
             decides = _slower_core
-        elif step.host_share <= 0.5:
-            decides = Anchors.slower
-            anchors = anchors.tempered(self.plain.prices.host_us)
-        for _ in range(_ROUNDS):
-            step = loaded_step(self.setup, anchors)
-            anchors = decides(anchors, min(max(clean / step.us, 0.5), 2.0))
-        return replace(anchors, fixed_us=clean - loaded_step(self.setup, anchors).us)
+        elif step.host_share <= _TABLE["host_bound_share"]:
+            decides = Calibration.slower
+            calibration = calibration.tempered(self.plain.prices.host_us)
+        low, high = _TABLE["least_correction"], _TABLE["most_correction"]
+        for _ in range(_TABLE["rounds"]):
+            step = loaded_step(self.setup, calibration)
+            calibration = decides(calibration, min(max(clean / step.us, low), high))
+        return replace(calibration, fixed_us=clean - loaded_step(self.setup, calibration).us)
 
     def _recorded_load(self) -> float:
         """The share of the recorded step that kernels ran, as a mean over ranks."""
@@ -192,7 +211,7 @@ class Source:
         return groups
 
     def _refuse_misfits(self, groups: dict[str, Factors]) -> None:
-        """A setup whose products take far more or less time than those of the trace is not the traced one's.
+        """A setup whose matmuls take far more or less time than those of the trace is not the traced one's.
 
         How long they should take on a CPU is not known; its layers and shapes are checked all the same.
         """
@@ -204,10 +223,11 @@ class Source:
             raise OptionError(f"the trace is of {traced}, and cluster.gpu = {stated}: give the setup of the traced run")
         for name in ("forward", "backward"):
             factor = groups[name].gpu[Work.MATRIX]
-            if not _FEWEST_TIMES < factor < (_MOST_TIMES if len(self.labels) == 1 else _MOST_SHARED):
+            most = _TABLE["most_matrix_factor" if len(self.labels) == 1 else "most_matrix_factor_shared"]
+            if not _TABLE["least_matrix_factor"] < factor < most:
                 raise OptionError(
-                    f"the setup does not describe this trace: products of a layer's {name} pass take {factor:.2f} of "
-                    "the time that its sizes ask for; correct hidden, ffn, seq, micro_batch or tp to what was traced"
+                    f"the setup does not describe this trace: matmuls of a layer's {name} pass take {factor:.2f} "
+                    "times what their sizes suggest; correct hidden, ffn, seq, micro_batch or tp to what was traced"
                 )
 
     def _optimizer(self) -> Factors:
@@ -235,7 +255,8 @@ class Source:
             for part in parts:
                 us, some = modelled_times(part, prices)
                 total, launches = total + us, launches + some
-        return self._factors(measured, total / count, launches / count, network=2.0) if count else Factors()
+        most = _TABLE["most_network_factor_outside_layers"]
+        return self._factors(measured, total / count, launches / count, most) if count else Factors()
 
     def _communication(self) -> Times:
         """All communication of a step, as a mean over ranks, in microseconds."""
@@ -246,7 +267,7 @@ class Source:
         if self.plain.assembly.layout.dp.size <= 1 or self.setup.parallel.pp > 1:
             return 1.0
         modelled = sum(self.plain.role_us(what, 0) for what in ("gather", "reduce", "reduce rest"))
-        inside = self.plain.stage_work()[0].communication_us - modelled
+        inside = _inside_blocks_us(self.plain, 0) + self.plain.role_us("publish", 0)
         measured = float(self._communication().mean())
         share = modelled / max(modelled + max(inside, 0.0), 1e-9)
         return measured * share / modelled if modelled > 0 and measured > 0 else 1.0
@@ -265,51 +286,11 @@ class Source:
         modelled = self.plain.prices.collective_us(Collective("p2p", size, shard.pp))
         return typical / modelled if typical > 0 and modelled > 0 else 1.0
 
-
-@dataclass(frozen=True)
-class Changed:
-    """The prediction of a changed run."""
-
-    source: Source
-    forecast: Forecast
-
-    @property
-    def step_ms(self) -> float:
-        return (self.forecast.step.us + self.source.anchors.fixed_us) / 1e3
-
-    @property
-    def baseline_ms(self) -> float:
-        return self.source.run.clean_ms
-
-    @property
-    def interval_ms(self) -> tuple[float, float]:
-        """Four of five of the changes that were measured were within a tenth (docs/changes.md); others get more."""
-        before, after = self.source.setup, self.forecast.setup
-        spread = _SPREAD
-        if after.cluster.gpu != before.cluster.gpu:
-            spread += _OTHER_GPU
-        if after.parallel != before.parallel or self.source.silent:
-            spread += _OTHER_PARALLELISM
-        return self.step_ms / (1 + spread), self.step_ms * (1 + spread)
-
-    @cached_property
-    def energy(self) -> Energy:
-        """With what the trace adds once a step."""
-        return replace(self.forecast.energy, seconds=self.step_ms / 1e3)
-
-    @property
-    def bill(self) -> Bill:
-        low, high = self.interval_ms
-        joules = self.energy.joules
-        return replace(
-            self.forecast.bill, step_s=self.step_ms / 1e3, interval_s=(low / 1e3, high / 1e3), step_joules=joules
-        )
-
     @cached_property
     def understood(self) -> list[dict[str, Any]]:
-        """What was recognised of every rank: tasks and GPU time by phase, one layer, the ends."""
+        """What was recognised of every rank: tasks and GPU time by phase, one layer, embedding and head."""
         rows = []
-        for labels, stage in zip(self.source.labels, self.source.stages, strict=True):
+        for labels, stage in zip(self.labels, self.stages, strict=True):
             for phase, layer, ends in (
                 (Phase.FORWARD, stage.forward, stage.ends_forward),
                 (Phase.BACKWARD, stage.backward, stage.ends_backward),
@@ -327,61 +308,25 @@ class Changed:
                 )  # fmt: skip
         return rows
 
-    def as_dict(self) -> dict[str, Any]:
-        """The answer as JSON has it."""
-        answer = self.forecast.as_dict()
-        scale = self.step_ms / self.forecast.step_ms
-        changed = {
-            "step_ms": self.step_ms,
-            "baseline_ms": self.baseline_ms,
-            "interval_ms": list(self.interval_ms),
-            "tokens_per_s_per_gpu": answer["tokens_per_s_per_gpu"] / scale,
-            "mfu": self.forecast.mfu / scale,
-            "hfu": self.forecast.hfu / scale,
-            "energy_j": self.energy.joules,
-            "bill": self.bill.as_dict(),
-            "understood": self.understood,
-        }
-        return answer | changed | (self._unknown(changed) if self.forecast.is_of_cpu else {})
 
-    def _unknown(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """What is not known of a CPU, as None: all that hangs on its peak or its power."""
-        bill = answer["bill"] | dict.fromkeys(("joules_per_step", "joules_per_token", "watts_per_gpu", "kwh_per_step"))
-        if bill["budget"] is not None:
-            bill["budget"] |= {"kwh": None}
-        return dict.fromkeys(("mfu", "hfu", "energy_j")) | {"bill": bill}
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from lumos.report.html.notebook import changed_snippet
-
-        return changed_snippet(self)
-
-
-def _slower_core(anchors: Anchors, factor: float) -> Anchors:
+def _slower_core(calibration: Calibration, factor: float) -> Calibration:
     """A CPU computes and is its own host."""
-    return anchors.slower(factor).slower_host(factor)
+    return calibration.slower(factor).slower_host(factor)
 
 
-_SPREAD = 0.10
-_OTHER_GPU, _OTHER_PARALLELISM = 0.20, 0.25  # by hand: no measured pair tells
-
-
-def change(source: Source, target: Setup, notes: tuple[str, ...] = (), tariff: Tariff = NO_PRICES) -> Changed:
-    """Predict `target` from a traced run."""
+def changed_step(source: CalibratedRun, target: Setup, tariff: Tariff) -> tuple[Step, tuple[str, ...]]:
+    """The step of another configuration of a traced run, and what to know about it; or OptionError."""
     refuse(source.setup, target)
     if source.on_cpu:
         _refuse_on_cpu(source, target, tariff)
-    anchors = source.anchors.slower_host(source.setup.cluster.host / target.cluster.host)
-    found = [*source.notes, *notes]
+    calibration = source.calibration.slower_host(source.setup.cluster.host / target.cluster.host)
+    notes = source.notes
     if target.parallel != source.setup.parallel:
-        found.append(
-            "the parallelism differs from the traced run's: no such change has been measured, and the interval is wider"
-        )
-    return Changed(source, Forecast(target, loaded_step(target, anchors), tuple(found), tariff))
+        notes = (*notes, "the parallelism differs from the traced run's: no such change was measured; wider interval")
+    return loaded_step(target, calibration), notes
 
 
-def _refuse_on_cpu(source: Source, target: Setup, tariff: Tariff) -> None:
+def _refuse_on_cpu(source: CalibratedRun, target: Setup, tariff: Tariff) -> None:
     """What is not in the trace of a CPU, nobody knows: there is no typical one to take it from."""
     if source.silent:
         raise OptionError(
@@ -403,7 +348,7 @@ def refuse(before: Setup, after: Setup) -> None:
     """What a trace cannot tell, with the reason."""
     if before.cluster.accelerator.is_cpu != after.cluster.accelerator.is_cpu:
         raise OptionError(
-            f"cluster.gpu = {after.cluster.gpu} cannot be told from a trace of {before.cluster.gpu}: CPUs and GPUs run "
+            f"cluster.gpu = {after.cluster.gpu} cannot be predicted from a trace of {before.cluster.gpu}: they run "
             "other kernels; leave it out, or predict from a setup alone"
         )
     if before.train.compile and after.parallel.tp != before.parallel.tp:

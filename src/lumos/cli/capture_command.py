@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from lumos.capture.command import run_command, signal_name
+from lumos.capture.recording import Plan
 from lumos.errors import OptionError
-
-PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # the options after COMMAND are its own
 
 
 def capture_command(
@@ -27,13 +27,10 @@ def capture_command(
     ] = 0,
     rank: Annotated[int, typer.Option(help="Which rank of the fake world.")] = 0,
 ) -> None:
-    """Record some steps of a training script (PyTorch, any launcher); a step ends when the optimizer has stepped.
+    """Record some steps of a training script.
 
-    The exit code is that of the command.
+    PyTorch with any launcher; a step ends when the optimizer has stepped. The exit code is that of the command.
     """
-    from lumos.capture.command import run_command, signal_name
-    from lumos.capture.recording import Plan
-
     if rank and not fake_world:
         raise OptionError(f"--rank {rank} is of a fake world: give its size with --fake-world")
     if fake_world < 0:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from lumos.analysis.readiness import Beside, Readiness
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, Match, RankPattern, TracePath
 from lumos.cli.terminal import console, print_json
-
-if TYPE_CHECKING:
-    from lumos.analysis.readiness import Beside
-    from lumos.trace.trace import Header
+from lumos.errors import InputError
+from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.report.terminal.readiness_table import show_readiness
+from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
+from lumos.trace.trace import Header
 
 _SHAPES = re.compile(rb'"Input [Dd]ims"')
 _LOOKED_AT = 8 << 20  # bytes of a file, unpacked
@@ -28,10 +31,6 @@ def check_command(
     rank_pattern: RankPattern = "",
 ) -> None:
     """What does a trace lack, for which answers, and how is it recorded?"""
-    from lumos.analysis.readiness import Readiness
-    from lumos.files import check_output, write_as, write_csv, write_json
-    from lumos.report.terminal.readiness_table import show_readiness
-
     check_output(output, path, (".json", ".csv"))
     run = load_run(path, "", match, rank_pattern, None)
     found = Readiness(run, _beside(path, run.execution.trace.headers))
@@ -46,8 +45,6 @@ def check_command(
 
 
 def _beside(path: Path, headers: tuple[Header, ...]) -> Beside:
-    from lumos.analysis.readiness import Beside
-
     folder = path if path.is_dir() else path.parent
     described = any(_describes_a_model(file) for file in folder.glob("*.toml"))
     return Beside(described, any(header.shapes for header in headers) or _has_shapes(headers))
@@ -55,8 +52,6 @@ def _beside(path: Path, headers: tuple[Header, ...]) -> Beside:
 
 def _describes_a_model(path: Path) -> bool:
     """Whether a setup says what was trained; one that only torch filled in does not."""
-    import tomllib
-
     try:
         return bool(tomllib.loads(path.read_text("utf-8")).get("model"))
     except (OSError, ValueError):
@@ -65,9 +60,6 @@ def _describes_a_model(path: Path) -> bool:
 
 def _has_shapes(headers: tuple[Header, ...]) -> bool:
     """Whether operators have shapes: older files do not say so of themselves."""
-    from lumos.errors import InputError
-    from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
-
     for header in headers[:1]:
         try:
             with open_bytes(Path(header.path)) as file:

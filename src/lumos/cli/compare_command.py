@@ -7,9 +7,14 @@ from typing import Annotated
 
 import typer
 
+from lumos.analysis.comparison import Comparison
 from lumos.cli.loading import load_run
 from lumos.cli.options import Address, AsJson, EngineName, Match, RankPattern, Step
 from lumos.cli.terminal import console, print_json
+from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.report.html.comparison_page import comparison_page
+from lumos.report.html.page import write_page
+from lumos.report.terminal.comparisons import show_comparison
 
 _FORMS = (".html", ".json", ".csv")
 
@@ -25,12 +30,10 @@ def compare_command(
     engine: EngineName = "local",
     address: Address = "",
 ) -> None:
-    """Why does one run take longer than another: by part of the step, operator and collective?"""
-    from lumos.analysis.comparison import Comparison
-    from lumos.files import check_output, write_as, write_csv, write_json
-    from lumos.report.html.comparison_page import write_comparison_page
-    from lumos.report.terminal.comparisons import show_comparison
+    """Why does one run take longer than another?
 
+    By part of the step, operator and collective.
+    """
     check_output(output, before, _FORMS)
     check_output(output, after, _FORMS)
     where = (engine, address)
@@ -41,7 +44,7 @@ def compare_command(
         write_as(
             output,
             {
-                ".html": lambda to: write_comparison_page(to, found),
+                ".html": lambda to: write_page(to, comparison_page(found)),
                 ".json": lambda to: write_json(to, answer),
                 ".csv": lambda to: write_csv(to, rows),
             },

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from lumos.analysis.replay import replay
 from lumos.cli.loading import load_source
 from lumos.cli.options import AsJson, Match, RankPattern
 from lumos.cli.terminal import busy, console, print_json
 from lumos.errors import InputError, OptionError
-
-if TYPE_CHECKING:
-    from lumos.graph.from_trace.build import Execution
-    from lumos.trace.read.execution_trace import Links
-    from lumos.trace.trace import Trace
+from lumos.export.chakra_writer import write_chakra
+from lumos.export.chrome_traces import write_kineto, write_timeline
+from lumos.files import check_output, form_of
+from lumos.graph.from_trace.build import Execution, build
+from lumos.trace.read.execution_trace import Links, link, read_execution_trace
+from lumos.trace.read.formats import Form, head_of
+from lumos.trace.read.formats import form_of as form_of_file
+from lumos.trace.read.job import rank_in_name
+from lumos.trace.trace import Trace
 
 FORMS = (".et", ".trace.json", ".trace.json.gz")
 _RANK = "{rank}"
@@ -40,9 +45,10 @@ def convert_command(
         Path | None, typer.Option("--et", help="The PyTorch execution trace of the same run, or a folder of them.")
     ] = None,
 ) -> None:
-    """Write a run in another form: Chakra for simulators, Kineto or one view of all ranks for Perfetto."""
-    from lumos.files import check_output
+    """Write a run in another format: Chakra, Kineto or Perfetto.
 
+    Chakra is for simulators; Perfetto shows all ranks in one view.
+    """
     check_output(output, path, FORMS)
     execution, links = _load(path, match, rank_pattern, et)
     with busy("writing"):
@@ -57,8 +63,6 @@ def convert_command(
 
 
 def _load(path: Path, match: str, rank_pattern: str, et: Path | None) -> tuple[Execution, Links | None]:
-    from lumos.graph.from_trace.build import Execution, build
-
     source = load_source(path, match, rank_pattern)
     if isinstance(source, Execution):
         if et is not None:
@@ -71,20 +75,15 @@ def _load(path: Path, match: str, rank_pattern: str, et: Path | None) -> tuple[E
 
 
 def _link(trace: Trace, et: Path) -> Links:
-    from lumos.trace.read.execution_trace import link, read_execution_trace
-
     return link(trace, {rank: read_execution_trace(file) for rank, file in _execution_traces(trace, et).items()})
 
 
 def _execution_traces(trace: Trace, et: Path) -> dict[int, Path]:
     """The execution trace of every rank, by the rank in its name; a single one needs none."""
-    from lumos.trace.read.formats import Form, form_of, head_of
-    from lumos.trace.read.job import rank_in_name
-
     if not et.exists():
         raise InputError(f"--et {et}: no such file or folder")
     inside = sorted(et.iterdir()) if et.is_dir() else [et]
-    files = [file for file in inside if file.is_file() and form_of(file, head_of(file)) == Form.EXECUTION]
+    files = [file for file in inside if file.is_file() and form_of_file(file, head_of(file)) == Form.EXECUTION]
     if not files:
         raise InputError(f"--et {et}: no PyTorch execution trace; record one with torch.profiler's observer")
     if len(files) == 1 and len(trace.ranks) == 1:
@@ -98,8 +97,6 @@ def _execution_traces(trace: Trace, et: Path) -> dict[int, Path]:
 
 def _write(output: Path, execution: Execution, links: Links | None) -> dict[str, Any]:
     """Write the form that the name asks for; what was written."""
-    from lumos.files import form_of
-
     ranks = execution.trace.ranks
     answer: dict[str, Any] = {"files": [], "ranks": len(ranks), "events": len(execution.trace)}
     if form_of(output, FORMS) == ".et":
@@ -116,8 +113,6 @@ def _write(output: Path, execution: Execution, links: Links | None) -> dict[str,
 
 
 def _write_chakra(output: Path, execution: Execution, links: Links | None) -> dict[str, Any]:
-    from lumos.export.chakra_writer import write_chakra
-
     found = write_chakra(output, execution, links)
     return {
         "files": [str(file) for file in found.files],
@@ -130,8 +125,6 @@ def _write_chakra(output: Path, execution: Execution, links: Links | None) -> di
 
 
 def _write_kineto(output: Path, execution: Execution) -> list[str]:
-    from lumos.export.chrome_traces import write_kineto
-
     files = []
     for rank in execution.trace.ranks:
         file = output.with_name(output.name.replace(_RANK, str(rank)))
@@ -142,7 +135,4 @@ def _write_kineto(output: Path, execution: Execution) -> list[str]:
 
 def _write_view(output: Path, execution: Execution) -> None:
     """All ranks in one file, with arrows; it is for looking at."""
-    from lumos.export.chrome_traces import write_timeline
-    from lumos.graph.simulate import simulate
-
-    write_timeline(output, execution, execution.graph, simulate(execution.graph), execution.trace)
+    write_timeline(output, replay(execution).run)

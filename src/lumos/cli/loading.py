@@ -1,4 +1,4 @@
-"""A trace named on the command line, read and replayed, with a sign of life."""
+"""A trace named on the command line, read and replayed, with its progress."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lumos.analysis.replay import Replay, replay
 from lumos.cli.terminal import busy, progress_bar
-
-if TYPE_CHECKING:
-    from lumos.analysis.replay import Replay
-    from lumos.graph.from_trace.build import Execution
-    from lumos.trace.trace import Trace
-    from lumos.workers import Engine
+from lumos.errors import OptionError
+from lumos.graph.from_trace.build import Execution
+from lumos.graph.from_trace.profiler_cost import load_profiler_cost
+from lumos.trace.read.job import read_job
+from lumos.trace.steps import keep_step
+from lumos.trace.trace import Trace
+from lumos.workers import Engine, engine_named
+from lumos.workers.processes import processes
 
 _WORTH_A_PROCESS = 1 << 20  # bytes on disk
 _WORTH_SEVERAL = 4 << 20
@@ -32,9 +34,6 @@ def load_run(
 def _load_with(
     started: Engine | None, path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None
 ) -> Replay:
-    from lumos.analysis.replay import replay
-    from lumos.graph.from_trace.profiler_cost import load_profiler_cost
-
     cost = load_profiler_cost(profiler_costs)
     source = _read_with(started, path, match, rank_pattern)
     with busy("building and simulating; the first run also compiles, for some seconds"):
@@ -50,17 +49,11 @@ def load_source(path: Path, match: str, rank_pattern: str) -> Trace | Execution:
 
 
 def _read_with(started: Engine | None, path: Path, match: str, rank_pattern: str) -> Trace | Execution:
-    from lumos.trace.read.job import read_job
-
     with progress_bar() as progress:
         return read_job(path, match, rank_pattern, progress, engine=started, meanwhile=_load_kernels)
 
 
 def _one_step(source: Trace | Execution, step: str) -> Trace:
-    from lumos.errors import OptionError
-    from lumos.graph.from_trace.build import Execution
-    from lumos.trace.steps import keep_step
-
     if isinstance(source, Execution):
         raise OptionError(f"--step {step}: a Chakra graph is replayed whole; cut the trace it was made from instead")
     return keep_step(source, step)
@@ -68,10 +61,8 @@ def _one_step(source: Trace | Execution, step: str) -> Trace:
 
 @contextmanager
 def _readers_for(path: Path, engine: str = "local", address: str = "") -> Iterator[Engine | None]:
-    """Processes for reading what is large, started before this one imports what it needs itself."""
+    """Processes for reading what is large, or workers of a cluster."""
     if engine != "local" or address:
-        from lumos.workers import engine_named
-
         with engine_named(engine, 0, address) as there:
             yield there
         return
@@ -84,14 +75,12 @@ def _readers_for(path: Path, engine: str = "local", address: str = "") -> Iterat
     if size < _WORTH_A_PROCESS:
         yield None
         return
-    from lumos.workers.processes import processes
-
     count = 1 if path.is_file() and size < _WORTH_SEVERAL else os.cpu_count() or 1
     with processes(count, preload="lumos.trace.read.kineto") as started:
         yield started
 
 
 def _load_kernels() -> None:
-    from lumos.graph.compiled_loops import load
+    from lumos.graph.compiled_loops import load  # numba, while files are read
 
     load()

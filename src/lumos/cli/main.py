@@ -1,47 +1,85 @@
-"""The command line: which commands there are. What is wrong ends in one line and exit code 2."""
+"""The command line: which commands there are. A mistake of the user ends in one line and exit code 2.
+
+The module of a command is imported when the command is run, so that `lumos --help` does not wait for numpy.
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
-from lumos.cli.capture_command import PASS_ON, capture_command
-from lumos.cli.check_command import check_command
-from lumos.cli.compare_command import compare_command
-from lumos.cli.convert_command import convert_command
-from lumos.cli.cost_command import cost_command
-from lumos.cli.demo_command import demo_command
-from lumos.cli.fit_command import fit_command
-from lumos.cli.merge_command import merge_command
-from lumos.cli.predict_command import predict_command
-from lumos.cli.replay_command import replay_command
-from lumos.cli.sample_command import sample_command
-from lumos.cli.score_command import score_command
-from lumos.cli.search_command import search_command
 from lumos.errors import LumosError
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Tells what an LLM training run will do before you pay for it.",
-)
 
-app.command("replay")(replay_command)
-app.command("predict")(predict_command)
-app.command("compare")(compare_command)
-app.command("convert")(convert_command)
-app.command("search")(search_command)
-app.command("merge")(merge_command)
-app.command("score")(score_command)
-app.command("cost")(cost_command)
-app.command("sample")(sample_command)
-app.command("fit")(fit_command)
-app.command("capture", context_settings=PASS_ON)(capture_command)
-app.command("check")(check_command)
-app.command("demo")(demo_command)
+class _Command(NamedTuple):
+    """Where a command is, and the first line of its docstring."""
+
+    module: str
+    help: str
+    context: dict[str, Any] | None = None
+
+    def load(self, name: str) -> Any:
+        one = typer.Typer(add_completion=False, rich_markup_mode=None)
+        function = getattr(import_module(f"lumos.cli.{self.module}"), f"{name}_command")
+        one.command(name, context_settings=self.context)(function)
+        return typer.main.get_command(one)
+
+
+_PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # options after COMMAND are its own
+COMMANDS = {
+    "replay": _Command("replay_command", "Is the graph right, and where does the time go?"),
+    "predict": _Command("predict_command", "What would this run do: from its description, or from a trace?"),
+    "compare": _Command("compare_command", "Why does one run take longer than another?"),
+    "convert": _Command("convert_command", "Write a run in another format: Chakra, Kineto or Perfetto."),
+    "search": _Command("search_command", "Which parallelism, micro-batch and schedule are best, and do they fit?"),
+    "merge": _Command("merge_command", "Merge the parts of a search or score that was run as shards."),
+    "score": _Command("score_command", "How far are predictions from measured runs?"),
+    "cost": _Command("cost_command", "What do operators cost on a GPU?"),
+    "sample": _Command("sample_command", "Measure operators and collectives on the GPUs of this machine."),
+    "fit": _Command("fit_command", "Fit a cost model to samples."),
+    "capture": _Command("capture_command", "Record some steps of a training script.", _PASS_ON),
+    "check": _Command("check_command", "What does a trace lack, for which answers, and how is it recorded?"),
+    "demo": _Command("replay_command", "Replay the example in the package: four ranks, one of them slow."),
+}
+
+
+class _Commands(TyperGroup):
+    """Commands that are loaded when they are named."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return COMMANDS[cmd_name].load(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.help) for name, command in COMMANDS.items()])
+
+
+app = typer.Typer(
+    cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Predicts what an LLM training run will do before you pay for it.",
+)  # fmt: skip
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lumos {version('lumos-sim')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all(
+    shown: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")]
+    = False,
+) -> None:  # fmt: skip
+    """Predicts what an LLM training run will do before you pay for it."""
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from lumos.cli.terminal import console, print_json
 from lumos.errors import InputError
 from lumos.files import check_output, write_as, write_csv, write_json
 from lumos.report.html.search_page import write_search_page
-from lumos.report.terminal.forecasts import show_score_answer
+from lumos.report.terminal.scores import show_score_answer
 from lumos.report.terminal.searches import show_search
 from lumos.score.score import merged_score
 from lumos.search.result import merged_search

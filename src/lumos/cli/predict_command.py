@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from lumos.change.infer.completion import changed, complete
+from lumos.change.infer.infer import infer
 from lumos.cli.loading import load_run
 from lumos.cli.options import (
     Address,
@@ -25,11 +26,12 @@ from lumos.cli.options import (
 )
 from lumos.cli.terminal import console, print_json
 from lumos.errors import OptionError
-
-if TYPE_CHECKING:
-    from lumos.analysis.replay import Replay
-    from lumos.prediction.bill import Tariff
-    from lumos.setup.setup_files import PlainSetup
+from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.prediction.bill import Tariff, read_tariff
+from lumos.prediction.prediction import Prediction, predict
+from lumos.report.terminal.predictions import show_prediction
+from lumos.setup import read_setup_with_notes
+from lumos.setup.setup_files import read_plain
 
 
 def predict_command(
@@ -58,115 +60,77 @@ def predict_command(
     pue: Pue = "",
     tokens: Tokens = "",
 ) -> None:
-    """What would this run do: from its description, or from a trace of it with some parts faster or slower?"""
-    from lumos.files import check_output
-    from lumos.prediction.bill import read_tariff
+    """What would this run do: from its description, or from a trace?
 
+    From a trace: with some parts faster or slower (--scale), or in another configuration (--set, or a setup).
+    """
     check_output(output, source or setup)
     tariff = read_tariff(price, kwh_price, pue, tokens)
     if source is None:
         if step or match or rank_pattern or profiler_costs:
             raise OptionError("--step, --match, --rank-pattern and --profiler-costs work on a trace: add --from")
-        _forecast(setup, changes or [], scale or [], tariff, as_json, output)
-        return
+        found = _described(setup, changes or [], scale or [], tariff)
+    else:
+        priced = bool(price or kwh_price or pue or tokens)
+        _refuse_together(setup, changes or [], scale or [], priced)
+        reading = (step, match, rank_pattern, profiler_costs, engine, address)
+        if setup is None and not changes:
+            found = predict(load_run(source, *reading), scale or [])
+        else:
+            found = _changed(source, reading, setup, changes or [], tariff)
+    if output is not None:
+        _write(output, found)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        show_prediction(found, console())
+
+
+def _refuse_together(setup: Path | None, changes: list[str], scale: list[str], priced: bool) -> None:
     if setup is not None and scale:
         raise OptionError("--scale and a setup together: change the setup with --set, or leave it out and use --scale")
     if changes and scale:
         raise OptionError("--scale and --set together: ask for one at a time")
-    if setup is None and not changes:
-        if price or kwh_price or pue or tokens:
-            raise OptionError("--price, --kwh-price, --pue and --tokens need a setup, or what is to change: add --set")
-        run = load_run(source, step, match, rank_pattern, profiler_costs, engine, address)
-        _predict_from(run, scale or [], as_json, output)
-        return
-    plain = _plain(setup, changes or [])
-    run = load_run(source, step, match, rank_pattern, profiler_costs, engine, address)
-    _predict_changed(run, *plain, tariff, as_json, output)
+    if setup is None and not changes and priced:
+        raise OptionError("--price, --kwh-price, --pue and --tokens need a setup, or what is to change: add --set")
 
 
-def _plain(setup: Path | None, changes: list[str]) -> tuple[PlainSetup, PlainSetup]:
-    """What is said of the traced run, and of the changed one."""
-    from lumos.setup.setup_files import read_plain
-
-    return read_plain(setup), read_plain(setup, changes)
-
-
-def _predict_changed(
-    run: Replay, said: PlainSetup, asked: PlainSetup, tariff: Tariff, as_json: bool, output: Path | None
-) -> None:
-    from lumos.change.change import Source, change
-    from lumos.change.infer.completion import changed, complete
-    from lumos.change.infer.infer import infer
-    from lumos.report.html.forecast_page import write_changed_page
-    from lumos.report.terminal.changes import inferred, show_change
-    from lumos.report.terminal.forecasts import write_forecast_trace
-
-    told = infer(run)
-    has_shapes = any(header.shapes for header in run.execution.trace.headers)
-    traced, wanted = complete(told, said, has_shapes), changed(told, asked)
-    found = change(Source(run, traced.setup), wanted.setup, tuple(wanted.notes), tariff)
-    answer = found.as_dict() | {"inferred": inferred(told)}
-    if output is not None:
-        step = found.forecast
-        _write(output, answer, lambda to: write_changed_page(to, found), lambda to: write_forecast_trace(to, step))
-    if as_json:
-        print_json(answer)
-    else:
-        show_change(found, told, console())
-
-
-def _forecast(
-    setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff, as_json: bool, output: Path | None
-) -> None:
-    from lumos.prediction.forecasting import forecast
-    from lumos.report.html.forecast_page import write_forecast_page
-    from lumos.report.terminal.forecasts import show_forecast, write_forecast_trace
-    from lumos.setup import read_setup_with_notes
-
+def _described(setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff) -> Prediction:
     if setup is None:
         raise OptionError("nothing to predict: name a setup file, or a trace with --from")
     if scale:
         raise OptionError("--scale works on a trace: add --from, or change the setup with --set")
     reading = read_setup_with_notes(setup, changes)
-    found = forecast(reading.setup, tuple(reading.notes), tariff)
+    return predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
+
+
+def _changed(
+    source: Path, reading: tuple[str, str, str, Path | None, str, str], setup: Path | None, changes: list[str],
+    tariff: Tariff,
+) -> Prediction:  # fmt: skip
+    """Another configuration of a traced run, whose own setup is inferred as far as the trace shows it."""
+    stated, asked = read_plain(setup), read_plain(setup, changes)
+    run = load_run(source, *reading)
+    inferred = infer(run)
+    has_shapes = any(header.shapes for header in run.execution.trace.headers)
+    traced, wanted = complete(inferred, stated, has_shapes), changed(inferred, asked)
+    return predict(
+        run, setup=wanted.setup, traced=traced.setup, notes=tuple(wanted.notes), tariff=tariff, inferred=inferred
+    )
+
+
+def _write(output: Path, found: Prediction) -> None:
+    """The answer in the format that the extension names; pages and traces take what an answer does not need."""
+    from lumos.export.chrome_traces import write_timeline
+    from lumos.report.html.page import write_page
+    from lumos.report.html.prediction_page import prediction_page
+
     answer = found.as_dict()
-    if output is not None:
-        _write(output, answer, lambda to: write_forecast_page(to, found), lambda to: write_forecast_trace(to, found))
-    if as_json:
-        print_json(answer)
-    else:
-        show_forecast(found, console())
-
-
-def _predict_from(run: Replay, scale: list[str], as_json: bool, output: Path | None) -> None:
-    from lumos.analysis.replay import predict
-    from lumos.graph.scaling import Scale
-
-    prediction = predict(run, [Scale.parse(text) for text in scale])
-    answer = prediction.as_dict()
-    if output is not None:
-        from lumos.export.chrome_traces import write_timeline
-        from lumos.report.html.prediction_page import write_prediction_page
-
-        def perfetto(to: Path) -> None:
-            write_timeline(to, run.execution, run.clean_graph, prediction.times, prediction.trace)
-
-        _write(output, answer, lambda to: write_prediction_page(to, prediction), perfetto)
-    if as_json:
-        print_json(answer)
-    else:
-        from lumos.report.terminal.replays import show_prediction
-
-        show_prediction(prediction, console())
-
-
-def _write(output: Path, answer: dict[str, Any], page: Callable[[Path], None], trace: Callable[[Path], None]) -> None:
-    """The answer in the form that the extension names."""
-    from lumos.files import write_as, write_csv, write_json
-
     row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
     writers = {
-        ".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, [row]), ".html": page,
-        ".trace.json": trace, ".trace.json.gz": trace,
+        ".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, [row]),
+        ".html": lambda to: write_page(to, prediction_page(found)),
+        ".trace.json": lambda to: write_timeline(to, found.run),
+        ".trace.json.gz": lambda to: write_timeline(to, found.run),
     }  # fmt: skip
     write_as(output, writers)

@@ -1,26 +1,16 @@
-"""`lumos replay`: is the graph right, and where does the time go?"""
+"""`lumos replay` and `lumos demo`: is the graph right, and where does the time go?"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from lumos.cli.loading import load_run
-from lumos.cli.options import (
-    Address,
-    AsJson,
-    EngineName,
-    Match,
-    Output,
-    ProfilerCosts,
-    RankPattern,
-    Step,
-    TracePath,
-)
+from lumos.cli.options import Address, AsJson, EngineName, Match, Output, ProfilerCosts, RankPattern, Step, TracePath
 from lumos.cli.terminal import console, print_json
-
-if TYPE_CHECKING:
-    from lumos.analysis.replay import Replay
+from lumos.export.chrome_traces import write_timeline
+from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.report.html.page import write_page
+from lumos.report.html.replay_page import replay_page
+from lumos.report.terminal.replays import show_replay
+from lumos.trace.read.example import example_path
 
 
 def replay_command(
@@ -35,35 +25,24 @@ def replay_command(
     address: Address = "",
 ) -> None:
     """Is the graph right, and where does the time go?"""
-    from lumos.files import check_output
-
     check_output(output, path)
     run = load_run(path, step, match, rank_pattern, profiler_costs, engine, address)
     if output is not None:
-        _write_replay(run, output)
+        writers = {
+            ".json": lambda to: write_json(to, run.as_dict()),
+            ".csv": lambda to: write_csv(to, run.as_dict()["per_rank"]),
+            ".html": lambda to: write_page(to, replay_page(run)),
+            ".trace.json": lambda to: write_timeline(to, run.run),
+            ".trace.json.gz": lambda to: write_timeline(to, run.run),
+        }
+        write_as(output, writers)
     if as_json:
         print_json(run.as_dict())
     else:
-        from lumos.report.terminal.replays import show_replay
-
         show_replay(run, console())
 
 
-def _write_replay(run: Replay, output: Path) -> None:
-    from lumos.export.chrome_traces import write_timeline
-    from lumos.files import write_as, write_csv, write_json
-    from lumos.report.html.replay_page import write_replay_page
-
-    def perfetto(to: Path) -> None:
-        write_timeline(to, run.execution, run.execution.graph, run.times, run.simulated, run.path)
-
-    write_as(
-        output,
-        {
-            ".json": lambda to: write_json(to, run.as_dict()),
-            ".csv": lambda to: write_csv(to, run.as_dict()["per_rank"]),
-            ".html": lambda to: write_replay_page(to, run),
-            ".trace.json": perfetto,
-            ".trace.json.gz": perfetto,
-        },
-    )
+def demo_command(as_json: AsJson = False, output: Output = None) -> None:
+    """Replay the example in the package: four ranks, one of them slow."""
+    with example_path() as path:
+        replay_command(path, as_json=as_json, output=output)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lumos.change.change import Source, refuse
+from lumos.change.change import CalibratedRun, refuse
 from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
 from lumos.cli.loading import load_run
@@ -159,5 +159,5 @@ def _calibrated(source: Path, others: list[str], path: Path | None) -> Base:
         raise OptionError("a search needs memory and power, which are not known of a CPU: use lumos predict --from")
     wanted = changed(inferred, read_plain(path, others)).setup
     refuse(traced, wanted)
-    measured = Source(run, traced)
-    return wanted, Anchored(measured.anchors), (*measured.notes, _NOT_VALIDATED)
+    measured = CalibratedRun(run, traced)
+    return wanted, Anchored(measured.calibration), (*measured.notes, _NOT_VALIDATED)

@@ -1,18 +1,19 @@
-"""What a person sees while a command works, and its answer."""
+"""Progress of a command and its answer, on a terminal or as JSON."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from rich.console import Console
+import orjson
+from rich.console import Console
+from rich.progress import Progress
 
 
 class Reporter(Protocol):
-    """Is told how much is done, of how much, and what is at work."""
+    """Shows how much is done, of how much, and of what."""
 
     def __call__(self, done: int, total: int, what: str = "reading") -> None: ...
 
@@ -23,9 +24,6 @@ def progress_bar() -> Iterator[Reporter | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
-    from rich.progress import Progress
-
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None)
 
@@ -41,19 +39,13 @@ def busy(text: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
-
     with Console(stderr=True).status(text):
         yield
 
 
 def print_json(answer: dict[str, object]) -> None:
-    import orjson
-
     sys.stdout.buffer.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def console() -> Console:
-    from rich.console import Console
-
     return Console(width=None if sys.stdout.isatty() else 140)

@@ -17,9 +17,8 @@ import numpy as np
 import orjson
 from isal import igzip
 
+from lumos.analysis.run import Run
 from lumos.files import whole_file
-from lumos.graph.critical_path import CriticalPath
-from lumos.graph.from_trace.build import Execution
 from lumos.graph.graph import Graph, Rule
 from lumos.graph.simulate import Times
 from lumos.trace.names import GPU_CATEGORIES, Category
@@ -129,31 +128,27 @@ def _number(label: str) -> int | str:
     return int(label) if label.isdecimal() and len(label) < 18 and str(int(label)) == label else label
 
 
-def write_timeline(
-    path: Path, execution: Execution, graph: Graph, times: Times, trace: Trace, critical: CriticalPath | None = None
-) -> None:
-    """Write a simulated run with the arrows of the edges that decided."""
-    events = _timeline_events(execution, graph, times, trace, critical)
-    _write(path, {"schemaVersion": 1, "displayTimeUnit": "ms"}, events)
+def write_timeline(path: Path, run: Run) -> None:
+    """Write a simulated run, traced or described, with the arrows of the edges that decided."""
+    _write(path, {"schemaVersion": 1, "displayTimeUnit": "ms"}, _timeline_events(run))
 
 
-def _timeline_events(
-    execution: Execution, graph: Graph, times: Times, trace: Trace, critical: CriticalPath | None
-) -> Iterator[list[Event]]:
+def _timeline_events(run: Run) -> Iterator[list[Event]]:
+    trace = run.trace
     for rank in trace.ranks:
         shown = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
         yield [{"ph": "M", "name": name, "pid": rank, "args": args} for name, args in shown.items()]
     yield [_track(lane.rank, index, lane.text) for index, lane in enumerate(trace.lanes)]
-    rows = np.flatnonzero(execution.nodes.last_node >= 0)
+    rows = np.flatnonzero(run.nodes.last_node >= 0)
     for low in range(0, len(rows), _CHUNK):
         lanes = trace.lane[rows[low : low + _CHUNK]].tolist()
         some = zip(rows[low : low + _CHUNK].tolist(), lanes, strict=True)
-        yield [_span(trace, row, trace.lanes[lane].rank, lane, execution.origin) for row, lane in some]
-    on_path = set() if critical is None else set(critical.edge[critical.edge >= 0].tolist())
-    deciding = _deciding_edges(graph, times)
+        yield [_span(trace, row, trace.lanes[lane].rank, lane, run.origin) for row, lane in some]
+    on_path = set(run.path.edge[run.path.edge >= 0].tolist())
+    deciding = _deciding_edges(run.graph, run.times)
     for low in range(0, len(deciding), _CHUNK):
         some_edges = deciding[low : low + _CHUNK].tolist()
-        yield [arrow for edge in some_edges for arrow in _arrow(execution, graph, times, edge, edge in on_path)]
+        yield [arrow for edge in some_edges for arrow in _arrow(run, edge, edge in on_path)]
 
 
 def _deciding_edges(graph: Graph, times: Times) -> np.ndarray:
@@ -166,16 +161,16 @@ def _deciding_edges(graph: Graph, times: Times) -> np.ndarray:
     return np.flatnonzero((np.abs(reached - start) < 0.5) & (before[edges.target] < start - 0.5))
 
 
-def _arrow(execution: Execution, graph: Graph, times: Times, edge: int, critical: bool) -> Iterator[Event]:
-    source, target = int(graph.edges.source[edge]), int(graph.edges.target[edge])
-    nodes = execution.nodes
-    if max(source, target) >= len(nodes):
+def _arrow(run: Run, edge: int, critical: bool) -> Iterator[Event]:
+    edges, times = run.graph.edges, run.times
+    source, target = int(edges.source[edge]), int(edges.target[edge])
+    if min(run.node_lane[source], run.node_lane[target]) < 0:
         return  # a rendezvous has no lane; the arrivals around it are visible as they are
-    name = "critical path" if critical else Rule(graph.edges.rule[edge]).name.lower()
-    since = times.start[source] if graph.edges.from_start[edge] else times.end[source]
+    name = "critical path" if critical else Rule(edges.rule[edge]).name.lower()
+    since = times.start[source] if edges.from_start[edge] else times.end[source]
     for phase, node, time in (("s", source, since), ("f", target, times.start[target])):
-        lane = int(nodes.lane[node])
+        lane = int(run.node_lane[node])
         yield {
             "ph": phase, "id": edge, "cat": "dependency", "name": name, "bp": "e",
-            "pid": execution.trace.lanes[lane].rank, "tid": lane, "ts": float(time) / 1e3,
+            "pid": run.trace.lanes[lane].rank, "tid": lane, "ts": float(time) / 1e3,
         }  # fmt: skip

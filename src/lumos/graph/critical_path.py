@@ -1,31 +1,40 @@
-"""The critical path: the chain of tasks and waits that decided when the last step ended."""
+"""The critical path: the chain of tasks and waits that decided when the last step ended.
+
+It runs across ranks, from the start of the first one to the end of the last one, so that over several steps it is a
+little longer than the mean step of a rank. Its parts add up to its own length.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from lumos.graph.from_trace.build import Execution
-from lumos.graph.graph import Graph
+from lumos.graph.graph import Floats, Graph, Ints
 from lumos.graph.simulate import Times
 from lumos.trace.names import Category, Kind
 from lumos.trace.steps import StepMarks, Steps
+
+PATH_KINDS = ("compute", "comm", "copy", "operator", "call", "python", "latency", "unexplained")
+_MOST_OPERATORS = 50
 
 
 @dataclass(frozen=True)
 class CriticalPath:
     """Nodes from first to last, and for each the edge, lag and frozen time by which it followed the one before."""
 
-    node: np.ndarray
-    edge: np.ndarray  # -1 where the order of the lane decided
-    lag: np.ndarray
-    frozen: np.ndarray
+    node: Ints
+    edge: Ints  # -1 where the order of the lane decided
+    spent: Floats  # nanoseconds of the node itself; 0 where the next node did not wait for its end
+    lag: Floats
+    frozen: Floats
 
 
 def critical_path(graph: Graph, times: Times, last: int, since: float = 0.0) -> CriticalPath:
     """Walk back from a node along whatever decided each start, to a point in time."""
-    from lumos.graph.compiled_loops import walk_back
+    from lumos.graph.compiled_loops import walk_back  # numba, which not every answer needs
 
     edges = graph.edges
     node, edge = walk_back(
@@ -33,10 +42,13 @@ def critical_path(graph: Graph, times: Times, last: int, since: float = 0.0) -> 
         edges.source, edges.lag + edges.frozen, edges.from_start,
     )  # fmt: skip
     lag, frozen = graph.gap[node], graph.frozen[node]
-    by_edge = edge >= 0
+    by_edge = np.flatnonzero(edge >= 0)
     lag[by_edge], frozen[by_edge] = edges.lag[edge[by_edge]], edges.frozen[edge[by_edge]]
-    lag[:1], frozen[:1] = 0.0, 0.0  # the start of the run is where it is
-    return CriticalPath(node, edge, lag, frozen)
+    lag[:1], frozen[:1] = 0.0, 0.0  # the path begins with its first node
+    spent = times.end[node] - times.start[node]
+    follows_start = by_edge[edges.from_start[edge[by_edge]]]
+    spent[follows_start[follows_start > 0] - 1] = 0.0
+    return CriticalPath(node, edge, spent, lag, frozen)
 
 
 def last_node(execution: Execution, marks: StepMarks, steps: Steps) -> int:
@@ -56,31 +68,45 @@ class PathSummary:
 
     by_kind: dict[str, float]
     by_operator: list[tuple[str, str, float]]  # (kind, name, ms), longest first
-    unexplained_ms: float
+    by_block: list[tuple[str, int, float]] = field(default_factory=list)  # (block, rank, ms); of described steps
+
+    @property
+    def total_ms(self) -> float:
+        """The whole path."""
+        return sum(self.by_kind.values())
+
+    @property
+    def unexplained_ms(self) -> float:
+        return self.by_kind["unexplained"]
+
+    @staticmethod
+    def of(
+        parts: Iterable[tuple[str, str, float]], latency: float, unexplained: float, steps: int = 1,
+        blocks: Iterable[tuple[str, int, float]] = (),
+    ) -> PathSummary:  # fmt: skip
+        """From (kind, name, nanoseconds) of what is on the path of all steps."""
+        scale = 1e-6 / max(steps, 1)
+        by_kind = dict.fromkeys(PATH_KINDS, 0.0)
+        operators = []
+        for kind, name, ns in parts:
+            by_kind[kind] += float(ns) * scale
+            operators.append((kind, name, float(ns) * scale))
+        by_kind["latency"], by_kind["unexplained"] = latency * scale, unexplained * scale
+        ranked = sorted((item for item in operators if item[2] > 0), key=lambda item: (-item[2], item[:2]))
+        in_blocks = sorted(((what, rank, ns * scale) for what, rank, ns in blocks), key=lambda item: -item[2])
+        return PathSummary(by_kind, ranked[:_MOST_OPERATORS], in_blocks)
 
 
-def summarise(execution: Execution, times: Times, path: CriticalPath, steps: int) -> PathSummary:
-    """What the path is made of, per step."""
-    on_path = times.end[path.node] - times.start[path.node]
-    by_edge = np.flatnonzero(path.edge >= 0)
-    follows_start = by_edge[execution.graph.edges.from_start[path.edge[by_edge]]]
-    on_path[follows_start[follows_start > 0] - 1] = 0.0  # what followed did not wait for the end
+def summarise(execution: Execution, path: CriticalPath, steps: int) -> PathSummary:
+    """What the path of a traced run is made of, per step."""
     kind, name, names = _labels(execution, path.node)
     pair, which = np.unique(kind * len(names) + name, return_inverse=True)
-    spent = np.bincount(which, on_path, len(pair)) / (1e6 * max(steps, 1))
-    by_kind = dict.fromkeys(PATH_KINDS, 0.0)
-    operators = []
-    for code, time in zip(pair.tolist(), spent.tolist(), strict=True):
-        label = PATH_KINDS[code // len(names)]
-        by_kind[label] += time
-        operators.append((label, names[code % len(names)], time))
-    by_kind["latency"] = float(path.lag.sum()) / (1e6 * max(steps, 1))
-    by_kind["unexplained"] = float(path.frozen.sum()) / (1e6 * max(steps, 1))
-    ranked = sorted((item for item in operators if item[2] > 0), key=lambda item: (-item[2], item[:2]))
-    return PathSummary(by_kind, ranked[:50], by_kind["unexplained"])
-
-
-PATH_KINDS = ("compute", "comm", "copy", "operator", "call", "python", "latency", "unexplained")
+    spent = np.bincount(which, path.spent, len(pair))
+    parts = (
+        (PATH_KINDS[code // len(names)], names[code % len(names)], ns)
+        for code, ns in zip(pair.tolist(), spent.tolist(), strict=True)
+    )
+    return PathSummary.of(parts, float(path.lag.sum()), float(path.frozen.sum()), steps)
 
 
 def _labels(execution: Execution, path: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:

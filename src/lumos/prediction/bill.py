@@ -18,14 +18,14 @@ _MOST = 1e24  # of anything that is asked for; more is a slip
 
 @dataclass(frozen=True)
 class Tariff:
-    """What a GPU-hour and a kilowatt-hour cost, in any one currency, and how many tokens are to be trained on.
+    """Price of a GPU-hour and of a kilowatt-hour, in any one currency, and the tokens to train on.
 
-    Both prices together add up: leave out the energy's where the GPU-hour includes it.
+    The two prices add up: leave out that of energy if the GPU-hour includes it.
     """
 
     gpu_hour: float | None = None
     kwh: float | None = None
-    pue: float = 1.0  # what the site draws for every kilowatt-hour of its GPUs
+    pue: float = 1.0  # power usage effectiveness: energy of the site over that of its GPUs
     tokens: float | None = None
 
 
@@ -80,12 +80,12 @@ class Bill:
     step_s: float
     interval_s: tuple[float, float]
     step_tokens: int
-    step_joules: float  # of the GPUs
+    step_joules: float | None  # of the GPUs; None where their power is not known
 
     @property
-    def step_kwh(self) -> float:
+    def step_kwh(self) -> float | None:
         """With what the site draws besides."""
-        return self.step_joules * self.tariff.pue / _JOULES_PER_KWH
+        return None if self.step_joules is None else self.step_joules * self.tariff.pue / _JOULES_PER_KWH
 
     @property
     def step_gpu_hours(self) -> float:
@@ -97,7 +97,7 @@ class Bill:
         tariff = self.tariff
         if tariff.gpu_hour is None and tariff.kwh is None:
             return None
-        return (tariff.gpu_hour or 0.0) * self.step_gpu_hours + (tariff.kwh or 0.0) * self.step_kwh
+        return (tariff.gpu_hour or 0.0) * self.step_gpu_hours + (tariff.kwh or 0.0) * (self.step_kwh or 0.0)
 
     @property
     def steps(self) -> int | None:
@@ -106,11 +106,11 @@ class Bill:
 
     def as_dict(self) -> dict[str, Any]:
         """The bill as JSON has it."""
-        money = self.step_money
+        money, joules = self.step_money, self.step_joules
         return {
-            "joules_per_step": self.step_joules,
-            "joules_per_token": self.step_joules / self.step_tokens,
-            "watts_per_gpu": self.step_joules / self.step_s / self.gpus,
+            "joules_per_step": joules,
+            "joules_per_token": None if joules is None else joules / self.step_tokens,
+            "watts_per_gpu": None if joules is None else joules / self.step_s / self.gpus,
             "kwh_per_step": self.step_kwh,
             "gpu_hours_per_step": self.step_gpu_hours,
             "price_per_gpu_hour": self.tariff.gpu_hour,
@@ -132,6 +132,6 @@ class Bill:
             "days": steps * self.step_s / _DAY_S,
             "days_interval": [steps * seconds / _DAY_S for seconds in self.interval_s],
             "gpu_hours": steps * self.step_gpu_hours,
-            "kwh": steps * self.step_kwh,
+            "kwh": None if self.step_kwh is None else steps * self.step_kwh,
             "money": None if money is None else steps * money,
         }

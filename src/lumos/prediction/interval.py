@@ -1,24 +1,47 @@
-"""Uncertainty: how far off a forecast may be, from how far off forecasts of measured runs were.
+"""The 80 % interval of a predicted step: how far off it may be, from how far off predictions of measured runs were.
 
-The variance of the logarithm of measured over predicted is a sum of parts, one for each thing that makes a run harder
-to foresee. The parts are fitted on published runs, each source held apart in turn (calibration/fit_uncertainty.py), and
-scaled so that four of five runs are inside.
+For a described run, the variance of the logarithm of measured over predicted time is a sum of parts, one for each
+thing that makes a run harder to predict. The parts are fitted on published runs, each source held out in turn
+(calibration/fit_uncertainty.py), and scaled so that 80 % of the runs are inside. For a change to a traced run, the
+interval is that of measured changes; for a traced run with other durations, it is the error of the profiler's cost.
 """
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from importlib import resources
-from math import sqrt
+from math import exp, sqrt
+from typing import NamedTuple
 
+from lumos.data_files import read_table
 from lumos.prediction.step import Step
+from lumos.setup.setup import Setup
 
 PARTS = ("always", "transferred", "other_family", "nodes", "spread_tensor", "pipeline", "host", "experts", "assumed")
 
 
+class Spread(NamedTuple):
+    """Both ends of an interval, as factors on the predicted time."""
+
+    low: float
+    high: float
+
+    @staticmethod
+    def around(factor: float) -> Spread:
+        """As likely too short by a factor as too long."""
+        return Spread(1 / factor, factor)
+
+    def of(self, step_ms: float) -> tuple[float, float]:
+        return self.low * step_ms, self.high * step_ms
+
+
+def described_spread(step: Step, assumptions: int = 0) -> Spread:
+    """Of a described run, some of whose values had to be assumed."""
+    table = read_table("uncertainty.json")
+    variance = sum(table["variance"][name] * value for name, value in parts_of(step, assumptions).items())
+    return Spread.around(exp(table["scale"] * sqrt(variance)))
+
+
 def parts_of(step: Step, assumptions: int) -> dict[str, float]:
-    """What makes this step hard to foresee, each between 0 and 1 or so."""
+    """What makes a step hard to predict, each between 0 and about 1."""
     setup = step.setup
     gpus, node = setup.cluster.gpus, setup.cluster.gpus_per_node
     model = step.prices.model
@@ -35,14 +58,18 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
     }
 
 
-def log_spread(step: Step, assumptions: int = 0) -> float:
-    """The half-width of the 80 % interval, in the logarithm of the time."""
-    scale, variances = _table()
-    variance = sum(variances[name] * value for name, value in parts_of(step, assumptions).items())
-    return scale * sqrt(variance)
+def changed_spread(traced: Setup, target: Setup, without_communication: bool) -> Spread:
+    """Of another configuration of a traced run; wider for what no measured change covers."""
+    table = read_table("change.json")
+    spread = table["spread"]
+    if target.cluster.gpu != traced.cluster.gpu:
+        spread += table["spread_other_gpu"]
+    if target.parallel != traced.parallel or without_communication:
+        spread += table["spread_other_parallelism"]
+    return Spread.around(1 + spread)
 
 
-@cache
-def _table() -> tuple[float, dict[str, float]]:
-    table = json.loads(resources.files("lumos").joinpath("data/uncertainty.json").read_text("utf-8"))
-    return float(table["scale"]), dict(table["variance"])
+def scaled_spread(profiler_error_pct: float) -> Spread:
+    """Of a traced run with other durations: only the profiler's cost is not known exactly."""
+    error = profiler_error_pct / 100
+    return Spread(1 - error, 1 + error)

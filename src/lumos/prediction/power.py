@@ -1,8 +1,8 @@
-"""Energy: what the GPUs draw in one training step, from what they do in it.
+"""Energy of one training step: what its GPUs draw.
 
-Every GPU draws its idle power all the time, and what its work costs on top (lumos.cost.energy). Where that is more
-than the board may draw, it draws what it may: the clock falls, and with it the voltage and what the work costs. The
-step's own time knows of the slower clock (lumos.cost.in_step).
+Every GPU draws its idle power all the time, plus what its work costs (lumos.cost.energy). Where that exceeds the power
+limit of the board, it draws the limit: the clock falls, and with it the voltage and the cost of the work. The slower
+clock is part of the step's time (lumos.cost.in_step).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lumos.setup.gpus import Gpu
 
 @dataclass(frozen=True)
 class Energy:
-    """Joules of one step: `stage_gpus` on each stage, all alike. The rest of the machines is not in it."""
+    """Joules of one step, of the GPUs alone: `stage_gpus` of them on each stage, all alike."""
 
     seconds: float
     stage_gpus: int
@@ -42,21 +42,35 @@ class Energy:
         return self.watts * self.seconds * self.stage_gpus * len(self.work)
 
     @property
-    def limited(self) -> bool:
-        """Whether a stage is held at the power limit."""
-        return max(self.stage_w) >= self.most_w
+    def at_limit(self) -> list[int]:
+        """The stages whose GPUs are held at the power limit."""
+        return [stage for stage, watts in enumerate(self.stage_w) if watts >= self.most_w]
+
+    @property
+    def words(self) -> str:
+        """Mean power of a GPU, and which stages the power limit slows down."""
+        text, held = f"{self.watts:,.0f} W per GPU", self.at_limit
+        if not held:
+            return text
+        if len(held) == len(self.work):
+            return f"{text}, at the power limit"
+        if len(held) <= 4:
+            which = f"stage{'s' if len(held) > 1 else ''} {', '.join(map(str, held))}"
+        else:
+            which = f"{len(held)} of {len(self.work)} stages"
+        return f"{text} (mean); {which} at the power limit of {self.most_w:,.0f} W"
 
 
 def drawn_w(idle_w: float, work_w: float, most_w: float) -> float:
-    """What a board draws that has so much to do."""
+    """Power of a board whose work takes so much beyond its idle power."""
     return max(idle_w, min(idle_w + work_w, most_w))
 
 
 _DATA_PARALLEL = ("gather", "reduce", "reduce rest", "publish")
 
 
-def energy_of(step: Step) -> Energy:
-    """The energy of a simulated step."""
+def energy_of(step: Step, seconds: float | None = None) -> Energy:
+    """The energy of a simulated step; `seconds` is its time, where a trace says that it is not the simulated one."""
     gpu, joules = step.setup.cluster.accelerator, step.prices.joules
     talking_w = _network_w(step, gpu, joules)
     work = []
@@ -66,19 +80,19 @@ def energy_of(step: Step) -> Energy:
         talk = talking_w * sum(step.role_us(what, stage) for what in _DATA_PARALLEL) * 1e-6
         work.append(inside + update + talk)
     gpus = step.setup.cluster.gpus // step.setup.parallel.pp
-    return Energy(step.us * 1e-6, gpus, gpu.idle_w, joules.most_w, tuple(work))
+    return Energy(step.us * 1e-6 if seconds is None else seconds, gpus, gpu.idle_w, joules.most_w, tuple(work))
 
 
 def least_joules(assembly: Assembly, seconds: float) -> float:
-    """What all GPUs draw at least in a step that takes at least so long: what their blocks cost."""
+    """A lower bound on the energy of a step that takes at least so long: that of its blocks."""
     setup, joules = assembly.setup, assembly.prices.joules
     count = setup.train.microbatches
     work = [count * sum(block.joules for chunk in row for block in chunk.blocks) for row in assembly.chunks]
     gpus, idle_w = setup.cluster.gpus // setup.parallel.pp, setup.cluster.accelerator.idle_w
-    return Energy(seconds, gpus, idle_w, joules.most_w, tuple(work)).joules
+    return Energy(step.us * 1e-6 if seconds is None else seconds, gpus, idle_w, joules.most_w, tuple(work)).joules
 
 
 def _network_w(step: Step, gpu: Gpu, joules: Joules) -> float:
-    """While data-parallel ranks talk: their links are what they wait for, so they are busy."""
+    """Power while data-parallel ranks communicate: their links are busy all the time."""
     gb_s = gpu.inter_gb_s if step.assembly.layout.dp.nodes > 1 else gpu.local_gb_s
     return joules.talking_w + joules.wire * gb_s * 1e9

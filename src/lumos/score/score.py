@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lumos.errors import InputError, LumosError
-from lumos.prediction.forecasting import forecast
+from lumos.prediction.prediction import predict
+from lumos.program.memory import memory_of
 from lumos.score.measured_runs import Run, runs_of
 from lumos.workers import Engine, Here, Job
 
@@ -115,12 +116,12 @@ def score_rows(_: None, rows: list[Row]) -> list[Scored | Refused]:
 
 def _scored(run: Run) -> Scored | Refused:
     try:
-        found = forecast(run.setup, run.notes)
-        low, high = found.interval_ms
+        found = predict(run.setup, notes=run.notes)
+        memory, (low, high) = memory_of(run.setup), found.interval_ms
         seconds = run.seconds if run.seconds == run.seconds else None
         return Scored(
-            run.id, run.source, run.model, run.gpus, seconds, found.step.us / 1e6, low / 1e3, high / 1e3,
-            found.memory.fits, found.memory.gib()["peak"], tuple(run.notes),
+            run.id, run.source, run.model, run.gpus, seconds, found.step_ms / 1e3, low / 1e3, high / 1e3,
+            memory.fits, memory.gib()["peak"], tuple(run.notes),
         )  # fmt: skip
     except LumosError as problem:
         return run.id, str(problem).splitlines()[0]

@@ -60,7 +60,8 @@ class Task:
     def simulated(self, number: int, memory: float, bound: float) -> Simulated:
         setup = self.space.setup_of(self.space.candidate(number))
         step = self.estimator.step(setup)
-        seconds, joules = self.estimator.us(step) / 1e6, energy_of(step).joules
+        seconds = self.estimator.us(step) / 1e6
+        joules = energy_of(step, seconds).joules
         value, cost = self.objective.value(setup, seconds, joules), self.objective.cost(setup, seconds, joules)
         return Simulated(number, value, seconds, memory, cost, joules, bound)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from lumos.change.calibration import Anchors
-from lumos.change.change import anchored_prices, loaded_step
+from lumos.change.calibration import Calibration
+from lumos.change.change import calibrated_prices, loaded_step
 from lumos.cost.prices import Prices
 from lumos.prediction.power import least_joules
 from lumos.prediction.step import Assembly, Step, assembled, prices_of, shape_of
@@ -80,7 +80,7 @@ class Described:
 class Anchored:
     """With the factors of a traced run."""
 
-    anchors: Anchors
+    calibration: Calibration
     book: PriceBook = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,17 +88,17 @@ class Anchored:
 
     @property
     def name(self) -> str:
-        return repr(self.anchors)
+        return repr(self.calibration)
 
     def _fastest(self, setup: Setup) -> Prices:
         """At the clock of a GPU that often waits: none is faster."""
-        return anchored_prices(setup, self.anchors.under(0.0))
+        return calibrated_prices(setup, self.calibration.under(0.0))
 
     def bound(self, setup: Setup) -> Bound:
-        return Bound.of(self.book.assembly(setup), self.anchors.fixed_us)
+        return Bound.of(self.book.assembly(setup), self.calibration.fixed_us)
 
     def step(self, setup: Setup) -> Step:
-        return loaded_step(setup, self.anchors)
+        return loaded_step(setup, self.calibration)
 
     def us(self, step: Step) -> float:
-        return step.us + self.anchors.fixed_us
+        return step.us + self.calibration.fixed_us

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from lumos.prediction.bill import Tariff
-from lumos.prediction.forecasting import Forecast
+from lumos.prediction.prediction import Prediction, predicted_step
 from lumos.search.branch_and_bound import Search
 from lumos.search.ranking import Simulated, pareto_front
 from lumos.search.space import AXES
@@ -85,10 +85,11 @@ class SearchResult:
         if not search.front.best:
             return [*found, "none of the configurations that fit meets the deadline: allow more days, or more GPUs"]
         best = search.front.best[0]
-        predicted = self._forecast(self._setup(best))
+        setup = self._setup(best)
+        predicted = self._prediction(setup)
         found += [text for text in predicted.warnings if text not in found]
         deadline = search.task.objective.deadline_days
-        days = search.task.objective.days(predicted.setup, best.seconds) if deadline else 0.0
+        days = search.task.objective.days(setup, best.seconds) if deadline else 0.0
         latest = days * predicted.interval_ms[1] / predicted.step_ms
         if latest > deadline > 0:
             found.append(
@@ -101,12 +102,11 @@ class SearchResult:
         space = self.search.task.space
         return space.setup_of(space.candidate(found.number))
 
-    def _forecast(self, setup: Setup) -> Forecast:
+    def _prediction(self, setup: Setup) -> Prediction:
         task = self.search.task
         price = task.objective.price(setup) if task.objective.priced else None
-        return Forecast(
-            setup, task.estimator.step(setup), (), Tariff(price, None, 1.0, task.objective.tokens or None)
-        )
+        tariff = Tariff(price, None, 1.0, task.objective.tokens or None)
+        return predicted_step(task.estimator.step(setup), tariff=tariff)
 
     def _values(self, found: Simulated, setup: Setup) -> Row:
         """The searched keys of a configuration, and what its simulation gave."""
@@ -124,16 +124,16 @@ class SearchResult:
     def _row(self, found: Simulated) -> Row:
         """The values of a configuration with its breakdown and interval."""
         setup, objective = self._setup(found), self.search.task.objective
-        forecast = self._forecast(setup)
-        slower = found.seconds * 1e3 / forecast.step_ms  # a calibrated estimator adds time once per step
-        low, high = forecast.interval_ms
+        predicted = self._prediction(setup)
+        slower = found.seconds * 1e3 / predicted.step_ms  # a calibrated estimator adds time once per step
+        low, high = predicted.interval_ms
         return self._values(found, setup) | {
             "number": found.number,
             "value": found.value,
             "interval_ms": [low * slower, high * slower],
-            "mfu": forecast.mfu / slower,
-            "breakdown": forecast.breakdown,
-            "bubble": forecast.bubble,
+            "mfu": None if predicted.mfu is None else predicted.mfu / slower,
+            "breakdown": predicted.breakdown.as_dict(),
+            "bubble": predicted.bubble,
             "joules_per_token": found.joules / setup.tokens,
             "days": objective.days(setup, found.seconds) if objective.tokens else None,
             "money": found.cost * objective.tokens if objective.tokens and objective.priced else None,

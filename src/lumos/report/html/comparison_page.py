@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from lumos.analysis.comparison import Comparison, Difference
 from lumos.report.html.charts import Bars, Series
-from lumos.report.html.page import Card, Figure, Page, Section, write_page
+from lumos.report.html.page import Card, Figure, Page, Section
 from lumos.report.html.parts import STEP_PARTS
 from lumos.report.html.replay_page import subtitle_of
 from lumos.report.html.table import Column, Row, Table, ms_digits
+from lumos.report.wording import ms_text
 
 _MOST_BARS = 20
 _MOST_ROWS = 300
-
-
-def write_comparison_page(path: Path, found: Comparison) -> None:
-    """The report of two runs side by side."""
-    write_page(path, comparison_page(found))
 
 
 def comparison_page(found: Comparison) -> Page:
@@ -27,7 +22,7 @@ def comparison_page(found: Comparison) -> Page:
     if found.collectives:
         sections.append(_differences("Collectives", found.collectives, _COLLECTIVES))
     return Page(
-        title=f"Comparison: {before:,.2f} ms, then {after:,.2f} ms a step",
+        title=f"Comparison: {ms_text(before)}, then {ms_text(after)} per step",
         subtitle=f"before: {subtitle_of(found.before)} — after: {subtitle_of(found.after)}",
         cards=_cards(before, after, found),
         sections=sections,
@@ -35,8 +30,8 @@ def comparison_page(found: Comparison) -> Page:
     )
 
 
-_OPERATORS = "Time of what operators launched, a step and rank; the largest change first."
-_COLLECTIVES = "Waiting and transfer together, a step, by kind and size; the largest change first."
+_OPERATORS = "Time of what operators launched, per step and rank; the largest change first."
+_COLLECTIVES = "Waiting and transfer together, per step, by kind and size; the largest change first."
 
 
 def _cards(before: float, after: float, found: Comparison) -> list[Card]:
@@ -44,10 +39,10 @@ def _cards(before: float, after: float, found: Comparison) -> list[Card]:
     name = STEP_PARTS[worst.name][0] if worst.name in STEP_PARTS else worst.name
     share = f"{100 * (after / before - 1):+.1f} %" if before else ""
     return [
-        Card("before", f"{before:,.2f} ms", f"mean of {len(found.before.marks.names)} recorded"),
-        Card("after", f"{after:,.2f} ms", f"mean of {len(found.after.marks.names)} recorded"),
-        Card("change", f"{after - before:+,.2f} ms", share),
-        Card("mostly", f"{worst.change_ms:+,.2f} ms", name),
+        Card("before", ms_text(before), f"mean of {len(found.before.marks.names)} recorded"),
+        Card("after", ms_text(after), f"mean of {len(found.after.marks.names)} recorded"),
+        Card("change", ms_text(after - before, signed=True), share),
+        Card("mostly", ms_text(worst.change_ms, signed=True), name),
     ]
 
 
@@ -66,7 +61,7 @@ def _parts(found: Comparison) -> Section:
     ]
     total = [sum(part.before_ms for part in found.parts), sum(part.after_ms for part in found.parts)]
     rows.append(Row(["step", *total, total[1] - total[0]], is_total=True))
-    figure = Figure("parts of the step, mean over ranks", Bars(names, series, "ms a step", grouped=True))
+    figure = Figure("parts of the step, mean over ranks", Bars(names, series, "ms per step", grouped=True))
     text = "As recorded; the changes of the parts add up to the change of the step."
     return Section("Parts of the step", text, [figure], [Table("parts of the step, mean over ranks", columns, rows)])
 
@@ -91,7 +86,7 @@ def _ranks(found: Comparison) -> Section:
 def _differences(title: str, parts: Sequence[Difference], text: str) -> Section:
     shown = [part for part in parts[:_MOST_BARS] if part.change_ms]
     series = [Series("change", "change", [p.change_ms for p in shown])]
-    chart = Bars([p.name for p in shown], series, "ms a step", named=True)
+    chart = Bars([p.name for p in shown], series, "ms per step", named=True)
     digits = ms_digits(value for part in parts for value in (part.before_ms, part.after_ms))
     columns = [Column("name"), Column("before, ms", digits), Column("calls", 1), Column("after, ms", digits),
                Column("calls", 1), Column("change, ms", digits, bar=True, signed=True)]  # fmt: skip
@@ -99,6 +94,6 @@ def _differences(title: str, parts: Sequence[Difference], text: str) -> Section:
         Row([p.name, p.before_ms, p.before_calls, p.after_ms, p.after_calls, p.change_ms]) for p in parts[:_MOST_ROWS]
     ]
     more = f"the first {_MOST_ROWS} of {len(parts):,}" if len(parts) > _MOST_ROWS else ""
-    figures = [Figure(f"{title}: what changed most, ms a step", chart)] if shown else []
+    figures = [Figure(f"{title}: what changed most, ms per step", chart)] if shown else []
     table = Table(f"{title}, before and after", columns, rows, more)
     return Section(title, text if shown else "Nothing changed.", figures, [table])

@@ -1,4 +1,4 @@
-"""Memory view: what a forecast says of memory, by stage at its worst moment and over the step."""
+"""Memory view: predicted memory, by stage at its worst moment and over the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import defaultdict
 import numpy as np
 
 from lumos.graph.graph import Floats
-from lumos.prediction.forecasting import Forecast
+from lumos.prediction.prediction import Prediction, memory_words
+from lumos.prediction.step import Step
 from lumos.program.memory import Memory
 from lumos.program.program import Program
 from lumos.report.html.allocations import thinned
@@ -29,58 +30,62 @@ Passes = dict[tuple[int, int, int], tuple[float, float]]
 """From when to when (stage, chunk, micro-batch) is computed, in nanoseconds."""
 
 
-def memory_section(found: Forecast) -> Section:
+def memory_section(found: Prediction) -> Section:
     """Peaks by stage, and the curve over the step where it can be drawn."""
-    memory, pp = found.memory, found.setup.parallel.pp
-    rows = memory.rows()
+    step, memory = found.step, found.memory
+    if step is None or memory is None:
+        return Section("Memory by stage", "A trace alone does not say what a step needs: predict with a setup.")
+    rows, ranks = memory.rows(), [str(rank) for rank in found.run.trace.ranks]
     series = [Series(name, colour, [float(row[name]) for row in rows]) for name, colour in _PARTS.items()]
-    peaks = Bars([f"stage {i}" for i in range(pp)], series, "GiB", ranks=[str(i) for i in range(pp)])
-    columns = [Column("stage"), Column("worst moment"), *(Column(f"{name}, GiB", 2) for name in _PARTS),
+    peaks = Bars([f"stage {i}" for i in range(len(rows))], series, "GiB", ranks=ranks)
+    columns = [Column("stage"), Column("at its peak"), *(Column(f"{name}, GiB", 2) for name in _PARTS),
                Column("peak, GiB", 2, bar=True)]  # fmt: skip
     table = Table(
-        "memory of one rank of every stage at its worst moment",
+        "memory of one rank of every stage at its peak",
         columns,
-        [Row([str(i), str(r["phase"]), *(r[name] for name in _PARTS), r["peak"]], str(i)) for i, r in enumerate(rows)],
+        [
+            Row([str(i), str(row["phase"]), *(row[name] for name in _PARTS), row["peak"]], rank)
+            for i, (row, rank) in enumerate(zip(rows, ranks, strict=True))
+        ],
     )
-    figures = [Figure("at the worst moment of every stage", peaks)]
-    if len(found.step.graph) <= _MOST_TASKS:
-        figures.append(Figure("over the step", _curves(found)))
-    return Section("Memory by stage", _words(found), figures, [table])
+    figures = [Figure("at the peak of every stage", peaks)]
+    if len(step.graph) <= _MOST_TASKS:
+        figures.append(Figure("over the step", _curves(found, step, memory)))
+    return Section("Memory by stage", _words(found, memory), figures, [table])
 
 
-def _words(found: Forecast) -> str:
+def _words(found: Prediction, memory: Memory) -> str:
     if found.is_of_cpu:
         return "What PyTorch allocates; how much memory a rank's host has is not known."
-    memory: Memory = found.memory
     return (
-        f"Beside the peaks, {memory.reserve / _GIB:.1f} GiB go to the context, NCCL and fragmentation; the GPU has "
-        f"{memory.usable / _GIB:.1f} GiB. Over the step, what stays is added to the activations of the micro-batches "
-        "in flight, which come with a forward and go with its backward; a stage's own peak bounds its curve."
+        f"The worst stage: {memory_words(memory)}. The reserve is for the CUDA context, NCCL and fragmentation, beyond "
+        "what torch counts. Over the step, activations of a micro-batch come with its forward pass and go with its "
+        "backward pass; the peak of a stage bounds its curve."
     )
 
 
-def _curves(found: Forecast) -> Lines:
-    stages = found.setup.parallel.pp
+def _curves(found: Prediction, step: Step, memory: Memory) -> Lines:
+    stages = step.setup.parallel.pp
     chosen = sorted({round(i) for i in np.linspace(0, stages - 1, min(stages, _MOST_LINES))})
-    curves = _by_stage(found)
-    end = found.step.times.span / 1e6
+    curves, ranks = _by_stage(step, memory), found.run.trace.ranks
+    end = step.times.span / 1e6
     lines = [
-        Line(f"stage {stage}", f"series-{i % 8}", *thinned(*curves[stage]), rank=str(stage))
+        Line(f"stage {stage}", f"series-{i % 8}", *thinned(*curves[stage]), rank=str(ranks[stage]))
         for i, stage in enumerate(chosen)
     ]
-    room = (found.memory.usable - found.memory.reserve) / _GIB
+    room = (memory.usable - memory.reserve) / _GIB
     if found.fits is not None and room < _NEAR * max(float(max(line.y)) for line in lines):
-        lines.append(Line("room on the GPU", "worse", [0.0, end], [room, room], dashed=True))
+        lines.append(Line("available less the reserve", "worse", [0.0, end], [room, room], dashed=True))
     return Lines("ms", "GiB", lines)
 
 
-def _by_stage(found: Forecast) -> list[tuple[Floats, Floats]]:
+def _by_stage(step: Step, found: Memory) -> list[tuple[Floats, Floats]]:
     """(milliseconds, GiB) of every stage."""
-    program = Program(found.setup)
-    forwards, backwards = _passes(found)
-    end = found.step.times.span
+    program = Program(step.setup)
+    forwards, backwards = _passes(step)
+    end = step.times.span
     answer = []
-    for stage, memory in enumerate(found.memory.stages):
+    for stage, memory in enumerate(found.stages):
         kept = [program.kept_bytes(chunk) for chunk in program.chunks[stage]]
         ramps = [(low, high, kept[key[1]]) for key, (low, high) in forwards.items() if key[0] == stage]
         ramps += [(low, high, -kept[key[1]]) for key, (low, high) in backwards.items() if key[0] == stage]
@@ -90,9 +95,9 @@ def _by_stage(found: Forecast) -> list[tuple[Floats, Floats]]:
     return answer
 
 
-def _passes(found: Forecast) -> tuple[Passes, Passes]:
+def _passes(step: Step) -> tuple[Passes, Passes]:
     """Forward and backward of every micro-batch; a backward is over when its weight gradients are."""
-    structure, times = found.step.structure, found.step.times
+    structure, times = step.structure, step.times
     passes: dict[bool, Passes] = defaultdict(dict)
     for node, turn in enumerate(structure.node_turn):
         role = structure.roles[structure.node_role[node]]

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from lumos.analysis.comparison import Comparison
+from lumos.analysis.replay import Replay
+from lumos.prediction.prediction import Prediction
+from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.page import Page, environment
+from lumos.report.html.parts import breakdown_section, path_section, rank_parts
+from lumos.report.html.prediction_page import prediction_summary
+from lumos.report.html.replay_page import cards_of, subtitle_of, title_of
 from lumos.report.html.table import Table
-
-if TYPE_CHECKING:
-    from lumos.analysis.comparison import Comparison
-    from lumos.analysis.replay import Prediction, Replay
-    from lumos.change.change import Changed
-    from lumos.prediction.forecasting import Forecast
 
 _MOST_ROWS = 8
 
 
 def replay_snippet(run: Replay) -> str:
     """Cards, and where the step goes."""
-    from lumos.report.html.parts import breakdown_section, path_section, rank_parts
-    from lumos.report.html.replay_page import cards_of, subtitle_of, title_of
-
     sections = [
         breakdown_section(rank_parts(run.recorded_breakdown), "rank", "", "all ranks, mean"),
         path_section(run.path_summary),
@@ -30,26 +27,11 @@ def replay_snippet(run: Replay) -> str:
 
 
 def prediction_snippet(found: Prediction) -> str:
-    from lumos.report.html.prediction_page import prediction_summary
-
+    """Cards, where the step goes, and memory."""
     return _snippet(prediction_summary(found))
 
 
-def forecast_snippet(found: Forecast) -> str:
-    from lumos.report.html.forecast_page import forecast_summary
-
-    return _snippet(forecast_summary(found))
-
-
-def changed_snippet(found: Changed) -> str:
-    from lumos.report.html.forecast_page import changed_summary
-
-    return _snippet(changed_summary(found))
-
-
 def comparison_snippet(found: Comparison) -> str:
-    from lumos.report.html.comparison_page import comparison_page
-
     page = comparison_page(found)
     return _snippet(replace(page, sections=[s for s in page.sections if s.title != "Ranks"]))
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lumos.analysis.breakdown import Breakdown, mean_breakdown
+from lumos.analysis.breakdown import Breakdown
 from lumos.analysis.collectives import Collective, CollectiveGroup, group_collectives
 from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.utilisation import Utilisation
 from lumos.graph.critical_path import PathSummary
 from lumos.report.html.charts import Bars, Line, Lines, Series
-from lumos.report.html.execution_view import ExecutionView
 from lumos.report.html.page import Figure, Section
+from lumos.report.html.run_view import RunView
 from lumos.report.html.table import Column, Row, Table, ms_digits
 from lumos.report.html.timeline import lanes_table
+from lumos.report.wording import STEP_PARTS as PART_NAMES
+from lumos.report.wording import ms_text
+from lumos.trace.steps import Steps
 
 STEP_PARTS = {
-    "exposed_compute_ms": ("compute alone", "compute"),
-    "exposed_comm_ms": ("communication alone", "comm"),
-    "overlapped_ms": ("both at once", "overlapped"),
-    "other_ms": ("idle", "idle"),
+    key: (name, colour)
+    for (key, name), colour in zip(PART_NAMES.items(), ("compute", "comm", "overlapped", "idle"), strict=True)
 }
 _MOST_BARS = 20
 _MOST_ROWS = 200
@@ -39,7 +41,7 @@ def breakdown_section(parts: Mapping[str, Mapping[str, float]], word: str, text:
     if total and len(parts) > 1:
         mean = {key: sum(part[key] for part in parts.values()) / len(parts) for key in STEP_PARTS}
         rows.append(Row([total, *_values(mean)], is_total=True))
-    chart = Bars(labels, series, "ms a step", ranks=list(parts))
+    chart = Bars(labels, series, "ms per step", ranks=list(parts))
     title = f"where the step goes on every {word}"
     return Section("Step breakdown", text, [Figure(title, chart)], [Table(title, columns, rows)])
 
@@ -57,34 +59,31 @@ def rank_parts(found: Mapping[int, Breakdown]) -> dict[str, dict[str, float]]:
     return {str(rank): part.as_dict() for rank, part in found.items()}
 
 
-def mean_parts(found: Mapping[int, Breakdown]) -> dict[str, float]:
-    return mean_breakdown(list(found.values())).as_dict()
-
-
-def timeline_section(view: ExecutionView) -> Section:
+def timeline_section(view: RunView) -> Section:
     """The critical path and what runs around it."""
-    name, drawn = view.timeline()
-    title = f"{name}, {drawn.chart.span_ms:,.2f} ms from the first rank's start to the last one's end"
+    name, drawn = view.shown
+    title = f"{name}, {ms_text(drawn.chart.span_ms)} from the first rank's start to the last one's end"
     text = "The critical path is the line: what lies on it decides when the step ends. " + drawn.said
     return Section("Timeline", text, [Figure(title, drawn.chart)], [lanes_table(drawn)])
 
 
-def path_section(summary: PathSummary, words: str = "") -> Section:
+def path_section(summary: PathSummary) -> Section:
     """What the critical path is made of."""
     kinds = {kind: ms for kind, ms in summary.by_kind.items() if ms > 0} or summary.by_kind
-    total = sum(summary.by_kind.values()) or 1.0
+    total = summary.total_ms or 1.0
     series = [Series(kind, kind, [ms], kind=_filtered(kind)) for kind, ms in kinds.items()]
     digits = ms_digits(kinds.values())
     by_kind = Table(
-        "critical path by kind, a step",
+        "critical path by kind, per step",
         [Column("kind"), Column("ms", digits), Column("share, %", 1, bar=True), Column("mostly")],
         [
             Row([kind, ms, 100 * ms / total, _mostly(summary, kind)], kind=_filtered(kind))
             for kind, ms in summary.by_kind.items()
-        ],
+        ]
+        + [Row(["critical path", summary.total_ms, 100.0, ""], is_total=True)],
     )
     by_name = Table(
-        "critical path by operator, a step",
+        "critical path by operator, per step",
         [Column("operator"), Column("kind"), Column("ms", digits, bar=True), Column("share, %", 1)],
         [
             Row([name, kind, ms, 100 * ms / total], kind=_filtered(kind))
@@ -93,11 +92,25 @@ def path_section(summary: PathSummary, words: str = "") -> Section:
         f"the longest {len(summary.by_operator)}" if len(summary.by_operator) >= 50 else "",
     )  # fmt: skip
     text = (
-        "Only what lies on this chain is worth making faster. Latency is the cost of launches, queues and waits "
-        "between lanes; unexplained is time that was recorded and that no dependency accounts for. " + words
+        "Only what lies on this chain is worth making faster. It runs across ranks, from the first start to the last "
+        "end. Latency is the cost of launches, queues, links and waits between lanes; unexplained is time that was "
+        "recorded and that no dependency accounts for."
     )
-    figure = Figure("critical path by kind, ms a step", Bars(["critical path"], series, "ms a step"))
-    return Section("Critical path", text, [figure], [by_kind, by_name])
+    figure = Figure("critical path by kind, ms per step", Bars(["critical path"], series, "ms per step"))
+    return Section("Critical path", text, [figure], [by_kind, by_name, *_blocks_table(summary)])
+
+
+def _blocks_table(summary: PathSummary) -> list[Table]:
+    """Where on the pipeline the path of a described step runs."""
+    if not summary.by_block:
+        return []
+    columns = [Column("block"), Column("rank"), Column("ms", ms_digits(ms for *_, ms in summary.by_block), bar=True),
+               Column("share, %", 1)]  # fmt: skip
+    total = summary.total_ms or 1.0
+    rows = [Row([what, str(rank), ms, 100 * ms / total], rank=str(rank)) for what, rank, ms in summary.by_block]
+    between = total - sum(ms for *_, ms in summary.by_block)
+    rows.append(Row(["links, launches and unexplained time", "", between, 100 * between / total]))
+    return [Table("critical path by block and rank", columns, rows)]
 
 
 def _filtered(kind: str) -> str:
@@ -112,7 +125,18 @@ def collectives_section(found: Sequence[Collective], steps: int) -> Section:
     """Waiting for the last rank, apart from moving data."""
     if not found:
         return Section("Collectives", "No collective of several recorded ranks: there is nobody to wait for.")
-    groups = group_collectives(list(found))
+    section = _groups_section(group_collectives(list(found)), steps)
+    return replace(section, tables=[*section.tables, _longest(found)])
+
+
+def collective_groups_section(groups: Sequence[CollectiveGroup], steps: Steps) -> Section:
+    """The same of a predicted run."""
+    if not groups:
+        return Section("Collectives", "No collective of several ranks: there is nobody to wait for.")
+    return _groups_section(groups, max(len(steps.names), 1))
+
+
+def _groups_section(groups: Sequence[CollectiveGroup], steps: int) -> Section:
     shown = groups[:_MOST_BARS]
     series = [
         Series("waiting for the last rank", "wait", [g.count * g.wait_ms / steps for g in shown]),
@@ -122,9 +146,9 @@ def collectives_section(found: Sequence[Collective], steps: int) -> Section:
         "Waiting is counted from a rank's arrival to the last one's, as a mean over the ranks, and is no fault of the "
         "network; transfer is what is left. Bus bandwidth as nccl-tests defines it, of the transfer alone."
     )
-    title = "collectives by kind and size, ms a step"
-    chart = Bars([_group_label(g) for g in shown], series, "ms a step", named=True)
-    return Section("Collectives", text, [Figure(title, chart)], [_groups_table(groups, steps), _longest(found)])
+    title = "collectives by kind and size, ms per step"
+    chart = Bars([_group_label(g) for g in shown], series, "ms per step", named=True)
+    return Section("Collectives", text, [Figure(title, chart)], [_groups_table(groups, steps)])
 
 
 def _group_label(group: CollectiveGroup) -> str:
@@ -133,8 +157,8 @@ def _group_label(group: CollectiveGroup) -> str:
 
 
 def _groups_table(groups: Sequence[CollectiveGroup], steps: int) -> Table:
-    columns = [Column("collective"), Column("ranks", 0), Column("MB", 2), Column("a step", 1), Column("wait, ms", 3),
-               Column("transfer, ms", 3), Column("both, ms a step", 3, bar=True), Column("bus GB/s", 1)]  # fmt: skip
+    columns = [Column("collective"), Column("ranks", 0), Column("MB", 2), Column("per step", 1), Column("wait, ms", 3),
+               Column("transfer, ms", 3), Column("both, ms per step", 3, bar=True), Column("bus GB/s", 1)]  # fmt: skip
     rows = [
         Row([g.collective, g.ranks, g.bytes / 1e6 if g.bytes >= 0 else None, g.count / steps, g.wait_ms,
              g.transfer_ms, g.count * (g.wait_ms + g.transfer_ms) / steps, g.bus_gb_s or None])
@@ -160,7 +184,7 @@ def _longest(found: Sequence[Collective], most: int = 50) -> Table:
 def hotspots_section(operators: Sequence[Hotspot], kernels: Sequence[Hotspot], text: str) -> Section:
     """GPU time by operator and by kernel."""
     figures = [
-        Figure(f"GPU time by {word}, ms a step and rank", _hot_bars(spots))
+        Figure(f"GPU time by {word}, ms per step and rank", _hot_bars(spots))
         for word, spots in (("operator", operators), ("kernel", kernels))
         if spots
     ]
@@ -178,7 +202,7 @@ def _hot_table(word: str, spots: Sequence[Hotspot]) -> Table:
     columns = [Column(word), Column("calls", 1), Column("ms", ms_digits(s.ms for s in spots), bar=True),
                Column("share, %", 1), Column("mean µs", 1)]  # fmt: skip
     rows = [Row([s.name, s.calls, s.ms, 100 * s.ms / total, s.mean_us]) for s in spots[:_MOST_ROWS]]
-    return Table(f"GPU time by {word}, a step and rank", columns, rows, _left(spots))
+    return Table(f"GPU time by {word}, per step and rank", columns, rows, _left(spots))
 
 
 def _left(rows: Sequence[Any]) -> str:

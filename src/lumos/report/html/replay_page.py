@@ -1,4 +1,4 @@
-"""Replay page: the report of a replayed trace, and of a what-if on it."""
+"""Replay page: the report of a replayed trace."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 from lumos.analysis.hotspots import top_kernels, top_operators
 from lumos.analysis.replay import Replay
 from lumos.report.html.allocations import memory_section
-from lumos.report.html.execution_view import KINDS, ExecutionView
-from lumos.report.html.page import Card, Page, Section, write_page
+from lumos.report.html.page import Card, Page, Section
 from lumos.report.html.parts import (
     breakdown_section,
     collectives_section,
@@ -18,20 +17,16 @@ from lumos.report.html.parts import (
     timeline_section,
     utilisation_section,
 )
+from lumos.report.html.run_view import RunView
 from lumos.report.html.table import Column, Row, Table, ms_digits
+from lumos.report.wording import ms_text
 
-FILTERED_KINDS = (*KINDS, "critical path")
 _MOST_SPOTS = 200
 _MOST_STEPS = 200
 
 
-def write_replay_page(path: Path, run: Replay) -> None:
-    """The report of a replay."""
-    write_page(path, replay_page(run))
-
-
 def replay_page(run: Replay) -> Page:
-    view = ExecutionView(run.execution, run.execution.graph, run.times, run.simulated_steps, run.path)
+    view = RunView(run.run)
     ranks = [str(rank) for rank in run.marks.ranks]
     words = (
         "As recorded. A communication kernel counts from its arrival, so waiting for other ranks is communication "
@@ -55,13 +50,13 @@ def replay_page(run: Replay) -> Page:
         sections=sections,
         notes=run.execution.warnings,
         ranks=ranks,
-        kinds=FILTERED_KINDS,
+        kinds=view.kinds,
     )
 
 
 def title_of(run: Replay, word: str) -> str:
     count = len(run.marks.ranks)
-    return f"{word} of {count} rank{'s' if count > 1 else ''}: {run.recorded_steps.mean:,.2f} ms a step"
+    return f"{word} of {count} rank{'s' if count > 1 else ''}: {ms_text(run.recorded_steps.mean)} per step"
 
 
 def subtitle_of(run: Replay) -> str:
@@ -74,14 +69,14 @@ def subtitle_of(run: Replay) -> str:
 
 def cards_of(run: Replay) -> list[Card]:
     recorded, simulated = run.recorded_steps.mean, run.simulated_steps.mean
-    sure = f"± {run.cost.error_pct:.0f} %, four times out of five"
+    sure = f"± {run.cost.error_pct:.0f} % (80 % interval)"
     share = 100 * run.path_summary.unexplained_ms / simulated if simulated else 0.0
     return [
-        Card("recorded step", f"{recorded:,.2f} ms", f"mean of {len(run.marks.names)}"),
-        Card("simulated step", f"{simulated:,.2f} ms", f"{run.error_pct:+.2f} % from the recorded one"),
-        Card("without the profiler", f"{run.clean_ms:,.2f} ms", sure),
-        Card("never profiled", f"{run.never_profiled_ms:,.2f} ms", "a process that CUPTI never touched"),
-        Card("unexplained", f"{run.path_summary.unexplained_ms:,.2f} ms", f"{share:.1f} % of the critical path"),
+        Card("recorded step", ms_text(recorded), f"mean of {len(run.marks.names)}"),
+        Card("simulated step", ms_text(simulated), f"{run.error_pct:+.2f} % from the recorded one"),
+        Card("without the profiler", ms_text(run.clean_ms), sure),
+        Card("never profiled", ms_text(run.never_profiled_ms), "a process without CUPTI"),
+        Card("unexplained", ms_text(run.path_summary.unexplained_ms), f"{share:.1f} % of the critical path"),
         Card("GPU busy", f"{100 * run.utilisation.mean:.0f} %", "mean over ranks and time"),
     ]
 

@@ -1,4 +1,4 @@
-"""Roofline: what the operators of a forecast step compute and move, against what the GPU can."""
+"""Roofline: what the operators of a described step compute and move, against what the GPU can."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lumos.prediction.forecasting import Forecast
+from lumos.prediction.operator_times import bound_of, operator_counts
+from lumos.prediction.prediction import Prediction
+from lumos.prediction.step import Step
 from lumos.program.operators import Operator
 from lumos.report.html.charts import Points, Scatter
 from lumos.report.html.page import Figure, Section
@@ -49,16 +51,19 @@ class _Spot:
     def group(self) -> str:
         if self.operator.kind.startswith("sdpa"):
             return "attention"
-        return "products" if self.operator.is_matrix else "data movement"
+        return "matmuls" if self.operator.is_matrix else "data movement"
 
 
-_COLOURS = {"products": "series-0", "attention": "series-2", "data movement": "series-1"}
+_COLOURS = {"matmuls": "series-0", "attention": "series-2", "data movement": "series-1"}
 
 
-def roofline_section(found: Forecast) -> Section:
+def roofline_section(found: Prediction) -> Section:
     """Every operator with work that can be counted, below the roofs of its GPU."""
-    spots = _spots(found)
-    gpu, precision = found.setup.cluster.accelerator, found.setup.train.precision
+    if found.step is None:
+        return Section("Roofline of operators")
+    spots = _spots(found.step)
+    setup = found.step.setup
+    gpu, precision = setup.cluster.accelerator, setup.train.precision
     peak = gpu.peak(precision) if gpu.supports(precision) else max(gpu.peak_tflops.values())
     drawn = [spot for spot in spots if spot.operator.flops > 0]
     text = (
@@ -70,14 +75,12 @@ def roofline_section(found: Forecast) -> Section:
     return Section("Roofline of operators", text, figures, [_table(spots, peak)])
 
 
-def _spots(found: Forecast) -> list[_Spot]:
-    prices = found.step.prices
+def _spots(step: Step) -> list[_Spot]:
     spots = [
-        _Spot(name or work.kind, work, count, prices.operator_us(work), prices.model.bound(work))
-        for (name, work), count in found.step.assembly.counts().items()
-        if isinstance(work, Operator)
+        _Spot(name, operator, count, us, bound_of(step.prices, operator))
+        for (name, operator), (count, us) in operator_counts(step).items()
     ]
-    return sorted((spot for spot in spots if spot.us > 0), key=lambda spot: -spot.ms)
+    return sorted(spots, key=lambda spot: -spot.ms)
 
 
 def _chart(spots: list[_Spot], peak: float, hbm_gb_s: float) -> Scatter:

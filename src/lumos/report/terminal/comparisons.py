@@ -7,18 +7,14 @@ from rich.table import Table
 
 from lumos.analysis.comparison import Comparison, Difference
 from lumos.report.terminal.style import make_table, notes
+from lumos.report.wording import STEP_PARTS, ms_text
 
 _MOST = 12
-_PARTS = {
-    "exposed_compute_ms": "compute alone", "exposed_comm_ms": "communication alone",
-    "overlapped_ms": "compute over communication", "other_ms": "idle",
-}  # fmt: skip
-
 
 def show_comparison(found: Comparison, console: Console) -> None:
     """What makes the second run differ from the first."""
     before, after = found.before.recorded_steps.mean, found.after.recorded_steps.mean
-    title = f"step, as recorded: {before:.2f} ms, then {after:.2f} ms ({after - before:+.2f})"
+    title = f"step, as recorded: {ms_text(before)}, then {ms_text(after)} ({ms_text(after - before, signed=True)})"
     tables = [_parts(title, found.parts), _rows("GPU time by operator", found.operators)]
     if found.collectives:
         tables.append(_rows("collectives, waiting and transfer", found.collectives))
@@ -30,7 +26,7 @@ def _parts(title: str, parts: list[Difference]) -> Table:
     table = make_table(title, "", "before, ms", "after, ms", "change, ms")
     for part in parts:
         cells = (f"{part.before_ms:.2f}", f"{part.after_ms:.2f}", f"{part.change_ms:+.2f}")
-        table.add_row(_PARTS.get(part.name, part.name), *cells)
+        table.add_row(STEP_PARTS.get(part.name, part.name), *cells)
     return table
 
 

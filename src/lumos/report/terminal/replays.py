@@ -1,4 +1,4 @@
-"""Answers as tables: Rich on a terminal, plain text elsewhere."""
+"""Replays as tables."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lumos.analysis.breakdown import Breakdown, breakdown_by_rank, mean_breakdown
+from lumos.analysis.breakdown import Breakdown, mean_breakdown
 from lumos.analysis.collectives import group_collectives
-from lumos.analysis.replay import Prediction, Replay
+from lumos.analysis.replay import Replay
 from lumos.graph.from_trace.cpu_device import is_cpu_run
-from lumos.graph.simulate import simulate
 from lumos.report.terminal.style import make_table, notes
+from lumos.report.wording import STEP_PARTS, ms_text
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _MOST_RANKS = 16
@@ -35,30 +35,13 @@ def _device(run: Replay) -> str:
     return "CPU" if is_cpu_run(run.execution.trace) else "GPU"
 
 
-def show_prediction(prediction: Prediction, console: Console) -> None:
-    """What a changed run takes, beside the run as it is."""
-    answer = prediction.as_dict()
-    step, base = answer["step_ms"], answer["baseline_ms"]
-    low, high = answer["interval_ms"]
-    table = make_table("predicted step, without the profiler", "", "as recorded", "changed")
-    table.add_row("step", f"{base:.2f} ms", f"{step:.2f} ms ({step / base:.3f} of it)" if base else f"{step:.2f} ms")
-    table.add_row("80 % interval", "", f"{low:.2f} – {high:.2f} ms")
-    run = prediction.run
-    before = breakdown_by_rank(run.execution.retime(simulate(run.clean_graph)), run.clean_steps)
-    after = breakdown_by_rank(prediction.trace, prediction.steps)
-    rows = zip(_parts(mean_breakdown(list(before.values()))), _parts(mean_breakdown(list(after.values()))), strict=True)
-    for (name, was), (_, becomes) in rows:
-        table.add_row(name, f"{was:.2f} ms", f"{becomes:.2f} ms")
-    console.print(Group(table, *notes(run.execution.warnings)))
-
-
 def _summary(run: Replay) -> Table:
     recorded, simulated = run.recorded_steps.mean, run.simulated_steps.mean
     table = make_table(f"replay of {len(run.marks.ranks)} rank(s), {len(run.execution.graph):,} tasks", "", "ms", "")
     table.add_row("recorded step", f"{recorded:.3f}", f"mean of {len(run.marks.names)} step(s)")
     table.add_row("simulated step", f"{simulated:.3f}", f"{run.error_pct:+.2f} % from the recorded one")
     table.add_row(
-        "without the profiler", f"{run.clean_ms:.3f}", f"± {run.cost.error_pct:.0f} %, four times out of five"
+        "without the profiler", f"{run.clean_ms:.3f}", f"± {run.cost.error_pct:.0f} % (80 % interval); the typical step"
     )
     table.add_row(
         "in a process never profiled", f"{run.never_profiled_ms:.3f}", "CUPTI stays attached once it was used"
@@ -81,19 +64,19 @@ def _stragglers(run: Replay) -> Table:
 
 
 def _breakdown(run: Replay) -> Table:
-    table = make_table("where the step goes (ms)", "rank", "exposed compute", "exposed comm", "overlapped", "other")
+    table = make_table("where the step goes, as recorded (ms)", "rank", *STEP_PARTS.values(), "step")
     for rank, part in list(run.recorded_breakdown.items())[:_MOST_RANKS]:
-        table.add_row(str(rank), *(f"{v:.2f}" for _, v in _parts(part)))
+        table.add_row(str(rank), *_parts(part))
     if len(run.marks.ranks) > 1:
         mean = mean_breakdown(list(run.recorded_breakdown.values()))
-        table.add_row("job", *(f"{v:.2f}" for _, v in _parts(mean)))
+        table.add_row("mean", *_parts(mean))
     simulated = mean_breakdown(list(run.simulated_breakdown.values()))
-    table.add_row("simulated", *(f"{v:.2f}" for _, v in _parts(simulated)))
+    table.add_row("simulated", *_parts(simulated))
     return _shortened(table, len(run.marks.ranks))
 
 
-def _parts(part: Breakdown) -> list[tuple[str, float]]:
-    return [(name.removesuffix("_ms").replace("_", " "), value) for name, value in part.as_dict().items()]
+def _parts(part: Breakdown) -> list[str]:
+    return [f"{value:.2f}" for value in (*(getattr(part, key) for key in STEP_PARTS), part.step_ms)]
 
 
 def _steps(run: Replay) -> Table:
@@ -106,8 +89,9 @@ def _steps(run: Replay) -> Table:
 
 def _path(run: Replay) -> Table:
     summary = run.path_summary
-    table = make_table("critical path, per step", "kind", "ms", "share", "mostly")
-    total = sum(summary.by_kind.values()) or 1.0
+    title = f"critical path, {ms_text(summary.total_ms)} per step (from the first rank's start to the last one's end)"
+    table = make_table(title, "kind", "ms", "share", "mostly")
+    total = summary.total_ms or 1.0
     for kind, value in summary.by_kind.items():
         mostly = [f"{_short(n, 28)} {v:.2f}" for k, n, v in summary.by_operator if k == kind][:3]
         table.add_row(kind, f"{value:.3f}", f"{100 * value / total:.1f} %", ", ".join(mostly))

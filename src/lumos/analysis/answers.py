@@ -1,0 +1,117 @@
+"""The JSON of `lumos replay` and `lumos predict`: every key and its type. Times are in milliseconds.
+
+A value that a source cannot know is null: a trace says nothing of memory, a description has no recorded step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command prints with --json."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+
+class Parts(Answer, frozen=True, kw_only=True):
+    """A step by what the GPU does; the parts add up to it."""
+
+    exposed_compute_ms: float
+    exposed_comm_ms: float
+    overlapped_ms: float
+    other_ms: float
+
+
+class PathAnswer(Answer, frozen=True, kw_only=True):
+    """The critical path per step; `by_kind_ms` adds up to `total_ms`."""
+
+    total_ms: float
+    by_kind_ms: dict[str, float]
+    by_operator: list[dict[str, Any]]  # kind, name, ms
+
+
+class StepAnswer(Answer, frozen=True, kw_only=True):
+    name: str
+    recorded_ms: float
+    simulated_ms: float
+
+
+class ReplayAnswer(Answer, frozen=True, kw_only=True):
+    """`lumos replay --json`."""
+
+    ranks: int
+    tasks: int
+    recorded_ms: float
+    simulated_ms: float
+    error_pct: float
+    clean_ms: float  # without the profiler
+    never_profiled_ms: float
+    unexplained_ms: float
+    steps: list[StepAnswer]
+    breakdown: dict[str, Parts]  # recorded, simulated
+    stragglers: list[dict[str, Any]]
+    per_rank: list[dict[str, Any]]
+    critical_path: PathAnswer
+    kernels: list[dict[str, Any]]
+    operators: list[dict[str, Any]]
+    collective_groups: list[dict[str, Any]]
+    collectives: list[dict[str, Any]]
+    utilisation: dict[str, Any]
+    warnings: list[str]
+
+
+class MemoryAnswer(Answer, frozen=True, kw_only=True):
+    """GiB of one GPU of the stage that needs most; it fits if peak + reserve is at most what the GPU has."""
+
+    peak: float
+    reserve: float  # CUDA context, NCCL and fragmentation: beyond what torch counts
+    available: float  # what the GPU has
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    framework: float
+    stages: list[dict[str, Any]]  # stage, phase of its peak, peak and the same parts
+
+
+class OperatorAnswer(Answer, frozen=True, kw_only=True):
+    """An operator or collective of the first rank, all its calls in a step together."""
+
+    name: str
+    op: str
+    shape: list[int]
+    count: int
+    ms: float
+    bound: str  # compute, memory or network
+    source: str  # measured, fitted, transferred or roofline
+
+
+class PredictionAnswer(Answer, frozen=True, kw_only=True):
+    """`lumos predict --json`."""
+
+    step_ms: float
+    baseline_ms: float | None  # the traced step without the profiler
+    interval_ms: tuple[float, float]  # 80 %
+    tokens_per_s_per_gpu: float | None
+    mfu: float | None
+    hfu: float | None
+    parameters: int | None
+    memory_gib: MemoryAnswer | None
+    fits: bool | None
+    breakdown: Parts
+    bubble: float  # share of the step that the GPU is idle
+    host_bound: bool | None
+    energy_j: float | None  # of all GPUs, one step
+    bill: dict[str, Any] | None
+    operators: list[OperatorAnswer]
+    source: dict[str, float]  # share of the step's work: measured, fitted, transferred, roofline
+    understood: list[dict[str, Any]] | None  # of the traced run, where another configuration is predicted from it
+    inferred: dict[str, dict[str, Any]] | None  # keys of its setup, with evidence
+    warnings: list[str]

@@ -1,0 +1,140 @@
+"""Run: a simulated run as all reports see it, whether it was simulated from a trace or from a description."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lumos.analysis.breakdown import Breakdown, breakdown_by_rank, mean_breakdown, typical_weights
+from lumos.analysis.collectives import CollectiveGroup, collectives, group_collectives
+from lumos.analysis.utilisation import Utilisation, utilisation
+from lumos.graph.critical_path import CriticalPath, PathSummary, critical_path, last_node, summarise
+from lumos.graph.from_trace.build import Execution
+from lumos.graph.from_trace.nodes import Nodes
+from lumos.graph.graph import Floats, Graph, Ints
+from lumos.graph.simulate import Times, simulate
+from lumos.trace.steps import StepMarks, Steps
+from lumos.trace.trace import Trace
+
+
+class Run(ABC):
+    """A graph with its times, and the Trace that they make."""
+
+    graph: Graph
+    origin: int = 0  # the graph's time zero, on the trace's clock
+
+    @property
+    @abstractmethod
+    def times(self) -> Times:
+        """When every node of the graph starts and ends."""
+
+    @property
+    @abstractmethod
+    def trace(self) -> Trace:
+        """The run as the simulator has it."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> Steps:
+        """The steps of the trace."""
+
+    @property
+    @abstractmethod
+    def nodes(self) -> Nodes:
+        """The trace cut into tasks: host events nest, tasks do not."""
+
+    @property
+    @abstractmethod
+    def task_times(self) -> tuple[Floats, Floats]:
+        """When the tasks of `nodes` start and end, in nanoseconds from the origin."""
+
+    @property
+    @abstractmethod
+    def node_lane(self) -> Ints:
+        """The lane of the trace that every node of the graph is on; -1: none."""
+
+    @property
+    @abstractmethod
+    def path(self) -> CriticalPath:
+        """The critical path of all steps."""
+
+    @property
+    @abstractmethod
+    def path_summary(self) -> PathSummary:
+        """What the critical path is made of, per step."""
+
+    @property
+    @abstractmethod
+    def collectives(self) -> list[CollectiveGroup]:
+        """Collectives by kind and size."""
+
+    @cached_property
+    def breakdown_by_rank(self) -> dict[int, Breakdown]:
+        """Where the typical step of every rank goes."""
+        return breakdown_by_rank(self.trace, self.steps, typical_weights(self.steps))
+
+    @cached_property
+    def breakdown(self) -> Breakdown:
+        """Where the typical step goes, as a mean over ranks; its parts add up to the step."""
+        return mean_breakdown(list(self.breakdown_by_rank.values()))
+
+    @cached_property
+    def utilisation(self) -> Utilisation:
+        return utilisation(self.trace, self.steps)
+
+
+@dataclass(frozen=True)
+class TracedRun(Run):
+    """A recorded run as simulated, perhaps with other durations."""
+
+    execution: Execution
+    marks: StepMarks
+    graph: Graph
+    duration: Floats | None = None  # of every node, where they are not the graph's own
+
+    @property
+    def origin(self) -> int:  # type: ignore[override]
+        return self.execution.origin
+
+    @cached_property
+    def times(self) -> Times:
+        return simulate(self.graph, self.duration)
+
+    @cached_property
+    def trace(self) -> Trace:
+        return self.execution.retime(self.times)
+
+    @cached_property
+    def steps(self) -> Steps:
+        return self.marks.read(self.trace)
+
+    @property
+    def nodes(self) -> Nodes:
+        return self.execution.nodes
+
+    @property
+    def task_times(self) -> tuple[Floats, Floats]:
+        size = len(self.nodes)
+        return self.times.start[:size], self.times.end[:size]
+
+    @cached_property
+    def node_lane(self) -> Ints:
+        lane = np.full(len(self.graph), -1, np.int64)  # a rendezvous is on no lane
+        lane[: len(self.nodes)] = self.nodes.lane
+        return lane
+
+    @cached_property
+    def path(self) -> CriticalPath:
+        since = float(self.steps.start.min() - self.origin)
+        return critical_path(self.graph, self.times, last_node(self.execution, self.marks, self.steps), since)
+
+    @cached_property
+    def path_summary(self) -> PathSummary:
+        return summarise(self.execution, self.path, len(self.marks.names))
+
+    @cached_property
+    def collectives(self) -> list[CollectiveGroup]:
+        return group_collectives(collectives(self.trace, self.execution.rendezvous, self.origin))

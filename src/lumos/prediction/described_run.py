@@ -1,0 +1,125 @@
+"""DescribedRun: a step that was simulated from a description, as reports see any run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lumos.analysis.breakdown import Breakdown, breakdown_by_rank
+from lumos.analysis.collectives import CollectiveGroup, messages_of_rank
+from lumos.analysis.run import Run
+from lumos.graph.critical_path import CriticalPath, PathSummary, critical_path
+from lumos.graph.from_trace.nodes import Nodes, cut_nodes
+from lumos.graph.graph import Floats, Graph, Ints
+from lumos.graph.simulate import Times
+from lumos.prediction.step import Step
+from lumos.prediction.step_trace import Detail, StepTrace, Track
+from lumos.trace.steps import Steps, find_steps
+from lumos.trace.trace import Trace
+
+_PATH_KIND = {Track.HOST: "operator", Track.COMPUTE: "compute"}
+
+
+@dataclass(frozen=True)
+class DescribedRun(Run):
+    """One step, one rank of every pipeline stage.
+
+    `fixed_us` is what a traced run takes once a step beyond its model: idle time at the end. If it is negative, all
+    times shrink.
+    """
+
+    step: Step
+    fixed_us: float = 0.0
+
+    @property
+    def us(self) -> float:
+        """The whole step, in microseconds."""
+        return self.step.us + self.fixed_us
+
+    @cached_property
+    def rows(self) -> StepTrace:
+        return StepTrace(self.step, self.us)
+
+    @property
+    def graph(self) -> Graph:  # type: ignore[override]
+        return self.step.graph
+
+    @cached_property
+    def times(self) -> Times:
+        return Times(self.rows.start, self.rows.end)
+
+    @cached_property
+    def trace(self) -> Trace:
+        return self.rows.trace()
+
+    @cached_property
+    def steps(self) -> Steps:
+        return find_steps(self.trace).read(self.trace)
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        return cut_nodes(self.trace)
+
+    @property
+    def task_times(self) -> tuple[Floats, Floats]:
+        return self.nodes.start.astype(np.float64), self.nodes.end.astype(np.float64)
+
+    @property
+    def node_lane(self) -> Ints:
+        return self.rows.node_lane
+
+    @cached_property
+    def breakdown_by_rank(self) -> dict[int, Breakdown]:
+        """The same as of the whole trace, from one with fewer rows."""
+        trace = self.rows.trace(Detail.INTERVALS)
+        return breakdown_by_rank(trace, find_steps(trace).read(trace))
+
+    @cached_property
+    def path(self) -> CriticalPath:
+        return critical_path(self.graph, self.step.times, int(np.argmax(self.step.times.end)))
+
+    @cached_property
+    def path_summary(self) -> PathSummary:
+        scale = self.rows.scale
+        latency = float((self.path.lag + self.path.frozen).sum()) * scale
+        unexplained = max(0.0, self.us - self.step.us) * 1e3
+        blocks = self._blocks_on_path()
+        return PathSummary.of(self._operators_on_path(), latency, unexplained, blocks=blocks)
+
+    @cached_property
+    def _spent(self) -> Floats:
+        """How long every node is on the critical path."""
+        spent = np.zeros(len(self.graph))
+        spent[self.path.node] = self.path.spent * self.rows.scale
+        return spent
+
+    def _operators_on_path(self) -> list[tuple[str, str, float]]:
+        """(kind, name, nanoseconds) of what decides inside the blocks on the path."""
+        rows, found = self.rows, dict[tuple[str, int], float]()
+        for role, part, nodes in rows.groups:
+            ns = float(self._spent[nodes].sum())
+            if ns > 0:
+                inside = rows.inside(role, part)
+                for track, label, share in zip(inside.track, inside.label, inside.decisive, strict=True):
+                    key = (_PATH_KIND.get(Track(track), "comm"), int(label))
+                    found[key] = found.get(key, 0.0) + share * ns
+        labels, names = list(rows.labels.rows), list(rows.labels.names)
+        return [(kind, names[labels[label][0]], ns) for (kind, label), ns in found.items()]
+
+    def _blocks_on_path(self) -> Iterator[tuple[str, int, float]]:
+        structure = self.step.structure
+        spent = np.bincount(structure.node_role, self._spent, len(structure.roles))
+        found: dict[tuple[str, int], float] = {}
+        for role, ns in zip(structure.roles, spent.tolist(), strict=True):
+            if ns > 0:
+                key = (role.what, self.rows.ranks[role.stage])
+                found[key] = found.get(key, 0.0) + ns
+        yield from ((what, rank, ns) for (what, rank), ns in found.items())
+
+    @cached_property
+    def collectives(self) -> list[CollectiveGroup]:
+        """Of the first rank."""
+        return messages_of_rank(self.trace, self.rows.ranks[0])

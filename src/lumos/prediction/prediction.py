@@ -1,0 +1,334 @@
+"""Prediction: what a run would do, from its description, a trace of it, or a trace of another configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, Parts, PredictionAnswer
+from lumos.analysis.breakdown import Breakdown
+from lumos.analysis.replay import Replay
+from lumos.analysis.run import Run, TracedRun
+from lumos.change.change import CalibratedRun, changed_step
+from lumos.change.infer import Inferred
+from lumos.errors import OptionError
+from lumos.graph.critical_path import PathSummary
+from lumos.graph.scaling import Scale, scaled_durations
+from lumos.prediction.bill import Bill, Tariff
+from lumos.prediction.described_run import DescribedRun
+from lumos.prediction.interval import Spread, changed_spread, described_spread, scaled_spread
+from lumos.prediction.operator_times import OperatorTime, operator_times
+from lumos.prediction.power import Energy, energy_of
+from lumos.prediction.step import Step, simulate_step
+from lumos.program.flops import hardware_flops, model_flops, utilisation
+from lumos.program.memory import Memory, memory_of
+from lumos.setup.constraints import warnings_in
+from lumos.setup.setup import Setup
+from lumos.trace.trace import Trace
+
+NO_PRICES = Tariff()
+SOURCES = ("measured", "fitted", "transferred", "roofline")
+_GIB = float(1 << 30)
+_HOST_BOUND = 0.05  # share of the step that a host without delay would save, from which on a step is host-bound
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A simulated run with everything that follows from it. What its source cannot know is None.
+
+    >>> predict(setup).step_ms                                  # doctest: +SKIP
+    >>> predict(replay(trace), ["compute=0.5"]).breakdown       # doctest: +SKIP
+    """
+
+    run: Run = field(repr=False)
+    spread: Spread
+    setup: Setup | None = None  # of the predicted run; None if only a trace is known
+    traced: CalibratedRun | None = field(default=None, repr=False)  # of another configuration
+    replayed: Replay | None = field(default=None, repr=False)  # the traced run
+    scales: tuple[Scale, ...] = ()
+    notes: tuple[str, ...] = ()  # what had to be assumed
+    tariff: Tariff = NO_PRICES
+    inferred: Mapping[str, Inferred] = field(default_factory=dict, repr=False)
+
+    # ------------------------------------------------------------------ time
+    @cached_property
+    def step_ms(self) -> float:
+        """The predicted step, without a profiler."""
+        return self.run.us / 1e3 if isinstance(self.run, DescribedRun) else self.run.steps.typical
+
+    @property
+    def baseline_ms(self) -> float | None:
+        """The traced step, without the profiler."""
+        return None if self.replayed is None else self.replayed.clean_ms
+
+    @property
+    def interval_ms(self) -> tuple[float, float]:
+        """80 % of runs are within it; how often that held is in docs/accuracy.md."""
+        return self.spread.of(self.step_ms)
+
+    @property
+    def trace(self) -> Trace:
+        """The predicted run, one row an operator or collective."""
+        return self.run.trace
+
+    @property
+    def breakdown(self) -> Breakdown:
+        """Where the step goes, as a mean over ranks (of a described run: one rank of every stage)."""
+        return self.run.breakdown
+
+    @property
+    def baseline_breakdown(self) -> Breakdown | None:
+        """Where the traced step goes, without the profiler."""
+        replayed = self.replayed
+        return None if replayed is None else replayed.clean_run.breakdown
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which a GPU is idle: it waits for other stages or for its host."""
+        return self.breakdown.other_ms / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def critical_path(self) -> PathSummary:
+        """What decides the step; its parts add up."""
+        return self.run.path_summary
+
+    @property
+    def step(self) -> Step | None:
+        """The simulated step of a described run."""
+        return self.run.step if isinstance(self.run, DescribedRun) else None
+
+    @cached_property
+    def host_bound(self) -> bool | None:
+        """Whether the step gets shorter with a faster host, and not by a trifle."""
+        return None if self.step is None else self.step.host_cost > _HOST_BOUND
+
+    # ------------------------------------------------------------------ throughput
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        setup = self.setup
+        return None if setup is None else setup.tokens / (self.step_ms / 1e3) / setup.cluster.gpus
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over those that the GPUs could have done."""
+        known = self._on_gpu
+        return None if known is None else utilisation(model_flops(known), known, self.step_ms / 1e3)
+
+    @property
+    def hfu(self) -> float | None:
+        """The same with what is recomputed."""
+        known = self._on_gpu
+        return None if known is None else utilisation(hardware_flops(known), known, self.step_ms / 1e3)
+
+    @property
+    def _on_gpu(self) -> Setup | None:
+        """The setup, if peaks and power of what it runs on are known: of CPUs they are not."""
+        return None if self.setup is None or self.is_of_cpu else self.setup
+
+    @property
+    def is_of_cpu(self) -> bool:
+        return self.setup is not None and self.setup.cluster.accelerator.is_cpu
+
+    @property
+    def parameters(self) -> int | None:
+        """Of the model."""
+        return None if self.setup is None else self.setup.model.parameters(self.setup.train.seq)
+
+    # ------------------------------------------------------------------ memory
+    @cached_property
+    def memory(self) -> Memory | None:
+        return None if self.setup is None else memory_of(self.setup)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether peak and reserve are at most what the GPU has; None where that is not known."""
+        if self.memory is None or self.setup is None or (self.is_of_cpu and self.setup.cluster.memory_gib is None):
+            return None
+        return self.memory.fits
+
+    # ------------------------------------------------------------------ energy and money
+    @cached_property
+    def energy(self) -> Energy | None:
+        """What the GPUs draw; its errors are in docs/energy.md."""
+        if self.step is None or self.is_of_cpu:
+            return None
+        return energy_of(self.step, self.step_ms / 1e3)
+
+    @property
+    def energy_j(self) -> float | None:
+        """Of all GPUs for one step."""
+        return None if self.energy is None else self.energy.joules
+
+    @property
+    def bill(self) -> Bill | None:
+        """Energy, GPU-hours and money of a step and of a token budget."""
+        if self.setup is None:
+            return None
+        low, high = self.interval_ms
+        return Bill(
+            self.tariff, self.setup.cluster.gpus, self.step_ms / 1e3, (low / 1e3, high / 1e3), self.setup.tokens,
+            self.energy_j,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ where it came from
+    @cached_property
+    def all_operators(self) -> list[OperatorTime]:
+        """Operators and collectives of the first rank, the most expensive first; none of a traced run."""
+        return [] if self.step is None else operator_times(self.step)
+
+    @property
+    def operators(self) -> list[OperatorTime]:
+        """The twelve most expensive ones."""
+        return self.all_operators[:12]
+
+    @cached_property
+    def source(self) -> dict[str, float]:
+        """Which share of the work of a step was measured, fitted, transferred from another GPU, or is a roofline."""
+        if self.step is None:
+            return dict.fromkeys(SOURCES, 0.0) | {"measured": 1.0}
+        total = sum(row.ms for row in self.all_operators) or 1.0
+        return {name: sum(row.ms for row in self.all_operators if row.source == name) / total for name in SOURCES}
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        found = list(self.notes)
+        if self.setup is None:
+            return [*found, *(self.replayed.execution.warnings if self.replayed else ())]
+        found += [text for text in warnings_in(self.setup) if text not in found]
+        model = self.step.prices.model if self.step else None
+        gpu = self.setup.cluster.gpu
+        if model is not None and model.transferred:
+            found.append(
+                f"no samples for {gpu}: its costs are those of {model.sampled} scaled by its own peaks, and the "
+                "interval is wider"
+            )
+        if self.is_of_cpu:
+            found.append("peak, power and memory of a CPU are not known: no MFU and no energy; give cluster.memory_gib")
+        elif self.step is not None and not self.step.prices.joules.measured:
+            found.append(f"no power measurements for {gpu}: its energy is that of h200 scaled by peaks and power limit")
+        if self.host_bound:
+            found.append("the host decides this step: cluster.host = 1 is a typical host, and hosts differ by a third")
+        if self.fits is False and self.memory is not None:
+            found.append(f"does not fit: {memory_words(self.memory)}; recompute, shard or split more")
+        return found
+
+    # ------------------------------------------------------------------ as JSON
+    def as_dict(self) -> dict[str, Any]:
+        """The answer of `lumos predict --json`."""
+        return self.answer.as_dict()
+
+    @cached_property
+    def answer(self) -> PredictionAnswer:
+        traced = self.traced
+        return PredictionAnswer(
+            step_ms=self.step_ms,
+            baseline_ms=self.baseline_ms,
+            interval_ms=self.interval_ms,
+            tokens_per_s_per_gpu=self.tokens_per_s_per_gpu,
+            mfu=self.mfu,
+            hfu=self.hfu,
+            parameters=self.parameters,
+            memory_gib=None if self.memory is None else _memory_answer(self.memory),
+            fits=self.fits,
+            breakdown=Parts(**self.breakdown.as_dict()),
+            bubble=self.bubble,
+            host_bound=self.host_bound,
+            energy_j=self.energy_j,
+            bill=None if self.bill is None else self.bill.as_dict(),
+            operators=[OperatorAnswer(**asdict(row)) for row in self.operators],
+            source=self.source,
+            understood=None if traced is None else traced.understood,
+            inferred={key: one._asdict() for key, one in self.inferred.items()} if traced is not None else None,
+            warnings=self.warnings,
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from lumos.report.html.notebook import prediction_snippet
+
+        return prediction_snippet(self)
+
+
+def memory_words(memory: Memory) -> str:
+    """Peak and reserve against what there is."""
+    peak, reserve, usable = (value / _GIB for value in (memory.peak, memory.reserve, memory.usable))
+    return f"{peak:.1f} GiB peak + {reserve:.1f} GiB reserve of {usable:.1f} GiB"
+
+
+def _memory_answer(memory: Memory) -> MemoryAnswer:
+    return MemoryAnswer(
+        **memory.gib(), reserve=memory.reserve / _GIB, available=memory.usable / _GIB, stages=memory.rows()
+    )
+
+
+def predict(
+    what: Setup | Replay | CalibratedRun,
+    scale: Sequence[Scale | str] = (),
+    *,
+    setup: Setup | None = None,
+    traced: Setup | None = None,
+    notes: tuple[str, ...] = (),
+    tariff: Tariff = NO_PRICES,
+    inferred: Mapping[str, Inferred] | None = None,
+) -> Prediction:
+    """What a run would do.
+
+        predict(setup)                                   a described run
+        predict(run, ["compute=0.5"])                    a traced run with some of its tasks faster or slower
+        predict(run, setup=wanted, traced=its_setup)     another configuration of a traced run
+
+    `notes` are what had to be assumed of a setup: they are repeated as warnings, and widen the interval of a described
+    run. `tariff` holds prices and a token budget.
+    """
+    if isinstance(what, Setup):
+        if scale or setup or traced:
+            raise OptionError("scale, setup and traced need a traced run: give one as the first argument")
+        return predicted_step(simulate_step(what), notes, tariff)
+    if isinstance(what, Replay):
+        if setup is None:
+            return _scaled(what, scale)
+        if traced is None:
+            raise OptionError("another configuration needs the setup of the traced run as well: give it as traced")
+        what = CalibratedRun(what, traced)
+    if scale or setup is None:
+        raise OptionError("scale and setup: ask for exactly one of them")
+    return _changed(what, setup, notes, tariff, inferred or {})
+
+
+def _changed(
+    source: CalibratedRun, target: Setup, notes: tuple[str, ...], tariff: Tariff, inferred: Mapping[str, Inferred]
+) -> Prediction:
+    step, found = changed_step(source, target, tariff)
+    return Prediction(
+        DescribedRun(step, source.calibration.fixed_us),
+        changed_spread(source.setup, target, source.silent),
+        target,
+        source,
+        source.run,
+        notes=_assumed((*found, *notes), target),
+        tariff=tariff,
+        inferred=inferred,
+    )
+
+
+def predicted_step(step: Step, notes: tuple[str, ...] = (), tariff: Tariff = NO_PRICES) -> Prediction:
+    """The prediction for a step that was simulated already."""
+    assumed = _assumed(notes, step.setup)
+    spread = described_spread(step, len(assumed))
+    return Prediction(DescribedRun(step), spread, step.setup, notes=assumed, tariff=tariff)
+
+
+def _assumed(notes: Sequence[str], setup: Setup) -> tuple[str, ...]:
+    """Each note once, without what the setup warns of anyway."""
+    doubts = warnings_in(setup)
+    return tuple(note for note in dict.fromkeys(notes) if note not in doubts)
+
+
+def _scaled(run: Replay, scale: Sequence[Scale | str]) -> Prediction:
+    scales = [Scale.parse(one) if isinstance(one, str) else one for one in scale]
+    graph = run.clean_graph
+    duration = scaled_durations(run.execution, graph.duration, scales)
+    simulated = TracedRun(run.execution, run.marks, graph, duration)
+    return Prediction(simulated, scaled_spread(run.cost.error_pct), replayed=run, scales=tuple(scales))

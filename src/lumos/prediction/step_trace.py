@@ -1,0 +1,433 @@
+"""From a described step to a Trace, the same type that is read from files.
+
+One rank stands for all ranks of a pipeline stage. Its lanes:
+
+    thread host            the step's mark; issuing blocks, where the host may decide
+    thread schedule        forward and backward passes by micro-batch, optimizer
+    stream compute         operators
+    stream communication   collectives inside blocks (tensor, context and expert parallelism)
+    stream data parallel   weights that are gathered, gradients that are reduced
+    stream pipeline        activations and their gradients, from stage to stage
+
+The simulator's nodes are blocks, or equal fractions of them. What runs inside a block is priced once
+(`lumos.cost.prices.timeline`) and scaled into the window of every node that runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from lumos.cost.prices import timeline
+from lumos.graph.graph import Floats, Ints
+from lumos.prediction.step import Step
+from lumos.prediction.step_structure import Role
+from lumos.program.operators import Collective, Operator
+from lumos.program.program import Repeated
+from lumos.schedules import Phase
+from lumos.trace.names import Category, Kind
+from lumos.trace.trace import Header, Lane, Message, Trace
+
+_MOST_ROWS = 1_000_000
+_MOST_NAMED = 50_000  # nodes of a step whose passes are named by their micro-batch
+_PASSES = ("forward", "backward", "weights")
+DATA_PARALLEL = {
+    "gather": "gather weights", "reduce": "reduce gradients", "reduce rest": "reduce gradients",
+    "publish": "gather updated weights",
+}  # fmt: skip
+
+
+class Track(IntEnum):
+    """The lanes of one rank."""
+
+    HOST = 0
+    SCHEDULE = 1
+    COMPUTE = 2
+    COMMUNICATION = 3
+    DATA_PARALLEL = 4
+    PIPELINE = 5
+
+
+class Detail(IntEnum):
+    """How finely the inside of blocks is told. The breakdown of a step is the same for the first two."""
+
+    OPERATORS = 0
+    INTERVALS = 1  # operators that follow each other without a pause are one row
+    BLOCKS = 2  # a row of compute and a row of communication per block; their overlap is kept, their order is not
+
+
+_ORDER = {"embedding": 0, "head grad": 0, "head": 2, "embedding grad": 2}  # of blocks in a pass; layers are between
+
+
+def contents(step: Step, what: str, stage: int, chunk: int) -> list[tuple[tuple[Repeated, ...], int]]:
+    """Blocks that follow each other, and how often in a row: of a pass of one micro-batch, or of the optimizer."""
+    program = step.assembly.program
+    if what == "optimizer":
+        return [((program.optimizer(stage),), 1)]
+    blocks = list(program.blocks(program.chunks[stage][chunk], Phase[what.upper()]))
+    blocks.sort(key=lambda block: _ORDER.get(block.name, 1))
+    found: list[tuple[tuple[Repeated, ...], int]] = []
+    for block in blocks:
+        if found and found[-1][0][-1].name == "recompute" and block.name == "backward":
+            found[-1] = ((*found[-1][0], block), block.times)  # a layer is recomputed right before its backward pass
+        else:
+            found.append(((block,), block.times))
+    return found
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """What runs inside a node, as columns; times are shares of the node's duration."""
+
+    start: Floats
+    end: Floats
+    track: Ints
+    label: Ints
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def part(self, low: float, high: float) -> _Inside:
+        """What runs between two shares of the time, as shares of what lies between them."""
+        some = np.flatnonzero((self.end > low) & (self.start < high))
+        start, end = (np.clip((time[some] - low) / (high - low), 0.0, 1.0) for time in (self.start, self.end))
+        return _Inside(start, end, self.track[some], self.label[some])
+
+    @cached_property
+    def decisive(self) -> Floats:
+        """The share of the time that each row decides: operators all of theirs, collectives what no operator hides."""
+        computes = self.track == Track.COMPUTE
+        low, high = self.start[computes], self.end[computes]
+        done = np.concatenate([[0.0], np.cumsum(high - low)])
+        length = self.end - self.start
+        for row in np.flatnonzero(~computes).tolist():
+            first, last = np.searchsorted(high, self.start[row], "right"), np.searchsorted(low, self.end[row])
+            hidden = done[last] - done[first] if last > first else 0.0
+            if last > first:
+                hidden -= max(0.0, self.start[row] - low[first]) + max(0.0, high[last - 1] - self.end[row])
+            length[row] -= hidden
+        return np.maximum(length, 0.0)
+
+
+@dataclass
+class _Labels:
+    """What rows are called and which message is behind them."""
+
+    names: dict[str, int] = field(default_factory=dict)
+    messages: dict[Message, int] = field(default_factory=dict)
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add(self, name: str, message: Message | None = None) -> int:
+        name_id = self.names.setdefault(name, len(self.names))
+        message_id = -1 if message is None else self.messages.setdefault(message, len(self.messages))
+        return self.rows.setdefault((name_id, message_id), len(self.rows))
+
+
+class _Columns(NamedTuple):
+    """Rows of a trace in the making; times in nanoseconds."""
+
+    start: Floats
+    end: Floats
+    stage: Ints
+    track: Ints
+    label: Ints
+    category: Category
+
+
+class StepTrace:
+    """The rows of a described step. `total_us` is the time of the step where a trace says it differs from the model:
+    what is missing is idle time at the end; where the model is too long, all of it shrinks."""
+
+    def __init__(self, step: Step, total_us: float | None = None) -> None:
+        self.step = step
+        self.total_us = step.us if total_us is None else total_us
+        self.scale = min(1.0, self.total_us / step.us) if step.us > 0 else 1.0
+        self.labels = _Labels()
+        self._inside: dict[Hashable, _Inside] = {}
+        self._blocks: dict[Hashable, tuple[_Inside, float]] = {}
+
+    # ------------------------------------------------------------------ the nodes
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        return self.step.structure.roles
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The first rank of every stage."""
+        setup = self.step.setup
+        per_stage = max(1, setup.cluster.gpus // setup.parallel.pp)
+        return [stage * per_stage for stage in range(setup.parallel.pp)]
+
+    @cached_property
+    def start(self) -> Floats:
+        return self.step.times.start * self.scale
+
+    @cached_property
+    def end(self) -> Floats:
+        return self.step.times.end * self.scale
+
+    @cached_property
+    def node_lane(self) -> Ints:
+        """The lane of the trace that every node is on."""
+        track = np.array([_track_of(role.what) for role in self.roles])
+        stage = np.array([role.stage for role in self.roles])
+        return np.asarray((stage * len(Track) + track)[self.step.structure.node_role], np.int64)
+
+    @cached_property
+    def _part_of_pass(self) -> Ints:
+        """For every node of a pass that is cut into units: which of them in order of time; else 0."""
+        structure, lane = self.step.structure, self.step.graph.lane
+        turn, index = structure.turn_index, np.arange(len(lane))
+        follows = np.zeros(len(lane), bool)
+        follows[1:] = (turn[1:] >= 0) & (turn[1:] == turn[:-1]) & (lane[1:] == lane[:-1])
+        return index - np.maximum.accumulate(np.where(follows, 0, index))
+
+    @cached_property
+    def groups(self) -> list[tuple[Role, int, Ints]]:
+        """(role, part of its pass, nodes), for nodes that take time."""
+        nodes = np.flatnonzero(self.end > self.start)
+        unit = np.array([role.unit for role in self.roles])
+        role = self.step.structure.node_role[nodes].astype(np.int64)
+        computes = np.array([role.what in _PASSES for role in self.roles])
+        part = np.where(computes[role] & (unit[role] >= 0), self._part_of_pass[nodes], -1)
+        key = role * (self.step.plan.units + 1) + part + 1
+        order = np.argsort(key, kind="stable")
+        bounds = np.flatnonzero(np.diff(key[order], prepend=-1))
+        found = []
+        for members in np.split(order, bounds[1:]) if len(order) else []:
+            found.append((self.roles[int(role[members[0]])], int(part[members[0]]), nodes[members]))
+        return found
+
+    # ------------------------------------------------------------------ the inside of blocks
+    def inside(self, role: Role, part: int = -1, detail: Detail = Detail.OPERATORS) -> _Inside:
+        """What runs inside a node of a role, or inside one of the equal parts of it."""
+        stage = self.step.assembly.like[role.stage] if role.what in _PASSES else role.stage
+        key = (role.what, stage, role.chunk, part, detail)
+        if key not in self._inside:
+            self._inside[key] = self._told(role, stage, part, detail)
+        return self._inside[key]
+
+    def _told(self, role: Role, stage: int, part: int, detail: Detail) -> _Inside:
+        if part >= 0:
+            units = self.step.plan.units
+            found = self.inside(role, -1, Detail.OPERATORS).part(part / units, (part + 1) / units)
+        elif role.what in _PASSES or role.what == "optimizer":
+            found = self._operators(role.what, stage, role.chunk)
+        else:
+            found = self._alone(role)
+        if detail == Detail.INTERVALS:
+            return self._intervals(found, role.what)
+        return self._two_rows(found, role.what) if detail == Detail.BLOCKS else found
+
+    def _alone(self, role: Role) -> _Inside:
+        """A node that is one row: the host, or a collective of the data parallel ranks."""
+        track, message = _track_of(role.what), None
+        if track == Track.DATA_PARALLEL:
+            message = self.data_parallel_message(role)
+        label = self.labels.add(DATA_PARALLEL.get(role.what, role.what), message)
+        return _Inside(np.zeros(1), np.ones(1), np.array([track]), np.array([label]))
+
+    def _operators(self, what: str, stage: int, chunk: int) -> _Inside:
+        parts, now = [], 0.0
+        for blocks, count in contents(self.step, what, stage, chunk):
+            for begin, one in self._in_a_row(blocks):
+                begins = now + begin + np.arange(count)[:, None] * self._length(blocks)
+                repeated = (np.tile(column, count) for column in (one.track, one.label))
+                parts.append([np.ravel(begins + one.start), np.ravel(begins + one.end), *repeated])
+            now += count * self._length(blocks)
+        if now <= 0:
+            return self._nothing()
+        start, end, track, label = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(start, kind="stable")
+        return _Inside(start[order] / now, end[order] / now, track[order], label[order])
+
+    def _in_a_row(self, blocks: tuple[Repeated, ...]) -> Iterator[tuple[float, _Inside]]:
+        """When each of several blocks begins, in microseconds, and what runs in it."""
+        now = 0.0
+        for block in blocks:
+            one, length = self._of_block(block)
+            yield now, one
+            now += length
+
+    def _length(self, blocks: tuple[Repeated, ...]) -> float:
+        return sum(self._of_block(block)[1] for block in blocks)
+
+    def _nothing(self) -> _Inside:
+        return _Inside(np.zeros(0), np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    def _of_block(self, block: Repeated) -> tuple[_Inside, float]:
+        """One block, in microseconds, and how long it takes."""
+        if block.key not in self._blocks:
+            self._blocks[block.key] = self._timed(block)
+        return self._blocks[block.key]
+
+    def _timed(self, block: Repeated) -> tuple[_Inside, float]:
+        with self.step.prices.inside(block.key):
+            rows = [row for row in timeline(block.build(), self.step.prices) if row.end_us > row.start_us]
+        if not rows:
+            return self._nothing(), 0.0
+        start, end = np.array([row.start_us for row in rows]), np.array([row.end_us for row in rows])
+        talks = np.array([isinstance(row.op.work, Collective) for row in rows])
+        labels = [self.labels.add(row.op.name or row.op.work.kind, message_of(row.op.work)) for row in rows]
+        tracks = np.where(talks, Track.COMMUNICATION, Track.COMPUTE)
+        return _Inside(start, end, tracks, np.array(labels)), float(end.max())
+
+    def _intervals(self, full: _Inside, what: str) -> _Inside:
+        """Operators without a pause between them as one row; collectives as they are."""
+        computes = full.track == Track.COMPUTE
+        start, end = full.start[computes], full.end[computes]
+        if len(start) < 2:
+            return full
+        first = np.append(True, start[1:] > end[:-1] + 1e-12)
+        last = np.append(first[1:], True)
+        label = self.labels.add(what)
+        size = int(first.sum())
+        talks = ~computes
+        return _Inside(
+            np.concatenate([start[first], full.start[talks]]), np.concatenate([end[last], full.end[talks]]),
+            np.concatenate([np.full(size, Track.COMPUTE), full.track[talks]]),
+            np.concatenate([np.full(size, label), full.label[talks]]),
+        )  # fmt: skip
+
+    def _two_rows(self, full: _Inside, what: str) -> _Inside:
+        talks = full.track == Track.COMMUNICATION
+        if not talks.any():
+            return self._intervals(full, what)
+        compute, talk = (float((full.end - full.start)[rows].sum()) for rows in (~talks, talks))
+        exposed = float(full.decisive[talks].sum())
+        label = int(full.label[talks][0])
+        alone = compute - (talk - exposed)
+        return _Inside(
+            np.array([0.0, alone]), np.array([compute, alone + talk]),
+            np.array([Track.COMPUTE, Track.COMMUNICATION]), np.array([self.labels.add(what), label]),
+        )  # fmt: skip
+
+    def data_parallel_message(self, role: Role) -> Message:
+        """Everything that a node moves at once, as one message."""
+        program = self.step.assembly.program
+        gathers, whole = role.what in ("gather", "publish"), role.what in ("reduce rest", "publish")
+        parameters = self.step.chunks[role.stage][role.chunk].parameters
+        if whole:
+            parameters = program.stage_parameters(role.stage)
+        if role.what != "gather":
+            parameters = program.sharding.trained(parameters)
+        element = program.framework.gather_bytes if gathers else program.framework.reduce_bytes
+        size = (parameters.common + parameters.experts) * element / (1 if whole else self.step.plan.units)
+        kind = "all_gather" if gathers else program.sharding.reduction
+        return Message(kind, "uint8", round(size), round(size), "data parallel", program.layout.dp.size)
+
+    # ------------------------------------------------------------------ the trace
+    def trace(self, detail: Detail = Detail.OPERATORS) -> Trace:
+        """The step as a Trace, as finely as asked for or as about a million rows allow."""
+        while detail < Detail.BLOCKS and self._size(detail) > _MOST_ROWS:
+            detail = Detail(detail + 1)
+        everything = (*self._rows(detail), *self._passes(), self._sends(), self._marks())
+        parts = [part for part in everything if len(part.start)]
+        times = (np.concatenate([getattr(part, column) for part in parts]) for column in ("start", "end"))
+        start, end = (np.rint(time).astype(np.int64) for time in times)
+        pairs = np.array(list(self.labels.rows), np.int32).reshape(-1, 2)
+        label = np.concatenate([part.label for part in parts])
+        lane = np.concatenate([part.stage * len(Track) + part.track for part in parts]).astype(np.int32)
+        category = np.concatenate([np.full(len(part.start), part.category, np.uint8) for part in parts])
+        order = np.lexsort((start, lane))
+        setup = self.step.setup
+        return Trace(
+            names=tuple(self.labels.names),
+            lanes=tuple(_lane(rank, track) for rank in self.ranks for track in Track),
+            messages=tuple(self.labels.messages),
+            headers=tuple(Header(r, "", setup.cluster.gpus, setup.cluster.gpu, "predicted", True) for r in self.ranks),
+            category=category[order],
+            name=pairs[label[order], 0],
+            lane=lane[order],
+            start=start[order],
+            duration=(end - start)[order],
+            correlation=np.full(len(order), -1, np.int64),
+            message=pairs[label[order], 1],
+        )
+
+    def _size(self, detail: Detail) -> int:
+        return sum(len(nodes) * len(self.inside(role, part, detail)) for role, part, nodes in self.groups)
+
+    def _rows(self, detail: Detail) -> Iterator[_Columns]:
+        """Operators and collectives, node by node."""
+        for role, part, nodes in self.groups:
+            inside = self.inside(role, part, detail)
+            begin, length = self.start[nodes][:, None], (self.end - self.start)[nodes][:, None]
+            count = len(nodes)
+            yield _Columns(
+                (begin + inside.start * length).ravel(), (begin + inside.end * length).ravel(),
+                np.full(count * len(inside), role.stage), np.tile(inside.track, count), np.tile(inside.label, count),
+                Category.OP if role.what.startswith("host") else Category.KERNEL,
+            )  # fmt: skip
+
+    def _passes(self) -> Iterator[_Columns]:
+        """The schedule: forward and backward passes of micro-batches, and what follows them."""
+        structure = self.step.structure
+        named = len(structure.node_role) <= _MOST_NAMED
+        for role, _, nodes in self.groups:
+            if role.what not in (*_PASSES, "optimizer"):
+                continue
+            labels = [self.labels.add(self._pass_name(role, int(node), named)) for node in nodes]
+            size = len(nodes)
+            yield _Columns(
+                self.start[nodes], self.end[nodes], np.full(size, role.stage), np.full(size, Track.SCHEDULE),
+                np.array(labels), Category.OP,
+            )  # fmt: skip
+
+    def _pass_name(self, role: Role, node: int, named: bool) -> str:
+        turn = self.step.structure.node_turn[node] if named else None
+        if turn is None:
+            return role.what
+        chunk = f", chunk {turn.chunk}" if self.step.plan.vpp > 1 else ""
+        return f"{role.what} micro-batch {turn.microbatch}{chunk}"
+
+    def _sends(self) -> _Columns:
+        """What a stage receives from its neighbours: the lag of edges between the blocks of different stages."""
+        edges, structure = self.step.graph.edges, self.step.structure
+        stage = np.array([role.stage for role in self.roles])[structure.node_role]
+        computes = self.step.graph.kind == Kind.COMPUTE
+        some = (edges.lag > 0) & (stage[edges.source] != stage[edges.target]) & computes[edges.source]
+        at = np.flatnonzero(some)
+        begin = self.end[edges.source[at]]
+        end, to = begin + edges.lag[at] * self.scale, stage[edges.target[at]]
+        order = np.lexsort((begin, to))
+        begin, end, to = begin[order], end[order], to[order]
+        same = np.append(False, to[1:] == to[:-1]) if len(to) else np.zeros(0, bool)
+        begin = np.where(same, np.maximum(begin, np.append(0.0, end[:-1])), begin) if len(to) else begin
+        count = round(self.step.assembly.layout.residual_bytes)
+        label = self.labels.add("send to the next stage", Message("send_recv", "uint8", count, count, "pipeline", 2))
+        return _Columns(
+            begin, np.maximum(end, begin), to, np.full(len(at), Track.PIPELINE), np.full(len(at), label),
+            Category.KERNEL,
+        )  # fmt: skip
+
+    def _marks(self) -> _Columns:
+        """The step itself, on every rank."""
+        size = len(self.ranks)
+        label = self.labels.add("ProfilerStep#0")
+        end = np.full(size, self.total_us * 1e3)
+        host = np.full(size, Track.HOST)
+        return _Columns(np.zeros(size), end, np.arange(size), host, np.full(size, label), Category.NOTE)
+
+
+def message_of(work: Operator | Collective) -> Message | None:
+    """The message behind a collective of a block; None for an operator."""
+    if isinstance(work, Operator):
+        return None
+    kind, count = "send_recv" if work.kind == "p2p" else work.kind, round(work.bytes)
+    return Message(kind, "uint8", count, count, "", work.group.size)
+
+
+def _track_of(what: str) -> Track:
+    if what.startswith("host"):
+        return Track.HOST
+    return Track.DATA_PARALLEL if what in DATA_PARALLEL else Track.COMPUTE
+
+
+def _lane(rank: int, track: Track) -> Lane:
+    return Lane(rank, track >= Track.COMPUTE, "predicted", track.name.lower().replace("_", " "))
