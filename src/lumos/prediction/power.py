@@ -89,7 +89,7 @@ def least_joules(assembly: Assembly, seconds: float) -> float:
     count = setup.train.microbatches
     work = [count * sum(block.joules for chunk in row for block in chunk.blocks) for row in assembly.chunks]
     gpus, idle_w = setup.cluster.gpus // setup.parallel.pp, setup.cluster.accelerator.idle_w
-    return Energy(step.us * 1e-6 if seconds is None else seconds, gpus, idle_w, joules.most_w, tuple(work)).joules
+    return Energy(seconds, gpus, idle_w, joules.most_w, tuple(work)).joules
 
 
 def _network_w(step: Step, gpu: Gpu, joules: Joules) -> float:

@@ -25,14 +25,13 @@ from lumos.errors import OptionError
 from lumos.graph.graph import Graph
 from lumos.graph.simulate import Times, simulate
 from lumos.prediction.step_structure import Plan, Role, StepStructure, step_structure
-from lumos.program.operators import Collective, Group, Operator
+from lumos.program.operators import Collective, Group
 from lumos.program.parameters import Chunk, Parameters
 from lumos.program.program import Program, Repeated
 from lumos.schedules import Phase
 from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import Gpu, gpu_named
 from lumos.setup.setup import Setup
-from lumos.trace.names import Kind
 
 
 class ChunkTime(NamedTuple):
@@ -49,23 +48,12 @@ class ChunkTime(NamedTuple):
         return self[:3]
 
 
-class StageWork(NamedTuple):
-    """What one rank of a stage does in a step: compute, communication that is waited for, and all communication."""
-
-    compute_us: float
-    exposed_us: float
-    communication_us: float
-
-
 class _Alone(NamedTuple):
     """What a stage does whatever the others do, in microseconds."""
 
     blocks: float  # of one micro-batch
     tail: float  # once its gradients are whole
     other: float  # all that its network or its host has to do
-
-
-_COMPUTE_ROLES = ("forward", "backward", "weights", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -85,21 +73,6 @@ class Step:
     def us(self) -> float:
         return self.times.span / 1e3
 
-    def stage_work(self) -> list[StageWork]:
-        """What a rank of each stage does in the step."""
-        count = self.plan.microbatches
-        work = []
-        for stage, row in enumerate(self.chunks):
-            blocks = [block for chunk in row for block in chunk.blocks]
-            compute = count * sum(b.compute_us for b in blocks) + self.role_us("optimizer", stage)
-            inside = count * sum(max(0.0, b.us - b.compute_us) for b in blocks)
-            network = count * sum(b.communication_us for b in blocks)
-            after = sum(self.role_us(what, stage) for what in ("reduce rest", "publish"))
-            beside = sum(self.role_us(what, stage) for what in ("gather", "reduce"))
-            late = self._late_us(stage)
-            work.append(StageWork(compute, inside + after + late, network + after + beside))
-        return work
-
     def role_us(self, what: str, stage: int) -> float:
         """All nodes of a role on a stage."""
         return sum(self._busy_us[i] for i in self.structure.roles_of.get((what, stage), ()))
@@ -110,20 +83,6 @@ class Step:
         totals = np.bincount(self.structure.node_role, self.graph.duration, len(self.structure.roles))
         busy: list[float] = (totals / 1e3).tolist()
         return busy
-
-    def _late_us(self, stage: int) -> float:
-        """How long compute stood still for weights or gradients on the network lanes."""
-        if not self.plan.overlapped:
-            return 0.0
-        roles = [i for i, r in enumerate(self.structure.roles) if r.stage == stage and r.what in _COMPUTE_ROLES]
-        rows = np.flatnonzero(np.isin(self.structure.node_role, roles))
-        edges = self.graph.edges
-        brought = self.graph.kind[edges.source] == Kind.COMM
-        arrived = np.zeros(len(self.graph))
-        np.maximum.at(arrived, edges.target[brought], self.times.end[edges.source[brought]])
-        free = np.concatenate([[0.0], self.times.end[rows[:-1]]])
-        late = np.minimum(arrived[rows], self.times.start[rows]) - free
-        return float(np.maximum(late, 0.0).sum()) / 1e3
 
     @cached_property
     def host_share(self) -> float:
@@ -143,20 +102,6 @@ class Step:
         hosted = np.array([role.what.startswith("host") for role in self.structure.roles])
         free = np.where(hosted[self.structure.node_role], 0.0, self.graph.duration)
         return 1 - simulate(self.graph, free).span / self.times.span
-
-    def operators(self, most: int = 12) -> list[dict[str, object]]:
-        """The dearest operators of a step on one rank, with what bounds each."""
-        rows = [
-            {"name": name, "op": op.kind, "shape": list(op.shape), "count": count,
-             "ms": count * self.prices.operator_us(op) / 1e3, "bound": self.prices.model.bound(op)}
-            for (name, op), count in self.assembly.counts().items() if not isinstance(op, Collective)
-        ]  # fmt: skip
-        rows += [
-            {"name": name, "op": op.kind, "shape": [int(op.bytes)], "count": count,
-             "ms": count * self.prices.collective_us(op) / 1e3, "bound": "network"}
-            for (name, op), count in self.assembly.counts().items() if isinstance(op, Collective)
-        ]  # fmt: skip
-        return sorted(rows, key=lambda row: -float(str(row["ms"])))[:most]
 
 
 def simulate_step(
@@ -279,18 +224,6 @@ class Assembly:
     def _compared(self) -> list[int]:
         first: dict[tuple[int, ...], int] = {}
         return [first.setdefault(tuple(id(chunk) for chunk in row), stage) for stage, row in enumerate(self.chunks)]
-
-    def counts(self) -> dict[tuple[str, Operator | Collective], int]:
-        """How often a rank of the first stage runs each operator in one step."""
-        found: dict[tuple[str, Operator | Collective], int] = {}
-        for chunk in self.program.chunks[0]:
-            for block in (block for phase in Phase for block in self.program.blocks(chunk, phase)):
-                for op in block.build():
-                    key = (op.name, op.work)
-                    found[key] = found.get(key, 0) + block.times * self.setup.train.microbatches
-        for op in self.program.optimizer(0).build():
-            found[op.name, op.work] = 1
-        return found
 
     # ------------------------------------------------------------------ the network's work
     @cached_property
