@@ -24,7 +24,7 @@ from lumos.prediction.power import energy_of
 from lumos.prediction.step import assembled, prices_of, simulate_step
 from lumos.program.memory import memory_of
 from lumos.search.branch_and_bound import Task, bound_layouts
-from lumos.search.estimator import Described
+from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal, open_journal
 from lumos.search.ranking import BOUNDS, Front, Objective, Simulated, promising
 from lumos.search.result import COLUMNS, SearchResult
@@ -133,7 +133,7 @@ def setups(draw: st.DrawFn) -> Setup:
 def test_no_step_is_shorter_or_draws_less_than_its_bound(setup: Setup) -> None:
     if mistakes_in(setup):
         return
-    bound, step = Described().bound(setup), simulate_step(setup)
+    bound, step = Estimator().bound(setup), simulate_step(setup)
     assert bound.us <= step.us * (1 + 1e-9)
     assert bound.joules <= energy_of(step).joules * (1 + 1e-9)
 
@@ -141,7 +141,7 @@ def test_no_step_is_shorter_or_draws_less_than_its_bound(setup: Setup) -> None:
 @given(setups(), setups())
 @settings(max_examples=40)
 def test_prices_that_setups_share_change_no_time(one: Setup, other: Setup) -> None:
-    estimator = Described()
+    estimator = Estimator()
     for setup in (one, other, one):
         if not mistakes_in(setup):
             assert estimator.step(setup).us == pytest.approx(simulate_step(setup).us, rel=1e-12)

@@ -18,7 +18,7 @@ from lumos.files import check_output, write_as, write_csv, write_json, write_par
 from lumos.prediction.bill import read_tariff
 from lumos.report.html.search_page import write_search_page
 from lumos.report.terminal.searches import show_search
-from lumos.search.estimator import Anchored, Estimator
+from lumos.search.estimator import CalibratedEstimator, Estimator
 from lumos.search.ranking import Objective
 from lumos.search.result import COLUMNS
 from lumos.search.search import search
@@ -160,4 +160,4 @@ def _calibrated(source: Path, others: list[str], path: Path | None) -> Base:
     wanted = changed(inferred, read_plain(path, others)).setup
     refuse(traced, wanted)
     measured = CalibratedRun(run, traced)
-    return wanted, Anchored(measured.calibration), (*measured.notes, _NOT_VALIDATED)
+    return wanted, CalibratedEstimator(measured.calibration), (*measured.notes, _NOT_VALIDATED)

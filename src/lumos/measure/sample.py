@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -75,47 +75,45 @@ def sample(
     timer: Timer | None = None,
 ) -> Sampled:
     """Measure the operators that `output` does not hold yet, until `seconds` have passed."""
-    timer = timer or gpu_timer()
+    timer, end = timer or gpu_timer(), time.monotonic() + seconds
     with open_samples(output, timer.about) as samples:
-        return _measure(list(grid), samples, timer, time.monotonic() + seconds, progress)
+        return _append(samples, list(grid), lambda todo: _timed(todo, timer, end), progress)
 
 
 def sample_machine(
     plan: SamplePlan, output: Path, progress: Progress | None = None, timer: Timer | None = None
 ) -> Sampled:
     """Measure collectives, which take a minute, and then operators until the time is up."""
-    end = time.monotonic() + plan.seconds
-    timer = timer or gpu_timer()
+    timer, end = timer or gpu_timer(), time.monotonic() + plan.seconds
     with open_samples(output, timer.about) as samples:
-        together = _measure_collectives(plan.collectives(), samples, end, progress)
-        alone = _measure(plan.operators(), samples, timer, end, progress)
+        together = _append(samples, plan.collectives(), lambda todo: measure_collectives(todo, end), progress)
+        alone = _append(samples, plan.operators(), lambda todo: _timed(todo, timer, end), progress)
     return Sampled(together.measured + alone.measured, together.left + alone.left)
 
 
-def _measure_collectives(rows: list[Row], samples: SampleFile, end: float, progress: Progress | None) -> Sampled:
+def _append(
+    samples: SampleFile, rows: list[Row], measure: Callable[[list[Row]], Iterator[Row]], progress: Progress | None
+) -> Sampled:
+    """Measure the rows that the file does not have yet, and append each as it comes."""
     todo, measured = samples.missing(rows), 0
-    for row in measure_collectives(todo, end):
+    for measured, row in enumerate(measure(todo), 1):
         samples.add(row)
-        measured += 1
         if progress is not None:
             progress(len(rows) - len(todo) + measured, len(rows), str(row["op"]))
     return Sampled(measured, len(todo) - measured)
 
 
-def _measure(rows: list[Row], samples: SampleFile, timer: Timer, end: float, progress: Progress | None) -> Sampled:
-    todo = samples.missing(rows)
-    for place, row in enumerate(todo):
+def _timed(todo: list[Row], timer: Timer, end: float) -> Iterator[Row]:
+    """Operators with their times, until `end` on the monotonic clock."""
+    for row in todo:
         if time.monotonic() > end:
-            return Sampled(place, len(todo) - place)
+            return
         answer = timer.measured(row)
-        samples.add(row | answer)
+        yield row | answer
         if "error" in answer and not timer.is_alive():
             raise OptionError(
                 f"the GPU failed at {row} ({answer['error']}); run the same command again to resume after this row"
             )
-        if progress is not None:
-            progress(len(rows) - len(todo) + place + 1, len(rows), str(row["op"]))
-    return Sampled(len(todo), 0)
 
 
 def visible_gpus() -> int:

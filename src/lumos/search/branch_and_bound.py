@@ -16,7 +16,7 @@ import numpy as np
 
 from lumos.prediction.power import energy_of
 from lumos.program.memory import memory_of
-from lumos.search.estimator import Described, Estimator
+from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal
 from lumos.search.ranking import BOUNDS, Bounds, Front, Objective, Simulated, promising
 from lumos.search.space import Candidate, Space
@@ -35,7 +35,7 @@ class Task:
 
     space: Space
     objective: Objective
-    estimator: Estimator = field(default_factory=Described)
+    estimator: Estimator = field(default_factory=Estimator)
     memory_gib: float = 0.0  # usable on a GPU, where that is less than it has
     shard: tuple[int, int] = (0, 1)
     exhaustive: bool = False  # simulate everything that fits, whatever its bound

@@ -1,10 +1,9 @@
-"""Estimator: how long a step of any setup takes, and a time that it cannot be below; from descriptions or a trace."""
+"""Estimators: the step time of a setup and lower bounds on it, from descriptions or calibrated with a trace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable
+from typing import NamedTuple
 
 from lumos.change.calibration import Calibration
 from lumos.change.change import calibrated_prices, loaded_step
@@ -16,89 +15,58 @@ from lumos.setup.setup import Setup
 _MOST_SHAPES = 4096  # whose prices are kept; a few kilobytes each
 
 
-class Estimator(Protocol):
-    """Prices setups; those of one shape share what was priced."""
-
-    @property
-    def name(self) -> str:
-        """The same for estimators that answer the same."""
-        ...
-
-    def bound(self, setup: Setup) -> Bound: ...
-
-    def step(self, setup: Setup) -> Step: ...
-
-    def us(self, step: Step) -> float: ...
-
-
 class Bound(NamedTuple):
-    """What a step takes at least."""
+    """Lower bounds on a step."""
 
     us: float
     joules: float  # of all GPUs
 
-    @staticmethod
-    def of(assembly: Assembly, fixed_us: float = 0.0) -> Bound:
-        us = assembly.bound_us() + fixed_us
+
+class Estimator:
+    """Predicts steps from descriptions alone; setups of the same shape share their prices."""
+
+    name = "described"  # the same for estimators that give the same answers
+    fixed_us = 0.0  # added to every step
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Prices] = {}
+
+    def bound(self, setup: Setup) -> Bound:
+        """Lower bounds on the step of a setup, without simulating it."""
+        assembly = self._assembly(setup)
+        us = assembly.bound_us() + self.fixed_us
         return Bound(us, least_joules(assembly, us / 1e6))
 
-
-class PriceBook:
-    """Prices by the shape of a setup."""
-
-    def __init__(self, make: Callable[[Setup], Prices]) -> None:
-        self.make = make
-        self.known: dict[Hashable, Prices] = {}
-
-    def assembly(self, setup: Setup) -> Assembly:
-        shape = shape_of(setup)
-        if shape not in self.known:
-            if len(self.known) >= _MOST_SHAPES:
-                self.known.clear()
-            self.known[shape] = self.make(setup)
-        return assembled(setup, self.known[shape])
-
-
-@dataclass
-class Described:
-    """From descriptions alone."""
-
-    name: str = "described"
-    book: PriceBook = field(default_factory=lambda: PriceBook(prices_of), init=False)
-
-    def bound(self, setup: Setup) -> Bound:
-        return Bound.of(self.book.assembly(setup))
-
     def step(self, setup: Setup) -> Step:
-        return self.book.assembly(setup).step()
+        """The simulated step of a setup."""
+        return self._assembly(setup).step()
 
     def us(self, step: Step) -> float:
-        return step.us
+        """The time of a simulated step."""
+        return step.us + self.fixed_us
+
+    def _assembly(self, setup: Setup) -> Assembly:
+        shape = shape_of(setup)
+        if shape not in self._known:
+            if len(self._known) >= _MOST_SHAPES:
+                self._known.clear()
+            self._known[shape] = self._prices(setup)
+        return assembled(setup, self._known[shape])
+
+    def _prices(self, setup: Setup) -> Prices:
+        return prices_of(setup)
 
 
-@dataclass
-class Anchored:
-    """With the factors of a traced run."""
+class CalibratedEstimator(Estimator):
+    """Predicts steps with the calibration from a traced run."""
 
-    calibration: Calibration
-    book: PriceBook = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.book = PriceBook(self._fastest)
-
-    @property
-    def name(self) -> str:
-        return repr(self.calibration)
-
-    def _fastest(self, setup: Setup) -> Prices:
-        """At the clock of a GPU that often waits: none is faster."""
-        return calibrated_prices(setup, self.calibration.under(0.0))
-
-    def bound(self, setup: Setup) -> Bound:
-        return Bound.of(self.book.assembly(setup), self.calibration.fixed_us)
+    def __init__(self, calibration: Calibration) -> None:
+        super().__init__()
+        self.calibration, self.name, self.fixed_us = calibration, repr(calibration), calibration.fixed_us
 
     def step(self, setup: Setup) -> Step:
         return loaded_step(setup, self.calibration)
 
-    def us(self, step: Step) -> float:
-        return step.us + self.calibration.fixed_us
+    def _prices(self, setup: Setup) -> Prices:
+        """For bounds: at the clock of a GPU that often waits, which is the fastest."""
+        return calibrated_prices(setup, self.calibration.under(0.0))

@@ -9,7 +9,7 @@ from typing import Any
 
 from lumos.errors import OptionError
 from lumos.search.branch_and_bound import Progress, Search, Task
-from lumos.search.estimator import Described, Estimator
+from lumos.search.estimator import Estimator
 from lumos.search.journal import open_journal
 from lumos.search.ranking import Front, Objective
 from lumos.search.result import SearchResult, flat
@@ -50,7 +50,7 @@ def search(
         raise OptionError(f"--memory {memory_gib:g}: give GiB, more than 0")
     space = Space(setup, checked_choices(setup, vary or {}))
     objective.check(space.gpu_types)
-    task = Task(space, objective, estimator or Described(), memory_gib, shard, exhaustive)
+    task = Task(space, objective, estimator or Estimator(), memory_gib, shard, exhaustive)
     question = fingerprint(flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive)
     begin = monotonic()
     kept = open_journal(journal, f"{question} {shard}")
