@@ -259,8 +259,8 @@ def test_the_public_names_are_these() -> None:
     assert all(getattr(lumos, name) is not None for name in lumos.__all__)
 
 
-def test_the_tree_of_the_readme_is_the_tree() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
+def test_the_tree_of_contributing_is_the_tree() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     tree = text.partition("## The tree")[2]
     named = set(re.findall(r"^ +(\w+\.py) ", tree, re.MULTILINE))
     there = {p.name for p in (ROOT / "src/lumos").rglob("*.py") if p.parent.name == "lumos" or p.name != "__init__.py"}
