@@ -22,7 +22,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lumos.cli.main import cost_command
+from lumos.cli.cost_command import cost_command
 from lumos.cost.energy import Joules, joules_from, work_of
 from lumos.cost.features import Chip, features, roofline_us
 from lumos.cost.flash import OlderKernels, flash_kernels
