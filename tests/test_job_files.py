@@ -248,8 +248,8 @@ def test_reading_in_processes_gives_what_reading_one_by_one_gives(
     for rank in range(3):
         write(training_run(rank=rank, slow=rank), header(rank, 4), name=f"rank{rank}.json.gz")
     alone = read_job(tmp_path, workers=1)
-    monkeypatch.setattr(job, "_PARALLEL_FROM", 0)
-    monkeypatch.setattr(job, "_read_here", None)  # so that it cannot be what is used
+    monkeypatch.setitem(job._LIMITS, "parallel_from_bytes", 0)
+    monkeypatch.setattr(job, "Here", None)  # so that it cannot be what is used
     progress: list[tuple[int, int]] = []
     together = read_job(tmp_path, workers=2, progress=lambda done, total: progress.append((done, total)))
     assert_same_columns(together, alone)
@@ -265,7 +265,7 @@ def test_what_is_wrong_with_one_file_comes_out_of_its_process(
     write(RUN, header(0), name="rank0.json.gz")
     good = write(training_run(), header(1), name="rank1.json.gz")
     good.write_bytes(good.read_bytes()[:-30])
-    monkeypatch.setattr(job, "_PARALLEL_FROM", 0)
+    monkeypatch.setitem(job._LIMITS, "parallel_from_bytes", 0)
     with pytest.raises(InputError, match=r"rank1\.json\.gz.*ends early"):
         read_job(tmp_path, workers=2)
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import statistics
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lumos.analysis.replay import Replay, replay
+from lumos.data_files import data_file
 from lumos.graph.from_trace.build import build
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate, simulate_reference
 from lumos.prediction.prediction import predict
-from lumos.trace.read.example import example_path
 from lumos.trace.read.job import read_job
 from lumos.trace.steps import keep_step
 
@@ -141,14 +142,14 @@ def test_one_step_alone_takes_what_it_took_among_the_others(shared_data: Path) -
 
 
 def test_the_fast_simulator_agrees_with_the_definition_on_the_example() -> None:
-    with example_path() as path:
+    with resources.as_file(data_file("example")) as path:
         graph = replay(keep_step(read_job(path), "2")).execution.graph
     fast, slow = simulate(graph), simulate_reference(graph)
     np.testing.assert_allclose(fast.end, slow.end, rtol=0, atol=1e-6)
 
 
 def test_the_example_shows_its_slow_rank_first() -> None:
-    with example_path() as path:
+    with resources.as_file(data_file("example")) as path:
         run = replay(read_job(path))
     assert run.stragglers[0].rank == 2
     assert "kernels" in run.stragglers[0].why

@@ -30,12 +30,9 @@ class StepProfiler:
 
         _refuse_a_second_profiler()
         self._profile = profile(
-            activities=[getattr(ProfilerActivity, name) for name in _activities()],
-            record_shapes=True,
-            with_stack=False,
-            profile_memory=False,
-            experimental_config=_sync_events(),
-        )
+            activities=[getattr(ProfilerActivity, name) for name in _activities()], record_shapes=True,
+            with_stack=False, profile_memory=False, experimental_config=_sync_events(),
+        )  # fmt: skip
         with warnings.catch_warnings():  # torch warns about cycles, and this is the only one
             warnings.simplefilter("ignore")
             self._profile.prepare_trace()

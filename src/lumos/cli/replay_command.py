@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from importlib import resources
+
 from lumos.cli.loading import load_run
 from lumos.cli.options import Address, AsJson, EngineName, Match, Output, ProfilerCosts, RankPattern, Step, TracePath
 from lumos.cli.terminal import console, print_json
+from lumos.data_files import data_file
 from lumos.export.chrome_traces import write_timeline
 from lumos.files import check_output, write_as, write_csv, write_json
 from lumos.report.html.page import write_page
 from lumos.report.html.replay_page import replay_page
 from lumos.report.terminal.replays import show_replay
-from lumos.trace.read.example import example_path
 
 
 def replay_command(
@@ -44,5 +46,5 @@ def replay_command(
 
 def demo_command(as_json: AsJson = False, output: Output = None) -> None:
     """Replay the example in the package: four ranks, one of them slow."""
-    with example_path() as path:
+    with resources.as_file(data_file("example")) as path:
         replay_command(path, as_json=as_json, output=output)

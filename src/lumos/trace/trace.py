@@ -257,11 +257,9 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
         parts.append(columns)
         syncs.append(replace(trace.syncs, lane=to_lane[trace.syncs.lane]))
     return Trace(
-        names=tuple(names),
-        lanes=tuple(lanes),
-        messages=tuple(messages),
+        names=tuple(names), lanes=tuple(lanes), messages=tuple(messages),
         headers=tuple(h for t in traces for h in t.headers),
         syncs=Syncs(**{f.name: np.concatenate([getattr(s, f.name) for s in syncs]) for f in fields(Syncs)}),
         warnings=tuple(dict.fromkeys(w for t in traces for w in t.warnings)),
         **{c: np.concatenate([p[c] for p in parts]) for c in _COLUMNS},
-    )
+    )  # fmt: skip

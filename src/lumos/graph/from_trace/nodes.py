@@ -164,16 +164,11 @@ def cut_nodes(trace: Trace) -> Nodes:
     last_node[gpu_row] = places.gpu  # the later of two nodes of one row wins
     first_node[gpu_row[::-1]] = places.gpu[::-1]
     return Nodes(
-        trace=trace,
-        first=places.first,
+        trace=trace, first=places.first,
         row=places.put(np.where(owner >= 0, host[owner], -1).astype(np.int32), gpu_row),
-        start=places.put(begin, gpu_start),
-        end=places.put(finish, gpu_end),
-        is_return=places.put(is_return, gpu_transfer),
-        first_node=first_node,
-        last_node=last_node,
-        parent=parent_row,
-    )
+        start=places.put(begin, gpu_start), end=places.put(finish, gpu_end),
+        is_return=places.put(is_return, gpu_transfer), first_node=first_node, last_node=last_node, parent=parent_row,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

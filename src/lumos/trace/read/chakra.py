@@ -99,11 +99,9 @@ class _Rank:
         syncs = [self._column(f"sync.{name}") for name in SYNC_COLUMNS]
         _require(len({len(column) for column in syncs}) == 1, "the columns of lumos.sync differ in length")
         return Trace(
-            names=names,
-            lanes=self.lanes,
+            names=names, lanes=self.lanes,
             messages=tuple(msgspec.json.decode(text, type=Message) if text else Message("") for text in texts),
-            headers=(header._replace(rank=self.file.rank, path=str(self.file.path)),),
-            category=category,
+            headers=(header._replace(rank=self.file.rank, path=str(self.file.path)),), category=category,
             name=self._column("event.name", 0, len(names), count).astype(np.int32),
             lane=self._column("event.lane", 0, len(self.lanes), count).astype(np.int32),
             start=self._column("event.start_ns", -_LONGEST, _LONGEST, count) + self.origin,
@@ -111,7 +109,7 @@ class _Rank:
             correlation=self._column("event.correlation", -1, _LATEST, count),
             message=index[self._column("event.message", 0, max(len(texts), 1), count)],
             syncs=Syncs(np.zeros(len(syncs[0]), np.int32), *syncs),
-        )
+        )  # fmt: skip
 
     @cached_property
     def ids(self) -> list[int]:
@@ -228,14 +226,11 @@ class _Job:
 
         lane = shifted("lane", first_lane)
         return Nodes(
-            trace=trace,
-            first=np.concatenate([[0], np.cumsum(np.bincount(lane, minlength=len(trace.lanes)))]),
-            row=shifted("row", self.first_row),
-            first_node=shifted("first_node", self.first_node),
-            last_node=shifted("last_node", self.first_node),
-            parent=shifted("parent", self.first_row),
+            trace=trace, first=np.concatenate([[0], np.cumsum(np.bincount(lane, minlength=len(trace.lanes)))]),
+            row=shifted("row", self.first_row), first_node=shifted("first_node", self.first_node),
+            last_node=shifted("last_node", self.first_node), parent=shifted("parent", self.first_row),
             **{name: np.concatenate([t[name] for t in tables]) for name in ("start", "end", "is_return")},
-        )
+        )  # fmt: skip
 
     def _graph(self, nodes: Nodes, tables: list[dict[str, Any]]) -> Graph:
         edges = Edges.join([
@@ -253,9 +248,8 @@ class _Job:
         return make_graph(
             first=np.concatenate([nodes.first, len(nodes) + np.arange(1, len(numbers) + 1)]),
             edges=Edges(source, target, edges.rule, edges.lag, edges.frozen, edges.from_start),
-            kind=np.concatenate([nodes.kind, np.full(len(numbers), Kind.COMM, np.uint8)]),
-            **times,
-        )
+            kind=np.concatenate([nodes.kind, np.full(len(numbers), Kind.COMM, np.uint8)]), **times,
+        )  # fmt: skip
 
     def _rendezvous(self) -> list[Rendezvous]:
         """The rendezvous of ranks that are here; one of which only a single rank is here is none."""

@@ -160,16 +160,11 @@ class _Job:
         return Trace(
             name=np.array([names.setdefault(t.node.name, len(names)) for t in tasks], np.int32),
             message=np.array([-1 if m is None else messages.setdefault(m, len(messages)) for m in found], np.int32),
-            names=tuple(names),
-            lanes=tuple(self.lane_numbers),
-            messages=tuple(messages),
-            headers=self.headers,
+            names=tuple(names), lanes=tuple(self.lane_numbers), messages=tuple(messages), headers=self.headers,
             category=np.array([t.category for t in tasks], np.uint8),
-            lane=np.array([self.lane_numbers[t.lane] for t in tasks], np.int32),
-            start=np.array(start, np.int64),
-            duration=np.array(end, np.int64) - np.array(start, np.int64),
-            correlation=np.full(len(tasks), -1, np.int64),
-        )
+            lane=np.array([self.lane_numbers[t.lane] for t in tasks], np.int32), start=np.array(start, np.int64),
+            duration=np.array(end, np.int64) - np.array(start, np.int64), correlation=np.full(len(tasks), -1, np.int64),
+        )  # fmt: skip
 
     def _message(self, task: _Task) -> Message | None:
         if not task.communicates:
@@ -214,15 +209,11 @@ class _Job:
         number = np.arange(len(row))
         return Nodes(
             trace=trace,
-            first=np.concatenate([[0], np.cumsum(np.bincount(trace.lane[row], minlength=len(trace.lanes)))]),
-            row=row,
-            start=trace.start[row],
-            end=np.where(number < last_node[row], trace.start[row], trace.end[row]),
-            is_return=number > first_node[row],
-            first_node=first_node,
-            last_node=last_node,
+            first=np.concatenate([[0], np.cumsum(np.bincount(trace.lane[row], minlength=len(trace.lanes)))]), row=row,
+            start=trace.start[row], end=np.where(number < last_node[row], trace.start[row], trace.end[row]),
+            is_return=number > first_node[row], first_node=first_node, last_node=last_node,
             parent=np.full(len(trace), -1, np.int32),
-        )
+        )  # fmt: skip
 
     @cached_property
     def execution(self) -> Execution:
@@ -235,10 +226,9 @@ class _Job:
         transfers = nodes.last_node[nodes.row] == np.arange(len(nodes))
         graph = make_graph(
             first=np.concatenate([nodes.first, len(nodes) + np.arange(1, hubs + 1)]),
-            duration=np.concatenate([np.where(transfers, length, 0.0), np.zeros(hubs)]),
-            edges=Edges.join(edges),
+            duration=np.concatenate([np.where(transfers, length, 0.0), np.zeros(hubs)]), edges=Edges.join(edges),
             kind=np.concatenate([nodes.kind, np.full(hubs, Kind.COMM, np.uint8)]),
-        )
+        )  # fmt: skip
         origin = int(self.trace.start.min(initial=0))
         rendezvous = [self._rendezvous(indices) for indices in self.members]
         return Execution(self.trace, nodes, graph, origin, rendezvous, tuple(self._warnings()))

@@ -215,16 +215,11 @@ def _parsed(kind: Any, data: bytes, path: Path, what: str) -> Any:
 
 def _node(message: Any) -> Node:
     return Node(
-        id=message.id,
-        name=message.name,
-        type=message.type,
-        data_deps=tuple(message.data_deps),
-        ctrl_deps=tuple(message.ctrl_deps),
-        start_us=message.start_time_micros,
-        duration_us=message.duration_micros,
+        id=message.id, name=message.name, type=message.type, data_deps=tuple(message.data_deps),
+        ctrl_deps=tuple(message.ctrl_deps), start_us=message.start_time_micros, duration_us=message.duration_micros,
         inputs=message.inputs.values if message.type == NodeType.METADATA else "",
         values={name: value for name, value in values_of(message.attr).items() if name in _KEPT},
-    )
+    )  # fmt: skip
 
 
 def _delimited(file: IO[bytes], path: Path) -> Iterator[bytes]:

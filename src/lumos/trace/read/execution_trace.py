@@ -159,15 +159,10 @@ def _operator(node: _Node, groups: dict[str, tuple[int, ...]]) -> Operator:
     reads, writes = tuple(_tensors(node.taken.values)), tuple(_tensors(node.given.values))
     is_communication = node.name == "record_param_comms"
     return Operator(
-        name=str(node.name),
-        order=_whole(attributes.get("rf_id", node.rf_id)),
-        thread=_whole(attributes.get("tid", node.tid)),
-        inputs=node.taken.texts,
-        outputs=node.given.texts,
-        reads=reads,
-        writes=writes,
-        message=_message(attributes, node.taken, reads, writes, groups) if is_communication else None,
-    )
+        name=str(node.name), order=_whole(attributes.get("rf_id", node.rf_id)),
+        thread=_whole(attributes.get("tid", node.tid)), inputs=node.taken.texts, outputs=node.given.texts, reads=reads,
+        writes=writes, message=_message(attributes, node.taken, reads, writes, groups) if is_communication else None,
+    )  # fmt: skip
 
 
 def _values(found: _Values | list[Any] | None, shapes: Any, types: Any) -> _Values:
@@ -229,13 +224,10 @@ def _message(
         collective=name if name in ("send", "recv") else collective_name(name) or name,
         dtype=str(attributes.get("dtype") or _dtype(taken.types)),
         in_elements=_whole(attributes.get("in_msg_nelems")) or sum(t.elements for t in reads),
-        out_elements=_whole(attributes.get("out_msg_nelems")) or sum(t.elements for t in writes),
-        group=group,
+        out_elements=_whole(attributes.get("out_msg_nelems")) or sum(t.elements for t in writes), group=group,
         group_size=_whole(attributes.get("pg_size")) or next((v for v in reversed(values) if isinstance(v, int)), -1),
-        ranks=groups.get(group, ()),
-        source=peer if name == "recv" else -1,
-        destination=peer if name == "send" else -1,
-    )
+        ranks=groups.get(group, ()), source=peer if name == "recv" else -1, destination=peer if name == "send" else -1,
+    )  # fmt: skip
 
 
 def _peer(values: list[Any]) -> int:

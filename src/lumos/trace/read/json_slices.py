@@ -47,7 +47,7 @@ class CannotShareError(Exception):
 
 @dataclass
 class Slices(Generic[Event]):
-    """Iterates over lists of events; after that, `header` holds the file's other keys and `notes` what was lost."""
+    """Iterates over lists of events; afterwards `header` holds the file's other keys, and `notes` what was lost."""
 
     path: Path
     event_type: type[Event]
@@ -82,7 +82,7 @@ class Slices(Generic[Event]):
             self.notes.append(f"{self._lost} events are not valid JSON and were left out")
 
     def _shared(self, file: IO[bytes], buffer: bytes) -> Iterator[list[Event]]:
-        """Every so manieth slice. Others cut the same file at the same places, so a cut that is wrong ends it all."""
+        """Every n-th slice. Other readers cut the same file at the same positions, so a wrong cut ends the sharing."""
         mine, of = self.share
         turn = 0
         while chunk := self._read(file):
@@ -144,15 +144,15 @@ class Slices(Generic[Event]):
         try:
             self.header.update(msgspec.json.decode(_cleaned(text), type=dict[str, Any]))
         except _NOT_JSON:
-            self.notes.append(f"what the file says {where} the events is not valid JSON and was ignored")
+            self.notes.append(f"the header {where} the events is not valid JSON and was ignored")
 
     def _decode_part(self, buffer: bytes) -> tuple[list[Event], int]:
         """The whole events of a buffer that more will follow, and the number of bytes they took."""
-        for text in _as_it_is_and_cleaned(buffer):
-            answer = self._decode_whole_events(text)
-            if answer is not None:
-                return answer
-        return self._decode_one_by_one(text, last=False)
+        return (
+            self._decode_whole_events(buffer)
+            or self._decode_whole_events(cleaned := _cleaned(buffer))
+            or self._decode_one_by_one(cleaned, last=False)
+        )
 
     def _decode_whole_events(self, buffer: bytes) -> tuple[list[Event], int] | None:
         """The same for text without damage; None where there is some."""
@@ -170,7 +170,8 @@ class Slices(Generic[Event]):
 
     def _decode_last(self, buffer: bytes) -> tuple[list[Event], int]:
         """The last events, and the number of bytes they took: the file's other keys follow."""
-        for text in _as_it_is_and_cleaned(buffer):
+        for prepared in (bytes, _cleaned):  # as it is, and only if that fails without what JSON forbids
+            text = prepared(buffer)
             try:
                 return self._decode(b"[" + text), len(text)
             except _NOT_JSON as error:
@@ -183,7 +184,7 @@ class Slices(Generic[Event]):
         return events, used
 
     def _decode_to_end_of_list(self, buffer: bytes, error: Exception) -> tuple[list[Event], int] | None:
-        """Where the decoder stopped because the list of events ends there, those events; else None."""
+        """The events up to the end of the list, if the decoder stopped because the list ends; else None."""
         used = _complete_before(error) - 1  # without the bracket that was put before
         if used < 0:
             return None
@@ -214,7 +215,7 @@ class Slices(Generic[Event]):
         return events, len(text)
 
     def _decode_event(self, text: bytes, at: int) -> tuple[Event | None, int]:
-        """The event that begins at a place, and its end; for a broken one None, and where the next may begin."""
+        """The event that begins at a position, and its end; for a broken one None, and where the next may begin."""
         boundary = _BOUNDARY.search(text, at)
         end = boundary.start() + 1 if boundary else len(text)
         for _ in range(2):
@@ -231,7 +232,7 @@ class Slices(Generic[Event]):
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """The file's bytes, decompressed where they are gzip's, whatever the file is called."""
+    """The file's bytes, decompressed if they are gzip's, whatever the file is called."""
     try:
         with path.open("rb") as file:
             magic = file.read(2)
@@ -250,7 +251,7 @@ def _boundaries_from_the_end(buffer: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _end_of_last_event(buffer: bytes) -> int:
-    """The end of the last whole event, by counting brackets; 0 where there is none."""
+    """The end of the last whole event, by counting brackets; 0 if there is none."""
     end = depth = 0
     for token in _TOKEN.finditer(buffer):
         depth += _STEP.get(token.group(), 0)
@@ -262,7 +263,7 @@ def _end_of_last_event(buffer: bytes) -> int:
 
 
 def _end_of_event(text: bytes, at: int) -> int:
-    """The end of the event that begins at a place, by counting brackets; that place itself where it does not end."""
+    """The end of the event that begins at a position, by counting brackets; that position if it does not end."""
     depth = 0
     for token in _TOKEN.finditer(text, at, at + _DAMAGE_LIMIT):
         depth += _STEP.get(token.group(), 0)
@@ -279,14 +280,9 @@ def _is_truncated(error: Exception) -> bool:
 
 
 def _complete_before(error: Exception) -> int:
-    """Where the value that should have been all was complete and something else follows it; 0 for other errors."""
+    """The position at which a complete value is followed by something else; 0 for other errors."""
     found = _TRAILING.search(str(error))
     return int(found.group(1)) - 1 if found else 0
-
-
-def _as_it_is_and_cleaned(text: bytes) -> Iterator[bytes]:
-    yield text
-    yield _cleaned(text)
 
 
 def _question_marks(error: UnicodeError) -> tuple[str, int]:
@@ -310,7 +306,7 @@ _HINT = "give a PyTorch profiler trace (torch.profiler's export_chrome_trace)"
 
 
 def _refuse_other_formats(start: bytes, path: Path) -> None:
-    """Say what the file is, where its first bytes tell, rather than that it is not JSON."""
+    """Name the format of a file that is not JSON, if its first bytes show it."""
     head = start[:4096].lstrip()
     if not head:
         raise InputError(f"{path}: the file is empty; {_HINT}")

@@ -183,17 +183,11 @@ class _Columns:
         if name in ("wait", "barrier_wait", ""):
             return -1
         message = Message(
-            collective=name if name in ("send", "recv") else collective_name(name) or name,
-            dtype=_text(args.dtype),
-            in_elements=_integer(args.in_elements),
-            out_elements=_integer(args.out_elements),
-            group=_text(args.group),
-            group_size=_integer(args.group_size),
-            ranks=_rank_list(args.group_ranks),
-            sequence=_integer(args.sequence),
-            source=_integer(args.source),
-            destination=_integer(args.destination),
-        )
+            collective=name if name in ("send", "recv") else collective_name(name) or name, dtype=_text(args.dtype),
+            in_elements=_integer(args.in_elements), out_elements=_integer(args.out_elements), group=_text(args.group),
+            group_size=_integer(args.group_size), ranks=_rank_list(args.group_ranks), sequence=_integer(args.sequence),
+            source=_integer(args.source), destination=_integer(args.destination),
+        )  # fmt: skip
         return self.messages.setdefault(message, len(self.messages))
 
     def trace(self, header: Header, base: int, warnings: list[str], whole: bool) -> Trace:
@@ -207,20 +201,12 @@ class _Columns:
             )
         syncs = np.array(self.syncs, np.int64).reshape(-1, 5)
         return Trace(
-            names=tuple(self.names),
-            lanes=tuple(Lane(header.rank, *key) for key in self.lanes),
-            messages=tuple(self.messages),
-            headers=(header,),
-            category=category,
-            name=name,
-            lane=lane,
-            start=start + base,
-            duration=duration,
-            correlation=correlation,
-            message=message,
+            names=tuple(self.names), lanes=tuple(Lane(header.rank, *key) for key in self.lanes),
+            messages=tuple(self.messages), headers=(header,), category=category, name=name, lane=lane,
+            start=start + base, duration=duration, correlation=correlation, message=message,
             syncs=Syncs(np.zeros(len(syncs), np.int32), *(np.ascontiguousarray(c) for c in syncs.T)),
             warnings=tuple(warnings),
-        )
+        )  # fmt: skip
 
 
 # Sums and differences of times must fit an int64 of nanoseconds: moments up to 2049, a base up to 2096, spans of a day.
@@ -299,12 +285,8 @@ def _header(found: dict[str, Any], path: Path) -> Header:
     info = distributed if isinstance(distributed, dict) else {}
     first = devices[0] if isinstance(devices, list) and devices and isinstance(devices[0], dict) else {}
     return Header(
-        rank=_integer(info.get("rank")),
-        path=str(path),
-        world_size=_integer(info.get("world_size")),
-        gpu=_text(first.get("name", "")),
-        job=_text(found.get("traceName", "")),
-        shapes=bool(found.get("record_shapes", 0)),
-        stacks=bool(found.get("with_stack", 0)),
+        rank=_integer(info.get("rank")), path=str(path), world_size=_integer(info.get("world_size")),
+        gpu=_text(first.get("name", "")), job=_text(found.get("traceName", "")),
+        shapes=bool(found.get("record_shapes", 0)), stacks=bool(found.get("with_stack", 0)),
         backend=_text(info.get("backend") or ""),
-    )
+    )  # fmt: skip

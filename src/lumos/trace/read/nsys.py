@@ -82,20 +82,12 @@ class _Export:
         columns = map(np.ascontiguousarray, np.array(events.rows, np.int64).T)
         category, name, lane, start, duration, correlation = columns
         return Trace(
-            names=tuple(events.names),
-            lanes=tuple(events.lanes),
-            messages=(),
-            headers=self._headers(),
-            category=category.astype(np.uint8),
-            name=name.astype(np.int32),
-            lane=lane.astype(np.int32),
-            start=start + (self._epoch if self._epoch < _LONGEST * 3 else 0),
-            duration=duration,
-            correlation=correlation,
-            message=np.full(len(start), -1, np.int32),
-            syncs=self._syncs(events),
+            names=tuple(events.names), lanes=tuple(events.lanes), messages=(), headers=self._headers(),
+            category=category.astype(np.uint8), name=name.astype(np.int32), lane=lane.astype(np.int32),
+            start=start + (self._epoch if self._epoch < _LONGEST * 3 else 0), duration=duration,
+            correlation=correlation, message=np.full(len(start), -1, np.int32), syncs=self._syncs(events),
             warnings=(_WARNING,),
-        )
+        )  # fmt: skip
 
     @cached_property
     def tables(self) -> dict[str, frozenset[str]]:

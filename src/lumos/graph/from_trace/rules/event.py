@@ -15,7 +15,10 @@ after the waiting stream went on is never taken; then it is the latest one befor
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,12 +45,11 @@ def event_edges(nodes: Nodes) -> Edges:
     return Edges.of(source, target, Rule.EVENT)
 
 
-@dataclass
-class _Wait:
+class _Wait(NamedTuple):
     """A cudaStreamWaitEvent; -1 for what the file does not say."""
 
     time: int
-    thread: int
+    thread: _Thread
     stream: int  # lane that waits
     event: int
     record_time: int
@@ -56,49 +58,55 @@ class _Wait:
 
 @dataclass
 class _Thread:
-    """What one thread did to streams, in order."""
+    """What one thread did to streams, in order: launches (time, lane), records (time), and all calls (time, kind)."""
 
     launch_times: list[int] = field(default_factory=list)
     launch_lanes: list[int] = field(default_factory=list)
     record_times: list[int] = field(default_factory=list)
-    call_times: list[int] = field(default_factory=list)  # launches, records and waits
-    call_is_record: list[bool] = field(default_factory=list)
+    call_times: list[int] = field(default_factory=list)
+    call_kinds: list[int] = field(default_factory=list)
+
+    def last_record(self, time: int) -> int:
+        """The newest record before a time; -1 if there is none."""
+        at = bisect_left(self.record_times, time) - 1
+        return self.record_times[at] if at >= 0 else -1
+
+    def adjacent_record(self, time: int) -> int:
+        """The record that is the last call before a time; -1 if that was another call."""
+        at = bisect_left(self.call_times, time) - 1
+        return self.call_times[at] if at >= 0 and self.call_kinds[at] == CallKind.EVENT_RECORD else -1
+
+    def next_lane(self, time: int) -> int:
+        """The stream that is launched to next; -1 if there is none."""
+        at = bisect_left(self.launch_times, time)
+        return self.launch_lanes[at] if at < len(self.launch_lanes) else -1
+
+    def last_lane(self, time: int, other_than: int) -> int:
+        """The stream that was launched to last before a time, other than one; -1 if there is none."""
+        at = bisect_left(self.launch_times, time) - 1
+        while at >= 0 and self.launch_lanes[at] == other_than:
+            at -= 1
+        return self.launch_lanes[at] if at >= 0 else -1
 
 
 class _RankEvents:
     """The events of one rank, and the inference of what its streams wait for."""
 
     def __init__(self, nodes: Nodes, rank: int, calls: np.ndarray, details: dict[int, tuple[int, ...]]) -> None:
-        self.nodes = nodes
-        self.lanes = nodes.streams[rank]
-        self.threads: dict[int, _Thread] = {}
-        self.waits: list[_Wait] = []
+        self.nodes, self.lanes = nodes, nodes.streams[rank]
         self.anchors: list[tuple[int, int]] = []  # (event id, index of its record), both rising
-        self._collect(calls, details)
+        self.waits = list(self._collect(calls, details))
 
-    def edges(self) -> list[tuple[int, int]]:
-        found = []
-        for wait in self.waits:
-            waiter = wait.stream if wait.stream >= 0 else self._next_lane(wait)
-            if waiter < 0:
-                continue
-            target = self.nodes.last_launched_before(waiter, wait.time) + 1
-            if not self.nodes.first[waiter] <= target < self.nodes.first[waiter + 1]:
-                continue
-            source = self._source(wait, waiter, target)
-            if source >= 0:
-                found.append((source, target))
-        return found
-
-    def _collect(self, calls: np.ndarray, details: dict[int, tuple[int, ...]]) -> None:
+    def _collect(self, calls: np.ndarray, details: dict[int, tuple[int, ...]]) -> Iterator[_Wait]:
         trace = self.nodes.trace
+        threads: dict[int, _Thread] = defaultdict(_Thread)
         record_times: dict[int, int] = {}
         lane_of_stream = {trace.lanes[lane].label: lane for lane in self.lanes}
         columns = (trace.start, trace.lane, trace.correlation, trace.call, self.nodes.launched_lane)
         for time, lane, correlation, kind, launched in zip(*(c[calls].tolist() for c in columns), strict=True):
-            thread = self.threads.setdefault(lane, _Thread())
+            thread = threads[lane]
             thread.call_times.append(time)
-            thread.call_is_record.append(kind == CallKind.EVENT_RECORD)
+            thread.call_kinds.append(kind)
             if kind == CallKind.EVENT_RECORD:
                 thread.record_times.append(time)
                 record_times[correlation] = time
@@ -109,32 +117,39 @@ class _RankEvents:
             elif not details or correlation in details:  # if some waits have details, one without has no effect
                 stream, wait_stream, record, event = details.get(correlation, (-1, -1, -1, -1))
                 stream_lane, source_lane = (lane_of_stream.get(str(s), -1) for s in (stream, wait_stream))
-                self.waits.append(_Wait(time, lane, stream_lane, event, record_times.get(record, -1), source_lane))
+                yield _Wait(time, thread, stream_lane, event, record_times.get(record, -1), source_lane)
 
-    def _next_lane(self, wait: _Wait) -> int:
-        """The stream its thread launches to next: the one that waits, if the file does not say."""
-        thread = self.threads[wait.thread]
-        at = bisect_left(thread.launch_times, wait.time)
-        return thread.launch_lanes[at] if at < len(thread.launch_lanes) else -1
+    def edges(self) -> Iterator[tuple[int, int]]:
+        """(source, target) of every wait whose source is found."""
+        for wait in self.waits:
+            waiter = wait.stream if wait.stream >= 0 else wait.thread.next_lane(wait.time)
+            if waiter < 0:
+                continue
+            target = self.nodes.last_launched_before(waiter, wait.time) + 1
+            if not self.nodes.first[waiter] <= target < self.nodes.first[waiter + 1]:
+                continue
+            source = self._source(wait, waiter, target)
+            if source >= 0:
+                yield source, target
 
     def _source(self, wait: _Wait, waiter: int, target: int) -> int:
+        """The node that a wait is for, by the steps in the module's docstring; -1 if it is not found."""
         if wait.record_time >= 0 and wait.source_lane >= 0:
             return self._ended(wait.source_lane, wait.record_time, target)
-        record = self._adjacent_record(wait)
+        record = wait.thread.adjacent_record(wait.time)
         if record >= 0:
             if wait.event >= 0 and (not self.anchors or wait.event > self.anchors[-1][0]):
-                index = bisect_left(self.threads[wait.thread].record_times, record)
-                self.anchors.append((wait.event, index))
-            return self._ended(self._lane_of_record(wait.thread, record, waiter), record, target)
-        binding = self._binding(wait, waiter, target)
-        if binding >= 0:
-            return binding
-        time = self._record_by_id(wait)
-        if time < 0:
-            times = self.threads[wait.thread].record_times
-            at = bisect_left(times, wait.time) - 1
-            time = times[at] if at >= 0 else wait.time
-        return self._ended(self._lane_of_record(wait.thread, time, waiter), time, target)
+                self.anchors.append((wait.event, bisect_left(wait.thread.record_times, record)))
+        else:
+            binding = self._binding(wait, waiter, target)
+            if binding >= 0:
+                return binding
+            record = self._record_by_id(wait)
+            if record < 0:
+                record = wait.thread.last_record(wait.time)
+        time = record if record >= 0 else wait.time
+        lane, others = wait.thread.last_lane(time, waiter), [lane for lane in self.lanes if lane != waiter]
+        return self._ended(others[0] if lane < 0 and len(others) == 1 else lane, time, target)
 
     def _ended(self, lane: int, time: int, target: int) -> int:
         """The last node launched to a lane before a time that had ended when the target started."""
@@ -143,37 +158,19 @@ class _RankEvents:
         node = self.nodes.last_launched_before(lane, time)
         return self.nodes.last_ended_by(lane, node, int(self.nodes.start[target]))
 
-    def _adjacent_record(self, wait: _Wait) -> int:
-        thread = self.threads[wait.thread]
-        at = bisect_left(thread.call_times, wait.time) - 1
-        return thread.call_times[at] if at >= 0 and thread.call_is_record[at] else -1
-
-    def _lane_of_record(self, thread_lane: int, time: int, waiter: int) -> int:
-        thread = self.threads[thread_lane]
-        at = bisect_left(thread.launch_times, time) - 1
-        while at >= 0 and thread.launch_lanes[at] == waiter:
-            at -= 1
-        if at >= 0:
-            return thread.launch_lanes[at]
-        others = [lane for lane in self.lanes if lane != waiter]
-        return others[0] if len(others) == 1 else -1
-
     def _binding(self, wait: _Wait, waiter: int, target: int) -> int:
         """The node that visibly held the target back; -1 if none did."""
-        nodes = self.nodes
+        nodes, best = self.nodes, -1
         held = max(int(nodes.free_at[target]), int(nodes.start[target]) - _EVENT["release"])
-        best = -1
         for lane in self.lanes:
-            if lane == waiter:
-                continue
-            node = self._ended(lane, wait.time, target)
+            node = self._ended(lane, wait.time, target) if lane != waiter else -1
             if node >= 0 and nodes.end[node] > held:
                 best, held = node, int(nodes.end[node])
         return best
 
     def _record_by_id(self, wait: _Wait) -> int:
         """Fresh event ids rise with every new event: count on from the nearest certain one."""
-        times = self.threads[wait.thread].record_times
+        times = wait.thread.record_times
         at = bisect_left(self.anchors, (wait.event, -1)) - 1
         if wait.event < 0 or at < 0 or (at + 1 < len(self.anchors) and self.anchors[at + 1][0] == wait.event):
             return -1
