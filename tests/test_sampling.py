@@ -19,8 +19,7 @@ from lumos.errors import InputError, OptionError
 from lumos.measure.fit import read_samples
 from lumos.measure.operator_rows import operator_of
 from lumos.measure.sample import Sampled, SamplePlan, sample, sample_machine
-from lumos.measure.sample_grid import COUNTS, Row, rows
-from lumos.measure.time_collectives import COLLECTIVES, SIZES, collective_rows, measure_collectives
+from lumos.measure.sample_grid import COLLECTIVE_BYTES, COLLECTIVES, COUNTS, Row, collective_rows, rows
 from lumos.report.terminal.costs import sample_answer
 
 OPERATORS = sorted({key.partition(":")[0] for key in COUNTS})
@@ -209,7 +208,7 @@ def test_without_torch_sampling_says_so_in_one_line(tmp_path: Path) -> None:
 
 
 def test_collectives_are_sampled_from_1_kib_to_1_gib_on_every_power_of_two() -> None:
-    assert (SIZES[0], SIZES[-1], len(SIZES)) == (1 << 10, 1 << 30, 21)
+    assert (COLLECTIVE_BYTES[0], COLLECTIVE_BYTES[-1], len(COLLECTIVE_BYTES)) == (1 << 10, 1 << 30, 21)
     eight = collective_rows(8)
     assert {row["ranks"] for row in eight if row["op"] == "all_reduce"} == {2, 4, 8}
     assert {row["ranks"] for row in eight if row["op"] == "p2p"} == {2}
@@ -228,6 +227,8 @@ def test_collectives_among_samples_are_not_fitted_as_operators(tmp_path: Path) -
 
 @needs_torch
 def test_two_processes_measure_collectives_together() -> None:
+    from lumos.measure.time_collectives import measure_collectives
+
     chosen = collective_rows(2, sizes=(1 << 10, 1 << 16))
     answers = list(measure_collectives(chosen, backend="gloo"))
     assert [{k: v for k, v in row.items() if k != "us"} for row in answers] == chosen
@@ -237,12 +238,16 @@ def test_two_processes_measure_collectives_together() -> None:
 
 @needs_torch
 def test_collectives_that_fail_end_in_one_line() -> None:
+    from lumos.measure.time_collectives import measure_collectives
+
     with pytest.raises(OptionError, match=r"of 2 ranks failed .*--no-collectives"):
         list(measure_collectives([{"op": "all_reduce", "bytes": -8, "ranks": 2}], backend="gloo"))
 
 
 @needs_torch
 def test_collectives_stop_when_the_time_is_up() -> None:
+    from lumos.measure.time_collectives import measure_collectives
+
     assert list(measure_collectives(collective_rows(2), end=0.0, backend="gloo")) == []
 
 

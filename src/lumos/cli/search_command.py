@@ -20,7 +20,7 @@ from lumos.report.html.search_page import write_search_page
 from lumos.report.terminal.searches import show_search
 from lumos.search.estimator import CalibratedEstimator, Estimator
 from lumos.search.ranking import Objective
-from lumos.search.result import COLUMNS
+from lumos.search.result import COLUMNS, SearchResult
 from lumos.search.search import search
 from lumos.search.space import AXES, DERIVED
 from lumos.setup import read_setup_with_notes
@@ -36,43 +36,48 @@ Base = tuple[Setup, Estimator | None, tuple[str, ...]]
 """The setup to start from, its estimator, and notes about both."""
 
 
+Argument, Option = typer.Argument, typer.Option
+SetupPath = Annotated[Path | None, Argument(help="The run: a setup, a Hugging Face config.json, a Megatron script.")]
+Gpus = Annotated[str, Option(help="The number of GPUs, or several numbers with commas.")]
+GpuTypes = Annotated[str, Option(help="GPU types, with commas; the setup's own by default.")]
+Fixed = Annotated[list[str] | None, Option("--set", help="SECTION.KEY=VALUE, not to be varied. Repeatable.")]
+Vary = Annotated[list[str] | None, Option(help="SECTION.KEY=A,B,…: these values and no others. Repeatable.")]
+Minimise = Annotated[str, Option(help="What to minimise: time, cost, energy or gpus.")]
+Top = Annotated[int, Option(help="How many of the best configurations to show.")]
+Memory = Annotated[float, Option(help="GiB of a GPU that may be used; all it has by default.")]
+Prices = Annotated[str, Option(help="The price of a GPU-hour: a number, or GPU=NUMBER for each type, with commas.")]
+Deadline = Annotated[float, Option(help="Days until all tokens must be trained on.")]
+Trace = Annotated[Path | None, Option("--from", help="A trace of the run, to calibrate the predicted times with.")]
+JournalPath = Annotated[
+    Path | None, Option(help="A folder for progress; the same command resumes an interrupted search.")
+]
+Exhaustive = Annotated[bool, Option(help="Simulate everything that fits, whatever its bound.")]
+Output = Annotated[Path | None, Option("-o", "--output", help="Also write it: .json, .csv, .parquet or .html.")]
+
+
 def search_command(
-    setup: Annotated[
-        Path | None, typer.Argument(help="The run: a setup, a Hugging Face config.json, a Megatron script.")
-    ] = None,
-    gpus: Annotated[str, typer.Option(help="The number of GPUs, or several numbers with commas.")] = "",
-    gpu: Annotated[str, typer.Option(help="GPU types, with commas; the setup's own by default.")] = "",
-    fixed: Annotated[
-        list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE, not to be varied. Repeatable.")
-    ] = None,
-    vary: Annotated[
-        list[str] | None, typer.Option(help="SECTION.KEY=A,B,…: these values and no others. Repeatable.")
-    ] = None,
-    objective: Annotated[str, typer.Option(help="What to minimise: time, cost, energy or gpus.")] = "time",
-    top: Annotated[int, typer.Option(help="How many of the best configurations to show.")] = 10,
-    memory: Annotated[float, typer.Option(help="GiB of a GPU that may be used; all it has by default.")] = 0.0,
-    price: Annotated[
-        str, typer.Option(help="The price of a GPU-hour: a number, or GPU=NUMBER for each type, with commas.")
-    ] = "",
+    setup: SetupPath = None,
+    gpus: Gpus = "",
+    gpu: GpuTypes = "",
+    fixed: Fixed = None,
+    vary: Vary = None,
+    objective: Minimise = "time",
+    top: Top = 10,
+    memory: Memory = 0.0,
+    price: Prices = "",
     kwh_price: KwhPrice = "",
     pue: Pue = "",
     tokens: Tokens = "",
-    deadline: Annotated[float, typer.Option(help="Days until all tokens must be trained on.")] = 0.0,
-    source: Annotated[
-        Path | None, typer.Option("--from", help="A trace of the run, to calibrate the predicted times with.")
-    ] = None,
+    deadline: Deadline = 0.0,
+    source: Trace = None,
     engine: EngineName = "local",
     address: Address = "",
     workers: Workers = 0,
     shard: Shard = "",
-    journal: Annotated[
-        Path | None, typer.Option(help="A folder for progress; the same command resumes an interrupted search.")
-    ] = None,
-    exhaustive: Annotated[bool, typer.Option(help="Simulate everything that fits, whatever its bound.")] = False,
+    journal: JournalPath = None,
+    exhaustive: Exhaustive = False,
     as_json: AsJson = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Also write it: .json, .csv, .parquet or .html.")
-    ] = None,
+    output: Output = None,
 ) -> None:
     """Which TP, PP, CP, EP, DP, ZeRO, micro-batch, recomputation and schedule are best, and do they fit?
 
@@ -84,8 +89,7 @@ def search_command(
     choices = _choices(fixed or [], vary or [], gpus, gpu)
     wanted = _objective(objective, price, kwh_price, pue, tokens, deadline)
     part = read_shard(shard)
-    others = [text for text in fixed or [] if text.partition("=")[0].strip() not in (*AXES, *DERIVED)]
-    base, estimator, notes = _described(setup, others) if source is None else _calibrated(source, others, setup)
+    base, estimator, notes = _base(setup, fixed or [], source)
     if estimator is not None and base.train.compile:
         choices.setdefault("parallel.tp", [base.parallel.tp])  # fused kernels cannot be resized
     try:
@@ -99,16 +103,20 @@ def search_command(
         typer.echo(f"lumos: interrupted; {resume}", err=True)
         raise typer.Exit(130) from None
     if output is not None:
-        write_as(output, {
-            ".json": lambda to: write_json(to, found.as_dict()),
-            ".csv": lambda to: write_csv(to, found.table(), names=COLUMNS),
-            ".parquet": lambda to: write_parquet(to, found.table(), COLUMNS),
-            ".html": lambda to: write_search_page(to, found.as_dict()),
-        })  # fmt: skip
+        _write(output, found)
     if as_json:
         print_json(found.as_dict())
     else:
         show_search(found.as_dict(), console())
+
+
+def _write(path: Path, found: SearchResult) -> None:
+    write_as(path, {
+        ".json": lambda to: write_json(to, found.as_dict()),
+        ".csv": lambda to: write_csv(to, found.table(), names=COLUMNS),
+        ".parquet": lambda to: write_parquet(to, found.table(), COLUMNS),
+        ".html": lambda to: write_search_page(to, found.as_dict()),
+    })  # fmt: skip
 
 
 def _objective(name: str, price: str, kwh_price: str, pue: str, tokens: str, deadline: float) -> Objective:
@@ -143,15 +151,14 @@ def _choices(fixed: list[str], vary: list[str], gpus: str, gpu: str) -> Choices:
     return found
 
 
-def _described(path: Path | None, others: list[str]) -> Base:
-    if path is None:
-        raise OptionError("nothing to search: name a setup file, or a trace with --from")
-    reading = read_setup_with_notes(path, others)
-    return reading.setup, None, tuple(reading.notes)
-
-
-def _calibrated(source: Path, others: list[str], path: Path | None) -> Base:
-    """From a trace of the run, whose setup is inferred and completed by a setup file."""
+def _base(path: Path | None, fixed: list[str], source: Path | None) -> Base:
+    """From a setup file, or from a trace whose setup is inferred and completed by the file."""
+    others = [text for text in fixed if text.partition("=")[0].strip() not in (*AXES, *DERIVED)]
+    if source is None:
+        if path is None:
+            raise OptionError("nothing to search: name a setup file, or a trace with --from")
+        reading = read_setup_with_notes(path, others)
+        return reading.setup, None, tuple(reading.notes)
     run = load_run(source, "", "", "", None)
     inferred = infer(run)
     traced = complete(inferred, read_plain(path), any(header.shapes for header in run.execution.trace.headers)).setup

@@ -15,7 +15,7 @@ from lumos.errors import InputError
 from lumos.measure.boosting import grow
 from lumos.measure.operator_rows import operator_of
 from lumos.measure.sample_file import lines_of
-from lumos.measure.time_collectives import COLLECTIVES
+from lumos.measure.sample_grid import COLLECTIVES
 from lumos.program.operators import Operator
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named
 

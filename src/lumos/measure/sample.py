@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from lumos.errors import OptionError
 from lumos.measure.sample_file import SampleFile, open_samples
-from lumos.measure.sample_grid import COUNTS, Row, rows
-from lumos.measure.time_collectives import COLLECTIVES, collective_rows, measure_collectives
+from lumos.measure.sample_grid import COLLECTIVES, COUNTS, Row, collective_rows, rows
 
 Progress = Callable[[int, int, str], None]
 
@@ -86,7 +85,7 @@ def sample_machine(
     """Measure collectives, which take a minute, and then operators until the time is up."""
     timer, end = timer or gpu_timer(), time.monotonic() + plan.seconds
     with open_samples(output, timer.about) as samples:
-        together = _append(samples, plan.collectives(), lambda todo: measure_collectives(todo, end), progress)
+        together = _append(samples, plan.collectives(), lambda todo: _collectives(todo, end), progress)
         alone = _append(samples, plan.operators(), lambda todo: _timed(todo, timer, end), progress)
     return Sampled(together.measured + alone.measured, together.left + alone.left)
 
@@ -101,6 +100,14 @@ def _append(
         if progress is not None:
             progress(len(rows) - len(todo) + measured, len(rows), str(row["op"]))
     return Sampled(measured, len(todo) - measured)
+
+
+def _collectives(todo: list[Row], end: float) -> Iterator[Row]:
+    """Collectives with their times, until `end` on the monotonic clock."""
+    if todo:
+        from lumos.measure.time_collectives import measure_collectives
+
+        yield from measure_collectives(todo, end)
 
 
 def _timed(todo: list[Row], timer: Timer, end: float) -> Iterator[Row]:

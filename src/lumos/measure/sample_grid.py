@@ -1,4 +1,4 @@
-"""The sample grid: which operators `lumos sample` measures, at which shapes.
+"""The sample grid: which operators and collectives `lumos sample` measures, at which shapes.
 
 The shapes are drawn from the values in data/sample_grid.toml, with some odd ones among them. A fixed seed shuffles the
 order and spreads every operator over all of it: a run that stops early leaves a smaller grid, not a lopsided one.
@@ -7,7 +7,7 @@ order and spreads every operator over all of it: a run that stops early leaves a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from lumos.data_files import read_table
 
@@ -21,6 +21,8 @@ _SLOWER = {"fp32": 16.0, "tf32": 2.0, "fp8": 0.5}  # matmuls, compared with bf16
 
 COUNTS: dict[str, int] = _GRID["counts"]
 """How many shapes of each operator; `:dtype` where it is not bf16."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+COLLECTIVE_BYTES = tuple(1 << power for power in range(10, 31))  # 1 KiB to 1 GiB
 
 
 def rows(scale: float = 1.0, only: frozenset[str] = frozenset(), seed: int = 0) -> list[Row]:
@@ -35,6 +37,20 @@ def rows(scale: float = 1.0, only: frozenset[str] = frozenset(), seed: int = 0) 
         for place, row in enumerate(_distinct(operator, dtype or "bf16", wanted, draw)):
             placed.append(((place + draw.random()) / wanted, row))
     return [row for _, row in sorted(placed, key=lambda item: item[0])]
+
+
+def collective_rows(
+    gpus: int, sizes: Iterable[int] = COLLECTIVE_BYTES, only: frozenset[str] = frozenset(COLLECTIVES)
+) -> list[Row]:
+    """The collectives to sample on a machine: among all its GPUs, and among every power of two below."""
+    groups = sorted({gpus, *(1 << power for power in range(1, gpus.bit_length()) if 1 << power <= gpus)} - {0, 1})
+    return [
+        {"op": name, "bytes": size, "ranks": ranks}
+        for ranks in groups
+        for size in sizes
+        for name in COLLECTIVES
+        if name in only and (name != "p2p" or ranks == 2)
+    ]
 
 
 def _distinct(operator: str, dtype: str, wanted: int, draw: random.Random) -> Iterator[Row]:

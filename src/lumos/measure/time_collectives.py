@@ -11,19 +11,19 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, distributed, multiprocessing
+
 from lumos.errors import OptionError
 
 Row = dict[str, Any]
 Call = Callable[[], object]
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
-SIZES = tuple(1 << power for power in range(10, 31))  # 1 KiB to 1 GiB
 
 _WARM_UP = 3
 _LEAD_CYCLES = 1_000_000  # about half a millisecond, in which the host gets ahead of the GPU
@@ -31,20 +31,6 @@ _TIMEOUT = timedelta(minutes=3)  # for a rank that does not answer
 _POLL_S = 0.1
 _ELEMENT = 4  # bytes of fp32
 _ERROR = re.compile(r"[\w.]+(Error|Exception): ")
-
-
-def collective_rows(
-    gpus: int, sizes: Iterable[int] = SIZES, only: frozenset[str] = frozenset(COLLECTIVES)
-) -> list[Row]:
-    """What to measure on a machine: groups of all its GPUs, and of every power of two below."""
-    groups = sorted({gpus, *(1 << power for power in range(1, gpus.bit_length()) if 1 << power <= gpus)} - {0, 1})
-    return [
-        {"op": name, "bytes": size, "ranks": ranks}
-        for ranks in groups
-        for size in sizes
-        for name in COLLECTIVES
-        if name in only and (name != "p2p" or ranks == 2)
-    ]
 
 
 def measure_collectives(rows: list[Row], end: float = float("inf"), backend: str = "nccl") -> Iterator[Row]:
@@ -67,8 +53,6 @@ class _Group(NamedTuple):
 
 
 def _measure_group(rows: list[Row], ranks: int, seconds: float, backend: str) -> Iterator[Row]:
-    from torch import multiprocessing
-
     answers = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         group = _Group(rows, ranks, seconds, backend, f"file://{folder}/meeting", answers)
@@ -85,11 +69,9 @@ def _measure_group(rows: list[Row], ranks: int, seconds: float, backend: str) ->
 
 
 def _has_finished(processes: Any, ranks: int) -> bool:
-    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-
     try:
         return bool(processes.join(timeout=_POLL_S))
-    except (ProcessExitedException, ProcessRaisedException) as problem:
+    except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as problem:
         lines = str(problem).strip().splitlines()  # a traceback; hints may follow the error itself
         why = next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])[:200]
         raise OptionError(f"collectives of {ranks} ranks failed ({why}); leave them out: --no-collectives") from None
@@ -97,9 +79,6 @@ def _has_finished(processes: Any, ranks: int) -> bool:
 
 def _run_rank(rank: int, group: _Group) -> None:
     """One process of a group: measure every row together with the others; rank 0 reports."""
-    import torch
-    from torch import distributed
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     if group.backend == "nccl":
         torch.cuda.set_device(rank)
@@ -120,10 +99,6 @@ class _Rank:
     """One rank: its tensors, its clock, and how it waits for the others."""
 
     def __init__(self, rank: int, group: _Group) -> None:
-        import torch
-        from torch import distributed
-
-        self._torch, self._distributed = torch, distributed
         self._rank, self._ranks = rank, group.ranks
         self._end = time.monotonic() + group.seconds
         self._on_gpu = group.backend == "nccl"
@@ -133,7 +108,7 @@ class _Rank:
     def time_is_up(self) -> bool:
         """Whether to stop: rank 0 decides, because all ranks must do the same."""
         flag = self._tensor(1).fill_(float(time.monotonic() > self._end))
-        self._distributed.broadcast(flag, 0)
+        distributed.broadcast(flag, 0)
         return bool(flag.item())
 
     def microseconds(self, row: Row) -> float:
@@ -144,15 +119,15 @@ class _Rank:
         repetitions = 20 if size <= 16 << 20 else 10 if size <= 256 << 20 else 5
         timed = self._timed_on_gpu if self._on_gpu else self._timed_on_cpu
         slowest = self._tensor(1).fill_(median(timed(call) for _ in range(repetitions)))
-        self._distributed.all_reduce(slowest, self._distributed.ReduceOp.MAX)
+        distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
         return float(slowest.item())
 
-    def _tensor(self, size: int) -> Any:
-        return self._torch.zeros(size, device=self._device)
+    def _tensor(self, size: int) -> Tensor:
+        return torch.zeros(size, device=self._device)
 
     def _call(self, name: str, size: int) -> Call:
         """The collective on a tensor of `size` elements."""
-        dist, part = self._distributed, max(1, size // self._ranks)
+        dist, part = distributed, max(1, size // self._ranks)
         if name in ("all_reduce", "p2p"):
             whole = self._tensor(size)
             if name == "all_reduce":
@@ -170,10 +145,10 @@ class _Rank:
 
     def _timed_on_gpu(self, call: Call) -> float:
         """Between two events; the sleep and the reduction before them are queued, so that no launch is timed."""
-        cuda = self._torch.cuda
+        cuda = torch.cuda
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         cuda._sleep(_LEAD_CYCLES)
-        self._distributed.all_reduce(self._barrier)
+        distributed.all_reduce(self._barrier)
         start.record()
         call()
         end.record()
@@ -181,7 +156,7 @@ class _Rank:
         return float(start.elapsed_time(end)) * 1e3
 
     def _timed_on_cpu(self, call: Call) -> float:
-        self._distributed.barrier()
+        distributed.barrier()
         began = time.perf_counter()
         call()
         return (time.perf_counter() - began) * 1e6
