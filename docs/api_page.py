@@ -14,9 +14,9 @@ import lumos
 
 PAGE = Path(__file__).parent / "api.md"
 _GROUPS = {
-    "From a trace": ("read_job", "replay", "predict", "Scale", "compare", "Replay", "Prediction", "Trace"),
-    "From a description": ("read_setup", "write_setup", "Setup", "forecast", "Forecast", "search"),
-    "From a trace to another configuration": ("Source", "change"),
+    "Predictions": ("predict", "Prediction", "Scale"),
+    "Traces": ("read_job", "replay", "Replay", "compare", "Trace"),
+    "Descriptions": ("read_setup", "write_setup", "Setup", "search"),
     "Recording": ("capture",),
     "Mistakes": ("LumosError",),
 }

@@ -16,10 +16,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 import lumos
-from lumos.cli.main import app
+from lumos.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -92,7 +91,7 @@ def lines_that_are_not_run() -> Iterator[tuple[str, str]]:
 
 
 def test_options_named_anywhere_exist() -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
+    commands = {name: command.load(name) for name, command in COMMANDS.items()}
     seen = 0
     for page, line in lines_that_are_not_run():
         words = shlex.split(line.replace("'", "").replace("\\", ""))
@@ -109,6 +108,7 @@ def test_options_named_anywhere_exist() -> None:
 
 
 def test_the_keys_of_the_json_are_those_that_the_page_lists() -> None:
+    (ROOT / "out").mkdir(exist_ok=True)
     text = (DOCS / "commands.md").read_text("utf-8")
     rows = re.findall(r"^\| `(lumos [^`]*)` \| `([^`]*)` \|$", text, re.MULTILINE)
     assert len(rows) >= 9
@@ -227,7 +227,7 @@ def test_files_of_the_project_that_a_page_names_exist(page: Path) -> None:
 
 def test_every_command_is_explained() -> None:
     text = "\n".join(page.read_text("utf-8") for page in WRITTEN)
-    missing = [name for name in get_command(app).commands if f"lumos {name}" not in text]  # type: ignore[attr-defined]
+    missing = [name for name in COMMANDS if f"lumos {name}" not in text]
     assert missing == []
 
 
@@ -253,10 +253,24 @@ def test_the_page_on_python_is_what_the_code_says() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(lumos.__all__) == [
-        "Forecast", "LumosError", "Prediction", "Replay", "Scale", "Setup", "Source", "Trace", "capture", "change",
-        "compare", "forecast", "predict", "read_job", "read_setup", "replay", "search", "write_setup",
+        "LumosError", "Prediction", "Replay", "Scale", "Setup", "Trace", "capture", "compare", "predict", "read_job",
+        "read_setup", "replay", "search", "write_setup",
     ]  # fmt: skip
     assert all(getattr(lumos, name) is not None for name in lumos.__all__)
+
+
+def test_the_help_of_all_commands_is_that_of_each() -> None:
+    for name, command in COMMANDS.items():
+        first = inspect.cleandoc(command.load(name).help or "").partition("\n")[0]
+        assert first == command.help, name
+
+
+def test_help_and_version_do_not_wait_for_numpy() -> None:
+    code = "import sys; from lumos.cli.main import main\ntry: main()\nfinally: assert 'numpy' not in sys.modules"
+    for option in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "lumos" in done.stdout or "Usage" in done.stdout
 
 
 def test_the_tree_of_contributing_is_the_tree() -> None:

@@ -31,17 +31,20 @@ class _Command(NamedTuple):
 
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # options after COMMAND are its own
+_SEARCH = "Which TP, PP, CP, EP, DP, ZeRO, micro-batch, recomputation and schedule are best, and do they fit?"
+_MERGE = "Merge the shards of a search or a score into the answer that one run without --shard would have given."
+_SAMPLE = "Measure operators on this machine's GPU (needs torch), as input for lumos fit."
 COMMANDS = {
     "replay": _Command("replay_command", "Is the graph right, and where does the time go?"),
     "predict": _Command("predict_command", "What would this run do: from its description, or from a trace?"),
     "compare": _Command("compare_command", "Why does one run take longer than another?"),
     "convert": _Command("convert_command", "Write a run in another format: Chakra, Kineto or Perfetto."),
-    "search": _Command("search_command", "Which parallelism, micro-batch and schedule are best, and do they fit?"),
-    "merge": _Command("merge_command", "Merge the parts of a search or score that was run as shards."),
-    "score": _Command("score_command", "How far are predictions from measured runs?"),
-    "cost": _Command("cost_command", "What do operators cost on a GPU?"),
-    "sample": _Command("sample_command", "Measure operators and collectives on the GPUs of this machine."),
-    "fit": _Command("fit_command", "Fit a cost model to samples."),
+    "search": _Command("search_command", _SEARCH),
+    "merge": _Command("merge_command", _MERGE),
+    "score": _Command("score_command", "How accurate are the predictions for measured runs?"),
+    "cost": _Command("cost_command", "How long do single operators take, isolated and from a cold cache?"),
+    "sample": _Command("sample_command", _SAMPLE),
+    "fit": _Command("fit_command", "Fit a cost model to samples (needs the extra [fit])."),
     "capture": _Command("capture_command", "Record some steps of a training script.", _PASS_ON),
     "check": _Command("check_command", "What does a trace lack, for which answers, and how is it recorded?"),
     "demo": _Command("replay_command", "Replay the example in the package: four ranks, one of them slow."),
