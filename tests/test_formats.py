@@ -857,7 +857,7 @@ def test_convert_writes_a_trace_for_every_rank_or_one_view_of_all(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-o", "x.html"], "the extension must say the form"),
+        (["-o", "x.html"], "the extension must name the format"),
         (["-o", "missing/x.et"], "does not exist; create it first"),
         (["-o", "x.et", "--et", "nothing"], "--et nothing: no such file or folder"),
         (["-o", "x.et", "--et", "."], "no PyTorch execution trace"),

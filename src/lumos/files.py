@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, in the form their extension names."""
+"""Output files: written as a whole or not at all, in the format of their extension."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import orjson
+
 from lumos.errors import OptionError
 
 FORMS = (".html", ".json", ".csv", ".trace.json", ".trace.json.gz")
 
 
 def form_of(path: Path, forms: Sequence[str] = FORMS) -> str:
-    """The form a file name asks for."""
+    """The format that a file name asks for."""
     for form in sorted(forms, key=len, reverse=True):
         if path.name.endswith(form):
             return form
     choice = f"one of {', '.join(forms)}" if len(forms) > 1 else forms[0]
-    raise OptionError(f"-o {path}: the extension must say the form; use {choice}")
+    raise OptionError(f"-o {path}: the extension must name the format; use {choice}")
 
 
 @contextmanager
@@ -48,8 +50,6 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 def write_json(path: Path, answer: dict[str, Any]) -> None:
     """The answer as JSON."""
-    import orjson
-
     with whole_file(path) as file:
         file.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2))
 
@@ -70,7 +70,7 @@ def write_csv(
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """Rows of a table as Parquet, with these columns where there is none."""
+    """Rows of a table as Parquet, with these columns if there is no row."""
     import polars
 
     content = io.BytesIO()
@@ -81,7 +81,7 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[st
 
 
 def check_output(path: Path | None, source: Path | None, forms: Sequence[str] = FORMS) -> None:
-    """Refuse what cannot be written before any work is done for it."""
+    """Refuse an output that cannot be written before any work is done for it."""
     if path is None:
         return
     form_of(path, forms)
@@ -95,8 +95,8 @@ Writer = Callable[[Path], None]
 
 
 def write_as(path: Path, writers: dict[str, Writer]) -> None:
-    """Write a file with the writer for its form."""
+    """Write a file with the writer for its format."""
     form = form_of(path, tuple(dict.fromkeys((*FORMS, *writers))))
     if form not in writers:
-        raise OptionError(f"-o {path}: this answer cannot be had as {form}; use one of {', '.join(writers)}")
+        raise OptionError(f"-o {path}: this answer cannot be written as {form}; use one of {', '.join(writers)}")
     writers[form](path)

@@ -38,7 +38,7 @@ class Nodes:
     is_return: Bools  # return of a blocking call, or transfer of a communication kernel
     first_node: Small  # of every row; -1 for rows that are not in the graph
     last_node: Small
-    parent: Small  # the row around every row of a thread; -1 where there is none
+    parent: Small  # the row around every row of a thread; -1 if there is none
 
     def __len__(self) -> int:
         return len(self.start)

@@ -170,7 +170,7 @@ def _values(found: _Values | list[Any] | None, shapes: Any, types: Any) -> _Valu
 
 
 def _tensors(values: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Tensors are lists of id, storage, offset, elements, bytes of an element, device; they may stand in lists."""
+    """Tensors are lists of id, storage, offset, elements, bytes of an element, device; they may be nested in lists."""
     if not isinstance(values, list) or depth > 8:
         return
     if len(values) == 6 and isinstance(values[5], str) and all(isinstance(v, int) for v in values[:5]):

@@ -116,7 +116,7 @@ class _Numbers(dict[str, int]):
 
 
 class _LaneNumbers(dict[tuple[bool, Any, Any], int]):
-    """Numbers lanes by what stands in the file; different spellings may be one lane."""
+    """Numbers lanes by their keys in the file; different spellings may be one lane."""
 
     def __init__(self, lanes: dict[tuple[bool, str, str], int]) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class _Columns:
             keys[i] = (True, device, stream)
         try:
             return np.array(list(map(self.lane_of.__getitem__, keys)), np.int32)
-        except TypeError:  # a list or an object stands where a number belongs
+        except TypeError:  # a list or an object in place of a number
             return np.array([self.lane_of[s, _text(p), _text(t)] for s, p, t in keys], np.int32)
 
     def _message(self, args: _Args) -> int:
