@@ -2,7 +2,7 @@
 
     python docs/build.py out/docs
 
-A link to a page that is not there, or to a heading that it does not have, ends the build.
+A link to a page or heading that does not exist stops the build.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ DOCS = Path(__file__).resolve().parent
 _GROUPS = {
     "Start": ("index", "tutorial", "howto"),
     "Understand": ("concepts", "design"),
-    "Look up": ("commands", "setup", "capture", "reports", "scoring", "api"),
-    "Measured": ("accuracy", "changes", "forecasts", "energy", "files", "speed", "forecast_speed", "report_speed"),
+    "Reference": ("commands", "setup", "capture", "reports", "scoring", "api"),
+    "Accuracy": ("accuracy", "changes", "forecasts", "searches", "energy", "files"),
+    "Speed": ("speed", "forecast_speed", "search_speed", "report_speed", "stranger"),
 }
 _OUTSIDE = re.compile(r"^(https?:|mailto:)")
 
 
 class BrokenLinkError(Exception):
-    """A page points to what is not there."""
+    """A page has a link to something that does not exist."""
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Page:
     body: str
     anchors: set[str]
     contents: list[tuple[str, str]]  # (anchor, text) of its sections
-    links: list[str] = field(default_factory=list)  # as the Markdown has them
+    links: list[str] = field(default_factory=list)  # as written in the Markdown
 
     @property
     def address(self) -> str:
@@ -50,7 +51,7 @@ class Page:
 
     @property
     def up(self) -> str:
-        """From here to the top of the site."""
+        """The relative path to the top of the site."""
         return "../" * self.address.count("/")
 
 
@@ -91,21 +92,21 @@ def _name_headings(tokens: Sequence[Token], page: Page) -> None:
 
 
 def _turn_link(token: Token, page: Page) -> None:
-    """Links between pages become links between files of the site."""
+    """Turn a link between Markdown files into one between pages of the site."""
     name = {"link_open": "href", "image": "src"}.get(token.type)
     if name is None:
         return
     target = str(token.attrGet(name) or "")
     if _OUTSIDE.match(target):
         if name == "src":
-            raise BrokenLinkError(f"{page.source.name}: {target} is a picture from elsewhere; keep it in docs/")
+            raise BrokenLinkError(f"{page.source.name}: {target} is a picture on another site; keep a copy in docs/")
         return
     page.links.append(target)
     token.attrSet(name, re.sub(r"\.md(?=$|#)", ".html", target))
 
 
 def check_links(pages: Sequence[Page]) -> None:
-    """Every link must lead somewhere."""
+    """Raise BrokenLinkError with every link that leads nowhere."""
     known = {page.source: page for page in pages}
     wrong = []
     for page in pages:
@@ -121,14 +122,14 @@ def check_links(pages: Sequence[Page]) -> None:
 
 
 def grouped(pages: Sequence[Page]) -> list[tuple[str, list[Page]]]:
-    """Pages in reading order; those that nobody has placed come last."""
+    """Pages in reading order; those without a group come last."""
     by_name = {page.source.relative_to(DOCS).with_suffix("").as_posix(): page for page in pages}
     groups = [(group, [by_name.pop(name) for name in names if name in by_name]) for group, names in _GROUPS.items()]
     return [*groups, ("More", list(by_name.values()))] if by_name else groups
 
 
 def build(target: Path) -> list[Page]:
-    """Write the site; nothing is written where a link is broken."""
+    """Write the site, unless a link is broken."""
     pages = [read_page(path) for path in sorted(DOCS.rglob("*.md"))]
     check_links(pages)
     groups = grouped(pages)
@@ -148,7 +149,7 @@ def build(target: Path) -> list[Page]:
 
 
 def main() -> int:
-    """Build, or say which links are broken."""
+    """Build the site, or print the broken links and return 2."""
     target = Path(sys.argv[1] if len(sys.argv) > 1 else "out/docs")
     try:
         order = build(target)

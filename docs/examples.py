@@ -1,12 +1,12 @@
-"""Examples and quotes in the documentation: found, run, compared, and brought up to date.
+"""Runs the examples of the documentation, compares what they print, checks quotes, and updates both.
 
-    ```sh            every line is run from the root of the repository; `# exits with 2` where it is to fail
+    ```sh            every line is run from the root of the repository; `# exits with 2` if it is to fail
     ```python        the blocks of a page are run one after the other, in one namespace
-    ```text          what the block of commands or Python before it prints, under the same heading; shortened:
-                     a line of … stands for any lines, a line that ends in … for the rest of its line
-    > …              words or rows of another page, word for word; the last line names it: > — [accuracy](accuracy.md)
+    ```text          what the commands or Python before it print, under the same heading, shortened:
+                     a line of … stands for any lines, … at the end of a line for the rest of the line
+    > …              words or rows of another page, verbatim; the last line names it: > — [accuracy](accuracy.md)
 
-`python docs/examples.py` says what does not hold; `--refresh` writes what is printed, and said, now into the pages.
+`python docs/examples.py` lists what is out of date; `--refresh` writes the current output and quotes into the pages.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 _FAILS = re.compile(r"#\s*exits with (\d+)\s*$")
 _SOURCE = re.compile(r"^— \[[^\]]*\]\(([\w./-]+\.md)(?:#[\w-]*)?\)$")
-_ELSEWHERE = ("python ", "lumos capture ")  # these start processes of their own, and take long
-_NOT_RUN = ("make ", "pip ", "git ")  # they set up what is there already
+_OWN_PROCESS = ("python ", "lumos capture ")  # start processes, and take long
+_NOT_RUN = ("make ", "pip ", "git ")  # set up what tests have already
 
 
 @dataclass
 class Example:
-    """A block of a page that is run, and the lines that the page says it prints."""
+    """A block of a page that is run, and the output that the page shows."""
 
     page: Path
     line: int
@@ -49,12 +49,12 @@ class Example:
 
     @property
     def slow(self) -> bool:
-        return self.language == "sh" and any(line.startswith(_ELSEWHERE) for line in self.code.splitlines())
+        return self.language == "sh" and any(line.startswith(_OWN_PROCESS) for line in self.code.splitlines())
 
 
 @dataclass
 class Quote:
-    """Lines that a page takes from another."""
+    """Lines that a page quotes from another."""
 
     page: Path
     source: Path
@@ -66,11 +66,11 @@ class Quote:
 
 
 def pages() -> list[Path]:
-    """The front page, and all of docs/."""
+    """README.md, and all pages of docs/."""
     return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
-# ---------------------------------------------------------------------- what a page holds
+# ---------------------------------------------------------------------- the contents of a page
 def fences(page: Path) -> Iterator[tuple[int, str, list[str]]]:
     """(line, language, content) of every fenced block; headings come as blocks of language "#"."""
     begin, language = 0, ""
@@ -89,7 +89,7 @@ def fences(page: Path) -> Iterator[tuple[int, str, list[str]]]:
 
 
 def examples_of(page: Path) -> list[Example]:
-    """What is run of a page, in order."""
+    """The blocks of a page that are run, in order."""
     found: list[Example] = []
     last: Example | None = None
     for begin, language, content in fences(page):
@@ -104,7 +104,7 @@ def examples_of(page: Path) -> list[Example]:
 
 
 def quotes_of(page: Path) -> list[Quote]:
-    """What a page takes from others."""
+    """The quotes of a page from other pages."""
     found: list[Quote] = []
     lines: list[tuple[int, str]] = []
     for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
@@ -121,16 +121,16 @@ def quotes_of(page: Path) -> list[Quote]:
     return found
 
 
-# ---------------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------------- running
 def printed_by(example: Example, namespace: dict[str, Any] | None = None) -> list[str]:
-    """What an example prints; AssertionError where it fails otherwise than the page says."""
+    """The output of an example; AssertionError if its exit code is not the one that the page states."""
     if example.language == "python":
         return _python(example.code, {"__name__": "__main__"} if namespace is None else namespace)
     return [line for command in _commands(example.code) for line in _run(command)]
 
 
 def _commands(code: str) -> Iterator[str]:
-    """Lines of `lumos`, and what is between them as one script each."""
+    """Each line of `lumos`, and the lines between them as one script."""
     script: list[str] = []
     for line in code.replace("\\\n", " ").splitlines():
         if line.startswith("lumos ") or line.startswith(_NOT_RUN):
@@ -149,7 +149,7 @@ def _commands(code: str) -> Iterator[str]:
 def _run(command: str) -> tuple[str, ...]:
     failing = _FAILS.search(command)
     expected = int(failing[1]) if failing else 0
-    here = command.startswith("lumos ") and not command.startswith(_ELSEWHERE)
+    here = command.startswith("lumos ") and not command.startswith(_OWN_PROCESS)
     code, text, complaint = _lumos(shlex.split(command, comments=True)[1:]) if here else _shell(command)
     assert code == expected, f"{command}: exit code {code}, not {expected}\n{complaint}"
     assert failing or not here or not complaint, f"{command}: {complaint}"
@@ -157,7 +157,7 @@ def _run(command: str) -> tuple[str, ...]:
 
 
 def _lumos(arguments: list[str]) -> tuple[int, str, str]:
-    """The command line in this process: a tenth of the time of a new one."""
+    """Run the command line in this process, in a tenth of the time of a new one: (exit code, stdout, stderr)."""
     from lumos.cli.main import main
 
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
@@ -190,12 +190,12 @@ def _python(code: str, namespace: dict[str, Any]) -> list[str]:
 
 # ---------------------------------------------------------------------- comparison
 def plain(text: str) -> str:
-    """Without the padding of columns."""
+    """The text without the padding of columns."""
     return re.sub(r"\s+", " ", text).strip()
 
 
 def stale_lines(example: Example, printed: list[str]) -> list[tuple[int, str]]:
-    """Lines that a page shows and the example does not print, in that order."""
+    """The shown lines that the example does not print in this order."""
     lines, at, stale = [plain(line) for line in printed], 0, []
     for number, text in example.shown:
         wanted = plain(text)
@@ -214,13 +214,13 @@ def _says(line: str, wanted: str) -> bool:
 
 
 def stale_quotes(quote: Quote) -> list[tuple[int, str]]:
-    """Quoted lines that the other page does not have."""
+    """The quoted lines that the other page does not have."""
     source = plain(quote.source.read_text("utf-8"))
     return [(number, text) for number, text in quote.lines if plain(text) not in source]
 
 
 def _nearest(text: str, lines: list[str]) -> str:
-    """The line that says now what `text` said: equal but for its numbers, else the most similar one; "" if none."""
+    """The line that replaces `text`: equal but for its numbers, else the most similar one; "" if there is none."""
     def masked(line: str) -> str:
         return re.sub(r"[\d,.]+", "0", plain(line))
 
@@ -234,7 +234,7 @@ def _nearest(text: str, lines: list[str]) -> str:
 
 
 def changes_of(page: Path) -> dict[int, str]:
-    """Lines of a page that do not hold, with what would; "" where nothing is like it."""
+    """Out-of-date lines of a page, each with its replacement; "" if there is none."""
     changes: dict[int, str] = {}
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for example in examples_of(page):
@@ -252,7 +252,7 @@ def changes_of(page: Path) -> dict[int, str]:
 
 
 def main() -> int:
-    """Report, or refresh, what does not hold."""
+    """List what is out of date, or refresh it."""
     refresh, left = "--refresh" in sys.argv, 0
     for page in pages():
         text, changes = page.read_text("utf-8").splitlines(), changes_of(page)
