@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +57,12 @@ def slow(_: None, chunk: int) -> int:
     return chunk
 
 
+def endless(folder: Path, chunk: int) -> int:
+    (folder / str(os.getpid())).touch()
+    time.sleep(600)
+    return chunk
+
+
 def counted(folder: Path, chunk: int) -> int:
     (folder / f"{chunk}-{os.getpid()}-{time.monotonic_ns()}").touch()
     return chunk
@@ -102,6 +110,27 @@ def test_giving_up_early_leaves_no_process() -> None:
         next(engine.run(Job(slow, None), list(range(6))))
         assert psutil.pid_exists(pid)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_interrupted_run_ends_at_once_and_leaves_no_process(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys, test_engines as t\n"
+        "with t.engine_named('local', 2) as engine:\n"
+        "    list(engine.run(t.Job(t.endless, pathlib.Path(sys.argv[1])), [0, 1]))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while len(list(tmp_path.iterdir())) < 2 and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: the workers get it, too
+    _, said = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    workers = [int(path.name) for path in tmp_path.iterdir()]
+    deadline = time.monotonic() + 60
+    while any(map(psutil.pid_exists, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, workers))
 
 
 @pytest.mark.parametrize(
