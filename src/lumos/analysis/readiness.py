@@ -1,11 +1,12 @@
 """Readiness: what a trace lacks, which answers that costs, and how to record it.
 
-A finding says what is so of this trace; nothing is guessed. Whatever is there is not mentioned.
+A finding states a fact about the trace; nothing is guessed, and what is there is not mentioned. Its words are in
+`lumos/data/readiness.toml`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from lumos.analysis.replay import Replay
 from lumos.change.kernel_labels import RankLabels, label
+from lumos.data_files import read_table
 from lumos.trace.names import CPU_COMPUTE, CallKind, Category, is_step
 from lumos.trace.steps import WHOLE
 from lumos.trace.trace import Trace
@@ -58,7 +60,8 @@ class Readiness:
     @cached_property
     def findings(self) -> list[Finding]:
         """Everything that is missing; what costs most answers first."""
-        return [finding for check in _CHECKS for finding in check(self)]
+        found = (lack for check in _CHECKS for lack in check(self))
+        return [_finding(name, values) for name, values in found]
 
     @property
     def ready(self) -> dict[str, bool]:
@@ -140,289 +143,116 @@ def _number(step: str) -> int:
     return int(step.rpartition("#")[2].strip() or 0)
 
 
-# The checks; each says what it finds, or nothing.
+Lack = tuple[str, dict[str, Any]]
+"""A section of readiness.toml, and the values that it mentions."""
 
 
-def _whole_file(found: Readiness) -> list[Finding]:
+def _finding(name: str, values: dict[str, Any]) -> Finding:
+    texts = read_table("readiness.toml")[name]
+    return Finding(**{key: text.format(capture=_CAPTURE, **values) for key, text in texts.items()})
+
+
+def _whole_file(found: Readiness) -> Iterator[Lack]:
     damaged = [w for w in found.trace.warnings if any(text in w for text in _DAMAGE)]
-    if not damaged:
-        return []
-    return [
-        Finding(
-            "the whole file",
-            damaged[0] + (f" ({len(damaged)} such)" if len(damaged) > 1 else ""),
-            "all: what came after is not in any of them",
-            "let the profiler end before the process does; lumos.capture names a file only when it is whole",
-        )
-    ]
+    if damaged:
+        more = f" ({len(damaged)} such)" if len(damaged) > 1 else ""
+        yield "whole_file", {"damage": damaged[0] + more}
 
 
-def _gpu(found: Readiness) -> list[Finding]:
+def _activity(found: Readiness) -> Iterator[Lack]:
     if found.on_cpu:
-        return [
-            Finding(
-                "a GPU",
-                "no GPU was used: operators of the CPU stand for kernels",
-                "cost models and other GPUs: predict --set cluster.gpu=…",
-                "run it on a GPU, with ProfilerActivity.CUDA",
-            )
-        ]
-    if found.has_compute:
-        return []
-    return [
-        Finding(
-            "GPU activity",
-            "there are calls, and no kernels",
-            "all about the GPU: compute, overlap, what-ifs with compute=, changed setups",
-            f"torch.profiler.profile(activities=[CPU, CUDA]); {_CAPTURE}",
-        )
-    ]
+        yield "gpu", {}
+    elif not found.has_compute:
+        yield "gpu_activity", {}
+    if not found.has_host:
+        yield "host", {}
+    elif not found.has_operators:
+        yield "operators", {}
 
 
-def _host(found: Readiness) -> list[Finding]:
-    if found.has_host:
-        return []
-    return [
-        Finding(
-            "the host",
-            "there are kernels, and no calls or operators of the CPU",
-            "whether the host decides, --scale cpu, operators, changed setups; gaps keep their length",
-            f"torch.profiler.profile(activities=[CPU, CUDA]); {_CAPTURE}",
-        )
-    ]
+def _ranks(found: Readiness) -> Iterator[Lack]:
+    if found.missing_ranks > 0:
+        least = "" if found.stated_world == found.world else "at least "
+        fake = any(header.backend == FAKE for header in found.trace.headers)
+        here = f"{len(found.trace.ranks)} of {least}{found.world} ranks"
+        yield "real_peers" if fake else "all_ranks", {"here": here}
 
 
-def _ranks(found: Readiness) -> list[Finding]:
-    if found.missing_ranks <= 0:
-        return []
-    least = "" if found.stated_world == found.world else "at least "
-    here = f"{len(found.trace.ranks)} of {least}{found.world} ranks"
-    if any(header.backend == FAKE for header in found.trace.headers):
-        return [
-            Finding(
-                "real peers",
-                f"{here}, in a fake process group: collectives moved nothing",
-                "replay is without communication; predict SETUP --from takes it from the model",
-                "for measured communication record a real job, all ranks",
-            )
-        ]
-    return [
-        Finding(
-            "all ranks",
-            here,
-            "waiting cannot be told from transfer; no stragglers; --scale comm scales both",
-            f"every rank into one folder: {_CAPTURE}",
-        )
-    ]
-
-
-def _step_marks(found: Readiness) -> list[Finding]:
-    if found.run.marks.names != (WHOLE,):
-        return []
-    partly = any(found.steps_of_ranks.values())
-    return [
-        Finding(
-            "step marks",
-            "ranks have no step in common" if partly else "nothing says where a step begins",
-            "step times are those of the whole trace; --step; clean_ms of a typical step",
-            f"profiler.step() after every step, on all ranks; {_CAPTURE}",
-        )
-    ]
-
-
-def _same_steps(found: Readiness) -> list[Finding]:
-    sets = {tuple(names) for names in found.steps_of_ranks.values()}
-    if len(sets) < 2 or found.run.marks.names == (WHOLE,):
-        return []
-    few = min(found.steps_of_ranks.items(), key=lambda item: len(item[1]))
-    return [
-        Finding(
-            "the same steps on all ranks",
-            f"rank {few[0]} has {len(few[1])} marked steps, another has {max(map(len, sets))}",
-            f"answers are about the {len(found.run.marks.names)} that all have",
-            f"the same schedule on every rank; {_CAPTURE}",
-        )
-    ]
-
-
-def _warm_up(found: Readiness) -> list[Finding]:
-    names, note = found.run.marks.names, found.run.marks.note
+def _steps(found: Readiness) -> Iterator[Lack]:
+    names, sets = found.run.marks.names, {tuple(marked) for marked in found.steps_of_ranks.values()}
     if names == (WHOLE,):
-        return []
-    slow = _first_over_others(found.trace.duration[note].mean(axis=1))  # of the host; the GPU may be behind at first
-    if slow <= _SLOW_FIRST and _number(names[0]) > 0:
-        return []
-    said = f"the first step takes {slow:.1f} times the others" if slow > _SLOW_FIRST else f"{names[0]} was recorded"
-    return [
-        Finding(
-            "a warm-up",
-            said,
-            "recorded_ms and its breakdown are means over all steps; use --step for a later one",
-            f"lumos.capture(…, warmup=5), or schedule(wait=3, warmup=2, …); {_CAPTURE}",
-        )
-    ]
+        partly = any(found.steps_of_ranks.values())
+        why = "ranks have no step in common" if partly else "nothing says where a step begins"
+        yield "step_marks", {"why": why}
+        return
+    if len(sets) > 1:
+        rank, few = min(found.steps_of_ranks.items(), key=lambda item: len(item[1]))
+        many = max(map(len, sets))
+        yield "same_steps", {"rank": rank, "few": len(few), "many": many, "shared": len(names)}
+    slow = _first_over_others(found.trace.duration[found.run.marks.note].mean(axis=1))  # of the host: GPUs may lag
+    if slow > _SLOW_FIRST:
+        yield "warm_up", {"why": f"the first step takes {slow:.1f} times the others"}
+    elif _number(names[0]) == 0:
+        yield "warm_up", {"why": f"{names[0]} was recorded"}
+    if len(names) == 1:
+        yield "several_steps", {"name": names[0]}
 
 
 def _first_over_others(times: np.ndarray) -> float:
     return float(times[0] / max(np.median(times[1:]), 1e-9)) if len(times) > 1 else 0.0
 
 
-def _several_steps(found: Readiness) -> list[Finding]:
-    names = found.run.marks.names
-    if names == (WHOLE,) or len(names) > 1:
-        return []
-    return [
-        Finding(
-            "several steps",
-            f"one step, {names[0]}",
-            "a disturbed step cannot be told from a typical one",
-            "lumos.capture(…, steps=2) or more",
-        )
-    ]
+def _launches(found: Readiness) -> Iterator[Lack]:
+    gpu = np.flatnonzero(found.trace.on_gpu)
+    lost = int((found.trace.launch_row[gpu] < 0).sum())
+    if found.has_host and lost > _MANY_UNLAUNCHED * len(gpu):
+        slow = _first_over_others(found.run.recorded_steps.milliseconds)
+        late = f", and the first step takes {slow:.1f} times the others" if slow > _SLOW_FIRST else ""
+        yield "launches", {"lost": lost, "kernels": len(gpu), "late": late}
 
 
-def _shapes(found: Readiness) -> list[Finding]:
-    if not found.has_operators:
-        return []
-    if found.beside.shapes or any(header.shapes for header in found.trace.headers):
-        return []
-    return [
-        Finding(
-            "shapes",
-            "operators have no shapes",
-            "sizes of the model cannot be read off: predict --from --set needs a complete setup",
-            f"torch.profiler.profile(record_shapes=True); {_CAPTURE}",
-        )
-    ]
+def _explained(found: Readiness) -> Iterator[Lack]:
+    step, lost = found.run.simulated_steps.mean, found.run.path_summary.unexplained_ms
+    if step > 0 and lost > _MUCH_UNEXPLAINED * step:
+        yield "unexplained", {"lost": lost, "step": step}
 
 
-def _operators(found: Readiness) -> list[Finding]:
-    if found.has_operators or not found.has_host:
-        return []
-    return [
-        Finding(
-            "operators",
-            "there are calls of the runtime, and no operators of a framework",
-            "operators, shapes, phases and layers; changed setups",
-            f"torch.profiler.profile(activities=[CPU, CUDA]); {_CAPTURE}",
-        )
-    ]
-
-
-def _sync_events(found: Readiness) -> list[Finding]:
+def _sync_events(found: Readiness) -> Iterator[Lack]:
     trace = found.trace
     waits = int((trace.call == CallKind.STREAM_WAIT).sum())
     on_amd = any(name.startswith("hip") for name in trace.names)
-    if waits == 0 or len(trace.syncs.lane) or on_amd:
-        return []
-    return [
-        Finding(
-            "synchronisation events",
-            f"{waits:,} calls make a stream wait for another, and which is not recorded",
-            "the order between streams is inferred: what-ifs on overlapping streams may be off",
-            "experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True); " + _CAPTURE,
-        )
-    ]
+    if waits and not len(trace.syncs.lane) and not on_amd:
+        yield "sync_events", {"waits": waits}
 
 
-def _launches(found: Readiness) -> list[Finding]:
-    gpu = np.flatnonzero(found.trace.on_gpu)
-    lost = int((found.trace.launch_row[gpu] < 0).sum())
-    if not found.has_host or lost <= _MANY_UNLAUNCHED * len(gpu):
-        return []
-    slow = _first_over_others(found.run.recorded_steps.milliseconds)
-    late = f", and the first step takes {slow:.1f} times the others" if slow > _SLOW_FIRST else ""
-    return [
-        Finding(
-            "the launches of all kernels",
-            f"{lost:,} of {len(gpu):,} kernels have no launch in the file{late}",
-            "their operator and phase are unknown, and their start is kept as recorded",
-            f"synchronise the GPU before recording begins; {_CAPTURE}",
-        )
-    ]
+def _recording(found: Readiness) -> Iterator[Lack]:
+    """Options of the profiler, and CUDA graphs."""
+    trace = found.trace
+    if found.has_operators and not found.beside.shapes and not any(header.shapes for header in trace.headers):
+        yield "shapes", {}
+    graphs = int((trace.call == CallKind.GRAPH_LAUNCH).sum())
+    if graphs:
+        yield "cuda_graphs", {"count": graphs}
+    frames = int((trace.category == Category.PYTHON).sum())
+    if frames or any(header.stacks for header in trace.headers):
+        yield "stacks", {"frames": frames}
 
 
-def _graphs(found: Readiness) -> list[Finding]:
-    count = int((found.trace.call == CallKind.GRAPH_LAUNCH).sum())
-    if not count:
-        return []
-    return [
-        Finding(
-            "operators of CUDA graphs",
-            f"{count:,} launches of CUDA graphs: their kernels belong to no operator",
-            "operators, phases and layers; changed setups",
-            "record a run without CUDA graphs beside this one",
-        )
-    ]
-
-
-def _stacks(found: Readiness) -> list[Finding]:
-    frames = int((found.trace.category == Category.PYTHON).sum())
-    if not frames and not any(header.stacks for header in found.trace.headers):
-        return []
-    return [
-        Finding(
-            "an undisturbed host",
-            f"recorded with Python stacks ({frames:,} frames), which slows the host",
-            "clean_ms and all that is host-bound: the cost of stacks is not known to Lumos",
-            f"torch.profiler.profile(with_stack=False); {_CAPTURE}",
-        )
-    ]
-
-
-def _training(found: Readiness) -> list[Finding]:
+def _training(found: Readiness) -> Iterator[Lack]:
     if not found.has_compute or not found.has_operators:
-        return []
+        return
     lacking = [name for name, there in zip(("forward", "backward"), found.attentions, strict=True) if not there]
     if lacking:
-        return [
-            Finding(
-                "layers that can be told apart",
-                f"no attention is recognised in the {' or '.join(lacking)} pass",
-                "changed setups: predict --from --set",
-                "a whole training step of a transformer, without CUDA graphs",
-            )
-        ]
-    if any(name.startswith("Optimizer.step") for name in found.trace.names):
-        return []
-    return [
-        Finding(
-            "the optimizer",
-            "no step of a torch.optim optimizer is in it",
-            "changed setups: its kernels count as part of the model",
-            "record from one optimizer step to the next",
-        )
-    ]
+        yield "layers", {"passes": " or ".join(lacking)}
+    elif not any(name.startswith("Optimizer.step") for name in found.trace.names):
+        yield "optimizer", {}
 
 
-def _explained(found: Readiness) -> list[Finding]:
-    step, lost = found.run.simulated_steps.mean, found.run.path_summary.unexplained_ms
-    if step <= 0 or lost <= _MUCH_UNEXPLAINED * step:
-        return []
-    return [
-        Finding(
-            "causes of all waits",
-            f"{lost:.2f} ms of a step of {step:.2f} ms are waits that nothing in the trace explains",
-            "what-ifs keep them as they are",
-            f"all ranks, CPU and GPU activity, synchronisation events; {_CAPTURE}",
-        )
-    ]
+def _setup(found: Readiness) -> Iterator[Lack]:
+    if not found.beside.setup:
+        yield "setup", {}
 
 
-def _setup(found: Readiness) -> list[Finding]:
-    if found.beside.setup:
-        return []
-    return [
-        Finding(
-            "the setup",
-            "no setup.toml beside the trace that says what was trained",
-            "predict --from --set: batch and parallelism must be given or guessed; tokens/s; MFU",
-            "lumos.capture(…, setup=…) keeps it there; docs/setup.md says what it is",
-        )
-    ]
-
-
-_CHECKS: tuple[Callable[[Readiness], list[Finding]], ...] = (
-    _whole_file, _gpu, _host, _operators, _ranks, _step_marks, _same_steps, _warm_up, _several_steps, _launches,
-    _explained, _sync_events, _shapes, _graphs, _stacks, _training, _setup,
+_CHECKS: tuple[Callable[[Readiness], Iterator[Lack]], ...] = (
+    _whole_file, _activity, _ranks, _steps, _launches, _explained, _sync_events, _recording, _training, _setup,
 )  # fmt: skip

@@ -160,7 +160,7 @@
   function scatter(spec) {
     let size = 0;
     const data = spec.points.map((part) => {
-      const kept = part.x.map((_, i) => i).filter((i) => part.is_bound || !part.labels.length || keepsText(part.labels[i]));
+      const kept = part.x.map((_, i) => i).filter((i) => part.is_bound || !part.texts.length || keepsText(part.texts[i]));
       const pick = (values) => kept.map((i) => values[i]);
       if (!part.is_bound) size += kept.length;
       return {
@@ -169,7 +169,7 @@
         line: { color: colour(part.colour), width: 1.5, dash: part.is_bound ? "dot" : "solid" },
         marker: { color: colour(part.colour), size: part.sizes.length ? pick(part.sizes) : 8, opacity: part.joined ? 1 : 0.75,
           line: { width: 1, color: colour("page") } },
-        hovertext: part.labels.length ? pick(part.labels).map((text) => plain(text).replaceAll(" | ", "<br>")) : plain(part.name),
+        hovertext: part.texts.length ? pick(part.texts).map((text) => plain(text).replaceAll(" | ", "<br>")) : plain(part.name),
         hoverinfo: "text",
       };
     });
@@ -222,7 +222,7 @@
       data, size,
       layout: layout({
         barmode: "overlay", height: 110 + 26 * Math.max(lanes.length, 2), showlegend: data.length > 1,
-        xaxis: { title: { text: "ms" }, range: [0, spec.span] },
+        xaxis: { title: { text: "ms" }, range: [0, spec.span_ms] },
         yaxis: {
           tickvals: lanes.map((_, i) => i), ticktext: lanes.map((i) => plain(spec.lanes[i].label)),
           range: [lanes.length - 0.4, -0.6], fixedrange: true, showgrid: false, zeroline: false, ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)",

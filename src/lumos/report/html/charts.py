@@ -7,20 +7,39 @@ Text that plotly draws may hold its own mark-up, so the script escapes every lab
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from lumos.report.html.table import short
+from lumos.report.html.table import LONGEST, short
 
 Numbers = Sequence[float] | np.ndarray
 
 _DIGITS = 6  # that count: more cannot be seen, and make files large
+_LONGEST = {"labels": 64, "label": 40}  # characters of what stands beside a chart; of points, in their own window
+
+
+class Drawn:
+    """A chart or a part of one; its fields are what the page's script reads."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {field.name: _plain(field.name, getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, Drawn):
+        return value.as_dict()
+    if isinstance(value, str):
+        return short(value, _LONGEST.get(name, LONGEST))
+    if not isinstance(value, Sequence | np.ndarray):
+        return value
+    parts = len(value) == 0 or isinstance(value[0], str | Drawn)
+    return [_plain(name, one) for one in value] if parts else rounded(value)
 
 
 @dataclass(frozen=True)
-class Series:
+class Series(Drawn):
     """Numbers of one name and colour; `kind` is what the page's filter may take away."""
 
     name: str
@@ -28,12 +47,9 @@ class Series:
     values: Numbers
     kind: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"values": rounded(self.values)}
-
 
 @dataclass(frozen=True)
-class Bars:
+class Bars(Drawn):
     """Stacked bars, one a label; `ranks` lets the page's filter choose among them."""
 
     labels: Sequence[str]
@@ -42,21 +58,11 @@ class Bars:
     ranks: Sequence[str] = ()
     grouped: bool = False  # beside each other rather than stacked
     named: bool = False  # labels are names that the page's search looks at
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "type": "bars",
-            "labels": [short(label, 64) for label in self.labels],
-            "series": [series.as_dict() for series in self.series],
-            "unit": self.unit,
-            "ranks": list(self.ranks),
-            "grouped": self.grouped,
-            "named": self.named,
-        }
+    type: str = "bars"
 
 
 @dataclass(frozen=True)
-class Line:
+class Line(Drawn):
     """A line, or an area below it; `rank` lets the page's filter choose it."""
 
     name: str
@@ -67,58 +73,44 @@ class Line:
     steps: bool = False  # holds its value until the next one
     dashed: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"x": rounded(self.x), "y": rounded(self.y)}
-
 
 @dataclass(frozen=True)
-class Lines:
+class Lines(Drawn):
     """Values over something, mostly time."""
 
     x_title: str
     y_title: str
     lines: Sequence[Line]
-
-    def as_dict(self) -> dict[str, Any]:
-        lines = [line.as_dict() for line in self.lines]
-        return {"type": "lines", "x_title": self.x_title, "y_title": self.y_title, "lines": lines}
+    type: str = "lines"
 
 
 @dataclass(frozen=True)
-class Points:
+class Points(Drawn):
     """Dots of one name and colour with what is said of each; `joined` draws a line through them."""
 
     name: str
     colour: str
     x: Numbers
     y: Numbers
-    labels: Sequence[str] = ()
+    texts: Sequence[str] = ()
     sizes: Numbers = ()
     joined: bool = False
     is_bound: bool = False  # a line that limits the dots, and is none of them
 
-    def as_dict(self) -> dict[str, Any]:
-        numbers = {"x": rounded(self.x), "y": rounded(self.y), "sizes": rounded(self.sizes)}
-        return asdict(self) | numbers | {"labels": [short(label) for label in self.labels]}
-
 
 @dataclass(frozen=True)
-class Scatter:
+class Scatter(Drawn):
     """Dots on two axes."""
 
     x_title: str
     y_title: str
     points: Sequence[Points]
     logarithmic: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        points = [part.as_dict() for part in self.points]
-        return {"type": "scatter", "x_title": self.x_title, "y_title": self.y_title, "points": points,
-                "logarithmic": self.logarithmic}  # fmt: skip
+    type: str = "scatter"
 
 
 @dataclass(frozen=True)
-class LaneView:
+class LaneView(Drawn):
     """A lane of a timeline."""
 
     label: str
@@ -126,7 +118,7 @@ class LaneView:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Drawn):
     """Boxes on lanes, as columns; times are milliseconds from the start of the window."""
 
     lanes: Sequence[LaneView]
@@ -141,20 +133,8 @@ class Timeline:
     busy: Numbers  # milliseconds that its tasks take
     path_time: Numbers  # the critical path as points (time, lane)
     path_lane: Numbers
-    span_ms: float = field(default=0.0)
-
-    def as_dict(self) -> dict[str, Any]:
-        columns = {
-            name: rounded(getattr(self, name))
-            for name in ("lane", "kind", "name", "start", "length", "count", "busy", "path_time", "path_lane")
-        }
-        return columns | {
-            "type": "timeline",
-            "lanes": [{"label": short(lane.label, 40), "rank": lane.rank} for lane in self.lanes],
-            "kinds": list(self.kinds),
-            "names": [short(name) for name in self.names],
-            "span": self.span_ms,
-        }
+    span_ms: float = 0.0
+    type: str = "timeline"
 
 
 Chart = Bars | Lines | Scatter | Timeline

@@ -12,15 +12,16 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import orjson
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
 
 from lumos.files import whole_file
 from lumos.report.html.bundle import digest, packed_plotly, plotly_digest
 from lumos.report.html.charts import Chart
 from lumos.report.html.table import Table
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 
 class Card(NamedTuple):
@@ -79,8 +80,6 @@ def write_page(path: Path, page: Page) -> None:
 
 def render(page: Page) -> Iterable[str]:
     """The text of a page, in parts."""
-    from markupsafe import Markup
-
     script = _asset("report.js")
     template = environment().get_template("page.html.j2")
     return template.generate(
@@ -97,8 +96,6 @@ def render(page: Page) -> Iterable[str]:
 @cache
 def environment() -> Environment:
     """Templates of the package, with everything escaped that is not said to be safe."""
-    from jinja2 import Environment, FunctionLoader, StrictUndefined
-
     return Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,
@@ -116,8 +113,6 @@ def _asset(name: str) -> str:
 
 def _json_for_script(value: object) -> str:
     """JSON that cannot end the element it stands in, whatever names are in it."""
-    import orjson
-
     text = orjson.dumps(value).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
