@@ -196,17 +196,22 @@ def plain(text: str) -> str:
 
 def stale_lines(example: Example, printed: list[str]) -> list[tuple[int, str]]:
     """The shown lines that the example does not print in this order."""
-    lines, at, stale = [plain(line) for line in printed], 0, []
+    return [(number, text) for number, text, _ in _stale(example, printed)]
+
+
+def _stale(example: Example, printed: list[str]) -> Iterator[tuple[int, str, str]]:
+    """(line of the page, text, replacement) of those lines; a replacement is printed after that of the line before."""
+    lines, at = [plain(line) for line in printed], 0
     for number, text in example.shown:
         wanted = plain(text)
         if wanted in ("", "…"):
             continue
         found = next((i for i, line in enumerate(lines[at:], at) if _says(line, wanted)), None)
         if found is None:
-            stale.append((number, text))
-        else:
-            at = found + 1
-    return stale
+            near = _nearest(text, printed[at:])
+            yield number, text, near.rstrip()
+            found = printed.index(near, at) if near else at - 1
+        at = found + 1
 
 
 def _says(line: str, wanted: str) -> bool:
@@ -240,7 +245,7 @@ def changes_of(page: Path) -> dict[int, str]:
     for example in examples_of(page):
         if example.shown:
             printed = printed_by(example, namespace)
-            changes |= {number: _nearest(text, printed).rstrip() for number, text in stale_lines(example, printed)}
+            changes |= {number: near for number, _, near in _stale(example, printed)}
         elif example.language == "python" and page.name != "capture.md":  # later blocks may need it
             printed_by(example, namespace)
     for quote in quotes_of(page):
