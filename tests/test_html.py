@@ -208,7 +208,7 @@ def test_a_page_whose_run_has_nothing_in_it_is_written_all_the_same(tmp_path: Pa
     path = write_trace(tmp_path / "cpu.json", [e for e in training_run(1) if e.get("cat") == "cpu_op"], header())
     page = replay_page(replay(read_job(path)))
     write_page(tmp_path / "cpu.html", page)
-    assert "nobody to wait for" in (tmp_path / "cpu.html").read_text()
+    assert "nothing to wait for" in (tmp_path / "cpu.html").read_text()
 
 
 def test_what_is_not_known_is_a_dash_and_is_sorted_last() -> None:
@@ -316,8 +316,8 @@ def test_a_hundred_thousand_tasks_become_few_boxes_that_count_them() -> None:
     drawn = draw_all(tasks, (0.0, 500_000.0))
     assert len(drawn.chart.lane) <= MOST_BOXES
     assert sum(drawn.chart.count) == 100_000
-    assert "100,000 tasks in" in drawn.said
-    assert "share a paler box" in drawn.said
+    assert "100,000 tasks in" in drawn.words
+    assert "share a paler box" in drawn.words
 
 
 def test_a_task_that_can_be_seen_keeps_its_own_box_among_thousands_that_cannot() -> None:

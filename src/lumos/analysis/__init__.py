@@ -1,1 +1,1 @@
-"""What a run tells: each report is a pure function of a Trace, a Graph or simulated Times."""
+"""Reports on a run: each is a pure function of a Trace, a Graph or simulated Times."""

@@ -7,7 +7,7 @@
              compute  lapped comm     (idle)
 
 A communication kernel counts from its arrival, so waiting for other ranks is communication here; the table of
-collectives tells the two apart. Copies and memsets count as compute.
+collectives separates the two. Copies and memsets count as compute.
 """
 
 from __future__ import annotations

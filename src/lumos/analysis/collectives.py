@@ -1,4 +1,4 @@
-"""Every collective: who waited, how long data moved, and the bandwidth of the bus that this means."""
+"""Collectives: how long ranks waited, how long data moved, and the bus bandwidth that follows."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class CollectiveGroup:
 
 
 def group_collectives(found: list[Collective]) -> list[CollectiveGroup]:
-    """The same by kind and size, the costliest first."""
+    """The same by kind and size, the most expensive first."""
     groups: dict[tuple[str, int, int], list[Collective]] = defaultdict(list)
     for c in found:
         groups[c.collective, c.ranks, c.bytes].append(c)
@@ -111,7 +111,7 @@ def group_collectives(found: list[Collective]) -> list[CollectiveGroup]:
 
 
 def messages_of_rank(trace: Trace, rank: int) -> list[CollectiveGroup]:
-    """Collectives of one rank that stands for its peers, as in a described step: nobody waits for anybody."""
+    """Collectives of one rank that stands for its peers, as in a described step: there is no waiting."""
     rows = np.flatnonzero(trace.is_communication & (trace.rank == rank) & (trace.message >= 0))
     count = np.bincount(trace.message[rows], minlength=len(trace.messages))
     total = np.bincount(trace.message[rows], trace.duration[rows], len(trace.messages)) / 1e6

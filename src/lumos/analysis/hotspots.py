@@ -21,7 +21,7 @@ class Hotspot:
 
 
 def top_kernels(nodes: Nodes, steps: int, most: int = 15) -> list[Hotspot]:
-    """Kernels by the time they take; communication is told by the table of collectives."""
+    """Kernels by the time they take; communication is in the table of collectives."""
     rows = _compute_rows(nodes)
     return _top(nodes, nodes.trace.name[rows], rows, steps, most)
 

@@ -103,7 +103,7 @@ def _strain(load: float) -> float:
 
 
 def work_of(work: Operator | Collective) -> Work:
-    """The kind of work of a piece."""
+    """The kind of work of an operator."""
     if isinstance(work, Collective):
         return Work.COMM
     if work.kind.startswith("sdpa"):
@@ -198,7 +198,7 @@ def factors(
 
 
 def less(block: MeasuredBlock, other: MeasuredBlock) -> MeasuredBlock:
-    """A block without another that was run inside it."""
+    """A block less another that ran inside it."""
     return MeasuredBlock(np.maximum(block.us - other.us, 0.0), max(block.host_us - other.host_us, 0.0))
 
 

@@ -61,7 +61,7 @@ def calibrated_prices(setup: Setup, calibration: Calibration) -> Prices:
 
 
 def _model_of(setup: Setup) -> CostModel | None:
-    """What only a trace makes an answer of; None: what a description gets too."""
+    """The cost model of a CPU, which only a trace can calibrate; None for the usual one."""
     return cpu_model() if setup.cluster.accelerator.is_cpu else None
 
 
@@ -75,15 +75,9 @@ def loaded_step(setup: Setup, calibration: Calibration) -> Step:
 
 def _compute_us(step: Step) -> float:
     """What a GPU computes in a step, as a mean over stages."""
-    return float(
-        np.mean(
-            [
-                step.plan.microbatches * sum(block.compute_us for chunk in row for block in chunk.blocks)
-                + step.role_us("optimizer", stage)
-                for stage, row in enumerate(step.chunks)
-            ]
-        )
-    )
+    blocks = [sum(block.compute_us for chunk in row for block in chunk.blocks) for row in step.chunks]
+    updates = [step.role_us("optimizer", stage) for stage in range(len(blocks))]
+    return step.plan.microbatches * float(np.mean(blocks)) + float(np.mean(updates))
 
 
 def _inside_blocks_us(step: Step, stage: int) -> float:
@@ -94,7 +88,7 @@ def _inside_blocks_us(step: Step, stage: int) -> float:
 
 @dataclass(frozen=True)
 class CalibratedRun:
-    """A traced run with its setup: what was understood of it, and the calibration that follow."""
+    """A traced run with its setup: what was recognised in the trace, and the calibration of the model that follows."""
 
     run: Replay
     setup: Setup
@@ -241,7 +235,7 @@ class CalibratedRun:
         return self._factors(stages_of(self.stages, "optimizer"), *modelled_times(block, prices))
 
     def _ends(self, name: str, first: Block, last: Block) -> Factors:
-        """Embedding and head together; a rank has what its stage has of them."""
+        """Factors of embedding and head together; a rank has those that its stage has."""
         prices, last_stage = self.plain.prices, self.setup.parallel.pp - 1
         total, launches, count = np.zeros(len(Work)), 0.0, 0
         measured: list[MeasuredBlock] = []
@@ -327,7 +321,7 @@ def changed_step(source: CalibratedRun, target: Setup, tariff: Tariff) -> tuple[
 
 
 def _refuse_on_cpu(source: CalibratedRun, target: Setup, tariff: Tariff) -> None:
-    """What is not in the trace of a CPU, nobody knows: there is no typical one to take it from."""
+    """What the trace of a CPU does not have cannot be predicted: there is no typical CPU to take it from."""
     if source.silent:
         raise OptionError(
             "the trace has no communication (a fake process group), and that of CPUs is only known from a trace: "
@@ -345,7 +339,7 @@ def _refuse_on_cpu(source: CalibratedRun, target: Setup, tariff: Tariff) -> None
 
 
 def refuse(before: Setup, after: Setup) -> None:
-    """What a trace cannot tell, with the reason."""
+    """Refuse changes that a trace says nothing about, with the reason."""
     if before.cluster.accelerator.is_cpu != after.cluster.accelerator.is_cpu:
         raise OptionError(
             f"cluster.gpu = {after.cluster.gpu} cannot be predicted from a trace of {before.cluster.gpu}: they run "

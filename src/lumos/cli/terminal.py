@@ -20,7 +20,7 @@ class Reporter(Protocol):
 
 @contextmanager
 def progress_bar() -> Iterator[Reporter | None]:
-    """A progress bar on a terminal; nothing elsewhere."""
+    """A progress bar on a terminal; nothing otherwise."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -35,7 +35,7 @@ def progress_bar() -> Iterator[Reporter | None]:
 
 @contextmanager
 def busy(text: str) -> Iterator[None]:
-    """A sign of life on a terminal; nothing elsewhere."""
+    """A spinner on a terminal; nothing otherwise."""
     if not sys.stderr.isatty():
         yield
         return

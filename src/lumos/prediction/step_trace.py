@@ -54,7 +54,7 @@ class Track(IntEnum):
 
 
 class Detail(IntEnum):
-    """How finely the inside of blocks is told. The breakdown of a step is the same for the first two."""
+    """How finely the inside of blocks is resolved. The breakdown of a step is the same for the first two."""
 
     OPERATORS = 0
     INTERVALS = 1  # operators that follow each other without a pause are one row
@@ -209,10 +209,10 @@ class StepTrace:
         stage = self.step.assembly.like[role.stage] if role.what in _PASSES else role.stage
         key = (role.what, stage, role.chunk, part, detail)
         if key not in self._inside:
-            self._inside[key] = self._told(role, stage, part, detail)
+            self._inside[key] = self._resolved(role, stage, part, detail)
         return self._inside[key]
 
-    def _told(self, role: Role, stage: int, part: int, detail: Detail) -> _Inside:
+    def _resolved(self, role: Role, stage: int, part: int, detail: Detail) -> _Inside:
         if part >= 0:
             units = self.step.plan.units
             found = self.inside(role, -1, Detail.OPERATORS).part(part / units, (part + 1) / units)

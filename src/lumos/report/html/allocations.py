@@ -93,7 +93,7 @@ def _read(header: Header, origin: int) -> tuple[Floats, Floats]:
 
 
 def _rows(events: Sequence[_Event]) -> Iterator[tuple[float, float]]:
-    """(microseconds, bytes) of what a GPU's allocator said; device types other than 0, the host, are GPUs."""
+    """(microseconds, bytes) of the events of a GPU's allocator; device types other than 0, the host, are GPUs."""
     for event in events:
         if event.name == "[memory]" and isinstance(event.args, _Args):
             ts, allocated = event.ts, event.args.allocated

@@ -86,7 +86,7 @@ class Lines(Drawn):
 
 @dataclass(frozen=True)
 class Points(Drawn):
-    """Dots of one name and colour with what is said of each; `joined` draws a line through them."""
+    """Dots of one name and colour with a text for each; `joined` draws a line through them."""
 
     name: str
     colour: str

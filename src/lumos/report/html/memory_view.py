@@ -1,4 +1,4 @@
-"""Memory view: predicted memory, by stage at its worst moment and over the step."""
+"""Memory view: predicted memory, by stage at its peak and over the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notebook: an answer as a few static tables, which is what a notebook shows of it (`_repr_html_`)."""
+"""Notebook: an answer as a few static tables, for `_repr_html_`."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def render(page: Page) -> Iterable[str]:
 
 @cache
 def environment() -> Environment:
-    """Templates of the package, with everything escaped that is not said to be safe."""
+    """Templates of the package, which escape everything that is not marked as safe."""
     return Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,

@@ -63,7 +63,7 @@ def timeline_section(view: RunView) -> Section:
     """The critical path and what runs around it."""
     name, drawn = view.shown
     title = f"{name}, {ms_text(drawn.chart.span_ms)} from the first rank's start to the last one's end"
-    text = "The critical path is the line: what lies on it decides when the step ends. " + drawn.said
+    text = "The critical path is the line: what lies on it decides when the step ends. " + drawn.words
     return Section("Timeline", text, [Figure(title, drawn.chart)], [lanes_table(drawn)])
 
 
@@ -124,7 +124,7 @@ def _mostly(summary: PathSummary, kind: str) -> str:
 def collectives_section(found: Sequence[Collective], steps: int) -> Section:
     """Waiting for the last rank, apart from moving data."""
     if not found:
-        return Section("Collectives", "No collective of several recorded ranks: there is nobody to wait for.")
+        return Section("Collectives", "No collective of several recorded ranks: nothing to wait for.")
     section = _groups_section(group_collectives(list(found)), steps)
     return replace(section, tables=[*section.tables, _longest(found)])
 
@@ -132,7 +132,7 @@ def collectives_section(found: Sequence[Collective], steps: int) -> Section:
 def collective_groups_section(groups: Sequence[CollectiveGroup], steps: Steps) -> Section:
     """The same of a predicted run."""
     if not groups:
-        return Section("Collectives", "No collective of several ranks: there is nobody to wait for.")
+        return Section("Collectives", "No collective of several ranks: nothing to wait for.")
     return _groups_section(groups, max(len(steps.names), 1))
 
 

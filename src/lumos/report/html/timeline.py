@@ -77,7 +77,7 @@ class LaneUse(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A timeline, and what must be said about it."""
+    """A timeline, and what it leaves out."""
 
     chart: Timeline
     uses: list[LaneUse]
@@ -86,7 +86,7 @@ class Drawn(NamedTuple):
     too_short_ns: float  # tasks below that may share a box
 
     @property
-    def said(self) -> str:
+    def words(self) -> str:
         boxes = len(self.chart.lane)
         words = [f"{self.tasks:,} tasks in {boxes:,} boxes"]
         if self.tasks > boxes:
@@ -159,8 +159,8 @@ def _chosen_lanes(tasks: Tasks, path: Path, lanes: Lanes) -> Ints:
     on_path = np.bincount(path.lane, path.end - path.start + 1, size)
     work = np.bincount(tasks.lane, tasks.end - tasks.start, size)
     ranks = {lanes.views[i].rank for i in np.flatnonzero(on_path).tolist()}
-    elsewhere = np.array([view.rank not in ranks for view in lanes.views], bool)
-    by_use = np.lexsort((-work, ~lanes.is_stream, elsewhere, -on_path))
+    on_others = np.array([view.rank not in ranks for view in lanes.views], bool)
+    by_use = np.lexsort((-work, ~lanes.is_stream, on_others, -on_path))
     used = by_use[(work[by_use] > 0) | (on_path[by_use] > 0)][:MOST_LANES]
     return used[np.argsort(lanes.order[used], kind="stable")]
 
