@@ -240,3 +240,17 @@ edges = build(read_job(Path({str(tmp_path / "trace.json")!r}))).graph.edges
 print(int((edges.rule == Rule.CHANNEL).sum()))
 """
     assert copy.python("-c", code).strip() == "1"
+
+
+# ---------------------------------------------------------------------- the front page
+def test_figures_of_the_readme_are_on_the_pages_that_it_links_to() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\|([^|]*)\|([^|]*)\| \[\w+\]\((docs/\w+\.md)\) \|$", readme, re.MULTILINE)
+    assert len(rows) >= 6
+    for question, figures, page in rows:
+        there = set(re.findall(r"\d+\.\d+", (ROOT / page).read_text("utf-8")))
+        assert set(re.findall(r"\d+\.\d+", figures)) <= there, f"{question.strip()}: not in {page}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").split()) < 900
