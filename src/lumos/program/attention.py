@@ -7,57 +7,39 @@ backward formula reads, and a tensor that several operators keep is counted once
 
 from __future__ import annotations
 
+from lumos.program import primitives as ops
 from lumos.program.block import Block, BlockOp
-from lumos.program.primitives import (
-    after_gather,
-    before_reduce,
-    collective,
-    gather,
-    gradients_overlapped,
-    head_norm,
-    head_norm_backward,
-    join,
-    launches_of,
-    linear,
-    linear_backward,
-    norm,
-    norm_backward,
-    op,
-    residual,
-    residual_backward,
-    stream,
-)
 from lumos.program.rank_layout import RankLayout
 
 
 def attention(s: RankLayout) -> Block:
     """The forward pass of a layer's first half."""
-    out = linear(s, s.tokens, s.model.hidden, _out_width(s), "out", saves=_output_saves(s))
+    out = ops.linear(s, s.tokens, s.model.hidden, _out_width(s), "out", saves=_output_saves(s))
     # One of the two norms' outputs stays in compiled layers, by difference over layers of a compiled model.
     compiled = s.residual_bytes if s.train.compile else 0.0
     return [
-        *norm(s),
-        *after_gather(s, projections(s)),
-        *head_norm(s),
+        *ops.norm(s),
+        *ops.after_gather(s, projections(s)),
+        *ops.head_norm(s),
         *rotary(s),
         *core(s),
-        *(out if s.model.parallel_residual else before_reduce(s, out, "attention reduce")),
-        *residual(s, compiled),
+        *(out if s.model.parallel_residual else ops.before_reduce(s, out, "attention reduce")),
+        *ops.residual(s, compiled),
     ]
 
 
 def attention_backward(s: RankLayout) -> Block:
-    out_inputs, out_weights = linear_backward(s, s.tokens, s.model.hidden, _out_width(s), "out")
+    out_inputs, out_weights = ops.linear_backward(s, s.tokens, s.model.hidden, _out_width(s), "out")
     return [
-        *residual_backward(s),
-        *gather(s, name="gather grads"),
+        *ops.residual_backward(s),
+        *ops.gather(s, name="gather grads"),
         *out_inputs,
         *out_weights,
         *core_backward(s),
         *rotary(s, backward=True),
-        *head_norm_backward(s),
-        *gradients_overlapped(s, *_projections_backward(s)),
-        *norm_backward(s),
+        *ops.head_norm_backward(s),
+        *ops.gradients_overlapped(s, *_projections_backward(s)),
+        *ops.norm_backward(s),
     ]
 
 
@@ -67,27 +49,27 @@ def projections(s: RankLayout) -> Block:
     m = s.model
     if m.latent:
         sizes = _latent_sizes(s)
-        block = [part for n, k, name in sizes for part in linear(s, s.tokens, n, k, name)]
+        block = [part for n, k, name in sizes for part in ops.linear(s, s.tokens, n, k, name)]
         return [block[0]._replace(saves=_latent_saves(s)), *block[1:]]
     saves = float(s.element * s.tokens * _qkv_width(s))
     if s.framework.joins_qkv:
-        return linear(s, s.tokens, _qkv_width(s), m.hidden, "qkv", saves=saves)
+        return ops.linear(s, s.tokens, _qkv_width(s), m.hidden, "qkv", saves=saves)
     return [
-        *linear(s, s.tokens, s.heads * m.head_dim, m.hidden, "q", saves=saves),
-        *linear(s, s.tokens, 2 * s.kv_heads * m.head_dim, m.hidden, "kv", count=2),
+        *ops.linear(s, s.tokens, s.heads * m.head_dim, m.hidden, "q", saves=saves),
+        *ops.linear(s, s.tokens, 2 * s.kv_heads * m.head_dim, m.hidden, "kv", count=2),
     ]
 
 
 def _projections_backward(s: RankLayout) -> tuple[Block, Block]:
     m = s.model
     if m.latent:
-        parts = [linear_backward(s, s.tokens, n, k, name) for n, k, name in reversed(_latent_sizes(s))]
+        parts = [ops.linear_backward(s, s.tokens, n, k, name) for n, k, name in reversed(_latent_sizes(s))]
         return [p for inputs, _ in parts for p in inputs], [p for _, weights in parts for p in weights]
     if s.framework.joins_qkv:
-        return linear_backward(s, s.tokens, _qkv_width(s), m.hidden, "qkv")
-    query = linear_backward(s, s.tokens, s.heads * m.head_dim, m.hidden, "q")
-    rest = linear_backward(s, s.tokens, 2 * s.kv_heads * m.head_dim, m.hidden, "kv", count=2)
-    added = stream(s, "sum qkv grads", s.tokens * m.hidden)
+        return ops.linear_backward(s, s.tokens, _qkv_width(s), m.hidden, "qkv")
+    query = ops.linear_backward(s, s.tokens, s.heads * m.head_dim, m.hidden, "q")
+    rest = ops.linear_backward(s, s.tokens, 2 * s.kv_heads * m.head_dim, m.hidden, "kv", count=2)
+    added = ops.stream(s, "sum qkv grads", s.tokens * m.hidden)
     return [*query[0], *rest[0], added], [*query[1], *rest[1]]
 
 
@@ -133,9 +115,10 @@ def rotary(s: RankLayout, backward: bool = False) -> Block:
         return []
     kind, row = ("rotary_bwd", "rotary grad") if backward else ("rotary_fwd", "rotary")
     if s.fused or s.framework.fused_rotary:
-        return [stream(s, "fused rotary", s.tokens * (s.heads + s.kv_heads) * m.head_dim, name=kind)]
-    launches = launches_of(row)
-    return [op(s, kind, s.sequences, heads, s.seq, m.head_dim, launches=launches) for heads in (s.heads, s.kv_heads)]
+        return [ops.stream(s, "fused rotary", s.tokens * (s.heads + s.kv_heads) * m.head_dim, name=kind)]
+    launches = ops.launches_of(row)
+    sizes = [(s.sequences, heads, s.seq, m.head_dim) for heads in (s.heads, s.kv_heads)]
+    return [ops.op(s, kind, *size, launches=launches) for size in sizes]
 
 
 # ---------------------------------------------------------------------- attention proper
@@ -144,7 +127,7 @@ def core(s: RankLayout) -> Block:
     if s.attention == "unfused":
         return _unfused_core(s)
     lse = 4.0 * s.tokens * s.heads  # log-sum-exp in fp32
-    kernel = op(s, "sdpa_fwd", s.sequences, s.heads, *_span(s, _head_size(s)), saves=lse)
+    kernel = ops.op(s, "sdpa_fwd", s.sequences, s.heads, *_span(s, _head_size(s)), saves=lse)
     block = [*_repeated(s, "repeat keys and values"), *_exchanged(s, 1.0, [kernel])]
     if not s.framework.joins_qkv:
         block.append(_copy(s))
@@ -154,38 +137,38 @@ def core(s: RankLayout) -> Block:
 def core_backward(s: RankLayout) -> Block:
     if s.attention == "unfused":
         return _unfused_core_backward(s)
-    launches = launches_of("attention grad")
-    kernel = op(s, "sdpa_bwd", s.sequences, s.heads, *_span(s, _head_size(s)), launches=launches)
+    launches = ops.launches_of("attention grad")
+    kernel = ops.op(s, "sdpa_bwd", s.sequences, s.heads, *_span(s, _head_size(s)), launches=launches)
     block = [*_exchanged(s, 2.0, [kernel]), *_repeated(s, "repeat keys and values grad")]
     if not s.framework.joins_qkv:
         block.append(_copy(s))
     elif s.model.positions == "rotary":
-        block.append(stream(s, "join qkv grads", s.tokens * _qkv_width(s)))
+        block.append(ops.stream(s, "join qkv grads", s.tokens * _qkv_width(s)))
     return block
 
 
 def _unfused_core(s: RankLayout) -> Block:
     batch, (seq, size) = s.sequences * s.heads, _span(s, s.model.head_dim)
-    softmax = op(s, "softmax_fwd", s.sequences, s.heads, seq, saves=s.element * s.scores)
+    softmax = ops.op(s, "softmax_fwd", s.sequences, s.heads, seq, saves=s.element * s.scores)
     dropout: Block = []
     if s.framework.dropout:
-        dropout = [stream(s, "attention dropout", batch * seq * seq, saves=(1 + s.element) * s.scores)]
-    scores = op(s, "bmm", batch, seq, seq, size, name="scores")
-    values = op(s, "bmm", batch, seq, size, seq, name="values")
+        dropout = [ops.stream(s, "attention dropout", batch * seq * seq, saves=(1 + s.element) * s.scores)]
+    scores = ops.op(s, "bmm", batch, seq, seq, size, name="scores")
+    values = ops.op(s, "bmm", batch, seq, size, seq, name="values")
     return [*_exchanged(s, 1.0, [scores, softmax, *dropout, values]), _copy(s)]
 
 
 def _unfused_core_backward(s: RankLayout) -> Block:
     batch, (seq, size) = s.sequences * s.heads, _span(s, s.model.head_dim)
-    launches = launches_of("matmul grads")
+    launches = ops.launches_of("matmul grads")
     block = [
-        op(s, "bmm_bwd", batch, seq, size, seq, launches=launches, name="values grad"),
-        op(s, "softmax_bwd", s.sequences, s.heads, seq),
-        op(s, "bmm_bwd", batch, seq, seq, size, launches=launches, name="scores grad"),
+        ops.op(s, "bmm_bwd", batch, seq, size, seq, launches=launches, name="values grad"),
+        ops.op(s, "softmax_bwd", s.sequences, s.heads, seq),
+        ops.op(s, "bmm_bwd", batch, seq, seq, size, launches=launches, name="scores grad"),
     ]
     if s.framework.dropout:
-        block.insert(1, stream(s, "attention dropout", batch * seq * seq, name="attention dropout grad"))
-    return [*_exchanged(s, 2.0, block), stream(s, "attention copies grad", s.tokens * s.heads * s.model.head_dim)]
+        block.insert(1, ops.stream(s, "attention dropout", batch * seq * seq, name="attention dropout grad"))
+    return [*_exchanged(s, 2.0, block), ops.stream(s, "attention copies grad", s.tokens * s.heads * s.model.head_dim)]
 
 
 def _exchanged(s: RankLayout, copies: float, kernels: Block) -> Block:
@@ -194,19 +177,19 @@ def _exchanged(s: RankLayout, copies: float, kernels: Block) -> Block:
     The result needs the last part, so attention ends no sooner than the exchange.
     """
     size = copies * 2.0 * s.tokens * s.parallel.cp * s.kv_heads * s.model.head_dim * s.element
-    exchange = collective("all_gather", size, s.cp, waits=False, name="context exchange")
-    return [*exchange, *kernels, *join(s)] if exchange else kernels
+    exchange = ops.collective("all_gather", size, s.cp, waits=False, name="context exchange")
+    return [*exchange, *kernels, *ops.join(s)] if exchange else kernels
 
 
 def _repeated(s: RankLayout, row: str) -> Block:
     """Keys and values copied for every query head that shares them, where kernels do not share by themselves."""
     if s.fused or s.framework.joins_qkv or s.kv_heads == s.heads:
         return []
-    return [stream(s, row, s.tokens * s.heads * s.model.head_dim)] * 2
+    return [ops.stream(s, row, s.tokens * s.heads * s.model.head_dim)] * 2
 
 
 def _copy(s: RankLayout) -> BlockOp:
-    return stream(s, "attention copy", s.tokens * s.heads * s.model.head_dim)
+    return ops.stream(s, "attention copy", s.tokens * s.heads * s.model.head_dim)
 
 
 def _head_size(s: RankLayout) -> int:

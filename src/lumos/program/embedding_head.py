@@ -3,69 +3,59 @@
 from __future__ import annotations
 
 from lumos.data_files import read_table
+from lumos.program import primitives as ops
 from lumos.program.block import Block, BlockOp
 from lumos.program.operators import Operator
-from lumos.program.primitives import (
-    collective,
-    gather,
-    launches_of,
-    linear,
-    linear_backward,
-    norm,
-    norm_backward,
-    op,
-    reduce,
-    stream,
-)
 from lumos.program.rank_layout import RankLayout
 
 
 def embedding(s: RankLayout) -> Block:
     """A row of the table for every token; the dropout after it keeps its mask."""
     mask = float(s.spread_tokens * s.model.hidden) if s.framework.dropout else 0.0
-    lookup = op(s, "embedding", s.tokens, s.vocab, s.model.hidden, saves=mask)
+    lookup = ops.op(s, "embedding", s.tokens, s.vocab, s.model.hidden, saves=mask)
     kind = "reduce_scatter" if s.splits_sequences else "all_reduce"
-    return [lookup, *collective(kind, s.activation_bytes, s.tp, name="embedding reduce")]
+    return [lookup, *ops.collective(kind, s.activation_bytes, s.tp, name="embedding reduce")]
 
 
 def embedding_backward(s: RankLayout) -> Block:
-    return [op(s, "embedding_bwd", s.tokens, s.vocab, s.model.hidden, launches=launches_of("embedding grad"))]
+    return [ops.op(s, "embedding_bwd", s.tokens, s.vocab, s.model.hidden, launches=ops.launches_of("embedding grad"))]
 
 
 def head(s: RankLayout) -> Block:
     """Final norm, output matrix and loss."""
-    return [*norm(s), *gather(s), *linear(s, s.tokens, s.vocab, s.model.hidden, "head"), *_loss(s)]
+    return [*ops.norm(s), *ops.gather(s), *ops.linear(s, s.tokens, s.vocab, s.model.hidden, "head"), *_loss(s)]
 
 
 def head_backward(s: RankLayout) -> Block:
-    inputs, weights = linear_backward(s, s.tokens, s.vocab, s.model.hidden, "head")
-    reduction = reduce(s, name="head grad reduce")
-    return [*_loss_backward(s), *inputs, *weights, *reduction, *norm_backward(s)]
+    inputs, weights = ops.linear_backward(s, s.tokens, s.vocab, s.model.hidden, "head")
+    reduction = ops.reduce(s, name="head grad reduce")
+    return [*_loss_backward(s), *inputs, *weights, *reduction, *ops.norm_backward(s)]
 
 
 def _loss(s: RankLayout) -> Block:
     tokens, vocab = s.tokens, s.vocab
     if s.framework.loss == "fused":
-        block = [op(s, "cross_entropy", tokens, vocab, dtype="bf16", launches=launches_of("fused loss"))]
+        block = [ops.op(s, "cross_entropy", tokens, vocab, dtype="bf16", launches=ops.launches_of("fused loss"))]
     elif s.framework.loss == "sharded":
         block = [_fp32_stream(s, "sharded loss", "loss")]
     else:
         block = [
-            op(s, "cast_f32", tokens, vocab, name="logits to fp32"),
-            op(s, "cross_entropy", tokens, vocab, dtype="fp32", launches=launches_of("eager loss")),
+            ops.op(s, "cast_f32", tokens, vocab, name="logits to fp32"),
+            ops.op(s, "cross_entropy", tokens, vocab, dtype="fp32", launches=ops.launches_of("eager loss")),
         ]
-    return [*block, *collective("all_reduce", 4.0 * 3 * tokens, s.tp, name="loss reduce")]
+    return [*block, *ops.collective("all_reduce", 4.0 * 3 * tokens, s.tp, name="loss reduce")]
 
 
 def _loss_backward(s: RankLayout) -> Block:
     tokens, vocab = s.tokens, s.vocab
     if s.framework.loss == "fused":
-        return [op(s, "cross_entropy_bwd", tokens, vocab, dtype="bf16", launches=launches_of("fused loss grad"))]
+        launches = ops.launches_of("fused loss grad")
+        return [ops.op(s, "cross_entropy_bwd", tokens, vocab, dtype="bf16", launches=launches)]
     if s.framework.loss == "sharded":
         return [_fp32_stream(s, "sharded loss grad", "loss grad")]
     return [
-        op(s, "cross_entropy_bwd", tokens, vocab, dtype="fp32", launches=launches_of("eager loss grad")),
-        stream(s, "logit grads to bf16", tokens * vocab),
+        ops.op(s, "cross_entropy_bwd", tokens, vocab, dtype="fp32", launches=ops.launches_of("eager loss grad")),
+        ops.stream(s, "logit grads to bf16", tokens * vocab),
     ]
 
 

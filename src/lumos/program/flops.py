@@ -1,8 +1,8 @@
 """Model FLOPs: the operations that a step has to do, for MFU; with what is recomputed, for HFU.
 
 Matmuls count two operations for each weight that a token meets, three times (forward, and two gradients); attention
-counts the causal half of the scores. MFU is this over time and the dense peak in the precision of the matmuls. Megatron's
-own formula counts the whole square of the scores, and so gives a few percent more on long sequences.
+counts the causal half of the scores. MFU is this over time and the dense peak in the precision of the matmuls.
+Megatron's own formula counts the whole square of the scores, and so gives a few percent more on long sequences.
 """
 
 from __future__ import annotations

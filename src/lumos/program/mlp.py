@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
+from lumos.program import primitives as ops
 from lumos.program.block import Block
-from lumos.program.primitives import (
-    after_gather,
-    before_reduce,
-    gather,
-    gradients_overlapped,
-    launches_of,
-    linear,
-    linear_backward,
-    norm,
-    norm_backward,
-    op,
-    residual,
-    residual_backward,
-    stream,
-)
 from lumos.program.rank_layout import RankLayout
 
 
@@ -25,32 +11,32 @@ def mlp(s: RankLayout) -> Block:
     """Norm, up (and gate), activation, down, residual."""
     inward, down = dense(s, s.tokens, s.model.ffn // s.parallel.tp)
     return [
-        *([] if s.model.parallel_residual else norm(s)),
-        *after_gather(s, inward),
-        *before_reduce(s, down, "mlp reduce"),
-        *residual(s),
+        *([] if s.model.parallel_residual else ops.norm(s)),
+        *ops.after_gather(s, inward),
+        *ops.before_reduce(s, down, "mlp reduce"),
+        *ops.residual(s),
     ]
 
 
 def mlp_backward(s: RankLayout) -> Block:
     ffn = s.model.ffn // s.parallel.tp
-    down_inputs, down_weights = linear_backward(s, s.tokens, s.model.hidden, ffn, "down")
-    up = linear_backward(s, s.tokens, s.inward * ffn, s.model.hidden, "up", count=_parts(s))
+    down_inputs, down_weights = ops.linear_backward(s, s.tokens, s.model.hidden, ffn, "down")
+    up = ops.linear_backward(s, s.tokens, s.inward * ffn, s.model.hidden, "up", count=_parts(s))
     return [
-        *residual_backward(s),
-        *gather(s, name="gather grads"),
+        *ops.residual_backward(s),
+        *ops.gather(s, name="gather grads"),
         *down_inputs,
         *down_weights,
         *activation(s, s.tokens, ffn, backward=True),
-        *gradients_overlapped(s, *up),
-        *([] if s.model.parallel_residual else norm_backward(s)),
+        *ops.gradients_overlapped(s, *up),
+        *([] if s.model.parallel_residual else ops.norm_backward(s)),
     ]
 
 
 def dense(s: RankLayout, tokens: int, ffn: int) -> tuple[Block, Block]:
     """(up and activation, down) of an MLP of this width."""
-    up = linear(s, tokens, s.inward * ffn, s.model.hidden, "up", count=_parts(s))
-    return [*up, *activation(s, tokens, ffn)], linear(s, tokens, s.model.hidden, ffn, "down")
+    up = ops.linear(s, tokens, s.inward * ffn, s.model.hidden, "up", count=_parts(s))
+    return [*up, *activation(s, tokens, ffn)], ops.linear(s, tokens, s.model.hidden, ffn, "down")
 
 
 def _parts(s: RankLayout) -> int:
@@ -63,16 +49,16 @@ def activation(s: RankLayout, tokens: int, ffn: int, backward: bool = False) -> 
     grad = " grad" if backward else ""
     if s.fused or s.framework.fused_activation:
         row = f"{'gated' if s.model.gated else 'plain'} activation{grad}"
-        return [stream(s, row, tokens * ffn, name="activation", saves=saves)]
+        return [ops.stream(s, row, tokens * ffn, name="activation", saves=saves)]
     if s.model.gated and backward:
-        return [op(s, kind, tokens, ffn) for kind in ("mul", "mul", "silu_bwd")]
+        return [ops.op(s, kind, tokens, ffn) for kind in ("mul", "mul", "silu_bwd")]
     if s.model.gated:
-        return [op(s, "silu", tokens, ffn, saves=saves), op(s, "mul", tokens, ffn)]
+        return [ops.op(s, "silu", tokens, ffn, saves=saves), ops.op(s, "mul", tokens, ffn)]
     if s.framework.eager_gelu:
-        launches = launches_of(f"eager gelu{grad}")
-        each = stream(s, f"eager gelu{grad}", tokens * ffn / launches, name="gelu")._replace(launches=1)
+        launches = ops.launches_of(f"eager gelu{grad}")
+        each = ops.stream(s, f"eager gelu{grad}", tokens * ffn / launches, name="gelu")._replace(launches=1)
         return [each._replace(saves=saves), *[each] * (launches - 1)]
-    return [op(s, "gelu_bwd" if backward else "gelu", tokens, ffn, saves=saves)]
+    return [ops.op(s, "gelu_bwd" if backward else "gelu", tokens, ffn, saves=saves)]
 
 
 def activation_bytes(s: RankLayout) -> float:

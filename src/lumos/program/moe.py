@@ -14,29 +14,17 @@ from __future__ import annotations
 
 from math import ceil
 
+from lumos.program import primitives as ops
 from lumos.program.block import Block, BlockOp
 from lumos.program.mlp import activation, activation_bytes, activation_gradient_bytes, dense
 from lumos.program.operators import Operator
-from lumos.program.primitives import (
-    collective,
-    gather,
-    launches_of,
-    linear_backward,
-    norm,
-    norm_backward,
-    op,
-    reduce,
-    residual,
-    residual_backward,
-    stream,
-)
 from lumos.program.rank_layout import RankLayout
 
 
 def moe(s: RankLayout) -> Block:
     """Norm, router, permutation, all-to-all, experts, all-to-all, back to the tokens' order, residual."""
     return [
-        *norm(s),
+        *ops.norm(s),
         *_router(s, 1),
         *_exchange(s, "dispatch"),
         *_copies_moved(s, "all_gather", "experts gather"),
@@ -45,14 +33,14 @@ def moe(s: RankLayout) -> Block:
         *_exchange(s, "combine"),
         *_shared(s),
         *_result_joined(s, "experts reduce"),
-        *residual(s),
+        *ops.residual(s),
     ]
 
 
 def moe_backward(s: RankLayout) -> Block:
     """The same in reverse; every grouped matmul has two gradients."""
     return [
-        *residual_backward(s),
+        *ops.residual_backward(s),
         *_exchange(s, "combine grad"),
         *_copies_moved(s, "all_gather", "experts gather grads"),
         *_grouped_matmuls(s, backward=True),
@@ -61,7 +49,7 @@ def moe_backward(s: RankLayout) -> Block:
         *_router(s, 2),
         *_shared_backward(s),
         *_result_joined(s, "experts grad reduce"),
-        *norm_backward(s),
+        *ops.norm_backward(s),
     ]
 
 
@@ -94,7 +82,7 @@ def _copies_moved(s: RankLayout, kind: str, name: str) -> Block:
     """Experts that are cut see the copies of all tensor-parallel ranks."""
     if s.expert_tp == 1 or not s.splits_sequences:
         return []
-    return collective(kind, float(routed_copies(s) * s.model.hidden * s.element), s.tp, name=name)
+    return ops.collective(kind, float(routed_copies(s) * s.model.hidden * s.element), s.tp, name=name)
 
 
 def _result_joined(s: RankLayout, name: str) -> Block:
@@ -102,24 +90,24 @@ def _result_joined(s: RankLayout, name: str) -> Block:
     if s.splits_sequences:
         return []
     kind = "all_reduce" if s.expert_tp > 1 or s.model.shared_experts else "all_gather"
-    return collective(kind, s.activation_bytes, s.tp, name=name)
+    return ops.collective(kind, s.activation_bytes, s.tp, name=name)
 
 
 def _router(s: RankLayout, gradients: int) -> Block:
     """Logits and top-k; logits and probabilities are kept in fp32."""
     tokens, experts = s.spread_tokens, s.model.experts
     dtype = "fp32" if s.precision == "fp32" else "bf16"
-    matmul = op(s, "gemm_tn", tokens, experts, s.model.hidden, dtype=dtype)
-    choice = stream(s, "top-k", tokens * experts, count=gradients, saves=8.0 * tokens * experts)
+    matmul = ops.op(s, "gemm_tn", tokens, experts, s.model.hidden, dtype=dtype)
+    choice = ops.stream(s, "top-k", tokens * experts, count=gradients, saves=8.0 * tokens * experts)
     return [*[matmul] * gradients, choice if gradients == 1 else choice._replace(saves=0.0)]
 
 
 def _exchange(s: RankLayout, name: str) -> Block:
     copies = _sent(s)
     return [
-        op(s, "permute", copies, s.model.hidden, launches=launches_of("dispatch permute")),
-        *collective("all_to_all", float(copies * s.model.hidden * s.element), s.ep, name=f"experts {name}"),
-        op(s, "permute", copies, s.model.hidden),
+        ops.op(s, "permute", copies, s.model.hidden, launches=ops.launches_of("dispatch permute")),
+        *ops.collective("all_to_all", float(copies * s.model.hidden * s.element), s.ep, name=f"experts {name}"),
+        ops.op(s, "permute", copies, s.model.hidden),
     ]
 
 
@@ -130,7 +118,7 @@ def _grouped_matmuls(s: RankLayout, backward: bool) -> Block:
     and the inside of the MLP.
     """
     m, copies, ffn = s.model, routed_copies(s), expert_width(s)
-    launches = 1 if s.framework.grouped_experts else launches_of("expert loop") * local_experts(s)
+    launches = 1 if s.framework.grouped_experts else ops.launches_of("expert loop") * local_experts(s)
     saves = 0.0 if backward else float(copies * (s.linear_element + s.element) * m.hidden)
     up, down = (
         BlockOp(Operator("grouped_gemm", (local_experts(s), copies, n, k), s.train.precision), launches, name=name)
@@ -138,7 +126,7 @@ def _grouped_matmuls(s: RankLayout, backward: bool) -> Block:
     )
     row = f"{'gated' if m.gated else 'plain'} activation{' grad' if backward else ''}"
     kept = 0.0 if backward else activation_bytes(s) * copies * ffn
-    inner = stream(s, row, copies * ffn, name="experts activation", saves=kept)._replace(launches=launches)
+    inner = ops.stream(s, row, copies * ffn, name="experts activation", saves=kept)._replace(launches=launches)
     if not backward:
         return [up._replace(saves=saves), down, inner]
     matmuls = [up, up._replace(weight_gradient=True), down, down._replace(weight_gradient=True)]
@@ -153,19 +141,19 @@ def _shared(s: RankLayout) -> Block:
     if not s.model.shared_experts:
         return []
     inward, down = dense(s, s.tokens, _shared_width(s))
-    scatter = reduce(s, name="shared reduce") if s.splits_sequences else []
-    return [*gather(s, name="shared gather"), *inward, *down, *scatter]
+    scatter = ops.reduce(s, name="shared reduce") if s.splits_sequences else []
+    return [*ops.gather(s, name="shared gather"), *inward, *down, *scatter]
 
 
 def _shared_backward(s: RankLayout) -> Block:
     if not s.model.shared_experts:
         return []
     ffn, hidden = _shared_width(s), s.model.hidden
-    down = linear_backward(s, s.tokens, hidden, ffn, "shared down")
-    up = linear_backward(s, s.tokens, s.inward * ffn, hidden, "shared up")
-    scatter = reduce(s, name="shared grad reduce") if s.splits_sequences else []
+    down = ops.linear_backward(s, s.tokens, hidden, ffn, "shared down")
+    up = ops.linear_backward(s, s.tokens, s.inward * ffn, hidden, "shared up")
+    scatter = ops.reduce(s, name="shared grad reduce") if s.splits_sequences else []
     inner = activation(s, s.tokens, ffn, backward=True)
-    return [*gather(s, name="shared gather grads"), *down[0], *down[1], *inner, *up[0], *up[1], *scatter]
+    return [*ops.gather(s, name="shared gather grads"), *down[0], *down[1], *inner, *up[0], *up[1], *scatter]
 
 
 def expert_gradient_bytes(s: RankLayout) -> float:

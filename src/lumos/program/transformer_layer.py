@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
+from lumos.program import primitives as ops
 from lumos.program.attention import attention, attention_backward, core
 from lumos.program.block import Block, saved_bytes
 from lumos.program.mlp import activation_gradient_bytes, mlp, mlp_backward
 from lumos.program.moe import expert_gradient_bytes, moe, moe_backward
-from lumos.program.primitives import host_only, norm_copies_input
 from lumos.program.rank_layout import RankLayout
 
 
@@ -28,12 +28,12 @@ class TransformerLayer:
 
     def forward(self) -> Block:
         s = self.layout
-        more = host_only(s, s.framework.layer_launches + s.gather_launches)
+        more = ops.host_only(s, s.framework.layer_launches + s.gather_launches)
         return [*attention(s), *(moe(s) if self.sparse else mlp(s)), *more]
 
     def backward(self) -> Block:
         s = self.layout
-        more = host_only(s, 2 * s.framework.layer_launches + s.gather_launches)
+        more = ops.host_only(s, 2 * s.framework.layer_launches + s.gather_launches)
         return [*(moe_backward(s) if self.sparse else mlp_backward(s)), *attention_backward(s), *more]
 
     def recomputed(self) -> Block:
@@ -42,7 +42,7 @@ class TransformerLayer:
         if recompute == "none":
             return []
         again = self.forward() if recompute == "full" else core(s)
-        return [*again, *host_only(s, s.framework.checkpoint_launches)]
+        return [*again, *ops.host_only(s, s.framework.checkpoint_launches)]
 
     @cached_property
     def memory(self) -> LayerMemory:
@@ -57,7 +57,7 @@ class TransformerLayer:
         if s.train.recompute != "full":
             return LayerMemory(everything - again, working)
         # A norm that keeps its input as it is keeps the input of the layer: not twice.
-        shared = 0.0 if norm_copies_input(s) else s.residual_bytes
+        shared = 0.0 if ops.norm_copies_input(s) else s.residual_bytes
         return LayerMemory(s.residual_bytes, everything + working - shared)
 
     def _working_bytes(self, everything: float) -> float:
