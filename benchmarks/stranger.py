@@ -151,7 +151,7 @@ def size_kb(folder: Path) -> int:
 def opened(report: Path, step_ms: float) -> str:
     """The report in a browser, all charts drawn, nothing fetched; without a browser, the file alone."""
     text = report.read_text("utf-8")
-    wanted = f"{step_ms:,.2f} ms"
+    wanted = f"{step_ms:.2f} ms" if step_ms < 1e3 else f"{step_ms / 1e3:.{3 if step_ms < 1e4 else 2}f} s"
     if wanted not in text:
         raise SystemExit(f"{report.name} does not say {wanted}")
     size = f"{report.stat().st_size / 1e6:.1f} MB"
