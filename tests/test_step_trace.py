@@ -166,7 +166,7 @@ def test_the_schedule_names_every_pass() -> None:
 
 
 def test_a_step_of_many_rows_is_told_in_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lumos.prediction.step_trace._MOST_ROWS", 1000)
+    monkeypatch.setattr("lumos.prediction.step_trace._MOST_ROWS", dict.fromkeys(Detail, 1000))
     step = simulate_step(pipeline())
     run = DescribedRun(step)
     assert run.breakdown.step_ms == pytest.approx(step.us / 1e3, abs=1e-5)

@@ -74,8 +74,9 @@ class DescribedRun(Run):
     @cached_property
     def breakdown_by_rank(self) -> dict[int, Breakdown]:
         """The same as of the whole trace, from one with fewer rows."""
-        trace = self.rows.trace(Detail.INTERVALS)
-        return breakdown_by_rank(trace, find_steps(trace).read(trace))
+        ranks = tuple(self.rows.ranks)
+        end = np.full((1, len(ranks)), round(self.us * 1e3))
+        return breakdown_by_rank(self.rows.trace(Detail.INTERVALS), Steps(("step",), ranks, np.zeros_like(end), end))
 
     @cached_property
     def path(self) -> CriticalPath:

@@ -33,7 +33,6 @@ from lumos.schedules import Phase
 from lumos.trace.names import Category, Kind
 from lumos.trace.trace import Header, Lane, Message, Trace
 
-_MOST_ROWS = 1_000_000
 _MOST_NAMED = 50_000  # nodes of a step whose passes are named by their micro-batch
 _PASSES = ("forward", "backward", "weights")
 DATA_PARALLEL = {
@@ -61,6 +60,7 @@ class Detail(IntEnum):
     BLOCKS = 2  # a row of compute and a row of communication per block; their overlap is kept, their order is not
 
 
+_MOST_ROWS = {Detail.OPERATORS: 1_000_000, Detail.INTERVALS: 150_000}  # a search asks for many breakdowns
 _ORDER = {"embedding": 0, "head grad": 0, "head": 2, "embedding grad": 2}  # of blocks in a pass; layers are between
 
 
@@ -172,11 +172,14 @@ class StepTrace:
         return self.step.times.end * self.scale
 
     @cached_property
+    def node_stage(self) -> Ints:
+        return np.array([role.stage for role in self.roles])[self.step.structure.node_role]
+
+    @cached_property
     def node_lane(self) -> Ints:
         """The lane of the trace that every node is on."""
         track = np.array([_track_of(role.what) for role in self.roles])
-        stage = np.array([role.stage for role in self.roles])
-        return np.asarray((stage * len(Track) + track)[self.step.structure.node_role], np.int64)
+        return np.asarray(self.node_stage * len(Track) + track[self.step.structure.node_role], np.int64)
 
     @cached_property
     def _part_of_pass(self) -> Ints:
@@ -189,10 +192,12 @@ class StepTrace:
 
     @cached_property
     def groups(self) -> list[tuple[Role, int, Ints]]:
-        """(role, part of its pass, nodes), for nodes that take time."""
+        """(role, part of its pass, nodes), for nodes that take time; stages that hold the same are in one group."""
         nodes = np.flatnonzero(self.end > self.start)
-        unit = np.array([role.unit for role in self.roles])
-        role = self.step.structure.node_role[nodes].astype(np.int64)
+        unit, like = np.array([role.unit for role in self.roles]), self.step.assembly.like
+        first: dict[Hashable, int] = {}
+        same = [first.setdefault((r.what, like[r.stage], r.chunk, r.unit < 0), i) for i, r in enumerate(self.roles)]
+        role = np.array(same, np.int64)[self.step.structure.node_role[nodes]]
         computes = np.array([role.what in _PASSES for role in self.roles])
         part = np.where(computes[role] & (unit[role] >= 0), self._part_of_pass[nodes], -1)
         key = role * (self.step.plan.units + 1) + part + 1
@@ -206,7 +211,7 @@ class StepTrace:
     # ------------------------------------------------------------------ the inside of blocks
     def inside(self, role: Role, part: int = -1, detail: Detail = Detail.OPERATORS) -> _Inside:
         """What runs inside a node of a role, or inside one of the equal parts of it."""
-        stage = self.step.assembly.like[role.stage] if role.what in _PASSES else role.stage
+        stage = self.step.assembly.like[role.stage]
         key = (role.what, stage, role.chunk, part, detail)
         if key not in self._inside:
             self._inside[key] = self._resolved(role, stage, part, detail)
@@ -323,10 +328,12 @@ class StepTrace:
 
     # ------------------------------------------------------------------ the trace
     def trace(self, detail: Detail = Detail.OPERATORS) -> Trace:
-        """The step as a Trace, as finely as asked for or as about a million rows allow."""
-        while detail < Detail.BLOCKS and self._size(detail) > _MOST_ROWS:
+        """The step as a Trace, as finely as asked for or as the limit on rows allows."""
+        most = _MOST_ROWS.get(detail, 0)
+        while detail < Detail.BLOCKS and self._size(detail) > most:
             detail = Detail(detail + 1)
-        everything = (*self._rows(detail), *self._passes(), self._sends(), self._marks())
+        passes = self._passes() if detail == Detail.OPERATORS else ()  # nothing but a timeline needs them
+        everything = (*self._rows(detail), *passes, self._sends(), self._marks())
         parts = [part for part in everything if len(part.start)]
         times = (np.concatenate([getattr(part, column) for part in parts]) for column in ("start", "end"))
         start, end = (np.rint(time).astype(np.int64) for time in times)
@@ -334,7 +341,7 @@ class StepTrace:
         label = np.concatenate([part.label for part in parts])
         lane = np.concatenate([part.stage * len(Track) + part.track for part in parts]).astype(np.int32)
         category = np.concatenate([np.full(len(part.start), part.category, np.uint8) for part in parts])
-        order = np.lexsort((start, lane))
+        order = np.lexsort((start, lane)) if detail == Detail.OPERATORS else np.arange(len(lane))
         setup = self.step.setup
         return Trace(
             names=tuple(self.labels.names),
@@ -356,12 +363,15 @@ class StepTrace:
     def _rows(self, detail: Detail) -> Iterator[_Columns]:
         """Operators and collectives, node by node."""
         for role, part, nodes in self.groups:
+            if detail > Detail.OPERATORS and role.what.startswith("host"):
+                continue  # no breakdown needs it
             inside = self.inside(role, part, detail)
             begin, length = self.start[nodes][:, None], (self.end - self.start)[nodes][:, None]
             count = len(nodes)
             yield _Columns(
                 (begin + inside.start * length).ravel(), (begin + inside.end * length).ravel(),
-                np.full(count * len(inside), role.stage), np.tile(inside.track, count), np.tile(inside.label, count),
+                np.repeat(self.node_stage[nodes], len(inside)), np.tile(inside.track, count),
+                np.tile(inside.label, count),
                 Category.OP if role.what.startswith("host") else Category.KERNEL,
             )  # fmt: skip
 
@@ -375,7 +385,7 @@ class StepTrace:
             labels = [self.labels.add(self._pass_name(role, int(node), named)) for node in nodes]
             size = len(nodes)
             yield _Columns(
-                self.start[nodes], self.end[nodes], np.full(size, role.stage), np.full(size, Track.SCHEDULE),
+                self.start[nodes], self.end[nodes], self.node_stage[nodes], np.full(size, Track.SCHEDULE),
                 np.array(labels), Category.OP,
             )  # fmt: skip
 
@@ -388,8 +398,7 @@ class StepTrace:
 
     def _sends(self) -> _Columns:
         """What a stage receives from its neighbours: the lag of edges between the blocks of different stages."""
-        edges, structure = self.step.graph.edges, self.step.structure
-        stage = np.array([role.stage for role in self.roles])[structure.node_role]
+        edges, stage = self.step.graph.edges, self.node_stage
         computes = self.step.graph.kind == Kind.COMPUTE
         some = (edges.lag > 0) & (stage[edges.source] != stage[edges.target]) & computes[edges.source]
         at = np.flatnonzero(some)
