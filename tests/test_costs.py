@@ -108,6 +108,8 @@ def test_every_rank_of_a_node_brings_its_adapter_up_to_the_links_inside() -> Non
 
     assert bandwidth(4, 2) == pytest.approx(20)
     assert bandwidth(32, 16) == pytest.approx(100)
+    wide = Network(INSIDE, Tier(80.0, 0, 0, 0), penalty=2.0)
+    assert bandwidth(4, 2, wide) == pytest.approx(100), "two adapters bring more than the links inside take"
     alone = Network(Tier(5.0, 0, 0, 0), BETWEEN, penalty=2.0)
     assert bandwidth(2, 1, alone) == pytest.approx(10), "one rank in a node does not use the links inside"
 
@@ -314,6 +316,47 @@ def test_a_matmul_is_bound_by_compute_and_an_addition_by_memory() -> None:
     assert model.bound(Operator("gemm_tn", (4096, 4096, 4096))) == "compute"
     assert model.bound(Operator("gemm_tn", (8, 4096, 4096))) == "memory"
     assert model.bound(Operator("add", (4096, 4096))) == "memory"
+
+
+def test_features_of_a_matmul_say_how_well_tiles_fill_the_chip_and_how_sizes_are_aligned() -> None:
+    """384 × 512 on a chip of 10 multiprocessors: 12 tiles of 128 × 128 make 1.2 waves, so that 0.6 of two is of use."""
+    chip = Chip(1000.0, 10.0, 100.0, processors=10, cache=1e6)
+    values = features(Operator("gemm_tn", (384, 512, 1024)), chip)
+    common, logs, tiles, aligned = values[:4], values[4:7], values[7:23], values[23:26]
+    assert common[3] == pytest.approx(math.log2(2 * (384 * 1024 + 512 * 1024 + 384 * 512) / 1e6))
+    assert common[2] == pytest.approx(common[0] - common[1])
+    assert logs == pytest.approx([math.log2(384), 9, 10])
+    assert tiles[:2] == pytest.approx([0.6, 1.2])
+    padded = 2 * 4 * 256 * 128  # two rows of tiles of 256 hold 384
+    assert tiles[4:6] == pytest.approx([0.8 * 384 * 512 / padded, 0.8])
+    assert aligned == [7, 8, 8], "halved at most eight times"
+    assert values[26:31] == pytest.approx([math.log2(384 / 512), 10 - 0.5 * math.log2(384 * 512), 1024, 512, 384])
+    assert values[31:] == [1, 0, 0]
+
+
+def test_features_of_attention_count_blocks_of_128_queries() -> None:
+    chip = Chip(1000.0, 10.0, 100.0, processors=100, cache=1e6)
+    even, odd = (features(Operator("sdpa_fwd", (2, 8, s, 64)), chip)[8:] for s in (1024, 1000))
+    assert even == pytest.approx([4, 1.28, 0.64, math.log2(0.16), 1])
+    assert odd == pytest.approx([*even[:-1], 0])
+
+
+def test_an_operator_is_put_into_others_only_where_all_of_them_were_sampled() -> None:
+    shipped = cost_model("h200")
+    half = CostModel(shipped.gpu, "h100", {"gemm_nn": shipped.regressors["gemm"]}, shipped)
+    both = Operator("linear_bwd", (2048, 1024, 512))
+    assert half.sampled_on(both) == "h200"
+    assert half.us(both) == shipped.us(both)
+
+
+def test_trees_need_the_features_up_to_the_last_they_split_on() -> None:
+    def width(*features: int) -> int:
+        nodes = len(features)
+        trees = Trees(np.zeros(1, np.int32), np.array(features, np.int16), np.zeros(nodes, np.float32),
+                      np.zeros(nodes, np.int32), 0.0)  # fmt: skip
+        return Regressor(trees, 1.0, 100).width
+
+    assert (width(-1), width(0, -1, -1), width(7, -1, -1)) == (0, 1, 8)
 
 
 @pytest.mark.parametrize(
