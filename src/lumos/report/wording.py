@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lumos.setup.setup import Setup
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lumos.setup.setup import Setup  # pydantic, for which `lumos replay` does not wait
 
 STEP_PARTS = {
     "exposed_compute_ms": "compute alone", "exposed_comm_ms": "communication alone", "overlapped_ms": "both at once",
