@@ -38,13 +38,14 @@ from lumos.cost.operator_model import (
     encode,
     read_cost_model,
 )
-from lumos.cost.prices import Prices, warmth
+from lumos.cost.prices import BlockTime, Prices, time_of, timeline, warmth
 from lumos.cost.trees import Trees
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.measure.fit import read_samples
 from lumos.measure.operator_rows import SIZES, operator_of, operators_of, read_rows
 from lumos.prediction.power import drawn_w
+from lumos.program.block import BlockOp
 from lumos.program.operators import KINDS, Collective, Group, Operator
 from lumos.report.terminal.costs import cost_answer
 from lumos.setup.gpus import gpu_named, gpu_names
@@ -412,6 +413,28 @@ def test_inside_a_step_a_kernel_costs_its_isolated_time_at_the_clock_and_the_cac
     factor = factors.matrix if kind == "gemm_tn" else factors.stream
     assert prices.operator_us(operator) == pytest.approx(alone * factor * warmth(operator, gpu.l2_mb) + 1.1)
     assert (warmth(operator, gpu.l2_mb) == 1) == (operator.tensor_bytes > 2 * gpu.l2_mb * 1e6)
+
+
+def test_collectives_run_beside_operators_until_somebody_waits() -> None:
+    """Two collectives that nobody waits for, one after the other on the network; the last operator joins them."""
+    prices = Prices(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), 30.0, 0.5)
+    add, gather = Operator("add", (1024, 1024)), Collective("all_gather", 1000.0, Group(4, 4))
+    one, sent = prices.operator_us(add), prices.collective_us(gather)
+    beside, waited = BlockOp(gather, waits=False), BlockOp(gather)
+    block = [BlockOp(add), beside, beside, BlockOp(add, launches=3), BlockOp(add, joins=True)]
+    rows = timeline(block, prices)
+    joined = one + max(one, 2 * sent)
+    assert [row.start_us for row in rows] == pytest.approx([0, one, one + sent, one, joined])
+    assert [row.end_us for row in rows] == pytest.approx([one, one + sent, one + 2 * sent, 2 * one, joined + one])
+    found = time_of(block, prices)
+    assert found[:4] == pytest.approx((joined + one, 30 * (1 + 0.5 + 0.5 + 3 + 1), 3 * one, 2 * sent))
+    joules = 3 * prices.joules.operator(add, one) + 2 * prices.joules.collective(gather, sent)
+    assert found.joules == pytest.approx(joules)
+    assert time_of([waited, BlockOp(add)], prices).us == pytest.approx(sent + one)
+    assert time_of([beside], prices).us == pytest.approx(sent), "a block ends with its last collective"
+    assert time_of([], prices) == BlockTime() == (0, 0, 0, 0, 0)
+    assert prices.operator_us(Operator("stream", (0,))) == 0
+    assert found + found == pytest.approx(found.times(2))
 
 
 @given(st.floats(-12, 4))
