@@ -74,11 +74,10 @@ def energy_of(step: Step, seconds: float | None = None) -> Energy:
     gpu, joules = step.setup.cluster.accelerator, step.prices.joules
     talking_w = _network_w(step, gpu, joules)
     work = []
-    for stage, row in enumerate(step.chunks):
-        inside = step.plan.microbatches * sum(block.joules for chunk in row for block in chunk.blocks)
+    for stage in range(step.plan.pp):
         update = joules.update_w * step.role_us("optimizer", stage) * 1e-6
         talk = talking_w * sum(step.role_us(what, stage) for what in _DATA_PARALLEL) * 1e-6
-        work.append(inside + update + talk)
+        work.append(_block_joules(step.assembly, stage) + update + talk)
     gpus = step.setup.cluster.gpus // step.setup.parallel.pp
     return Energy(step.us * 1e-6 if seconds is None else seconds, gpus, gpu.idle_w, joules.most_w, tuple(work))
 
@@ -86,10 +85,16 @@ def energy_of(step: Step, seconds: float | None = None) -> Energy:
 def least_joules(assembly: Assembly, seconds: float) -> float:
     """A lower bound on the energy of a step that takes at least so long: that of its blocks."""
     setup, joules = assembly.setup, assembly.prices.joules
-    count = setup.train.microbatches
-    work = [count * sum(block.joules for chunk in row for block in chunk.blocks) for row in assembly.chunks]
+    like = assembly.program.like
+    work = {stage: _block_joules(assembly, stage) for stage in set(like)}
     gpus, idle_w = setup.cluster.gpus // setup.parallel.pp, setup.cluster.accelerator.idle_w
-    return Energy(seconds, gpus, idle_w, joules.most_w, tuple(work)).joules
+    return Energy(seconds, gpus, idle_w, joules.most_w, [work[stage] for stage in like]).joules
+
+
+def _block_joules(assembly: Assembly, stage: int) -> float:
+    """What the blocks of a stage take over idle, for all micro-batches."""
+    of_one = sum(times * sum(b.joules for b in chunk.blocks) for chunk, times in assembly.distinct_chunks(stage))
+    return assembly.setup.train.microbatches * of_one
 
 
 def _network_w(step: Step, gpu: Gpu, joules: Joules) -> float:

@@ -48,11 +48,25 @@ class ChunkTime(NamedTuple):
         return self[:3]
 
 
-class _Alone(NamedTuple):
-    """What a stage does whatever the others do, in microseconds."""
+class _ChunkBound(NamedTuple):
+    """The least that a chunk takes whatever the others do, in microseconds."""
 
-    blocks: float  # of one micro-batch
-    tail: float  # once its gradients are whole
+    forward: float  # of one micro-batch, after the stage has waited for it
+    backward: float
+    turns: float  # all turns of one micro-batch, each right after another one
+    early: float  # by which the very first turn may be shorter: weights are gathered while its input is awaited
+    reduce: float  # one unit's gradients, beside the turns
+    network: float  # all that the network does for it in a step
+    host: float  # of one micro-batch
+
+
+class _StageBound(NamedTuple):
+    """The least that a stage takes whatever the others do, in microseconds."""
+
+    first: _ChunkBound
+    turns: float  # of one micro-batch
+    path: float  # one micro-batch, forward and backward, through all chunks
+    tail: float  # once its last turn is over
     other: float  # all that its network or its host has to do
 
 
@@ -115,9 +129,9 @@ def simulate_step(
     return assembled(setup, prices_of(setup, factors, model, network, make_prices)).step()
 
 
-def assembled(setup: Setup, prices: Prices) -> Assembly:
-    """The parts of a step, not yet simulated."""
-    return Assembly(Program(setup), prices)
+def assembled(setup: Setup, prices: Prices, program: Program | None = None) -> Assembly:
+    """The parts of a step, not yet simulated; `program` is that of the setup, where it is known already."""
+    return Assembly(program or Program(setup), prices)
 
 
 def prices_of(
@@ -187,21 +201,16 @@ class Assembly:
     # ------------------------------------------------------------------ what each stage runs
     @cached_property
     def chunks(self) -> tuple[tuple[ChunkTime, ...], ...]:
-        """[stage][chunk]. What depends on nothing else is priced once for all setups that share the prices."""
-        return self.prices.kept(("chunks", *self._cut), self._all_priced)
+        """[stage][chunk]."""
+        return tuple(tuple(self._chunk_time(chunk) for chunk in row) for row in self.program.chunks)
 
-    @cached_property
-    def _cut(self) -> tuple[Hashable, ...]:
-        """What decides how the model is cut into stages."""
-        p = self.setup.parallel
-        return self.program.schedule.name, p.pp, p.vpp, p.stage_layers
+    def distinct_chunks(self, stage: int) -> list[tuple[ChunkTime, int]]:
+        """The chunks of a stage, the first one first, and how many of each it has."""
+        return [(self._chunk_time(chunk), count) for chunk, count in Counter(self.program.chunks[stage]).items()]
 
-    def _all_priced(self) -> tuple[tuple[ChunkTime, ...], ...]:
-        split = self.program.schedule.splits_backward
-        return tuple(
-            tuple(self.prices.kept((chunk, split), partial(self._priced, chunk)) for chunk in row)
-            for row in self.program.chunks
-        )
+    def _chunk_time(self, chunk: Chunk) -> ChunkTime:
+        """Priced once for all setups that share the prices."""
+        return self.prices.kept((chunk, self.program.schedule.splits_backward), partial(self._priced, chunk))
 
     def _priced(self, chunk: Chunk) -> ChunkTime:
         forward, backward, weights = (self._phase_time(chunk, phase) for phase in Phase)
@@ -215,15 +224,6 @@ class Assembly:
 
     def _block_time(self, block: Repeated) -> BlockTime:
         return self.prices.block(block.key, block.build)
-
-    @cached_property
-    def like(self) -> list[int]:
-        """For every stage, the first that holds the same: what is known of the one is known of the other."""
-        return self.prices.kept(("like", *self._cut), self._compared)
-
-    def _compared(self) -> list[int]:
-        first: dict[tuple[int, ...], int] = {}
-        return [first.setdefault(tuple(id(chunk) for chunk in row), stage) for stage, row in enumerate(self.chunks)]
 
     # ------------------------------------------------------------------ the network's work
     @cached_property
@@ -251,6 +251,8 @@ class Assembly:
         time = 0.0
         groups = (self.layout.sharing, self.layout.experts_sharing)
         for size, (near, far) in zip((parameters.common, parameters.experts), groups, strict=True):
+            if not size:
+                continue
             time += self._bucketed_us(kind, size * element, near)
             if kind != "all_gather":
                 time += self._bucketed_us("all_reduce", size * element / near.size, far)
@@ -281,7 +283,8 @@ class Assembly:
     def _hosted(self) -> bool:
         """The host has a lane where it might decide."""
         share = read_table("step.json")["host_bound_share"]
-        blocks = [block for stage in set(self.like) for chunk in self.chunks[stage] for block in chunk.blocks]
+        chunks = {chunk for row in self.program.chunks for chunk in row}
+        blocks = (block for chunk in chunks for block in self._chunk_time(chunk).blocks)
         return any(block.host_us > share * block.us for block in blocks)
 
     @cached_property
@@ -300,7 +303,7 @@ class Assembly:
         alike: dict[tuple[str, int, int, int], float] = {}  # stages that hold the same
         durations = np.empty(len(self.structure.roles))
         for index, role in enumerate(self.structure.roles):
-            key = (role.what, self.like[role.stage], role.chunk, role.unit)
+            key = (role.what, self.program.like[role.stage], role.chunk, role.unit)
             if key not in alike:
                 alike[key] = self._duration(role) * 1e3
             durations[index] = alike[key]
@@ -311,55 +314,65 @@ class Assembly:
     def bound_us(self) -> float:
         """A time that the simulated step cannot be below, found without building or simulating its graph.
 
-        Every stage runs its blocks one after the other, after the first micro-batch has come to it through the stages
+        Every stage takes its turns one after the other, after the first micro-batch has come to it through the stages
         before, and before the last one has gone back through them; network and host have their own work to do; and one
         micro-batch has to go through all stages and back.
         """
-        link, count = self._link_us(), self.setup.train.microbatches
+        link, count, schedule = self._link_us(), self.setup.train.microbatches, self.program.schedule
+        known = {stage: self._stage_bound(stage) for stage in set(self.program.like)}
+        stages = [known[stage] for stage in self.program.like]
         before = after = longest = 0.0
-        alone = {stage: self._alone(stage) for stage in set(self.like)}
-        for stage, row in enumerate(self.chunks):
-            blocks, tail, other = alone[self.like[stage]]
-            back = after + alone[0].tail if stage and not self.program.schedule.splits_backward else 0.0
-            longest = max(longest, before + count * blocks + max(tail, back), other)
-            before, after = before + row[0].forward.us + link, after + row[0].backward.us + link
-        return max(longest, self._path_us(link) + alone[0].tail)
+        for index, stage in enumerate(stages):
+            first, back = stage.first, after + stages[0].tail if index and not schedule.splits_backward else 0.0
+            turns = before + count * stage.turns - first.early
+            longest = max(longest, turns + max(stage.tail, back), stage.other)
+            before, after = before + first.forward + link, after + first.backward + link
+        path = sum(stage.path for stage in stages)
+        links = 2 * link * schedule.links(self.setup.parallel.pp, self.setup.parallel.vpp)
+        return max(longest, path + links + stages[0].tail)
 
-    def _alone(self, stage: int) -> _Alone:
-        row = self.chunks[stage]
-        blocks = sum(block.us for chunk in row for block in chunk.blocks)
-        other = max(self._network_bound_us(stage, row), self._host_bound_us(stage, row))
-        return _Alone(blocks, self._tail_us(stage), other)
+    def _stage_bound(self, stage: int) -> _StageBound:
+        chunks = [(self._chunk_bound(stage, chunk), times) for chunk, times in self.distinct_chunks(stage)]
+        update = self._optimizer(stage)
+        end = update.us + self._network_us("publish", stage)
+        if self._beside:
+            rest = min(chunk.reduce for chunk, _ in chunks)
+            network = sum(times * chunk.network for chunk, times in chunks) + end
+        else:
+            rest, network = self._network_us("reduce rest", stage), 0.0
+        issued = self.setup.train.microbatches * sum(times * chunk.host for chunk, times in chunks)
+        return _StageBound(
+            first=chunks[0][0],
+            turns=sum(times * chunk.turns for chunk, times in chunks),
+            path=sum(times * (chunk.forward + chunk.backward) for chunk, times in chunks),
+            tail=rest + end,
+            other=max(network, issued + update.host_us if self._hosted else 0.0),
+        )
 
-    def _tail_us(self, stage: int) -> float:
-        """What a stage does once its gradients are whole."""
-        chunk = self.chunks[stage][0]
-        return sum(self._network_us(what, stage, chunk) for what in ("reduce rest", "optimizer", "publish"))
-
-    def _network_bound_us(self, stage: int, row: tuple[ChunkTime, ...]) -> float:
-        """All that the network does beside the blocks of a stage, and the update that waits for it."""
-        if not self._beside:
-            return 0.0
+    def _chunk_bound(self, stage: int, chunk: ChunkTime) -> _ChunkBound:
         count = self.setup.train.microbatches
         gathers = {"never": 0, "once": 1, "every pass": 2 * count}[self.gathers]
-        reductions = count if self.plan.reduces_always else 1
-        work = 0.0
-        for number, times in Counter(map(id, row)).items():  # chunks that hold the same are the same object
-            chunk = next(chunk for chunk in row if id(chunk) == number)
-            gather = self._network_us("gather", stage, chunk) if gathers else 0.0
-            work += times * (gathers * gather + reductions * self._network_us("reduce", stage, chunk))
-        return self.units * work + sum(self._network_us(what, stage, row[0]) for what in ("optimizer", "publish"))
+        gather = self._network_us("gather", stage, chunk) if gathers else 0.0
+        reduce = self._network_us("reduce", stage, chunk) if self._beside else 0.0
+        network = self.units * (gathers * gather + (count if self.plan.reduces_always else 1) * reduce)
+        host = sum(block.host_us for block in chunk.blocks)
+        forward, backward, weights = (block.us for block in chunk.blocks)
+        if self.gathers != "every pass":
+            return _ChunkBound(forward, backward, forward + backward + weights, 0.0, reduce, network, host)
+        beside = 0.0 if self.program.schedule.splits_backward else reduce
+        waited = self._gathered_us(forward, gather, 0.0, 2), self._gathered_us(backward, gather, beside, 2)
+        in_row = self._gathered_us(forward, gather, 0.0, 1), self._gathered_us(backward, gather, beside, 1)
+        return _ChunkBound(*waited, sum(in_row) + weights, in_row[0] - waited[0], reduce, network, host)
 
-    def _host_bound_us(self, stage: int, row: tuple[ChunkTime, ...]) -> float:
-        if not self._hosted:
-            return 0.0
-        issued = self.setup.train.microbatches * sum(block.host_us for chunk in row for block in chunk.blocks)
-        return issued + self._optimizer(stage).host_us
+    def _gathered_us(self, us: float, gather: float, reduce: float, ahead: int) -> float:
+        """The least time of a turn that gathers every unit before it runs, at most two ahead, and reduces it after.
 
-    def _path_us(self, link: float) -> float:
-        """One micro-batch, forward and back; links between chunks of one stage take no time."""
-        blocks = sum(chunk.forward.us + chunk.backward.us for row in self.chunks for chunk in row)
-        return blocks + 2 * link * self.program.schedule.links(self.setup.parallel.pp, self.setup.parallel.vpp)
+        `ahead`: units that may be there before the turn begins: one, or two where the stage has waited.
+        """
+        units = self.units
+        if units < 2:
+            return us
+        return max(us, (units - ahead) * gather + (units - 2) * reduce + ahead * us / units)
 
     def _link_us(self) -> float:
         """Activations to the next stage."""
@@ -390,30 +403,31 @@ class Assembly:
         alone = self._data_parallel_us(sharding.reduction, part, self.framework.reduce_bytes)
         return alone / (self.prices.network.beside if self.layout.dp.nodes > 1 else 1.0)
 
-    def _stage_parameters(self, stage: int) -> Parameters:
-        key = ("parameters", *self._cut, self.like[stage])
-        return self.prices.kept(key, partial(self.program.stage_parameters, stage))
-
     def _optimizer(self, stage: int) -> BlockTime:
         return self._block_time(self.program.optimizer(stage))
 
-    def _network_us(self, what: str, stage: int, chunk: ChunkTime) -> float:
-        """One node of data-parallel communication, or the update."""
+    def _network_us(self, what: str, stage: int, chunk: ChunkTime | None = None) -> float:
+        """One node of data-parallel communication, of a chunk or of a whole stage, or the update."""
         framework, sharding = self.framework, self.program.sharding
-        if what == "gather":
+        if chunk is not None and what == "gather":
             return self._data_parallel_us("all_gather", chunk.parameters, framework.gather_bytes / self.units)
-        if what == "reduce":
+        if chunk is not None and what == "reduce":
             mine = sharding.trained(chunk.parameters)
             return self._data_parallel_us(sharding.reduction, mine, framework.reduce_bytes / self.units)
         if what == "reduce rest" and not self._beside:
-            trained = sharding.trained(self._stage_parameters(stage))
+            trained = sharding.trained(self.program.stage_parameters(stage))
             return self._data_parallel_us(sharding.reduction, trained, framework.reduce_bytes)
         if what == "optimizer":
             return self._optimizer(stage).us
         if what == "publish" and sharding.zero in (1, 2):
-            trained = sharding.trained(self._stage_parameters(stage))
+            trained = sharding.trained(self.program.stage_parameters(stage))
             gather = self._data_parallel_us("all_gather", trained, framework.gather_bytes)
-            forward = sum(max(chunk.forward.us, chunk.forward.host_us) for chunk in self.chunks[stage])
-            hidden = read_table("step.json")["hidden_share"] * forward if self.overlaps else 0.0
-            return max(gather - hidden, 0.0)
+            return max(gather - self._hidden_us(stage), 0.0)
         return 0.0
+
+    def _hidden_us(self, stage: int) -> float:
+        """How long weights can be gathered behind the first forward pass after an update (ZeRO 1 and 2)."""
+        if not self.overlaps:
+            return 0.0
+        forward = sum(n * max(c.forward.us, c.forward.host_us) for c, n in self.distinct_chunks(stage))
+        return float(read_table("step.json")["hidden_share"] * forward)

@@ -194,7 +194,7 @@ class StepTrace:
     def groups(self) -> list[tuple[Role, int, Ints]]:
         """(role, part of its pass, nodes), for nodes that take time; stages that hold the same are in one group."""
         nodes = np.flatnonzero(self.end > self.start)
-        unit, like = np.array([role.unit for role in self.roles]), self.step.assembly.like
+        unit, like = np.array([role.unit for role in self.roles]), self.step.assembly.program.like
         first: dict[Hashable, int] = {}
         same = [first.setdefault((r.what, like[r.stage], r.chunk, r.unit < 0), i) for i, r in enumerate(self.roles)]
         role = np.array(same, np.int64)[self.step.structure.node_role[nodes]]
@@ -211,7 +211,7 @@ class StepTrace:
     # ------------------------------------------------------------------ the inside of blocks
     def inside(self, role: Role, part: int = -1, detail: Detail = Detail.OPERATORS) -> _Inside:
         """What runs inside a node of a role, or inside one of the equal parts of it."""
-        stage = self.step.assembly.like[role.stage]
+        stage = self.step.assembly.program.like[role.stage]
         key = (role.what, stage, role.chunk, part, detail)
         if key not in self._inside:
             self._inside[key] = self._resolved(role, stage, part, detail)

@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lumos.data_files import read_table
-from lumos.program.parameters import Chunk
 from lumos.program.program import Program
 from lumos.program.transformer_layer import LayerMemory
 from lumos.setup.gpus import gpu_named
@@ -89,10 +88,10 @@ def _in_gib(stage: StageMemory) -> dict[str, float]:
     return {"peak": stage.peak / GIB, **{name: value / GIB for name, value in parts}}
 
 
-def memory_of(setup: Setup) -> Memory:
-    """The memory of one training step."""
+def memory_of(setup: Setup, program: Program | None = None) -> Memory:
+    """The memory of one training step; `program` is that of the setup, where it is known already."""
     gpu = gpu_named(setup.cluster.gpu)
-    stages = _Stages(Program(setup))
+    stages = _Stages(program or Program(setup))
     worst, memory = stages.worst()
     usable = (setup.cluster.memory_gib or gpu.memory_gib) * GIB
     return Memory(worst, memory, _reserve(setup, memory.peak), usable, stages)
@@ -140,10 +139,8 @@ class _Stages:
 
     def worst(self) -> tuple[int, StageMemory]:
         """The stage that needs most; of stages that hold the same layers, the first where it has most in flight."""
-        alike: dict[tuple[Chunk, ...], int] = {}
-        for index, chunks in enumerate(self.program.chunks):
-            alike.setdefault(chunks, index)
-        stages = alike.values() if self.program.schedule.first_holds_most else range(len(self.program.chunks))
+        program = self.program
+        stages = dict.fromkeys(program.like) if program.schedule.first_holds_most else range(len(program.chunks))
         return max(((index, self.memory(index)) for index in stages), key=lambda found: found[1].peak)
 
 

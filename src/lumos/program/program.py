@@ -44,6 +44,7 @@ class Program:
         self.setup = setup
         self.framework = framework_named(setup.train.framework)
         self.layout = RankLayout(setup, self.framework)
+        self._held: dict[int, Parameters] = {}  # by the first of the stages that hold the same
 
     # ------------------------------------------------------------------ what each stage holds
     @cached_property
@@ -55,6 +56,12 @@ class Program:
     def chunks(self) -> list[tuple[Chunk, ...]]:
         """[stage][chunk]."""
         return chunks_of(self.setup, self.framework.balances)
+
+    @cached_property
+    def like(self) -> list[int]:
+        """For every stage, the first that holds the same layers."""
+        first: dict[tuple[Chunk, ...], int] = {}
+        return [first.setdefault(row, stage) for stage, row in enumerate(self.chunks)]
 
     @cached_property
     def layers(self) -> list[int]:
@@ -71,7 +78,10 @@ class Program:
 
     def stage_parameters(self, stage: int) -> Parameters:
         """That one rank of a stage would hold, were nothing divided by ZeRO."""
-        return self.parameters.of(self.chunks[stage])
+        first = self.like[stage]
+        if first not in self._held:
+            self._held[first] = self.parameters.of(self.chunks[first])
+        return self._held[first]
 
     def tensors(self, stage: int) -> int:
         """Parameter tensors that one rank of a stage updates."""

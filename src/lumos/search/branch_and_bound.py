@@ -16,6 +16,7 @@ import numpy as np
 
 from lumos.prediction.power import energy_of
 from lumos.program.memory import memory_of
+from lumos.program.program import Program
 from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal
 from lumos.search.ranking import BOUNDS, Bounds, Front, Objective, Simulated, promising
@@ -40,22 +41,20 @@ class Task:
     shard: tuple[int, int] = (0, 1)
     exhaustive: bool = False  # simulate everything that fits, whatever its bound
 
-    def memory(self, setup: Setup) -> float | None:
-        """Bytes on the fullest GPU, or None where they do not fit."""
-        found = memory_of(setup)
-        usable = self.memory_gib * 2**30 if self.memory_gib else found.usable
-        return found.peak if found.fits and found.peak + found.reserve <= usable else None
-
     def is_in_shard(self, candidate: Candidate) -> bool:
         index, count = self.shard
         return (candidate.layout + candidate.variant) % count == index
 
-    def bounds(self, candidate: Candidate, setup: Setup, memory: float) -> tuple[float, ...]:
-        """A row of BOUNDS."""
-        bound = self.estimator.bound(setup)
-        seconds, joules = bound.us / 1e6, bound.joules
+    def bounds(self, number: int, setup: Setup) -> tuple[float, ...] | None:
+        """A row of BOUNDS, or None where the configuration does not fit into memory."""
+        program = Program(setup)
+        memory = memory_of(setup, program)
+        usable = self.memory_gib * 2**30 if self.memory_gib else memory.usable
+        if not memory.fits or memory.peak + memory.reserve > usable:
+            return None
+        seconds, joules = self.estimator.bound(setup, program)
         value, cost = self.objective.value(setup, seconds, joules), self.objective.cost(setup, seconds, joules)
-        return candidate.number, value, seconds, memory, cost
+        return number, value, seconds, memory.peak, cost
 
     def simulated(self, number: int, memory: float, bound: float) -> Simulated:
         setup = self.space.setup_of(self.space.candidate(number))
@@ -71,18 +70,17 @@ def bound_layouts(task: Task, layouts: Sequence[int]) -> tuple[int, Bounds]:
     valid, rows = 0, []
     for layout in layouts:
         too_large: tuple[Any, ...] = ()  # all but the micro-batch: larger ones need more memory still
-        for candidate in task.space.candidates(layout):
+        for candidate, setup in task.space.candidates(layout):
             if not task.is_in_shard(candidate):
                 continue
             valid += 1
             if candidate.values[:-1] == too_large:
                 continue
-            setup = task.space.setup_of(candidate)
-            memory = task.memory(setup)
-            if memory is None:
+            row = task.bounds(candidate.number, setup)
+            if row is None:
                 too_large = candidate.values[:-1]
             else:
-                rows.append(task.bounds(candidate, setup, memory))
+                rows.append(row)
     return valid, np.array(rows, BOUNDS)
 
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
 
 from lumos.change.calibration import Calibration
 from lumos.change.change import calibrated_prices, loaded_step
 from lumos.cost.prices import Prices
 from lumos.prediction.power import least_joules
-from lumos.prediction.step import Assembly, Step, assembled, prices_of, shape_of
+from lumos.prediction.step import Step, assembled, prices_of, shape_of
+from lumos.program.program import Program
 from lumos.setup.setup import Setup
 
 _MOST_SHAPES = 4096  # whose prices are kept; a few kilobytes each
-
-
-class Bound(NamedTuple):
-    """Lower bounds on a step."""
-
-    us: float
-    joules: float  # of all GPUs
 
 
 class Estimator:
@@ -31,27 +24,27 @@ class Estimator:
     def __init__(self) -> None:
         self._known: dict[Hashable, Prices] = {}
 
-    def bound(self, setup: Setup) -> Bound:
-        """Lower bounds on the step of a setup, without simulating it."""
-        assembly = self._assembly(setup)
-        us = assembly.bound_us() + self.fixed_us
-        return Bound(us, least_joules(assembly, us / 1e6))
+    def bound(self, setup: Setup, program: Program | None = None) -> tuple[float, float]:
+        """(seconds, joules of all GPUs) that the step of a setup cannot be below, without simulating it."""
+        assembly = assembled(setup, self._shared_prices(setup), program)
+        seconds = (assembly.bound_us() + self.fixed_us) / 1e6
+        return seconds, least_joules(assembly, seconds)
 
     def step(self, setup: Setup) -> Step:
         """The simulated step of a setup."""
-        return self._assembly(setup).step()
+        return assembled(setup, self._shared_prices(setup)).step()
 
     def us(self, step: Step) -> float:
         """The time of a simulated step."""
         return step.us + self.fixed_us
 
-    def _assembly(self, setup: Setup) -> Assembly:
+    def _shared_prices(self, setup: Setup) -> Prices:
         shape = shape_of(setup)
         if shape not in self._known:
             if len(self._known) >= _MOST_SHAPES:
                 self._known.clear()
             self._known[shape] = self._prices(setup)
-        return assembled(setup, self._known[shape])
+        return self._known[shape]
 
     def _prices(self, setup: Setup) -> Prices:
         return prices_of(setup)

@@ -59,7 +59,7 @@ class Space:
     """All configurations of a setup: for every axis the values in `choices`, or else all that make sense.
 
     >>> space = Space(setup, {"cluster.gpus": (16,)})                          # doctest: +SKIP
-    >>> [c.keys() for i in range(len(space.layouts)) for c in space.candidates(i)]   # doctest: +SKIP
+    >>> [c.keys() for i in range(len(space.layouts)) for c, _ in space.candidates(i)]   # doctest: +SKIP
     """
 
     def __init__(self, setup: Setup, choices: Mapping[str, tuple[Any, ...]]) -> None:
@@ -77,13 +77,15 @@ class Space:
             raise OptionError(f"{len(found):,} layouts of the GPUs are too many: fix a key with --set")
         return found
 
-    def candidates(self, layout: int) -> Iterator[Candidate]:
+    def candidates(self, layout: int) -> Iterator[tuple[Candidate, Setup]]:
         """The valid configurations of a layout, in order; micro-batch sizes vary fastest, from small to large."""
         values = self.layouts[layout]
         for index, variant in enumerate(self._variants(values)):
             found = Candidate(layout, index, (*values, *variant))
-            if self._suits_schedule(found) and not mistakes_in(self.setup_of(found)):
-                yield found
+            if self._suits_schedule(found):
+                setup = self.setup_of(found)
+                if not mistakes_in(setup):
+                    yield found, setup
 
     def candidate(self, number: int) -> Candidate:
         """The configuration with that number."""

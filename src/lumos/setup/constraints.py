@@ -73,8 +73,8 @@ def checked_setup(sections: Mapping[str, Any], where: str = "", known_mistakes: 
 def mistakes_in(setup: Setup, wrong: Iterable[str] = ()) -> list[str]:
     """One sentence for every rule that the setup breaks; rules about the keys in `wrong` are skipped."""
     skipped = frozenset(wrong)
-    found = (rule.mistake(setup) for rule in RULES if skipped.isdisjoint(rule.keys))
-    return [sentence for sentence in found if sentence]
+    rules = [rule for rule in RULES if skipped.isdisjoint(rule.keys)] if skipped else RULES
+    return [sentence for rule in rules if (sentence := rule.mistake(setup))]
 
 
 def warnings_in(setup: Setup) -> list[str]:

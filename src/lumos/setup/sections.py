@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -256,20 +257,25 @@ class Cluster(Section):
     @property
     def accelerator(self) -> Gpu:
         """The GPU as it is in this cluster, with this section's values in place of the usual ones."""
-        gpu = gpu_named(self.gpu)
-        return dataclasses.replace(
-            gpu,
-            gpus_per_node=self.gpus_per_node,
-            nvlink_gb_s=self.nvlink_gb_s or gpu.nvlink_gb_s,
-            nvlink_domain=self.nvlink_domain or self._nvlink_domain(gpu),
-            inter_gb_s=self.inter_gb_s or gpu.inter_gb_s,
-            memory_gib=self.memory_gib or gpu.memory_gib,
+        return _accelerator(
+            self.gpu, self.gpus_per_node, self.nvlink_gb_s, self.nvlink_domain, self.inter_gb_s, self.memory_gib
         )
 
-    def _nvlink_domain(self, gpu: Gpu) -> int:
-        """NVLink ends at the node, except where it joins the nodes of a rack."""
-        joins_nodes = gpu.nvlink_domain > gpu.gpus_per_node
-        return gpu.nvlink_domain if joins_nodes else min(gpu.nvlink_domain, self.gpus_per_node)
+
+@lru_cache(maxsize=256)
+def _accelerator(
+    name: str, node: int, nvlink_gb_s: float | None, domain: int | None, inter_gb_s: float | None, gib: float | None
+) -> Gpu:
+    gpu = gpu_named(name)
+    joins_nodes = gpu.nvlink_domain > gpu.gpus_per_node  # NVLink ends at the node, except where it joins a rack
+    return dataclasses.replace(
+        gpu,
+        gpus_per_node=node,
+        nvlink_gb_s=nvlink_gb_s or gpu.nvlink_gb_s,
+        nvlink_domain=domain or (gpu.nvlink_domain if joins_nodes else min(gpu.nvlink_domain, node)),
+        inter_gb_s=inter_gb_s or gpu.inter_gb_s,
+        memory_gib=gib or gpu.memory_gib,
+    )
 
 
 def as_count(value: object) -> int:
