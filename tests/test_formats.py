@@ -589,8 +589,8 @@ def test_tables_that_do_not_fit_their_nodes_are_refused(tmp_path: Path) -> None:
     parsed = read_chakra_file(write_chakra(tmp_path / "x.et", executed(path)).files[0])
     wrong: dict[str, Any] = {
         "event.name": [10**6], "event.parent": [], "event.first_node": [1 << 40], "lanes": ["[]"], "header": "{",
-        "rendezvous": ["[0,0,99999,\"x\",[0],true,null]"], "origin_ns": 1 << 62, "version": 99, "node.lane": [99],
-        "node.id": [1], "node.count": [0], "edge.rule": [77], "edge.lag_ns": [1.0], "sync.stream": [1] * 99,
+        "rendezvous": ["[0,\"x\",[99999],[0],true,null]"], "origin_ns": 1 << 62, "version": 99, "node.lane": [99],
+        "node.id": [1], "node.count": [0], "edge.rule": [77], "edge.lag": [1.0], "sync.stream": [1] * 99,
     }  # fmt: skip
     for name, value in wrong.items():
         with pytest.raises(InputError, match="do not fit its nodes"):

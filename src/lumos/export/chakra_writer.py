@@ -32,14 +32,14 @@ from lumos.graph.simulate import simulate
 from lumos.trace.read.chakra_format import (
     GROUPS_ID,
     LUMOS_VERSION,
-    SYNC_COLUMNS,
+    TABLES,
     NodeType,
     add_value,
     schema,
     write_delimited,
 )  # fmt: skip
 from lumos.trace.read.execution_trace import Links, Operator
-from lumos.trace.trace import Trace
+from lumos.trace.trace import COLUMNS, Trace
 
 _SCHEMA_VERSION = "0.0.4"
 _UNRECORDED = "not recorded"  # a segment of a thread in which no event was open
@@ -76,7 +76,7 @@ def write_chakra(path: Path, execution: Execution, links: Links | None = None) -
 
 @dataclass(frozen=True)
 class _Writer:
-    """Makes the messages of the files. Nodes, events and lanes are numbered within their rank."""
+    """Makes the messages of the files. Ids count from 1 in every file."""
 
     execution: Execution
     plan: Communication
@@ -137,16 +137,6 @@ class _Writer:
     @cached_property
     def _lanes(self) -> list[tuple[int, int]]:
         return [(low, high) for low, high in pairwise(self.nodes.first.tolist()) if low < high]
-
-    @cached_property
-    def _event(self) -> Ints:
-        """The number of every event within its rank."""
-        return _numbered(self.trace.rank)
-
-    @cached_property
-    def _lane(self) -> Ints:
-        """The number of every lane within its rank."""
-        return _numbered(self.trace.lane_rank)
 
     def messages(self, rank: int) -> Iterator[Any]:
         """Everything in the file of a rank."""
@@ -249,16 +239,10 @@ class _Writer:
     def _metadata(self, rank: int, mine: np.ndarray) -> Any:
         """The GlobalMetadata of a rank's file: its events, nodes and edges as tables."""
         trace, execution = self.trace, self.execution
-        rows = np.flatnonzero(trace.rank == rank)
+        rows, lanes = np.flatnonzero(trace.rank == rank), np.flatnonzero(trace.lane_rank == rank)
+        names = np.unique(trace.name[rows])
+        messages = np.unique(trace.message[rows][trace.message[rows] >= 0])
         header = next(h for h in trace.headers if h.rank == rank)
-        names, name = np.unique(trace.name[rows], return_inverse=True)
-        messages, message = np.unique(trace.message[rows], return_inverse=True)
-        tables = {
-            "event": self._events(rows) | {"name": name, "message": message},
-            "sync": self._syncs(rank),
-            "node": self._node_table(mine),
-            "edge": self._edge_table(rank),
-        }
         values: list[tuple[str, str, Any]] = [
             ("schema", "string_val", f"lumos-chakra.{_SCHEMA_VERSION}"),
             ("lumos.version", "int64_val", LUMOS_VERSION),
@@ -266,89 +250,55 @@ class _Writer:
             ("lumos.header", "string_val", _json(header._replace(path=Path(header.path).name))),
             ("lumos.warnings", "string_list", execution.warnings),
             ("lumos.origin_ns", "int64_val", execution.origin),
-            ("lumos.lanes", "string_list", [_json(lane) for lane in trace.lanes if lane.rank == rank]),
-            ("lumos.names", "string_list", [trace.names[n] for n in names]),
-            ("lumos.messages", "string_list", [_json(trace.messages[m]) if m >= 0 else "" for m in messages]),
+            ("lumos.lanes", "string_list", [_json(trace.lanes[i]) for i in lanes]),
+            ("lumos.names", "string_list", [trace.names[i] for i in names]),
+            ("lumos.messages", "string_list", [_json(trace.messages[i]) for i in messages]),
             ("lumos.rendezvous", "string_list", self._rendezvous(rank)),
         ]
         metadata = schema().metadata(version=_SCHEMA_VERSION)
         for label, kind, value in values:
             add_value(metadata.attr, label, kind, value)
-        for table, columns in tables.items():
-            for label, column in columns.items():
-                whole = column if column.dtype.kind != "f" else np.rint(column).astype(np.int64)
-                exact = bool((whole == column).all())  # nanoseconds are whole numbers, unless they were scaled
-                values_kind = "sint64_list" if exact else "double_list"
-                add_value(metadata.attr, f"lumos.{table}.{label}", values_kind, (whole if exact else column).tolist())
+        for label, column in self._columns(rank, rows, mine).items():
+            if (listed := {"event.name": names, "event.message": messages}.get(label)) is not None:
+                column = np.where(column >= 0, np.searchsorted(listed, column), -1)
+            elif label.endswith(".lane"):
+                column = np.searchsorted(lanes, column)
+            whole = np.rint(column).astype(np.int64) if column.dtype.kind == "f" else column.astype(np.int64)
+            exact = bool((whole == column).all())  # nanoseconds are whole numbers, unless they were scaled
+            kind, numbers = ("sint64_list", whole) if exact else ("double_list", column)
+            add_value(metadata.attr, f"lumos.{label}", kind, numbers.tolist())
         return metadata
 
-    def _events(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        trace, nodes = self.trace, self.nodes
-        return {
-            "category": trace.category[rows],
-            "lane": self._lane[trace.lane[rows]],
-            "start_ns": trace.start[rows] - self.execution.origin,
-            "duration_ns": trace.duration[rows],
-            "correlation": trace.correlation[rows],
-            "first_node": _or_none(nodes.first_node[rows], self.ids),
-            "last_node": _or_none(nodes.last_node[rows], self.ids),
-            "parent": _or_none(nodes.parent[rows], self._event),
+    def _columns(self, rank: int, rows: np.ndarray, mine: np.ndarray) -> dict[str, np.ndarray]:
+        """The tables of a rank: its events are `rows`, its nodes `mine`. Lanes are those of the whole trace here."""
+        trace, nodes, graph, size = self.trace, self.nodes, self.execution.graph, len(self.nodes)
+        syncs = trace.syncs
+        of_rank = trace.lane_rank[syncs.lane] == rank if len(syncs.lane) else np.zeros(0, bool)
+        owner = np.where(graph.edges.target < size, graph.edges.target, graph.edges.source)
+        edges = graph.edges.select(nodes.rank[owner] == rank) if size else graph.edges
+        columns = {
+            **{f"event.{name}": getattr(trace, name)[rows] for name in COLUMNS},
+            **{f"event.{name}": getattr(nodes, name)[rows] for name in ("first_node", "last_node", "parent")},
+            **{f"sync.{name}": getattr(syncs, name)[of_rank] for name in TABLES["sync"]},
+            **{f"node.{name}": getattr(nodes, name)[mine] for name in ("lane", "row", "start", "end", "is_return")},
+            **{f"node.{name}": getattr(graph, name)[mine] for name in ("duration", "gap", "frozen")},
+            **{f"edge.{name}": getattr(edges, name) for name in TABLES["edge"]},
         }
-
-    def _syncs(self, rank: int) -> dict[str, np.ndarray]:
-        syncs = self.trace.syncs
-        mine = self.trace.lane_rank[syncs.lane] == rank if len(syncs.lane) else np.zeros(0, bool)
-        return {name: getattr(syncs, name)[mine] for name in SYNC_COLUMNS}
-
-    def _node_table(self, mine: np.ndarray) -> dict[str, np.ndarray]:
-        nodes, graph = self.nodes, self.execution.graph
-        return {
-            "id": self.ids[mine],
-            "count": self.count[mine],
-            "lane": self._lane[nodes.lane[mine]],
-            "event": _or_none(nodes.row[mine], self._event),
-            "start_ns": nodes.start[mine] - self.execution.origin,
-            "duration_ns": graph.duration[mine],
-            "waited_ns": (nodes.end - nodes.start)[mine] - graph.duration[mine],
-            "gap_ns": graph.gap[mine],
-            "frozen_ns": graph.frozen[mine],
-            "is_return": nodes.is_return[mine].astype(np.int64),
-        }
-
-    def _edge_table(self, rank: int) -> dict[str, np.ndarray]:
-        """The edges into nodes of a rank, and those from them into rendezvous."""
-        edges, size = self.execution.graph.edges, len(self.nodes)
-        owner = np.where(edges.target < size, edges.target, edges.source)
-        mine = edges.select(self.nodes.rank[owner] == rank) if size else edges
-        ends = {"source": mine.source, "target": mine.target}
-        ids = {c: np.where(e < size, self.ids[np.minimum(e, size - 1)], size - 1 - e) for c, e in ends.items()}
-        return ids | {
-            "rule": mine.rule, "lag_ns": mine.lag, "frozen_ns": mine.frozen,
-            "from_start": mine.from_start.astype(np.int64),
-        }  # fmt: skip
+        columns |= {"event.number": rows, "node.number": mine}
+        columns |= {"node.id": self.ids[mine], "node.count": self.count[mine]}
+        for label in ("event.start", "node.start", "node.end"):
+            columns[label] = columns[label] - self.execution.origin
+        for label in ("edge.source", "edge.target"):  # rendezvous, which come after the nodes, are -1, -2 and so on
+            columns[label] = np.where(columns[label] < size, columns[label], size - 1 - columns[label])
+        return columns
 
     def _rendezvous(self, rank: int) -> list[str]:
-        """The rendezvous of a rank's events: number, place in it, event, and what is known of it."""
+        """The rendezvous in which a rank takes part: number, and what is known of it."""
         return [
-            _json([number, place, int(self._event[row]), r.collective, r.ranks, r.complete, r.message])
+            _json([number, r.collective, r.rows.tolist(), r.ranks, r.complete, r.message])
             for number, r in enumerate(self.execution.rendezvous)
-            for place, row in enumerate(r.rows.tolist())
-            if int(self.trace.rank[row]) == rank
+            if (self.trace.rank[r.rows] == rank).any()
         ]
-
-
-def _numbered(rank: np.ndarray) -> Ints:
-    """Numbers from zero within each rank."""
-    numbers = np.empty(len(rank), np.int64)
-    for r in np.unique(rank):
-        mine = np.flatnonzero(rank == r)
-        numbers[mine] = np.arange(len(mine))
-    return numbers
-
-
-def _or_none(index: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The numbers of what is pointed at; -1 for none."""
-    return np.where(index >= 0, numbers[np.maximum(index, 0)], -1) if len(numbers) else index
 
 
 def _json(value: Any) -> str:

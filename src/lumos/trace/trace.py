@@ -219,7 +219,7 @@ class Trace:
 
     def select(self, rows: Bools) -> Trace:
         """The trace of these rows alone."""
-        columns = {c: getattr(self, c)[rows] for c in _COLUMNS}
+        columns = {c: getattr(self, c)[rows] for c in COLUMNS}
         return replace(self, **columns)
 
     def with_times(self, start: Ints, duration: Ints) -> Trace:
@@ -235,7 +235,7 @@ class Trace:
         return replace(self, start=self.start + offsets[self.lane])
 
 
-_COLUMNS = ("category", "name", "lane", "start", "duration", "correlation", "message")
+COLUMNS = ("category", "name", "lane", "start", "duration", "correlation", "message")  # of a Trace
 
 
 def concatenate(traces: Sequence[Trace]) -> Trace:
@@ -251,7 +251,7 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
         to_name = np.array([names.setdefault(n, len(names)) for n in trace.names] or [0], np.int32)
         to_message = np.array([messages.setdefault(m, len(messages)) for m in trace.messages] + [-1], np.int32)
         to_lane = np.array([lanes.setdefault(lane, len(lanes)) for lane in trace.lanes] or [0], np.int32)
-        columns = {c: getattr(trace, c) for c in _COLUMNS}
+        columns = {c: getattr(trace, c) for c in COLUMNS}
         columns |= {"name": to_name[trace.name], "lane": to_lane[trace.lane]}
         columns["message"] = to_message[trace.message]  # -1 picks the last entry, which is -1
         parts.append(columns)
@@ -261,5 +261,5 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
         headers=tuple(h for t in traces for h in t.headers),
         syncs=Syncs(**{f.name: np.concatenate([getattr(s, f.name) for s in syncs]) for f in fields(Syncs)}),
         warnings=tuple(dict.fromkeys(w for t in traces for w in t.warnings)),
-        **{c: np.concatenate([p[c] for p in parts]) for c in _COLUMNS},
+        **{c: np.concatenate([p[c] for p in parts]) for c in COLUMNS},
     )  # fmt: skip

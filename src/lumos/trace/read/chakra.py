@@ -11,10 +11,10 @@ counts. All of it is checked: a file is data, and may be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import msgspec
@@ -24,14 +24,22 @@ from lumos.errors import InputError
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.from_trace.rendezvous import Rendezvous
-from lumos.graph.graph import Edges, Floats, Graph, Ints, Rule, make_graph
+from lumos.graph.graph import Edges, Graph, Rule, Small, make_graph
 from lumos.trace.names import Category, Kind
 from lumos.trace.read.chakra_feeder import foreign_execution
-from lumos.trace.read.chakra_format import LUMOS_VERSION, SYNC_COLUMNS, ChakraFile, Node, NodeType
+from lumos.trace.read.chakra_format import LUMOS_VERSION, TABLES, ChakraFile, NodeType
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace, concatenate
 
 _LONGEST = 1 << 52  # ns, fifty days: times are added up, and must stay exact in a float64
 _LATEST = 1 << 62
+_BOUNDS = {  # from the first to below the second
+    "event.category": (0, len(Category)), "event.name": (0, _LATEST), "event.lane": (0, _LATEST),
+    "event.message": (-1, _LATEST), "event.duration": (0, _LONGEST), "event.correlation": (-1, _LATEST),
+    "node.lane": (0, _LATEST), "node.id": (0, _LATEST), "node.count": (1, 1 << 20), "edge.rule": (0, len(Rule)),
+    **{f"sync.{name}": (-_LATEST, _LATEST) for name in TABLES["sync"]},
+}  # fmt: skip
+_FRACTIONS = ("node.duration", "node.gap", "node.frozen", "edge.lag", "edge.frozen")
+_LISTS = {"event.name": "names", "event.message": "messages", "event.lane": "lanes", "node.lane": "lanes"}
 
 
 def read_chakra(files: Sequence[ChakraFile]) -> Execution:
@@ -45,7 +53,7 @@ def read_chakra(files: Sequence[ChakraFile]) -> Execution:
             f"{other.path}: not written by Lumos, while {own[0].path.name} is: choose one kind with --match"
         )
     try:
-        return _Job([_Rank(file) for file in files]).execution
+        return _own_execution([_Rank(file) for file in files])
     except (IndexError, KeyError, TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         names = ", ".join(file.path.name for file in files[:2])
         raise InputError(
@@ -56,224 +64,157 @@ def read_chakra(files: Sequence[ChakraFile]) -> Execution:
 
 @dataclass(frozen=True)
 class _Rank:
-    """The tables in one file; nodes, events and lanes are numbered within it."""
+    """The tables in one file. Events and nodes are numbered over all ranks; lanes, names and messages within it."""
 
     file: ChakraFile
 
-    def _head(self, name: str) -> Any:
+    def head(self, name: str) -> Any:
+        """A value of the file."""
         return self.file.head[f"lumos.{name}"]
 
-    def _column(self, name: str, low: int = -_LATEST, high: int = _LATEST, count: int = -1) -> Ints:
-        """A column of numbers from `low` to below `high`."""
-        column = np.array(self._head(name), np.int64)
-        _require(bool(((column >= low) & (column < high)).all()), f"{name} is out of range")
-        _require(count in (-1, len(column)), f"{name} has {len(column)} rows instead of {count}")
-        return column
-
-    def _times(self, name: str, count: int) -> Floats:
-        times = np.array(self._head(name), np.float64)
-        _require(bool((np.abs(times) < _LONGEST).all()), f"{name} is out of range")
-        _require(len(times) == count, f"{name} has {len(times)} rows instead of {count}")
-        return times
-
     @cached_property
-    def lanes(self) -> tuple[Lane, ...]:
-        found = (msgspec.json.decode(text, type=Lane) for text in self._head("lanes"))
-        lanes = tuple(lane._replace(rank=self.file.rank) for lane in found)
-        _require(len(set(lanes)) == len(lanes), "a lane is listed twice")
-        return lanes
+    def columns(self) -> dict[str, Any]:
+        """The columns of all tables."""
+        columns: dict[str, Any] = {}
+        for table, names in TABLES.items():
+            for name in (f"{table}.{column}" for column in names):
+                column = np.array(self.head(name), np.float64 if name in _FRACTIONS else np.int64)
+                low, high = _BOUNDS.get(name, (-_LONGEST, _LONGEST))
+                _require(bool(((column >= low) & (column < high)).all()), f"{name} is out of range")
+                _require(len(column) == len(self.head(f"{table}.{names[0]}")), f"{name} is of another length")
+                columns[name] = column
+        for name, listed in _LISTS.items():
+            _require(bool((columns[name] < len(self.head(listed))).all()), f"{name} is out of range")
+        return columns
 
     @cached_property
     def origin(self) -> int:
-        _require(abs(self._head("origin_ns")) < _LATEST, "the origin of its times is out of range")
-        return int(self._head("origin_ns"))
+        _require(abs(self.head("origin_ns")) < _LATEST, "the origin of its times is out of range")
+        return int(self.head("origin_ns"))
 
     @cached_property
     def trace(self) -> Trace:
         """The events of the rank."""
-        names, texts = tuple(self._head("names")), list(self._head("messages"))
-        index = np.array([i if text else -1 for i, text in enumerate(texts)] or [-1], np.int32)
-        header = msgspec.json.decode(self._head("header"), type=Header)
-        category = self._column("event.category", 0, max(Category) + 1).astype(np.uint8)
-        count = len(category)
-        syncs = [self._column(f"sync.{name}") for name in SYNC_COLUMNS]
-        _require(len({len(column) for column in syncs}) == 1, "the columns of lumos.sync differ in length")
+        lanes = [msgspec.json.decode(text, type=Lane) for text in self.head("lanes")]
+        _require(len(set(lanes)) == len(lanes), "a lane is listed twice")
+        header = msgspec.json.decode(self.head("header"), type=Header)
+        event = {name.removeprefix("event."): c for name, c in self.columns.items() if name.startswith("event.")}
+        small = {name: event[name].astype(np.int32) for name in ("name", "lane", "message")}
+        syncs = (self.columns[f"sync.{name}"] for name in TABLES["sync"])
         return Trace(
-            names=names, lanes=self.lanes,
-            messages=tuple(msgspec.json.decode(text, type=Message) if text else Message("") for text in texts),
-            headers=(header._replace(rank=self.file.rank, path=str(self.file.path)),), category=category,
-            name=self._column("event.name", 0, len(names), count).astype(np.int32),
-            lane=self._column("event.lane", 0, len(self.lanes), count).astype(np.int32),
-            start=self._column("event.start_ns", -_LONGEST, _LONGEST, count) + self.origin,
-            duration=self._column("event.duration_ns", 0, _LONGEST, count),
-            correlation=self._column("event.correlation", -1, _LATEST, count),
-            message=index[self._column("event.message", 0, max(len(texts), 1), count)],
-            syncs=Syncs(np.zeros(len(syncs[0]), np.int32), *syncs),
+            names=tuple(self.head("names")), lanes=tuple(lane._replace(rank=self.file.rank) for lane in lanes),
+            messages=tuple(msgspec.json.decode(text, type=Message) for text in self.head("messages")),
+            headers=(header._replace(rank=self.file.rank, path=str(self.file.path)),),
+            category=event["category"].astype(np.uint8), start=event["start"] + self.origin,
+            duration=event["duration"], correlation=event["correlation"], **small,
+            syncs=Syncs(np.zeros(len(self.columns["sync.stream"]), np.int32), *syncs),
         )  # fmt: skip
 
     @cached_property
-    def ids(self) -> list[int]:
-        """The id of every node of the graph."""
-        return list(self._column("node.id", 0).tolist())
-
-    @cached_property
-    def index(self) -> dict[int, int]:
-        """Nodes of the graph by the ids of the file's nodes: all messages of one kernel are that kernel."""
-        counts = self._column("node.count", 1, 1 << 20, len(self.ids)).tolist()
-        index = {first + i: node for node, first in enumerate(self.ids) for i in range(counts[node])}
+    def nodes_by_id(self) -> dict[int, int]:
+        """Numbers of nodes by the ids of the file's nodes: all messages of one kernel are that kernel."""
+        columns = (self.columns[f"node.{name}"].tolist() for name in ("number", "id", "count"))
+        found = {first + i: number for number, first, count in zip(*columns, strict=True) for i in range(count)}
         there = {node.id for node in self.file.nodes if node.type != NodeType.METADATA}
-        _require(index.keys() == there, "the nodes of the file are others than those of lumos.node")
-        return index
-
-    def nodes(self) -> dict[str, Any]:
-        """The columns of `Nodes`, and of the graph: `duration`, `gap` and `frozen`."""
-        count, rows = len(self.ids), len(self.trace)
-        lane = self._column("node.lane", 0, len(self.lanes), count)
-        _require(bool((np.diff(lane) >= 0).all()), "lumos.node is not sorted by lane")
-        micros = {node.id: node.duration_us for node in self.file.nodes}
-        whole = np.array([min(micros[i], _LONGEST // 1000) * 1000.0 for i in self.ids])
-        exact = self._times("node.duration_ns", count)
-        duration = np.where((exact >= 0) & (np.abs(exact - whole) <= 1000), exact, whole)
-        start = self._column("node.start_ns", -_LONGEST, _LONGEST, count) + self.origin
-        waited = np.maximum(duration + self._times("node.waited_ns", count), 0)
-        of_event = (self._column(f"event.{end}_node", -1, _LATEST, rows).tolist() for end in ("first", "last"))
-        first, last = (np.array([self.index[i] if i >= 0 else -1 for i in ids], np.int64) for ids in of_event)
-        return {
-            "lane": lane,
-            "row": self._column("node.event", -1, rows, count),
-            "start": start,
-            "end": start + np.rint(waited).astype(np.int64),
-            "is_return": self._column("node.is_return", 0, 2, count).astype(bool),
-            "first_node": first,
-            "last_node": last,
-            "parent": self._column("event.parent", -1, rows, rows),
-            "duration": duration,
-            "gap": self._times("node.gap_ns", count),
-            "frozen": self._times("node.frozen_ns", count),
-        }
-
-    def edges(self, lane: Ints) -> Edges:
-        """Edges between nodes of this rank; below zero are rendezvous, -1 being the first."""
-        ends = [self._column(f"edge.{end}").tolist() for end in ("source", "target")]
-        pairs = [tuple(self.index[i] if i >= 0 else i for i in pair) for pair in zip(*ends, strict=True)]
-        source, target = np.array(pairs, np.int32).reshape(-1, 2).T
-        count = len(pairs)
-        edges = Edges(
-            source, target, self._column("edge.rule", 0, len(Rule), count).astype(np.uint8),
-            self._times("edge.lag_ns", count), self._times("edge.frozen_ns", count),
-            self._column("edge.from_start", 0, 2, count).astype(bool),
-        )  # fmt: skip
-        first = set(self.ids)
-        waiting = [node for node in self.file.nodes if node.id in first]
-        waits = {(self._waited_for(dep, n), self.index[n.id]): None for n in waiting for dep in n.data_deps}
-        kept = np.array([min(pair) < 0 or pair in waits for pair in pairs], bool) | edges.from_start
-        # Dependencies that the tables do not have, and that do not follow from the order of a lane.
-        known = {*pairs, *((s - 1, t) for s, t in pairs if s > 0 and lane[s - 1] == lane[s])}
-        added = [(s, t) for s, t in waits if (s, t) not in known and not (s == t - 1 and lane[s] == lane[t])]
-        extra = np.array(added, np.int32).reshape(-1, 2)
-        return Edges.join([edges.select(kept), Edges.of(extra[:, 0], extra[:, 1], Rule.EVENT)])
-
-    def _waited_for(self, dependency: int, node: Node) -> int:
-        if dependency not in self.index:
-            raise InputError(
-                f"{self.file.path}: node {node.id} ({node.name[:40]}) waits for node {dependency}, which is not there"
-            )
-        return self.index[dependency]
-
-    def rendezvous(self) -> list[tuple[int, int, int, str, tuple[int, ...], bool, Message | None]]:
-        """(number, place of this rank in it, event, collective, ranks, complete, message)"""
-        kind = tuple[int, int, int, str, tuple[int, ...], bool, Message | None]
-        return [msgspec.json.decode(text, type=kind) for text in self._head("rendezvous")]
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The tables of all ranks."""
-
-    ranks: list[_Rank]
-
-    @cached_property
-    def execution(self) -> Execution:
-        for rank in self.ranks:
-            _require(rank._head("version") == LUMOS_VERSION, f"version {rank._head('version')} is not known")
-        origins = {rank.origin for rank in self.ranks}
-        if len(origins) > 1:
-            folder = self.ranks[0].file.path.parent
-            raise InputError(f"{folder}: these files are of different runs; choose one with --match")
-        trace = concatenate([rank.trace for rank in self.ranks])
-        tables = [rank.nodes() for rank in self.ranks]
-        nodes = self._nodes(trace, tables)
-        warnings = dict.fromkeys(chain.from_iterable(rank._head("warnings") for rank in self.ranks))
-        return Execution(
-            trace, nodes, self._graph(nodes, tables), origins.pop(), self._rendezvous(), tuple(warnings)
-        )
-
-    @cached_property
-    def first_row(self) -> list[int]:
-        """The first event of every rank among all, and their number."""
-        return [0, *np.cumsum([len(rank.trace) for rank in self.ranks]).tolist()]
-
-    @cached_property
-    def first_node(self) -> list[int]:
-        return [0, *np.cumsum([len(rank.ids) for rank in self.ranks]).tolist()]
-
-    def _nodes(self, trace: Trace, tables: list[dict[str, Any]]) -> Nodes:
-        first_lane = [0, *np.cumsum([len(rank.lanes) for rank in self.ranks]).tolist()]
-
-        def shifted(name: str, by: list[int]) -> Any:
-            columns = (np.where(t[name] >= 0, t[name] + shift, -1) for t, shift in zip(tables, by, strict=False))
-            return np.concatenate(list(columns)).astype(np.int32)
-
-        lane = shifted("lane", first_lane)
-        return Nodes(
-            trace=trace, first=np.concatenate([[0], np.cumsum(np.bincount(lane, minlength=len(trace.lanes)))]),
-            row=shifted("row", self.first_row), first_node=shifted("first_node", self.first_node),
-            last_node=shifted("last_node", self.first_node), parent=shifted("parent", self.first_row),
-            **{name: np.concatenate([t[name] for t in tables]) for name in ("start", "end", "is_return")},
-        )  # fmt: skip
-
-    def _graph(self, nodes: Nodes, tables: list[dict[str, Any]]) -> Graph:
-        edges = Edges.join([
-            _shift_edges(rank.edges(table["lane"]), shift)
-            for rank, table, shift in zip(self.ranks, tables, self.first_node, strict=False)
-        ])  # fmt: skip
-        ends = np.concatenate([edges.source, edges.target])
-        numbers = np.unique(-1 - ends[ends < 0])  # of the rendezvous that are here
-        source, target = (
-            np.where(end < 0, len(nodes) + np.searchsorted(numbers, -1 - end), end).astype(np.int32)
-            for end in (edges.source, edges.target)
-        )
-        none = np.zeros(len(numbers))
-        times = {c: np.concatenate([*(t[c] for t in tables), none]) for c in ("duration", "gap", "frozen")}
-        return make_graph(
-            first=np.concatenate([nodes.first, len(nodes) + np.arange(1, len(numbers) + 1)]),
-            edges=Edges(source, target, edges.rule, edges.lag, edges.frozen, edges.from_start),
-            kind=np.concatenate([nodes.kind, np.full(len(numbers), Kind.COMM, np.uint8)]), **times,
-        )  # fmt: skip
-
-    def _rendezvous(self) -> list[Rendezvous]:
-        """The rendezvous of ranks that are here; one of which only a single rank is here is none."""
-        members: dict[int, dict[int, int]] = {}
-        known: dict[int, Any] = {}
-        for rank, shift in zip(self.ranks, self.first_row, strict=False):
-            for number, place, event, *rest in rank.rendezvous():
-                _require(0 <= event < len(rank.trace), "a rendezvous is of no event")
-                members.setdefault(number, {})[place] = event + shift
-                known[number] = rest
-        found = []
-        for number in sorted(n for n in members if len(members[n]) > 1):
-            collective, ranks, complete, message = known[number]
-            places = sorted(members[number])
-            rows = np.array([members[number][place] for place in places], np.int32)
-            here = tuple(ranks[place] for place in places)
-            found.append(Rendezvous(collective, rows, here, message, complete and len(here) == len(ranks)))
+        _require(found.keys() == there, "the nodes of the file are others than those of lumos.node")
         return found
 
+    @cached_property
+    def durations(self) -> np.ndarray:
+        """Nanoseconds of the nodes: those of the table where they agree with the microseconds of the file."""
+        micros = {node.id: node.duration_us for node in self.file.nodes}
+        whole = np.array([min(micros[i], _LONGEST // 1000) * 1000.0 for i in self.columns["node.id"].tolist()])
+        exact = self.columns["node.duration"]
+        return np.where((exact >= 0) & (np.abs(exact - whole) <= 1000), exact, whole)
 
-def _shift_edges(edges: Edges, shift: int) -> Edges:
-    """Edges of one rank among those of all; rendezvous keep their numbers."""
-    source, target = (np.where(end >= 0, end + shift, end) for end in (edges.source, edges.target))
-    return Edges(source, target, edges.rule, edges.lag, edges.frozen, edges.from_start)
+    def edges(self) -> Edges:
+        """The edges of the table that the file still has, and what the file has beyond them."""
+        source, target, rule, lag, frozen, from_start = (self.columns[f"edge.{name}"] for name in TABLES["edge"])
+        edges = Edges(source, target, rule.astype(np.uint8), lag, frozen, from_start != 0)
+        pairs = list(zip(source.tolist(), target.tolist(), strict=True))
+        waits = dict.fromkeys(self._waits())
+        kept = np.array([min(pair) < 0 or pair in waits for pair in pairs], bool) | edges.from_start
+        # Dependencies that the tables do not have, and that do not follow from the order of a lane.
+        lane = dict(zip(*(self.columns[f"node.{name}"].tolist() for name in ("number", "lane")), strict=True))
+        known = {*pairs, *((s - 1, t) for s, t in pairs if s >= 0 and lane.get(s - 1) == lane[s])}
+        added = [(s, t) for s, t in waits if (s, t) not in known and not (s == t - 1 and lane[s] == lane[t])]
+        extra = np.array(added, np.int64).reshape(-1, 2)
+        return Edges.join([edges.select(kept), Edges.of(extra[:, 0], extra[:, 1], Rule.EVENT)])
+
+    def _waits(self) -> Iterator[tuple[int, int]]:
+        """(node that is waited for, node that waits), as the file has them."""
+        first = set(self.columns["node.id"].tolist())
+        for node in self.file.nodes:
+            for dependency in node.data_deps if node.id in first else ():
+                yield self.nodes_by_id[dependency], self.nodes_by_id[node.id]
+
+
+def _own_execution(ranks: list[_Rank]) -> Execution:
+    """The tables of all ranks as one run."""
+    for rank in ranks:
+        _require(rank.head("version") == LUMOS_VERSION, f"version {rank.head('version')} is not known")
+    origin = ranks[0].origin
+    if any(rank.origin != origin for rank in ranks):
+        folder = ranks[0].file.path.parent
+        raise InputError(f"{folder}: these files are of different runs; choose one with --match")
+    trace = concatenate([rank.trace for rank in ranks])
+    table = {name: np.concatenate([rank.columns[name] for rank in ranks]) for name in ranks[0].columns}
+    first_lane = accumulate((len(rank.trace.lanes) for rank in ranks), initial=0)
+    lane = np.concatenate([rank.columns["node.lane"] + first for rank, first in zip(ranks, first_lane, strict=False)])
+    order = np.lexsort((table["node.number"], lane))
+    number, event = table["node.number"][order], table["event.number"]
+    nodes = Nodes(
+        trace=trace, first=np.concatenate([[0], np.cumsum(np.bincount(lane, minlength=len(trace.lanes)))]),
+        row=_places(event, table["node.row"][order]), start=table["node.start"][order] + origin,
+        end=table["node.end"][order] + origin, is_return=table["node.is_return"][order] != 0,
+        first_node=_places(number, table["event.first_node"]), last_node=_places(number, table["event.last_node"]),
+        parent=_places(event, table["event.parent"]),
+    )  # fmt: skip
+    duration = np.concatenate([rank.durations for rank in ranks])[order]
+    times = {"duration": duration, "gap": table["node.gap"][order], "frozen": table["node.frozen"][order]}
+    graph = _graph(nodes, times, number, Edges.join([rank.edges() for rank in ranks]))
+    warnings = dict.fromkeys(chain.from_iterable(rank.head("warnings") for rank in ranks))
+    return Execution(trace, nodes, graph, origin, _rendezvous(ranks, event), tuple(warnings))
+
+
+def _graph(nodes: Nodes, times: dict[str, np.ndarray], number: np.ndarray, edges: Edges) -> Graph:
+    """The graph of these nodes, and of the rendezvous that edges lead to: they are numbered -1, -2 and so on."""
+    ends = np.concatenate([edges.source, edges.target])
+    hubs = np.unique(-1 - ends[ends < 0])
+    source, target = (
+        np.where(end < 0, len(nodes) + np.searchsorted(hubs, -1 - end), _places(number, end)).astype(np.int32)
+        for end in (edges.source, edges.target)
+    )
+    return make_graph(
+        first=np.concatenate([nodes.first, len(nodes) + np.arange(1, len(hubs) + 1)]),
+        edges=Edges(source, target, edges.rule, edges.lag, edges.frozen, edges.from_start),
+        kind=np.concatenate([nodes.kind, np.full(len(hubs), Kind.COMM, np.uint8)]),
+        **{name: np.concatenate([column, np.zeros(len(hubs))]) for name, column in times.items()},
+    )
+
+
+def _rendezvous(ranks: list[_Rank], event: np.ndarray) -> list[Rendezvous]:
+    """The rendezvous of ranks that are here; one of which only a single rank is here is none."""
+    kind = tuple[int, str, list[int], tuple[int, ...], bool, Message | None]
+    records = (msgspec.json.decode(text, type=kind) for rank in ranks for text in rank.head("rendezvous"))
+    known = {number: rest for number, *rest in records}
+    present = {rank.head("rank") for rank in ranks}
+    found = []
+    for _, (collective, rows, members, complete, message) in sorted(known.items()):
+        here = [i for i, rank in enumerate(members) if rank in present]
+        at = _places(event, np.array(rows)[here])
+        if len(here) > 1:
+            some = tuple(members[i] for i in here)
+            found.append(Rendezvous(collective, at, some, message, complete and len(here) == len(members)))
+    return found
+
+
+def _places(numbers: np.ndarray, wanted: np.ndarray) -> Small:
+    """Where these numbers are among all; -1 for those below zero."""
+    order = np.argsort(numbers, kind="stable")
+    at = order[np.minimum(np.searchsorted(numbers, wanted, sorter=order), len(numbers) - 1)] if len(numbers) else wanted
+    _require(bool((numbers[at] == wanted)[wanted >= 0].all()), "an event or node that is pointed at is not there")
+    return np.where(wanted >= 0, at, -1).astype(np.int32)
 
 
 def _require(condition: bool, otherwise: str) -> None:

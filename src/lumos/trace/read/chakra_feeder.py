@@ -79,15 +79,8 @@ def _tasks(files: Sequence[ChakraFile]) -> list[_Task]:
     tasks: list[_Task] = []
     for file in files:
         index = {node.id: len(tasks) + i for i, node in enumerate(file.nodes)}
-        by_data = any(node.data_deps for node in file.nodes)
         for node in file.nodes:
-            waits = node.data_deps if by_data else node.ctrl_deps
-            missing = next((dep for dep in waits if dep not in index), None)
-            if missing is not None:
-                raise InputError(
-                    f"{file.path}: node {node.id} ({node.name[:40]}) waits for node {missing}, which is not there"
-                )
-            waits_for = tuple(dict.fromkeys(index[dep] for dep in waits))
+            waits_for = tuple(dict.fromkeys(index[dep] for dep in file.waited_for(node)))
             tasks.append(_Task(file.rank, node, *_lane(file.rank, node), waits_for))
     return tasks
 

@@ -4,19 +4,19 @@ A `.et` file is a GlobalMetadata and then Nodes, each preceded by its length as 
 field by field rather than generated, in a pool of its own, so that it does not clash with another copy in the process.
 
 Lumos adds attributes to the metadata, which other readers ignore, for what the schema has no field for (its times are
-whole microseconds). Each is a column of a table, or a value of the file:
+whole microseconds). Each is a column of a table, or a value of the file. Events and nodes have numbers that count over
+all ranks of the job; -1 is none.
 
-    lumos.node.…   one row a node of the graph, sorted by lane and order: its id, and how many nodes of the file it is
-                   (`count`: a kernel with several messages is one for each), lane, event (-1: none), start_ns,
-                   duration_ns, waited_ns (recorded beyond its duration, because it waited), gap_ns and frozen_ns (after
-                   the node before it on the lane; explained and not), is_return
-    lumos.edge.…   one row an edge: ids of source and target (below zero: a rendezvous, -1 being the first), rule,
-                   lag_ns, frozen_ns, from_start
-    lumos.event.…  one row an event of the trace: category, name and message (rows of lumos.names and lumos.messages),
-                   lane, start_ns, duration_ns, correlation, first_node, last_node (ids, -1: none), parent (an event)
+    lumos.node.…   one row a node of the graph: its number, its id, and how many nodes of the file it is (`count`: a
+                   kernel with several messages is one for each), lane, row (its event), start, end, is_return,
+                   duration, gap and frozen (after the node before it on the lane; explained and not)
+    lumos.edge.…   one row an edge: numbers of source and target (below zero: a rendezvous, -1 being the first), rule,
+                   lag, frozen, from_start
+    lumos.event.…  one row an event of the trace: its number, category, name, lane and message (rows of lumos.names,
+                   lumos.lanes and lumos.messages), start, duration, correlation, first_node, last_node, parent
     lumos.sync.…   one row a synchronisation
     lumos.version, .rank, .header, .warnings, .origin_ns, .lanes, .names, .messages, .rendezvous: of the file; JSON
-                   where they are records. Times count from origin_ns.
+                   where they are records. Times are nanoseconds, and count from origin_ns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -35,6 +35,7 @@ from lumos.errors import InputError
 from lumos.trace.read.formats import MOST_VARINT_BYTES, varint
 from lumos.trace.read.host_memory import require_memory
 from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
+from lumos.trace.trace import COLUMNS
 
 _PACKAGE = "ChakraProtoMsg"
 _SCALARS = (
@@ -57,8 +58,13 @@ _KEPT = frozenset(
     {"is_cpu_op", "comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "pg_name", "stream", "tensor_size"}
 )
 
-LUMOS_VERSION = 2  # of the tables
-SYNC_COLUMNS = ("correlation", "stream", "wait_stream", "record", "event")
+LUMOS_VERSION = 3  # of the tables
+TABLES = {
+    "event": ("number", *COLUMNS, "first_node", "last_node", "parent"),
+    "sync": ("correlation", "stream", "wait_stream", "record", "event"),
+    "node": ("number", "id", "count", "lane", "row", "start", "end", "is_return", "duration", "gap", "frozen"),
+    "edge": ("source", "target", "rule", "lag", "frozen", "from_start"),
+}
 GROUPS_ID = 0  # the node that describes the process groups; those of the graph follow from 1
 
 
@@ -173,6 +179,14 @@ class ChakraFile:
     def is_own(self) -> bool:
         return "lumos.version" in self.head
 
+    def waited_for(self, node: Node) -> tuple[int, ...]:
+        """The nodes that a node waits for; some tools write nothing but `ctrl_deps`."""
+        return node.data_deps if self._has_data_deps else node.ctrl_deps
+
+    @cached_property
+    def _has_data_deps(self) -> bool:
+        return any(node.data_deps for node in self.nodes)
+
 
 def read_chakra_file(path: Path) -> ChakraFile:
     """All messages of a `.et` file."""
@@ -199,6 +213,12 @@ def _checked(file: ChakraFile) -> ChakraFile:
         if node.id in seen:
             raise InputError(f"{file.path}: two nodes have the id {node.id}; a Chakra trace names each node once")
         seen.add(node.id)
+    for node in file.nodes:
+        missing = next((dep for dep in file.waited_for(node) if dep not in seen), None)
+        if missing is not None:
+            raise InputError(
+                f"{file.path}: node {node.id} ({node.name[:40]}) waits for node {missing}, which is not there"
+            )
     return file
 
 
