@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from scipy.optimize import lsq_linear
 
 from fit_steps import setup_of
+from lumos.analysis.kernel_labels import Work, label
 from lumos.analysis.replay import replay
 from lumos.change.cut import measure
-from lumos.change.kernel_labels import Work, label
 from lumos.cost.prices import Prices
 from lumos.prediction.step import simulate_step
 from lumos.program.block import Block

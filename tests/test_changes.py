@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from lumos.analysis.kernel_labels import Phase, Work, label
 from lumos.analysis.replay import replay
 from lumos.change.change import CalibratedRun
-from lumos.change.kernel_labels import Phase, Work, label
 from lumos.errors import OptionError
 from lumos.prediction.prediction import predict
 from lumos.prediction.step import simulate_step

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from lumos import Replay, Scale, read_job, replay
+from lumos.analysis.kernel_labels import Phase, label
 from lumos.change.change import CalibratedRun
 from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
-from lumos.change.kernel_labels import Phase, label
 from lumos.cost.operator_model import cost_model
 from lumos.errors import OptionError
 from lumos.graph.from_trace.cpu_device import is_cpu_run, with_cpu_device

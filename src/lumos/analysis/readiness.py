@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from lumos.analysis.kernel_labels import RankLabels, label
 from lumos.analysis.replay import Replay
-from lumos.change.kernel_labels import RankLabels, label
 from lumos.data_files import read_table
 from lumos.trace.names import CPU_COMPUTE, CallKind, Category, is_step
 from lumos.trace.steps import WHOLE

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from lumos.analysis.kernel_labels import Work
 from lumos.change.cut import MeasuredBlock, MeasuredStage, Times
-from lumos.change.kernel_labels import Work
 from lumos.cost.prices import BlockTime, Prices, time_of
 from lumos.data_files import read_table
 from lumos.program.block import Block

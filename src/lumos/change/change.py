@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lumos.analysis.kernel_labels import Phase, RankLabels, Work, label
 from lumos.analysis.replay import Replay
 from lumos.change.calibration import (
     MOST_NETWORK,
@@ -22,7 +23,6 @@ from lumos.change.calibration import (
     stages_of,
 )
 from lumos.change.cut import MeasuredBlock, MeasuredStage, Times, measure
-from lumos.change.kernel_labels import Phase, RankLabels, Work, label
 from lumos.cost.operator_model import CostModel, cpu_model
 from lumos.cost.prices import Prices
 from lumos.data_files import read_table

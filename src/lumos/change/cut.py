@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.change.kernel_labels import Phase, RankLabels, Work
+from lumos.analysis.kernel_labels import Phase, RankLabels, Work
 from lumos.errors import OptionError
 
 Times = NDArray[np.float64]

@@ -149,7 +149,8 @@ def prices_of(
         model or cost_model(gpu.name), network or network_of(_wired(setup, gpu), setup.cluster.fabric, factors),
         factors, _host_us(setup, framework), framework.collective_launches,
     )  # fmt: skip
-    prices.flash_model = flash_kernels(gpu_named(gpu.name), _flash_generation(setup, framework))
+    flash = (framework.compiled_flash if setup.train.compile else "") or framework.flash
+    prices.flash_model = flash_kernels(gpu_named(gpu.name), flash)
     return prices
 
 
@@ -170,11 +171,6 @@ def _wired(setup: Setup, gpu: Gpu) -> Gpu:
     if gpu.nvlink_domain < setup.cluster.gpus <= gpu.gpus_per_node:
         return dataclasses.replace(gpu, inter_gb_s=gpu.pcie_gb_s)
     return gpu
-
-
-def _flash_generation(setup: Setup, framework: Framework) -> str:
-    """Plain PyTorch: compiled models call FlashAttention 2 where eager ones get cuDNN's kernel (torch 2.11 on H200)."""
-    return "flash-2" if setup.train.compile and framework.name == "pytorch" else framework.flash
 
 
 def _host_us(setup: Setup, framework: Framework) -> float:

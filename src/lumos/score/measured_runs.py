@@ -25,13 +25,14 @@ from typing import Any
 from lumos.data_files import read_table
 from lumos.errors import InputError, LumosError
 from lumos.setup.constraints import checked_setup
-from lumos.setup.frameworks import framework_named
+from lumos.setup.frameworks import framework_named, framework_names
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
 
 _TABLE = read_table("measured_runs.toml")
 _NEEDED: list[str] = _TABLE["needed"]
 _MOST_BYTES = 1 << 28
+_OTHERS = "pytorch"  # as which frameworks are predicted that Lumos does not know
 
 Row = dict[str, str]
 
@@ -129,12 +130,18 @@ def _flag(row: Row, column: str) -> bool | None:
 
 
 def _framework(row: Row, notes: list[str]) -> str:
-    text = row["framework"].lower()
-    known = (entry for entry in _TABLE["frameworks"] if re.search(entry["pattern"], text))
-    found = next(known, {"name": "pytorch", "similar": True})
-    if found.get("similar"):
-        notes.append(f"framework {row['framework'][:60]!r} is predicted as {found['name']}")
-    return str(found["name"])
+    """The framework whose name or alias is the longest in the row's text; plain PyTorch where there is none."""
+    found = [
+        (len(match[0]), exact, framework.name)
+        for framework in map(framework_named, framework_names())
+        for exact, patterns in ((True, (framework.name, *framework.aliases)), (False, framework.stands_for))
+        for pattern in patterns
+        if framework.name != _OTHERS and (match := re.search(pattern, row["framework"].lower()))
+    ]
+    _, exact, name = max(found, default=(0, False, _OTHERS))
+    if not exact:
+        notes.append(f"framework {row['framework'][:60]!r} is predicted as {name}")
+    return name
 
 
 def _model(row: Row) -> dict[str, Any]:

@@ -12,11 +12,14 @@ from lumos.errors import OptionError
 
 @dataclass(frozen=True)
 class Framework:
-    """Which kernels are fused or joined, what overlaps, which precisions are kept, how dear a launch is."""
+    """Which kernels are fused or joined, what overlaps, which precisions are kept, what a launch costs."""
 
     name: str
+    aliases: tuple[str, ...] = ()  # regular expressions for its names in tables of measured runs, beside `name`
+    stands_for: tuple[str, ...] = ()  # the same for frameworks that Lumos does not describe and that work most like it
     attention: str = "flash"
     flash: str = "native"  # flash kernels: the GPU's best (native), or FlashAttention 1 or 2 with ampere's instructions
+    compiled_flash: str = ""  # the same in compiled models; "": as `flash`
     network: str = ""  # of the clusters it is usually measured on, where a run does not say: "" or efa
     fused: bool = False  # element-wise chains are one kernel
     fused_norm: bool = False
@@ -25,11 +28,11 @@ class Framework:
     fused_bias: bool = False  # the matmul itself or the next kernel adds the bias
     loss: str = "eager"  # eager: a copy in fp32 and a fused kernel; sharded: ten passes over fp32; fused: in place
     eager_gelu: bool = False  # GELU written out as eight operators
-    joins_qkv: bool = False  # one product for query, key and value
-    joins_gate: bool = False  # one product for both inward halves of a gated MLP
+    joins_qkv: bool = False  # one matmul for query, key and value
+    joins_gate: bool = False  # one matmul for both inward halves of a gated MLP
     dropout: bool = False
     accumulates_fp32: bool = False  # weight gradients are added to a buffer of fp32
-    fused_accumulation: bool = False  # by the product itself
+    fused_accumulation: bool = False  # by the matmul itself
     tp_overlap: bool = False
     dp_overlap: bool = False
     overlaps_sharded: bool = True  # … also where the optimizer's state is divided (ZeRO 1 and 2)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lumos import schedules
+from lumos.data_files import read_table
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named
 
 # Bounds keep a typing mistake, or a hostile file, from asking for more than a machine can hold.
@@ -22,8 +23,10 @@ Bandwidth = Annotated[float, Field(ge=1e-3, le=1e6)]  # GB/s
 
 if TYPE_CHECKING:
     Schedule = str
+    Fabric = str
 else:
     Schedule = Literal[schedules.names()]
+    Fabric = Literal[tuple(read_table("fabrics.toml"))]
 
 
 class Section(BaseModel):
@@ -241,7 +244,7 @@ class Cluster(Section):
     nvlink_gb_s: Bandwidth | None = None  # per GPU, one direction
     nvlink_domain: Degree | None = None
     inter_gb_s: Bandwidth | None = None  # per GPU, one direction
-    fabric: Literal["infiniband", "efa"] = "infiniband"  # between nodes; RoCE counts as InfiniBand
+    fabric: Fabric = "infiniband"  # between nodes; RoCE counts as InfiniBand
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
     host: Annotated[float, Field(gt=0, le=1e3)] = 1.0  # speed of the host, relative to the one Lumos is calibrated on
 
