@@ -1,12 +1,12 @@
 """Constraints between the values of a setup, and the check that lists every mistake in one error.
 
-Each constraint is a function with `@_rule(keys)` that returns a sentence, or "" where it holds.
+`rules` yields every constraint with the keys it is about; one about a key that is already known to be wrong is skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -15,7 +15,7 @@ from lumos.schedules import names, schedule_named
 from lumos.setup.frameworks import framework_names
 from lumos.setup.gpus import find_gpu, gpu_names
 from lumos.setup.messages import did_you_mean, divisors_of, mistakes_of, named, one_of, shown
-from lumos.setup.sections import Section
+from lumos.setup.sections import Model, Parallel, Section, Train
 from lumos.setup.setup import KEYS, SECTIONS, Setup
 
 _MOST_GPUS = 1 << 20
@@ -30,17 +30,8 @@ _DERIVED_FROM = (
 )
 
 
-Mistake = Callable[[Setup], str]
-
-
-class Rule(NamedTuple):
-    """A constraint and the keys it is about: it is skipped where one of them is already known to be wrong."""
-
-    keys: frozenset[str]
-    mistake: Mistake
-
-
-RULES: list[Rule] = []
+Rule = tuple[str, str]
+"""The keys that a constraint is about, and the sentence that says how it is broken; "" where it holds."""
 
 
 def check(setup: Setup, where: str = "") -> None:
@@ -70,11 +61,18 @@ def checked_setup(sections: Mapping[str, Any], where: str = "", known_mistakes: 
     return setup
 
 
-def mistakes_in(setup: Setup, wrong: Iterable[str] = ()) -> list[str]:
+def mistakes_in(setup: Setup, wrong: Collection[str] = frozenset()) -> list[str]:
     """One sentence for every rule that the setup breaks; rules about the keys in `wrong` are skipped."""
-    skipped = frozenset(wrong)
-    rules = [rule for rule in RULES if skipped.isdisjoint(rule.keys)] if skipped else RULES
-    return [sentence for rule in rules if (sentence := rule.mistake(setup))]
+    return [text for keys, text in rules(setup) if text and not (wrong and any(key in wrong for key in keys.split()))]
+
+
+def rules(setup: Setup) -> Iterator[Rule]:
+    """All constraints, broken or not, in a fixed order."""
+    yield from _model(setup.model)
+    yield from _batch(setup.train, setup.parallel)
+    yield from _tensor_and_experts(setup.model, setup.parallel)
+    yield from _pipeline(setup.model, setup.train, setup.parallel)
+    yield from _machines(setup)
 
 
 def warnings_in(setup: Setup) -> list[str]:
@@ -122,14 +120,6 @@ def _refuse(mistakes: Sequence[str], where: str) -> None:
         raise OptionError("\n".join(f"{where}: {sentence}" if where else sentence for sentence in mistakes))
 
 
-def _rule(*keys: str) -> Callable[[Mistake], Mistake]:
-    def add(mistake: Mistake) -> Mistake:
-        RULES.append(Rule(frozenset(keys), mistake))
-        return mistake
-
-    return add
-
-
 def _must_divide(part: str, size: int, whole: str, total: int) -> str:
     return "" if total % size == 0 else f"{part} = {size} does not divide {whole} = {total}: use {divisors_of(total)}"
 
@@ -141,243 +131,161 @@ def _must_be_multiple(part: str, size: int, of: str, factor: int) -> str:
     return f"{part} = {size} is not a multiple of {of}: use {one_of([n for n in (below, below + factor) if n])}"
 
 
-# The model
+def _model(model: Model) -> Iterator[Rule]:
+    derived = not model.latent and model.head_dim == model.hidden // model.heads  # one that is given need not divide
+    mistake = _must_divide("model.heads", model.heads, "model.hidden", model.hidden) if derived else ""
+    yield "model.heads model.hidden model.head_dim", mistake and f"{mistake}; or set model.head_dim"
 
+    mistake = "" if model.latent else _must_divide("model.kv_heads", model.kv_heads, "model.heads", model.heads)
+    yield "model.heads model.kv_heads", mistake
 
-@_rule("model.heads", "model.hidden", "model.head_dim")
-def _heads_divide_hidden(setup: Setup) -> str:
-    model = setup.model
-    if model.latent or model.head_dim != model.hidden // model.heads:  # a head_dim that is given need not divide
-        return ""
-    mistake = _must_divide("model.heads", model.heads, "model.hidden", model.hidden)
-    return mistake and f"{mistake}; or set model.head_dim"
-
-
-@_rule("model.heads", "model.kv_heads")
-def _kv_heads_divide_heads(setup: Setup) -> str:
-    model = setup.model
-    return "" if model.latent else _must_divide("model.kv_heads", model.kv_heads, "model.heads", model.heads)
-
-
-@_rule(
-    "model.kv_lora_rank", "model.q_lora_rank", "model.qk_nope_head_dim", "model.qk_rope_head_dim", "model.v_head_dim"
-)
-def _latent_attention_is_complete(setup: Setup) -> str:
-    model = setup.model
+    keys = "model.kv_lora_rank model.q_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim"
     if model.latent:
         sizes = {"qk_nope_head_dim + model.qk_rope_head_dim": model.head_dim, "v_head_dim": model.v_head_dim}
         missing = next((key for key, size in sizes.items() if not size), "")
-        return missing and f"model.kv_lora_rank = {model.kv_lora_rank} needs model.{missing} of more than 0"
-    key = "q_lora_rank" if model.q_lora_rank else "v_head_dim" if model.v_head_dim else ""
-    return key and f"model.{key} = {getattr(model, key)} needs model.kv_lora_rank: set it, or remove {key}"
+        yield keys, missing and f"model.kv_lora_rank = {model.kv_lora_rank} needs model.{missing} of more than 0"
+    else:
+        yield keys, _needs(model, ("q_lora_rank", "v_head_dim"), "model.kv_lora_rank: set it,")
 
-
-@_rule("model.ffn", "model.expert_ffn", "model.experts", "model.dense_layers", "model.layers")
-def _every_mlp_has_a_width(setup: Setup) -> str:
-    model = setup.model
+    mistake = ""
     if model.moe_layers < model.layers and not model.ffn:
-        return "model.ffn is missing: set it in [model] or with --set model.ffn=VALUE"
-    if model.moe_layers and not model.expert_ffn:
-        return f"model.expert_ffn is missing, and model.experts = {model.experts}: set it in [model]"
-    return ""
+        mistake = "model.ffn is missing: set it in [model] or with --set model.ffn=VALUE"
+    elif model.moe_layers and not model.expert_ffn:
+        mistake = f"model.expert_ffn is missing, and model.experts = {model.experts}: set it in [model]"
+    yield "model.ffn model.expert_ffn model.experts model.dense_layers model.layers", mistake
 
-
-@_rule("model.experts", "model.top_k", "model.shared_experts")
-def _experts_have_a_router(setup: Setup) -> str:
-    model = setup.model
+    mistake = "" if model.experts else _needs(model, ("top_k", "shared_experts"), "experts: set model.experts,")
     if model.experts and not 1 <= model.top_k <= model.experts:
-        return f"model.top_k = {model.top_k} of model.experts = {model.experts}: use 1 to {model.experts}"
-    key = "" if model.experts else "top_k" if model.top_k else "shared_experts" if model.shared_experts else ""
-    return key and f"model.{key} = {getattr(model, key)} needs experts: set model.experts, or remove {key}"
+        mistake = f"model.top_k = {model.top_k} of model.experts = {model.experts}: use 1 to {model.experts}"
+    yield "model.experts model.top_k model.shared_experts", mistake
+
+    dense, layers = model.dense_layers, model.layers
+    mistake = "" if dense <= layers else f"model.dense_layers = {dense} is more than model.layers = {layers}: use fewer"
+    yield "model.layers model.dense_layers", mistake
 
 
-@_rule("model.layers", "model.dense_layers")
-def _dense_layers_are_layers(setup: Setup) -> str:
-    layers, dense = setup.model.layers, setup.model.dense_layers
-    return "" if dense <= layers else f"model.dense_layers = {dense} is more than model.layers = {layers}: use fewer"
+def _batch(train: Train, parallel: Parallel) -> Iterator[Rule]:
+    total, batch = train.micro_batch * parallel.dp * train.microbatches, train.global_batch
+    mistake = ""
+    if batch != total:
+        product = f"train.micro_batch = {train.micro_batch} times parallel.dp = {parallel.dp}"
+        mistake = _must_be_multiple("train.global_batch", batch, product, train.micro_batch * parallel.dp) or (
+            f"train.global_batch = {batch} is not {product} times train.microbatches = {train.microbatches}, which is "
+            f"{total}: remove one of global_batch and microbatches"
+        )
+    yield "train.micro_batch train.microbatches train.global_batch parallel.dp", mistake
 
-
-# The batch
-
-
-@_rule("train.micro_batch", "train.microbatches", "train.global_batch", "parallel.dp")
-def _batches_agree(setup: Setup) -> str:
-    train, dp = setup.train, setup.parallel.dp
-    total = train.micro_batch * dp * train.microbatches
-    if train.global_batch == total:
-        return ""
-    product = f"train.micro_batch = {train.micro_batch} times parallel.dp = {dp}"
-    return _must_be_multiple("train.global_batch", train.global_batch, product, train.micro_batch * dp) or (
-        f"train.global_batch = {train.global_batch} is not {product} times train.microbatches = {train.microbatches}, "
-        f"which is {total}: remove one of global_batch and microbatches"
-    )
-
-
-@_rule("train.seq", "parallel.cp")
-def _cp_divides_the_sequence(setup: Setup) -> str:
-    cp = setup.parallel.cp
+    cp = parallel.cp
     halves = f"2 * parallel.cp = {2 * cp}"  # each rank has two chunks, which balances causal attention
-    mistake = "" if cp == 1 else _must_be_multiple("train.seq", setup.train.seq, halves, 2 * cp)
-    return mistake and f"{mistake}; or another cp"
+    mistake = "" if cp == 1 else _must_be_multiple("train.seq", train.seq, halves, 2 * cp)
+    yield "train.seq parallel.cp", mistake and f"{mistake}; or another cp"
+
+    mistake = _must_divide("parallel.tp", parallel.tp, "train.seq / parallel.cp", train.seq // cp)
+    mistake = mistake and f"{mistake}; or turn parallel.sequence_parallel off"
+    keys = "train.seq parallel.cp parallel.tp parallel.sequence_parallel"
+    yield keys, mistake if parallel.sequence_parallel else ""
 
 
-@_rule("train.seq", "parallel.cp", "parallel.tp", "parallel.sequence_parallel")
-def _tp_divides_the_sequence(setup: Setup) -> str:
-    if not setup.parallel.sequence_parallel:
-        return ""
-    seq = setup.train.seq // setup.parallel.cp
-    mistake = _must_divide("parallel.tp", setup.parallel.tp, "train.seq / parallel.cp", seq)
-    return mistake and f"{mistake}; or turn parallel.sequence_parallel off"
+def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:
+    tp, ep, heads, kv_heads = parallel.tp, parallel.ep, model.heads, model.kv_heads
+    yield "parallel.tp model.heads", _must_divide("parallel.tp", tp, "model.heads", heads)
+
+    mistake = ""
+    if not (model.latent or heads % tp or kv_heads % tp == 0 or tp % kv_heads == 0):
+        fits = [n for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        what = f"neither divides model.kv_heads = {kv_heads} nor is a multiple of it"
+        mistake = f"parallel.tp = {tp} {what}: use {one_of(fits)}"
+    yield "parallel.tp model.kv_heads model.heads", mistake
+
+    mistake = _must_divide("parallel.tp", tp, "model.ffn", model.ffn) if model.moe_layers < model.layers else ""
+    if not mistake and model.moe_layers and ep == 1:  # with ep, experts need not be divided
+        mistake = _must_divide("parallel.tp", tp, "model.expert_ffn", model.expert_ffn)
+    keys = "parallel.tp parallel.ep model.layers model.dense_layers model.ffn model.expert_ffn model.experts"
+    yield keys, mistake
+
+    mistake = f"parallel.ep = {ep} needs experts, and model.experts = 0: use 1" if ep > 1 else ""
+    mistake = _must_divide("parallel.ep", ep, "model.experts", model.experts) if model.experts else mistake
+    yield "parallel.ep model.experts", mistake
+
+    ranks = parallel.dp * parallel.cp * tp
+    keys = "parallel.ep parallel.dp parallel.cp parallel.tp cluster.gpus"
+    yield keys, _must_divide("parallel.ep", ep, "parallel.dp * cp * tp", ranks)
+
+    shard = parallel.shard
+    mistake = _must_divide("parallel.shard", shard, "parallel.dp", parallel.dp) if shard else ""
+    yield "parallel.shard parallel.dp", mistake
 
 
-# How the model is divided
-
-
-@_rule("parallel.tp", "model.heads")
-def _tp_divides_heads(setup: Setup) -> str:
-    return _must_divide("parallel.tp", setup.parallel.tp, "model.heads", setup.model.heads)
-
-
-@_rule("parallel.tp", "model.kv_heads", "model.heads")
-def _tp_fits_kv_heads(setup: Setup) -> str:
-    tp, kv_heads, heads = setup.parallel.tp, setup.model.kv_heads, setup.model.heads
-    if setup.model.latent or heads % tp or kv_heads % tp == 0 or tp % kv_heads == 0:
-        return ""
-    fits = [n for n in range(1, min(heads, 256) + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    return f"parallel.tp = {tp} neither divides model.kv_heads = {kv_heads} nor is a multiple of it: use {one_of(fits)}"
-
-
-@_rule(
-    *("parallel.tp", "parallel.ep", "model.layers", "model.dense_layers"),
-    *("model.ffn", "model.expert_ffn", "model.experts"),
-)
-def _tp_divides_ffn(setup: Setup) -> str:
-    model, tp = setup.model, setup.parallel.tp
-    if model.moe_layers < model.layers and model.ffn % tp:
-        return _must_divide("parallel.tp", tp, "model.ffn", model.ffn)
-    if model.moe_layers and setup.parallel.ep == 1:  # with ep, experts need not be divided
-        return _must_divide("parallel.tp", tp, "model.expert_ffn", model.expert_ffn)
-    return ""
-
-
-@_rule("parallel.pp", "parallel.vpp", "model.layers")
-def _every_stage_has_a_layer(setup: Setup) -> str:
-    pp, vpp, layers = setup.parallel.pp, setup.parallel.vpp, setup.model.layers
+def _pipeline(model: Model, train: Train, parallel: Parallel) -> Iterator[Rule]:
+    pp, vpp, layers, count = parallel.pp, parallel.vpp, model.layers, train.microbatches
+    mistake = ""
     if pp > layers:
-        return f"parallel.pp = {pp} is more than model.layers = {layers}: use at most {layers}"
-    if pp * vpp > layers:
+        mistake = f"parallel.pp = {pp} is more than model.layers = {layers}: use at most {layers}"
+    elif pp * vpp > layers:
         stages = f"parallel.pp = {pp} times parallel.vpp = {vpp}"
-        return f"{stages} is more than model.layers = {layers}: use vpp of at most {layers // pp}"
-    return ""
+        mistake = f"{stages} is more than model.layers = {layers}: use vpp of at most {layers // pp}"
+    yield "parallel.pp parallel.vpp model.layers", mistake
+
+    given = parallel.stage_layers
+    mistake, surplus, wanted = "", sum(given) - layers, sorted({pp, pp * vpp})
+    if given and len(given) not in wanted:
+        mistake = f"parallel.stage_layers has {len(given)} entries: give {one_of(wanted)}, one for every stage"
+    elif given and surplus:
+        way_out = f"{'add' if surplus < 0 else 'remove'} {abs(surplus)}"
+        mistake = f"parallel.stage_layers adds up to {sum(given)}, but model.layers = {layers}: {way_out}"
+    yield "parallel.stage_layers parallel.pp parallel.vpp model.layers", mistake
+
+    mistake = f"parallel.vpp = {vpp} needs parallel.pp of more than 1: set pp, or remove vpp"
+    yield "parallel.vpp parallel.pp", mistake if pp == 1 < vpp else ""
+
+    schedule, mistake = schedule_named(parallel.schedule), ""
+    fewest, most = schedule.chunks
+    if not fewest <= vpp <= most:
+        wanted_chunks = fewest if fewest == most else f"{fewest} or more"
+        chunks = {name: schedule_named(name).chunks for name in names()}
+        fits_vpp = one_of([f'"{name}"' for name, (fewest, most) in chunks.items() if fewest <= vpp <= most])
+        what = f"needs parallel.vpp of {wanted_chunks}, and it is {vpp}: set vpp, or use {fits_vpp}"
+        mistake = f'parallel.schedule = "{schedule.name}" {what}'
+    yield "parallel.vpp parallel.schedule", mistake
+
+    mistake = schedule.problem(pp, vpp, count)
+    if mistake:
+        near = range(max(count - pp, 1), count + pp + 1)
+        fits = [number for number in near if not schedule.problem(pp, vpp, number)]
+        mistake += f": use {one_of(fits)}" if fits else ""
+    yield "parallel.schedule parallel.pp parallel.vpp train.microbatches", mistake
 
 
-@_rule("parallel.stage_layers", "parallel.pp", "parallel.vpp", "model.layers")
-def _stage_layers_add_up(setup: Setup) -> str:
-    stages, layers = setup.parallel.stage_layers, setup.model.layers
-    if not stages:
-        return ""
-    wanted = sorted({setup.parallel.pp, setup.parallel.pp * setup.parallel.vpp})
-    if len(stages) not in wanted:
-        return f"parallel.stage_layers has {len(stages)} entries: give {one_of(wanted)}, one for every stage"
-    surplus = sum(stages) - layers
-    way_out = f"{'add' if surplus < 0 else 'remove'} {abs(surplus)}"
-    return f"parallel.stage_layers adds up to {sum(stages)}, but model.layers = {layers}: {way_out}" if surplus else ""
+def _machines(setup: Setup) -> Iterator[Rule]:
+    parallel, gpus, batch = setup.parallel, setup.cluster.gpus, setup.train.global_batch
+    used, mistake = parallel.replica_gpus * parallel.dp, ""
+    if used != gpus:
+        sizes = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp} * dp {parallel.dp}"
+        fits = gpus % parallel.replica_gpus == 0
+        other = f" or parallel.dp = {gpus // parallel.replica_gpus}" if fits else ""
+        mistake = f"cluster.gpus = {gpus}, but parallel uses {sizes} = {used}: set cluster.gpus = {used}{other}"
+    yield "parallel.tp parallel.pp parallel.cp parallel.dp cluster.gpus", mistake
 
+    sizes_and_limits = (("cluster.gpus", gpus, _MOST_GPUS), ("train.global_batch", batch, _LARGEST_BATCH))
+    too_large = (item for item in sizes_and_limits if item[1] > item[2])
+    mistake = next((f"{key} = {n} is out of range: it must be at most {most}" for key, n, most in too_large), "")
+    yield "cluster.gpus train.global_batch parallel.dp", mistake
 
-@_rule("parallel.vpp", "parallel.pp")
-def _virtual_stages_need_stages(setup: Setup) -> str:
-    vpp = setup.parallel.vpp
-    if vpp == 1 or setup.parallel.pp > 1:
-        return ""
-    return f"parallel.vpp = {vpp} needs parallel.pp of more than 1: set pp, or remove vpp"
+    gpu, name = find_gpu(setup.cluster.gpu), setup.cluster.gpu
+    yield "cluster.gpu", "" if gpu else f"cluster.gpu = {shown(name)} is not known: {did_you_mean(name, gpu_names())}"
 
-
-@_rule("parallel.vpp", "parallel.schedule")
-def _schedule_has_as_many_virtual_stages(setup: Setup) -> str:
-    name, vpp = setup.parallel.schedule, setup.parallel.vpp
-    fewest, most = schedule_named(name).chunks
-    if fewest <= vpp <= most:
-        return ""
-    wanted = fewest if fewest == most else f"{fewest} or more"
-    chunks = {other: schedule_named(other).chunks for other in names()}
-    fits = one_of([f'"{other}"' for other, (fewest, most) in chunks.items() if fewest <= vpp <= most])
-    return f'parallel.schedule = "{name}" needs parallel.vpp of {wanted}, and it is {vpp}: set vpp, or use {fits}'
-
-
-@_rule("parallel.schedule", "parallel.pp", "parallel.vpp", "train.microbatches")
-def _schedule_can_run(setup: Setup) -> str:
-    parallel, count = setup.parallel, setup.train.microbatches
-    schedule = schedule_named(parallel.schedule)
-    problem = schedule.problem(parallel.pp, parallel.vpp, count)
-    if not problem:
-        return ""
-    near = range(max(count - parallel.pp, 1), count + parallel.pp + 1)
-    fits = [number for number in near if not schedule.problem(parallel.pp, parallel.vpp, number)]
-    return f"{problem}: use {one_of(fits)}" if fits else problem
-
-
-@_rule("parallel.ep", "model.experts")
-def _ep_divides_experts(setup: Setup) -> str:
-    ep, experts = setup.parallel.ep, setup.model.experts
-    if ep > 1 and not experts:
-        return f"parallel.ep = {ep} needs experts, and model.experts = 0: use 1"
-    return _must_divide("parallel.ep", ep, "model.experts", experts) if experts else ""
-
-
-@_rule("parallel.ep", "parallel.dp", "parallel.cp", "parallel.tp", "cluster.gpus")
-def _ep_divides_a_stage(setup: Setup) -> str:
-    parallel = setup.parallel
-    ranks = parallel.dp * parallel.cp * parallel.tp
-    return _must_divide("parallel.ep", parallel.ep, "parallel.dp * cp * tp", ranks)
-
-
-@_rule("parallel.shard", "parallel.dp")
-def _shard_divides_dp(setup: Setup) -> str:
-    parallel = setup.parallel
-    return _must_divide("parallel.shard", parallel.shard, "parallel.dp", parallel.dp) if parallel.shard else ""
-
-
-# The machines
-
-
-@_rule("parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp", "cluster.gpus")
-def _all_gpus_are_used(setup: Setup) -> str:
-    parallel, gpus = setup.parallel, setup.cluster.gpus
-    used = parallel.replica_gpus * parallel.dp
-    if used == gpus:
-        return ""
-    sizes = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp} * dp {parallel.dp}"
-    fits = gpus % parallel.replica_gpus == 0
-    other = f" or parallel.dp = {gpus // parallel.replica_gpus}" if fits else ""
-    return f"cluster.gpus = {gpus}, but parallel uses {sizes} = {used}: set cluster.gpus = {used}{other}"
-
-
-@_rule("cluster.gpus", "train.global_batch", "parallel.dp")
-def _sizes_are_in_range(setup: Setup) -> str:
-    gpus, batch = setup.cluster.gpus, setup.train.global_batch
-    if gpus > _MOST_GPUS:
-        return f"cluster.gpus = {gpus} is out of range: it must be at most {_MOST_GPUS}"
-    if batch > _LARGEST_BATCH:
-        return f"train.global_batch = {batch} is out of range: it must be at most {_LARGEST_BATCH}"
-    return ""
-
-
-@_rule("cluster.gpu")
-def _gpu_is_known(setup: Setup) -> str:
-    name = setup.cluster.gpu
-    return "" if find_gpu(name) else f"cluster.gpu = {shown(name)} is not known: {did_you_mean(name, gpu_names())}"
-
-
-@_rule("train.framework")
-def _framework_is_known(setup: Setup) -> str:
     name, known = setup.train.framework, framework_names()
-    return "" if name in known else f"train.framework = {shown(name)} is not known: {did_you_mean(name, known)}"
+    mistake = "" if name in known else f"train.framework = {shown(name)} is not known: {did_you_mean(name, known)}"
+    yield "train.framework", mistake
+
+    precision, mistake = setup.train.precision, ""
+    if gpu and not gpu.supports(precision):
+        what = f'is not supported by cluster.gpu = "{gpu.name}": use {one_of(gpu.precisions)}'
+        mistake = f'train.precision = "{precision}" {what}'
+    yield "train.precision cluster.gpu", mistake
 
 
-@_rule("train.precision", "cluster.gpu")
-def _gpu_supports_precision(setup: Setup) -> str:
-    gpu, precision = find_gpu(setup.cluster.gpu), setup.train.precision
-    if gpu is None or gpu.supports(precision):
-        return ""
-    use = f"use {one_of(gpu.precisions)}"
-    return f'train.precision = "{precision}" is not supported by cluster.gpu = "{gpu.name}": {use}'
+def _needs(model: Model, keys: Sequence[str], what: str) -> str:
+    """A mistake for the first of these keys that is set without what it needs."""
+    key = next((key for key in keys if getattr(model, key)), "")
+    return key and f"model.{key} = {getattr(model, key)} needs {what} or remove {key}"
