@@ -18,6 +18,7 @@ from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.power import Energy
 from lumos.prediction.step import simulate_step
 from lumos.prediction.step_trace import Detail, StepTrace, Track
+from lumos.report.wording import si_text
 from lumos.setup import Setup
 from lumos.trace.names import Kind
 from lumos.trace.steps import find_steps
@@ -199,6 +200,21 @@ def test_every_operator_says_where_its_time_came_from() -> None:
     assert other.source["transferred"] > 0.9
     assert {row.source for row in sampled.operators} <= set(sampled.source)
     assert predict(example()).source["measured"] == 1
+
+
+def test_times_of_collectives_are_modelled_whatever_gpu_was_sampled() -> None:
+    for gpu in ("h200", "h100"):
+        found = predict(described(cluster__gpu=gpu, parallel__tp=2, parallel__dp=4))
+        assert {row.source for row in found.all_operators if row.bound == "network"} == {"modelled"}
+        assert found.source["modelled"] > 0
+
+
+@pytest.mark.parametrize(
+    "value, unit, text",
+    [(67108864, "B", "67.1 MB"), (1.834e7, "Wh", "18.3 MWh"), (1.5e13, " tokens", "15.0 T tokens"), (3.2, "J", "3.20 J")],
+)
+def test_quantities_have_prefixes_that_people_read(value: float, unit: str, text: str) -> None:
+    assert si_text(value, unit) == text
 
 
 def test_what_a_source_cannot_know_is_none() -> None:

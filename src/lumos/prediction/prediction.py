@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from lumos.graph.scaling import Scale, scaled_durations
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.interval import Spread, changed_spread, described_spread, scaled_spread
-from lumos.prediction.operator_times import OperatorTime, operator_times
+from lumos.prediction.operator_times import SOURCES, OperatorTime, operator_times
 from lumos.prediction.power import Energy, energy_of
 from lumos.prediction.step import Step, simulate_step
 from lumos.program.flops import hardware_flops, model_flops, utilisation
@@ -29,7 +29,6 @@ from lumos.setup.setup import Setup
 from lumos.trace.trace import Trace
 
 NO_PRICES = Tariff()
-SOURCES = ("measured", "fitted", "transferred", "roofline")
 _GIB = float(1 << 30)
 _HOST_BOUND = 0.05  # share of the step that a host without delay would save, from which on a step is host-bound
 
@@ -185,7 +184,7 @@ class Prediction:
 
     @cached_property
     def source(self) -> dict[str, float]:
-        """Which share of the work of a step was measured, fitted, transferred from another GPU, or is a roofline."""
+        """Which share of the work was measured, fitted, transferred from another GPU, a roofline, or modelled."""
         if self.step is None:
             return dict.fromkeys(SOURCES, 0.0) | {"measured": 1.0}
         total = sum(row.ms for row in self.all_operators) or 1.0
@@ -237,7 +236,7 @@ class Prediction:
             host_bound=self.host_bound,
             energy_j=self.energy_j,
             bill=None if self.bill is None else self.bill.as_dict(),
-            operators=[OperatorAnswer(**asdict(row)) for row in self.operators],
+            operators=[_operator_answer(row) for row in self.operators],
             source=self.source,
             understood=None if traced is None else traced.understood,
             inferred={key: one._asdict() for key, one in self.inferred.items()} if traced is not None else None,
@@ -261,6 +260,13 @@ def _memory_answer(memory: Memory) -> MemoryAnswer:
     return MemoryAnswer(
         **memory.gib(), reserve=memory.reserve / _GIB, available=memory.usable / _GIB, stages=memory.rows()
     )
+
+
+def _operator_answer(row: OperatorTime) -> OperatorAnswer:
+    return OperatorAnswer(
+        name=row.name, op=row.work.kind, shape=row.shape, count=row.count, ms=row.ms, bound=row.bound,
+        source=row.source,
+    )  # fmt: skip
 
 
 def predict(

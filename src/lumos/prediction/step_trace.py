@@ -233,7 +233,7 @@ class StepTrace:
         """A node that is one row: the host, or a collective of the data parallel ranks."""
         track, message = _track_of(role.what), None
         if track == Track.DATA_PARALLEL:
-            message = self.data_parallel_message(role)
+            message = data_parallel_message(self.step, role)
         label = self.labels.add(DATA_PARALLEL.get(role.what, role.what), message)
         return _Inside(np.zeros(1), np.ones(1), np.array([track]), np.array([label]))
 
@@ -311,20 +311,6 @@ class StepTrace:
             np.array([0.0, alone]), np.array([compute, alone + talk]),
             np.array([Track.COMPUTE, Track.COMMUNICATION]), np.array([self.labels.add(what), label]),
         )  # fmt: skip
-
-    def data_parallel_message(self, role: Role) -> Message:
-        """Everything that a node moves at once, as one message."""
-        program = self.step.assembly.program
-        gathers, whole = role.what in ("gather", "publish"), role.what in ("reduce rest", "publish")
-        parameters = self.step.chunks[role.stage][role.chunk].parameters
-        if whole:
-            parameters = program.stage_parameters(role.stage)
-        if role.what != "gather":
-            parameters = program.sharding.trained(parameters)
-        element = program.framework.gather_bytes if gathers else program.framework.reduce_bytes
-        size = (parameters.common + parameters.experts) * element / (1 if whole else self.step.plan.units)
-        kind = "all_gather" if gathers else program.sharding.reduction
-        return Message(kind, "uint8", round(size), round(size), "data parallel", program.layout.dp.size)
 
     # ------------------------------------------------------------------ the trace
     def trace(self, detail: Detail = Detail.OPERATORS) -> Trace:
@@ -422,6 +408,19 @@ class StepTrace:
         end = np.full(size, self.total_us * 1e3)
         host = np.full(size, Track.HOST)
         return _Columns(np.zeros(size), end, np.arange(size), host, np.full(size, label), Category.NOTE)
+
+
+def data_parallel_message(step: Step, role: Role) -> Message:
+    """Everything that a node moves at once, as one message."""
+    program = step.assembly.program
+    gathers, whole = role.what in ("gather", "publish"), role.what in ("reduce rest", "publish")
+    parameters = program.stage_parameters(role.stage) if whole else step.chunks[role.stage][role.chunk].parameters
+    if role.what != "gather":
+        parameters = program.sharding.trained(parameters)
+    element = program.framework.gather_bytes if gathers else program.framework.reduce_bytes
+    size = (parameters.common + parameters.experts) * element / (1 if whole else step.plan.units)
+    kind = "all_gather" if gathers else program.sharding.reduction
+    return Message(kind, "uint8", round(size), round(size), "data parallel", program.layout.dp.size)
 
 
 def message_of(work: Operator | Collective) -> Message | None:

@@ -13,6 +13,9 @@ STEP_PARTS = {
 }  # fmt: skip
 
 
+_PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}
+
+
 def ms_text(ms: float, signed: bool = False) -> str:
     """A time; one of seconds is written in seconds."""
     sign = "+" if signed else ""
@@ -21,9 +24,22 @@ def ms_text(ms: float, signed: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def energy_text(joules: float) -> str:
-    """An energy; from ten kilojoules on in kilojoules."""
-    return f"{joules / 1e3:,.1f} kJ" if joules >= 1e4 else f"{joules:,.1f} J"
+def si_text(value: float, unit: str) -> str:
+    """A number with a prefix that people read, as in 67.1 MB or 18.3 MWh."""
+    size, prefix = next(((s, p) for s, p in _PREFIXES.items() if abs(value) >= s), (1.0, ""))
+    number = value / size
+    digits = 0 if abs(number) >= 100 else 1 if abs(number) >= 10 else 2
+    return f"{number:,.{digits}f} {prefix}{unit}"
+
+
+def money_text(amount: float) -> str:
+    """An amount of any currency: cents if it is small, more digits if it is very small."""
+    return f"{amount:,.0f}" if amount >= 1e4 else f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
+
+
+def kwh_text(kwh: float) -> str:
+    """An energy of a whole run; from ten megawatt-hours on in megawatt-hours."""
+    return f"{kwh / 1e3:,.0f} MWh" if kwh >= 1e4 else f"{kwh:,.0f} kWh" if kwh >= 100 else f"{kwh:.3g} kWh"
 
 
 def change(after: float, before: float) -> str:

@@ -19,7 +19,7 @@ from lumos.report.html.replay_page import subtitle_of
 from lumos.report.html.roofline import roofline_section
 from lumos.report.html.run_view import RunView
 from lumos.report.html.table import Column, Row, Table, ms_digits
-from lumos.report.wording import change, energy_text, ms_text, title_of
+from lumos.report.wording import change, ms_text, si_text, title_of
 from lumos.setup.setup import SECTIONS, Setup
 
 
@@ -93,7 +93,7 @@ def _cards_of_setup(found: Prediction) -> list[Card]:
     cards.append(Card("idle", f"{100 * found.bubble:.1f} %", "of the step, waiting for other stages or the host"))
     if found.energy is not None:
         words = f"all GPUs, one step; {found.energy.words}"
-        cards.append(Card("energy", energy_text(found.energy.joules), words))
+        cards.append(Card("energy", si_text(found.energy.joules, "J"), words))
     return cards
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from lumos.prediction.operator_times import bound_of, operator_counts
+from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.prediction import Prediction
-from lumos.prediction.step import Step
 from lumos.program.operators import Operator
 from lumos.report.html.charts import Points, Scatter
 from lumos.report.html.page import Figure, Section
@@ -17,41 +14,17 @@ from lumos.report.html.table import Column, Row, Table
 _MOST_ROWS = 200
 
 
-@dataclass(frozen=True)
 class _Spot:
-    """One operator of one shape, in one step of one rank."""
+    """One operator of one shape: what it computes and moves, and how fast."""
 
-    name: str
-    operator: Operator
-    count: int
-    us: float  # of one
-    bound: str
-
-    @property
-    def ms(self) -> float:
-        return self.count * self.us / 1e3
-
-    @property
-    def tflops(self) -> float:
-        return self.operator.flops / self.us / 1e6
-
-    @property
-    def gb_s(self) -> float:
-        return self.operator.bytes / self.us / 1e3
-
-    @property
-    def intensity(self) -> float:
-        return self.operator.flops / max(self.operator.bytes, 1.0)
-
-    @property
-    def shape(self) -> str:
-        return "\u00a0×\u00a0".join(str(size) for size in self.operator.shape)
-
-    @property
-    def group(self) -> str:
-        if self.operator.kind.startswith("sdpa"):
-            return "attention"
-        return "matmuls" if self.operator.is_matrix else "data movement"
+    def __init__(self, row: OperatorTime, operator: Operator) -> None:
+        self.name, self.operator, self.count, self.ms, self.bound = row.name, operator, row.count, row.ms, row.bound
+        self.us = 1e3 * row.ms / row.count  # of one
+        self.tflops, self.gb_s = operator.flops / self.us / 1e6, operator.bytes / self.us / 1e3
+        self.intensity = operator.flops / max(operator.bytes, 1.0)
+        self.shape = "\u00a0×\u00a0".join(map(str, operator.shape))
+        is_attention = operator.kind.startswith("sdpa")
+        self.group = "attention" if is_attention else "matmuls" if operator.is_matrix else "data movement"
 
 
 _COLOURS = {"matmuls": "series-0", "attention": "series-2", "data movement": "series-1"}
@@ -61,7 +34,7 @@ def roofline_section(found: Prediction) -> Section:
     """Every operator with work that can be counted, below the roofs of its GPU."""
     if found.step is None:
         return Section("Roofline of operators")
-    spots = _spots(found.step)
+    spots = [_Spot(row, row.work) for row in found.all_operators if isinstance(row.work, Operator)]
     setup = found.step.setup
     gpu, precision = setup.cluster.accelerator, setup.train.precision
     peak = gpu.peak(precision) if gpu.supports(precision) else max(gpu.peak_tflops.values())
@@ -73,14 +46,6 @@ def roofline_section(found: Prediction) -> Section:
     )
     figures = [Figure("roofline of the operators", _chart(drawn, peak, gpu.hbm_gb_s))] if drawn else []
     return Section("Roofline of operators", text, figures, [_table(spots, peak)])
-
-
-def _spots(step: Step) -> list[_Spot]:
-    spots = [
-        _Spot(name, operator, count, us, bound_of(step.prices, operator))
-        for (name, operator), (count, us) in operator_counts(step).items()
-    ]
-    return sorted(spots, key=lambda spot: -spot.ms)
 
 
 def _chart(spots: list[_Spot], peak: float, hbm_gb_s: float) -> Scatter:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lumos.report.html.charts import Bars, Points, Scatter, Series
-from lumos.report.html.page import Card, Figure, Page, Section, write_page
+from lumos.report.html.page import Card, Figure, Page, Section
 from lumos.report.html.parts import STEP_PARTS
 from lumos.report.html.table import Column, Row, Table, Value
 
@@ -40,11 +39,6 @@ _NUMBERS = {
     "cost_per_mtoken": _Number(Column("cost per Mtoken", 3), "{:,.3f} per Mtoken"),
     "energy_j": _Number(Column("energy, kJ per step", 1), "{:,.1f} kJ", 1e-3),
 }
-
-
-def write_search_page(path: Path, answer: Answer) -> None:
-    """Write the report of a search."""
-    write_page(path, search_page(answer))
 
 
 def search_page(answer: Answer) -> Page:

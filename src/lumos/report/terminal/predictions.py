@@ -10,7 +10,7 @@ from rich.table import Table
 from lumos.prediction.bill import Bill
 from lumos.prediction.prediction import Prediction, memory_words
 from lumos.report.terminal.style import make_table, notes
-from lumos.report.wording import STEP_PARTS, change, energy_text, ms_text, title_of
+from lumos.report.wording import STEP_PARTS, change, money_text, ms_text, si_text, title_of
 
 _MEMORY = ("peak", "weights", "gradients", "optimizer", "activations", "buffers", "framework")
 _MOST_RANKS = 4
@@ -44,7 +44,7 @@ def _summary(found: Prediction) -> Table:
     if found.energy is not None:
         per_token = found.energy.joules / found.setup.tokens
         words = f"all GPUs, one step; {per_token:,.3g} J per token; {found.energy.words}"
-        table.add_row("energy", energy_text(found.energy.joules), words)
+        table.add_row("energy", si_text(found.energy.joules, "J"), words)
     if found.memory is not None:
         fits = {True: ": fits", False: ": does not fit", None: ""}[found.fits]
         words = "" if found.fits is None else memory_words(found.memory) + fits
@@ -62,18 +62,18 @@ def _bill(found: Bill | None) -> list[Table]:
         return []
     table = make_table("cost", "", "predicted", "")
     if money is not None:
-        table.add_row("one step", f"{money:,.4g}", _prices(bill))
-        table.add_row("a million tokens", f"{bill['money_per_million_tokens']:,.4g}", "")
+        table.add_row("one step", money_text(money), _prices(bill))
+        table.add_row("a million tokens", money_text(bill["money_per_million_tokens"]), "")
     if budget is not None:
         low, high = budget["days_interval"]
         table.add_row("days", f"{budget['days']:,.2f}", f"{low:,.2f} – {high:,.2f} (80 % interval), no interruptions")
-        table.add_row("steps", f"{budget['steps']:,}", f"{budget['tokens']:,.4g} tokens")
+        table.add_row("steps", f"{budget['steps']:,}", si_text(budget["tokens"], " tokens"))
         table.add_row("GPU-hours", f"{budget['gpu_hours']:,.0f}", "")
         besides = "" if bill["pue"] == 1 else f", times a PUE of {bill['pue']:g}"
         if budget["kwh"] is not None:
-            table.add_row("energy", f"{budget['kwh']:,.4g} kWh", f"GPUs alone{besides}")
+            table.add_row("energy", si_text(1e3 * budget["kwh"], "Wh"), f"GPUs alone{besides}")
         if budget["money"] is not None:
-            table.add_row("money", f"{budget['money']:,.2f}", "")
+            table.add_row("money", money_text(budget["money"]), "")
     return [table]
 
 
@@ -105,7 +105,7 @@ def _memory(found: Prediction) -> Table:
 def _operators(found: Prediction) -> Table:
     table = make_table("most expensive operators (rank 0), per step", "", "shape", "count", "ms", "bound", "source")
     for row in found.operators:
-        shape = " × ".join(str(size) for size in row.shape) + (" B" if row.bound == "network" else "")
+        shape = si_text(row.shape[0], "B") if row.bound == "network" else " × ".join(map(str, row.shape))
         table.add_row(row.name, shape, f"{row.count:,}", f"{row.ms:,.2f}", row.bound, row.source)
     shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in found.source.items() if share >= 0.005)
     table.caption, table.caption_justify = f"times of all operators: {shares}", "left"
