@@ -1,16 +1,16 @@
 """The events of a Chrome-trace JSON file, in slices of bounded size.
 
 A profiler's file can be larger than memory once decoded, so it is decompressed, cut and decoded a few megabytes
-at a time. A cut is only a guess at a boundary between two events (`},{`); that it was right is proved by the
-slice decoding as JSON: a cut inside an event leaves a bracket or a string open. Where guesses fail, brackets are
-counted; where the text is damaged, events are decoded one by one and the broken ones left out.
+at a time. A cut is only a guess at the end of an event (`},{` or `}],"`); that it was right is proved by the slice
+decoding as JSON: a cut inside an event leaves a bracket or a string open. Where guesses fail, because the text is
+unusual or damaged, events are decoded one by one and the broken ones left out.
 """
 
 from __future__ import annotations
 
-import codecs
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
@@ -23,20 +23,19 @@ from lumos.errors import InputError
 SLICE_BYTES = 8 << 20
 _HEAD_BYTES = 4096  # enough to tell what kind of file it is
 _HEADER_LIMIT = 64 << 20
-_EVENT_LIMIT = 128 << 20  # no single event is that long
-_DAMAGE_LIMIT = 1 << 20  # how far the end of an event is looked for in damaged text
-_TRIES = 8  # guesses at a boundary before brackets are counted
+_EVENT_LIMIT = 8 << 20  # no event is longer: one whose end is not found within it is broken
+_TRIES = 8  # guesses at the end of an event
 _BOUNDARY = re.compile(rb"\}\s*,\s*\{")
+_CUT = re.compile(rb'\}\s*(?:,\s*\{|\]\s*(?:\}\s*\Z|\Z|,\s*"))')
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 _END_OF_LIST = re.compile(rb'\s*,?\s*\]\s*(?:\}|,\s*"|\Z)')
-_CLOSING = re.compile(rb'\}\s*\]\s*(?:\}\s*\Z|\Z|,\s*")')
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n,"
 _CONTROL_TO_SPACE = bytes.maketrans(bytes(range(32)), b" " * 32)
 BAD_GZIP: tuple[type[Exception], ...] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
+_find_end = json.JSONDecoder(strict=False).raw_decode
 
 Event = TypeVar("Event")
 
@@ -73,11 +72,9 @@ class Slices(Generic[Event]):
                 if used:
                     yield events
                     buffer = buffer[used:].lstrip(_BLANK)
-                elif len(buffer) > _EVENT_LIMIT:
+                elif len(buffer) > 2 * _EVENT_LIMIT:
                     raise InputError(f"{self.path}: no trace events found in {len(buffer) >> 20} MB of JSON; {_HINT}")
-            events, used = ([], 0) if self._ended else self._decode_last(buffer)
-            yield events
-            self._read_trailer(buffer[used:], file)
+            yield self._decode_last(buffer, file)
         if self._lost:
             self.notes.append(f"{self._lost} events are not valid JSON and were left out")
 
@@ -87,16 +84,14 @@ class Slices(Generic[Event]):
         turn = 0
         while chunk := self._read(file):
             buffer += chunk
-            cut, following = next(_boundaries_from_the_end(buffer), (0, 0))
+            cut = next(_from_the_end(_BOUNDARY, buffer), 0)
             if cut:
                 if turn % of == mine:
                     yield self._decode_or_give_up(buffer[:cut])
                 turn += 1
-                buffer = buffer[following:].lstrip(_BLANK)
+                buffer = buffer[cut:].lstrip(_BLANK)
         if turn % of == mine:
-            events, used = self._decode_last(buffer)
-            yield events
-            self._read_trailer(buffer[used:], file)
+            yield self._decode_last(buffer, file)
 
     def _decode_or_give_up(self, text: bytes) -> list[Event]:
         try:
@@ -149,86 +144,58 @@ class Slices(Generic[Event]):
     def _decode_part(self, buffer: bytes) -> tuple[list[Event], int]:
         """The whole events of a buffer that more will follow, and the number of bytes they took."""
         return (
-            self._decode_whole_events(buffer)
-            or self._decode_whole_events(cleaned := _cleaned(buffer))
-            or self._decode_one_by_one(cleaned, last=False)
+            self._decode_to_cut(buffer, bytes)
+            or self._decode_to_cut(buffer, _cleaned)
+            or self._decode_one_by_one(buffer, last=False)
         )
 
-    def _decode_whole_events(self, buffer: bytes) -> tuple[list[Event], int] | None:
-        """The same for text without damage; None where there is some."""
-        for cut, following in _boundaries_from_the_end(buffer):
+    def _decode_to_cut(self, buffer: bytes, prepare: Callable[[bytes], bytes]) -> tuple[list[Event], int] | None:
+        """The events up to a guessed cut, and its position; None if the guesses are wrong or the text is damaged."""
+        cuts = list(_from_the_end(_CUT, buffer))
+        while cuts:
+            cut = cuts.pop(0)
             try:
-                return self._decode(b"[" + buffer[:cut] + b"]"), following
+                events = self._decode(b"[" + prepare(buffer[:cut]) + b"]")
             except _NOT_JSON as error:
-                if not _is_truncated(error):
-                    return self._decode_to_end_of_list(buffer, error)
-        cut = _end_of_last_event(buffer)
-        try:
-            return self._decode(b"[" + buffer[:cut] + b"]"), cut
-        except _NOT_JSON:
-            return None
+                if trailing := _TRAILING.search(str(error)):  # the list ended before
+                    cuts = [buffer.rfind(b"}", 0, buffer.rfind(b"]", 0, int(trailing[1]) - 1)) + 1]
+                elif "truncated" not in str(error):
+                    return None
+                continue
+            self._ended = _END_OF_LIST.match(buffer, cut) is not None
+            return events, cut
+        return None
 
-    def _decode_last(self, buffer: bytes) -> tuple[list[Event], int]:
-        """The last events, and the number of bytes they took: the file's other keys follow."""
-        for prepared in (bytes, _cleaned):  # as it is, and only if that fails without what JSON forbids
-            text = prepared(buffer)
-            try:
-                return self._decode(b"[" + text), len(text)
-            except _NOT_JSON as error:
-                answer = self._decode_to_end_of_list(text, error)
-            if answer is not None:
-                return answer
-        events, used = self._decode_one_by_one(text, last=True)
+    def _decode_last(self, buffer: bytes, file: IO[bytes]) -> list[Event]:
+        """The last events; the file's other keys follow."""
+        events, used = ([], 0) if self._ended else self._decode_one_by_one(buffer, last=True)
         if not self._ended:
             self.notes.append("the file ends in the middle; what was written up to there is used")
-        return events, used
+        self._read_trailer(buffer[used:], file)
+        return events
 
-    def _decode_to_end_of_list(self, buffer: bytes, error: Exception) -> tuple[list[Event], int] | None:
-        """The events up to the end of the list, if the decoder stopped because the list ends; else None."""
-        used = _complete_before(error) - 1  # without the bracket that was put before
-        if used < 0:
-            return None
-        if _END_OF_LIST.match(buffer, buffer.rindex(b"]", 0, used)) is None:
-            return None
-        self._ended = True
-        return self._decode(b"[" + buffer[:used]), used
-
-    def _decode_one_by_one(self, text: bytes, last: bool) -> tuple[list[Event], int]:
-        """What can be decoded of damaged text."""
+    def _decode_one_by_one(self, buffer: bytes, last: bool) -> tuple[list[Event], int]:
+        """What can be decoded, and the number of bytes that are done with."""
         events: list[Event] = []
-        at = text.find(b"{")
-        while at >= 0:
-            event, end = self._decode_event(text, at)
-            if event is not None:
-                events.append(event)
-                self._ended = _END_OF_LIST.match(text, end) is not None
-                if self._ended:
-                    return events, end
-            elif not last and len(text) - at < _DAMAGE_LIMIT:
-                return events, at  # it may be whole once more of it is there
-            elif not last or end < len(text):
-                self._lost += 1
-            elif closing := _CLOSING.search(text, at):
-                self._lost, self._ended = self._lost + 1, True
-                return events, closing.start() + 1
-            at = text.find(b"{", end)
-        return events, len(text)
-
-    def _decode_event(self, text: bytes, at: int) -> tuple[Event | None, int]:
-        """The event that begins at a position, and its end; for a broken one None, and where the next may begin."""
-        boundary = _BOUNDARY.search(text, at)
-        end = boundary.start() + 1 if boundary else len(text)
-        for _ in range(2):
+        text, at = buffer.decode("latin-1"), 0  # a character a byte, whatever the bytes are
+        while True:
+            end_of_list = _END_OF_LIST.match(buffer, at)
+            self._ended = end_of_list is not None and (last or end_of_list.end() < len(buffer))
+            begin = text.find("{", at)
+            if self._ended or begin < 0:
+                return events, at
             try:
-                return self._decode_one(text[at:end]), end
-            except _NOT_JSON as error:
-                if (complete := _complete_before(error)) > 0:
-                    end = at + complete
-                elif _is_truncated(error):
-                    end = _end_of_event(text, at)
-                else:
-                    break
-        return None, boundary.end() - 1 if boundary else len(text)
+                _, at = _find_end(text, begin)
+                events.append(self._decode_one(_cleaned(buffer[begin:at])))
+                continue
+            except (*_NOT_JSON, ValueError, RecursionError):
+                if not last and len(text) - begin < _EVENT_LIMIT:
+                    return events, begin  # it may be whole once more of it is there
+            cut = _CUT.search(buffer, begin)
+            if cut is None:
+                return events, len(buffer)
+            self._lost += 1
+            at = cut.start() + 1
 
 
 def open_bytes(path: Path) -> IO[bytes]:
@@ -241,65 +208,18 @@ def open_bytes(path: Path) -> IO[bytes]:
         raise InputError(f"{path}: cannot be opened ({error.strerror}); check the path and its permissions") from None
 
 
-def _boundaries_from_the_end(buffer: bytes) -> Iterator[tuple[int, int]]:
-    """(end of one event, start of the next), the last ones first; guesses."""
+def _from_the_end(pattern: re.Pattern[bytes], buffer: bytes) -> Iterator[int]:
+    """Where events seem to end, the last ones first."""
     for window in (1 << 16, 1 << 20, len(buffer)):
-        found = list(_BOUNDARY.finditer(buffer, max(0, len(buffer) - window)))
+        found = list(pattern.finditer(buffer, max(0, len(buffer) - window)))
         if found:
-            yield from ((m.start() + 1, m.end() - 1) for m in reversed(found[-_TRIES:]))
+            yield from (match.start() + 1 for match in reversed(found[-_TRIES:]))
             return
 
 
-def _end_of_last_event(buffer: bytes) -> int:
-    """The end of the last whole event, by counting brackets; 0 if there is none."""
-    end = depth = 0
-    for token in _TOKEN.finditer(buffer):
-        depth += _STEP.get(token.group(), 0)
-        if depth < 0:
-            break  # the list ends
-        if depth == 0 and token.group() == b"}":
-            end = token.end()
-    return end
-
-
-def _end_of_event(text: bytes, at: int) -> int:
-    """The end of the event that begins at a position, by counting brackets; that position if it does not end."""
-    depth = 0
-    for token in _TOKEN.finditer(text, at, at + _DAMAGE_LIMIT):
-        depth += _STEP.get(token.group(), 0)
-        if depth == 0:
-            return token.end()
-    return at
-
-
-_STEP = {b"{": 1, b"[": 1, b"}": -1, b"]": -1}
-
-
-def _is_truncated(error: Exception) -> bool:
-    return "truncated" in str(error)
-
-
-def _complete_before(error: Exception) -> int:
-    """The position at which a complete value is followed by something else; 0 for other errors."""
-    found = _TRAILING.search(str(error))
-    return int(found.group(1)) - 1 if found else 0
-
-
-def _question_marks(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeDecodeError)
-    return "?" * (error.end - error.start), error.end
-
-
-codecs.register_error("lumos.question_marks", _question_marks)
-
-
 def _cleaned(text: bytes) -> bytes:
-    """Text of the same length without what JSON forbids and profilers write: control characters and bad UTF-8."""
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        text = text.decode(errors="lumos.question_marks").encode()
-    return text.translate(_CONTROL_TO_SPACE)
+    """Without what JSON forbids and profilers write: control characters and bad UTF-8."""
+    return text.decode(errors="replace").encode().translate(_CONTROL_TO_SPACE)
 
 
 _HINT = "give a PyTorch profiler trace (torch.profiler's export_chrome_trace)"
