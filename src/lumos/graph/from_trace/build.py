@@ -14,10 +14,9 @@ import numpy as np
 
 from lumos.data_files import read_table
 from lumos.errors import CycleError
-from lumos.graph.from_trace.clocks import clock_offsets
 from lumos.graph.from_trace.cpu_device import with_cpu_device
 from lumos.graph.from_trace.nodes import Nodes, cut_nodes
-from lumos.graph.from_trace.rendezvous import Rendezvous, find_rendezvous, rendezvous_edges
+from lumos.graph.from_trace.rendezvous import Rendezvous, clock_offsets, find_rendezvous, rendezvous_edges
 from lumos.graph.from_trace.rules import RULES, DependencyRule
 from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Rule, Small, make_graph
 from lumos.graph.simulate import Times

@@ -11,15 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lumos.graph.from_trace.nodes import Nodes
-from lumos.graph.from_trace.rules.channel import channel_edges
-from lumos.graph.from_trace.rules.communicator import communicator_edges
-from lumos.graph.from_trace.rules.cuda_graph import graph_edges
+from lumos.graph.from_trace.rules.channel import channel_edges, communicator_edges
 from lumos.graph.from_trace.rules.event import event_edges
-from lumos.graph.from_trace.rules.gloo import gloo_wait_edges
-from lumos.graph.from_trace.rules.launch import launch_edges
-from lumos.graph.from_trace.rules.queue import queue_edges
+from lumos.graph.from_trace.rules.launch import graph_edges, launch_edges, queue_edges
 from lumos.graph.from_trace.rules.sync import sync_edges
-from lumos.graph.from_trace.rules.thread import thread_edges
+from lumos.graph.from_trace.rules.thread import gloo_wait_edges, thread_edges
 from lumos.graph.graph import Edges
 
 DependencyRule = Callable[[Nodes], Edges]

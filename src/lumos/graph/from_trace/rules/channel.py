@@ -1,8 +1,9 @@
-"""Hardware queues that streams share: kernels are dispatched in the order of their launches.
+"""Order between streams: kernels of one communicator or hardware queue start in the order of their launches.
 
-With CUDA_DEVICE_MAX_CONNECTIONS=1 always, and under MPS often, a kernel that still waits holds back kernels of other
-streams that were launched after it. Whether two streams share a queue is not recorded. It shows when kernels that could
-have started long before start together with the one that was held, and hardly any starts before it.
+NCCL itself orders the kernels of a communicator. With CUDA_DEVICE_MAX_CONNECTIONS=1 always, and under MPS often,
+streams share a hardware queue, where a kernel that still waits holds back kernels of other streams launched after it.
+Whether two streams share a queue is not recorded. It shows when kernels that could have started long before start
+together with the one that was held, and hardly any starts before it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,29 @@ import numpy as np
 from lumos.data_files import read_table
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Edges, Rule
+from lumos.trace.names import Kind
 
 _CHANNEL = read_table("trace_rules.toml")["channel"]
 _TOGETHER, _HELD = _CHANNEL["together"], _CHANNEL["held"]
+
+
+def communicator_edges(nodes: Nodes) -> Edges:
+    """From one kernel of a communicator to its next one, if that is on another stream."""
+    trace = nodes.trace
+    arrive = np.flatnonzero((nodes.kind == Kind.COMM) & ~nodes.is_return & (nodes.launch_of_node >= 0))
+    arrive = arrive[trace.message[nodes.row[arrive]] >= 0]
+    if len(arrive) == 0:
+        return Edges.of([], [], Rule.EVENT)
+    messages = (trace.messages[m] for m in trace.message[nodes.row[arrive]])
+    named = [(rank, m.group, m.ranks) for rank, m in zip(nodes.rank[arrive].tolist(), messages, strict=True)]
+    number = {communicator: i for i, communicator in enumerate(dict.fromkeys(named))}
+    key = np.array([number[communicator] for communicator in named])
+    arrive = arrive[np.lexsort((nodes.launched_at[arrive], key))]
+    key = np.sort(key, kind="stable")
+    source, target = arrive[:-1] + 1, arrive[1:]  # from the transfer of one to the arrival of the next
+    follows = (key[1:] == key[:-1]) & (nodes.lane[source] != nodes.lane[target])
+    possible = follows & (nodes.end[source] <= nodes.start[target])
+    return Edges.of(source[possible], target[possible], Rule.EVENT)
 
 
 def channel_edges(nodes: Nodes) -> Edges:

@@ -3,6 +3,7 @@
 Kineto does not record that the main thread waits in `loss.backward()` while the autograd thread works, nor what wakes
 the autograd thread. Both show as a pause in one thread, filled by the work of another that ends just before the pause
 does. Such a pause is waiting; any other pause is work that was not recorded (Python), and stays in the graph as it is.
+A thread that waits for a gloo collective pauses until it ends.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import numpy as np
 
 from lumos.data_files import read_table
+from lumos.graph.from_trace.cpu_device import GLOO
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Edges, Rule
 from lumos.trace.names import Category
 
 _THREAD = read_table("trace_rules.toml")["thread"]
+_LONGEST_GLOO_WAKE = read_table("trace_rules.toml")["cpu_device"]["longest_wake"]
 
 
 def thread_edges(nodes: Nodes) -> Edges:
     """From the last segment of a thread that goes idle to the pause it explains in another, or to a thread's start."""
-    pauses = long_pauses(nodes)
+    pauses = _long_pauses(nodes)
     found: list[tuple[int, int]] = []
     for lanes in nodes.threads.values():
         if len(lanes) < 2:
@@ -33,7 +36,23 @@ def thread_edges(nodes: Nodes) -> Edges:
     return Edges.of(source, target, Rule.THREAD)
 
 
-def long_pauses(nodes: Nodes) -> np.ndarray:
+def gloo_wait_edges(nodes: Nodes) -> Edges:
+    """From a collective of gloo to the pause of a thread that ends just after it."""
+    trace = nodes.trace
+    named = np.array([name.startswith(GLOO) for name in trace.names], bool)
+    rows = np.flatnonzero((trace.category == Category.KERNEL) & named[trace.name] & (nodes.last_node >= 0))
+    sources, targets = [], []
+    for pause in _long_pauses(nodes).tolist() if len(rows) else []:
+        mine = rows[trace.rank[rows] == nodes.rank[pause]]
+        ends, end = nodes.end[nodes.last_node[mine]], nodes.end[pause]
+        last = mine[(ends > nodes.start[pause]) & (ends < end) & (end - ends < _LONGEST_GLOO_WAKE)]
+        if len(last):
+            sources.append(int(nodes.last_node[last[np.argmax(trace.end[last])]]))
+            targets.append(pause)
+    return Edges.of(sources, targets, Rule.THREAD)
+
+
+def _long_pauses(nodes: Nodes) -> np.ndarray:
     """Long segments of threads that belong to no operator and no call: Python, or waiting."""
     outside = (nodes.row < 0) | (nodes.trace.category[nodes.row] == Category.NOTE)
     return np.flatnonzero(~nodes.on_gpu & outside & (nodes.end - nodes.start >= _THREAD["shortest_pause"]))
