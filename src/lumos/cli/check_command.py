@@ -11,10 +11,10 @@ import typer
 
 from lumos.analysis.readiness import Beside, Readiness
 from lumos.cli.loading import load_run
-from lumos.cli.options import AsJson, Match, RankPattern, TracePath
-from lumos.cli.terminal import console, print_json
+from lumos.cli.options import AsJson, TraceOptions, TracePath
+from lumos.cli.terminal import deliver
 from lumos.errors import InputError
-from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.files import check_output, write_csv
 from lumos.report.terminal.readiness_table import show_readiness
 from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
 from lumos.trace.trace import Header
@@ -25,23 +25,17 @@ _LOOKED_AT = 8 << 20  # bytes of a file, unpacked
 
 def check_command(
     path: TracePath,
+    options: TraceOptions,
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write it: .json or .csv.")] = None,
-    match: Match = "",
-    rank_pattern: RankPattern = "",
 ) -> None:
     """What does a trace lack, for which answers, and how is it recorded?"""
     check_output(output, path, (".json", ".csv"))
-    run = load_run(path, "", match, rank_pattern, None)
+    run = load_run(path, options)
     found = Readiness(run, _beside(path, run.execution.trace.headers))
     answer = found.as_dict(str(path))
-    if output is not None:
-        rows = answer["findings"]
-        write_as(output, {".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, rows)})
-    if as_json:
-        print_json(answer)
-    else:
-        show_readiness(found, str(path), console())
+    writers = {".csv": lambda to: write_csv(to, answer["findings"])}
+    deliver(answer, lambda _, to: show_readiness(found, str(path), to), as_json, output, writers)
 
 
 def _beside(path: Path, headers: tuple[Header, ...]) -> Beside:

@@ -9,7 +9,7 @@ import typer
 
 from lumos.analysis.replay import replay
 from lumos.cli.loading import load_source
-from lumos.cli.options import AsJson, Match, RankPattern
+from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import busy, console, print_json
 from lumos.errors import InputError, OptionError
 from lumos.export.chakra_writer import write_chakra
@@ -38,9 +38,8 @@ def convert_command(
             help="NAME.et writes NAME.RANK.et; .trace.json[.gz], for Perfetto, one a rank with {rank}.",
         ),
     ],
+    options: TraceOptions,
     as_json: AsJson = False,
-    match: Match = "",
-    rank_pattern: RankPattern = "",
     et: Annotated[
         Path | None, typer.Option("--et", help="The PyTorch execution trace of the same run, or a folder of them.")
     ] = None,
@@ -50,7 +49,7 @@ def convert_command(
     Chakra is for simulators; Perfetto shows all ranks in one view.
     """
     check_output(output, path, FORMS)
-    execution, links = _load(path, match, rank_pattern, et)
+    execution, links = _load(path, options, et)
     with busy("writing"):
         answer = _write(output, execution, links)
     if as_json:
@@ -62,8 +61,8 @@ def convert_command(
             console().print(f"{name}: {shown}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _load(path: Path, match: str, rank_pattern: str, et: Path | None) -> tuple[Execution, Links | None]:
-    source = load_source(path, match, rank_pattern)
+def _load(path: Path, options: TraceOptions, et: Path | None) -> tuple[Execution, Links | None]:
+    source = load_source(path, options)
     if isinstance(source, Execution):
         if et is not None:
             raise OptionError(f"--et {et}: goes with the Kineto trace of the same run, and {path} is a Chakra graph")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lumos.analysis.replay import Replay, replay
+from lumos.cli.options import TraceOptions
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import OptionError
 from lumos.graph.from_trace.build import Execution
@@ -20,37 +21,26 @@ from lumos.workers.processes import processes
 
 _WORTH_A_PROCESS = 1 << 20  # bytes on disk
 _WORTH_SEVERAL = 4 << 20
+_ALL = TraceOptions()
 
 
-def load_run(
-    path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None, engine: str = "local",
-    address: str = "",
-) -> Replay:  # fmt: skip
+def load_run(path: Path, options: TraceOptions = _ALL, profiler_costs: Path | None = None) -> Replay:
     """A run, replayed; its files are read in processes of this machine, or on a cluster."""
-    with _readers_for(path, engine, address) as started:
-        return _load_with(started, path, step, match, rank_pattern, profiler_costs)
-
-
-def _load_with(
-    started: Engine | None, path: Path, step: str, match: str, rank_pattern: str, profiler_costs: Path | None
-) -> Replay:
     cost = load_profiler_cost(profiler_costs)
-    source = _read_with(started, path, match, rank_pattern)
+    source = load_source(path, options)
     with busy("building and simulating; the first run also compiles, for some seconds"):
-        run = replay(_one_step(source, step) if step else source, cost)
+        run = replay(source, cost)
         _ = run.path_summary, run.clean_ms, run.never_profiled_ms  # what takes time; it is kept for what is shown
     return run
 
 
-def load_source(path: Path, match: str, rank_pattern: str) -> Trace | Execution:
+def load_source(path: Path, options: TraceOptions = _ALL) -> Trace | Execution:
     """What is at a path, read and not yet replayed."""
-    with _readers_for(path) as started:
-        return _read_with(started, path, match, rank_pattern)
-
-
-def _read_with(started: Engine | None, path: Path, match: str, rank_pattern: str) -> Trace | Execution:
-    with progress_bar() as progress:
-        return read_job(path, match, rank_pattern, progress, engine=started, meanwhile=_load_kernels)
+    with _readers_for(path, options.engine, options.address) as started, progress_bar() as progress:
+        source = read_job(
+            path, options.match, options.rank_pattern, progress, engine=started, meanwhile=_load_kernels
+        )
+    return _one_step(source, options.step) if options.step else source
 
 
 def _one_step(source: Trace | Execution, step: str) -> Trace:
@@ -60,13 +50,12 @@ def _one_step(source: Trace | Execution, step: str) -> Trace:
 
 
 @contextmanager
-def _readers_for(path: Path, engine: str = "local", address: str = "") -> Iterator[Engine | None]:
+def _readers_for(path: Path, engine: str, address: str) -> Iterator[Engine | None]:
     """Processes for reading what is large, or workers of a cluster."""
     if engine != "local" or address:
         with engine_named(engine, 0, address) as there:
             yield there
         return
-
     try:
         files = path.iterdir() if path.is_dir() else [path]
         size = sum(f.stat().st_size for f in files)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
+from lumos.cli.options import with_options_apart
 from lumos.errors import LumosError
 
 
@@ -26,7 +27,7 @@ class _Command(NamedTuple):
     def load(self, name: str) -> Any:
         one = typer.Typer(add_completion=False, rich_markup_mode=None)
         function = getattr(import_module(f"lumos.cli.{self.module}"), f"{name}_command")
-        one.command(name, context_settings=self.context)(function)
+        one.command(name, context_settings=self.context)(with_options_apart(function))
         return typer.main.get_command(one)
 
 

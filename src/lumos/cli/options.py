@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -12,17 +15,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON."
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="Also write it: .html, .json, .csv or .trace.json.gz (Perfetto).")
 ]
-Match = Annotated[
-    str, typer.Option(help="Only files of the folder whose names match this pattern, as in 'rank?.json'.")
-]
-RankPattern = Annotated[
-    str, typer.Option(help="Where the rank stands in a file's name: a regular expression, one group.")
-]
-Step = Annotated[str, typer.Option(help="One step alone, by its number; all recorded steps otherwise.")]
 ProfilerCosts = Annotated[
     Path | None, typer.Option(help="A file of profiler costs, in place of those measured on H200.")
 ]
-
 Model = Annotated[Path | None, typer.Option(help="A cost model that lumos fit wrote, in place of those shipped.")]
 
 Price = Annotated[str, typer.Option(help="What a GPU-hour costs, in any currency: the answer has money then.")]
@@ -34,3 +29,44 @@ EngineName = Annotated[str, typer.Option("--engine", help="Where the work is don
 Address = Annotated[str, typer.Option(help="The address of a Ray cluster; one is started here otherwise.")]
 Workers = Annotated[int, typer.Option(help="Processes, or cores of the cluster; 0: as many as there are.")]
 Shard = Annotated[str, typer.Option(help="I/N: the I-th of N parts of the work, to be put together by lumos merge.")]
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """How a trace named on the command line is read: options of every command that takes one."""
+
+    step: Annotated[str, typer.Option(help="One step alone, by its number; all recorded steps otherwise.")] = ""
+    match: Annotated[
+        str, typer.Option(help="Only files of the folder whose names match this pattern, as in 'rank?.json'.")
+    ] = ""
+    rank_pattern: Annotated[
+        str, typer.Option(help="Where the rank stands in a file's name: a regular expression, one group.")
+    ] = ""
+    engine: EngineName = "local"
+    address: Address = ""
+
+
+def with_options_apart(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command for typer, which knows no groups: in place of one, it has the options of the group."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        name: one.annotation for name, one in signature.parameters.items() if is_dataclass(one.annotation)
+    }
+    parameters = []
+    for name, one in signature.parameters.items():
+        parameters += _options_of(groups[name]) if name in groups else [one.replace(kind=one.KEYWORD_ONLY)]
+
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    run.__doc__ = command.__doc__
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _options_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lumos.analysis.replay import Replay
 from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
 from lumos.cli.loading import load_run
-from lumos.cli.options import (
-    Address,
-    AsJson,
-    EngineName,
-    KwhPrice,
-    Match,
-    Output,
-    Price,
-    ProfilerCosts,
-    Pue,
-    RankPattern,
-    Step,
-    Tokens,
-)
-from lumos.cli.terminal import console, print_json
+from lumos.cli.options import AsJson, KwhPrice, Output, Price, ProfilerCosts, Pue, Tokens, TraceOptions
+from lumos.cli.terminal import deliver
 from lumos.errors import OptionError
-from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.export.chrome_traces import write_timeline
+from lumos.files import check_output, write_csv
 from lumos.prediction.bill import Tariff, read_tariff
 from lumos.prediction.prediction import Prediction, predict
 from lumos.report.terminal.predictions import show_prediction
 from lumos.setup import read_setup_with_notes
 from lumos.setup.setup_files import read_plain
+
+_ALL = TraceOptions()
 
 
 def predict_command(
@@ -47,14 +40,10 @@ def predict_command(
     scale: Annotated[
         list[str] | None, typer.Option(help="WHAT=FACTOR on durations: compute, comm, cpu, kernel:REGEX. Repeatable.")
     ] = None,
+    options: TraceOptions = _ALL,
+    profiler_costs: ProfilerCosts = None,
     as_json: AsJson = False,
     output: Output = None,
-    step: Step = "",
-    match: Match = "",
-    rank_pattern: RankPattern = "",
-    profiler_costs: ProfilerCosts = None,
-    engine: EngineName = "local",
-    address: Address = "",
     price: Price = "",
     kwh_price: KwhPrice = "",
     pue: Pue = "",
@@ -67,23 +56,26 @@ def predict_command(
     check_output(output, source or setup)
     tariff = read_tariff(price, kwh_price, pue, tokens)
     if source is None:
-        if step or match or rank_pattern or profiler_costs:
-            raise OptionError("--step, --match, --rank-pattern and --profiler-costs work on a trace: add --from")
+        if options != _ALL or profiler_costs:
+            raise OptionError(
+                "--step, --match, --rank-pattern, --profiler-costs, --engine and --address work on a trace: add --from"
+            )
         found = _described(setup, changes or [], scale or [], tariff)
     else:
-        priced = bool(price or kwh_price or pue or tokens)
-        _refuse_together(setup, changes or [], scale or [], priced)
-        reading = (step, match, rank_pattern, profiler_costs, engine, address)
+        _refuse_together(setup, changes or [], scale or [], priced=bool(price or kwh_price or pue or tokens))
         if setup is None and not changes:
-            found = predict(load_run(source, *reading), scale or [])
+            found = predict(load_run(source, options, profiler_costs), scale or [])
         else:
-            found = _changed(source, reading, setup, changes or [], tariff)
-    if output is not None:
-        _write(output, found)
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        show_prediction(found, console())
+            found = _changed(partial(load_run, source, options, profiler_costs), setup, changes or [], tariff)
+    answer = found.as_dict()
+    row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
+    writers = {
+        ".csv": lambda to: write_csv(to, [row]),
+        ".html": lambda to: _write_page(to, found),
+        ".trace.json": lambda to: write_timeline(to, found.run),
+        ".trace.json.gz": lambda to: write_timeline(to, found.run),
+    }
+    deliver(answer, lambda _, to: show_prediction(found, to), as_json, output, writers)
 
 
 def _refuse_together(setup: Path | None, changes: list[str], scale: list[str], priced: bool) -> None:
@@ -105,12 +97,11 @@ def _described(setup: Path | None, changes: list[str], scale: list[str], tariff:
 
 
 def _changed(
-    source: Path, reading: tuple[str, str, str, Path | None, str, str], setup: Path | None, changes: list[str],
-    tariff: Tariff,
-) -> Prediction:  # fmt: skip
+    load: Callable[[], Replay], setup: Path | None, changes: list[str], tariff: Tariff
+) -> Prediction:
     """Another configuration of a traced run, whose own setup is inferred as far as the trace shows it."""
     stated, asked = read_plain(setup), read_plain(setup, changes)
-    run = load_run(source, *reading)
+    run = load()
     inferred = infer(run)
     has_shapes = any(header.shapes for header in run.execution.trace.headers)
     traced, wanted = complete(inferred, stated, has_shapes), changed(inferred, asked)
@@ -119,18 +110,8 @@ def _changed(
     )
 
 
-def _write(output: Path, found: Prediction) -> None:
-    """The answer in the format that the extension names; pages and traces take what an answer does not need."""
-    from lumos.export.chrome_traces import write_timeline
-    from lumos.report.html.page import write_page
+def _write_page(path: Path, found: Prediction) -> None:
+    from lumos.report.html.page import write_page  # jinja2, for which an answer without a page does not wait
     from lumos.report.html.prediction_page import prediction_page
 
-    answer = found.as_dict()
-    row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
-    writers = {
-        ".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, [row]),
-        ".html": lambda to: write_page(to, prediction_page(found)),
-        ".trace.json": lambda to: write_timeline(to, found.run),
-        ".trace.json.gz": lambda to: write_timeline(to, found.run),
-    }  # fmt: skip
-    write_as(output, writers)
+    write_page(path, prediction_page(found))

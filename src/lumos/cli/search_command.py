@@ -12,15 +12,16 @@ from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
 from lumos.cli.loading import load_run
 from lumos.cli.options import Address, AsJson, EngineName, KwhPrice, Pue, Shard, Tokens, Workers
-from lumos.cli.terminal import console, print_json, progress_bar
+from lumos.cli.terminal import deliver, progress_bar
 from lumos.errors import OptionError
-from lumos.files import check_output, write_as, write_csv, write_json, write_parquet
+from lumos.files import check_output, write_csv, write_parquet
 from lumos.prediction.bill import read_tariff
-from lumos.report.html.search_page import write_search_page
+from lumos.report.html.page import write_page
+from lumos.report.html.search_page import search_page
 from lumos.report.terminal.searches import show_search
 from lumos.search.estimator import CalibratedEstimator, Estimator
 from lumos.search.ranking import Objective
-from lumos.search.result import COLUMNS, SearchResult
+from lumos.search.result import COLUMNS
 from lumos.search.search import search
 from lumos.search.space import AXES, DERIVED
 from lumos.setup import read_setup_with_notes
@@ -102,20 +103,11 @@ def search_command(
         resume = f"run the same command to resume from {journal}" if journal else "use --journal FOLDER to resume one"
         typer.echo(f"lumos: interrupted; {resume}", err=True)
         raise typer.Exit(130) from None
-    if output is not None:
-        _write(output, found)
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        show_search(found.as_dict(), console())
-
-
-def _write(path: Path, found: SearchResult) -> None:
-    write_as(path, {
-        ".json": lambda to: write_json(to, found.as_dict()),
+    answer = found.as_dict()
+    deliver(answer, show_search, as_json, output, {
         ".csv": lambda to: write_csv(to, found.table(), names=COLUMNS),
         ".parquet": lambda to: write_parquet(to, found.table(), COLUMNS),
-        ".html": lambda to: write_search_page(to, found.as_dict()),
+        ".html": lambda to: write_page(to, search_page(answer)),
     })  # fmt: skip
 
 
@@ -159,7 +151,7 @@ def _base(path: Path | None, fixed: list[str], source: Path | None) -> Base:
             raise OptionError("nothing to search: name a setup file, or a trace with --from")
         reading = read_setup_with_notes(path, others)
         return reading.setup, None, tuple(reading.notes)
-    run = load_run(source, "", "", "", None)
+    run = load_run(source)
     inferred = infer(run)
     traced = complete(inferred, read_plain(path), any(header.shapes for header in run.execution.trace.headers)).setup
     if traced.cluster.accelerator.is_cpu:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import orjson
 from rich.console import Console
 from rich.progress import Progress
+
+from lumos.files import Writer, write_as, write_json
 
 
 class Reporter(Protocol):
@@ -41,6 +45,22 @@ def busy(text: str) -> Iterator[None]:
         return
     with Console(stderr=True).status(text):
         yield
+
+
+def deliver(
+    answer: dict[str, Any],
+    show: Callable[[dict[str, Any], Console], None],
+    as_json: bool,
+    output: Path | None = None,
+    writers: Mapping[str, Writer] = MappingProxyType({}),
+) -> None:
+    """Write an answer to a file, as JSON or by one of the writers, and show it as tables or as JSON."""
+    if output is not None:
+        write_as(output, {".json": lambda to: write_json(to, answer), **writers})
+    if as_json:
+        print_json(answer)
+    else:
+        show(answer, console())
 
 
 def print_json(answer: dict[str, object]) -> None:
