@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from lumos.cli.options import AsJson, Model
-from lumos.cli.terminal import console, print_json
+from lumos.cli.terminal import deliver
 from lumos.cost.operator_model import cost_model, read_cost_model
 from lumos.errors import OptionError
-from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.files import check_output, write_csv
 from lumos.measure.operator_rows import operators_of, read_rows
 from lumos.report.terminal.costs import cost_answer, show_costs
 
@@ -49,10 +49,4 @@ def cost_command(
     costs = cost_model(gpu) if model is None else read_cost_model(model, gpu)
     given = read_rows(rows)
     answer = cost_answer(costs, given, operators_of(given, str(rows)))
-    if output is not None:
-        csv = (answer["rows"], ("us", "bound"))
-        write_as(output, {".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, *csv)})
-    if as_json:
-        print_json(answer)
-    else:
-        show_costs(answer, console())
+    deliver(answer, show_costs, as_json, output, {".csv": lambda to: write_csv(to, answer["rows"], ("us", "bound"))})

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lumos.cli.options import AsJson
-from lumos.cli.terminal import console, print_json, progress_bar
+from lumos.cli.terminal import deliver, progress_bar
 from lumos.cost.operator_model import encode
 from lumos.files import check_output, whole_file
 from lumos.measure.boosting import regressor
@@ -32,7 +32,4 @@ def fit_command(
     answer = fit_answer(samples, chosen.name, output, verdicts)
     with whole_file(output) as file:
         file.write(encode(chosen.name, regressors))
-    if as_json:
-        print_json(answer)
-    else:
-        show_fit(answer, console())
+    deliver(answer, show_fit, as_json)

@@ -10,11 +10,12 @@ import orjson
 import typer
 
 from lumos.cli.options import AsJson
-from lumos.cli.terminal import console, print_json
+from lumos.cli.terminal import deliver
 from lumos.errors import InputError
-from lumos.files import check_output, write_as, write_csv, write_json
-from lumos.report.html.search_page import write_search_page
-from lumos.report.terminal.scores import show_score_answer
+from lumos.files import check_output, write_csv
+from lumos.report.html.page import write_page
+from lumos.report.html.search_page import search_page
+from lumos.report.terminal.scores import show_score
 from lumos.report.terminal.searches import show_search
 from lumos.score.score import merged_score
 from lumos.search.result import merged_search
@@ -37,14 +38,13 @@ def merge_command(
     """Merge the shards of a search or a score into the answer that one run without --shard would have given."""
     check_output(output, None, (".json", ".csv", ".html"))
     answer = merged(parts)
-    if output is not None:
-        _write(output, answer)
-    if as_json:
-        print_json(answer)
-    elif answer["kind"] == "search":
-        show_search(answer, console())
-    else:
-        show_score_answer(answer, console())
+    if answer["kind"] == "score":
+        deliver(answer, show_score, as_json, output, {".csv": lambda to: write_csv(to, answer["scored"])})
+        return
+    rows = [{key: x for key, x in row.items() if not isinstance(x, dict | list)} for row in answer["results"]]
+    deliver(answer, show_search, as_json, output, {
+        ".csv": lambda to: write_csv(to, rows), ".html": lambda to: write_page(to, search_page(answer)),
+    })  # fmt: skip
 
 
 def merged(paths: Sequence[Path]) -> Answer:
@@ -78,13 +78,3 @@ def _read(path: Path) -> Answer:
         }:
             return dict(part)
     raise InputError(f"{path}: not a shard of a search or a score; give .json files written with --shard I/N -o")
-
-
-def _write(path: Path, answer: Answer) -> None:
-    rows = answer["results"] if answer["kind"] == "search" else answer["scored"]
-    if answer["kind"] == "search":
-        rows = [{key: value for key, value in row.items() if not isinstance(value, dict | list)} for row in rows]
-    writers = {".json": lambda to: write_json(to, answer), ".csv": lambda to: write_csv(to, rows)}
-    if answer["kind"] == "search":
-        writers[".html"] = lambda to: write_search_page(to, answer)
-    write_as(path, writers)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lumos.cli.options import AsJson
-from lumos.cli.terminal import console, print_json, progress_bar
+from lumos.cli.terminal import deliver, progress_bar
 from lumos.errors import OptionError
 from lumos.files import check_output
 from lumos.measure.sample import SamplePlan, sample_machine, visible_gpus
@@ -37,7 +37,4 @@ def sample_command(
     with progress_bar() as progress:
         done = sample_machine(plan._replace(gpus=gpus).checked(), output, progress)
     answer = sample_answer(output, *done)
-    if as_json:
-        print_json(answer)
-    else:
-        show_samples(answer, console())
+    deliver(answer, show_samples, as_json)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from lumos.cli.options import Address, AsJson, EngineName, Shard, Workers
-from lumos.cli.terminal import console, print_json, progress_bar
-from lumos.files import check_output, write_as, write_csv, write_json
+from lumos.cli.terminal import deliver, progress_bar
+from lumos.files import check_output, write_csv
 from lumos.report.terminal.scores import show_score
 from lumos.score.measured_runs import read_rows
 from lumos.score.score import score
@@ -33,10 +33,4 @@ def score_command(
     with progress_bar() as progress, engine_named(engine, workers, address) as started:
         found = score(rows, progress, started, part)
     answer = found.as_part(fingerprint(rows), part) if shard else found.as_dict()
-    if output is not None:
-        writers = {".csv": lambda to: write_csv(to, found.table()), ".json": lambda to: write_json(to, answer)}
-        write_as(output, writers)
-    if as_json:
-        print_json(answer)
-    else:
-        show_score(found, console())
+    deliver(answer, show_score, as_json, output, {".csv": lambda to: write_csv(to, found.table())})

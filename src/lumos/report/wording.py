@@ -37,11 +37,6 @@ def money_text(amount: float) -> str:
     return f"{amount:,.0f}" if amount >= 1e4 else f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
 
 
-def kwh_text(kwh: float) -> str:
-    """An energy of a whole run; from ten megawatt-hours on in megawatt-hours."""
-    return f"{kwh / 1e3:,.0f} MWh" if kwh >= 1e4 else f"{kwh:,.0f} kWh" if kwh >= 100 else f"{kwh:.3g} kWh"
-
-
 def change(after: float, before: float) -> str:
     """By how much a value changes, as in −17.8 %."""
     return f"{100 * (after / before - 1):+.1f} %".replace("-", "−") if before else ""

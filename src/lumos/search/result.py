@@ -21,8 +21,8 @@ COLUMNS = (
     "cost_per_mtoken", "pareto",
 )  # fmt: skip
 _PARTS = {
-    "compute": ("exposed_compute_ms", "overlapped_ms"), "exposed communication": ("exposed_comm_ms",),
-    "waiting for other stages or the host": ("other_ms",),
+    "compute": ("exposed_compute_ms", "overlapped_ms"), "communication alone": ("exposed_comm_ms",),
+    "idle": ("other_ms",),
 }  # fmt: skip
 
 

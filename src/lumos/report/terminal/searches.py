@@ -28,12 +28,13 @@ def show_search(answer: Mapping[str, Any], console: Console) -> None:
     results, front = answer["results"], answer["pareto"]
     parts = [_counts(answer)]
     if results:
+        shown = front[:_MOST_ON_FRONT]
         cost = "gpu_hours_per_mtoken" if front[0]["cost_per_mtoken"] is None else "cost_per_mtoken"
         parts += [
             _configurations(f"the best by {answer['objective']}", results, _OF_BEST),
             _breakdowns(results[:5]),
             *([_lost(results)] if len(results) > 1 else []),
-            _configurations("Pareto front of time, memory and cost", front, ("step_ms", "memory_gib", cost), _MOST_ON_FRONT),
+            _configurations("Pareto front of time, memory and cost", shown, ("step_ms", "memory_gib", cost)),
         ]
     console.print(Group(*parts, *notes([*_gap(answer), *answer["warnings"]])))
 
@@ -47,14 +48,14 @@ def _counts(answer: Mapping[str, Any]) -> Table:
     return table
 
 
-def _configurations(title: str, rows: Sequence[Row], numbers: Sequence[str], most: int | None = None) -> Table:
+def _configurations(title: str, rows: Sequence[Row], numbers: Sequence[str]) -> Table:
     """Configurations with the setup keys that differ between them, or have a value other than 1, 0 or false."""
     keys = [key for key in rows[0] if "." in key]
     keys = [key for key in keys if len({row[key] for row in rows}) > 1 or rows[0][key] not in (1, False, 0)]
     columns = {key: _NUMBERS[key] for key in numbers if rows[0][key] is not None}
     names = [_SHORT.get(name, name) for name in (key.partition(".")[2] for key in keys)]
     table = make_table(title, "", *names, *(name for name, _, _ in columns.values()))
-    for rank, row in enumerate(rows[:most], 1):
+    for rank, row in enumerate(rows, 1):
         cells = [{True: "yes", False: "no"}[row[key]] if isinstance(row[key], bool) else str(row[key]) for key in keys]
         table.add_row(str(rank), *cells, *(form.format(scale * row[key]) for key, (_, form, scale) in columns.items()))
     return table
