@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
 from lumos.graph.graph import Edges, Graph, Rule, make_graph
+from lumos.graph.simulate import Times
 from lumos.trace.names import Kind
 
 
@@ -36,3 +39,31 @@ def graphs(draw: st.DrawFn, most_lanes: int = 5, most_tasks: int = 12, lags: boo
         edges = Edges(edges.source, edges.target, edges.rule, lag, edges.frozen, starts)
     kind = draw(st.lists(st.sampled_from([int(k) for k in Kind]), min_size=count, max_size=count))
     return make_graph(first, duration, edges, gap=gap, kind=kind)
+
+
+def scaled(graph: Graph, factor: float) -> Graph:
+    """Every duration, gap and lag times a factor."""
+    edges = replace(graph.edges, lag=graph.edges.lag * factor, frozen=graph.edges.frozen * factor)
+    return replace(
+        graph, duration=graph.duration * factor, gap=graph.gap * factor, frozen=graph.frozen * factor, edges=edges
+    )
+
+
+def simulate_reference(graph: Graph) -> Times:
+    """The definition, slowly: relax every edge until nothing moves."""
+    size, edges = len(graph), graph.edges
+    start = [0.0] * size
+    end = [0.0] * size
+    changed = True
+    while changed:
+        changed = False
+        for node in range(size):
+            delay = float(graph.gap[node] + graph.frozen[node])
+            time = delay if graph.is_first[node] else end[node - 1] + delay
+            for edge in range(graph.incoming[node], graph.incoming[node + 1]):
+                reached = (start if edges.from_start[edge] else end)[edges.source[edge]]
+                time = max(time, reached + float(edges.lag[edge] + edges.frozen[edge]))
+            if time != start[node] or end[node] != time + graph.duration[node]:
+                start[node], end[node] = time, time + float(graph.duration[node])
+                changed = True
+    return Times(np.array(start), np.array(end))

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from graphs import graphs
+from graphs import graphs, scaled
 from lumos.analysis.replay import replay
 from lumos.cli.main import app
 from lumos.errors import InputError, LumosError
@@ -315,7 +315,7 @@ def test_times_that_are_no_whole_nanoseconds_survive(
     if len(graph) == 0:
         return
     before = execution_of(graph)
-    before = replace(before, graph=graph.scaled(factor))
+    before = replace(before, graph=scaled(graph, factor))
     written = write_chakra(tmp_path_factory.mktemp("et") / "x.et", before)
     np.testing.assert_array_equal(executed(written.files[0]).graph.duration, before.graph.duration)
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import graphs
+from graphs import graphs, scaled, simulate_reference
 from lumos.errors import CycleError
 from lumos.graph.graph import Edges, Graph, Rule, make_graph
-from lumos.graph.simulate import simulate, simulate_many, simulate_reference
+from lumos.graph.simulate import simulate, simulate_many
 
 laws = settings(deadline=None, max_examples=150)
 
@@ -35,7 +35,7 @@ def test_many_scenarios_in_one_pass_agree_with_one_by_one(graph: Graph, scenario
 @laws
 @given(graphs(), st.sampled_from([0.25, 0.5, 2.0, 8.0]))
 def test_scaling_everything_scales_the_span(graph: Graph, factor: float) -> None:
-    assert simulate(graph.scaled(factor)).span == simulate(graph).span * factor
+    assert simulate(scaled(graph, factor)).span == simulate(graph).span * factor
 
 
 @laws

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from graphs import scaled, simulate_reference
 from lumos.analysis.replay import Replay, replay
 from lumos.data_files import data_file
 from lumos.graph.from_trace.build import build
 from lumos.graph.scaling import Scale
-from lumos.graph.simulate import simulate, simulate_reference
+from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
 from lumos.trace.read.job import read_job
 from lumos.trace.steps import keep_step
@@ -62,7 +63,7 @@ def test_a_replayed_replay_is_identical(run: Replay) -> None:
 
 def test_scaling_everything_scales_the_span(run: Replay) -> None:
     span = simulate(run.execution.graph).span
-    assert simulate(run.execution.graph.scaled(2.0)).span == pytest.approx(2 * span)
+    assert simulate(scaled(run.execution.graph, 2.0)).span == pytest.approx(2 * span)
 
 
 def test_tasks_of_a_lane_never_overlap(run: Replay) -> None:

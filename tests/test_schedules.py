@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lumos.graph.simulate import simulate, simulate_reference
+from graphs import simulate_reference
+from lumos.graph.simulate import simulate
 from lumos.prediction.step_structure import Plan, step_structure
 from lumos.schedules import Phase, Schedule, Turn, names, schedule_named, schedules_of
 

@@ -123,13 +123,6 @@ class Graph:
             raise CycleError(f"the dependencies form a cycle: {_describe_cycle(self, order[:done])}")
         return order
 
-    def scaled(self, factor: float) -> Graph:
-        """Every duration, gap and lag times a factor."""
-        edges = replace(self.edges, lag=self.edges.lag * factor, frozen=self.edges.frozen * factor)
-        return replace(
-            self, duration=self.duration * factor, gap=self.gap * factor, frozen=self.frozen * factor, edges=edges
-        )
-
     def with_times(self, duration: Floats, gap: Floats) -> Graph:
         """The same structure with other durations and gaps; cached properties of the structure are kept."""
         return replace(self, duration=duration, gap=gap)._keeping(self)

@@ -1,7 +1,6 @@
-"""The simulator: one forward pass over the graph in topological order.
+"""The simulator: one forward pass over the graph in topological order, compiled by numba for all but small graphs.
 
-`simulate` is the fast one (numba over arrays); `simulate_reference` is the same law in plain Python, and the tests
-hold the first to the second.
+The tests hold it to a definition in plain Python (`simulate_reference` in tests/graphs.py).
 """
 
 from __future__ import annotations
@@ -45,23 +44,3 @@ def _delays(graph: Graph) -> tuple[Any, ...]:
     """What the loops know of gaps and edges: frozen time counts like explained time."""
     edges = graph.edges
     return graph.gap + graph.frozen, graph.incoming, edges.source, edges.lag + edges.frozen, edges.from_start
-
-
-def simulate_reference(graph: Graph) -> Times:
-    """The definition, slowly: relax every edge until nothing moves."""
-    size, edges = len(graph), graph.edges
-    start = [0.0] * size
-    end = [0.0] * size
-    changed = True
-    while changed:
-        changed = False
-        for node in range(size):
-            delay = float(graph.gap[node] + graph.frozen[node])
-            time = delay if graph.is_first[node] else end[node - 1] + delay
-            for edge in range(graph.incoming[node], graph.incoming[node + 1]):
-                reached = (start if edges.from_start[edge] else end)[edges.source[edge]]
-                time = max(time, reached + float(edges.lag[edge] + edges.frozen[edge]))
-            if time != start[node] or end[node] != time + graph.duration[node]:
-                start[node], end[node] = time, time + float(graph.duration[node])
-                changed = True
-    return Times(np.array(start), np.array(end))
