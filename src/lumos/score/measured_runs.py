@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from lumos.data_files import read_table
 from lumos.errors import InputError, LumosError
 from lumos.setup.constraints import checked_setup
-from lumos.setup.frameworks import framework_named, framework_names
+from lumos.setup.frameworks import Framework, framework_named, framework_names
 from lumos.setup.gpus import find_gpu
+from lumos.setup.importers.foreign_file import Findings
 from lumos.setup.setup import Setup
 
 _TABLE = read_table("measured_runs.toml")
@@ -85,21 +85,17 @@ def run_of(row: Row, name: str) -> Run:
     empty = empty or [column for column in _NEEDED if not _int(row, column)]
     if empty:
         raise InputError(f"{', '.join(empty)} not stated")
-    notes: list[str] = []
-    framework = _framework(row, notes)
-    setup = checked_setup(
-        {
-            "model": _model(row),
-            "train": _train(row, framework, notes),
-            "parallel": _parallel(row, framework),
-            "cluster": _cluster(row, framework, notes),
-        }
-    )
+    found = Findings()
+    found.values |= {place: number for place, column in _TABLE["numbers"].items() if (number := _int(row, column))}
+    framework = framework_named(_framework(row, found.notes))
+    for put in (_put_model, _put_train, _put_parallel, _put_cluster):
+        put(found, row, framework)
+    setup = checked_setup(found.reading().sections)
     seconds = _number(row, "step_time_s", math.nan)
     if seconds <= 0:
         raise InputError(f"step_time_s {row['step_time_s'][:40]!r} is not a time")
-    return Run(name, row.get("source", ""), row.get("model_name", ""), setup.cluster.gpus, seconds, setup,
-               tuple(notes), row)  # fmt: skip
+    source, model, notes = row.get("source", ""), row.get("model_name", ""), tuple(found.notes)
+    return Run(name, source, model, setup.cluster.gpus, seconds, setup, notes, row)
 
 
 def _number(row: Row, column: str, default: float = 0.0) -> float:
@@ -144,76 +140,65 @@ def _framework(row: Row, notes: list[str]) -> str:
     return name
 
 
-def _model(row: Row) -> dict[str, Any]:
-    hidden, heads = _int(row, "hidden"), _int(row, "n_heads")
-    model: dict[str, Any] = {
-        "layers": _int(row, "n_layers"), "hidden": hidden, "heads": heads, "vocab": _int(row, "vocab"),
-        "ffn": _int(row, "ffn_hidden", 4 * hidden), "kv_heads": _int(row, "n_kv_heads", heads),
-        "head_dim": _int(row, "head_dim", hidden // max(heads, 1)), "gated": bool(_flag(row, "gated_mlp")),
-        "tied": bool(_flag(row, "tied_embeddings")), "name": row.get("model_name", "")[:100],
-    }  # fmt: skip
-    if _int(row, "moe_experts"):
-        model |= {
-            "experts": _int(row, "moe_experts"), "top_k": _int(row, "moe_topk", 2),
-            "expert_ffn": _int(row, "moe_ffn_hidden", model["ffn"]),
-        }  # fmt: skip
-    return model
+def _put_model(found: Findings, row: Row, _: Framework) -> None:
+    values = found.values
+    values.setdefault("model.ffn", 4 * values["model.hidden"])
+    values |= {f"model.{key}": bool(_flag(row, column)) for key, column in _TABLE["flags"].items()}
+    values["model.name"] = row.get("model_name", "")[:100]
+    if "model.experts" in values:
+        values.setdefault("model.top_k", 2)
+    else:
+        values.pop("model.top_k", None)
+        values.pop("model.expert_ffn", None)
 
 
-def _train(row: Row, framework: str, notes: list[str]) -> dict[str, Any]:
+def _put_train(found: Findings, row: Row, framework: Framework) -> None:
     precision = row.get("precision", "").strip().lower() or "bf16"
     if precision not in _TABLE["precisions"]:
         plain = next((p for p in _TABLE["plain_precisions"] if precision.startswith(p)), None)
         if plain is None:
             raise InputError(f"precision {precision[:40]!r} is not known")
-        notes.append(f"precision {precision[:40]!r} is predicted as {plain}")
+        found.notes.append(f"precision {precision[:40]!r} is predicted as {plain}")
         precision = plain
-    attention = row.get("attention_impl", "").lower()
-    return {
-        "seq": _int(row, "seq_len"), "micro_batch": _int(row, "micro_batch"),
-        "global_batch": _int(row, "global_batch"), "precision": precision, "framework": framework,
-        "recompute": row.get("recompute", "").strip() or "none",
-        "attention": "unfused" if "no flash" in attention or "unfused" in attention else "flash" if "flash" in attention
-        else "", "mode": row.get("train_mode", "").strip() or "pretrain",
-        "cuda_graphs": "CUDA_GRAPH=1" in row.get("overlap_or_graph_flags", ""),
-    }  # fmt: skip
+    text = row.get("attention_impl", "").lower()
+    unfused = "no flash" in text or "unfused" in text
+    found.values |= {
+        "train.precision": precision,
+        "train.framework": framework.name,
+        "train.recompute": row.get("recompute", "").strip() or "none",
+        "train.attention": "unfused" if unfused else "flash" if "flash" in text else "",
+        "train.mode": row.get("train_mode", "").strip() or "pretrain",
+        "train.cuda_graphs": "CUDA_GRAPH=1" in row.get("overlap_or_graph_flags", ""),
+    }
 
 
-def _parallel(row: Row, framework: str) -> dict[str, Any]:
-    facts = framework_named(framework)
-    tp, pp, cp, vpp, ep = (_int(row, name) or 1 for name in ("tp", "pp", "cp", "vp_interleave", "ep"))
-    sequence = _flag(row, "sequence_parallel")
-    return {
-        "tp": tp, "pp": pp, "vpp": vpp if pp > 1 else 1, "cp": cp, "ep": ep,
-        "dp": max(1, _int(row, "n_gpus") // (tp * pp * cp)),
-        "zero": _int(row, "zero", facts.zero), "shard": _int(row, "fsdp_shard"),
-        "tp_overlap": _stated_overlap(row),
-        "sequence_parallel": (facts.sequence_parallel if sequence is None else sequence) and tp > 1,
-    }  # fmt: skip
+def _put_parallel(found: Findings, row: Row, framework: Framework) -> None:
+    values, split = found.values, _flag(row, "sequence_parallel")
+    overlap = re.search(r"TP_COMM_OVERLAP=(\w+)", row.get("overlap_or_graph_flags", ""))
+    if values["parallel.pp"] == 1:
+        values.pop("parallel.vpp", None)
+    values |= {
+        "parallel.zero": _int(row, "zero", framework.zero),
+        "parallel.tp_overlap": None if overlap is None else overlap[1].lower() in ("true", "1"),
+        "parallel.sequence_parallel": (framework.sequence_parallel if split is None else split)
+        and values["parallel.tp"] > 1,
+    }
 
 
-def _stated_overlap(row: Row) -> bool | None:
-    stated = re.search(r"TP_COMM_OVERLAP=(\w+)", row.get("overlap_or_graph_flags", ""))
-    return None if stated is None else stated[1].lower() in ("true", "1")
-
-
-def _cluster(row: Row, framework: str, notes: list[str]) -> dict[str, Any]:
-    gpu = find_gpu(row["gpu"].strip())
+def _put_cluster(found: Findings, row: Row, framework: Framework) -> None:
+    values, gpu = found.values, find_gpu(row["gpu"].strip())
     if gpu is None:
         raise InputError(f"GPU {row['gpu'][:60]!r} is not known")
     if gpu.name == "a100" and row.get("gpu_mem_gb", "").strip() == "40":
         gpu = find_gpu("a100-40") or gpu
-    cluster: dict[str, Any] = {"gpu": gpu.name, "gpus": _int(row, "n_gpus")}
-    node = _int(row, "gpus_per_node")
-    if node:
-        cluster["gpus_per_node"] = node
-    network = _gbps_per_gpu(row, node or gpu.gpus_per_node)
+    values["cluster.gpu"] = gpu.name
+    node = values.get("cluster.gpus_per_node", gpu.gpus_per_node)
+    network = _gbps_per_gpu(row, node)
     if network:
-        cluster["inter_gb_s"] = network / 8
-    elif _int(row, "n_gpus") > (node or gpu.gpus_per_node):
-        cluster["fabric"] = framework_named(framework).network or "infiniband"
-        notes.append("the network between nodes is not stated")
-    return cluster
+        values["cluster.inter_gb_s"] = network / 8
+    elif values["cluster.gpus"] > node:
+        values["cluster.fabric"] = framework.network or "infiniband"
+        found.notes.append("the network between nodes is not stated")
 
 
 def _gbps_per_gpu(row: Row, node: int) -> float:
