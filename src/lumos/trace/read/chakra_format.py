@@ -32,9 +32,8 @@ import msgspec
 
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.trace.read.formats import MOST_VARINT_BYTES, varint
+from lumos.trace.read.formats import MOST_VARINT_BYTES, decode_file, varint
 from lumos.trace.read.host_memory import require_memory
-from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
 from lumos.trace.trace import COLUMNS
 
 _PACKAGE = "ChakraProtoMsg"
@@ -279,16 +278,10 @@ class _JsonGraph(msgspec.Struct):
 
 def read_chakra_json(path: Path) -> ChakraFile:
     """All nodes of a graph as JSON (`workload_graph`), the other format that the feeder of ASTRA-sim reads."""
+    graph = decode_file(path, _JsonGraph, _MOST_JSON_BYTES, "a Chakra graph", "give the graph as .et")
     try:
-        with open_bytes(path) as file:
-            text = file.read(_MOST_JSON_BYTES + 1)
-    except BAD_GZIP as error:
-        raise InputError(f"{path}: not a readable file ({error}); copy it again") from None
-    if len(text) > _MOST_JSON_BYTES:
-        raise InputError(f"{path}: more than {_MOST_JSON_BYTES >> 20} MiB of JSON; give the graph as .et")
-    try:
-        nodes = [_json_node(raw) for raw in msgspec.json.decode(text, type=_JsonGraph).workload_graph]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        nodes = [_json_node(raw) for raw in graph.workload_graph]
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{path}: not a Chakra graph ({error})") from None
     return _checked(ChakraFile(path, -1, {}, nodes))
 

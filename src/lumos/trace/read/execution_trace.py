@@ -22,7 +22,7 @@ import numpy as np
 from lumos.errors import InputError
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.trace.names import Category, collective_name
-from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
+from lumos.trace.read.formats import decode_file
 from lumos.trace.trace import Message, Trace
 
 _MOST_BYTES = 1 << 30  # of text: an execution trace is of a step or two
@@ -123,7 +123,7 @@ class ExecutionTrace:
 
 def read_execution_trace(path: Path) -> ExecutionTrace:
     """The operators in a file, by thread."""
-    file = _decode(path)
+    file = decode_file(path, _File, _MOST_BYTES, "a PyTorch execution trace", "record a single step")
     groups = _groups(file.nodes)
     threads: dict[int, list[Operator]] = defaultdict(list)
     for node in file.nodes:
@@ -133,25 +133,8 @@ def read_execution_trace(path: Path) -> ExecutionTrace:
     for operators in threads.values():
         operators.sort(key=lambda o: o.order)
     if not threads:
-        raise InputError(f"{path}: an execution trace without operators; record it around a training step")
+        raise InputError(f"{path}: no operators in it, so not a PyTorch execution trace of a training step")
     return ExecutionTrace(path, str(file.schema), dict(threads), groups)
-
-
-def _decode(path: Path) -> _File:
-    try:
-        with open_bytes(path) as stream:
-            text = stream.read(_MOST_BYTES + 1)
-    except BAD_GZIP as error:
-        raise InputError(f"{path}: not a readable file ({error}); copy or record it again") from None
-    if len(text) > _MOST_BYTES:
-        raise InputError(f"{path}: more than {_MOST_BYTES >> 30} GiB of text; record a single step")
-    try:
-        file = msgspec.json.decode(text, type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: not a PyTorch execution trace ({error})") from None
-    if not file.nodes:
-        raise InputError(f"{path}: no nodes in it, so not a PyTorch execution trace")
-    return file
 
 
 def _operator(node: _Node, groups: dict[str, tuple[int, ...]]) -> Operator:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from lumos.errors import InputError
 from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
@@ -14,6 +17,8 @@ _SQLITE = b"SQLite format 3\x00"
 MOST_VARINT_BYTES = 5  # a length fits 32 bits
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TAR = slice(257, 262)  # where a tar file says so
+
+Content = TypeVar("Content")
 
 
 class Form(Enum):
@@ -36,6 +41,20 @@ def head_of(path: Path) -> bytes | None:
             return file.read(HEAD_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
     except (InputError, *BAD_GZIP):  # type: ignore[misc]
         return None
+
+
+def decode_file(path: Path, content: type[Content], most: int, what: str, advice: str) -> Content:
+    """A JSON file of at most so many bytes, decompressed, as a type of msgspec; `what` says what it should be."""
+    try:
+        with open_bytes(path) as file:
+            text = file.read(most + 1)
+        if len(text) > most:
+            raise InputError(f"{path}: more than {most >> 20} MiB of JSON; {advice}")
+        return msgspec.json.decode(text, type=content)
+    except BAD_GZIP as error:
+        raise InputError(f"{path}: not a readable file ({error}); copy or record it again") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{path}: not {what} ({error})") from None
 
 
 def is_gzip(path: Path) -> bool:

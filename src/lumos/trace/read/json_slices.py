@@ -225,19 +225,20 @@ def _cleaned(text: bytes) -> bytes:
 _HINT = "give a PyTorch profiler trace (torch.profiler's export_chrome_trace)"
 
 
+_OTHER_FORMATS = (  # how files begin that are none of ours
+    (rb"\Z", "the file is empty"),
+    (rb"SQLite format 3", "an SQLite file (Nsight Systems?), not a Kineto trace"),
+    (rb"\x80|PK", "a pickle or zip file (a memory snapshot?), not a Kineto trace"),
+    (rb"[^{\[]", "not JSON, so not a Kineto trace"),
+    (rb"\[\s*[^\s{\]]", "a JSON list, but not of trace events (a memory timeline?)"),
+)
+
+
 def _refuse_other_formats(start: bytes, path: Path) -> None:
     """Name the format of a file that is not JSON, if its first bytes show it."""
-    head = start[:4096].lstrip()
-    if not head:
-        raise InputError(f"{path}: the file is empty; {_HINT}")
-    if head.startswith(b"SQLite format 3"):
-        raise InputError(f"{path}: an SQLite file (Nsight Systems?), not a Kineto trace; {_HINT}")
-    if head[:1] == b"\x80" or head[:2] == b"PK":
-        raise InputError(f"{path}: a pickle or zip file (a memory snapshot?), not a Kineto trace; {_HINT}")
-    if head[:1] not in b"{[":
-        raise InputError(f"{path}: not JSON, so not a Kineto trace; {_HINT}")
-    if head[:1] == b"[" and head[1:].lstrip()[:1] not in (b"{", b"]"):
-        raise InputError(f"{path}: a JSON list, but not of trace events (a memory timeline?); {_HINT}")
+    for beginning, what in _OTHER_FORMATS:
+        if re.match(beginning, start):
+            raise InputError(f"{path}: {what}; {_HINT}")
 
 
 def _refuse_json_without_events(text: bytes, path: Path) -> None:
