@@ -277,7 +277,7 @@ def test_a_pipeline_of_equal_stages_waits_for_all_stages_but_one(pp: int, microb
     )
     _, assembly = equal_stages(setup)
     chunk = assembly.chunks[0][0]
-    (update,) = {float(assembly.graph().duration[node]) / 1e3 for node in nodes(assembly, "optimizer")}
+    update = float(assembly.graph().duration[nodes(assembly, "optimizer")[0]]) / 1e3  # the first stage ends last
     wanted = (microbatches - 1 + pp) * (chunk.forward.us + chunk.backward.us) + update
     assert simulate(assembly.graph()).span / 1e3 == pytest.approx(wanted, rel=1e-9)
 

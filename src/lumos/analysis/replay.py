@@ -117,11 +117,11 @@ class Replay:
     def utilisation(self) -> Utilisation:
         return utilisation(self.execution.trace, self.recorded_steps)
 
-    def kernels(self) -> list[Hotspot]:
-        return top_kernels(self.execution.nodes, len(self.marks.names))
+    def kernels(self, most: int = 15) -> list[Hotspot]:
+        return top_kernels(self.execution.nodes, len(self.marks.names), most)
 
-    def operators(self) -> list[Hotspot]:
-        return top_operators(self.execution.nodes, len(self.marks.names))
+    def operators(self, most: int = 15) -> list[Hotspot]:
+        return top_operators(self.execution.nodes, len(self.marks.names), most)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -14,14 +14,10 @@ from lumos.program.program import Program
 from lumos.report.html.allocations import thinned
 from lumos.report.html.charts import Bars, Line, Lines, Series
 from lumos.report.html.page import Figure, Section
-from lumos.report.html.table import Column, Row, Table
+from lumos.report.predictions import MEMORY_PARTS, memory_table
 from lumos.schedules import Phase
 
 _GIB = float(1 << 30)
-_PARTS = {
-    "weights": "series-0", "gradients": "series-1", "optimizer": "series-2", "activations": "series-3",
-    "buffers": "series-4", "framework": "series-7",
-}  # fmt: skip
 _MOST_LINES = 8
 _MOST_TASKS = 200_000
 _NEAR = 2.5  # times the largest value: farther away, the limit would press the curves flat
@@ -36,22 +32,14 @@ def memory_section(found: Prediction) -> Section:
     if step is None or memory is None:
         return Section("Memory by stage", "A trace alone does not say what a step needs: predict with a setup.")
     rows, ranks = memory.rows(), [str(rank) for rank in found.run.trace.ranks]
-    series = [Series(name, colour, [float(row[name]) for row in rows]) for name, colour in _PARTS.items()]
+    series = [
+        Series(name, f"series-{i}", [float(row[name]) for row in rows]) for i, name in enumerate(MEMORY_PARTS)
+    ]
     peaks = Bars([f"stage {i}" for i in range(len(rows))], series, "GiB", ranks=ranks)
-    columns = [Column("stage"), Column("at its peak"), *(Column(f"{name}, GiB", 2) for name in _PARTS),
-               Column("peak, GiB", 2, bar=True)]  # fmt: skip
-    table = Table(
-        "memory of one rank of every stage at its peak",
-        columns,
-        [
-            Row([str(i), str(row["phase"]), *(row[name] for name in _PARTS), row["peak"]], rank)
-            for i, (row, rank) in enumerate(zip(rows, ranks, strict=True))
-        ],
-    )
     figures = [Figure("at the peak of every stage", peaks)]
     if len(step.graph) <= _MOST_TASKS:
         figures.append(Figure("over the step", _curves(found, step, memory)))
-    return Section("Memory by stage", _words(found, memory), figures, [table])
+    return Section("Memory by stage", _words(found, memory), figures, [memory_table(memory, ranks)])
 
 
 def _words(found: Prediction, memory: Memory) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lumos.report.html.charts import Bars, Points, Scatter, Series
-from lumos.report.html.page import Card, Figure, Page, Section
+from lumos.report.html.page import Figure, Page, Section
 from lumos.report.html.parts import STEP_PARTS
-from lumos.report.html.table import Column, Row, Table, Value
+from lumos.report.table import Card, Column, Row, Table, Value
 
 Answer = Mapping[str, Any]
 

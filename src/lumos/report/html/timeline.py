@@ -14,7 +14,7 @@ import numpy as np
 
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.report.html.charts import LaneView, Timeline
-from lumos.report.html.table import Column, Row, Table, ms_digits
+from lumos.report.table import Column, Row, Table, ms_digits
 
 MOST_BOXES = 4000
 MOST_LANES = 24
