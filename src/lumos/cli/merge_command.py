@@ -18,7 +18,7 @@ from lumos.report.html.search_page import search_page
 from lumos.report.terminal.scores import show_score
 from lumos.report.terminal.searches import show_search
 from lumos.score.score import merged_score
-from lumos.search.result import merged_search
+from lumos.search.search import merged_search
 from lumos.setup.importers.foreign_file import text_of
 
 Answer = dict[str, Any]

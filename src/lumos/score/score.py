@@ -71,9 +71,7 @@ class Score:
     def table(self) -> list[dict[str, Any]]:
         """A row for every predicted run."""
         keys = ("id", "measured", "predicted", "low", "high", "fits", "peak_gib")
-        return [
-            {key: getattr(item, key) for key in keys} | {"notes": "; ".join(item.notes)} for item in self.scored
-        ]
+        return [{key: getattr(item, key) for key in keys} | {"notes": "; ".join(item.notes)} for item in self.scored]
 
     def as_part(self, question: str, shard: tuple[int, int]) -> dict[str, Any]:
         """The answer for a shard, with all that `lumos merge` needs."""
