@@ -22,8 +22,8 @@ from lumos.analysis.replay import replay
 from lumos.change.change import CalibratedRun
 from lumos.change.infer.infer import infer
 from lumos.prediction.prediction import predict
-from lumos.prediction.step import simulate_step
 from lumos.setup.setup import Setup
+from lumos.step.step import simulate_step
 from lumos.trace.read.job import read_job
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

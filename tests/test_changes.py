@@ -15,8 +15,8 @@ from lumos.analysis.replay import replay
 from lumos.change.change import CalibratedRun
 from lumos.errors import OptionError
 from lumos.prediction.prediction import predict
-from lumos.prediction.step import simulate_step
 from lumos.setup.setup import Setup
+from lumos.step.step import simulate_step
 from lumos.trace.read.job import read_job
 from synthetic_traces import write_synthetic
 

@@ -23,11 +23,11 @@ from lumos.cost.network import Network, Tier, network_of
 from lumos.errors import LumosError
 from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import Prediction, predict
-from lumos.prediction.step import Assembly, Step, prices_of, simulate_step
 from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops
 from lumos.program.program import Program
 from lumos.setup import Setup, gpu_named, gpu_names, mistakes_in, preset_named, preset_names
 from lumos.setup.frameworks import framework_names
+from lumos.step.step import Assembly, Step, prices_of, simulate_step
 
 FREE = Network(Tier(1e15, 0.0, 0.0, 0.0), Tier(1e15, 0.0, 0.0, 0.0))
 A_TRIFLE = 1.002  # fitted costs and the moment from which a host counts are not smooth

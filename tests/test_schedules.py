@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from graphs import simulate_reference
 from lumos.graph.simulate import simulate
-from lumos.prediction.step_structure import Plan, step_structure
 from lumos.schedules import Phase, Schedule, Turn, names, schedule_named, schedules_of
+from lumos.step.structure import Plan, step_structure
 
 SCHEDULES = names()
 TIMES = st.integers(1, 1000).map(float)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given, settings
 
 from lumos.cost.prices import timeline
-from lumos.prediction.step import Step, assembled, prices_of, simulate_step
 from lumos.program.attention import core
 from lumos.program.block import input_gradients, saved_bytes, weight_gradients
 from lumos.program.memory import memory_of
@@ -20,6 +19,7 @@ from lumos.program.transformer_layer import TransformerLayer
 from lumos.schedules import Phase
 from lumos.setup import Setup, preset_named
 from lumos.setup.frameworks import framework_named
+from lumos.step.step import Step, assembled, prices_of, simulate_step
 from test_memory import setups
 
 SEVENTY_B = {"seq": 4096, "framework": "torchtitan", "global_batch": 256, "recompute": "selective"}

@@ -15,8 +15,8 @@ from lumos.graph.critical_path import CriticalPath, PathSummary, critical_path
 from lumos.graph.from_trace.nodes import Nodes, cut_nodes
 from lumos.graph.graph import Floats, Graph, Ints
 from lumos.graph.simulate import Times
-from lumos.prediction.step import Step
 from lumos.prediction.step_trace import Detail, StepTrace, Track
+from lumos.step.step import Step
 from lumos.trace.steps import Steps, find_steps
 from lumos.trace.trace import Trace
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from lumos.change.calibration import CalibratedPrices
 from lumos.cost.prices import Prices
-from lumos.prediction.step import Step
 from lumos.prediction.step_trace import DATA_PARALLEL, data_parallel_message
 from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
+from lumos.step.step import Step
 
 Work = Operator | Collective
 SOURCES = ("measured", "fitted", "transferred", "roofline", "modelled")

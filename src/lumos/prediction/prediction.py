@@ -21,11 +21,11 @@ from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.interval import Spread, changed_spread, described_spread, scaled_spread
 from lumos.prediction.operator_times import SOURCES, OperatorTime, operator_times
 from lumos.prediction.power import Energy, energy_of
-from lumos.prediction.step import Step, simulate_step
 from lumos.program.flops import hardware_flops, model_flops, utilisation
 from lumos.program.memory import Memory, memory_of
 from lumos.setup.constraints import warnings_in
 from lumos.setup.setup import Setup
+from lumos.step.step import Step, simulate_step
 from lumos.trace.trace import Trace
 
 NO_PRICES = Tariff()
@@ -306,7 +306,9 @@ def predict(
 def _changed(
     source: CalibratedRun, target: Setup, notes: tuple[str, ...], tariff: Tariff, inferred: Mapping[str, Inferred]
 ) -> Prediction:
-    step, found = changed_step(source, target, tariff)
+    step, found = changed_step(source, target)
+    if source.on_cpu and tariff.kwh is not None:
+        raise OptionError(f"--kwh-price {tariff.kwh:g}: the power of a CPU is not known: leave it out, or use --price")
     return Prediction(
         DescribedRun(step, source.calibration.fixed_us),
         changed_spread(source.setup, target, source.silent),

@@ -25,11 +25,11 @@ import numpy as np
 
 from lumos.cost.prices import timeline
 from lumos.graph.graph import Floats, Ints
-from lumos.prediction.step import Step
-from lumos.prediction.step_structure import Role
 from lumos.program.operators import Collective, Operator
 from lumos.program.program import Repeated
 from lumos.schedules import Phase
+from lumos.step.step import Step
+from lumos.step.structure import Role
 from lumos.trace.names import Category, Kind
 from lumos.trace.trace import Header, Lane, Message, Trace
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from lumos.graph.graph import Floats
 from lumos.prediction.prediction import Prediction, memory_words
-from lumos.prediction.step import Step
 from lumos.program.memory import Memory
 from lumos.program.program import Program
 from lumos.report.html.allocations import thinned
@@ -16,6 +15,7 @@ from lumos.report.html.charts import Bars, Line, Lines, Series
 from lumos.report.html.page import Figure, Section
 from lumos.report.predictions import MEMORY_PARTS, memory_table
 from lumos.schedules import Phase
+from lumos.step.step import Step
 
 _GIB = float(1 << 30)
 _MOST_LINES = 8
