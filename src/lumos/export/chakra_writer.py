@@ -169,7 +169,7 @@ class _Writer:
         nodes, row = self.nodes, int(self.nodes.row[node])
         if self.links is None or row < 0 or nodes.first_node[row] != node:
             return None
-        return self.links.of_row(int(nodes.operator_row[row]) if nodes.on_gpu[node] else row)
+        return self.links.by_row.get(int(nodes.operator_row[row]) if nodes.on_gpu[node] else row)
 
     def _transfer(self, node: int, transfer: Transfer, number: int) -> Any:
         message = self._blank(node, transfer.type, int(self.ids[node]) + number)

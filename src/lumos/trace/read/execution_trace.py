@@ -114,7 +114,6 @@ class ExecutionTrace:
     path: Path
     schema: str
     threads: dict[int, list[Operator]]
-    groups: dict[str, tuple[int, ...]]
 
     @property
     def count(self) -> int:
@@ -134,7 +133,7 @@ def read_execution_trace(path: Path) -> ExecutionTrace:
         operators.sort(key=lambda o: o.order)
     if not threads:
         raise InputError(f"{path}: no operators in it, so not a PyTorch execution trace of a training step")
-    return ExecutionTrace(path, str(file.schema), dict(threads), groups)
+    return ExecutionTrace(path, str(file.schema), dict(threads))
 
 
 def _operator(node: _Node, groups: dict[str, tuple[int, ...]]) -> Operator:
@@ -232,9 +231,6 @@ class Links:
 
     by_row: dict[int, Operator]
     notes: tuple[str, ...]
-
-    def of_row(self, row: int) -> Operator | None:
-        return self.by_row.get(row)
 
     def enrich(self, trace: Trace) -> Trace:
         """The trace with the sizes and groups of collectives where it does not have them itself."""
