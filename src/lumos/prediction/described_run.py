@@ -43,8 +43,12 @@ class DescribedRun(Run):
     def rows(self) -> StepTrace:
         return StepTrace(self.step, self.us)
 
-    @property
-    def graph(self) -> Graph:  # type: ignore[override]
+    @cached_property
+    def origin(self) -> int:
+        return 0
+
+    @cached_property
+    def graph(self) -> Graph:
         return self.step.graph
 
     @cached_property
@@ -63,11 +67,11 @@ class DescribedRun(Run):
     def nodes(self) -> Nodes:
         return cut_nodes(self.trace)
 
-    @property
+    @cached_property
     def task_times(self) -> tuple[Floats, Floats]:
         return self.nodes.start.astype(np.float64), self.nodes.end.astype(np.float64)
 
-    @property
+    @cached_property
     def node_lane(self) -> Ints:
         return self.rows.node_lane
 

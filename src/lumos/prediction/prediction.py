@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, Parts, PredictionAnswer
+from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswer
 from lumos.analysis.breakdown import Breakdown
 from lumos.analysis.replay import Replay
 from lumos.analysis.run import Run, TracedRun
@@ -231,7 +231,7 @@ class Prediction:
             parameters=self.parameters,
             memory_gib=None if self.memory is None else _memory_answer(self.memory),
             fits=self.fits,
-            breakdown=Parts(**self.breakdown.as_dict()),
+            breakdown=self.breakdown,
             bubble=self.bubble,
             host_bound=self.host_bound,
             energy_j=self.energy_j,
