@@ -23,9 +23,7 @@ from lumos.trace.trace import Trace
 class Run(Protocol):
     """A graph with its times, and the Trace that they make."""
 
-    @property
-    def graph(self) -> Graph:
-        """What was simulated."""
+    graph: Graph
 
     @property
     def origin(self) -> int:

@@ -48,7 +48,7 @@ class DescribedRun(Run):
         return 0
 
     @cached_property
-    def graph(self) -> Graph:
+    def graph(self) -> Graph:  # type: ignore[override]
         return self.step.graph
 
     @cached_property
