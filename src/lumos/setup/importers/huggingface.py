@@ -177,10 +177,8 @@ def _count(config: dict[str, Any], names: Sequence[str], found: Findings, key: s
     name, value = _first(config, names)
     if value is None or (type(value) is int and value >= 0):
         return value
-    stated = f"{name} = {shown(value)}"
-    found.mistake(
-        f"model.{key}", f"{stated} is not a whole number of 0 or more: correct it, or --set model.{key}=NUMBER"
-    )
+    wrong = f"{name} = {shown(value)} is not a whole number of 0 or more"
+    found.mistake(f"model.{key}", f"{wrong}: correct it, or --set model.{key}=NUMBER")
     return None
 
 
