@@ -85,6 +85,6 @@ def framework_names() -> tuple[str, ...]:
 def _tables() -> dict[str, Framework]:
     found = {}
     for name, facts in read_table("frameworks.toml").items():
-        frozen: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
+        frozen: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in facts.items()}
         found[name] = Framework(name=name, **frozen)
     return found
