@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lumos.graph.graph import Bools, Ints, Small
+from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Small, make_graph
 from lumos.trace.names import BLOCKING, Category, Kind
 from lumos.trace.trace import Trace
 
@@ -131,6 +131,14 @@ class Nodes:
         """For every stream: `launched_at` of its nodes, made non-decreasing, for look-ups."""
         parts = {i: slice(self.first[i], self.first[i + 1]) for lanes in self.streams.values() for i in lanes}
         return {lane: np.maximum.accumulate(self.launched_at[part]) for lane, part in parts.items()}
+
+    def graph(self, edges: Edges, hubs: int, **times: Floats) -> Graph:
+        """The graph of these nodes and of one hub a rendezvous after them; `times` are columns of its nodes."""
+        return make_graph(
+            first=np.concatenate([self.first, len(self) + np.arange(1, hubs + 1)]), edges=edges,
+            kind=np.concatenate([self.kind, np.full(hubs, Kind.COMM, np.uint8)]),
+            **{name: np.concatenate([column, np.zeros(hubs)]) for name, column in times.items()},
+        )  # fmt: skip
 
     def last_launched_before(self, lane: int, time: int) -> int:
         """The last node of a stream that was launched before a time; one less than its first if there is none."""
