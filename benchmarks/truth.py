@@ -1,4 +1,4 @@
-"""How far off forecasts of published runs are, each source predicted with constants fitted without it.
+"""Errors of predictions for published runs, each source predicted with constants fitted without it.
 
     python benchmarks/truth.py TRUTH_FOLDER
 
