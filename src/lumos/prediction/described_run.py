@@ -108,7 +108,7 @@ class DescribedRun(Run):
             ns = float(self._spent[nodes].sum())
             if ns > 0:
                 inside = rows.inside(role, part)
-                for track, label, share in zip(inside.track, inside.label, inside.decisive, strict=True):
+                for track, label, share in zip(inside.track, inside.label, inside.decisive(), strict=True):
                     key = (_PATH_KIND.get(Track(track), "comm"), int(label))
                     found[key] = found.get(key, 0.0) + share * ns
         labels, names = list(rows.labels.rows), list(rows.labels.names)
