@@ -18,7 +18,7 @@ from lumos.files import check_output, write_csv, write_parquet
 from lumos.prediction.bill import read_tariff
 from lumos.report.html.page import write_page
 from lumos.report.html.search_page import search_page
-from lumos.report.terminal.searches import show_search
+from lumos.report.terminal.show_searches import show_search
 from lumos.search.estimator import CalibratedEstimator, Estimator
 from lumos.search.ranking import Objective
 from lumos.search.search import COLUMNS, search
