@@ -88,7 +88,7 @@ def test_what_is_not_kept_is_computed_again(setup: Setup) -> None:
 
 @given(setups())
 def test_experts_have_the_weights_that_their_matmuls_read(setup: Setup) -> None:
-    assume(setup.model.experts and not setup.model.bias)
+    setup = setup.replaced({"model.experts": 16, "model.top_k": 2, "model.expert_ffn": 512, "model.bias": False})
     program, inward = Program(setup), 2 if setup.model.gated else 1
     up = next(op.work for op in TransformerLayer(program.layout, sparse=True).forward() if op.name == "experts up")
     assert isinstance(up, Operator)
