@@ -8,15 +8,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lumos.analysis.kernel_labels import Phase, Work, label
+from lumos.analysis.kernel_labels import Phase, RankLabels, Work, label
 from lumos.analysis.replay import replay
+from lumos.change.calibration import (
+    BlockingPrices,
+    CalibratedPrices,
+    Calibration,
+    Factors,
+    factors,
+    less,
+    modelled_times,
+    work_of,
+)
 from lumos.change.change import CalibratedRun
+from lumos.change.cut import MeasuredBlock, measure
 from lumos.errors import OptionError
 from lumos.prediction.prediction import predict
+from lumos.program.block import BlockOp
+from lumos.program.operators import Collective, Group, Operator
 from lumos.setup.setup import Setup
-from lumos.step.step import simulate_step
+from lumos.step.step import prices_of, simulate_step
 from lumos.trace.read.job import read_job
 from synthetic_traces import write_synthetic
 
@@ -39,6 +53,205 @@ def setup(**parallel: Any) -> Setup:
             "cluster": {"gpu": "h100", "gpus": ways["tp"] * ways["pp"] * ways["dp"]},
         }
     )
+
+
+# Cutting a step into blocks, by hand
+
+
+def labels_of(rows: list[tuple[Phase, Work, int, float]], launched: list[float] | None = None) -> RankLabels:
+    """Kernels as (phase, work, attention, microseconds), launched 10 us apart unless times are given."""
+    phase, work, attention, us = zip(*rows, strict=True)
+    times = [10.0 * index for index in range(len(rows))] if launched is None else launched
+    return RankLabels(
+        3, np.arange(len(rows)), np.array(times), np.array(us), np.array(phase, np.uint8), np.array(work, np.uint8),
+        np.array(attention, np.uint8), optimizer_us=77.0,
+    )  # fmt: skip
+
+
+def passes(microbatches: int, layers: int) -> list[tuple[Phase, Work, int, float]]:
+    """An embedding of 5 us, layers of attention (2), matmul (30) and all-reduce (7), a head of 100; backward twice."""
+    f, b = Phase.FORWARD, Phase.BACKWARD
+    forward = [(f, Work.STREAM, 0, 5.0), *[(f, Work.ATTENTION, 1, 2.0), (f, Work.MATRIX, 0, 30.0),
+                                           (f, Work.COMM, 0, 7.0)] * layers, (f, Work.MATRIX, 0, 100.0)]  # fmt: skip
+    backward = [(b, Work.MATRIX, 0, 200.0), *[(b, Work.COMM, 0, 7.0), (b, Work.MATRIX, 0, 60.0),
+                                              (b, Work.ATTENTION, 2, 4.0)] * layers, (b, Work.STREAM, 0, 10.0)]  # fmt: skip
+    return [*(forward + backward) * microbatches, (Phase.OPTIMIZER, Work.STREAM, 0, 300.0)]
+
+
+@pytest.mark.parametrize(("microbatches", "layers"), [(1, 4), (3, 4), (2, 2)])
+def test_a_step_is_cut_at_its_attentions(microbatches: int, layers: int) -> None:
+    """From one attention to the next is a layer; what is left of a pass is embedding and head."""
+    stage = measure(labels_of(passes(microbatches, layers)), layers, microbatches)
+    assert stage.rank == 3
+    assert stage.forward.us.tolist() == pytest.approx([30, 2, 0, 7])
+    assert stage.backward.us.tolist() == pytest.approx([60, 4, 0, 7])
+    assert stage.ends_forward.us.tolist() == pytest.approx([100, 0, 5, 0])
+    assert stage.ends_backward.us.tolist() == pytest.approx([200, 0, 10, 0])
+    assert stage.optimizer.us.tolist() == [0, 0, 300, 0]
+    assert stage.optimizer.host_us == 77
+    assert stage.forward.host_us == stage.backward.host_us == 30, "three launches of 10 us"
+    assert stage.before_us == 0
+
+
+def test_one_layer_is_the_whole_pass() -> None:
+    stage = measure(labels_of(passes(2, 1)), 1, 2)
+    assert stage.forward.us.tolist() == pytest.approx([130, 2, 5, 7])
+    assert stage.ends_forward.us.tolist() == [0, 0, 0, 0]
+
+
+def test_chunks_of_a_stage_are_cut_one_by_one() -> None:
+    """Two chunks of two layers run as two passes of two layers each."""
+    stage = measure(labels_of(passes(4, 2)), 2, 2, chunks=2)
+    assert stage.forward.us.tolist() == pytest.approx([30, 2, 0, 7])
+    assert stage.ends_forward.us.tolist() == pytest.approx([200, 0, 10, 0]), "of a micro-batch"
+
+
+def test_the_host_outside_layers_is_that_of_the_quickest_micro_batch() -> None:
+    """Of 14 launches in a forward pass of 4 layers, 120 us belong to the layers; one micro-batch was held up."""
+    rows = [row for row in passes(3, 4) if row[0] == Phase.FORWARD]
+    rows += [row for row in passes(3, 4) if row[0] != Phase.FORWARD]
+    launched = [10.0 * index + (5000 if index >= 20 else 0) + 40.0 for index in range(len(rows))]
+    stage = measure(labels_of(rows, launched), 4, 3)
+    assert stage.before_us == 40
+    assert stage.forward.host_us == 30
+    assert 0 <= stage.ends_forward.host_us <= 20
+
+
+def test_attentions_that_do_not_match_the_setup_are_refused() -> None:
+    with pytest.raises(OptionError, match="4 attention kernels in the forward pass, and the setup says 5 layers × 1"):
+        measure(labels_of(passes(1, 4)), 5, 1)
+
+
+# Calibration, by hand
+
+
+def block(*us: float, host: float = 60.0) -> MeasuredBlock:
+    return MeasuredBlock(np.array(us), host)
+
+
+def test_a_factor_is_measured_over_modelled_time_of_every_kind_of_work() -> None:
+    found = factors([block(20, 4, 9, 50), block(40, 4, 9, 150)], np.array([20.0, 8.0, 3.0, 50.0]), launches=30)
+    assert found.gpu == pytest.approx((1.5, 0.5, 3.0, 2.0))
+    assert found.measured == (True, True, True, True)
+    assert found.launch_us == 2.0
+    assert factors([block(1, 1, 1, 1)], np.ones(4), launches=0).launch_us is None
+
+
+def test_what_only_one_of_trace_and_model_has_keeps_the_model() -> None:
+    found = factors([block(20, 0, 9, 0)], np.array([20.0, 8.0, 0.0, 0.0]), launches=30)
+    assert found.gpu == (1, 1, 1, 1)
+    assert found.measured == (True, False, False, False)
+
+
+@pytest.mark.parametrize(("measured", "factor"), [(19.0, 19.0), (21.0, 1.0), (0.06, 0.06), (0.04, 1.0)])
+def test_a_factor_beyond_twenty_compares_two_different_things(measured: float, factor: float) -> None:
+    assert factors([block(measured, 1, 1, 1)], np.ones(4), 1).gpu[Work.MATRIX] == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("measured", "most", "factor"), [(900, 1000, 900), (1100, 1000, 1), (3, 2, 1), (1.9, 2, 1.9)])
+def test_collectives_have_a_limit_of_their_own(measured: float, most: float, factor: float) -> None:
+    assert factors([block(1, 1, 1, measured)], np.ones(4), 1, most).gpu == pytest.approx((1, 1, 1, factor))
+
+
+def test_a_cpu_has_any_factor_and_no_time_for_what_it_does_not_run() -> None:
+    found = factors([block(5000, 0, 0.0001, 3)], np.ones(4), 1, placeholders=True)
+    assert found.gpu == pytest.approx((5000, 0, 0, 3))
+
+
+def test_recomputation_is_taken_out_of_the_backward_pass_that_it_ran_in() -> None:
+    left = less(block(30, 2, 5, 7, host=90), block(10, 2, 6, 0, host=100))
+    assert left.us.tolist() == [20, 0, 0, 7]
+    assert left.host_us == 0
+    assert less(block(1, 1, 1, 1, host=90), block(0, 0, 0, 0, host=30)).host_us == 60
+
+
+def calibration() -> Calibration:
+    groups = {name: Factors((1.0, 2.0, 3.0, 4.0), launch_us=16.0) for name in ("forward", "ends_forward")}
+    return Calibration(groups | {"optimizer": Factors((1.0, 2.0, 3.0, 4.0))}, 5.0, 6.0, 7.0, 0.55)
+
+
+def test_a_slower_gpu_is_slower_at_everything_and_its_host_is_not() -> None:
+    slow = calibration().slower(2.0)
+    assert slow.groups["forward"] == Factors((2.0, 4.0, 6.0, 8.0), launch_us=16.0)
+    assert (slow.data_parallel, slow.link, slow.fixed_us) == (10, 12, 7)
+
+
+def test_a_slower_host_launches_more_slowly_where_launches_were_seen() -> None:
+    slow = calibration().slower_host(2.0)
+    assert slow.groups["forward"] == Factors((1.0, 2.0, 3.0, 4.0), launch_us=32.0)
+    assert slow.groups["optimizer"].launch_us is None
+    assert slow.data_parallel == 5
+
+
+def test_communication_that_a_trace_lacks_is_replaced_everywhere() -> None:
+    silent = calibration().with_communication(0.0)
+    assert silent.groups["forward"].gpu == (1, 2, 3, 0)
+    assert (silent.data_parallel, silent.link) == (0, 0)
+
+
+def test_the_host_of_a_gpu_bound_step_goes_most_of_the_way_to_a_typical_one() -> None:
+    """16 us seen and 1 us typical: 16 to the power of 0.35; the ends of the model keep theirs."""
+    tempered = calibration().tempered(1.0)
+    assert tempered.groups["forward"].launch_us == pytest.approx(16**0.35)
+    assert calibration().tempered(81.0).groups["forward"].launch_us == pytest.approx(16**0.35 * 81**0.65)
+    assert tempered.groups["ends_forward"].launch_us == 16
+    assert tempered.groups["optimizer"].launch_us is None
+
+
+def test_matmuls_and_attention_are_four_percent_slower_on_a_gpu_that_never_waits() -> None:
+    """A GPU that is busy 95 % of the time and more runs at a lower clock than one that is busy 55 % and less."""
+    busy = calibration().under(1.0)
+    assert busy.groups["forward"].gpu == pytest.approx((1.04, 2.08, 3.0, 4.0))
+    assert busy.load == 1
+    assert calibration().under(0.75).groups["forward"].gpu == pytest.approx((1.02, 2.04, 3.0, 4.0))
+    assert busy.under(0.3).groups["forward"].gpu == pytest.approx((1.0, 2.0, 3.0, 4.0))
+
+
+def calibrated(kind: type[CalibratedPrices] = CalibratedPrices, **keys: Any) -> CalibratedPrices:
+    """Prices of the setup above; operators of forward blocks 1, 2, 3 and 4 times as long, launches of 16 us."""
+    prices = prices_of(setup(**keys), make_prices=kind)
+    assert isinstance(prices, CalibratedPrices)
+    prices.calibration = calibration()
+    return prices
+
+
+def test_prices_inside_a_block_have_the_factors_of_its_group() -> None:
+    prices, plain = calibrated(), prices_of(setup())
+    matmul, attention, add = (
+        Operator("gemm_tn", (2048, 4096, 4096)), Operator("sdpa_fwd", (1, 32, 2048, 128)), Operator("add", (2048, 4096))
+    )  # fmt: skip
+    reduce, send = (Collective(kind, 1e8, Group(2, 2)) for kind in ("all_reduce", "p2p"))
+    assert [work_of(work) for work in (matmul, attention, add, reduce)] == list(Work)
+    with prices.inside(("forward", False)):
+        for operator, factor in ((matmul, 1), (attention, 2), (add, 3)):
+            assert prices.operator_us(operator) == pytest.approx(factor * plain.operator_us(operator))
+        assert prices.collective_us(reduce) == pytest.approx(4 * plain.collective_us(reduce))
+    assert prices.operator_us(attention) == plain.operator_us(attention), "outside of blocks"
+    assert prices.collective_us(reduce) == pytest.approx(5 * plain.collective_us(reduce))
+    assert prices.collective_us(send) == pytest.approx(6 * plain.collective_us(send))
+    with prices.inside(("backward", False)):
+        assert prices.operator_us(attention) == plain.operator_us(attention), "nothing is known of it"
+    with prices.inside(("recompute", False)):
+        assert prices.operator_us(attention) == pytest.approx(2 * plain.operator_us(attention)), "a forward pass again"
+
+
+def test_a_launch_takes_what_the_trace_says_and_on_a_cpu_it_is_computing_time() -> None:
+    ops = [BlockOp(Operator("add", (2048, 4096)), launches=3), BlockOp(Operator("sdpa_fwd", (1, 32, 2048, 128)))]
+    found = calibrated().block(("forward", False), lambda: ops)
+    assert found.host_us == pytest.approx(4 * 16.0)
+    plain = prices_of(setup())
+    add, attention = (plain.operator_us(op.work) for op in ops)  # type: ignore[arg-type]
+    assert found.us == pytest.approx(3 * add + 2 * attention)
+    unknown = calibrated().block(("optimizer", 1, 1), lambda: ops)
+    assert unknown.host_us == pytest.approx(4 * plain.host_us)
+    blocking = calibrated(BlockingPrices).block(("forward", False), lambda: ops)
+    assert (blocking.us, blocking.compute_us, blocking.host_us) == pytest.approx((found.us + 64, found.us + 64, 0))
+    us, launches = modelled_times(ops, plain)
+    assert us.tolist() == pytest.approx([0, attention, add, 0])
+    assert launches == pytest.approx(4)
+
+
+# A synthetic trace
 
 
 @pytest.fixture(scope="module")
