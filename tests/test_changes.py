@@ -71,10 +71,10 @@ def labels_of(rows: list[tuple[Phase, Work, int, float]], launched: list[float] 
 def passes(microbatches: int, layers: int) -> list[tuple[Phase, Work, int, float]]:
     """An embedding of 5 us, layers of attention (2), matmul (30) and all-reduce (7), a head of 100; backward twice."""
     f, b = Phase.FORWARD, Phase.BACKWARD
-    forward = [(f, Work.STREAM, 0, 5.0), *[(f, Work.ATTENTION, 1, 2.0), (f, Work.MATRIX, 0, 30.0),
-                                           (f, Work.COMM, 0, 7.0)] * layers, (f, Work.MATRIX, 0, 100.0)]  # fmt: skip
-    backward = [(b, Work.MATRIX, 0, 200.0), *[(b, Work.COMM, 0, 7.0), (b, Work.MATRIX, 0, 60.0),
-                                              (b, Work.ATTENTION, 2, 4.0)] * layers, (b, Work.STREAM, 0, 10.0)]  # fmt: skip
+    layer = [(f, Work.ATTENTION, 1, 2.0), (f, Work.MATRIX, 0, 30.0), (f, Work.COMM, 0, 7.0)]
+    back = [(b, Work.COMM, 0, 7.0), (b, Work.MATRIX, 0, 60.0), (b, Work.ATTENTION, 2, 4.0)]
+    forward = [(f, Work.STREAM, 0, 5.0), *layer * layers, (f, Work.MATRIX, 0, 100.0)]
+    backward = [(b, Work.MATRIX, 0, 200.0), *back * layers, (b, Work.STREAM, 0, 10.0)]
     return [*(forward + backward) * microbatches, (Phase.OPTIMIZER, Work.STREAM, 0, 300.0)]
 
 
