@@ -13,6 +13,7 @@ from lumos.program.attention import core
 from lumos.program.block import Block
 from lumos.program.embedding_head import embedding, head, head_backward, optimizer
 from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
+from lumos.program.moe import moe, moe_backward
 from lumos.program.operators import Collective, Operator
 from lumos.program.parameters import chunks_of, layers_of
 from lumos.program.program import Program
@@ -572,3 +573,146 @@ def test_utilisation_is_work_over_the_peak_of_all_gpus() -> None:
     setup = layout_of(parallel__dp=4, cluster__gpu="h100").setup
     assert utilisation(989.4e12, setup, 1.0) == pytest.approx(0.25, rel=1e-3)
     assert utilisation(989.4e12, setup, 0.5) == pytest.approx(0.5, rel=1e-3)
+
+
+# Element-wise work, by hand
+
+
+def traffic(block: Block) -> dict[str, float]:
+    """Elements that memory-bound chains read and write for a token, by name; gradients of weights aside."""
+    total: Counter[str] = Counter()
+    for op in block:
+        if isinstance(op.work, Operator) and op.work.kind == "stream" and "accumulate" not in op.name:
+            total[op.name] += op.work.bytes / 2 / 2048  # type: ignore[assignment]
+    return {name: elements for name, elements in total.items() if elements}
+
+
+H, Q, K, FFN, SCORES = 4096, 4096, 1024, 14336, 32 * 2048
+
+
+@pytest.mark.parametrize(
+    ("framework", "forward", "backward"),
+    [
+        (
+            "megatron",
+            {"rotary_fwd": 2 * (Q + K), "residual": 2 * 3 * H, "activation": 3 * FFN},
+            {"rotary_bwd": 2 * (Q + K), "residual grad": 2 * 3 * H, "activation": 5 * FFN,
+             "join qkv grads": 2 * (Q + 2 * K)},
+        ),
+        (
+            "pytorch",  # keys and values are repeated for 32 query heads, gradients of three matmuls' input added
+            {"repeat keys and values": 2 * 2 * Q, "attention copy": 2 * Q, "residual": 2 * 3 * H},
+            {"repeat keys and values grad": 2 * 1.5 * Q, "attention copy": 2 * Q, "residual grad": 2 * 3 * H,
+             "up sum": 3 * H, "kv sum": 3 * H, "sum qkv grads": 3 * H},
+        ),
+        (
+            "megatron-2021",  # dropout reads and writes 16 bits and a mask of 8
+            {"rotary_fwd": 2 * (Q + K), "residual": 2 * 4.5 * H, "activation": 3 * FFN, "attention copy": 2 * Q,
+             "attention dropout": 2.5 * SCORES},
+            {"rotary_bwd": 2 * (Q + K), "residual grad": 2 * 5.5 * H, "activation": 5 * FFN,
+             "attention copies grad": 4 * Q, "attention dropout grad": 2.5 * SCORES},
+        ),
+    ],
+)  # fmt: skip
+def test_element_wise_chains_read_and_write(
+    framework: str, forward: dict[str, float], backward: dict[str, float]
+) -> None:
+    layer = TransformerLayer(layout_of(framework=framework))
+    assert traffic(layer.forward()) == pytest.approx(forward)
+    assert traffic(layer.backward()) == pytest.approx(backward)
+
+
+def test_an_eager_layer_launches_so_many_kernels() -> None:
+    """Forward: two norms of 8, 7 matmuls, two rotaries of 5, 3 copies, attention, silu, product, 2 additions."""
+    layer = TransformerLayer(layout_of(framework="pytorch"))
+    forward = 2 * 8 + 7 + 2 * 5 + 3 + 1 + 2 + 2
+    assert sum(op.launches for op in layer.forward()) == forward
+    backward = 2 * 15 + 14 + 2 * 10 + 3 + 4 + 3 + 2 + 3  # and three sums of gradients
+    assert sum(op.launches for op in layer.backward()) == backward
+    checkpointed = TransformerLayer(layout_of(framework="pytorch", train__recompute="full"))
+    assert sum(op.launches for op in checkpointed.recomputed()) == forward + 40
+
+
+def test_gradients_are_accumulated_in_fp32_by_the_matmul_or_after_it() -> None:
+    weights = sum(a * b for a, b in ((6144, H), (H, Q), (2 * FFN, H), (H, FFN)))
+    for framework, each, launches in (("megatron", 6, 0), ("megatron-2021", 12, 3)):
+        added = [op for op in TransformerLayer(layout_of(framework=framework)).backward() if "accumulate" in op.name]
+        assert sum(op.work.bytes for op in added) == each * weights
+        assert {op.launches for op in added} == {launches}
+
+
+def test_linear_layers_in_8_bits_cast_their_inputs_and_gradients() -> None:
+    layer = TransformerLayer(layout_of(cluster__gpu="h100", train__precision="fp8"))
+    casts = {name: value for name, value in traffic(layer.forward()).items() if name.endswith("cast")}
+    assert casts == {"qkv cast": 1.5 * H, "out cast": 1.5 * Q, "up cast": 1.5 * H, "down cast": 1.5 * FFN}
+    casts = {name: value for name, value in traffic(layer.backward()).items() if name.endswith("cast")}
+    assert casts == {
+        "qkv grad cast": 2.5 * (Q + 2 * K), "out grad cast": 2.5 * H, "up grad cast": 2.5 * 2 * FFN,
+        "down grad cast": 2.5 * H,
+    }  # fmt: skip
+
+
+V = 128256
+
+
+@pytest.mark.parametrize(
+    ("framework", "forward", "backward"),
+    [
+        ("megatron", [("cross_entropy", "bf16", (2048, V), 6)], [("cross_entropy_bwd", "bf16", (2048, V), 2)]),
+        ("nanotron", [("stream", "fp32", (9.5 * 4 * 2048 * V,), 10)], [("stream", "fp32", (5.5 * 4 * 2048 * V,), 5)]),
+        (
+            "pytorch",
+            [("cast_f32", "bf16", (2048, V), 1), ("cross_entropy", "fp32", (2048, V), 2)],
+            [("cross_entropy_bwd", "fp32", (2048, V), 3), ("stream", "bf16", (3 * 2 * 2048 * V,), 1)],
+        ),
+    ],
+)  # fmt: skip
+def test_the_loss_is_fused_sharded_or_eager(framework: str, forward: list[Any], backward: list[Any]) -> None:
+    def rows(block: Block) -> list[Any]:
+        return [(op.work.kind, op.work.dtype, op.work.shape, op.launches) for op in block]  # type: ignore[union-attr]
+
+    layout = layout_of(framework=framework)
+    assert rows(head(layout))[2:] == forward, "after norm and matmul"
+    assert rows(head_backward(layout))[: len(backward)] == backward
+
+
+@pytest.mark.parametrize(
+    ("framework", "work", "launches"),
+    [
+        ("megatron", Operator("stream", (38_000_000_000,), "fp32"), 60),
+        ("torchtitan", Operator("stream", (28_000_000_000,), "fp32"), 60),
+        ("pytorch", Operator("adamw_fused", (1_000_000_000,), "bf16"), 150),  # one for every two tensors
+    ],
+)
+def test_the_update_reads_and_writes_the_state(framework: str, work: Operator, launches: int) -> None:
+    (update,) = optimizer(layout_of(framework=framework), 1e9, 300)
+    assert (update.work, update.launches) == (work, launches)
+
+
+# The four ways of a mixture with tensor parallelism (Mixtral, two of eight experts a token)
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        # whole experts, sequences divided: every rank routes its own half
+        ({"parallel__ep": 2, "parallel__dp": 2, "parallel__sequence_parallel": True}, {"all_to_all": [2 * 1024]}),
+        ({"parallel__ep": 2, "parallel__dp": 2, "parallel__sequence_parallel": False},
+         {"all_to_all": [2 * 1024], "all_gather": [2048]}),
+        # cut by tensor parallelism: every rank works on the copies of both
+        ({"parallel__ep": 8, "parallel__dp": 8, "parallel__sequence_parallel": True},
+         {"all_to_all": [2 * 1024], "all_gather": [2 * 2048], "reduce_scatter": [2 * 2048]}),
+        ({"parallel__ep": 8, "parallel__dp": 8, "parallel__sequence_parallel": False},
+         {"all_to_all": [2 * 2048], "all_reduce": [2048]}),
+    ],
+    ids=["whole, divided", "whole", "cut, divided", "cut"],
+)  # fmt: skip
+def test_experts_and_tensor_parallel_ranks_exchange(keys: dict[str, Any], wanted: dict[str, list[int]]) -> None:
+    """Tokens, or copies of tokens, in every collective of the mixture."""
+    layout = layout_of("mixtral-8x7b", parallel__tp=2, **keys)
+    for block in (moe(layout), moe_backward(layout)):
+        found: dict[str, set[float]] = {}
+        for op in block:
+            if isinstance(op.work, Collective):
+                found.setdefault(op.work.kind, set()).add(op.work.bytes / 2 / 4096)
+        assert {kind: sorted(sizes) for kind, sizes in found.items()} == wanted
