@@ -12,8 +12,7 @@ from lumos.analysis.utilisation import Utilisation
 from lumos.graph.critical_path import PathSummary
 from lumos.report.html.charts import Bars, Line, Lines, Series
 from lumos.report.html.page import Figure, Section
-from lumos.report.html.run_view import RunView
-from lumos.report.html.timeline import lanes_table
+from lumos.report.html.timeline import RunTimeline, lanes_table
 from lumos.report.replays import (
     breakdown_table,
     filtered_kind,
@@ -57,10 +56,10 @@ def before_and_after_section(
     return bars_section(title, text, Bars(names, series, "ms per step", grouped=True), table)
 
 
-def timeline_section(view: RunView) -> Section:
+def timeline_section(found: RunTimeline) -> Section:
     """The critical path and what runs around it."""
-    name, drawn = view.shown
-    title = f"{name}, {ms_text(drawn.chart.span_ms)} from the first rank's start to the last one's end"
+    drawn = found.drawn
+    title = f"{found.step}, {ms_text(drawn.chart.span_ms)} from the first rank's start to the last one's end"
     text = "The critical path is the line: what lies on it decides when the step ends. " + drawn.words
     return Section("Timeline", text, [Figure(title, drawn.chart)], [lanes_table(drawn)])
 

@@ -15,7 +15,7 @@ from lumos.report.html.parts import (
 )
 from lumos.report.html.replay_page import subtitle_of
 from lumos.report.html.roofline import roofline_section
-from lumos.report.html.run_view import RunView
+from lumos.report.html.timeline import run_timeline
 from lumos.report.predictions import (
     cost_cards,
     inferred_table,
@@ -33,19 +33,19 @@ _UNDERSTOOD = "Phases and layers as they were recognised; what is predicted rest
 
 def prediction_page(found: Prediction) -> Page:
     """The whole report."""
-    view = RunView(found.run)
+    timeline = run_timeline(found.run)
     words = "Predicted, without a profiler. Waiting for other ranks counts as communication."
     if found.step is not None:
         words = "One rank stands for all ranks of its pipeline stage. Idle is the pipeline's bubble and the host."
     sections = [
         *_before_and_after(found),
         breakdown_section(found.run.breakdown_by_rank, words),
-        timeline_section(view),
+        timeline_section(timeline),
         path_section(found.critical_path),
         collectives_section(found.run.collectives, max(len(found.run.steps.names), 1)),
         *_of_setup(found),
     ]
-    return _page(found, sections, view.kinds)
+    return _page(found, sections, timeline.kinds)
 
 
 def prediction_summary(found: Prediction) -> Page:

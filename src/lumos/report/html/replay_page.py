@@ -15,7 +15,7 @@ from lumos.report.html.parts import (
     timeline_section,
     utilisation_section,
 )
-from lumos.report.html.run_view import RunView
+from lumos.report.html.timeline import run_timeline
 from lumos.report.replays import MOST_ROWS, device_of, replay_cards, steps_table, stragglers_table
 from lumos.report.wording import ms_text
 
@@ -33,7 +33,7 @@ _HOTSPOTS = (
 
 
 def replay_page(run: Replay) -> Page:
-    view = RunView(run.run)
+    timeline = run_timeline(run.run)
     ranks = [str(rank) for rank in run.marks.ranks]
     spots = {
         f"{device_of(run)} time by operator": run.operators(MOST_ROWS),
@@ -43,7 +43,7 @@ def replay_page(run: Replay) -> Page:
     sections = [
         breakdown_section(run.recorded_breakdown, _BREAKDOWN),
         *([stragglers] if len(ranks) > 1 else []),
-        timeline_section(view),
+        timeline_section(timeline),
         path_section(run.path_summary),
         recorded_collectives_section(run.collectives, max(len(run.marks.names), 1)),
         hotspots_section(spots, _HOTSPOTS),
@@ -52,7 +52,7 @@ def replay_page(run: Replay) -> Page:
         Section("Steps", tables=[steps_table(run)]),
     ]
     notes = run.execution.warnings
-    return Page(replay_title(run), subtitle_of(run), replay_cards(run), sections, notes, ranks, kinds=view.kinds)
+    return Page(replay_title(run), subtitle_of(run), replay_cards(run), sections, notes, ranks, kinds=timeline.kinds)
 
 
 def replay_title(run: Replay) -> str:
