@@ -347,16 +347,11 @@ def refuse(before: Setup, after: Setup) -> None:
             "parallel.tp cannot be changed from a compiled trace: its kernels are fused beyond recognition; record the "
             "run without compile, or predict from the setup alone"
         )
-    if before.train.compile != after.train.compile:
-        raise OptionError(
-            "train.compile cannot be changed from a trace: other kernels would run; predict from the setup"
-        )
-    for key in ("framework", "precision", "attention", "mode"):
-        if getattr(before.train, key) != getattr(after.train, key):
-            raise OptionError(
-                f"train.{key} cannot be changed from a trace: other kernels would run; predict from the setup"
-            )
+    keys = ("compile", "framework", "precision", "attention", "mode")
+    fixed = [f"train.{key}" for key in keys if getattr(before.train, key) != getattr(after.train, key)]
     if bool(before.model.experts) != bool(after.model.experts) or before.model.gated != after.model.gated:
+        fixed.append("the kind of MLP")
+    if fixed:
         raise OptionError(
-            "the kind of MLP cannot be changed from a trace: other kernels would run; predict from the setup"
+            f"{fixed[0]} cannot be changed from a trace: other kernels would run; predict from the setup"
         )

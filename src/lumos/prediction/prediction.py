@@ -220,28 +220,16 @@ class Prediction:
 
     @cached_property
     def answer(self) -> PredictionAnswer:
-        traced = self.traced
-        return PredictionAnswer(
-            step_ms=self.step_ms,
-            baseline_ms=self.baseline_ms,
-            interval_ms=self.interval_ms,
-            tokens_per_s_per_gpu=self.tokens_per_s_per_gpu,
-            mfu=self.mfu,
-            hfu=self.hfu,
-            parameters=self.parameters,
-            memory_gib=None if self.memory is None else _memory_answer(self.memory),
-            fits=self.fits,
-            breakdown=self.breakdown,
-            bubble=self.bubble,
-            host_bound=self.host_bound,
-            energy_j=self.energy_j,
-            bill=None if self.bill is None else self.bill.as_dict(),
-            operators=[_operator_answer(row) for row in self.operators],
-            source=self.source,
-            understood=None if traced is None else traced.understood,
-            inferred={key: one._asdict() for key, one in self.inferred.items()} if traced is not None else None,
-            warnings=self.warnings,
-        )
+        traced, bill = self.traced, self.bill
+        other: dict[str, Any] = {
+            "memory_gib": None if self.memory is None else _memory_answer(self.memory),
+            "bill": None if bill is None else bill.as_dict(),
+            "operators": [_operator_answer(row) for row in self.operators],
+            "understood": None if traced is None else traced.understood,
+            "inferred": None if traced is None else {key: one._asdict() for key, one in self.inferred.items()},
+        }
+        same = [key for key in PredictionAnswer.__struct_fields__ if key not in other]
+        return PredictionAnswer(**{key: getattr(self, key) for key in same}, **other)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
