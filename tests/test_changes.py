@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -23,14 +24,16 @@ from lumos.change.calibration import (
     modelled_times,
     work_of,
 )
-from lumos.change.change import CalibratedRun
+from lumos.change.change import CalibratedRun, changed_step
 from lumos.change.cut import MeasuredBlock, measure
+from lumos.cost.in_step import in_step_factors
 from lumos.errors import OptionError
+from lumos.graph.simulate import Times
 from lumos.prediction.prediction import predict
 from lumos.program.block import BlockOp
 from lumos.program.operators import Collective, Group, Operator
 from lumos.setup.setup import Setup
-from lumos.step.step import prices_of, simulate_step
+from lumos.step.step import Step, prices_of, simulate_step
 from lumos.trace.read.job import read_job
 from synthetic_traces import write_synthetic
 
@@ -339,6 +342,96 @@ def test_tensor_parallelism_of_a_compiled_trace_is_refused(source: CalibratedRun
     compiled = setup().replaced({"train.compile": True})
     with pytest.raises(OptionError, match="fused beyond recognition"):
         predict(CalibratedRun(source.run, compiled), setup=compiled.replaced({"parallel.tp": 4, "parallel.dp": 2}))
+
+
+# Traces of machines that are slower than the model's
+
+
+def small(**parallel: Any) -> Setup:
+    """Four layers on four GPUs."""
+    model = {"layers": 4, "hidden": 4096, "ffn": 16384, "heads": 32, "vocab": 32000, "gated": False}
+    train = {"seq": 2048, "micro_batch": 1, "microbatches": 2, "framework": "megatron"}
+    ways = {"tp": 1, "dp": 4, "zero": 0, "tp_overlap": False, "dp_overlap": False} | parallel
+    return Setup.model_validate({"model": model, "train": train, "parallel": ways, "cluster": {"gpu": "h100"}})
+
+
+def traced(step: Step, folder: Path, described: Setup | None = None) -> CalibratedRun:
+    write_synthetic(step, folder)
+    return CalibratedRun(replay(read_job(folder)), described or step.setup)
+
+
+def test_matmuls_that_took_longer_take_longer_in_every_configuration(tmp_path: Path) -> None:
+    usual = in_step_factors(small().cluster.accelerator)
+    slow = dataclasses.replace(usual, matrix=1.3 * usual.matrix)
+    run = traced(simulate_step(small(), factors=slow), tmp_path)
+    for name in ("forward", "backward"):
+        matrix, attention, stream, _ = run.calibration.groups[name].gpu
+        assert matrix == pytest.approx(1.3, rel=0.04)
+        assert attention == pytest.approx(1.3, rel=0.04)
+        assert stream == pytest.approx(1.0, rel=0.04)
+        assert run.calibration.groups[f"ends_{name}"].gpu[Work.MATRIX] == pytest.approx(1.3, rel=0.04), "of the head"
+    deeper = small().replaced({"model.layers": 8})
+    assert predict(run, setup=deeper).step_ms == pytest.approx(simulate_step(deeper, factors=slow).us / 1e3, rel=0.03)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "dp": 2}], ids=str)
+def test_collectives_that_took_longer_take_longer_in_every_configuration(
+    tmp_path: Path, layout: dict[str, int]
+) -> None:
+    usual = prices_of(small()).network
+    slow = dataclasses.replace(usual, penalty=2 * usual.penalty)
+    run = traced(simulate_step(small(**layout), network=slow), tmp_path)
+    assert run.calibration.data_parallel == pytest.approx(2.0, rel=0.05)
+    if layout:
+        assert run.calibration.groups["forward"].gpu[Work.COMM] == pytest.approx(2.0, rel=0.05)
+    deeper = small(**layout).replaced({"model.layers": 8})
+    assert predict(run, setup=deeper).step_ms == pytest.approx(simulate_step(deeper, network=slow).us / 1e3, rel=0.03)
+
+
+def test_recomputation_of_a_trace_is_a_forward_pass_inside_the_backward_pass(tmp_path: Path) -> None:
+    again = small().replaced({"train.recompute": "full"})
+    run = traced(simulate_step(again), tmp_path)
+    assert run.calibration.groups["backward"].gpu[Work.MATRIX] == pytest.approx(1.0, rel=0.04)
+    assert predict(run, setup=small()).step_ms == pytest.approx(simulate_step(small()).us / 1e3, rel=0.03)
+
+
+def test_what_was_understood_of_a_trace_adds_up_to_its_kernels(tmp_path: Path) -> None:
+    run = traced(simulate_step(small(dp=1)), tmp_path)
+    rows = {row["phase"]: row for row in run.understood}
+    assert list(rows) == ["forward", "backward", "optimizer"]
+    for phase in ("forward", "backward"):
+        row = rows[phase]
+        assert row["gpu_ms"] == pytest.approx(2 * (4 * row["layer_ms"] + row["ends_ms"]), rel=0.02)
+        block = run.plain.chunks[0][0].forward if phase == "forward" else run.plain.chunks[0][0].backward
+        assert row["gpu_ms"] == pytest.approx(2 * block.us / 1e3, rel=0.02)
+        assert row["layer_host_ms"] > 0
+    assert rows["optimizer"]["ends_ms"] == pytest.approx(run.plain.role_us("optimizer", 0) / 1e3, rel=0.02)
+    assert rows["optimizer"]["layer_ms"] == 0
+
+
+@pytest.mark.parametrize(("rank", "stage"), [(0, 0), (3, 0), (4, 1), (7, 1), (99, 1)])
+def test_ranks_fill_the_stages_in_order(tmp_path: Path, rank: int, stage: int) -> None:
+    run = traced(simulate_step(small(pp=2, dp=4)), tmp_path)
+    assert run._stage_of(rank) == stage
+
+
+def test_a_host_twice_as_fast_launches_in_half_the_time(tmp_path: Path) -> None:
+    run = traced(simulate_step(small()), tmp_path)
+    step, _ = changed_step(run, small().replaced({"cluster.host": 2.0}))
+    same, _ = changed_step(run, small())
+    assert step.chunks[0][0].forward.host_us == pytest.approx(same.chunks[0][0].forward.host_us / 2)
+
+
+def test_a_setup_that_explains_less_than_half_of_a_step_or_more_than_twice_of_it_is_refused(tmp_path: Path) -> None:
+    """Every kernel begins three times as late as it should."""
+    step = simulate_step(small())
+    start, end = step.times
+    late = dataclasses.replace(step, times=Times(3 * start, 3 * start + (end - start)))
+    with pytest.raises(OptionError, match="the setup does not describe this trace: it explains"):
+        _ = traced(late, tmp_path).calibration
+
+
+# The command line and measured runs
 
 
 def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -398,5 +398,7 @@ def test_setups_of_one_shape_share_their_prices() -> None:
     sparse = setup_of("mixtral-8x7b", {"framework": "megatron"}, pp=2, dp=8, ep=8)
     other_replicas = sparse.replaced({"parallel.pp": 4, "parallel.dp": 4})
     assert shape_of(other_replicas) != shape_of(sparse), "experts lie elsewhere"
+    pair = setup_of("llama3-8b", {"framework": "megatron"}, dp=2)
+    assert shape_of(pair.replaced({"parallel.zero": 3})) != shape_of(pair)
     alone = setup_of("llama3-8b", {"framework": "megatron"}, dp=1)
     assert shape_of(alone.replaced({"parallel.zero": 3})) == shape_of(alone), "nobody to gather from"
