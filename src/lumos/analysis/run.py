@@ -10,7 +10,6 @@ import numpy as np
 
 from lumos.analysis.breakdown import Breakdown, breakdown_by_rank, mean_breakdown, typical_weights
 from lumos.analysis.collectives import CollectiveGroup, collectives, group_collectives
-from lumos.analysis.utilisation import Utilisation, utilisation
 from lumos.graph.critical_path import CriticalPath, PathSummary, critical_path, last_node, summarise
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
@@ -74,10 +73,6 @@ class Run(Protocol):
     def breakdown(self) -> Breakdown:
         """Where the typical step goes, as a mean over ranks; its parts add up to the step."""
         return mean_breakdown(list(self.breakdown_by_rank.values()))
-
-    @cached_property
-    def utilisation(self) -> Utilisation:
-        return utilisation(self.trace, self.steps)
 
 
 @dataclass(frozen=True)
