@@ -24,7 +24,7 @@ from lumos.change.calibration import (
     modelled_times,
     work_of,
 )
-from lumos.change.change import CalibratedRun, changed_step
+from lumos.change.change import CalibratedRun, calibrated_step, changed_step, loaded_step
 from lumos.change.cut import MeasuredBlock, measure
 from lumos.cost.in_step import in_step_factors
 from lumos.errors import OptionError
@@ -429,6 +429,41 @@ def test_a_setup_that_explains_less_than_half_of_a_step_or_more_than_twice_of_it
     late = dataclasses.replace(step, times=Times(3 * start, 3 * start + (end - start)))
     with pytest.raises(OptionError, match="the setup does not describe this trace: it explains"):
         _ = traced(late, tmp_path).calibration
+
+
+def test_a_link_that_took_twice_as_long_takes_twice_as_long_in_every_configuration(tmp_path: Path) -> None:
+    """Three transfers to the next stage, on a stream of their own."""
+    step = simulate_step(small(pp=2, dp=1))
+    link_us = float(step.graph.edges.lag.max()) / 1e3
+    first, _ = write_synthetic(step, tmp_path)
+    trace = json.loads(first.read_text())
+    for index in range(3):
+        launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 100, "dur": 0.5}
+        kernel = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_SendRecv", "pid": 0, "tid": 9, "dur": 2 * link_us}
+        start, args = step.us * (0.2 + 0.2 * index), {"correlation": 90_000 + index}
+        trace["traceEvents"] += [
+            launch | {"ts": start - 5, "args": args}, kernel | {"ts": start, "args": args | {"stream": 9, "device": 0}}
+        ]  # fmt: skip
+    first.write_text(json.dumps(trace))
+    run = CalibratedRun(replay(read_job(tmp_path)), step.setup)
+    assert run.calibration.link == pytest.approx(2.0, rel=0.05)
+
+
+def test_the_host_of_the_optimizer_launches_as_often_as_the_stages_of_the_trace_have_tensors(tmp_path: Path) -> None:
+    step = simulate_step(small(pp=2, dp=1).replaced({"train.framework": "pytorch", "parallel.dp": 1}))
+    run = traced(step, tmp_path)
+    assert run.calibration.groups["optimizer"].launch_us == pytest.approx(step.prices.host_us, rel=0.1)
+
+
+def test_the_clock_of_a_step_is_that_of_its_load(tmp_path: Path) -> None:
+    """What its GPUs compute, blocks and update, over the step; a mean over the stages."""
+    described = small(pp=2, dp=2)
+    plain = calibrated_step(described, Calibration())
+    blocks = sum(block.compute_us for row in plain.chunks for chunk in row for block in chunk.blocks) / 2
+    updates = sum(plain.role_us("optimizer", stage) for stage in range(2)) / 2
+    found = loaded_step(described, Calibration()).prices
+    assert isinstance(found, CalibratedPrices)
+    assert found.calibration.load == pytest.approx((2 * blocks + updates) / plain.us)
 
 
 # The command line and measured runs

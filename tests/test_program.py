@@ -13,7 +13,7 @@ from lumos.program.attention import core
 from lumos.program.block import Block
 from lumos.program.embedding_head import embedding, head, head_backward, optimizer
 from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
-from lumos.program.moe import moe, moe_backward
+from lumos.program.moe import expert_gradient_bytes, moe, moe_backward
 from lumos.program.operators import Collective, Operator
 from lumos.program.parameters import chunks_of, layers_of
 from lumos.program.program import Program
@@ -316,6 +316,26 @@ def sizes(block: Block) -> dict[str, tuple[str, float]]:
         ("cast_f32", (8, 4), 32, 3 * 32),  # read in 16 bits, written in 32
         ("embedding", (8, 100, 4), 0, 2 * 32),
         ("embedding_bwd", (8, 100, 4), 32, (2 * 8 + 100) * 4),  # the whole table is written
+        ("neox_softmax_fwd", (2, 3, 8), 5 * 2 * 3 * 64, 6 * 2 * 3 * 64),  # GPT-NeoX: several kernels, sampled as one
+        ("neox_softmax_bwd", (2, 3, 8), 5 * 2 * 3 * 64, 9 * 2 * 3 * 64),
+        ("neox_fillmask_fwd", (2, 3, 8), 5 * 2 * 3 * 64, 3 * 2 * 3 * 64),
+        ("neox_fillmask_bwd", (2, 3, 8), 5 * 2 * 3 * 64, 4 * 2 * 3 * 64),
+        ("neox_rotary_fwd", (2, 3, 8, 4), 6 * 192, 24 * 192),
+        ("neox_rotary_bwd", (2, 3, 8, 4), 6 * 192, 32 * 192),
+        ("neox_layer_norm_fwd", (8, 4), 32, 4 * 32),
+        ("neox_layer_norm_bwd", (8, 4), 32, 8 * 32),
+        ("neox_gelu_fwd", (8, 4), 32, 2 * 32),
+        ("neox_gelu_bwd", (8, 4), 32, 3 * 32),
+        ("neox_loss_fwd", (8, 4), 32, 8 * 32),
+        ("neox_loss_bwd", (8, 4), 32, 4 * 32),
+        ("neox_embedding_fwd", (8, 100, 4), 0, 4 * 32),
+        ("neox_embedding_bwd", (8, 100, 4), 0, (4 * 8 + 100) * 4),
+        ("rotary_fwd", (2, 3, 8, 4), 6 * 192, 12 * 192),  # unfused: rotate, two products, a sum
+        ("rotary_bwd", (2, 3, 8, 4), 6 * 192, 16 * 192),
+        ("norm_eager_fwd", (8, 4), 6 * 32, 20 * 32),
+        ("norm_eager_bwd", (8, 4), 12 * 32, 40 * 32),
+        ("cross_entropy", (8, 4), 6 * 32, 4 * 32),
+        ("cross_entropy_bwd", (8, 4), 3 * 32, 4 * 32),
         ("adamw_fused", (10,), 120, 70),  # weight, gradient and two moments read, all but the gradient written
     ],
 )  # fmt: skip
@@ -716,3 +736,23 @@ def test_experts_and_tensor_parallel_ranks_exchange(keys: dict[str, Any], wanted
             if isinstance(op.work, Collective):
                 found.setdefault(op.work.kind, set()).add(op.work.bytes / 2 / 4096)
         assert {kind: sorted(sizes) for kind, sizes in found.items()} == wanted
+
+
+def test_gelu_written_out_is_eight_operators_and_eleven_gradients() -> None:
+    layer = TransformerLayer(layout_of(framework="pytorch", model__gated=False))
+    for block, count, passes in ((layer.forward(), 8, 18), (layer.backward(), 11, 28)):
+        gelus = [op for op in block if op.name == "gelu"]
+        assert len(gelus) == sum(op.launches for op in gelus) == count
+        assert sum(op.work.bytes for op in gelus) == pytest.approx(passes * 2 * 2048 * FFN, rel=1e-6)
+
+
+def test_experts_in_a_loop_launch_for_each_and_make_gradients_as_large_as_all_of_them() -> None:
+    """Mixtral on one GPU: the gradient of one expert's slice of the weights is a tensor of zeros for all eight."""
+    looped, grouped = (layout_of("mixtral-8x7b", framework) for framework in ("torchtitan", "megatron"))
+    copies, width, hidden = 2 * 2048, 14336, 4096
+    at_once = 2 * 2 * copies * width + 2 * copies * hidden
+    assert expert_gradient_bytes(grouped) == at_once
+    assert expert_gradient_bytes(looped) == at_once / 8 + 2 * 8 * 2 * hidden * width
+    for layout, launches in ((grouped, 1), (looped, 5 * 8)):
+        experts = [op for op in moe(layout) if op.name.startswith("experts ")]
+        assert {op.launches for op in experts} == {launches}

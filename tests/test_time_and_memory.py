@@ -253,6 +253,30 @@ def test_buckets_have_a_latency_each() -> None:
     quick, late = (step_of(network=network, **keys).role_us("reduce rest", 0) for network in (PLAIN, slow))
     buckets = 4 * setup_of("llama3-8b", {}).model.parameters(2048) / 25e6
     assert late - quick == pytest.approx(100 * buckets, rel=1e-3)
+    whole = keys | {"train.framework": "megatron"}
+    quick, late = (step_of(network=network, **whole).role_us("reduce rest", 0) for network in (PLAIN, slow))
+    assert late - quick == pytest.approx(100), "one bucket for all"
+
+
+@pytest.mark.parametrize(
+    ("framework", "keys", "overlaps"),
+    [
+        ("nanotron", {"parallel.zero": 0}, True),
+        ("nanotron", {"parallel.zero": 1}, False),
+        ("megatron", {"parallel.zero": 1}, True),
+        ("megatron", {"parallel.zero": 1, "parallel.dp_overlap": False}, False),
+        ("megatron", {"parallel.dp": 1}, False),
+        ("megatron-2021", {"parallel.zero": 0}, False),
+        ("megatron-2021", {"parallel.zero": 0, "parallel.dp_overlap": True}, True),
+        ("pytorch", {"parallel.pp": 2, "parallel.schedule": "zero-bubble"}, False),
+    ],
+)
+def test_gradients_are_reduced_beside_the_backward_pass_where_the_framework_does(
+    framework: str, keys: dict[str, Any], overlaps: bool
+) -> None:
+    step = step_of(**({"train.framework": framework, "parallel.dp": 8} | keys))
+    assert step.assembly.overlaps is overlaps
+    assert (nodes(step, "reduce") > 0) is overlaps
 
 
 def test_gradients_of_the_embedding_are_reduced_with_the_last_unit() -> None:
@@ -353,6 +377,9 @@ def test_no_step_is_shorter_than_its_bound(setup: Setup) -> None:
     assert step.assembly.bound_us() <= step.us * (1 + 1e-9)
 
 
+SLOW_LINKS = {"parallel.pp": 4, "parallel.tp": 8, "parallel.dp": 1, "parallel.sequence_parallel": False}
+
+
 @pytest.mark.parametrize(
     ("keys", "least"),
     [
@@ -361,15 +388,28 @@ def test_no_step_is_shorter_than_its_bound(setup: Setup) -> None:
         ({"parallel.dp": 8, "parallel.zero": 0, "parallel.dp_overlap": False}, 1.0),
         ({"parallel.dp": 8, "parallel.zero": 1, "parallel.dp_overlap": False}, 1.0),
         ({"parallel.pp": 4, "parallel.dp": 1, "train.microbatches": 1}, 1.0),
-        ({"parallel.pp": 4, "parallel.dp": 1, "train.microbatches": 8}, 0.9),
-        ({"parallel.pp": 4, "parallel.dp": 1, "train.microbatches": 8, "parallel.schedule": "gpipe"}, 0.9),
-        ({"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3}, 0.9),
+        ({"parallel.pp": 4, "parallel.dp": 1, "train.microbatches": 8}, 1.0),
+        ({"parallel.pp": 4, "parallel.dp": 1, "train.microbatches": 8, "parallel.schedule": "gpipe"}, 0.95),
+        ({"parallel.pp": 4, "parallel.vpp": 2, "parallel.dp": 1, "train.microbatches": 8}, 0.99),
+        (SLOW_LINKS | {"train.microbatches": 1}, 1.0),
+        (SLOW_LINKS | {"train.microbatches": 8}, 0.95),
+        ({"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3}, 1.0),
+        ({"train.framework": "torchtitan", "parallel.dp": 16, "parallel.zero": 3, "train.microbatches": 3}, 1.0),
+        ({"train.framework": "torchtitan", "parallel.dp": 16, "parallel.zero": 3, "train.seq": 256}, 1.0),
+        ({"parallel.dp": 16, "parallel.zero": 0, "train.seq": 256, "parallel.dp_overlap": True}, 0.98),
+        ({"parallel.dp": 8, "parallel.zero": 0, "parallel.dp_overlap": True}, 0.9),
     ],
     ids=str,
 )  # fmt: skip
-def test_the_bound_is_near_where_little_overlaps(keys: dict[str, Any], least: float) -> None:
+def test_the_bound_is_the_step_where_little_overlaps(keys: dict[str, Any], least: float) -> None:
+    """Nothing but the last micro-batches of a pipeline with slow links, and what overlap hides, is left out of it."""
     step = step_of(**({"train.framework": "megatron"} | keys))
-    assert least * (1 - 1e-9) <= step.assembly.bound_us() / step.us <= 1 + 1e-9
+    assert least * (1 - 1e-4) <= step.assembly.bound_us() / step.us <= 1 + 1e-9
+
+
+def test_the_bound_of_a_step_that_its_host_decides_is_what_the_host_does() -> None:
+    step = simulate_step(setup_of("gpt2-124m", {"seq": 128, "framework": "pytorch", "microbatches": 4}, dp=1))
+    assert step.assembly.bound_us() == pytest.approx(step.us, rel=1e-3)
 
 
 @settings(max_examples=60, deadline=None)
