@@ -43,12 +43,12 @@ SPECIFICATIONS = {  # of a folder or file, the most specific name first; what fa
     "cost/energy.py": ("test_costs.py", "test_energy.py"),
     "cost": ("test_costs.py", "test_accuracy.py", "test_forecast.py"),
     "program/memory.py": ("test_memory.py", "test_time_and_memory.py", "test_accuracy.py"),
-    "program": ("test_program.py", "test_time_and_memory.py", "test_memory.py", "test_accuracy.py", "test_forecast.py"),
+    "program": ("test_program.py", "test_memory.py", "test_time_and_memory.py", "test_accuracy.py"),
     "schedules": ("test_schedules.py", "test_time_and_memory.py", "test_memory.py"),
-    "step": ("test_time_and_memory.py", "test_schedules.py", "test_step_trace.py", "test_forecast.py"),
-    "prediction/interval.py": ("test_forecast.py", "test_changes.py", "test_accuracy.py"),
-    "prediction": ("test_energy.py", "test_costs.py", "test_step_trace.py"),
-    "change": ("test_changes.py", "test_inference.py"),
+    "step": ("test_time_and_memory.py", "test_schedules.py", "test_step_trace.py"),
+    "prediction/interval.py": ("test_forecast.py", "test_accuracy.py"),
+    "prediction": ("test_energy.py",),
+    "change": ("test_changes.py", "test_cpu_runs.py"),
 }
 TIMED = "not well_under_a_second"  # tests of speed fail on a busy machine, whatever the mutant
 PRELOADED = ["pytest", "hypothesis.extra.pytestplugin", "numpy", "numba", "polars", "pydantic", "msgspec", "typer"]
