@@ -88,7 +88,7 @@ def parts_of_step_table(found: Prediction) -> Table:
     titles = ("as recorded", "predicted") if before else ("predicted",)
     columns = [Column("part"), *(Column(title, form=ms_text) for title in titles)]
     columns += [Column("change", form=partial(ms_text, signed=True))] if before else []
-    title = "where the step goes, mean over ranks" + ("" if found.step is None else " (one per pipeline stage)")
+    title = f"where the step goes, mean over {'ranks' if found.step is None else 'stages'}"
     return Table(title, [*columns, Column("%", 1)], rows)
 
 
