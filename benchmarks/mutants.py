@@ -1,18 +1,22 @@
 """Mutation testing: which small changes of the code no specification notices.
 
-    python benchmarks/mutants.py [--count 100] [--jobs 2] [--seed 0] [PATH …]
+    python benchmarks/mutants.py [PATH …] [--count 40] [--jobs 2] [--seed 0] [-o docs/testing.md]
 
-PATHs are files or folders of src/lumos (default: cost, program, schedules, prediction, change). Of all mutants of
-their files (operators swapped, comparisons flipped, numbers changed by 20 % or 1, results dropped) `--count` are
-drawn, and each is put into a copy of the repository in which the specifications of its folder run until one fails.
-Prints the survivors and the share of killed mutants by file. The copy has no shared measurements beside it, and pages
-of documentation are not among the specifications: a printed example that changes says nothing about what is right.
+Of all mutants of a package (operators swapped, comparisons flipped, numbers changed by 20 % or 1, results dropped)
+`--count` are drawn, and each is put into a copy of the repository in which the specifications of its package run until
+one fails. Prints the survivors and the share of killed mutants by package; `-o` writes the page. PATHs (files or
+folders of src/lumos) are taken instead of PACKAGES.
+
+The copy has no shared measurements beside it, and pages of documentation are not among the specifications: a printed
+example that changes says nothing about what is right.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -61,8 +65,27 @@ SWAPPED: dict[type[ast.AST], str] = {
 NAMES = {"min": "max", "max": "min", "sum": "max", "any": "all", "all": "any", "ceil": "floor"}
 
 
-EQUIVALENT: dict[tuple[str, str], str] = {}
-PAGE = """"""
+EQUIVALENT = {  # (file, changed line): why no specification can tell it from the code
+    ("schedules/zero_bubble_v.py", "return super().in_flight(stage, pp, vpp, min(microbatches, ⟦3 → 4⟧ * pp))"):
+        "a shortcut: beyond 3 · pp micro-batches a stage holds no more",
+    ("schedules/interleaved.py", "chunks = (2, ⟦1 → 2⟧ << 14)"): "a limit that no model comes near",
+    ("schedules/interleaved.py", "chunks = (2, 1 << ⟦14 → 15⟧)"): "a limit that no model comes near",
+    ("change/calibration.py", "ratio = np.where(both, mean / np.where(both, modelled, ⟦1.0 → 1.2⟧), 1.0)"):
+        "avoids a division by zero; the quotient is not used",
+}  # fmt: skip
+PAGE = """# Tests
+
+Written by `python benchmarks/mutants.py -o docs/testing.md` (seed {seed}). The tests are specifications: laws that hold
+for every setup, values computed by hand from a stated formula, and figures that were measured or published. To see
+what they leave open, {count} small changes were made to the code, one at a time: an operator swapped, a comparison
+reversed, a number changed by one or by 20 %, a result dropped. A change is found if a specification of its package
+fails.
+
+Examples in the documentation do not count: a printed number that changes does not say which one is right. Neither do
+tests that need the shared measurements. Equivalent changes do the same as the code does, so that no test can find them.
+
+{table}
+{survivors}"""
 
 
 class Mutant(NamedTuple):
@@ -74,6 +97,23 @@ class Mutant(NamedTuple):
     end: int
     text: str
     before: str
+
+    @property
+    def place(self) -> str:
+        return self.path.relative_to(PACKAGE).as_posix()
+
+    @property
+    def change(self) -> str:
+        """The line with what was replaced and what replaces it, as ⟦before → after⟧."""
+        source = self.path.read_bytes()
+        begin, end = source.rfind(b"\n", 0, self.begin) + 1, source.find(b"\n", self.end)
+        changed = f"⟦{self.before} → {self.text}⟧".encode()
+        return " ".join((source[begin : self.begin] + changed + source[self.end : end]).decode().split())
+
+    @property
+    def reason(self) -> str:
+        """Why it does what the code does, if it is known to."""
+        return EQUIVALENT.get((self.place, self.change), "")
 
 
 # ---------------------------------------------------------------------- mutants of a file
@@ -224,9 +264,9 @@ def _pytest(folder: Path, tests: tuple[str, ...], log: Path, keep_bytecode: bool
     os._exit(int(pytest.main([*options, *(f"tests/{name}" for name in tests)])))
 
 
-def copied(folder: Path) -> Path:
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
-    return folder
+def copied(source: Path, target: Path, left_out: tuple[str, ...] = ()) -> Path:
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*left_out), symlinks=True)
+    return target
 
 
 def judge(mutant: Mutant, copies: Queue[Path], limits: dict[tuple[str, ...], float]) -> str:
@@ -261,23 +301,52 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40, help="mutants of each package; 0 for all")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--journal", type=Path, help="verdicts, kept so that a run can be resumed")
     parser.add_argument("-o", "--output", type=Path, help="write the page, docs/testing.md")
     arguments = parser.parse_args()
     chosen = drawn(arguments.paths, arguments.count, arguments.seed)
-    get_context("forkserver").set_forkserver_preload(PRELOADED)
-    verdicts: list[str] = []
-    with tempfile.TemporaryDirectory() as temporary:
-        copies: Queue[Path] = Queue()
-        for number in range(arguments.jobs):
-            copies.put(copied(Path(temporary) / str(number) / "lumos"))
-        limits = _limits(copies, arguments.jobs, {specifications(mutant.path) for mutant in chosen})
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            for mutant, verdict in zip(chosen, pool.map(lambda m: judge(m, copies, limits), chosen), strict=True):
-                verdicts.append(verdict)
-                _show(len(verdicts), mutant, verdict)
+    known = Journal(arguments.journal)
+    run_all([mutant for mutant in chosen if known.key(mutant) not in known.verdicts], known, arguments.jobs)
+    verdicts = [known.verdicts[known.key(mutant)] for mutant in chosen]
     print("\n" + table(chosen, verdicts))
     if arguments.output:
         arguments.output.write_text(page(chosen, verdicts, arguments.seed))
+
+
+class Journal:
+    """Verdicts of mutants, on disk where a file is named; those of a file that has changed since do not count."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path and path.exists() else []
+        self.verdicts: dict[str, str] = dict(json.loads(line) for line in lines)
+
+    @staticmethod
+    def key(mutant: Mutant) -> str:
+        source = hashlib.sha256(mutant.path.read_bytes()).hexdigest()
+        return f"{mutant.path.relative_to(ROOT)} {source[:16]} {mutant.begin}-{mutant.end} {mutant.text}"
+
+    def add(self, mutant: Mutant, verdict: str) -> None:
+        self.verdicts[self.key(mutant)] = verdict
+        if self.path:
+            with self.path.open("a") as file:
+                file.write(json.dumps([self.key(mutant), verdict]) + "\n")
+
+
+def run_all(mutants: list[Mutant], journal: Journal, jobs: int) -> None:
+    """Judge mutants, each in one of `jobs` copies of the repository."""
+    get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
+        first = copied(ROOT, Path(temporary) / "0" / "lumos", LEFT_OUT)
+        limits = _limits(first, {specifications(mutant.path) for mutant in mutants})
+        copies: Queue[Path] = Queue()
+        copies.put(first)
+        for number in range(1, jobs):  # with the bytecode and the compiled loops of the first
+            copies.put(copied(first, Path(temporary) / str(number) / "lumos"))
+        verdicts = pool.map(lambda mutant: judge(mutant, copies, limits), mutants)
+        for number, (mutant, verdict) in enumerate(zip(mutants, verdicts, strict=True), 1):
+            journal.add(mutant, verdict)
+            _show(number, mutant, verdict)
 
 
 def _files(paths: Iterable[str]) -> Iterator[Path]:
@@ -286,59 +355,44 @@ def _files(paths: Iterable[str]) -> Iterator[Path]:
         yield from path.rglob("*.py") if path.is_dir() else [path]
 
 
-def _limits(copies: Queue[Path], count: int, suites: set[tuple[str, ...]]) -> dict[tuple[str, ...], float]:
+def _limits(folder: Path, suites: set[tuple[str, ...]]) -> dict[tuple[str, ...], float]:
     """Several times as long as the specifications take; they must pass before anything is changed."""
-    limits = {}
-    for _ in range(count):  # every copy gets its bytecode and its compiled loops
-        folder = copies.get()
-        for tests in sorted(suites):
-            failed, seconds = run(folder, tests, 1800, keep_bytecode=True)
-            if failed:
-                sys.exit(f"{' '.join(tests)} fail without any mutant: {failed}")
-            limits[tests] = 4 * seconds + 30  # on a machine that is busy with other mutants
-            print(f"{seconds:5.0f} s  {' '.join(tests)}", flush=True)
-        copies.put(folder)
-    return limits
+    seconds = {}
+    for name in sorted({name for tests in suites for name in tests}):
+        failed, seconds[name] = run(folder, (name,), 1800, keep_bytecode=True)
+        if failed:
+            sys.exit(f"{name} fails without any mutant: {failed}")
+        print(f"{seconds[name]:5.0f} s  {name}", flush=True)
+    return {tests: 4 * sum(seconds[name] for name in tests) + 30 for tests in suites}  # other mutants run beside it
 
 
 # ---------------------------------------------------------------------- showing them
-def changed_line(mutant: Mutant) -> str:
-    """The line of a mutant with what was replaced and what replaces it, as ⟦before → after⟧."""
-    source = mutant.path.read_bytes()
-    begin, end = source.rfind(b"\n", 0, mutant.begin) + 1, source.find(b"\n", mutant.end)
-    change = f"⟦{mutant.before} → {mutant.text}⟧".encode()
-    line = source[begin : mutant.begin] + change + source[mutant.end : end]
-    return " ".join(line.decode().split())
-
-
 def _show(number: int, mutant: Mutant, verdict: str) -> None:
-    place = f"{mutant.path.relative_to(PACKAGE)}:{mutant.line}"
-    print(f"{number:4d} {'killed  ' if verdict else 'SURVIVED'} {place}  {changed_line(mutant)}  {verdict}", flush=True)
-
-
-def package_of(mutant: Mutant) -> str:
-    return mutant.path.relative_to(PACKAGE).parts[0]
+    place = f"{mutant.place}:{mutant.line}"
+    print(f"{number:4d} {'killed  ' if verdict else 'SURVIVED'} {place}  {mutant.change}  {verdict}", flush=True)
 
 
 def table(mutants: list[Mutant], verdicts: list[str]) -> str:
-    """Of every package: mutants, how many were killed, and how many survivors do what the code does."""
-    rows = ["| package | mutants | killed | equivalent | not specified |", "|---|---|---|---|---|"]
-    for name in dict.fromkeys(map(package_of, mutants)):
-        own = [pair for pair in zip(mutants, verdicts, strict=True) if package_of(pair[0]) == name]
+    """Of every package: mutants, how many were found, how many are equivalent, and how many nobody noticed."""
+    rows = ["| package | changes | found | equivalent | not found |", "|---|---|---|---|---|"]
+    for name in dict.fromkeys(mutant.place.partition("/")[0] for mutant in mutants):
+        own = [pair for pair in zip(mutants, verdicts, strict=True) if pair[0].place.startswith(name + "/")]
         killed = sum(bool(verdict) for _, verdict in own)
-        equal = sum(not verdict and reason_of(mutant) != "" for mutant, verdict in own)
+        equal = sum(not verdict and mutant.reason != "" for mutant, verdict in own)
         share = 100 * killed / len(own)
         rows.append(f"| {name} | {len(own)} | {killed} ({share:.0f} %) | {equal} | {len(own) - killed - equal} |")
     return "\n".join(rows)
 
 
-def reason_of(mutant: Mutant) -> str:
-    """Why a mutant does what the code does, if it is known to."""
-    return EQUIVALENT.get((mutant.path.relative_to(PACKAGE).as_posix(), changed_line(mutant)), "")
-
-
 def page(mutants: list[Mutant], verdicts: list[str], seed: int) -> str:
-    return PAGE.format(seed=seed, count=len(mutants), table=table(mutants, verdicts), survivors="")
+    alive = [mutant for mutant, verdict in zip(mutants, verdicts, strict=True) if not verdict]
+    rows = "".join(f"| `{mutant.place}` | `{mutant.change}` | {mutant.reason} |\n" for mutant in alive).replace(
+        "||", ""
+    )
+    survivors = f"\n## Changes that were not found\n\n| file | change | equivalent because |\n|---|---|---|\n{rows}"
+    return PAGE.format(
+        seed=seed, count=len(mutants), table=table(mutants, verdicts), survivors=survivors if alive else ""
+    )
 
 
 if __name__ == "__main__":
