@@ -172,8 +172,8 @@ class RankLayout:
     def zero(self) -> int:
         """The stage of ZeRO that memory and time see.
 
-        FSDP2 has stage 2 as "do not reshard after the forward pass". In a pipeline that is stage 3: there, too, what was
-        gathered stays until the last micro-batch has gone back.
+        FSDP2 has stage 2 as "do not reshard after the forward pass". In a pipeline that is stage 3, where what was
+        gathered stays until the last micro-batch has gone back, too.
         """
         p = self.parallel
         return 3 if p.zero == 2 and p.pp > 1 and self.framework.keeps_weights_in_pipeline else p.zero
