@@ -19,6 +19,7 @@ from lumos.program.parameters import chunks_of, layers_of
 from lumos.program.program import Program
 from lumos.program.rank_layout import RankLayout
 from lumos.program.transformer_layer import TransformerLayer
+from lumos.schedules import Phase
 from lumos.setup import Setup, mistakes_in, preset_named, preset_names
 from lumos.setup.frameworks import framework_named, framework_names
 
@@ -756,3 +757,37 @@ def test_experts_in_a_loop_launch_for_each_and_make_gradients_as_large_as_all_of
     for layout, launches in ((grouped, 1), (looped, 5 * 8)):
         experts = [op for op in moe(layout) if op.name.startswith("experts ")]
         assert {op.launches for op in experts} == {launches}
+
+
+def test_experts_activate_every_copy_and_keep_no_state_without_an_optimizer() -> None:
+    layout = layout_of("mixtral-8x7b")
+    for block, passes in ((moe(layout), 3), (moe_backward(layout), 5)):
+        (activation,) = (op for op in block if op.name == "experts activation")
+        assert activation.work.bytes == passes * 2 * (2 * 2048) * 14336
+    for framework in framework_names():
+        frozen = Program(layout_of(framework=framework, train__optimizer="none").setup)
+        assert frozen.sharding.optimizer == 0
+        assert frozen.sharding.states(frozen.stage_parameters(0)).optimizer == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "phase", "wanted"),
+    [
+        ("1f1b", 0, Phase.FORWARD, {"forward": 8, "embedding": 1}),
+        ("1f1b", 1, Phase.FORWARD, {"forward": 8}),
+        ("1f1b", 3, Phase.FORWARD, {"forward": 8, "head": 1}),
+        ("1f1b", 0, Phase.BACKWARD, {"recompute": 8, "backward": 8, "embedding grad": 1}),
+        ("1f1b", 3, Phase.BACKWARD, {"recompute": 8, "backward": 8, "head grad": 1}),
+        ("1f1b", 3, Phase.WEIGHTS, {}),
+        ("zero-bubble", 3, Phase.BACKWARD, {"recompute": 8, "backward": 8, "head grad": 1}),
+        ("zero-bubble", 3, Phase.WEIGHTS, {"backward": 8, "head grad": 1}),
+    ],
+)
+def test_a_stage_runs_its_layers_and_the_ends_of_the_model(
+    schedule: str, stage: int, phase: Phase, wanted: dict[str, int]
+) -> None:
+    setup = layout_of("llama3-8b", "torchtitan", parallel__pp=4, train__recompute="full", parallel__schedule=schedule)
+    program = Program(setup.setup)
+    (chunk,) = program.chunks[stage]
+    assert {block.name: block.times for block in program.blocks(chunk, phase)} == wanted
+    assert program.optimizer(stage).name == "optimizer"
