@@ -259,6 +259,7 @@ def test_buckets_have_a_latency_each() -> None:
     quick, late = (step_of(network=network, **keys).role_us("reduce rest", 0) for network in (PLAIN, slow))
     buckets = 4 * setup_of("llama3-8b", {}).model.parameters(2048) / 25e6
     assert late - quick == pytest.approx(100 * buckets, rel=1e-3)
+    assert quick == pytest.approx(ring_us("all_reduce", 25e6 * buckets, 8), rel=1e-3)
     whole = keys | {"train.framework": "megatron"}
     quick, late = (step_of(network=network, **whole).role_us("reduce rest", 0) for network in (PLAIN, slow))
     assert late - quick == pytest.approx(100), "one bucket for all"
