@@ -85,15 +85,11 @@ def matrix_operator(op: RecordedOp) -> Operator | None:
     if name == "_grouped_mm":
         return _grouped(op)
     if name == "_fused_adamw_":
-        return Operator("adamw_fused", (sum(t.elements for t in op.outputs) // _states(op) or 1,), _dtype(op.inputs[0]))
+        held = sum(t.elements for t in op.inputs if t.shape)  # weights, gradients and two moments
+        return Operator("adamw_fused", (max(1, held // 4),), _dtype(op.inputs[0]))
     if name.startswith("attention."):
         return _attention(op)
     return None
-
-
-def _states(op: RecordedOp) -> int:
-    """How many lists of tensors the optimizer returns: parameters, gradients and its state are counted once each."""
-    return 5 if len(op.outputs) % 5 == 0 else 4
 
 
 def _dtype(tensor: TensorInfo) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ import transformers
 
 from lumos.errors import OptionError
 
-_HEADS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForImageClassification", "ForSpeechSeq2Seq", "LMHeadModel")
-_KINDS = (
-    transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModelForSeq2SeqLM,
-    transformers.AutoModelForSpeechSeq2Seq, transformers.AutoModelForImageClassification, transformers.AutoModelForImageTextToText,
-)  # fmt: skip
+_FIRST = {  # what decides between several classes of one architecture
+    "speech": transformers.AutoModelForSpeechSeq2Seq, "both": transformers.AutoModelForSeq2SeqLM,
+    "decoder": transformers.AutoModelForCausalLM, "encoder": transformers.AutoModelForMaskedLM,
+    "image": transformers.AutoModelForImageClassification, "mixed": transformers.AutoModelForImageTextToText,
+}  # fmt: skip
 
 
 def builder(
@@ -39,27 +40,50 @@ def builder(
 
 
 def _made(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
-    """With fused attention where the model has it, as on a GPU."""
-    try:
-        model: torch.nn.Module = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    except (ValueError, ImportError):
-        model = kind.from_config(config, dtype=dtype, attn_implementation="eager")
+    """With the attention that it has on a GPU, and without values for its weights: initialisers may draw until they fit."""
+    with _without_values():
+        model: torch.nn.Module = kind.from_config(config, dtype=dtype)
+    model.tie_weights()  # type: ignore[operator]
     return model
+
+
+def _without_values() -> Any:
+    for name in ("transformers.initialization", "transformers.modeling_utils"):
+        skip = getattr(sys.modules.get(name), "no_init_weights", None)
+        if skip is not None:
+            return skip()
+    return nullcontext()
 
 
 def _config(config: dict[str, Any]) -> Any:
     known = {key: value for key, value in config.items() if key != "auto_map"}
     try:
-        return transformers.AutoConfig.for_model(**known)
+        made = transformers.AutoConfig.for_model(**known)
+        if getattr(made, "is_encoder_decoder", False):
+            for name in ("decoder_start_token_id", "pad_token_id"):
+                if getattr(made, name, None) is None:
+                    setattr(made, name, 0)
+        return made
     except (ValueError, TypeError, KeyError) as error:
         raise OptionError(f"model_type = {str(config.get('model_type'))[:60]!r}: transformers {transformers.__version__} does not know it ({str(error)[:120]}): install a newer one") from None
 
 
 def _class_for(config: Any) -> Any:
-    """The Auto class that trains models of this configuration."""
-    for kind in _KINDS:
-        if type(config) in kind._model_mapping:
+    """The Auto class that trains models of this configuration: the one it names, or the usual one of its architecture."""
+    named = (getattr(config, "architectures", None) or [""])[0]
+    found = {key: kind for key, kind in _FIRST.items() if type(config) in kind._model_mapping}
+    for kind in found.values():
+        made = kind._model_mapping[type(config)]
+        if named in [one.__name__ for one in (made if isinstance(made, tuple) else (made,))]:
             return kind
+    order = list(_FIRST)
+    if not getattr(config, "is_decoder", False):  # encoders have a class to generate with, too
+        order = ["speech", "both", "encoder", "decoder", "image", "mixed"]
+    if not getattr(config, "is_encoder_decoder", False):
+        order = [key for key in order if key not in ("speech", "both")]
+    for key in order:
+        if key in found:
+            return found[key]
     raise OptionError(f"model_type = {config.model_type!r}: no class of transformers trains it with a loss of its own")
 
 

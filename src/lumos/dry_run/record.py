@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lumos.dry_run.recording import RecordedOp, Recording, TensorInfo
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "int64",
            torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8", torch.int8: "int8"}  # fmt: skip
+_MOST_SECONDS = 90.0  # a scan over tokens in Python runs tens of thousands of operators
 _BLOCK = 512  # bytes that the caching allocator rounds to
 
 
@@ -63,6 +65,13 @@ class _MemoryLedger:
         weakref.finalize(storage, self._release, key)
         return True
 
+    def touch(self, like: torch.Tensor, category: str, phase: str) -> None:
+        """Count a temporary tensor as large as another one."""
+        size = float(-(-like.untyped_storage().nbytes() // _BLOCK) * _BLOCK)
+        if self.total + size > self.peak:
+            held = self.by_category | {category: self.by_category.get(category, 0.0) + size}
+            self.peak, self.at_peak = self.total + size, (phase, held)
+
     def _release(self, key: int) -> None:
         size, category = self.alive.pop(key, (0.0, ""))
         self.total -= size
@@ -81,17 +90,31 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.ledger, self.ops, self.phase = ledger, list[RecordedOp](), "forward"
         self.assumptions: dict[str, None] = {}
+        self.until = monotonic() + _MOST_SECONDS
         self.drawn: set[int] = set()  # storages of random numbers, and of what was compared with them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
+        if monotonic() > self.until:
+            raise TimeoutError
         if name == "aten._local_scalar_dense.default":
             return self._value_of(args[0])
+        if name == "aten._safe_softmax.default":
+            return self._safe_softmax(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if not name.startswith("prim"):
-            self.add(name, [*_tensors(args), *_tensors(kwargs or {})], list(_tensors(out)))
+            accumulates = name.startswith("aten.index_put") and (args[3:4] or [(kwargs or {}).get("accumulate")])[0]
+            options = ("accumulate",) if accumulates else ()
+            self.add(name, [*_tensors(args), *_tensors(kwargs or {})], list(_tensors(out)), options)
             self._follow_random(name, args, out)
         return out
+
+    def _safe_softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A GPU has no kernel for it: rows without any finite score are found and set to zero."""
+        with self:
+            out = torch.softmax(x, dim, dtype)
+            empty = torch.isneginf(x).all(dim, keepdim=True)
+            return torch.where(empty, torch.zeros((), dtype=out.dtype), out)
 
     def _follow_random(self, name: str, args: Any, out: Any) -> None:
         """Remember single random numbers: whatever hangs on one (layers that are dropped) is taken as not happening."""
@@ -103,6 +126,8 @@ class _Recorder(TorchDispatchMode):
     def add(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()) -> None:
         category = {"forward": "activations", "backward": "gradients", "optimizer": "optimizer"}[self.phase]
         new = [self.ledger.hold(tensor, category, self.phase) for tensor in outputs]
+        if name == "aten._softmax_backward_data.default":  # the CUDA kernel multiplies its operands first
+            self.ledger.touch(outputs[0], category, self.phase)
         infos = (tuple(map(_info, inputs)), tuple(map(_info, outputs)))
         self.ops.append(RecordedOp(name, *infos, self.phase, allocates=any(new), options=options))
 
@@ -124,12 +149,12 @@ class _Attention(torch.autograd.Function):
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.recorder, ctx.options = recorder, _attention_options(mask, causal)
         recorder.add("attention.forward", [q, k, v], [out, lse], ctx.options)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *(() if mask is None else (mask,)))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *_ = ctx.saved_tensors
         found = [torch.empty_like(tensor) for tensor in (q, k, v)]
         ctx.recorder.add("attention.backward", [q, k, v, out, lse, *grads], found, ctx.options)
         return None, *found, None, None
@@ -163,6 +188,9 @@ class _AsOnGpu(TorchFunctionMode):
         if not _fuses(q, k, v, attn_mask, enable_gqa):
             math = torch._scaled_dot_product_attention_math
             return math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # it becomes one that is added, and is kept
+            zero, never = (torch.full((), value, dtype=q.dtype) for value in (0.0, float("-inf")))
+            attn_mask = torch.where(attn_mask, zero, never)
         return _Attention.apply(self.recorder, q, k, v, attn_mask, is_causal)
 
 
