@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +15,8 @@ from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, KwhPrice, Output, Price, ProfilerCosts, Pue, Tokens, TraceOptions
-from lumos.cli.terminal import deliver
-from lumos.errors import OptionError
+from lumos.cli.terminal import busy, deliver
+from lumos.errors import InputError, OptionError
 from lumos.export.chrome_traces import write_timeline
 from lumos.files import check_output, write_csv
 from lumos.prediction.bill import Tariff, read_tariff
@@ -40,6 +41,9 @@ def predict_command(
     scale: Annotated[
         list[str] | None, typer.Option(help="WHAT=FACTOR on durations: compute, comm, cpu, kernel:REGEX. Repeatable.")
     ] = None,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Predict a config.json from its sizes, not from the model's own code.")
+    ] = False,
     options: TraceOptions = _ALL,
     profiler_costs: ProfilerCosts = None,
     as_json: AsJson = False,
@@ -60,7 +64,7 @@ def predict_command(
             raise OptionError(
                 "--step, --match, --rank-pattern, --profiler-costs, --engine and --address work on a trace: add --from"
             )
-        found = _described(setup, changes or [], scale or [], tariff)
+        found = _described(setup, changes or [], scale or [], tariff, describe)
     else:
         _refuse_together(setup, changes or [], scale or [], priced=bool(price or kwh_price or pue or tokens))
         if setup is None and not changes:
@@ -87,13 +91,33 @@ def _refuse_together(setup: Path | None, changes: list[str], scale: list[str], p
         raise OptionError("--price, --kwh-price, --pue and --tokens need a setup, or what is to change: add --set")
 
 
-def _described(setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff) -> Prediction:
+def _described(
+    setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff, describe: bool = False
+) -> Prediction:
+    """From a description; a config.json from the model's own code, where that can be run."""
     if setup is None:
         raise OptionError("nothing to predict: name a setup file, or a trace with --from")
     if scale:
         raise OptionError("--scale works on a trace: add --from, or change the setup with --set")
-    reading = read_setup_with_notes(setup, changes)
-    return predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
+    if describe or setup.suffix.lower() != ".json":
+        reading = read_setup_with_notes(setup, changes)
+        return predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
+    return _from_config(setup, changes, tariff)
+
+
+def _from_config(config: Path, changes: list[str], tariff: Tariff) -> Prediction:
+    from lumos.dry_run.dry_prediction import INSTALL, dry_prediction, why_not  # other setups need none of it
+
+    reason = why_not(config, changes)
+    if reason is None:
+        with busy("running the model's own code on fake tensors"):
+            return dry_prediction(config, changes, tariff)
+    try:
+        reading = read_setup_with_notes(config, changes)
+    except InputError as error:
+        raise InputError(f"{error}; {INSTALL}" if INSTALL in reason else str(error)) from None
+    found = predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
+    return replace(found, notes=(*found.notes, reason)) if reason else found
 
 
 def _changed(

@@ -24,7 +24,7 @@ def builder(
 ) -> Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor], int]]:
     """What `record_step` calls: the model of a configuration, its loss on one batch, and the tokens in it."""
     made = _config(config)
-    kind = _class_for(made)
+    task, kind = _class_for(made)
 
     def build() -> tuple[torch.nn.Module, Callable[[], torch.Tensor], int]:
         torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
@@ -33,7 +33,7 @@ def builder(
         if recompute:
             model.gradient_checkpointing_enable()
         _see_no_tracing()
-        inputs = _batch(made, seq, batch, torch_dtype)
+        inputs = _batch(made, task, seq, batch, torch_dtype)
         return model, lambda: model(**inputs).loss, _tokens(inputs)
 
     return build
@@ -68,14 +68,14 @@ def _config(config: dict[str, Any]) -> Any:
         raise OptionError(f"model_type = {str(config.get('model_type'))[:60]!r}: transformers {transformers.__version__} does not know it ({str(error)[:120]}): install a newer one") from None
 
 
-def _class_for(config: Any) -> Any:
+def _class_for(config: Any) -> tuple[str, Any]:
     """The Auto class that trains models of this configuration: the one it names, or the usual one of its architecture."""
     named = (getattr(config, "architectures", None) or [""])[0]
     found = {key: kind for key, kind in _FIRST.items() if type(config) in kind._model_mapping}
-    for kind in found.values():
+    for key, kind in found.items():
         made = kind._model_mapping[type(config)]
         if named in [one.__name__ for one in (made if isinstance(made, tuple) else (made,))]:
-            return kind
+            return key, kind
     order = list(_FIRST)
     if not getattr(config, "is_decoder", False):  # encoders have a class to generate with, too
         order = ["speech", "both", "encoder", "decoder", "image", "mixed"]
@@ -83,7 +83,7 @@ def _class_for(config: Any) -> Any:
         order = [key for key in order if key not in ("speech", "both")]
     for key in order:
         if key in found:
-            return found[key]
+            return key, found[key]
     raise OptionError(f"model_type = {config.model_type!r}: no class of transformers trains it with a loss of its own")
 
 
@@ -95,15 +95,16 @@ def _see_no_tracing() -> None:
             module.is_tracing = lambda *_: False  # type: ignore[attr-defined]
 
 
-def _batch(config: Any, seq: int, batch: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _batch(config: Any, task: str, seq: int, batch: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Inputs and labels, by what the model reads."""
     ids = torch.zeros(batch, seq, dtype=torch.long)
-    if hasattr(config, "num_mel_bins"):
+    if task == "speech" and hasattr(config, "num_mel_bins"):
         frames = 2 * getattr(config, "max_source_positions", 1500)
         return {"input_features": torch.zeros(batch, config.num_mel_bins, frames, dtype=dtype), "labels": ids}
-    if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
-        size = config.image_size
-        pixels = torch.zeros(batch, getattr(config, "num_channels", 3), size, size, dtype=dtype)
+    if task == "image":
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        pixels = torch.zeros(batch, getattr(config, "num_channels", 3), height, width, dtype=dtype)
         return {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)}
     return {"input_ids": ids, "labels": ids}
 

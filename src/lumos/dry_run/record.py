@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
@@ -22,6 +21,7 @@ from lumos.dry_run.recording import RecordedOp, Recording, TensorInfo
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "int64",
            torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8", torch.int8: "int8"}  # fmt: skip
+_CATEGORIES = {"build": "weights", "forward": "activations", "backward": "gradients", "optimizer": "optimizer"}
 _MOST_SECONDS = 90.0  # a scan over tokens in Python runs tens of thousands of operators
 _BLOCK = 512  # bytes that the caching allocator rounds to
 
@@ -88,7 +88,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, ledger: _MemoryLedger) -> None:
         super().__init__()
-        self.ledger, self.ops, self.phase = ledger, list[RecordedOp](), "forward"
+        self.ledger, self.ops, self.phase = ledger, list[RecordedOp](), "build"
         self.assumptions: dict[str, None] = {}
         self.until = monotonic() + _MOST_SECONDS
         self.drawn: set[int] = set()  # storages of random numbers, and of what was compared with them
@@ -124,7 +124,7 @@ class _Recorder(TorchDispatchMode):
                 self.drawn.add(out.untyped_storage()._cdata)
 
     def add(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()) -> None:
-        category = {"forward": "activations", "backward": "gradients", "optimizer": "optimizer"}[self.phase]
+        category = _CATEGORIES[self.phase]
         new = [self.ledger.hold(tensor, category, self.phase) for tensor in outputs]
         if name == "aten._softmax_backward_data.default":  # the CUDA kernel multiplies its operands first
             self.ledger.touch(outputs[0], category, self.phase)
@@ -204,11 +204,14 @@ def _fuses(q: Any, k: Any, v: Any, mask: Any, enable_gqa: bool) -> bool:
     return bool(max(q.shape[-1], v.shape[-1]) <= 256 and q.shape[-1] % 8 == 0)
 
 
-def record_step(build: Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor], int]], optimizer: str = "adamw") -> Recording:
+Build = Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor], int]]
+
+
+def record_step(build: Build, optimizer: str = "adamw", microbatches: int = 1) -> Recording:
     """Run two steps of a model that `build` makes, and record the second.
 
     `build` is called under fake tensors and returns the model, a function that runs a forward pass and returns the loss, and
-    the tokens (or samples) of one step. The first step makes the optimizer's state.
+    the tokens (or samples) of one micro-batch. The first step makes the optimizer's state.
     """
     ledger = _MemoryLedger()
     recorder = _Recorder(ledger)
@@ -222,29 +225,30 @@ def record_step(build: Callable[[], tuple[torch.nn.Module, Callable[[], torch.Te
         for _ in range(2):
             recorder.ops.clear()
             ledger.restart()
-            with _watched(recorder):
-                recorder.phase = "forward"
-                loss = loss_of()
-                recorder.phase = "backward"
-                loss.backward()
-                recorder.phase = "optimizer"
-                update.step()
-                update.zero_grad(set_to_none=True)
-                del loss
+            with _AsOnGpu(recorder), recorder:
+                _step(recorder, loss_of, update, microbatches)
         phase, held = ledger.at_peak
         return Recording(
-            list(recorder.ops), sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained), tokens,
-            ledger.peak, phase, held, list(recorder.assumptions),
+            list(recorder.ops), sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained),
+            tokens * microbatches, ledger.peak, phase, held, list(recorder.assumptions),
         )  # fmt: skip
+
+
+def _step(
+    recorder: _Recorder, loss_of: Callable[[], torch.Tensor], update: torch.optim.Optimizer, microbatches: int
+) -> None:
+    for _ in range(microbatches):
+        recorder.phase = "forward"
+        loss = loss_of()
+        recorder.phase = "backward"
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+    recorder.phase = "optimizer"
+    update.step()
+    update.zero_grad(set_to_none=True)
 
 
 def _optimizer(kind: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=True)
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-
-
-@contextmanager
-def _watched(recorder: _Recorder) -> Iterator[None]:
-    with _AsOnGpu(recorder), recorder:
-        yield

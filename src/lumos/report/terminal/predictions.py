@@ -19,7 +19,7 @@ _MOST_RANKS = 4
 def show_prediction(found: Prediction, console: Console) -> None:
     """The whole answer, whatever it was predicted from."""
     parts: list[RenderableType] = [_summary(found), *_bill(found.bill), _breakdown(found)]
-    if found.step is not None:
+    if found.all_operators:
         parts += [_memory(found), _operators(found)]
     if found.traced is not None:
         parts += [_understood(found), _inferred(found)]
