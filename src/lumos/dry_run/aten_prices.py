@@ -9,7 +9,7 @@ memory; those with a broadcast, strided or converted operand compute an address 
 
 from __future__ import annotations
 
-from math import prod, sqrt
+from math import gcd, prod, sqrt
 from typing import NamedTuple
 
 from lumos.cost.operator_model import CostModel
@@ -36,6 +36,9 @@ _OWN = {
     "bincount": "histogram", "cumsum": "cumsum", "scatter": "index", "scatter_add": "scatter_add", "index_add": "index_add",
     "nll_loss_forward": "nll_loss", "nll_loss2d_forward": "nll_loss", "gelu": "gelu", "gelu_backward": "gelu_backward",
 }  # fmt: skip
+
+
+_NEED_CONTIGUOUS = ("layer_norm", "softmax", "log_softmax")  # kernels that copy what is not
 
 
 class Work(NamedTuple):
@@ -162,6 +165,8 @@ def _own(op: RecordedOp, name: str, read: float, written: float, elements: float
         return Work(family, 64.0 * op.inputs[0].shape[0], float(op.inputs[0].shape[0]))
     if family in ("sort", "topk", "histogram", "cumsum"):
         elements = float(max(t.elements for t in op.inputs))
+    if family.startswith("softmax"):  # rows of up to 1,024 elements stay in registers
+        family += ".long" if op.outputs[0].shape[-1:] > (1024,) else ".short"
     if family.startswith("layer_norm"):
         family += ".fp32" if op.inputs[0].element == 4 else ".half"
     if family == "cat":
@@ -221,7 +226,7 @@ def _layout(operands: list[TensorInfo], kind: str) -> str:
     full = [t for t in operands if t.shape == out.shape]
     fast = _fastest(out)
     if any(fast is not None and t.strides[fast] not in (0, 1) for t in full):
-        return "transposed" if kind == "copy" else "strided"
+        return "transposed"
     if len(full) < len(operands) or any(t.strides != out.strides and not _same_order(t, out) for t in full) or not out.is_dense:
         return "strided"
     if any(not t.is_dense for t in full):
@@ -246,6 +251,28 @@ def _same_order(a: TensorInfo, b: TensorInfo) -> bool:
     return all(x == y for size, x, y in zip(a.shape, a.strides, b.strides, strict=True) if size > 1)
 
 
+def _contiguous(tensor: TensorInfo) -> TensorInfo:
+    return tensor._replace(strides=tuple(prod(tensor.shape[index + 1 :]) for index in range(len(tensor.shape))))
+
+
+def _is_contiguous(tensor: TensorInfo) -> bool:
+    return _same_order(tensor, _contiguous(tensor))
+
+
+def _as_wide(narrow: TensorInfo, wide: TensorInfo) -> tuple[TensorInfo, ...]:
+    """A tensor that is broadcast to the shape of another."""
+    return (wide,) if narrow.shape == wide.shape else (narrow, wide)
+
+
+def _alignment(operator: Operator) -> int:
+    """The largest power of two, up to 8, that divides the rows in memory of all operands of a matmul."""
+    if not operator.kind.startswith("gemm"):
+        return 8
+    m, n, k = operator.shape
+    rows = {"gemm_tn": (k, n), "gemm_nn": (k, n), "gemm_nt": (m, n)}[operator.kind]
+    return gcd(8, *rows)
+
+
 # ---------------------------------------------------------------------- inside a step
 class AtenPrices:
     """What recorded operators cost inside a step of one GPU: `AtenPrices(prices).of(op)`."""
@@ -253,7 +280,8 @@ class AtenPrices:
     def __init__(self, prices: Prices) -> None:
         self.prices, self.model = prices, prices.model
         self.table = read_table("aten_costs.json")
-        gpu, home = self.model.gpu, gpu_named(self.table["gpu"])
+        self.home = home = gpu_named(self.table["gpu"])
+        gpu = self.model.gpu
         self.moved = gpu.hbm_gb_s / home.hbm_gb_s
         self.addressed = gpu.sms * gpu.clock_ghz / (home.sms * home.clock_ghz)
         self.source = "fitted" if gpu.name == home.name else "transferred"
@@ -268,9 +296,20 @@ class AtenPrices:
         return self._known[op]
 
     def _matrix(self, op: RecordedOp, operator: Operator) -> Price:
-        us = self.prices.operator_us(operator)
-        factor = self._factor(op, operator)
-        return Price(us * factor, _source(self.model, operator), operator, operator.bytes)
+        us = self._matmul_us(operator) * self._factor(op, operator)
+        if base_name(op) == "baddbmm":  # what is added is copied into the output first
+            us += self._moved(op._replace(name="aten.copy.default", inputs=_as_wide(op.inputs[0], op.outputs[0]))).us
+        return Price(us, _source(self.model, operator), operator, operator.bytes)
+
+    def _matmul_us(self, operator: Operator) -> float:
+        """Matmuls whose rows begin at odd addresses run on kernels without wide loads."""
+        alignment = _alignment(operator)
+        rates = self.table["misaligned_tflops"].get(str(alignment), {})
+        if operator.kind not in rates:
+            return self.prices.operator_us(operator)
+        even = operator._replace(shape=tuple(-(-size // 8) * 8 for size in operator.shape))
+        slow = operator.flops / (rates[operator.kind] * self.model.gpu.peak(operator.dtype) / self.home.peak(operator.dtype)) / 1e6
+        return max(self.prices.operator_us(even), slow)
 
     def _factor(self, op: RecordedOp, operator: Operator) -> float:
         """Of kernels that the cost model has no samples of: masked attention, matmuls in other precisions."""
@@ -287,6 +326,9 @@ class AtenPrices:
         factors = self.prices.factors
         warm = warmth(Operator("stream", (max(1, int(work.bytes)),)), self.model.gpu.l2_mb)
         sampled = work.family in self.table["families"]
+        if work.family.startswith(_NEED_CONTIGUOUS):
+            copies = [op._replace(name="aten.clone.default", inputs=(t,), outputs=(_contiguous(t),)) for t in op.inputs if not _is_contiguous(t)]
+            us += sum(isolated_us(work_of(copy), self.table["families"], self.moved, self.addressed) for copy in copies)
         return Price(us * factors.stream * warm + factors.launch_gap_us, self.source if sampled else "roofline", None, work.bytes)
 
 
