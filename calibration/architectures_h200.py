@@ -45,7 +45,15 @@ SMALL: dict[str, dict[str, Any]] = {
     "whisper": {"model_type": "whisper", "d_model": 1024, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 16, "decoder_attention_heads": 16, "encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096, "vocab_size": 51865},
     "mamba": {"model_type": "mamba", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 50280, "state_size": 16},
 }  # fmt: skip
-BATCH: dict[str, tuple[int, int]] = {"bert": (32, 512), "vit": (128, 224), "t5": (8, 512), "whisper": (8, 448), "mamba": (2, 512), "gpt2": (4, 1024), "opt": (4, 2048)}
+BATCH: dict[str, tuple[int, int]] = {
+    "bert": (32, 512),
+    "vit": (128, 224),
+    "t5": (8, 512),
+    "whisper": (8, 448),
+    "mamba": (2, 512),
+    "gpt2": (4, 1024),
+    "opt": (4, 2048),
+}
 
 
 def build(name: str, config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -58,9 +66,15 @@ def build(name: str, config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str,
         model = kind.from_config(made, dtype=torch.bfloat16)
     ids = torch.randint(0, 1000, (batch, seq), device="cuda")
     if name == "vit":
-        return model, {"pixel_values": torch.randn(batch, 3, 224, 224, device="cuda", dtype=torch.bfloat16), "labels": torch.zeros(batch, dtype=torch.long, device="cuda")}
+        return model, {
+            "pixel_values": torch.randn(batch, 3, 224, 224, device="cuda", dtype=torch.bfloat16),
+            "labels": torch.zeros(batch, dtype=torch.long, device="cuda"),
+        }
     if name == "whisper":
-        return model, {"input_features": torch.randn(batch, 80, 3000, device="cuda", dtype=torch.bfloat16), "labels": ids}
+        return model, {
+            "input_features": torch.randn(batch, 80, 3000, device="cuda", dtype=torch.bfloat16),
+            "labels": ids,
+        }
     return model, {"input_ids": ids, "labels": ids}
 
 
@@ -122,7 +136,10 @@ def main(output: str, seconds: str) -> None:
         began = time.monotonic()
         try:
             row = measure(name, config)
-            print(f"{name:12s} {row['parameters'] / 1e9:6.2f} B {1e3 * row['step_s_median']:8.2f} ms {row['peak_mem_alloc'] / 2**30:7.2f} GiB {row['attention']} {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"{name:12s} {row['parameters'] / 1e9:6.2f} B {1e3 * row['step_s_median']:8.2f} ms {row['peak_mem_alloc'] / 2**30:7.2f} GiB {row['attention']} {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
         except Exception as error:  # one architecture must not end the others
             row = {"name": name, "config": config, "error": f"{type(error).__name__}: {error}"[:500]}
             print(name, row["error"], flush=True)

@@ -53,12 +53,19 @@ def draw(low: float, high: float, of: int = 8) -> int:
 
 
 def tokens_and_width() -> tuple[int, int]:
-    return draw(256, 32768), random.choice([512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 11008, 14336])
+    return draw(256, 32768), random.choice(
+        [512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 11008, 14336]
+    )
 
 
 def heads() -> tuple[int, int, int, int]:
     """(batch, sequence, heads, head size)."""
-    return random.choice([1, 1, 2, 4, 8]), draw(256, 8192, 64), random.choice([8, 12, 16, 24, 32]), random.choice([64, 80, 96, 128, 256])
+    return (
+        random.choice([1, 1, 2, 4, 8]),
+        draw(256, 8192, 64),
+        random.choice([8, 12, 16, 24, 32]),
+        random.choice([64, 80, 96, 128, 256]),
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -68,10 +75,23 @@ def name_of(dtype: torch.dtype) -> str:
 # ---------------------------------------------------------------------- families
 def elementwise() -> Iterator[Row]:
     unary: dict[str, Callable[[torch.Tensor], Any]] = {
-        "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "neg": torch.neg, "pow": lambda x: x.pow(2),
-        "rsqrt": torch.rsqrt, "tanh": torch.tanh, "relu": torch.relu, "sigmoid": torch.sigmoid, "exp": torch.exp, "mul_scalar": lambda x: x * 0.5,
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "neg": torch.neg,
+        "pow": lambda x: x.pow(2),
+        "rsqrt": torch.rsqrt,
+        "tanh": torch.tanh,
+        "relu": torch.relu,
+        "sigmoid": torch.sigmoid,
+        "exp": torch.exp,
+        "mul_scalar": lambda x: x * 0.5,
     }
-    binary: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {"mul": torch.mul, "add": torch.add, "div": torch.div}
+    binary: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+        "mul": torch.mul,
+        "add": torch.add,
+        "div": torch.div,
+    }
     while True:
         t, h = tokens_and_width()
         dtype = random.choice([BF16, BF16, FP32, FP16])
@@ -112,13 +132,21 @@ def by_heads() -> Iterator[Row]:
         low, high = moved[..., : d // 2], moved[..., d // 2 :]
         yield "neg", facts | {"layout": "half heads moved", "shape": [b, a, s, d // 2]}, lambda: -high
         yield "cat", facts | {"layout": "halves of heads moved"}, lambda: torch.cat((high, low), dim=-1)
-        yield "cat", facts | {"layout": "halves of heads"}, lambda: torch.cat((whole[..., d // 2 :], whole[..., : d // 2]), dim=-1)
+        yield (
+            "cat",
+            facts | {"layout": "halves of heads"},
+            lambda: torch.cat((whole[..., d // 2 :], whole[..., : d // 2]), dim=-1),
+        )
         half = rand(b, a, s, d // 2, dtype=dtype)
         yield "slice_backward", facts, lambda: torch.ops.aten.slice_backward(half, [b, a, s, d], 3, 0, d // 2, 1)
         groups = random.choice([2, 4, 8])
         if a % groups == 0:
             few = moved[:, : a // groups]
-            yield "clone", facts | {"layout": "repeated keys"}, lambda: few[:, :, None].expand(b, a // groups, groups, s, d).reshape(b, a, s, d)
+            yield (
+                "clone",
+                facts | {"layout": "repeated keys"},
+                lambda: few[:, :, None].expand(b, a // groups, groups, s, d).reshape(b, a, s, d),
+            )
         yield "sum", facts | {"layout": "over broadcast heads"}, lambda: whole.sum(1, keepdim=True)
 
 
@@ -157,7 +185,13 @@ def reductions() -> Iterator[Row]:
         weight = rand(h, dtype=dtype)
         yield "native_layer_norm", facts, lambda: torch.ops.aten.native_layer_norm(x, [h], weight, weight, 1e-5)
         out, mean, rstd = torch.ops.aten.native_layer_norm(x, [h], weight, weight, 1e-5)
-        yield "native_layer_norm_backward", facts, lambda: torch.ops.aten.native_layer_norm_backward(x, out, [h], mean, rstd, weight, weight, [True, True, True])
+        yield (
+            "native_layer_norm_backward",
+            facts,
+            lambda: torch.ops.aten.native_layer_norm_backward(
+                x, out, [h], mean, rstd, weight, weight, [True, True, True]
+            ),
+        )
         yield "_fused_rms_norm", facts, lambda: torch.ops.aten._fused_rms_norm(x, [h], weight, 1e-6)
         v = random.choice([32000, 50304, 65024, 128256, 151936])
         n = draw(256, 4096)
@@ -165,13 +199,22 @@ def reductions() -> Iterator[Row]:
         logp, target = torch.log_softmax(logits, -1), torch.randint(v, (n,), device=DEVICE)
         wide = {"shape": [n, v], "dtype": name_of(dtype)}
         yield "_log_softmax", wide, lambda: torch.log_softmax(logits, -1)
-        yield "_log_softmax_backward_data", wide, lambda: torch.ops.aten._log_softmax_backward_data(logits, logp, -1, dtype)
+        yield (
+            "_log_softmax_backward_data",
+            wide,
+            lambda: torch.ops.aten._log_softmax_backward_data(logits, logp, -1, dtype),
+        )
         yield "nll_loss_forward", wide, lambda: F.nll_loss(logp, target)
 
 
 def attention_scores() -> Iterator[Row]:
     while True:
-        b, a, s, d = random.choice([1, 2, 4, 8]), random.choice([8, 12, 16, 32]), draw(128, 4096, 64), random.choice([64, 80, 128])
+        b, a, s, d = (
+            random.choice([1, 2, 4, 8]),
+            random.choice([8, 12, 16, 32]),
+            draw(128, 4096, 64),
+            random.choice([64, 80, 128]),
+        )
         dtype = random.choice([BF16, FP32, FP16])
         if b * a * s * s > 1 << 30:
             continue
@@ -184,13 +227,21 @@ def attention_scores() -> Iterator[Row]:
         yield "_softmax", facts | {"shape": [b, a, s, s]}, lambda: torch.softmax(scores, -1)
         mask = torch.zeros(1, 1, s, s, device=DEVICE, dtype=dtype)
         yield "add", facts | {"shape": [b, a, s, s], "layout": "mask, broadcast"}, lambda: scores + mask
-        yield "_to_copy", facts | {"shape": [b, a, s, s], "to": "fp32"}, lambda: scores.to(FP32 if dtype != FP32 else BF16)
+        yield (
+            "_to_copy",
+            facts | {"shape": [b, a, s, s], "to": "fp32"},
+            lambda: scores.to(FP32 if dtype != FP32 else BF16),
+        )
 
 
 def fused_attention() -> Iterator[Row]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    backends = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+    }
     while True:
         b, s, a, d = heads()
         dtype = random.choice([BF16, BF16, FP16, FP32])
@@ -225,7 +276,11 @@ def indexing() -> Iterator[Row]:
         copies = rand(t * k, h)
         yield "index_add_", facts, lambda: torch.zeros_like(x).index_add_(0, index, copies)
         yield "scatter_add", facts, lambda: torch.zeros_like(x).scatter_add_(0, index[:, None].expand(-1, h), copies)
-        yield "index_put", facts | {"accumulate": True}, lambda: torch.zeros_like(x).index_put_((index,), copies, accumulate=True)
+        yield (
+            "index_put",
+            facts | {"accumulate": True},
+            lambda: torch.zeros_like(x).index_put_((index,), copies, accumulate=True),
+        )
         logits = rand(t, e, dtype=FP32)
         yield "topk", {"shape": [t, e], "k": k, "dtype": "fp32"}, lambda: torch.topk(logits, k, dim=-1)
         flat = torch.randint(e, (t * k,), device=DEVICE)
@@ -234,12 +289,21 @@ def indexing() -> Iterator[Row]:
         table = rand(random.choice([32000, 128256]), h)
         ids = torch.randint(table.shape[0], (t,), device=DEVICE)
         yield "embedding", {"shape": [t, table.shape[0], h], "dtype": "bf16"}, lambda: F.embedding(ids, table)
-        yield "embedding_dense_backward", {"shape": [t, table.shape[0], h], "dtype": "bf16"}, lambda: torch.ops.aten.embedding_dense_backward(x, ids, table.shape[0], -1, False)
+        yield (
+            "embedding_dense_backward",
+            {"shape": [t, table.shape[0], h], "dtype": "bf16"},
+            lambda: torch.ops.aten.embedding_dense_backward(x, ids, table.shape[0], -1, False),
+        )
 
 
 def grouped() -> Iterator[Row]:
     while True:
-        e, t, n, k = random.choice([8, 16, 32, 64, 128]), draw(1024, 65536, 64), random.choice([768, 1024, 1408, 2048, 4096, 14336]), random.choice([1024, 2048, 4096])
+        e, t, n, k = (
+            random.choice([8, 16, 32, 64, 128]),
+            draw(1024, 65536, 64),
+            random.choice([768, 1024, 1408, 2048, 4096, 14336]),
+            random.choice([1024, 2048, 4096]),
+        )
         uneven = random.choice([0.0, 0.3, 1.0])
         load = torch.rand(e) * uneven + 1
         ends = ((load / load.sum()).cumsum(0) * t).round().int().to(DEVICE)
@@ -265,7 +329,11 @@ def matmuls() -> Iterator[Row]:
 
 def convolutions() -> Iterator[Row]:
     while True:
-        batch, channels, out = random.choice([16, 32, 64, 128, 256]), random.choice([3, 64, 128, 256, 512, 1024]), random.choice([64, 128, 256, 512, 1024, 2048])
+        batch, channels, out = (
+            random.choice([16, 32, 64, 128, 256]),
+            random.choice([3, 64, 128, 256, 512, 1024]),
+            random.choice([64, 128, 256, 512, 1024, 2048]),
+        )
         size, kernel = random.choice([7, 14, 28, 56, 112, 224]), random.choice([1, 1, 3, 3, 7])
         if batch * max(channels, out) * size * size > 1 << 29:
             continue
@@ -274,11 +342,21 @@ def convolutions() -> Iterator[Row]:
         layout = torch.channels_last if last else torch.contiguous_format
         x = rand(batch, channels, size, size, dtype=dtype).to(memory_format=layout)
         w = rand(out, channels, kernel, kernel, dtype=dtype).to(memory_format=layout)
-        facts = {"shape": [batch, channels, size, out, kernel], "dtype": name_of(dtype), "layout": "channels last" if last else "channels first"}
+        facts = {
+            "shape": [batch, channels, size, out, kernel],
+            "dtype": name_of(dtype),
+            "layout": "channels last" if last else "channels first",
+        }
         yield "convolution", facts, lambda: F.conv2d(x, w, padding=kernel // 2)
         y = F.conv2d(x, w, padding=kernel // 2)
         pad, one = [kernel // 2] * 2, [1, 1]
-        yield "convolution_backward", facts, lambda: torch.ops.aten.convolution_backward(y, x, w, None, one, pad, one, False, [0, 0], 1, [True, True, False])
+        yield (
+            "convolution_backward",
+            facts,
+            lambda: torch.ops.aten.convolution_backward(
+                y, x, w, None, one, pad, one, False, [0, 0], 1, [True, True, False]
+            ),
+        )
         weight = torch.ones(channels, device=DEVICE)
         yield "native_batch_norm", facts, lambda: F.batch_norm(x, None, None, weight, weight, training=True)
 
@@ -316,7 +394,14 @@ def main(output: str, seconds: str, seed: str = "0") -> None:
     stop, empty = time.monotonic() + float(seconds), timed(lambda: None)
     nothing = timed(lambda: torch.empty(1, device=DEVICE).zero_())
     with open(output, "w") as file:
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "seed": int(seed), "empty_us": empty, "tiny_kernel_us": nothing}
+        about = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "seed": int(seed),
+            "empty_us": empty,
+            "tiny_kernel_us": nothing,
+        }
         file.write(json.dumps({"about": about}) + "\n")
         for family, (rows, most) in FAMILIES.items():
             done, failed, began = 0, 0, time.monotonic()

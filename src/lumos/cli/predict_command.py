@@ -120,9 +120,7 @@ def _from_config(config: Path, changes: list[str], tariff: Tariff) -> Prediction
     return replace(found, notes=(*found.notes, reason)) if reason else found
 
 
-def _changed(
-    load: Callable[[], Replay], setup: Path | None, changes: list[str], tariff: Tariff
-) -> Prediction:
+def _changed(load: Callable[[], Replay], setup: Path | None, changes: list[str], tariff: Tariff) -> Prediction:
     """Another configuration of a traced run, whose own setup is inferred as far as the trace shows it."""
     stated, asked = read_plain(setup), read_plain(setup, changes)
     run = load()

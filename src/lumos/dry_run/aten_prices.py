@@ -23,7 +23,21 @@ _NOTHING = ("empty", "new_empty", "_local_scalar_dense", "lift_fresh", "set_", "
 _FILLS = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "fill", "zero",
           "arange", "scalar_tensor", "nll_loss_backward", "nll_loss2d_backward"}  # fmt: skip
 _COPIES = {"_to_copy", "clone", "copy", "contiguous", "repeat", "constant_pad_nd"}
-_REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "all", "any", "linalg_vector_norm", "argmax", "var", "var_mean", "prod"}
+_REDUCTIONS = {
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "all",
+    "any",
+    "linalg_vector_norm",
+    "argmax",
+    "var",
+    "var_mean",
+    "prod",
+}
 _OWN = {
     "_softmax": "softmax", "_softmax_backward_data": "softmax_backward", "_log_softmax": "log_softmax",
     "_log_softmax_backward_data": "log_softmax_backward", "native_layer_norm": "layer_norm",
@@ -227,7 +241,11 @@ def _layout(operands: list[TensorInfo], kind: str) -> str:
     fast = _fastest(out)
     if any(fast is not None and t.strides[fast] not in (0, 1) for t in full):
         return "transposed"
-    if len(full) < len(operands) or any(t.strides != out.strides and not _same_order(t, out) for t in full) or not out.is_dense:
+    if (
+        len(full) < len(operands)
+        or any(t.strides != out.strides and not _same_order(t, out) for t in full)
+        or not out.is_dense
+    ):
         return "strided"
     if any(not t.is_dense for t in full):
         return "strided"
@@ -308,7 +326,11 @@ class AtenPrices:
         if operator.kind not in rates:
             return self.prices.operator_us(operator)
         even = operator._replace(shape=tuple(-(-size // 8) * 8 for size in operator.shape))
-        slow = operator.flops / (rates[operator.kind] * self.model.gpu.peak(operator.dtype) / self.home.peak(operator.dtype)) / 1e6
+        slow = (
+            operator.flops
+            / (rates[operator.kind] * self.model.gpu.peak(operator.dtype) / self.home.peak(operator.dtype))
+            / 1e6
+        )
         return max(self.prices.operator_us(even), slow)
 
     def _factor(self, op: RecordedOp, operator: Operator) -> float:
@@ -327,9 +349,15 @@ class AtenPrices:
         warm = warmth(Operator("stream", (max(1, int(work.bytes)),)), self.model.gpu.l2_mb)
         sampled = work.family in self.table["families"]
         if work.family.startswith(_NEED_CONTIGUOUS):
-            copies = [op._replace(name="aten.clone.default", inputs=(t,), outputs=(_contiguous(t),)) for t in op.inputs if not _is_contiguous(t)]
+            copies = [
+                op._replace(name="aten.clone.default", inputs=(t,), outputs=(_contiguous(t),))
+                for t in op.inputs
+                if not _is_contiguous(t)
+            ]
             us += sum(isolated_us(work_of(copy), self.table["families"], self.moved, self.addressed) for copy in copies)
-        return Price(us * factors.stream * warm + factors.launch_gap_us, self.source if sampled else "roofline", None, work.bytes)
+        return Price(
+            us * factors.stream * warm + factors.launch_gap_us, self.source if sampled else "roofline", None, work.bytes
+        )
 
 
 def isolated_us(work: Work, families: dict[str, dict[str, float]], moved: float = 1.0, addressed: float = 1.0) -> float:

@@ -36,7 +36,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "train.optimizer": ("adamw", "adam", "sgd"), "train.attention": ("",), "train.cuda_graphs": (False,),
     "train.imbalance": (1.0,),
 }  # fmt: skip
-INSTALL = "pip install 'lumos[dry]' predicts it from the model's own code"
+INSTALL = "pip install 'lumos-sim[dry]' predicts it from the model's own code"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,9 @@ class DryPrediction(Prediction):
     def warnings(self) -> list[str]:
         found, model = list(self.notes), self.dry.prices.model
         if model.transferred:
-            found.append(f"no samples for {model.gpu.name}: its costs are those of {model.sampled} scaled by its own peaks, and the interval is wider")
+            found.append(
+                f"no samples for {model.gpu.name}: its costs are those of {model.sampled} scaled by its own peaks, and the interval is wider"
+            )
         if self.host_bound:
             found.append("the host decides this step: cluster.host = 1 is a typical host, and hosts differ by a third")
         if self.fits is False:
@@ -112,7 +114,9 @@ def why_not(path: Path, changes: Sequence[str]) -> str | None:
         return f"predicted from its sizes: {INSTALL}"
     given = read_plain(None, changes).overrides
     if given.get("model"):
-        return "predicted from its sizes, because model keys are set: a dry run takes the model as its config.json has it"
+        return (
+            "predicted from its sizes, because model keys are set: a dry run takes the model as its config.json has it"
+        )
     setup = _setup(path, changes).setup
     for key, values in _SUPPORTED.items():
         section, name = key.split(".")
@@ -151,19 +155,30 @@ def dry_prediction(path: Path, changes: Sequence[str], tariff: Tariff) -> DryPre
     setup: Setup = reading.setup
     step = DryStep(setup, _recorded(config, setup, place_of(path)), prices_of(setup))
     notes = (*reading.notes, *_notes(), *step.recording.assumptions)
-    return DryPrediction(step.run, dry_spread(step.prices.model.transferred, step.host_us / step.busy_us), setup, notes=notes, tariff=tariff, dry=step)
+    return DryPrediction(
+        step.run,
+        dry_spread(step.prices.model.transferred, step.host_us / step.busy_us),
+        setup,
+        notes=notes,
+        tariff=tariff,
+        dry=step,
+    )
 
 
 def _notes() -> tuple[str, ...]:
     import torch
     import transformers
 
-    return (f"dry run of the model's own code: transformers {transformers.__version__}, torch {torch.__version__}, fused AdamW, attention as PyTorch chooses it on this GPU, experts equally loaded",)
+    return (
+        f"dry run of the model's own code: transformers {transformers.__version__}, torch {torch.__version__}, fused AdamW, attention as PyTorch chooses it on this GPU, experts equally loaded",
+    )
 
 
 def _recorded(config: dict[str, Any], setup: Setup, where: str) -> Any:
     """Record the step; whatever the model's code does that fake tensors cannot follow is one line for the user."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_TELEMETRY="1")
+    os.environ.update(
+        HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_TELEMETRY="1"
+    )
     from lumos.dry_run.huggingface_model import builder
     from lumos.dry_run.record import record_step
 
@@ -174,7 +189,11 @@ def _recorded(config: dict[str, Any], setup: Setup, where: str) -> Any:
     except LumosError as error:
         raise OptionError(f"{where}: {error}; or {way_out}") from None
     except TimeoutError:
-        raise OptionError(f"{where}: its step runs too many operators for a dry run (a loop over tokens in Python?): {way_out}") from None
+        raise OptionError(
+            f"{where}: its step runs too many operators for a dry run (a loop over tokens in Python?): {way_out}"
+        ) from None
     except Exception as error:  # the model's own code may raise anything
         line = next((text.strip() for text in str(error).splitlines() if text.strip()), "")
-        raise OptionError(f"{where}: the dry run of {config['model_type'][:60]} failed: {type(error).__name__}: {line[:200]}; {way_out}") from None
+        raise OptionError(
+            f"{where}: the dry run of {config['model_type'][:60]} failed: {type(error).__name__}: {line[:200]}; {way_out}"
+        ) from None

@@ -73,19 +73,18 @@ class DryStep:
         return sum(self.host_us_of(op) for op in self.recording.ops)
 
     def host_us_of(self, op: RecordedOp) -> float:
-        """Host time of one operator with the Python around it; a view costs little, and the backward pass runs in C++."""
+        """Host time of one operator with the Python around it; the backward pass runs in C++."""
         table = read_table("aten_costs.json")["host"]
-        if not runs_kernel(op):
-            share = table["view_share"]
-        else:
-            share = 1.0 if op.phase != "backward" else table["backward_share"]
-        return self.prices.host_us * share
+        share = table["launch_share" if runs_kernel(op) else "view_share"]
+        return float(self.prices.host_us * share * (table["backward_share"] if op.phase == "backward" else 1.0))
 
     # ------------------------------------------------------------------ work
     @cached_property
     def model_flops(self) -> float:
         """Of matmuls and attention, without what is recomputed: a backward pass has twice the work of its forward pass."""
-        return 3.0 * sum(p.operator.flops for op, p in self.kernels if p.operator and op.phase == "forward" and p.operator.is_matrix)
+        return 3.0 * sum(
+            p.operator.flops for op, p in self.kernels if p.operator and op.phase == "forward" and p.operator.is_matrix
+        )
 
     @cached_property
     def hardware_flops(self) -> float:
@@ -152,7 +151,7 @@ class _Rows:
         gap_ns = round(step.prices.factors.launch_gap_us * 1e3)
         now = free = 0
         for index, op in enumerate(step.recording.ops):
-            host_ns = max(2 * _CALL_NS, round(step.host_us_of(op) * 1e3)) if runs_kernel(op) else round(step.host_us_of(op) * 1e3)
+            host_ns = max(2 * _CALL_NS, round(step.host_us_of(op) * 1e3))
             label = base_name(op)
             yield Category.OP, name(f"aten::{label}"), _THREAD, now, host_ns, -1
             if runs_kernel(op):

@@ -31,7 +31,7 @@ def builder(
         model = _made(kind, made, torch_dtype)
         model.train()
         if recompute:
-            model.gradient_checkpointing_enable()
+            model.gradient_checkpointing_enable({"use_reentrant": False, "determinism_check": "none"})
         _see_no_tracing()
         inputs = _batch(made, task, seq, batch, torch_dtype)
         return model, lambda: model(**inputs).loss, _tokens(inputs)
@@ -65,7 +65,9 @@ def _config(config: dict[str, Any]) -> Any:
                     setattr(made, name, 0)
         return made
     except (ValueError, TypeError, KeyError) as error:
-        raise OptionError(f"model_type = {str(config.get('model_type'))[:60]!r}: transformers {transformers.__version__} does not know it ({str(error)[:120]}): install a newer one") from None
+        raise OptionError(
+            f"model_type = {str(config.get('model_type'))[:60]!r}: transformers {transformers.__version__} does not know it ({str(error)[:120]}): install a newer one"
+        ) from None
 
 
 def _class_for(config: Any) -> tuple[str, Any]:

@@ -22,7 +22,7 @@ from lumos.dry_run.recording import RecordedOp, Recording, TensorInfo
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "int64",
            torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8", torch.int8: "int8"}  # fmt: skip
 _CATEGORIES = {"build": "weights", "forward": "activations", "backward": "gradients", "optimizer": "optimizer"}
-_MOST_SECONDS = 90.0  # a scan over tokens in Python runs tens of thousands of operators
+_MOST_SECONDS, _MOST_OPS = 300.0, 60_000  # a scan over tokens in Python runs more
 _BLOCK = 512  # bytes that the caching allocator rounds to
 
 
@@ -95,7 +95,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        if monotonic() > self.until:
+        if monotonic() > self.until or len(self.ops) > _MOST_OPS:
             raise TimeoutError
         if name == "aten._local_scalar_dense.default":
             return self._value_of(args[0])
@@ -123,7 +123,9 @@ class _Recorder(TorchDispatchMode):
             if "rand" in name or "uniform" in name or any(key in self.drawn for key in inputs):
                 self.drawn.add(out.untyped_storage()._cdata)
 
-    def add(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()) -> None:
+    def add(
+        self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()
+    ) -> None:
         category = _CATEGORIES[self.phase]
         new = [self.ledger.hold(tensor, category, self.phase) for tensor in outputs]
         if name == "aten._softmax_backward_data.default":  # the CUDA kernel multiplies its operands first
