@@ -2,7 +2,8 @@
 
     python3 calibration/fit_aten.py
 
-Reads aten_h200.jsonl.xz, writes src/lumos/data/aten_costs.json and prints the error by family on rows held apart (a fifth of
+Reads aten_h200.jsonl.xz, writes src/lumos/data/aten_costs.json and prints the error by family on rows held apart (a
+fifth of
 them, by a hash of the row). A family's time is fixed + max(bytes / rate, elements / rate).
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lumos.cost.operator_model import cost_model
-from lumos.dry_run.aten_prices import Work, matrix_operator, work_of
+from lumos.dry_run.aten_prices import Work, isolated_us, matrix_operator, work_of
 from lumos.dry_run.recording import RecordedOp, TensorInfo
 
 HERE = Path(__file__).parent
@@ -32,6 +33,30 @@ ISOLATION_US = 1.5  # that timing alone adds, with the time of an empty pair of 
 MISALIGNED = {
     "1": {"gemm_tn": 100, "gemm_nn": 138, "gemm_nt": 142},
     "2": {"gemm_tn": 251, "gemm_nn": 269, "gemm_nt": 268},
+}
+HOST = {"launch_share": 0.66, "view_share": 0.33, "backward_share": 0.5}
+_PROFILES = "calibration/architectures_h200.json.xz"
+SOURCES = {
+    "families": (
+        "calibration/aten_h200.jsonl.xz (H200, torch 2.11, cold cache): fixed time in us, bytes and elements per us",
+        "calibration/fit_aten.py",
+    ),
+    "factors": ("the same samples over the shipped cost model", "calibration/fit_aten.py"),
+    "misaligned_tflops": (
+        f"heads of odd vocabularies in {_PROFILES} (GPT-2, Granite, Whisper; BERT), by the number of elements "
+        "that rows are aligned to",
+        "by hand",
+    ),
+    "families.pointwise.transposed": (f"additions of Whisper's transposed embeddings in {_PROFILES}", "by hand"),
+    "families.index_put.serial_us": (
+        f"rows that are added to one row of a table: 1,024 each for 32 rows take 2.1 ms (GPT-OSS in {_PROFILES})",
+        "by hand",
+    ),
+    "host": (
+        "host time of an operator with a kernel and of a view over host_us of frameworks.toml, and of the backward "
+        f"pass (C++) over the forward pass; Whisper and Gemma 3 in {_PROFILES}, whose forward passes wait for the host",
+        "by hand",
+    ),
 }
 UNARY = {"silu", "gelu", "gelu_tanh", "neg", "pow", "rsqrt", "tanh", "relu", "sigmoid", "exp", "mul_scalar"}
 
@@ -44,7 +69,7 @@ def tensor(shape: Iterable[int], dtype: str, strides: Iterable[int] | None = Non
 
 def moved_heads(shape: list[int], dtype: str, width: int | None = None) -> TensorInfo:
     """(batch, heads, sequence, size) that lie in memory as (batch, sequence, heads, size)."""
-    b, a, s, d = shape
+    _, a, s, d = shape
     whole = width or d
     return tensor(shape, dtype, (s * a * whole, whole, a * whole, 1))
 
@@ -238,7 +263,9 @@ def fit(rows: list[tuple[Work, float]]) -> dict[str, float]:
 
 
 def factors(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Time of kernels over what the cost model says of them, by kind and precision; attention by backend and mask too."""
+    """Time of kernels over what the cost model says of them, by kind and precision; attention by backend and mask
+    too.
+    """
     model, found = cost_model("h200"), defaultdict(list)
     for row in rows:
         key, op = _matrix_row(row)
@@ -290,8 +317,6 @@ def main() -> None:
         (apart if is_held_out(row) else kept)[work.family].append((work, us))
         detail[work.family, f"{row['op']} {row.get('layout', '')} {row['dtype']}"].append((work, us))
     families = {name: fit(found) for name, found in sorted(kept.items())}
-    from lumos.dry_run.aten_prices import isolated_us
-
     errors = {}
     for name, found in sorted(apart.items()):
         errors[name] = round(100 * statistics.mean(abs(isolated_us(w, families) / us - 1) for w, us in found), 1)
@@ -304,16 +329,17 @@ def main() -> None:
     families["index_put"]["serial_us"] = 2.0
     families["pointwise.transposed"] = families["pointwise.strided"] | {"elements": 200_000}
     table = {
-        "gpu": "h200", "host": {"launch_share": 0.66, "view_share": 0.33, "backward_share": 0.5}, "families": families, "factors": factors(rows), "misaligned_tflops": MISALIGNED, "held_out_error_pct": errors,
+        "gpu": "h200",
+        "host": HOST,
+        "families": families,
+        "factors": factors(rows),
+        "misaligned_tflops": MISALIGNED,
+        "held_out_error_pct": errors,
         "sources": {
-            "families": {"source": "calibration/aten_h200.jsonl.xz (H200, torch 2.11, cold cache): fixed time in us, bytes and elements per us", "script": "calibration/fit_aten.py", "date": str(date.today())},
-            "factors": {"source": "the same samples over the shipped cost model", "script": "calibration/fit_aten.py", "date": str(date.today())},
-            "misaligned_tflops": {"source": "heads of odd vocabularies in calibration/architectures_h200.json.xz (GPT-2, Granite, Whisper; BERT), by the number of elements that rows are aligned to", "script": "by hand", "date": str(date.today())},
-            "families.pointwise.transposed": {"source": "the same file: additions of Whisper's transposed embeddings", "script": "by hand", "date": str(date.today())},
-            "host": {"source": "host time of an operator with a kernel and of a view over host_us of frameworks.toml, and of the backward pass (C++) over the forward pass; Whisper and Gemma 3 in calibration/architectures_h200.json.xz, whose forward passes wait for the host", "script": "by hand", "date": str(date.today())},
-            "families.index_put.serial_us": {"source": "rows of a gradient that are added to one row of a table: 1,024 each for 32 rows take 2.1 ms on H200 (GPT-OSS in calibration/architectures_h200.json.xz)", "script": "by hand", "date": str(date.today())},
+            key: {"source": text, "script": script, "date": str(date.today())}
+            for key, (text, script) in SOURCES.items()
         },
-    }  # fmt: skip
+    }
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
     print(json.dumps(table["factors"], indent=1))
 

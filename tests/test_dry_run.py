@@ -188,7 +188,8 @@ def test_step_and_memory_of_measured_architectures(name: str, tmp_path: Path) ->
         {"model_type": "vit", "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 2,
          "num_attention_heads": 3, "image_size": 64},
         {"model_type": "t5", "d_model": 128, "d_ff": 256, "num_layers": 2, "num_heads": 4, "d_kv": 32},
-        {"model_type": "whisper", "d_model": 128, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        {"model_type": "whisper", "d_model": 128, "encoder_layers": 1, "decoder_layers": 1,
+         "encoder_attention_heads": 2,
          "decoder_attention_heads": 2, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "max_source_positions": 100},
     ],
     ids=lambda config: config["model_type"],
@@ -201,7 +202,7 @@ def test_models_that_are_no_decoders(config: dict[str, Any], tmp_path: Path) -> 
 
 @needs_transformers
 def test_a_model_type_that_is_not_known_is_one_line_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(LumosError, match="no_such_model.*--describe") as caught:
+    with pytest.raises(LumosError, match=r"no_such_model.*--describe") as caught:
         predicted(tmp_path, LLAMA | {"model_type": "no_such_model"}, "train.seq=64")
     assert "\n" not in str(caught.value)
 

@@ -1,8 +1,10 @@
-"""Prices of recorded operators: which cost family an aten operator belongs to, and what it takes inside a training step.
+"""Prices of recorded operators: which cost family an aten operator belongs to, and its time inside a training step.
 
-Matmuls, fused attention and the fused AdamW are kinds of the shipped cost model (`lumos.cost.prices`). Everything else moves
+Matmuls, fused attention and the fused AdamW are kinds of the shipped cost model (`lumos.cost.prices`). Everything
+else moves
 data: its family has a fixed time, a rate of bytes and a rate of elements (`data/aten_costs.json`, fitted by
-calibration/fit_aten.py), and takes what the slower of the two takes. Which family an element-wise kernel belongs to follows
+calibration/fit_aten.py), and takes what the slower of the two takes. Which family an element-wise kernel belongs to
+follows
 from its operands, as in PyTorch's TensorIterator: kernels over dense operands of one dtype are vectorised and bound by
 memory; those with a broadcast, strided or converted operand compute an address for every element and are bound by that.
 """
@@ -20,7 +22,8 @@ from lumos.program.operators import BYTES, Operator
 from lumos.setup.gpus import gpu_named
 
 _NOTHING = ("empty", "new_empty", "_local_scalar_dense", "lift_fresh", "set_", "resize_", "_record_function", "detach_")
-_FILLS = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "fill", "zero",
+_FILLS = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full",
+          "fill", "zero",
           "arange", "scalar_tensor", "nll_loss_backward", "nll_loss2d_backward"}  # fmt: skip
 _COPIES = {"_to_copy", "clone", "copy", "contiguous", "repeat", "constant_pad_nd"}
 _REDUCTIONS = {
@@ -41,13 +44,16 @@ _REDUCTIONS = {
 _OWN = {
     "_softmax": "softmax", "_softmax_backward_data": "softmax_backward", "_log_softmax": "log_softmax",
     "_log_softmax_backward_data": "log_softmax_backward", "native_layer_norm": "layer_norm",
-    "native_layer_norm_backward": "layer_norm_backward", "_fused_rms_norm": "rms_norm", "_fused_rms_norm_backward": "layer_norm_backward",
+    "native_layer_norm_backward": "layer_norm_backward", "_fused_rms_norm": "rms_norm",
+    "_fused_rms_norm_backward": "layer_norm_backward",
     "native_group_norm": "layer_norm", "native_group_norm_backward": "layer_norm_backward",
-    "native_batch_norm": "batch_norm", "native_batch_norm_backward": "batch_norm", "_native_batch_norm_legit": "batch_norm",
+    "native_batch_norm": "batch_norm", "native_batch_norm_backward": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm",
     "native_dropout": "dropout", "cat": "cat", "stack": "cat", "slice_backward": "slice_backward",
     "select_backward": "slice_backward", "embedding": "embedding", "embedding_dense_backward": "embedding_backward",
     "index": "index", "index_select": "index", "gather": "index", "sort": "sort", "topk": "topk", "histc": "histogram",
-    "bincount": "histogram", "cumsum": "cumsum", "scatter": "index", "scatter_add": "scatter_add", "index_add": "index_add",
+    "bincount": "histogram", "cumsum": "cumsum", "scatter": "index", "scatter_add": "scatter_add",
+    "index_add": "index_add",
     "nll_loss_forward": "nll_loss", "nll_loss2d_forward": "nll_loss", "gelu": "gelu", "gelu_backward": "gelu_backward",
 }  # fmt: skip
 
@@ -91,7 +97,9 @@ def runs_kernel(op: RecordedOp) -> bool:
 
 # ---------------------------------------------------------------------- matmuls and attention
 def matrix_operator(op: RecordedOp) -> Operator | None:
-    """The kind of the cost model that an operator is, with its shape; None for what is not a matmul, attention or AdamW."""
+    """The kind of the cost model that an operator is, with its shape; None for what is not a matmul, attention or
+    AdamW.
+    """
     name = base_name(op)
     if name in ("mm", "addmm", "linear"):
         a, b = op.inputs[-2:] if name != "linear" else op.inputs[:2]
@@ -331,7 +339,7 @@ class AtenPrices:
             / (rates[operator.kind] * self.model.gpu.peak(operator.dtype) / self.home.peak(operator.dtype))
             / 1e6
         )
-        return max(self.prices.operator_us(even), slow)
+        return max(self.prices.operator_us(even), float(slow))
 
     def _factor(self, op: RecordedOp, operator: Operator) -> float:
         """Of kernels that the cost model has no samples of: masked attention, matmuls in other precisions."""

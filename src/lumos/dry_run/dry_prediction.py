@@ -97,7 +97,8 @@ class DryPrediction(Prediction):
         found, model = list(self.notes), self.dry.prices.model
         if model.transferred:
             found.append(
-                f"no samples for {model.gpu.name}: its costs are those of {model.sampled} scaled by its own peaks, and the interval is wider"
+                f"no samples for {model.gpu.name}: its costs are those of {model.sampled} scaled by its own "
+                "peaks, and the interval is wider"
             )
         if self.host_bound:
             found.append("the host decides this step: cluster.host = 1 is a typical host, and hosts differ by a third")
@@ -170,7 +171,8 @@ def _notes() -> tuple[str, ...]:
     import transformers
 
     return (
-        f"dry run of the model's own code: transformers {transformers.__version__}, torch {torch.__version__}, fused AdamW, attention as PyTorch chooses it on this GPU, experts equally loaded",
+        f"dry run of the model's own code: transformers {transformers.__version__}, torch {torch.__version__}, "
+        "fused AdamW, attention as PyTorch chooses it on this GPU, experts equally loaded",
     )
 
 
@@ -195,5 +197,6 @@ def _recorded(config: dict[str, Any], setup: Setup, where: str) -> Any:
     except Exception as error:  # the model's own code may raise anything
         line = next((text.strip() for text in str(error).splitlines() if text.strip()), "")
         raise OptionError(
-            f"{where}: the dry run of {config['model_type'][:60]} failed: {type(error).__name__}: {line[:200]}; {way_out}"
+            f"{where}: the dry run of {config['model_type'][:60]} failed: {type(error).__name__}: {line[:200]}; "
+            f"{way_out}"
         ) from None

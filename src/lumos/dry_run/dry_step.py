@@ -1,6 +1,7 @@
 """DryStep: a recorded step, priced and put on a timeline: one host thread that launches, one stream that runs.
 
-The recording becomes a Trace as a profiler would have written it, with predicted times, so that everything that works on
+The recording becomes a Trace as a profiler would have written it, with predicted times, so that everything that works
+on
 traces (graph, simulation, breakdown, critical path, reports) works on it.
 """
 
@@ -35,7 +36,9 @@ _GIB = float(1 << 30)
 
 @dataclass(frozen=True)
 class DryStep:
-    """One training step of one process on one GPU. `setup` holds how it is trained and on what; its model is a stand-in."""
+    """One training step of one process on one GPU. `setup` holds how it is trained and on what; its model is a
+    stand-in.
+    """
 
     setup: Setup
     recording: Recording
@@ -81,7 +84,9 @@ class DryStep:
     # ------------------------------------------------------------------ work
     @cached_property
     def model_flops(self) -> float:
-        """Of matmuls and attention, without what is recomputed: a backward pass has twice the work of its forward pass."""
+        """Of matmuls and attention, without what is recomputed: a backward pass has twice the work of its forward
+        pass.
+        """
         return 3.0 * sum(
             p.operator.flops for op, p in self.kernels if p.operator and op.phase == "forward" and p.operator.is_matrix
         )

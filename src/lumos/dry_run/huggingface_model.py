@@ -40,10 +40,12 @@ def builder(
 
 
 def _made(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
-    """With the attention that it has on a GPU, and without values for its weights: initialisers may draw until they fit."""
+    """With the attention that it has on a GPU, and without values for its weights: initialisers may draw until
+    they fit.
+    """
     with _without_values():
         model: torch.nn.Module = kind.from_config(config, dtype=dtype)
-    model.tie_weights()  # type: ignore[operator]
+    model.tie_weights()
     return model
 
 
@@ -66,12 +68,15 @@ def _config(config: dict[str, Any]) -> Any:
         return made
     except (ValueError, TypeError, KeyError) as error:
         raise OptionError(
-            f"model_type = {str(config.get('model_type'))[:60]!r}: transformers {transformers.__version__} does not know it ({str(error)[:120]}): install a newer one"
+            f"model_type = {str(config.get('model_type'))[:60]!r}: transformers {transformers.__version__} does not "
+            f"know it ({str(error)[:120]}): install a newer one"
         ) from None
 
 
 def _class_for(config: Any) -> tuple[str, Any]:
-    """The Auto class that trains models of this configuration: the one it names, or the usual one of its architecture."""
+    """The Auto class that trains models of this configuration: the one it names, or the usual one of its
+    architecture.
+    """
     named = (getattr(config, "architectures", None) or [""])[0]
     found = {key: kind for key, kind in _FIRST.items() if type(config) in kind._model_mapping}
     for key, kind in found.items():
@@ -94,7 +99,7 @@ def _see_no_tracing() -> None:
     for name in ("transformers.masking_utils", "transformers.utils.import_utils", "transformers.utils"):
         module = sys.modules.get(name)
         if module is not None and hasattr(module, "is_tracing"):
-            module.is_tracing = lambda *_: False  # type: ignore[attr-defined]
+            setattr(module, "is_tracing", lambda *_: False)  # noqa: B010
 
 
 def _batch(config: Any, task: str, seq: int, batch: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Record: run a training step on fake tensors and write down every operator. Needs torch (any build).
 
-Fake tensors have shapes, dtypes and strides and no memory, so that a step of any size runs in seconds on a CPU. A dispatch
+Fake tensors have shapes, dtypes and strides and no memory, so that a step of any size runs in seconds on a CPU. A
+dispatch
 mode sees every aten operator of the forward pass, the backward pass and the optimizer; finalizers of storages tell when
 memory is released.
 """
@@ -19,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lumos.dry_run.recording import RecordedOp, Recording, TensorInfo
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "int64",
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+           torch.int64: "int64",
            torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8", torch.int8: "int8"}  # fmt: skip
 _CATEGORIES = {"build": "weights", "forward": "activations", "backward": "gradients", "optimizer": "optimizer"}
 _MOST_SECONDS, _MOST_OPS = 300.0, 60_000  # a scan over tokens in Python runs more
@@ -83,7 +85,7 @@ class _MemoryLedger:
         self.peak = self.total
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Writes down operators; answers questions about values that fake tensors do not have."""
 
     def __init__(self, ledger: _MemoryLedger) -> None:
@@ -141,7 +143,7 @@ class _Recorder(TorchDispatchMode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """Fused attention as a GPU runs it: one kernel forward, one backward; output and log-sum-exp are kept."""
 
     @staticmethod
@@ -166,8 +168,10 @@ def _attention_options(mask: Any, causal: bool) -> tuple[str, ...]:
     return (*(("causal",) if causal else ()), *(("masked",) if mask is not None else ()))
 
 
-class _AsOnGpu(TorchFunctionMode):
-    """Functions that PyTorch runs otherwise on a GPU than on a CPU: attention is fused, dropout keeps a mask of bytes."""
+class _AsOnGpu(TorchFunctionMode):  # type: ignore[misc]
+    """Functions that PyTorch runs otherwise on a GPU than on a CPU: attention is fused, dropout keeps a mask of
+    bytes.
+    """
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -212,8 +216,8 @@ Build = Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor], int]]
 def record_step(build: Build, optimizer: str = "adamw", microbatches: int = 1) -> Recording:
     """Run two steps of a model that `build` makes, and record the second.
 
-    `build` is called under fake tensors and returns the model, a function that runs a forward pass and returns the loss, and
-    the tokens (or samples) of one micro-batch. The first step makes the optimizer's state.
+    `build` is called under fake tensors and returns the model, a function that runs a forward pass and returns the
+    loss, and the tokens (or samples) of one micro-batch. The first step makes the optimizer's state.
     """
     ledger = _MemoryLedger()
     recorder = _Recorder(ledger)
@@ -243,7 +247,7 @@ def _step(
         recorder.phase = "forward"
         loss = loss_of()
         recorder.phase = "backward"
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         del loss
     recorder.phase = "optimizer"
     update.step()
