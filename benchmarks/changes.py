@@ -22,8 +22,8 @@ from lumos.analysis.replay import replay
 from lumos.change.change import CalibratedRun
 from lumos.change.infer.infer import infer
 from lumos.prediction.prediction import predict
-from lumos.prediction.step import simulate_step
 from lumos.setup.setup import Setup
+from lumos.step.step import simulate_step
 from lumos.trace.read.job import read_job
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -33,20 +33,20 @@ from synthetic_traces import write_synthetic
 INTRODUCTION = """# Changed runs, predicted from traces
 
 Written by `make accuracy`. Truth is the wall clock without the profiler. No cost of a kernel or network was fitted on
-these runs, but two numbers about the host were chosen with them in sight: the typical launch of eager PyTorch (38 µs)
-and how much the host of a GPU-bound trace counts (0.35). Published for this kind of question: 4.2 % mean, 8.4 % worst,
-for fewer kinds of change.
+these runs, but two numbers about the host were tuned on them: the typical launch of eager PyTorch (38 µs) and how much
+the host of a GPU-bound trace counts (0.35). Published for such predictions: 4.2 % mean, 8.4 % worst, for fewer types of
+change.
 """
-TOLD = """## What a trace tells of its setup
+INFERRED = """## Setups inferred from traces
 
-`lumos predict --from TRACES --set …` needs no setup where the trace tells all of it; a file completes the rest. Told
-wrong: {wrongs} of {compared} values in {count} traces. The rules were written with these traces at hand, and all but
-the last were recorded by the same scripts, so the figures say that nothing is broken, not what other recordings tell.
-Unchecked is what is told of a run of which that value is not written down. What is written down of our own runs
-includes what their scripts always do (bf16, AdamW, gated MLPs but for gpt2, as many key heads as heads where nothing
-is said). parallel.zero of a run without replicas means nothing, and is not told.
+`lumos predict --from TRACES --set …` needs no setup file if all values can be inferred from the trace; a file completes
+the rest. Inferred wrongly: {wrongs} of {compared} values in {count} traces. The rules were written with these traces at
+hand, and all but the last were recorded by the same scripts, so the figures show that nothing is broken, not how well
+other recordings are understood. Unchecked values are inferred, and not written down of that run. What is written down
+of our own runs includes what their scripts always do (bf16, AdamW, gated MLPs except gpt2, as many key heads as heads
+unless stated). parallel.zero of a run without replicas has no meaning and is not inferred.
 
-| trace | wrong | right | unchecked | not told |
+| trace | wrong | right | unchecked | not inferred |
 |---|---|---|---|---|
 """
 SOURCES = ("base_l8_h2048_s2048_b2", "b8", "h4096", "l4", "s4096")
@@ -155,7 +155,8 @@ def one_story() -> str:
             name = ", ".join(f"{key} = {value}" for key, value in changes.items()) or "as traced"
             rows.append(f"| {name} | {edited:.1f} | {direct:.1f} | {100 * (edited / direct - 1):+.2f} |")
     head = "| GPT-3 15B, TP2·PP2·DP4, changed to | from its trace, ms | described, ms | % |\n|---|---|---|---|"
-    return f"## Both paths tell one story\n\nWorst {worst:.1f} % (bar 3).\n\n{head}\n" + "\n".join(rows) + "\n"
+    title = "## From a trace and from the description"
+    return f"{title}\n\nWorst {worst:.1f} % (bar 3).\n\n{head}\n" + "\n".join(rows) + "\n"
 
 
 def recordings(data: Path) -> dict[Path, dict[str, Any]]:
@@ -176,7 +177,7 @@ def _written(setup: Setup, keys: tuple[str, ...]) -> dict[str, Any]:
     return {key: getattr(getattr(setup, key.split(".")[0]), key.split(".")[1]) for key in keys}
 
 
-def told(data: Path) -> str:
+def inferred(data: Path) -> str:
     """What is inferred of the setups of traces, beside what is written down of them."""
     rows, wrongs, compared = [], 0, 0
     for path, known in recordings(data).items():
@@ -189,7 +190,7 @@ def told(data: Path) -> str:
         name = str(path.relative_to(data)).removesuffix(".pt.trace.json.gz")
         cells = (", ".join(wrong) or "0", str(len(right)), str(len(unchecked)), ", ".join(silent) or "0")
         rows.append(f"| {name} | {' | '.join(cells)} |")
-    return TOLD.format(wrongs=wrongs, compared=compared, count=len(rows)) + "\n".join(rows) + "\n"
+    return INFERRED.format(wrongs=wrongs, compared=compared, count=len(rows)) + "\n".join(rows) + "\n"
 
 
 def speed(data: Path) -> str:
@@ -220,7 +221,7 @@ def main() -> None:
         INTRODUCTION,
         section("One GPU", *single(options.data), "bars 5 and 12"),
         section("Several ranks on one GPU", *several(options.data), "bar 10 in the mean; the data vary by 10 %"),
-        told(options.data),
+        inferred(options.data),
         one_story(),
         speed(options.data),
     ]

@@ -1,4 +1,4 @@
-"""What a search would have chosen on one H200, against every way to train the same batch, measured.
+"""What a search would have chosen on one H200, against all measured configurations for the same batch.
 
     python benchmarks/choices.py
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +22,18 @@ MEASURED = Path(__file__).parent.parent / "calibration/choices_h200.jsonl"
 
 
 def main() -> None:
-    groups: dict[str, list[dict[str, object]]] = defaultdict(list)
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in MEASURED.read_text().splitlines():
         row = json.loads(line)
         found = predict(setup_of(row))
         row |= {"predicted": found.step_ms / 1e3, "predicted_fits": found.memory.fits, "host": found.host_bound}
         groups[row["name"].partition("_b")[0]].append(row)
-    print("| model | ways | fit, predicted / measured | chosen | best | regret, % | errors: GPU, % | host, % |")
+    titles = ("model", "configurations", "fit, predicted / measured", "chosen", "best", "regret, %", "errors: GPU, %",
+              "host, %")  # fmt: skip
+    print(f"| {' | '.join(titles)} |")
     print("|---|---|---|---|---|---|---|---|")
-    regrets, wrong, errors = [], 0, {True: [], False: []}
+    regrets, wrong = [], 0
+    errors: dict[bool, list[float]] = {True: [], False: []}
     for name, rows in sorted(groups.items()):
         ran = [row for row in rows if row["fits"]]
         wrong += sum(row["fits"] != row["predicted_fits"] for row in rows)
@@ -42,13 +46,14 @@ def main() -> None:
         for key, values in mine.items():
             errors[key] += values
         shown = [f"{np.mean(mine[key]):.1f}" if mine[key] else "" for key in (False, True)]
-        ways = [row["name"].removeprefix(name + "_") for row in (chosen, best)]
+        names = [row["name"].removeprefix(name + "_") for row in (chosen, best)]
         fits = f"{sum(r['predicted_fits'] for r in rows)} / {len(ran)}"
-        print(f"| {name} | {len(rows)} | {fits} | {ways[0]} | {ways[1]} | {regrets[-1]:.1f} | {' | '.join(shown)} |")
+        print(f"| {name} | {len(rows)} | {fits} | {names[0]} | {names[1]} | {regrets[-1]:.1f} | {' | '.join(shown)} |")
     count = sum(map(len, groups.values()))
-    print(f"\nRegret: mean {np.mean(regrets):.2f} %, worst {max(regrets):.2f} %. Whether it fits was foretold for "
-          f"{count - wrong} of {count}. Step times: {np.mean(errors[False]):.1f} % off, a mean, where the GPU decides "
-          f"({len(errors[False])} ways), {np.mean(errors[True]):.1f} % where the host does ({len(errors[True])}).")
+    print(f"\nRegret: mean {np.mean(regrets):.2f} %, worst {max(regrets):.2f} %. Whether it fits is right for "
+          f"{count - wrong} of {count}. Mean error of step times: {np.mean(errors[False]):.1f} % where the GPU decides "
+          f"({len(errors[False])} configurations), {np.mean(errors[True]):.1f} % where the host does "
+          f"({len(errors[True])}).")
 
 
 if __name__ == "__main__":

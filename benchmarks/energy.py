@@ -1,4 +1,4 @@
-"""Measure how right the energy of a step is, and write the page docs/energy.md.
+"""Measure the accuracy of the energy of a step, and write the page docs/energy.md.
 
     python benchmarks/energy.py [--data ../shared/data] [-o docs/energy.md]
 """
@@ -36,9 +36,9 @@ INTRODUCTION = f"""# Energy
 
 Written by `make accuracy`. Joules of training steps on one H200, by the board's own counter: {{sources}}.
 
-*Power alone* is told the measured time of the step; *all predicted* is what `lumos predict` says of the setup,
+*Power alone* uses the measured time of the step; *all predicted* is what `lumos predict` says of the setup,
 on a host of speed 1. A step is bound by the GPU where the board draws more than {BUSY_W:.0f} W. Five
-constants are fitted; the form of the model was chosen with all these steps in sight.
+constants are fitted; the form of the model was tuned on all these steps.
 
 What is not measured: any GPU but the H200, on which an operation at the peak is taken to draw the same share of the
 power, and a byte the same energy; collectives, which are priced as copies by small kernels and a recalled figure for

@@ -1,4 +1,4 @@
-"""Measure how right forecasts are, and write the page docs/forecasts.md.
+"""Measure the accuracy of predictions from descriptions, and write the page docs/forecasts.md.
 
     python benchmarks/forecasts.py [--data ../shared/data] [-o docs/forecasts.md]
 """
@@ -14,10 +14,10 @@ HERE = Path(__file__).parent
 PUBLISHED = """
 Step times of published training runs, dense pretraining. Every source is predicted with constants fitted without it
 (`calibration/fit_in_step.py`); three constants are fitted in all, and the second table says what each is worth. What
-frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources; it was chosen with these errors in
-sight, and two numbers, nanotron's `pipeline_drag` and the share of EFA that is left beside kernels, were fitted on
-nanotron's own sweep; the class of its network (EFA) is an inference. A table below says what the sweep's errors are
-without them. Peers are as measured by others on the same rows (calculon, llm-analysis); bars are ours."""
+frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources and tuned on these runs. Two
+numbers, nanotron's `pipeline_drag` and the share of EFA that is left beside kernels, were fitted on nanotron's own
+sweep; the class of its network (EFA) is an inference. A table below gives the sweep's errors without them. Peers are as
+measured by others on the same rows (calculon, llm-analysis); bars are ours."""
 TEN = """
 The runs of arXiv 2509.22832, predicted from that paper's operator and NCCL samples; nothing was fitted on the runs."""
 H200 = """
@@ -53,4 +53,4 @@ def write_page(title: str, sections: list[tuple[str, str, str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    write_page("How right forecasts are", SECTIONS)
+    write_page("Accuracy of predictions from descriptions", SECTIONS)

@@ -1,12 +1,11 @@
-"""Measure how right the memory model is, and how fast: our own recordings, held-out ones, published runs.
+"""Measure the accuracy and speed of the memory model: our own recordings, held-out ones, published runs.
 
     python benchmarks/memory.py [--data ../shared/data] [-o FILE]
 
 Truth is torch.cuda.max_memory_allocated of recorded steps, the memory that tables of published runs state, and which
 runs of a sweep failed. The accounting of eager PyTorch was checked against OWN alone. What other frameworks do
-(lumos.program.memory.allocator) is from their sources; where those leave a choice, it was made with the tables below in
-view,
-by framework and never by row.
+(lumos/data/frameworks.toml, memory.json) is from their sources; where those leave a choice, it was tuned on the tables
+below, by framework and never by row.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lumos.program.memory import Footprint, footprint
+from lumos.program.memory import Memory, memory_of
 from lumos.score.measured_runs import Run, read_rows, runs_of
 from lumos.setup.setup import Setup
 
@@ -124,7 +123,7 @@ def setup_of(case: dict[str, Any], parallel: dict[str, int] | None = None) -> Se
 def answers(cases: Iterable[dict[str, Any]]) -> list[Answer]:
     found = []
     for case in cases:
-        memory = footprint(setup_of(case))
+        memory = memory_of(setup_of(case))
         found.append(Answer(case["name"], case["peak_mem_alloc"] / GIB, memory.peak / GIB, memory.at_peak.phase))
     return found
 
@@ -132,7 +131,7 @@ def answers(cases: Iterable[dict[str, Any]]) -> list[Answer]:
 def multirank_answers(data: Path) -> Iterator[Answer]:
     for path in sorted((data / "h200/multirank").glob("*/rank[0-9].json")):
         case = json.loads(path.read_text())
-        stages = footprint(setup_of(case, PARALLEL[case["mode"]](case))).stages
+        stages = memory_of(setup_of(case, PARALLEL[case["mode"]](case))).stages
         stage = stages[case["rank"] if case["mode"] == "pp" else 0]
         name = f"{case['name']} rank {case['rank']}"
         yield Answer(name, case["peak_mem_alloc"] / GIB, stage.peak / GIB, stage.phase)
@@ -163,7 +162,7 @@ def sweep_section(data: Path) -> str:
     """nanotron's sweep states one figure a run, in GiB; of which rank and counter it is, is not said."""
     groups: dict[str, list[float]] = {}
     for run in runs(data / "truth/nanotron_sweep.csv"):
-        error = 100 * (footprint(run.setup).peak / GIB / float(run.row["memory_gb"]) - 1)
+        error = 100 * (memory_of(run.setup).peak / GIB / float(run.row["memory_gb"]) - 1)
         parallel = run.setup.parallel
         names = ("all", f"pp {parallel.pp}", f"tp {parallel.tp}", "tp up to 8" if parallel.tp <= 8 else "tp beyond 8")
         for name in names:
@@ -182,8 +181,8 @@ def stated_section(data: Path) -> str:
     rows = []
     for run in runs(data / "truth/measured_runs.csv"):
         if run.row.get("memory_gb"):
-            memory, stated = footprint(run.setup), float(run.row["memory_gb"])
-            taken = (memory.peak + memory.unseen) / GIB  # theirs is the whole process, as the driver shows it
+            memory, stated = memory_of(run.setup), float(run.row["memory_gb"])
+            taken = (memory.peak + memory.reserve) / GIB  # theirs is the whole process, as the driver shows it
             rows.append([run.id, f"{stated:.0f}", f"{taken:.1f}", f"{100 * (taken / stated - 1):+.0f}"])
     return f"## Memory stated in published runs\n\n{table(['run', 'stated', 'predicted', 'error %'], rows)}"
 
@@ -194,16 +193,16 @@ def failures_section(data: Path) -> str:
     setups = [run.setup for run in runs(data / "truth/failed_runs.csv")]
     asked = [setup for setup in setups if setup.parallel.pp <= setup.model.layers]
     ran = [run.setup for run in runs(data / "truth/nanotron_sweep.csv")]
-    said_of_failed = [footprint(setup) for setup in asked]
-    said_of_ran = [footprint(setup) for setup in ran]
+    said_of_failed = [memory_of(setup) for setup in asked]
+    said_of_ran = [memory_of(setup) for setup in ran]
 
-    def row(name: str, too_large: Callable[[Footprint], bool]) -> list[str]:
+    def row(name: str, too_large: Callable[[Memory], bool]) -> list[str]:
         caught, wrong = sum(map(too_large, said_of_failed)), sum(map(too_large, said_of_ran))
         precision = 100 * caught / max(caught + wrong, 1)
         recall = 100 * caught / len(asked)
         return [name, f"{caught} of {len(asked)}", f"{wrong} of {len(ran)}", f"{precision:.0f}", f"{recall:.0f}"]
 
-    def beyond(share: float) -> Callable[[Footprint], bool]:
+    def beyond(share: float) -> Callable[[Memory], bool]:
         return lambda memory: memory.peak > share * memory.usable
 
     rows = [row("does not fit", lambda memory: not memory.fits)]
@@ -223,7 +222,7 @@ def published_section(data: Path) -> str:
     for name in ("measured_runs.csv", "vtrain_single_node.csv"):
         for run in runs(data / "truth" / name):
             unsaid = not run.row.get("recompute", "").strip()
-            groups.setdefault(run.source, []).append((footprint(run.setup).fits, unsaid))
+            groups.setdefault(run.source, []).append((memory_of(run.setup).fits, unsaid))
     rows = [
         [source, str(len(found)), str(sum(not fits for fits, _ in found)),
          str(sum(not fits and unsaid for fits, unsaid in found))]
@@ -243,7 +242,7 @@ def speed_section() -> str:
     for name, parallel in layouts.items():
         train = {"seq": 8192, "global_batch": 1024, "framework": "megatron"}
         setup = Setup(model=model, train=train, parallel=parallel, cluster={"gpu": "h100"})  # type: ignore[arg-type]
-        seconds = min(timeit.repeat(lambda setup=setup: footprint(setup), number=100, repeat=30)) / 100
+        seconds = min(timeit.repeat(lambda setup=setup: memory_of(setup), number=100, repeat=30)) / 100
         rows.append([name, f"{1e6 * seconds:.0f}"])
     return f"## Speed\n\n{table(['Llama 70B on', 'µs for one answer'], rows)}"
 

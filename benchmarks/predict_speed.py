@@ -1,8 +1,8 @@
-"""How fast forecasts are, in one process and from the command line.
+"""Speed of predictions from descriptions, in one process and from the command line.
 
     python benchmarks/predict_speed.py [docs/forecast_speed.md]
 
-Forecasts are complete: prices, graph, simulation, memory, interval, breakdown.
+Predictions are complete: prices, graph, simulation, memory, interval, breakdown.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def main(output: str = "") -> None:
     same = per_second([one] * 100)
     large = per_second([run(16384, tp=4, pp=4, vpp=5, cp=2)] * 100)
     lines = [
-        "# How fast forecasts are\n\nWritten by `make bench`.\n",
-        "| forecasts of Llama 70B, one core | per second |\n|---|---|",
+        "# Speed of predictions from descriptions\n\nWritten by `make bench`.\n",
+        "| predictions of Llama 70B, one core | per second |\n|---|---|",
         f"| {len(choices)} configurations on 512 GPUs, the first time each | {first:.0f} |",
         f"| the same again | {again:.0f} |",
         f"| tp 4, pp 4, vpp 5, cp 2 on 512 GPUs | {same:.0f} |",

@@ -118,8 +118,8 @@ def main(folder: str) -> None:
     low, high = np.percentile(extra, 10), np.percentile(extra, 90)
     print(f"\n{len(lost)} of {len(rows[f'{SWEEP}, all'])} runs of the sweep stalled: with over two stages they ran "
           f"{low:.0f} to {high:.0f} ms longer for every turn, whatever the model, the micro-batch and the division.")
-    told = ", ".join(f"{share:g} for {model}" for model, share in shares.items())
-    print(f"Share of the network beside kernels, fitted on the sweep's other model: {told}.")
+    listed = ", ".join(f"{share:g} for {model}" for model, share in shares.items())
+    print(f"Share of the network beside kernels, fitted on the sweep's other model: {listed}.")
     show("vTrain", groups_of(rows["vtrain-multi-node"]))
     show("sweep, stable", groups_of(rows[f"{SWEEP}, stable"]))
 

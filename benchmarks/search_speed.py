@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from lumos import read_setup, search
-from lumos.search.result import SearchResult
+from lumos.search.search import SearchResult
 from lumos.workers import engine_named
 
 ROOT = Path(__file__).resolve().parents[1]

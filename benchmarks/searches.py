@@ -1,4 +1,4 @@
-"""Measure what searches are worth, and write the page docs/searches.md.
+"""Measure the regret of searches, and write the page docs/searches.md.
 
     python benchmarks/searches.py [--data ../shared/data] [-o docs/searches.md]
 """
@@ -11,15 +11,15 @@ REGRET = """
 For every group of published runs of one model, number of GPUs and batch: the measured step time of the configuration
 that we rank first, over the best measured. The constants of `in_step.json` are those fitted without the group's
 source, the share of the network beside kernels is that of the sweep's other model. **nanotron's `pipeline_drag` was
-fitted on the sweep itself, and what nanotron overlaps was looked up with these figures in sight**: a row says what the
-regret is without the drag. What other frameworks do was written with the errors of forecasts in sight.
+fitted on the sweep itself, and what nanotron overlaps was tuned on these figures**: a row gives the regret without the
+drag. What other frameworks do was tuned on the runs of docs/forecasts.md.
 Runs of the sweep are erratic: `stable` ones were repeated with agreeing times. Where even those stalled (512 GPUs), the
-choice among them cannot be foretold. vTrain has three groups; in one of them we rank the third first."""
+choice among them cannot be predicted. vTrain has three groups; in one of them we rank the third first."""
 CHOICES = """
-The same batch of six models in every way one H200 can train it. Measured after everything that predicts them was fixed;
-nothing was fitted on them."""
+All configurations in which one H200 can train the same batch of six models. Measured after everything that predicts
+them was fixed; nothing was fitted on them."""
 SECTIONS = [("Regret on published runs", "regret.py", "truth", REGRET), ("One H200", "choices.py", "", CHOICES)]
 
 
 if __name__ == "__main__":
-    write_page("What searches are worth", SECTIONS)
+    write_page("Regret of searches", SECTIONS)

@@ -166,7 +166,7 @@ def opened(report: Path, step_ms: float) -> str:
     return f"{size}; all charts drawn, no errors, nothing fetched"
 
 
-# How right it is
+# Accuracy
 
 
 class Case(NamedTuple):
@@ -306,10 +306,10 @@ lumos replay traces
 lumos predict traces/setup.toml --from traces --set parallel.dp=4 --set model.layers=8 -o report.html
 ```
 
-The same without `traces/setup.toml` works too: the trace tells all that is needed of this model.
+The same without `traces/setup.toml` works too: all values of this model can be inferred from the trace.
 """
 ABOUT = """\
-## How right are such predictions?
+## Accuracy of such predictions
 
 Predicted from recordings of {recorded} steps, against runs of {measured} steps that never met the profiler (the lower
 quartile of each: what disturbs a step makes it longer); {repeat} recordings, the median and the range over them. Beside

@@ -1,4 +1,4 @@
-"""How far off forecasts of published runs are, each source predicted with constants fitted without it.
+"""Errors of predictions for published runs, each source predicted with constants fitted without it.
 
     python benchmarks/truth.py TRUTH_FOLDER
 
@@ -22,10 +22,10 @@ sys.path.insert(0, str(HERE.parent / "calibration"))
 from fit_in_step import START, TABLES, factors_with, source_of  # noqa: E402
 from fit_uncertainty import by_source, fit, residuals  # noqa: E402
 from lumos.data_files import read_table  # noqa: E402
-from lumos.prediction.step import simulate_step  # noqa: E402
 from lumos.score.measured_runs import Run, read_rows, runs_of  # noqa: E402
 from lumos.score.score import rank_correlation  # noqa: E402
 from lumos.setup import frameworks  # noqa: E402
+from lumos.step.step import simulate_step  # noqa: E402
 
 BARS = {
     "megatron-sc21-table1": "8", "vtrain-multi-node": "10", "vtrain-single-node": "15", "mosaicml-llm-foundry": "12",

@@ -27,10 +27,10 @@ from lumos.cost.energy import joules_from, work_of
 from lumos.cost.prices import Prices
 from lumos.measure.operator_rows import SIZES, operator_of
 from lumos.prediction.power import drawn_w, energy_of
-from lumos.prediction.step import simulate_step
 from lumos.program.operators import Operator
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
+from lumos.step.step import simulate_step
 from shipped import ship
 
 HERE = Path(__file__).parent

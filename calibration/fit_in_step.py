@@ -18,8 +18,8 @@ from math import log
 from pathlib import Path
 
 from lumos.cost.in_step import InStepFactors, in_step_factors
-from lumos.prediction.step import simulate_step
 from lumos.score.measured_runs import Run, read_rows, runs_of
+from lumos.step.step import simulate_step
 from shipped import ship
 
 HERE = Path(__file__).parent

@@ -17,9 +17,9 @@ import numpy as np
 from scipy.optimize import minimize
 
 from lumos.cost.in_step import in_step_factors
-from lumos.prediction.step import simulate_step
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
+from lumos.step.step import simulate_step
 
 BUSY_W = 600  # a board that draws less waits for its host
 

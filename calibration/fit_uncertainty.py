@@ -16,8 +16,8 @@ import numpy as np
 
 from fit_in_step import HERE, TABLES, factors_with, source_of
 from lumos.prediction.interval import PARTS, parts_of
-from lumos.prediction.step import simulate_step
 from lumos.score.measured_runs import Run, read_rows, runs_of
+from lumos.step.step import simulate_step
 from shipped import ship
 
 MOST = 1.5  # of the logarithm of measured over predicted, beyond which an error counts no further

@@ -27,10 +27,10 @@ from lumos.analysis.kernel_labels import Work, label
 from lumos.analysis.replay import replay
 from lumos.change.cut import measure
 from lumos.cost.prices import Prices
-from lumos.prediction.step import simulate_step
 from lumos.program.block import Block
 from lumos.program.operators import Collective, Operator
 from lumos.program.transformer_layer import TransformerLayer
+from lumos.step.step import simulate_step
 from lumos.trace.read.job import read_job
 from shipped import ship, shipped
 

@@ -14,11 +14,11 @@ import orjson
 
 from lumos.cost.prices import Prices
 from lumos.files import whole_file
-from lumos.prediction.step import Step
 from lumos.program.block import Block
 from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward
 from lumos.program.operators import Collective, Operator
 from lumos.program.transformer_layer import TransformerLayer
+from lumos.step.step import Step
 
 _MAIN, _ENGINE, _STREAM = 100, 101, 7
 _LAUNCH_US = 3.0  # of the runtime call inside an operator's time on the host

@@ -541,7 +541,7 @@ def test_ten_thousand_rows_take_well_under_a_second() -> None:
 def some_trees(seed: int = 0, features: int = 4) -> tuple[Trees, Any, Any]:
     """Trees grown by scikit-learn on random rows, its own model, and other rows."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
-    from lumos.measure.boosting import flatten, regressor
+    from lumos.measure.fit import flatten, regressor
 
     draw = np.random.default_rng(seed)
     known = draw.normal(size=(300, features)).round(2)

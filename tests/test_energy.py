@@ -17,10 +17,11 @@ from lumos.cli import main as cli
 from lumos.cost.energy import joules_for
 from lumos.errors import OptionError
 from lumos.prediction.bill import Bill, Tariff, read_tariff
-from lumos.prediction.power import Energy
+from lumos.prediction.power import Energy, energy_of, least_joules
 from lumos.prediction.prediction import predict
 from lumos.program.operators import KINDS, Collective, Group, Operator
 from lumos.setup import Setup, gpu_named, gpu_names
+from lumos.step.step import simulate_step
 from test_forecast import described, setups
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +31,101 @@ import fit_energy as fitting  # noqa: E402
 
 EXAMPLE = ROOT / "examples/one-h200.toml"
 positive = st.floats(1e-6, 1e6)
+
+
+# Energy of a step, by hand
+
+
+@pytest.mark.parametrize(("dp", "gb_s"), [(8, 450.0), (16, 50.0)])
+def test_a_step_costs_its_blocks_its_update_and_its_communication(dp: int, gb_s: float) -> None:
+    """Over idle: blocks for every micro-batch, the optimizer at its power, links that send at their bandwidth."""
+    step = simulate_step(described(parallel__dp=dp, parallel__zero=1, train__microbatches=3, cluster__gpu="h100",
+                                   train__framework="megatron", parallel__dp_overlap=False))  # fmt: skip
+    joules, chunk = step.prices.joules, step.chunks[0][0]
+    blocks = 3 * (chunk.forward.joules + chunk.backward.joules + chunk.weights.joules)
+    update = joules.update_w * step.role_us("optimizer", 0) / 1e6
+    busy_s = (step.role_us("reduce rest", 0) + step.role_us("publish", 0)) / 1e6
+    sent = (joules.talking_w + joules.wire * gb_s * 1e9) * busy_s
+    assert min(blocks, update, sent) > 0
+    energy = energy_of(step)
+    assert energy.work == pytest.approx((blocks + update + sent,))
+    assert (energy.seconds, energy.stage_gpus) == (pytest.approx(step.us / 1e6), dp)
+    assert (energy.idle_w, energy.most_w) == (gpu_named("h100").idle_w, joules.most_w)
+    assert energy_of(step, 7.0).seconds == 7.0
+
+
+def test_fsdp_costs_what_it_gathers_and_reduces() -> None:
+    step = simulate_step(described(parallel__dp=8, parallel__zero=3, cluster__gpu="h100", train__framework="torchtitan",
+                                   train__optimizer="none"))  # fmt: skip
+    joules, chunk = step.prices.joules, step.chunks[0][0]
+    busy_s = (step.role_us("gather", 0) + step.role_us("reduce", 0)) / 1e6
+    sent = (joules.talking_w + joules.wire * 450e9) * busy_s
+    assert energy_of(step).work == pytest.approx((chunk.forward.joules + chunk.backward.joules + sent,))
+
+
+def test_every_stage_has_its_own_power() -> None:
+    energy = Energy(2.0, 4, 100.0, 700.0, (0.0, 400.0, 2000.0))
+    assert energy.stage_w == (100, 300, 700)
+    assert energy.watts == pytest.approx(1100 / 3)
+    assert energy.joules == pytest.approx(1100 * 2.0 * 4)
+    assert energy.at_limit == [2]
+    step = simulate_step(described(parallel__pp=4, parallel__dp=2, train__microbatches=4))
+    assert (energy_of(step).stage_gpus, len(energy_of(step).work)) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        ((0, 0), "100 W per GPU"),
+        ((900, 900), "700 W per GPU, at the power limit"),
+        ((900, 0, 900), "500 W per GPU (mean); stages 0, 2 at the power limit of 700 W"),
+        ((900, 900, 900, 900, 100), "600 W per GPU (mean); stages 0, 1, 2, 3 at the power limit of 700 W"),
+        ((900, 900, 900, 900, 900, 500), "683 W per GPU (mean); 5 of 6 stages at the power limit of 700 W"),
+    ],
+)
+def test_power_is_said_with_the_stages_that_its_limit_slows_down(work: tuple[float, ...], words: str) -> None:
+    assert Energy(1.0, 1, 100.0, 700.0, work).words == words
+
+
+def test_a_step_costs_at_least_its_blocks() -> None:
+    whole = described(parallel__pp=2, train__microbatches=4, train__optimizer="none", cluster__gpu="h200")
+    step = simulate_step(whole)
+    assert least_joules(step.assembly, step.us / 1e6) == pytest.approx(energy_of(step).joules)
+    updated = simulate_step(described(parallel__pp=2, train__microbatches=4, cluster__gpu="h200"))
+    assert least_joules(updated.assembly, updated.us / 1e6) < energy_of(updated).joules
+
+
+def test_a_budget_of_tokens_is_days_energy_and_money() -> None:
+    """64 GPUs, 10 s and a million tokens a step, 400 kJ; 15 million tokens and one are 16 steps."""
+    tariff = Tariff(gpu_hour=3.0, kwh=0.2, pue=1.5, tokens=15_000_001)
+    bill = Bill(tariff, 64, 10.0, (8.0, 12.0), 1_000_000, 400e3).as_dict()
+    hours, kwh = 64 * 10 / 3600, 400e3 * 1.5 / 3.6e6
+    money = 3 * hours + 0.2 * kwh
+    assert bill["gpu_hours_per_step"] == pytest.approx(hours)
+    assert bill["kwh_per_step"] == pytest.approx(kwh)
+    assert bill["money_per_step"] == bill["money_per_million_tokens"] == pytest.approx(money)
+    assert (bill["joules_per_step"], bill["joules_per_token"]) == pytest.approx((400e3, 0.4))
+    assert bill["watts_per_gpu"] == pytest.approx(400e3 / 10 / 64)
+    assert (bill["price_per_gpu_hour"], bill["price_per_kwh"], bill["pue"]) == (3.0, 0.2, 1.5)
+    assert bill["budget"] == {
+        "tokens": 15_000_001, "steps": 16, "days": pytest.approx(160 / 86400),
+        "days_interval": pytest.approx([128 / 86400, 192 / 86400]), "gpu_hours": pytest.approx(16 * hours),
+        "kwh": pytest.approx(16 * kwh), "money": pytest.approx(16 * money),
+    }  # fmt: skip
+
+
+def test_a_run_whose_power_is_not_known_has_a_bill_without_energy() -> None:
+    bill = Bill(Tariff(gpu_hour=3.0, kwh=0.2, tokens=1e6), 1, 3600.0, (1.0, 2.0), 1_000_000, None).as_dict()
+    assert bill["joules_per_step"] is bill["joules_per_token"] is bill["watts_per_gpu"] is bill["kwh_per_step"] is None
+    assert bill["money_per_step"] == 3.0
+    assert bill["budget"]["kwh"] is None
+
+
+def test_options_of_a_tariff_have_bounds_that_belong_to_them() -> None:
+    assert read_tariff() == Tariff(None, None, 1.0, None)
+    assert read_tariff("0", "0", "1", "1") == Tariff(0.0, 0.0, 1.0, 1.0)
+    assert read_tariff("2.5", "0.1", "10", "1e24") == Tariff(2.5, 0.1, 10.0, 1e24)
+    assert read_tariff(tokens="1.5K").tokens == 1500
 
 
 # Laws

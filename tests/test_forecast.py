@@ -20,14 +20,16 @@ from graphs import scaled, simulate_reference
 from lumos.cli import main as cli
 from lumos.cost.in_step import in_step_factors
 from lumos.cost.network import Network, Tier, network_of
+from lumos.data_files import read_table
 from lumos.errors import LumosError
 from lumos.graph.simulate import simulate
+from lumos.prediction.interval import PARTS, changed_spread, described_spread, parts_of, scaled_spread
 from lumos.prediction.prediction import Prediction, predict
-from lumos.prediction.step import Assembly, Step, prices_of, simulate_step
 from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops
 from lumos.program.program import Program
 from lumos.setup import Setup, gpu_named, gpu_names, mistakes_in, preset_named, preset_names
 from lumos.setup.frameworks import framework_names
+from lumos.step.step import Assembly, Step, prices_of, simulate_step
 
 FREE = Network(Tier(1e15, 0.0, 0.0, 0.0), Tier(1e15, 0.0, 0.0, 0.0))
 A_TRIFLE = 1.002  # fitted costs and the moment from which a host counts are not smooth
@@ -87,6 +89,55 @@ def changed(setup: Setup, **changes: Any) -> Setup:
     setup = setup.replaced(kept | {key.replace("__", "."): value for key, value in changes.items()})
     assert mistakes_in(setup) == []
     return setup
+
+
+# The 80 % interval, by hand
+
+
+@pytest.mark.parametrize(
+    ("preset", "keys", "assumptions", "parts"),
+    [
+        ("llama3-8b", {"cluster__gpu": "h200"}, 0, {}),
+        ("llama3-8b", {"cluster__gpu": "h100"}, 0, {"transferred": 1}),
+        ("llama3-8b", {"cluster__gpu": "mi300x"}, 1, {"transferred": 1, "other_family": 1, "assumed": 0.5}),
+        ("llama3-8b", {"cluster__gpu": "h200", "parallel__dp": 8}, 2, {"assumed": 1}),
+        ("llama3-8b", {"cluster__gpu": "h200", "parallel__dp": 16}, 5, {"nodes": 1, "assumed": 1}),
+        ("llama3-8b", {"cluster__gpu": "h200", "parallel__tp": 16}, 0, {"nodes": 1, "spread_tensor": 1}),
+        ("llama3-8b", {"cluster__gpu": "h200", "parallel__pp": 2}, 0, {"pipeline": 1}),
+        ("mixtral-8x7b", {"cluster__gpu": "h200"}, 0, {"experts": 1}),
+    ],
+)  # fmt: skip
+def test_what_makes_a_run_hard_to_predict_adds_to_its_variance(
+    preset: str, keys: dict[str, Any], assumptions: int, parts: dict[str, float]
+) -> None:
+    step = simulate_step(described(preset, **keys, train__cuda_graphs=True, train__framework="megatron"))
+    found = parts_of(step, assumptions)
+    assert tuple(found) == PARTS
+    assert {name: value for name, value in found.items() if value} == {"always": 1} | parts
+    table = read_table("uncertainty.json")
+    variance = sum(table["variance"][name] * value for name, value in found.items())
+    low, high = described_spread(step, assumptions)
+    assert math.log(high) == pytest.approx(table["scale"] * math.sqrt(variance))
+    assert low == pytest.approx(1 / high)
+
+
+def test_a_step_that_waits_for_its_host_is_harder_to_predict() -> None:
+    step = simulate_step(described("gpt2-124m", train__seq=128, train__framework="pytorch"))
+    assert parts_of(step, 0)["host"] == pytest.approx(min(1.0, step.host_share))
+    assert parts_of(step, 0)["host"] > 0.9
+
+
+def test_changes_that_were_never_measured_have_wider_intervals() -> None:
+    """10 % for measured changes, 20 % more for another GPU, 25 % more for another parallelism or unseen collectives."""
+    setup = described(cluster__gpu="h200", parallel__dp=8)
+    other_gpu, other_layout = changed(setup, cluster__gpu="h100"), changed(setup, parallel__dp=4)
+    assert changed_spread(setup, changed(setup, train__seq=4096), False) == pytest.approx((1 / 1.1, 1.1))
+    assert changed_spread(setup, other_gpu, False) == pytest.approx((1 / 1.3, 1.3))
+    assert changed_spread(setup, other_layout, False) == pytest.approx((1 / 1.35, 1.35))
+    assert changed_spread(setup, setup, True) == pytest.approx((1 / 1.35, 1.35))
+    assert changed_spread(setup, changed(other_gpu, parallel__dp=4), True) == pytest.approx((1 / 1.55, 1.55))
+    assert scaled_spread(4.0) == pytest.approx((0.96, 1.04))
+    assert scaled_spread(4.0).of(200.0) == pytest.approx((192, 208))
 
 
 # Laws of every forecast
@@ -277,7 +328,7 @@ def test_a_pipeline_of_equal_stages_waits_for_all_stages_but_one(pp: int, microb
     )
     _, assembly = equal_stages(setup)
     chunk = assembly.chunks[0][0]
-    (update,) = {float(assembly.graph().duration[node]) / 1e3 for node in nodes(assembly, "optimizer")}
+    update = float(assembly.graph().duration[nodes(assembly, "optimizer")[0]]) / 1e3  # the first stage ends last
     wanted = (microbatches - 1 + pp) * (chunk.forward.us + chunk.backward.us) + update
     assert simulate(assembly.graph()).span / 1e3 == pytest.approx(wanted, rel=1e-9)
 

@@ -31,13 +31,13 @@ from lumos.report.html.charts import Bars, LaneView, Lines, Timeline
 from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.memory_view import _integrated
 from lumos.report.html.notebook import comparison_snippet, prediction_snippet, replay_snippet
-from lumos.report.html.page import Card, Page, Section, render, write_page
+from lumos.report.html.page import Page, Section, render, write_page
 from lumos.report.html.prediction_page import prediction_page
 from lumos.report.html.replay_page import replay_page
 from lumos.report.html.search_page import search_page
-from lumos.report.html.table import Column, Row, Table
 from lumos.report.html.timeline import MOST_BOXES, Lanes, Tasks, draw_timeline
 from lumos.report.html.timeline import Path as CriticalPath
+from lumos.report.table import Card, Column, Row, Table
 from lumos.setup import read_setup
 from support import header, training_run, write_trace
 
@@ -67,7 +67,8 @@ def search_answer() -> dict[str, Any]:
         rows.append({
             "parallel.tp": tp, "parallel.pp": pp, "parallel.vpp": vpp, "step_ms": found.step_ms, "mfu": found.mfu,
             "memory_gib": found.memory.gib()["peak"], "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
-            "cost_per_mtoken": None, "energy_j": found.energy_j, "breakdown": found.breakdown.as_dict(),
+            "cost_per_mtoken": None, "value": found.step_ms, "lost_by": "tp 8, not 4",
+            "breakdown": found.breakdown.as_dict(),
         })  # fmt: skip
     rows.sort(key=lambda row: row["step_ms"])
     front = [r for r in rows if not any(o["memory_gib"] < r["memory_gib"] for o in rows if o["step_ms"] < r["step_ms"])]

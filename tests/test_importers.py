@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from lumos.errors import LumosError
 from lumos.setup import Model, Setup, read_setup, read_setup_with_notes
-from lumos.setup.importers.detect import read_any
 from lumos.setup.importers.huggingface import model_keys
 from lumos.setup.importers.launch_script import evaluate, is_true, read_shell
 from lumos.setup.importers.megatron import arguments_in_yaml
 from lumos.setup.importers.torchtitan import read_torchtitan
+from lumos.setup.setup_files import read_any
 
 
 def written(folder: Path, text: str, name: str) -> Path:

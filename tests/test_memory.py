@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 
 from lumos.program.attention import core
 from lumos.program.block import saved_bytes
-from lumos.program.memory import Memory, StageMemory, memory_of
+from lumos.program.embedding_head import head
+from lumos.program.memory import MIB, Memory, StageMemory, memory_of
 from lumos.program.program import Program
 from lumos.setup.frameworks import framework_named
+from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 
 GIB = 1 << 30
@@ -234,3 +237,150 @@ def test_memory_is_reported_in_gib() -> None:
     assert report["peak"] == pytest.approx(memory.peak / GIB)
     assert Counter(type(value) for value in report.values()) == {float: 7}
     assert memory.rows() == [{"stage": 0, "phase": "loss", **report}]
+
+
+# ---------------------------------------------------------------------- moments by hand
+EIGHT = {"layers": 8, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 1280}
+TABLE = 1280 * 4096  # parameters of the embedding, and of the output matrix
+LAYER = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096  # attention, MLP, norms
+WHOLE = 8 * LAYER + 2 * TABLE + 4096
+MATRIX = 4096 * 14336  # the largest of a layer
+HIDDEN = 2 * 4096 * 4096  # bytes of the hidden states of 4096 tokens
+
+
+def eight(parallel: dict[str, Any] | None = None, **train: Any) -> tuple[StageMemory, ...]:
+    """The stages of a model of eight layers."""
+    model = EIGHT | train.pop("model", {})
+    return memory_of(make(model, {"seq": 4096, "microbatches": 1} | train, parallel)).stages
+
+
+def test_fsdp_holds_the_ends_two_layers_and_the_gradients_of_one() -> None:
+    """In 16 bits: the root unit, two layers, one layer's gradients and one matrix's; in fp32 what is reduced."""
+    (stage,) = eight({"dp": 8, "zero": 3}, framework="torchtitan")
+    assert stage.phase == "backward"
+    assert stage.buffers == 2 * 2 * TABLE + 2 * MATRIX + LAYER * (2 + 2 + 2 + 4)
+    assert (stage.weights, stage.gradients, stage.optimizer) == (4 * WHOLE / 8, 0, 8 * WHOLE / 8)
+
+
+def test_fsdp_reduces_the_ends_last() -> None:
+    """A short sequence and a large vocabulary: 16-bit weights, 16-bit gradients and fp32 gradients of both tables."""
+    (stage,) = eight({"dp": 64, "zero": 3}, framework="torchtitan", seq=128, model={"vocab": 128000})
+    assert stage.phase == "optimizer"
+    assert stage.buffers == (2 + 2 + 4) * 2 * 128000 * 4096
+    assert stage.activations == 0
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_pipelines_of_pytorch_keep_buffers_for_every_micro_batch(zero: int) -> None:
+    """Of what the neighbour sends and, on the last stage, of the logits; FSDP keeps weights and gradients whole."""
+    stages = eight({"pp": 2, "dp": 8, "zero": zero}, framework="pytorch", microbatches=8)
+    half = 4 * LAYER + TABLE
+    kept = 4 * half if zero else 2 * half  # in 16 bits: weights and gradients, or the buckets of gradients
+    assert [stage.phase for stage in stages] == ["backward", "backward"]
+    assert stages[0].buffers == 8 * HIDDEN + 2 * MATRIX + kept
+    assert stages[1].buffers == 8 * (HIDDEN + 2 * 4096 * 1280) + 2 * MATRIX + kept + (4096 * 4 if zero else 4096 * 2)
+
+
+def test_data_parallel_replicas_keep_buckets_of_gradients() -> None:
+    (alone,), (replica,) = eight(framework="pytorch"), eight({"dp": 8}, framework="pytorch")
+    assert replica.phase == "backward"
+    assert replica.buffers - alone.buffers == 2 * WHOLE
+    assert replica.gradients == 2 * TABLE, "only the output matrix has its gradient by then"
+    (nanotron,) = eight({"dp": 8}, framework="nanotron", microbatches=4)
+    assert nanotron.buffers == 2 * WHOLE + 2 * MATRIX, "16-bit gradients beside the fp32 buffer"
+    assert nanotron.gradients == 4 * WHOLE
+
+
+def test_while_the_last_layer_runs_backward_only_its_gradients_and_the_embeddings_are_missing() -> None:
+    (stage,) = eight(framework="pytorch", micro_batch=8, recompute="full")
+    assert stage.phase == "last layer"
+    assert stage.gradients == 2 * (WHOLE - LAYER - TABLE)
+    layer = Program(make(EIGHT, {"seq": 4096, "micro_batch": 8, "recompute": "full"})).dense_memory
+    assert stage.activations == layer.kept + layer.backward
+
+
+def test_adam_of_mixed_precision_makes_fp32_copies_of_gradients() -> None:
+    (stage,) = eight(framework="neox", seq=128)
+    assert stage.phase == "optimizer"
+    assert stage.buffers == (4 - 2) * WHOLE
+    (divided,) = eight({"dp": 8, "zero": 1}, framework="neox", seq=128)
+    assert divided.optimizer == 12 * WHOLE / 8
+
+
+@pytest.mark.parametrize(
+    ("train", "working"),
+    [
+        ({}, 2 * 2 * 14336 + 2 * 4096),  # gradients of gate and up, and of the residual stream
+        ({"model": {"gated": False}}, 2 * 14336 + 2 * 4096),
+        ({"framework": "pytorch", "model": {"gated": False}}, 2 * 2 * 14336 + 2 * 4096),  # GELU written out
+        ({"precision": "fp32"}, 2 * 4 * 14336 + 4 * 4096),
+    ],
+    ids=str,
+)
+def test_the_backward_pass_of_a_layer_adds_for_a_token(train: dict[str, Any], working: int) -> None:
+    keys = {"seq": 4096, "framework": "megatron"} | {key: value for key, value in train.items() if key != "model"}
+    program = Program(make(EIGHT | train.get("model", {}), keys))
+    assert program.dense_memory.backward == 4096 * working
+
+
+def test_divided_sequences_are_gathered_in_the_backward_pass() -> None:
+    train, parallel = {"seq": 4096, "framework": "megatron"}, {"tp": 4, "sequence_parallel": True}
+    layer = Program(make(EIGHT, train, parallel)).dense_memory
+    assert layer.backward == 4096 * (2 * 2 * 14336 / 4 + 2 * 4096 / 4 + 2 * 4096)
+
+
+def test_gradients_of_scores_replace_what_the_mlp_kept() -> None:
+    keys = {"seq": 4096, "framework": "megatron", "attention": "unfused"}
+    layer = Program(make(EIGHT, keys)).dense_memory
+    freed = 6 * 14336 + 4 * 4096 + 4  # of the MLP and its norm, a token
+    assert layer.backward == 2 * 2 * 32 * 4096**2 - 4096 * freed
+    again = Program(make(EIGHT, keys | {"recompute": "selective"})).dense_memory
+    assert again.backward == layer.backward + 2 * 32 * 4096**2, "the scores themselves, made anew"
+
+
+def test_a_fully_recomputed_layer_keeps_its_input_and_makes_the_rest_anew() -> None:
+    plain, again = (
+        Program(make(EIGHT, {"seq": 4096, "framework": "megatron", "recompute": how})).dense_memory
+        for how in ("none", "full")
+    )
+    assert again.kept == HIDDEN
+    assert again.backward == plain.kept + plain.backward - HIDDEN, "the input is there already"
+
+
+@pytest.mark.parametrize(("framework", "loss"), [("pytorch", 12), ("nanotron", 8 + 4), ("megatron", 6)])
+def test_logits_take_so_many_bytes_at_the_loss(framework: str, loss: int) -> None:
+    """nanotron keeps those of the micro-batch before."""
+    (stage,) = eight(framework=framework, microbatches=4, model={"vocab": 512000, "layers": 2})
+    assert stage.phase == "loss"
+    assert stage.buffers == loss * 4096 * 512000
+
+
+def test_a_stage_keeps_log_probabilities_of_micro_batches_whose_loss_is_known() -> None:
+    gpipe, one = (
+        eight({"pp": 2, "schedule": schedule}, framework="megatron", microbatches=4)[1]
+        for schedule in ("gpipe", "1f1b")
+    )
+    layers = 4 * Program(make(EIGHT, {"seq": 4096, "framework": "megatron"})).dense_memory.kept
+    ends = saved_bytes(head(Program(make(EIGHT, {"seq": 4096, "framework": "megatron"})).layout))
+    assert gpipe.activations - one.activations == 3 * (layers + ends + 4 * 4096 * 1280)
+
+
+def test_the_reserve_is_a_context_communicators_and_fragments() -> None:
+    alone, many = (
+        memory_of(make(EIGHT, {"seq": 4096, "framework": "megatron", "microbatches": 2}, parallel))
+        for parallel in ({}, {"tp": 2, "pp": 2, "dp": 2})
+    )
+    assert alone.reserve == pytest.approx(560 * MIB + 0.03 * alone.peak)
+    assert many.reserve == pytest.approx((560 + 3 * 220) * MIB + 0.03 * many.peak)
+    assert alone.at_peak.framework == 64 * MIB, "two workspaces of cuBLAS"
+    small = memory_of(make(EIGHT, {"seq": 4096}, gpu="a100"))
+    assert small.at_peak.framework == 16.25 * MIB
+    assert small.usable == gpu_named("a100").memory_gib * GIB
+    assert memory_of(make(EIGHT, {"seq": 4096}, gpu="a100", memory_gib=40)).usable == 40 * GIB
+
+
+def test_a_peak_and_its_reserve_may_fill_the_gpu_and_no_more() -> None:
+    memory = memory_of(make(EIGHT, {"seq": 4096}))
+    full = memory.peak + memory.reserve
+    assert dataclasses.replace(memory, usable=full).fits
+    assert not dataclasses.replace(memory, usable=full - 1).fits

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from lumos.program.attention import core
 from lumos.program.block import Block
 from lumos.program.embedding_head import embedding, head, head_backward, optimizer
-from lumos.program.flops import forward_flops_per_token
+from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
+from lumos.program.moe import expert_gradient_bytes, moe, moe_backward
 from lumos.program.operators import Collective, Operator
+from lumos.program.parameters import chunks_of, layers_of
+from lumos.program.program import Program
 from lumos.program.rank_layout import RankLayout
 from lumos.program.transformer_layer import TransformerLayer
 from lumos.setup import Setup, mistakes_in, preset_named, preset_names
@@ -268,3 +271,488 @@ def test_an_update_is_for_every_parameter_or_for_none(framework: str) -> None:
     sgd = optimizer(layout_of(framework=framework, train__optimizer="sgd"), 1e9)
     assert operators(sgd)[0].bytes == pytest.approx(0.5 * operators(adamw)[0].bytes)
     assert optimizer(layout_of(framework=framework, train__optimizer="none"), 1e9) == []
+
+
+# Values by hand
+
+
+def shapes(block: Block, *prefixes: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the operators of a block, by name, those whose kinds begin with a prefix."""
+    return {
+        op.name: op.work.shape for op in block
+        if isinstance(op.work, Operator) and op.work.kind.startswith(prefixes or ("gemm",))
+    }  # fmt: skip
+
+
+def sizes(block: Block) -> dict[str, tuple[str, float]]:
+    """Kind and bytes of the collectives of a block, by name."""
+    return {op.name: (op.work.kind, op.work.bytes) for op in block if isinstance(op.work, Collective)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "flops", "elements"),
+    [
+        ("gemm_tn", (2, 3, 5), 2 * 30, 10 + 15 + 6),
+        ("linear_bwd", (2, 3, 5), 4 * 30, 2 * 31),
+        ("bmm", (7, 2, 3, 5), 7 * 60, 7 * 31),
+        ("bmm_bwd", (7, 2, 3, 5), 2 * 7 * 60, 2 * 7 * 31),
+        ("grouped_gemm", (4, 20, 3, 5), 2 * 20 * 15, 20 * 5 + 20 * 3 + 4 * 15),  # four matrices of weights
+        ("sdpa_fwd", (2, 3, 8, 4), 2 * 2 * (2 * 3 * 8 * 8 * 4) / 2, 4 * 2 * 3 * 8 * 4),  # two matmuls, the causal half
+        ("sdpa_bwd", (2, 3, 8, 4), 5 * 2 * (2 * 3 * 8 * 8 * 4) / 2, 8 * 2 * 3 * 8 * 4),  # five matmuls
+        ("softmax_fwd", (2, 3, 8), 5 * 2 * 3 * 64, 2 * 2 * 3 * 64),  # read and written
+        ("softmax_bwd", (2, 3, 8), 5 * 2 * 3 * 64, 3 * 2 * 3 * 64),
+        ("rms_norm", (8, 4), 4 * 32, 2 * 32),
+        ("layer_norm", (8, 4), 6 * 32, 2 * 32),
+        ("rms_norm_bwd", (8, 4), 8 * 32, 3 * 32),  # input, gradient, gradient of the input
+        ("layer_norm_bwd", (8, 4), 10 * 32, 3 * 32),
+        ("gelu", (8, 4), 12 * 32, 2 * 32),
+        ("gelu_bwd", (8, 4), 20 * 32, 3 * 32),
+        ("silu", (8, 4), 5 * 32, 2 * 32),
+        ("silu_bwd", (8, 4), 8 * 32, 3 * 32),
+        ("mul", (8, 4), 32, 3 * 32),
+        ("add", (8, 4), 32, 3 * 32),
+        ("copy", (8, 4), 32, 2 * 32),
+        ("permute", (8, 4), 32, 2 * 32),
+        ("cast_f32", (8, 4), 32, 3 * 32),  # read in 16 bits, written in 32
+        ("embedding", (8, 100, 4), 0, 2 * 32),
+        ("embedding_bwd", (8, 100, 4), 32, (2 * 8 + 100) * 4),  # the whole table is written
+        ("neox_softmax_fwd", (2, 3, 8), 5 * 2 * 3 * 64, 6 * 2 * 3 * 64),  # GPT-NeoX: several kernels, sampled as one
+        ("neox_softmax_bwd", (2, 3, 8), 5 * 2 * 3 * 64, 9 * 2 * 3 * 64),
+        ("neox_fillmask_fwd", (2, 3, 8), 5 * 2 * 3 * 64, 3 * 2 * 3 * 64),
+        ("neox_fillmask_bwd", (2, 3, 8), 5 * 2 * 3 * 64, 4 * 2 * 3 * 64),
+        ("neox_rotary_fwd", (2, 3, 8, 4), 6 * 192, 24 * 192),
+        ("neox_rotary_bwd", (2, 3, 8, 4), 6 * 192, 32 * 192),
+        ("neox_layer_norm_fwd", (8, 4), 32, 4 * 32),
+        ("neox_layer_norm_bwd", (8, 4), 32, 8 * 32),
+        ("neox_gelu_fwd", (8, 4), 32, 2 * 32),
+        ("neox_gelu_bwd", (8, 4), 32, 3 * 32),
+        ("neox_loss_fwd", (8, 4), 32, 8 * 32),
+        ("neox_loss_bwd", (8, 4), 32, 4 * 32),
+        ("neox_embedding_fwd", (8, 100, 4), 0, 4 * 32),
+        ("neox_embedding_bwd", (8, 100, 4), 0, (4 * 8 + 100) * 4),
+        ("rotary_fwd", (2, 3, 8, 4), 6 * 192, 12 * 192),  # unfused: rotate, two products, a sum
+        ("rotary_bwd", (2, 3, 8, 4), 6 * 192, 16 * 192),
+        ("norm_eager_fwd", (8, 4), 6 * 32, 20 * 32),
+        ("norm_eager_bwd", (8, 4), 12 * 32, 40 * 32),
+        ("cross_entropy", (8, 4), 6 * 32, 4 * 32),
+        ("cross_entropy_bwd", (8, 4), 3 * 32, 4 * 32),
+        ("adamw_fused", (10,), 120, 70),  # weight, gradient and two moments read, all but the gradient written
+    ],
+)  # fmt: skip
+def test_operators_do_the_work_that_their_mathematics_needs(
+    kind: str, shape: tuple[int, ...], flops: float, elements: float
+) -> None:
+    operator = Operator(kind, shape)
+    assert operator.flops == flops
+    assert operator.bytes == 2 * elements
+    assert operator._replace(dtype="fp32").bytes == 4 * elements
+    assert operator._replace(dtype="fp8").bytes == elements
+
+
+@pytest.mark.parametrize(
+    ("operator", "wanted"),
+    [
+        (Operator("stream", (300,)), 100),  # two read, one written
+        (Operator("gemm_tn", (64, 32, 16)), 2 * 64 * 32),  # the result, or the input if it is larger
+        (Operator("gemm_nn", (64, 16, 32)), 2 * 64 * 32),
+        (Operator("softmax_fwd", (2, 3, 8)), 2 * 2 * 3 * 64),
+        (Operator("embedding", (8, 100, 4)), 2 * 32),
+        (Operator("add", (8, 4), "fp32"), 4 * 32),
+    ],
+    ids=str,
+)
+def test_the_tensor_that_the_next_kernel_reads_is_the_result(operator: Operator, wanted: float) -> None:
+    assert operator.tensor_bytes == wanted
+
+
+LLAMA = {"t": 2048, "h": 4096, "q": 32 * 128, "kv": 8 * 128, "ffn": 14336}
+
+
+def test_matmuls_of_megatron_are_joined() -> None:
+    """Llama 3 8B: 32 query and 8 key-value heads of 128, gate and up in one matmul."""
+    t, h, f = LLAMA["t"], LLAMA["h"], LLAMA["ffn"]
+    layer = TransformerLayer(layout_of())
+    assert shapes(layer.forward()) == {
+        "qkv": (t, 6144, h), "out": (t, h, 4096), "up": (t, 2 * f, h), "down": (t, h, f)
+    }  # fmt: skip
+    assert shapes(layer.backward()) == {
+        "down dgrad": (t, f, h), "down wgrad": (h, f, t), "up dgrad": (t, h, 2 * f), "up wgrad": (2 * f, h, t),
+        "out dgrad": (t, 4096, h), "out wgrad": (h, 4096, t), "qkv dgrad": (t, h, 6144), "qkv wgrad": (6144, h, t),
+    }  # fmt: skip
+
+
+def test_matmuls_of_pytorch_are_one_for_every_matrix() -> None:
+    t, h, f = LLAMA["t"], LLAMA["h"], LLAMA["ffn"]
+    layer = TransformerLayer(layout_of(framework="pytorch"))
+    assert shapes(layer.forward()) == {
+        "q": (t, 4096, h), "kv": (t, 1024, h), "out": (t, h, 4096), "up": (t, f, h), "down": (t, h, f)
+    }  # fmt: skip
+    assert Counter(op.name for op in layer.forward())["kv"] == Counter(op.name for op in layer.forward())["up"] == 2
+    backward = shapes(layer.backward())
+    assert backward["kv dgrad"] == (t, h, 1024)
+    assert backward["kv wgrad"] == (1024, h, t)
+    assert backward["up dgrad"] == (t, h, f)
+    assert backward["up wgrad"] == (f, h, t)
+    counts = Counter(op.name for op in layer.backward())
+    assert all(counts[f"{name} {gradient}"] == 2 for name in ("kv", "up") for gradient in ("dgrad", "wgrad"))
+
+
+def test_matmuls_of_latent_attention_go_through_low_ranks() -> None:
+    """DeepSeek-V3: ranks 1536 and 512, 128 heads with keys of 128 + 64 and values of 128."""
+    layout = layout_of("deepseek-v3")
+    t, forward = layout.tokens, shapes(TransformerLayer(layout).forward())
+    assert forward["q down"] == (t, 1536, 7168)
+    assert forward["q up"] == (t, 128 * 192, 1536)
+    assert forward["kv down"] == (t, 512 + 64, 7168)
+    assert forward["kv up"] == (t, 128 * (128 + 128), 512)
+    assert forward["out"] == (t, 7168, 128 * 128)
+    assert shapes(TransformerLayer(layout).forward(), "sdpa") == {"sdpa_fwd": (1, 128, t, 192)}
+    kept = 2 * (2 * (1536 + 512) + 64 + 128 * (2 * 192 + 128 + 128))
+    projections = next(op for op in TransformerLayer(layout).forward() if op.name == "q down")
+    assert projections.saves == kept * t
+
+
+def test_unfused_attention_multiplies_scores_and_values() -> None:
+    layout = layout_of(train__attention="unfused", train__micro_batch=2)
+    s, d = 2048, 128
+    layer = TransformerLayer(layout)
+    assert shapes(layer.forward(), "bmm") == {"scores": (64, s, s, d), "values": (64, s, d, s)}
+    assert shapes(layer.backward(), "bmm") == {"values grad": (64, s, d, s), "scores grad": (64, s, s, d)}
+    assert shapes(layer.forward(), "softmax") == {"softmax_fwd": (2, 32, s)}
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+def test_collectives_of_a_layer_carry_the_hidden_states(sequences: bool) -> None:
+    layout = layout_of(parallel__tp=4, parallel__sequence_parallel=sequences)
+    whole = 2.0 * 2048 * 4096
+    found = sizes(TransformerLayer(layout).forward()) | sizes(TransformerLayer(layout).backward())
+    assert {size for _, size in found.values()} == {whole}
+    ends = sizes(embedding(layout)) | sizes(head(layout)) | sizes(head_backward(layout))
+    assert ends["embedding reduce"] == ("reduce_scatter" if sequences else "all_reduce", whole)
+    assert ends["loss reduce"] == ("all_reduce", 3 * 4 * 2048), "maximum, sum and logit of the target, in fp32"
+    assert ends["head grad reduce"] == ("reduce_scatter" if sequences else "all_reduce", whole)
+
+
+def test_context_parallel_ranks_exchange_keys_and_values_and_their_gradients_besides() -> None:
+    layer = TransformerLayer(layout_of(parallel__cp=4))
+    exchanged = 2.0 * 2048 * 2 * 8 * 128  # keys and values of the whole sequence, 8 heads of 128
+    assert sizes(layer.forward()) == {"context exchange": ("all_gather", exchanged)}
+    assert sizes(layer.backward()) == {"context exchange": ("all_gather", 2 * exchanged)}
+
+
+# What a layer keeps for each token, in bytes: h hidden, q queries, k keys (and as many values), a heads, f inner width
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        # eager: both norms keep a copy in fp32, the normalised input, 1/rms and their output; the MLP gate, up, silu
+        # and the product
+        ({"framework": "pytorch"}, "2 * (8*h + 4) + 2*(q + 2*k) + 2*q + 4*a + 8*f"),
+        # fused: both norms keep their input, 1/rms and their output; the MLP gate, up and the product
+        ({"framework": "megatron"}, "2 * (4*h + 4) + 2*(q + 2*k) + 2*q + 4*a + 6*f"),
+        # in 8 bits, linear layers keep their inputs in 8 bits, and that of the output projection besides attention's
+        ({"framework": "megatron", "train__precision": "fp8"}, "2 * (3*h + 4) + 2*(q + 2*k) + 3*q + 4*a + 5*f"),
+        # compiled: outputs of norms are made anew, but one; so is the product of gate and up
+        ({"framework": "pytorch", "train__compile": True}, "2 * (2*h + 4) + 2*h + 2*(q + 2*k) + 2*q + 4*a + 4*f"),
+        ({"framework": "megatron", "model__qk_norm": True},
+         "2 * (4*h + 4) + 2*(q + k) + 2*(q + 2*k) + 2*q + 4*a + 6*f"),
+        ({"framework": "pytorch", "model__qk_norm": True},
+         "2 * (8*h + 4) + 6*(q + k) + 2*(q + 2*k) + 2*q + 4*a + 8*f"),
+        ({"framework": "megatron", "model__gated": False}, "2 * (4*h + 8) + 2*(q + 2*k) + 2*q + 4*a + 4*f"),
+        # layer norms keep input, mean, 1/deviation and output; GELU written out: x, tanh, x / 2, 1 + tanh and
+        # their product
+        ({"framework": "pytorch", "model__gated": False}, "2 * (4*h + 8) + 2*(q + 2*k) + 2*q + 4*a + 10*f"),
+        ({"framework": "pytorch", "model__gated": False, "model__activation": "relu"},
+         "2 * (4*h + 8) + 2*(q + 2*k) + 2*q + 4*a + 2*f"),
+        ({"framework": "megatron", "model__norm": "layer"}, "2 * (4*h + 8) + 2*(q + 2*k) + 2*q + 4*a + 6*f"),
+        ({"framework": "megatron", "train__mode": "lora"}, "2 * (4*h + 4) + 2*(q + 2*k) + 2*q + 4*a + 4*f"),
+        # scores in 16 bits after the softmax
+        ({"framework": "megatron", "train__attention": "unfused"},
+         "2 * (4*h + 4) + 2*(q + 2*k) + 2*q + 2*a*2048 + 6*f"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(map(str, value.values())),
+)  # fmt: skip
+def test_a_layer_keeps_for_a_token(changes: dict[str, Any], wanted: str) -> None:
+    layer = TransformerLayer(layout_of(**({"cluster__gpu": "h100"} | changes)))
+    names = {"h": 4096, "q": 4096, "k": 1024, "a": 32, "f": 14336}
+    assert layer.memory.kept == pytest.approx(2048 * eval(wanted, names), rel=1e-9)
+
+
+def test_a_layer_with_experts_keeps_the_router_and_what_its_experts_read_and_return() -> None:
+    """Mixtral: every token goes to 2 of 8 experts; logits and probabilities of the router are in fp32."""
+    layer = TransformerLayer(layout_of("mixtral-8x7b"), sparse=True)
+    attention = 2 * (4 * 4096 + 4) + 2 * (4096 + 2 * 1024) + 2 * 4096 + 4 * 32
+    experts = 8 * 8 + 2 * ((2 + 2) * 4096 + 6 * 14336)
+    assert layer.memory.kept == 2048 * (attention + experts)
+    assert shapes(layer.forward(), "grouped") == {
+        "experts up": (8, 2 * 2048, 2 * 14336, 4096), "experts down": (8, 2 * 2048, 4096, 14336)
+    }  # fmt: skip
+
+
+# Parameters and stages
+
+
+@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_the_stages_of_a_pipeline_hold_the_parameters_of_the_model(preset: str, pp: int, vpp: int) -> None:
+    schedule = "interleaved" if vpp > 1 else "1f1b"
+    keys = dict(preset_named(preset).keys)
+    if int(keys["layers"]) < pp * vpp:
+        return
+    setup = Setup(model=keys, train={"seq": 1024, "framework": "megatron", "microbatches": 4})
+    setup = setup.replaced({"parallel.pp": pp, "parallel.vpp": vpp, "parallel.schedule": schedule, "parallel.dp": 1})
+    program, model = Program(setup), setup.model
+    held = [program.stage_parameters(stage) for stage in range(pp)]
+    again = model.vocab * model.hidden if model.tied and pp > 1 else 0  # both ends have the table
+    assert sum(part.common + part.experts for part in held) == pytest.approx(model.parameters(1024) + again, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "wanted"),
+    [(8, 4, [2, 2, 2, 2]), (10, 4, [2, 3, 3, 2]), (11, 4, [2, 3, 3, 3]), (5, 2, [3, 2]), (7, 1, [7])],
+)
+def test_layers_are_dealt_evenly_and_the_ends_get_fewer(layers: int, pp: int, wanted: list[int]) -> None:
+    """The first and the last stage have the embedding and the output matrix besides."""
+    setup = layout_of("llama3-8b", model__layers=layers, parallel__pp=pp).setup
+    assert layers_of(setup) == wanted
+
+
+def test_layers_are_dealt_by_work_where_the_framework_balances() -> None:
+    """Llama 3.2 1B: the output matrix is worth 4.3 of its layers, so each of four stages does the work of 5.1."""
+    setup = layout_of("llama3.2-1b", framework="nanotron", parallel__pp=4).setup
+    m = setup.model
+    layer = m.attention_parameters + m.mlp_parameters(m.ffn)
+    share = (m.layers + m.vocab * m.hidden / layer) / 4
+    counts = layers_of(setup, balances=True)
+    assert sum(counts) == m.layers
+    assert counts[:-1] == pytest.approx([share] * 3, abs=1)
+    assert counts[-1] == pytest.approx(share - m.vocab * m.hidden / layer, abs=1)
+    assert min(counts) >= 1
+
+
+def test_layers_that_are_given_by_stage_are_dealt_to_its_chunks() -> None:
+    setup = layout_of("llama3-8b", model__layers=12, parallel__pp=2, parallel__vpp=2, train__microbatches=2,
+                      parallel__schedule="interleaved", parallel__stage_layers=[5, 7]).setup  # fmt: skip
+    assert layers_of(setup) == [3, 4, 2, 3], "virtual stages 0 and 2 are on the first stage"
+
+
+def test_dense_layers_of_a_mixture_come_first() -> None:
+    """DeepSeek-V3: 3 dense and 58 sparse layers; on 8 stages the first has all dense ones."""
+    rows = chunks_of(layout_of("deepseek-v3", parallel__pp=8).setup)
+    chunks = [chunk for row in rows for chunk in row]
+    assert [chunk.dense for chunk in chunks] == [3, 0, 0, 0, 0, 0, 0, 0]
+    assert sum(chunk.sparse for chunk in chunks) == 58
+    assert [chunk.first for chunk in chunks] == [True] + [False] * 7
+    assert [chunk.last for chunk in chunks] == [False] * 7 + [True]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_adapters_are_thin_matrices_beside_the_linear_layers_of_attention(tp: int) -> None:
+    """Rank 16: (h + q), (h + k), (h + k) and (q + h) for query, key, value and output."""
+    program = Program(layout_of(train__mode="lora", parallel__tp=tp).setup)
+    each = 16 * ((4096 + 4096) + 2 * (4096 + 1024) + (4096 + 4096))
+    assert program.stage_parameters(0).adapters == 32 * each / tp
+    assert program.sharding.trained(program.stage_parameters(0)) == (32 * each / tp, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("framework", "precision", "weights", "gradients", "state"),
+    [
+        ("pytorch", "bf16", 2, 2, 4),  # all as trained
+        ("pytorch", "fp32", 4, 4, 8),
+        ("megatron", "bf16", 2, 4, 12),  # master weights and two moments in fp32
+        ("neox", "bf16", 2, 2, 12),
+        ("torchtitan", "bf16", 4, 4, 8),  # fp32 weights, cast for the matmuls
+    ],
+)
+def test_bytes_of_a_parameter(framework: str, precision: str, weights: int, gradients: int, state: int) -> None:
+    sharding = Program(layout_of(framework=framework, train__precision=precision).setup).sharding
+    assert (sharding.weights, sharding.gradients, sharding.optimizer) == (weights, gradients, state)
+
+
+# FLOPs of a step
+
+
+def test_a_step_of_llama_3_8b_takes_six_operations_for_every_parameter_and_twelve_for_every_score() -> None:
+    """6 N T without the embedding, and 12 l q s / 2 for every token: the causal half of the scores."""
+    setup = layout_of(train__microbatches=4).setup
+    tokens, dense = 4 * 2048, setup.model.parameters(2048) - 128256 * 4096
+    by_hand = tokens * (6 * dense + 6 * 32 * 4096 * 2048)
+    assert model_flops(setup) == pytest.approx(by_hand, rel=1e-3)
+    full, selective = (hardware_flops(setup.replaced({"train.recompute": how})) for how in ("full", "selective"))
+    layers = dense - 128256 * 4096
+    assert full - by_hand == pytest.approx(tokens * (2 * layers + 2 * 32 * 4096 * 2048), rel=1e-3)
+    assert selective - by_hand == pytest.approx(tokens * 2 * 32 * 4096 * 2048, rel=0.05)
+    assert hardware_flops(setup) == model_flops(setup)
+    lora = model_flops(setup.replaced({"train.mode": "lora"}))
+    assert lora == pytest.approx(tokens * (4 * dense + 6 * 32 * 4096 * 2048), rel=1e-3)
+
+
+def test_utilisation_is_work_over_the_peak_of_all_gpus() -> None:
+    setup = layout_of(parallel__dp=4, cluster__gpu="h100").setup
+    assert utilisation(989.4e12, setup, 1.0) == pytest.approx(0.25, rel=1e-3)
+    assert utilisation(989.4e12, setup, 0.5) == pytest.approx(0.5, rel=1e-3)
+
+
+# Element-wise work, by hand
+
+
+def traffic(block: Block) -> dict[str, float]:
+    """Elements that memory-bound chains read and write for a token, by name; gradients of weights aside."""
+    total: Counter[str] = Counter()
+    for op in block:
+        if isinstance(op.work, Operator) and op.work.kind == "stream" and "accumulate" not in op.name:
+            total[op.name] += op.work.bytes / 2 / 2048  # type: ignore[assignment]
+    return {name: elements for name, elements in total.items() if elements}
+
+
+H, Q, K, FFN, SCORES = 4096, 4096, 1024, 14336, 32 * 2048
+
+
+@pytest.mark.parametrize(
+    ("framework", "forward", "backward"),
+    [
+        (
+            "megatron",
+            {"rotary_fwd": 2 * (Q + K), "residual": 2 * 3 * H, "activation": 3 * FFN},
+            {"rotary_bwd": 2 * (Q + K), "residual grad": 2 * 3 * H, "activation": 5 * FFN,
+             "join qkv grads": 2 * (Q + 2 * K)},
+        ),
+        (
+            "pytorch",  # keys and values are repeated for 32 query heads, gradients of three matmuls' input added
+            {"repeat keys and values": 2 * 2 * Q, "attention copy": 2 * Q, "residual": 2 * 3 * H},
+            {"repeat keys and values grad": 2 * 1.5 * Q, "attention copy": 2 * Q, "residual grad": 2 * 3 * H,
+             "up sum": 3 * H, "kv sum": 3 * H, "sum qkv grads": 3 * H},
+        ),
+        (
+            "megatron-2021",  # dropout reads and writes 16 bits and a mask of 8
+            {"rotary_fwd": 2 * (Q + K), "residual": 2 * 4.5 * H, "activation": 3 * FFN, "attention copy": 2 * Q,
+             "attention dropout": 2.5 * SCORES},
+            {"rotary_bwd": 2 * (Q + K), "residual grad": 2 * 5.5 * H, "activation": 5 * FFN,
+             "attention copies grad": 4 * Q, "attention dropout grad": 2.5 * SCORES},
+        ),
+    ],
+)  # fmt: skip
+def test_element_wise_chains_read_and_write(
+    framework: str, forward: dict[str, float], backward: dict[str, float]
+) -> None:
+    layer = TransformerLayer(layout_of(framework=framework))
+    assert traffic(layer.forward()) == pytest.approx(forward)
+    assert traffic(layer.backward()) == pytest.approx(backward)
+
+
+def test_an_eager_layer_launches_so_many_kernels() -> None:
+    """Forward: two norms of 8, 7 matmuls, two rotaries of 5, 3 copies, attention, silu, product, 2 additions."""
+    layer = TransformerLayer(layout_of(framework="pytorch"))
+    forward = 2 * 8 + 7 + 2 * 5 + 3 + 1 + 2 + 2
+    assert sum(op.launches for op in layer.forward()) == forward
+    backward = 2 * 15 + 14 + 2 * 10 + 3 + 4 + 3 + 2 + 3  # and three sums of gradients
+    assert sum(op.launches for op in layer.backward()) == backward
+    checkpointed = TransformerLayer(layout_of(framework="pytorch", train__recompute="full"))
+    assert sum(op.launches for op in checkpointed.recomputed()) == forward + 40
+
+
+def test_gradients_are_accumulated_in_fp32_by_the_matmul_or_after_it() -> None:
+    weights = sum(a * b for a, b in ((6144, H), (H, Q), (2 * FFN, H), (H, FFN)))
+    for framework, each, launches in (("megatron", 6, 0), ("megatron-2021", 12, 3)):
+        added = [op for op in TransformerLayer(layout_of(framework=framework)).backward() if "accumulate" in op.name]
+        assert sum(op.work.bytes for op in added) == each * weights
+        assert {op.launches for op in added} == {launches}
+
+
+def test_linear_layers_in_8_bits_cast_their_inputs_and_gradients() -> None:
+    layer = TransformerLayer(layout_of(cluster__gpu="h100", train__precision="fp8"))
+    casts = {name: value for name, value in traffic(layer.forward()).items() if name.endswith("cast")}
+    assert casts == {"qkv cast": 1.5 * H, "out cast": 1.5 * Q, "up cast": 1.5 * H, "down cast": 1.5 * FFN}
+    casts = {name: value for name, value in traffic(layer.backward()).items() if name.endswith("cast")}
+    assert casts == {
+        "qkv grad cast": 2.5 * (Q + 2 * K), "out grad cast": 2.5 * H, "up grad cast": 2.5 * 2 * FFN,
+        "down grad cast": 2.5 * H,
+    }  # fmt: skip
+
+
+V = 128256
+
+
+@pytest.mark.parametrize(
+    ("framework", "forward", "backward"),
+    [
+        ("megatron", [("cross_entropy", "bf16", (2048, V), 6)], [("cross_entropy_bwd", "bf16", (2048, V), 2)]),
+        ("nanotron", [("stream", "fp32", (9.5 * 4 * 2048 * V,), 10)], [("stream", "fp32", (5.5 * 4 * 2048 * V,), 5)]),
+        (
+            "pytorch",
+            [("cast_f32", "bf16", (2048, V), 1), ("cross_entropy", "fp32", (2048, V), 2)],
+            [("cross_entropy_bwd", "fp32", (2048, V), 3), ("stream", "bf16", (3 * 2 * 2048 * V,), 1)],
+        ),
+    ],
+)  # fmt: skip
+def test_the_loss_is_fused_sharded_or_eager(framework: str, forward: list[Any], backward: list[Any]) -> None:
+    def rows(block: Block) -> list[Any]:
+        return [(op.work.kind, op.work.dtype, op.work.shape, op.launches) for op in block]  # type: ignore[union-attr]
+
+    layout = layout_of(framework=framework)
+    assert rows(head(layout))[2:] == forward, "after norm and matmul"
+    assert rows(head_backward(layout))[: len(backward)] == backward
+
+
+@pytest.mark.parametrize(
+    ("framework", "work", "launches"),
+    [
+        ("megatron", Operator("stream", (38_000_000_000,), "fp32"), 60),
+        ("torchtitan", Operator("stream", (28_000_000_000,), "fp32"), 60),
+        ("pytorch", Operator("adamw_fused", (1_000_000_000,), "bf16"), 150),  # one for every two tensors
+    ],
+)
+def test_the_update_reads_and_writes_the_state(framework: str, work: Operator, launches: int) -> None:
+    (update,) = optimizer(layout_of(framework=framework), 1e9, 300)
+    assert (update.work, update.launches) == (work, launches)
+
+
+# The four ways of a mixture with tensor parallelism (Mixtral, two of eight experts a token)
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        # whole experts, sequences divided: every rank routes its own half
+        ({"parallel__ep": 2, "parallel__dp": 2, "parallel__sequence_parallel": True}, {"all_to_all": [2 * 1024]}),
+        ({"parallel__ep": 2, "parallel__dp": 2, "parallel__sequence_parallel": False},
+         {"all_to_all": [2 * 1024], "all_gather": [2048]}),
+        # cut by tensor parallelism: every rank works on the copies of both
+        ({"parallel__ep": 8, "parallel__dp": 8, "parallel__sequence_parallel": True},
+         {"all_to_all": [2 * 1024], "all_gather": [2 * 2048], "reduce_scatter": [2 * 2048]}),
+        ({"parallel__ep": 8, "parallel__dp": 8, "parallel__sequence_parallel": False},
+         {"all_to_all": [2 * 2048], "all_reduce": [2048]}),
+    ],
+    ids=["whole, divided", "whole", "cut, divided", "cut"],
+)  # fmt: skip
+def test_experts_and_tensor_parallel_ranks_exchange(keys: dict[str, Any], wanted: dict[str, list[int]]) -> None:
+    """Tokens, or copies of tokens, in every collective of the mixture."""
+    layout = layout_of("mixtral-8x7b", parallel__tp=2, **keys)
+    for block in (moe(layout), moe_backward(layout)):
+        found: dict[str, set[float]] = {}
+        for op in block:
+            if isinstance(op.work, Collective):
+                found.setdefault(op.work.kind, set()).add(op.work.bytes / 2 / 4096)
+        assert {kind: sorted(sizes) for kind, sizes in found.items()} == wanted
+
+
+def test_gelu_written_out_is_eight_operators_and_eleven_gradients() -> None:
+    layer = TransformerLayer(layout_of(framework="pytorch", model__gated=False))
+    for block, count, passes in ((layer.forward(), 8, 18), (layer.backward(), 11, 28)):
+        gelus = [op for op in block if op.name == "gelu"]
+        assert len(gelus) == sum(op.launches for op in gelus) == count
+        assert sum(op.work.bytes for op in gelus) == pytest.approx(passes * 2 * 2048 * FFN, rel=1e-6)
+
+
+def test_experts_in_a_loop_launch_for_each_and_make_gradients_as_large_as_all_of_them() -> None:
+    """Mixtral on one GPU: the gradient of one expert's slice of the weights is a tensor of zeros for all eight."""
+    looped, grouped = (layout_of("mixtral-8x7b", framework) for framework in ("torchtitan", "megatron"))
+    copies, width, hidden = 2 * 2048, 14336, 4096
+    at_once = 2 * 2 * copies * width + 2 * copies * hidden
+    assert expert_gradient_bytes(grouped) == at_once
+    assert expert_gradient_bytes(looped) == at_once / 8 + 2 * 8 * 2 * hidden * width
+    for layout, launches in ((grouped, 1), (looped, 5 * 8)):
+        experts = [op for op in moe(layout) if op.name.startswith("experts ")]
+        assert {op.launches for op in experts} == {launches}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from graphs import simulate_reference
 from lumos.graph.simulate import simulate
-from lumos.prediction.step_structure import Plan, step_structure
 from lumos.schedules import Phase, Schedule, Turn, names, schedule_named, schedules_of
+from lumos.step.structure import Plan, step_structure
 
 SCHEDULES = names()
 TIMES = st.integers(1, 1000).map(float)
@@ -262,3 +262,41 @@ def test_frameworks_have_the_schedules_of_their_documentation() -> None:
     assert schedules_of("megatron") == ("1f1b", "interleaved")
     assert schedules_of("torchtitan") == ("1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v")
     assert schedules_of("llm-foundry") == (), "FSDP alone"
+
+
+@pytest.mark.parametrize(
+    ("name", "vpp", "links"), [("gpipe", 1, 3), ("1f1b", 1, 3), ("zero-bubble", 1, 3), ("interleaved", 3, 11),
+                               ("zero-bubble-v", 2, 6)]
+)  # fmt: skip
+def test_a_micro_batch_changes_stages_between_any_two_virtual_stages_that_lie_apart(
+    name: str, vpp: int, links: int
+) -> None:
+    """On four stages: between 12 virtual stages dealt around, 11 times; the turning point of a V stays where it is."""
+    assert schedule_named(name).links(4, vpp) == links
+    assert schedule_named(name).links(1, vpp) == 0
+
+
+@pytest.mark.parametrize(("stage", "held"), [(0, 11), (1, 9), (2, 7), (3, 5)])
+def test_interleaving_holds_two_more_for_every_stage_that_follows_and_a_round_for_every_further_chunk(
+    stage: int, held: int
+) -> None:
+    """Megatron's warm-up: 2 (p - s - 1) + (v - 1) p forward passes, and the one before the first backward pass."""
+    interleaved = schedule_named("interleaved")
+    assert sum(interleaved.in_flight(stage, 4, 2, 16)) == held
+    phases = [turn.phase for turn in interleaved.order(stage, 4, 2, 16)]
+    assert phases.index(Phase.BACKWARD) == held
+
+
+def test_interleaving_needs_whole_rounds() -> None:
+    interleaved = schedule_named("interleaved")
+    assert "multiple of parallel.pp = 4" in interleaved.problem(4, 2, 6)
+    assert interleaved.problem(4, 2, 8) == ""
+    assert schedule_named("1f1b").problem(4, 1, 6) == ""
+
+
+def test_schedules_say_how_many_virtual_stages_a_stage_may_have() -> None:
+    chunks = {name: schedule_named(name).chunks for name in SCHEDULES}
+    assert chunks["1f1b"] == chunks["gpipe"] == chunks["zero-bubble"] == (1, 1)
+    assert chunks["zero-bubble-v"] == (2, 2)
+    assert chunks["interleaved"][0] == 2
+    assert chunks["interleaved"][1] >= 128, "as many as a model has layers"

@@ -21,17 +21,17 @@ from lumos import predict, search
 from lumos.cli.merge_command import merged
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.prediction.power import energy_of
-from lumos.prediction.step import assembled, prices_of, simulate_step
 from lumos.program.memory import memory_of
 from lumos.search.branch_and_bound import Task, bound_layouts
 from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal, open_journal
 from lumos.search.ranking import BOUNDS, Front, Objective, Simulated, promising
-from lumos.search.result import COLUMNS, SearchResult
+from lumos.search.search import COLUMNS, SearchResult
 from lumos.search.space import Space
 from lumos.setup import read_setup
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.setup import Setup
+from lumos.step.step import assembled, prices_of, simulate_step
 from lumos.workers import Here, Job, engine_named
 
 ROOT = Path(__file__).resolve().parents[1]

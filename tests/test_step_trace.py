@@ -16,10 +16,10 @@ from lumos import Replay, Trace, predict, read_job, replay
 from lumos.analysis.breakdown import breakdown_by_rank, mean_breakdown
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.power import Energy
-from lumos.prediction.step import simulate_step
 from lumos.prediction.step_trace import Detail, StepTrace, Track
 from lumos.report.wording import si_text
 from lumos.setup import Setup
+from lumos.step.step import simulate_step
 from lumos.trace.names import Kind
 from lumos.trace.steps import find_steps
 from test_forecast import described, setups
@@ -210,8 +210,8 @@ def test_times_of_collectives_are_modelled_whatever_gpu_was_sampled() -> None:
 
 
 @pytest.mark.parametrize(
-    "value, unit, text",
-    [(67108864, "B", "67.1 MB"), (1.834e7, "Wh", "18.3 MWh"), (1.5e13, " tokens", "15.0 T tokens"), (3.2, "J", "3.20 J")],
+    ("value", "unit", "text"),
+    [(67108864, "B", "67.1 MB"), (1.834e7, "Wh", "18.3 MWh"), (15e12, " tokens", "15.0 T tokens"), (3.2, "J", "3.20 J")],
 )
 def test_quantities_have_prefixes_that_people_read(value: float, unit: str, text: str) -> None:
     assert si_text(value, unit) == text

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 
+from lumos.cost.network import Network, Tier
 from lumos.cost.prices import timeline
-from lumos.prediction.step import Step, assembled, prices_of, simulate_step
+from lumos.data_files import read_table
 from lumos.program.attention import core
 from lumos.program.block import input_gradients, saved_bytes, weight_gradients
 from lumos.program.memory import memory_of
@@ -20,6 +21,7 @@ from lumos.program.transformer_layer import TransformerLayer
 from lumos.schedules import Phase
 from lumos.setup import Setup, preset_named
 from lumos.setup.frameworks import framework_named
+from lumos.step.step import Step, assembled, prices_of, shape_of, simulate_step
 from test_memory import setups
 
 SEVENTY_B = {"seq": 4096, "framework": "torchtitan", "global_batch": 256, "recompute": "selective"}
@@ -86,7 +88,7 @@ def test_what_is_not_kept_is_computed_again(setup: Setup) -> None:
 
 @given(setups())
 def test_experts_have_the_weights_that_their_matmuls_read(setup: Setup) -> None:
-    assume(setup.model.experts and not setup.model.bias)
+    setup = setup.replaced({"model.experts": 16, "model.top_k": 2, "model.expert_ffn": 512, "model.bias": False})
     program, inward = Program(setup), 2 if setup.model.gated else 1
     up = next(op.work for op in TransformerLayer(program.layout, sparse=True).forward() if op.name == "experts up")
     assert isinstance(up, Operator)
@@ -107,9 +109,7 @@ def test_the_halves_of_a_backward_pass_are_its_operators(setup: Setup) -> None:
 # ---------------------------------------------------------------------- what once was wrong
 def test_fsdp_in_a_pipeline_costs_one_gather_more_than_divided_gradients() -> None:
     """Weights that stay gathered for all micro-batches need one gather a step, not two for every micro-batch."""
-    three, two = (
-        simulate_step(setup_of("llama3-70b", SEVENTY_B, tp=8, pp=4, dp=16, zero=zero)).us for zero in (3, 2)
-    )
+    three, two = (simulate_step(setup_of("llama3-70b", SEVENTY_B, tp=8, pp=4, dp=16, zero=zero)).us for zero in (3, 2))
     assert two < three < 1.1 * two
 
 
@@ -177,3 +177,268 @@ def test_selective_recomputation_drops_attention_and_runs_it_again() -> None:
     none, selective = (TransformerLayer(layout) for layout in layouts)
     assert none.memory.kept - selective.memory.kept == saved_bytes(core(layouts[0]))
     assert {op.work for op in core(layouts[1])} <= {op.work for op in selective.recomputed()}
+
+
+# ---------------------------------------------------------------------- times by hand
+PLAIN = Network(Tier(1e5, 0, 0, 0), Tier(1e4, 0, 0, 0))
+"""100 GB/s inside a node and 10 GB/s for each GPU between nodes, without latencies."""
+
+
+def ring_us(kind: str, size: float, ranks: int, bandwidth: float = 1e5) -> float:
+    return {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}[kind] * (ranks - 1) / ranks * size / bandwidth
+
+
+def step_of(preset: str = "llama3-8b", network: Network = PLAIN, **changes: Any) -> Step:
+    """A step on a plain network, of a host that takes no time."""
+    setup = setup_of(preset, {"seq": 2048, "cuda_graphs": True}).replaced({"train.microbatches": 1} | changes)
+    return simulate_step(setup, network=network)
+
+
+@pytest.mark.parametrize(
+    ("zero", "collective", "published"), [(0, "all_reduce", 0), (1, "reduce_scatter", 2)]
+)  # fmt: skip
+def test_gradients_are_reduced_in_fp32_and_divided_weights_published_in_16_bits(
+    zero: int, collective: str, published: int
+) -> None:
+    step = step_of(**{"train.framework": "megatron", "parallel.dp": 8, "parallel.zero": zero,
+                      "parallel.dp_overlap": False})  # fmt: skip
+    parameters = step.setup.model.parameters(2048)
+    assert step.role_us("reduce rest", 0) == pytest.approx(ring_us(collective, 4 * parameters, 8), rel=1e-6)
+    assert step.role_us("publish", 0) == pytest.approx(ring_us("all_gather", published * parameters, 8), rel=1e-6)
+    assert step.role_us("reduce", 0) == step.role_us("gather", 0) == 0
+
+
+def test_weights_are_published_behind_the_first_forward_pass_where_communication_overlaps() -> None:
+    step = step_of(**{"train.framework": "megatron", "parallel.dp": 8, "parallel.zero": 1, "parallel.dp_overlap": True})
+    gather = ring_us("all_gather", 2 * step.setup.model.parameters(2048), 8)
+    hidden = read_table("step.json")["hidden_share"] * step.chunks[0][0].forward.us
+    assert 0 < hidden < gather
+    assert step.role_us("publish", 0) == pytest.approx(gather - hidden, rel=1e-6)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_fsdp_gathers_in_16_bits_and_reduces_in_fp32(microbatches: int) -> None:
+    step = step_of(**{"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3,
+                      "train.microbatches": microbatches})  # fmt: skip
+    parameters = step.setup.model.parameters(2048)
+    gather, reduce = ring_us("all_gather", 2 * parameters, 8), ring_us("reduce_scatter", 4 * parameters, 8)
+    assert step.role_us("gather", 0) == pytest.approx(2 * microbatches * gather, rel=1e-6)
+    assert step.role_us("reduce", 0) == pytest.approx(microbatches * reduce, rel=1e-6)
+    assert step.role_us("publish", 0) == 0
+
+
+def test_replicas_of_divided_weights_reduce_their_part_with_each_other() -> None:
+    """Two groups of four GPUs divide the weights: reduce-scatter among four, all-reduce of a quarter between two."""
+    step = step_of(**{"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3, "parallel.shard": 4})
+    parameters = step.setup.model.parameters(2048)
+    assert step.role_us("gather", 0) == pytest.approx(2 * ring_us("all_gather", 2 * parameters, 4), rel=1e-6)
+    wanted = ring_us("reduce_scatter", 4 * parameters, 4) + ring_us("all_reduce", parameters, 2)
+    assert step.role_us("reduce", 0) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_experts_are_reduced_among_their_own_replicas() -> None:
+    """Mixtral on 2 nodes, a whole expert a GPU: two replicas of each, 8 apart, and sixteen of all else."""
+    step = step_of("mixtral-8x7b", **{"train.framework": "megatron", "parallel.dp": 16, "parallel.ep": 8,
+                                      "parallel.zero": 0, "parallel.dp_overlap": False})  # fmt: skip
+    model = step.setup.model
+    expert = model.layers * model.mlp_parameters(model.expert_ffn)
+    rest = model.parameters(2048) - model.experts * expert
+    wanted = ring_us("all_reduce", 4 * rest, 16, 8e4) + ring_us("all_reduce", 4 * expert, 2, 1e4)
+    assert step.role_us("reduce rest", 0) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_buckets_have_a_latency_each() -> None:
+    slow = dataclasses.replace(PLAIN, inside=dataclasses.replace(PLAIN.inside, start_us=100.0))
+    keys = {"train.framework": "nanotron", "parallel.dp": 8, "parallel.zero": 0, "parallel.dp_overlap": False}
+    quick, late = (step_of(network=network, **keys).role_us("reduce rest", 0) for network in (PLAIN, slow))
+    buckets = 4 * setup_of("llama3-8b", {}).model.parameters(2048) / 25e6
+    assert late - quick == pytest.approx(100 * buckets, rel=1e-3)
+    whole = keys | {"train.framework": "megatron"}
+    quick, late = (step_of(network=network, **whole).role_us("reduce rest", 0) for network in (PLAIN, slow))
+    assert late - quick == pytest.approx(100), "one bucket for all"
+
+
+@pytest.mark.parametrize(
+    ("framework", "keys", "overlaps"),
+    [
+        ("nanotron", {"parallel.zero": 0}, True),
+        ("nanotron", {"parallel.zero": 1}, False),
+        ("megatron", {"parallel.zero": 1}, True),
+        ("megatron", {"parallel.zero": 1, "parallel.dp_overlap": False}, False),
+        ("megatron", {"parallel.dp": 1}, False),
+        ("megatron-2021", {"parallel.zero": 0}, False),
+        ("megatron-2021", {"parallel.zero": 0, "parallel.dp_overlap": True}, True),
+        ("pytorch", {"parallel.pp": 2, "parallel.schedule": "zero-bubble"}, False),
+    ],
+)
+def test_gradients_are_reduced_beside_the_backward_pass_where_the_framework_does(
+    framework: str, keys: dict[str, Any], overlaps: bool
+) -> None:
+    step = step_of(**({"train.framework": framework, "parallel.dp": 8} | keys))
+    assert step.assembly.overlaps is overlaps
+    assert (nodes(step, "reduce") > 0) is overlaps
+
+
+def test_gradients_of_the_embedding_are_reduced_with_the_last_unit() -> None:
+    keys = {"train.framework": "megatron", "parallel.dp": 8, "parallel.zero": 0, "parallel.dp_overlap": True}
+    step = step_of(**keys)
+    model, units = step.setup.model, step.plan.units
+    assert units == 12, "of 32 layers: no more parts than that"
+    table = model.vocab * model.hidden
+    times = {role.unit: step.graph.duration[step.structure.node_role == index][0] / 1e3
+             for index, role in enumerate(step.structure.roles) if role.what == "reduce"}  # fmt: skip
+    usual = ring_us("all_reduce", 4 * (model.parameters(2048) - table) / units, 8)
+    assert times[1] == pytest.approx(usual, rel=1e-6)
+    assert times[0] == pytest.approx(usual + ring_us("all_reduce", 4 * table, 8), rel=1e-6)
+    assert step_of(**keys, **{"model.layers": 5}).plan.units == 5
+
+
+def test_reductions_between_nodes_beside_kernels_get_a_share_of_the_bandwidth() -> None:
+    half = dataclasses.replace(PLAIN, beside=0.5)
+    for gpus, factor in ((8, 1), (16, 2)):
+        keys = {"train.framework": "megatron", "parallel.dp": gpus, "parallel.zero": 0, "parallel.dp_overlap": True}
+        whole, shared = (step_of(network=network, **keys).role_us("reduce", 0) for network in (PLAIN, half))
+        assert shared == pytest.approx(factor * whole)
+
+
+def test_activations_go_to_the_next_stage_over_the_link_between_nodes() -> None:
+    keys = {"train.framework": "megatron", "parallel.pp": 2, "parallel.tp": 8, "parallel.dp": 1,
+            "parallel.sequence_parallel": False}  # fmt: skip
+    lag = step_of(**keys).graph.edges.lag.max() / 1e3
+    assert lag == pytest.approx(2 * 2048 * 4096 / 1e4)
+    divided = step_of(**(keys | {"parallel.sequence_parallel": True})).graph.edges.lag.max() / 1e3
+    assert divided == pytest.approx(lag / 8)
+    assert step_of().graph.edges.lag.max(initial=0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "speed", "factor"), [(1, 1, 1.0, 1.0), (1, 4, 1.0, 1.0), (2, 4, 1.0, 1 + 0.65 * 3), (1, 1, 2.0, 0.5)]
+)
+def test_a_launch_costs_what_the_framework_and_the_host_make_of_it(
+    pp: int, tp: int, speed: float, factor: float
+) -> None:
+    """nanotron's pipelines are slower on the host, by 65 % for every further tensor-parallel rank."""
+    keys = {"parallel.pp": pp, "parallel.tp": tp, "cluster.host": speed}
+    setup = setup_of("llama3-8b", {"framework": "nanotron"}).replaced(keys)
+    assert prices_of(setup).host_us == pytest.approx(factor * framework_named("nanotron").host_us)
+    assert prices_of(setup.replaced({"train.cuda_graphs": True})).host_us == 0
+
+
+def test_a_host_that_decides_is_simulated_and_what_it_costs_is_said() -> None:
+    tiny = setup_of("gpt2-124m", {"seq": 128, "framework": "pytorch"}, dp=1)
+    slow, free = simulate_step(tiny), simulate_step(tiny.replaced({"train.cuda_graphs": True}))
+    blocks = [block for row in slow.chunks for chunk in row for block in chunk.blocks]
+    assert slow.plan.hosted
+    assert not free.plan.hosted
+    assert slow.host_share == pytest.approx(sum(b.host_us for b in blocks) / sum(max(b.us, b.host_us) for b in blocks))
+    assert slow.host_share == pytest.approx(1.0), "every block waits for it"
+    assert slow.host_cost == pytest.approx(1 - free.us / slow.us, abs=0.02)
+    assert free.host_share == free.host_cost == 0
+
+
+# ---------------------------------------------------------------------- order
+def spans(step: Step, what: str) -> list[tuple[float, float]]:
+    """Start and end of the nodes of a role, in order."""
+    roles = step.structure.roles
+    nodes = [node for node, role in enumerate(step.structure.node_role) if roles[role].what == what]
+    return sorted((float(step.times.start[node]), float(step.times.end[node])) for node in nodes)
+
+
+def test_fsdp_gathers_at_most_two_units_ahead_and_before_it_reduces() -> None:
+    fast = dataclasses.replace(PLAIN, inside=Tier(1e9, 0, 0, 0))
+    step = step_of(network=fast, **{"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3})
+    gathers, forward = spans(step, "gather"), spans(step, "forward")
+    backward, reductions = spans(step, "backward"), spans(step, "reduce")
+    computed = sorted(forward + backward)
+    assert len(gathers) == len(computed) == 64
+    for index, (begin, end) in enumerate(computed):
+        assert begin >= gathers[index][1], "weights are there before they are used"
+        if index + 2 < len(gathers):
+            assert gathers[index + 2][0] >= end, "memory for two"
+    for index, (begin, _) in enumerate(reductions):
+        assert begin >= backward[index][1]
+    assert spans(step, "optimizer")[0][0] >= max(end for _, end in reductions)
+
+
+def test_kernels_start_after_their_launch_and_a_step_ends_with_its_host() -> None:
+    step = simulate_step(setup_of("gpt2-124m", {"seq": 128, "framework": "pytorch", "microbatches": 2}, dp=1))
+    launch = read_table("step.json")["launch_us"] * 1e3
+    for what in ("forward", "backward", "optimizer"):
+        for (issued, _), (begun, _) in zip(spans(step, f"host {what}"), spans(step, what), strict=True):
+            assert begun >= issued + launch
+    assert step.times.span >= spans(step, "host optimizer")[0][1]
+
+
+# ---------------------------------------------------------------------- bounds
+@settings(max_examples=80, deadline=None)
+@given(setups())
+def test_no_step_is_shorter_than_its_bound(setup: Setup) -> None:
+    step = simulate_step(setup)
+    assert step.assembly.bound_us() <= step.us * (1 + 1e-9)
+
+
+SLOW_LINKS = {"parallel.pp": 4, "parallel.tp": 8, "parallel.dp": 1, "parallel.sequence_parallel": False}
+
+
+@pytest.mark.parametrize(
+    ("keys", "least"),
+    [
+        ({}, 1.0),
+        ({"train.microbatches": 4}, 1.0),
+        ({"parallel.dp": 8, "parallel.zero": 0, "parallel.dp_overlap": False}, 1.0),
+        ({"parallel.dp": 8, "parallel.zero": 1, "parallel.dp_overlap": False}, 1.0),
+        ({"parallel.pp": 4, "parallel.dp": 1, "train.microbatches": 1}, 1.0),
+        ({"parallel.pp": 4, "parallel.dp": 1, "train.microbatches": 8}, 1.0),
+        ({"parallel.pp": 4, "parallel.dp": 1, "train.microbatches": 8, "parallel.schedule": "gpipe"}, 0.95),
+        ({"parallel.pp": 4, "parallel.vpp": 2, "parallel.dp": 1, "train.microbatches": 8}, 0.99),
+        (SLOW_LINKS | {"train.microbatches": 1}, 1.0),
+        (SLOW_LINKS | {"train.microbatches": 8}, 0.95),
+        ({"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3}, 1.0),
+        ({"train.framework": "torchtitan", "parallel.dp": 16, "parallel.zero": 3, "train.microbatches": 3}, 1.0),
+        ({"train.framework": "torchtitan", "parallel.dp": 16, "parallel.zero": 3, "train.seq": 256}, 1.0),
+        ({"parallel.dp": 16, "parallel.zero": 0, "train.seq": 256, "parallel.dp_overlap": True}, 0.98),
+        ({"parallel.dp": 8, "parallel.zero": 0, "parallel.dp_overlap": True}, 0.9),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_bound_is_the_step_where_little_overlaps(keys: dict[str, Any], least: float) -> None:
+    """Nothing but the last micro-batches of a pipeline with slow links, and what overlap hides, is left out of it."""
+    step = step_of(**({"train.framework": "megatron"} | keys))
+    assert least * (1 - 1e-4) <= step.assembly.bound_us() / step.us <= 1 + 1e-9
+
+
+def test_the_bound_of_a_step_that_its_host_decides_is_what_the_host_does() -> None:
+    step = simulate_step(setup_of("gpt2-124m", {"seq": 128, "framework": "pytorch", "microbatches": 4}, dp=1))
+    assert step.assembly.bound_us() == pytest.approx(step.us, rel=1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups())
+def test_a_plan_knows_about_how_large_its_structure_is(setup: Setup) -> None:
+    """Blocks, gathers, reductions and the host; what there is once a stage is not counted."""
+    step = simulate_step(setup)
+    once = 5 * setup.parallel.pp * (1 + setup.parallel.vpp * step.plan.units)
+    assert step.plan.tasks <= 2 * len(step.graph)
+    assert len(step.graph) <= 1.5 * step.plan.tasks + once
+
+
+def test_setups_of_one_shape_share_their_prices() -> None:
+    """Replicas do not change what blocks cost; sizes, tensor parallelism, gathered weights and the GPU do."""
+    setup = setup_of("llama3-8b", {"framework": "megatron", "microbatches": 8}, pp=2, dp=8, zero=0)
+    same = ({"parallel.pp": 4, "parallel.dp": 4}, {"parallel.zero": 1}, {"train.microbatches": 4, "parallel.dp": 8})
+    other = ({"parallel.tp": 2, "parallel.dp": 4}, {"parallel.cp": 2, "parallel.dp": 4}, {"parallel.zero": 3},
+             {"parallel.pp": 1, "parallel.dp": 16}, {"parallel.tp_overlap": False}, {"train.seq": 8192},
+             {"cluster.gpu": "h100"}, {"model.hidden": 8192})  # fmt: skip
+    for keys in same:
+        assert shape_of(setup.replaced(keys)) == shape_of(setup), keys
+    for keys in other:
+        assert shape_of(setup.replaced(keys)) != shape_of(setup), keys
+    eager = setup.replaced({"train.framework": "pytorch"})
+    assert shape_of(eager.replaced({"train.microbatches": 4})) != shape_of(eager), "gradients are added up"
+    sparse = setup_of("mixtral-8x7b", {"framework": "megatron"}, pp=2, dp=8, ep=8)
+    other_replicas = sparse.replaced({"parallel.pp": 4, "parallel.dp": 4})
+    assert shape_of(other_replicas) != shape_of(sparse), "experts lie elsewhere"
+    pair = setup_of("llama3-8b", {"framework": "megatron"}, dp=2)
+    assert shape_of(pair.replaced({"parallel.zero": 3})) != shape_of(pair)
+    alone = setup_of("llama3-8b", {"framework": "megatron"}, dp=1)
+    assert shape_of(alone.replaced({"parallel.zero": 3})) == shape_of(alone), "nobody to gather from"

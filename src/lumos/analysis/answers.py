@@ -9,6 +9,11 @@ from typing import Any
 
 import msgspec
 
+from lumos.analysis.breakdown import Breakdown
+from lumos.analysis.collectives import Collective, CollectiveGroup
+from lumos.analysis.hotspots import Hotspot
+from lumos.analysis.stragglers import Straggler
+
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What a command prints with --json."""
@@ -19,15 +24,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-class Parts(Answer, frozen=True, kw_only=True):
-    """A step by what the GPU does; the parts add up to it."""
-
-    exposed_compute_ms: float
-    exposed_comm_ms: float
-    overlapped_ms: float
-    other_ms: float
-
-
 class PathAnswer(Answer, frozen=True, kw_only=True):
     """The critical path per step; `by_kind_ms` adds up to `total_ms`."""
 
@@ -36,14 +32,8 @@ class PathAnswer(Answer, frozen=True, kw_only=True):
     by_operator: list[dict[str, Any]]  # kind, name, ms
 
 
-class StepAnswer(Answer, frozen=True, kw_only=True):
-    name: str
-    recorded_ms: float
-    simulated_ms: float
-
-
 class ReplayAnswer(Answer, frozen=True, kw_only=True):
-    """`lumos replay --json`."""
+    """`lumos replay --json`; numbers are rounded to the nanosecond."""
 
     ranks: int
     tasks: int
@@ -53,17 +43,29 @@ class ReplayAnswer(Answer, frozen=True, kw_only=True):
     clean_ms: float  # without the profiler
     never_profiled_ms: float
     unexplained_ms: float
-    steps: list[StepAnswer]
-    breakdown: dict[str, Parts]  # recorded, simulated
-    stragglers: list[dict[str, Any]]
-    per_rank: list[dict[str, Any]]
+    steps: list[dict[str, Any]]  # name, recorded_ms, simulated_ms
+    breakdown: dict[str, Breakdown]  # recorded, simulated
+    stragglers: list[Straggler]
+    per_rank: list[dict[str, Any]]  # rank, and its breakdown
     critical_path: PathAnswer
-    kernels: list[dict[str, Any]]
-    operators: list[dict[str, Any]]
-    collective_groups: list[dict[str, Any]]
-    collectives: list[dict[str, Any]]
+    kernels: list[Hotspot]
+    operators: list[Hotspot]
+    collective_groups: list[CollectiveGroup]
+    collectives: list[Collective]
     utilisation: dict[str, Any]
     warnings: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = _rounded(super().as_dict())
+        return found
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 class MemoryAnswer(Answer, frozen=True, kw_only=True):
@@ -105,7 +107,7 @@ class PredictionAnswer(Answer, frozen=True, kw_only=True):
     parameters: int | None
     memory_gib: MemoryAnswer | None
     fits: bool | None
-    breakdown: Parts
+    breakdown: Breakdown
     bubble: float  # share of the step that the GPU is idle
     host_bound: bool | None
     energy_j: float | None  # of all GPUs, one step

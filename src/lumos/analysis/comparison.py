@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from lumos.analysis.breakdown import mean_breakdown
-from lumos.analysis.hotspots import top_operators
 from lumos.analysis.replay import Replay
 
 _ALL = 1_000_000
@@ -73,37 +70,29 @@ class Comparison:
 
 
 def _row(part: Difference) -> dict[str, Any]:
-    return {
-        "name": part.name, "before_ms": part.before_ms, "after_ms": part.after_ms, "change_ms": part.change_ms,
-        "before_calls": part.before_calls, "after_calls": part.after_calls,
-    }  # fmt: skip
+    return asdict(part) | {"change_ms": part.change_ms}
 
 
 Times = dict[str, tuple[float, float]]  # milliseconds and calls a step, mean over ranks
 
 
 def _operator_times(run: Replay) -> Times:
-    found = top_operators(run.execution.nodes, len(run.marks.names), _ALL)
-    return {spot.name: (spot.ms, spot.calls) for spot in found}
+    return {spot.name: (spot.ms, spot.calls) for spot in run.operators(_ALL)}
 
 
 def _collective_times(run: Replay) -> Times:
-    steps = max(len(run.marks.names), 1)
-    found: dict[str, list[float]] = {}
-    for item in run.collectives:
-        found.setdefault(f"{item.collective}, {item.ranks} ranks, {item.bytes / 1e6:.1f} MB", []).append(
-            item.wait_ms + item.transfer_ms
-        )
-    return {name: (float(np.sum(times)) / steps, len(times) / steps) for name, times in found.items()}
+    steps, found = max(len(run.marks.names), 1), dict[str, list[float]]()
+    for one in run.collectives:
+        name = f"{one.collective}, {one.ranks} ranks, {one.bytes / 1e6:.1f} MB"
+        found.setdefault(name, []).append(one.wait_ms + one.transfer_ms)
+    return {name: (sum(times) / steps, len(times) / steps) for name, times in found.items()}
 
 
 def _differences(before: Times, after: Times) -> list[Difference]:
-    none = (0.0, 0.0)
-    rows = [
-        Difference(name, before.get(name, none)[0], after.get(name, none)[0], before.get(name, none)[1],
-                   after.get(name, none)[1])
-        for name in before | after
-    ]  # fmt: skip
+    rows = []
+    for name in before | after:
+        (was, calls), (becomes, calls_after) = (times.get(name, (0.0, 0.0)) for times in (before, after))
+        rows.append(Difference(name, was, becomes, calls, calls_after))
     return sorted(rows, key=lambda row: -abs(row.change_ms))
 
 

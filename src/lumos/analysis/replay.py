@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lumos.analysis.answers import Parts, PathAnswer, ReplayAnswer, StepAnswer
+from lumos.analysis.answers import PathAnswer, ReplayAnswer
 from lumos.analysis.breakdown import Breakdown, breakdown_by_rank, mean_breakdown
 from lumos.analysis.collectives import Collective, collectives, group_collectives
-from lumos.analysis.hotspots import Hotspot, top_kernels, top_operators
+from lumos.analysis.hotspots import Hotspot, hotspots
 from lumos.analysis.run import TracedRun
 from lumos.analysis.stragglers import Straggler, stragglers
 from lumos.analysis.utilisation import Utilisation, utilisation
@@ -117,11 +117,11 @@ class Replay:
     def utilisation(self) -> Utilisation:
         return utilisation(self.execution.trace, self.recorded_steps)
 
-    def kernels(self) -> list[Hotspot]:
-        return top_kernels(self.execution.nodes, len(self.marks.names))
+    def kernels(self, most: int = 15) -> list[Hotspot]:
+        return hotspots(self.execution.nodes, len(self.marks.names), by_operator=False)[:most]
 
-    def operators(self) -> list[Hotspot]:
-        return top_operators(self.execution.nodes, len(self.marks.names))
+    def operators(self, most: int = 15) -> list[Hotspot]:
+        return hotspots(self.execution.nodes, len(self.marks.names), by_operator=True)[:most]
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -136,36 +136,36 @@ class Replay:
     @cached_property
     def answer(self) -> ReplayAnswer:
         recorded, simulated, path = self.recorded_steps, self.simulated_steps, self.path_summary
-        steps = zip(self.marks.names, recorded.milliseconds, simulated.milliseconds, strict=True)
+        steps = zip(self.marks.names, recorded.milliseconds.tolist(), simulated.milliseconds.tolist(), strict=True)
         return ReplayAnswer(
             ranks=len(self.marks.ranks),
             tasks=len(self.execution.graph),
-            recorded_ms=_short(recorded.mean),
-            simulated_ms=_short(simulated.mean),
-            error_pct=_short(self.error_pct),
-            clean_ms=_short(self.clean_ms),
-            never_profiled_ms=_short(self.never_profiled_ms),
-            unexplained_ms=_short(path.unexplained_ms),
-            steps=[StepAnswer(name=n, recorded_ms=_short(r), simulated_ms=_short(s)) for n, r, s in steps],
+            recorded_ms=recorded.mean,
+            simulated_ms=simulated.mean,
+            error_pct=self.error_pct,
+            clean_ms=self.clean_ms,
+            never_profiled_ms=self.never_profiled_ms,
+            unexplained_ms=path.unexplained_ms,
+            steps=[{"name": name, "recorded_ms": r, "simulated_ms": s} for name, r, s in steps],
             breakdown={
-                "recorded": Parts(**_rounded(mean_breakdown(list(self.recorded_breakdown.values())))),
-                "simulated": Parts(**_rounded(mean_breakdown(list(self.simulated_breakdown.values())))),
+                "recorded": mean_breakdown(list(self.recorded_breakdown.values())),
+                "simulated": mean_breakdown(list(self.simulated_breakdown.values())),
             },
-            stragglers=[_rounded(s) for s in self.stragglers],
-            per_rank=[{"rank": r, **_rounded(b)} for r, b in self.recorded_breakdown.items()],
+            stragglers=self.stragglers,
+            per_rank=[{"rank": rank, **part.as_dict()} for rank, part in self.recorded_breakdown.items()],
             critical_path=PathAnswer(
-                total_ms=_short(path.total_ms),
-                by_kind_ms={k: _short(v) for k, v in path.by_kind.items()},
-                by_operator=[{"kind": k, "name": n, "ms": _short(v)} for k, n, v in path.by_operator],
+                total_ms=path.total_ms,
+                by_kind_ms=path.by_kind,
+                by_operator=[{"kind": kind, "name": name, "ms": ms} for kind, name, ms in path.by_operator],
             ),
-            kernels=[_rounded(h) for h in self.kernels()],
-            operators=[_rounded(h) for h in self.operators()],
-            collective_groups=[_rounded(g) for g in group_collectives(self.collectives)],
-            collectives=[_rounded(c) for c in self.collectives],
+            kernels=self.kernels(),
+            operators=self.operators(),
+            collective_groups=group_collectives(self.collectives),
+            collectives=self.collectives,
             utilisation={
                 "mean": round(self.utilisation.mean, 4),
                 "bin_ms": self.utilisation.bin_ms,
-                "share": [round(float(s), 3) for s in self.utilisation.share.mean(axis=0)],
+                "share": self.utilisation.share.mean(axis=0).round(3).tolist(),
             },
             warnings=list(self.execution.warnings),
         )
@@ -175,10 +175,3 @@ def replay(source: Trace | Execution, cost: ProfilerCost | None = None) -> Repla
     """Build and simulate a trace; what is a graph already is taken as it is."""
     execution = source if isinstance(source, Execution) else build(source)
     return Replay(execution, find_steps(execution.trace), cost or load_profiler_cost())
-
-def _short(value: float) -> float:
-    return round(float(value), 6)  # to the nanosecond
-
-
-def _rounded(record: Any) -> dict[str, Any]:
-    return {k: _short(v) if isinstance(v, float) else v for k, v in asdict(record).items()}

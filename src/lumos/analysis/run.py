@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 from lumos.analysis.breakdown import Breakdown, breakdown_by_rank, mean_breakdown, typical_weights
 from lumos.analysis.collectives import CollectiveGroup, collectives, group_collectives
-from lumos.analysis.utilisation import Utilisation, utilisation
 from lumos.graph.critical_path import CriticalPath, PathSummary, critical_path, last_node, summarise
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
@@ -20,54 +19,48 @@ from lumos.trace.steps import StepMarks, Steps
 from lumos.trace.trace import Trace
 
 
-class Run(ABC):
+class Run(Protocol):
     """A graph with its times, and the Trace that they make."""
 
     graph: Graph
-    origin: int = 0  # the graph's time zero, on the trace's clock
 
     @property
-    @abstractmethod
+    def origin(self) -> int:
+        """The graph's time zero, on the trace's clock."""
+
+    @property
     def times(self) -> Times:
         """When every node of the graph starts and ends."""
 
     @property
-    @abstractmethod
     def trace(self) -> Trace:
         """The run as the simulator has it."""
 
     @property
-    @abstractmethod
     def steps(self) -> Steps:
         """The steps of the trace."""
 
     @property
-    @abstractmethod
     def nodes(self) -> Nodes:
         """The trace cut into tasks: host events nest, tasks do not."""
 
     @property
-    @abstractmethod
     def task_times(self) -> tuple[Floats, Floats]:
         """When the tasks of `nodes` start and end, in nanoseconds from the origin."""
 
     @property
-    @abstractmethod
     def node_lane(self) -> Ints:
         """The lane of the trace that every node of the graph is on; -1: none."""
 
     @property
-    @abstractmethod
     def path(self) -> CriticalPath:
         """The critical path of all steps."""
 
     @property
-    @abstractmethod
     def path_summary(self) -> PathSummary:
         """What the critical path is made of, per step."""
 
     @property
-    @abstractmethod
     def collectives(self) -> list[CollectiveGroup]:
         """Collectives by kind and size."""
 
@@ -81,10 +74,6 @@ class Run(ABC):
         """Where the typical step goes, as a mean over ranks; its parts add up to the step."""
         return mean_breakdown(list(self.breakdown_by_rank.values()))
 
-    @cached_property
-    def utilisation(self) -> Utilisation:
-        return utilisation(self.trace, self.steps)
-
 
 @dataclass(frozen=True)
 class TracedRun(Run):
@@ -95,8 +84,8 @@ class TracedRun(Run):
     graph: Graph
     duration: Floats | None = None  # of every node, where they are not the graph's own
 
-    @property
-    def origin(self) -> int:  # type: ignore[override]
+    @cached_property
+    def origin(self) -> int:
         return self.execution.origin
 
     @cached_property
@@ -111,11 +100,11 @@ class TracedRun(Run):
     def steps(self) -> Steps:
         return self.marks.read(self.trace)
 
-    @property
+    @cached_property
     def nodes(self) -> Nodes:
         return self.execution.nodes
 
-    @property
+    @cached_property
     def task_times(self) -> tuple[Floats, Floats]:
         size = len(self.nodes)
         return self.times.start[:size], self.times.end[:size]

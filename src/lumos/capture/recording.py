@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 
 from lumos.capture.fake import check_world
 from lumos.capture.fake import fake_world as join_fake_world
@@ -127,9 +126,7 @@ class Recording:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __call__(self) -> None:

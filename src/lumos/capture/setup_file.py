@@ -102,20 +102,16 @@ def _completed(sections: dict[str, dict[str, Any]], info: RankInfo) -> dict[str,
 
 
 def _toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    parts = []
+    """Sections of plain values, which TOML writes as JSON does; this process may have no library for TOML."""
     for name, values in sections.items():
-        lines = [f"{key} = {_value(f'{name}.{key}', value)}" for key, value in values.items()]
-        parts.append("\n".join([f"[{name}]", *lines]) + "\n")
-    return "\n".join(parts)
-
-
-def _value(key: str, value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_value(key, item) for item in value)}]"
-    raise OptionError(f"setup: {key} is a {type(value).__name__}; give a number, a text, true or false")
+        for key, value in values.items():
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if not isinstance(item, bool | int | float | str):
+                    raise OptionError(
+                        f"setup: {name}.{key} is a {type(item).__name__}; give a number, a text, true or false"
+                    )
+    parts = (
+        "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())])
+        for name, values in sections.items()
+    )
+    return "\n\n".join(parts) + "\n"

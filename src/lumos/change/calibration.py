@@ -6,7 +6,7 @@ model's errors cancel. A factor is kept for every block and kind of work: measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +35,13 @@ class Factors:
     measured: tuple[bool, ...] = (False,) * len(Work)  # whether the trace and the model both have such work
     launch_us: float | None = None  # of the host; None: as modelled
 
+    def times(self, factor: float, works: Iterable[Work] = Work) -> Factors:
+        """These kinds of work, this much slower."""
+        return replace(self, gpu=tuple(f * factor if Work(w) in works else f for w, f in enumerate(self.gpu)))
+
+    def with_host(self, change: Callable[[float], float]) -> Factors:
+        return self if self.launch_us is None else replace(self, launch_us=change(self.launch_us))
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -46,30 +53,27 @@ class Calibration:
     fixed_us: float = 0.0  # once a step: what is left between the calibrated model of the traced run and the run
     load: float = 0.0  # share of the recorded step that the GPU was busy
 
+    def _each(self, change: Callable[[Factors], Factors], **others: float) -> Calibration:
+        """Every group changed, and other values."""
+        return replace(self, groups={name: change(group) for name, group in self.groups.items()}, **others)
+
     def slower(self, factor: float) -> Calibration:
         """All that runs on the GPU, this much slower."""
-        groups = {
-            name: replace(group, gpu=tuple(value * factor for value in group.gpu))
-            for name, group in self.groups.items()
-        }
-        return replace(self, groups=groups, data_parallel=self.data_parallel * factor, link=self.link * factor)
+        outside = {"data_parallel": self.data_parallel * factor, "link": self.link * factor}
+        return self._each(lambda group: group.times(factor), **outside)
 
     def with_communication(self, factor: float) -> Calibration:
         """With every collective at this factor of the model's: 0 where a trace has none of its own."""
-        groups = {}
-        for name, group in self.groups.items():
-            values = list(group.gpu)
-            values[Work.COMM] = factor
-            groups[name] = replace(group, gpu=tuple(values))
-        return replace(self, groups=groups, data_parallel=factor, link=factor)
+
+        def change(group: Factors) -> Factors:
+            gpu = (factor if work == Work.COMM else own for work, own in zip(Work, group.gpu, strict=True))
+            return replace(group, gpu=tuple(gpu))
+
+        return self._each(change, data_parallel=factor, link=factor)
 
     def slower_host(self, factor: float) -> Calibration:
         """All that the host does, this much slower."""
-        groups = {
-            name: replace(group, launch_us=None if group.launch_us is None else group.launch_us * factor)
-            for name, group in self.groups.items()
-        }
-        return replace(self, groups=groups)
+        return self._each(lambda group: group.with_host(lambda us: us * factor))
 
     def tempered(self, typical_us: float) -> Calibration:
         """The host most of the way to a typical one, in ratio.
@@ -77,24 +81,17 @@ class Calibration:
         A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
         launch within a day. A host-bound step does show it, and keeps its host.
         """
-        groups = {}
-        for name, group in self.groups.items():
-            if group.launch_us is not None and not name.startswith("ends"):
-                seen = _TABLE["host_weight"]
-                host = group.launch_us**seen * typical_us ** (1 - seen)
-                groups[name] = replace(group, launch_us=host)
-        return replace(self, groups=self.groups | groups)
+        seen = _TABLE["host_weight"]
+        layers = {
+            name: group.with_host(lambda us: us**seen * typical_us ** (1 - seen))
+            for name, group in self.groups.items() if not name.startswith("ends")
+        }  # fmt: skip
+        return replace(self, groups=self.groups | layers)
 
     def under(self, load: float) -> Calibration:
         """With the clock of a GPU that is busy this share of the step: matrix units draw most of the power."""
         factor = _strain(load) / _strain(self.load)
-        groups = {}
-        for name, group in self.groups.items():
-            values = list(group.gpu)
-            for work in (Work.MATRIX, Work.ATTENTION):
-                values[work] *= factor
-            groups[name] = replace(group, gpu=tuple(values))
-        return replace(self, groups=groups, load=load)
+        return self._each(lambda group: group.times(factor, (Work.MATRIX, Work.ATTENTION)), load=load)
 
 
 def _strain(load: float) -> float:
@@ -109,6 +106,10 @@ def work_of(work: Operator | Collective) -> Work:
     if work.kind.startswith("sdpa"):
         return Work.ATTENTION
     return Work.MATRIX if work.is_matrix else Work.STREAM
+
+
+def us_of(work: Operator | Collective, prices: Prices) -> float:
+    return prices.collective_us(work) if isinstance(work, Collective) else prices.operator_us(work)
 
 
 class CalibratedPrices(Prices):
@@ -165,11 +166,8 @@ class BlockingPrices(CalibratedPrices):
 def modelled_times(block: Block, prices: Prices) -> tuple[Times, float]:
     """(microseconds by work, launches) of a block as the model has it."""
     us = np.zeros(len(Work))
-    for piece in block:
-        cost = (
-            prices.collective_us(piece.work) if isinstance(piece.work, Collective) else prices.operator_us(piece.work)
-        )
-        us[work_of(piece.work)] += cost
+    for op in block:
+        us[work_of(op.work)] += us_of(op.work, prices)
     launches = time_of(block, prices).host_us / prices.host_us if prices.host_us else 0.0
     return us, launches
 

@@ -27,14 +27,13 @@ from lumos.cost.operator_model import CostModel, cpu_model
 from lumos.cost.prices import Prices
 from lumos.data_files import read_table
 from lumos.errors import OptionError
-from lumos.prediction.bill import Tariff
-from lumos.prediction.step import Step, assembled, prices_of, simulate_step
 from lumos.program.block import Block
 from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward, optimizer
 from lumos.program.operators import Collective
 from lumos.program.transformer_layer import TransformerLayer
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
+from lumos.step.step import Step, assembled, prices_of, simulate_step
 from lumos.trace.names import collective_name
 
 _SHARED_CORES = (
@@ -308,11 +307,11 @@ def _slower_core(calibration: Calibration, factor: float) -> Calibration:
     return calibration.slower(factor).slower_host(factor)
 
 
-def changed_step(source: CalibratedRun, target: Setup, tariff: Tariff) -> tuple[Step, tuple[str, ...]]:
+def changed_step(source: CalibratedRun, target: Setup) -> tuple[Step, tuple[str, ...]]:
     """The step of another configuration of a traced run, and what to know about it; or OptionError."""
     refuse(source.setup, target)
     if source.on_cpu:
-        _refuse_on_cpu(source, target, tariff)
+        _refuse_on_cpu(source, target)
     calibration = source.calibration.slower_host(source.setup.cluster.host / target.cluster.host)
     notes = source.notes
     if target.parallel != source.setup.parallel:
@@ -320,7 +319,7 @@ def changed_step(source: CalibratedRun, target: Setup, tariff: Tariff) -> tuple[
     return loaded_step(target, calibration), notes
 
 
-def _refuse_on_cpu(source: CalibratedRun, target: Setup, tariff: Tariff) -> None:
+def _refuse_on_cpu(source: CalibratedRun, target: Setup) -> None:
     """What the trace of a CPU does not have cannot be predicted: there is no typical CPU to take it from."""
     if source.silent:
         raise OptionError(
@@ -334,8 +333,6 @@ def _refuse_on_cpu(source: CalibratedRun, target: Setup, tariff: Tariff) -> None
                 f"parallel.{way} = {after}: the traced run had none, and how CPUs talk is only known from a trace: "
                 f"record one with parallel.{way} of 2 or more"
             )
-    if tariff.kwh is not None:
-        raise OptionError(f"--kwh-price {tariff.kwh:g}: the power of a CPU is not known: leave it out, or use --price")
 
 
 def refuse(before: Setup, after: Setup) -> None:
@@ -350,16 +347,11 @@ def refuse(before: Setup, after: Setup) -> None:
             "parallel.tp cannot be changed from a compiled trace: its kernels are fused beyond recognition; record the "
             "run without compile, or predict from the setup alone"
         )
-    if before.train.compile != after.train.compile:
-        raise OptionError(
-            "train.compile cannot be changed from a trace: other kernels would run; predict from the setup"
-        )
-    for key in ("framework", "precision", "attention", "mode"):
-        if getattr(before.train, key) != getattr(after.train, key):
-            raise OptionError(
-                f"train.{key} cannot be changed from a trace: other kernels would run; predict from the setup"
-            )
+    keys = ("compile", "framework", "precision", "attention", "mode")
+    fixed = [f"train.{key}" for key in keys if getattr(before.train, key) != getattr(after.train, key)]
     if bool(before.model.experts) != bool(after.model.experts) or before.model.gated != after.model.gated:
+        fixed.append("the kind of MLP")
+    if fixed:
         raise OptionError(
-            "the kind of MLP cannot be changed from a trace: other kernels would run; predict from the setup"
+            f"{fixed[0]} cannot be changed from a trace: other kernels would run; predict from the setup"
         )

@@ -15,7 +15,7 @@ from lumos.cli.options import AsJson, TraceOptions, TracePath
 from lumos.cli.terminal import deliver
 from lumos.errors import InputError
 from lumos.files import check_output, write_csv
-from lumos.report.terminal.readiness_table import show_readiness
+from lumos.report.terminal.show import show_readiness
 from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
 from lumos.trace.trace import Header
 

@@ -14,7 +14,7 @@ from lumos.cli.terminal import deliver
 from lumos.files import check_output, write_csv
 from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.page import write_page
-from lumos.report.terminal.comparisons import show_comparison
+from lumos.report.terminal.show import show_comparison
 
 
 def compare_command(

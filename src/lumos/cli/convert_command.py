@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from lumos.analysis.replay import replay
 from lumos.cli.loading import load_source
 from lumos.cli.options import AsJson, TraceOptions
-from lumos.cli.terminal import busy, console, print_json
+from lumos.cli.terminal import busy, deliver
 from lumos.errors import InputError, OptionError
 from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto, write_timeline
@@ -24,20 +25,14 @@ from lumos.trace.trace import Trace
 
 FORMS = (".et", ".trace.json", ".trace.json.gz")
 _RANK = "{rank}"
+_OUTPUT = "NAME.et writes NAME.RANK.et; .trace.json[.gz], for Perfetto, one a rank with {rank}."
 
 
 def convert_command(
     path: Annotated[
         Path, typer.Argument(help="A Kineto trace, a Chakra .et, a Nsight Systems .sqlite, or a folder of ranks.")
     ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--output",
-            help="NAME.et writes NAME.RANK.et; .trace.json[.gz], for Perfetto, one a rank with {rank}.",
-        ),
-    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help=_OUTPUT)],
     options: TraceOptions,
     as_json: AsJson = False,
     et: Annotated[
@@ -52,13 +47,14 @@ def convert_command(
     execution, links = _load(path, options, et)
     with busy("writing"):
         answer = _write(output, execution, links)
-    if as_json:
-        print_json(answer)
-        return
+    deliver(answer, _show, as_json)
+
+
+def _show(answer: dict[str, Any], console: Console) -> None:
     for name, value in answer.items():
         shown = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
         if shown:
-            console().print(f"{name}: {shown}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{name}: {shown}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _load(path: Path, options: TraceOptions, et: Path | None) -> tuple[Execution, Links | None]:
@@ -69,12 +65,9 @@ def _load(path: Path, options: TraceOptions, et: Path | None) -> tuple[Execution
         return source, None
     if et is None:
         return build(source), None
-    links = _link(source, et)
+    files = _execution_traces(source, et)
+    links = link(source, {rank: read_execution_trace(file) for rank, file in files.items()})
     return build(links.enrich(source)), links
-
-
-def _link(trace: Trace, et: Path) -> Links:
-    return link(trace, {rank: read_execution_trace(file) for rank, file in _execution_traces(trace, et).items()})
 
 
 def _execution_traces(trace: Trace, et: Path) -> dict[int, Path]:
@@ -96,42 +89,19 @@ def _execution_traces(trace: Trace, et: Path) -> dict[int, Path]:
 
 def _write(output: Path, execution: Execution, links: Links | None) -> dict[str, Any]:
     """Write the form that the name asks for; what was written."""
-    ranks = execution.trace.ranks
-    answer: dict[str, Any] = {"files": [], "ranks": len(ranks), "events": len(execution.trace)}
+    trace, counts, warnings = execution.trace, {}, list(execution.warnings)
     if form_of(output, FORMS) == ".et":
-        answer |= _write_chakra(output, execution, links)
-    elif len(ranks) > 1 and _RANK not in output.name:
-        answer["files"] = [str(output)]
-        _write_view(output, execution)
+        found = write_chakra(output, execution, links)
+        files = found.files
+        counts = {key: getattr(found, key) for key in ("nodes", "collectives", "messages", "groups")}
+        warnings += found.warnings
+    elif len(trace.ranks) > 1 and _RANK not in output.name:
+        files = [output]
+        write_timeline(output, replay(execution).run)  # all ranks in one file, with arrows; it is for looking at
     else:
-        answer["files"] = _write_kineto(output, execution)
+        files = [output.with_name(output.name.replace(_RANK, str(rank))) for rank in trace.ranks]
+        for file, rank in zip(files, trace.ranks, strict=True):
+            write_kineto(file, trace, rank)
     notes = [] if links is None else [f"{len(links.by_row):,} operators linked with execution traces", *links.notes]
-    answer["notes"] = notes
-    answer["warnings"] = [*execution.warnings, *answer.pop("left", [])]
-    return answer
-
-
-def _write_chakra(output: Path, execution: Execution, links: Links | None) -> dict[str, Any]:
-    found = write_chakra(output, execution, links)
-    return {
-        "files": [str(file) for file in found.files],
-        "nodes": found.nodes,
-        "collectives": found.collectives,
-        "messages": found.messages,
-        "groups": found.groups,
-        "left": found.warnings,
-    }
-
-
-def _write_kineto(output: Path, execution: Execution) -> list[str]:
-    files = []
-    for rank in execution.trace.ranks:
-        file = output.with_name(output.name.replace(_RANK, str(rank)))
-        write_kineto(file, execution.trace, rank)
-        files.append(str(file))
-    return files
-
-
-def _write_view(output: Path, execution: Execution) -> None:
-    """All ranks in one file, with arrows; it is for looking at."""
-    write_timeline(output, replay(execution).run)
+    answer = {"files": [str(file) for file in files], "ranks": len(trace.ranks), "events": len(trace), **counts}
+    return answer | {"notes": notes, "warnings": warnings}

@@ -15,10 +15,9 @@ from lumos.errors import InputError
 from lumos.files import check_output, write_csv
 from lumos.report.html.page import write_page
 from lumos.report.html.search_page import search_page
-from lumos.report.terminal.scores import show_score
-from lumos.report.terminal.searches import show_search
+from lumos.report.terminal.show_searches import show_score, show_search
 from lumos.score.score import merged_score
-from lumos.search.result import merged_search
+from lumos.search.search import merged_search
 from lumos.setup.importers.foreign_file import text_of
 
 Answer = dict[str, Any]

@@ -21,7 +21,7 @@ from lumos.export.chrome_traces import write_timeline
 from lumos.files import check_output, write_csv
 from lumos.prediction.bill import Tariff, read_tariff
 from lumos.prediction.prediction import Prediction, predict
-from lumos.report.terminal.predictions import show_prediction
+from lumos.report.terminal.show import show_prediction
 from lumos.setup import read_setup_with_notes
 from lumos.setup.setup_files import read_plain
 

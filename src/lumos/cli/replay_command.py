@@ -12,7 +12,7 @@ from lumos.export.chrome_traces import write_timeline
 from lumos.files import check_output, write_csv
 from lumos.report.html.page import write_page
 from lumos.report.html.replay_page import replay_page
-from lumos.report.terminal.replays import show_replay
+from lumos.report.terminal.show import show_replay
 
 
 def replay_command(

@@ -10,7 +10,7 @@ import typer
 from lumos.cli.options import Address, AsJson, EngineName, Shard, Workers
 from lumos.cli.terminal import deliver, progress_bar
 from lumos.files import check_output, write_csv
-from lumos.report.terminal.scores import show_score
+from lumos.report.terminal.show_searches import show_score
 from lumos.score.measured_runs import read_rows
 from lumos.score.score import score
 from lumos.workers import engine_named, fingerprint, read_shard

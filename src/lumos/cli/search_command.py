@@ -18,11 +18,10 @@ from lumos.files import check_output, write_csv, write_parquet
 from lumos.prediction.bill import read_tariff
 from lumos.report.html.page import write_page
 from lumos.report.html.search_page import search_page
-from lumos.report.terminal.searches import show_search
+from lumos.report.terminal.show_searches import show_search
 from lumos.search.estimator import CalibratedEstimator, Estimator
 from lumos.search.ranking import Objective
-from lumos.search.result import COLUMNS
-from lumos.search.search import search
+from lumos.search.search import COLUMNS, search
 from lumos.search.space import AXES, DERIVED
 from lumos.setup import read_setup_with_notes
 from lumos.setup.gpus import gpu_named

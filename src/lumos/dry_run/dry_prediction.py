@@ -22,7 +22,7 @@ from lumos.prediction.interval import dry_spread
 from lumos.prediction.operator_times import SOURCES, OperatorTime
 from lumos.prediction.power import Energy
 from lumos.prediction.prediction import Prediction, memory_words
-from lumos.prediction.step import prices_of
+from lumos.step.step import prices_of
 from lumos.program.memory import Memory
 from lumos.setup.importers.foreign_file import text_of
 from lumos.setup.messages import place_of

@@ -29,15 +29,8 @@ from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Ints
 from lumos.graph.simulate import simulate
-from lumos.trace.read.chakra_format import (
-    GROUPS_ID,
-    LUMOS_VERSION,
-    TABLES,
-    NodeType,
-    add_value,
-    schema,
-    write_delimited,
-)  # fmt: skip
+from lumos.trace.read import chakra_format as chakra
+from lumos.trace.read.chakra_format import NodeType
 from lumos.trace.read.execution_trace import Links, Operator
 from lumos.trace.trace import COLUMNS, Trace
 
@@ -67,7 +60,7 @@ def write_chakra(path: Path, execution: Execution, links: Links | None = None) -
         opened = [stack.enter_context(whole_file(file)) for file in files]
         for rank, file in zip(ranks, opened, strict=True):
             for message in writer.messages(rank):
-                write_delimited(file, message)
+                chakra.write_delimited(file, message)
     sent = [t for transfers in plan.transfers.values() for t in transfers]
     collectives = sum(t.type == NodeType.COMM_COLL for t in sent)
     nodes = int(writer.count.sum())
@@ -110,7 +103,7 @@ class _Writer:
         before = np.cumsum(self.count[order]) - self.count[order]
         base = np.maximum.accumulate(np.where(np.diff(rank[order], prepend=-1) != 0, before, 0))
         ids = np.empty(len(self.nodes), np.int64)
-        ids[order] = before - base + GROUPS_ID + 1
+        ids[order] = before - base + chakra.GROUPS_ID + 1
         return ids
 
     @cached_property
@@ -155,20 +148,20 @@ class _Writer:
 
     def _groups(self) -> Any:
         """The process groups, as PyTorch's own traces have them."""
-        node = schema().node(id=GROUPS_ID, name="## process_group:init ##", type=NodeType.METADATA)
+        node = chakra.schema().node(id=chakra.GROUPS_ID, name="## process_group:init ##", type=NodeType.METADATA)
         described = _json(self.plan.described_groups(world_of(self.execution)))
         node.inputs.values, node.inputs.shapes, node.inputs.types = f"['{described}']", "[[]]", "['String']"
-        add_value(node.attr, "is_cpu_op", "bool_val", True)
+        chakra.add_value(node.attr, "is_cpu_op", "bool_val", True)
         return node
 
     def _work(self, node: int) -> Any:
         message = self._blank(node, NodeType.COMP, int(self.ids[node]))
-        add_value(message.attr, "is_cpu_op", "bool_val", not bool(self.nodes.on_gpu[node]))
+        chakra.add_value(message.attr, "is_cpu_op", "bool_val", not bool(self.nodes.on_gpu[node]))
         operator = self._operator(node)
         if operator is not None:
             message.inputs.values, message.inputs.shapes, message.inputs.types = operator.inputs
             message.outputs.values, message.outputs.shapes, message.outputs.types = operator.outputs
-            add_value(message.attr, "tensor_size", "uint64_val", operator.bytes)
+            chakra.add_value(message.attr, "tensor_size", "uint64_val", operator.bytes)
         return message
 
     def _operator(self, node: int) -> Operator | None:
@@ -176,26 +169,26 @@ class _Writer:
         nodes, row = self.nodes, int(self.nodes.row[node])
         if self.links is None or row < 0 or nodes.first_node[row] != node:
             return None
-        return self.links.of_row(int(nodes.operator_row[row]) if nodes.on_gpu[node] else row)
+        return self.links.by_row.get(int(nodes.operator_row[row]) if nodes.on_gpu[node] else row)
 
     def _transfer(self, node: int, transfer: Transfer, number: int) -> Any:
         message = self._blank(node, transfer.type, int(self.ids[node]) + number)
-        add_value(message.attr, "is_cpu_op", "bool_val", False)
-        add_value(message.attr, "comm_size", "int64_val", transfer.bytes)
+        chakra.add_value(message.attr, "is_cpu_op", "bool_val", False)
+        chakra.add_value(message.attr, "comm_size", "int64_val", transfer.bytes)
         if transfer.type == NodeType.COMM_COLL:
-            add_value(message.attr, "comm_type", "int64_val", transfer.collective)
-            add_value(message.attr, "pg_name", "string_val", transfer.group)
+            chakra.add_value(message.attr, "comm_type", "int64_val", transfer.collective)
+            chakra.add_value(message.attr, "pg_name", "string_val", transfer.group)
         else:
-            add_value(message.attr, "comm_src", "int32_val", transfer.source)
-            add_value(message.attr, "comm_dst", "int32_val", transfer.destination)
-            add_value(message.attr, "comm_tag", "int32_val", transfer.tag)
+            chakra.add_value(message.attr, "comm_src", "int32_val", transfer.source)
+            chakra.add_value(message.attr, "comm_dst", "int32_val", transfer.destination)
+            chakra.add_value(message.attr, "comm_tag", "int32_val", transfer.tag)
         return message
 
     def _blank(self, node: int, kind: NodeType, number: int) -> Any:
         """A node with what all nodes have."""
         row, trace = int(self.nodes.row[node]), self.trace
         before = [] if self.execution.graph.is_first[node] else self._all_ids(node - 1)
-        return schema().node(
+        return chakra.schema().node(
             id=number,
             name=trace.names[trace.name[row]] if row >= 0 else _UNRECORDED,
             type=kind,
@@ -245,7 +238,7 @@ class _Writer:
         header = next(h for h in trace.headers if h.rank == rank)
         values: list[tuple[str, str, Any]] = [
             ("schema", "string_val", f"lumos-chakra.{_SCHEMA_VERSION}"),
-            ("lumos.version", "int64_val", LUMOS_VERSION),
+            ("lumos.version", "int64_val", chakra.LUMOS_VERSION),
             ("lumos.rank", "int64_val", rank),
             ("lumos.header", "string_val", _json(header._replace(path=Path(header.path).name))),
             ("lumos.warnings", "string_list", execution.warnings),
@@ -255,9 +248,9 @@ class _Writer:
             ("lumos.messages", "string_list", [_json(trace.messages[i]) for i in messages]),
             ("lumos.rendezvous", "string_list", self._rendezvous(rank)),
         ]
-        metadata = schema().metadata(version=_SCHEMA_VERSION)
+        metadata = chakra.schema().metadata(version=_SCHEMA_VERSION)
         for label, kind, value in values:
-            add_value(metadata.attr, label, kind, value)
+            chakra.add_value(metadata.attr, label, kind, value)
         for label, column in self._columns(rank, rows, mine).items():
             if (listed := {"event.name": names, "event.message": messages}.get(label)) is not None:
                 column = np.where(column >= 0, np.searchsorted(listed, column), -1)
@@ -266,7 +259,7 @@ class _Writer:
             whole = np.rint(column).astype(np.int64) if column.dtype.kind == "f" else column.astype(np.int64)
             exact = bool((whole == column).all())  # nanoseconds are whole numbers, unless they were scaled
             kind, numbers = ("sint64_list", whole) if exact else ("double_list", column)
-            add_value(metadata.attr, f"lumos.{label}", kind, numbers.tolist())
+            chakra.add_value(metadata.attr, f"lumos.{label}", kind, numbers.tolist())
         return metadata
 
     def _columns(self, rank: int, rows: np.ndarray, mine: np.ndarray) -> dict[str, np.ndarray]:
@@ -279,10 +272,10 @@ class _Writer:
         columns = {
             **{f"event.{name}": getattr(trace, name)[rows] for name in COLUMNS},
             **{f"event.{name}": getattr(nodes, name)[rows] for name in ("first_node", "last_node", "parent")},
-            **{f"sync.{name}": getattr(syncs, name)[of_rank] for name in TABLES["sync"]},
+            **{f"sync.{name}": getattr(syncs, name)[of_rank] for name in chakra.TABLES["sync"]},
             **{f"node.{name}": getattr(nodes, name)[mine] for name in ("lane", "row", "start", "end", "is_return")},
             **{f"node.{name}": getattr(graph, name)[mine] for name in ("duration", "gap", "frozen")},
-            **{f"edge.{name}": getattr(edges, name) for name in TABLES["edge"]},
+            **{f"edge.{name}": getattr(edges, name) for name in chakra.TABLES["edge"]},
         }
         columns |= {"event.number": rows, "node.number": mine}
         columns |= {"node.id": self.ids[mine], "node.count": self.count[mine]}

@@ -10,6 +10,7 @@ Arrows show the dependencies between lanes that decided when a task started; tho
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,16 @@ _CATEGORIES = {
 }  # fmt: skip
 
 
-def _write(path: Path, header: dict[str, Any], events: Iterable[list[Event]]) -> None:
-    """Write the header and chunks of events; gzip if the name ends in .gz."""
+def _write(path: Path, header: dict[str, Any], events: Iterable[Event]) -> None:
+    """Write the header and the events; gzip if the name ends in .gz."""
     with whole_file(path) as plain:
         gzip: Any = igzip.IGzipFile
         packed = gzip(fileobj=plain, mode="wb", filename="", mtime=0) if path.name.endswith(".gz") else None
         file = packed or plain
         file.write(orjson.dumps(header)[:-1] + b',"traceEvents":[\n')
-        separator = b""
-        for chunk in filter(None, events):
-            file.write(separator + b",\n".join(map(orjson.dumps, chunk)))
+        lines, separator = map(orjson.dumps, events), b""
+        while chunk := list(islice(lines, _CHUNK)):
+            file.write(separator + b",\n".join(chunk))
             separator = b",\n"
         file.write(b"\n]}\n")
         if packed is not None:
@@ -70,16 +71,14 @@ def _header(header: Header) -> dict[str, Any]:
     }
 
 
-def _kineto_events(trace: Trace, rank: int, base: int) -> Iterator[list[Event]]:
+def _kineto_events(trace: Trace, rank: int, base: int) -> Iterator[Event]:
     mine = np.flatnonzero(trace.lane_rank == rank).tolist()
     tracks = {lane: (_number(trace.lanes[lane].process), _number(trace.lanes[lane].label)) for lane in mine}
-    yield [_track(*track, trace.lanes[lane].text) for lane, track in tracks.items()]
-    rows = np.flatnonzero(trace.rank == rank)
-    for low in range(0, len(rows), _CHUNK):
-        some = rows[low : low + _CHUNK]
-        of_rows = zip(some.tolist(), (tracks[lane] for lane in trace.lane[some].tolist()), strict=True)
-        yield [_span(trace, row, *track, base) | {"args": _args(trace, row, track)} for row, track in of_rows]
-    yield list(_syncs(trace, rank))
+    yield from (_track(*track, trace.lanes[lane].text) for lane, track in tracks.items())
+    for row in np.flatnonzero(trace.rank == rank).tolist():
+        track = tracks[int(trace.lane[row])]
+        yield _span(trace, row, *track, base) | {"args": _args(trace, row, track)}
+    yield from _syncs(trace, rank)
 
 
 def _track(process: int | str, thread: int | str, name: str) -> Event:
@@ -133,22 +132,18 @@ def write_timeline(path: Path, run: Run) -> None:
     _write(path, {"schemaVersion": 1, "displayTimeUnit": "ms"}, _timeline_events(run))
 
 
-def _timeline_events(run: Run) -> Iterator[list[Event]]:
+def _timeline_events(run: Run) -> Iterator[Event]:
     trace = run.trace
     for rank in trace.ranks:
         shown = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
-        yield [{"ph": "M", "name": name, "pid": rank, "args": args} for name, args in shown.items()]
-    yield [_track(lane.rank, index, lane.text) for index, lane in enumerate(trace.lanes)]
-    rows = np.flatnonzero(run.nodes.last_node >= 0)
-    for low in range(0, len(rows), _CHUNK):
-        lanes = trace.lane[rows[low : low + _CHUNK]].tolist()
-        some = zip(rows[low : low + _CHUNK].tolist(), lanes, strict=True)
-        yield [_span(trace, row, trace.lanes[lane].rank, lane, run.origin) for row, lane in some]
+        yield from ({"ph": "M", "name": name, "pid": rank, "args": args} for name, args in shown.items())
+    yield from (_track(lane.rank, index, lane.text) for index, lane in enumerate(trace.lanes))
+    for row in np.flatnonzero(run.nodes.last_node >= 0).tolist():
+        lane = int(trace.lane[row])
+        yield _span(trace, row, trace.lanes[lane].rank, lane, run.origin)
     on_path = set(run.path.edge[run.path.edge >= 0].tolist())
-    deciding = _deciding_edges(run.graph, run.times)
-    for low in range(0, len(deciding), _CHUNK):
-        some_edges = deciding[low : low + _CHUNK].tolist()
-        yield [arrow for edge in some_edges for arrow in _arrow(run, edge, edge in on_path)]
+    for edge in _deciding_edges(run.graph, run.times).tolist():
+        yield from _arrow(run, edge, edge in on_path)
 
 
 def _deciding_edges(graph: Graph, times: Times) -> np.ndarray:

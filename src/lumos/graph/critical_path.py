@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lumos.graph.from_trace.build import Execution
+from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Floats, Graph, Ints
 from lumos.graph.simulate import Times
 from lumos.trace.names import Category, Kind
 from lumos.trace.steps import StepMarks, Steps
 
 PATH_KINDS = ("compute", "comm", "copy", "operator", "call", "python", "latency", "unexplained")
+_COMPUTE, _COMM, _COPY, _OPERATOR, _CALL, _PYTHON = range(6)
 _MOST_OPERATORS = 50
 
 
@@ -109,38 +111,31 @@ def summarise(execution: Execution, path: CriticalPath, steps: int) -> PathSumma
     return PathSummary.of(parts, float(path.lag.sum()), float(path.frozen.sum()), steps)
 
 
-def _labels(execution: Execution, path: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def task_kinds(nodes: Nodes) -> Ints:
+    """What every task of a trace is, as an index into PATH_KINDS."""
+    category = nodes.trace.category[nodes.row]
+    host = np.select(
+        [(nodes.row < 0) | (category == Category.NOTE), category == Category.CALL], [_PYTHON, _CALL], _OPERATOR
+    )
+    on_gpu = np.full(max(Kind) + 1, _OPERATOR)
+    on_gpu[[Kind.COMPUTE, Kind.COMM, Kind.COPY]] = _COMPUTE, _COMM, _COPY
+    return np.where(nodes.on_gpu, on_gpu[nodes.kind], host)
+
+
+def _labels(execution: Execution, path: Ints) -> tuple[Ints, Ints, list[str]]:
     """Kind (an index into PATH_KINDS) and name of nodes: kernels by their operator, host segments by their own."""
     nodes, trace = execution.nodes, execution.trace
     names = [*trace.names, "not recorded", "rendezvous"]
-    kind = np.full(len(path), PATH_KINDS.index("comm"))
-    name = np.full(len(path), len(names) - 1)
+    kind = np.append(task_kinds(nodes), _COMM)[np.minimum(path, len(nodes))]
     inside = path < len(nodes)
-    row = np.where(inside, nodes.row[np.minimum(path, len(nodes) - 1)], -1)
-    on_gpu = inside & nodes.on_gpu[np.minimum(path, len(nodes) - 1)]
-    host = inside & ~on_gpu
-
-    category = trace.category[row]
-    kind[host] = np.select(
-        [row[host] < 0, category[host] == Category.NOTE, category[host] == Category.CALL],
-        [PATH_KINDS.index("python"), PATH_KINDS.index("python"), PATH_KINDS.index("call")],
-        PATH_KINDS.index("operator"),
-    )
-    name[host] = np.where(row[host] < 0, len(names) - 2, trace.name[row[host]])
-    around = nodes.operator_row[row[on_gpu]]
-    name[on_gpu] = trace.name[np.where(around >= 0, around, row[on_gpu])]
-    kind[on_gpu] = np.array([_KIND_ON_GPU[k] for k in Kind])[nodes.kind[path[on_gpu]]]
-    for i in np.flatnonzero(on_gpu & (kind == PATH_KINDS.index("comm"))):
+    at = np.minimum(path, len(nodes) - 1)
+    row = np.where(inside, nodes.row[at], -1)
+    around = np.where(nodes.on_gpu[at], nodes.operator_row[row], -1)
+    name = np.where(inside, trace.name[np.where(around >= 0, around, row)], len(names) - 1)
+    name[inside & (row < 0)] = len(names) - 2
+    for i in np.flatnonzero(inside & (kind == _COMM)):
         collective = trace.collective_of(int(row[i]))
-        name[i] = names.index(collective) if collective in names[len(trace.names) :] else len(names)
-        if name[i] == len(names):
+        if collective not in names[len(trace.names) :]:
             names.append(collective)
+        name[i] = names.index(collective, len(trace.names))
     return kind, name, names
-
-
-_KIND_ON_GPU = {
-    Kind.CPU: PATH_KINDS.index("operator"),
-    Kind.COMPUTE: PATH_KINDS.index("compute"),
-    Kind.COMM: PATH_KINDS.index("comm"),
-    Kind.COPY: PATH_KINDS.index("copy"),
-}

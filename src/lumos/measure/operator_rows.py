@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.program.operators import KINDS, Operator
 from lumos.setup.messages import did_you_mean, one_of, shown
@@ -25,21 +26,11 @@ _EXAMPLE = '{"op": "gemm", "m": 4096, "n": 4096, "k": 4096}'
 _MOST_BYTES = 1 << 28  # of a file of rows
 _LARGEST = 1 << 40  # of a size
 
-_PLANE, _HEADS, _SCORES, _LOGITS = ("t", "h"), ("b", "h", "s", "d"), ("b", "h", "s"), ("t", "v")
-_TABLE, _STAGE = ("t", "v", "h"), ("layers", "width", "ranks")
-_OTHER_SIZES = {
-    "grouped_gemm": ("e", "t", "n", "k"), "adamw_fused": ("n",), "sdpa_fwd": _HEADS, "sdpa_bwd": _HEADS,
-    "rotary_fwd": _HEADS, "rotary_bwd": _HEADS, "softmax_fwd": _SCORES, "softmax_bwd": _SCORES,
-    "fillmask_fwd": _SCORES, "fillmask_bwd": _SCORES, "cross_entropy": _LOGITS, "cross_entropy_bwd": _LOGITS,
-    "loss_fwd": _LOGITS, "loss_bwd": _LOGITS, "embedding": _TABLE, "embedding_bwd": _TABLE, "embedding_fwd": _TABLE,
-    "optimizer_first": _STAGE, "optimizer_middle": _STAGE, "optimizer_last": _STAGE,
-}  # fmt: skip
-_NOT_IN_ROWS = {"gemm_tn", "gemm_nn", "gemm_nt", "bmm", "bmm_bwd", "linear_bwd", "stream"}
+_NOT_IN_ROWS = {"gemm_tn", "gemm_nn", "gemm_nt", "bmm_bwd", "linear_bwd", "stream"}
+_SIZES = read_table("operator_names.toml")["row_sizes"]
 
 SIZES: dict[str, tuple[str, ...]] = {
-    "gemm": ("m", "n", "k"),
-    "bmm": _HEADS,
-    **{kind: _OTHER_SIZES.get(kind.removeprefix("neox_"), _PLANE) for kind in sorted(KINDS - _NOT_IN_ROWS)},
+    name: tuple(_SIZES.get(name.removeprefix("neox_"), "th")) for name in ("gemm", *sorted(KINDS - _NOT_IN_ROWS))
 }
 """The sizes of each operator; a matmul also has a layout, and bmm computes attention scores: b × h of s × s × d."""
 

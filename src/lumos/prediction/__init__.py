@@ -1,1 +1,1 @@
-"""Prediction: the step of a described run, priced and simulated, and what follows from it."""
+"""Prediction: what follows from a simulated step, traced or described."""

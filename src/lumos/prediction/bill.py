@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import ceil, nan
+from types import MappingProxyType
 from typing import Any
 
 from lumos.errors import OptionError
 
 _JOULES_PER_KWH = 3.6e6
 _HOUR_S, _DAY_S = 3600.0, 86400.0
-_AMOUNT = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([kKMBT]?)")
-_LETTERS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_LETTERS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_NO_LETTERS: Mapping[str, float] = MappingProxyType({})
 _MOST = 1e24  # of anything that is asked for; more is a slip
 
 
@@ -31,44 +32,29 @@ class Tariff:
 
 def read_tariff(price: str = "", kwh_price: str = "", pue: str = "", tokens: str = "") -> Tariff:
     """The tariff that options say, "" for those not given; or OptionError."""
+    money = "a price: give a number from 0 on, as in 2.5"
     return Tariff(
-        _price("--price", price),
-        _price("--kwh-price", kwh_price),
-        _pue(pue) if pue else 1.0,
-        _tokens(tokens) if tokens else None,
+        _number("--price", price, 0, _MOST, money),
+        _number("--kwh-price", kwh_price, 0, _MOST, money),
+        _number("--pue", pue, 1, 10, "a factor on the GPUs' energy: give a number from 1 to 10") or 1.0,
+        _number("--tokens", tokens, 1, _MOST, "a count of tokens: give one from 1 on, as in 15e12 or 15T", _LETTERS),
     )
 
 
-def _price(option: str, text: str) -> float | None:
+def _number(
+    option: str, text: str, low: float, high: float, what: str, letters: Mapping[str, float] = _NO_LETTERS
+) -> float | None:
+    """The number that an option says, perhaps with a letter for its size; None where it says nothing."""
     if not text:
         return None
-    value = _number(text)
-    if value is None or value < 0:
-        raise OptionError(f"{option} {text[:100]!r} is not a price: give a number from 0 on, as in 2.5")
-    return value
-
-
-def _pue(text: str) -> float:
-    value = _number(text)
-    if value is None or not 1 <= value <= 10:
-        raise OptionError(f"--pue {text[:100]!r} is not a factor on the GPUs' energy: give a number from 1 to 10")
-    return value
-
-
-def _tokens(text: str) -> float:
-    found = _AMOUNT.fullmatch(text)
-    count = (_number(found[1]) or 0.0) * _LETTERS[found[2]] if found else 0.0
-    if not 1 <= count <= _MOST:
-        raise OptionError(f"--tokens {text[:100]!r} is not a count of tokens: give one from 1 on, as in 15e12 or 15T")
-    return count
-
-
-def _number(text: str) -> float | None:
+    size = letters.get(text[-1], 0.0)
     try:
-        value = float(text)
+        value = float(text[:-1]) * size if size else float(text)
     except ValueError:
-        return None
-    return value if isfinite(value) and abs(value) <= _MOST else None
+        value = nan
+    if not low <= value <= high:
+        raise OptionError(f"{option} {text[:100]!r} is not {what}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -85,7 +71,7 @@ class Bill:
     @property
     def step_kwh(self) -> float | None:
         """With what the site draws besides."""
-        return None if self.step_joules is None else self.step_joules * self.tariff.pue / _JOULES_PER_KWH
+        return _times(self.step_joules, self.tariff.pue / _JOULES_PER_KWH)
 
     @property
     def step_gpu_hours(self) -> float:
@@ -106,32 +92,33 @@ class Bill:
 
     def as_dict(self) -> dict[str, Any]:
         """The bill as JSON has it."""
-        money, joules = self.step_money, self.step_joules
+        money, joules, tokens = self.step_money, self.step_joules, self.step_tokens
         return {
             "joules_per_step": joules,
-            "joules_per_token": None if joules is None else joules / self.step_tokens,
-            "watts_per_gpu": None if joules is None else joules / self.step_s / self.gpus,
+            "joules_per_token": _times(joules, 1 / tokens),
+            "watts_per_gpu": _times(joules, 1 / self.step_s / self.gpus),
             "kwh_per_step": self.step_kwh,
             "gpu_hours_per_step": self.step_gpu_hours,
             "price_per_gpu_hour": self.tariff.gpu_hour,
             "price_per_kwh": self.tariff.kwh,
             "pue": self.tariff.pue,
             "money_per_step": money,
-            "money_per_million_tokens": None if money is None else 1e6 * money / self.step_tokens,
-            "budget": self._budget(),
+            "money_per_million_tokens": _times(money, 1e6 / tokens),
+            "budget": None if self.steps is None else self._budget(self.steps),
         }
 
-    def _budget(self) -> dict[str, Any] | None:
+    def _budget(self, steps: int) -> dict[str, Any]:
         """A run without interruptions."""
-        steps, money = self.steps, self.step_money
-        if steps is None:
-            return None
         return {
             "tokens": self.tariff.tokens,
             "steps": steps,
             "days": steps * self.step_s / _DAY_S,
             "days_interval": [steps * seconds / _DAY_S for seconds in self.interval_s],
             "gpu_hours": steps * self.step_gpu_hours,
-            "kwh": None if self.step_kwh is None else steps * self.step_kwh,
-            "money": None if money is None else steps * money,
+            "kwh": _times(self.step_kwh, steps),
+            "money": _times(self.step_money, steps),
         }
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

@@ -15,8 +15,8 @@ from lumos.graph.critical_path import CriticalPath, PathSummary, critical_path
 from lumos.graph.from_trace.nodes import Nodes, cut_nodes
 from lumos.graph.graph import Floats, Graph, Ints
 from lumos.graph.simulate import Times
-from lumos.prediction.step import Step
 from lumos.prediction.step_trace import Detail, StepTrace, Track
+from lumos.step.step import Step
 from lumos.trace.steps import Steps, find_steps
 from lumos.trace.trace import Trace
 
@@ -43,7 +43,11 @@ class DescribedRun(Run):
     def rows(self) -> StepTrace:
         return StepTrace(self.step, self.us)
 
-    @property
+    @cached_property
+    def origin(self) -> int:
+        return 0
+
+    @cached_property
     def graph(self) -> Graph:  # type: ignore[override]
         return self.step.graph
 
@@ -63,11 +67,11 @@ class DescribedRun(Run):
     def nodes(self) -> Nodes:
         return cut_nodes(self.trace)
 
-    @property
+    @cached_property
     def task_times(self) -> tuple[Floats, Floats]:
         return self.nodes.start.astype(np.float64), self.nodes.end.astype(np.float64)
 
-    @property
+    @cached_property
     def node_lane(self) -> Ints:
         return self.rows.node_lane
 
@@ -104,7 +108,7 @@ class DescribedRun(Run):
             ns = float(self._spent[nodes].sum())
             if ns > 0:
                 inside = rows.inside(role, part)
-                for track, label, share in zip(inside.track, inside.label, inside.decisive, strict=True):
+                for track, label, share in zip(inside.track, inside.label, inside.decisive(), strict=True):
                     key = (_PATH_KIND.get(Track(track), "comm"), int(label))
                     found[key] = found.get(key, 0.0) + share * ns
         labels, names = list(rows.labels.rows), list(rows.labels.names)

@@ -12,8 +12,8 @@ from math import exp, sqrt
 from typing import NamedTuple
 
 from lumos.data_files import read_table
-from lumos.prediction.step import Step
 from lumos.setup.setup import Setup
+from lumos.step.step import Step
 
 PARTS = ("always", "transferred", "other_family", "nodes", "spread_tensor", "pipeline", "host", "experts", "assumed")
 

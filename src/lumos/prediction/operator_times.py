@@ -6,12 +6,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lumos.change.calibration import CalibratedPrices
+from lumos.change.calibration import CalibratedPrices, us_of
 from lumos.cost.prices import Prices
-from lumos.prediction.step import Step
 from lumos.prediction.step_trace import DATA_PARALLEL, data_parallel_message
 from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
+from lumos.step.step import Step
 
 Work = Operator | Collective
 SOURCES = ("measured", "fitted", "transferred", "roofline", "modelled")
@@ -78,14 +78,10 @@ def _inside_blocks(step: Step) -> Iterator[_Calls]:
     for block, times in [*blocks, (program.optimizer(0), 1)]:
         count = times * block.times
         with prices.inside(block.key):
-            costs = [(op, _us(prices, op.work)) for op in block.build()]
+            costs = [(op, us_of(op.work, prices)) for op in block.build()]
         for op, us in costs:
             measured = isinstance(prices, CalibratedPrices) and prices.is_measured(block.key, op.work)
             yield _Calls(op.name, op.work, count, count * us, measured)
-
-
-def _us(prices: Prices, work: Work) -> float:
-    return prices.collective_us(work) if isinstance(work, Collective) else prices.operator_us(work)
 
 
 def _data_parallel(step: Step) -> Iterator[_Calls]:

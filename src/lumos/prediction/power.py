@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lumos.cost.energy import Joules
-from lumos.prediction.step import Assembly, Step
 from lumos.setup.gpus import Gpu
+from lumos.step.step import Assembly, Step
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, Parts, PredictionAnswer
+from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswer
 from lumos.analysis.breakdown import Breakdown
 from lumos.analysis.replay import Replay
 from lumos.analysis.run import Run, TracedRun
@@ -21,11 +21,11 @@ from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.interval import Spread, changed_spread, described_spread, scaled_spread
 from lumos.prediction.operator_times import SOURCES, OperatorTime, operator_times
 from lumos.prediction.power import Energy, energy_of
-from lumos.prediction.step import Step, simulate_step
 from lumos.program.flops import hardware_flops, model_flops, utilisation
 from lumos.program.memory import Memory, memory_of
 from lumos.setup.constraints import warnings_in
 from lumos.setup.setup import Setup
+from lumos.step.step import Step, simulate_step
 from lumos.trace.trace import Trace
 
 NO_PRICES = Tariff()
@@ -220,28 +220,16 @@ class Prediction:
 
     @cached_property
     def answer(self) -> PredictionAnswer:
-        traced = self.traced
-        return PredictionAnswer(
-            step_ms=self.step_ms,
-            baseline_ms=self.baseline_ms,
-            interval_ms=self.interval_ms,
-            tokens_per_s_per_gpu=self.tokens_per_s_per_gpu,
-            mfu=self.mfu,
-            hfu=self.hfu,
-            parameters=self.parameters,
-            memory_gib=None if self.memory is None else _memory_answer(self.memory),
-            fits=self.fits,
-            breakdown=Parts(**self.breakdown.as_dict()),
-            bubble=self.bubble,
-            host_bound=self.host_bound,
-            energy_j=self.energy_j,
-            bill=None if self.bill is None else self.bill.as_dict(),
-            operators=[_operator_answer(row) for row in self.operators],
-            source=self.source,
-            understood=None if traced is None else traced.understood,
-            inferred={key: one._asdict() for key, one in self.inferred.items()} if traced is not None else None,
-            warnings=self.warnings,
-        )
+        traced, bill = self.traced, self.bill
+        other: dict[str, Any] = {
+            "memory_gib": None if self.memory is None else _memory_answer(self.memory),
+            "bill": None if bill is None else bill.as_dict(),
+            "operators": [_operator_answer(row) for row in self.operators],
+            "understood": None if traced is None else traced.understood,
+            "inferred": None if traced is None else {key: one._asdict() for key, one in self.inferred.items()},
+        }
+        same = [key for key in PredictionAnswer.__struct_fields__ if key not in other]
+        return PredictionAnswer(**{key: getattr(self, key) for key in same}, **other)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -306,7 +294,9 @@ def predict(
 def _changed(
     source: CalibratedRun, target: Setup, notes: tuple[str, ...], tariff: Tariff, inferred: Mapping[str, Inferred]
 ) -> Prediction:
-    step, found = changed_step(source, target, tariff)
+    step, found = changed_step(source, target)
+    if source.on_cpu and tariff.kwh is not None:
+        raise OptionError(f"--kwh-price {tariff.kwh:g}: the power of a CPU is not known: leave it out, or use --price")
     return Prediction(
         DescribedRun(step, source.calibration.fixed_us),
         changed_spread(source.setup, target, source.silent),

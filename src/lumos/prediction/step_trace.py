@@ -15,21 +15,22 @@ The simulator's nodes are blocks, or equal fractions of them. What runs inside a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lumos.cost.prices import timeline
-from lumos.graph.graph import Floats, Ints
-from lumos.prediction.step import Step
-from lumos.prediction.step_structure import Role
+from lumos.graph.graph import Bools, Floats, Ints
 from lumos.program.operators import Collective, Operator
 from lumos.program.program import Repeated
 from lumos.schedules import Phase
+from lumos.step.step import Step
+from lumos.step.structure import Role
 from lumos.trace.names import Category, Kind
 from lumos.trace.trace import Header, Lane, Message, Trace
 
@@ -64,41 +65,50 @@ _MOST_ROWS = {Detail.OPERATORS: 1_000_000, Detail.INTERVALS: 150_000}  # a searc
 _ORDER = {"embedding": 0, "head grad": 0, "head": 2, "embedding grad": 2}  # of blocks in a pass; layers are between
 
 
-def contents(step: Step, what: str, stage: int, chunk: int) -> list[tuple[tuple[Repeated, ...], int]]:
-    """Blocks that follow each other, and how often in a row: of a pass of one micro-batch, or of the optimizer."""
+def contents(step: Step, what: str, stage: int, chunk: int) -> list[Repeated]:
+    """Every block that runs in a pass of one micro-batch, or in the optimizer, in order of time."""
     program = step.assembly.program
     if what == "optimizer":
-        return [((program.optimizer(stage),), 1)]
-    blocks = list(program.blocks(program.chunks[stage][chunk], Phase[what.upper()]))
-    blocks.sort(key=lambda block: _ORDER.get(block.name, 1))
-    found: list[tuple[tuple[Repeated, ...], int]] = []
-    for block in blocks:
-        if found and found[-1][0][-1].name == "recompute" and block.name == "backward":
-            found[-1] = ((*found[-1][0], block), block.times)  # a layer is recomputed right before its backward pass
+        return [program.optimizer(stage)]
+    found: list[Repeated] = []
+    blocks = program.blocks(program.chunks[stage][chunk], Phase[what.upper()])
+    for block in sorted(blocks, key=lambda block: _ORDER.get(block.name, 1)):
+        if found and found[-1].name == "recompute" and block.name == "backward":
+            again = found[-1]
+            del found[-again.times :]
+            found += [again, block] * block.times  # a layer is recomputed right before its backward pass
         else:
-            found.append(((block,), block.times))
+            found += [block] * block.times
     return found
 
 
-@dataclass(frozen=True)
-class _Inside:
-    """What runs inside a node, as columns; times are shares of the node's duration."""
+class _Inside(NamedTuple):
+    """What runs inside a node, as columns; times are shares of the node's duration, or microseconds of a block."""
 
     start: Floats
     end: Floats
     track: Ints
     label: Ints
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
         return len(self.start)
+
+    @staticmethod
+    def joined(parts: Sequence[_Inside]) -> _Inside:
+        return _Inside(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def select(self, which: Bools | Ints) -> _Inside:
+        return _Inside(self.start[which], self.end[which], self.track[which], self.label[which])
+
+    def moved(self, by: float, scale: float = 1.0) -> _Inside:
+        return self._replace(start=(self.start + by) * scale, end=(self.end + by) * scale)
 
     def part(self, low: float, high: float) -> _Inside:
         """What runs between two shares of the time, as shares of what lies between them."""
-        some = np.flatnonzero((self.end > low) & (self.start < high))
-        start, end = (np.clip((time[some] - low) / (high - low), 0.0, 1.0) for time in (self.start, self.end))
-        return _Inside(start, end, self.track[some], self.label[some])
+        some = self.select((self.end > low) & (self.start < high)).moved(-low, 1 / (high - low))
+        return some._replace(start=np.clip(some.start, 0.0, 1.0), end=np.clip(some.end, 0.0, 1.0))
 
-    @cached_property
     def decisive(self) -> Floats:
         """The share of the time that each row decides: operators all of theirs, collectives what no operator hides."""
         computes = self.track == Track.COMPUTE
@@ -107,11 +117,14 @@ class _Inside:
         length = self.end - self.start
         for row in np.flatnonzero(~computes).tolist():
             first, last = np.searchsorted(high, self.start[row], "right"), np.searchsorted(low, self.end[row])
-            hidden = done[last] - done[first] if last > first else 0.0
             if last > first:
+                hidden = done[last] - done[first]
                 hidden -= max(0.0, self.start[row] - low[first]) + max(0.0, high[last - 1] - self.end[row])
-            length[row] -= hidden
+                length[row] -= hidden
         return np.maximum(length, 0.0)
+
+
+_NOTHING = _Inside(np.zeros(0), np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass
@@ -128,15 +141,8 @@ class _Labels:
         return self.rows.setdefault((name_id, message_id), len(self.rows))
 
 
-class _Columns(NamedTuple):
-    """Rows of a trace in the making; times in nanoseconds."""
-
-    start: Floats
-    end: Floats
-    stage: Ints
-    track: Ints
-    label: Ints
-    category: Category
+Columns = tuple[NDArray[Any], ...]
+"""Rows of a trace in the making: start and end in nanoseconds, stage, track, label, category."""
 
 
 class StepTrace:
@@ -239,31 +245,14 @@ class StepTrace:
 
     def _operators(self, what: str, stage: int, chunk: int) -> _Inside:
         parts, now = [], 0.0
-        for blocks, count in contents(self.step, what, stage, chunk):
-            for begin, one in self._in_a_row(blocks):
-                begins = now + begin + np.arange(count)[:, None] * self._length(blocks)
-                repeated = (np.tile(column, count) for column in (one.track, one.label))
-                parts.append([np.ravel(begins + one.start), np.ravel(begins + one.end), *repeated])
-            now += count * self._length(blocks)
-        if now <= 0:
-            return self._nothing()
-        start, end, track, label = (np.concatenate(column) for column in zip(*parts, strict=True))
-        order = np.argsort(start, kind="stable")
-        return _Inside(start[order] / now, end[order] / now, track[order], label[order])
-
-    def _in_a_row(self, blocks: tuple[Repeated, ...]) -> Iterator[tuple[float, _Inside]]:
-        """When each of several blocks begins, in microseconds, and what runs in it."""
-        now = 0.0
-        for block in blocks:
+        for block in contents(self.step, what, stage, chunk):
             one, length = self._of_block(block)
-            yield now, one
+            parts.append(one.moved(now))
             now += length
-
-    def _length(self, blocks: tuple[Repeated, ...]) -> float:
-        return sum(self._of_block(block)[1] for block in blocks)
-
-    def _nothing(self) -> _Inside:
-        return _Inside(np.zeros(0), np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        if now <= 0:
+            return _NOTHING
+        found = _Inside.joined(parts).moved(0.0, 1 / now)
+        return found.select(np.argsort(found.start, kind="stable"))
 
     def _of_block(self, block: Repeated) -> tuple[_Inside, float]:
         """One block, in microseconds, and how long it takes."""
@@ -275,7 +264,7 @@ class StepTrace:
         with self.step.prices.inside(block.key):
             rows = [row for row in timeline(block.build(), self.step.prices) if row.end_us > row.start_us]
         if not rows:
-            return self._nothing(), 0.0
+            return _NOTHING, 0.0
         start, end = np.array([row.start_us for row in rows]), np.array([row.end_us for row in rows])
         talks = np.array([isinstance(row.op.work, Collective) for row in rows])
         labels = [self.labels.add(row.op.name or row.op.work.kind, message_of(row.op.work)) for row in rows]
@@ -285,26 +274,20 @@ class StepTrace:
     def _intervals(self, full: _Inside, what: str) -> _Inside:
         """Operators without a pause between them as one row; collectives as they are."""
         computes = full.track == Track.COMPUTE
-        start, end = full.start[computes], full.end[computes]
-        if len(start) < 2:
+        compute = full.select(computes)
+        if compute.size < 2:
             return full
-        first = np.append(True, start[1:] > end[:-1] + 1e-12)
-        last = np.append(first[1:], True)
-        label = self.labels.add(what)
-        size = int(first.sum())
-        talks = ~computes
-        return _Inside(
-            np.concatenate([start[first], full.start[talks]]), np.concatenate([end[last], full.end[talks]]),
-            np.concatenate([np.full(size, Track.COMPUTE), full.track[talks]]),
-            np.concatenate([np.full(size, label), full.label[talks]]),
-        )  # fmt: skip
+        first = np.append(True, compute.start[1:] > compute.end[:-1] + 1e-12)
+        merged = compute.select(first)._replace(end=compute.end[np.append(first[1:], True)])
+        merged = merged._replace(label=np.full(merged.size, self.labels.add(what)))
+        return _Inside.joined([merged, full.select(~computes)])
 
     def _two_rows(self, full: _Inside, what: str) -> _Inside:
         talks = full.track == Track.COMMUNICATION
         if not talks.any():
             return self._intervals(full, what)
         compute, talk = (float((full.end - full.start)[rows].sum()) for rows in (~talks, talks))
-        exposed = float(full.decisive[talks].sum())
+        exposed = float(full.decisive()[talks].sum())
         label = int(full.label[talks][0])
         alone = compute - (talk - exposed)
         return _Inside(
@@ -319,14 +302,11 @@ class StepTrace:
         while detail < Detail.BLOCKS and self._size(detail) > most:
             detail = Detail(detail + 1)
         passes = self._passes() if detail == Detail.OPERATORS else ()  # nothing but a timeline needs them
-        everything = (*self._rows(detail), *passes, self._sends(), self._marks())
-        parts = [part for part in everything if len(part.start)]
-        times = (np.concatenate([getattr(part, column) for part in parts]) for column in ("start", "end"))
-        start, end = (np.rint(time).astype(np.int64) for time in times)
+        parts = [*self._rows(detail), *passes, self._sends(), self._marks()]
+        start, end, stage, track, label, category = map(np.concatenate, zip(*parts, strict=True))
+        start, end = np.rint(start).astype(np.int64), np.rint(end).astype(np.int64)
         pairs = np.array(list(self.labels.rows), np.int32).reshape(-1, 2)
-        label = np.concatenate([part.label for part in parts])
-        lane = np.concatenate([part.stage * len(Track) + part.track for part in parts]).astype(np.int32)
-        category = np.concatenate([np.full(len(part.start), part.category, np.uint8) for part in parts])
+        lane = (stage * len(Track) + track).astype(np.int32)
         order = np.lexsort((start, lane)) if detail == Detail.OPERATORS else np.arange(len(lane))
         setup = self.step.setup
         return Trace(
@@ -334,7 +314,7 @@ class StepTrace:
             lanes=tuple(_lane(rank, track) for rank in self.ranks for track in Track),
             messages=tuple(self.labels.messages),
             headers=tuple(Header(r, "", setup.cluster.gpus, setup.cluster.gpu, "predicted", True) for r in self.ranks),
-            category=category[order],
+            category=category[order].astype(np.uint8),
             name=pairs[label[order], 0],
             lane=lane[order],
             start=start[order],
@@ -344,36 +324,29 @@ class StepTrace:
         )
 
     def _size(self, detail: Detail) -> int:
-        return sum(len(nodes) * len(self.inside(role, part, detail)) for role, part, nodes in self.groups)
+        return sum(len(nodes) * self.inside(role, part, detail).size for role, part, nodes in self.groups)
 
-    def _rows(self, detail: Detail) -> Iterator[_Columns]:
+    def _rows(self, detail: Detail) -> Iterator[Columns]:
         """Operators and collectives, node by node."""
         for role, part, nodes in self.groups:
-            if detail > Detail.OPERATORS and role.what.startswith("host"):
+            on_host = role.what.startswith("host")
+            if detail > Detail.OPERATORS and on_host:
                 continue  # no breakdown needs it
             inside = self.inside(role, part, detail)
             begin, length = self.start[nodes][:, None], (self.end - self.start)[nodes][:, None]
-            count = len(nodes)
-            yield _Columns(
-                (begin + inside.start * length).ravel(), (begin + inside.end * length).ravel(),
-                np.repeat(self.node_stage[nodes], len(inside)), np.tile(inside.track, count),
-                np.tile(inside.label, count),
-                Category.OP if role.what.startswith("host") else Category.KERNEL,
+            yield _columns(
+                begin + inside.start * length, begin + inside.end * length, self.node_stage[nodes][:, None],
+                inside.track, inside.label, Category.OP if on_host else Category.KERNEL,
             )  # fmt: skip
 
-    def _passes(self) -> Iterator[_Columns]:
+    def _passes(self) -> Iterator[Columns]:
         """The schedule: forward and backward passes of micro-batches, and what follows them."""
-        structure = self.step.structure
-        named = len(structure.node_role) <= _MOST_NAMED
+        named = len(self.step.structure.node_role) <= _MOST_NAMED
         for role, _, nodes in self.groups:
-            if role.what not in (*_PASSES, "optimizer"):
-                continue
-            labels = [self.labels.add(self._pass_name(role, int(node), named)) for node in nodes]
-            size = len(nodes)
-            yield _Columns(
-                self.start[nodes], self.end[nodes], self.node_stage[nodes], np.full(size, Track.SCHEDULE),
-                np.array(labels), Category.OP,
-            )  # fmt: skip
+            if role.what in (*_PASSES, "optimizer"):
+                labels = np.array([self.labels.add(self._pass_name(role, int(node), named)) for node in nodes])
+                stage = self.node_stage[nodes]
+                yield _columns(self.start[nodes], self.end[nodes], stage, Track.SCHEDULE, labels, Category.OP)
 
     def _pass_name(self, role: Role, node: int, named: bool) -> str:
         turn = self.step.structure.node_turn[node] if named else None
@@ -382,32 +355,30 @@ class StepTrace:
         chunk = f", chunk {turn.chunk}" if self.step.plan.vpp > 1 else ""
         return f"{role.what} micro-batch {turn.microbatch}{chunk}"
 
-    def _sends(self) -> _Columns:
+    def _sends(self) -> Columns:
         """What a stage receives from its neighbours: the lag of edges between the blocks of different stages."""
         edges, stage = self.step.graph.edges, self.node_stage
         computes = self.step.graph.kind == Kind.COMPUTE
         some = (edges.lag > 0) & (stage[edges.source] != stage[edges.target]) & computes[edges.source]
         at = np.flatnonzero(some)
-        begin = self.end[edges.source[at]]
-        end, to = begin + edges.lag[at] * self.scale, stage[edges.target[at]]
-        order = np.lexsort((begin, to))
-        begin, end, to = begin[order], end[order], to[order]
-        same = np.append(False, to[1:] == to[:-1]) if len(to) else np.zeros(0, bool)
-        begin = np.where(same, np.maximum(begin, np.append(0.0, end[:-1])), begin) if len(to) else begin
+        at = at[np.lexsort((self.end[edges.source[at]], stage[edges.target[at]]))]
+        begin, to = self.end[edges.source[at]], stage[edges.target[at]]
+        end = begin + edges.lag[at] * self.scale
+        same = to[1:] == to[:-1]  # a link carries one message at a time
+        begin[1:] = np.where(same, np.maximum(begin[1:], end[:-1]), begin[1:])
         count = round(self.step.assembly.layout.residual_bytes)
         label = self.labels.add("send to the next stage", Message("send_recv", "uint8", count, count, "pipeline", 2))
-        return _Columns(
-            begin, np.maximum(end, begin), to, np.full(len(at), Track.PIPELINE), np.full(len(at), label),
-            Category.KERNEL,
-        )  # fmt: skip
+        return _columns(begin, np.maximum(end, begin), to, Track.PIPELINE, label, Category.KERNEL)
 
-    def _marks(self) -> _Columns:
+    def _marks(self) -> Columns:
         """The step itself, on every rank."""
-        size = len(self.ranks)
-        label = self.labels.add("ProfilerStep#0")
-        end = np.full(size, self.total_us * 1e3)
-        host = np.full(size, Track.HOST)
-        return _Columns(np.zeros(size), end, np.arange(size), host, np.full(size, label), Category.NOTE)
+        label, end = self.labels.add("ProfilerStep#0"), self.total_us * 1e3
+        return _columns(0.0, end, np.arange(len(self.ranks)), Track.HOST, label, Category.NOTE)
+
+
+def _columns(*columns: NDArray[Any] | float) -> Columns:
+    """Start, end, stage, track, label and category of rows; what is the same for all is given once."""
+    return tuple(column.ravel() for column in np.broadcast_arrays(*columns))
 
 
 def data_parallel_message(step: Step, role: Role) -> Message:

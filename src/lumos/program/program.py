@@ -2,7 +2,7 @@
 
 One rank stands for all ranks of a pipeline stage that do the same. A stage runs blocks (a layer's forward pass, its
 backward pass, embedding, head, optimizer), each so many times for every micro-batch. Time is the price of these blocks
-(prediction/step.py) and memory is what they leave alive (program/memory.py): both read the same statement.
+(step/step.py) and memory is what they leave alive (program/memory.py): both read the same statement.
 """
 
 from __future__ import annotations

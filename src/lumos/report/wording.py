@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import floor, log10
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ def si_text(value: float, unit: str) -> str:
 
 
 def money_text(amount: float) -> str:
-    """An amount of any currency: cents if it is small, more digits if it is very small."""
-    return f"{amount:,.0f}" if amount >= 1e4 else f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
+    """An amount in any currency, with cents or with three significant digits."""
+    digits = 0 if amount >= 1e4 else 2 if amount >= 1 or amount <= 0 else 2 - floor(log10(amount))
+    return f"{amount:,.{digits}f}"
 
 
 def change(after: float, before: float) -> str:

@@ -71,9 +71,7 @@ class Score:
     def table(self) -> list[dict[str, Any]]:
         """A row for every predicted run."""
         keys = ("id", "measured", "predicted", "low", "high", "fits", "peak_gib")
-        return [
-            {key: getattr(item, key) for key in keys} | {"notes": "; ".join(item.notes)} for item in self.scored
-        ]
+        return [{key: getattr(item, key) for key in keys} | {"notes": "; ".join(item.notes)} for item in self.scored]
 
     def as_part(self, question: str, shard: tuple[int, int]) -> dict[str, Any]:
         """The answer for a shard, with all that `lumos merge` needs."""
@@ -167,21 +165,10 @@ def rank_correlation(rows: Sequence[tuple[str, int, float, float]]) -> float:
 
     Rows are (model, GPUs, measured, predicted); nan where no group has enough configurations.
     """
-    groups: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for model, gpus, measured, predicted in rows:
-        groups[model, gpus].append((measured, predicted))
-    values, weights = [], []
-    for group in groups.values():
-        a, b = (_ranks(np.array(column)) for column in zip(*group, strict=True))
-        if len(group) >= _FEWEST_TO_RANK and a.std() > 0 and b.std() > 0:
-            values.append(float(np.corrcoef(a, b)[0, 1]))
-            weights.append(len(group))
-    return float(np.average(values, weights=weights)) if values else float("nan")
+    import polars
 
-
-def _ranks(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Ranks; ties share the mean of theirs."""
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    ranks: np.ndarray[Any, Any] = ((ends - counts + ends - 1) / 2.0)[where]
-    return ranks
+    table = polars.DataFrame(rows, ["model", "gpus", "measured", "predicted"], orient="row")
+    value = polars.corr("measured", "predicted", method="spearman")
+    groups = table.group_by("model", "gpus").agg(value.alias("value"), polars.len().alias("count"))
+    ranked = groups.filter(polars.col("count") >= _FEWEST_TO_RANK, polars.col("value").is_finite())
+    return float(np.average(ranked["value"], weights=ranked["count"])) if len(ranked) else float("nan")

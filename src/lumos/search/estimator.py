@@ -8,9 +8,9 @@ from lumos.change.calibration import Calibration
 from lumos.change.change import calibrated_prices, loaded_step
 from lumos.cost.prices import Prices
 from lumos.prediction.power import least_joules
-from lumos.prediction.step import Step, assembled, prices_of, shape_of
 from lumos.program.program import Program
 from lumos.setup.setup import Setup
+from lumos.step.step import Step, assembled, prices_of, shape_of
 
 _MOST_SHAPES = 4096  # whose prices are kept; a few kilobytes each
 

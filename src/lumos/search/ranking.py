@@ -125,9 +125,7 @@ class Front:
         valid = np.isfinite(rows["value"])
         on_front = valid.copy()
         for row in self.pareto:
-            on_front &= ~(
-                (row.seconds < rows["seconds"]) & (row.cost <= rows["cost"]) & (row.memory <= rows["memory"])
-            )
+            on_front &= ~((row.seconds < rows["seconds"]) & (row.cost <= rows["cost"]) & (row.memory <= rows["memory"]))
         matters: NDArray[np.bool_] = on_front | valid & (rows["value"] <= worst)
         return matters
 

@@ -1,23 +1,36 @@
-"""The entry point of searches: which configuration of a run is best?"""
+"""search(): which configuration of a run is best? The answer is rows of plain values, so that shards can be merged."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from lumos.errors import OptionError
+from lumos.prediction.bill import Tariff
+from lumos.prediction.prediction import Prediction, predicted_step
 from lumos.search.branch_and_bound import Progress, Search, Task
 from lumos.search.estimator import Estimator
 from lumos.search.journal import open_journal
-from lumos.search.ranking import Front, Objective
-from lumos.search.result import SearchResult, flat
-from lumos.search.space import Space, checked_choices
+from lumos.search.ranking import Front, Objective, Simulated, pareto_front
+from lumos.search.space import AXES, Space, checked_choices
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.setup import Setup
 from lumos.workers import Engine, Here, fingerprint
 
+Row = dict[str, Any]
+KEYS = (*AXES, "parallel.dp", "train.microbatches")
+COLUMNS = (
+    *KEYS, "step_ms", "bound_ms", "memory_gib", "tokens_per_s_per_gpu", "energy_j", "gpu_hours_per_mtoken",
+    "cost_per_mtoken", "pareto",
+)  # fmt: skip
+_PARTS = {
+    "compute": ("exposed_compute_ms", "overlapped_ms"), "communication alone": ("exposed_comm_ms",),
+    "idle": ("other_ms",),
+}  # fmt: skip
 _BY_TIME = Objective()
 
 
@@ -65,3 +78,160 @@ def _first_mistake(setup: Setup, choices: Mapping[str, tuple[Any, ...]]) -> str:
     mistakes = mistakes_in(setup.replaced({key: values[0] for key, values in choices.items()}))
     named = [text for text in mistakes if any(key in text for key in choices if key != "cluster.gpus")]
     return next(iter(named or mistakes), "vary fewer keys, or take another batch or number of GPUs")
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A finished search."""
+
+    search: Search
+    seconds: float  # that it took
+    question: str  # fingerprint of the options: only shards of the same search can be merged
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def results(self) -> list[Row]:
+        """The best configurations, best first, each with the reason why it is not the best."""
+        return explained([self._row(found) for found in self.search.front.best])
+
+    @cached_property
+    def pareto(self) -> list[Row]:
+        """The Pareto front of time, memory and cost, from fast to slow."""
+        return [self._row(found) for found in self.search.front.pareto]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer that --json prints."""
+        search = self.search
+        index, count = search.task.shard
+        return {
+            "kind": "search",
+            "question": self.question,
+            "shard": [index + 1, count],
+            "objective": search.task.objective.name,
+            "setup": flat(search.task.space.setup),
+            "evaluated": search.valid,
+            "fitting": search.fitting,
+            "simulated": len(search.simulated),
+            "seconds": self.seconds,
+            "top": search.front.top,
+            "bound_ms": search.least_seconds * 1e3 if search.fitting else None,
+            "results": self.results,
+            "pareto": self.pareto,
+            "warnings": self.warnings,
+        }
+
+    def table(self) -> list[Row]:
+        """Every simulated configuration, best first, with the columns COLUMNS."""
+        on_front = {row.number for row in self.search.front.pareto}
+        rows = []
+        for found in sorted(self.search.simulated, key=lambda row: (row.value, row.number)):
+            values = self._values(found, self._setup(found)) | {"pareto": found.number in on_front}
+            rows.append({key: values[key] for key in COLUMNS})
+        return rows
+
+    @property
+    def warnings(self) -> list[str]:
+        search, found = self.search, list(self.notes)
+        if not search.valid:
+            return [*found, "no valid configuration is in this shard"]
+        if not search.fitting:
+            return [*found, f"none of {search.valid:,} valid configurations fits into memory: use more or larger GPUs"]
+        if not search.front.best:
+            return [*found, "none of the configurations that fit meets the deadline: allow more days, or more GPUs"]
+        best = search.front.best[0]
+        setup = self._setup(best)
+        predicted = self._prediction(setup)
+        found += [text for text in predicted.warnings if text not in found]
+        deadline = search.task.objective.deadline_days
+        days = search.task.objective.days(setup, best.seconds) if deadline else 0.0
+        latest = days * predicted.interval_ms[1] / predicted.step_ms
+        if latest > deadline > 0:
+            found.append(
+                f"the best takes {days:.1f} days, and with a probability of 10 % more than {latest:.1f}: the deadline "
+                "may be missed"
+            )
+        return found
+
+    def _setup(self, found: Simulated) -> Setup:
+        space = self.search.task.space
+        return space.setup_of(space.candidate(found.number))
+
+    def _prediction(self, setup: Setup) -> Prediction:
+        task = self.search.task
+        price = task.objective.price(setup) if task.objective.priced else None
+        tariff = Tariff(price, None, 1.0, task.objective.tokens or None)
+        return predicted_step(task.estimator.step(setup), tariff=tariff)
+
+    def _values(self, found: Simulated, setup: Setup) -> Row:
+        """The searched keys of a configuration, and what its simulation gave."""
+        everything = flat(setup)
+        return {key: everything[key] for key in KEYS} | {
+            "step_ms": found.seconds * 1e3,
+            "bound_ms": found.bound * 1e3,
+            "memory_gib": found.memory / 2**30,
+            "tokens_per_s_per_gpu": setup.tokens / found.seconds / setup.cluster.gpus,
+            "energy_j": found.joules,
+            "gpu_hours_per_mtoken": found.seconds * setup.cluster.gpus / 3600 / setup.tokens * 1e6,
+            "cost_per_mtoken": found.cost * 1e6 if self.search.task.objective.priced else None,
+        }
+
+    def _row(self, found: Simulated) -> Row:
+        """The values of a configuration with its breakdown and interval."""
+        setup, objective = self._setup(found), self.search.task.objective
+        predicted = self._prediction(setup)
+        slower = found.seconds * 1e3 / predicted.step_ms  # a calibrated estimator adds time once per step
+        low, high = predicted.interval_ms
+        return self._values(found, setup) | {
+            "number": found.number,
+            "value": found.value,
+            "interval_ms": [low * slower, high * slower],
+            "mfu": None if predicted.mfu is None else predicted.mfu / slower,
+            "breakdown": predicted.breakdown.as_dict(),
+            "bubble": predicted.bubble,
+            "joules_per_token": found.joules / setup.tokens,
+            "days": objective.days(setup, found.seconds) if objective.tokens else None,
+            "money": found.cost * objective.tokens if objective.tokens and objective.priced else None,
+        }
+
+
+def explained(rows: Sequence[Row]) -> list[Row]:
+    """Rows, best first, with `lost_by`: what differs from the best, and which part of the step takes longer."""
+    return [row | {"lost_by": _lost_by(rows[0], row) if index else ""} for index, row in enumerate(rows)]
+
+
+def _lost_by(best: Row, row: Row) -> str:
+    other = [f"{key.partition('.')[2]} {row[key]}, not {best[key]}" for key in KEYS if row[key] != best[key]]
+    parts = {name: sum(row["breakdown"][key] - best["breakdown"][key] for key in keys) for name, keys in _PARTS.items()}
+    longer = [f"{name} {ms:+,.1f} ms" for name, ms in sorted(parts.items(), key=lambda item: -item[1])
+              if abs(ms) >= 0.05]  # fmt: skip
+    return f"{'; '.join(other)}: {', '.join(longer) or 'the same time'}"
+
+
+def flat(setup: Setup) -> dict[str, Any]:
+    """Every key of a setup: {"parallel.tp": 2, …}."""
+    return {
+        f"{name}.{key}": list(value) if isinstance(value, tuple) else value
+        for name in ("model", "train", "parallel", "cluster")
+        for key, value in getattr(setup, name)
+    }
+
+
+def merged_search(parts: Sequence[Row]) -> Row:
+    """The shards of a search as the answer that one search would have given."""
+    first = parts[0]
+    best = sorted((row for part in parts for row in part["results"]), key=lambda row: (row["value"], row["number"]))
+    bounds = [part["bound_ms"] for part in parts if part["bound_ms"] is not None]
+    return first | {
+        **{key: sum(part[key] for part in parts) for key in ("evaluated", "fitting", "simulated", "seconds")},
+        "bound_ms": min(bounds, default=None),
+        "results": explained(best[: first["top"]]),
+        "pareto": pareto_front(
+            (row for part in parts for row in part["pareto"]),
+            lambda row: (row["step_ms"], row["memory_gib"], _cost(row), row["number"]),
+        ),
+        "warnings": [text for text in first["warnings"] if all(text in part["warnings"] for part in parts)],
+    }
+
+
+def _cost(row: Row) -> float:
+    return float(row["gpu_hours_per_mtoken"] if row["cost_per_mtoken"] is None else row["cost_per_mtoken"])

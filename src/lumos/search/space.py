@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from lumos.errors import OptionError
 from lumos.schedules import schedule_named, schedules_of
 from lumos.setup.constraints import mistakes_in
-from lumos.setup.frameworks import Framework, framework_named
+from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import gpu_named
 from lumos.setup.messages import did_you_mean
 from lumos.setup.setup import Setup
@@ -64,6 +64,9 @@ class Space:
 
     def __init__(self, setup: Setup, choices: Mapping[str, tuple[Any, ...]]) -> None:
         self.setup, self.choices = setup, choices
+        self.gpu_types = self._stated("cluster.gpu")
+        self._framework = framework_named(setup.train.framework)
+        self._own_schedules = schedules_of(setup.train.framework)
 
     @cached_property
     def layouts(self) -> list[Layout]:
@@ -111,10 +114,6 @@ class Space:
         )
 
     # ------------------------------------------------------------------ the values of every axis
-    @property
-    def gpu_types(self) -> tuple[str, ...]:
-        return self._stated("cluster.gpu")
-
     @cached_property
     def _clusters(self) -> dict[tuple[str, int], Any]:
         cluster, found = self.setup.cluster, {}
@@ -122,14 +121,6 @@ class Space:
             values = {"gpus": gpus} | ({"gpu": gpu, "gpus_per_node": 0} if gpu != cluster.gpu else {})
             found[gpu, gpus] = cluster.with_values(values)
         return found
-
-    @cached_property
-    def _framework(self) -> Framework:
-        return framework_named(self.setup.train.framework)
-
-    @property
-    def _framework_schedules(self) -> tuple[str, ...]:
-        return schedules_of(self.setup.train.framework)
 
     def _stated(self, key: str) -> tuple[Any, ...]:
         """The choices for a key, or else the setup's own value."""
@@ -146,7 +137,7 @@ class Space:
         return self.choices.get("parallel.cp") or [n for n in _divisors(gpus, _MOST_CONTEXT_RANKS) if half % n == 0]
 
     def _pp_sizes(self, gpus: int) -> Sequence[int]:
-        default = _divisors(gpus, self.setup.model.layers) if self._framework_schedules else (1,)
+        default = _divisors(gpus, self.setup.model.layers) if self._own_schedules else (1,)
         return self.choices.get("parallel.pp") or default
 
     def _ep_sizes(self, ranks: int) -> Sequence[int]:
@@ -179,7 +170,7 @@ class Space:
             yield 1, "1f1b"
             return
         layers = self.setup.model.layers
-        schedules = self.choices.get("parallel.schedule") or self._framework_schedules or ("1f1b",)
+        schedules = self.choices.get("parallel.schedule") or self._own_schedules or ("1f1b",)
         even = [n for n in _divisors(layers // pp, layers) if layers % (pp * n) == 0] or [1]
         for vpp, schedule in product(self.choices.get("parallel.vpp") or even, schedules):
             fewest, most = schedule_named(schedule).chunks

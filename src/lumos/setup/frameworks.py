@@ -83,9 +83,8 @@ def framework_names() -> tuple[str, ...]:
 
 @cache
 def _tables() -> dict[str, Framework]:
-    tables = read_table("frameworks.toml").items()
-    return {name: Framework(name=name, **_frozen(facts)) for name, facts in tables}
-
-
-def _frozen(facts: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
+    found = {}
+    for name, facts in read_table("frameworks.toml").items():
+        frozen: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in facts.items()}
+        found[name] = Framework(name=name, **frozen)
+    return found

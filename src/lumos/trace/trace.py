@@ -19,19 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.trace.names import (
-    BLOCKING,
-    GPU_CATEGORIES,
-    HOST_CATEGORIES,
-    LAUNCHING,
-    CallKind,
-    Category,
-    Kind,
-    call_kind,
-    collective_name,
-    is_communication,
-    is_step,
-)  # fmt: skip
+from lumos.trace import names as vocabulary
+from lumos.trace.names import CallKind, Category, Kind
 
 Ints = NDArray[np.int64]
 Small = NDArray[np.int32]
@@ -145,11 +134,11 @@ class Trace:
 
     @cached_property
     def on_gpu(self) -> Bools:
-        return self.is_any(GPU_CATEGORIES)
+        return self.is_any(vocabulary.GPU_CATEGORIES)
 
     @cached_property
     def on_host(self) -> Bools:
-        return self.is_any(HOST_CATEGORIES)
+        return self.is_any(vocabulary.HOST_CATEGORIES)
 
     @cached_property
     def kind(self) -> NDArray[np.uint8]:
@@ -163,7 +152,7 @@ class Trace:
 
     @cached_property
     def is_communication(self) -> Bools:
-        named = self._by_name(is_communication)
+        named = self._by_name(vocabulary.is_communication)
         return np.asarray((self.category == Category.KERNEL) & ((self.message >= 0) | named), bool)
 
     def _by_name(self, test: Callable[[str], bool]) -> Bools:
@@ -174,7 +163,7 @@ class Trace:
     @cached_property
     def call(self) -> NDArray[np.uint8]:
         """The CallKind of every row; PLAIN for rows that are no calls."""
-        by_name = np.array([call_kind(n) for n in self.names], np.uint8)
+        by_name = np.array([vocabulary.call_kind(n) for n in self.names], np.uint8)
         kinds = by_name[self.name] if len(by_name) else np.zeros(0, np.uint8)
         return np.where(self.category == Category.CALL, kinds, CallKind.PLAIN).astype(np.uint8)
 
@@ -182,7 +171,7 @@ class Trace:
     def launch_row(self) -> Small:
         """For every row on a GPU: the row of the call that launched it, by correlation within the rank; else -1."""
         answer = np.full(len(self), -1, np.int32)
-        calls = np.flatnonzero(np.isin(self.call, np.array(LAUNCHING)) & (self.correlation >= 0))
+        calls = np.flatnonzero(np.isin(self.call, np.array(vocabulary.LAUNCHING)) & (self.correlation >= 0))
         gpu = np.flatnonzero(self.on_gpu & (self.correlation >= 0))
         if len(calls) == 0 or len(gpu) == 0:
             return answer
@@ -198,8 +187,8 @@ class Trace:
     def is_work(self) -> Bools:
         """Rows on GPUs and of threads that do work; a thread that only polls does none."""
         host = self.on_host
-        works = self.category == Category.OP
-        works |= np.isin(self.call, np.array(BLOCKING + LAUNCHING)) | self._by_name(is_step)
+        works = (self.category == Category.OP) | self._by_name(vocabulary.is_step)
+        works |= np.isin(self.call, np.array(vocabulary.BLOCKING + vocabulary.LAUNCHING))
         working_lane = np.zeros(len(self.lanes), bool)
         working_lane[self.lane[works & host]] = True
         return np.asarray((host & working_lane[self.lane]) | self.on_gpu, bool)
@@ -208,7 +197,7 @@ class Trace:
         """The collective behind a communication row."""
         message = int(self.message[row])
         recorded = self.messages[message].collective if message >= 0 else ""
-        return recorded or collective_name(self.names[self.name[row]]) or "communication"
+        return recorded or vocabulary.collective_name(self.names[self.name[row]]) or "communication"
 
     def rows_by_rank(self, which: Bools) -> dict[int, Rows]:
         """The rows of a mask, by rank."""

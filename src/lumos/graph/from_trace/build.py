@@ -18,9 +18,8 @@ from lumos.graph.from_trace.cpu_device import with_cpu_device
 from lumos.graph.from_trace.nodes import Nodes, cut_nodes
 from lumos.graph.from_trace.rendezvous import Rendezvous, clock_offsets, find_rendezvous, rendezvous_edges
 from lumos.graph.from_trace.rules import RULES, DependencyRule
-from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Rule, Small, make_graph
+from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Rule, Small
 from lumos.graph.simulate import Times
-from lumos.trace.names import Kind
 from lumos.trace.trace import Trace
 
 _LAGS = read_table("trace_rules.toml")["lags"]
@@ -115,13 +114,11 @@ def _time(nodes: Nodes, edges: Edges, hubs: Ints) -> tuple[Graph, int]:
     origin = int(nodes.start.min(initial=np.iinfo(np.int64).max)) if size else 0
     start = (np.concatenate([nodes.start, hubs]) - origin).astype(np.float64)
     end = (np.concatenate([nodes.end, hubs]) - origin).astype(np.float64)
-    first = np.concatenate([nodes.first, size + np.arange(1, len(hubs) + 1)])
-    kind = np.concatenate([nodes.kind, np.full(len(hubs), Kind.COMM, np.uint8)])
     edges = edges.select(np.argsort(edges.target, kind="stable"))
 
     elastic = _elastic(nodes, edges, len(hubs))
     begun = _begun(start, end, edges, elastic)
-    graph = make_graph(first, end - begun, edges, kind=kind)
+    graph = nodes.graph(edges, len(hubs), duration=(end - begun)[:size])
     rigid_edges = ~elastic[edges.target]
     lag, frozen = np.zeros(len(edges)), np.zeros(len(edges))
     # Into an elastic node an edge has no lag, unless clocks disagree: then it may not push the node past its end.

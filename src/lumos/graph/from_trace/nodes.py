@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lumos.graph.graph import Bools, Ints, Small
+from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Small, make_graph
 from lumos.trace.names import BLOCKING, Category, Kind
 from lumos.trace.trace import Trace
 
@@ -132,6 +132,14 @@ class Nodes:
         parts = {i: slice(self.first[i], self.first[i + 1]) for lanes in self.streams.values() for i in lanes}
         return {lane: np.maximum.accumulate(self.launched_at[part]) for lane, part in parts.items()}
 
+    def graph(self, edges: Edges, hubs: int, **times: Floats) -> Graph:
+        """The graph of these nodes and of one hub a rendezvous after them; `times` are columns of its nodes."""
+        return make_graph(
+            first=np.concatenate([self.first, len(self) + np.arange(1, hubs + 1)]), edges=edges,
+            kind=np.concatenate([self.kind, np.full(hubs, Kind.COMM, np.uint8)]),
+            **{name: np.concatenate([column, np.zeros(hubs)]) for name, column in times.items()},
+        )  # fmt: skip
+
     def last_launched_before(self, lane: int, time: int) -> int:
         """The last node of a stream that was launched before a time; one less than its first if there is none."""
         return int(self.first[lane]) + int(self.launch_order[lane].searchsorted(time)) - 1
@@ -155,45 +163,25 @@ def cut_nodes(trace: Trace) -> Nodes:
         trace.lane[host], trace.start[host], trace.end[host], blocking, is_call
     )
     gpu_row, gpu_start, gpu_end, gpu_transfer = _gpu_nodes(trace)
-    places = _Placement.of(lane, trace.lane[gpu_row], len(trace.lanes))
+    all_lanes = np.concatenate([lane, trace.lane[gpu_row]])
+    order = np.argsort(all_lanes, kind="stable")  # a lane is a thread or a stream, and each is in its order already
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order))
+    host_place, gpu_place = place[: len(lane)], place[len(lane) :]
     first_node, last_node, parent_row = (np.full(len(trace), -1, np.int32) for _ in range(3))
     present = last >= first
-    first_node[host[present]] = places.host[first[present]]
-    last_node[host[present]] = places.host[last[present]]
+    first_node[host[present]] = host_place[first[present]]
+    last_node[host[present]] = host_place[last[present]]
     parent_row[host] = np.where(parent >= 0, host[parent], -1)
-    last_node[gpu_row] = places.gpu  # the later of two nodes of one row wins
-    first_node[gpu_row[::-1]] = places.gpu[::-1]
+    last_node[gpu_row] = gpu_place  # the later of two nodes of one row wins
+    first_node[gpu_row[::-1]] = gpu_place[::-1]
+    host_row = np.where(owner >= 0, host[owner], -1).astype(np.int32)
     return Nodes(
-        trace=trace, first=places.first,
-        row=places.put(np.where(owner >= 0, host[owner], -1).astype(np.int32), gpu_row),
-        start=places.put(begin, gpu_start), end=places.put(finish, gpu_end),
-        is_return=places.put(is_return, gpu_transfer), first_node=first_node, last_node=last_node, parent=parent_row,
+        trace=trace, first=np.concatenate([[0], np.cumsum(np.bincount(all_lanes, minlength=len(trace.lanes)))]),
+        row=np.concatenate([host_row, gpu_row])[order], start=np.concatenate([begin, gpu_start])[order],
+        end=np.concatenate([finish, gpu_end])[order], is_return=np.concatenate([is_return, gpu_transfer])[order],
+        first_node=first_node, last_node=last_node, parent=parent_row,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Placement:
-    """Indices of thread segments and of stream nodes, each sorted by lane, among all nodes sorted by lane."""
-
-    first: Ints
-    host: Small
-    gpu: Small
-
-    @staticmethod
-    def of(host_lane: Small, gpu_lane: Small, lanes: int) -> _Placement:
-        host_count, gpu_count = (np.bincount(lane, minlength=lanes) for lane in (host_lane, gpu_lane))
-        first = np.concatenate([[0], np.cumsum(host_count + gpu_count)])
-        # A lane is a thread or a stream, never both, so the order within a lane is the order within its table.
-        host_shift, gpu_shift = (first[:-1] - (np.cumsum(c) - c) for c in (host_count, gpu_count))
-        host = np.arange(len(host_lane), dtype=np.int32) + host_shift.astype(np.int32)[host_lane]
-        gpu = np.arange(len(gpu_lane), dtype=np.int32) + gpu_shift.astype(np.int32)[gpu_lane]
-        return _Placement(first.astype(np.int64), host, gpu)
-
-    def put(self, host: Any, gpu: Any) -> Any:
-        """The two tables' columns as one."""
-        column = np.empty(len(self.host) + len(self.gpu), host.dtype)
-        column[self.host], column[self.gpu] = host, gpu
-        return column
 
 
 def _host_rows(trace: Trace) -> Any:

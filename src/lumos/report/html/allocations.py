@@ -18,7 +18,7 @@ from lumos.errors import LumosError
 from lumos.graph.graph import Floats
 from lumos.report.html.charts import Line, Lines
 from lumos.report.html.page import Figure, Section
-from lumos.report.html.table import Column, Row, Table
+from lumos.report.table import Column, Row, Table
 from lumos.trace.read.json_slices import BAD_GZIP, Slices
 from lumos.trace.trace import Header, Trace
 

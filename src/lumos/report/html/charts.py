@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lumos.report.html.table import LONGEST, short
+from lumos.report.table import LONGEST, short
 
 Numbers = Sequence[float] | np.ndarray
 

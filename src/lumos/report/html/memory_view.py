@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 
 from lumos.graph.graph import Floats
 from lumos.prediction.prediction import Prediction, memory_words
-from lumos.prediction.step import Step
 from lumos.program.memory import Memory
 from lumos.program.program import Program
 from lumos.report.html.allocations import thinned
 from lumos.report.html.charts import Bars, Line, Lines, Series
 from lumos.report.html.page import Figure, Section
-from lumos.report.html.table import Column, Row, Table
+from lumos.report.predictions import MEMORY_PARTS, memory_table
 from lumos.schedules import Phase
+from lumos.step.step import Step
 
 _GIB = float(1 << 30)
-_PARTS = {
-    "weights": "series-0", "gradients": "series-1", "optimizer": "series-2", "activations": "series-3",
-    "buffers": "series-4", "framework": "series-7",
-}  # fmt: skip
 _MOST_LINES = 8
 _MOST_TASKS = 200_000
 _NEAR = 2.5  # times the largest value: farther away, the limit would press the curves flat
-
-Passes = dict[tuple[int, int, int], tuple[float, float]]
-"""From when to when (stage, chunk, micro-batch) is computed, in nanoseconds."""
 
 
 def memory_section(found: Prediction) -> Section:
@@ -36,22 +29,14 @@ def memory_section(found: Prediction) -> Section:
     if step is None or memory is None:
         return Section("Memory by stage", "A trace alone does not say what a step needs: predict with a setup.")
     rows, ranks = memory.rows(), [str(rank) for rank in found.run.trace.ranks]
-    series = [Series(name, colour, [float(row[name]) for row in rows]) for name, colour in _PARTS.items()]
+    series = [
+        Series(name, f"series-{i}", [float(row[name]) for row in rows]) for i, name in enumerate(MEMORY_PARTS)
+    ]
     peaks = Bars([f"stage {i}" for i in range(len(rows))], series, "GiB", ranks=ranks)
-    columns = [Column("stage"), Column("at its peak"), *(Column(f"{name}, GiB", 2) for name in _PARTS),
-               Column("peak, GiB", 2, bar=True)]  # fmt: skip
-    table = Table(
-        "memory of one rank of every stage at its peak",
-        columns,
-        [
-            Row([str(i), str(row["phase"]), *(row[name] for name in _PARTS), row["peak"]], rank)
-            for i, (row, rank) in enumerate(zip(rows, ranks, strict=True))
-        ],
-    )
     figures = [Figure("at the peak of every stage", peaks)]
     if len(step.graph) <= _MOST_TASKS:
         figures.append(Figure("over the step", _curves(found, step, memory)))
-    return Section("Memory by stage", _words(found, memory), figures, [table])
+    return Section("Memory by stage", _words(found, memory), figures, [memory_table(memory, ranks)])
 
 
 def _words(found: Prediction, memory: Memory) -> str:
@@ -80,33 +65,34 @@ def _curves(found: Prediction, step: Step, memory: Memory) -> Lines:
 
 
 def _by_stage(step: Step, found: Memory) -> list[tuple[Floats, Floats]]:
-    """(milliseconds, GiB) of every stage."""
+    """(milliseconds, GiB) of every stage: what a chunk keeps comes with its forward pass and goes with its backward."""
     program = Program(step.setup)
-    forwards, backwards = _passes(step)
-    end = step.times.span
+    kept = [[program.kept_bytes(chunk) for chunk in row] for row in program.chunks]
     answer = []
     for stage, memory in enumerate(found.stages):
-        kept = [program.kept_bytes(chunk) for chunk in program.chunks[stage]]
-        ramps = [(low, high, kept[key[1]]) for key, (low, high) in forwards.items() if key[0] == stage]
-        ramps += [(low, high, -kept[key[1]]) for key, (low, high) in backwards.items() if key[0] == stage]
-        times, activations = _integrated(ramps, end)
+        ramps = [
+            (low, high, kept[stage][chunk] if is_forward else -kept[stage][chunk])
+            for (chunk, is_forward), low, high in _passes(step, stage)
+        ]
+        times, activations = _integrated(ramps, step.times.span)
         total = memory.peak - memory.activations + activations
         answer.append((times / 1e6, np.minimum(total, memory.peak) / _GIB))
     return answer
 
 
-def _passes(step: Step) -> tuple[Passes, Passes]:
-    """Forward and backward of every micro-batch; a backward is over when its weight gradients are."""
+def _passes(step: Step, stage: int) -> Iterator[tuple[tuple[int, bool], float, float]]:
+    """(chunk, whether it is forward), from when to when in nanoseconds, for every pass of a micro-batch on a stage."""
     structure, times = step.structure, step.times
-    passes: dict[bool, Passes] = defaultdict(dict)
-    for node, turn in enumerate(structure.node_turn):
-        role = structure.roles[structure.node_role[node]]
-        if turn is None or role.what not in ("forward", "backward", "weights"):
-            continue
-        into, key = passes[turn.phase == Phase.FORWARD], (role.stage, role.chunk, turn.microbatch)
-        low, high = into.get(key, (np.inf, 0.0))
-        into[key] = min(low, float(times.start[node])), max(high, float(times.end[node]))
-    return passes[True], passes[False]
+    mine = np.array([r.stage == stage and r.what in ("forward", "backward", "weights") for r in structure.roles])
+    nodes = np.flatnonzero(mine[structure.node_role])
+    phase, micro, chunk = structure.turns.reshape(-1, 3)[structure.turn_index[nodes]].T
+    keys = np.stack([chunk, phase == Phase.FORWARD, micro])  # a backward is over when its weight gradients are
+    found, which = np.unique(keys, axis=1, return_inverse=True)
+    low, high = np.full(found.shape[1], np.inf), np.zeros(found.shape[1])
+    np.minimum.at(low, which.ravel(), times.start[nodes])
+    np.maximum.at(high, which.ravel(), times.end[nodes])
+    for (chunk_id, forward, _), begin, end in zip(found.T.tolist(), low.tolist(), high.tolist(), strict=True):
+        yield (chunk_id, bool(forward)), begin, end
 
 
 def _integrated(ramps: list[tuple[float, float, float]], end: float) -> tuple[Floats, Floats]:

@@ -9,21 +9,20 @@ from lumos.analysis.replay import Replay
 from lumos.prediction.prediction import Prediction
 from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.page import Page, environment
-from lumos.report.html.parts import breakdown_section, path_section, rank_parts
+from lumos.report.html.parts import breakdown_section, path_section
 from lumos.report.html.prediction_page import prediction_summary
-from lumos.report.html.replay_page import cards_of, subtitle_of, title_of
-from lumos.report.html.table import Table
+from lumos.report.html.replay_page import replay_title, subtitle_of
+from lumos.report.replays import replay_cards
+from lumos.report.table import Table
 
 _MOST_ROWS = 8
 
 
 def replay_snippet(run: Replay) -> str:
     """Cards, and where the step goes."""
-    sections = [
-        breakdown_section(rank_parts(run.recorded_breakdown), "rank", "", "all ranks, mean"),
-        path_section(run.path_summary),
-    ]
-    return _snippet(Page(title_of(run, "Replay"), subtitle_of(run), cards_of(run), sections, run.execution.warnings))
+    sections = [breakdown_section(run.recorded_breakdown, ""), path_section(run.path_summary)]
+    notes = run.execution.warnings
+    return _snippet(Page(replay_title(run), subtitle_of(run), replay_cards(run), sections, notes))
 
 
 def prediction_snippet(found: Prediction) -> str:

@@ -6,11 +6,15 @@ their element, and the page's policy lets no script run but the two that were wr
 
 from __future__ import annotations
 
+import base64
+import gzip
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,18 +22,12 @@ import orjson
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from lumos.errors import InputError
 from lumos.files import whole_file
-from lumos.report.html.bundle import digest, packed_plotly, plotly_digest
 from lumos.report.html.charts import Chart
-from lumos.report.html.table import Table
+from lumos.report.table import Card, Table
 
-
-class Card(NamedTuple):
-    """One number that matters, and what to know about it."""
-
-    label: str
-    value: str
-    note: str = ""
+_SCRIPT = Path("package_data") / "plotly.min.js"
 
 
 class Figure(NamedTuple):
@@ -87,8 +85,8 @@ def render(page: Page) -> Iterable[str]:
         charts=Markup(_json_for_script([figure.chart.as_dict() for figure in page.figures])),
         script=Markup(script),
         style=Markup(_asset("report.css")),
-        plotly=Markup(packed_plotly() if page.figures else ""),
-        digests=[digest(script), plotly_digest()],
+        plotly=Markup(_packed_plotly() if page.figures else ""),
+        digests=[_digest(script), _digest(_plotly())],
         version=_version(),
     )
 
@@ -124,3 +122,24 @@ def _version() -> str:
         return version("lumos-sim")
     except PackageNotFoundError:
         return ""
+
+
+@cache
+def _packed_plotly() -> str:
+    """Plotly's script as its package ships it, gzip and base64: 4.9 MB become 2, which the page unpacks itself."""
+    return base64.b64encode(gzip.compress(_plotly().encode(), 6, mtime=0)).decode()
+
+
+@cache
+def _plotly() -> str:
+    spec = find_spec("plotly")  # found, not imported: only the file is wanted
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(folder) / _SCRIPT).is_file():
+            return (Path(folder) / _SCRIPT).read_bytes().decode("utf-8")
+    raise InputError("plotly, which draws the charts of an .html report, is not installed whole: pip install plotly")
+
+
+@cache
+def _digest(script: str) -> str:
+    """By which a page's policy knows a script."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -9,7 +9,7 @@ from lumos.prediction.prediction import Prediction
 from lumos.program.operators import Operator
 from lumos.report.html.charts import Points, Scatter
 from lumos.report.html.page import Figure, Section
-from lumos.report.html.table import Column, Row, Table
+from lumos.report.table import Column, Row, Table
 
 _MOST_ROWS = 200
 

@@ -12,10 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lumos.analysis.run import Run
+from lumos.graph.critical_path import PATH_KINDS, task_kinds
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.report.html.charts import LaneView, Timeline
-from lumos.report.html.table import Column, Row, Table, ms_digits
+from lumos.report.table import Column, Row, Table, ms_digits
 
+KINDS = (*PATH_KINDS[:6], "wait", "forward", "backward", "optimizer")
+_PASSES = {"forward": "forward", "backward": "backward", "weights": "backward", "optimizer": "optimizer"}
 MOST_BOXES = 4000
 MOST_LANES = 24
 _MOST_TURNS = 1500  # of the critical path from lane to lane
@@ -110,7 +114,7 @@ def draw_timeline(
     shown = np.full(len(lanes.views), -1)
     shown[chosen] = np.arange(len(chosen))
     tasks = tasks.select(shown[tasks.lane] >= 0)
-    boxes, too_short = _few_boxes(tasks, high - low)
+    boxes, count, busy, too_short = _few_boxes(tasks, high - low)
     kept, name = np.unique(boxes.name, return_inverse=True)
     times, at = _turns(path, high - low)
     chart = Timeline(
@@ -122,8 +126,8 @@ def draw_timeline(
         name=name,
         start=(boxes.start - low) / 1e6,
         length=(boxes.end - boxes.start) / 1e6,
-        count=boxes.count,
-        busy=boxes.busy / 1e6,
+        count=count,
+        busy=busy / 1e6,
         path_time=(times - low) / 1e6,
         path_lane=shown[at],
         span_ms=(high - low) / 1e6,
@@ -165,24 +169,13 @@ def _chosen_lanes(tasks: Tasks, path: Path, lanes: Lanes) -> Ints:
     return used[np.argsort(lanes.order[used], kind="stable")]
 
 
-@dataclass(frozen=True)
-class _Boxes:
-    lane: Ints
-    start: Floats
-    end: Floats
-    kind: Ints
-    name: Ints
-    count: Ints
-    busy: Floats
-
-
-def _few_boxes(tasks: Tasks, span: float) -> tuple[_Boxes, float]:
-    """Boxes, no more than can be drawn at once, and below what length tasks may share one."""
+def _few_boxes(tasks: Tasks, span: float) -> tuple[Tasks, Ints, Floats, float]:
+    """Boxes, no more than can be drawn at once, with the count and the time of their tasks; and which share one."""
     too_short = span / _FINEST
     while True:
         first = _first_of_boxes(tasks, too_short)
         if first.sum() <= MOST_BOXES or too_short > span:
-            return _merged(tasks, first), too_short
+            return *_merged(tasks, first), too_short
         too_short *= 1.5
 
 
@@ -199,29 +192,22 @@ def _first_of_boxes(tasks: Tasks, too_short: float) -> Bools:
     return first
 
 
-def _merged(tasks: Tasks, first: Bools) -> _Boxes:
-    """One box for every first task and those that follow it."""
+def _merged(tasks: Tasks, first: Bools) -> tuple[Tasks, Ints, Floats]:
+    """One box for every first task and those that follow it, with the count and the time of its tasks."""
     begins = np.flatnonzero(first)
     box = np.cumsum(first) - 1
     length = tasks.end - tasks.start
     if len(begins) == 0:
-        none = np.zeros(0, np.int64)
-        return _Boxes(none, length, length, none, none, none, length)
+        return tasks, begins, length
     kinds = int(tasks.kind.max()) + 1
     by_kind = np.bincount(box * kinds + tasks.kind, length, len(begins) * kinds).reshape(-1, kinds)
     kind = by_kind.argmax(axis=1)
     # The longest task of the kind that takes most of the box gives it its name.
     rank = np.lexsort((length, tasks.kind == kind[box], box))
     last = np.append(begins[1:], len(tasks)) - 1
-    return _Boxes(
-        lane=tasks.lane[begins],
-        start=tasks.start[begins],
-        end=np.maximum.reduceat(tasks.end, begins),
-        kind=kind,
-        name=tasks.name[rank[last]],
-        count=np.diff(np.append(begins, len(tasks))),
-        busy=np.add.reduceat(length, begins),
-    )
+    end = np.maximum.reduceat(tasks.end, begins)
+    boxes = Tasks(tasks.lane[begins], tasks.start[begins], end, kind, tasks.name[rank[last]])
+    return boxes, np.diff(np.append(begins, len(tasks))), np.add.reduceat(length, begins)
 
 
 def _turns(path: Path, span: float) -> tuple[Floats, Ints]:
@@ -242,3 +228,59 @@ def _stays(lane: Ints, start: Floats, end: Floats) -> tuple[Ints, Floats, Floats
         return lane, start, end
     begins = np.flatnonzero(np.append(True, lane[1:] != lane[:-1]))
     return lane[begins], start[begins], np.maximum.reduceat(end, begins)
+
+
+# ---------------------------------------------------------------------- the timeline of a run
+class RunTimeline(NamedTuple):
+    """The step of median length of a run: its name, its timeline, and the kinds of tasks there."""
+
+    step: str
+    drawn: Drawn
+
+    @property
+    def kinds(self) -> list[str]:
+        """For the page's filter."""
+        drawn = set(self.drawn.chart.kind)
+        return [*(kind for index, kind in enumerate(KINDS) if index in drawn), "critical path"]
+
+
+def run_timeline(run: Run) -> RunTimeline:
+    """What a page draws of a run, traced or described."""
+    steps, node = run.steps, run.path.node
+    step = int(np.argsort(steps.milliseconds, kind="stable")[(len(steps.names) - 1) // 2])
+    window = float(steps.start[step].min() - run.origin), float(steps.end[step].max() - run.origin)
+    path = Path(run.node_lane[node].astype(np.int64), run.times.start[node], run.times.end[node])
+    names = [*run.trace.names, "not recorded"]
+    return RunTimeline(steps.names[step], draw_timeline(_tasks_of(run), path, _lanes_of(run), KINDS, names, window))
+
+
+def _tasks_of(run: Run) -> Tasks:
+    """Every task, and the waiting of every communication kernel for its peers."""
+    nodes, trace = run.nodes, run.trace
+    start, end = run.task_times
+    seen = np.flatnonzero(nodes.row >= 0)  # what no event covers is Python or waiting: left blank
+    same = (nodes.row[:-1] == nodes.row[1:]) & (nodes.row[:-1] >= 0)
+    arrivals = np.flatnonzero(same & nodes.on_gpu[:-1] & nodes.is_return[1:])  # the next task is the transfer
+    both = np.concatenate([seen, arrivals])
+    starts = np.concatenate([start[seen], end[arrivals]])
+    ends = np.concatenate([end[seen], start[arrivals + 1]])
+    kind = np.concatenate([_kinds_of(run)[seen], np.full(len(arrivals), KINDS.index("wait"))])
+    order = np.lexsort((starts, nodes.lane[both]))
+    lane, name = nodes.lane[both].astype(np.int64), trace.name[nodes.row[both]].astype(np.int64)
+    return Tasks(lane[order], starts[order], ends[order], kind[order], name[order])
+
+
+def _kinds_of(run: Run) -> Ints:
+    nodes, trace = run.nodes, run.trace
+    schedule = np.array([lane.label == "schedule" for lane in trace.lanes], bool)[nodes.lane]
+    passes = np.array([KINDS.index(_PASSES.get(name.partition(" ")[0], "operator")) for name in trace.names])
+    return np.where(schedule & (nodes.row >= 0), passes[trace.name[nodes.row]], task_kinds(nodes))
+
+
+def _lanes_of(run: Run) -> Lanes:
+    lanes, several = run.trace.lanes, len(run.trace.ranks) > 1
+    views = [LaneView(f"rank {x.rank} {x.text}" if several else x.text, str(x.rank)) for x in lanes]
+    key = [(lane.rank, lane.is_stream, len(lane.label), lane.label, i) for i, lane in enumerate(lanes)]
+    order = np.empty(len(lanes), np.int64)
+    order[[k[-1] for k in sorted(key)]] = np.arange(len(lanes))
+    return Lanes(views, np.array([lane.is_stream for lane in lanes], bool), order)

@@ -44,6 +44,11 @@ class Findings:
         self.notes: list[str] = []
         self.mistakes: list[Mistake] = []
 
+    def mistake(self, place: str, sentence: str) -> None:
+        """Note a mistake, once."""
+        if Mistake(place, sentence) not in self.mistakes:
+            self.mistakes.append(Mistake(place, sentence))
+
     def reading(self, not_recognised: Iterable[str] = ()) -> Reading:
         """Everything found, as sections of a setup."""
         sections: Sections = {}

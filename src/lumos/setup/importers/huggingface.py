@@ -10,7 +10,7 @@ from typing import Any
 
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.setup.importers.foreign_file import Findings, Mistake, Reading, flat, is_ignored
+from lumos.setup.importers.foreign_file import Findings, Reading, flat, is_ignored
 from lumos.setup.messages import shown
 
 _TABLES = read_table("huggingface_configs.toml")
@@ -54,9 +54,8 @@ def _note_missing(keys: Mapping[str, Any], found: Findings) -> None:
     if len(missing) > 2:
         names = ", ".join(_SIZES[key][0] for key in missing)
         raise InputError(f"{names} missing: is it the config.json of a decoder-only language model?")
-    found.mistakes += [
-        Mistake(f"model.{key}", f"{_SIZES[key][0]} is missing: add it, or --set model.{key}=NUMBER") for key in missing
-    ]
+    for key in missing:
+        found.mistake(f"model.{key}", f"{_SIZES[key][0]} is missing: add it, or --set model.{key}=NUMBER")
 
 
 def _language_model(content: dict[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -178,9 +177,8 @@ def _count(config: dict[str, Any], names: Sequence[str], found: Findings, key: s
     name, value = _first(config, names)
     if value is None or (type(value) is int and value >= 0):
         return value
-    sentence = f"{name} = {shown(value)} is not a whole number of 0 or more: correct it, or --set model.{key}=NUMBER"
-    if Mistake(f"model.{key}", sentence) not in found.mistakes:
-        found.mistakes.append(Mistake(f"model.{key}", sentence))
+    wrong = f"{name} = {shown(value)} is not a whole number of 0 or more"
+    found.mistake(f"model.{key}", f"{wrong}: correct it, or --set model.{key}=NUMBER")
     return None
 
 

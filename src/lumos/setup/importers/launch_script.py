@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import NamedTuple
 
 from lumos.errors import InputError
@@ -65,28 +66,28 @@ class Script(NamedTuple):
     """What the text of a script says."""
 
     options: Options  # --name and the words after it, the last mention; with dashes instead of underscores
-    variables: Mapping[str, str]
-    slurm: Options  # of the lines #SBATCH
-    repeated: Mapping[str, list[str]]  # options that are given several values
-    notes: tuple[str, ...]
+    variables: Mapping[str, str] = MappingProxyType({})
+    slurm: Options = MappingProxyType({})  # of the lines #SBATCH
+    repeated: tuple[str, ...] = ()  # options that are given several values
+    notes: tuple[str, ...] = ()
 
 
 def read_shell(text: str, where: str) -> Script:
     """The options and variables of a script, or of a line of options."""
-    slurm, _ = _options(" ".join(_SBATCH.findall(text)))
     plain = _CONTINUED.sub(" ", _COMMENT.sub(r"\1", text))
     for _ in range(_NESTED):
         plain = _COMMAND.sub("$()", plain)
     reader = _Reader(where)
     kept = "\n".join(reader.lines(_INLINE.sub("\n", plain)))
     # Quotes are removed, not respected: "${ARGS[@]}" and bash -c "..." hold several words.
-    options, mentions = _options(re.sub(r"[\"']", " ", _ASSIGNED_TO.sub("", reader.filled(kept, _LONGEST))))
-    repeated = {name: values for name, values in mentions.items() if len(set(values)) > 1}
+    mentions = _mentions(re.sub(r"[\"']", " ", _ASSIGNED_TO.sub("", reader.filled(kept, _LONGEST))))
+    repeated = [name for name, found in mentions.items() if len({words[0] for words in found if words}) > 1]
     notes: tuple[str, ...] = ()
     if reader.undecided:
         conditions = listed(reader.undecided)
         notes = (f"conditions that only running the script decides, so all their branches are read: {conditions}",)
-    return Script(options, reader.variables, slurm, repeated, notes)
+    slurm = _mentions(" ".join(_SBATCH.findall(text)))
+    return Script(_last(mentions), reader.variables, _last(slurm), tuple(repeated), notes)
 
 
 def put_cluster(found: Findings, script: Script) -> None:
@@ -275,24 +276,23 @@ class _Reader:
         return at
 
 
-def _options(text: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """The options of a text, and the first words of all their mentions."""
-    options: dict[str, list[str]] = {}
-    mentions: dict[str, list[str]] = {}
-    values: list[str] = []
-    name = ""
+def _mentions(text: str) -> dict[str, list[list[str]]]:
+    """The options of a text, each with the words after every mention of it."""
+    mentions: dict[str, list[list[str]]] = {}
+    words: list[str] = []
     for word in text.split():
         word = word.rstrip(";,") if "(" in word else word.rstrip(";,)")
         option = _OPTION.fullmatch(word)
         if option:
-            name = option[1].replace("_", "-")
-            values = options[name] = [option[2]] if option[2] else []
-            mentions.setdefault(name, []).extend(values)
+            words = [option[2]] if option[2] else []
+            mentions.setdefault(option[1].replace("_", "-"), []).append(words)
         elif word:
-            if name and not values:
-                mentions[name].append(word)
-            values.append(word)
-    return options, mentions
+            words.append(word)
+    return mentions
+
+
+def _last(mentions: Mapping[str, list[list[str]]]) -> Options:
+    return {name: found[-1] for name, found in mentions.items()}
 
 
 def _gpus_per_node(script: Script) -> tuple[int, str]:

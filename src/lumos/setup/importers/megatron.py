@@ -202,7 +202,7 @@ def read_arguments(pairs: Pairs) -> Reading:
             options[table["names"].get(plain, plain)] = [] if value in ("True", "true") else [value]
     if "group-query-attention" not in options:
         options.pop("num-query-groups", None)  # written down as 1 where it is not used
-    reading = read_megatron(Script(options, {}, {}, {}, ()))
+    reading = read_megatron(Script(options))
     names = [name[2:] for name in reading.not_recognised if options[name[2:]] not in _USUAL]
     return reading._replace(not_recognised=tuple(name.replace("-", "_") for name in names))
 

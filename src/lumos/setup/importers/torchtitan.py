@@ -13,7 +13,7 @@ from typing import Any
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.schedules import schedule_named
-from lumos.setup.importers.foreign_file import Findings, Mistake, Reading, flat, is_ignored
+from lumos.setup.importers.foreign_file import Findings, Reading, flat, is_ignored
 from lumos.setup.messages import one_of, shown
 from lumos.setup.presets import preset_named
 from lumos.setup.sections import as_count
@@ -82,8 +82,7 @@ def _number(found: Findings, given: Mapping[str, Any], place: str) -> int | None
     key = place if "." in place else ""
     sentence = f"{name} = {shown(value)} is not a whole number of {max(least, 1)} or more"
     sentence += (" (or -1)" if least < 0 else "") + (f": correct it, or --set {key}=NUMBER" if key else ": correct it")
-    if Mistake(key, sentence) not in found.mistakes:
-        found.mistakes.append(Mistake(key, sentence))
+    found.mistake(key, sentence)
     return None
 
 
@@ -91,7 +90,7 @@ def _switch(found: Findings, given: Mapping[str, Any], place: str) -> bool | Non
     name, value = _first(given, _TABLES["switches"][place])
     if value is None or isinstance(value, bool):
         return value
-    found.mistakes.append(Mistake(place if "." in place else "", f"{name} = {shown(value)} is neither true nor false"))
+    found.mistake(place if "." in place else "", f"{name} = {shown(value)} is neither true nor false")
     return None
 
 
@@ -124,8 +123,9 @@ def _model(found: Findings, given: Mapping[str, Any]) -> None:
     try:
         found.values |= {f"model.{key}": value for key, value in preset_named(plain).keys.items()}
     except OptionError:
-        sentence = f"{place}: {shown(wanted)} is not known: give model.preset, model.hf or its sizes"
-        found.mistakes.append(Mistake("model.preset", sentence))
+        found.mistake(
+            "model.preset", f"{place}: {shown(wanted)} is not known: give model.preset, model.hf or its sizes"
+        )
 
 
 def _is_python(given: Mapping[str, Any]) -> bool:

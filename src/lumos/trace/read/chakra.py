@@ -12,7 +12,7 @@ counts. All of it is checked: a file is data, and may be wrong.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
@@ -24,8 +24,8 @@ from lumos.errors import InputError
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.from_trace.rendezvous import Rendezvous
-from lumos.graph.graph import Edges, Graph, Rule, Small, make_graph
-from lumos.trace.names import Category, Kind
+from lumos.graph.graph import Edges, Graph, Rule, Small
+from lumos.trace.names import Category
 from lumos.trace.read.chakra_feeder import foreign_execution
 from lumos.trace.read.chakra_format import LUMOS_VERSION, TABLES, ChakraFile, NodeType
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace, concatenate
@@ -185,12 +185,7 @@ def _graph(nodes: Nodes, times: dict[str, np.ndarray], number: np.ndarray, edges
         np.where(end < 0, len(nodes) + np.searchsorted(hubs, -1 - end), _places(number, end)).astype(np.int32)
         for end in (edges.source, edges.target)
     )
-    return make_graph(
-        first=np.concatenate([nodes.first, len(nodes) + np.arange(1, len(hubs) + 1)]),
-        edges=Edges(source, target, edges.rule, edges.lag, edges.frozen, edges.from_start),
-        kind=np.concatenate([nodes.kind, np.full(len(hubs), Kind.COMM, np.uint8)]),
-        **{name: np.concatenate([column, np.zeros(len(hubs))]) for name, column in times.items()},
-    )
+    return nodes.graph(replace(edges, source=source, target=target), len(hubs), **times)
 
 
 def _rendezvous(ranks: list[_Rank], event: np.ndarray) -> list[Rendezvous]:

@@ -24,8 +24,8 @@ from lumos.errors import InputError
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.from_trace.rendezvous import Rendezvous
-from lumos.graph.graph import Edges, Rule, make_graph
-from lumos.trace.names import Category, Kind, is_step
+from lumos.graph.graph import Edges, Rule
+from lumos.trace.names import Category, is_step
 from lumos.trace.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
 from lumos.trace.trace import Header, Lane, Message, Trace
 
@@ -210,18 +210,14 @@ class _Job:
 
     @cached_property
     def execution(self) -> Execution:
-        nodes, hubs = self.nodes, len(self.members)
+        nodes = self.nodes
         pairs = np.array([(s, t) for t, task in enumerate(self.tasks) for s in task.waits_for], np.int64).reshape(-1, 2)
         source, target = nodes.last_node[pairs[:, 0]], nodes.first_node[pairs[:, 1]]
         apart = nodes.lane[source] != nodes.lane[target]
         edges = [Edges.of(source[apart], target[apart], Rule.EVENT), *self._rendezvous_edges()]
         length = np.array([task.nanoseconds for task in self.tasks], np.float64)[nodes.row]
         transfers = nodes.last_node[nodes.row] == np.arange(len(nodes))
-        graph = make_graph(
-            first=np.concatenate([nodes.first, len(nodes) + np.arange(1, hubs + 1)]),
-            duration=np.concatenate([np.where(transfers, length, 0.0), np.zeros(hubs)]), edges=Edges.join(edges),
-            kind=np.concatenate([nodes.kind, np.full(hubs, Kind.COMM, np.uint8)]),
-        )  # fmt: skip
+        graph = nodes.graph(Edges.join(edges), len(self.members), duration=np.where(transfers, length, 0.0))
         origin = int(self.trace.start.min(initial=0))
         rendezvous = [self._rendezvous(indices) for indices in self.members]
         return Execution(self.trace, nodes, graph, origin, rendezvous, tuple(self._warnings()))

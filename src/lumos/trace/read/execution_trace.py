@@ -63,13 +63,10 @@ class _Node(msgspec.Struct):
     output_types: Any = None
     attrs: list[_Attribute] = []
 
-    @property
-    def taken(self) -> _Values:
-        return _values(self.inputs, self.input_shapes, self.input_types)
-
-    @property
-    def given(self) -> _Values:
-        return _values(self.outputs, self.output_shapes, self.output_types)
+    def side(self, name: str) -> _Values:
+        """Its "input" or its "output"."""
+        found, *rest = (getattr(self, name + part) for part in ("s", "_shapes", "_types"))
+        return found if isinstance(found, _Values) else _Values(found, *rest)
 
 
 class _File(msgspec.Struct):
@@ -114,7 +111,6 @@ class ExecutionTrace:
     path: Path
     schema: str
     threads: dict[int, list[Operator]]
-    groups: dict[str, tuple[int, ...]]
 
     @property
     def count(self) -> int:
@@ -134,22 +130,19 @@ def read_execution_trace(path: Path) -> ExecutionTrace:
         operators.sort(key=lambda o: o.order)
     if not threads:
         raise InputError(f"{path}: no operators in it, so not a PyTorch execution trace of a training step")
-    return ExecutionTrace(path, str(file.schema), dict(threads), groups)
+    return ExecutionTrace(path, str(file.schema), dict(threads))
 
 
 def _operator(node: _Node, groups: dict[str, tuple[int, ...]]) -> Operator:
     attributes = {str(a.name): a.value for a in node.attrs}
-    reads, writes = tuple(_tensors(node.taken.values)), tuple(_tensors(node.given.values))
+    taken, given = node.side("input"), node.side("output")
+    reads, writes = tuple(_tensors(taken.values)), tuple(_tensors(given.values))
     is_communication = node.name == "record_param_comms"
     return Operator(
         name=str(node.name), order=_whole(attributes.get("rf_id", node.rf_id)),
-        thread=_whole(attributes.get("tid", node.tid)), inputs=node.taken.texts, outputs=node.given.texts, reads=reads,
-        writes=writes, message=_message(attributes, node.taken, reads, writes, groups) if is_communication else None,
+        thread=_whole(attributes.get("tid", node.tid)), inputs=taken.texts, outputs=given.texts, reads=reads,
+        writes=writes, message=_message(attributes, taken, reads, writes, groups) if is_communication else None,
     )  # fmt: skip
-
-
-def _values(found: _Values | list[Any] | None, shapes: Any, types: Any) -> _Values:
-    return found if isinstance(found, _Values) else _Values(found, shapes, types)
 
 
 def _tensors(values: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -172,7 +165,8 @@ def _groups(nodes: list[_Node]) -> dict[str, tuple[int, ...]]:
     groups: dict[str, tuple[int, ...]] = {}
     for node in nodes:
         if isinstance(node.name, str) and node.name.startswith("## process_group:init"):
-            for text in node.taken.values if isinstance(node.taken.values, list) else []:
+            values = node.side("input").values
+            for text in values if isinstance(values, list) else []:
                 groups |= _described_groups(text)
     return groups
 
@@ -232,9 +226,6 @@ class Links:
 
     by_row: dict[int, Operator]
     notes: tuple[str, ...]
-
-    def of_row(self, row: int) -> Operator | None:
-        return self.by_row.get(row)
 
     def enrich(self, trace: Trace) -> Trace:
         """The trace with the sizes and groups of collectives where it does not have them itself."""

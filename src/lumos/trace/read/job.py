@@ -10,10 +10,10 @@ import fnmatch
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,19 +58,19 @@ def read_job(
     form = _one_form(files)
     if form in (Form.CHAKRA, Form.CHAKRA_JSON):
         read = read_chakra_json if form == Form.CHAKRA_JSON else read_chakra_file
-        found = _read_one_by_one(files, read, progress)
+        found = _collected(files, map(read, files), progress)
         ranked = [replace(file, rank=_rank(file.path, file.rank, pattern, len(files))) for file in found]
         _refuse_equal_ranks([(file.rank, file.path) for file in ranked])
         execution = read_chakra(sorted(ranked, key=lambda file: file.rank))
         return replace(execution, warnings=(*notes, *execution.warnings))
     if form == Form.NSYS:
-        traces = _read_one_by_one(files, read_nsys, progress)
+        traces = _collected(files, map(read_nsys, files), progress)
     else:
         need = sum(f.stat().st_size * (_LIMITS["gzip_ratio"] if is_gzip(f) else 1.0) for f in files)
         where = files[0] if len(files) == 1 else files[0].parent
         advice = "read fewer ranks with --match, or record fewer steps"
         require_memory(where, need * _LIMITS["memory_per_json_byte"], advice)
-        traces = _read_kineto_files(files, progress, workers, engine, meanwhile)
+        traces = _collected(files, _kineto_traces(files, workers, engine, meanwhile), progress)
     traces = [_with_rank(trace, Path(trace.headers[0].path), pattern, len(files)) for trace in traces]
     _refuse_mixed_jobs(traces)
     traces.sort(key=lambda t: t.headers[0].rank)
@@ -164,13 +164,9 @@ def rank_in_name(path: Path) -> int:
     return int(found.group(1) or found.group(2)) if found else -1
 
 
-def _read_kineto_files(
-    files: list[Path],
-    progress: Progress | None,
-    workers: int,
-    engine: Engine | None,
-    meanwhile: Callable[[], None] | None,
-) -> list[Trace]:
+def _kineto_traces(
+    files: list[Path], workers: int, engine: Engine | None, meanwhile: Callable[[], None] | None
+) -> Iterator[Trace]:
     """The traces of files, in their order; several processes share one large file."""
     sizes = [file.stat().st_size for file in files]
     workers = workers or min(len(files), os.cpu_count() or 1)
@@ -183,13 +179,8 @@ def _read_kineto_files(
         answers = readers.run(job, [share for of_file in shares for share in of_file])
         if meanwhile is not None and not isinstance(readers, Here):
             meanwhile()
-        traces = []
-        for number, path in enumerate(paths):
-            whole = _joined([next(answers) for _ in shares[number]])
-            traces.append(whole or next(readers.run(job, [(path, 0, 1)])))
-            if progress is not None:
-                progress(sum(sizes[: number + 1]), sum(sizes))
-        return traces
+        for path, of_file in zip(paths, shares, strict=True):
+            yield _joined([next(answers) for _ in of_file]) or next(readers.run(job, [(path, 0, 1)]))
 
 
 def _shares(path: Path, size: int, readers: int) -> list[tuple[Path, int, int]]:
@@ -206,17 +197,23 @@ def _joined(parts: Sequence[Trace | None]) -> Trace | None:
     if whole is None or len(whole) == 0:
         return None  # reading an empty one as a whole says what is wrong with it
     header = max(whole.headers, key=lambda header: header.rank)  # the keys after the events are in the last share alone
-    return replace(whole, headers=(header,), lanes=tuple(lane._replace(rank=header.rank) for lane in whole.lanes))
+    return _of_rank(whole, header)
 
 
-def _read_one_by_one(files: list[Path], read: Callable[[Path], _Read], progress: Progress | None) -> list[_Read]:
-    found, done, total = [], 0, sum(file.stat().st_size for file in files)
-    for file in files:
-        found.append(read(file))
-        done += file.stat().st_size
+def _of_rank(trace: Trace, header: Header) -> Trace:
+    """A trace with this header, and lanes of its rank."""
+    return replace(trace, headers=(header,), lanes=tuple(lane._replace(rank=header.rank) for lane in trace.lanes))
+
+
+def _collected(files: list[Path], found: Iterable[_Read], progress: Progress | None) -> list[_Read]:
+    """What is read from each file, with its progress."""
+    sizes = [file.stat().st_size for file in files]
+    collected = []
+    for done, item in zip(accumulate(sizes), found, strict=True):
+        collected.append(item)
         if progress is not None:
-            progress(done, total)
-    return found
+            progress(done, sum(sizes))
+    return collected
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
@@ -235,9 +232,7 @@ def _with_rank(trace: Trace, path: Path, pattern: re.Pattern[str] | None, files:
     if len(trace.headers) > 1:  # one file of several processes
         return trace
     header = trace.headers[0]
-    rank = _rank(path, header.rank, pattern, files)
-    lanes = tuple(lane._replace(rank=rank) for lane in trace.lanes)
-    return replace(trace, lanes=lanes, headers=(header._replace(rank=rank),))
+    return _of_rank(trace, header._replace(rank=_rank(path, header.rank, pattern, files)))
 
 
 def _rank(path: Path, in_header: int, pattern: re.Pattern[str] | None, files: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -42,6 +43,7 @@ _NONE = -1
 _WARNING = "the profiler's cost was measured on PyTorch's profiler; that of Nsight Systems is not known"
 
 Row = dict[str, Any]  # of a table
+Event = tuple[Category, Row, Lane | None, str]  # its lane and its name; no lane: of a process without a rank
 
 
 def read_nsys(path: Path) -> Trace:
@@ -71,21 +73,24 @@ class _Export:
                 f"{self.path}: an SQLite file, but not an export of Nsight Systems (it has no StringIds); give what "
                 "nsys export writes, or give a PyTorch profiler trace"
             )
-        events = _Events(self._ranks)
-        self._add_gpu_events(events)
-        if not events.rows:
+        names, lanes = dict[str, int](), dict[Lane, int]()
+        rows = []
+        for event, row, lane, text in chain(self._gpu_events(), self._calls(), self._annotations()):
+            begin, end = _whole(row["start"]), _whole(row["end"])
+            if lane is not None and 0 <= begin <= end < _LONGEST:
+                numbers = names.setdefault(text, len(names)), lanes.setdefault(lane, len(lanes))
+                rows.append((int(event), *numbers, begin, end - begin, _whole(row.get("correlationId"))))
+        columns = map(np.ascontiguousarray, np.array(rows, np.int64).reshape(-1, 6).T)
+        category, name, place, start, duration, correlation = columns
+        if not any(lane.is_stream for lane in lanes):
             raise InputError(
                 f"{self.path}: no kernel or copy in it; record with nsys profile --trace=cuda,nvtx, and export it again"
             )
-        self._add_calls(events)
-        self._add_annotations(events)
-        columns = map(np.ascontiguousarray, np.array(events.rows, np.int64).T)
-        category, name, lane, start, duration, correlation = columns
         return Trace(
-            names=tuple(events.names), lanes=tuple(events.lanes), messages=(), headers=self._headers(),
-            category=category.astype(np.uint8), name=name.astype(np.int32), lane=lane.astype(np.int32),
+            names=tuple(names), lanes=tuple(lanes), messages=(), headers=self._headers(),
+            category=category.astype(np.uint8), name=name.astype(np.int32), lane=place.astype(np.int32),
             start=start + (self._epoch if self._epoch < _LONGEST * 3 else 0), duration=duration,
-            correlation=correlation, message=np.full(len(start), -1, np.int32), syncs=self._syncs(events),
+            correlation=correlation, message=np.full(len(start), -1, np.int32), syncs=self._syncs(lanes),
             warnings=(_WARNING,),
         )  # fmt: skip
 
@@ -137,42 +142,55 @@ class _Export:
         world = len(ranks) if len(ranks) > 1 else -1
         return tuple(Header(rank, str(self.path), world_size=world, gpu=gpu) for rank in ranks)
 
-    def _add_gpu_events(self, events: _Events) -> None:
+    def _stream(self, row: Row) -> Lane | None:
+        """The stream of a row; None if its process has no rank."""
+        rank = self._ranks.get(_process(row["globalPid"]))
+        return None if rank is None else Lane(rank, True, str(_whole(row["deviceId"])), str(_whole(row["streamId"])))
+
+    def _thread(self, row: Row) -> Lane | None:
+        """The thread of a row; None if its process has no rank."""
+        process = _process(row["globalTid"])
+        rank, thread = self._ranks.get(process), _whole(row["globalTid"]) & 0xFFFFFF
+        return None if rank is None else Lane(rank, False, str(process), str(thread))
+
+    def _gpu_events(self) -> Iterator[Event]:
         common = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
         for row in self._select(_KERNEL, *common, "demangledName", "shortName"):
-            events.add_on_gpu(Category.KERNEL, row, self._text(row["demangledName"]) or self._text(row["shortName"]))
+            name = self._text(row["demangledName"]) or self._text(row["shortName"])
+            yield Category.KERNEL, row, self._stream(row), name
         for row in self._select(_COPY, *common, "copyKind", "srcKind", "dstKind"):
             between = f"{_MEMORIES.get(row['srcKind'], '?')} -> {_MEMORIES.get(row['dstKind'], '?')}"
-            events.add_on_gpu(Category.COPY, row, f"Memcpy {_DIRECTIONS.get(row['copyKind'], '?')} ({between})")
+            name = f"Memcpy {_DIRECTIONS.get(row['copyKind'], '?')} ({between})"
+            yield Category.COPY, row, self._stream(row), name
         for row in self._select(_SET, *common, "memKind"):
-            events.add_on_gpu(Category.SET, row, f"Memset ({_MEMORIES.get(row['memKind'], 'Device')})")
+            yield Category.SET, row, self._stream(row), f"Memset ({_MEMORIES.get(row['memKind'], 'Device')})"
 
-    def _add_calls(self, events: _Events) -> None:
+    def _calls(self) -> Iterator[Event]:
         """Runtime and driver calls. Older releases list a call twice, within itself: the outer one counts."""
         seen: set[tuple[int, int, str]] = set()
         for table in _CALLS:
             rows = self._select(table, "start", "end", "globalTid", "correlationId", "nameId")
             for row in sorted(rows, key=lambda r: (_whole(r["start"]), -_whole(r["end"]))):
-                name, correlation = _API_VERSION.sub("", self._text(row["nameId"])), _whole(row["correlationId"])
-                key = (_whole(row["globalTid"]), correlation, name)
+                name = _API_VERSION.sub("", self._text(row["nameId"]))
+                key = (_whole(row["globalTid"]), _whole(row["correlationId"]), name)
                 if key not in seen:
                     seen.add(key)
-                    events.add_on_thread(Category.CALL, row, name, correlation)
+                    yield Category.CALL, row, self._thread(row), name
 
-    def _add_annotations(self, events: _Events) -> None:
+    def _annotations(self) -> Iterator[Event]:
         for row in self._select("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
             if row["eventType"] == _PUSH_POP and row["end"] is not None:
                 name = self._text(row["textId"], row["text"])
                 step = _STEP.match(name)
-                events.add_on_thread(Category.NOTE, row, f"ProfilerStep#{step.group(1)}" if step else name, _NONE)
+                yield Category.NOTE, row, self._thread(row), f"ProfilerStep#{step.group(1)}" if step else name
 
-    def _syncs(self, events: _Events) -> Syncs:
+    def _syncs(self, lanes: dict[Lane, int]) -> Syncs:
         """What synchronising calls waited for; a wait for an event is for its latest record before that."""
         records: dict[tuple[int, int], list[int]] = {}
         for row in self._select(_EVENT, "correlationId", "globalPid", "eventId"):
             key = _process(row["globalPid"]), _whole(row["eventId"])
             records.setdefault(key, []).append(_whole(row["correlationId"]))
-        lane_of_rank = {lane.rank: i for lane, i in reversed(events.lanes.items())}
+        lane_of_rank = {lane.rank: i for lane, i in reversed(lanes.items())}
         rows = []
         for row in self._select(_SYNC, "streamId", "correlationId", "globalPid", "syncType", "eventId"):
             process, event, call = _process(row["globalPid"]), _whole(row["eventId"]), _whole(row["correlationId"])
@@ -181,39 +199,8 @@ class _Export:
             lane = lane_of_rank.get(self._ranks[process], _NONE) if process in self._ranks else _NONE
             if lane >= 0:
                 rows.append((lane, call, _whole(row["streamId"]), _NONE, max(before, default=_NONE), event))
-        lanes, *columns = map(np.ascontiguousarray, np.array(rows, np.int64).reshape(-1, 6).T)
-        return Syncs(lanes.astype(np.int32), *columns)
-
-
-class _Events:
-    """Collects the events of processes that have a rank."""
-
-    def __init__(self, ranks: dict[int, int]) -> None:
-        self.ranks = ranks
-        self.names: dict[str, int] = {}
-        self.lanes: dict[Lane, int] = {}
-        self.rows: list[tuple[int, int, int, int, int, int]] = []
-
-    def add_on_gpu(self, category: Category, row: Row, name: str) -> None:
-        """A row of a stream."""
-        lane = (True, str(_whole(row["deviceId"])), str(_whole(row["streamId"])))
-        self._add(category, _process(row["globalPid"]), lane, name, row, _whole(row["correlationId"]))
-
-    def add_on_thread(self, category: Category, row: Row, name: str, correlation: int) -> None:
-        """A row of a thread."""
-        process = _process(row["globalTid"])
-        lane = (False, str(process), str(_whole(row["globalTid"]) & 0xFFFFFF))
-        self._add(category, process, lane, name, row, correlation)
-
-    def _add(
-        self, category: Category, process: int, lane: tuple[bool, str, str], name: str, row: Row, correlation: int
-    ) -> None:
-        """One event; those of other processes and those without a time are left out."""
-        start, end = _whole(row["start"]), _whole(row["end"])
-        if process in self.ranks and 0 <= start <= end < _LONGEST:
-            number = self.lanes.setdefault(Lane(self.ranks[process], *lane), len(self.lanes))
-            name_number = self.names.setdefault(name, len(self.names))
-            self.rows.append((int(category), name_number, number, start, end - start, correlation))
+        waiting, *columns = map(np.ascontiguousarray, np.array(rows, np.int64).reshape(-1, 6).T)
+        return Syncs(waiting.astype(np.int32), *columns)
 
 
 def _process(global_id: Any) -> int:

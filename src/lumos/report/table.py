@@ -1,8 +1,8 @@
-"""Table: rows of a report as static HTML, so that they are there without scripts and in print."""
+"""Table and Card: what is shown of an answer, on a terminal, on a page and in a notebook alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
@@ -12,6 +12,14 @@ Value = str | float | int | bool | None
 LONGEST = 160  # characters of a name that are shown; kernels of C++ templates have thousands
 
 
+class Card(NamedTuple):
+    """One number that matters, and what to know about it."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
 class Column(NamedTuple):
     """A heading; numbers stand right with so many digits, `bar` draws their share of the largest one beside them."""
 
@@ -19,10 +27,11 @@ class Column(NamedTuple):
     digits: int = -1  # -1: text
     bar: bool = False
     signed: bool = False
+    form: Callable[[float], str] | None = None  # how a number is written, where digits do not say it
 
     @property
     def is_number(self) -> bool:
-        return self.digits >= 0
+        return self.digits >= 0 or self.form is not None
 
 
 class Cell(NamedTuple):
@@ -64,6 +73,18 @@ class Table:
         return max((abs(float(v)) for v in values if isinstance(v, int | float)), default=0.0)
 
 
+def ms_columns(titles: Iterable[str], rows: Iterable[Row]) -> list[Column]:
+    """Columns of milliseconds, all with the digits that the largest number of the rows needs."""
+    values = (value for row in rows for value in row.values)
+    digits = ms_digits(value for value in values if isinstance(value, float))
+    return [Column(title, digits, signed=title.startswith("change")) for title in titles]
+
+
+def left_out(shown: int, rows: Sequence[object]) -> str:
+    """What a table says below if it has only the first of many rows."""
+    return f"the first {shown:,} of {len(rows):,}; --json has more" if len(rows) > shown else ""
+
+
 def ms_digits(values: Iterable[float]) -> int:
     """Digits after the point that a column of milliseconds needs: about four that count in its largest value."""
     largest = max((abs(value) for value in values), default=0.0)
@@ -84,5 +105,8 @@ def _cell(value: Value, column: Column, largest: float) -> Cell:
     number = float(value)
     if not isfinite(number):
         return Cell("–", "")
-    text = f"{number:+,.{column.digits}f}" if column.signed else f"{number:,.{column.digits}f}"
+    if column.form is not None:
+        text = column.form(number)
+    else:
+        text = f"{number:+,.{column.digits}f}" if column.signed else f"{number:,.{column.digits}f}"
     return Cell(text.replace("-", "−"), repr(number), 100 * abs(number) / largest if largest > 0 else -1.0)

@@ -24,7 +24,6 @@ from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.graph.graph import Graph
 from lumos.graph.simulate import Times, simulate
-from lumos.prediction.step_structure import Plan, Role, StepStructure, step_structure
 from lumos.program.operators import Collective, Group
 from lumos.program.parameters import Chunk, Parameters
 from lumos.program.program import Program, Repeated
@@ -32,6 +31,7 @@ from lumos.schedules import Phase
 from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import Gpu, gpu_named
 from lumos.setup.setup import Setup
+from lumos.step.structure import Plan, Role, StepStructure, step_structure
 
 
 class ChunkTime(NamedTuple):

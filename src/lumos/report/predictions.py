@@ -1,0 +1,135 @@
+"""Predictions as cards and tables, for terminal, page and notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lumos.change.infer import Inferred
+from lumos.prediction.operator_times import OperatorTime
+from lumos.prediction.prediction import Prediction, memory_words
+from lumos.program.memory import Memory
+from lumos.report.table import Card, Column, Row, Table
+from lumos.report.wording import STEP_PARTS, change, money_text, ms_text, si_text
+
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "framework")
+_UNDERSTOOD = {
+    "gpu_ms": "GPU, ms", "layer_ms": "a layer, ms", "layer_host_ms": "its host, ms",
+    "ends_ms": "embedding and head, ms",
+}  # fmt: skip
+_PRICES = {"price_per_gpu_hour": "a GPU-hour", "price_per_kwh": "a kWh"}
+
+
+def prediction_cards(found: Prediction) -> list[Card]:
+    low, high = found.interval_ms
+    cards = [Card("predicted step", ms_text(found.step_ms), f"{ms_text(low)} – {ms_text(high)} (80 % interval)")]
+    base = found.baseline_ms
+    if base:
+        cards += [
+            Card("as recorded", ms_text(base), "without the profiler"),
+            Card("change", change(found.step_ms, base), f"{ms_text(found.step_ms - base, signed=True)} per step"),
+        ]
+    return [*cards, *_setup_cards(found)]
+
+
+def _setup_cards(found: Prediction) -> list[Card]:
+    setup, memory, energy = found.setup, found.memory, found.energy
+    if setup is None or memory is None:
+        return []
+    device = "CPU rank" if found.is_of_cpu else "GPU"
+    fits = {True: ": fits", False: ": does not fit", None: ""}[found.fits]
+    room = "available memory not known" if found.fits is None else memory_words(memory) + fits
+    cards = [Card(f"tokens/s/{device}", f"{found.tokens_per_s_per_gpu:,.0f}", f"{setup.tokens:,} tokens per step")]
+    if found.mfu is not None and found.hfu is not None:
+        peak = f"HFU {100 * found.hfu:.1f} % (dense {setup.train.precision} peak)"
+        cards.append(Card("MFU", f"{100 * found.mfu:.1f} %", peak))
+    if energy is not None:
+        words = f"all GPUs, one step; {energy.joules / setup.tokens:,.3g} J per token; {energy.words}"
+        cards.append(Card("energy", si_text(energy.joules, "J"), words))
+    return [*cards, Card("peak memory", f"{memory.gib()['peak']:.1f} GiB", room)]
+
+
+def cost_cards(found: Prediction) -> list[Card]:
+    """Money and a token budget, if they were asked for."""
+    bill = {} if found.bill is None else found.bill.as_dict()
+    money, budget = bill.get("money_per_step"), bill.get("budget")
+    cards = []
+    if money is not None:
+        prices = " and ".join(f"{bill[key]:g} {unit}" for key, unit in _PRICES.items() if bill[key] is not None)
+        cards += [
+            Card("one step", money_text(money), prices),
+            Card("a million tokens", money_text(bill["money_per_million_tokens"])),
+        ]
+    if budget is not None:
+        low, high = budget["days_interval"]
+        interval = f"{low:,.2f} – {high:,.2f} (80 % interval), no interruptions"
+        cards += [
+            Card("days", f"{budget['days']:,.2f}", interval),
+            Card("steps", f"{budget['steps']:,}", si_text(budget["tokens"], " tokens")),
+            Card("GPU-hours", f"{budget['gpu_hours']:,.0f}"),
+        ]
+        if budget["kwh"] is not None:
+            site = "" if bill["pue"] == 1 else f", times a PUE of {bill['pue']:g}"
+            cards.append(Card("energy of the run", si_text(1e3 * budget["kwh"], "Wh"), f"GPUs alone{site}"))
+        if budget["money"] is not None:
+            cards.append(Card("money", money_text(budget["money"])))
+    return cards
+
+
+def parts_of_step_table(found: Prediction) -> Table:
+    """The parts of the step, beside those of the traced one; both columns add up."""
+    before, after = found.baseline_breakdown, found.breakdown
+    rows = []
+    for key, name in {**STEP_PARTS, "step_ms": "step"}.items():
+        now, was = getattr(after, key), getattr(before, key) if before else 0.0
+        cells = [was, now, now - was] if before else [now]
+        rows.append(Row([name, *cells, 100 * now / (after.step_ms or 1.0)], is_total=key == "step_ms"))
+    titles = ("as recorded", "predicted") if before else ("predicted",)
+    columns = [Column("part"), *(Column(title, form=ms_text) for title in titles)]
+    columns += [Column("change", form=partial(ms_text, signed=True))] if before else []
+    title = f"where the step goes, mean over {'ranks' if found.step is None else 'stages'}"
+    return Table(title, [*columns, Column("%", 1)], rows)
+
+
+def memory_table(memory: Memory, ranks: Sequence[str] = ()) -> Table:
+    """Memory of one rank of every stage, at its peak."""
+    columns = [Column("stage"), Column("at its peak"), *(Column(name, 2) for name in MEMORY_PARTS),
+               Column("peak", 2, bar=True)]  # fmt: skip
+    rows = []
+    for stage, row in enumerate(memory.rows()):
+        parts = [float(row[name]) for name in (*MEMORY_PARTS, "peak")]
+        rows.append(Row([str(stage), str(row["phase"]), *parts], ranks[stage] if ranks else ""))
+    return Table("memory by stage, GiB", columns, rows)
+
+
+def operators_table(found: Prediction) -> Table:
+    columns = [Column("operator"), Column("shape"), Column("count", 0), Column("ms", 2, bar=True), Column("bound"),
+               Column("source")]  # fmt: skip
+    rows = [Row([row.name, _size(row), row.count, row.ms, row.bound, row.source]) for row in found.operators]
+    shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in found.source.items() if share >= 0.005)
+    return Table("most expensive operators (rank 0), per step", columns, rows, f"times of all operators: {shares}")
+
+
+def _size(row: OperatorTime) -> str:
+    return si_text(row.shape[0], "B") if row.bound == "network" else " × ".join(map(str, row.shape))
+
+
+def understood_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Phases and layers as they were recognised in the trace."""
+    columns = [Column("rank"), Column("phase"), Column("tasks", 0), *(Column(t, 3) for t in _UNDERSTOOD.values())]
+    rows = [
+        Row([str(row["rank"]), str(row["phase"]), row["tasks"], *(float(row[key]) for key in _UNDERSTOOD)])
+        for row in found
+    ]
+    return Table("what was understood of the trace", columns, rows)
+
+
+def inferred_table(found: Mapping[str, Inferred]) -> Table:
+    rows = [Row([key, value_text(one.value), one.evidence]) for key, one in found.items()]
+    return Table("setup of the traced run, as inferred", [Column("key"), Column("value"), Column("evidence")], rows)
+
+
+def value_text(value: object) -> str:
+    """A value as TOML writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,161 @@
+"""Replays and comparisons as cards and tables, for terminal, page and notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lumos.analysis.breakdown import Breakdown, mean_breakdown
+from lumos.analysis.collectives import Collective, CollectiveGroup
+from lumos.analysis.comparison import Comparison, Difference
+from lumos.analysis.hotspots import Hotspot
+from lumos.analysis.replay import Replay
+from lumos.graph.critical_path import PathSummary
+from lumos.graph.from_trace.cpu_device import is_cpu_run
+from lumos.report.table import Card, Column, Row, Table, left_out, ms_columns, ms_digits, short
+from lumos.report.wording import STEP_PARTS, change, ms_text
+
+MOST_ROWS = 200
+
+
+# ---------------------------------------------------------------------- a replay
+def device_of(run: Replay) -> str:
+    return "CPU" if is_cpu_run(run.execution.trace) else "GPU"
+
+
+def replay_cards(run: Replay) -> list[Card]:
+    recorded, simulated = run.recorded_steps.mean, run.simulated_steps.mean
+    unexplained = run.path_summary.unexplained_ms
+    share = 100 * unexplained / simulated if simulated else 0.0
+    sure = f"± {run.cost.error_pct:.0f} % (80 % interval); the typical step"
+    return [
+        Card("recorded step", ms_text(recorded), f"mean of {len(run.marks.names)}"),
+        Card("simulated step", ms_text(simulated), f"{run.error_pct:+.2f} % from the recorded one"),
+        Card("without the profiler", ms_text(run.clean_ms), sure),
+        Card("never profiled", ms_text(run.never_profiled_ms), "CUPTI stays attached once it was used"),
+        Card("unexplained", ms_text(unexplained), f"{share:.1f} % of the step, on the critical path"),
+        Card(f"{device_of(run)} busy", f"{100 * run.utilisation.mean:.0f} %", "mean over ranks and time"),
+    ]
+
+
+def breakdown_table(parts: Mapping[int, Breakdown], simulated: Breakdown | None = None) -> Table:
+    """Where the step goes on every rank."""
+    rows = [Row([str(rank), *_with_sum(part)], rank=str(rank)) for rank, part in parts.items()]
+    if len(parts) > 1:
+        rows.append(Row(["all ranks, mean", *_with_sum(mean_breakdown(list(parts.values())))], is_total=True))
+    if simulated is not None:
+        rows.append(Row(["simulated, mean", *_with_sum(simulated)], is_total=True))
+    titles = [f"{name}, ms" for name in (*STEP_PARTS.values(), "step")]
+    return Table("where the step goes on every rank", [Column("rank"), *ms_columns(titles, rows)], rows)
+
+
+def _with_sum(part: Breakdown) -> list[float]:
+    return [*(getattr(part, key) for key in STEP_PARTS), part.step_ms]
+
+
+def stragglers_table(run: Replay) -> Table:
+    rows = []
+    for s in run.stragglers:
+        last_in = f"{s.last_in} of {s.of}"
+        rows.append(Row([str(s.rank), s.costs_others_ms, last_in, s.compute_ms, s.idle_ms, s.why], rank=str(s.rank)))
+    costs, compute, idle = ms_columns(("costs the others, ms", "compute, ms", "idle, ms"), rows)
+    columns = [Column("rank"), costs._replace(bar=True), Column("last in"), compute, idle, Column("why")]
+    return Table("which rank is slow", columns, rows)
+
+
+def steps_table(run: Replay) -> Table:
+    recorded, simulated = run.recorded_steps.milliseconds.tolist(), run.simulated_steps.milliseconds.tolist()
+    rows = [
+        Row([name, r, s, 100 * (s / r - 1) if r else None])
+        for name, r, s in list(zip(run.marks.names, recorded, simulated, strict=True))[:MOST_ROWS]
+    ]
+    first, second = ms_columns(("recorded, ms", "simulated, ms"), rows)
+    columns = [Column("step"), first._replace(bar=True), second, Column("difference, %", 2, signed=True)]
+    return Table("steps, recorded and simulated", columns, rows, left_out(MOST_ROWS, recorded))
+
+
+def path_table(summary: PathSummary) -> Table:
+    """What the critical path is made of; from the first rank's start to the last one's end."""
+    total = summary.total_ms or 1.0
+    rows = [
+        Row([kind, ms, 100 * ms / total, _mostly(summary, kind)], kind=filtered_kind(kind))
+        for kind, ms in summary.by_kind.items()
+    ]
+    rows.append(Row(["critical path", summary.total_ms, 100.0, ""], is_total=True))
+    columns = [Column("kind"), *ms_columns(("ms",), rows), Column("share, %", 1, bar=True), Column("mostly")]
+    return Table("critical path by kind, per step", columns, rows)
+
+
+def filtered_kind(kind: str) -> str:
+    """The kind by which the filter of a page finds a row; waiting is found by any."""
+    return "" if kind in ("latency", "unexplained") else kind
+
+
+def _mostly(summary: PathSummary, kind: str) -> str:
+    found = [f"{short(name, 28)} {ms:.2f}" for k, name, ms in summary.by_operator if k == kind]
+    return ", ".join(found[:3])
+
+
+def hot_table(spots: Sequence[Hotspot], title: str) -> Table:
+    """Operators or kernels by the time they take on the GPU."""
+    total = sum(spot.ms for spot in spots) or 1.0
+    rows = [Row([s.name, s.calls, s.ms, 100 * s.ms / total, s.mean_us]) for s in spots[:MOST_ROWS]]
+    columns = [Column("name"), Column("calls", 1), Column("ms", ms_digits(s.ms for s in spots), bar=True),
+               Column("share, %", 1), Column("mean µs", 1)]  # fmt: skip
+    return Table(f"{title}, per step and rank", columns, rows, left_out(MOST_ROWS, spots))
+
+
+def groups_table(groups: Sequence[CollectiveGroup], steps: int) -> Table:
+    columns = [Column("collective"), Column("ranks", 0), Column("MB", 2), Column("per step", 1), Column("wait, ms", 3),
+               Column("transfer, ms", 3), Column("both, ms per step", 3, bar=True), Column("bus GB/s", 1)]  # fmt: skip
+    rows = [
+        Row([g.collective, g.ranks, g.bytes / 1e6 if g.bytes >= 0 else None, g.count / steps, g.wait_ms,
+             g.transfer_ms, g.count * (g.wait_ms + g.transfer_ms) / steps, g.bus_gb_s or None])
+        for g in groups[:MOST_ROWS]
+    ]  # fmt: skip
+    title = "collectives by kind and size (wait and transfer: mean of one)"
+    return Table(title, columns, rows, left_out(MOST_ROWS, groups))
+
+
+def longest_collectives_table(found: Sequence[Collective], most: int = 50) -> Table:
+    longest = sorted(found, key=lambda c: -(c.wait_ms + c.transfer_ms))[:most]
+    columns = [Column("collective"), Column("ranks", 0), Column("at, ms", 2), Column("last rank"),
+               Column("worst wait, ms", 3), Column("mean wait, ms", 3), Column("transfer, ms", 3),
+               Column("bus GB/s", 1)]  # fmt: skip
+    rows = [
+        Row([c.collective, c.ranks, c.start_ms, str(c.last_rank), c.worst_wait_ms, c.wait_ms, c.transfer_ms,
+             c.bus_gb_s or None], rank=str(c.last_rank))
+        for c in longest
+    ]  # fmt: skip
+    return Table("single collectives, the longest first", columns, rows, left_out(most, found))
+
+
+# ---------------------------------------------------------------------- a comparison
+def comparison_cards(found: Comparison) -> list[Card]:
+    before, after = found.before.recorded_steps.mean, found.after.recorded_steps.mean
+    worst = max(found.parts, key=lambda part: abs(part.change_ms))
+    return [
+        Card("before", ms_text(before), f"mean of {len(found.before.marks.names)} recorded"),
+        Card("after", ms_text(after), f"mean of {len(found.after.marks.names)} recorded"),
+        Card("change", ms_text(after - before, signed=True), change(after, before)),
+        Card("mostly", ms_text(worst.change_ms, signed=True), STEP_PARTS[worst.name]),
+    ]
+
+
+def parts_table(parts: Sequence[Difference]) -> Table:
+    """The parts of the step; their changes add up to its change."""
+    rows = [Row([STEP_PARTS[part.name], part.before_ms, part.after_ms, part.change_ms]) for part in parts]
+    total = [sum(part.before_ms for part in parts), sum(part.after_ms for part in parts)]
+    rows.append(Row(["step", *total, total[1] - total[0]], is_total=True))
+    columns = [Column("part"), *ms_columns(("before, ms", "after, ms", "change, ms"), rows)]
+    return Table("parts of the step, mean over ranks", columns, rows)
+
+
+def differences_table(title: str, parts: Sequence[Difference]) -> Table:
+    """Operators or collectives, the largest change first."""
+    rows = [
+        Row([p.name, p.before_ms, p.before_calls, p.after_ms, p.after_calls, p.change_ms]) for p in parts[:MOST_ROWS]
+    ]
+    before, after, by = ms_columns(("before, ms", "after, ms", "change, ms"), rows)
+    calls = Column("calls", 1)
+    columns = [Column("name"), before, calls, after, calls, by._replace(bar=True)]
+    return Table(f"{title}, before and after", columns, rows, left_out(MOST_ROWS, parts))

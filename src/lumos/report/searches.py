@@ -1,0 +1,95 @@
+"""Searches as cards and tables, for terminal and page, from the answer that `lumos search --json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lumos.report.table import Card, Column, Row, Table, left_out
+from lumos.report.wording import STEP_PARTS
+
+Answer = Mapping[str, Any]
+
+NUMBERS = {
+    "step_ms": (Column("step, ms", 1, bar=True), 1.0),
+    "tokens_per_s_per_gpu": (Column("tokens/s/GPU", 0), 1.0),
+    "mfu": (Column("MFU, %", 1), 100.0),
+    "memory_gib": (Column("memory, GiB", 1), 1.0),
+    "joules_per_token": (Column("J/token", form="{:.3g}".format), 1.0),
+    "cost_per_mtoken": (Column("cost per Mtoken", form="{:,.4g}".format), 1.0),
+    "gpu_hours_per_mtoken": (Column("GPU-hours/Mtoken", form="{:.4g}".format), 1.0),
+    "days": (Column("days", 1), 1.0),
+}  # of a configuration: how it is shown, and times what
+_SHORT = {"sequence_parallel": "sp", "micro_batch": "mb", "microbatches": "n"}
+_MOST_ROWS = 500
+
+
+def search_cards(answer: Answer) -> list[Card]:
+    cards = [
+        Card("valid configurations", f"{answer['evaluated']:,}", f"in {answer['seconds']:,.1f} s"),
+        Card("fit into memory", f"{answer.get('fitting', 0):,}"),
+        Card("simulated", f"{answer.get('simulated', 0):,}", "not ruled out by bounds"),
+    ]
+    if not answer["results"]:
+        return [*cards, Card("best", "none", "no configuration is valid and fits")]
+    best = answer["results"][0]
+    return [*cards, Card("best step", f"{best['step_ms']:,.1f} ms", label_of(best, keys_of([best])))]
+
+
+def keys_of(rows: Sequence[Answer]) -> list[str]:
+    """The searched keys that differ between rows; all of them where none does."""
+    keys = list(dict.fromkeys(key for row in rows for key in row if "." in key))
+    return [key for key in keys if len({str(row.get(key)) for row in rows}) > 1] or keys
+
+
+def short(key: str) -> str:
+    """parallel.sequence_parallel is sp, cluster.gpus is gpus."""
+    name = key.rpartition(".")[2]
+    return _SHORT.get(name, name)
+
+
+def label_of(row: Answer, keys: Sequence[str]) -> str:
+    """A configuration in words: "tp 8, pp 4"."""
+    return ", ".join(f"{short(key)} {row[key]}" for key in keys if row.get(key) not in (None, 1, False, ""))
+
+
+def number_of(row: Answer, key: str) -> float | None:
+    return None if row.get(key) is None else NUMBERS[key][1] * float(row[key])
+
+
+def configurations_table(
+    caption: str, rows: Sequence[Answer], keys: Sequence[str], numbers: Sequence[str] = tuple(NUMBERS)
+) -> Table:
+    """Configurations with the values of these keys and numbers; a number that none of them has is left out."""
+    numbers = [key for key in numbers if any(row.get(key) is not None for row in rows)]
+    searched = [Column(short(key), 0 if all(type(row.get(key)) is int for row in rows) else -1) for key in keys]
+    body = [
+        Row([rank, *(_plain(row.get(key)) for key in keys), *(number_of(row, key) for key in numbers)])
+        for rank, row in enumerate(rows[:_MOST_ROWS], 1)
+    ]
+    columns = [Column("#", 0), *searched, *(NUMBERS[key][0] for key in numbers)]
+    return Table(caption, columns, body, left_out(_MOST_ROWS, rows))
+
+
+def breakdowns_table(rows: Sequence[Answer], keys: Sequence[str]) -> Table:
+    columns = [Column("#", 0), *(Column(name, 1) for name in STEP_PARTS.values()), Column("configuration")]
+    body = [
+        Row([rank, *(float(row["breakdown"].get(part, 0.0)) for part in STEP_PARTS), label_of(row, keys)])
+        for rank, row in enumerate(rows, 1)
+    ]
+    return Table("where the step goes, ms", columns, body)
+
+
+def lost_table(rows: Sequence[Answer]) -> Table:
+    """Why the others are not the best."""
+    body = [
+        Row([rank, 100 * (row["value"] / rows[0]["value"] - 1), str(row.get("lost_by", ""))])
+        for rank, row in enumerate(rows[1:], 2)
+    ]
+    return Table("why the others lost", [Column("#", 0), Column("by, %", 2), Column("why")], body)
+
+
+def _plain(value: Any) -> str | float | None:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str | int | float) or value is None else str(value)

@@ -1,0 +1,117 @@
+"""Replays, comparisons, predictions and checks on a terminal."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from lumos.analysis.breakdown import mean_breakdown
+from lumos.analysis.collectives import group_collectives
+from lumos.analysis.comparison import Comparison
+from lumos.analysis.readiness import Readiness
+from lumos.analysis.replay import Replay
+from lumos.prediction.prediction import Prediction
+from lumos.report.predictions import (
+    cost_cards,
+    inferred_table,
+    memory_table,
+    operators_table,
+    parts_of_step_table,
+    prediction_cards,
+    understood_table,
+)
+from lumos.report.replays import (
+    MOST_ROWS,
+    breakdown_table,
+    comparison_cards,
+    device_of,
+    differences_table,
+    groups_table,
+    hot_table,
+    parts_table,
+    path_table,
+    replay_cards,
+    steps_table,
+    stragglers_table,
+)
+from lumos.report.terminal.style import make_table, notes, rendered, summary
+from lumos.report.wording import title_of
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_WIDTH = 80  # characters of the utilisation
+_FEW = 8  # rows of operators, kernels and collectives
+_QUESTIONS = {
+    "replay": "where the step goes (lumos replay)",
+    "scale": "faster kernels or communication (lumos predict --from --scale)",
+    "host": "whether the host decides (--scale cpu)",
+    "multi_rank": "which rank is slow, waiting apart from transfer",
+    "change": "another configuration (lumos predict --from --set)",
+}
+
+
+def show_replay(run: Replay, console: Console) -> None:
+    """Is the graph right, and where does the time go?"""
+    device, steps = device_of(run), max(len(run.marks.names), 1)
+    title = f"replay of {len(run.marks.ranks)} rank(s), {len(run.execution.graph):,} tasks"
+    simulated = mean_breakdown(list(run.simulated_breakdown.values()))
+    parts: list[RenderableType] = [summary(title, replay_cards(run))]
+    if len(run.marks.ranks) > 1:
+        parts.append(rendered(stragglers_table(run)))
+    tables = [breakdown_table(run.recorded_breakdown, simulated), steps_table(run), path_table(run.path_summary)]
+    parts += map(rendered, tables)
+    parts.append(rendered(hot_table(run.operators(MOST_ROWS), f"{device} time by operator"), _FEW))
+    parts.append(rendered(hot_table(run.kernels(MOST_ROWS), f"{device} time by kernel"), _FEW))
+    if run.collectives:
+        parts.append(rendered(groups_table(group_collectives(run.collectives), steps), _FEW))
+    console.print(Group(*parts, _utilisation(run, device), *notes(run.execution.warnings)))
+
+
+def _utilisation(run: Replay, device: str) -> Text:
+    share = run.utilisation.share.mean(axis=0)
+    if len(share) > _WIDTH:
+        share = np.array([part.mean() for part in np.array_split(share, _WIDTH)])
+    bars = "".join(_BARS[round(float(s) * (len(_BARS) - 1))] for s in share)
+    return Text(f"{device} busy over time  {bars}")
+
+
+def show_comparison(found: Comparison, console: Console) -> None:
+    """What makes the second run differ from the first."""
+    tables = [parts_table(found.parts), differences_table("GPU time by operator", found.operators)]
+    if found.collectives:
+        tables.append(differences_table("collectives, waiting and transfer", found.collectives))
+    warnings = [*found.before.execution.warnings, *found.after.execution.warnings]
+    shown = (rendered(table, 12) for table in tables)
+    console.print(Group(summary("step, as recorded", comparison_cards(found)), *shown, *notes(warnings)))
+
+
+def show_prediction(found: Prediction, console: Console) -> None:
+    """The whole answer, whatever it was predicted from."""
+    title = "without the profiler" if found.setup is None else title_of(found.setup)
+    costs = cost_cards(found)
+    tables = [parts_of_step_table(found)]
+    if found.memory is not None:
+        tables += [memory_table(found.memory), operators_table(found)]
+    if found.traced is not None:
+        tables += [understood_table(found.traced.understood), inferred_table(found.inferred)]
+    parts = [summary(title, prediction_cards(found)), *([summary("cost", costs)] if costs else [])]
+    console.print(Group(*parts, *(rendered(table, 64) for table in tables), *notes(found.warnings)))
+
+
+def show_readiness(found: Readiness, path: str, console: Console) -> None:
+    """Which questions can be asked, then what is missing for better answers."""
+    steps = ", ".join(found.run.marks.names)
+    questions = make_table("what can be asked", "", "")
+    for name, text in _QUESTIONS.items():
+        questions.add_row(Text("yes", style="green") if found.ready[name] else Text("no", style="red"), text)
+    parts: list[RenderableType] = [
+        Text(f"{path}: {len(found.trace.ranks)} of {found.world} rank(s), {steps}"), questions,
+    ]  # fmt: skip
+    for one in found.findings:
+        table = make_table(f"lacks {one.what}", "", "")
+        table.show_header = False
+        for row in (("", one.lacks), ("costs", one.answers), ("record", one.record)):
+            table.add_row(*row)
+        parts.append(table)
+    nothing = [] if found.findings else [Text("nothing is missing")]
+    console.print(Group(*parts, *nothing, *notes(found.run.execution.warnings)))

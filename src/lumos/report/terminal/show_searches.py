@@ -1,0 +1,66 @@
+"""Searches and scores on a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+
+from lumos.report.searches import Answer, breakdowns_table, configurations_table, keys_of, lost_table, search_cards
+from lumos.report.terminal.style import make_table, notes, rendered, summary
+
+_OF_BEST = ("step_ms", "mfu", "memory_gib", "joules_per_token", "cost_per_mtoken", "days")
+_FEW, _MOST_ON_FRONT = 5, 12
+_MOST_REASONS = 5
+
+
+def show_search(answer: Answer, console: Console) -> None:
+    """The best configurations, why the others lost, and the Pareto front."""
+    results, front = answer["results"], answer["pareto"]
+    tables = []
+    if results:
+        priced = front[0]["cost_per_mtoken"] is not None
+        on_front = ("step_ms", "memory_gib", "cost_per_mtoken" if priced else "gpu_hours_per_mtoken")
+        best, title = f"the best by {answer['objective']}", "Pareto front of time, memory and cost"
+        tables = [
+            rendered(configurations_table(best, results, _keys(results), _OF_BEST), len(results)),
+            rendered(breakdowns_table(results[:_FEW], keys_of(results))),
+            *([rendered(lost_table(results[:_FEW]))] if len(results) > 1 else []),
+            rendered(configurations_table(title, front, _keys(front), on_front), _MOST_ON_FRONT),
+        ]
+    console.print(Group(summary("configurations", search_cards(answer)), *tables,
+                        *notes([*_gap(answer), *answer["warnings"]])))  # fmt: skip
+
+
+def _keys(rows: Sequence[Answer]) -> list[str]:
+    """The setup keys that differ between rows, or have a value other than 1, 0 or false."""
+    keys = [key for key in rows[0] if "." in key]
+    return [key for key in keys if len({row[key] for row in rows}) > 1 or rows[0][key] not in (1, False, 0)]
+
+
+def _gap(answer: Answer) -> list[str]:
+    if not (answer["results"] and answer["bound_ms"] and answer["objective"] == "time"):
+        return []
+    best, bound, own = answer["results"][0]["step_ms"], answer["bound_ms"], answer["results"][0]["bound_ms"]
+    return [
+        f"no configuration that fits can take less than {bound:,.1f} ms; the best takes {best:,.1f} ms "
+        f"(+{100 * (best / bound - 1):.1f} %), {100 * (best / own - 1):.1f} % more than its own lower bound"
+    ]
+
+
+def show_score(answer: Answer, console: Console) -> None:
+    """Errors by source, and what was refused."""
+    title = f"{answer['predicted']} of {answer['rows']} rows predicted"
+    table = make_table(title, "source", "rows", "mean error, %", "median, %", "rank correlation")
+    for name, part in [*answer["by_source"].items(), ("all", answer)]:
+        cells = [part["mape"], part["median"], part["spearman"]]
+        table.add_row(name, str(part["n"]), *("" if c is None else f"{c:.2f}" for c in cells))
+    reasons = Counter(row["reason"] for row in answer["refused"])
+    inside, more = answer["inside_interval"], len(reasons) - _MOST_REASONS
+    remarks = [] if inside is None else [f"{100 * inside:.0f} % of the measured runs are inside their 80 % interval"]
+    for reason, count in reasons.most_common(_MOST_REASONS):
+        remarks.append(f"{count} {'row' if count == 1 else 'rows'} refused: {reason}")
+    if more > 0:
+        remarks.append(f"rows were refused for {more} more reasons; --json has them all")
+    console.print(Group(table, *notes([*remarks, *answer.get("warnings", ())])))

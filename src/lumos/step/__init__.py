@@ -1,0 +1,1 @@
+"""The described training step: its program, priced and simulated."""
