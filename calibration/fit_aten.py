@@ -26,6 +26,7 @@ from lumos.cost.operator_model import cost_model
 from lumos.dry_run.aten_prices import Work, isolated_us, matrix_operator, work_of
 from lumos.dry_run.recording import RecordedOp, TensorInfo
 
+Detail = dict[tuple[str, str], list[tuple[Work, float]]]
 HERE = Path(__file__).parent
 TABLE = HERE.parent / "src/lumos/data/aten_costs.json"
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "int64": 8, "bool": 1}
@@ -36,26 +37,26 @@ MISALIGNED = {
 }
 HOST = {"launch_share": 0.66, "view_share": 0.33, "backward_share": 0.5}
 _PROFILES = "calibration/architectures_h200.json.xz"
+_BY_SCRIPT, _BY_HAND = "calibration/fit_aten.py", "by hand"
 SOURCES = {
+    "gpu": ("where the samples are from", "documented"),
     "families": (
-        "calibration/aten_h200.jsonl.xz (H200, torch 2.11, cold cache): fixed time in us, bytes and elements per us",
-        "calibration/fit_aten.py",
+        "calibration/aten_h200.jsonl.xz (H200, torch 2.11, cold cache): fixed time in us, bytes and elements per us. By hand "
+        f"from {_PROFILES}: pointwise.transposed (Whisper's additions of transposed embeddings) and index_put.serial_us, "
+        "for each row that is added to the same row of a table (GPT-OSS: 1,024 rows for each of 32 take 2.1 ms)",
+        _BY_SCRIPT,
     ),
-    "factors": ("the same samples over the shipped cost model", "calibration/fit_aten.py"),
+    "factors": ("the same samples over the shipped cost model", _BY_SCRIPT),
+    "held_out_error_pct": ("mean error on a fifth of the samples that is not fitted on", _BY_SCRIPT),
     "misaligned_tflops": (
         f"heads of odd vocabularies in {_PROFILES} (GPT-2, Granite, Whisper; BERT), by the number of elements "
         "that rows are aligned to",
-        "by hand",
-    ),
-    "families.pointwise.transposed": (f"additions of Whisper's transposed embeddings in {_PROFILES}", "by hand"),
-    "families.index_put.serial_us": (
-        f"rows that are added to one row of a table: 1,024 each for 32 rows take 2.1 ms (GPT-OSS in {_PROFILES})",
-        "by hand",
+        _BY_HAND,
     ),
     "host": (
         "host time of an operator with a kernel and of a view over host_us of frameworks.toml, and of the backward "
         f"pass (C++) over the forward pass; Whisper and Gemma 3 in {_PROFILES}, whose forward passes wait for the host",
-        "by hand",
+        _BY_HAND,
     ),
 }
 UNARY = {"silu", "gelu", "gelu_tanh", "neg", "pow", "rsqrt", "tanh", "relu", "sigmoid", "exp", "mul_scalar"}
@@ -301,12 +302,13 @@ def _matrix_row(row: dict[str, Any]) -> tuple[str, RecordedOp | None]:
     return "", None
 
 
-def main() -> None:
+def derived(show: bool = False) -> dict[str, Any]:
+    """The whole table, without its sources."""
     with lzma.open(HERE / "aten_h200.jsonl.xz", "rt") as file:
         rows = [json.loads(line) for line in file][1:]
     kept: dict[str, list[tuple[Work, float]]] = defaultdict(list)
     apart: dict[str, list[tuple[Work, float]]] = defaultdict(list)
-    detail: dict[tuple[str, str], list[tuple[Work, float]]] = defaultdict(list)
+    detail: Detail = defaultdict(list)
     for row in rows:
         if row["op"] in ("mm", "addmm", "bmm", "_grouped_mm", "sdpa_fwd", "sdpa_bwd"):
             continue
@@ -320,28 +322,29 @@ def main() -> None:
     errors = {}
     for name, found in sorted(apart.items()):
         errors[name] = round(100 * statistics.mean(abs(isolated_us(w, families) / us - 1) for w, us in found), 1)
-        print(f"{name:26s} {families[name]} rows {len(kept[name])} held out {len(found)}: {errors[name]} %")
-        for (family, which), some in sorted(detail.items()):
-            if family == name and len({k for f, k in detail if f == name}) > 1:
-                ratio = [us / isolated_us(w, families) for w, us in some if us > 15]
-                if ratio:
-                    print(f"      {which:50s} {len(some):4d} measured/fit {statistics.median(ratio):.2f}")
+        if show:
+            print(f"{name:26s} {families[name]} rows {len(kept[name])} held out {len(found)}: {errors[name]} %")
+            _show_members(detail, name, families)
     families["index_put"]["serial_us"] = 2.0
     families["pointwise.transposed"] = families["pointwise.strided"] | {"elements": 200_000}
-    table = {
-        "gpu": "h200",
-        "host": HOST,
-        "families": families,
-        "factors": factors(rows),
-        "misaligned_tflops": MISALIGNED,
+    return {
+        "gpu": "h200", "host": HOST, "families": families, "factors": factors(rows), "misaligned_tflops": MISALIGNED,
         "held_out_error_pct": errors,
-        "sources": {
-            key: {"source": text, "script": script, "date": str(date.today())}
-            for key, (text, script) in SOURCES.items()
-        },
-    }
-    TABLE.write_text(json.dumps(table, indent=1) + "\n")
-    print(json.dumps(table["factors"], indent=1))
+    }  # fmt: skip
+
+
+def _show_members(detail: Detail, name: str, families: dict[str, dict[str, float]]) -> None:
+    """How well the operators of one family agree."""
+    for (family, which), some in sorted(detail.items()):
+        ratio = [us / isolated_us(work, families) for work, us in some if us > 15]
+        if family == name and ratio:
+            print(f"      {which:50s} {len(some):4d} measured/fitted {statistics.median(ratio):.2f}")
+
+
+def main() -> None:
+    today = str(date.today())
+    sources = {key: {"source": text, "script": script, "date": today} for key, (text, script) in SOURCES.items()}
+    TABLE.write_text(json.dumps(derived(show=True) | {"sources": sources}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ from lumos.prediction.interval import dry_spread
 from lumos.prediction.operator_times import SOURCES, OperatorTime
 from lumos.prediction.power import Energy
 from lumos.prediction.prediction import Prediction, memory_words
-from lumos.step.step import prices_of
 from lumos.program.memory import Memory
 from lumos.setup.importers.foreign_file import text_of
 from lumos.setup.messages import place_of
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
+from lumos.step.step import prices_of
 
 _STAND_IN = {"layers": 1, "hidden": 64, "ffn": 64, "heads": 1, "vocab": 64}  # no size of it is used
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
