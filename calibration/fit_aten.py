@@ -41,8 +41,8 @@ _BY_SCRIPT, _BY_HAND = "calibration/fit_aten.py", "by hand"
 SOURCES = {
     "gpu": ("where the samples are from", "documented"),
     "families": (
-        "calibration/aten_h200.jsonl.xz (H200, torch 2.11, cold cache): fixed time in us, bytes and elements per us. By hand "
-        f"from {_PROFILES}: pointwise.transposed (Whisper's additions of transposed embeddings) and index_put.serial_us, "
+        "calibration/aten_h200.jsonl.xz (H200, torch 2.11, cold cache): fixed time in us, bytes and elements per us. "
+        f"By hand from {_PROFILES}: pointwise.transposed (Whisper's transposed embeddings) and index_put.serial_us, "
         "for each row that is added to the same row of a table (GPT-OSS: 1,024 rows for each of 32 take 2.1 ms)",
         _BY_SCRIPT,
     ),

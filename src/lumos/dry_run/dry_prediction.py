@@ -119,6 +119,8 @@ def why_not(path: Path, changes: Sequence[str]) -> str | None:
             "predicted from its sizes, because model keys are set: a dry run takes the model as its config.json has it"
         )
     setup = _setup(path, changes).setup
+    if setup.cluster.accelerator.is_cpu:
+        return "predicted from its sizes: dry runs have no prices for CPUs"
     for key, values in _SUPPORTED.items():
         section, name = key.split(".")
         value = getattr(getattr(setup, section), name)

@@ -67,9 +67,10 @@ def _config(config: dict[str, Any]) -> Any:
                     setattr(made, name, 0)
         return made
     except (ValueError, TypeError, KeyError) as error:
+        reason = str(error).partition("Should contain")[0].strip()[:160]
         raise OptionError(
             f"model_type = {str(config.get('model_type'))[:60]!r}: transformers {transformers.__version__} does not "
-            f"know it ({str(error)[:120]}): install a newer one"
+            f"take this config.json ({reason}): install a newer one"
         ) from None
 
 
