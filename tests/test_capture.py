@@ -130,7 +130,7 @@ def test_a_command_is_recorded_through_its_launcher(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *TRAIN[1:]]
     done = capture_command("-o", str(tmp_path), "--warmup", "3", "--", *launcher)
     assert done.returncode == 0, done.stderr
-    assert "2 trace(s)" in done.stderr
+    assert "2 traces" in done.stderr
     assert replay(read_job(tmp_path)).marks.names == ("ProfilerStep#3", "ProfilerStep#4")
     told = tomllib.loads((tmp_path / "setup.toml").read_text())
     assert told == {"model": {}, "train": {}, "cluster": {"gpu": "cpu", "gpus": 2}}

@@ -23,7 +23,7 @@ from lumos.analysis.replay import replay
 from lumos.cli.main import app
 from lumos.errors import InputError, LumosError
 from lumos.export.chakra_writer import write_chakra
-from lumos.export.chrome_traces import write_kineto
+from lumos.export.chrome_traces import write_kineto, write_timeline
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Graph
@@ -970,3 +970,11 @@ def test_an_execution_trace_adds_the_sizes_of_collectives(shared_data: Path) -> 
     assert {m.message for m in without.rendezvous} == {None}
     sizes = Counter(m.message.in_elements for m in run.rendezvous if m.message is not None)
     assert sizes[4 * 2048 * 4096] >= 80  # micro-batch × sequence × hidden
+
+
+def test_a_timeline_for_perfetto_is_not_taken_for_a_trace(tmp_path: Path) -> None:
+    """It shows all ranks in one view and has no launches: replaying it would give another run."""
+    path = tmp_path / "view.trace.json.gz"
+    write_timeline(path, replay(read_job(Path("src/lumos/data/example"))).clean_run)
+    with pytest.raises(InputError, match="a timeline that Lumos wrote for Perfetto"):
+        read_job(path)

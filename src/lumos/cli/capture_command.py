@@ -49,8 +49,11 @@ def _written(folder: Path) -> dict[str, int]:
 
 def _report(folder: Path, found: list[tuple[str, int]], warmup: int, code: int, signal: str) -> None:
     ended = f"; the command ended with {signal or code}" if code else ""
-    if found:
-        text = f"{len(found)} trace(s) in {folder}; next: lumos check {folder}, lumos replay {folder}"
+    if code and not found:
+        text, ended = f"nothing was recorded: the command ended with {signal or code} (its own output says why)", ""
+    elif found:
+        count = "1 trace" if len(found) == 1 else f"{len(found)} traces"
+        text = f"{count} in {folder}; next: lumos check {folder}, lumos replay {folder}"
     else:
         text = (
             f"nothing was recorded: no torch.optim optimizer made more than {warmup} steps in a Python process of the "

@@ -58,19 +58,15 @@ def predict_command(
     From a trace: with some parts faster or slower (--scale), or in another configuration (--set, or a setup).
     """
     check_output(output, source or setup)
+    changes, scale = changes or [], scale or []
     tariff = read_tariff(price, kwh_price, pue, tokens)
+    _refuse(setup, source, changes, scale, options != _ALL or profiler_costs is not None, tariff != Tariff())
     if source is None:
-        if options != _ALL or profiler_costs:
-            raise OptionError(
-                "--step, --match, --rank-pattern, --profiler-costs, --engine and --address work on a trace: add --from"
-            )
-        found = _described(setup, changes or [], scale or [], tariff, describe)
+        found = _described(setup or Path(), changes, tariff, describe)
+    elif setup is None and not changes:
+        found = predict(load_run(source, options, profiler_costs), scale)
     else:
-        _refuse_together(setup, changes or [], scale or [], priced=bool(price or kwh_price or pue or tokens))
-        if setup is None and not changes:
-            found = predict(load_run(source, options, profiler_costs), scale or [])
-        else:
-            found = _changed(partial(load_run, source, options, profiler_costs), setup, changes or [], tariff)
+        found = _changed(partial(load_run, source, options, profiler_costs), setup, changes, tariff)
     answer = found.as_dict()
     row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
     writers = {
@@ -82,23 +78,29 @@ def predict_command(
     deliver(answer, lambda _, to: show_prediction(found, to), as_json, output, writers)
 
 
-def _refuse_together(setup: Path | None, changes: list[str], scale: list[str], priced: bool) -> None:
-    if setup is not None and scale:
-        raise OptionError("--scale and a setup together: change the setup with --set, or leave it out and use --scale")
-    if changes and scale:
-        raise OptionError("--scale and --set together: ask for one at a time")
-    if setup is None and not changes and priced:
-        raise OptionError("--price, --kwh-price, --pue and --tokens need a setup, or what is to change: add --set")
+def _refuse(
+    setup: Path | None, source: Path | None, changes: list[str], scale: list[str], reads: bool, priced: bool
+) -> None:
+    """Refuse options that do not go together: `reads` are those of traces, `priced` those of bills."""
+    described, traced = source is None, source is not None
+    wrong = {
+        "--step, --match, --rank-pattern, --profiler-costs, --engine and --address work on a trace: add --from":
+            described and reads,
+        "nothing to predict: name a setup file, or a trace with --from": described and setup is None,
+        "--scale works on a trace: add --from, or change the setup with --set": described and scale,
+        "--scale and a setup together: change the setup with --set, or leave it out and use --scale":
+            traced and setup and scale,
+        "--scale and --set together: ask for one at a time": traced and changes and scale,
+        "--price, --kwh-price, --pue and --tokens need a setup, or what is to change: add --set":
+            traced and priced and not setup and not changes,
+    }  # fmt: skip
+    for text, is_so in wrong.items():
+        if is_so:
+            raise OptionError(text)
 
 
-def _described(
-    setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff, describe: bool = False
-) -> Prediction:
+def _described(setup: Path, changes: list[str], tariff: Tariff, describe: bool) -> Prediction:
     """From a description; a config.json from the model's own code, where that can be run."""
-    if setup is None:
-        raise OptionError("nothing to predict: name a setup file, or a trace with --from")
-    if scale:
-        raise OptionError("--scale works on a trace: add --from, or change the setup with --set")
     if describe or setup.suffix.lower() != ".json":
         reading = read_setup_with_notes(setup, changes)
         return predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)

@@ -129,7 +129,7 @@ def _number(label: str) -> int | str:
 
 def write_timeline(path: Path, run: Run) -> None:
     """Write a simulated run, traced or described, with the arrows of the edges that decided."""
-    _write(path, {"schemaVersion": 1, "displayTimeUnit": "ms"}, _timeline_events(run))
+    _write(path, {"schemaVersion": 1, "displayTimeUnit": "ms", "lumosTimeline": 1}, _timeline_events(run))
 
 
 def _timeline_events(run: Run) -> Iterator[Event]:

@@ -159,7 +159,7 @@ class Sharding:
     def __init__(self, layout: RankLayout) -> None:
         train, framework, e = layout.train, layout.framework, float(layout.element)
         self.layout = layout
-        self.zero, self.frozen = layout.parallel.zero, train.mode == "lora"
+        self.zero, self.frozen = layout.zero, train.mode == "lora"
         self.shards = layout.sharing[0].size if self.zero else 1
         self.expert_shards = layout.experts_sharing[0].size if self.zero else 1
         values = _OPTIMIZER_VALUES[train.optimizer]

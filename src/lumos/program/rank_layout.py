@@ -169,13 +169,23 @@ class RankLayout:
         return bool(self.parallel.tp_overlap) and self.parallel.tp > 1
 
     @cached_property
+    def zero(self) -> int:
+        """The stage of ZeRO that memory and time see.
+
+        FSDP2 has stage 2 as "do not reshard after the forward pass". In a pipeline that is stage 3, where what was
+        gathered stays until the last micro-batch has gone back, too.
+        """
+        p = self.parallel
+        return 3 if p.zero == 2 and p.pp > 1 and self.framework.keeps_weights_in_pipeline else p.zero
+
+    @cached_property
     def gathers(self) -> str:
         """When the weights that ZeRO 3 divides are gathered: "never" (they are whole), "every pass", or "once" a step.
 
         FSDP gathers each layer before its forward and again before its backward pass. In a pipeline of PyTorch it keeps
         what was gathered until the last micro-batch has gone back.
         """
-        if self.parallel.zero < 3 or self.sharing[0].size == 1:
+        if self.zero < 3 or self.sharing[0].size == 1:
             return "never"
         return "once" if self.parallel.pp > 1 and self.framework.keeps_weights_in_pipeline else "every pass"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from lumos.change.infer import Inferred
 from lumos.prediction.operator_times import OperatorTime
-from lumos.prediction.prediction import Prediction, memory_words
-from lumos.program.memory import Memory
+from lumos.prediction.prediction import Prediction
+from lumos.program.memory import GIB, Memory
 from lumos.report.table import Card, Column, Row, Table
 from lumos.report.wording import STEP_PARTS, change, money_text, ms_text, si_text
 
@@ -38,8 +38,9 @@ def _setup_cards(found: Prediction) -> list[Card]:
     if setup is None or memory is None:
         return []
     device = "CPU rank" if found.is_of_cpu else "GPU"
-    fits = {True: ": fits", False: ": does not fit", None: ""}[found.fits]
-    room = "available memory not known" if found.fits is None else memory_words(memory) + fits
+    reserve, usable = memory.reserve / GIB, memory.usable / GIB
+    room = f"+ {reserve:.1f} GiB reserve of {usable:.1f} GiB: {'fits' if found.fits else 'does not fit'}"
+    room = "available memory not known" if found.fits is None else room
     cards = [Card(f"tokens/s/{device}", f"{found.tokens_per_s_per_gpu:,.0f}", f"{setup.tokens:,} tokens per step")]
     if found.mfu is not None and found.hfu is not None:
         peak = f"HFU {100 * found.hfu:.1f} % (dense {setup.train.precision} peak)"

@@ -5,7 +5,7 @@ The replay has no use for these events, so they are read here, from the files th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -76,34 +76,27 @@ def _effort(header: Header) -> float:
 
 
 def _read(header: Header, origin: int) -> tuple[Floats, Floats]:
-    path = Path(header.path)
-    none = np.zeros(0)
-    if not path.is_file():
-        return none, none
+    """(milliseconds, GiB) of the allocator of one rank's GPU; nothing where its file is gone or has changed."""
+    path, rows = Path(header.path), list[tuple[float, float]]()
     slices = Slices(path, _Event)
-    try:
-        rows = [row for events in slices for row in _rows(events)]
-    except _UNREADABLE:
-        return none, none  # it was read before, and has changed since
-    base = slices.header.get("baseTimeNanoseconds", 0)
+    if path.is_file():
+        with suppress(*_UNREADABLE):
+            rows = [row for events in slices for event in events if (row := _row(event))]
+    base = slices.header.get("baseTimeNanoseconds", 0) if rows else 0
     table = np.array(rows, np.float64).reshape(-1, 2)
     table = table[np.argsort(table[:, 0], kind="stable")]
     shift = (base if isinstance(base, int) else 0) - origin
     return table[:, 0] / 1e3 + shift / 1e6, table[:, 1] / _GIB
 
 
-def _rows(events: Sequence[_Event]) -> Iterator[tuple[float, float]]:
-    """(microseconds, bytes) of the events of a GPU's allocator; device types other than 0, the host, are GPUs."""
-    for event in events:
-        if event.name == "[memory]" and isinstance(event.args, _Args):
-            ts, allocated = event.ts, event.args.allocated
-            on_gpu = event.args.device not in (0, None)
-            if on_gpu and _is_below(ts, _LATEST) and _is_below(allocated, _MOST_MEMORY):
-                yield float(ts), float(allocated)
-
-
-def _is_below(value: Any, most: float) -> bool:
-    return isinstance(value, int | float) and 0 <= value < most
+def _row(event: _Event) -> tuple[float, float] | None:
+    """(microseconds, bytes) of an event of a GPU's allocator; device types other than 0, the host, are GPUs."""
+    if event.name != "[memory]" or not isinstance(event.args, _Args) or event.args.device in (0, None):
+        return None
+    match event.ts, event.args.allocated:
+        case (int() | float() as ts), (int() | float() as size) if 0 <= ts < _LATEST and 0 <= size < _MOST_MEMORY:
+            return float(ts), float(size)
+    return None
 
 
 def memory_section(trace: Trace, origin: int) -> Section:

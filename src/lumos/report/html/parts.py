@@ -10,17 +10,10 @@ from lumos.analysis.collectives import Collective, CollectiveGroup, group_collec
 from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.utilisation import Utilisation
 from lumos.graph.critical_path import PathSummary
+from lumos.report import replays
 from lumos.report.html.charts import Bars, Line, Lines, Series
 from lumos.report.html.page import Figure, Section
 from lumos.report.html.timeline import RunTimeline, lanes_table
-from lumos.report.replays import (
-    breakdown_table,
-    filtered_kind,
-    groups_table,
-    hot_table,
-    longest_collectives_table,
-    path_table,
-)
 from lumos.report.table import Column, Row, Table, ms_columns
 from lumos.report.wording import STEP_PARTS as PART_NAMES
 from lumos.report.wording import ms_text
@@ -45,7 +38,7 @@ def breakdown_section(parts: Mapping[int, Breakdown], text: str) -> Section:
         for key, (name, colour) in STEP_PARTS.items()
     ]
     chart = Bars([f"rank {rank}" for rank in parts], series, "ms per step", ranks=[str(rank) for rank in parts])
-    return bars_section("Step breakdown", text, chart, breakdown_table(parts))
+    return bars_section("Step breakdown", text, chart, replays.breakdown_table(parts))
 
 
 def before_and_after_section(
@@ -68,8 +61,11 @@ def path_section(summary: PathSummary) -> Section:
     """What the critical path is made of."""
     kinds = {kind: ms for kind, ms in summary.by_kind.items() if ms > 0} or summary.by_kind
     total = summary.total_ms or 1.0
-    series = [Series(kind, kind, [ms], kind=filtered_kind(kind)) for kind, ms in kinds.items()]
-    rows = [Row([name, kind, ms, 100 * ms / total], kind=filtered_kind(kind)) for kind, name, ms in summary.by_operator]
+    series = [Series(kind, kind, [ms], kind=replays.filtered_kind(kind)) for kind, ms in kinds.items()]
+    rows = [
+        Row([name, kind, ms, 100 * ms / total], kind=replays.filtered_kind(kind))
+        for kind, name, ms in summary.by_operator
+    ]
     (ms_column,) = ms_columns(("ms",), rows)
     columns = [Column("operator"), Column("kind"), ms_column._replace(bar=True), Column("share, %", 1)]
     more = f"the longest {len(rows)}" if len(rows) >= 50 else ""
@@ -79,7 +75,8 @@ def path_section(summary: PathSummary) -> Section:
         "end. Latency is the cost of launches, queues, links and waits between lanes; unexplained is time that was "
         "recorded and that no dependency accounts for."
     )
-    found = bars_section("Critical path", text, Bars(["critical path"], series, "ms per step"), path_table(summary))
+    chart = Bars(["critical path"], series, "ms per step")
+    found = bars_section("Critical path", text, chart, replays.path_table(summary))
     return replace(found, tables=[*found.tables, by_name, *_blocks_table(summary)])
 
 
@@ -110,13 +107,13 @@ def collectives_section(groups: Sequence[CollectiveGroup], steps: int) -> Sectio
         "network; transfer is what is left. Bus bandwidth as nccl-tests defines it, of the transfer alone."
     )
     chart = Bars([_group_label(g) for g in shown], series, "ms per step", named=True)
-    return bars_section("Collectives", text, chart, groups_table(groups, steps))
+    return bars_section("Collectives", text, chart, replays.groups_table(groups, steps))
 
 
 def recorded_collectives_section(found: Sequence[Collective], steps: int) -> Section:
     """The same with the longest ones by themselves."""
     section = collectives_section(group_collectives(list(found)), steps)
-    return replace(section, tables=[*section.tables, longest_collectives_table(found)]) if found else section
+    return replace(section, tables=[*section.tables, replays.longest_collectives_table(found)]) if found else section
 
 
 def _group_label(group: CollectiveGroup) -> str:
@@ -131,7 +128,7 @@ def hotspots_section(by_name: Mapping[str, Sequence[Hotspot]], text: str) -> Sec
         if spots:
             shown = spots[:_MOST_BARS]
             series = [Series("GPU time", "compute", [s.ms for s in shown])]
-            tables.append(hot_table(spots, title))
+            tables.append(replays.hot_table(spots, title))
             figures.append(Figure(tables[-1].caption, Bars([s.name for s in shown], series, "ms", named=True)))
     return Section("Operators and kernels", text, figures, tables)
 

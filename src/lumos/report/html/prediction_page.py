@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lumos.prediction.prediction import Prediction
+from lumos.report import predictions
 from lumos.report.html.memory_view import memory_section
 from lumos.report.html.page import Page, Section
 from lumos.report.html.parts import (
@@ -16,16 +17,6 @@ from lumos.report.html.parts import (
 from lumos.report.html.replay_page import subtitle_of
 from lumos.report.html.roofline import roofline_section
 from lumos.report.html.timeline import run_timeline
-from lumos.report.predictions import (
-    cost_cards,
-    inferred_table,
-    memory_table,
-    operators_table,
-    parts_of_step_table,
-    prediction_cards,
-    understood_table,
-    value_text,
-)
 from lumos.report.table import Column, Row, Table
 from lumos.report.wording import ms_text, title_of
 from lumos.setup.setup import SECTIONS, Setup
@@ -58,7 +49,7 @@ def prediction_summary(found: Prediction) -> Page:
 
 def _page(found: Prediction, sections: list[Section], kinds: list[str]) -> Page:
     ranks = [str(rank) for rank in found.run.trace.ranks]
-    cards = [*prediction_cards(found), *cost_cards(found)]
+    cards = [*predictions.prediction_cards(found), *predictions.cost_cards(found)]
     return Page(_title(found), _subtitle(found), cards, sections, found.warnings, ranks, kinds=kinds)
 
 
@@ -84,7 +75,7 @@ def _before_and_after(found: Prediction) -> list[Section]:
     names = [name for name, _ in STEP_PARTS.values()]
     was, now = ([getattr(parts, key) for key in STEP_PARTS] for parts in (before, after))
     text = "Both without the profiler."
-    return [before_and_after_section("Before and after", text, names, was, now, parts_of_step_table(found))]
+    return [before_and_after_section("Before and after", text, names, was, now, predictions.parts_of_step_table(found))]
 
 
 def _of_setup(found: Prediction) -> list[Section]:
@@ -92,13 +83,14 @@ def _of_setup(found: Prediction) -> list[Section]:
     if found.setup is None:
         return []
     if found.step is None:  # a dry run
-        tables = [memory_table(found.memory), operators_table(found)] if found.memory is not None else []
+        memory = [predictions.memory_table(found.memory)] if found.memory is not None else []
+        tables = [*memory, predictions.operators_table(found)]
         return [Section("Memory and operators", "As the dry run recorded them.", tables=tables)]
     sections = [memory_section(found), *([] if found.is_of_cpu else [roofline_section(found)])]
     sections.append(setup_section(found.setup))
     if found.traced is not None:
-        tables = [understood_table(found.traced.understood)]
-        tables += [inferred_table(found.inferred)] if found.inferred else []
+        tables = [predictions.understood_table(found.traced.understood)]
+        tables += [predictions.inferred_table(found.inferred)] if found.inferred else []
         sections.append(Section("What was understood of the trace", _UNDERSTOOD, tables=tables))
     return sections
 
@@ -106,7 +98,7 @@ def _of_setup(found: Prediction) -> list[Section]:
 def setup_section(setup: Setup) -> Section:
     """Every value, so that the report says what it is about."""
     rows = [
-        Row([f"{name}.{key}", value_text(value)])
+        Row([f"{name}.{key}", predictions.value_text(value)])
         for name in SECTIONS
         for key, value in getattr(setup, name).stated().items()
         if value not in (None, "", (), [])

@@ -12,29 +12,7 @@ from lumos.analysis.comparison import Comparison
 from lumos.analysis.readiness import Readiness
 from lumos.analysis.replay import Replay
 from lumos.prediction.prediction import Prediction
-from lumos.report.predictions import (
-    cost_cards,
-    inferred_table,
-    memory_table,
-    operators_table,
-    parts_of_step_table,
-    prediction_cards,
-    understood_table,
-)
-from lumos.report.replays import (
-    MOST_ROWS,
-    breakdown_table,
-    comparison_cards,
-    device_of,
-    differences_table,
-    groups_table,
-    hot_table,
-    parts_table,
-    path_table,
-    replay_cards,
-    steps_table,
-    stragglers_table,
-)
+from lumos.report import predictions, replays
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 from lumos.report.wording import title_of
 
@@ -52,18 +30,18 @@ _QUESTIONS = {
 
 def show_replay(run: Replay, console: Console) -> None:
     """Is the graph right, and where does the time go?"""
-    device, steps = device_of(run), max(len(run.marks.names), 1)
+    device, steps = replays.device_of(run), max(len(run.marks.names), 1)
     title = f"replay of {len(run.marks.ranks)} rank(s), {len(run.execution.graph):,} tasks"
     simulated = mean_breakdown(list(run.simulated_breakdown.values()))
-    parts: list[RenderableType] = [summary(title, replay_cards(run))]
+    parts: list[RenderableType] = [summary(title, replays.replay_cards(run))]
     if len(run.marks.ranks) > 1:
-        parts.append(rendered(stragglers_table(run)))
-    tables = [breakdown_table(run.recorded_breakdown, simulated), steps_table(run), path_table(run.path_summary)]
-    parts += map(rendered, tables)
-    parts.append(rendered(hot_table(run.operators(MOST_ROWS), f"{device} time by operator"), _FEW))
-    parts.append(rendered(hot_table(run.kernels(MOST_ROWS), f"{device} time by kernel"), _FEW))
+        parts.append(rendered(replays.stragglers_table(run)))
+    parts.append(rendered(replays.breakdown_table(run.recorded_breakdown, simulated)))
+    parts += [rendered(replays.steps_table(run)), rendered(replays.path_table(run.path_summary))]
+    parts.append(rendered(replays.hot_table(run.operators(replays.MOST_ROWS), f"{device} time by operator"), _FEW))
+    parts.append(rendered(replays.hot_table(run.kernels(replays.MOST_ROWS), f"{device} time by kernel"), _FEW))
     if run.collectives:
-        parts.append(rendered(groups_table(group_collectives(run.collectives), steps), _FEW))
+        parts.append(rendered(replays.groups_table(group_collectives(run.collectives), steps), _FEW))
     console.print(Group(*parts, _utilisation(run, device), *notes(run.execution.warnings)))
 
 
@@ -77,24 +55,24 @@ def _utilisation(run: Replay, device: str) -> Text:
 
 def show_comparison(found: Comparison, console: Console) -> None:
     """What makes the second run differ from the first."""
-    tables = [parts_table(found.parts), differences_table("GPU time by operator", found.operators)]
+    tables = [replays.parts_table(found.parts), replays.differences_table("GPU time by operator", found.operators)]
     if found.collectives:
-        tables.append(differences_table("collectives, waiting and transfer", found.collectives))
+        tables.append(replays.differences_table("collectives, waiting and transfer", found.collectives))
     warnings = [*found.before.execution.warnings, *found.after.execution.warnings]
     shown = (rendered(table, 12) for table in tables)
-    console.print(Group(summary("step, as recorded", comparison_cards(found)), *shown, *notes(warnings)))
+    console.print(Group(summary("step, as recorded", replays.comparison_cards(found)), *shown, *notes(warnings)))
 
 
 def show_prediction(found: Prediction, console: Console) -> None:
     """The whole answer, whatever it was predicted from."""
     title = "without the profiler" if found.setup is None else title_of(found.setup)
-    costs = cost_cards(found)
-    tables = [parts_of_step_table(found)]
+    costs = predictions.cost_cards(found)
+    tables = [predictions.parts_of_step_table(found)]
     if found.memory is not None:
-        tables += [memory_table(found.memory), operators_table(found)]
+        tables += [predictions.memory_table(found.memory), predictions.operators_table(found)]
     if found.traced is not None:
-        tables += [understood_table(found.traced.understood), inferred_table(found.inferred)]
-    parts = [summary(title, prediction_cards(found)), *([summary("cost", costs)] if costs else [])]
+        tables += [predictions.understood_table(found.traced.understood), predictions.inferred_table(found.inferred)]
+    parts = [summary(title, predictions.prediction_cards(found)), *([summary("cost", costs)] if costs else [])]
     console.print(Group(*parts, *(rendered(table, 64) for table in tables), *notes(found.warnings)))
 
 

@@ -28,6 +28,7 @@ class Form(Enum):
     CHAKRA = "a Chakra execution trace"
     CHAKRA_JSON = "a Chakra graph as JSON"
     NSYS = "an export of Nsight Systems"
+    TIMELINE = "a timeline that Lumos wrote"
     EXECUTION = "a PyTorch execution trace"
     ARCHIVE = "an archive"
     JSON_LIST = "a JSON list"
@@ -80,6 +81,8 @@ def form_of(path: Path, head: bytes | None) -> Form:
 
 
 def _form_of_json(head: bytes) -> Form:
+    if b'"lumosTimeline"' in head[:1000]:
+        return Form.TIMELINE
     if b'"traceEvents"' in head or (head[:1] == b"[" and b'"ph"' in head):
         return Form.KINETO
     if b'"workload_graph"' in head:

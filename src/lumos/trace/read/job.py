@@ -97,6 +97,7 @@ def _one_form(files: list[Path]) -> Form:
 _REFUSED = {
     Form.ARCHIVE: "of files; unpack it, and give what is inside",
     Form.EXECUTION: "(it has nodes, not times); give the Kineto trace of the same run, and this with --et to convert",
+    Form.TIMELINE: "for Perfetto: all ranks in one view, without launches; give the trace or setup it was made from",
     Form.JSON_LIST: "of something else than trace events; give a PyTorch profiler trace",
 }
 
