@@ -22,6 +22,7 @@ from lumos.setup.gpus import gpu_named, gpu_names
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "calibration"))
 
+import fit_aten  # noqa: E402
 import fit_energy  # noqa: E402
 import fit_in_step  # noqa: E402
 import fit_profiler  # noqa: E402
@@ -165,3 +166,7 @@ def test_samples_give_the_shipped_cost_models() -> None:
     operators = [sample.operator for sample in samples[::7]]
     again = type(model)(model.gpu, "h200", regressors)
     assert again.us_of_all(operators) == pytest.approx(model.us_of_all(operators), rel=0.02)
+
+
+def test_samples_give_the_shipped_prices_of_aten_operators() -> None:
+    assert fit_aten.derived() == shipped("aten_costs.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +15,8 @@ from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, KwhPrice, Output, Price, ProfilerCosts, Pue, Tokens, TraceOptions
-from lumos.cli.terminal import deliver
-from lumos.errors import OptionError
+from lumos.cli.terminal import busy, deliver
+from lumos.errors import InputError, OptionError
 from lumos.export.chrome_traces import write_timeline
 from lumos.files import check_output, write_csv
 from lumos.prediction.bill import Tariff, read_tariff
@@ -40,6 +41,9 @@ def predict_command(
     scale: Annotated[
         list[str] | None, typer.Option(help="WHAT=FACTOR on durations: compute, comm, cpu, kernel:REGEX. Repeatable.")
     ] = None,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Predict a config.json from its sizes, not from the model's own code.")
+    ] = False,
     options: TraceOptions = _ALL,
     profiler_costs: ProfilerCosts = None,
     as_json: AsJson = False,
@@ -58,8 +62,7 @@ def predict_command(
     tariff = read_tariff(price, kwh_price, pue, tokens)
     _refuse(setup, source, changes, scale, options != _ALL or profiler_costs is not None, tariff != Tariff())
     if source is None:
-        reading = read_setup_with_notes(setup or Path(), changes)
-        found = predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
+        found = _described(setup or Path(), changes, tariff, describe)
     elif setup is None and not changes:
         found = predict(load_run(source, options, profiler_costs), scale)
     else:
@@ -96,9 +99,30 @@ def _refuse(
             raise OptionError(text)
 
 
-def _changed(
-    load: Callable[[], Replay], setup: Path | None, changes: list[str], tariff: Tariff
-) -> Prediction:
+def _described(setup: Path, changes: list[str], tariff: Tariff, describe: bool) -> Prediction:
+    """From a description; a config.json from the model's own code, where that can be run."""
+    if describe or setup.suffix.lower() != ".json":
+        reading = read_setup_with_notes(setup, changes)
+        return predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
+    return _from_config(setup, changes, tariff)
+
+
+def _from_config(config: Path, changes: list[str], tariff: Tariff) -> Prediction:
+    from lumos.dry_run.dry_prediction import INSTALL, dry_prediction, why_not  # other setups need none of it
+
+    reason = why_not(config, changes)
+    if reason is None:
+        with busy("running the model's own code on fake tensors"):
+            return dry_prediction(config, changes, tariff)
+    try:
+        reading = read_setup_with_notes(config, changes)
+    except InputError as error:
+        raise InputError(f"{error}; {INSTALL}" if INSTALL in reason else str(error)) from None
+    found = predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
+    return replace(found, notes=(*found.notes, reason)) if reason else found
+
+
+def _changed(load: Callable[[], Replay], setup: Path | None, changes: list[str], tariff: Tariff) -> Prediction:
     """Another configuration of a traced run, whose own setup is inferred as far as the trace shows it."""
     stated, asked = read_plain(setup), read_plain(setup, changes)
     run = load()

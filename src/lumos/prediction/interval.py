@@ -73,3 +73,11 @@ def scaled_spread(profiler_error_pct: float) -> Spread:
     """Of a traced run with other durations: only the profiler's cost is not known exactly."""
     error = profiler_error_pct / 100
     return Spread(1 - error, 1 + error)
+
+
+def dry_spread(transferred: bool, host_share: float) -> Spread:
+    """Of a dry run on one GPU; wider on a GPU without samples and where the host decides."""
+    table = read_table("uncertainty.json")
+    parts = table["variance"]
+    variance = table["dry_run"] + parts["transferred"] * transferred + parts["host"] * float(host_share > 1.0)
+    return Spread.around(exp(table["scale"] * sqrt(variance)))

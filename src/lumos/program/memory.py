@@ -53,7 +53,7 @@ class Memory:
     at_peak: StageMemory
     reserve: float  # the CUDA context, NCCL, and blocks of the allocator that do not fit what is asked for
     usable: float
-    _stages: _Stages = field(repr=False, compare=False)
+    _stages: _Stages | tuple[StageMemory, ...] = field(repr=False, compare=False)
 
     @property
     def peak(self) -> float:
@@ -72,6 +72,8 @@ class Memory:
     @cached_property
     def stages(self) -> tuple[StageMemory, ...]:
         """Every stage at its own worst moment."""
+        if isinstance(self._stages, tuple):
+            return self._stages
         return tuple(self._stages.memory(index) for index in range(len(self._stages.program.chunks)))
 
     def gib(self) -> dict[str, float]:
@@ -94,10 +96,10 @@ def memory_of(setup: Setup, program: Program | None = None) -> Memory:
     stages = _Stages(program or Program(setup))
     worst, memory = stages.worst()
     usable = (setup.cluster.memory_gib or gpu.memory_gib) * GIB
-    return Memory(worst, memory, _reserve(setup, memory.peak), usable, stages)
+    return Memory(worst, memory, reserve_of(setup, memory.peak), usable, stages)
 
 
-def _reserve(setup: Setup, peak: float) -> float:
+def reserve_of(setup: Setup, peak: float) -> float:
     """What torch does not report as allocated."""
     constants, parallel = read_table("memory.json"), setup.parallel
     groups = sum(size > 1 for size in (parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.dp))
@@ -105,7 +107,7 @@ def _reserve(setup: Setup, peak: float) -> float:
     return float(outside * MIB + constants["fragmented_share"] * peak)
 
 
-def _workspaces(gpu: str) -> float:
+def workspaces_of(gpu: str) -> float:
     """Of cuBLAS."""
     constants = read_table("memory.json")
     sizes = constants["cublas_workspace_mib"]
@@ -122,7 +124,7 @@ class _Stages:
         self.dense = program.dense_memory if model.moe_layers < model.layers else _NOTHING
         self.sparse = program.sparse_memory if model.experts else _NOTHING
         self.logits = float(self.layout.tokens * self.layout.vocab)
-        self.workspaces = _workspaces(program.setup.cluster.gpu)
+        self.workspaces = workspaces_of(program.setup.cluster.gpu)
         self.joins_outputs = program.setup.parallel.pp > 1 and self.framework.keeps_outputs
         self.logit_bytes = self._logit_bytes()
 

@@ -79,9 +79,13 @@ def _before_and_after(found: Prediction) -> list[Section]:
 
 
 def _of_setup(found: Prediction) -> list[Section]:
-    """What only a described run has."""
-    if found.setup is None or found.step is None:
+    """What only a run without a trace has."""
+    if found.setup is None:
         return []
+    if found.step is None:  # a dry run
+        memory = [predictions.memory_table(found.memory)] if found.memory is not None else []
+        tables = [*memory, predictions.operators_table(found)]
+        return [Section("Memory and operators", "As the dry run recorded them.", tables=tables)]
     sections = [memory_section(found), *([] if found.is_of_cpu else [roofline_section(found)])]
     sections.append(setup_section(found.setup))
     if found.traced is not None:

@@ -1,0 +1,121 @@
+"""A Hugging Face model from its config.json, with a batch to train it on. Needs torch and transformers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers
+
+from lumos.errors import OptionError
+
+_FIRST = {  # what decides between several classes of one architecture
+    "speech": transformers.AutoModelForSpeechSeq2Seq, "both": transformers.AutoModelForSeq2SeqLM,
+    "decoder": transformers.AutoModelForCausalLM, "encoder": transformers.AutoModelForMaskedLM,
+    "image": transformers.AutoModelForImageClassification, "mixed": transformers.AutoModelForImageTextToText,
+}  # fmt: skip
+
+
+def builder(
+    config: dict[str, Any], seq: int, batch: int, dtype: str = "bf16", recompute: bool = False
+) -> Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor], int]]:
+    """What `record_step` calls: the model of a configuration, its loss on one batch, and the tokens in it."""
+    made = _config(config)
+    task, kind = _class_for(made)
+
+    def build() -> tuple[torch.nn.Module, Callable[[], torch.Tensor], int]:
+        torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+        model = _made(kind, made, torch_dtype)
+        model.train()
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False, "determinism_check": "none"})
+        _see_no_tracing()
+        inputs = _batch(made, task, seq, batch, torch_dtype)
+        return model, lambda: model(**inputs).loss, _tokens(inputs)
+
+    return build
+
+
+def _made(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
+    """With the attention that it has on a GPU, and without values for its weights: initialisers may draw until
+    they fit.
+    """
+    with _without_values():
+        model: torch.nn.Module = kind.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
+
+
+def _without_values() -> Any:
+    for name in ("transformers.initialization", "transformers.modeling_utils"):
+        skip = getattr(sys.modules.get(name), "no_init_weights", None)
+        if skip is not None:
+            return skip()
+    return nullcontext()
+
+
+def _config(config: dict[str, Any]) -> Any:
+    known = {key: value for key, value in config.items() if key != "auto_map"}
+    try:
+        made = transformers.AutoConfig.for_model(**known)
+        if getattr(made, "is_encoder_decoder", False):
+            for name in ("decoder_start_token_id", "pad_token_id"):
+                if getattr(made, name, None) is None:
+                    setattr(made, name, 0)
+        return made
+    except (ValueError, TypeError, KeyError) as error:
+        reason = str(error).partition("Should contain")[0].strip()[:160]
+        raise OptionError(
+            f"model_type = {str(config.get('model_type'))[:60]!r}: transformers {transformers.__version__} does not "
+            f"take this config.json ({reason}): install a newer one"
+        ) from None
+
+
+def _class_for(config: Any) -> tuple[str, Any]:
+    """The Auto class that trains models of this configuration: the one it names, or the usual one of its
+    architecture.
+    """
+    named = (getattr(config, "architectures", None) or [""])[0]
+    found = {key: kind for key, kind in _FIRST.items() if type(config) in kind._model_mapping}
+    for key, kind in found.items():
+        made = kind._model_mapping[type(config)]
+        if named in [one.__name__ for one in (made if isinstance(made, tuple) else (made,))]:
+            return key, kind
+    order = list(_FIRST)
+    if not getattr(config, "is_decoder", False):  # encoders have a class to generate with, too
+        order = ["speech", "both", "encoder", "decoder", "image", "mixed"]
+    if not getattr(config, "is_encoder_decoder", False):
+        order = [key for key in order if key not in ("speech", "both")]
+    for key in order:
+        if key in found:
+            return key, found[key]
+    raise OptionError(f"model_type = {config.model_type!r}: no class of transformers trains it with a loss of its own")
+
+
+def _see_no_tracing() -> None:
+    """transformers takes fake tensors for a compiler at work, and makes masks that it leaves out otherwise."""
+    for name in ("transformers.masking_utils", "transformers.utils.import_utils", "transformers.utils"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "is_tracing"):
+            setattr(module, "is_tracing", lambda *_: False)  # noqa: B010
+
+
+def _batch(config: Any, task: str, seq: int, batch: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Inputs and labels, by what the model reads."""
+    ids = torch.zeros(batch, seq, dtype=torch.long)
+    if task == "speech" and hasattr(config, "num_mel_bins"):
+        frames = 2 * getattr(config, "max_source_positions", 1500)
+        return {"input_features": torch.zeros(batch, config.num_mel_bins, frames, dtype=dtype), "labels": ids}
+    if task == "image":
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        pixels = torch.zeros(batch, getattr(config, "num_channels", 3), height, width, dtype=dtype)
+        return {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)}
+    return {"input_ids": ids, "labels": ids}
+
+
+def _tokens(inputs: dict[str, torch.Tensor]) -> int:
+    return int(inputs["input_ids"].numel() if "input_ids" in inputs else inputs["labels"].numel())
