@@ -374,6 +374,18 @@ def test_matmuls_that_took_longer_take_longer_in_every_configuration(tmp_path: P
     assert predict(run, setup=deeper).step_ms == pytest.approx(simulate_step(deeper, factors=slow).us / 1e3, rel=0.03)
 
 
+def step_computes_us(step: Step) -> float:
+    """What the GPU of a single stage computes in a step."""
+    blocks = sum(block.compute_us for chunk in step.chunks[0] for block in chunk.blocks)
+    return step.plan.microbatches * blocks + step.role_us("optimizer", 0)
+
+
+def test_a_calibration_that_knows_nothing_changes_nothing() -> None:
+    assert Calibration() == Calibration({}, data_parallel=1.0, link=1.0, fixed_us=0.0, load=0.0)
+    assert Factors() == Factors((1.0, 1.0, 1.0, 1.0), (False, False, False, False), None)
+    assert calibrated_step(small(), Calibration()).us == simulate_step(small()).us
+
+
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "dp": 2}], ids=str)
 def test_collectives_that_took_longer_take_longer_in_every_configuration(
     tmp_path: Path, layout: dict[str, int]
@@ -382,6 +394,9 @@ def test_collectives_that_took_longer_take_longer_in_every_configuration(
     slow = dataclasses.replace(usual, penalty=2 * usual.penalty)
     run = traced(simulate_step(small(**layout), network=slow), tmp_path)
     assert run.calibration.data_parallel == pytest.approx(2.0, rel=0.05)
+    assert run.calibration.link == pytest.approx(1.0, rel=0.05), "one stage has none"
+    busy = step_computes_us(run.plain) / simulate_step(small(**layout), network=slow).us
+    assert run.calibration.load == pytest.approx(busy, rel=0.02), "the GPU computes the rest of the time"
     if layout:
         assert run.calibration.groups["forward"].gpu[Work.COMM] == pytest.approx(2.0, rel=0.05)
     deeper = small(**layout).replaced({"model.layers": 8})
@@ -404,6 +419,8 @@ def test_what_was_understood_of_a_trace_adds_up_to_its_kernels(tmp_path: Path) -
         assert row["gpu_ms"] == pytest.approx(2 * (4 * row["layer_ms"] + row["ends_ms"]), rel=0.02)
         block = run.plain.chunks[0][0].forward if phase == "forward" else run.plain.chunks[0][0].backward
         assert row["gpu_ms"] == pytest.approx(2 * block.us / 1e3, rel=0.02)
+        stage = run.stages[0].forward if phase == "forward" else run.stages[0].backward
+        assert row["layer_host_ms"] == pytest.approx(stage.host_us / 1e3)
         assert row["layer_host_ms"] > 0
     assert rows["optimizer"]["ends_ms"] == pytest.approx(run.plain.role_us("optimizer", 0) / 1e3, rel=0.02)
     assert rows["optimizer"]["layer_ms"] == 0

@@ -63,6 +63,12 @@ def test_fsdp_costs_what_it_gathers_and_reduces() -> None:
     assert energy_of(step).work == pytest.approx((chunk.forward.joules + chunk.backward.joules + sent,))
 
 
+def test_a_stage_costs_all_its_chunks() -> None:
+    step = simulate_step(described(parallel__pp=2, parallel__vpp=2, train__microbatches=4, train__optimizer="none"))
+    wanted = [4 * sum(block.joules for chunk in row for block in chunk.blocks) for row in step.chunks]
+    assert energy_of(step).work == pytest.approx(wanted)
+
+
 def test_every_stage_has_its_own_power() -> None:
     energy = Energy(2.0, 4, 100.0, 700.0, (0.0, 400.0, 2000.0))
     assert energy.stage_w == (100, 300, 700)
