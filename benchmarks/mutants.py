@@ -65,14 +65,19 @@ SWAPPED: dict[type[ast.AST], str] = {
 NAMES = {"min": "max", "max": "min", "sum": "max", "any": "all", "all": "any", "ceil": "floor"}
 
 
-EQUIVALENT = {  # (file, changed line): why no specification can tell it from the code
-    ("schedules/zero_bubble_v.py", "return super().in_flight(stage, pp, vpp, min(microbatches, ⟦3 → 4⟧ * pp))"):
-        "a shortcut: beyond 3 · pp micro-batches a stage holds no more",
+EQUIVALENT = {  # (file, a part of the changed line): why no specification can tell it from the code
+    (
+        "schedules/zero_bubble_v.py",
+        "min(microbatches, ⟦3 → 4⟧ * pp)",
+    ): "beyond 3 · pp micro-batches a stage holds no more",
     ("schedules/interleaved.py", "chunks = (2, ⟦1 → 2⟧ << 14)"): "a limit that no model comes near",
     ("schedules/interleaved.py", "chunks = (2, 1 << ⟦14 → 15⟧)"): "a limit that no model comes near",
-    ("change/calibration.py", "ratio = np.where(both, mean / np.where(both, modelled, ⟦1.0 → 1.2⟧), 1.0)"):
-        "avoids a division by zero; the quotient is not used",
-}  # fmt: skip
+    ("change/calibration.py", "np.where(both, modelled, ⟦1.0 → 1.2⟧)"): "avoids a division by zero; not used",
+    ("cost/energy.py", "max(operator.tensor_bytes, ⟦1.0 → 1.2⟧)"): "avoids the logarithm of zero",
+    ("cost/operator_model.py", "file.read(_MOST_BYTES + ⟦1 → 2⟧)"): "one byte more shows that a file is too large",
+    ("program/rank_layout.py", "if stride⟦ <= → < ⟧self.domain else 1"): "both branches give 1 where they are equal",
+    ("step/step.py", "if s.parallel.pp > 1 else ⟦0.0 → 1.0⟧"): "one stage has no links",
+}
 PAGE = """# Tests
 
 Written by `python benchmarks/mutants.py -o docs/testing.md` (seed {seed}). The tests are specifications: laws that hold
@@ -113,7 +118,8 @@ class Mutant(NamedTuple):
     @property
     def reason(self) -> str:
         """Why it does what the code does, if it is known to."""
-        return EQUIVALENT.get((self.place, self.change), "")
+        known = (why for (file, part), why in EQUIVALENT.items() if file == self.place and part in self.change)
+        return next(known, "")
 
 
 # ---------------------------------------------------------------------- mutants of a file
