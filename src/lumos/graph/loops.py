@@ -23,7 +23,7 @@ class _Work:
 
 
 def worth_compiling(nodes: int) -> bool:
-    """Whether compiled loops are faster for a graph and all before it, the time to load them included."""
+    """Whether compiled loops are faster for a graph and all work before it, the time to load them included."""
     _Work.nodes += nodes
     return _Work.nodes > _SMALL or "lumos.graph.compiled_loops" in sys.modules
 
