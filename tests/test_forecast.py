@@ -651,10 +651,10 @@ def test_all_mistakes_are_told_at_once(lumos: Answer, tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_another_kind_of_model_is_refused(lumos: Answer, tmp_path: Path) -> None:
+def test_a_kind_of_model_that_the_blocks_do_not_describe_is_refused(lumos: Answer, tmp_path: Path) -> None:
     config = {"model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 30522, "intermediate_size": 3072}))
-    code, out, err = lumos("predict", "config.json", "--set", "train.seq=512")
+    code, out, err = lumos("predict", "config.json", "--describe", "--set", "train.seq=512")
     assert (code, out) == (2, "")
     assert "bert" in err
     assert err.count("\n") == 1

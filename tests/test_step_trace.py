@@ -211,7 +211,7 @@ def test_times_of_collectives_are_modelled_whatever_gpu_was_sampled() -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
-    [(67108864, "B", "67.1 MB"), (1.834e7, "Wh", "18.3 MWh"), (15e12, " tokens", "15.0 T tokens"), (3.2, "J", "3.20 J")],
+    [(67108864, "B", "67.1 MB"), (1.834e7, "Wh", "18.3 MWh"), (15e12, " tokens", "15.0 T tokens"), (3, "J", "3.00 J")],
 )
 def test_quantities_have_prefixes_that_people_read(value: float, unit: str, text: str) -> None:
     assert si_text(value, unit) == text
