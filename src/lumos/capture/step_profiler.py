@@ -53,14 +53,12 @@ class StepProfiler:
 
     def end(self) -> None:
         """Stop; torch waits for what was launched."""
-        self._close()
-        self._records = False
-        self._profile.stop_trace()
+        self._stop()
 
     def abandon(self) -> None:
         """Stop, keeping nothing. A profiler that has stopped is never touched again: torch may crash."""
         if self._records:
-            self.end()
+            self._stop()
         self._profile = None
 
     def cancel(self) -> None:
@@ -84,6 +82,11 @@ class StepProfiler:
             plain.unlink(missing_ok=True)
             packed.unlink(missing_ok=True)
         self._profile = None  # its events are large
+
+    def _stop(self) -> None:
+        self._close()
+        self._records = False
+        self._profile.stop_trace()
 
     def _open(self, number: int) -> None:
         from torch.profiler import record_function
