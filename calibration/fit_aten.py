@@ -24,7 +24,7 @@ import numpy as np
 
 from lumos.cost.operator_model import cost_model
 from lumos.dry_run.aten_prices import Work, isolated_us, matrix_operator, work_of
-from lumos.dry_run.recording import RecordedOp, TensorInfo
+from lumos.dry_run.recorded_step import RecordedOp, TensorInfo
 
 Detail = dict[tuple[str, str], list[tuple[Work, float]]]
 HERE = Path(__file__).parent

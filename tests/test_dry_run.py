@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lumos.cli.main import app
 from lumos.data_files import read_table
 from lumos.dry_run.aten_prices import matrix_operator, runs_kernel, work_of
-from lumos.dry_run.recording import RecordedOp, TensorInfo
+from lumos.dry_run.recorded_step import RecordedOp, TensorInfo
 from lumos.errors import LumosError
 
 installed = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None

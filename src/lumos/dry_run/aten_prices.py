@@ -17,7 +17,7 @@ from typing import NamedTuple
 from lumos.cost.operator_model import CostModel
 from lumos.cost.prices import Prices, warmth
 from lumos.data_files import read_table
-from lumos.dry_run.recording import RecordedOp, TensorInfo
+from lumos.dry_run.recorded_step import RecordedOp, TensorInfo
 from lumos.program.operators import BYTES, Operator
 from lumos.setup.gpus import gpu_named
 

@@ -17,7 +17,7 @@ from lumos.analysis.run import TracedRun
 from lumos.cost.prices import Prices
 from lumos.data_files import read_table
 from lumos.dry_run.aten_prices import AtenPrices, Price, base_name, runs_kernel
-from lumos.dry_run.recording import RecordedOp, Recording
+from lumos.dry_run.recorded_step import RecordedOp, Recording
 from lumos.graph.from_trace.build import build
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy
