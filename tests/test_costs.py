@@ -331,6 +331,11 @@ def test_features_of_a_matmul_say_how_well_tiles_fill_the_chip_and_how_sizes_are
     padded = 2 * 4 * 256 * 128  # two rows of tiles of 256 hold 384
     assert tiles[4:6] == pytest.approx([0.8 * 384 * 512 / padded, 0.8])
     assert aligned == [7, 8, 8], "halved at most eight times"
+    sizes = [(128, 128), (128, 256), (256, 128), (192, 192), (64, 256), (256, 256), (320, 128), (64, 64)]
+    waves = [math.ceil(384 / rows) * math.ceil(512 / columns) / 10 for rows, columns in sizes]
+    assert tiles[1::2] == pytest.approx(waves)
+    use = [w / math.ceil(w) * 384 * 512 / (10 * w * r * c) for w, (r, c) in zip(waves, sizes, strict=True)]
+    assert tiles[::2] == pytest.approx(use), "of the last wave, and of the padded output"
     assert values[26:31] == pytest.approx([math.log2(384 / 512), 10 - 0.5 * math.log2(384 * 512), 1024, 512, 384])
     assert values[31:] == [1, 0, 0]
 
