@@ -128,7 +128,10 @@ def test_faster_compute_and_communication_shorten_a_cpu_run(two_ranks: Path) -> 
 @pytest.mark.slow
 def test_a_command_is_recorded_through_its_launcher(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *TRAIN[1:]]
-    done = capture_command("-o", str(tmp_path), "--warmup", "3", "--", *launcher)
+    for _ in range(3):  # on a busy machine, gloo's threads may abort a rank that ends after its peer (SIGABRT)
+        done = capture_command("-o", str(tmp_path), "--warmup", "3", "--", *launcher)
+        if done.returncode == 0:
+            break
     assert done.returncode == 0, done.stderr
     assert "2 traces" in done.stderr
     assert replay(read_job(tmp_path)).marks.names == ("ProfilerStep#3", "ProfilerStep#4")
