@@ -1,10 +1,11 @@
-"""Fits what aten operators cost that only move data, and factors of matmuls and attention that the cost model lacks.
+"""Fits what aten operators cost that the shipped cost model has no samples of.
 
     python3 calibration/fit_aten.py
 
-Reads aten_h200.jsonl.xz, writes src/lumos/data/aten_costs.json and prints the error by family on rows held apart (a
-fifth of
-them, by a hash of the row). A family's time is fixed + max(bytes / rate, elements / rate).
+Reads aten_h200.jsonl.xz and aten_training_h200.jsonl.xz, writes src/lumos/data/aten_costs.json (the laws) and
+src/lumos/data/costs/aten_h200.npz (trees that correct them), and prints the error by family on calls held apart: a
+fifth of them, by a hash of their shapes. The law of a family is fixed + max(bytes / rate, elements / rate). A family
+gets trees if they lower its error in cross-validation over the calls that are not held apart.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.cost.operator_model import cost_model
-from lumos.dry_run.aten_prices import Work, isolated_us, matrix_operator, work_of
+from aten_rows import operators_of
+from aten_rows import rows as training_rows
+from lumos.cost.operator_model import Regressor, cost_model, encode
+from lumos.dry_run.aten_prices import isolated_us
+from lumos.dry_run.aten_work import Work, works_of
 from lumos.dry_run.recorded_step import RecordedOp, TensorInfo
+from lumos.measure.fit import grow
 
-Detail = dict[tuple[str, str], list[tuple[Work, float]]]
 HERE = Path(__file__).parent
 TABLE = HERE.parent / "src/lumos/data/aten_costs.json"
+TREES = HERE.parent / "src/lumos/data/costs/aten_h200.npz"
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "int64": 8, "bool": 1}
 ISOLATION_US = 1.5  # that timing alone adds, with the time of an empty pair of events taken off already
 MISALIGNED = {
@@ -41,13 +47,16 @@ _BY_SCRIPT, _BY_HAND = "calibration/fit_aten.py", "by hand"
 SOURCES = {
     "gpu": ("where the samples are from", "documented"),
     "families": (
-        "calibration/aten_h200.jsonl.xz (H200, torch 2.11, cold cache): fixed time in us, bytes and elements per us. "
+        "calibration/aten_h200.jsonl.xz and aten_training_h200.jsonl.xz (H200, torch 2.11, cold cache): fixed time in "
+        "us, bytes and elements per us. "
         f"By hand from {_PROFILES}: pointwise.transposed (Whisper's transposed embeddings) and index_put.serial_us, "
         "for each row that is added to the same row of a table (GPT-OSS: 1,024 rows for each of 32 take 2.1 ms)",
         _BY_SCRIPT,
     ),
-    "factors": ("the same samples over the shipped cost model", _BY_SCRIPT),
-    "held_out_error_pct": ("mean error on a fifth of the samples that is not fitted on", _BY_SCRIPT),
+    "held_out_error_pct": (
+        "mean error on a fifth of the calls that neither laws nor trees were fitted on, of those above 20 us",
+        _BY_SCRIPT,
+    ),
     "misaligned_tflops": (
         f"heads of odd vocabularies in {_PROFILES} (GPT-2, Granite, Whisper; BERT), by the number of elements "
         "that rows are aligned to",
@@ -59,6 +68,10 @@ SOURCES = {
         _BY_HAND,
     ),
 }
+CONVOLUTION = {"fixed_us": 2.0, "bytes": 3_800_000, "elements": 1_000_000_000}  # a roofline: trees do the rest
+FEWEST, FEWEST_FOR_TREES = 8, 40  # calls of a family
+REPLACED = ("convolution", "native_batch_norm", "_foreach", "mm", "addmm", "bmm", "_grouped_mm", "sdpa", "index_add",
+            "scatter_add", "index_put")  # sampled again; there with the time of a fill, or of a host that was late
 UNARY = {"silu", "gelu", "gelu_tanh", "neg", "pow", "rsqrt", "tanh", "relu", "sigmoid", "exp", "mul_scalar"}
 
 
@@ -217,23 +230,41 @@ def _indexed(row: dict[str, Any], x: TensorInfo, made: Any) -> RecordedOp | None
         return made(tensor(shape[1:], dtype), tensor(shape[:1], "int64"), out=tensor((shape[0], shape[2]), dtype))
     if op == "embedding_dense_backward":
         return made(tensor((shape[0], shape[2]), dtype), tensor(shape[:1], "int64"), out=tensor(shape[1:], dtype))
-    if op.startswith("convolution"):
-        n, c, size, out, kernel = shape
-        a, w, y = (
-            tensor((n, c, size, size), dtype),
-            tensor((out, c, kernel, kernel), dtype),
-            tensor((n, out, size, size), dtype),
-        )
-        return made(y, a, w, out=(a, w)) if op.endswith("backward") else made(a, w, out=y)
-    if op == "native_batch_norm":
-        n, c, size, *_ = shape
-        a = tensor((n, c, size, size), dtype)
-        return made(a, out=a)
     return None
 
 
-def is_held_out(row: dict[str, Any]) -> bool:
-    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest()[0] < 51
+class Call(NamedTuple):
+    """One sampled call: what it does, how long it took, and whether it is held apart from fitting."""
+
+    works: list[Work]
+    us: float
+    held: bool
+    label: str
+
+
+def is_held_out(key: object) -> bool:
+    return hashlib.sha256(repr(key).encode()).digest()[0] < 51
+
+
+def calls() -> list[Call]:
+    """All samples; a convolution is held apart together with its gradients."""
+    found = []
+    with lzma.open(HERE / "aten_h200.jsonl.xz", "rt") as file:
+        older = [json.loads(line) for line in file][1:]
+    for row in older:
+        op = None if row["op"].startswith(REPLACED) else recorded(row)
+        if op is not None:
+            key = json.dumps(row, sort_keys=True)
+            found.append(Call(works_of(op), max(row["us"] - ISOLATION_US, 1.0), is_held_out(key), op.name))
+    for row in training_rows():
+        if row["family"] == "transfer" or (row["family"] == "attention" and len(row["ops"]) > 1):
+            continue  # a mask that is converted first
+        ops = operators_of(row)
+        backward = ops[0].name.startswith("aten.convolution_backward")
+        key = ops[0].inputs[1:3] if backward else ops[0].inputs[:2] if row["family"] == "convolution" else ops
+        works = [work for op in ops for work in works_of(op)]
+        found.append(Call(works, max(row["us"] - ISOLATION_US, 1.0), is_held_out(key), ops[-1].name))
+    return found
 
 
 def fit(rows: list[tuple[Work, float]]) -> dict[str, float]:
@@ -243,7 +274,7 @@ def fit(rows: list[tuple[Work, float]]) -> dict[str, float]:
     large = us >= np.quantile(us, 0.5)
     start = [
         max(0.3, float(np.quantile(us, 0.03)) * 0.8),
-        *(np.quantile(size[large, i] / us[large], 0.8) for i in (0, 1)),
+        *(max(1.0, float(np.quantile(size[large, i] / us[large], 0.8))) for i in (0, 1)),
     ]
 
     def error(values: list[float]) -> float:
@@ -263,88 +294,102 @@ def fit(rows: list[tuple[Work, float]]) -> dict[str, float]:
     return {"fixed_us": round(values[0], 2), "bytes": round(values[1]), "elements": round(values[2])}
 
 
-def factors(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Time of kernels over what the cost model says of them, by kind and precision; attention by backend and mask
-    too.
-    """
-    model, found = cost_model("h200"), defaultdict(list)
-    for row in rows:
-        key, op = _matrix_row(row)
-        operator = matrix_operator(op) if op else None
-        if operator is not None and row["us"] > 20:
-            found[key].append((row["us"] + 1.3) / model.us(operator))
-    return {key: round(statistics.median(ratios), 3) for key, ratios in sorted(found.items()) if len(ratios) >= 2}
+class Model:
+    """Laws and trees, fitted on calls: `us` is the time of a call alone."""
+
+    def __init__(self, fitted_on: list[Call]) -> None:
+        self.costs = cost_model("h200")
+        alone: dict[str, list[tuple[Work, float]]] = defaultdict(list)
+        for call in fitted_on:
+            if len(call.works) == 1 and call.works[0].operator is None:
+                alone[call.works[0].family].append((call.works[0], call.us))
+        self.laws = {name: fit(rows) for name, rows in sorted(alone.items()) if len(rows) >= FEWEST}
+        self.laws |= {"convolution": CONVOLUTION}
+        self.laws["index_put"]["serial_us"] = 2.0
+        self.laws["pointwise.transposed"] = self.laws["pointwise.strided"] | {"elements": 200_000}
+        self.trees: dict[str, Regressor] = {}
+        for family, rows in sorted(self.residuals(fitted_on).items()):
+            if len(rows) >= FEWEST_FOR_TREES and trees_help(rows):
+                features, target = arrays(rows)
+                self.trees[family] = Regressor(grown(features, target), 0.0, len(rows))
+
+    def base_us(self, work: Work) -> float:
+        by_law = 0.0
+        if work.operator is None or work.family in self.laws:
+            by_law = isolated_us(work, self.laws)
+        if work.operator is None:
+            return by_law
+        return max(by_law, self.costs.us(work.operator) - self.costs.isolation_us, 1.0)
+
+    def us(self, work: Work) -> float:
+        trees = self.trees.get(work.family) if work.features else None
+        factor = 1.0 if trees is None else math.exp(float(trees.trees(np.array([work.features]))[0]))
+        return self.base_us(work) * factor
+
+    def residuals(self, some: list[Call]) -> dict[str, list[Residual]]:
+        """Measured over modelled time, by family, of calls in which one work has features or is all there is."""
+        found: dict[str, list[Residual]] = defaultdict(list)
+        for call in some:
+            marked = [work for work in call.works if work.features]
+            if len(marked) == 1:
+                rest = sum(self.base_us(work) for work in call.works if work is not marked[0])
+                if call.us > 1.5 * rest:
+                    ratio = (call.us - rest) / self.base_us(marked[0])
+                    found[marked[0].family].append((marked[0].features, math.log(ratio)))
+        return found
 
 
-def _matrix_row(row: dict[str, Any]) -> tuple[str, RecordedOp | None]:
-    op, shape, dtype = row["op"], row.get("shape"), row["dtype"]
-    if op.startswith("sdpa"):
-        q = tensor(shape, dtype)
-        how = "masked" if row["masked"] else "causal" if row["causal"] else "full"
-        name = "attention.forward" if op == "sdpa_fwd" else "attention.backward"
-        if (
-            (row["backend"] == "efficient") != (dtype == "fp32")
-            or row["backend"] == "flash"
-            or (how == "causal" and dtype != "fp32")
-        ):
-            return "", None  # not what PyTorch chooses on this GPU, or what the cost model has samples of
-        return f"{op}.{row['backend']}.{how}", RecordedOp(name, (q, q, q), (q,), "forward", options=(how,))
-    if op in ("mm", "addmm"):
-        m, n, k = shape
-        return f"gemm_tn.{dtype}", RecordedOp(
-            "aten.mm.default", (tensor((m, k), dtype), tensor((k, n), dtype, (1, k))), (), "forward"
-        )
-    if op == "bmm":
-        b, m, n, k = shape
-        return f"bmm.{dtype}", RecordedOp(
-            "aten.bmm.default", (tensor((b, m, k), dtype), tensor((b, k, n), dtype)), (), "forward"
-        )
-    return "", None
+Residual = tuple[tuple[float, ...], float]
 
 
-def derived(show: bool = False) -> dict[str, Any]:
-    """The whole table, without its sources."""
-    with lzma.open(HERE / "aten_h200.jsonl.xz", "rt") as file:
-        rows = [json.loads(line) for line in file][1:]
-    kept: dict[str, list[tuple[Work, float]]] = defaultdict(list)
-    apart: dict[str, list[tuple[Work, float]]] = defaultdict(list)
-    detail: Detail = defaultdict(list)
-    for row in rows:
-        if row["op"] in ("mm", "addmm", "bmm", "_grouped_mm", "sdpa_fwd", "sdpa_bwd"):
-            continue
-        op = recorded(row)
-        if op is None:
-            continue
-        work, us = work_of(op), max(row["us"] - ISOLATION_US, 1.0)
-        (apart if is_held_out(row) else kept)[work.family].append((work, us))
-        detail[work.family, f"{row['op']} {row.get('layout', '')} {row['dtype']}"].append((work, us))
-    families = {name: fit(found) for name, found in sorted(kept.items())}
-    errors = {}
-    for name, found in sorted(apart.items()):
-        errors[name] = round(100 * statistics.mean(abs(isolated_us(w, families) / us - 1) for w, us in found), 1)
-        if show:
-            print(f"{name:26s} {families[name]} rows {len(kept[name])} held out {len(found)}: {errors[name]} %")
-            _show_members(detail, name, families)
-    families["index_put"]["serial_us"] = 2.0
-    families["pointwise.transposed"] = families["pointwise.strided"] | {"elements": 200_000}
-    return {
-        "gpu": "h200", "host": HOST, "families": families, "factors": factors(rows), "misaligned_tflops": MISALIGNED,
-        "held_out_error_pct": errors,
-    }  # fmt: skip
+def arrays(rows: list[Residual]) -> tuple[Any, Any]:
+    return np.array([features for features, _ in rows], np.float64), np.array([target for _, target in rows])
 
 
-def _show_members(detail: Detail, name: str, families: dict[str, dict[str, float]]) -> None:
-    """How well the operators of one family agree."""
-    for (family, which), some in sorted(detail.items()):
-        ratio = [us / isolated_us(work, families) for work, us in some if us > 15]
-        if family == name and ratio:
-            print(f"      {which:50s} {len(some):4d} measured/fitted {statistics.median(ratio):.2f}")
+def grown(features: Any, target: Any) -> Any:
+    return grow(features, target, rounds=120 if len(target) < 600 else 320, leaves=12 if len(target) < 300 else 24)
+
+
+def trees_help(rows: list[Residual]) -> bool:
+    """Whether trees lower the error of what they were not grown on by a tenth at least."""
+    features, target = arrays(rows)
+    fold, before, after = np.random.default_rng(0).integers(0, 4, len(rows)), [], []
+    for held in (fold == index for index in range(4)):
+        found = grown(features[~held], target[~held])(features[held])
+        before += list(np.abs(np.exp(-target[held]) - 1))
+        after += list(np.abs(np.exp(found - target[held]) - 1))
+    return float(np.mean(after)) < 0.9 * float(np.mean(before))
+
+
+def errors_of(model: Model, some: list[Call]) -> dict[str, list[float]]:
+    """Relative errors of calls above 20 us by their families."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for call in some:
+        if call.us > 20:
+            names = sorted({work.family for work in call.works if work.features or len(call.works) == 1})
+            us = sum(model.us(work) for work in call.works)
+            found["+".join(names) or call.label].append(us / call.us - 1)
+    return found
 
 
 def main() -> None:
+    everything = calls()
+    judged = Model([call for call in everything if not call.held])
+    errors, held = errors_of(judged, [call for call in everything if call.held]), {}
+    for name, found in sorted(errors.items()):
+        sizes = [100 * abs(error) for error in found]
+        held[name] = round(statistics.mean(sizes), 1)
+        how = "trees" if name in judged.trees else "law"
+        print(f"{name:34s} {how:5s} held out {len(found):4d}: mean {held[name]:6.1f} %, median "
+              f"{statistics.median(sizes):5.1f} %, bias {100 * statistics.median(found):+6.1f} %")  # fmt: skip
+    shipped = Model(everything)
     today = str(date.today())
     sources = {key: {"source": text, "script": script, "date": today} for key, (text, script) in SOURCES.items()}
-    TABLE.write_text(json.dumps(derived(show=True) | {"sources": sources}, indent=1) + "\n")
+    table = {"gpu": "h200", "host": HOST, "families": shipped.laws, "misaligned_tflops": MISALIGNED,
+             "held_out_error_pct": held, "sources": sources}  # fmt: skip
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    trees = {name: replace(one, error_pct=held.get(name, 0.0)) for name, one in shipped.trees.items()}
+    TREES.write_bytes(encode("h200", trees))
 
 
 if __name__ == "__main__":
