@@ -1,0 +1,354 @@
+"""Kernels of a graph that inductor has scheduled: what each reads, writes and frees, and how a call imitates them.
+
+Inductor's own lowering and scheduler decide what is fused, in which order kernels run and which buffers exist; nothing
+is generated or compiled. `program_of(graph)` writes the schedule down as a `Program`; `Program.run` makes fake tensors for
+the buffers that kernels write, as long as they are needed, and tells a recorder about every kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch._inductor import ir, scheduler
+from torch._inductor.dependencies import MemoryDep, StarDep
+from torch._inductor.utils import get_fused_kernel_name
+
+_COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
+_PERSISTENT = 1024  # elements of a row that a kernel keeps in registers (torch._inductor.choices)
+
+
+class KernelRecorder(Protocol):
+    """Where kernels are written down (`record.Recorder`)."""
+
+    def add(
+        self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()
+    ) -> Any: ...
+    def paused(self) -> AbstractContextManager[None]: ...
+
+
+class View(NamedTuple):
+    """A tensor as a kernel sees it: part of a buffer."""
+
+    buffer: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+
+class Buffer(NamedTuple):
+    """Memory that the compiled code allocates."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+    device: Any
+
+
+class Kernel(NamedTuple):
+    """One launch: `fused.pointwise`, `fused.reduction`, `fused.scatter`, or an operator that inductor calls as it is."""
+
+    name: str
+    reads: tuple[View, ...] = ()
+    writes: tuple[View, ...] = ()
+    options: tuple[str, ...] = ()
+    allocates: tuple[str, ...] = ()
+    reuses: tuple[tuple[str, str], ...] = ()  # a buffer that takes the place of another, which nobody reads after this
+    frees: tuple[str, ...] = ()
+    node: Any = None  # of a collective, which is called
+
+
+class Program(NamedTuple):
+    """The kernels of one compiled graph, in order."""
+
+    inputs: list[str]
+    constants: dict[str, Any]
+    buffers: dict[str, Buffer]
+    kernels: list[Kernel]
+    outputs: list[View | int | None]
+
+    def run(self, recorder: KernelRecorder, arguments: list[Any]) -> list[Any]:
+        """Call it: `arguments` is emptied, as compiled code does, so that what nobody else holds is freed on the way."""
+        held: dict[str, Any] = self.constants | dict(zip(self.inputs, arguments, strict=True))
+        arguments.clear()
+        with torch.no_grad():
+            recorder.add("compiled.call", [], [], ("compiled",))
+            for kernel in self.kernels:
+                self._launch(recorder, kernel, held)
+            with recorder.paused():
+                return [_seen(held, view) if isinstance(view, View) else view for view in self.outputs]
+
+    def _launch(self, recorder: KernelRecorder, kernel: Kernel, held: dict[str, Any]) -> None:
+        with recorder.paused():
+            reads = [_seen(held, view) for view in kernel.reads]
+            for new, old in kernel.reuses:
+                held[new] = held[old].as_strided(self.buffers[new].size, self.buffers[new].stride)
+            for name in kernel.allocates:
+                made = self.buffers[name]
+                held[name] = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device=made.device)
+            writes = [_seen(held, view) for view in kernel.writes]
+        if kernel.node is not None:
+            _call_collective(kernel.node, held)
+        elif kernel.name:
+            recorder.add(kernel.name, reads, writes, kernel.options)
+        del reads, writes
+        for name in kernel.frees:
+            held.pop(name, None)
+
+
+def _seen(held: dict[str, Any], view: View) -> Any:
+    tensor = held[view.buffer]
+    if tuple(tensor.shape) == view.size and tuple(tensor.stride()) == view.stride and not view.offset:
+        return tensor
+    return tensor.as_strided(view.size, view.stride, tensor.storage_offset() + view.offset)
+
+
+def _call_collective(node: Any, held: dict[str, Any]) -> None:
+    """Collectives are dispatched like those of eager code, so that they are recorded like them."""
+    args, kwargs = node.unflatten_args([_seen(held, view_of(tensor)) for tensor in node.inputs], node.constant_args)
+    found = node.op_overload(*args, **kwargs)
+    outputs = node.outputs if isinstance(getattr(node, "outputs", None), list | tuple) else []
+    for buffer, tensor in zip(outputs, found if isinstance(found, list | tuple) else [found], strict=False):
+        held[buffer.get_name()] = tensor
+    if not outputs and not node.get_mutation_names():
+        held[node.get_name()] = found
+
+
+# ---------------------------------------------------------------------- what inductor scheduled
+def program_of(graph: Any) -> Program:
+    """The schedule of a lowered graph (`GraphLowering` whose scheduler has run)."""
+    reader = _Reader(graph)
+    outputs = [_output(node) for node in graph.graph_outputs]
+    kept = {view.buffer for view in outputs if isinstance(view, View)}
+    outputs = [reader.placed(view) if isinstance(view, View) else view for view in outputs]
+    kept |= {view.buffer for view in outputs if isinstance(view, View)}
+    kernels = [kernel for node in graph.scheduler.nodes for kernel in reader.kernels(node)]
+    kernels = _with_lifetimes(kernels, reader, kept)
+    return Program(list(graph.graph_input_names), dict(graph.constants), reader.buffers, kernels, outputs)
+
+
+def view_of(node: Any) -> Any:
+    """The buffer behind a node of inductor's IR, and how it is looked at; None for what is no tensor."""
+    while isinstance(node, ir.TensorBox | ir.StorageBox):
+        node = node.data
+    if not isinstance(node, ir.Buffer | ir.ReinterpretView):
+        return None
+    layout = node.get_layout() if isinstance(node, ir.ReinterpretView) else _layout(node)
+    if layout is None:
+        return None
+    offset = layout.offset if isinstance(node, ir.ReinterpretView) else 0
+    return View(node.get_name(), _ints(layout.size), _ints(layout.stride), int(offset))
+
+
+def _output(node: Any) -> View | int | None:
+    if isinstance(node, ir.ShapeAsConstantBuffer):
+        return int(node.expr)
+    return view_of(node)  # type: ignore[no-any-return]
+
+
+def _layout(buffer: Any) -> Any:
+    """Size and stride of a buffer; None if it has none of its own (several outputs, or only effects)."""
+    layout = buffer.layout
+    if isinstance(layout, ir.NoneLayout | ir.MultiOutputLayout):
+        return None
+    return layout.real_layout() if isinstance(layout, ir.MutationLayoutSHOULDREMOVE) else layout
+
+
+def _ints(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+class _Reader:
+    """Reads scheduler nodes as kernels; knows which buffers are views of others."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.scheduler = graph, graph.scheduler
+        self.buffers: dict[str, Buffer] = {}
+        self.views: dict[str, View] = {}
+        self.parts: dict[str, list[Any]] = {}  # outputs of an operator that has several
+        for buffer in graph.buffers:
+            self._read_buffer(buffer)
+
+    def _read_buffer(self, buffer: Any) -> None:
+        name, layout = buffer.get_name(), buffer.layout
+        if isinstance(buffer, ir.MultiOutput):
+            self.parts.setdefault(buffer.inputs[0].get_name(), []).append(buffer)
+        if isinstance(layout, ir.MutationLayoutSHOULDREMOVE):
+            target = layout.get_buffer()
+            self.views[name] = View(target.get_name(), _ints(layout.size), _ints(layout.stride))
+        elif isinstance(layout, ir.NonOwningLayout):
+            self.views[name] = view_of(layout.view)
+        elif not isinstance(layout, ir.NoneLayout | ir.MultiOutputLayout):
+            device = torch.device(layout.device)
+            self.buffers[name] = Buffer(_ints(layout.size), _ints(layout.stride), layout.dtype, device)
+
+    def placed(self, view: View) -> View:
+        """The same view of the buffer that owns the memory."""
+        while view.buffer in self.views:
+            owner = self.views[view.buffer]
+            view = view._replace(buffer=owner.buffer, offset=view.offset + owner.offset)
+        real = self.scheduler.mutation_real_name.get(view.buffer)
+        return self.placed(view._replace(buffer=real)) if real and real != view.buffer else view
+
+    # ------------------------------------------------------------------ kinds of nodes
+    def kernels(self, node: Any) -> Iterator[Kernel]:
+        """What a node of the schedule launches."""
+        if isinstance(node, scheduler.NopKernelSchedulerNode):
+            return
+        if isinstance(node, scheduler.GroupedSchedulerNode | scheduler.ForeachKernelSchedulerNode):
+            for part in getattr(node, "snodes", ()):
+                yield from self.kernels(part)
+        elif isinstance(node, scheduler.ExternKernelSchedulerNode):
+            if not isinstance(node.node, ir.MultiOutput):
+                yield self._called(node.node)
+        else:
+            yield self._fused(node)
+
+    def _called(self, node: Any) -> Kernel:
+        """An operator that inductor calls as it is: matmuls, convolutions, attention, sorting."""
+        overload = getattr(node, "op_overload", None)
+        if getattr(overload, "namespace", "") in _COLLECTIVES:
+            reads = tuple(self.placed(view_of(tensor)) for tensor in node.inputs)
+            return Kernel(str(overload), reads, node=node)
+        own = [node.get_name()] if node.get_name() in self.buffers else []
+        parts = [part.get_name() for part in self.parts.get(node.get_name(), ())]
+        changed = [name for name in node.get_mutation_names() if name not in own]
+        writes = tuple(self.placed(self._whole(name)) for name in (*own, *parts, *changed))
+        reads = tuple(self.placed(view) for tensor in node.inputs if (view := view_of(tensor)) is not None)
+        name = _operator_name(node, overload)
+        options = ("compiled", *_precision(name, self, reads))
+        if "scaled_dot_product" in name:
+            name, reads, how = self._attention(name, node)
+            options += how
+        allocates = tuple(name for name in (*own, *parts) if name in self.buffers and name not in self.views)
+        return Kernel(name, reads, writes, options, allocates)
+
+    def _attention(self, name: str, node: Any) -> tuple[str, tuple[View, ...], tuple[str, ...]]:
+        args, kwargs = node.unflatten_args(node.inputs, node.constant_args)
+        given = {argument.name: value for argument, value in zip(node.op_overload._schema.arguments, args, strict=False)}
+        given |= kwargs
+        names = ["query", "key", "value"]
+        if name.split(".")[1].endswith("_backward"):
+            names += ["out", "logsumexp", "grad_out" if "grad_out" in given else "grad_out_"]
+        reads = tuple(self.placed(view_of(given[key])) for key in names if given.get(key) is not None)
+        masked = any(given.get(key) is not None for key in ("attn_bias", "attn_mask"))
+        marks = ("causal" if given.get("is_causal") else "", "masked" if masked else "",
+                 "dropout" if given.get("dropout_p") else "")  # fmt: skip
+        return f"attention.{'backward' if 'grad' in names[-1] else 'forward'}", reads, tuple(filter(None, marks))
+
+    def _whole(self, name: str) -> View:
+        buffer = self.buffers.get(name)
+        if buffer is None:
+            tensor = self.graph.graph_inputs.get(name)
+            found = self.views.get(name) or view_of(tensor if tensor is not None else self.graph.get_buffer(name))
+            return found._replace(buffer=name)  # type: ignore[no-any-return]
+        return View(name, buffer.size, buffer.stride)
+
+    def _fused(self, node: Any) -> Kernel:
+        """A Triton kernel: buffers that only it uses stay in registers."""
+        inside = node.get_operation_names()
+        kept = [name for name in node.get_buffer_names()
+                if not self.scheduler.can_buffer_be_removed_through_fusion(name, inside)]  # fmt: skip
+        reads, writes = node.read_writes.reads, node.read_writes.writes
+        read = tuple(self._touched(name, reads) for name in _names(reads) if name not in node.get_buffer_names())
+        written = tuple(self._touched(name, writes) for name in kept)
+        atomic = any(getattr(dep, "mode", None) == "atomic_add" for dep in writes)
+        kind = "scatter" if atomic else "reduction" if node.is_reduction() else "pointwise"
+        options = ("compiled", _triton_name(node))
+        owned = tuple(name for name in kept if name in self.buffers and name not in self.views)
+        reuses = tuple(self._reuses(node, owned, reads, writes))
+        return Kernel(f"fused.{kind}", read, written, options, owned, reuses)
+
+    def _touched(self, name: str, deps: Any) -> View:
+        """What a kernel reads or writes of a buffer: all of it, or as many elements as its loops have."""
+        whole = self.placed(self._whole(name))
+        count = prod(size for size, stride in zip(whole.size, whole.stride, strict=True) if stride)
+        touched = sum(_elements(dep, count) for dep in deps if dep.name == name)
+        return whole if touched >= count else View(whole.buffer, (touched,), (1,), whole.offset)
+
+    def _reuses(self, node: Any, owned: Sequence[str], reads: Any, writes: Any) -> Iterator[tuple[str, str]]:
+        """Buffers that may be written in place of one that is read at the same places."""
+        taken: set[str] = set()
+        for new in owned:
+            stores = [dep for dep in writes if dep.name == new]
+            for old in _names(reads):
+                loads = [dep for dep in reads if dep.name == old]
+                same = len(loads) == len(stores) == 1 and loads[0].rename({old: new}) == stores[0]
+                if same and old not in taken and self._can_replace(old, new):
+                    taken.add(old)
+                    yield new, old
+                    break
+
+    def _can_replace(self, old: str, new: str) -> bool:
+        buffer = self.buffers.get(old)
+        if buffer is None and old in self.scheduler.name_to_donated_buffer:
+            view = view_of(self.graph.graph_inputs[old])
+            dtype = self.graph.graph_inputs[old].get_dtype()
+            return bool(prod(view.size) == prod(self.buffers[new].size) and dtype == self.buffers[new].dtype)
+        if buffer is None or old in self.views:
+            return False
+        return prod(buffer.size) == prod(self.buffers[new].size) and buffer.dtype == self.buffers[new].dtype
+
+
+def _names(deps: Any) -> list[str]:
+    """Buffers of dependencies that move data."""
+    return list(dict.fromkeys(dep.name for dep in deps if isinstance(dep, MemoryDep | StarDep)))
+
+
+def _elements(dep: Any, everything: int) -> int:
+    if not isinstance(dep, MemoryDep):
+        return everything
+    if dep.is_indirect():  # rows of a table, by their numbers
+        return min(everything, prod(_ints(dep.size)))
+    return min(everything, int(dep.get_numel()))
+
+
+def _operator_name(node: Any, overload: Any) -> str:
+    if overload is not None and hasattr(overload, "_opname"):
+        return f"{overload.namespace}.{overload._opname}.default"
+    called = str(getattr(node, "python_kernel_name", None) or type(node).__name__)
+    return f"aten.{called.removeprefix('extern_kernels.').removeprefix('aten.').split('.')[0]}.default"
+
+
+def _precision(name: str, reader: _Reader, reads: Sequence[View]) -> tuple[str, ...]:
+    if not name.startswith(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")) or not reads:
+        return ()
+    dtype = reader.graph.get_dtype(reads[-1].buffer)
+    return ("tf32",) if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else ()
+
+
+def _triton_name(node: Any) -> str:
+    """The name that inductor gives the kernel, without its number: triton_poi, _red (in a loop), _per (in registers)."""
+    kind = "poi"
+    if node.is_reduction():
+        rows = [part.group[1][1] for part in node.get_nodes() if part.is_reduction()]
+        kind = "per" if rows and all(int(row) <= _PERSISTENT for row in rows) else "red"
+        kind = "per" if isinstance(node, getattr(scheduler, "FusedMixOrderReductions", ())) else kind
+    return f"triton_{kind}_{get_fused_kernel_name(node.get_nodes(), 'original_aten')}"
+
+
+# ---------------------------------------------------------------------- lifetimes
+def _with_lifetimes(kernels: list[Kernel], reader: _Reader, kept: set[str]) -> list[Kernel]:
+    """Every buffer is freed after the kernel that uses it last; one that is needed later is not written over."""
+    last: dict[str, int] = {}
+    first: dict[str, int] = {}
+    for place, kernel in enumerate(kernels):
+        names = {view.buffer for view in (*kernel.reads, *kernel.writes)} | set(kernel.allocates)
+        for name in names:
+            last[name] = place
+            first.setdefault(name, place)
+    found = []
+    made: set[str] = set()
+    for place, kernel in enumerate(kernels):
+        reuses = tuple((new, old) for new, old in kernel.reuses if last[old] == place and old not in kept)
+        replaced = {new for new, _ in reuses}
+        # the memory of a concatenation exists from the first of its parts on, and views need their owner
+        needed = {view.buffer for view in kernel.writes} | set(kernel.allocates)
+        allocates = tuple(sorted((needed & reader.buffers.keys()) - replaced - made))
+        made |= needed
+        frees = tuple(name for name, at in last.items() if at == place and name not in kept)
+        found.append(kernel._replace(reuses=reuses, allocates=allocates, frees=frees))
+    return found
