@@ -1,19 +1,18 @@
 """One rank of a large job on one GPU, its peers faked: clean steps, peak memory, GPU time by operator.
 
-    python3 calibration/ranks_h200.py OUT.json SECONDS development|blind
+    python3 calibration/ranks_h200.py OUT.json SECONDS development|blind [NAME ...]
 
 The fake process group answers every collective at once and moves nothing, so a step is what the rank's own kernels and
 its own host code take. Stock PyTorch: FSDP2, DTensor tensor and sequence parallelism, `torch.distributed.pipelining`.
-Each case is a process of its own; `--one NAME` runs one case alone and prints its step, as a user's script would.
+Each case is a process of its own; `python3 calibration/ranks_h200.py NAME` runs one alone and prints its step, as a
+user's script would.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-from scripts_h200 import about, summary_of
+from scripts_h200 import forked, report, summary_of
 
 LIMIT_S = 75.0  # of one case
 
@@ -308,8 +307,8 @@ def pipeline_of(case: Case, model: nn.Module, mesh: DeviceMesh, ids: torch.Tenso
     return run
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Clean steps, the wait of the host at their end, peak memory, and one profiled step."""
+def measure(case: Case, profiled: bool) -> dict[str, Any]:
+    """Clean steps, the wait of the host at their end, peak memory, and, if asked, one profiled step."""
     began = time.perf_counter()
     torch.cuda.set_device(0)
     torch.manual_seed(0)
@@ -330,58 +329,38 @@ def measure(case: Case) -> dict[str, Any]:
         "peak": torch.cuda.max_memory_allocated(),
         "peak_reserved": torch.cuda.max_memory_reserved(),
     }
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
-        step()
-        torch.cuda.synchronize()
-    return {**found, **summary_of(profiler), "run_s": round(time.perf_counter() - began, 1)}
+    if profiled:
+        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
+            step()
+            torch.cuda.synchronize()
+        found |= summary_of(profiler)
+    return {**found, "run_s": round(time.perf_counter() - began, 1)}
 
 
-def main(output: str, seconds: float, which: str) -> None:
-    """Runs all cases of a set, one process each, and writes what is there after each."""
-    stop = time.monotonic() + seconds
+def main(output: str, seconds: str, which: str, *names: str) -> None:
+    """Runs the cases of a set, or some of them, and writes what is there after each."""
+    import torch.distributed.algorithms._checkpoint.checkpoint_wrapper
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor.parallel  # noqa: F401
+
+    stop = time.monotonic() + float(seconds)
     found: list[dict[str, Any]] = []
     for case in CASES[which]:
-        part = Path(output).with_suffix(".part")
-        part.unlink(missing_ok=True)
-        left = stop - time.monotonic()
-        command = [sys.executable, __file__, "--one", case.name, "--out", str(part)]
-        try:
-            done = subprocess.run(command, timeout=min(LIMIT_S, max(left, 1.0)), capture_output=True, text=True)
-            error = done.stderr[-1500:]
-        except subprocess.TimeoutExpired:
-            error = f"ran past its time ({left:.0f} s were left for all)"
-        row = json.loads(part.read_text()) if part.exists() else {"case": asdict(case), "error": error}
-        part.unlink(missing_ok=True)
+        if names and case.name not in names:
+            continue
+        task = functools.partial(measure, case, which == "development")
+        row = {"case": asdict(case), **forked(task, min(LIMIT_S, max(stop - time.monotonic(), 1.0)))}
+        report(case.name, row)
         found.append(row)
-        if "error" in row:
-            print(case.name, "FAILED", row["error"], flush=True)
-        elif which == "blind":
-            print(case.name, "measured", row["run_s"], "s", flush=True)
-        else:
-            print(
-                f"{case.name:28s} {1e3 * row['step_s']:8.2f} ms, waits {1e3 * row['wait_s']:7.2f} ms, "
-                f"{row['peak'] / 2**30:6.2f} GiB, {row['kernel_count']} kernels, "
-                f"busy {row['gpu_busy_us'] / 1e3:7.2f} ms, {row['run_s']} s",
-                flush=True,
-            )
-        Path(output).write_text(json.dumps({"about": about(), "results": found}))
+        Path(output).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", nargs="?")
-    parser.add_argument("seconds", nargs="?", type=float)
-    parser.add_argument("which", nargs="?", choices=list(CASES))
-    parser.add_argument("--one", help="the name of one case")
-    parser.add_argument("--out", help="where one case is written")
-    asked = parser.parse_args()
-    if asked.one is None:
-        main(asked.output, asked.seconds, asked.which)
+    if len(sys.argv) == 2:
+        chosen = next(case for cases in CASES.values() for case in cases if case.name == sys.argv[1])
+        measured = measure(chosen, profiled=False)
+        print(json.dumps({"step_s": measured["step_s"], "peak": measured["peak"]}), flush=True)
     else:
-        chosen = next(case for cases in CASES.values() for case in cases if case.name == asked.one)
-        row = measure(chosen)
-        print(json.dumps({"step_s": row["step_s"], "peak": row["peak"]}), flush=True)
-        if asked.out:
-            Path(asked.out).write_text(json.dumps(row))
-        os._exit(0)  # the fake process group has nothing to tear down
+        main(*sys.argv[1:])

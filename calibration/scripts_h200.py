@@ -1,21 +1,25 @@
 """Runs the training scripts of calibration/scripts on one GPU, unchanged: clean steps, peak memory, GPU time.
 
-    python3 calibration/scripts_h200.py OUT.json SECONDS development|blind
+    python3 calibration/scripts_h200.py OUT.json SECONDS development|blind [SCRIPT.py ...]
 
 Each script is a process of its own, started through `runpy` with two functions wrapped: `torch.cuda.synchronize`, which
 every script calls once at the end of a step, marks the steps, and `statistics.median`, which it calls last, is handed
-the times of its steps. One late step runs under the profiler and is left out of the clean steps. The scripts under
-`development` may be looked at to improve predictions; the results of those under `blind` are kept apart from fitting.
+the times of its steps. The scripts under `development` may be looked at to improve predictions: one late step of them
+runs under the profiler and is left out of the clean steps. Those under `blind` are kept apart from fitting.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import runpy
+import signal
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +69,36 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def run_script(path: str) -> dict[str, Any]:
+def forked(task: Callable[[], dict[str, Any]], limit_s: float) -> dict[str, Any]:
+    """The result of `task` in a fork of this process, which has imported what takes long and has not touched the GPU.
+
+    What the task prints is kept back; its end is the error where it fails or takes longer than `limit_s`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        child = os.fork()
+        if child == 0:
+            os.setsid()  # so that what it starts ends with it
+            with log.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+                try:
+                    result.write_text(json.dumps({"about": about(), **task()}))
+                except BaseException:
+                    traceback.print_exc()
+                sys.stdout.flush()
+                os._exit(0)
+        stop = time.monotonic() + limit_s
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > stop:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return {"error": f"took longer than {limit_s:.0f} s"}
+            time.sleep(0.02)
+        return json.loads(result.read_text()) if result.exists() else {"error": log.read_text()[-1500:]}
+
+
+def run_script(path: str, profiled: bool = True) -> dict[str, Any]:
     """Runs one script in this process as `python3 path` would, and returns what was measured."""
     import torch
 
@@ -80,9 +113,9 @@ def run_script(path: str) -> dict[str, Any]:
         begin = time.perf_counter()
         synchronize(*args, **kwargs)
         waits.append(time.perf_counter() - begin)
-        if len(waits) == PROFILED:
+        if profiled and len(waits) == PROFILED:
             profiler.start()
-        elif len(waits) == PROFILED + 1:
+        elif profiled and len(waits) == PROFILED + 1:
             profiler.stop()
 
     def recorded(data: list[float]) -> float:
@@ -101,39 +134,40 @@ def run_script(path: str) -> dict[str, Any]:
         "peak": torch.cuda.max_memory_allocated(),
         "peak_reserved": torch.cuda.max_memory_reserved(),
         "run_s": round(time.perf_counter() - began, 1),
-        **summary_of(profiler),
+        **(summary_of(profiler) if profiled else {}),
     }
 
 
-def main(output: str, seconds: str, which: str) -> None:
-    """Runs all scripts of a folder, one process each, and writes what is there after each."""
+def report(name: str, row: dict[str, Any]) -> None:
+    """Prints a line; of a step that was not profiled, because it is kept apart, no numbers."""
+    if "error" in row:
+        print(name, "FAILED", row["error"], flush=True)
+    elif "kernel_count" not in row:
+        print(name, "measured in", row["run_s"], "s", flush=True)
+    else:
+        print(
+            f"{name:30s} {1e3 * row['step_s']:8.2f} ms, waits {1e3 * row['wait_s']:7.2f} ms, "
+            f"{row['peak'] / 2**30:6.2f} GiB, {row['kernel_count']} kernels, "
+            f"busy {row['gpu_busy_us'] / 1e3:7.2f} ms, {row['run_s']} s",
+            flush=True,
+        )
+
+
+def main(output: str, seconds: str, which: str, *names: str) -> None:
+    """Runs the scripts of a folder, or some of them, and writes what is there after each."""
+    import torch.utils.data
+    import transformers  # noqa: F401
+
     stop = time.monotonic() + float(seconds)
     found: list[dict[str, Any]] = []
     for path in sorted((HERE / "scripts" / which).glob("*.py")):
-        left = stop - time.monotonic()
-        part = Path(output).with_suffix(".part")
-        part.unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--one", str(path), str(part)]
-        try:
-            done = subprocess.run(command, timeout=min(LIMIT_S, max(left, 1.0)), capture_output=True, text=True)
-            error = "" if done.returncode == 0 else done.stderr[-1500:]
-        except subprocess.TimeoutExpired:
-            error = f"ran past its time ({left:.0f} s were left for all)"
-        row = json.loads(part.read_text()) if part.exists() else {"script": f"{which}/{path.name}", "error": error}
-        part.unlink(missing_ok=True)
+        if names and path.name not in names:
+            continue
+        task = functools.partial(run_script, str(path), which == "development")
+        row = {"script": f"{which}/{path.name}", **forked(task, min(LIMIT_S, max(stop - time.monotonic(), 1.0)))}
+        report(path.name, row)
         found.append(row)
-        if "error" in row:
-            print(row["script"], "FAILED", row["error"], flush=True)
-        elif which == "blind":
-            print(row["script"], "measured", row["run_s"], "s", flush=True)
-        else:
-            print(
-                f"{row['script']:42s} {1e3 * row['step_s']:8.2f} ms, waits {1e3 * row['wait_s']:7.2f} ms, "
-                f"{row['peak'] / 2**30:6.2f} GiB, {row['kernel_count']} kernels, "
-                f"busy {row['gpu_busy_us'] / 1e3:7.2f} ms, {row['run_s']} s",
-                flush=True,
-            )
-        Path(output).write_text(json.dumps({"about": about(), "results": found}))
+        Path(output).write_text(json.dumps(found))
 
 
 def about() -> dict[str, str]:
@@ -148,7 +182,4 @@ def about() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--one":
-        Path(sys.argv[3]).write_text(json.dumps(run_script(sys.argv[2])))
-    else:
-        main(*sys.argv[1:])
+    main(*sys.argv[1:])
