@@ -51,6 +51,13 @@ def environment(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
 def record_this_process(text: str) -> None:
     """Called in a process of the command, directly after it has imported torch."""
     values = json.loads(text)
+    dry = values.pop("dry")
+    if dry:
+        from lumos.dry_run.script import dry_run_this_process  # torch, which this process has
+
+        rank, world = values["fake_world"] or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        dry_run_this_process(Path(values["folder"]), dry, rank, world)
+        return
     plan = Plan(**values | {"folder": Path(values["folder"]), "setup": values["setup"] or None}).checked()
     if plan.fake_world:
         fake_process_groups(*plan.fake_world)

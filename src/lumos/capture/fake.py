@@ -51,8 +51,10 @@ def fake_process_groups(rank: int, world: int) -> None:
     os.environ.update(world_environment(rank, world))
     initialise, make_group = dist.init_process_group, dist.new_group
 
-    def init_process_group(*_: Any, **__: Any) -> None:
-        if not dist.is_initialized():
+    def init_process_group(backend: Any = None, *args: Any, **options: Any) -> None:
+        if backend == "fake":  # a script that fakes its peers itself
+            initialise(backend, *args, **options)
+        elif not dist.is_initialized():
             initialise("fake", rank=rank, world_size=world, store=FakeStore())
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:

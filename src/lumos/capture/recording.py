@@ -39,6 +39,7 @@ class Plan:
     setup: object = None
     rank_env: str = "RANK"
     fake_world: tuple[int, int] | None = None  # (rank, world)
+    dry: dict[str, object] = field(default_factory=dict)  # the GPU that a dry run has; empty: a real one is recorded
 
     @property
     def last(self) -> int:

@@ -11,6 +11,7 @@ import typer
 from lumos.capture.command import run_command, signal_name
 from lumos.capture.recording import Plan
 from lumos.errors import OptionError
+from lumos.setup.gpus import gpu_named
 
 
 def capture_command(
@@ -23,28 +24,61 @@ def capture_command(
         str, typer.Option(help="The variable with the rank, where torch.distributed is not used.")
     ] = "RANK",
     fake_world: Annotated[
-        int, typer.Option(help="Let one process be a rank of a job of this many, whose other ranks are not there.")
+        int,
+        typer.Option(
+            "--fake-world", "--world", help="Let one process be a rank of a job of this many, whose peers are not there."
+        ),
     ] = 0,
     rank: Annotated[int, typer.Option(help="Which rank of the fake world.")] = 0,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Without a GPU: run two steps on fake tensors, then stop the command.")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help="The GPU that the script finds in a dry run.")] = "h100",
 ) -> None:
-    """Record some steps of a training script.
+    """Record some steps of a training script, or dry-run it on a machine without a GPU.
 
     PyTorch with any launcher; a step ends when the optimizer has stepped. The exit code is that of the command.
     """
     if rank and not fake_world:
-        raise OptionError(f"--rank {rank} is of a fake world: give its size with --fake-world")
+        raise OptionError(f"--rank {rank} is of a fake world: give its size with --world")
     if fake_world < 0:
-        raise OptionError(f"--fake-world {fake_world}: give the number of ranks of the job")
-    plan = Plan(output, steps, warmup, setup, rank_env, (rank, fake_world) if fake_world else None).checked()
-    before = _written(output)
+        raise OptionError(f"--world {fake_world}: give the number of ranks of the job")
+    world = (rank, fake_world) if fake_world else None
+    plan = Plan(output, steps, warmup, setup, rank_env, world, _gpu(gpu) if dry else {}).checked()
+    pattern = "rank*.dry.json.gz" if dry else "rank*.pt.trace.json.gz"
+    before = _written(output, pattern)
     code = run_command(command, plan)
-    _report(output, sorted(set(_written(output).items()) - set(before.items())), warmup, code, signal_name(code))
+    found = sorted(set(_written(output, pattern).items()) - set(before.items()))
+    if dry:
+        _report_dry(output, len(found), code, signal_name(code))
+    else:
+        _report(output, found, warmup, code, signal_name(code))
     sys.exit(code)
 
 
-def _written(folder: Path) -> dict[str, int]:
-    """The traces in a folder, and when they were written."""
-    return {path.name: path.stat().st_mtime_ns for path in folder.glob("rank*.pt.trace.json.gz")}
+def _gpu(name: str) -> dict[str, object]:
+    """What a script may ask of its GPU."""
+    found = gpu_named(name)
+    capability = {"volta": (7, 0), "ampere": (8, 0), "ada": (8, 9), "blackwell": (10, 0)}.get(found.family, (9, 0))
+    return {"gpu": f"NVIDIA {found.name.upper()}", "memory_gib": found.memory_gib, "capability": capability}
+
+
+def _report_dry(folder: Path, found: int, code: int, signal: str) -> None:
+    if code:
+        sys.stderr.write(f"lumos: the command ended with {signal or code}: nothing to predict from\n")
+    elif not found:
+        raise OptionError(
+            "nothing was recorded: no torch.optim optimizer made two steps in a Python process of the command, or that "
+            "Python has no torch; let the script train two steps"
+        )
+    else:
+        count = "1 rank" if found == 1 else f"{found} ranks"
+        sys.stderr.write(f"lumos: {count} in {folder}; next: lumos predict --from {folder} --set cluster.gpu=h200\n")
+
+
+def _written(folder: Path, pattern: str) -> dict[str, int]:
+    """The recordings in a folder, and when they were written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob(pattern)}
 
 
 def _report(folder: Path, found: list[tuple[str, int]], warmup: int, code: int, signal: str) -> None:

@@ -16,6 +16,7 @@ from lumos.change.infer.infer import infer
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, KwhPrice, Output, Price, ProfilerCosts, Pue, Tokens, TraceOptions
 from lumos.cli.terminal import busy, deliver
+from lumos.dry_run.dry_files import dry_files
 from lumos.errors import InputError, OptionError
 from lumos.export.chrome_traces import write_timeline
 from lumos.files import check_output, write_csv
@@ -63,6 +64,8 @@ def predict_command(
     _refuse(setup, source, changes, scale, options != _ALL or profiler_costs is not None, tariff != Tariff())
     if source is None:
         found = _described(setup or Path(), changes, tariff, describe)
+    elif dry_files(source):
+        found = _from_script(source, setup, changes, scale, tariff)
     elif setup is None and not changes:
         found = predict(load_run(source, options, profiler_costs), scale)
     else:
@@ -92,7 +95,7 @@ def _refuse(
             traced and setup and scale,
         "--scale and --set together: ask for one at a time": traced and changes and scale,
         "--price, --kwh-price, --pue and --tokens need a setup, or what is to change: add --set":
-            traced and priced and not setup and not changes,
+            traced and priced and not setup and not changes and not dry_files(source or Path()),
     }  # fmt: skip
     for text, is_so in wrong.items():
         if is_so:
@@ -108,18 +111,28 @@ def _described(setup: Path, changes: list[str], tariff: Tariff, describe: bool) 
 
 
 def _from_config(config: Path, changes: list[str], tariff: Tariff) -> Prediction:
-    from lumos.dry_run.dry_prediction import INSTALL, dry_prediction, why_not  # other setups need none of it
+    from lumos.dry_run.from_config import INSTALL, predict_config, why_not  # other setups need none of it
 
     reason = why_not(config, changes)
     if reason is None:
         with busy("running the model's own code on fake tensors"):
-            return dry_prediction(config, changes, tariff)
+            return predict_config(config, changes, tariff)
     try:
         reading = read_setup_with_notes(config, changes)
     except InputError as error:
         raise InputError(f"{error}; {INSTALL}" if INSTALL in reason else str(error)) from None
     found = predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
     return replace(found, notes=(*found.notes, reason)) if reason else found
+
+
+def _from_script(
+    source: Path, setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff
+) -> Prediction:
+    from lumos.dry_run.from_script import predict_script  # traces need none of it
+
+    if setup is not None or scale:
+        raise OptionError(f"{source}: a dry run: change its cluster with --set; --scale and setups are for traces")
+    return predict_script(source, changes, tariff)
 
 
 def _changed(load: Callable[[], Replay], setup: Path | None, changes: list[str], tariff: Tariff) -> Prediction:

@@ -1,4 +1,4 @@
-"""DryStep: a recorded step, priced and put on a timeline: one host thread that launches, one stream that runs.
+"""DryStep: a recorded step, priced and put on a timeline: one host thread that launches, and the streams that run.
 
 The recording becomes a Trace as a profiler would have written it, with predicted times, so that everything that works
 on
@@ -16,29 +16,32 @@ import numpy as np
 from lumos.analysis.run import TracedRun
 from lumos.cost.prices import Prices
 from lumos.data_files import read_table
-from lumos.dry_run.aten_prices import AtenPrices, Price, base_name, runs_kernel
+from lumos.dry_run.aten_prices import AtenPrices, Price
+from lumos.dry_run.aten_work import base_name, runs_kernel
 from lumos.dry_run.recorded_step import RecordedOp, Recording
 from lumos.graph.from_trace.build import build
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy
 from lumos.program.memory import Memory, StageMemory, reserve_of, workspaces_of
-from lumos.program.operators import Operator
+from lumos.program.operators import Collective, Group, Operator
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.trace.names import Category
 from lumos.trace.steps import find_steps
-from lumos.trace.trace import Header, Lane, Trace
+from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
 
-_THREAD, _STREAM = 0, 1
+_THREAD = 0
 _CALL_NS = 1000  # of the host's time for one launch: the runtime's call itself
 _GIB = float(1 << 30)
+_COLLECTIVES = {  # those that cost about what another does
+    "send": "p2p", "recv": "p2p", "broadcast": "all_gather", "gather": "all_gather", "scatter": "reduce_scatter",
+    "reduce": "reduce_scatter", "barrier": "all_reduce",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DryStep:
-    """One training step of one process on one GPU. `setup` holds how it is trained and on what; its model is a
-    stand-in.
-    """
+    """One training step of one rank. `setup` holds what it runs on; its model is a stand-in."""
 
     setup: Setup
     recording: Recording
@@ -50,14 +53,31 @@ class DryStep:
 
     @cached_property
     def kernels(self) -> list[tuple[RecordedOp, Price]]:
-        """What the GPU runs, in order, with its price."""
-        return [(op, self.aten_prices.of(op)) for op in self.recording.ops if runs_kernel(op)]
+        """What the GPU computes, in order, with its price; collectives are not among it."""
+        return [(op, self.aten_prices.of(op)) for op in self.recording.ops if self.runs(op)]
+
+    @staticmethod
+    def runs(op: RecordedOp) -> bool:
+        """Whether the GPU computes or copies something."""
+        return not op.group and not _is_wait(op) and "cpu" not in op.options and runs_kernel(op)
+
+    def kernel_us(self, op: RecordedOp) -> float:
+        """The time of an operator or a collective on its stream."""
+        return self.collective_us(op) if op.group else self.aten_prices.of(op).us
+
+    def collective_us(self, op: RecordedOp) -> float:
+        """The time of a collective once all its ranks have arrived."""
+        domain = self.setup.cluster.gpus_per_node
+        inside = sum(rank // domain == self.recording.rank // domain for rank in op.group)
+        moved = max(sum(t.bytes for t in op.inputs), sum(t.bytes for t in op.outputs), 8.0)
+        kind = _COLLECTIVES.get(op.name, op.name)
+        return self.prices.collective_us(Collective(kind, moved, Group(len(op.group), max(inside, 1))))
 
     # ------------------------------------------------------------------ time
     @cached_property
     def trace(self) -> Trace:
         """The step as a profiler would have recorded it."""
-        return _Rows(self).trace()
+        return _Timeline(self).trace()
 
     @cached_property
     def run(self) -> TracedRun:
@@ -133,41 +153,124 @@ class DryStep:
         return Energy(seconds, 1, gpu.idle_w, joules.most_w, (work,))
 
 
-class _Rows:
-    """The rows of the trace: (category, name, lane, start, duration, correlation), times in nanoseconds."""
+class _Timeline:
+    """The rows of the trace: (category, name, lane, start, duration, correlation, message), times in nanoseconds.
+
+    The host issues operators one after the other. A kernel starts when its stream is free and everything that it waits
+    for on other streams has ended; a call that waits ends when the work before it has.
+    """
 
     def __init__(self, step: DryStep) -> None:
-        self.step, self.names = step, dict[str, int]()
+        self.step = step
+        self.names, self.messages = dict[str, int](), dict[Message, int]()
+        streams = sorted({op.stream for op in step.recording.ops}, key=lambda stream: (stream < 0, abs(stream)))
+        self.lanes = {stream: index + 1 for index, stream in enumerate(streams or [0])}
+        self.syncs: list[tuple[int, int, int, int, int]] = []  # lane, correlation, stream, wait_stream, record
+        self.now = self.calls = 0
+        self.free: dict[int, int] = {}  # when a stream has ended all that it was given
+        self.ends: dict[int, int] = {}  # of operators, by place
+        self.records: dict[int, int] = {}  # correlation of the event that was recorded after an operator
+        self.awaited = {place for op in step.recording.ops for place in op.after if not _is_wait(op)}
 
     def trace(self) -> Trace:
-        rows = sorted(self._rows(), key=lambda row: (row[3], -row[4]))
-        columns = np.array(rows, np.int64).T
-        category, name, lane, start, duration, correlation = columns
-        gpu = self.step.setup.cluster.gpu
+        rank, gpu = self.step.recording.rank, self.step.setup.cluster.gpu
+        columns = np.array(sorted(self._rows(), key=lambda row: (row[3], -row[4])), np.int64).T
+        category, name, lane, start, duration, correlation, message = columns
+        lanes = [Lane(rank, False, "dry run", "host")]
+        lanes += [Lane(rank, True, "dry run", self._label(stream)) for stream in self.lanes]
+        header = Header(rank, "dry run", self.step.recording.world, gpu)
         return Trace(
-            tuple(self.names), (Lane(0, False, "dry run", "host"), Lane(0, True, "dry run", "compute")), (),
-            (Header(0, "dry run", 1, gpu),), category.astype(np.uint8), name.astype(np.int32), lane.astype(np.int32),
-            start, duration, correlation, np.full(len(start), -1, np.int32),
+            tuple(self.names), tuple(lanes), tuple(self.messages), (header,), category.astype(np.uint8),
+            name.astype(np.int32), lane.astype(np.int32), start, duration, correlation, message.astype(np.int32),
+            self._syncs(),
         )  # fmt: skip
 
-    def _rows(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        step, name = self.step, self._name
-        launch_ns = round(read_table("step.json")["launch_us"] * 1e3)
-        gap_ns = round(step.prices.factors.launch_gap_us * 1e3)
-        now = free = 0
-        for index, op in enumerate(step.recording.ops):
-            host_ns = max(2 * _CALL_NS, round(step.host_us_of(op) * 1e3))
-            label = base_name(op)
-            yield Category.OP, name(f"aten::{label}"), _THREAD, now, host_ns, -1
-            if runs_kernel(op):
-                called = now + host_ns - _CALL_NS
-                yield Category.CALL, name("cudaLaunchKernel"), _THREAD, called, _CALL_NS, index
-                begin = max(free + gap_ns, called + launch_ns)
-                length = max(1, round(step.aten_prices.of(op).us * 1e3) - gap_ns)
-                yield Category.KERNEL, name(label.lstrip("_")), _STREAM, begin, length, index
-                free = begin + length
-            now += host_ns
-        yield Category.NOTE, name("ProfilerStep#0"), _THREAD, 0, max(now, 1), -1
+    def _label(self, stream: int) -> str:
+        return str(self.lanes[stream])  # a number, by which waits name streams
+
+    def _syncs(self) -> Syncs:
+        lane, correlation, stream, other, record = np.array(self.syncs or np.zeros((0, 5)), np.int64).reshape(-1, 5).T
+        return Syncs(lane.astype(np.int32), correlation, stream, other, record, np.full(len(lane), -1, np.int64))
+
+    def _rows(self) -> Iterator[tuple[int, ...]]:
+        for place, op in enumerate(self.step.recording.ops):
+            if _is_wait(op):
+                yield from self._wait(op)
+            elif op.group or self.step.runs(op):
+                yield from self._launch(place, op)
+            else:
+                length = self._host_ns(op)
+                yield Category.OP, self._name(_label(op)), _THREAD, self.now, length, -1, -1
+                self.now += length
+        end = max(self.now, *self.ends.values()) if self.ends else max(self.now, 1)
+        yield Category.CALL, self._name("cudaDeviceSynchronize"), _THREAD, self.now, end - self.now, self._call(), -1
+        yield Category.NOTE, self._name("ProfilerStep#0"), _THREAD, 0, end, -1, -1
+
+    def _host_ns(self, op: RecordedOp) -> int:
+        return max(2 * _CALL_NS, round(self.step.host_us_of(op) * 1e3))
+
+    def _wait(self, op: RecordedOp) -> Iterator[tuple[int, ...]]:
+        """The host waits for a stream, or for all of them."""
+        end = max([self.now + _CALL_NS, *(self.ends[place] for place in op.after if place in self.ends)])
+        call = self._call()
+        if len(op.after) == 1 and op.name != "cudaDeviceSynchronize":
+            stream = self.step.recording.ops[op.after[0]].stream
+            self.syncs.append((_THREAD, call, int(self._label(stream)), -1, -1))
+        yield Category.CALL, self._name(op.name), _THREAD, self.now, end - self.now, call, -1
+        self.now = end
+
+    def _launch(self, place: int, op: RecordedOp) -> Iterator[tuple[int, ...]]:
+        began, waits = self.now, [earlier for earlier in op.after if earlier in self.records]
+        length = self._host_ns(op) + _CALL_NS * (len(waits) + (place in self.awaited))
+        yield Category.OP, self._name(_label(op)), _THREAD, began, length, -1, -1
+        self.now = began + length - _CALL_NS * (1 + len(waits) + (place in self.awaited))
+        for earlier in waits:
+            yield self._stream_wait(op, earlier)
+        yield from self._kernel(place, op)
+        if place in self.awaited:
+            self.records[place] = call = self._call()
+            yield Category.CALL, self._name("cudaEventRecord"), _THREAD, self.now, _CALL_NS, call, -1
+        self.now = began + length
+
+    def _stream_wait(self, op: RecordedOp, earlier: int) -> tuple[int, ...]:
+        call, other = self._call(), self.step.recording.ops[earlier].stream
+        self.syncs.append((_THREAD, call, int(self._label(op.stream)), int(self._label(other)), self.records[earlier]))
+        row = (Category.CALL, self._name("cudaStreamWaitEvent"), _THREAD, self.now, _CALL_NS, call, -1)
+        self.now += _CALL_NS
+        return row
+
+    def _kernel(self, place: int, op: RecordedOp) -> Iterator[tuple[int, ...]]:
+        gap = round(self.step.prices.factors.launch_gap_us * 1e3)
+        launch = round(read_table("step.json")["launch_us"] * 1e3)
+        call, message = self._call(), self._message(op)
+        yield Category.CALL, self._name("cudaLaunchKernel"), _THREAD, self.now, _CALL_NS, call, -1
+        begin = max(self.free.get(op.stream, -gap) + gap, self.now + launch,
+                    *(self.ends[earlier] for earlier in op.after if earlier in self.ends))  # fmt: skip
+        length = max(1, round(self.step.kernel_us(op) * 1e3) - (0 if op.group else gap))
+        name = f"ncclDevKernel_{op.name}" if op.group else _label(op).removeprefix("aten::").lstrip("_")
+        yield Category.KERNEL, self._name(name), self.lanes[op.stream], begin, length, call, message
+        self.free[op.stream] = self.ends[place] = begin + length
+        self.now += _CALL_NS
+
+    def _message(self, op: RecordedOp) -> int:
+        if not op.group:
+            return -1
+        sizes = [sum(t.elements for t in tensors) for tensors in (op.inputs, op.outputs)]
+        dtype = op.inputs[0].dtype if op.inputs else ""
+        found = Message(op.name, dtype, *sizes, "", len(op.group), op.group)
+        return self.messages.setdefault(found, len(self.messages))
+
+    def _call(self) -> int:
+        self.calls += 1
+        return self.calls
 
     def _name(self, text: str) -> int:
         return self.names.setdefault(text, len(self.names))
+
+
+def _is_wait(op: RecordedOp) -> bool:
+    return op.name.startswith("cuda")
+
+
+def _label(op: RecordedOp) -> str:
+    return op.name if op.name.startswith(("dtensor.", "fsdp.")) else f"aten::{base_name(op)}"

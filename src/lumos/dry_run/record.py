@@ -1,31 +1,44 @@
-"""Record: run a training step on fake tensors and write down every operator. Needs torch (any build).
+"""Record: run training code on fake tensors and write down every operator. Needs torch (any build).
 
 Fake tensors have shapes, dtypes and strides and no memory, so that a step of any size runs in seconds on a CPU. A
-dispatch
-mode sees every aten operator of the forward pass, the backward pass and the optimizer; finalizers of storages tell when
-memory is released.
+dispatch mode sees every aten operator of the forward pass, the backward pass and the optimizer; finalizers of storages
+tell when memory is released.
 """
 
 from __future__ import annotations
 
-import weakref
+import functools
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from math import prod
 from time import monotonic
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lumos.dry_run.recorded_step import RecordedOp, Recording, TensorInfo
+from lumos.dry_run.assumed_values import ASSUMED, AssumedValues
+from lumos.dry_run.fake_gpu import DEFAULT_STREAM, fake_gpu, replaced
+from lumos.dry_run.gpu_functions import functions_as_on_gpu
+from lumos.dry_run.memory_ledger import MemoryLedger
+from lumos.dry_run.recorded_step import RecordedOp, Recording, StorageEvent, TensorInfo
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-           torch.int64: "int64",
-           torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8", torch.int8: "int8"}  # fmt: skip
-_CATEGORIES = {"build": "weights", "forward": "activations", "backward": "gradients", "optimizer": "optimizer"}
-_MOST_SECONDS, _MOST_OPS = 300.0, 60_000  # a scan over tokens in Python runs more
-_BLOCK = 512  # bytes that the caching allocator rounds to
+           torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8",
+           torch.int8: "int8"}  # fmt: skip
+_MOST_SECONDS, _MOST_OPS = 300.0, 200_000  # a scan over tokens in Python runs more
+_SMALL = 65_536  # elements of CPU tensors that keep their values
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor}
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"}
+COLLECTIVES = -1  # the stream of the first process group; others are below it
+_NOT_CALLED = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "record_stream"}
+
+
+class TooManyOperators(TimeoutError):
+    """A step that does not end in the time and operators that a dry run has."""
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -43,171 +56,446 @@ def _info(tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo(tuple(map(int, tensor.shape)), dtype, tuple(map(int, tensor.stride())), tensor.element_size())
 
 
-class _MemoryLedger:
-    """Bytes that are alive, by category, and the most there ever were."""
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return bool(tensor.device.type == "cuda")
 
-    def __init__(self) -> None:
-        self.alive: dict[int, tuple[float, str]] = {}
-        self.by_category: dict[str, float] = {}
-        self.total = self.peak = 0.0
-        self.at_peak: tuple[str, dict[str, float]] = ("", {})
 
-    def hold(self, tensor: torch.Tensor, category: str, phase: str = "") -> bool:
-        """Count a tensor's storage, unless it is counted already."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.alive:
-            return False
-        size = float(-(-storage.nbytes() // _BLOCK) * _BLOCK)
-        self.alive[key] = (size, category)
-        self.by_category[category] = self.by_category.get(category, 0.0) + size
-        self.total += size
-        if self.total > self.peak:
-            self.peak, self.at_peak = self.total, (phase, dict(self.by_category))
-        weakref.finalize(storage, self._release, key)
-        return True
+def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator is run for real: on small tensors of the CPU, whose values scripts use (meshes, schedules)."""
+    tensors = [*_tensors(args), *_tensors(kwargs)]
+    if tensors:
+        device = kwargs.get("device")
+        return not any(isinstance(t, FakeTensor) for t in tensors) and (device is None or device.type == "cpu")
+    device = kwargs.get("device")
+    if not (device is None or device.type == "cpu") or func.namespace != "aten":
+        return False
+    sizes = args[0] if args and isinstance(args[0], list | tuple) else [a for a in args if isinstance(a, int | float)]
+    if func._opname in ("arange", "linspace", "logspace", "eye"):
+        return all(abs(size) <= _SMALL for size in sizes)
+    if func._opname in ("randint", "randperm"):
+        sizes = next((a for a in args if isinstance(a, list | tuple)), args[:1])
+    return prod(sizes) <= _SMALL
 
-    def touch(self, like: torch.Tensor, category: str, phase: str) -> None:
-        """Count a temporary tensor as large as another one."""
-        size = float(-(-like.untyped_storage().nbytes() // _BLOCK) * _BLOCK)
-        if self.total + size > self.peak:
-            held = self.by_category | {category: self.by_category.get(category, 0.0) + size}
-            self.peak, self.at_peak = self.total + size, (phase, held)
 
-    def _release(self, key: int) -> None:
-        size, category = self.alive.pop(key, (0.0, ""))
-        self.total -= size
-        if category:
-            self.by_category[category] -= size
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Writes down operators, streams and memory; answers questions about values that fake tensors do not have."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self.fakes = fakes
+        self.values = AssumedValues()
+        self.ledger = MemoryLedger(self.values.forget)
+        self.ops: list[RecordedOp] = []
+        self.stream = DEFAULT_STREAM
+        self.in_optimizer = False
+        self.modules = ModulePaths()
+        self.started = monotonic()
+        self.alive: dict[int, int] = {}
+        self.paused_depth = 0
+        self._first = 0  # the mark of the first operator of this step
+        self._last: dict[int, int] = {}  # mark of the last operator on a stream
+        self._waits: dict[int, set[int]] = {}  # marks that the next operator on a stream waits for
+        self._groups: dict[tuple[int, ...], int] = {}  # the stream of a process group
+        self._collectives: Any = None
+        self._knows_dtensor = False
 
     def restart(self) -> None:
-        """Forget the peak, not what is alive."""
-        self.peak = self.total
+        """A step begins here: forget the operators before it."""
+        self._first += len(self.ops)
+        self.ops.clear()
+        self.alive = self.ledger.restart()
+        self.started = monotonic()
 
-
-class _Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """Writes down operators; answers questions about values that fake tensors do not have."""
-
-    def __init__(self, ledger: _MemoryLedger) -> None:
-        super().__init__()
-        self.ledger, self.ops, self.phase = ledger, list[RecordedOp](), "build"
-        self.assumptions: dict[str, None] = {}
-        self.until = monotonic() + _MOST_SECONDS
-        self.drawn: set[int] = set()  # storages of random numbers, and of what was compared with them
-
+    # ------------------------------------------------------------------ operators
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if monotonic() > self.until or len(self.ops) > _MOST_OPS:
-            raise TimeoutError
-        if name == "aten._local_scalar_dense.default":
-            return self._value_of(args[0])
-        if name == "aten._safe_softmax.default":
-            return self._safe_softmax(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        if not name.startswith("prim"):
-            accumulates = name.startswith("aten.index_put") and (args[3:4] or [(kwargs or {}).get("accumulate")])[0]
-            options = ("accumulate",) if accumulates else ()
-            self.add(name, [*_tensors(args), *_tensors(kwargs or {})], list(_tensors(out)), options)
-            self._follow_random(name, args, out)
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
+        if any(kind not in _PLAIN for kind in types):  # a DTensor: it comes here again with its local tensors
+            self._leave_out_propagation()
+            self.on_host(f"dtensor.{func._opname}")
+            return NotImplemented
+        if self.paused_depth:
+            return func(*args, **kwargs)
+        if monotonic() - self.started > _MOST_SECONDS or len(self.ops) > _MOST_OPS:
+            raise TooManyOperators
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
+            return self._run_collective(func, args, kwargs)
+        if _is_real(func, args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        args, kwargs = self._faked((args, kwargs))
+        special = getattr(self, f"_op_{func._opname}", None)
+        if special is not None:
+            found = special(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        out = None if func._opname in _NOT_CALLED else func(*args, **kwargs)
+        if func.namespace not in ("prim", "profiler"):
+            self._write_down(func, args, kwargs, out)
         return out
 
-    def _safe_softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _faked(self, value: Any) -> Any:
+        """Real tensors among arguments become fake ones."""
+        if isinstance(value, torch.Tensor):
+            return value if isinstance(value, FakeTensor) else self.fakes.from_tensor(value)
+        if isinstance(value, list | tuple) and any(True for _ in _tensors(value)):
+            return type(value)(map(self._faked, value))
+        return {k: self._faked(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    def _leave_out_propagation(self) -> None:
+        """DTensor runs operators on fake tensors of its own to learn the shapes of their results."""
+        module = sys.modules.get("torch.distributed.tensor._sharding_prop")
+        if module is None or self._knows_dtensor:
+            return
+        self._knows_dtensor = True
+        propagator = module.ShardingPropagator
+        propagate = propagator._propagate_tensor_meta_non_cached
+
+        @functools.wraps(propagate)
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            with self.paused():
+                return propagate(*args, **kwargs)
+
+        propagator._propagate_tensor_meta_non_cached = paused
+
+    def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Random numbers of DTensors come with offsets of a generator that nobody needs here."""
+        if func.name() == "run_dtensor_rng_op":
+            position = next(index for index, arg in enumerate(args) if isinstance(arg, torch._ops.OpOverload))
+            with self:
+                return args[position](*args[position + 1 :], **kwargs)
+        return func(*args, **kwargs)
+
+    def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        inputs, outputs = [*_tensors(args), *_tensors(kwargs)], list(_tensors(out))
+        name = f"{func.namespace}.{func._opname}.{func._overloadname or 'default'}"
+        self.add(name, inputs, outputs, self._options(func._opname, args, kwargs, inputs, outputs))
+        self.values.follow(func._opname, args, out)
+
+    def _options(self, name: str, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> tuple[str, ...]:
+        found = []
+        if name.startswith("index_put") and (args[3:4] or [kwargs.get("accumulate")])[0]:
+            found.append("accumulate")
+        if name in _MATMULS and inputs[0].dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+            found.append("tf32")
+        if name.startswith("convolution"):
+            found += ["tf32"] * (inputs[0].dtype == torch.float32 and bool(torch.backends.cudnn.allow_tf32))
+            found += ["mask=" + "".join(str(int(wanted)) for wanted in args[-1])] * (name == "convolution_backward")
+        if name in ("_to_copy", "copy_") and inputs and outputs:
+            source = inputs[-1]
+            if _on_gpu(source) != _on_gpu(outputs[0]):
+                found.append("d2h" if _on_gpu(source) else "h2d")
+                found += [] if kwargs.get("non_blocking") or args[2:3] == (True,) else ["waits"]
+        return tuple(found)
+
+    def add(
+        self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()
+    ) -> int:
+        """Write an operator down on the current stream; its mark, for which other streams can wait."""
+        if self.paused_depth:
+            return -1
+        if not any(map(_on_gpu, (*outputs, *inputs))):
+            return self.on_host(name)
+        place = self.modules.current()
+        new = [self.ledger.hold(tensor, place) for tensor in outputs if _on_gpu(tensor)]
+        if name == "aten._softmax_backward_data.default":  # the CUDA kernel multiplies its operands first
+            self.ledger.touch(outputs[0].untyped_storage().nbytes())
+        infos = (tuple(map(_info, inputs)), tuple(map(_info, outputs)))
+        mark = self._append(RecordedOp(name, *infos, self.phase, place, any(new), options), self.stream)
+        if "waits" in options:
+            self.wait_on_host("cudaStreamSynchronize", [mark])
+        return mark
+
+    def on_host(self, name: str) -> int:
+        """Write down something that takes the host time alone."""
+        if not self.paused_depth:
+            self.ops.append(RecordedOp(name, (), (), self.phase, options=("cpu",)))
+            self.ledger.time = len(self.ops)
+        return -1
+
+    def _append(self, op: RecordedOp, stream: int) -> int:
+        waits = self._waits.pop(stream, set())
+        after = tuple(sorted(mark - self._first for mark in waits if mark >= self._first))
+        mark = self._first + len(self.ops)
+        self.ops.append(op._replace(stream=stream, after=after))
+        self.ledger.time = len(self.ops)
+        self._last[stream] = mark
+        return mark
+
+    @property
+    def phase(self) -> str:
+        if self.in_optimizer:
+            return "optimizer"
+        return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operators in here are run on fake tensors and neither written down nor counted as memory."""
+        self.paused_depth += 1
+        try:
+            yield
+        finally:
+            self.paused_depth -= 1
+
+    # ------------------------------------------------------------------ streams
+    def mark(self, stream: int) -> int:
+        return self._last.get(stream, -1)
+
+    def marks(self) -> list[int]:
+        return list(self._last.values())
+
+    def wait_for(self, stream: int, mark: int) -> None:
+        if mark >= self._first and mark != self._last.get(stream):
+            self._waits.setdefault(stream, set()).add(mark)
+
+    def wait_on_host(self, what: str, marks: list[int]) -> None:
+        after = tuple(sorted({mark - self._first for mark in marks if mark >= self._first}))
+        self.ops.append(RecordedOp(what, (), (), self.phase, after=after))
+
+    def memory(self) -> tuple[int, int]:
+        return self.ledger.total, self.ledger.most
+
+    def restart_peak(self) -> None:
+        self.ledger.most = self.ledger.total
+
+    # ------------------------------------------------------------------ collectives
+    def _run_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._collectives is None:
+            from lumos.dry_run.collective_ops import Collectives  # torch.distributed, where it is used
+
+            self._collectives = Collectives(self)
+        return self._collectives.run(func, args, kwargs)
+
+    def collective(self, call: Any) -> int:
+        """Write a collective down: it waits for the current stream, and runs on the stream of its group."""
+        stream = self._groups.setdefault(call.group, COLLECTIVES - len(self._groups))
+        for tensor in call.outputs:
+            if _on_gpu(tensor):
+                self.ledger.hold(tensor, self.modules.current())
+        self.wait_for(stream, self.mark(self.stream))
+        infos = (tuple(map(_info, call.inputs)), tuple(map(_info, call.outputs)))
+        return self._append(RecordedOp(call.kind, *infos, self.phase, self.modules.current(), group=call.group), stream)
+
+    # ------------------------------------------------------------------ values
+    def _op__local_scalar_dense(self, tensor: torch.Tensor) -> bool | int | float:
+        if _on_gpu(tensor):
+            mark = self.add("aten._local_scalar_dense.default", [tensor], [])
+            self.wait_on_host("cudaStreamSynchronize", [mark])
+        return self.values.of(tensor)
+
+    def _op__safe_softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A GPU has no kernel for it: rows without any finite score are found and set to zero."""
         with self:
             out = torch.softmax(x, dim, dtype)
             empty = torch.isneginf(x).all(dim, keepdim=True)
-            return torch.where(empty, torch.zeros((), dtype=out.dtype), out)
+            return torch.where(empty, torch.zeros((), dtype=out.dtype, device=out.device), out)
 
-    def _follow_random(self, name: str, args: Any, out: Any) -> None:
-        """Remember single random numbers: whatever hangs on one (layers that are dropped) is taken as not happening."""
-        if isinstance(out, torch.Tensor) and out.dim() == 0:
-            inputs = (tensor.untyped_storage()._cdata for tensor in _tensors(args))
-            if "rand" in name or "uniform" in name or any(key in self.drawn for key in inputs):
-                self.drawn.add(out.untyped_storage()._cdata)
+    def _op_nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+        """The host waits for the number of places."""
+        found = torch.empty((self.values.count_true(mask), mask.dim()), dtype=torch.int64, device=mask.device)
+        mark = self.add("aten.nonzero.default", [mask], [found])
+        self.wait_on_host("cudaStreamSynchronize", [mark] if mark >= 0 else [])
+        return found
 
-    def add(
-        self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()
-    ) -> None:
-        category = _CATEGORIES[self.phase]
-        new = [self.ledger.hold(tensor, category, self.phase) for tensor in outputs]
-        if name == "aten._softmax_backward_data.default":  # the CUDA kernel multiplies its operands first
-            self.ledger.touch(outputs[0], category, self.phase)
-        infos = (tuple(map(_info, inputs)), tuple(map(_info, outputs)))
-        self.ops.append(RecordedOp(name, *infos, self.phase, allocates=any(new), options=options))
+    def _op_index(self, x: torch.Tensor, indices: Any) -> Any:
+        """A mask among the indices is made to places first, as in a kernel."""
+        if not any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+            return NotImplemented
+        with self:
+            places: list[Any] = []
+            for index in indices:
+                if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+                    places += list(index.nonzero().unbind(1))
+                else:
+                    places.append(index)
+            return torch.ops.aten.index.Tensor(x, places)
 
-    def _value_of(self, tensor: torch.Tensor) -> bool | int | float:
-        """Fake tensors have no values: masks are full, nothing is dropped at random, counts are one."""
-        self.assumptions["values of tensors are not known: masks are taken as full, and no layer as dropped"] = None
-        if tensor.dtype == torch.bool:
-            return tensor.untyped_storage()._cdata not in self.drawn
-        return 1.0 if tensor.dtype.is_floating_point else 1
+    def _op_masked_select(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        with self:
+            x, mask = torch.broadcast_tensors(x, mask)
+            return x[mask]
 
+    def _op_repeat_interleave(self, *args: Any, **kwargs: Any) -> Any:
+        """As many places as the counts say, where no size is given."""
+        repeats, size = args[0], kwargs.get("output_size")
+        if size is not None or len(args) > 1:
+            return NotImplemented
+        total = round(self.values.mean.get(repeats.untyped_storage()._cdata, 1.0) * repeats.numel())
+        found = torch.empty(total, dtype=repeats.dtype, device=repeats.device)
+        self.add("aten.repeat_interleave.Tensor", [repeats], [found])
+        return found
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Fused attention as a GPU runs it: one kernel forward, one backward; output and log-sum-exp are kept."""
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Methods of tensors that read values, or ask for memory of the host."""
+        plain_list, plain_numpy, plain_array = torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__
 
-    @staticmethod
-    def forward(ctx: Any, recorder: _Recorder, q: Any, k: Any, v: Any, mask: Any, causal: bool) -> torch.Tensor:
-        same = q.shape[-1] == v.shape[-1]
-        out = torch.empty_like(q) if same else q.new_empty((*q.shape[:-1], v.shape[-1]))
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        ctx.recorder, ctx.options = recorder, _attention_options(mask, causal)
-        recorder.add("attention.forward", [q, k, v], [out, lse], ctx.options)
-        ctx.save_for_backward(q, k, v, out, lse, *(() if mask is None else (mask,)))
-        return out
+        def tolist(tensor: torch.Tensor) -> Any:
+            if not isinstance(tensor, FakeTensor):
+                return plain_list(tensor)
+            if _on_gpu(tensor):
+                self.wait_on_host("cudaStreamSynchronize", [self.add("aten._to_copy.default", [tensor], [])])
+            return self.values.all_of(tensor)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, out, lse, *_ = ctx.saved_tensors
-        found = [torch.empty_like(tensor) for tensor in (q, k, v)]
-        ctx.recorder.add("attention.backward", [q, k, v, out, lse, *grads], found, ctx.options)
-        return None, *found, None, None
+        def numpy(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if not isinstance(tensor, FakeTensor):
+                return plain_numpy(tensor, *args, **options)
+            return _array(tensor)
 
+        def array(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            return _array(tensor) if isinstance(tensor, FakeTensor) else plain_array(tensor, *args, **options)
 
-def _attention_options(mask: Any, causal: bool) -> tuple[str, ...]:
-    return (*(("causal",) if causal else ()), *(("masked",) if mask is not None else ()))
+        def _array(tensor: torch.Tensor) -> Any:
+            import numpy as np
 
+            return np.array(tolist(tensor)).reshape(tuple(tensor.shape))
 
-class _AsOnGpu(TorchFunctionMode):  # type: ignore[misc]
-    """Functions that PyTorch runs otherwise on a GPU than on a CPU: attention is fused, dropout keeps a mask of
-    bytes.
-    """
+        def itself(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return tensor
 
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        if func is torch.nn.functional.dropout:
-            return self._dropout(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    @staticmethod
-    def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
-
-    def _attention(self, q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-                   scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
-        if not _fuses(q, k, v, attn_mask, enable_gqa):
-            math = torch._scaled_dot_product_attention_math
-            return math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-        if attn_mask is not None and attn_mask.dtype == torch.bool:  # it becomes one that is added, and is kept
-            zero, never = (torch.full((), value, dtype=q.dtype) for value in (0.0, float("-inf")))
-            attn_mask = torch.where(attn_mask, zero, never)
-        return _Attention.apply(self.recorder, q, k, v, attn_mask, is_causal)
+        return {
+            "tolist": tolist, "numpy": numpy, "__array__": array, "pin_memory": itself, "share_memory_": itself,
+            "is_pinned": lambda *_, **__: True, "record_stream": lambda *_: None,
+            "data_ptr": lambda tensor: 512 * self.ledger.id_of(tensor),
+        }  # fmt: skip
 
 
-def _fuses(q: Any, k: Any, v: Any, mask: Any, enable_gqa: bool) -> bool:
-    """Whether a fused kernel of PyTorch takes these operands (aten/native/transformers/cuda/sdp_utils.cpp)."""
-    if q.dim() != 4 or (mask is not None and mask.requires_grad):
-        return False
-    heads = (q.shape[1], k.shape[1], v.shape[1])
-    if len(set(heads)) > 1 and not (enable_gqa and mask is None):
-        return False
-    return bool(max(q.shape[-1], v.shape[-1]) <= 256 and q.shape[-1] % 8 == 0)
+class ModulePaths:
+    """Which module of the model runs, by hooks on all modules; in the backward pass, which one made the operator."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.running: list[str] = []
+        self.roots: dict[int, Any] = {}
+        self.by_sequence: dict[int, str] = {}
+
+    def enter(self, module: Any, _: Any) -> None:
+        if not self.running and id(module) not in self.names:
+            _see_no_tracing()
+            self.roots[id(module)] = module
+            self.names |= {id(part): name for name, part in module.named_modules()}
+        self.running.append(self.names.get(id(module), ""))
+
+    def leave(self, *_: Any) -> None:
+        if self.running:
+            self.running.pop()
+
+    def current(self) -> str:
+        """The path of the module that runs, or whose operator is differentiated."""
+        if torch._C._current_graph_task_id() == -1:
+            path = self.running[-1] if self.running else ""
+            if path:
+                self.by_sequence[torch._C._autograd._get_sequence_nr()] = path
+            return path
+        if self.running:  # recomputed
+            return self.running[-1]
+        node = torch._C._current_autograd_node()
+        return self.by_sequence.get(node._sequence_nr(), "") if node is not None else ""
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        hooks = (register_module_forward_pre_hook(self.enter), register_module_forward_hook(self.leave, always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _see_no_tracing() -> None:
+    """transformers takes fake tensors for a compiler at work, and makes masks that it leaves out otherwise."""
+    for name in ("transformers.masking_utils", "transformers.utils.import_utils", "transformers.utils"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "is_tracing"):
+            setattr(module, "is_tracing", lambda *_: False)  # noqa: B010
+
+
+@contextmanager
+def recorded(
+    gpu: str = "NVIDIA H100 80GB HBM3", memory_gib: float = 80.0, capability: tuple[int, int] = (9, 0), gpus: int = 8
+) -> Iterator[Recorder]:
+    """Everything in here runs on fake tensors and a fake GPU, and is written down."""
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(fakes)
+    with ExitStack() as stack:
+        stack.enter_context(fakes)  # first: it asks for GPUs itself
+        stack.enter_context(fake_gpu(recorder, gpu, round(memory_gib * 2**30), capability, gpus))
+        stack.enter_context(recorder.modules.followed())
+        stack.enter_context(_storages_resized(recorder.ledger))
+        stack.enter_context(replaced((torch.Tensor, name, value) for name, value in recorder.methods().items()))
+        functions = functions_as_on_gpu(recorder.add).items()
+        stack.enter_context(replaced((torch.nn.functional, name, value) for name, value in functions))
+        stack.enter_context(recorder)
+        yield recorder
+
+
+def _storages_resized(ledger: MemoryLedger) -> Any:
+    """FSDP frees and allocates parameters by giving their storages another size."""
+    resize = torch.UntypedStorage.resize_
+
+    @functools.wraps(resize)
+    def resize_(storage: Any, size: int) -> Any:
+        found = resize(storage, size)
+        ledger.resize(storage)
+        return found
+
+    return replaced([(torch.UntypedStorage, "resize_", resize_)])
+
+
+class StepCounter:
+    """Follows the optimizer of a training loop: a step of it ends a step of training."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.ended = recorder, 0
+        self.roles: dict[int, str] = {}
+        self.trained: list[torch.Tensor] = []
+
+    def begin(self, optimizer: Any) -> None:
+        """Before an optimizer steps: what it trains, and the gradients."""
+        self.recorder.in_optimizer = True
+        self.trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self._note(self.trained, "weights")
+        self._note([p.grad for p in self.trained if p.grad is not None], "gradients")
+
+    def end(self, optimizer: Any) -> None:
+        self.recorder.in_optimizer = False
+        self._note([t for state in optimizer.state.values() for t in _tensors(state)], "optimizer")
+        self.ended += 1
+
+    def _note(self, tensors: list[Any], role: str) -> None:
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            with suppress(RuntimeError, NotImplementedError):  # tensors without a storage
+                self.roles[self.recorder.ledger.id_of(local)] = role
+
+    def recording(self, tokens: int = 0, microbatches: int = 1, rank: int = 0, world: int = 1) -> Recording:
+        """The step that has just ended."""
+        recorder, modules = self.recorder, self.recorder.modules
+        models = list(modules.roots.values())
+        parameters = {id(p): p for model in models for p in model.parameters()}
+        for model in models:
+            self._note([*model.parameters(), *model.buffers()], "weights")
+        known = {event[1] for event in recorder.ledger.events} | set(recorder.alive)
+        return Recording(
+            list(recorder.ops),
+            sum(p.numel() for p in parameters.values()),
+            sum(p.numel() for p in self.trained),
+            tokens,
+            recorder.alive,
+            [StorageEvent(*event) for event in recorder.ledger.events],
+            {storage: role for storage, role in self.roles.items() if storage in known},
+            {storage: place for storage, place in recorder.ledger.places.items() if place and storage in known},
+            recorder.ledger.most,
+            rank,
+            world,
+            microbatches,
+            [ASSUMED] if recorder.values.asked else [],
+            {"torch": torch.__version__},
+        )
 
 
 Build = Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor], int]]
@@ -216,42 +504,26 @@ Build = Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor], int]]
 def record_step(build: Build, optimizer: str = "adamw", microbatches: int = 1) -> Recording:
     """Run two steps of a model that `build` makes, and record the second.
 
-    `build` is called under fake tensors and returns the model, a function that runs a forward pass and returns the
-    loss, and the tokens (or samples) of one micro-batch. The first step makes the optimizer's state.
+    `build` returns the model, a function that runs a forward pass and returns the loss, and the tokens (or samples) of
+    one micro-batch. The first step makes the optimizer's state.
     """
-    ledger = _MemoryLedger()
-    recorder = _Recorder(ledger)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with recorder:  # models ask for values while they are built, too
+    with recorded() as recorder, torch.device("cuda"):
+        with recorder.paused():
             model, loss_of, tokens = build()
         for tensor in (*model.parameters(), *model.buffers()):
-            ledger.hold(tensor, "weights")
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        update = _optimizer(optimizer, trained)
+            recorder.ledger.hold(tensor)
+        update = _optimizer(optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
+        counter = StepCounter(recorder)
         for _ in range(2):
-            recorder.ops.clear()
-            ledger.restart()
-            with _AsOnGpu(recorder), recorder:
-                _step(recorder, loss_of, update, microbatches)
-        phase, held = ledger.at_peak
-        return Recording(
-            list(recorder.ops), sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained),
-            tokens * microbatches, ledger.peak, phase, held, list(recorder.assumptions),
-        )  # fmt: skip
-
-
-def _step(
-    recorder: _Recorder, loss_of: Callable[[], torch.Tensor], update: torch.optim.Optimizer, microbatches: int
-) -> None:
-    for _ in range(microbatches):
-        recorder.phase = "forward"
-        loss = loss_of()
-        recorder.phase = "backward"
-        loss.backward()
-        del loss
-    recorder.phase = "optimizer"
-    update.step()
-    update.zero_grad(set_to_none=True)
+            recorder.restart()
+            recorder.ledger.most = 0
+            for _ in range(microbatches):
+                loss_of().backward()
+            counter.begin(update)
+            update.step()
+            counter.end(update)
+            update.zero_grad(set_to_none=True)
+        return counter.recording(tokens * microbatches, microbatches)
 
 
 def _optimizer(kind: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

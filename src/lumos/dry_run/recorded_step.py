@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import gzip
+import json
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -46,26 +51,101 @@ class TensorInfo(NamedTuple):
 
 
 class RecordedOp(NamedTuple):
-    """One call of an aten operator, or of fused attention."""
+    """One call of an aten operator, of fused attention, of a collective, or a wait of the host."""
 
-    name: str  # aten.mul.Tensor; attention.forward, attention.backward
+    name: str  # aten.mul.Tensor; attention.forward; all_reduce; cudaStreamSynchronize
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     phase: str  # forward, backward, optimizer
-    module: str = ""  # of the model, in the forward pass
+    module: str = ""  # of the model
     allocates: bool = False  # it makes a tensor that was not there; a view does not
-    options: tuple[str, ...] = ()  # what matters for the price: causal, masked
+    options: tuple[str, ...] = ()  # what matters for the price: causal, masked, tf32, cpu, h2d
+    stream: int = 0
+    group: tuple[int, ...] = ()  # ranks of a collective
+    after: tuple[int, ...] = ()  # places in the step of operators on other streams that it waits for
+
+
+class StorageEvent(NamedTuple):
+    """Memory that is allocated, or released (negative)."""
+
+    before: int  # place in the step of the operator that it comes before
+    storage: int
+    bytes: int
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One step of one process."""
+    """One step of one process, and the memory that it holds over time."""
 
     ops: list[RecordedOp]
     parameters: int
     trained_parameters: int
-    tokens: int
-    peak_bytes: float  # most that was allocated at once
-    peak_phase: str
-    held_bytes: dict[str, float]  # at the peak, by category: weights, gradients, optimizer, activations
+    tokens: int  # of one step; samples of a model that reads no tokens; 0 if it is not known
+    alive: dict[int, int]  # bytes of the storages that exist when the step begins
+    events: list[StorageEvent]
+    roles: dict[int, str]  # of storages: weights, gradients, optimizer; others are activations and temporary
+    places: dict[int, str]  # of storages: the module that allocated them
+    most_bytes: int  # ever allocated at once, in building the model, too
+    rank: int = 0
+    world: int = 1
+    microbatches: int = 1
     assumptions: list[str] = field(default_factory=list)
+    made_by: dict[str, str] = field(default_factory=dict)  # versions
+
+    @cached_property
+    def allocated(self) -> list[int]:
+        """Bytes that are allocated after each event."""
+        return list(accumulate((event.bytes for event in self.events), initial=sum(self.alive.values())))
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most that `torch.cuda.max_memory_allocated()` would show."""
+        return max(self.most_bytes, *self.allocated)
+
+    @cached_property
+    def at_peak(self) -> dict[int, int]:
+        """The storages that exist when the step holds most."""
+        alive = dict(self.alive)
+        last = self.allocated.index(max(self.allocated))
+        for event in self.events[:last]:
+            alive[event.storage] = alive.get(event.storage, 0) + event.bytes
+        return {storage: size for storage, size in alive.items() if size > 0}
+
+    @property
+    def peak_phase(self) -> str:
+        """What runs when the step holds most."""
+        if not self.events or not self.ops:
+            return "forward"
+        at = self.events[max(self.allocated.index(max(self.allocated)) - 1, 0)].before
+        return self.ops[min(at, len(self.ops) - 1)].phase
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """What the memory at the peak is for; what was only held before the step counts as temporary."""
+        found: dict[str, int] = {}
+        for storage, size in self.at_peak.items():
+            role = self.roles.get(storage, "activations")
+            found[role] = found.get(role, 0) + size
+        beyond = self.peak_bytes - max(self.allocated)
+        return found | ({"activations": found.get("activations", 0) + beyond} if beyond else {})
+
+
+FORMAT = "lumos dry run 1"
+
+
+def write_recording(path: Path, recording: Recording) -> None:
+    """Write a recording under its name only when it is whole; equal calls are written once.
+
+    With nothing but Python's own library: the process that is recorded has the user's packages, not those of Lumos.
+    """
+    rows: dict[RecordedOp, tuple[RecordedOp, list[int], list[tuple[int, ...]]]] = {}
+    for at, op in enumerate(recording.ops):
+        plain = op._replace(after=())
+        _, places, waits = rows.setdefault(plain, (plain, [], []))
+        places.append(at)
+        waits.append(op.after)
+    values = {f.name: getattr(recording, f.name) for f in fields(recording) if f.name != "ops"}
+    content = json.dumps({"format": FORMAT, "ops": list(rows.values()), **values})
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(gzip.compress(content.encode(), 6))
+    partial.replace(path)

@@ -1,0 +1,347 @@
+"""A GPU that is not there: `torch.cuda` answers, streams and events are written down, and fake tensors live on "cuda".
+
+Works with every build of torch. One without CUDA has no device guard for it, which tensors and autograd ask for; one
+that does nothing is put in its place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
+_HOOKS = "_ZN2at6detail12getCUDAHooksEv"  # at::detail::getCUDAHooks()
+_ACCELERATOR = "_ZN2at11accelerator14getAcceleratorEb"  # at::accelerator::getAccelerator(bool)
+_FOUND = 0x101  # what it returns: there is one, and it is CUDA
+_CUDA, _DEVICE_TYPES = 1, 20  # the index of CUDA among device types, and how many there are at least
+_SLOTS, _HOOK_SLOTS, _HIDDEN = 32, 96, 2  # virtual functions of guards and hooks at most; entries before the first
+DEFAULT_STREAM = 0
+
+
+class StreamLog(Protocol):
+    """Where streams, events and waits are written down (`record.Recorder`)."""
+
+    stream: int
+
+    def mark(self, stream: int) -> int: ...
+    def wait_for(self, stream: int, mark: int) -> None: ...
+    def wait_on_host(self, what: str, marks: list[int]) -> None: ...
+    def marks(self) -> list[int]: ...
+    def memory(self) -> tuple[int, int]: ...
+    def restart_peak(self) -> None: ...
+
+
+class _Owned:
+    """A reference to the log that the classes below share; set while a GPU is faked."""
+
+    log: StreamLog
+    streams = 0
+
+
+class Stream:
+    """A CUDA stream, by number."""
+
+    device_type, device_index, priority = 1, 0, 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **given: Any) -> None:
+        number = given.get("stream_id")
+        if number is None:
+            _Owned.streams += 1
+            number = _Owned.streams
+        self.stream_id = self.cuda_stream = number
+        self.device = torch.device("cuda", 0)
+
+    def wait_stream(self, other: Any) -> None:
+        _Owned.log.wait_for(self.stream_id, _Owned.log.mark(other.stream_id))
+
+    def wait_event(self, event: Any) -> None:
+        _Owned.log.wait_for(self.stream_id, event.mark)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _Owned.log.wait_on_host("cudaStreamSynchronize", [_Owned.log.mark(self.stream_id)])
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> Stream:
+        self._before, _Owned.log.stream = _Owned.log.stream, self.stream_id
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _Owned.log.stream = self._before
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+
+class Event:
+    """A CUDA event: a place in the order of its stream."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.mark = -1
+
+    def record(self, stream: Any = None) -> Event:
+        self.mark = _Owned.log.mark(_Owned.log.stream if stream is None else stream.stream_id)
+        return self
+
+    def wait(self, stream: Any = None) -> None:
+        _Owned.log.wait_for(_Owned.log.stream if stream is None else stream.stream_id, self.mark)
+
+    def synchronize(self) -> None:
+        _Owned.log.wait_on_host("cudaEventSynchronize", [self.mark])
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        """Nothing is timed: a millisecond, by which scripts can divide."""
+        return 1.0
+
+
+class _StreamContext:
+    """What `torch.cuda.stream(s)` returns: nothing happens for None."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            self.stream.__exit__()
+
+
+class _Generator(torch.Generator):  # type: ignore[misc]
+    """A generator of any device: a build without CUDA refuses those of GPUs."""
+
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls)
+
+
+def install_device() -> None:
+    """Let tensors and autograd take "cuda" for a device on a machine, or with a build of torch, that has none."""
+    if not torch.cuda.is_available() and not _KEPT:
+        _install_guard()
+        _answer_for_hooks()
+        _keep_whole("silu_backward")
+
+
+def _keep_whole(*operators: str) -> None:
+    """A build without CUDA takes these apart, for want of the kernel that a GPU has."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in operators:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            library.impl(name, _nothing, "CUDA")  # fake tensors never call it
+    _KEPT.append(library)
+
+
+def _is_accelerator() -> bool:
+    """Whether C++ takes CUDA for the accelerator of this machine."""
+    ask = getattr(_library("torch_cpu"), _ACCELERATOR)
+    ask.restype, ask.argtypes = ctypes.c_uint16, [ctypes.c_bool]
+    return int(ask(False)) == _FOUND
+
+
+def _install_guard() -> None:
+    """A device guard that does nothing.
+
+    torch replaces the guard of a CUDA build that finds no GPU by such a one (`ensureCUDADeviceGuardSet`). A build
+    without CUDA has no guard to replace, so one that counts no GPU is registered for the moment of that call.
+    """
+    registry = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(_library("c10"), _REGISTRY)
+    if not registry[_CUDA]:
+        functions = (ctypes.c_void_p * _SLOTS)(*[_address(_NO)] * _SLOTS)
+        guard = (ctypes.c_void_p * 1)(ctypes.addressof(functions))
+        registry[_CUDA] = ctypes.addressof(guard)
+        torch._C._ensureCUDADeviceGuardSet()
+        if registry[_CUDA] == ctypes.addressof(guard):
+            registry[_CUDA] = None
+            raise RuntimeError("this build of torch takes no device guard")
+    else:
+        torch._C._ensureCUDADeviceGuardSet()
+
+
+def _answer_for_hooks() -> None:
+    """Autograd asks the hooks of CUDA whether it is built in, and whether a device is in use.
+
+    The hooks get a copy of their table of virtual functions, in which `isBuilt` says yes and `hasPrimaryContext` no.
+    The first is found by trying which one decides what the accelerator is, as no other is called by that question; the
+    second comes two places after it (ATen/detail/AcceleratorHooksInterface.h).
+    """
+    get_hooks = getattr(_library("torch_cpu"), _HOOKS)
+    get_hooks.restype = ctypes.c_void_p
+    hooks = (ctypes.c_void_p * 1).from_address(get_hooks())
+    before, word = hooks[0], ctypes.sizeof(ctypes.c_void_p)
+    table = (ctypes.c_void_p * (_HIDDEN + _HOOK_SLOTS)).from_address(before - _HIDDEN * word)
+    is_built = _is_accelerator()
+    for slot in range(_HIDDEN, _HIDDEN + _HOOK_SLOTS - 2):
+        copy = type(table)(*table)
+        copy[slot] = _address(_NO if is_built else _YES)
+        hooks[0] = ctypes.addressof(copy) + _HIDDEN * word
+        if _is_accelerator() != is_built:
+            copy[slot], copy[slot + 2] = _address(_YES), _address(_NO)
+            _KEPT.append(copy)
+            atexit.register(hooks.__setitem__, 0, before)  # C++ must not call into a Python that is gone
+            return
+        hooks[0] = before
+    raise RuntimeError("this build of torch does not take a GPU that is not there")
+
+
+_NO = ctypes.CFUNCTYPE(ctypes.c_int8)(lambda: 0)
+_YES = ctypes.CFUNCTYPE(ctypes.c_int8)(lambda: 1)
+_KEPT: list[Any] = []  # what C++ points to
+
+
+def _address(function: Any) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+def _library(name: str) -> ctypes.CDLL:
+    suffix = "dylib" if os.uname().sysname == "Darwin" else "so"
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.{suffix}"))
+
+
+@contextlib.contextmanager
+def fake_gpu(log: StreamLog, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> Iterator[None]:
+    """While this lasts, this process has `count` GPUs of that name, and runs on the first."""
+    install_device()
+    _Owned.log = log
+    with replaced(_replacements(log, name, memory_bytes, capability, count)):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes of modules and classes, replaced while this lasts: (owner, name, value)."""
+    with contextlib.ExitStack() as undo:
+        for owner, attribute, value in replacements:
+            if hasattr(owner, attribute):
+                undo.callback(setattr, owner, attribute, getattr(owner, attribute))
+            setattr(owner, attribute, value)
+        yield
+
+
+def _replacements(
+    log: StreamLog, name: str, memory_bytes: int, capability: tuple[int, int], count: int
+) -> Iterator[tuple[Any, str, Any]]:
+    cuda = torch.cuda
+    device = SimpleNamespace(index=0)
+    properties = SimpleNamespace(
+        name=name, major=capability[0], minor=capability[1], total_memory=memory_bytes, multi_processor_count=132,
+        warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=50 << 20, is_integrated=0,
+        is_multi_gpu_board=0, regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448, gcnArchName="",
+        uuid="GPU-dry-run", pci_bus_id=0,
+    )  # fmt: skip
+
+    def set_device(which: Any) -> None:
+        if isinstance(which, int | torch.device) or str(which).startswith("cuda"):
+            device.index = 0
+
+    def current_stream(_: Any = None) -> Stream:
+        return Stream(stream_id=log.stream)
+
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: count,
+        "current_device": lambda: 0, "set_device": set_device, "init": _nothing, "_lazy_init": _nothing,
+        "_lazy_call": _nothing,
+        "get_device_name": lambda _=None: name, "get_device_capability": lambda _=None: capability,
+        "get_device_properties": lambda _=None: properties, "is_bf16_supported": lambda *_, **__: True,
+        "is_tf32_supported": lambda: True, "can_device_access_peer": lambda *_: True,
+        "synchronize": lambda _=None: log.wait_on_host("cudaDeviceSynchronize", log.marks()),
+        "current_stream": current_stream, "default_stream": lambda _=None: Stream(stream_id=DEFAULT_STREAM),
+        "stream": _StreamContext, "set_stream": lambda stream: setattr(log, "stream", stream.stream_id),
+        "is_current_stream_capturing": lambda: False, "empty_cache": _nothing, "ipc_collect": _nothing,
+        "memory_allocated": lambda _=None: log.memory()[0], "max_memory_allocated": lambda _=None: log.memory()[1],
+        "memory_reserved": lambda _=None: log.memory()[1], "max_memory_reserved": lambda _=None: log.memory()[1],
+        "reset_peak_memory_stats": lambda _=None: log.restart_peak(),
+        "reset_max_memory_allocated": lambda _=None: log.restart_peak(),
+        "mem_get_info": lambda _=None: (memory_bytes - log.memory()[0], memory_bytes),
+        "memory_stats": lambda _=None: _stats(log), "memory_summary": lambda *_, **__: "a dry run",
+        "manual_seed": _nothing, "manual_seed_all": _nothing, "seed": _nothing, "seed_all": _nothing,
+        "initial_seed": lambda: 0, "get_rng_state": lambda _=None: torch.empty(16, dtype=torch.uint8),
+        "set_rng_state": _nothing, "get_rng_state_all": list, "set_rng_state_all": _nothing,
+        "set_per_process_memory_fraction": _nothing, "utilization": lambda _=None: 0, "_get_device": torch.device,
+    }  # fmt: skip
+    for attribute, value in answers.items():
+        yield cuda, attribute, value
+        if hasattr(cuda.memory, attribute):
+            yield cuda.memory, attribute, value
+        if hasattr(cuda.random, attribute):
+            yield cuda.random, attribute, value
+    for attribute, kind in (("Stream", Stream), ("Event", Event), ("StreamContext", _StreamContext)):
+        yield cuda, attribute, kind
+    yield cuda.nvtx, "range_push", _nothing
+    yield cuda.nvtx, "range_pop", _nothing
+    yield torch, "Generator", _Generator
+    yield torch, "Event", Event
+    yield torch._C, "_cuda_getDeviceCount", lambda: count
+    yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
+    yield torch.backends.cuda, "is_built", lambda: True
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # lists of types for which loops are fused
+        owner = sys.modules[module]
+        yield owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor]
+    yield torch.utils, "swap_tensors", _move_parameter(torch.utils.swap_tensors)
+    accelerator = getattr(torch, "accelerator", None)
+    if accelerator is not None:
+        yield accelerator, "is_available", lambda: True
+        yield accelerator, "device_count", lambda: count
+        yield accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
+        for attribute in ("current_device_index", "current_device_idx"):
+            yield accelerator, attribute, lambda: 0
+        for attribute in ("set_device_index", "set_device_idx"):
+            yield accelerator, attribute, _nothing
+        yield accelerator, "current_stream", current_stream
+        yield accelerator, "synchronize", answers["synchronize"]
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _stats(log: StreamLog) -> dict[str, int]:
+    now, most = log.memory()
+    kinds = {"current": now, "peak": most, "allocated": most, "freed": most - now}
+    places = ("allocated_bytes", "reserved_bytes", "active_bytes")
+    found = {f"{place}.all.{kind}": value for place in places for kind, value in kinds.items()}
+    return found | {"num_alloc_retries": 0, "num_ooms": 0}
+
+
+def _move_parameter(swap: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """`module.to("cuda")` swaps fake parameters with moved ones, which fails for those that are referred to weakly.
+
+    Plain ones are given the data of the other instead, as real parameters are.
+    """
+
+    def swap_tensors(kept: Any, moved: Any) -> None:
+        if not (isinstance(kept, FakeTensor) and isinstance(moved, FakeTensor)):
+            swap(kept, moved)
+            return
+        if kept.device.type == "meta" or moved.device.type == "meta":
+            torch._C._swap_tensor_impl(kept, moved)
+        else:
+            kept.data = moved
+        kept.fake_device = moved.fake_device
+
+    return swap_tensors

@@ -1,0 +1,119 @@
+"""`lumos predict config.json` from the model's own code, run on fake tensors; no GPU, no weights.
+
+What is imported here needs no torch; `predict_config` imports it when it is called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lumos.dry_run.dry_prediction import STAND_IN, DryPrediction, dry_prediction
+from lumos.errors import InputError, LumosError, OptionError
+from lumos.prediction.bill import Tariff
+from lumos.setup.importers.foreign_file import text_of
+from lumos.setup.messages import place_of
+from lumos.setup.setup import Setup
+from lumos.setup.setup_files import read_plain
+
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "cluster.gpus": (1,), "train.compile": (False,), "train.precision": ("bf16", "fp16", "fp32"),
+    "train.recompute": ("none", "full"), "train.framework": ("pytorch",), "train.mode": ("pretrain",),
+    "train.optimizer": ("adamw", "adam", "sgd"), "train.attention": ("",), "train.cuda_graphs": (False,),
+    "train.imbalance": (1.0,),
+}  # fmt: skip
+INSTALL = "pip install 'lumos-sim[dry]' predicts it from the model's own code"
+
+
+def why_not(path: Path, changes: Sequence[str]) -> str | None:
+    """Why a config.json is described and not dry-run; None if it is dry-run, "" if the file is something else."""
+    if _config_of(path) is None:
+        return ""
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        return f"predicted from its sizes: {INSTALL}"
+    given = read_plain(None, changes).overrides
+    if given.get("model"):
+        return (
+            "predicted from its sizes, because model keys are set: a dry run takes the model as its config.json has it"
+        )
+    setup = _setup(path, changes).setup
+    if setup.cluster.accelerator.is_cpu:
+        return "predicted from its sizes: dry runs have no prices for CPUs"
+    for key, values in _SUPPORTED.items():
+        section, name = key.split(".")
+        value = getattr(getattr(setup, section), name)
+        if value not in values:
+            return f"predicted from its sizes: dry runs do not cover {key} = {str(value).lower()}"
+    return None
+
+
+def _config_of(path: Path) -> dict[str, Any] | None:
+    """The contents of a Hugging Face config.json; None for any other file."""
+    if path.suffix.lower() != ".json":
+        return None
+    try:
+        content = msgspec.json.decode(text_of(path))
+    except (msgspec.DecodeError, InputError, RecursionError):
+        return None
+    return content if isinstance(content, dict) and isinstance(content.get("model_type"), str) else None
+
+
+def _setup(path: Path, changes: Sequence[str]) -> Any:
+    config = _config_of(path) or {}
+    plain = read_plain(None, changes)._replace(where=place_of(path))
+    name = str(config.get("_name_or_path") or config["model_type"])[:100]
+    train = plain.sections.get("train") or {}
+    if "vocab_size" not in config and "seq" not in train and "image_size" in config:
+        train = {"seq": 1} | train  # a model that sees images has no sequence length to set
+    return plain.checked({**plain.sections, "train": train, "model": STAND_IN | {"name": name}})
+
+
+def predict_config(path: Path, changes: Sequence[str], tariff: Tariff) -> DryPrediction:
+    """Predict a config.json from the model's own code."""
+    config, reading = _config_of(path), _setup(path, changes)
+    if config is None:
+        raise InputError(f"{place_of(path)}: not the config.json of a model")
+    setup: Setup = reading.setup
+    recording = _recorded(config, setup, place_of(path))
+    return dry_prediction(recording, setup, (*reading.notes, *_notes()), tariff)
+
+
+def _notes() -> tuple[str, ...]:
+    import torch
+    import transformers
+
+    return (
+        f"dry run of the model's own code: transformers {transformers.__version__}, torch {torch.__version__}, "
+        "fused AdamW, attention as PyTorch chooses it on this GPU, experts equally loaded",
+    )
+
+
+def _recorded(config: dict[str, Any], setup: Setup, where: str) -> Any:
+    """Record the step; whatever the model's code does that fake tensors cannot follow is one line for the user."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_TELEMETRY="1"
+    )
+    from lumos.dry_run.huggingface_model import builder
+    from lumos.dry_run.record import record_step
+
+    train, way_out = setup.train, "add --describe to predict from the sizes of the model"
+    try:
+        build = builder(config, train.seq, train.micro_batch, train.precision, train.recompute == "full")
+        return record_step(build, train.optimizer, train.microbatches)
+    except LumosError as error:
+        raise OptionError(f"{where}: {error}; or {way_out}") from None
+    except TimeoutError:
+        raise OptionError(
+            f"{where}: its step runs too many operators for a dry run (a loop over tokens in Python?): {way_out}"
+        ) from None
+    except Exception as error:  # the model's own code may raise anything
+        line = next((text.strip() for text in str(error).splitlines() if text.strip()), "")
+        raise OptionError(
+            f"{where}: the dry run of {config['model_type'][:60]} failed: {type(error).__name__}: {line[:200]}; "
+            f"{way_out}"
+        ) from None

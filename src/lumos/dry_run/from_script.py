@@ -1,0 +1,48 @@
+"""`lumos predict --from DIR`, where DIR holds a dry run of a user's own script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lumos.dry_run.dry_files import dry_files, read_recording
+from lumos.dry_run.dry_prediction import STAND_IN, DryPrediction, dry_prediction
+from lumos.dry_run.recorded_step import Recording
+from lumos.errors import OptionError
+from lumos.prediction.bill import Tariff
+from lumos.setup.setup_files import read_plain
+
+_FREE = ("cluster",)  # sections that a dry run leaves open
+
+
+def predict_script(path: Path, changes: Sequence[str], tariff: Tariff) -> DryPrediction:
+    """Predict a dry run on a cluster; of several ranks, the one that takes longest decides."""
+    recordings = [read_recording(file) for file in dry_files(path)]
+    found = [_predicted(recording, changes, tariff) for recording in recordings]
+    return max(found, key=lambda prediction: prediction.step_ms)
+
+
+def _predicted(recording: Recording, changes: Sequence[str], tariff: Tariff) -> DryPrediction:
+    plain = read_plain(None, changes)
+    for section, values in plain.sections.items():
+        if section not in _FREE and values:
+            raise OptionError(
+                f"{section}.{next(iter(values))}: a dry run has the sizes of its script: change the script, and run "
+                "lumos capture --dry again; cluster keys can be set here"
+            )
+    cluster = dict(plain.sections.get("cluster") or {})
+    gpus = cluster.setdefault("gpus", recording.world)
+    if gpus != recording.world:
+        raise OptionError(
+            f"cluster.gpus = {gpus}: the dry run is of a job of {recording.world}: "
+            f"run lumos capture --dry --world {gpus} again"
+        )
+    cluster.setdefault("gpu", "h100")
+    sections = {"model": STAND_IN, "train": {"seq": 1}, "parallel": {"dp": recording.world}, "cluster": cluster}
+    reading = plain.checked(sections)
+    notes = [*reading.notes, f"dry run of rank {recording.rank} of {recording.world}: torch {recording.made_by['torch']}"]
+    if recording.world > 1:
+        notes.append("other ranks are taken to arrive at every collective at the same time")
+    if any(op.name in ("send", "recv") for op in recording.ops):
+        notes.append("a stage of a pipeline alone: the time that it waits for other stages is not included")
+    return dry_prediction(recording, reading.setup, tuple(notes), tariff)

@@ -1,0 +1,111 @@
+"""Functions that PyTorch runs on a GPU otherwise than on fake tensors: attention and norms are fused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+Add = Callable[[str, list[torch.Tensor], list[torch.Tensor], tuple[str, ...]], None]
+
+
+def functions_as_on_gpu(add: Add) -> dict[str, Callable[..., Any]]:
+    """Functions of torch.nn.functional by name: attention is one operator, and so is an RMS norm."""
+    functional = torch.nn.functional
+    plain_attention, plain_norm = functional.scaled_dot_product_attention, functional.rms_norm
+
+    @functools.wraps(plain_attention)
+    def scaled_dot_product_attention(query: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_local(query):
+            return plain_attention(query, *args, **kwargs)
+        return attention(add, query, *args, **kwargs)
+
+    @functools.wraps(plain_norm)
+    def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        if not _is_local(input) or (weight is not None and weight.dtype != input.dtype):
+            return plain_norm(input, normalized_shape, weight, eps)
+        return _RmsNorm.apply(add, input, len(normalized_shape), weight)
+
+    return {"scaled_dot_product_attention": scaled_dot_product_attention, "rms_norm": rms_norm}
+
+
+def _is_local(tensor: Any) -> bool:
+    """Whether this is a tensor of the GPU; DTensors come here again with their local tensors."""
+    return type(tensor) in (FakeTensor, torch.nn.Parameter) and tensor.device.type == "cuda"
+
+
+def attention(
+    add: Add, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """`scaled_dot_product_attention` as a GPU runs it."""
+    q, k, v = (_autocast(tensor) for tensor in (query, key, value))
+    mask = attn_mask
+    if not _fuses(q, k, v, mask, enable_gqa):
+        math = torch._scaled_dot_product_attention_math
+        return math(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    if mask is not None and mask.dtype == torch.bool:  # it becomes one that is added, and is kept
+        zero, never = (torch.full((), value, dtype=q.dtype, device=q.device) for value in (0.0, float("-inf")))
+        mask = torch.where(mask, zero, never)
+    marks = ("causal" if is_causal else "", "masked" if mask is not None else "", "dropout" if dropout_p else "")
+    return _Attention.apply(add, q, k, v, mask, tuple(filter(None, marks)))
+
+
+def _autocast(tensor: Any) -> Any:
+    if torch.is_autocast_enabled("cuda") and tensor.dtype == torch.float32:
+        return tensor.to(torch.get_autocast_dtype("cuda"))
+    return tensor
+
+
+def _fuses(q: Any, k: Any, v: Any, mask: Any, enable_gqa: bool) -> bool:
+    """Whether a fused kernel of PyTorch takes these operands (aten/native/transformers/cuda/sdp_utils.cpp)."""
+    if q.dim() != 4 or (mask is not None and mask.requires_grad):
+        return False
+    heads = (q.shape[1], k.shape[1], v.shape[1])
+    if len(set(heads)) > 1 and not (enable_gqa and mask is None):
+        return False
+    return bool(max(q.shape[-1], v.shape[-1]) <= 256 and q.shape[-1] % 8 == 0)
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    """One kernel forward, one backward; output and log-sum-exp are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, add: Add, q: Any, k: Any, v: Any, mask: Any, options: tuple[str, ...]) -> torch.Tensor:
+        same = q.shape[-1] == v.shape[-1]
+        out = torch.empty_like(q) if same else q.new_empty((*q.shape[:-1], v.shape[-1]))
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.add, ctx.options = add, options
+        add("attention.forward", [q, k, v], [out, lse], options)
+        ctx.save_for_backward(q, k, v, out, lse, *(() if mask is None else (mask,)))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse, *_ = ctx.saved_tensors
+        found = [torch.empty_like(tensor) for tensor in (q, k, v)]
+        ctx.add("attention.backward", [q, k, v, out, lse, *grads], found, ctx.options)
+        return None, *found, None, None
+
+
+class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
+    """One kernel forward, one backward; the input and the reciprocal root of its mean square are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, add: Add, x: Any, dims: int, weight: Any) -> torch.Tensor:
+        out = torch.empty_like(x)
+        rstd = x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=torch.float32)
+        ctx.add = add
+        add("aten._fused_rms_norm.default", [x, *(() if weight is None else (weight,))], [out, rstd], ())
+        ctx.save_for_backward(x, rstd, *(() if weight is None else (weight,)))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, rstd, *weight = ctx.saved_tensors
+        found = [torch.empty_like(tensor) for tensor in (x, *weight)]
+        ctx.add("aten._fused_rms_norm_backward.default", [*grads, x, rstd, *weight], found, ())
+        return None, found[0], None, found[1] if weight else None
