@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -44,11 +45,16 @@ def compiled_as_kernels(recorder: KernelRecorder) -> Iterator[dict[str, None]]:
         @functools.cache
         def prepare() -> Callable[..., Any]:
             """The backend; inductor is imported where it is used, since that takes a second."""
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # ours
             stack.enter_context(_without_gpu())
             stack.enter_context(_fused_attention())
             return functools.partial(_compile_graph, recorder, notes)
 
         stack.enter_context(mock.patch.object(torch, "compile", functools.partial(_compile, original, prepare, notes)))
+        if isinstance(recorder, TorchDispatchMode):  # dynamo compiles nothing under modes that do not say this
+            ignores = classmethod(lambda _: True)
+            stack.enter_context(mock.patch.object(type(recorder), "ignore_compile_internals", ignores))
         yield notes
 
 
@@ -65,32 +71,70 @@ def _compile(
         notes[AUTOTUNED] = None
     compiled = original(model, backend=prepare())
     if isinstance(model, torch.nn.Module):
-        compiled.forward = _without_function_modes(compiled.forward)
+        compiled.forward = _as_the_user_wrote_it(compiled.forward)
         return compiled
-    return _without_function_modes(compiled)
+    return _as_the_user_wrote_it(compiled)
 
 
-def _without_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo would trace modes that overload torch's functions; those of a dry run are not the user's."""
+def _as_the_user_wrote_it(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo traces what it meets: the modes and functions with which a dry run imitates a GPU are not the user's."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        from torch.overrides import _pop_mode, _push_mode
-        from torch.utils._device import DeviceContext
-
-        modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-        kept = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
-        for mode in kept:
-            _push_mode(mode)
-        try:
+        with _without_function_modes(), _without_hooks(), _plain_functions():
             return function(*args, **kwargs)
-        finally:
-            for _ in kept:
-                _pop_mode()
-            for mode in reversed(modes):
-                _push_mode(mode)
 
     return call
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    from torch.overrides import _pop_mode, _push_mode
+    from torch.utils._device import DeviceContext
+
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    kept = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
+    for mode in kept:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Hooks on all modules that this package set: they would be traced with every module."""
+    from torch.nn.modules import module
+
+    with ExitStack() as stack:
+        for hooks in (module._global_forward_pre_hooks, module._global_forward_hooks):
+            kept = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+            stack.enter_context(mock.patch.dict(hooks, kept, clear=True))
+        yield
+
+
+def _is_ours(function: Any) -> bool:
+    function = getattr(function, "__func__", function)
+    return inspect.isfunction(function) and str(function.__globals__["__name__"]).startswith("lumos.")
+
+
+@contextmanager
+def _plain_functions() -> Iterator[None]:
+    """Functions of torch.nn.functional that this package replaced are themselves again (`gpu_functions`)."""
+    owner = torch.nn.functional
+    plain = {
+        name: function.__wrapped__
+        for name, function in vars(owner).items()
+        if _is_ours(function)
+    }
+    with ExitStack() as stack:
+        for name, function in plain.items():
+            stack.enter_context(mock.patch.object(owner, name, function))
+        yield
 
 
 # ---------------------------------------------------------------------- from a graph to kernels
@@ -179,6 +223,7 @@ def _without_gpu() -> Iterator[None]:
         (pad_mm, "has_triton", lambda *_: True),
         (pad_mm, "_should_pad", _padding_pays),
         (pad_mm, "should_pad_bench", _padding_pays),  # its name before torch 2.12
+        (torch.Tensor, "is_pinned", lambda *_, **__: False),
         (torch.cuda, "_exchange_device", lambda _: 0),
         (torch.cuda, "_maybe_exchange_device", lambda _: 0),
         (CudaInterface, "exchange_device", staticmethod(lambda _: 0)),

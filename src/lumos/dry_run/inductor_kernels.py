@@ -168,6 +168,7 @@ class _Reader:
         self.graph, self.scheduler = graph, graph.scheduler
         self.buffers: dict[str, Buffer] = {}
         self.views: dict[str, View] = {}
+        self.summed: set[str] = set()  # nodes that add partial sums up
         self.parts: dict[str, list[Any]] = {}  # outputs of an operator that has several
         for buffer in graph.buffers:
             self._read_buffer(buffer)
@@ -206,6 +207,14 @@ class _Reader:
                 yield self._called(node.node)
         else:
             yield self._fused(node)
+            self._follow_partial_sums(node)
+
+    def _follow_partial_sums(self, node: Any) -> None:
+        """A kernel that reduces rows and columns at once leaves partial sums, which PyTorch's own kernel adds up."""
+        if isinstance(node, getattr(scheduler, "FusedMixOrderReductions", ())):
+            outputs = [buffer for part in node.node2.get_nodes() if part.is_reduction() for buffer in part.get_outputs()]
+            users = (user for buffer in outputs for user in buffer.users if user.node.is_reduction())
+            self.summed |= {user.get_name() for user in users}
 
     def _called(self, node: Any) -> Kernel:
         """An operator that inductor calls as it is: matmuls, convolutions, attention, sorting."""
@@ -253,14 +262,18 @@ class _Reader:
         kept = [name for name in node.get_buffer_names()
                 if not self.scheduler.can_buffer_be_removed_through_fusion(name, inside)]  # fmt: skip
         reads, writes = node.read_writes.reads, node.read_writes.writes
-        read = tuple(self._touched(name, reads) for name in _names(reads) if name not in node.get_buffer_names())
         written = tuple(self._touched(name, writes) for name in kept)
+        read = tuple(self._touched(name, reads) for name in _names(reads) if name not in node.get_buffer_names())
         atomic = any(getattr(dep, "mode", None) == "atomic_add" for dep in writes)
+        if atomic:  # of what is added to, the places that are written are read, too
+            changed = {view.buffer for view in written}
+            read = tuple(view for view in read if view.buffer not in changed) + written
         kind = "scatter" if atomic else "reduction" if node.is_reduction() else "pointwise"
-        options = ("compiled", _triton_name(node))
         owned = tuple(name for name in kept if name in self.buffers and name not in self.views)
         reuses = tuple(self._reuses(node, owned, reads, writes))
-        return Kernel(f"fused.{kind}", read, written, options, owned, reuses)
+        if node.get_name() in self.summed:
+            return Kernel("aten.sum.dim_IntList", read, written, ("compiled",), owned)
+        return Kernel(f"fused.{kind}", read, written, ("compiled", _triton_name(node)), owned, reuses)
 
     def _touched(self, name: str, deps: Any) -> View:
         """What a kernel reads or writes of a buffer: all of it, or as many elements as its loops have."""
