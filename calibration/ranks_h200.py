@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-from scripts_h200 import forked, report, summary_of
+from scripts_h200 import forked, report, summary_of, write
 
 LIMIT_S = 75.0  # of one case
 
@@ -354,7 +353,7 @@ def main(output: str, seconds: str, which: str, *names: str) -> None:
         row = {"case": asdict(case), **forked(task, min(LIMIT_S, max(stop - time.monotonic(), 1.0)))}
         report(case.name, row)
         found.append(row)
-        Path(output).write_text(json.dumps(found))
+        write(output, found)
 
 
 if __name__ == "__main__":

@@ -153,9 +153,15 @@ def report(name: str, row: dict[str, Any]) -> None:
         )
 
 
+def write(output: str, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows, and once what they were measured on."""
+    machine = next((row["about"] for row in rows if "about" in row), None)
+    kept = [{key: value for key, value in row.items() if key != "about"} for row in rows]
+    Path(output).write_text(json.dumps({"about": machine, "results": kept}))
+
+
 def main(output: str, seconds: str, which: str, *names: str) -> None:
     """Runs the scripts of a folder, or some of them, and writes what is there after each."""
-    import torch.utils.data
     import transformers  # noqa: F401
 
     stop = time.monotonic() + float(seconds)
@@ -167,7 +173,7 @@ def main(output: str, seconds: str, which: str, *names: str) -> None:
         row = {"script": f"{which}/{path.name}", **forked(task, min(LIMIT_S, max(stop - time.monotonic(), 1.0)))}
         report(path.name, row)
         found.append(row)
-        Path(output).write_text(json.dumps(found))
+        write(output, found)
 
 
 def about() -> dict[str, str]:
