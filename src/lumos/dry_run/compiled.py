@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +31,7 @@ _EAGER = ("eager", "aot_eager", "aot_eager_decomp_partition")
 _MOST_GRAPHS = 256  # of one function, before it runs eagerly
 _COMPUTE_BOUND = 100.0  # multiplications per element that is moved (torch._inductor.fx_passes.pad_mm)
 NOT_CAPTURED = "torch.compile: a graph could not be lowered without a GPU and is taken as eager code"
+OPTIMIZER = "torch.compile: a compiled optimizer is taken as an eager one"
 AUTOTUNED = "torch.compile: max-autotune is taken as the default mode: matmuls are not fused with what follows"
 
 
@@ -45,8 +48,7 @@ def compiled_as_kernels(recorder: KernelRecorder) -> Iterator[dict[str, None]]:
         @functools.cache
         def prepare() -> Callable[..., Any]:
             """The backend; inductor is imported where it is used, since that takes a second."""
-            stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # ours
+            stack.enter_context(_quiet())
             stack.enter_context(_without_gpu())
             stack.enter_context(_fused_attention())
             return functools.partial(_compile_graph, recorder, notes)
@@ -66,6 +68,9 @@ def _compile(
         return functools.partial(_compile, original, prepare, notes, **given)
     backend = given.get("backend", "inductor")
     if given.get("disable") or backend in _EAGER:
+        return model
+    if isinstance(getattr(model, "__self__", None), torch.optim.Optimizer):
+        notes[OPTIMIZER] = None
         return model
     if "max-autotune" in str(given.get("mode")):
         notes[AUTOTUNED] = None
@@ -196,6 +201,20 @@ def _report_strides(outputs: list[Any]) -> None:
 
 # ---------------------------------------------------------------------- inductor without a GPU
 @contextmanager
+def _quiet() -> Iterator[None]:
+    """Dynamo warns about the hooks of a dry run, and about frames that it leaves to eager code."""
+    logger = logging.getLogger("torch._dynamo")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+@contextmanager
 def _without_gpu() -> Iterator[None]:
     """Inductor asks for Triton, for real tensors on the GPU and for its properties: answered here."""
     import torch._dynamo.config
@@ -203,6 +222,7 @@ def _without_gpu() -> Iterator[None]:
     import torch._inductor.compile_fx  # noqa: F401 (all of inductor)
     import torch._inductor.config
     from torch._dynamo.device_interface import CudaInterface
+    from torch._functorch import partitioners
     from torch._inductor import scheduler
     from torch._inductor.fx_passes import joint_graph, pad_mm, post_grad
 
@@ -223,6 +243,7 @@ def _without_gpu() -> Iterator[None]:
         (pad_mm, "has_triton", lambda *_: True),
         (pad_mm, "_should_pad", _padding_pays),
         (pad_mm, "should_pad_bench", _padding_pays),  # its name before torch 2.12
+        (partitioners, "functionalize_rng_ops", lambda _, forward, backward, *__: (forward, backward)),  # no generators
         (torch.Tensor, "is_pinned", lambda *_, **__: False),
         (torch.cuda, "_exchange_device", lambda _: 0),
         (torch.cuda, "_maybe_exchange_device", lambda _: 0),
@@ -244,15 +265,21 @@ _ASKED_OF_CUDA = ("current_device", "set_device", "device_count", "stream", "cur
 
 
 def _know_functions() -> None:
-    """Dynamo keeps a table of torch's functions; two that a fake GPU answers with one function would collide in it."""
+    """Dynamo keeps tables of torch's functions, in which none may occur twice; a fake GPU answers many with the same."""
+    from torch._dynamo import trace_rules
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    owners = [torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.nvtx, torch.accelerator, torch.nn.functional]
     with ExitStack() as stack:
-        for owner in (torch.cuda, torch.accelerator):
+        for owner in owners:
             for name, function in list(vars(owner).items()):
-                if inspect.isfunction(function) and function.__module__ != owner.__name__:
-                    stack.enter_context(mock.patch.object(owner, name, functools.partial(function)))
+                if _is_ours(function):
+                    copy = types.FunctionType(
+                        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+                    )
+                    stack.enter_context(mock.patch.object(owner, name, copy))
         TorchInGraphFunctionVariable._get_handlers()
+        trace_rules.get_torch_obj_rule_map()
 
 
 def _on_cpu_device(initialise: Callable[..., Any], *_: Any, **__: Any) -> Any:
