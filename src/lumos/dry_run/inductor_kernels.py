@@ -59,6 +59,7 @@ class Kernel(NamedTuple):
     reuses: tuple[tuple[str, str], ...] = ()  # a buffer that takes the place of another, which nobody reads after this
     frees: tuple[str, ...] = ()
     node: Any = None  # of a collective, which is called
+    operands: tuple[View | str, ...] = ()  # of it
 
 
 class Program(NamedTuple):
@@ -68,7 +69,7 @@ class Program(NamedTuple):
     constants: dict[str, Any]
     buffers: dict[str, Buffer]
     kernels: list[Kernel]
-    outputs: list[View | int | None]
+    outputs: list[View | str | int | None]  # by name: what is no tensor (a process group)
 
     def run(self, recorder: KernelRecorder, arguments: list[Any]) -> list[Any]:
         """Call it: `arguments` is emptied, as compiled code does, so that what nobody else holds is freed on the way."""
@@ -79,7 +80,7 @@ class Program(NamedTuple):
             for kernel in self.kernels:
                 self._launch(recorder, kernel, held)
             with recorder.paused():
-                return [_seen(held, view) if isinstance(view, View) else view for view in self.outputs]
+                return [_seen(held, view) if isinstance(view, View | str) else view for view in self.outputs]
 
     def _launch(self, recorder: KernelRecorder, kernel: Kernel, held: dict[str, Any]) -> None:
         with recorder.paused():
@@ -91,7 +92,7 @@ class Program(NamedTuple):
                 held[name] = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device=made.device)
             writes = [_seen(held, view) for view in kernel.writes]
         if kernel.node is not None:
-            _call_collective(kernel.node, held)
+            _call_collective(kernel.node, [_seen(held, operand) for operand in kernel.operands], held)
         elif kernel.name:
             recorder.add(kernel.name, reads, writes, kernel.options)
         del reads, writes
@@ -99,16 +100,18 @@ class Program(NamedTuple):
             held.pop(name, None)
 
 
-def _seen(held: dict[str, Any], view: View) -> Any:
+def _seen(held: dict[str, Any], view: View | str) -> Any:
+    if isinstance(view, str):
+        return held[view]
     tensor = held[view.buffer]
     if tuple(tensor.shape) == view.size and tuple(tensor.stride()) == view.stride and not view.offset:
         return tensor
     return tensor.as_strided(view.size, view.stride, tensor.storage_offset() + view.offset)
 
 
-def _call_collective(node: Any, held: dict[str, Any]) -> None:
+def _call_collective(node: Any, operands: list[Any], held: dict[str, Any]) -> None:
     """Collectives are dispatched like those of eager code, so that they are recorded like them."""
-    args, kwargs = node.unflatten_args([_seen(held, view_of(tensor)) for tensor in node.inputs], node.constant_args)
+    args, kwargs = node.unflatten_args(operands, node.constant_args)
     found = node.op_overload(*args, **kwargs)
     outputs = node.outputs if isinstance(getattr(node, "outputs", None), list | tuple) else []
     for buffer, tensor in zip(outputs, found if isinstance(found, list | tuple) else [found], strict=False):
@@ -122,7 +125,7 @@ def program_of(graph: Any) -> Program:
     """The schedule of a lowered graph (`GraphLowering` whose scheduler has run)."""
     reader = _Reader(graph)
     outputs = [_output(node) for node in graph.graph_outputs]
-    kept = {view.buffer for view in outputs if isinstance(view, View)}
+    kept = {view.buffer if isinstance(view, View) else str(view) for view in outputs}
     outputs = [reader.placed(view) if isinstance(view, View) else view for view in outputs]
     kept |= {view.buffer for view in outputs if isinstance(view, View)}
     kernels = [kernel for node in graph.scheduler.nodes for kernel in reader.kernels(node)]
@@ -143,9 +146,11 @@ def view_of(node: Any) -> Any:
     return View(node.get_name(), _ints(layout.size), _ints(layout.stride), int(offset))
 
 
-def _output(node: Any) -> View | int | None:
+def _output(node: Any) -> View | str | int | None:
     if isinstance(node, ir.ShapeAsConstantBuffer):
         return int(node.expr)
+    if isinstance(node, getattr(ir, "NonTensorObj", ())):
+        return str(node.get_name())
     return view_of(node)  # type: ignore[no-any-return]
 
 
@@ -220,8 +225,10 @@ class _Reader:
         """An operator that inductor calls as it is: matmuls, convolutions, attention, sorting."""
         overload = getattr(node, "op_overload", None)
         if getattr(overload, "namespace", "") in _COLLECTIVES:
-            reads = tuple(self.placed(view_of(tensor)) for tensor in node.inputs)
-            return Kernel(str(overload), reads, node=node)
+            views = ((tensor, view_of(tensor)) for tensor in node.inputs)
+            operands = tuple(str(tensor.get_name()) if view is None else self.placed(view) for tensor, view in views)
+            reads = tuple(view for view in operands if isinstance(view, View))
+            return Kernel(str(overload), reads, node=node, operands=operands)
         own = [node.get_name()] if node.get_name() in self.buffers else []
         parts = [part.get_name() for part in self.parts.get(node.get_name(), ())]
         changed = [name for name in node.get_mutation_names() if name not in own]
@@ -249,6 +256,7 @@ class _Reader:
         return f"attention.{'backward' if 'grad' in names[-1] else 'forward'}", reads, tuple(filter(None, marks))
 
     def _whole(self, name: str) -> View:
+        name = self.scheduler.mutation_real_name.get(name, name)
         buffer = self.buffers.get(name)
         if buffer is None:
             tensor = self.graph.graph_inputs.get(name)
