@@ -37,6 +37,8 @@ def options_of(op: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
         found.append("tf32")
     if name == "index_put_" and args[-1] is True:
         found.append("accumulate")
+    if name.startswith(("max_pool", "avg_pool")):
+        found.append(f"kernel={next(arg for arg in args if isinstance(arg, list))[0]}")
     if name in _BY_DIMENSION:
         numbers = [arg for arg in args[1:] if isinstance(arg, int) and not isinstance(arg, bool)]
         if name == "topk":

@@ -77,13 +77,21 @@ class AtenPrices:
         return Price(us, self.source if sampled else "roofline", None, moved)
 
     def _in_step_us(self, work: Work) -> float:
-        """Without the gap before it: cost models hold kernels alone, with a cold cache."""
+        """Without the gap before it: laws and cost models hold for kernels alone, with a cold cache."""
         factors = self.prices.factors
-        by_law = 0.0
+        by_law = by_matmul = 0.0
+        if work.family.startswith("transfer"):
+            rates = self.table["transfer"]
+            share = rates["pinned_share" if work.family.endswith("pinned") else "pageable_share"]
+            return float(rates["fixed_us"] + work.bytes / (self.model.gpu.pcie_gb_s * 1e3 * share))
         if work.operator is None or work.family in self.table["families"]:
-            by_law = isolated_us(work, self.table["families"], self.moved, self.addressed) * factors.stream
+            by_law = isolated_us(work, self.table["families"], self.moved, self.addressed)
+            by_law *= factors.matrix if work.family.startswith("attention") else factors.stream
             by_law *= warmth(Operator("stream", (max(1, int(work.bytes)),)), self.model.gpu.l2_mb)
-        by_matmul = self._matmul_us(work.operator) - factors.launch_gap_us if work.operator is not None else 0.0
+        if work.operator is not None:
+            by_matmul = self._matmul_us(work.operator) - factors.launch_gap_us
+            if work.operator.dtype == "fp32":  # without tensor cores a GPU stays below its power limit
+                by_matmul /= factors.matrix
         return max(by_law, by_matmul)
 
     def _matmul_us(self, operator: Operator) -> float:

@@ -47,6 +47,13 @@ _OWN = {
 }  # fmt: skip
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm", "_batch_norm",
                 "batch_norm_backward")  # fmt: skip
+_UNSAMPLED = (
+    "grid_sampler", "_fft", "linalg_", "_linalg", "cholesky", "_ctc", "im2col", "col2im", "_embedding_bag", "_cdist",
+    "_pdist", "max_pool3d", "avg_pool3d", "upsample", "_cudnn_rnn", "_thnn", "multinomial", "unique", "_unique",
+    "triangular", "searchsorted", "bucketize", "kthvalue", "median", "mode", "masked_select", "masked_scatter",
+    "reflection_pad", "replication_pad", "unfold_backward", "_scaled_mm", "_weight_norm", "renorm",
+)  # fmt: skip
+_KERNEL = 3  # of pooling, unless a recording says otherwise
 _ON_ALL = {"sort", "topk", "histogram", "bincount", "cumsum", "nonzero", "scatter_add", "index_add", "scatter"}
 
 
@@ -91,6 +98,8 @@ def works_of(op: RecordedOp) -> list[Work]:
     work = work_of(op)
     copies = [op._replace(name="aten.clone.default", inputs=(t,), outputs=(_contiguous(t),)) for t in op.inputs
               if work.family.startswith(_NEED_CONTIGUOUS) and not _is_contiguous(t)]  # fmt: skip
+    if name == "masked_fill" and not op.name.startswith("aten.masked_fill_"):  # fills a copy
+        copies.append(op._replace(name="aten.clone.default", inputs=op.inputs[:1]))
     return [work, *map(work_of, copies)]
 
 
@@ -161,17 +170,15 @@ def _attention(op: RecordedOp) -> Operator:
 
 
 def _matrix_work(op: RecordedOp, operator: Operator) -> Work:
-    """A kind of the cost model, with the features that it has no samples of."""
+    """A kind of the cost model, or a family of its own where the cost model has no samples of it."""
     if operator.kind.startswith("sdpa"):
-        q, keys = op.inputs[:2]
-        how = [float(option in op.options) for option in ("causal", "masked", "dropout")]
-        square = "causal" in op.options and q.element == 2 and "dropout" not in op.options
-        features = (*how, float(q.element), *map(_log, (*q.shape, keys.shape[2])), _log(q.shape[2] * keys.shape[2]),
-                    float(q.shape[3]), float(q.shape[2] % 64), _log(operator.flops))  # fmt: skip
-        return Work(operator.kind, operator.bytes, 0.0, 0.0, () if square else features, operator)
+        is_sampled = "causal" in op.options and op.inputs[0].element == 2 and "dropout" not in op.options
+        return Work(operator.kind, operator.bytes, 0.0, operator=operator) if is_sampled else _attention_work(op)
     if operator.kind == "adamw_fused":
         tensors = [t for t in op.inputs if t.shape]
-        return Work("adamw_fused", operator.bytes, 0.0, 0.0, _list_features(tensors, operator.bytes), operator)
+        moved = sum(t.bytes for t in tensors) * 7 / 4  # three of the four lists are written, too
+        return Work(f"adamw_fused.{'fp32' if tensors[0].element == 4 else 'half'}", moved, operator.shape[0],
+                    0.0, _list_features(tensors, moved))  # fmt: skip
     if operator.kind == "bmm":
         a, b = op.inputs[-2:]
         count, m, n, k = operator.shape
@@ -180,7 +187,29 @@ def _matrix_work(op: RecordedOp, operator: Operator) -> Work:
         features = (*map(_log, operator.shape), *layout, *tiles, gcd(8, n, k), gcd(8, m), _log(operator.flops),
                     _log(operator.bytes))  # fmt: skip
         return Work("bmm", operator.bytes, 0.0, 0.0, features, operator)
+    if operator.dtype in ("fp32", "tf32"):
+        m, n, k = operator.shape
+        squares = [_log(-(-m // size) * -(-n // size)) for size in (64, 128, 256)]
+        which = ("gemm_tn", "gemm_nn", "gemm_nt").index(operator.kind)
+        features = (*map(_log, (m, n, k)), *squares, float(which), gcd(8, n), gcd(8, k), gcd(8, m), gcd(128, m),
+                    gcd(128, n), _log(operator.flops), _log(operator.bytes))  # fmt: skip
+        return Work(f"gemm.{operator.dtype}", operator.bytes, 0.0, 0.0, features, operator)
     return Work(operator.kind, operator.bytes, 0.0, 0.0, (), operator)
+
+
+def _attention_work(op: RecordedOp) -> Work:
+    """Attention that is not causal, has a mask or dropout, or is in fp32: whole tiles of 128 queries by 128 keys."""
+    q, k, v = op.inputs[:3]
+    forward = op.name.endswith("forward")
+    tiles = q.shape[0] * q.shape[1] * -(-q.shape[2] // 128) * -(-k.shape[2] // 128)
+    share = 0.5 + 0.5 / -(-q.shape[2] // 128) if "causal" in op.options else 1.0
+    flops = 2.0 * tiles * share * 128 * 128 * (q.shape[3] + v.shape[3]) * (1.0 if forward else 2.5)
+    moved = (q.bytes + k.bytes + v.bytes + q.bytes) * (1.0 if forward else 2.25)
+    how = [float(option in op.options) for option in ("causal", "masked", "dropout")]
+    features = (*how, float(q.shape[3]), _log(q.shape[2]), _log(k.shape[2]), _log(tiles), _log(flops), _log(moved),
+                float(gcd(8, k.shape[2])), _log(q.shape[0] * q.shape[1]))  # fmt: skip
+    name = f"attention{'' if forward else '_backward'}.{'fp32' if q.element == 4 else 'half'}"
+    return Work(name, moved, flops, 0.0, features)
 
 
 def _log(value: float) -> float:
@@ -193,7 +222,8 @@ def _convolution(op: RecordedOp, name: str) -> list[Work]:
     backward = name.endswith("backward")
     y, x, w = op.inputs[:3] if backward else (op.outputs[0], *op.inputs[:2])
     mask = next((option[5:] for option in op.options if option.startswith("mask=")), "")
-    mask = mask or "".join(str(int(any(t.shape == s.shape for t in op.outputs))) for s in (x, w)) + "0"
+    shapes = {t.shape for t in op.outputs}
+    mask = mask or "".join(str(int(shape in shapes)) for shape in (x.shape, w.shape, (y.shape[1],)))
     kinds = [kind for kind, wanted in zip(("dgrad", "wgrad"), mask, strict=False) if wanted == "1"]
     is_transposed = "transposed" in op.options or (not backward and w.shape[0] == x.shape[1] != y.shape[1])
     if is_transposed:  # the forward pass of one is the gradient of the input of the other
@@ -248,20 +278,25 @@ def work_of(op: RecordedOp) -> Work:
     if name == "index_put":
         return _index_put(op)
     if name.startswith(("_foreach", "_fused_sgd", "_amp_foreach", "_fused_adagrad")):
-        return _list_work(op, name, read)
+        return _list_work(op, name)
     if name in _REDUCTIONS and inputs and inputs[0].elements > elements:
         return Work(f"reduce.{_reduced(inputs[0], outputs[0])}", read + written, float(inputs[0].elements),
                     0.0, _reduction_features(inputs[0], outputs[0]))  # fmt: skip
     if name.startswith(_BATCH_NORMS):
         return _batch_norm(op, name)
+    if "h2d" in op.options or "d2h" in op.options:  # between host and device
+        return Work("transfer.pinned" if "pinned" in op.options else "transfer", max(written, 1.0), elements)
     if name in _OWN:
         return _own(op, name, read, written, elements)
+    if name.startswith(_UNSAMPLED) or (name not in _COPIES and any(t.elements > elements for t in inputs)):
+        return Work("unsampled", read + written, elements)
     return _element_wise(op, name, elements)
 
 
 def _features(op: RecordedOp, moved: float) -> tuple[float, ...]:
     """Sizes and layout of the largest operand, as trees know them."""
-    x, out = (max(some, key=lambda t: t.elements, default=op.inputs[0]) for some in (op.inputs, op.outputs))
+    inputs, outputs = op.inputs or op.outputs, op.outputs or op.inputs
+    x, out = (max(some, key=lambda t: t.elements) for some in (inputs, outputs))
     dims = [*x.shape, 1, 1, 1][:2]
     options = dict(option.split("=", 1) for option in op.options if "=" in option)
     dim = int(options.get("dim", -1))
@@ -273,6 +308,7 @@ def _features(op: RecordedOp, moved: float) -> tuple[float, ...]:
         float(dim in (-1, len(x.shape) - 1)), float(options.get("k", 0)), _log(moved) - _log(x.elements),
         float(min((t.element for t in op.inputs if t.dtype.startswith(("bf", "fp"))), default=0)),
         float((x.shape or (1,))[-1] % 8), _log(x.elements / max(out.elements, 1)),
+        _log(outputs[1].elements) if len(outputs) > 1 else 0.0, float(options.get("kernel", _KERNEL)),
     )  # fmt: skip
 
 
@@ -281,22 +317,31 @@ def _reduction_features(whole: TensorInfo, rest: TensorInfo) -> tuple[float, ...
             float(whole.element), _log((whole.shape or (1,))[-1]), float(_is_contiguous(whole)))  # fmt: skip
 
 
-def _list_work(op: RecordedOp, name: str, read: float) -> Work:
+def _list_work(op: RecordedOp, name: str) -> Work:
     """Kernels over lists of tensors: a launch takes 320 chunks of 65,536 elements, and some dozens of tensors."""
     tensors = [t for t in op.inputs if t.shape] or list(op.inputs)
-    lists = 3 if name.startswith("_fused_sgd") else 1
+    lists = _lists(op, name)
+    one = sum(t.bytes for t in tensors) / lists
     if name.startswith("_foreach_norm"):
-        family, moved = "foreach_norm", read
+        family, moved = "foreach_norm", one
     elif name.startswith("_fused_sgd"):
-        family, moved = "fused_sgd", read * 5 / 3
-    elif name.startswith("_amp"):
-        family, moved = "foreach", 2 * read
+        family, moved = "fused_sgd", one * (2 * lists - 1)
+    elif name.startswith(("_foreach_zero", "_foreach_copy")):
+        family, moved = "foreach", one * lists
     else:
-        lists = max(1, round(len(tensors) / max(1, len(op.outputs))))
-        family, moved = "foreach", read + sum(t.bytes for t in tensors) / lists
-        if name.startswith(("_foreach_zero", "_foreach_copy")):
-            moved -= sum(t.bytes for t in tensors) / lists
-    return Work(family, moved, float(sum(t.elements for t in tensors)), 0.0, _list_features(tensors, moved, lists))
+        family, moved = "foreach", one * (lists + 1)
+    scalars = {t.dtype for t in op.inputs if not t.shape} - {tensors[0].dtype}  # another dtype: one kernel a tensor
+    features = (*_list_features(tensors, moved, lists), float(bool(scalars)))
+    return Work(family, moved, float(sum(t.elements for t in tensors)), 0.0, features)
+
+
+def _lists(op: RecordedOp, name: str) -> int:
+    """How many lists of tensors an operator takes."""
+    if name.startswith(("_foreach_addc", "_fused_sgd")):
+        return 3
+    if name.startswith("_foreach_lerp"):
+        return 3 if op.name.endswith(".List") else 2
+    return 2 if op.name.endswith(".List") or name.startswith("_foreach_copy") else 1
 
 
 def _list_features(tensors: list[TensorInfo], moved: float, lists: int = 4) -> tuple[float, ...]:
@@ -307,7 +352,10 @@ def _list_features(tensors: list[TensorInfo], moved: float, lists: int = 4) -> t
 
 
 def _batch_norm(op: RecordedOp, name: str) -> Work:
-    """cuDNN takes fp32, and fp16 with parameters in fp32; PyTorch's own kernels take the rest."""
+    """cuDNN takes fp32, and fp16 with parameters in fp32; PyTorch's own kernels take the rest.
+
+    Those give every channel to one block of threads, unless channels are last: few channels are slow.
+    """
     backward = "backward" in name
     images = [t for t in op.inputs if len(t.shape) > 1] or list(op.inputs)
     x = max(images, key=lambda t: t.elements)
@@ -318,7 +366,8 @@ def _batch_norm(op: RecordedOp, name: str) -> Work:
     last = float(len(x.shape) > 2 and x.strides[1] == 1 < x.shape[1])
     sizes = (_log(x.shape[0]), _log(x.shape[1]), _log(prod(x.shape[2:])))
     features = (_log(x.elements), *sizes, last, float(x.element), float(weight.element), sizes[0] + sizes[2])
-    return Work(family, moved, float(x.elements), 0.0, features)
+    serial = 0.0 if cudnn or last else x.elements / max(1, x.shape[1])
+    return Work(family, moved, float(x.elements), serial, features)
 
 
 def _own(op: RecordedOp, name: str, read: float, written: float, elements: float) -> Work:
@@ -334,6 +383,9 @@ def _own(op: RecordedOp, name: str, read: float, written: float, elements: float
         moved, elements = 64.0 * op.inputs[0].shape[0], float(op.inputs[0].shape[0])
     elif family == "nll_loss_backward":
         moved = written
+    elif family == "masked_fill":
+        moved = 2 * op.inputs[0].bytes + op.inputs[1].bytes
+        family += ".dense" if op.inputs[1].shape == op.inputs[0].shape else ".broadcast"
     elif family == "cat":
         inner = op.inputs[-1].shape[-1:] != op.outputs[0].shape[-1:]
         family = "cat.inner" if inner else "cat.outer"
