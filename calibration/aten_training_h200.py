@@ -1,6 +1,6 @@
 """Times what training scripts run besides large half-precision matmuls: convolutions, pooling, optimizers, fp32.
 
-    python3 calibration/aten_training_h200.py OUT.jsonl SECONDS [SEED]
+    python3 calibration/aten_training_h200.py OUT.jsonl SECONDS [SEED [FAMILY …]]
 
 Needs torch and a GPU, nothing else. Each row holds the aten operators of one call exactly as a dry run records them
 (a dispatch mode sees both), whatever arguments were not tensors, and the median time in microseconds from a cold cache.
@@ -228,8 +228,45 @@ def upwards() -> dict[str, Any]:
             "kernel": [kernel] * 2, "stride": 2, "pad": (kernel - 2) // 2, "transposed": True}  # fmt: skip
 
 
+# (channels in, out, size, kernel, stride, groups) of layers that many networks share, at images of 224 × 224
+KNOWN = [
+    *[(3, c, 224, k, s, 1) for c, k, s in ((64, 7, 2), (32, 3, 2), (64, 3, 1), (96, 4, 4), (128, 4, 4), (768, 16, 16))],
+    *[(c, c, 56 * 64 // c, 3, 1, 1) for c in (64, 128, 256, 512)],  # residual blocks
+    *[(c // 2, c, 112 * 64 // c, 3, 2, 1) for c in (128, 256, 512)],
+    *[(4 * c, c, 56 * 64 // c, 1, 1, 1) for c in (64, 128, 256, 512)],
+    *[(c, 4 * c, 56 * 64 // c, 1, 1, 1) for c in (64, 128, 256, 512)],
+    *[(2 * c, c, 112 * 64 // c, 1, 1, 1) for c in (128, 256, 512)],
+    *[(2 * c, 4 * c, 112 * 64 // c, 1, 2, 1) for c in (128, 256, 512)],
+    *[(c, c, 56 * 128 // c, 3, 1, 32) for c in (128, 256, 512, 1024)],
+    *[(c, c, 224 * 64 // c, 3, 1, 1) for c in (64, 128, 256, 512)],  # plain stacks
+    *[(c, c, 56 * 96 // c, 7, 1, c) for c in (96, 192, 384, 768)],  # large depthwise kernels
+    *[(c, c, 56 * 128 // c, 7, 1, c) for c in (128, 256, 512, 1024)],
+    *[(c, 2 * c, 56 * 96 // c, 2, 2, 1) for c in (96, 192, 384)],
+    *[(c, c, size, k, s, c) for c, size, k, s in (  # inverted bottlenecks
+        (32, 112, 3, 1), (96, 112, 3, 2), (144, 56, 3, 1), (144, 56, 5, 2), (192, 28, 3, 2), (240, 28, 5, 1),
+        (384, 14, 3, 1), (480, 14, 5, 1), (672, 14, 5, 2), (960, 7, 3, 1), (1152, 7, 5, 1))],
+    *[(a, b, size, 1, 1, 1) for a, b, size in (
+        (16, 96, 112), (24, 144, 56), (144, 24, 56), (40, 240, 28), (240, 40, 28), (80, 480, 14), (480, 112, 14),
+        (112, 672, 14), (192, 1152, 7), (1152, 320, 7), (320, 1280, 7))],
+    *[(a, b, size, 3, 1, 1) for a, b, size in (  # denoising networks and autoencoders
+        (4, 320, 64), (320, 320, 64), (640, 320, 64), (640, 640, 32), (1280, 640, 32), (1280, 1280, 16),
+        (2560, 1280, 16), (1280, 1280, 8), (128, 128, 128), (256, 256, 64), (512, 512, 32), (128, 128, 32))],
+    *[(c, c, size, 3, 2, 1) for c, size in ((320, 64), (640, 32), (1280, 16), (128, 128), (256, 64))],
+]  # fmt: skip
+
+
+def known_network() -> dict[str, Any]:
+    c, k, size, kernel, stride, groups = random.choice(KNOWN)
+    if random.random() < 0.25:
+        size = max(kernel, size * random.choice([1, 2, 3, 4]) // 2)
+    return {"n": random.choice([1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256]), "c": c, "k": k, "size": [size, size],
+            "kernel": [kernel] * 2, "stride": stride, "pad": 0 if kernel == stride else kernel // 2,
+            "groups": groups}  # fmt: skip
+
+
 CONVOLUTIONS = [
-    (resnet_like, 10), (mixed_channels, 6), (stem, 2), (patches, 3), (depthwise, 5), (grouped, 2), (one_dimension, 4),
+    (known_network, 30), (resnet_like, 10), (mixed_channels, 6), (stem, 2), (patches, 3), (depthwise, 5), (grouped, 2),
+    (one_dimension, 4),
     (three_dimensions, 1), (upwards, 1),
 ]  # fmt: skip
 
@@ -636,13 +673,14 @@ def transfer() -> Case:
 
 
 FAMILIES: dict[str, tuple[Callable[[], Case], float]] = {  # shares of the time; what one leaves, the next may use
-    "transfer": (transfer, 5), "batch_norm": (batch_norm, 14), "group_norm": (group_norm, 5),
+    "batch_norm": (batch_norm, 14), "group_norm": (group_norm, 5),
     "pooling": (pooling, 9), "normalisation": (normalisation, 9), "optimizer": (optimizer, 26),
     "indexing": (indexing, 12), "sorting": (sorting, 7), "element_wise": (element_wise, 10), "casts": (casts, 3),
+    "transfer": (transfer, 5),
     "scores": (scores, 7), "loss": (loss, 6), "matmul": (matmul, 18), "batched": (batched, 10),
     "attention": (attention, 24), "convolution": (convolution, 95),
 }  # fmt: skip
-MOST_ROWS = {"convolution": 5000}  # 700 for others
+MOST_ROWS = {"convolution": 20000}  # 700 for others
 
 
 def sample(family: str, case: Callable[[], Case], until: float, empty: float, file: Any) -> tuple[int, int]:
@@ -666,7 +704,7 @@ def sample(family: str, case: Callable[[], Case], until: float, empty: float, fi
     return done, failed
 
 
-def main(output: str, seconds: str, seed: str = "0") -> None:
+def main(output: str, seconds: str, seed: str = "0", *only: str) -> None:
     random.seed(int(seed))
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = False, True
@@ -678,10 +716,11 @@ def main(output: str, seconds: str, seed: str = "0") -> None:
     about = {"torch": torch.__version__, "cuda": torch.version.cuda, "seed": int(seed), "empty_us": empty}
     if not TINY:
         about |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
-    total, passed = sum(weight for _, weight in FAMILIES.values()), 0.0
+    families = {name: family for name, family in FAMILIES.items() if not only or name in only}
+    total, passed = sum(weight for _, weight in families.values()), 0.0
     with open(output, "w") as file:
         file.write(json.dumps({"about": about}) + "\n")
-        for family, (case, weight) in FAMILIES.items():
+        for family, (case, weight) in families.items():
             passed += weight
             start, until = time.monotonic(), began + float(seconds) * passed / total
             done, failed = sample(family, case, until, empty, file)
