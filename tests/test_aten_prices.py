@@ -57,6 +57,12 @@ def test_a_convolution_amounts_to_a_matmul_over_all_places() -> None:
     assert work.operator.shape == (64 * 14 * 14, 512, 256 * 9)
 
 
+def test_flops_of_a_convolution_are_those_of_its_matmul_and_twice_that_backward(prices: AtenPrices) -> None:
+    of = convolution(n=64, c=256, k=512, size=14)
+    assert prices.of(of).flops == 2 * 64 * 14 * 14 * 512 * 256 * 9
+    assert prices.of(backward(of, "110")).flops == 2 * prices.of(of).flops
+
+
 def test_a_backward_pass_computes_the_gradients_that_are_asked_for(prices: AtenPrices) -> None:
     of = convolution()
     only_input, only_weight, both = (prices.of(backward(of, mask)).us for mask in ("100", "010", "110"))

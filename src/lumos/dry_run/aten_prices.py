@@ -37,6 +37,7 @@ class Price(NamedTuple):
     source: str  # fitted, transferred, roofline
     operator: Operator | None = None  # of the cost model
     bytes: float = 0.0
+    flops: float = 0.0  # of matmuls, attention and convolutions
 
 
 @cache
@@ -72,9 +73,10 @@ class AtenPrices:
         operator = matrix_operator(op)
         moved = sum(work.bytes for work in works)
         if operator is not None:
-            return Price(us, _source(self.model, operator), operator, moved)
+            flops = operator.flops if operator.is_matrix else 0.0
+            return Price(us, _source(self.model, operator), operator, moved, flops)
         sampled = all(work.family in self.table["families"] for work in works)
-        return Price(us, self.source if sampled else "roofline", None, moved)
+        return Price(us, self.source if sampled else "roofline", None, moved, sum(work.flops for work in works))
 
     def _in_step_us(self, work: Work) -> float:
         """Without the gap before it: laws and cost models hold for kernels alone, with a cold cache."""

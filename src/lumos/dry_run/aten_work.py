@@ -66,6 +66,7 @@ class Work(NamedTuple):
     serial: float = 0.0
     features: tuple[float, ...] = ()  # that trees of the family know
     operator: Operator | None = None  # of the cost model: what it is, or what it amounts to
+    flops: float = 0.0  # of a convolution
 
 
 def base_name(op: RecordedOp) -> str:
@@ -263,7 +264,7 @@ def _implicit_matmul(kind: str, large: TensorInfo, small: TensorInfo, w: TensorI
         _log(large.elements), _log(small.elements), _log(w.elements), _log(rows / 128) + _log(out / 128) + _log(groups),
         _log(cin * places / 128) + _log(cout / 128), float(groups > 1), float(places == 1),
     )  # fmt: skip
-    return Work("convolution", moved, 0.0, 0.0, features, None if groups > 1 else matmul)
+    return Work("convolution", moved, 0.0, 0.0, features, None if groups > 1 else matmul, flops)
 
 
 # ---------------------------------------------------------------------- everything else
