@@ -1,8 +1,8 @@
 """Kernels of a graph that inductor has scheduled: what each reads, writes and frees, and how a call imitates them.
 
 Inductor's own lowering and scheduler decide what is fused, in which order kernels run and which buffers exist; nothing
-is generated or compiled. `program_of(graph)` writes the schedule down as a `Program`; `Program.run` makes fake tensors for
-the buffers that kernels write, as long as they are needed, and tells a recorder about every kernel.
+is generated or compiled. `program_of(graph)` writes the schedule down as a `Program`; `Program.run` makes fake tensors
+for the buffers that kernels write, as long as they are needed, and tells a recorder about every kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch._inductor.dependencies import MemoryDep, StarDep
 from torch._inductor.utils import get_fused_kernel_name
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
+_NOT_TENSORS: Any = getattr(ir, "NonTensorObj", ())  # process groups, generators
+_BOTH_WAYS: Any = getattr(scheduler, "FusedMixOrderReductions", ())  # one kernel that reduces rows and columns
 _PERSISTENT = 1024  # elements of a row that a kernel keeps in registers (torch._inductor.choices)
 
 
@@ -49,7 +51,7 @@ class Buffer(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One launch: `fused.pointwise`, `fused.reduction`, `fused.scatter`, or an operator that inductor calls as it is."""
+    """One launch: `fused.pointwise`, `fused.reduction`, `fused.scatter`, or an operator that inductor only calls."""
 
     name: str
     reads: tuple[View, ...] = ()
@@ -72,7 +74,7 @@ class Program(NamedTuple):
     outputs: list[View | str | int | None]  # by name: what is no tensor (a process group)
 
     def run(self, recorder: KernelRecorder, arguments: list[Any]) -> list[Any]:
-        """Call it: `arguments` is emptied, as compiled code does, so that what nobody else holds is freed on the way."""
+        """Call it: `arguments` is emptied, as by compiled code, so that what nobody else holds is freed on the way."""
         held: dict[str, Any] = self.constants | dict(zip(self.inputs, arguments, strict=True))
         arguments.clear()
         with torch.no_grad():
@@ -149,7 +151,7 @@ def view_of(node: Any) -> Any:
 def _output(node: Any) -> View | str | int | None:
     if isinstance(node, ir.ShapeAsConstantBuffer):
         return int(node.expr)
-    if isinstance(node, getattr(ir, "NonTensorObj", ())):
+    if isinstance(node, _NOT_TENSORS):
         return str(node.get_name())
     return view_of(node)  # type: ignore[no-any-return]
 
@@ -216,10 +218,10 @@ class _Reader:
 
     def _follow_partial_sums(self, node: Any) -> None:
         """A kernel that reduces rows and columns at once leaves partial sums, which PyTorch's own kernel adds up."""
-        if isinstance(node, getattr(scheduler, "FusedMixOrderReductions", ())):
-            outputs = [buffer for part in node.node2.get_nodes() if part.is_reduction() for buffer in part.get_outputs()]
-            users = (user for buffer in outputs for user in buffer.users if user.node.is_reduction())
-            self.summed |= {user.get_name() for user in users}
+        if isinstance(node, _BOTH_WAYS):
+            parts = (part for part in node.node2.get_nodes() if part.is_reduction())
+            users = (user for part in parts for buffer in part.get_outputs() for user in buffer.users)
+            self.summed |= {user.get_name() for user in users if user.node.is_reduction()}
 
     def _called(self, node: Any) -> Kernel:
         """An operator that inductor calls as it is: matmuls, convolutions, attention, sorting."""
@@ -234,26 +236,19 @@ class _Reader:
         changed = [name for name in node.get_mutation_names() if name not in own]
         writes = tuple(self.placed(self._whole(name)) for name in (*own, *parts, *changed))
         reads = tuple(self.placed(view) for tensor in node.inputs if (view := view_of(tensor)) is not None)
-        name = _operator_name(node, overload)
-        options = ("compiled", *_precision(name, self, reads))
+        name, given = _operator_name(node, overload), _arguments(node)
+        options = ("compiled", *_precision(name, self, reads), *_marks(given))
         if "scaled_dot_product" in name:
-            name, reads, how = self._attention(name, node)
-            options += how
+            name, reads = self._attention(name, given)
         allocates = tuple(name for name in (*own, *parts) if name in self.buffers and name not in self.views)
         return Kernel(name, reads, writes, options, allocates)
 
-    def _attention(self, name: str, node: Any) -> tuple[str, tuple[View, ...], tuple[str, ...]]:
-        args, kwargs = node.unflatten_args(node.inputs, node.constant_args)
-        given = {argument.name: value for argument, value in zip(node.op_overload._schema.arguments, args, strict=False)}
-        given |= kwargs
-        names = ["query", "key", "value"]
-        if name.split(".")[1].endswith("_backward"):
-            names += ["out", "logsumexp", "grad_out" if "grad_out" in given else "grad_out_"]
-        reads = tuple(self.placed(view_of(given[key])) for key in names if given.get(key) is not None)
-        masked = any(given.get(key) is not None for key in ("attn_bias", "attn_mask"))
-        marks = ("causal" if given.get("is_causal") else "", "masked" if masked else "",
-                 "dropout" if given.get("dropout_p") else "")  # fmt: skip
-        return f"attention.{'backward' if 'grad' in names[-1] else 'forward'}", reads, tuple(filter(None, marks))
+    def _attention(self, name: str, given: dict[str, Any]) -> tuple[str, tuple[View, ...]]:
+        """Whichever kernel it is, its name and operands are those of `gpu_functions.attention`."""
+        backward = name.split(".")[1].endswith("_backward")
+        wanted = ["query", "key", "value", *(("out", "logsumexp", "grad_out", "grad_out_") if backward else ())]
+        reads = tuple(self.placed(view_of(given[key])) for key in wanted if given.get(key) is not None)
+        return f"attention.{'backward' if backward else 'forward'}", reads
 
     def _whole(self, name: str) -> View:
         name = self.scheduler.mutation_real_name.get(name, name)
@@ -261,7 +256,7 @@ class _Reader:
         if buffer is None:
             tensor = self.graph.graph_inputs.get(name)
             found = self.views.get(name) or view_of(tensor if tensor is not None else self.graph.get_buffer(name))
-            return found._replace(buffer=name)  # type: ignore[no-any-return]
+            return View(name, found.size, found.stride, 0)
         return View(name, buffer.size, buffer.stride)
 
     def _fused(self, node: Any) -> Kernel:
@@ -327,6 +322,26 @@ def _elements(dep: Any, everything: int) -> int:
     return min(everything, int(dep.get_numel()))
 
 
+def _arguments(node: Any) -> dict[str, Any]:
+    """Arguments of an operator by name, where inductor keeps them all."""
+    schema = getattr(getattr(node, "op_overload", None), "_schema", None)
+    if schema is None or not hasattr(node, "unflatten_args"):
+        return {}
+    args, kwargs = node.unflatten_args(node.inputs, node.constant_args)
+    return {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
+
+
+def _marks(given: dict[str, Any]) -> tuple[str, ...]:
+    """What matters for the price of an operator besides its tensors (`record.Recorder`)."""
+    masked = any(given.get(key) is not None for key in ("attn_bias", "attn_mask"))
+    wanted = "".join(str(int(part)) for part in given.get("output_mask") or ())
+    marks = {
+        "causal": given.get("is_causal"), "masked": masked, "dropout": given.get("dropout_p"),
+        "accumulate": given.get("accumulate"), f"mask={wanted}": "weight" in given and wanted,
+    }  # fmt: skip
+    return tuple(mark for mark, applies in marks.items() if applies)
+
+
 def _operator_name(node: Any, overload: Any) -> str:
     if overload is not None and hasattr(overload, "_opname"):
         return f"{overload.namespace}.{overload._opname}.default"
@@ -335,19 +350,21 @@ def _operator_name(node: Any, overload: Any) -> str:
 
 
 def _precision(name: str, reader: _Reader, reads: Sequence[View]) -> tuple[str, ...]:
-    if not name.startswith(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")) or not reads:
-        return ()
-    dtype = reader.graph.get_dtype(reads[-1].buffer)
-    return ("tf32",) if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else ()
+    """Whether fp32 operands are multiplied as tf32."""
+    if name.startswith(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")):
+        allowed = torch.get_float32_matmul_precision() != "highest"
+    else:
+        allowed = name.startswith("aten.convolution") and torch.backends.cudnn.allow_tf32
+    return ("tf32",) if allowed and reads and reader.graph.get_dtype(reads[-1].buffer) == torch.float32 else ()
 
 
 def _triton_name(node: Any) -> str:
-    """The name that inductor gives the kernel, without its number: triton_poi, _red (in a loop), _per (in registers)."""
+    """The name that inductor gives the kernel, without its number: triton_poi, _red (a loop), _per (in registers)."""
     kind = "poi"
     if node.is_reduction():
         rows = [part.group[1][1] for part in node.get_nodes() if part.is_reduction()]
         kind = "per" if rows and all(int(row) <= _PERSISTENT for row in rows) else "red"
-        kind = "per" if isinstance(node, getattr(scheduler, "FusedMixOrderReductions", ())) else kind
+        kind = "per" if isinstance(node, _BOTH_WAYS) else kind
     return f"triton_{kind}_{get_fused_kernel_name(node.get_nodes(), 'original_aten')}"
 
 

@@ -1,0 +1,240 @@
+"""`torch.compile` in dry runs: which kernels run, what they move, and which memory the compiled code holds."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("needs torch", allow_module_level=True)
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lumos.dry_run.compiled import OPTIMIZER, compiled_as_kernels
+from lumos.dry_run.record import Recorder, recorded
+
+TOKENS, HIDDEN = 4 * 128, 256
+
+
+class Block(nn.Module):
+    """A transformer layer with everything that matters: a norm, attention, a gated product, residuals."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.second = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.gate, self.up = (nn.Linear(HIDDEN, 4 * HIDDEN, bias=False) for _ in range(2))
+        self.down, self.dropout = nn.Linear(4 * HIDDEN, HIDDEN, bias=False), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, h = x.shape
+        q, k, v = (y.view(b, t, 4, -1).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(b, t, h)))
+        y = self.second(x)
+        return x + self.dropout(self.down(functional.silu(self.gate(y)) * self.up(y)))
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[tuple[Recorder, dict[str, None]]]:
+    """One for all tests: compiled functions are kept by dynamo."""
+    with recorded() as recorder, compiled_as_kernels(recorder) as notes:
+        yield recorder, notes
+
+
+def block(**options: Any) -> nn.Module:
+    return Block(**options).to("cuda", torch.bfloat16)
+
+
+def tokens(length: int = 128) -> torch.Tensor:
+    return torch.randn(4, length, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+
+def kernels(recorder: Recorder, phase: str = "") -> list[Any]:
+    """Launches of compiled code since the last restart."""
+    return [op for op in recorder.ops if "compiled" in op.options and op.phase.startswith(phase)]
+
+
+def names(recorder: Recorder, phase: str = "") -> Counter[str]:
+    return Counter(op.name for op in kernels(recorder, phase))
+
+
+def test_a_compiled_layer_runs_matmuls_attention_and_few_fused_kernels(gpu: Any) -> None:
+    recorder, notes = gpu
+    model, x = torch.compile(block()), tokens()
+    recorder.restart()
+    model(x).sum().backward()
+    forward, backward = names(recorder, "forward"), names(recorder, "backward")
+    assert forward["aten.mm.default"] == 5
+    assert backward["aten.mm.default"] == 10
+    assert forward["attention.forward"] == backward["attention.backward"] == 1
+    assert forward["fused.reduction"] == 2  # each norm is one kernel with what surrounds it
+    assert forward["fused.pointwise"] == 2  # the gated product, and the last residual
+    assert not notes
+
+
+def test_fused_kernels_read_and_write_what_is_not_in_registers(gpu: Any) -> None:
+    recorder, _ = gpu
+    fn = torch.compile(lambda a, b: torch.relu(a * 2 + b).exp())
+    a, b = (torch.randn(1024, 1024, device="cuda") for _ in range(2))
+    recorder.restart()
+    fn(a, b)
+    (kernel,) = kernels(recorder)
+    assert kernel.name == "fused.pointwise"
+    assert sum(t.bytes for t in kernel.inputs) == 2 * a.nbytes
+    assert sum(t.bytes for t in kernel.outputs) == a.nbytes
+    assert "triton_poi_fused_add_exp_mul_relu" in kernel.options
+
+
+def test_rows_of_a_table_are_read_not_all_of_it(gpu: Any) -> None:
+    recorder, _ = gpu
+    table = torch.randn(50_000, 64, device="cuda")
+    fn = torch.compile(lambda ids: functional.embedding(ids, table) * 2)
+    recorder.restart()
+    fn(torch.zeros(32, dtype=torch.int64, device="cuda"))
+    (kernel,) = kernels(recorder)
+    assert sum(t.bytes for t in kernel.inputs) == 32 * 64 * 4 + 32 * 8
+
+
+def test_results_are_as_eager_ones(gpu: Any) -> None:
+    model, x = block(), tokens().requires_grad_()
+    eager, compiled = model(x), torch.compile(model)(x)
+    assert (compiled.shape, compiled.dtype, compiled.stride()) == (eager.shape, eager.dtype, eager.stride())
+    compiled.sum().backward()
+    assert x.grad is not None
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_memory_returns_to_what_it_was(gpu: Any) -> None:
+    recorder, _ = gpu
+    model, x = torch.compile(block()), tokens()
+    model(x).sum().backward()
+    before = recorder.memory()[0]
+    model(x).sum().backward()  # gradients are added in place
+    assert recorder.memory()[0] == before
+
+
+def test_compiled_code_saves_less_than_eager_code(gpu: Any) -> None:
+    recorder, _ = gpu
+
+    def held(model: Any) -> int:
+        model(x).sum().backward()
+        before = recorder.memory()[0]
+        out = model(x)
+        found = recorder.memory()[0] - before
+        out.sum().backward()
+        return int(found)
+
+    x = tokens()
+    assert 0 < held(torch.compile(block())) < 0.9 * held(block())
+
+
+def test_the_second_call_compiles_nothing_and_another_shape_does(gpu: Any) -> None:
+    recorder, _ = gpu
+    model = torch.compile(block(), dynamic=True)
+    model(tokens())
+    recorder.restart()
+    model(tokens())
+    first = kernels(recorder)
+    recorder.restart()
+    model(tokens(64))
+    assert [op.name for op in kernels(recorder)] == [op.name for op in first]
+    assert kernels(recorder)[0].outputs[0].elements * 2 == first[0].outputs[0].elements
+
+
+def test_modules_functions_and_decorators_are_compiled_alike(gpu: Any) -> None:
+    recorder, _ = gpu
+    inner, x = block(), tokens()
+    inner.compile()
+
+    @torch.compile(mode="reduce-overhead")
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        return other(x)
+
+    other = block()
+    found = []
+    for call in (inner, decorated, torch.compile(lambda x: other(x))):
+        recorder.restart()
+        call(x)
+        found.append(names(recorder))
+    assert found[0] == found[1] == found[2]
+    assert found[0]["aten.mm.default"] == 5
+
+
+def test_a_graph_break_leaves_the_rest_compiled(gpu: Any) -> None:
+    recorder, notes = gpu
+    model = block()
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        if y.sum().item() > 0:
+            y = y * 2
+        return model(y)
+
+    fn = torch.compile(broken)
+    fn(tokens())
+    recorder.restart()
+    fn(tokens())
+    assert names(recorder)["attention.forward"] == 2
+    assert any(op.name == "cudaStreamSynchronize" for op in recorder.ops)
+    assert not notes
+
+
+def test_checkpoints_inside_a_graph_are_recomputed(gpu: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    recorder, _ = gpu
+    model = block()
+    fn = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False))
+    recorder.restart()
+    fn(tokens()).sum().backward()
+    assert names(recorder, "forward")["attention.forward"] == 1
+    assert names(recorder, "backward")["attention.forward"] == 1
+
+
+def test_dropout_is_fused_and_keeps_a_mask_of_bytes(gpu: Any) -> None:
+    recorder, _ = gpu
+    model = torch.compile(block(dropout=0.1))
+    recorder.restart()
+    model(tokens())
+    found = names(recorder)
+    assert (found["fused.reduction"], found["fused.pointwise"]) == (2, 2)
+    masks = [t for op in kernels(recorder) for t in op.outputs if t.dtype == "bool"]
+    assert [t.bytes for t in masks] == [TOKENS * HIDDEN] * 2
+
+
+def test_adding_to_a_table_is_a_scatter(gpu: Any) -> None:
+    recorder, _ = gpu
+    table = nn.Embedding(50_000, 64).to("cuda")
+    ids = torch.zeros(32, dtype=torch.int64, device="cuda")
+    recorder.restart()
+    torch.compile(lambda: table(ids).sum())().backward()
+    (scatter,) = [op for op in kernels(recorder, "backward") if op.name == "fused.scatter"]
+    assert scatter.outputs[0].elements == 32 * 64
+
+
+def test_compiled_optimizers_run_eagerly_with_a_note(gpu: Any) -> None:
+    _, notes = gpu
+    model = block()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(tokens()).sum().backward()
+    torch.compile(optimizer.step)()
+    assert OPTIMIZER in notes
+    notes.clear()
+
+
+def test_torch_compile_is_itself_again_afterwards() -> None:
+    before = torch.compile
+
+    class Nothing:
+        def add(self, *_: Any) -> None: ...
+
+    with compiled_as_kernels(Nothing()):  # type: ignore[arg-type]
+        assert torch.compile is not before
+    assert torch.compile is before
