@@ -43,8 +43,11 @@ def world_environment(rank: int, world: int) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-def fake_process_groups(rank: int, world: int) -> None:
-    """From here on every process group of this process is a fake one, whatever backend is asked for."""
+def fake_process_groups(rank: int, world: int, faked_by_script: Callable[[], None] | None = None) -> None:
+    """From here on every process group of this process is a fake one, whatever backend is asked for.
+
+    A script that asks for a fake one itself gets what it asks for, and the last argument is called.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -52,7 +55,9 @@ def fake_process_groups(rank: int, world: int) -> None:
     initialise, make_group = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: Any = None, *args: Any, **options: Any) -> None:
-        if backend == "fake":  # a script that fakes its peers itself
+        if backend == "fake":
+            if faked_by_script is not None:
+                faked_by_script()
             initialise(backend, *args, **options)
         elif not dist.is_initialized():
             initialise("fake", rank=rank, world_size=world, store=FakeStore())

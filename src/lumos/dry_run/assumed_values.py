@@ -85,13 +85,12 @@ class AssumedValues:
             self.forget(key)
             self.uniform.add(key)
             return
-        mean = self._mean(name, args, out)
         if name in _SAME:
-            self._copy(args, key)
-        elif mean is None:
-            self.forget(key)
-        else:
-            self.forget(key)
+            self._copy(name, args, key)
+            return
+        mean = self._mean(name, args, out)
+        self.forget(key)
+        if mean is not None:
             self.mean[key] = mean
 
     def _choose(self, name: str, args: Any, out: Any) -> None:
@@ -102,19 +101,18 @@ class AssumedValues:
             self.forget(storage_key(found))
             self.choices[storage_key(found)] = int(source.shape[-1])
 
-    def _copy(self, args: Any, key: int) -> None:
-        sources = [arg for arg in (args[1] if isinstance(args[0], list | tuple) else args[0], *args[1:2])
-                   if isinstance(arg, torch.Tensor)]  # fmt: skip
-        for source in sources[-1:] if len(sources) == 2 and storage_key(sources[0]) == key else sources[:1]:
-            origin = storage_key(source)
-            if origin == key:
-                return
-            mean, choices = self.mean.get(origin), self.choices.get(origin)
-            self.forget(key)
-            if mean is not None:
-                self.mean[key] = mean
-            if choices is not None:
-                self.choices[key] = choices
+    def _copy(self, name: str, args: Any, key: int) -> None:
+        """What was known of the source is known of the copy."""
+        source = args[1] if name == "copy_" else args[0][0] if isinstance(args[0], list | tuple) else args[0]
+        if not isinstance(source, torch.Tensor) or storage_key(source) == key:
+            return
+        origin = storage_key(source)
+        mean, choices = self.mean.get(origin), self.choices.get(origin)
+        self.forget(key)
+        if mean is not None:
+            self.mean[key] = mean
+        if choices is not None:
+            self.choices[key] = choices
 
     def _mean(self, name: str, args: Any, out: torch.Tensor) -> float | None:
         rule = _RULES.get(name)
@@ -137,7 +135,12 @@ def _filled(values: AssumedValues, args: Any, out: torch.Tensor) -> float | None
 def _equal(values: AssumedValues, args: Any, out: torch.Tensor) -> float | None:
     keys = [storage_key(arg) for arg in args[:2] if isinstance(arg, torch.Tensor)]
     found = [values.choices[key] for key in keys if key in values.choices]
-    return 1.0 / found[0] if found else None
+    if found:
+        return 1.0 / found[0]
+    mask, other = values._known(args[0]), args[1]
+    if mask is None or not 0.0 <= mask <= 1.0 or isinstance(other, torch.Tensor) or other not in (0, 1):
+        return None
+    return mask if other == 1 else 1.0 - mask
 
 
 def _below(values: AssumedValues, args: Any, out: torch.Tensor) -> float | None:

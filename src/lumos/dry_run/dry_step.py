@@ -18,6 +18,7 @@ from lumos.cost.prices import Prices
 from lumos.data_files import read_table
 from lumos.dry_run.aten_prices import AtenPrices, Price
 from lumos.dry_run.aten_work import base_name, runs_kernel
+from lumos.dry_run.host_costs import host_us
 from lumos.dry_run.recorded_step import RecordedOp, Recording
 from lumos.graph.from_trace.build import build
 from lumos.prediction.operator_times import OperatorTime
@@ -96,10 +97,8 @@ class DryStep:
         return sum(self.host_us_of(op) for op in self.recording.ops)
 
     def host_us_of(self, op: RecordedOp) -> float:
-        """Host time of one operator with the Python around it; the backward pass runs in C++."""
-        table = read_table("aten_costs.json")["host"]
-        share = table["launch_share" if runs_kernel(op) else "view_share"]
-        return float(self.prices.host_us * share * (table["backward_share"] if op.phase == "backward" else 1.0))
+        """Host time of one operator with the Python around it, on the host of the setup."""
+        return host_us(op) * self.setup.cluster.host
 
     # ------------------------------------------------------------------ work
     @cached_property

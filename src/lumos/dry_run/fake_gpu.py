@@ -240,6 +240,8 @@ def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
         for owner, attribute, value in replacements:
             if hasattr(owner, attribute):
                 undo.callback(setattr, owner, attribute, getattr(owner, attribute))
+            else:
+                undo.callback(delattr, owner, attribute)
             setattr(owner, attribute, value)
         yield
 
@@ -297,7 +299,6 @@ def _replacements(
     yield cuda.nvtx, "range_pop", _nothing
     yield torch, "Generator", _Generator
     yield torch, "Event", Event
-    yield torch._C, "_cuda_getDeviceCount", lambda: count
     yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
     yield torch.backends.cuda, "is_built", lambda: True
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # lists of types for which loops are fused

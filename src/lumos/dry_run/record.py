@@ -16,11 +16,12 @@ from time import monotonic
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lumos.dry_run.assumed_values import ASSUMED, AssumedValues
+from lumos.dry_run.assumed_values import ASSUMED, AssumedValues, storage_key
 from lumos.dry_run.fake_gpu import DEFAULT_STREAM, fake_gpu, replaced
 from lumos.dry_run.gpu_functions import functions_as_on_gpu
 from lumos.dry_run.memory_ledger import MemoryLedger
@@ -30,9 +31,10 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
            torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8",
            torch.int8: "int8"}  # fmt: skip
 _MOST_SECONDS, _MOST_OPS = 300.0, 200_000  # a scan over tokens in Python runs more
-_SMALL = 65_536  # elements of CPU tensors that keep their values
+_SMALL, _MANY = 1 << 16, 1 << 23  # elements of CPU tensors that keep their values: of floats, and of other numbers
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor}
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"}
+_ALONG = {"cumsum": 1, "sort": 1, "_softmax": 1, "_log_softmax": 1}  # where the dimension is among the arguments
 COLLECTIVES = -1  # the stream of the first process group; others are below it
 _NOT_CALLED = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "record_stream"}
 
@@ -60,21 +62,39 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
     return bool(tensor.device.type == "cuda")
 
 
+def _laid_out(name: str, args: Any, out: Any) -> Any:
+    """Results of a convolution as cuDNN lays them out: channels last, if its input or its weights are."""
+    x, weight = args[:2] if name == "convolution" else args[1:3]
+    if x.dim() != 4 or not _on_gpu(x) or not any(map(_channels_are_last, (x, weight))):
+        return out
+    if isinstance(out, torch.Tensor):
+        return torch.empty_like(out, memory_format=torch.channels_last)
+    return type(out)(
+        torch.empty_like(t, memory_format=torch.channels_last) if t is not None and t.dim() == 4 else t for t in out
+    )
+
+
+def _channels_are_last(tensor: torch.Tensor) -> bool:
+    return bool(torch._prims_common.suggest_memory_format(tensor) == torch.channels_last)
+
+
 def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator is run for real: on small tensors of the CPU, whose values scripts use (meshes, schedules)."""
     tensors = [*_tensors(args), *_tensors(kwargs)]
     if tensors:
-        device = kwargs.get("device")
-        return not any(isinstance(t, FakeTensor) for t in tensors) and (device is None or device.type == "cpu")
-    device = kwargs.get("device")
-    if not (device is None or device.type == "cpu") or func.namespace != "aten":
+        return not any(isinstance(t, FakeTensor) for t in tensors) and _is_cpu(kwargs)
+    if func.namespace != "aten" or not _is_cpu(kwargs):
         return False
-    sizes = args[0] if args and isinstance(args[0], list | tuple) else [a for a in args if isinstance(a, int | float)]
-    if func._opname in ("arange", "linspace", "logspace", "eye"):
-        return all(abs(size) <= _SMALL for size in sizes)
-    if func._opname in ("randint", "randperm"):
-        sizes = next((a for a in args if isinstance(a, list | tuple)), args[:1])
-    return prod(sizes) <= _SMALL
+    sizes = next((arg for arg in args if isinstance(arg, list | tuple)), None)
+    if sizes is None:  # arange(10), linspace(0, 1, 10), randperm(10)
+        return all(abs(arg) <= _SMALL for arg in args if isinstance(arg, int | float))
+    dtype = kwargs.get("dtype") or (torch.int64 if "randint" in func._opname else torch.float32)
+    return prod(sizes) <= (_SMALL if dtype.is_floating_point else _MANY)
+
+
+def _is_cpu(kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    return device is None or device.type == "cpu"
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]
@@ -90,7 +110,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.ops: list[RecordedOp] = []
         self.stream = DEFAULT_STREAM
         self.in_optimizer = False
-        self.modules = ModulePaths()
+        self.modules = ModulePaths(lambda _: self.on_host("python.module"))
         self.started = monotonic()
         self.alive: dict[int, int] = {}
         self.paused_depth = 0
@@ -99,6 +119,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._waits: dict[int, set[int]] = {}  # marks that the next operator on a stream waits for
         self._groups: dict[tuple[int, ...], int] = {}  # the stream of a process group
         self._collectives: Any = None
+        self.peers_are_faked = False  # by the script itself: its gathers copy, and nothing else happens
         self._knows_dtensor = False
 
     def restart(self) -> None:
@@ -117,8 +138,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._leave_out_propagation()
             self.on_host(f"dtensor.{func._opname}")
             return NotImplemented
-        if self.paused_depth:
-            return func(*args, **kwargs)
         if monotonic() - self.started > _MOST_SECONDS or len(self.ops) > _MOST_OPS:
             raise TooManyOperators
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
@@ -133,14 +152,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             if found is not NotImplemented:
                 return found
         out = None if func._opname in _NOT_CALLED else func(*args, **kwargs)
+        if func._opname in ("convolution", "convolution_backward"):
+            out = _laid_out(func._opname, args, out)
         if func.namespace not in ("prim", "profiler"):
             self._write_down(func, args, kwargs, out)
         return out
 
     def _faked(self, value: Any) -> Any:
         """Real tensors among arguments become fake ones."""
+        if isinstance(value, FakeTensor):
+            return value
         if isinstance(value, torch.Tensor):
-            return value if isinstance(value, FakeTensor) else self.fakes.from_tensor(value)
+            fake = self.fakes.from_tensor(value)
+            if value.device.type == "cpu" and (value.numel() == 1 or not value.dtype.is_floating_point):
+                with unset_fake_temporarily():
+                    self.values.mean[storage_key(fake)] = float(value.float().mean()) if value.numel() else 0.0
+            return fake
         if isinstance(value, list | tuple) and any(True for _ in _tensors(value)):
             return type(value)(map(self._faked, value))
         return {k: self._faked(v) for k, v in value.items()} if isinstance(value, dict) else value
@@ -176,20 +203,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.values.follow(func._opname, args, out)
 
     def _options(self, name: str, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> tuple[str, ...]:
+        """What the price of an operator hangs on, beside its operands."""
         found = []
         if name.startswith("index_put") and (args[3:4] or [kwargs.get("accumulate")])[0]:
             found.append("accumulate")
         if name in _MATMULS and inputs[0].dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
             found.append("tf32")
         if name.startswith("convolution"):
-            found += ["tf32"] * (inputs[0].dtype == torch.float32 and bool(torch.backends.cudnn.allow_tf32))
-            found += ["mask=" + "".join(str(int(wanted)) for wanted in args[-1])] * (name == "convolution_backward")
-        if name in ("_to_copy", "copy_") and inputs and outputs:
-            source = inputs[-1]
-            if _on_gpu(source) != _on_gpu(outputs[0]):
-                found.append("d2h" if _on_gpu(source) else "h2d")
-                found += [] if kwargs.get("non_blocking") or args[2:3] == (True,) else ["waits"]
-        return tuple(found)
+            if name == "convolution_backward":
+                found.append("mask=" + "".join(str(int(wanted)) for wanted in args[-1]))
+            found += ["transposed"] * bool(args[7 if name == "convolution_backward" else 6])
+        if name in _ALONG and len(args) > _ALONG[name] and isinstance(args[_ALONG[name]], int):
+            found.append(f"dim={args[_ALONG[name]] % max(inputs[0].dim(), 1)}")
+        if name == "topk":
+            found.append(f"k={args[1]}")
+        if "pool2d" in name:
+            found += [f"kernel={size}" for size in next((a for a in args if isinstance(a, list)), [])[:1]]
+        return (*found, *self._copy_options(name, args, kwargs, inputs, outputs))
+
+    def _copy_options(
+        self, name: str, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]
+    ) -> tuple[str, ...]:
+        """Between host and GPU; the host waits, unless it is told not to and its memory is pinned, as is assumed."""
+        if name not in ("_to_copy", "copy_") or not inputs or not outputs or _on_gpu(inputs[-1]) == _on_gpu(outputs[0]):
+            return ()
+        direction = "d2h" if _on_gpu(inputs[-1]) else "h2d"
+        is_free = bool(kwargs.get("non_blocking")) or args[2:3] == (True,)
+        return (direction, "pinned") if is_free else (direction, "waits")
 
     def add(
         self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()
@@ -271,6 +311,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def collective(self, call: Any) -> int:
         """Write a collective down: it waits for the current stream, and runs on the stream of its group."""
+        for tensor in call.outputs:
+            self.values.forget(storage_key(tensor))
+        if self.peers_are_faked:
+            return self._fake_collective(call)
         stream = self._groups.setdefault(call.group, COLLECTIVES - len(self._groups))
         for tensor in call.outputs:
             if _on_gpu(tensor):
@@ -278,6 +322,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.wait_for(stream, self.mark(self.stream))
         infos = (tuple(map(_info, call.inputs)), tuple(map(_info, call.outputs)))
         return self._append(RecordedOp(call.kind, *infos, self.phase, self.modules.current(), group=call.group), stream)
+
+    def _fake_collective(self, call: Any) -> int:
+        """What torch's fake process group does: its gathers copy the input to every rank's place."""
+        self.on_host(f"c10d.{call.kind}")
+        if call.kind == "all_gather" and call.outputs:
+            for tensor in call.outputs:
+                if _on_gpu(tensor):
+                    self.ledger.hold(tensor, self.modules.current())
+            source = min(call.inputs, key=lambda tensor: tensor.numel())
+            for _ in call.group:
+                self.add("aten.copy_.default", [source, source], [source])
+        return self.mark(self.stream)
 
     # ------------------------------------------------------------------ values
     def _op__local_scalar_dense(self, tensor: torch.Tensor) -> bool | int | float:
@@ -365,7 +421,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 class ModulePaths:
     """Which module of the model runs, by hooks on all modules; in the backward pass, which one made the operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, called: Callable[[Any], None]) -> None:
+        self.called = called
         self.names: dict[int, str] = {}
         self.running: list[str] = []
         self.roots: dict[int, Any] = {}
@@ -377,6 +434,7 @@ class ModulePaths:
             self.roots[id(module)] = module
             self.names |= {id(part): name for name, part in module.named_modules()}
         self.running.append(self.names.get(id(module), ""))
+        self.called(module)
 
     def leave(self, *_: Any) -> None:
         if self.running:
@@ -426,6 +484,7 @@ def recorded(
         stack.enter_context(fake_gpu(recorder, gpu, round(memory_gib * 2**30), capability, gpus))
         stack.enter_context(recorder.modules.followed())
         stack.enter_context(_storages_resized(recorder.ledger))
+        stack.enter_context(_checkpoints_marked(recorder))
         stack.enter_context(replaced((torch.Tensor, name, value) for name, value in recorder.methods().items()))
         functions = functions_as_on_gpu(recorder.add).items()
         stack.enter_context(replaced((torch.nn.functional, name, value) for name, value in functions))
@@ -444,6 +503,19 @@ def _storages_resized(ledger: MemoryLedger) -> Any:
         return found
 
     return replaced([(torch.UntypedStorage, "resize_", resize_)])
+
+
+def _checkpoints_marked(recorder: Recorder) -> Any:
+    """Activation checkpointing takes the host time of its own, beside what it runs again."""
+    module = sys.modules["torch.utils.checkpoint"]
+    checkpoint = module.checkpoint
+
+    @functools.wraps(checkpoint)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        recorder.on_host("python.checkpoint")
+        return checkpoint(*args, **kwargs)
+
+    return replaced([(module, "checkpoint", marked)])
 
 
 class StepCounter:

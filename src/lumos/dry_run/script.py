@@ -39,9 +39,9 @@ _ASKED = {
 def dry_run_this_process(folder: Path, gpu: dict[str, Any], rank: int, world: int) -> None:
     """Turn this process into a dry run of one rank; its recording goes to a folder."""
     os.environ[VARIABLE] = "1"
-    fake_process_groups(rank, world)
     stack = ExitStack()
     recorder = stack.enter_context(recorded(**gpu))
+    fake_process_groups(rank, world, functools.partial(setattr, recorder, "peers_are_faked", True))
     stack.enter_context(replaced(_replacements()))
     counter = StepCounter(recorder)
     ended = functools.partial(_end, counter, folder)
@@ -145,8 +145,8 @@ def _explain(
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         reason = f"{_ASKED.get(kind.__name__, 'it fails on fake tensors')} ({kind.__name__}: {first[:160]})"
     sys.stdout.flush()
-    sys.stderr.write(f"lumos: {os.path.relpath(at.filename)}, line {at.lineno}: {code}: {reason}: {_WAY_OUT}\n")
-    sys.stderr.flush()
+    text = f"lumos: {os.path.relpath(at.filename)}, line {at.lineno}: {code}: {reason}: {_WAY_OUT}\n"
+    os.write(2, text.encode())  # torch.distributed reads what is written to sys.stderr
     os._exit(2)
 
 

@@ -1,0 +1,78 @@
+"""Derives what the host pays for one call of a kind from the measurements of calibration/host_h200.py.
+
+    python3 calibration/fit_host.py
+
+Reads host_h200.json and writes src/lumos/data/host_costs.json. Nothing is fitted on whole steps: those of
+scripts_h200.json and ranks_h200.json.xz are for checking.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TABLE = HERE.parent / "src/lumos/data/host_costs.json"
+POINTWISE = ("add", "mul", "mul by number", "gelu", "silu", "relu", "softmax", "where", "to dtype", "clone", "sum")
+FORWARD = {"mm": ("mm", "bf16 mm", "linear"), "addmm": ("linear with bias",), "bmm": ("bmm",),
+           "native_layer_norm": ("layer_norm",), "_fused_rms_norm": ("rms_norm",), "native_dropout": ("dropout",),
+           "embedding": ("embedding",), "cat": ("cat",), "attention.forward": ("attention",),
+           "convolution": ("conv2d",), "native_batch_norm": ("batch_norm",),
+           "native_group_norm": ("group_norm",)}  # fmt: skip
+VIEWS = ("view", "transpose", "permute", "slice", "select", "unsqueeze")
+
+
+def main() -> None:
+    measured = json.loads((HERE / "host_h200.json").read_text())
+    us: dict[str, float] = measured["us"]
+
+    def mean(names: tuple[str, ...], where: str) -> float:
+        return statistics.fmean(us[f"{name}, {where}"] for name in names)
+
+    node = statistics.fmean(us[f"{name} (no kernel), backward"] for name in ("add number", "add tensor"))
+    backward = statistics.fmean(us[f"{name}, backward"] for name in ("mul by number", "mul by tensor", "mm"))
+    adamw = {kind: us[f"AdamW {kind}, step of 200 parameters"] / 200 for kind in ("loop", "foreach", "fused")}
+    loop_calls, list_operands = 12, 16  # of AdamW: calls for a parameter; tensors of a parameter over all lists
+    plain = 0.5 * (us["plain, 8 blocks of 1 parameters, forward"] + us["plain, 8 blocks of 1 parameters, backward"])
+    gather = (us["FSDP2, 8 blocks of 1 parameters, forward"] - us["plain, 8 blocks of 1 parameters, forward"]) / 8
+    both = (us["FSDP2, 8 blocks of 1 parameters, backward"] - us["plain, 8 blocks of 1 parameters, backward"]) / 8
+    dtensor = statistics.fmean(
+        us[f"DTensor {name}, no grad"] - us[f"{name}, no grad"] for name in ("mm", "add", "mul", "silu", "view")
+    )
+    found = {
+        "kernel, forward": mean(POINTWISE, "forward"),
+        "kernel, backward": backward,
+        "kernel, optimizer": adamw["loop"] / loop_calls,
+        "attention.backward, backward": us["attention, backward"],
+        **{f"{op}, forward": mean(names, "forward") for op, names in FORWARD.items()},
+        "view": mean(VIEWS, "forward"),
+        "gradient": us["mul and AccumulateGrad that keeps, backward"] - us["mul by tensor, backward"],
+        "list": mean(("add", "mul"), "no grad"),
+        "tensor_of_list": 0.5 * (adamw["foreach"] / list_operands + adamw["fused"] / 5),
+        "python": us["nn.Module call, per level"],
+        "python.module": us["nn.Module call, per level"],
+        "python.checkpoint": us["checkpoint not re-entrant of one mul, forward"]
+        + us["checkpoint not re-entrant of one mul, backward"] - us["one mul and sum, backward"],
+        "dtensor": dtensor,
+        "dtensor, optimizer": us["DTensor AdamW loop, per parameter of 50"] / loop_calls - adamw["loop"] / loop_calls,
+        "fsdp": mean(("add", "mul"), "no grad"),
+        "fsdp.all_gather_copy_in": gather,
+        "fsdp.chunk_cat": max(both - gather, 0.0),
+        "c10d": us["functional all_reduce and wait"],
+        "collective": us["functional all_reduce and wait"],
+        "wait": us["synchronize, idle GPU"],
+        "cpu": us["Python: a function call"] + us["detach, forward"],
+        "compiled": us["kernel launch alone"],
+    }  # fmt: skip
+    source = {"source": "calibration/host_h200.json: host time of one call on tiny tensors beside an H200, torch 2.11",
+              "script": "calibration/fit_host.py", "date": date.today().isoformat()}  # fmt: skip
+    rounded = {name: round(value, 2) for name, value in found.items()}
+    TABLE.write_text(json.dumps({"us": rounded, "sources": {"us": source}}, indent=1) + "\n")
+    print(f"node {node:.1f}, plain {plain:.0f}")
+    print(json.dumps(rounded, indent=1))
+
+
+if __name__ == "__main__":
+    main()
