@@ -78,7 +78,7 @@ def base_name(op: RecordedOp) -> str:
 def runs_kernel(op: RecordedOp) -> bool:
     """Whether the GPU has anything to do: views and empty tensors are made by the host alone."""
     name = op.name.removeprefix("aten.")
-    if op.name.startswith("attention."):
+    if op.name.startswith(("attention.", "fsdp.", "fused.")):
         return True
     if not op.name.startswith("aten.") or name.startswith(_NOTHING):
         return False
@@ -104,6 +104,7 @@ def works_of(op: RecordedOp) -> list[Work]:
     return [work, *map(work_of, copies)]
 
 
+_WIDE_ROW = 256  # elements next to each other, from which on a row is copied as fast as a whole tensor
 _NEED_CONTIGUOUS = ("layer_norm", "softmax", "log_softmax")  # kernels that copy what is not
 
 
@@ -274,6 +275,10 @@ def work_of(op: RecordedOp) -> Work:
     inputs, outputs = op.inputs, op.outputs
     read, written = sum(t.bytes for t in inputs), sum(t.bytes for t in outputs)
     elements = float(max((t.elements for t in outputs), default=0))
+    if op.name.startswith("fsdp."):
+        return _sharding_copy(op)
+    if op.name.startswith("fused."):
+        return _fused(op, read + written)
     if name in _FILLS:
         return Work("fill", written, elements)
     if name == "index_put":
@@ -292,6 +297,21 @@ def work_of(op: RecordedOp) -> Work:
     if name.startswith(_UNSAMPLED) or (name not in _COPIES and any(t.elements > elements for t in inputs)):
         return Work("unsampled", read + written, elements)
     return _element_wise(op, name, elements)
+
+
+def _fused(op: RecordedOp, moved: float) -> Work:
+    """A kernel of torch.compile, whose name says what is in it: sines and exponentials take longer than their bytes."""
+    label = " ".join(op.options)
+    inside = ".softmax" if op.name == "fused.reduction" and "softmax" in label else ""
+    inside = ".sine" if op.name == "fused.pointwise" and ("_sin_" in label or "_cos_" in label) else inside
+    return Work(op.name + inside, moved, float(max((t.elements for t in (*op.inputs, *op.outputs)), default=0)))
+
+
+def _sharding_copy(op: RecordedOp) -> Work:
+    """FSDP's copies between parameters and the buffers of its collectives; the last of the operands is a buffer."""
+    *parts, last = op.inputs
+    moved = 2.0 * sum(t.bytes for t in parts) if "all_gather_copy_in" in op.name else sum(t.bytes for t in op.inputs)
+    return Work("copy.dense", moved, moved / last.element / 2)
 
 
 def _features(op: RecordedOp, moved: float) -> tuple[float, ...]:
@@ -388,7 +408,7 @@ def _own(op: RecordedOp, name: str, read: float, written: float, elements: float
         moved = 2 * op.inputs[0].bytes + op.inputs[1].bytes
         family += ".dense" if op.inputs[1].shape == op.inputs[0].shape else ".broadcast"
     elif family == "cat":
-        inner = op.inputs[-1].shape[-1:] != op.outputs[0].shape[-1:]
+        inner = op.inputs[-1].shape[-1:] != op.outputs[0].shape[-1:] and op.inputs[-1].shape[-1] < _WIDE_ROW
         family = "cat.inner" if inner else "cat.outer"
     if family in _ON_ALL:
         elements = float(max(t.elements for t in op.inputs))

@@ -165,7 +165,7 @@ class _Timeline:
         streams = sorted({op.stream for op in step.recording.ops}, key=lambda stream: (stream < 0, abs(stream)))
         self.lanes = {stream: index + 1 for index, stream in enumerate(streams or [0])}
         self.syncs: list[tuple[int, int, int, int, int]] = []  # lane, correlation, stream, wait_stream, record
-        self.now = self.calls = 0
+        self.now = self.calls = self.taken = 0
         self.free: dict[int, int] = {}  # when a stream has ended all that it was given
         self.ends: dict[int, int] = {}  # of operators, by place
         self.records: dict[int, int] = {}  # correlation of the event that was recorded after an operator
@@ -246,6 +246,9 @@ class _Timeline:
         begin = max(self.free.get(op.stream, -gap) + gap, self.now + launch,
                     *(self.ends[earlier] for earlier in op.after if earlier in self.ends))  # fmt: skip
         length = max(1, round(self.step.kernel_us(op) * 1e3) - (0 if op.group else gap))
+        if not op.group:  # kernels of several streams share the GPU: those of side streams take their time from the first
+            length += self.taken if op.stream == 0 else 0
+            self.taken = 0 if op.stream == 0 else self.taken + length
         name = f"ncclDevKernel_{op.name}" if op.group else _label(op).removeprefix("aten::").lstrip("_")
         yield Category.KERNEL, self._name(name), self.lanes[op.stream], begin, length, call, message
         self.free[op.stream] = self.ends[place] = begin + length

@@ -287,7 +287,8 @@ def _replacements(
         "set_rng_state": _nothing, "get_rng_state_all": list, "set_rng_state_all": _nothing,
         "set_per_process_memory_fraction": _nothing, "utilization": lambda _=None: 0, "_get_device": torch.device,
     }  # fmt: skip
-    for attribute, value in answers.items():
+    for attribute, answer in answers.items():
+        value = _own(answer)
         yield cuda, attribute, value
         if hasattr(cuda.memory, attribute):
             yield cuda.memory, attribute, value
@@ -295,8 +296,8 @@ def _replacements(
             yield cuda.random, attribute, value
     for attribute, kind in (("Stream", Stream), ("Event", Event), ("StreamContext", _StreamContext)):
         yield cuda, attribute, kind
-    yield cuda.nvtx, "range_push", _nothing
-    yield cuda.nvtx, "range_pop", _nothing
+    yield cuda.nvtx, "range_push", _own(_nothing)
+    yield cuda.nvtx, "range_pop", _own(_nothing)
     yield torch, "Generator", _Generator
     yield torch, "Event", Event
     yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
@@ -311,14 +312,23 @@ def _replacements(
         yield accelerator, "device_count", lambda: count
         yield accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
         for attribute in ("current_device_index", "current_device_idx"):
-            yield accelerator, attribute, lambda: 0
+            yield accelerator, attribute, _own(lambda: 0)
         for attribute in ("set_device_index", "set_device_idx"):
-            yield accelerator, attribute, _nothing
-        yield accelerator, "current_stream", current_stream
-        yield accelerator, "synchronize", answers["synchronize"]
+            yield accelerator, attribute, _own(_nothing)
+        yield accelerator, "current_stream", _own(current_stream)
+        yield accelerator, "synchronize", _own(answers["synchronize"])
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _own(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own for every name: dynamo keeps a rule for every function of torch."""
+
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        return answer(*args, **kwargs)
+
+    return answered
 
 
 def _stats(log: StreamLog) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from time import monotonic
@@ -187,6 +187,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
                 return propagate(*args, **kwargs)
 
         propagator._propagate_tensor_meta_non_cached = paused
+        api = sys.modules["torch.distributed.tensor"].DTensor
+        for name in ("from_local", "to_local"):
+            setattr(api, name, _marked(self, f"dtensor.{name}", getattr(api, name)))
 
     def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Random numbers of DTensors come with offsets of a generator that nobody needs here."""
@@ -413,7 +416,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
         return {
             "tolist": tolist, "numpy": numpy, "__array__": array, "pin_memory": itself, "share_memory_": itself,
-            "is_pinned": lambda *_, **__: True, "record_stream": lambda *_: None,
+            "is_pinned": lambda tensor, *_, **__: not _on_gpu(tensor), "record_stream": lambda *_: None,
             "data_ptr": lambda tensor: 512 * self.ledger.id_of(tensor),
         }  # fmt: skip
 
@@ -505,24 +508,28 @@ def _storages_resized(ledger: MemoryLedger) -> Any:
     return replaced([(torch.UntypedStorage, "resize_", resize_)])
 
 
+def _marked(recorder: Recorder, name: str, function: Any) -> Any:
+    """A function of Python that takes the host time of its own, beside the operators that it runs."""
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        recorder.on_host(name)
+        return function(*args, **kwargs)
+
+    return staticmethod(marked) if name == "dtensor.from_local" else marked
+
+
 def _checkpoints_marked(recorder: Recorder) -> Any:
     """Activation checkpointing takes the host time of its own, beside what it runs again."""
     module = sys.modules["torch.utils.checkpoint"]
-    checkpoint = module.checkpoint
-
-    @functools.wraps(checkpoint)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        recorder.on_host("python.checkpoint")
-        return checkpoint(*args, **kwargs)
-
-    return replaced([(module, "checkpoint", marked)])
+    return replaced([(module, "checkpoint", _marked(recorder, "python.checkpoint", module.checkpoint))])
 
 
 class StepCounter:
     """Follows the optimizer of a training loop: a step of it ends a step of training."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.ended = recorder, 0
+    def __init__(self, recorder: Recorder, notes: Iterable[str] = ()) -> None:
+        self.recorder, self.ended, self.notes = recorder, 0, notes
         self.roles: dict[int, str] = {}
         self.trained: list[torch.Tensor] = []
 
@@ -565,7 +572,7 @@ class StepCounter:
             rank,
             world,
             microbatches,
-            [ASSUMED] if recorder.values.asked else [],
+            [*self.notes, *([ASSUMED] if recorder.values.asked else [])],
             {"torch": torch.__version__},
         )
 

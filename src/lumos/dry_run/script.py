@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lumos.capture.fake import fake_process_groups
+from lumos.dry_run.compiled import compiled_as_kernels
 from lumos.dry_run.fake_gpu import replaced
 from lumos.dry_run.record import Recorder, StepCounter, TooManyOperators, recorded
 from lumos.dry_run.recorded_step import write_recording
@@ -43,7 +44,7 @@ def dry_run_this_process(folder: Path, gpu: dict[str, Any], rank: int, world: in
     recorder = stack.enter_context(recorded(**gpu))
     fake_process_groups(rank, world, functools.partial(setattr, recorder, "peers_are_faked", True))
     stack.enter_context(replaced(_replacements()))
-    counter = StepCounter(recorder)
+    counter = StepCounter(recorder, stack.enter_context(compiled_as_kernels(recorder)))
     ended = functools.partial(_end, counter, folder)
     count_steps(counter, ended)
     sys.excepthook = functools.partial(_explain, sys.excepthook)
@@ -102,9 +103,10 @@ def _tokens(recorder: Recorder) -> int:
     """Of a step: what is looked up in the embedding that is asked most."""
     found: dict[tuple[str, tuple[int, ...]], int] = {}
     for op in recorder.ops:
-        if op.name == "aten.embedding.default" and op.phase == "forward":
+        if op.phase == "forward" and (op.name == "aten.embedding.default" or any("embedding" in option for option in op.options)):
+            looked_up = [t for t in op.inputs if t.dtype in ("int64", "int32")]
             key = (op.module, op.inputs[0].shape)
-            found[key] = found.get(key, 0) + op.inputs[1].elements
+            found[key] = found.get(key, 0) + max((t.elements for t in looked_up), default=0)
     return max(found.values(), default=0)
 
 
