@@ -70,7 +70,7 @@ class AssumedValues:
         """How many elements of a mask are not zero."""
         self.asked = True
         mean = self.mean.get(storage_key(mask), 1.0)
-        return round(min(max(mean, 0.0), 1.0) * mask.numel())
+        return round(min(max(mean, 0.0), 1.0) * int(mask.numel()))
 
     # ------------------------------------------------------------------ what operators do
     def follow(self, name: str, args: Any, out: Any) -> None:

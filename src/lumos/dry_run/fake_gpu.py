@@ -194,7 +194,7 @@ def _answer_for_hooks() -> None:
     get_hooks = getattr(_library("torch_cpu"), _HOOKS)
     get_hooks.restype = ctypes.c_void_p
     hooks = (ctypes.c_void_p * 1).from_address(get_hooks())
-    before, word = hooks[0], ctypes.sizeof(ctypes.c_void_p)
+    before, word = hooks[0] or 0, ctypes.sizeof(ctypes.c_void_p)
     table = (ctypes.c_void_p * (_HIDDEN + _HOOK_SLOTS)).from_address(before - _HIDDEN * word)
     is_built = _is_accelerator()
     for slot in range(_HIDDEN, _HIDDEN + _HOOK_SLOTS - 2):

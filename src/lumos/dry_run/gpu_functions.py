@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-Add = Callable[[str, list[torch.Tensor], list[torch.Tensor], tuple[str, ...]], None]
+Add = Callable[[str, list[torch.Tensor], list[torch.Tensor], tuple[str, ...]], object]
 
 
 def functions_as_on_gpu(add: Add) -> dict[str, Callable[..., Any]]:

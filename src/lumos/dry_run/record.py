@@ -39,7 +39,7 @@ COLLECTIVES = -1  # the stream of the first process group; others are below it
 _NOT_CALLED = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "record_stream"}
 
 
-class TooManyOperators(TimeoutError):
+class TooManyOperatorsError(TimeoutError):
     """A step that does not end in the time and operators that a dry run has."""
 
 
@@ -79,7 +79,7 @@ def _channels_are_last(tensor: torch.Tensor) -> bool:
 
 
 def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator is run for real: on small tensors of the CPU, whose values scripts use (meshes, schedules)."""
+    """Whether an operator is run for real: on small tensors of the CPU, whose values scripts use (schedules)."""
     tensors = [*_tensors(args), *_tensors(kwargs)]
     if tensors:
         return not any(isinstance(t, FakeTensor) for t in tensors) and _is_cpu(kwargs)
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             self.on_host(f"dtensor.{func._opname}")
             return NotImplemented
         if monotonic() - self.started > _MOST_SECONDS or len(self.ops) > _MOST_OPS:
-            raise TooManyOperators
+            raise TooManyOperatorsError
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
             return self._run_collective(func, args, kwargs)
         if _is_real(func, args, kwargs):
@@ -424,7 +424,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 class ModulePaths:
     """Which module of the model runs, by hooks on all modules; in the backward pass, which one made the operator."""
 
-    def __init__(self, called: Callable[[Any], None]) -> None:
+    def __init__(self, called: Callable[[Any], object]) -> None:
         self.called = called
         self.names: dict[int, str] = {}
         self.running: list[str] = []
@@ -459,7 +459,8 @@ class ModulePaths:
     def followed(self) -> Iterator[None]:
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-        hooks = (register_module_forward_pre_hook(self.enter), register_module_forward_hook(self.leave, always_call=True))
+        enter, leave = register_module_forward_pre_hook, register_module_forward_hook
+        hooks = (enter(self.enter), leave(self.leave, always_call=True))
         try:
             yield
         finally:

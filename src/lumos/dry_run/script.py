@@ -23,7 +23,7 @@ import torch
 from lumos.capture.fake import fake_process_groups
 from lumos.dry_run.compiled import compiled_as_kernels
 from lumos.dry_run.fake_gpu import replaced
-from lumos.dry_run.record import Recorder, StepCounter, TooManyOperators, recorded
+from lumos.dry_run.record import Recorder, StepCounter, TooManyOperatorsError, recorded
 from lumos.dry_run.recorded_step import write_recording
 
 VARIABLE = "LUMOS_DRY_RUN"  # set in the script's process, which can ask for it
@@ -103,7 +103,8 @@ def _tokens(recorder: Recorder) -> int:
     """Of a step: what is looked up in the embedding that is asked most."""
     found: dict[tuple[str, tuple[int, ...]], int] = {}
     for op in recorder.ops:
-        if op.phase == "forward" and (op.name == "aten.embedding.default" or any("embedding" in option for option in op.options)):
+        looks_up = op.name == "aten.embedding.default" or any("embedding" in option for option in op.options)
+        if op.phase == "forward" and looks_up:
             looked_up = [t for t in op.inputs if t.dtype in ("int64", "int32")]
             key = (op.module, op.inputs[0].shape)
             found[key] = found.get(key, 0) + max((t.elements for t in looked_up), default=0)
@@ -136,12 +137,12 @@ def _explain(
     """One line: the script's own line, what is not supported there, the way out. A mistake of its own is as ever."""
     frames = traceback.extract_tb(trail)
     own = [frame for frame in frames if _is_users(frame.filename)]
-    if not frames or not own or (own[-1] is frames[-1] and not isinstance(error, TooManyOperators)):
+    if not frames or not own or (own[-1] is frames[-1] and not isinstance(error, TooManyOperatorsError)):
         usual(kind, error, trail)
         return
     at = own[-1]
     code = (linecache.getline(at.filename, at.lineno or 0) or at.line or "").strip()[:100]
-    if isinstance(error, TooManyOperators):
+    if isinstance(error, TooManyOperatorsError):
         reason = "its step runs too many operators for a dry run (a loop over tokens in Python?)"
     else:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
