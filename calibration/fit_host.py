@@ -22,6 +22,7 @@ FORWARD = {"mm": ("mm", "bf16 mm", "linear"), "addmm": ("linear with bias",), "b
            "convolution": ("conv2d",), "native_batch_norm": ("batch_norm",),
            "native_group_norm": ("group_norm",)}  # fmt: skip
 STEP_FACTOR = 1.34  # host time of whole steps over the sum of their calls, each measured in a loop: caches are colder
+OPERATORS_IN_INDEX_PUT = 14  # where rows are added: places are sorted first (profile of experts in a Python loop)
 WRAPPED_US = 295.0  # of entering and leaving a DTensor with its backward pass, before that factor
 VIEWS = ("view", "transpose", "permute", "slice", "select", "unsqueeze")
 
@@ -61,6 +62,7 @@ def main() -> None:
         "dtensor, optimizer": us["DTensor AdamW loop, per parameter of 50"] / loop_calls - adamw["loop"] / loop_calls,
         "dtensor.from_local": WRAPPED_US,
         "dtensor.to_local": WRAPPED_US,
+        "index_put, backward": OPERATORS_IN_INDEX_PUT * mean(("add", "mul"), "no grad"),
         "nonzero, forward": us["nonzero (waits)"],
         "compiled.call": us["compiled, 1 mm and 1 fused kernels, no grad"] - 2 * us["kernel launch alone"],
         "fsdp": mean(("add", "mul"), "no grad"),

@@ -408,7 +408,7 @@ def _own(op: RecordedOp, name: str, read: float, written: float, elements: float
         moved = 2 * op.inputs[0].bytes + op.inputs[1].bytes
         family += ".dense" if op.inputs[1].shape == op.inputs[0].shape else ".broadcast"
     elif family == "cat":
-        inner = op.inputs[-1].shape[-1:] != op.outputs[0].shape[-1:] and op.inputs[-1].shape[-1] < _WIDE_ROW
+        inner = op.inputs[-1].shape[-1:] != op.outputs[0].shape[-1:] and op.inputs[-1].shape[-1:] < (_WIDE_ROW,)
         family = "cat.inner" if inner else "cat.outer"
     if family in _ON_ALL:
         elements = float(max(t.elements for t in op.inputs))

@@ -257,9 +257,9 @@ class _Timeline:
     def _message(self, op: RecordedOp) -> int:
         if not op.group:
             return -1
-        sizes = [sum(t.elements for t in tensors) for tensors in (op.inputs, op.outputs)]
+        read, written = (sum(t.elements for t in tensors) for tensors in (op.inputs, op.outputs))
         dtype = op.inputs[0].dtype if op.inputs else ""
-        found = Message(op.name, dtype, *sizes, "", len(op.group), op.group)
+        found = Message(op.name, dtype, read, written, group_size=len(op.group), ranks=op.group)
         return self.messages.setdefault(found, len(self.messages))
 
     def _call(self) -> int:
