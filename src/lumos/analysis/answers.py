@@ -81,6 +81,8 @@ class MemoryAnswer(Answer, frozen=True, kw_only=True):
     buffers: float
     framework: float
     stages: list[dict[str, Any]]  # stage, phase of its peak, peak and the same parts
+    reserved: float | None = None  # as torch.cuda.max_memory_reserved reports it; of dry runs
+    modules: dict[str, float] = {}  # activations and temporary tensors at the peak by module; of dry runs
 
 
 class OperatorAnswer(Answer, frozen=True, kw_only=True):

@@ -26,14 +26,17 @@ class DryPrediction(Prediction):
     dry: DryStep = field(kw_only=True, repr=False)
 
     @property
-    def tokens(self) -> int:
-        """Of one step; images of a model that sees images."""
-        return self.dry.recording.tokens
+    def is_dry(self) -> bool:
+        return True
+
+    @property
+    def tokens(self) -> int | None:
+        """Of one step over all GPUs, as far as they can be told: ranks of tensor parallelism share theirs."""
+        return round(self.dry.recording.tokens * self.dry.data_parallel) or None
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
-        """None for a script that looks nothing up in an embedding."""
-        return self.tokens / (self.step_ms / 1e3) if self.tokens else None
+        return None if self.tokens is None else self.tokens / (self.step_ms / 1e3) / self.dry.recording.world
 
     @property
     def mfu(self) -> float | None:
@@ -51,6 +54,10 @@ class DryPrediction(Prediction):
     def memory(self) -> Memory:
         return self.dry.memory
 
+    @property
+    def allocated(self) -> tuple[list[float], list[float]]:
+        return self.dry.allocated
+
     @cached_property
     def energy(self) -> Energy | None:
         return None if self.is_of_cpu else self.dry.energy(self.step_ms / 1e3)
@@ -58,7 +65,8 @@ class DryPrediction(Prediction):
     @property
     def bill(self) -> Bill:
         low, high = self.interval_ms
-        return Bill(self.tariff, self.dry.recording.world, self.step_ms / 1e3, (low / 1e3, high / 1e3), self.tokens, self.energy_j)
+        seconds, world = self.step_ms / 1e3, self.dry.recording.world
+        return Bill(self.tariff, world, seconds, (low / 1e3, high / 1e3), self.tokens, self.energy_j)
 
     @cached_property
     def host_bound(self) -> bool:
@@ -92,6 +100,4 @@ def dry_prediction(recording: Recording, setup: Setup, notes: tuple[str, ...], t
     """Predict a recorded step on the cluster of a setup."""
     step = DryStep(setup, recording, prices_of(setup))
     spread = dry_spread(step.prices.model.transferred, step.host_us / max(step.busy_us, 1.0))
-    return DryPrediction(
-        step.run, spread, setup, notes=(*notes, *recording.assumptions), tariff=tariff, dry=step
-    )
+    return DryPrediction(step.run, spread, setup, notes=(*notes, *recording.assumptions), tariff=tariff, dry=step)

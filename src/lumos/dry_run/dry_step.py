@@ -78,7 +78,11 @@ class DryStep:
     @cached_property
     def trace(self) -> Trace:
         """The step as a profiler would have recorded it."""
-        return _Timeline(self).trace()
+        return self._timeline.trace
+
+    @cached_property
+    def _timeline(self) -> _Timeline:
+        return _Timeline(self)
 
     @cached_property
     def run(self) -> TracedRun:
@@ -103,17 +107,26 @@ class DryStep:
     # ------------------------------------------------------------------ work
     @cached_property
     def model_flops(self) -> float:
-        """Of matmuls and attention, without what is recomputed: a backward pass has twice the work of its forward
-        pass.
-        """
-        return 3.0 * sum(
-            p.operator.flops for op, p in self.kernels if p.operator and op.phase == "forward" and p.operator.is_matrix
-        )
+        """Of matmuls, convolutions and attention, without what is recomputed: the backward pass has twice the work."""
+        return 3.0 * sum(price.flops for op, price in self.kernels if op.phase == "forward")
 
     @cached_property
     def hardware_flops(self) -> float:
         """The same with what is recomputed."""
-        return sum(p.operator.flops for _, p in self.kernels if p.operator and p.operator.is_matrix)
+        return sum(price.flops for _, price in self.kernels)
+
+    @cached_property
+    def data_parallel(self) -> float:
+        """How many ranks have data of their own, as far as collectives tell.
+
+        Ranks that reduce activations in the forward pass share theirs (tensor parallelism, experts); stages of a
+        pipeline do so, too. FSDP gathers weights there and reduces nothing.
+        """
+        ops, world = self.recording.ops, self.recording.world
+        reduces = ("all_reduce", "reduce_scatter", "all_to_all")
+        shared = max((len(op.group) for op in ops if op.phase == "forward" and op.name in reduces), default=1)
+        stages = max((len(op.group) for op in ops if op.name in ("send", "recv")), default=1)
+        return world / min(shared * stages, world)
 
     def utilisation(self, flops: float, seconds: float) -> float:
         return flops / seconds / (gpu_named(self.setup.cluster.gpu).peak(self.setup.train.precision) * 1e12)
@@ -135,13 +148,27 @@ class DryStep:
     # ------------------------------------------------------------------ memory and energy
     @cached_property
     def memory(self) -> Memory:
-        held = self.recording.held_bytes
+        held, cluster = self.recording.held_bytes, self.setup.cluster
+        workspaces = workspaces_of(cluster.gpu)
         stage = StageMemory(
             self.recording.peak_phase, held.get("weights", 0.0), held.get("gradients", 0.0), held.get("optimizer", 0.0),
-            held.get("activations", 0.0), 0.0, workspaces_of(self.setup.cluster.gpu),
+            held.get("activations", 0.0), 0.0, workspaces,
         )  # fmt: skip
-        usable = (self.setup.cluster.memory_gib or gpu_named(self.setup.cluster.gpu).memory_gib) * _GIB
-        return Memory(0, stage, reserve_of(self.setup, stage.peak), usable, (stage,))
+        usable = (cluster.memory_gib or gpu_named(cluster.gpu).memory_gib) * _GIB
+        reserved = max(self.recording.reserved_bytes + workspaces, stage.peak)
+        return Memory(
+            0, stage, reserve_of(self.setup, stage.peak), usable, (stage,), reserved, self.recording.held_by_module
+        )
+
+    @cached_property
+    def allocated(self) -> tuple[list[float], list[float]]:
+        """Memory over the step: milliseconds, and GiB that are allocated from then on."""
+        places, ends = [event.before for event in self.recording.events], self._timeline.ends
+        times, now = [0.0], 0.0
+        for place in places:
+            now = max(now, ends.get(place, 0) / 1e6)
+            times.append(now)
+        return times, [size / _GIB for size in self.recording.allocated]
 
     def energy(self, seconds: float) -> Energy:
         gpu, joules = self.setup.cluster.accelerator, self.prices.joules
@@ -149,7 +176,7 @@ class DryStep:
             joules.operator(price.operator or Operator("stream", (max(1, round(price.bytes)),)), price.us)
             for _, price in self.kernels
         )
-        return Energy(seconds, 1, gpu.idle_w, joules.most_w, (work,))
+        return Energy(seconds, self.recording.world, gpu.idle_w, joules.most_w, (work,))
 
 
 class _Timeline:
@@ -170,8 +197,9 @@ class _Timeline:
         self.ends: dict[int, int] = {}  # of operators, by place
         self.records: dict[int, int] = {}  # correlation of the event that was recorded after an operator
         self.awaited = {place for op in step.recording.ops for place in op.after if not _is_wait(op)}
+        self.trace = self._trace()
 
-    def trace(self) -> Trace:
+    def _trace(self) -> Trace:
         rank, gpu = self.step.recording.rank, self.step.setup.cluster.gpu
         columns = np.array(sorted(self._rows(), key=lambda row: (row[3], -row[4])), np.int64).T
         category, name, lane, start, duration, correlation, message = columns

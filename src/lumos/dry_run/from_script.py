@@ -10,6 +10,7 @@ from lumos.dry_run.dry_prediction import STAND_IN, DryPrediction, dry_prediction
 from lumos.dry_run.recorded_step import Recording
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
+from lumos.prediction.prediction import NO_PRICES
 from lumos.setup.setup_files import read_plain
 
 _FREE = ("cluster",)  # sections that a dry run leaves open
@@ -18,11 +19,14 @@ _FREE = ("cluster",)  # sections that a dry run leaves open
 def predict_script(path: Path, changes: Sequence[str], tariff: Tariff) -> DryPrediction:
     """Predict a dry run on a cluster; of several ranks, the one that takes longest decides."""
     recordings = [read_recording(file) for file in dry_files(path)]
-    found = [_predicted(recording, changes, tariff) for recording in recordings]
+    found = [predict_recording(recording, changes, tariff) for recording in recordings]
     return max(found, key=lambda prediction: prediction.step_ms)
 
 
-def _predicted(recording: Recording, changes: Sequence[str], tariff: Tariff) -> DryPrediction:
+def predict_recording(
+    recording: Recording, changes: Sequence[str] = (), tariff: Tariff = NO_PRICES
+) -> DryPrediction:
+    """Predict one rank's dry run on the cluster that `changes` name, as in ("cluster.gpu=h200",)."""
     plain = read_plain(None, changes)
     for section, values in plain.sections.items():
         if section not in _FREE and values:

@@ -10,6 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from lumos.dry_run.caching_allocator import CachingAllocator
+
 
 class TensorInfo(NamedTuple):
     """One operand, as the kernel sees it."""
@@ -130,6 +132,27 @@ class Recording:
         return found | ({"activations": found.get("activations", 0) + beyond} if beyond else {})
 
 
+    @property
+    def held_by_module(self) -> dict[str, float]:
+        """What is neither weights, gradients nor optimizer at the peak, by module; largest first."""
+        found: dict[str, float] = {}
+        for storage, size in self.at_peak.items():
+            if storage not in self.roles:
+                module = ".".join(self.places.get(storage, "").split(".")[:_DEPTH]) or "(no module)"
+                found[module] = found.get(module, 0.0) + size
+        return dict(sorted(found.items(), key=lambda row: -row[1]))
+
+    @cached_property
+    def reserved_bytes(self) -> int:
+        """What the caching allocator reserves after two such steps."""
+        size, step = dict(self.alive), []
+        for event in self.events:
+            size[event.storage] = size.get(event.storage, 0) + event.bytes
+            step.append((event.storage, size[event.storage]))
+        return CachingAllocator().run([*sorted(self.alive.items()), *step, *step]).reserved
+
+
+_DEPTH = 3  # parts of a module's path by which memory is grouped
 FORMAT = "lumos dry run 1"
 
 

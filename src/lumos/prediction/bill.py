@@ -65,7 +65,7 @@ class Bill:
     gpus: int
     step_s: float
     interval_s: tuple[float, float]
-    step_tokens: int
+    step_tokens: int | None  # None where they are not known
     step_joules: float | None  # of the GPUs; None where their power is not known
 
     @property
@@ -88,14 +88,16 @@ class Bill:
     @property
     def steps(self) -> int | None:
         """Whole steps to the token budget."""
-        return None if self.tariff.tokens is None else ceil(self.tariff.tokens / self.step_tokens)
+        known = self.tariff.tokens is not None and self.step_tokens
+        return ceil(self.tariff.tokens / self.step_tokens) if known else None  # type: ignore[operator]
 
     def as_dict(self) -> dict[str, Any]:
         """The bill as JSON has it."""
-        money, joules, tokens = self.step_money, self.step_joules, self.step_tokens
+        money, joules = self.step_money, self.step_joules
+        per_token = 1 / self.step_tokens if self.step_tokens else None
         return {
             "joules_per_step": joules,
-            "joules_per_token": _times(joules, 1 / tokens),
+            "joules_per_token": _times(joules, per_token),
             "watts_per_gpu": _times(joules, 1 / self.step_s / self.gpus),
             "kwh_per_step": self.step_kwh,
             "gpu_hours_per_step": self.step_gpu_hours,
@@ -103,7 +105,7 @@ class Bill:
             "price_per_kwh": self.tariff.kwh,
             "pue": self.tariff.pue,
             "money_per_step": money,
-            "money_per_million_tokens": _times(money, 1e6 / tokens),
+            "money_per_million_tokens": _times(_times(money, 1e6), per_token),
             "budget": None if self.steps is None else self._budget(self.steps),
         }
 
@@ -120,5 +122,5 @@ class Bill:
         }
 
 
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+def _times(value: float | None, factor: float | None) -> float | None:
+    return None if value is None or factor is None else value * factor

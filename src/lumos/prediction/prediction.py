@@ -103,7 +103,17 @@ class Prediction:
         """Whether the step gets shorter with a faster host, and not by a trifle."""
         return None if self.step is None else self.step.host_cost > _HOST_BOUND
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether it comes from a dry run of the code; the model of its setup is a stand-in then."""
+        return False
+
     # ------------------------------------------------------------------ throughput
+    @property
+    def tokens(self) -> int | None:
+        """Of one step over all GPUs."""
+        return None if self.setup is None else self.setup.tokens
+
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
         setup = self.setup
@@ -136,6 +146,11 @@ class Prediction:
         return None if self.setup is None else self.setup.model.parameters(self.setup.train.seq)
 
     # ------------------------------------------------------------------ memory
+    @property
+    def allocated(self) -> tuple[list[float], list[float]]:
+        """Memory over the step, as a dry run recorded it: milliseconds and GiB."""
+        return [], []
+
     @cached_property
     def memory(self) -> Memory | None:
         return None if self.setup is None else memory_of(self.setup)
@@ -167,7 +182,7 @@ class Prediction:
             return None
         low, high = self.interval_ms
         return Bill(
-            self.tariff, self.setup.cluster.gpus, self.step_ms / 1e3, (low / 1e3, high / 1e3), self.setup.tokens,
+            self.tariff, self.setup.cluster.gpus, self.step_ms / 1e3, (low / 1e3, high / 1e3), self.tokens,
             self.energy_j,
         )  # fmt: skip
 
@@ -246,8 +261,10 @@ def memory_words(memory: Memory) -> str:
 
 def _memory_answer(memory: Memory) -> MemoryAnswer:
     return MemoryAnswer(
-        **memory.gib(), reserve=memory.reserve / _GIB, available=memory.usable / _GIB, stages=memory.rows()
-    )
+        **memory.gib(), reserve=memory.reserve / _GIB, available=memory.usable / _GIB, stages=memory.rows(),
+        reserved=None if memory.reserved is None else memory.reserved / _GIB,
+        modules={name: size / _GIB for name, size in memory.modules.items()},
+    )  # fmt: skip
 
 
 def _operator_answer(row: OperatorTime) -> OperatorAnswer:

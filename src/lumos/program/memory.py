@@ -14,6 +14,7 @@ Between the second and the third, activations go as gradients come, layer by lay
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -54,6 +55,8 @@ class Memory:
     reserve: float  # the CUDA context, NCCL, and blocks of the allocator that do not fit what is asked for
     usable: float
     _stages: _Stages | tuple[StageMemory, ...] = field(repr=False, compare=False)
+    reserved: float | None = None  # as torch.cuda.max_memory_reserved reports it; known from dry runs alone
+    modules: Mapping[str, float] = field(default_factory=dict, repr=False)  # activations at the peak, of a dry run
 
     @property
     def peak(self) -> float:

@@ -19,6 +19,7 @@ _UNDERSTOOD = {
     "ends_ms": "embedding and head, ms",
 }  # fmt: skip
 _PRICES = {"price_per_gpu_hour": "a GPU-hour", "price_per_kwh": "a kWh"}
+_MOST_MODULES = 20
 
 
 def prediction_cards(found: Prediction) -> list[Card]:
@@ -41,13 +42,18 @@ def _setup_cards(found: Prediction) -> list[Card]:
     reserve, usable = memory.reserve / GIB, memory.usable / GIB
     room = f"+ {reserve:.1f} GiB reserve of {usable:.1f} GiB: {'fits' if found.fits else 'does not fit'}"
     room = "available memory not known" if found.fits is None else room
-    cards = [Card(f"tokens/s/{device}", f"{found.tokens_per_s_per_gpu:,.0f}", f"{setup.tokens:,} tokens per step")]
+    cards, speed = [], found.tokens_per_s_per_gpu
+    if speed is not None:
+        cards.append(Card(f"tokens/s/{device}", f"{speed:,.0f}", f"{found.tokens:,} tokens per step"))
     if found.mfu is not None and found.hfu is not None:
         peak = f"HFU {100 * found.hfu:.1f} % (dense {setup.train.precision} peak)"
         cards.append(Card("MFU", f"{100 * found.mfu:.1f} %", peak))
     if energy is not None:
-        words = f"all GPUs, one step; {energy.joules / setup.tokens:,.3g} J per token; {energy.words}"
+        per_token = f"{energy.joules / found.tokens:,.3g} J per token; " if found.tokens else ""
+        words = f"all GPUs, one step; {per_token}{energy.words}"
         cards.append(Card("energy", si_text(energy.joules, "J"), words))
+    if memory.reserved is not None:
+        room = f"allocated; {memory.reserved / GIB:.1f} GiB reserved by PyTorch; {room}"
     return [*cards, Card("peak memory", f"{memory.gib()['peak']:.1f} GiB", room)]
 
 
@@ -102,6 +108,12 @@ def memory_table(memory: Memory, ranks: Sequence[str] = ()) -> Table:
         parts = [float(row[name]) for name in (*MEMORY_PARTS, "peak")]
         rows.append(Row([str(stage), str(row["phase"]), *parts], ranks[stage] if ranks else ""))
     return Table("memory by stage, GiB", columns, rows)
+
+
+def modules_table(memory: Memory) -> Table:
+    """Activations and temporary tensors of a dry run at its peak."""
+    rows = [Row([name, size / GIB]) for name, size in list(memory.modules.items())[:_MOST_MODULES]]
+    return Table("activations at the peak by module, GiB", [Column("module"), Column("GiB", 2, bar=True)], rows)
 
 
 def operators_table(found: Prediction) -> Table:

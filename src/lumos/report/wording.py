@@ -44,9 +44,11 @@ def change(after: float, before: float) -> str:
     return f"{100 * (after / before - 1):+.1f} %".replace("-", "−") if before else ""
 
 
-def title_of(setup: Setup) -> str:
+def title_of(setup: Setup, parameters: int | None, shows_parallelism: bool = True) -> str:
     """The model, the GPUs, and how they are used."""
-    name = setup.model.name or f"{setup.model.parameters(setup.train.seq) / 1e9:.2f} B parameters"
+    name = setup.model.name or f"{(parameters or 0) / 1e9:.2f} B parameters"
     p = setup.parallel
+    if not shows_parallelism:
+        return f"{name} on {setup.cluster.gpus:,} × {setup.cluster.gpu}"
     used = [f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(p, key) > 1]
     return f"{name} on {setup.cluster.gpus:,} × {setup.cluster.gpu}" + (f", {', '.join(used)}" if used else "")

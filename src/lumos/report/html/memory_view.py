@@ -13,7 +13,7 @@ from lumos.program.program import Program
 from lumos.report.html.allocations import thinned
 from lumos.report.html.charts import Bars, Line, Lines, Series
 from lumos.report.html.page import Figure, Section
-from lumos.report.predictions import MEMORY_PARTS, memory_table
+from lumos.report.predictions import MEMORY_PARTS, memory_table, modules_table
 from lumos.schedules import Phase
 from lumos.step.step import Step
 
@@ -37,6 +37,17 @@ def memory_section(found: Prediction) -> Section:
     if len(step.graph) <= _MOST_TASKS:
         figures.append(Figure("over the step", _curves(found, step, memory)))
     return Section("Memory by stage", _words(found, memory), figures, [memory_table(memory, ranks)])
+
+
+def dry_memory_section(found: Prediction) -> Section:
+    """What a dry run allocates over its step, and for which modules."""
+    memory = found.memory
+    if memory is None:
+        return Section("Memory", "Not known.")
+    times, sizes = (np.array(values) for values in found.allocated)
+    lines = [Line("allocated", "series-0", *thinned(times, sizes), steps=True)]
+    tables = [memory_table(memory), modules_table(memory)]
+    return Section("Memory", _words(found, memory), [Figure("over the step", Lines("ms", "GiB", lines))], tables)
 
 
 def _words(found: Prediction, memory: Memory) -> str:

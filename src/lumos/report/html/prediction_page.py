@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lumos.prediction.prediction import Prediction
 from lumos.report import predictions
-from lumos.report.html.memory_view import memory_section
+from lumos.report.html.memory_view import dry_memory_section, memory_section
 from lumos.report.html.page import Page, Section
 from lumos.report.html.parts import (
     STEP_PARTS,
@@ -57,13 +57,16 @@ def _title(found: Prediction) -> str:
     if found.setup is None:
         scales = ", ".join(f"{scale.what} × {scale.factor:g}" for scale in found.scales) or "nothing changed"
         return f"What if {scales}: {ms_text(found.step_ms)} per step"
-    return f"{'Prediction' if found.traced is None else 'Changed run'}: {title_of(found.setup)}"
+    title = title_of(found.setup, found.parameters, not found.is_dry)
+    return f"{'Prediction' if found.traced is None else 'Changed run'}: {title}"
 
 
 def _subtitle(found: Prediction) -> str:
     if found.setup is None:
         return subtitle_of(found.replayed) if found.replayed else ""
     train = found.setup.train
+    if found.is_dry:
+        return f"dry run; {found.tokens:,} tokens per step and rank" if found.tokens else "dry run"
     return f"{train.framework}, {train.precision}, sequences of {train.seq:,} tokens, {train.global_batch:,} per step"
 
 
@@ -83,9 +86,7 @@ def _of_setup(found: Prediction) -> list[Section]:
     if found.setup is None:
         return []
     if found.step is None:  # a dry run
-        memory = [predictions.memory_table(found.memory)] if found.memory is not None else []
-        tables = [*memory, predictions.operators_table(found)]
-        return [Section("Memory and operators", "As the dry run recorded them.", tables=tables)]
+        return [dry_memory_section(found), Section("Operators", tables=[predictions.operators_table(found)])]
     sections = [memory_section(found), *([] if found.is_of_cpu else [roofline_section(found)])]
     sections.append(setup_section(found.setup))
     if found.traced is not None:

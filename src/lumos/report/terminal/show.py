@@ -65,7 +65,7 @@ def show_comparison(found: Comparison, console: Console) -> None:
 
 def show_prediction(found: Prediction, console: Console) -> None:
     """The whole answer, whatever it was predicted from."""
-    title = "without the profiler" if found.setup is None else title_of(found.setup)
+    title = "without the profiler" if found.setup is None else title_of(found.setup, found.parameters, not found.is_dry)
     costs = predictions.cost_cards(found)
     tables = [predictions.parts_of_step_table(found)]
     if found.memory is not None:

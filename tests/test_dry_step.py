@@ -1,0 +1,162 @@
+"""A recorded step on a timeline, its memory, and what the allocator reserves; recordings are written here by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lumos.dry_run.caching_allocator import CachingAllocator
+from lumos.dry_run.dry_files import read_recording
+from lumos.dry_run.dry_prediction import DryPrediction
+from lumos.dry_run.from_script import predict_recording
+from lumos.dry_run.host_costs import host_us
+from lumos.dry_run.recorded_step import RecordedOp, Recording, StorageEvent, TensorInfo, write_recording
+from lumos.errors import InputError, OptionError
+
+MIB = 1 << 20
+BIG = TensorInfo((8192, 8192), "bf16", (8192, 1), 2)
+SMALL = TensorInfo((8,), "bf16", (1,), 2)
+EIGHT = tuple(range(8))
+
+
+def matmul(**more: object) -> RecordedOp:
+    return RecordedOp("aten.mm.default", (BIG, BIG), (BIG,), "forward", allocates=True)._replace(**more)
+
+
+def gather(**more: object) -> RecordedOp:
+    return RecordedOp("all_gather", (BIG,), (BIG,), "forward", stream=-1, group=EIGHT)._replace(**more)
+
+
+def recording(*ops: RecordedOp, **more: object) -> Recording:
+    values = {"parameters": 10, "trained_parameters": 10, "tokens": 0, "alive": {}, "events": [], "roles": {},
+              "places": {}, "most_bytes": 0, "world": 8, "made_by": {"torch": "2.13.0"}}  # fmt: skip
+    return Recording(list(ops), **(values | more))  # type: ignore[arg-type]
+
+
+def predicted(*ops: RecordedOp, changes: tuple[str, ...] = ("cluster.gpu=h200",), **more: object) -> DryPrediction:
+    return predict_recording(recording(*ops, **more), changes)
+
+
+# Time
+
+
+def test_matmuls_of_one_stream_follow_each_other() -> None:
+    one, four = (predicted(*[matmul()] * count).step_ms for count in (1, 4))
+    assert four == pytest.approx(4 * one, rel=0.05)
+
+
+def test_a_collective_runs_beside_matmuls_unless_one_waits_for_it() -> None:
+    beside = predicted(gather(), *[matmul()] * 8).breakdown
+    waited = predicted(gather(), matmul(after=(0,)), *[matmul()] * 7).breakdown
+    assert beside.exposed_comm_ms < 0.2 * beside.overlapped_ms
+    assert waited.overlapped_ms == pytest.approx(0.0, abs=0.01)
+    assert waited.exposed_comm_ms > 0
+
+
+def test_a_collective_between_nodes_takes_longer_than_inside_one() -> None:
+    inside = predicted(gather()).step_ms
+    between = predicted(gather(), changes=("cluster.gpu=h200", "cluster.gpus_per_node=1")).step_ms
+    assert between > 1.5 * inside
+
+
+def test_kernels_of_a_side_stream_take_their_time_from_the_first() -> None:
+    alone = predicted(*[matmul()] * 4).step_ms
+    shared = predicted(matmul(stream=1), *[matmul()] * 4).step_ms
+    assert shared == pytest.approx(alone * 5 / 4, rel=0.06)
+
+
+def test_the_host_waits_for_what_it_synchronises_with() -> None:
+    wait = RecordedOp("cudaStreamSynchronize", (), (), "forward", after=(0,))
+    host = [RecordedOp("aten.view.default", (SMALL,), (SMALL,), "forward")] * 2000
+    free, held = (predicted(matmul(), *middle, *host).step_ms for middle in ((), (wait,)))
+    launching = sum(map(host_us, host)) / 1e3
+    assert held == pytest.approx(free + predicted(matmul()).step_ms, rel=0.1)
+    assert free >= launching
+
+
+def test_many_small_operators_are_bound_by_the_host_and_a_faster_host_helps() -> None:
+    ops = [matmul()._replace(inputs=(SMALL, SMALL), outputs=(SMALL,), name="aten.add.Tensor")] * 500
+    slow = predicted(*ops)
+    fast = predicted(*ops, changes=("cluster.gpu=h200", "cluster.host=0.5"))
+    assert slow.host_bound
+    assert fast.step_ms == pytest.approx(slow.step_ms / 2, rel=0.1)
+
+
+def test_a_slower_gpu_takes_longer() -> None:
+    ops = [matmul()] * 4
+    assert predicted(*ops, changes=("cluster.gpu=a100",)).step_ms > 2 * predicted(*ops).step_ms
+
+
+# What may be changed
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [("train.seq=5", "sizes of its script"), ("cluster.gpus=64", "--world 64")]
+)
+def test_what_a_script_has_decided_cannot_be_set(change: str, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        predicted(matmul(), changes=(change,))
+
+
+# Memory
+
+
+def test_the_peak_is_what_is_alive_at_once_and_its_parts_add_up() -> None:
+    events = [StorageEvent(0, 3, 4 * MIB), StorageEvent(1, 4, 6 * MIB), StorageEvent(1, 3, -4 * MIB)]
+    found = recording(matmul(), matmul(), alive={1: 10 * MIB, 2: MIB}, events=events, roles={1: "weights"},
+                      places={3: "blocks.0.mlp.w1", 4: "blocks.1.mlp.w1"})  # fmt: skip
+    assert found.peak_bytes == 21 * MIB
+    assert found.held_bytes == {"weights": 10 * MIB, "activations": 11 * MIB}
+    assert found.held_by_module == {"blocks.1.mlp": 6 * MIB, "blocks.0.mlp": 4 * MIB, "(no module)": MIB}
+
+
+def test_memory_that_was_held_before_the_step_counts_for_the_peak() -> None:
+    found = recording(matmul(), alive={1: MIB}, roles={1: "weights"}, most_bytes=5 * MIB)
+    assert found.peak_bytes == 5 * MIB
+    assert sum(found.held_bytes.values()) == 5 * MIB
+
+
+sizes = st.lists(st.integers(1, 64 * MIB), min_size=1, max_size=30)
+
+
+@given(sizes)
+def test_reserved_memory_covers_what_is_allocated(sizes: list[int]) -> None:
+    allocator = CachingAllocator().run(enumerate(sizes))
+    assert allocator.reserved >= sum(sizes)
+
+
+@given(sizes)
+def test_what_is_released_serves_the_same_requests_again(sizes: list[int]) -> None:
+    once = [*enumerate(sizes), *((storage, 0) for storage in range(len(sizes)))]
+    assert CachingAllocator().run([*once, *once]).reserved == CachingAllocator().run(once).reserved
+
+
+@pytest.mark.parametrize(("size", "segment"), [(1, 2), (MIB, 2), (MIB + 1, 20), (11 * MIB, 12), (13 * MIB, 14)])
+def test_segments_have_the_sizes_of_pytorch(size: int, segment: int) -> None:
+    assert CachingAllocator().run([(0, size)]).reserved == segment * MIB
+
+
+# Files
+
+
+def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
+    kept = recording(gather(), matmul(after=(0,)), matmul(), events=[StorageEvent(1, 7, 512)], places={7: "head"})
+    write_recording(tmp_path / "rank0.dry.json.gz", kept)
+    assert read_recording(tmp_path / "rank0.dry.json.gz") == kept
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not gzip", b"\x1f\x8b damaged"])
+def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rank0.dry.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="not a dry run"):
+        read_recording(path)
+
+
+def test_an_operator_that_waits_for_a_later_one_is_refused(tmp_path: Path) -> None:
+    write_recording(tmp_path / "rank0.dry.json.gz", recording(matmul(after=(1,)), matmul()))
+    with pytest.raises(InputError, match="later"):
+        read_recording(tmp_path / "rank0.dry.json.gz")
