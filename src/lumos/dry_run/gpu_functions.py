@@ -1,4 +1,4 @@
-"""Functions that PyTorch runs on a GPU otherwise than on fake tensors: attention and norms are fused."""
+"""Attention as a GPU runs it: fused, where fake tensors take it apart."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Add = Callable[[str, list[torch.Tensor], list[torch.Tensor], tuple[str, ...]], o
 
 
 def functions_as_on_gpu(add: Add) -> dict[str, Callable[..., Any]]:
-    """Functions of torch.nn.functional by name: attention is one operator, and so is an RMS norm."""
+    """Functions of torch.nn.functional by name: attention is one operator."""
     functional = torch.nn.functional
-    plain_attention, plain_norm = functional.scaled_dot_product_attention, functional.rms_norm
+    plain_attention = functional.scaled_dot_product_attention
 
     @functools.wraps(plain_attention)
     def scaled_dot_product_attention(query: Any, *args: Any, **kwargs: Any) -> Any:
@@ -23,13 +23,7 @@ def functions_as_on_gpu(add: Add) -> dict[str, Callable[..., Any]]:
             return plain_attention(query, *args, **kwargs)
         return attention(add, query, *args, **kwargs)
 
-    @functools.wraps(plain_norm)
-    def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-        if not _is_local(input) or (weight is not None and weight.dtype != input.dtype):
-            return plain_norm(input, normalized_shape, weight, eps)
-        return _RmsNorm.apply(add, input, len(normalized_shape), weight)
-
-    return {"scaled_dot_product_attention": scaled_dot_product_attention, "rms_norm": rms_norm}
+    return {"scaled_dot_product_attention": scaled_dot_product_attention}
 
 
 def _is_local(tensor: Any) -> bool:
@@ -89,23 +83,3 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         found = [torch.empty_like(tensor) for tensor in (q, k, v)]
         ctx.add("attention.backward", [q, k, v, out, lse, *grads], found, ctx.options)
         return None, *found, None, None
-
-
-class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
-    """One kernel forward, one backward; the input and the reciprocal root of its mean square are kept."""
-
-    @staticmethod
-    def forward(ctx: Any, add: Add, x: Any, dims: int, weight: Any) -> torch.Tensor:
-        out = torch.empty_like(x)
-        rstd = x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=torch.float32)
-        ctx.add = add
-        add("aten._fused_rms_norm.default", [x, *(() if weight is None else (weight,))], [out, rstd], ())
-        ctx.save_for_backward(x, rstd, *(() if weight is None else (weight,)))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, rstd, *weight = ctx.saved_tensors
-        found = [torch.empty_like(tensor) for tensor in (x, *weight)]
-        ctx.add("aten._fused_rms_norm_backward.default", [*grads, x, rstd, *weight], found, ())
-        return None, found[0], None, found[1] if weight else None
