@@ -33,6 +33,7 @@ docs: $(VENV)/.dev  ## the documentation as a site in out/docs
 accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and write the pages in docs/
 	$(BIN)/python benchmarks/accuracy.py -o docs/accuracy.md
 	$(BIN)/python benchmarks/forecasts.py -o docs/forecasts.md
+	$(BIN)/python benchmarks/dry_runs.py -o docs/dry_runs.md
 	$(BIN)/python benchmarks/changes.py -o docs/changes.md
 	$(BIN)/python benchmarks/searches.py -o docs/searches.md
 	$(BIN)/python benchmarks/energy.py -o docs/energy.md

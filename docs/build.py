@@ -21,10 +21,10 @@ from markdown_it.token import Token
 
 DOCS = Path(__file__).resolve().parent
 _GROUPS = {
-    "Start": ("index", "tutorial", "howto"),
+    "Start": ("index", "tutorial", "howto", "own_script"),
     "Understand": ("concepts", "design"),
     "Reference": ("commands", "setup", "capture", "reports", "scoring", "api"),
-    "Accuracy": ("accuracy", "changes", "forecasts", "searches", "energy", "files"),
+    "Accuracy": ("accuracy", "changes", "forecasts", "dry_runs", "searches", "energy", "files"),
     "Speed": ("speed", "forecast_speed", "search_speed", "report_speed", "stranger"),
 }
 _OUTSIDE = re.compile(r"^(https?:|mailto:)")
