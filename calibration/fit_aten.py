@@ -52,14 +52,13 @@ TRANSFER = {"fixed_us": 8.0, "pinned_share": 0.87, "pageable_share": 0.25}
 _PROFILES = "calibration/architectures_h200.json.xz"
 _BY_SCRIPT, _BY_HAND = "calibration/fit_aten.py", "by hand"
 SOURCES = {
-    "fused": ("families of kernels that torch.compile fuses: read off the kernels of two traces of compiled steps on an "
-              "H200 whose fused kernels and bytes the dry run gives", "by hand"),
     "gpu": ("where the samples are from", "documented"),
     "families": (
         "calibration/aten_h200.jsonl.xz and aten_training_h200.jsonl.xz (H200, torch 2.11, cold cache): fixed time in "
         f"us, bytes and elements per us; gradients of biases from {_PROFILES} and architectures_blind_h200.json.xz. "
         f"By hand from {_PROFILES}: pointwise.transposed (Whisper's transposed embeddings) and index_put.serial_us, "
-        "for each row that is added to the same row of a table (GPT-OSS: 1,024 rows for each of 32 take 2.1 ms)",
+        "for each row that is added to the same row of a table (GPT-OSS: 1,024 rows for each of 32 take 2.1 ms). "
+        "By hand: fused.*, read off the kernels of two traces of compiled steps on an H200",
         _BY_SCRIPT,
     ),
     "held_out_error_pct": (
@@ -323,7 +322,7 @@ def fit(rows: list[tuple[Work, float]]) -> dict[str, float]:
 class Model:
     """Laws and trees, fitted on calls: `us` is the time of a call alone."""
 
-    def __init__(self, fitted_on: list[Call]) -> None:
+    def __init__(self, fitted_on: list[Call], with_trees: bool = True) -> None:
         self.costs = cost_model("h200")
         alone: dict[str, list[tuple[Work, float]]] = defaultdict(list)
         for call in fitted_on:
@@ -335,7 +334,7 @@ class Model:
         self.laws["pointwise.transposed"] = self.laws["pointwise.strided"] | {"elements": 200_000}
         self.laws |= {name: fit(rows) for name, rows in self.never_alone(fitted_on).items() if len(rows) >= FEWEST}
         self.trees: dict[str, Regressor] = {}
-        for family, rows in sorted(self.residuals(fitted_on).items()):
+        for family, rows in sorted(self.residuals(fitted_on).items()) if with_trees else ():
             if len(rows) >= FEWEST_FOR_TREES and trees_help(rows):
                 features, target = arrays(rows)
                 self.trees[family] = Regressor(grown(features, target), 0.0, len(rows))
@@ -407,6 +406,11 @@ def errors_of(model: Model, some: list[Call]) -> dict[str, list[float]]:
             us = sum(model.us(work) for work in call.works)
             found["+".join(names) or call.label].append(us / call.us - 1)
     return found
+
+
+def derived_laws() -> dict[str, dict[str, float]]:
+    """The laws of all families, without the trees that correct them, which take a minute."""
+    return Model(calls(), with_trees=False).laws | COMPILED
 
 
 def main() -> None:

@@ -28,18 +28,17 @@ WRAPPED_US = 295.0  # of entering and leaving a DTensor with its backward pass, 
 VIEWS = ("view", "transpose", "permute", "slice", "select", "unsqueeze")
 
 
-def main() -> None:
+def derived() -> dict[str, float]:
+    """Microseconds of a call by kind."""
     measured = json.loads((HERE / "host_h200.json").read_text())
     us: dict[str, float] = measured["us"]
 
     def mean(names: tuple[str, ...], where: str) -> float:
         return statistics.fmean(us[f"{name}, {where}"] for name in names)
 
-    node = statistics.fmean(us[f"{name} (no kernel), backward"] for name in ("add number", "add tensor"))
     backward = statistics.fmean(us[f"{name}, backward"] for name in ("mul by number", "mul by tensor", "mm"))
     adamw = {kind: us[f"AdamW {kind}, step of 200 parameters"] / 200 for kind in ("loop", "foreach", "fused")}
     loop_calls, list_operands = 12, 16  # of AdamW: calls for a parameter; tensors of a parameter over all lists
-    plain = 0.5 * (us["plain, 8 blocks of 1 parameters, forward"] + us["plain, 8 blocks of 1 parameters, backward"])
     gather = (us["FSDP2, 8 blocks of 1 parameters, forward"] - us["plain, 8 blocks of 1 parameters, forward"]) / 8
     both = (us["FSDP2, 8 blocks of 1 parameters, backward"] - us["plain, 8 blocks of 1 parameters, backward"]) / 8
     dtensor = statistics.fmean(
@@ -75,15 +74,18 @@ def main() -> None:
         "cpu": us["Python: a function call"] + us["detach, forward"],
         "compiled": us["kernel launch alone"],
     }  # fmt: skip
+    return {name: round(value * (1.0 if name in WHOLE else STEP_FACTOR), 2) for name, value in found.items()}
+
+
+def main() -> None:
     source = {"source": "calibration/host_h200.json: host time of one call on tiny tensors beside an H200, torch 2.11",
               "script": "calibration/fit_host.py", "date": date.today().isoformat()}  # fmt: skip
     steps = {"source": "medians over the development rows of calibration/scripts_h200.json and ranks_h200.json.xz, "
              "step less the wait at its end: factor 0.9 to 1.6, DTensor 190 to 470 us", "script": "by hand",
              "date": date.today().isoformat()}  # fmt: skip
-    rounded = {name: round(value * (1.0 if name in WHOLE else STEP_FACTOR), 2) for name, value in found.items()}
-    TABLE.write_text(json.dumps({"us": rounded, "step_factor": STEP_FACTOR, "sources": {"us": source, "step_factor": steps}}, indent=1) + "\n")
-    print(f"node {node:.1f}, plain {plain:.0f}")
-    print(json.dumps(rounded, indent=1))
+    table = {"us": derived(), "step_factor": STEP_FACTOR, "sources": {"us": source, "step_factor": steps}}
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    print(json.dumps(table["us"], indent=1))
 
 
 if __name__ == "__main__":

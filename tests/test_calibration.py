@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "calibration"))
 
 import fit_aten  # noqa: E402
 import fit_energy  # noqa: E402
+import fit_host  # noqa: E402
 import fit_in_step  # noqa: E402
 import fit_profiler  # noqa: E402
 import fit_steps  # noqa: E402
@@ -169,4 +170,8 @@ def test_samples_give_the_shipped_cost_models() -> None:
 
 
 def test_samples_give_the_shipped_prices_of_aten_operators() -> None:
-    assert fit_aten.derived() == shipped("aten_costs.json")
+    assert fit_aten.derived_laws() == shipped("aten_costs.json")["families"]
+
+
+def test_measured_calls_give_the_shipped_costs_of_the_host() -> None:
+    assert fit_host.derived() == shipped("host_costs.json")["us"]

@@ -205,7 +205,7 @@ def test_a_python_without_lumos_records_with_ours() -> None:
     [
         (["--steps", "0", "--", "true"], "steps = 0"),
         (["--warmup", "0", "--", "true"], "warmup = 0"),
-        (["--rank", "1", "--", "true"], "--fake-world"),
+        (["--rank", "1", "--", "true"], "--world"),
         (["--fake-world", "4", "--rank", "4", "--", "true"], "rank 4 of 4"),
         (["--setup", "missing.toml", "--", "true"], "missing.toml: no such file"),
         (["--", "no-such-command"], "no-such-command: cannot be run"),

@@ -99,7 +99,7 @@ def test_views_and_empty_tensors_cost_the_gpu_nothing() -> None:
 def test_every_family_names_its_source_and_error() -> None:
     table = read_table("aten_costs.json")
     assert set(table["held_out_error_pct"]) <= set(table["families"]) | set(corrections())
-    assert {"families", "fused", "transfer", "misaligned_tflops"} <= set(table["sources"])
+    assert {"families", "transfer", "misaligned_tflops"} <= set(table["sources"])
 
 
 # ---------------------------------------------------------------------- laws of the recording

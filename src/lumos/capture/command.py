@@ -22,6 +22,7 @@ from lumos.capture.recording import Plan, Recording
 from lumos.errors import OptionError
 
 PLAN = "LUMOS_CAPTURE"  # the variable with the plan of the recording
+BY = "LUMOS_CAPTURE_BY"  # the module whose `record_this_process` takes the plan in the process of the command
 HOME = "LUMOS_CAPTURE_HOME"  # the folder of Lumos, for a Python that does not have it
 STARTUP = Path(__file__).parent / "startup"
 
@@ -44,20 +45,13 @@ def environment(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
     """The variables of the command, for which Python runs `startup/sitecustomize.py` before anything else."""
     paths = [str(STARTUP), *filter(None, [inherited.get("PYTHONPATH", "")])]
     text = json.dumps(asdict(plan) | {"folder": str(plan.folder), "setup": str(plan.setup or "")})
-    ours = {"PYTHONPATH": os.pathsep.join(paths), PLAN: text, HOME: str(STARTUP.parents[1])}
+    ours = {"PYTHONPATH": os.pathsep.join(paths), PLAN: text, BY: plan.by, HOME: str(STARTUP.parents[1])}
     return {**inherited, **ours, **(world_environment(*plan.fake_world) if plan.fake_world else {})}
 
 
 def record_this_process(text: str) -> None:
     """Called in a process of the command, directly after it has imported torch."""
     values = json.loads(text)
-    dry = values.pop("dry")
-    if dry:
-        from lumos.dry_run.script import dry_run_this_process  # torch, which this process has
-
-        rank, world = values["fake_world"] or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
-        dry_run_this_process(Path(values["folder"]), dry, rank, world)
-        return
     plan = Plan(**values | {"folder": Path(values["folder"]), "setup": values["setup"] or None}).checked()
     if plan.fake_world:
         fake_process_groups(*plan.fake_world)

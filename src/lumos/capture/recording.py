@@ -39,7 +39,8 @@ class Plan:
     setup: object = None
     rank_env: str = "RANK"
     fake_world: tuple[int, int] | None = None  # (rank, world)
-    dry: dict[str, object] = field(default_factory=dict)  # the GPU that a dry run has; empty: a real one is recorded
+    by: str = "lumos.capture.command"  # the module that records in a process of the command
+    gpu: dict[str, object] = field(default_factory=dict)  # that a dry run has; a recording has a real one
 
     @property
     def last(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,7 @@ def capture_command(
     fake_world: Annotated[
         int,
         typer.Option(
-            "--fake-world", "--world", help="Let one process be a rank of a job of this many, whose peers are not there."
+            "--fake-world", "--world", help="Let one process be a rank of a job of this many; its peers are not there."
         ),
     ] = 0,
     rank: Annotated[int, typer.Option(help="Which rank of the fake world.")] = 0,
@@ -44,7 +45,9 @@ def capture_command(
     if fake_world < 0:
         raise OptionError(f"--world {fake_world}: give the number of ranks of the job")
     world = (rank, fake_world) if fake_world else None
-    plan = Plan(output, steps, warmup, setup, rank_env, world, _gpu(gpu) if dry else {}).checked()
+    plan = Plan(output, steps, warmup, setup, rank_env, world).checked()
+    if dry:
+        plan = replace(plan, by="lumos.dry_run.script", gpu=_gpu(gpu))
     pattern = "rank*.dry.json.gz" if dry else "rank*.pt.trace.json.gz"
     before = _written(output, pattern)
     code = run_command(command, plan)

@@ -1,4 +1,4 @@
-"""What PyTorch's caching allocator reserves from CUDA for a sequence of allocations (c10/cuda/CUDACachingAllocator.cpp).
+"""What PyTorch's caching allocator reserves for a sequence of allocations (c10/cuda/CUDACachingAllocator.cpp).
 
 Sizes are rounded to 512 bytes. Those up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from segments of
 20 MiB, larger ones get segments of their own, rounded to 2 MiB. A request takes the smallest free block that fits; what

@@ -274,7 +274,7 @@ class _Timeline:
         begin = max(self.free.get(op.stream, -gap) + gap, self.now + launch,
                     *(self.ends[earlier] for earlier in op.after if earlier in self.ends))  # fmt: skip
         length = max(1, round(self.step.kernel_us(op) * 1e3) - (0 if op.group else gap))
-        if not op.group:  # kernels of several streams share the GPU: those of side streams take their time from the first
+        if not op.group:  # streams share the GPU: kernels of the others take their time from the first
             length += self.taken if op.stream == 0 else 0
             self.taken = 0 if op.stream == 0 else self.taken + length
         name = f"ncclDevKernel_{op.name}" if op.group else _label(op).removeprefix("aten::").lstrip("_")

@@ -44,7 +44,8 @@ def predict_recording(
     cluster.setdefault("gpu", "h100")
     sections = {"model": STAND_IN, "train": {"seq": 1}, "parallel": {"dp": recording.world}, "cluster": cluster}
     reading = plain.checked(sections)
-    notes = [*reading.notes, f"dry run of rank {recording.rank} of {recording.world}: torch {recording.made_by['torch']}"]
+    version = recording.made_by.get("torch", "")
+    notes = [*reading.notes, f"dry run of rank {recording.rank} of {recording.world}: torch {version}"]
     if recording.world > 1:
         notes.append("other ranks are taken to arrive at every collective at the same time")
     if any(op.name in ("send", "recv") for op in recording.ops):

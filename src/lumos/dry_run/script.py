@@ -7,51 +7,67 @@ first step makes the optimizer's state, the second is recorded.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
+import json
 import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from lumos.capture.fake import fake_process_groups
 from lumos.dry_run.compiled import compiled_as_kernels
-from lumos.dry_run.fake_gpu import replaced
+from lumos.dry_run.fake_gpu import NotInDryRunError, replaced
 from lumos.dry_run.record import Recorder, StepCounter, TooManyOperatorsError, recorded
 from lumos.dry_run.recorded_step import write_recording
+from lumos.dry_run.script_functions import script_functions
 
 VARIABLE = "LUMOS_DRY_RUN"  # set in the script's process, which can ask for it
-_STEPS = 2
+STEPS = 2
+GPUS_OF_NODE = 8
 _WAY_OUT = f"leave that line out when the variable {VARIABLE} is set, or record on a GPU with lumos capture"
 _ASKED = {
     "DataDependentOutputException": "it asks for the value of a tensor",
     "DynamicOutputShapeException": "the size of its result depends on the values of a tensor",
     "UnsupportedOperatorException": "it calls an operator without shapes for fake tensors",
     "UnsupportedFakeTensorException": "it makes a tensor that cannot be a fake one",
+    "ModuleNotFoundError": "kernels of Triton are not run in a dry run",
 }
+_WORDS = ("FakeTensor", "fake tensor", "meta tensor", "'meta'", "data pointer", "Address", "CUDA", "cuda", "torch._C",
+          "dummy base class", "_OpNamespace", "triton", "NVIDIA")  # fmt: skip
+_PLACES = (f"lumos{os.sep}dry_run", f"torch{os.sep}_subclasses", f"torch{os.sep}cuda")  # of the frame that fails
+
+
+def record_this_process(text: str) -> None:
+    """Called in a process of the command with the plan of `lumos capture --dry`."""
+    plan = json.loads(text)
+    rank, world = plan["fake_world"] or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    dry_run_this_process(Path(plan["folder"]), plan["gpu"], rank, world)
 
 
 def dry_run_this_process(folder: Path, gpu: dict[str, Any], rank: int, world: int) -> None:
     """Turn this process into a dry run of one rank; its recording goes to a folder."""
     os.environ[VARIABLE] = "1"
+    faulthandler.enable()  # C++ that is given an address of a fake tensor ends the process: say where
     stack = ExitStack()
-    recorder = stack.enter_context(recorded(**gpu))
-    fake_process_groups(rank, world, functools.partial(setattr, recorder, "peers_are_faked", True))
-    stack.enter_context(replaced(_replacements()))
-    counter = StepCounter(recorder, stack.enter_context(compiled_as_kernels(recorder)))
-    ended = functools.partial(_end, counter, folder)
-    count_steps(counter, ended)
+    gpus = min(world, GPUS_OF_NODE)
+    recorder = stack.enter_context(recorded(**{"gpus": gpus, **gpu}))
+    stack.enter_context(fake_process_groups(rank, world, functools.partial(setattr, recorder, "peers_are_faked", True)))
+    notes = stack.enter_context(compiled_as_kernels(recorder))
+    stack.enter_context(replaced(script_functions(notes, rank)))
+    counter = StepCounter(recorder, notes)
+    stack.enter_context(steps_counted(counter, functools.partial(_end, counter, folder)))
     sys.excepthook = functools.partial(_explain, sys.excepthook)
     atexit.register(_say_how_far, counter, os.getpid(), stack)
 
 
-def count_steps(counter: StepCounter, ended: Callable[[], None]) -> None:
+@contextmanager
+def steps_counted(counter: StepCounter, ended: Callable[[], None]) -> Iterator[None]:
     """Follow the first optimizer that steps; call `ended` when it has stepped as often as is needed.
 
     A class of optimizers has its `step` wrapped when the first of it is made. Other optimizers are part of the step.
@@ -68,38 +84,40 @@ def count_steps(counter: StepCounter, ended: Callable[[], None]) -> None:
         def counted_step(optimizer: Any, *args: Any, **options: Any) -> Any:
             if not counted:
                 counted.append(optimizer)
-            if counted[0] is not optimizer:
-                return inner(optimizer, *args, **options)
             counter.begin(optimizer)
             result = inner(optimizer, *args, **options)
-            counter.end(optimizer)
-            if counter.ended == _STEPS:
-                ended()
-            counter.recorder.restart()
+            counter.end(optimizer, counted[0] is optimizer)
+            if counted[0] is optimizer:
+                if counter.ended == STEPS:
+                    ended()
+                counter.recorder.restart()
             return result
 
         return counted_step
 
-    Optimizer.profile_hook_step = staticmethod(profile_hook_step)
+    with replaced([(Optimizer, "profile_hook_step", staticmethod(profile_hook_step))]):
+        yield
 
 
 def _end(counter: StepCounter, folder: Path) -> None:
     """Write the step, and stop the script: the rest of it would tell nothing new."""
-    rank, world = _place()
-    write_recording(folder / f"rank{rank}.dry.json.gz", counter.recording(_tokens(counter.recorder), 1, rank, world))
+    if all("cpu" in op.options for op in counter.recorder.ops):
+        _stop("lumos: the script trains on the CPU: move its model and data to cuda, which is there in a dry run")
+    rank, world = place()
+    write_recording(folder / f"rank{rank}.dry.json.gz", counter.recording(tokens_of(counter.recorder), 1, rank, world))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _place() -> tuple[int, int]:
+def place() -> tuple[int, int]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _tokens(recorder: Recorder) -> int:
+def tokens_of(recorder: Recorder) -> int:
     """Of a step: what is looked up in the embedding that is asked most."""
     found: dict[tuple[str, tuple[int, ...]], int] = {}
     for op in recorder.ops:
@@ -111,52 +129,59 @@ def _tokens(recorder: Recorder) -> int:
     return max(found.values(), default=0)
 
 
-def _replacements() -> list[tuple[Any, str, Any]]:
-    """What would need values, other processes or files."""
-    from torch.utils.data import DataLoader
-
-    make = DataLoader.__init__
-
-    @functools.wraps(make)
-    def in_this_process(loader: Any, *args: Any, **options: Any) -> None:
-        options |= {"num_workers": 0, "pin_memory": False}
-        for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
-            options.pop(name, None)
-        make(loader, *args[:5], **options)
-
-    def save(*_: Any, **__: Any) -> None:
-        """Fake tensors have nothing to save."""
-
-    return [(DataLoader, "__init__", in_this_process), (torch, "save", save)]
-
-
 # ---------------------------------------------------------------------- what went wrong
 def _explain(
     usual: Callable[..., None], kind: type[BaseException], error: BaseException, trail: TracebackType | None
 ) -> None:
     """One line: the script's own line, what is not supported there, the way out. A mistake of its own is as ever."""
+    if kind.__name__ == "ChildFailedError":  # of torchrun, whose processes have said why
+        sys.stdout.flush()
+        os._exit(_exit_code(error))
     frames = traceback.extract_tb(trail)
     own = [frame for frame in frames if _is_users(frame.filename)]
-    if not frames or not own or (own[-1] is frames[-1] and not isinstance(error, TooManyOperatorsError)):
+    if not own or not _is_of_dry_runs(error, frames):
         usual(kind, error, trail)
         return
     at = own[-1]
     code = (linecache.getline(at.filename, at.lineno or 0) or at.line or "").strip()[:100]
+    _stop(f"lumos: {os.path.relpath(at.filename)}, line {at.lineno}: {code}: {_reason(error)}: {_WAY_OUT}")
+
+
+def _exit_code(error: Any) -> int:
+    with suppress(Exception):
+        return int(error.get_first_failure()[1].exitcode) or 1
+    return 1
+
+
+def _reason(error: BaseException) -> str:
     if isinstance(error, TooManyOperatorsError):
-        reason = "its step runs too many operators for a dry run (a loop over tokens in Python?)"
-    else:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        reason = f"{_ASKED.get(kind.__name__, 'it fails on fake tensors')} ({kind.__name__}: {first[:160]})"
+        return "its step runs too many operators for a dry run (a loop over tokens in Python?)"
+    if isinstance(error, NotInDryRunError):
+        return f"not supported in a dry run: {error}"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    name = type(error).__name__
+    return f"{_ASKED.get(name, 'it fails on fake tensors')} ({name}: {first[:160]})"
+
+
+def _is_of_dry_runs(error: BaseException, frames: list[traceback.FrameSummary]) -> bool:
+    """Whether an error comes from fake tensors or the fake GPU; others a script would meet on a GPU as well."""
+    if type(error).__name__ in _ASKED or isinstance(error, NotImplementedError | TooManyOperatorsError):
+        return True
+    if isinstance(error, ModuleNotFoundError):
+        return error.name == "triton"
+    return any(word in str(error) for word in _WORDS) or any(part in frames[-1].filename for part in _PLACES)
+
+
+def _stop(text: str) -> None:
     sys.stdout.flush()
-    text = f"lumos: {os.path.relpath(at.filename)}, line {at.lineno}: {code}: {reason}: {_WAY_OUT}\n"
-    os.write(2, text.encode())  # torch.distributed reads what is written to sys.stderr
+    os.write(2, f"{text}\n".encode())  # torch.distributed reads what is written to sys.stderr
     os._exit(2)
 
 
 def _is_users(path: str) -> bool:
     """Whether a file is neither an installed package, nor Python's, nor ours."""
     here = str(Path(__file__).resolve().parents[1])
-    known = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python")
+    known = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", str(Path(sys.executable).parent))
     return not (path.startswith("<") or path.startswith(here) or any(part in path for part in known))
 
 
@@ -164,4 +189,4 @@ def _say_how_far(counter: StepCounter, process: int, stack: ExitStack) -> None:
     """The script ended by itself, before it was stopped."""
     stack.close()
     if os.getpid() == process and counter.ended:
-        sys.stderr.write(f"lumos: the optimizer made {counter.ended} of the {_STEPS} steps that a dry run needs\n")
+        sys.stderr.write(f"lumos: the optimizer made {counter.ended} of the {STEPS} steps that a dry run needs\n")

@@ -7,6 +7,7 @@ on stderr.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -44,9 +45,7 @@ class _AfterTorch(MetaPathFinder):
 def _record(plan: str) -> None:
     if importlib.util.find_spec("lumos") is None:
         _load_lumos()
-    from lumos.capture.command import record_this_process
-
-    record_this_process(plan)
+    importlib.import_module(os.environ["LUMOS_CAPTURE_BY"]).record_this_process(plan)
 
 
 def _load_lumos() -> None:
