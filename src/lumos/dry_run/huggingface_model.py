@@ -61,6 +61,7 @@ def _config(config: dict[str, Any]) -> Any:
     known = {key: value for key, value in config.items() if key != "auto_map"}
     try:
         made = transformers.AutoConfig.for_model(**known)
+        made.architectures = made.architectures or []  # which transformers goes through where it has several classes
         if getattr(made, "is_encoder_decoder", False):
             for name in ("decoder_start_token_id", "pad_token_id"):
                 if getattr(made, name, None) is None:
