@@ -14,6 +14,7 @@ import numpy as np
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Floats, Graph, Ints
+from lumos.graph.loops import loops_for
 from lumos.graph.simulate import Times
 from lumos.trace.names import Category, Kind
 from lumos.trace.steps import StepMarks, Steps
@@ -36,10 +37,8 @@ class CriticalPath:
 
 def critical_path(graph: Graph, times: Times, last: int, since: float = 0.0) -> CriticalPath:
     """Walk back from a node along whatever decided each start, to a point in time."""
-    from lumos.graph.compiled_loops import walk_back  # numba, which not every answer needs
-
     edges = graph.edges
-    node, edge = walk_back(
+    node, edge = loops_for(len(graph)).walk_back(
         last, since, times.start, times.end, graph.is_first, graph.gap + graph.frozen, graph.incoming,
         edges.source, edges.lag + edges.frozen, edges.from_start,
     )  # fmt: skip

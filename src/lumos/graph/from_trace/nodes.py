@@ -1,6 +1,6 @@
 """Nodes of the graph of a trace, with the times at which they were recorded.
 
-Host events nest, so a thread is cut into segments that follow one another (`compiled_loops.cut_into_segments`). A GPU
+Host events nest, so a thread is cut into segments that follow one another (`loops.cut_into_segments`). A GPU
 event is one node; a communication kernel is two: its arrival, and its transfer once all ranks have arrived.
 
 A node is *elastic* if its recorded time includes waiting: the return of a blocking call, a launch into a full queue, a
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Small, make_graph
+from lumos.graph.loops import loops_for
 from lumos.trace.names import BLOCKING, Category, Kind
 from lumos.trace.trace import Trace
 
@@ -154,12 +155,11 @@ class Nodes:
 
 def cut_nodes(trace: Trace) -> Nodes:
     """The nodes of a trace: segments of threads, and what ran on streams."""
-    from lumos.graph.compiled_loops import cut_into_segments
-
     host = _host_rows(trace)
     is_call = trace.category[host] == Category.CALL
     blocking = np.isin(trace.call[host], np.array(BLOCKING)) & is_call
-    lane, owner, begin, finish, is_return, first, last, parent = cut_into_segments(
+    loops = loops_for(len(trace))
+    lane, owner, begin, finish, is_return, first, last, parent = loops.cut_into_segments(
         trace.lane[host], trace.start[host], trace.end[host], blocking, is_call
     )
     gpu_row, gpu_start, gpu_end, gpu_transfer = _gpu_nodes(trace)
