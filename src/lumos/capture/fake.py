@@ -6,6 +6,7 @@ compute are right. Lumos takes the times of collectives from its network model.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -43,10 +44,11 @@ def world_environment(rank: int, world: int) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-def fake_process_groups(rank: int, world: int, faked_by_script: Callable[[], None] | None = None) -> None:
+def fake_process_groups(rank: int, world: int, faked_by_script: Callable[[], None] | None = None) -> Callable[[], None]:
     """From here on every process group of this process is a fake one, whatever backend is asked for.
 
-    A script that asks for a fake one itself gets what it asks for, and the last argument is called.
+    A script that asks for a fake one itself gets what it asks for, and the last argument is called. A world of one
+    takes the size that the script states, as one does whose processes it starts itself. Returns what undoes it.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -60,21 +62,55 @@ def fake_process_groups(rank: int, world: int, faked_by_script: Callable[[], Non
                 faked_by_script()
             initialise(backend, *args, **options)
         elif not dist.is_initialized():
-            initialise("fake", rank=rank, world_size=world, store=FakeStore())
+            stated = int(options.get("world_size", -1))
+            place = (int(options.get("rank", 0)), stated) if world == 1 and stated > 1 else (rank, world)
+            initialise("fake", rank=place[0], world_size=place[1], store=FakeStore())
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
         return make_group(ranks, timeout, "fake", **{k: v for k, v in options.items() if k != "pg_options"})
 
-    _replace_everywhere(initialise, init_process_group)
-    _replace_everywhere(make_group, new_group)
-    _complete_data_parallel()
+    replaced: dict[str, Callable[..., Any]] = _of_one_rank()
+    replaced |= {"init_process_group": init_process_group, "new_group": new_group}
+    undo = [_replace_everywhere(getattr(dist, name), function, name) for name, function in replaced.items()]
+    undo += _complete_data_parallel()
+
+    def undo_all() -> None:
+        for step in reversed(undo):
+            step()
+
+    return undo_all
 
 
-def _complete_data_parallel() -> None:
-    """DistributedDataParallel needs the gradients that an all-reduce returns, and a fake one returns nothing."""
+def _of_one_rank() -> dict[str, Callable[..., Any]]:
+    """Exchanges of Python objects: the peers are taken to hold what this rank holds."""
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    def gather_object(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
+
+    def broadcast_object_list(object_list: list[Any], *_: Any, **__: Any) -> None:
+        """The list stays as it is: a source other than this rank sends nothing."""
+
+    def scatter_object_list(output: list[Any], inputs: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        output[:1] = inputs[:1] if inputs else [None]
+
+    functions = (all_gather_object, gather_object, broadcast_object_list, scatter_object_list)
+    return {function.__name__: function for function in functions}
+
+
+def _complete_data_parallel() -> list[Callable[[], None]]:
+    """DistributedDataParallel needs the gradients that an all-reduce returns, and a fake one returns nothing.
+
+    Nor are there peers whose parameters could be compared with those of this rank.
+    """
     import torch.distributed as dist
+    import torch.distributed.utils as utils
     from torch.futures import Future
     from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel import distributed as module_of_it
 
     def all_reduce(bucket: Any) -> Any:
         dist.all_reduce(bucket.buffer(), async_op=True)
@@ -90,11 +126,29 @@ def _complete_data_parallel() -> None:
         return forward(module, *arguments, **options)
 
     DistributedDataParallel.forward = first_forward
+    name = "_verify_param_shape_across_processes"
+    log = dist.Logger.set_runtime_stats_and_log
+    dist.Logger.set_runtime_stats_and_log = lambda *_: None  # asks for timers, which a build without CUDA has not
+    undo: list[Callable[[], None]] = [
+        functools.partial(setattr, DistributedDataParallel, "forward", forward),
+        functools.partial(setattr, dist.Logger, "set_runtime_stats_and_log", log),
+    ]
+    for owner in (utils, module_of_it):
+        if hasattr(owner, name):
+            undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+            setattr(owner, name, lambda *_, **__: True)
+    return undo
 
 
-def _replace_everywhere(before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Replace a function in all modules of torch.distributed, each of which holds its own reference."""
-    name = before.__name__
-    for path, module in list(sys.modules.items()):
-        if path.startswith("torch.distributed") and getattr(module, name, None) is before:
-            setattr(module, name, after)
+def _replace_everywhere(before: Callable[..., Any], after: Callable[..., Any], name: str) -> Callable[[], None]:
+    """Replace a function in all modules of torch.distributed, each of which holds its own reference; what undoes it."""
+    modules = [module for path, module in list(sys.modules.items())
+               if path.startswith("torch.distributed") and getattr(module, name, None) is before]  # fmt: skip
+    for module in modules:
+        setattr(module, name, after)
+
+    def undo() -> None:
+        for module in modules:
+            setattr(module, name, before)
+
+    return undo

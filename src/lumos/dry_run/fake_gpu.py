@@ -238,9 +238,9 @@ def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Attributes of modules and classes, replaced while this lasts: (owner, name, value)."""
     with contextlib.ExitStack() as undo:
         for owner, attribute, value in replacements:
-            if hasattr(owner, attribute):
-                undo.callback(setattr, owner, attribute, getattr(owner, attribute))
-            else:
+            if attribute in vars(owner):
+                undo.callback(setattr, owner, attribute, vars(owner)[attribute])
+            else:  # inherited, or new
                 undo.callback(delattr, owner, attribute)
             setattr(owner, attribute, value)
         yield
@@ -251,6 +251,7 @@ def _replacements(
 ) -> Iterator[tuple[Any, str, Any]]:
     cuda = torch.cuda
     device = SimpleNamespace(index=0)
+    capability = (capability[0], capability[1])  # scripts compare it with a tuple
     properties = SimpleNamespace(
         name=name, major=capability[0], minor=capability[1], total_memory=memory_bytes, multi_processor_count=132,
         warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=50 << 20, is_integrated=0,
@@ -258,17 +259,22 @@ def _replacements(
         uuid="GPU-dry-run", pci_bus_id=0,
     )  # fmt: skip
 
+    def exchange_device(which: int) -> int:
+        before, device.index = device.index, device.index if which < 0 else which
+        return int(before)
+
     def set_device(which: Any) -> None:
-        if isinstance(which, int | torch.device) or str(which).startswith("cuda"):
-            device.index = 0
+        found = which if isinstance(which, int) else torch.device(which).index
+        exchange_device(-1 if found is None else found)
 
     def current_stream(_: Any = None) -> Stream:
         return Stream(stream_id=log.stream)
 
     answers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: count,
-        "current_device": lambda: 0, "set_device": set_device, "init": _nothing, "_lazy_init": _nothing,
-        "_lazy_call": _nothing,
+        "current_device": lambda: device.index, "set_device": set_device,
+        "_exchange_device": exchange_device, "_maybe_exchange_device": exchange_device,
+        "init": _nothing, "_lazy_init": _nothing, "_lazy_call": _nothing,
         "get_device_name": lambda _=None: name, "get_device_capability": lambda _=None: capability,
         "get_device_properties": lambda _=None: properties, "is_bf16_supported": lambda *_, **__: True,
         "is_tf32_supported": lambda: True, "can_device_access_peer": lambda *_: True,
@@ -285,7 +291,11 @@ def _replacements(
         "manual_seed": _nothing, "manual_seed_all": _nothing, "seed": _nothing, "seed_all": _nothing,
         "initial_seed": lambda: 0, "get_rng_state": lambda _=None: torch.empty(16, dtype=torch.uint8),
         "set_rng_state": _nothing, "get_rng_state_all": list, "set_rng_state_all": _nothing,
-        "set_per_process_memory_fraction": _nothing, "utilization": lambda _=None: 0, "_get_device": torch.device,
+        "set_per_process_memory_fraction": _nothing, "utilization": lambda _=None: 100, "_get_device": torch.device,
+        "memory_usage": lambda _=None: 50, "temperature": lambda _=None: 50, "power_draw": lambda _=None: 500_000,
+        "clock_rate": lambda _=None: 1500, "get_arch_list": lambda: [f"sm_{capability[0]}{capability[1]}"],
+        "cudart": _Cudart, "_sleep": _nothing, "memory_snapshot": list, "_check_bf16_tensor_supported": lambda _: True,
+        "make_graphed_callables": refused("CUDA graphs are not recorded"),
     }  # fmt: skip
     for attribute, answer in answers.items():
         value = _own(answer)
@@ -296,8 +306,18 @@ def _replacements(
             yield cuda.random, attribute, value
     for attribute, kind in (("Stream", Stream), ("Event", Event), ("StreamContext", _StreamContext)):
         yield cuda, attribute, kind
-    yield cuda.nvtx, "range_push", _own(_nothing)
-    yield cuda.nvtx, "range_pop", _own(_nothing)
+    for attribute in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        yield cuda.nvtx, attribute, _own(_nothing)
+    for attribute in ("CUDAGraph", "graph"):
+        yield cuda, attribute, _refused_class("CUDA graphs are not recorded")
+    yield cuda.memory, "_record_memory_history", _own(_nothing)
+    yield cuda.memory, "_dump_snapshot", _own(_nothing)
+    yield torch.version, "cuda", "12.8"
+    yield torch.backends.cudnn, "is_available", lambda: True
+    yield torch.backends.cudnn, "is_acceptable", lambda _: False  # flattened weights are views, which change nothing
+    yield torch.backends.cudnn, "version", lambda: 91002
+    yield torch.backends.mha, "get_fastpath_enabled", lambda: False  # fused evaluation has no shapes of fake tensors
+    yield torch.compiler, "cudagraph_mark_step_begin", _own(_nothing)
     yield torch, "Generator", _Generator
     yield torch, "Event", Event
     yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
@@ -305,21 +325,47 @@ def _replacements(
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # lists of types for which loops are fused
         owner = sys.modules[module]
         yield owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor]
-    yield torch.utils, "swap_tensors", _move_parameter(torch.utils.swap_tensors)
+    swap = _move_parameter(torch.utils.swap_tensors)
+    yield torch.utils, "swap_tensors", swap
+    yield torch.Tensor, "data", _data(swap)
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is not None:
         yield accelerator, "is_available", lambda: True
         yield accelerator, "device_count", lambda: count
         yield accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
         for attribute in ("current_device_index", "current_device_idx"):
-            yield accelerator, attribute, _own(lambda: 0)
+            yield accelerator, attribute, _own(lambda: device.index)
         for attribute in ("set_device_index", "set_device_idx"):
-            yield accelerator, attribute, _own(_nothing)
+            yield accelerator, attribute, _own(set_device)
         yield accelerator, "current_stream", _own(current_stream)
         yield accelerator, "synchronize", _own(answers["synchronize"])
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+class NotInDryRunError(NotImplementedError):
+    """A script asks for something that fake tensors and a fake GPU cannot do; the text says what."""
+
+
+def refused(reason: str) -> Callable[..., Any]:
+    """A function that a dry run cannot imitate."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotInDryRunError(reason)
+
+    return refuse
+
+
+def _refused_class(reason: str) -> Any:
+    return type("NotInDryRun", (), {"__init__": refused(reason)})
+
+
+class _Cudart:
+    """The CUDA runtime: every function of it succeeds, and does nothing."""
+
+    def __getattr__(self, _: str) -> Callable[..., int]:
+        return lambda *_, **__: 0
 
 
 def _own(answer: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,3 +402,20 @@ def _move_parameter(swap: Callable[[Any, Any], None]) -> Callable[[Any, Any], No
         kept.fake_device = moved.fake_device
 
     return swap_tensors
+
+
+def _data(swap: Callable[[Any, Any], None]) -> property:
+    """`tensor.data = other`: a fake tensor takes the device of the other, and a real one becomes fake, too."""
+    plain = torch._C.TensorBase.data
+
+    def give(tensor: Any, value: Any) -> None:
+        if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu":
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            alias = value.detach()
+            swap(tensor, torch.nn.Parameter(alias, tensor.requires_grad) if is_parameter else alias)
+            return
+        plain.__set__(tensor, value)
+        if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+            tensor.fake_device = value.fake_device
+
+    return property(lambda tensor: plain.__get__(tensor), give)

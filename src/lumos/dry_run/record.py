@@ -22,10 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lumos.dry_run.assumed_values import ASSUMED, AssumedValues, storage_key
-from lumos.dry_run.fake_gpu import DEFAULT_STREAM, fake_gpu, replaced
+from lumos.dry_run.fake_gpu import DEFAULT_STREAM, fake_gpu, refused, replaced
 from lumos.dry_run.gpu_functions import functions_as_on_gpu
 from lumos.dry_run.memory_ledger import MemoryLedger
 from lumos.dry_run.recorded_step import RecordedOp, Recording, StorageEvent, TensorInfo
+from lumos.dry_run.value_operators import ValueOperators
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
            torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8",
@@ -35,6 +36,7 @@ _SMALL, _MANY = 1 << 16, 1 << 23  # elements of CPU tensors that keep their valu
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor}
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"}
 _ALONG = {"cumsum": 1, "sort": 1, "_softmax": 1, "_log_softmax": 1}  # where the dimension is among the arguments
+_ADDRESS = "it passes the address of a tensor, which has no memory here, to code outside of PyTorch"
 COLLECTIVES = -1  # the stream of the first process group; others are below it
 _NOT_CALLED = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "record_stream"}
 
@@ -45,7 +47,8 @@ class TooManyOperatorsError(TimeoutError):
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        if value.layout == torch.strided:  # sparse tensors are known by what they are made of
+            yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
@@ -97,7 +100,7 @@ def _is_cpu(kwargs: Any) -> bool:
     return device is None or device.type == "cpu"
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[misc]
+class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
     """Writes down operators, streams and memory; answers questions about values that fake tensors do not have."""
 
     supports_higher_order_operators = True
@@ -142,6 +145,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             raise TooManyOperatorsError
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
             return self._run_collective(func, args, kwargs)
+        kwargs = {**kwargs, "pin_memory": None} if kwargs.get("pin_memory") else kwargs
+        raw = getattr(self, f"_raw_{func._opname}", None)
+        if raw is not None:
+            return raw(*args, **kwargs)
         if _is_real(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -339,57 +346,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         return self.mark(self.stream)
 
     # ------------------------------------------------------------------ values
-    def _op__local_scalar_dense(self, tensor: torch.Tensor) -> bool | int | float:
-        if _on_gpu(tensor):
-            mark = self.add("aten._local_scalar_dense.default", [tensor], [])
-            self.wait_on_host("cudaStreamSynchronize", [mark])
-        return self.values.of(tensor)
-
-    def _op__safe_softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A GPU has no kernel for it: rows without any finite score are found and set to zero."""
-        with self:
-            out = torch.softmax(x, dim, dtype)
-            empty = torch.isneginf(x).all(dim, keepdim=True)
-            return torch.where(empty, torch.zeros((), dtype=out.dtype, device=out.device), out)
-
-    def _op_nonzero(self, mask: torch.Tensor) -> torch.Tensor:
-        """The host waits for the number of places."""
-        found = torch.empty((self.values.count_true(mask), mask.dim()), dtype=torch.int64, device=mask.device)
-        mark = self.add("aten.nonzero.default", [mask], [found])
-        self.wait_on_host("cudaStreamSynchronize", [mark] if mark >= 0 else [])
-        return found
-
-    def _op_index(self, x: torch.Tensor, indices: Any) -> Any:
-        """A mask among the indices is made to places first, as in a kernel."""
-        if not any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
-            return NotImplemented
-        with self:
-            places: list[Any] = []
-            for index in indices:
-                if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
-                    places += list(index.nonzero().unbind(1))
-                else:
-                    places.append(index)
-            return torch.ops.aten.index.Tensor(x, places)
-
-    def _op_masked_select(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        with self:
-            x, mask = torch.broadcast_tensors(x, mask)
-            return x[mask]
-
-    def _op_repeat_interleave(self, *args: Any, **kwargs: Any) -> Any:
-        """As many places as the counts say, where no size is given."""
-        repeats, size = args[0], kwargs.get("output_size")
-        if size is not None or len(args) > 1:
-            return NotImplemented
-        total = round(self.values.mean.get(repeats.untyped_storage()._cdata, 1.0) * repeats.numel())
-        found = torch.empty(total, dtype=repeats.dtype, device=repeats.device)
-        self.add("aten.repeat_interleave.Tensor", [repeats], [found])
-        return found
-
-    def methods(self) -> dict[str, Callable[..., Any]]:
+    def methods(self) -> dict[str, Any]:
         """Methods of tensors that read values, or ask for memory of the host."""
         plain_list, plain_numpy, plain_array = torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__
+        plain_format = torch.Tensor.__format__
 
         def tolist(tensor: torch.Tensor) -> Any:
             if not isinstance(tensor, FakeTensor):
@@ -411,14 +371,42 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
             return np.array(tolist(tensor)).reshape(tuple(tensor.shape))
 
+        def formatted(tensor: torch.Tensor, form: str) -> str:
+            if not isinstance(tensor, FakeTensor):
+                return str(plain_format(tensor, form))
+            return format(tensor.item(), form) if tensor.dim() == 0 else format(str(tensor), form)
+
         def itself(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             return tensor
 
         return {
             "tolist": tolist, "numpy": numpy, "__array__": array, "pin_memory": itself, "share_memory_": itself,
             "is_pinned": lambda tensor, *_, **__: not _on_gpu(tensor), "record_stream": lambda *_: None,
-            "data_ptr": lambda tensor: 512 * self.ledger.id_of(tensor),
+            "data_ptr": lambda tensor: Address(self.ledger.id_of(tensor), tensor), "__format__": formatted,
+            "__dlpack__": refused(_ADDRESS), "__cuda_array_interface__": property(refused(_ADDRESS)),
         }  # fmt: skip
+
+
+class Address:
+    """Where a fake tensor lies: good for telling tensors apart, and for nothing else."""
+
+    def __init__(self, storage: int, tensor: torch.Tensor) -> None:
+        self._place = (storage or id(tensor), int(tensor.storage_offset() * tensor.element_size()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Address) and other._place == self._place
+
+    def __hash__(self) -> int:
+        return hash(self._place)
+
+    def __mod__(self, _: int) -> int:
+        """Tensors are aligned."""
+        return self._place[1] % 512
+
+    def __bool__(self) -> bool:
+        return True
+
+    __index__ = __int__ = __add__ = __sub__ = refused(_ADDRESS)
 
 
 class ModulePaths:
@@ -490,10 +478,23 @@ def recorded(
         stack.enter_context(_storages_resized(recorder.ledger))
         stack.enter_context(_checkpoints_marked(recorder))
         stack.enter_context(replaced((torch.Tensor, name, value) for name, value in recorder.methods().items()))
+        stack.enter_context(replaced([(torch.nn.Parameter, "__new__", staticmethod(_fake_parameter(recorder)))]))
         functions = functions_as_on_gpu(recorder.add).items()
         stack.enter_context(replaced((torch.nn.functional, name, value) for name, value in functions))
         stack.enter_context(recorder)
         yield recorder
+
+
+def _fake_parameter(recorder: Recorder) -> Callable[..., Any]:
+    """Parameters are fake from the start, small ones as well: moving them to the GPU must keep their identity."""
+    make = torch.nn.Parameter.__new__
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if cls is torch.nn.Parameter and type(data) is torch.Tensor and data.device.type == "cpu":
+            data = recorder.fakes.from_tensor(data)
+        return make(cls, data, requires_grad)
+
+    return new
 
 
 def _storages_resized(ledger: MemoryLedger) -> Any:
@@ -532,19 +533,21 @@ class StepCounter:
     def __init__(self, recorder: Recorder, notes: Iterable[str] = ()) -> None:
         self.recorder, self.ended, self.notes = recorder, 0, notes
         self.roles: dict[int, str] = {}
-        self.trained: list[torch.Tensor] = []
+        self.trained: dict[int, torch.Tensor] = {}  # by identity: several optimizers may have the same
 
     def begin(self, optimizer: Any) -> None:
         """Before an optimizer steps: what it trains, and the gradients."""
         self.recorder.in_optimizer = True
-        self.trained = [p for group in optimizer.param_groups for p in group["params"]]
-        self._note(self.trained, "weights")
-        self._note([p.grad for p in self.trained if p.grad is not None], "gradients")
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self.trained |= {id(p): p for p in trained}
+        self._note(trained, "weights")
+        self._note([p.grad for p in trained if p.grad is not None], "gradients")
 
-    def end(self, optimizer: Any) -> None:
+    def end(self, optimizer: Any, ends_step: bool = True) -> None:
+        """After it; of several optimizers one ends the step of training."""
         self.recorder.in_optimizer = False
         self._note([t for state in optimizer.state.values() for t in _tensors(state)], "optimizer")
-        self.ended += 1
+        self.ended += ends_step
 
     def _note(self, tensors: list[Any], role: str) -> None:
         for tensor in tensors:
@@ -563,7 +566,7 @@ class StepCounter:
         return Recording(
             list(recorder.ops),
             sum(p.numel() for p in parameters.values()),
-            sum(p.numel() for p in self.trained),
+            sum(p.numel() for p in self.trained.values()),
             tokens,
             recorder.alive,
             [StorageEvent(*event) for event in recorder.ledger.events],

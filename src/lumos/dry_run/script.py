@@ -38,7 +38,7 @@ _ASKED = {
     "UnsupportedFakeTensorException": "it makes a tensor that cannot be a fake one",
     "ModuleNotFoundError": "kernels of Triton are not run in a dry run",
 }
-_WORDS = ("FakeTensor", "fake tensor", "meta tensor", "'meta'", "data pointer", "Address", "CUDA", "cuda", "torch._C",
+_WORDS = ("FakeTensor", "fake tensor", "meta tensor", "'meta'", "data pointer", "Address", "CUDA", "torch._C",
           "dummy base class", "_OpNamespace", "triton", "NVIDIA")  # fmt: skip
 _PLACES = (f"lumos{os.sep}dry_run", f"torch{os.sep}_subclasses", f"torch{os.sep}cuda")  # of the frame that fails
 
@@ -57,7 +57,7 @@ def dry_run_this_process(folder: Path, gpu: dict[str, Any], rank: int, world: in
     stack = ExitStack()
     gpus = min(world, GPUS_OF_NODE)
     recorder = stack.enter_context(recorded(**{"gpus": gpus, **gpu}))
-    stack.enter_context(fake_process_groups(rank, world, functools.partial(setattr, recorder, "peers_are_faked", True)))
+    stack.callback(fake_process_groups(rank, world, functools.partial(setattr, recorder, "peers_are_faked", True)))
     notes = stack.enter_context(compiled_as_kernels(recorder))
     stack.enter_context(replaced(script_functions(notes, rank)))
     counter = StepCounter(recorder, notes)
