@@ -241,6 +241,7 @@ def record(case: Case, folder: Path) -> str:
         lumos = [sys.executable, "-m", "lumos.cli.main", "capture", "--dry", "-o", str(folder), "--gpu", "h200"]
         lumos += ["--world", str(case.world)] if case.world else []
         command = [*lumos, "--", sys.executable, *case.command]
+    print(case.name, flush=True)
     began, log = time.perf_counter(), folder / "log.txt"
     with log.open("wb") as output:
         files = [(os.POSIX_SPAWN_DUP2, output.fileno(), 1), (os.POSIX_SPAWN_DUP2, output.fileno(), 2)]
@@ -279,12 +280,16 @@ def predict(case: Case, folder: Path) -> Result:
 
 
 def evaluated(chosen: list[Case]) -> Iterator[Result | Failure]:
-    """Every case, in order; the dry runs of the next ones go on meanwhile."""
+    """Every case, in order.
+
+    All dry runs come first, while this process is small: the memory of a process includes what its parent had.
+    """
     code = recording_code()
     folders = [folder_of(case, code) for case in chosen]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for case, folder, reason in zip(chosen, folders, pool.map(record, chosen, folders), strict=True):
-            yield Failure(case, reason) if reason else predict(case, folder)
+        reasons = list(pool.map(record, [*chosen, LARGE], [*folders, folder_of(LARGE, code)]))
+    for case, folder, reason in zip(chosen, folders, reasons, strict=False):
+        yield Failure(case, reason) if reason else predict(case, folder)
 
 
 # ---------------------------------------------------------------------- the page
