@@ -356,12 +356,7 @@ def _overview(found: dict[str, list[Result]]) -> Iterator[str]:
             errors = [abs(r.step_error) for r in results if side in r.bound]
             cells.append(f"{statistics.mean(errors):.1f} ({len(errors)})" if errors else "")
         cells += [f"{statistics.mean(memory):.2f}", f"{max(memory):.2f}"]
-        title = SECTIONS[name].title
-        yield f"| [{title}](#{_anchor(title)}) | {len(results)} | {' | '.join(cells)} |"
-
-
-def _anchor(heading: str) -> str:
-    return "".join(c for c in heading.lower() if c.isalnum() or c in " -_").replace(" ", "-")
+        yield f"| {SECTIONS[name].title} | {len(results)} | {' | '.join(cells)} |"
 
 
 def page(results: Iterable[Result | Failure]) -> str:

@@ -17,7 +17,7 @@ _GROUPS = {
     "Predictions": ("predict", "Prediction", "Scale"),
     "Traces": ("read_job", "replay", "Replay", "compare", "Trace"),
     "Descriptions": ("read_setup", "write_setup", "Setup", "search"),
-    "Recording": ("capture",),
+    "Recording": ("capture", "dry_run", "Recording"),
     "Mistakes": ("LumosError",),
 }
 
