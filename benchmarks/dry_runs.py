@@ -2,8 +2,8 @@
 
     python benchmarks/dry_runs.py [--data ../shared/data] [-o docs/dry_runs.md] [--only NAME ...] [--blind]
 
-Recordings are kept in out/dry and made again when the code that makes them changes. `--blind` adds the scripts and
-ranks that were kept apart from development.
+Recordings are kept in out/dry and made again when the code that makes them changes. `--blind` adds a chapter on
+the scripts and ranks that were kept apart from development; later pages keep that chapter as it was.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,11 @@ the median of 6 to 10 steps after warm-up; the measured memory is `torch.cuda.ma
 - Ranks were measured with a fake process group: collectives take no time, in the dry runs neither. What is tested is
   the rank's own kernels, host code and memory.
 
+"""
+BLIND = """## Blind
+
+Scripts and ranks that were measured with the others and kept apart: not looked at before, and predicted once, on
+{date}, when everything else was finished.
 """
 HEAD = (
     "| {what} | bound by | measured, ms | scatter, % | predicted, ms | step, % | measured, GiB | memory, % | "
@@ -322,12 +328,8 @@ SECTIONS = {
         "Measured later (`calibration/architectures_blind_h200.json.xz`). No price was tuned on these steps. But their "
         "errors have been looked at since, and gradients of biases are fitted on single operators of both sets.",
     ),
-    "blind scripts": Section(
-        "Blind: scripts", "script",
-        "Measured with the others, kept apart (`calibration/scripts/blind`), and not looked at before: predicted once, "
-        "when everything else was finished.",
-    ),
-    "blind ranks": Section("Blind: one rank of a large job", "rank", "Kept apart in the same way."),
+    "blind scripts": Section("Blind scripts", "script", "`calibration/scripts/blind`."),
+    "blind ranks": Section("Blind ranks", "rank", "The cases called blind in `calibration/ranks_h200.py`."),
 }  # fmt: skip
 
 
@@ -360,24 +362,44 @@ def _overview(found: dict[str, list[Result]]) -> Iterator[str]:
 
 
 def page(results: Iterable[Result | Failure]) -> str:
+    """Everything but what was kept apart."""
+    results = list(results)
+    found = _by_set(results)
+    everything = [result for members in found.values() for result in members]
+    lines = [*_overview(found), "", *_tables(found, "##"), "## Cost of a dry run\n", _cost(everything), ""]
+    return _introduction(everything) + "\n".join([*lines, *_failures(results, "##")])
+
+
+def blind_chapter(results: Iterable[Result | Failure]) -> str:
+    """What was kept apart. It is written once; later pages keep it as it was."""
+    results = list(results)
+    found = _by_set(results)
+    head = BLIND.format(date=date.today().isoformat())
+    return "\n".join([head, *_overview(found), "", *_tables(found, "###"), *_failures(results, "###")])
+
+
+def _by_set(results: Iterable[Result | Failure]) -> dict[str, list[Result]]:
     found: dict[str, list[Result]] = {}
-    failed: list[Failure] = []
     for result in results:
-        if isinstance(result, Failure):
-            failed.append(result)
-        else:
+        if isinstance(result, Result):
             found.setdefault(result.case.set, []).append(result)
-    lines = [*_overview(found), ""]
+    return found
+
+
+def _tables(found: dict[str, list[Result]], level: str) -> Iterator[str]:
     for name, members in found.items():
         title, what, note = SECTIONS[name]
-        lines += [f"## {title}\n", f"{note}\n", f"{_summary(members)}\n", HEAD.format(what=what)]
-        lines += [result.row() for result in members] + [""]
-    everything = [result for members in found.values() for result in members]
-    lines += ["## Cost of a dry run\n", _cost(everything), ""]
+        yield f"{level} {title}\n\n{note}\n\n{_summary(members)}\n\n{HEAD.format(what=what)}"
+        yield from (result.row() for result in members)
+        yield ""
+
+
+def _failures(results: Iterable[Result | Failure], level: str) -> Iterator[str]:
+    failed = [result for result in results if isinstance(result, Failure)]
     if failed:
-        lines += ["## Not predicted\n", "| | why |\n|---|---|"]
-        lines += [f"| {f.case.name} | {f.reason} |" for f in failed] + [""]
-    return _introduction(everything) + "\n".join(lines)
+        yield f"{level} Not predicted\n\n| | why |\n|---|---|"
+        yield from (f"| {case.name} | {reason.replace('|', '/')} |" for case, reason in failed)
+        yield ""
 
 
 def _introduction(results: Sequence[Result]) -> str:
@@ -421,6 +443,12 @@ def _told(results: Iterator[Result | Failure]) -> Iterator[Result | Failure]:
         yield result
 
 
+def kept_chapter(page: Path | None) -> str:
+    """The chapter on what was kept apart, as an earlier page has it."""
+    text = page.read_text() if page and page.exists() else ""
+    return text[text.index("## Blind\n") :] if "## Blind\n" in text else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data")
@@ -435,7 +463,10 @@ def main() -> None:
         record_config(Path(folder), seq, batch, bool(recompute))
         return
     chosen = [c for c in cases(options.data, options.blind) if c.name.startswith(tuple(options.only or [""]))]
-    text = page(_told(evaluated(chosen)))
+    results = list(_told(evaluated(chosen)))
+    kept_apart = [result for result in results if result.case.set.startswith("blind")]
+    chapter = blind_chapter(kept_apart) if options.blind else kept_chapter(options.output)
+    text = page([result for result in results if result not in kept_apart]) + chapter
     if options.output:
         options.output.write_text(text)
 

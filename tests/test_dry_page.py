@@ -62,6 +62,15 @@ def test_what_was_kept_apart_is_left_out_unless_it_is_asked_for(tmp_path: Path) 
     assert {case.set for case in dry_runs.cases(tmp_path, blind=True)} == set(dry_runs.SECTIONS)
 
 
+def test_a_page_that_is_written_again_keeps_the_chapter_on_what_was_kept_apart(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    assert dry_runs.kept_chapter(page) == ""
+    chapter = dry_runs.blind_chapter([result(case(set="blind scripts", busy=0.95))])
+    page.write_text(f"# Dry runs\n\n{chapter}")
+    assert dry_runs.kept_chapter(page) == chapter
+    assert "mean 5.0 %" in chapter
+
+
 def test_a_recording_is_made_again_when_the_code_or_the_case_changes() -> None:
     folder = dry_runs.folder_of(case(), "code")
     assert folder == dry_runs.folder_of(case(step_s=0.2), "code")
