@@ -22,7 +22,7 @@ from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
 
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "cluster.gpus": (1,), "train.compile": (False,), "train.precision": ("bf16", "fp16", "fp32"),
+    "cluster.gpus": (1,), "train.precision": ("bf16", "fp16", "fp32"),
     "train.recompute": ("none", "full"), "train.framework": ("pytorch",), "train.mode": ("pretrain",),
     "train.optimizer": ("adamw", "adam", "sgd"), "train.attention": ("",), "train.cuda_graphs": (False,),
     "train.imbalance": (1.0,),
@@ -104,7 +104,7 @@ def _recorded(config: dict[str, Any], setup: Setup, where: str) -> Any:
     train, way_out = setup.train, "add --describe to predict from the sizes of the model"
     try:
         build = builder(config, train.seq, train.micro_batch, train.precision, train.recompute == "full")
-        return record_step(build, train.optimizer, train.microbatches)
+        return record_step(build, train.optimizer, train.microbatches, train.compile)
     except LumosError as error:
         raise OptionError(f"{where}: {error}; or {way_out}") from None
     except TimeoutError:

@@ -22,10 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lumos.dry_run.assumed_values import ASSUMED, AssumedValues, storage_key
+from lumos.dry_run.compiled import compiled_as_kernels
 from lumos.dry_run.fake_gpu import DEFAULT_STREAM, fake_gpu, refused, replaced
 from lumos.dry_run.gpu_functions import functions_as_on_gpu
 from lumos.dry_run.memory_ledger import MemoryLedger
 from lumos.dry_run.recorded_step import RecordedOp, Recording, StorageEvent, TensorInfo
+from lumos.dry_run.recurrent_layers import recurrent_as_on_gpu
 from lumos.dry_run.value_operators import ValueOperators
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
@@ -116,6 +118,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self.modules = ModulePaths(lambda _: self.on_host("python.module"))
         self.started = monotonic()
         self.alive: dict[int, int] = {}
+        self.notes: dict[str, None] = {}  # what was assumed, each once
         self.paused_depth = 0
         self._first = 0  # the mark of the first operator of this step
         self._last: dict[int, int] = {}  # mark of the last operator on a stream
@@ -481,6 +484,7 @@ def recorded(
         stack.enter_context(replaced([(torch.nn.Parameter, "__new__", staticmethod(_fake_parameter(recorder)))]))
         functions = functions_as_on_gpu(recorder.add).items()
         stack.enter_context(replaced((torch.nn.functional, name, value) for name, value in functions))
+        stack.enter_context(replaced((torch._VF, name, value) for name, value in recurrent_as_on_gpu(recorder).items()))
         stack.enter_context(recorder)
         yield recorder
 
@@ -576,7 +580,7 @@ class StepCounter:
             rank,
             world,
             microbatches,
-            [*self.notes, *([ASSUMED] if recorder.values.asked else [])],
+            [*self.notes, *recorder.notes, *([ASSUMED] if recorder.values.asked else [])],
             {"torch": torch.__version__},
         )
 
@@ -584,19 +588,21 @@ class StepCounter:
 Build = Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor], int]]
 
 
-def record_step(build: Build, optimizer: str = "adamw", microbatches: int = 1) -> Recording:
+def record_step(build: Build, optimizer: str = "adamw", microbatches: int = 1, compiles: bool = False) -> Recording:
     """Run two steps of a model that `build` makes, and record the second.
 
     `build` returns the model, a function that runs a forward pass and returns the loss, and the tokens (or samples) of
-    one micro-batch. The first step makes the optimizer's state.
+    one micro-batch. The first step makes the optimizer's state. `compiles` runs the model by torch.compile.
     """
-    with recorded() as recorder, torch.device("cuda"):
+    with recorded() as recorder, compiled_as_kernels(recorder) as notes, torch.device("cuda"):
         with recorder.paused():
             model, loss_of, tokens = build()
+        if compiles:
+            model.compile()
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.ledger.hold(tensor)
         update = _optimizer(optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad])
-        counter = StepCounter(recorder)
+        counter = StepCounter(recorder, notes)
         for _ in range(2):
             recorder.restart()
             recorder.ledger.most = 0
