@@ -19,14 +19,14 @@ def functions_as_on_gpu(add: Add) -> dict[str, Callable[..., Any]]:
 
     @functools.wraps(plain_attention)
     def scaled_dot_product_attention(query: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_local(query):
+        if not is_local(query):
             return plain_attention(query, *args, **kwargs)
         return attention(add, query, *args, **kwargs)
 
     return {"scaled_dot_product_attention": scaled_dot_product_attention}
 
 
-def _is_local(tensor: Any) -> bool:
+def is_local(tensor: Any) -> bool:
     """Whether this is a tensor of the GPU; DTensors come here again with their local tensors."""
     return type(tensor) in (FakeTensor, torch.nn.Parameter) and tensor.device.type == "cuda"
 
@@ -36,7 +36,7 @@ def attention(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """`scaled_dot_product_attention` as a GPU runs it."""
-    q, k, v = (_autocast(tensor) for tensor in (query, key, value))
+    q, k, v = (autocast(tensor) for tensor in (query, key, value))
     mask = attn_mask
     if not _fuses(q, k, v, mask, enable_gqa):
         math = torch._scaled_dot_product_attention_math
@@ -48,7 +48,7 @@ def attention(
     return _Attention.apply(add, q, k, v, mask, tuple(filter(None, marks)))
 
 
-def _autocast(tensor: Any) -> Any:
+def autocast(tensor: Any) -> Any:
     if torch.is_autocast_enabled("cuda") and tensor.dtype == torch.float32:
         return tensor.to(torch.get_autocast_dtype("cuda"))
     return tensor

@@ -148,6 +148,21 @@ class ValueOperators(AbstractContextManager[Any]):
     def _op__use_cudnn_ctc_loss(self, *_: Any, **__: Any) -> bool:
         return False
 
+    _op__use_miopen_ctc_loss = _op__use_cudnn_ctc_loss
+
+    def _op__thnn_fused_gru_cell(self, gates: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor, *_: Any) -> Any:
+        found = (torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1]))
+        self.add("aten._thnn_fused_gru_cell.default", [gates, hidden, state], list(found))
+        return found
+
+    def _op__thnn_fused_gru_cell_backward(self, grad: torch.Tensor, kept: torch.Tensor, has_bias: bool) -> Any:
+        wide = [grad.new_empty(grad.shape[0], 3 * grad.shape[1]) for _ in range(2)]
+        found = [*wide, torch.empty_like(grad)]
+        self.add("aten._thnn_fused_gru_cell_backward.default", [grad, kept], found)
+        with self:
+            biases = [gates.sum(0) if has_bias else None for gates in wide]
+        return (*found, *biases)
+
     def _op__ctc_loss(self, x: torch.Tensor, targets: torch.Tensor, *lengths: Any, **__: Any) -> Any:
         """Losses and the table of forward probabilities: times × twice the longest target."""
         times, batch = x.shape[0], x.shape[1]
@@ -168,7 +183,11 @@ class ValueOperators(AbstractContextManager[Any]):
 
     def _raw__pack_padded_sequence(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
         """Rows of all sequences one after the other, and how many sequences go on at every time: real numbers."""
-        known = lengths.tolist()
+        if isinstance(lengths, FakeTensor):
+            known = self.values.all_of(lengths)
+        else:
+            with unset_fake_temporarily():
+                known = lengths.tolist()
         sizes = [sum(length > time for length in known) for time in range(max(known))]
         found = torch.empty((sum(sizes), *x.shape[2:]), dtype=x.dtype, device=x.device)
         self.add("aten._pack_padded_sequence.default", [x], [found])
