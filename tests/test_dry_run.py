@@ -125,6 +125,21 @@ def test_checkpointing_lowers_the_peak_and_repeats_the_forward_pass() -> None:
 
 
 @needs_transformers
+@pytest.mark.parametrize("batch", [1, 2])
+def test_masks_that_a_gpu_run_leaves_out_are_left_out(batch: int) -> None:
+    found = record(LLAMA | {"model_type": "gemma2", "sliding_window": 4096, "head_dim": 64}, batch=batch)
+    assert not [op for op in found.ops if op.name.startswith("aten.where")]
+
+
+@needs_transformers
+def test_a_compiled_model_runs_fewer_kernels_and_holds_less(tmp_path: Path) -> None:
+    eager, compiled = (predicted(tmp_path, LLAMA, "train.seq=256", f"train.compile={on}") for on in ("false", "true"))
+    assert compiled["memory_gib"]["activations"] < eager["memory_gib"]["activations"]
+    assert compiled["step_ms"] < eager["step_ms"]
+    assert any("fused" in row["name"] for row in compiled["operators"])
+
+
+@needs_transformers
 def test_memory_after_a_step_is_what_it_was_before() -> None:
     recording = record(LLAMA)
     assert recording.allocated[-1] == sum(recording.alive.values())
@@ -187,7 +202,7 @@ def test_a_model_type_that_is_not_known_is_one_line_with_the_way_out(tmp_path: P
 
 
 @needs_transformers
-@pytest.mark.parametrize("change", ["cluster.gpus=2", "train.compile=true", "model.layers=3", "train.precision=fp8"])
+@pytest.mark.parametrize("change", ["cluster.gpus=2", "train.cuda_graphs=true", "model.layers=3", "train.precision=fp8"])
 def test_what_a_dry_run_does_not_cover_is_described_and_says_so(change: str, tmp_path: Path) -> None:
     found = predicted(tmp_path, LLAMA, "train.seq=64", change)
     assert any("predicted from its sizes" in note for note in found["warnings"])

@@ -201,8 +201,9 @@ class AssumedValues:
     def _number(self, value: Any) -> float | None:
         """As `_known`, but a single number of which nothing is known is the one that `item` would return."""
         known = self._known(value)
-        is_single = isinstance(value, torch.Tensor) and value.numel() == 1 and storage_key(value) not in self.uniform
-        return _UNKNOWN if known is None and is_single else known
+        if known is not None or not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+            return known  # single integers come from comparisons of places, as in the search for packed sequences
+        return _UNKNOWN if value.numel() == 1 and storage_key(value) not in self.uniform else None
 
 
 def _constant(value: float) -> Rule:
