@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lumos.analysis.comparison import compare
     from lumos.analysis.replay import Replay, replay
     from lumos.capture.recording import capture
+    from lumos.dry_run.in_process import dry_run
+    from lumos.dry_run.recorded_step import Recording
     from lumos.errors import LumosError
     from lumos.graph.scaling import Scale
     from lumos.prediction.prediction import Prediction, predict
@@ -26,23 +28,25 @@ if TYPE_CHECKING:
     from lumos.trace.trace import Trace
 
 _HOME = {
-    "LumosError": "errors", "Prediction": "prediction.prediction", "Replay": "analysis.replay",
-    "Scale": "graph.scaling", "Setup": "setup", "Trace": "trace.trace", "compare": "analysis.comparison",
-    "predict": "prediction.prediction", "read_job": "trace.read.job", "read_setup": "setup",
-    "replay": "analysis.replay", "search": "search.search", "write_setup": "setup",
+    "LumosError": "errors", "Prediction": "prediction.prediction", "Recording": "dry_run.recorded_step",
+    "Replay": "analysis.replay", "Scale": "graph.scaling", "Setup": "setup", "Trace": "trace.trace",
+    "compare": "analysis.comparison", "dry_run": "dry_run.in_process", "predict": "prediction.prediction",
+    "read_job": "trace.read.job", "read_setup": "setup", "replay": "analysis.replay", "search": "search.search",
+    "write_setup": "setup",
 }  # fmt: skip
 
 __all__ = [
-    "LumosError", "Prediction", "Replay", "Scale", "Setup", "Trace", "capture", "compare", "predict", "read_job",
-    "read_setup", "replay", "search", "write_setup",
+    "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "Trace", "capture", "compare", "dry_run",
+    "predict", "read_job", "read_setup", "replay", "search", "write_setup",
 ]  # fmt: skip
 
 
 class _PublicNames(ModuleType):
     """The package, whose public names are imported on first use: `lumos --help` must not wait for numpy.
 
-    Some functions are called like the package that holds them (`lumos.search`). Importing that package would put it in
-    the function's place; a property cannot be replaced, so the public name always means the function.
+    Some functions are called like the package that holds them (`lumos.search`, `lumos.dry_run`). Importing that
+    package would put it in the function's place; a property cannot be replaced, so the public name always means the
+    function.
     """
 
     @property
@@ -52,6 +56,14 @@ class _PublicNames(ModuleType):
     @search.setter
     def search(self, package: ModuleType) -> None:
         """Python binds an imported package to its parent; the name is taken."""
+
+    @property
+    def dry_run(self) -> Any:
+        return _public("dry_run")
+
+    @dry_run.setter
+    def dry_run(self, package: ModuleType) -> None:
+        """As above."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "capture":

@@ -53,6 +53,7 @@ def fake_process_groups(rank: int, world: int, faked_by_script: Callable[[], Non
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    before = {name: os.environ.get(name) for name in world_environment(rank, world)}
     os.environ.update(world_environment(rank, world))
     initialise, make_group = dist.init_process_group, dist.new_group
 
@@ -77,6 +78,8 @@ def fake_process_groups(rank: int, world: int, faked_by_script: Callable[[], Non
     def undo_all() -> None:
         for step in reversed(undo):
             step()
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
     return undo_all
 

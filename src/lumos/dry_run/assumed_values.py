@@ -8,6 +8,7 @@ it follow the sizes that depend on data (`mask.nonzero()`, `x[mask]`) and the br
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -113,6 +114,20 @@ class AssumedValues:
         known = self._known(a)
         return storage_key(a) == storage_key(b) or (known is not None and known == self._known(b))
 
+    def are_close(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        self.asked = True
+        first, second = self._number(a), self._number(b)
+        return first is None or second is None or abs(first - second) <= 1e-5 + 1e-5 * abs(second)
+
+    def exchange(self, kind: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """A collective: what is moved is known of the result; ranks hold the same. What is added up is not known."""
+        sent = [tensor for tensor in inputs if all(tensor is not out for out in outputs)] or inputs
+        means = {self._known(tensor) for tensor in sent}
+        for tensor in outputs:
+            self.forget(storage_key(tensor))
+            if len(means) == 1 and None not in means and kind in ("all_to_all", "all_gather", "broadcast"):
+                self.mean[storage_key(tensor)] = next(iter(means)) or 0.0
+
     # ------------------------------------------------------------------ what operators do
     def follow(self, name: str, args: Any, out: Any) -> None:
         """Note what an operator wrote; `name` is without namespace and overload."""
@@ -184,7 +199,9 @@ class AssumedValues:
 
     def _mean(self, name: str, args: Any, out: torch.Tensor) -> float | None:
         rule = _RULES.get(name)
-        return rule(self, args, out) if rule else None
+        with suppress(ArithmeticError, IndexError, TypeError):  # infinite numbers, and arguments of other overloads
+            return rule(self, args, out) if rule else None
+        return None
 
     def _known(self, value: Any) -> float | None:
         """The mean of a tensor, or a number; None if nothing is known."""
@@ -221,7 +238,7 @@ def _equal(values: AssumedValues, args: Any, out: torch.Tensor) -> float | None:
         found = values.choices.get(storage_key(choice)) if isinstance(choice, torch.Tensor) else None
         if found is not None:
             known = values._known(other)
-            return 0.0 if known is not None and round(known) not in found else 1.0 / max(len(found), 1)
+            return 0.0 if known is not None and known not in found else 1.0 / max(len(found), 1)
     first, second = values._number(a), values._number(b)
     if first is None or second is None:
         return None
@@ -402,6 +419,7 @@ _RULES: dict[str, Rule] = {
     "isneginf": _constant(0.0), "isposinf": _constant(0.0), "isfinite": _constant(1.0),
     "logical_not": _not, "bitwise_not": _not, "logical_and": _and, "bitwise_and": _and, "logical_or": _or,
     "bitwise_or": _or, "any": _any, "all": _all, "sum": _sum, "bincount": _counted, "histc": _counted,
+    "_is_any_true": _any, "_is_all_true": _all,
     "scatter": _scattered, "scatter_": _scattered, "bernoulli": _drawn, "bernoulli_": _drawn, "mean": _mean_of,
     "scatter_add": _counts, "scatter_add_": _counts, "max": _most, "amax": _most, "isclose": _constant(1.0),
     "cat": _joined, "add": _arithmetic(lambda a, b: a + b), "mul": _arithmetic(lambda a, b: a * b),

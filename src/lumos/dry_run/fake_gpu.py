@@ -26,6 +26,7 @@ _FOUND = 0x101  # what it returns: there is one, and it is CUDA
 _CUDA, _DEVICE_TYPES = 1, 20  # the index of CUDA among device types, and how many there are at least
 _SLOTS, _HOOK_SLOTS, _HIDDEN = 32, 96, 2  # virtual functions of guards and hooks at most; entries before the first
 DEFAULT_STREAM = 0
+ADDRESS = "it passes the address of a tensor, which has no memory here, to code outside of PyTorch"
 
 
 class StreamLog(Protocol):
@@ -312,6 +313,9 @@ def _replacements(
         yield cuda, attribute, _refused_class("CUDA graphs are not recorded")
     yield cuda.memory, "_record_memory_history", _own(_nothing)
     yield cuda.memory, "_dump_snapshot", _own(_nothing)
+    for owner, attribute in ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch._C, "_to_dlpack")):
+        if hasattr(owner, attribute):
+            yield owner, attribute, refused(ADDRESS)
     yield torch.version, "cuda", "12.8"
     yield torch.backends.cudnn, "is_available", lambda: True
     yield torch.backends.cudnn, "is_acceptable", lambda _: False  # flattened weights are views, which change nothing

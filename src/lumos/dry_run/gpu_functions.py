@@ -1,4 +1,4 @@
-"""Attention as a GPU runs it: fused, where fake tensors take it apart."""
+"""Functions as a GPU runs them: attention is fused, where fake tensors take it apart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Add = Callable[[str, list[torch.Tensor], list[torch.Tensor], tuple[str, ...]], o
 
 
 def functions_as_on_gpu(add: Add) -> dict[str, Callable[..., Any]]:
-    """Functions of torch.nn.functional by name: attention is one operator."""
+    """Functions of torch.nn.functional by name: attention is one operator, lengths of sequences are known."""
     functional = torch.nn.functional
     plain_attention = functional.scaled_dot_product_attention
 
@@ -23,7 +23,24 @@ def functions_as_on_gpu(add: Add) -> dict[str, Callable[..., Any]]:
             return plain_attention(query, *args, **kwargs)
         return attention(add, query, *args, **kwargs)
 
-    return {"scaled_dot_product_attention": scaled_dot_product_attention}
+    plain_ctc = functional.ctc_loss
+
+    @functools.wraps(plain_ctc)
+    def ctc_loss(
+        log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **given: Any
+    ) -> Any:
+        """Lengths are numbers of the host; those that nobody knows are the longest there can be."""
+        longest = (log_probs.shape[0], targets.shape[-1])
+        lengths = (_numbers(*pair) for pair in zip((input_lengths, target_lengths), longest, strict=True))
+        return plain_ctc(log_probs, targets, *lengths, *args, **given)
+
+    return {"scaled_dot_product_attention": scaled_dot_product_attention, "ctc_loss": ctc_loss}
+
+
+def _numbers(values: Any, unknown: int) -> Any:
+    if isinstance(values, FakeTensor):
+        return [unknown] * int(values.numel())
+    return values.tolist() if isinstance(values, torch.Tensor) else values
 
 
 def is_local(tensor: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lumos.dry_run.assumed_values import ASSUMED, AssumedValues, storage_key
 from lumos.dry_run.compiled import compiled_as_kernels
-from lumos.dry_run.fake_gpu import DEFAULT_STREAM, fake_gpu, refused, replaced
+from lumos.dry_run.fake_gpu import ADDRESS, DEFAULT_STREAM, fake_gpu, refused, replaced
 from lumos.dry_run.gpu_functions import functions_as_on_gpu
 from lumos.dry_run.memory_ledger import MemoryLedger
 from lumos.dry_run.recorded_step import RecordedOp, Recording, StorageEvent, TensorInfo
@@ -38,7 +38,6 @@ _SMALL, _MANY = 1 << 16, 1 << 23  # elements of CPU tensors that keep their valu
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor}
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"}
 _ALONG = {"cumsum": 1, "sort": 1, "_softmax": 1, "_log_softmax": 1}  # where the dimension is among the arguments
-_ADDRESS = "it passes the address of a tensor, which has no memory here, to code outside of PyTorch"
 COLLECTIVES = -1  # the stream of the first process group; others are below it
 _NOT_CALLED = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "record_stream"}
 
@@ -324,8 +323,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
 
     def collective(self, call: Any) -> int:
         """Write a collective down: it waits for the current stream, and runs on the stream of its group."""
-        for tensor in call.outputs:
-            self.values.forget(storage_key(tensor))
+        self.values.exchange(call.kind, call.inputs, call.outputs)
         if self.peers_are_faked:
             return self._fake_collective(call)
         stream = self._groups.setdefault(call.group, COLLECTIVES - len(self._groups))
@@ -386,7 +384,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
             "tolist": tolist, "numpy": numpy, "__array__": array, "pin_memory": itself, "share_memory_": itself,
             "is_pinned": lambda tensor, *_, **__: not _on_gpu(tensor), "record_stream": lambda *_: None,
             "data_ptr": lambda tensor: Address(self.ledger.id_of(tensor), tensor), "__format__": formatted,
-            "__dlpack__": refused(_ADDRESS), "__cuda_array_interface__": property(refused(_ADDRESS)),
+            "__dlpack__": refused(ADDRESS), "__cuda_array_interface__": property(refused(ADDRESS)),
         }  # fmt: skip
 
 
@@ -409,7 +407,7 @@ class Address:
     def __bool__(self) -> bool:
         return True
 
-    __index__ = __int__ = __add__ = __sub__ = refused(_ADDRESS)
+    __index__ = __int__ = __add__ = __sub__ = refused(ADDRESS)
 
 
 class ModulePaths:
@@ -503,7 +501,7 @@ def _fake_parameter(recorder: Recorder) -> Callable[..., Any]:
 
 def _storages_resized(ledger: MemoryLedger) -> Any:
     """FSDP frees and allocates parameters by giving their storages another size."""
-    resize = torch.UntypedStorage.resize_
+    resize, address = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr
 
     @functools.wraps(resize)
     def resize_(storage: Any, size: int) -> Any:
@@ -511,7 +509,11 @@ def _storages_resized(ledger: MemoryLedger) -> Any:
         ledger.resize(storage)
         return found
 
-    return replaced([(torch.UntypedStorage, "resize_", resize_)])
+    def data_ptr(storage: Any) -> int:
+        """By which storages are told apart."""
+        return int(storage._cdata if storage.device.type == "meta" else address(storage))
+
+    return replaced([(torch.UntypedStorage, "resize_", resize_), (torch.UntypedStorage, "data_ptr", data_ptr)])
 
 
 def _marked(recorder: Recorder, name: str, function: Any) -> Any:

@@ -22,13 +22,13 @@ from typing import Any
 
 from lumos.capture.fake import fake_process_groups
 from lumos.dry_run.compiled import compiled_as_kernels
-from lumos.dry_run.fake_gpu import NotInDryRunError, replaced
+from lumos.dry_run.fake_gpu import ADDRESS, NotInDryRunError, replaced
 from lumos.dry_run.record import Recorder, StepCounter, TooManyOperatorsError, recorded
 from lumos.dry_run.recorded_step import write_recording
 from lumos.dry_run.script_functions import script_functions
 
 VARIABLE = "LUMOS_DRY_RUN"  # set in the script's process, which can ask for it
-STEPS = 2
+_STEPS = 2
 GPUS_OF_NODE = 8
 _WAY_OUT = f"leave that line out when the variable {VARIABLE} is set, or record on a GPU with lumos capture"
 _ASKED = {
@@ -36,6 +36,7 @@ _ASKED = {
     "DynamicOutputShapeException": "the size of its result depends on the values of a tensor",
     "UnsupportedOperatorException": "it calls an operator without shapes for fake tensors",
     "UnsupportedFakeTensorException": "it makes a tensor that cannot be a fake one",
+    "ArgumentError": ADDRESS,
     "ModuleNotFoundError": "kernels of Triton are not run in a dry run",
 }
 _WORDS = ("FakeTensor", "fake tensor", "meta tensor", "'meta'", "data pointer", "Address", "CUDA", "torch._C",
@@ -55,53 +56,66 @@ def dry_run_this_process(folder: Path, gpu: dict[str, Any], rank: int, world: in
     os.environ[VARIABLE] = "1"
     faulthandler.enable()  # C++ that is given an address of a fake tensor ends the process: say where
     stack = ExitStack()
-    gpus = min(world, GPUS_OF_NODE)
-    recorder = stack.enter_context(recorded(**{"gpus": gpus, **gpu}))
-    stack.callback(fake_process_groups(rank, world, functools.partial(setattr, recorder, "peers_are_faked", True)))
-    notes = stack.enter_context(compiled_as_kernels(recorder))
-    stack.enter_context(replaced(script_functions(notes, rank)))
-    counter = StepCounter(recorder, notes)
+    counter = faked(stack, gpu, rank, world)
     stack.enter_context(steps_counted(counter, functools.partial(_end, counter, folder)))
     sys.excepthook = functools.partial(_explain, sys.excepthook)
     atexit.register(_say_how_far, counter, os.getpid(), stack)
+
+
+def faked(stack: ExitStack, gpu: dict[str, Any], rank: int, world: int) -> StepCounter:
+    """Until the stack is closed, this process has fake tensors, a fake GPU and the process groups of a fake world."""
+    recorder = stack.enter_context(recorded(**{"gpus": min(world, GPUS_OF_NODE), **gpu}))
+    stack.callback(fake_process_groups(rank, world, functools.partial(setattr, recorder, "peers_are_faked", True)))
+    notes = stack.enter_context(compiled_as_kernels(recorder))
+    stack.enter_context(replaced(script_functions(notes, rank)))
+    return StepCounter(recorder, notes)
+
+
+def trains_on_gpu(counter: StepCounter) -> bool:
+    return any("cpu" not in op.options for op in counter.recorder.ops)
 
 
 @contextmanager
 def steps_counted(counter: StepCounter, ended: Callable[[], None]) -> Iterator[None]:
     """Follow the first optimizer that steps; call `ended` when it has stepped as often as is needed.
 
-    A class of optimizers has its `step` wrapped when the first of it is made. Other optimizers are part of the step.
+    Other optimizers are part of its step.
     """
-    from torch.optim import Optimizer
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    wrapped_by_torch = Optimizer.profile_hook_step
     counted: list[Any] = []
 
-    def profile_hook_step(step: Any) -> Any:
-        inner = wrapped_by_torch(step)
+    def before(optimizer: Any, *_: Any) -> None:
+        if not counted:
+            counted.append(optimizer)
+        counter.begin(optimizer)
 
-        @functools.wraps(inner)
-        def counted_step(optimizer: Any, *args: Any, **options: Any) -> Any:
-            if not counted:
-                counted.append(optimizer)
-            counter.begin(optimizer)
-            result = inner(optimizer, *args, **options)
-            counter.end(optimizer, counted[0] is optimizer)
-            if counted[0] is optimizer:
-                if counter.ended == STEPS:
-                    ended()
-                counter.recorder.restart()
-            return result
+    def after(optimizer: Any, *_: Any) -> None:
+        counter.end(optimizer, counted[0] is optimizer)
+        if counted[0] is optimizer:
+            if counter.ended == steps_needed(counter):
+                ended()
+            counter.recorder.restart()
 
-        return counted_step
-
-    with replaced([(Optimizer, "profile_hook_step", staticmethod(profile_hook_step))]):
+    hooks = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+    try:
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def steps_needed(counter: StepCounter) -> int:
+    """DistributedDataParallel makes its buckets anew in the second step, so that the third is like all others."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    has_buckets = any(isinstance(model, DistributedDataParallel) for model in counter.recorder.modules.roots.values())
+    return _STEPS + has_buckets
 
 
 def _end(counter: StepCounter, folder: Path) -> None:
     """Write the step, and stop the script: the rest of it would tell nothing new."""
-    if all("cpu" in op.options for op in counter.recorder.ops):
+    if not trains_on_gpu(counter):
         _stop("lumos: the script trains on the CPU: move its model and data to cuda, which is there in a dry run")
     rank, world = place()
     write_recording(folder / f"rank{rank}.dry.json.gz", counter.recording(tokens_of(counter.recorder), 1, rank, world))
@@ -165,10 +179,10 @@ def _reason(error: BaseException) -> str:
 
 def _is_of_dry_runs(error: BaseException, frames: list[traceback.FrameSummary]) -> bool:
     """Whether an error comes from fake tensors or the fake GPU; others a script would meet on a GPU as well."""
-    if type(error).__name__ in _ASKED or isinstance(error, NotImplementedError | TooManyOperatorsError):
-        return True
     if isinstance(error, ModuleNotFoundError):
         return error.name == "triton"
+    if type(error).__name__ in _ASKED or isinstance(error, NotImplementedError | TooManyOperatorsError):
+        return True
     return any(word in str(error) for word in _WORDS) or any(part in frames[-1].filename for part in _PLACES)
 
 
@@ -189,4 +203,5 @@ def _say_how_far(counter: StepCounter, process: int, stack: ExitStack) -> None:
     """The script ended by itself, before it was stopped."""
     stack.close()
     if os.getpid() == process and counter.ended:
-        sys.stderr.write(f"lumos: the optimizer made {counter.ended} of the {STEPS} steps that a dry run needs\n")
+        needed = steps_needed(counter)
+        sys.stderr.write(f"lumos: the optimizer made {counter.ended} of the {needed} steps that a dry run needs\n")

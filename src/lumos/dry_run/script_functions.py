@@ -8,11 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.multiprocessing
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
+from lumos.dry_run.fake_gpu import refused
+
 ONE_PROCESS = "torch.multiprocessing.spawn: one of {} processes runs; the others are taken to do the same"
+_OBJECT = "it waits for an object of another rank: give a PipelineStage its input_args and output_args"
 ONE_GPU = "nn.DataParallel is taken as one GPU with the whole batch: use DistributedDataParallel for several"
 
 
@@ -49,9 +53,13 @@ def script_functions(notes: dict[str, None], rank: int) -> list[tuple[Any, str, 
         return parallel.module(*inputs, **options)
 
     return [
+        (torch.distributed, "recv_object_list", refused(_OBJECT)), (torch.distributed, "send_object_list", _nothing),
         (DataLoader, "__init__", _in_this_process(DataLoader.__init__)), (torch, "save", save), (torch, "load", loaded),
         (torch.multiprocessing, "spawn", spawn), (torch.nn.DataParallel, "forward", on_one_gpu),
     ]  # fmt: skip
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _in_this_process(make: Any) -> Any:

@@ -47,6 +47,12 @@ class ValueOperators(AbstractContextManager[Any]):
             self._waited("aten.equal.default", [a, b], [])
         return self.values.are_equal(a, b)
 
+    def _op_allclose(self, a: torch.Tensor, b: torch.Tensor, *tolerances: Any, **__: Any) -> bool:
+        """Known numbers are compared; others are taken to be close, as a script that asserts it expects."""
+        if a.device.type == "cuda":
+            self._waited("aten.allclose.default", [a, b], [])
+        return self.values.are_close(a, b)
+
     # ------------------------------------------------------------------ masks and places
     def _op_nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         """The host waits for the number of places."""
@@ -177,6 +183,33 @@ class ValueOperators(AbstractContextManager[Any]):
         self.add("aten._ctc_loss_backward.default", [grad, x, table, torch.empty_like(table)], [found])
         return found
 
+    # ------------------------------------------------------------------ batch norm over several GPUs
+    def _op_batch_norm_stats(self, x: torch.Tensor, eps: float) -> Any:
+        found = [x.new_empty(x.shape[1], dtype=_wide(x)) for _ in range(2)]
+        self.add("aten.batch_norm_stats.default", [x], found)
+        return tuple(found)
+
+    def _op_batch_norm_gather_stats_with_counts(self, x: torch.Tensor, mean: torch.Tensor, *rest: Any) -> Any:
+        found = [x.new_empty(mean.shape[-1], dtype=_wide(x)) for _ in range(2)]
+        self.add("aten.batch_norm_gather_stats_with_counts.default", [mean, rest[0]], found)
+        return tuple(found)
+
+    def _op_batch_norm_elemt(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        found = torch.empty_like(x)
+        self.add("aten.batch_norm_elemt.default", [x, *(t for t in rest if isinstance(t, torch.Tensor))], [found])
+        return found
+
+    def _op_batch_norm_backward_reduce(self, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+        found = [x.new_empty(x.shape[1], dtype=_wide(x)) for _ in range(4)]
+        self.add("aten.batch_norm_backward_reduce.default", [grad, x], found)
+        return tuple(tensor if wanted else None for tensor, wanted in zip(found, (True, True, *rest[-2:]), strict=True))
+
+    def _op_batch_norm_backward_elemt(self, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        found = torch.empty_like(x)
+        self.add("aten.batch_norm_backward_elemt.default", [grad, x], [found])
+        return found
+
+    # ------------------------------------------------------------------ real numbers of the host
     def _raw_is_pinned(self, tensor: torch.Tensor, *_: Any, **__: Any) -> bool:
         """Pinned memory of the host is not asked for, and taken to be there."""
         return bool(tensor.device.type == "cpu")
@@ -200,6 +233,11 @@ class ValueOperators(AbstractContextManager[Any]):
         found = grad.new_empty(size)
         self.add("aten._pack_padded_sequence_backward.default", [grad], [found])
         return found
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    """In which statistics are kept."""
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
 def _has_mask(indices: Any) -> bool:

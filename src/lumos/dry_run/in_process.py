@@ -1,0 +1,77 @@
+"""`lumos.dry_run(train)`: a dry run of a function in this process, without a script of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from lumos.dry_run.recorded_step import Recording
+from lumos.errors import LumosError, OptionError
+
+
+class DryRunError(LumosError):
+    """A function that cannot be dry-run: it takes too few steps, or does not train on a GPU."""
+
+
+class _EnoughError(BaseException):
+    """Ends the function when its second step is recorded; no `except Exception` of it catches this."""
+
+
+def dry_run(train: Callable[[], Any], world: int = 1, rank: int = 0, gpu: str = "h100") -> Recording:
+    """Run a function that builds a model and trains it, on fake tensors and a fake GPU; the second step is recorded.
+
+    The function calls `optimizer.step()` at least twice (three times with DistributedDataParallel), and is stopped
+    after that. Inside, `cuda` is there, tensors hold no memory, and `torch.distributed` poses as one rank of a job of
+    `world`. Afterwards torch is as it was.
+
+    >>> def train():                                              # doctest: +SKIP
+    ...     model = torch.nn.Linear(4096, 4096).cuda()
+    ...     optimizer = torch.optim.AdamW(model.parameters())
+    ...     for _ in range(2):
+    ...         model(torch.randn(8192, 4096, device="cuda")).sum().backward()
+    ...         optimizer.step()
+    >>> recording = lumos.dry_run(train, gpu="h200")              # doctest: +SKIP
+    >>> recording.peak_bytes                                      # doctest: +SKIP
+    """
+    from lumos.capture.fake import check_world
+    from lumos.capture.rank_info import require_torch
+    from lumos.setup.gpus import gpu_named
+
+    if not callable(train):
+        raise OptionError(f"dry_run: {train!r} is not a function that builds and trains a model")
+    check_world(rank, world)
+    found = gpu_named(gpu)
+    require_torch()
+    with ExitStack() as stack:
+        stack.callback(setattr, sys, "excepthook", sys.excepthook)  # torch.distributed puts its own there
+        stack.callback(_leave_no_group)
+        described = {"gpu": f"NVIDIA {found.name.upper()}", "memory_gib": found.memory_gib}
+        return _recorded(train, stack, world, rank, described)
+
+
+def _recorded(train: Callable[[], Any], stack: ExitStack, world: int, rank: int, gpu: dict[str, Any]) -> Recording:
+    from lumos.dry_run.script import faked, steps_counted, steps_needed, tokens_of, trains_on_gpu
+
+    def ended() -> None:
+        raise _EnoughError
+
+    counter = faked(stack, gpu, rank, world)
+    stack.enter_context(steps_counted(counter, ended))
+    try:
+        train()
+    except _EnoughError:
+        if not trains_on_gpu(counter):
+            raise DryRunError("dry_run: the function trains on the CPU: move its model and data to cuda") from None
+        return counter.recording(tokens_of(counter.recorder), 1, rank, world)
+    needed = steps_needed(counter)
+    raise DryRunError(f"dry_run: the function made {counter.ended} of the {needed} optimizer steps that are needed")
+
+
+def _leave_no_group() -> None:
+    """A process group of the fake world must not outlive it."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and str(dist.get_backend()) == "fake":
+        dist.destroy_process_group()
