@@ -314,7 +314,8 @@ SECTIONS = {
     "scripts": Section(
         "Scripts", "script",
         "As people write them (`calibration/scripts/development`), and shared ones. Prices of operators and of host "
-        "calls were improved with these errors in sight.",
+        "calls were improved with these errors in sight, and two constants of the host are set by hand from these "
+        "scripts and the ranks below (`calibration/fit_host.py`).",
     ),
     "ranks": Section(
         "One rank of a large job", "rank",
