@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,8 +222,9 @@ def cases(data: Path, blind: bool) -> Iterator[Case]:
 
 
 # ---------------------------------------------------------------------- dry runs
+@cache
 def recording_code() -> str:
-    """A digest of the code that recordings depend on."""
+    """A digest of the code that recordings depend on, as it is when this begins."""
     package = ROOT / "src/lumos"
     files = [*(package / "dry_run").glob("*.py"), *(package / "capture").rglob("*.py")]
     text = b"".join(file.read_bytes() for file in sorted(files) if file.name not in PRICING)
@@ -470,7 +472,7 @@ def main() -> None:
     results = list(_told(evaluated(chosen)))
     kept_apart = [result for result in results if result.case.set.startswith("blind")]
     chapter = blind_chapter(kept_apart) if options.blind else kept_chapter(options.output)
-    text = page([result for result in results if result not in kept_apart]) + chapter
+    text = page([result for result in results if result not in kept_apart]) + (f"\n{chapter}" if chapter else "")
     if options.output:
         options.output.write_text(text)
 
