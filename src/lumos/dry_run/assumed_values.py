@@ -237,7 +237,8 @@ def _equal(values: AssumedValues, args: Any, out: torch.Tensor) -> float | None:
     for choice, other in ((a, b), (b, a)):
         found = values.choices.get(storage_key(choice)) if isinstance(choice, torch.Tensor) else None
         if found is not None:
-            known = values._known(other)
+            is_one = not isinstance(other, torch.Tensor) or other.numel() == 1
+            known = values._known(other) if is_one else None
             return 0.0 if known is not None and known not in found else 1.0 / max(len(found), 1)
     first, second = values._number(a), values._number(b)
     if first is None or second is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from lumos.dry_run.recorded_step import Recording
@@ -22,14 +22,14 @@ class _EnoughError(BaseException):
 def dry_run(train: Callable[[], Any], world: int = 1, rank: int = 0, gpu: str = "h100") -> Recording:
     """Run a function that builds a model and trains it, on fake tensors and a fake GPU; the second step is recorded.
 
-    The function calls `optimizer.step()` at least twice (three times with DistributedDataParallel), and is stopped
-    after that. Inside, `cuda` is there, tensors hold no memory, and `torch.distributed` poses as one rank of a job of
-    `world`. Afterwards torch is as it was.
+    The function calls `optimizer.step()` at least twice, better three times, and is stopped after that. Inside, `cuda`
+    is there, tensors hold no memory, and `torch.distributed` poses as one rank of a job of `world`. Afterwards torch is
+    as it was.
 
     >>> def train():                                              # doctest: +SKIP
     ...     model = torch.nn.Linear(4096, 4096).cuda()
     ...     optimizer = torch.optim.AdamW(model.parameters())
-    ...     for _ in range(2):
+    ...     for _ in range(3):
     ...         model(torch.randn(8192, 4096, device="cuda")).sum().backward()
     ...         optimizer.step()
     >>> recording = lumos.dry_run(train, gpu="h200")              # doctest: +SKIP
@@ -52,21 +52,25 @@ def dry_run(train: Callable[[], Any], world: int = 1, rank: int = 0, gpu: str = 
 
 
 def _recorded(train: Callable[[], Any], stack: ExitStack, world: int, rank: int, gpu: dict[str, Any]) -> Recording:
-    from lumos.dry_run.script import faked, steps_counted, steps_needed, tokens_of, trains_on_gpu
-
-    def ended() -> None:
-        raise _EnoughError
+    from lumos.dry_run.script import STEPS, faked, steps_counted, tokens_of, trains_on_gpu
 
     counter = faked(stack, gpu, rank, world)
-    stack.enter_context(steps_counted(counter, ended))
-    try:
-        train()
-    except _EnoughError:
+    found: list[Recording] = []
+
+    def keep() -> None:
         if not trains_on_gpu(counter):
-            raise DryRunError("dry_run: the function trains on the CPU: move its model and data to cuda") from None
-        return counter.recording(tokens_of(counter.recorder), 1, rank, world)
-    needed = steps_needed(counter)
-    raise DryRunError(f"dry_run: the function made {counter.ended} of the {needed} optimizer steps that are needed")
+            raise DryRunError("dry_run: the function trains on the CPU: move its model and data to cuda")
+        found.append(counter.recording(tokens_of(counter.recorder), 1, rank, world))
+
+    def end() -> None:
+        raise _EnoughError
+
+    stack.enter_context(steps_counted(counter, keep, end))
+    with suppress(_EnoughError):
+        train()
+    if not found:
+        raise DryRunError(f"dry_run: the function made {counter.ended} of the {STEPS} optimizer steps that are needed")
+    return found[-1]
 
 
 def _leave_no_group() -> None:

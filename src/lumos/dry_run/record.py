@@ -117,6 +117,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self.modules = ModulePaths(lambda _: self.on_host("python.module"))
         self.started = monotonic()
         self.alive: dict[int, int] = {}
+        self.later = ExitStack()  # undoes what is replaced on the way
         self.notes: dict[str, None] = {}  # what was assumed, each once
         self.paused_depth = 0
         self._first = 0  # the mark of the first operator of this step
@@ -195,10 +196,9 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
             with self.paused():
                 return propagate(*args, **kwargs)
 
-        propagator._propagate_tensor_meta_non_cached = paused
         api = sys.modules["torch.distributed.tensor"].DTensor
-        for name in ("from_local", "to_local"):
-            setattr(api, name, _marked(self, f"dtensor.{name}", getattr(api, name)))
+        marked = [(api, name, _marked(self, f"dtensor.{name}", getattr(api, name))) for name in ("from_local", "to_local")]
+        self.later.enter_context(replaced([(propagator, propagate.__name__, paused), *marked]))
 
     def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Random numbers of DTensors come with offsets of a generator that nobody needs here."""
@@ -473,6 +473,7 @@ def recorded(
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fakes)
     with ExitStack() as stack:
+        stack.enter_context(recorder.later)
         stack.enter_context(fakes)  # first: it asks for GPUs itself
         stack.enter_context(fake_gpu(recorder, gpu, round(memory_gib * 2**30), capability, gpus))
         stack.enter_context(recorder.modules.followed())
@@ -571,7 +572,7 @@ class StepCounter:
         known = {event[1] for event in recorder.ledger.events} | set(recorder.alive)
         return Recording(
             list(recorder.ops),
-            sum(p.numel() for p in parameters.values()),
+            sum(p.numel() for p in (parameters | self.trained).values()),
             sum(p.numel() for p in self.trained.values()),
             tokens,
             recorder.alive,

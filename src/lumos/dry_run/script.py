@@ -28,7 +28,7 @@ from lumos.dry_run.recorded_step import write_recording
 from lumos.dry_run.script_functions import script_functions
 
 VARIABLE = "LUMOS_DRY_RUN"  # set in the script's process, which can ask for it
-_STEPS = 2
+STEPS = 2
 GPUS_OF_NODE = 8
 _WAY_OUT = f"leave that line out when the variable {VARIABLE} is set, or record on a GPU with lumos capture"
 _ASKED = {
@@ -57,7 +57,7 @@ def dry_run_this_process(folder: Path, gpu: dict[str, Any], rank: int, world: in
     faulthandler.enable()  # C++ that is given an address of a fake tensor ends the process: say where
     stack = ExitStack()
     counter = faked(stack, gpu, rank, world)
-    stack.enter_context(steps_counted(counter, functools.partial(_end, counter, folder)))
+    stack.enter_context(steps_counted(counter, functools.partial(_write, counter, folder), _end))
     sys.excepthook = functools.partial(_explain, sys.excepthook)
     atexit.register(_say_how_far, counter, os.getpid(), stack)
 
@@ -76,26 +76,33 @@ def trains_on_gpu(counter: StepCounter) -> bool:
 
 
 @contextmanager
-def steps_counted(counter: StepCounter, ended: Callable[[], None]) -> Iterator[None]:
-    """Follow the first optimizer that steps; call `ended` when it has stepped as often as is needed.
+def steps_counted(counter: StepCounter, recorded_one: Callable[[], None], ended: Callable[[], None]) -> Iterator[None]:
+    """Follow the first optimizer that steps; other optimizers are part of its step.
 
-    Other optimizers are part of its step.
+    Calls `recorded_one` after every step that can be used, and `ended` after one that is like all later ones: no
+    optimizer made its first step in it, and DistributedDataParallel did not make its buckets anew.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    counted: list[Any] = []
+    optimizers: list[Any] = []  # in the order of their first steps
+    first_steps: list[Any] = []  # of optimizers, in the step that is under way
 
     def before(optimizer: Any, *_: Any) -> None:
-        if not counted:
-            counted.append(optimizer)
+        if all(optimizer is not other for other in optimizers):
+            optimizers.append(optimizer)
+            first_steps.append(optimizer)
         counter.begin(optimizer)
 
     def after(optimizer: Any, *_: Any) -> None:
-        counter.end(optimizer, counted[0] is optimizer)
-        if counted[0] is optimizer:
-            if counter.ended == steps_needed(counter):
+        counter.end(optimizer, optimizers[0] is optimizer)
+        if optimizers[0] is not optimizer:
+            return
+        if counter.ended >= STEPS:
+            recorded_one()
+            if not first_steps and counter.ended >= STEPS + _has_buckets(counter):
                 ended()
-            counter.recorder.restart()
+        first_steps.clear()
+        counter.recorder.restart()
 
     hooks = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
     try:
@@ -105,20 +112,23 @@ def steps_counted(counter: StepCounter, ended: Callable[[], None]) -> Iterator[N
             hook.remove()
 
 
-def steps_needed(counter: StepCounter) -> int:
-    """DistributedDataParallel makes its buckets anew in the second step, so that the third is like all others."""
+def _has_buckets(counter: StepCounter) -> bool:
+    """DistributedDataParallel makes its buckets anew in the second step."""
     from torch.nn.parallel import DistributedDataParallel
 
-    has_buckets = any(isinstance(model, DistributedDataParallel) for model in counter.recorder.modules.roots.values())
-    return _STEPS + has_buckets
+    return any(isinstance(model, DistributedDataParallel) for model in counter.recorder.modules.roots.values())
 
 
-def _end(counter: StepCounter, folder: Path) -> None:
-    """Write the step, and stop the script: the rest of it would tell nothing new."""
+def _write(counter: StepCounter, folder: Path) -> None:
+    """Write the step that has just ended."""
     if not trains_on_gpu(counter):
         _stop("lumos: the script trains on the CPU: move its model and data to cuda, which is there in a dry run")
     rank, world = place()
     write_recording(folder / f"rank{rank}.dry.json.gz", counter.recording(tokens_of(counter.recorder), 1, rank, world))
+
+
+def _end() -> None:
+    """Stop the script: the rest of it would tell nothing new."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -202,6 +212,5 @@ def _is_users(path: str) -> bool:
 def _say_how_far(counter: StepCounter, process: int, stack: ExitStack) -> None:
     """The script ended by itself, before it was stopped."""
     stack.close()
-    if os.getpid() == process and counter.ended:
-        needed = steps_needed(counter)
-        sys.stderr.write(f"lumos: the optimizer made {counter.ended} of the {needed} steps that a dry run needs\n")
+    if os.getpid() == process and 0 < counter.ended < STEPS:
+        sys.stderr.write(f"lumos: the optimizer made {counter.ended} of the {STEPS} steps that a dry run needs\n")
