@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lumos.analysis.comparison import compare
     from lumos.analysis.replay import Replay, replay
     from lumos.capture.recording import capture
+    from lumos.dry_run.from_script import predict_recording
     from lumos.dry_run.in_process import dry_run
     from lumos.dry_run.recorded_step import Recording
     from lumos.errors import LumosError
@@ -31,13 +32,14 @@ _HOME = {
     "LumosError": "errors", "Prediction": "prediction.prediction", "Recording": "dry_run.recorded_step",
     "Replay": "analysis.replay", "Scale": "graph.scaling", "Setup": "setup", "Trace": "trace.trace",
     "compare": "analysis.comparison", "dry_run": "dry_run.in_process", "predict": "prediction.prediction",
+    "predict_recording": "dry_run.from_script",
     "read_job": "trace.read.job", "read_setup": "setup", "replay": "analysis.replay", "search": "search.search",
     "write_setup": "setup",
 }  # fmt: skip
 
 __all__ = [
     "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "Trace", "capture", "compare", "dry_run",
-    "predict", "read_job", "read_setup", "replay", "search", "write_setup",
+    "predict", "predict_recording", "read_job", "read_setup", "replay", "search", "write_setup",
 ]  # fmt: skip
 
 

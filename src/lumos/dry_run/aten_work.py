@@ -80,7 +80,9 @@ def runs_kernel(op: RecordedOp) -> bool:
     name = op.name.removeprefix("aten.")
     if op.name.startswith(("attention.", "fsdp.", "fused.")):
         return True
-    if not op.name.startswith("aten.") or name.startswith(_NOTHING):
+    if not op.name.startswith("aten."):
+        return op.allocates  # an operator of the user's own
+    if name.startswith(_NOTHING):
         return False
     return op.allocates or name.split(".")[0].endswith("_")
 
@@ -294,7 +296,8 @@ def work_of(op: RecordedOp) -> Work:
         return Work("transfer.pinned" if "pinned" in op.options else "transfer", max(written, 1.0), elements)
     if name in _OWN:
         return _own(op, name, read, written, elements)
-    if name.startswith(_UNSAMPLED) or (name not in _COPIES and any(t.elements > elements for t in inputs)):
+    is_known = op.name.startswith("aten.") and not name.startswith(_UNSAMPLED)
+    if not is_known or (name not in _COPIES and any(t.elements > elements for t in inputs)):
         return Work("unsampled", read + written, elements)
     return _element_wise(op, name, elements)
 
