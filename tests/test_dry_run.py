@@ -202,7 +202,9 @@ def test_a_model_type_that_is_not_known_is_one_line_with_the_way_out(tmp_path: P
 
 
 @needs_transformers
-@pytest.mark.parametrize("change", ["cluster.gpus=2", "train.cuda_graphs=true", "model.layers=3", "train.precision=fp8"])
+@pytest.mark.parametrize(
+    "change", ["cluster.gpus=2", "train.cuda_graphs=true", "model.layers=3", "train.precision=fp8"]
+)
 def test_what_a_dry_run_does_not_cover_is_described_and_says_so(change: str, tmp_path: Path) -> None:
     found = predicted(tmp_path, LLAMA, "train.seq=64", change)
     assert any("predicted from its sizes" in note for note in found["warnings"])

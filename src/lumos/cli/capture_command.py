@@ -36,7 +36,7 @@ def capture_command(
     ] = False,
     gpu: Annotated[str, typer.Option(help="The GPU that the script finds in a dry run.")] = "h100",
 ) -> None:
-    """Record some steps of a training script, or dry-run it on a machine without a GPU.
+    """Record a training script, or dry-run it on a machine without a GPU.
 
     PyTorch with any launcher; a step ends when the optimizer has stepped. The exit code is that of the command.
     """

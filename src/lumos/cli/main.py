@@ -46,7 +46,7 @@ COMMANDS = {
     "cost": _Command("cost_command", "How long do single operators take, isolated and from a cold cache?"),
     "sample": _Command("sample_command", _SAMPLE),
     "fit": _Command("fit_command", "Fit a cost model to samples (needs the extra [fit])."),
-    "capture": _Command("capture_command", "Record some steps of a training script, or dry-run it on a machine without a GPU.", _PASS_ON),
+    "capture": _Command("capture_command", "Record a training script, or dry-run it on a machine without a GPU.", _PASS_ON),
     "check": _Command("check_command", "What does a trace lack, for which answers, and how is it recorded?"),
     "demo": _Command("replay_command", "Replay the example in the package: four ranks, one of them slow."),
 }
