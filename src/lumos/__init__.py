@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _HOME = {
     "LumosError": "errors", "Prediction": "prediction.prediction", "Recording": "dry_run.recorded_step",
     "Replay": "analysis.replay", "Scale": "graph.scaling", "Setup": "setup", "Trace": "trace.trace",
-    "compare": "analysis.comparison", "dry_run": "dry_run.in_process", "predict": "prediction.prediction",
+    "compare": "analysis.comparison", "predict": "prediction.prediction",
     "predict_recording": "dry_run.from_script",
     "read_job": "trace.read.job", "read_setup": "setup", "replay": "analysis.replay", "search": "search.search",
     "write_setup": "setup",
@@ -46,9 +46,8 @@ __all__ = [
 class _PublicNames(ModuleType):
     """The package, whose public names are imported on first use: `lumos --help` must not wait for numpy.
 
-    Some functions are called like the package that holds them (`lumos.search`, `lumos.dry_run`). Importing that
-    package would put it in the function's place; a property cannot be replaced, so the public name always means the
-    function.
+    Some functions are called like the package that holds them (`lumos.search`). Importing that package would put it in
+    the function's place; a property cannot be replaced, so the public name always means the function.
     """
 
     @property
@@ -59,17 +58,9 @@ class _PublicNames(ModuleType):
     def search(self, package: ModuleType) -> None:
         """Python binds an imported package to its parent; the name is taken."""
 
-    @property
-    def dry_run(self) -> Any:
-        return _public("dry_run")
-
-    @dry_run.setter
-    def dry_run(self, package: ModuleType) -> None:
-        """As above."""
-
     def __getattr__(self, name: str) -> Any:
-        if name == "capture":
-            return import_module("lumos.capture")  # which is called as the function of its name
+        if name in ("capture", "dry_run"):
+            return import_module(f"lumos.{name}")  # which is called as the function of its name
         if name not in _HOME:
             raise AttributeError(f"module 'lumos' has no attribute {name!r}")
         return _public(name)

@@ -197,7 +197,8 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
                 return propagate(*args, **kwargs)
 
         api = sys.modules["torch.distributed.tensor"].DTensor
-        marked = [(api, name, _marked(self, f"dtensor.{name}", getattr(api, name))) for name in ("from_local", "to_local")]
+        names = ("from_local", "to_local")
+        marked = [(api, name, _marked(self, f"dtensor.{name}", getattr(api, name))) for name in names]
         self.later.enter_context(replaced([(propagator, propagate.__name__, paused), *marked]))
 
     def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
