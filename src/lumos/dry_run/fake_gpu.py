@@ -147,7 +147,7 @@ def install_device() -> None:
     if not torch.cuda.is_available() and not _KEPT:
         _install_guard()
         _answer_for_hooks()
-        _keep_whole("silu_backward", "_fused_rms_norm")
+        _keep_whole("silu_backward", "mish_backward", "_fused_rms_norm")
 
 
 def _keep_whole(*operators: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 import torch.distributed
 import torch.multiprocessing
 from torch.utils._pytree import tree_map_only
@@ -53,6 +54,7 @@ def script_functions(notes: dict[str, None], rank: int) -> list[tuple[Any, str, 
         return parallel.module(*inputs, **options)
 
     return [
+        (torch.distributed, "is_nccl_available", lambda: True), (torch.cuda.nccl, "version", lambda: (2, 27, 3)),
         (torch.distributed, "recv_object_list", refused(_OBJECT)), (torch.distributed, "send_object_list", _nothing),
         (DataLoader, "__init__", _in_this_process(DataLoader.__init__)), (torch, "save", save), (torch, "load", loaded),
         (torch.multiprocessing, "spawn", spawn), (torch.nn.DataParallel, "forward", on_one_gpu),
