@@ -75,9 +75,9 @@ class ValueOperators(AbstractContextManager[Any]):
         if not _has_mask(indices):
             return NotImplemented
         with self:
-            if value.numel() == 1 and not accumulate and len(indices) == 1 and indices[0].dtype == torch.bool:
-                mask = indices[0].reshape(*indices[0].shape, *[1] * (x.dim() - indices[0].dim()))
-                return x.masked_fill_(mask, value.to(x.device).reshape(()))
+            if _is_filled(indices, value) and not accumulate:
+                mask = indices[0].view(*indices[0].shape, *[1] * (x.dim() - indices[0].dim()))
+                return torch.ops.aten.masked_fill_.Tensor(x, mask, value if value.dim() == 0 else value.view(()))
             return torch.ops.aten.index_put_.default(x, _places(indices), value, accumulate)
 
     def _op__index_put_impl_(
@@ -238,6 +238,12 @@ class ValueOperators(AbstractContextManager[Any]):
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     """In which statistics are kept."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+def _is_filled(indices: Any, value: torch.Tensor) -> bool:
+    """Whether PyTorch fills instead: one number of the host, and one mask."""
+    is_number = value.numel() == 1 and value.device.type == "cpu"
+    return bool(is_number and len(indices) == 1 and indices[0].dtype == torch.bool)
 
 
 def _has_mask(indices: Any) -> bool:
