@@ -34,6 +34,7 @@ class _Command(NamedTuple):
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # options after COMMAND are its own
 _SEARCH = "Which TP, PP, CP, EP, DP, ZeRO, micro-batch, recomputation and schedule are best, and do they fit?"
 _MERGE = "Merge the shards of a search or a score into the answer that one run without --shard would have given."
+_CAPTURE = "Record a training script, or dry-run it on a machine without a GPU."
 _SAMPLE = "Measure operators on this machine's GPU (needs torch), as input for lumos fit."
 COMMANDS = {
     "replay": _Command("replay_command", "Is the graph right, and where does the time go?"),
@@ -46,7 +47,7 @@ COMMANDS = {
     "cost": _Command("cost_command", "How long do single operators take, isolated and from a cold cache?"),
     "sample": _Command("sample_command", _SAMPLE),
     "fit": _Command("fit_command", "Fit a cost model to samples (needs the extra [fit])."),
-    "capture": _Command("capture_command", "Record a training script, or dry-run it on a machine without a GPU.", _PASS_ON),
+    "capture": _Command("capture_command", _CAPTURE, _PASS_ON),
     "check": _Command("check_command", "What does a trace lack, for which answers, and how is it recorded?"),
     "demo": _Command("replay_command", "Replay the example in the package: four ranks, one of them slow."),
 }
