@@ -184,6 +184,16 @@ def test_a_mask_that_is_cleared_in_part_is_that_much_less_full() -> None:
     assert (80, 64) in wide(recorded(loss), "addmm")
 
 
+def test_labels_that_are_masked_out_leave_some() -> None:
+    def loss(model: Any) -> Any:
+        labels = torch.randint(0, 50, (100,), device="cuda")
+        labels[torch.rand(100, device="cuda") < 0.85] = -100
+        assert (labels != -100).sum() != 0
+        return model(torch.randn(100, 64, device="cuda")).sum()
+
+    assert "aten.masked_fill_.Tensor" in names(recorded(loss))
+
+
 class Routed(nn.Module):
     """Eight experts of which two are chosen, each called on its tokens."""
 

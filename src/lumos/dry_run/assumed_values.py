@@ -337,7 +337,10 @@ def _all(values: AssumedValues, args: Any, out: torch.Tensor) -> float | None:
 
 
 def _sum(values: AssumedValues, args: Any, out: torch.Tensor) -> float | None:
+    """Masks of which nothing is known are full."""
     mean = values._known(args[0])
+    if mean is None and args[0].dtype == torch.bool:
+        mean = _UNKNOWN
     return None if mean is None else mean * args[0].numel() / max(out.numel(), 1)
 
 
@@ -420,7 +423,7 @@ _RULES: dict[str, Rule] = {
     "isneginf": _constant(0.0), "isposinf": _constant(0.0), "isfinite": _constant(1.0),
     "logical_not": _not, "bitwise_not": _not, "logical_and": _and, "bitwise_and": _and, "logical_or": _or,
     "bitwise_or": _or, "any": _any, "all": _all, "sum": _sum, "bincount": _counted, "histc": _counted,
-    "_is_any_true": _any, "_is_all_true": _all,
+    "count_nonzero": _sum, "_is_any_true": _any, "_is_all_true": _all,
     "scatter": _scattered, "scatter_": _scattered, "bernoulli": _drawn, "bernoulli_": _drawn, "mean": _mean_of,
     "scatter_add": _counts, "scatter_add_": _counts, "max": _most, "amax": _most, "isclose": _constant(1.0),
     "cat": _joined, "add": _arithmetic(lambda a, b: a + b), "mul": _arithmetic(lambda a, b: a * b),
