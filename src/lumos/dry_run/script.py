@@ -39,8 +39,8 @@ _ASKED = {
     "ArgumentError": ADDRESS,
     "ModuleNotFoundError": "kernels of Triton are not run in a dry run",
 }
-_WORDS = ("FakeTensor", "fake tensor", "meta tensor", "'meta'", "data pointer", "Address", "CUDA", "torch._C",
-          "dummy base class", "_OpNamespace", "triton", "NVIDIA")  # fmt: skip
+_WORDS = ("FakeTensor", "fake tensor", "fake impl", "meta tensor", "'meta'", "data pointer", "Address", "CUDA",
+          "torch._C", "dummy base class", "_OpNamespace", "triton", "NVIDIA")  # fmt: skip
 _PLACES = (f"lumos{os.sep}dry_run", f"torch{os.sep}_subclasses", f"torch{os.sep}cuda")  # of the frame that fails
 
 
