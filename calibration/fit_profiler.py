@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tarfile
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from lumos.analysis.replay import Replay, replay
 from lumos.graph.from_trace.profiler_cost import ProfilerCost, without_profiler
 from lumos.graph.simulate import simulate
 from lumos.trace.read.job import read_job
+from shipped import unpack_records
 
 SHARES = np.round(np.arange(0.40, 0.86, 0.01), 2)
 OPERATOR_US, CALL_US = 10.0, 4.0  # set by hand, well above what the micro-benchmarks show in warm loops
@@ -136,8 +136,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=here.parent / "src/lumos/data/profiler.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(arguments.records) as archive:
-            archive.extractall(folder, filter="data")
+        unpack_records(folder, arguments.records)
         cost, found = fit(Path(folder))
     for recording in found:
         guess, fresh = predicted(recording, cost), predicted(recording, cost.fresh())

@@ -12,7 +12,6 @@ Writes warm_matrix and warm_stream of src/lumos/data/step.json.
 from __future__ import annotations
 
 import json
-import tarfile
 import tempfile
 from math import log2
 from pathlib import Path
@@ -32,9 +31,8 @@ from lumos.program.operators import Collective, Operator
 from lumos.program.transformer_layer import TransformerLayer
 from lumos.step.step import simulate_step
 from lumos.trace.read.job import read_job
-from shipped import ship, shipped
+from shipped import ship, shipped, unpack_records
 
-HERE = Path(__file__).parent
 CLASSES = {"matrix": Work.MATRIX, "stream": Work.STREAM}
 Floats = NDArray[np.float64]
 Row = tuple[Floats, float]  # cold microseconds of a layer's operators at each knot, and the measured ones
@@ -98,8 +96,7 @@ def fit(rows: list[Row]) -> list[float]:
 def derived() -> dict[str, list[float]]:
     """Both tables, by their names in step.json."""
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(HERE / "records.tar.xz") as archive:
-            archive.extractall(folder, filter="data")
+        unpack_records(folder)
         return {f"warm_{name}": fit(rows) for name, rows in rows_of(Path(folder)).items()}
 
 

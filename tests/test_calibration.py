@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ import fit_profiler  # noqa: E402
 import fit_steps  # noqa: E402
 import fit_uncertainty  # noqa: E402
 import fit_warmth  # noqa: E402
-from shipped import ship, shipped  # noqa: E402
+from shipped import ship, shipped, unpack_records  # noqa: E402
 
 TABLES = sorted(path.name for path in (ROOT / "src/lumos/data").glob("*.json"))
 SOURCED = [name for name in TABLES if name != "profiler.json"]  # which has one source for all of its values
@@ -133,8 +132,7 @@ def test_recorded_steps_give_the_shipped_warmth_of_the_cache() -> None:
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("records")
-    with tarfile.open(ROOT / "calibration/records.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+    unpack_records(folder)
     return folder
 
 
