@@ -362,3 +362,25 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_real_files_of_other_kinds_are_told_by_what_they_are(shared_data: Path, file: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         read_job(shared_data / file)
+
+
+# Names from files on a terminal
+
+
+@pytest.mark.parametrize("name", ["gemm[/x]", "void gemm<[a], [bold]b>", "gemm[link=x]y", "gemm :warning: b"])
+def test_names_from_a_trace_are_printed_as_they_are(tmp_path: Path, name: str) -> None:
+    events = [event | {"name": name} if event.get("cat") == "kernel" else event for event in training_run()]
+    write_trace(tmp_path / "rank0.json", events, header())
+    done = lumos("replay", "rank0.json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert name in done.stdout
+
+
+def test_control_characters_of_files_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    name = "gemm\x1b[31m red"
+    events = [event | {"name": name} if event.get("cat") == "kernel" else event for event in training_run()]
+    write_trace(tmp_path / "rank0.json", events, header())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "\x1b]0;title\x07x"}))
+    for arguments in (["replay", "rank0.json"], ["predict", "config.json"]):
+        done = lumos(*arguments, cwd=tmp_path)
+        assert "\x1b" not in done.stdout + done.stderr

@@ -7,6 +7,11 @@ LumosError
 """
 
 
+def printable(text: str) -> str:
+    """A text from a file as it may go to a terminal: line ends stay, other control characters become spaces."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
 class LumosError(Exception):
     """One line for the user: the value, the place and the way out. Exit code 2, no traceback."""
 

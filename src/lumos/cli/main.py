@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from lumos.cli.options import with_options_apart
-from lumos.errors import LumosError
+from lumos.errors import LumosError, printable
 
 
 class _Command(NamedTuple):
@@ -92,7 +92,7 @@ def main() -> None:
     try:
         app()
     except LumosError as error:
-        sys.stderr.write(f"lumos: {error}\n")
+        sys.stderr.write(f"lumos: {printable(str(error))}\n")
         sys.exit(2)
     except MemoryError:
         sys.stderr.write("lumos: out of memory; read fewer ranks with --match, or record fewer steps\n")

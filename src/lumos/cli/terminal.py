@@ -68,4 +68,5 @@ def print_json(answer: dict[str, object]) -> None:
 
 
 def console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140)
+    """Where answers go. Names from files are printed as they are: brackets and colons are no markup."""
+    return Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
 
+from lumos.errors import printable
+
 Value = str | float | int | bool | None
 
 LONGEST = 160  # characters of a name that are shown; kernels of C++ templates have thousands
@@ -93,7 +95,7 @@ def ms_digits(values: Iterable[float]) -> int:
 
 def short(name: str, longest: int = LONGEST) -> str:
     """A name of bounded length, with what does not print as a space."""
-    clean = "".join(c if c.isprintable() else " " for c in name[: longest + 1])
+    clean = printable(name[: longest + 1]).replace("\n", " ")
     return clean if len(clean) <= longest else clean[: longest - 1] + "…"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from lumos.errors import printable
 from lumos.report.table import Card, Table, short
 
 _TEXT = frozenset({"", "why", "mostly", "bound", "shape", "refused", "source", "evidence"})
@@ -16,7 +17,7 @@ _WIDEST = 70  # characters of a name
 def make_table(title: str, *columns: str) -> RichTable:
     """An empty table; the first column and those of words are flush left, numbers right."""
     table = RichTable(
-        title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False,
+        title=printable(title), title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False,
         caption_justify="left",
     )  # fmt: skip
     for index, column in enumerate(columns):
@@ -42,10 +43,10 @@ def summary(title: str, cards: Sequence[Card]) -> RichTable:
     table = make_table(title, "", "", "")
     table.show_header = False
     for card in cards:
-        table.add_row(*card)
+        table.add_row(*map(printable, card))
     return table
 
 
 def notes(warnings: Iterable[str]) -> list[Text]:
     """What the reader should know besides."""
-    return [Text(f"note: {warning}", style="yellow") for warning in warnings]
+    return [Text(f"note: {printable(warning)}", style="yellow") for warning in warnings]
