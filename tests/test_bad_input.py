@@ -21,6 +21,8 @@ from lumos.trace.read import host_memory as memory
 from lumos.trace.read.job import read_job
 from support import header, json_text, op, training_run, write_bytes, write_trace
 
+ONE_GPU = Path(__file__).resolve().parents[1] / "examples/one-h200.toml"
+
 
 def lumos(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The real command line, in a process of its own."""
@@ -376,11 +378,19 @@ def test_names_from_a_trace_are_printed_as_they_are(tmp_path: Path, name: str) -
     assert name in done.stdout
 
 
-def test_control_characters_of_files_do_not_reach_the_terminal(tmp_path: Path) -> None:
-    name = "gemm\x1b[31m red"
+@pytest.mark.parametrize("name", ["x[/y]", "x[bold]y", "x :warning: y"])
+def test_names_of_models_are_printed_as_they_are(tmp_path: Path, name: str) -> None:
+    done = lumos("predict", str(ONE_GPU), "--set", f"model.name={name}", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert name in done.stdout
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    name = "x\x1b[31m red"
     events = [event | {"name": name} if event.get("cat") == "kernel" else event for event in training_run()]
     write_trace(tmp_path / "rank0.json", events, header())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "\x1b]0;title\x07x"}))
-    for arguments in (["replay", "rank0.json"], ["predict", "config.json"]):
+    named, wrong = f"model.name={name}", f"model.{name}=1"
+    for arguments in (["replay", "rank0.json"], *(["predict", str(ONE_GPU), "--set", one] for one in (named, wrong))):
         done = lumos(*arguments, cwd=tmp_path)
+        assert "red" in done.stdout + done.stderr
         assert "\x1b" not in done.stdout + done.stderr
