@@ -2,8 +2,8 @@
 
     python3 calibration/fit_host.py
 
-Reads host_h200.json and writes src/lumos/data/host_costs.json. Nothing is fitted on whole steps: those of
-scripts_h200.json and ranks_h200.json.xz are for checking.
+Reads host_h200.json and writes src/lumos/data/host_costs.json. Two constants below, STEP_FACTOR and WRAPPED_US, are set
+by hand from whole steps: the development rows of scripts_h200.json and ranks_h200.json.xz.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -230,7 +231,7 @@ def fake_gpu(log: StreamLog, name: str, memory_bytes: int, capability: tuple[int
     """While this lasts, this process has `count` GPUs of that name, and runs on the first."""
     install_device()
     _Owned.log = log
-    with replaced(_replacements(log, name, memory_bytes, capability, count)):
+    with replaced(_Gpu(log, name, memory_bytes, (capability[0], capability[1]), count).replacements()):
         yield
 
 
@@ -247,102 +248,145 @@ def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
         yield
 
 
-def _replacements(
-    log: StreamLog, name: str, memory_bytes: int, capability: tuple[int, int], count: int
-) -> Iterator[tuple[Any, str, Any]]:
-    cuda = torch.cuda
-    device = SimpleNamespace(index=0)
-    capability = (capability[0], capability[1])  # scripts compare it with a tuple
-    properties = SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], total_memory=memory_bytes, multi_processor_count=132,
-        warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=50 << 20, is_integrated=0,
-        is_multi_gpu_board=0, regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448, gcnArchName="",
-        uuid="GPU-dry-run", pci_bus_id=0,
-    )  # fmt: skip
+@dataclass
+class _Gpu:
+    """What `torch.cuda` and its neighbours answer; each method yields or returns replacements of one kind."""
 
-    def exchange_device(which: int) -> int:
-        before, device.index = device.index, device.index if which < 0 else which
-        return int(before)
+    log: StreamLog
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    count: int
+    index: int = 0  # of the current device
 
-    def set_device(which: Any) -> None:
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """(owner, attribute, value) of everything that is replaced."""
+        cuda = torch.cuda
+        for attribute, answer in (self._devices() | self._streams() | self._memory() | self._random()).items():
+            value = _own(answer)
+            for owner in (cuda, cuda.memory, cuda.random):
+                if owner is cuda or hasattr(owner, attribute):
+                    yield owner, attribute, value
+        for attribute, kind in (("Stream", Stream), ("Event", Event), ("StreamContext", _StreamContext)):
+            yield cuda, attribute, kind
+        for attribute in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+            yield cuda.nvtx, attribute, _own(_nothing)
+        yield cuda.memory, "_record_memory_history", _own(_nothing)
+        yield cuda.memory, "_dump_snapshot", _own(_nothing)
+        yield from self._around()
+        yield from self._accelerator()
+        yield from _refusals()
+        yield from _tensors_and_lists()
+
+    def _devices(self) -> dict[str, Callable[..., Any]]:
+        major, minor = self.capability
+        properties = SimpleNamespace(
+            name=self.name, major=major, minor=minor, total_memory=self.memory_bytes, multi_processor_count=132,
+            warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=50 << 20, is_integrated=0,
+            is_multi_gpu_board=0, regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448, gcnArchName="",
+            uuid="GPU-dry-run", pci_bus_id=0,
+        )  # fmt: skip
+        return {
+            "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: self.count,
+            "current_device": lambda: self.index, "set_device": self.set_device,
+            "_exchange_device": self.exchange_device, "_maybe_exchange_device": self.exchange_device,
+            "init": _nothing, "_lazy_init": _nothing, "_lazy_call": _nothing, "_get_device": torch.device,
+            "get_device_name": lambda _=None: self.name, "get_device_capability": lambda _=None: (major, minor),
+            "get_device_properties": lambda _=None: properties, "is_bf16_supported": lambda *_, **__: True,
+            "is_tf32_supported": lambda: True, "can_device_access_peer": lambda *_: True,
+            "get_arch_list": lambda: [f"sm_{major}{minor}"], "_check_bf16_tensor_supported": lambda _: True,
+            "utilization": lambda _=None: 100, "memory_usage": lambda _=None: 50, "temperature": lambda _=None: 50,
+            "power_draw": lambda _=None: 500_000, "clock_rate": lambda _=None: 1500, "cudart": _Cudart,
+        }  # fmt: skip
+
+    def exchange_device(self, which: int) -> int:
+        before, self.index = self.index, self.index if which < 0 else which
+        return before
+
+    def set_device(self, which: Any) -> None:
         found = which if isinstance(which, int) else torch.device(which).index
-        exchange_device(-1 if found is None else found)
+        self.exchange_device(-1 if found is None else found)
 
-    def current_stream(_: Any = None) -> Stream:
-        return Stream(stream_id=log.stream)
+    def current_stream(self, _: Any = None) -> Stream:
+        return Stream(stream_id=self.log.stream)
 
-    answers: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: count,
-        "current_device": lambda: device.index, "set_device": set_device,
-        "_exchange_device": exchange_device, "_maybe_exchange_device": exchange_device,
-        "init": _nothing, "_lazy_init": _nothing, "_lazy_call": _nothing,
-        "get_device_name": lambda _=None: name, "get_device_capability": lambda _=None: capability,
-        "get_device_properties": lambda _=None: properties, "is_bf16_supported": lambda *_, **__: True,
-        "is_tf32_supported": lambda: True, "can_device_access_peer": lambda *_: True,
-        "synchronize": lambda _=None: log.wait_on_host("cudaDeviceSynchronize", log.marks()),
-        "current_stream": current_stream, "default_stream": lambda _=None: Stream(stream_id=DEFAULT_STREAM),
-        "stream": _StreamContext, "set_stream": lambda stream: setattr(log, "stream", stream.stream_id),
-        "is_current_stream_capturing": lambda: False, "empty_cache": _nothing, "ipc_collect": _nothing,
-        "memory_allocated": lambda _=None: log.memory()[0], "max_memory_allocated": lambda _=None: log.memory()[1],
-        "memory_reserved": lambda _=None: log.memory()[1], "max_memory_reserved": lambda _=None: log.memory()[1],
-        "reset_peak_memory_stats": lambda _=None: log.restart_peak(),
-        "reset_max_memory_allocated": lambda _=None: log.restart_peak(),
-        "mem_get_info": lambda _=None: (memory_bytes - log.memory()[0], memory_bytes),
-        "memory_stats": lambda _=None: _stats(log), "memory_summary": lambda *_, **__: "a dry run",
-        "manual_seed": _nothing, "manual_seed_all": _nothing, "seed": _nothing, "seed_all": _nothing,
-        "initial_seed": lambda: 0, "get_rng_state": lambda _=None: torch.empty(16, dtype=torch.uint8),
-        "set_rng_state": _nothing, "get_rng_state_all": list, "set_rng_state_all": _nothing,
-        "set_per_process_memory_fraction": _nothing, "utilization": lambda _=None: 100, "_get_device": torch.device,
-        "memory_usage": lambda _=None: 50, "temperature": lambda _=None: 50, "power_draw": lambda _=None: 500_000,
-        "clock_rate": lambda _=None: 1500, "get_arch_list": lambda: [f"sm_{capability[0]}{capability[1]}"],
-        "cudart": _Cudart, "_sleep": _nothing, "memory_snapshot": list, "_check_bf16_tensor_supported": lambda _: True,
-        "make_graphed_callables": refused("CUDA graphs are not recorded"),
-    }  # fmt: skip
-    for attribute, answer in answers.items():
-        value = _own(answer)
-        yield cuda, attribute, value
-        if hasattr(cuda.memory, attribute):
-            yield cuda.memory, attribute, value
-        if hasattr(cuda.random, attribute):
-            yield cuda.random, attribute, value
-    for attribute, kind in (("Stream", Stream), ("Event", Event), ("StreamContext", _StreamContext)):
-        yield cuda, attribute, kind
-    for attribute in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        yield cuda.nvtx, attribute, _own(_nothing)
+    def synchronize(self, _: Any = None) -> None:
+        self.log.wait_on_host("cudaDeviceSynchronize", self.log.marks())
+
+    def _streams(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "synchronize": self.synchronize, "current_stream": self.current_stream, "stream": _StreamContext,
+            "default_stream": lambda _=None: Stream(stream_id=DEFAULT_STREAM),
+            "set_stream": lambda stream: setattr(self.log, "stream", stream.stream_id),
+            "is_current_stream_capturing": lambda: False, "_sleep": _nothing,
+        }  # fmt: skip
+
+    def _memory(self) -> dict[str, Callable[..., Any]]:
+        log = self.log
+        return {
+            "memory_allocated": lambda _=None: log.memory()[0], "max_memory_allocated": lambda _=None: log.memory()[1],
+            "memory_reserved": lambda _=None: log.memory()[1], "max_memory_reserved": lambda _=None: log.memory()[1],
+            "reset_peak_memory_stats": lambda _=None: log.restart_peak(),
+            "reset_max_memory_allocated": lambda _=None: log.restart_peak(),
+            "mem_get_info": lambda _=None: (self.memory_bytes - log.memory()[0], self.memory_bytes),
+            "memory_stats": lambda _=None: _stats(log), "memory_summary": lambda *_, **__: "a dry run",
+            "memory_snapshot": list, "empty_cache": _nothing, "ipc_collect": _nothing,
+            "set_per_process_memory_fraction": _nothing,
+        }  # fmt: skip
+
+    def _random(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "manual_seed": _nothing, "manual_seed_all": _nothing, "seed": _nothing, "seed_all": _nothing,
+            "initial_seed": lambda: 0, "get_rng_state": lambda _=None: torch.empty(16, dtype=torch.uint8),
+            "set_rng_state": _nothing, "get_rng_state_all": list, "set_rng_state_all": _nothing,
+        }  # fmt: skip
+
+    def _around(self) -> Iterator[tuple[Any, str, Any]]:
+        """Versions, back ends and classes outside `torch.cuda`."""
+        yield torch.version, "cuda", "12.8"
+        yield torch.backends.cuda, "is_built", lambda: True
+        yield torch.backends.cudnn, "is_available", lambda: True
+        yield torch.backends.cudnn, "is_acceptable", lambda _: False  # flattened weights are views: nothing changes
+        yield torch.backends.cudnn, "version", lambda: 91002
+        yield torch.backends.mha, "get_fastpath_enabled", lambda: False  # fused evaluation knows no fake tensors
+        yield torch.compiler, "cudagraph_mark_step_begin", _own(_nothing)
+        yield torch, "Generator", _Generator
+        yield torch, "Event", Event
+        yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
+
+    def _accelerator(self) -> Iterator[tuple[Any, str, Any]]:
+        accelerator = getattr(torch, "accelerator", None)
+        if accelerator is None:
+            return
+        yield accelerator, "is_available", lambda: True
+        yield accelerator, "device_count", lambda: self.count
+        yield accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
+        for attribute in ("current_device_index", "current_device_idx"):
+            yield accelerator, attribute, _own(lambda: self.index)
+        for attribute in ("set_device_index", "set_device_idx"):
+            yield accelerator, attribute, _own(self.set_device)
+        yield accelerator, "current_stream", _own(self.current_stream)
+        yield accelerator, "synchronize", _own(self.synchronize)
+
+
+def _refusals() -> Iterator[tuple[Any, str, Any]]:
+    """What a dry run cannot imitate."""
+    yield torch.cuda, "make_graphed_callables", refused("CUDA graphs are not recorded")
     for attribute in ("CUDAGraph", "graph"):
-        yield cuda, attribute, _refused_class("CUDA graphs are not recorded")
-    yield cuda.memory, "_record_memory_history", _own(_nothing)
-    yield cuda.memory, "_dump_snapshot", _own(_nothing)
+        yield torch.cuda, attribute, _refused_class("CUDA graphs are not recorded")
     for owner, attribute in ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch._C, "_to_dlpack")):
         if hasattr(owner, attribute):
             yield owner, attribute, refused(ADDRESS)
-    yield torch.version, "cuda", "12.8"
-    yield torch.backends.cudnn, "is_available", lambda: True
-    yield torch.backends.cudnn, "is_acceptable", lambda _: False  # flattened weights are views, which change nothing
-    yield torch.backends.cudnn, "version", lambda: 91002
-    yield torch.backends.mha, "get_fastpath_enabled", lambda: False  # fused evaluation has no shapes of fake tensors
-    yield torch.compiler, "cudagraph_mark_step_begin", _own(_nothing)
-    yield torch, "Generator", _Generator
-    yield torch, "Event", Event
-    yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
-    yield torch.backends.cuda, "is_built", lambda: True
-    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # lists of types for which loops are fused
+
+
+def _tensors_and_lists() -> Iterator[tuple[Any, str, Any]]:
+    """Fake tensors are moved like real ones, and are among the types whose loops are fused."""
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         owner = sys.modules[module]
         yield owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor]
     swap = _move_parameter(torch.utils.swap_tensors)
     yield torch.utils, "swap_tensors", swap
     yield torch.Tensor, "data", _data(swap)
-    accelerator = getattr(torch, "accelerator", None)
-    if accelerator is not None:
-        yield accelerator, "is_available", lambda: True
-        yield accelerator, "device_count", lambda: count
-        yield accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
-        for attribute in ("current_device_index", "current_device_idx"):
-            yield accelerator, attribute, _own(lambda: device.index)
-        for attribute in ("set_device_index", "set_device_idx"):
-            yield accelerator, attribute, _own(set_device)
-        yield accelerator, "current_stream", _own(current_stream)
-        yield accelerator, "synchronize", _own(answers["synchronize"])
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
