@@ -15,6 +15,7 @@ from lumos.dry_run.from_script import predict_recording
 from lumos.dry_run.host_costs import host_us
 from lumos.dry_run.recorded_step import RecordedOp, Recording, StorageEvent, TensorInfo, write_recording
 from lumos.errors import InputError, OptionError
+from lumos.trace.read.job import read_job
 
 MIB = 1 << 20
 BIG = TensorInfo((8192, 8192), "bf16", (8192, 1), 2)
@@ -154,6 +155,13 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
     path.write_bytes(content)
     with pytest.raises(InputError, match="not a dry run"):
         read_recording(path)
+
+
+def test_a_dry_run_given_as_a_trace_is_named(tmp_path: Path) -> None:
+    write_recording(tmp_path / "rank0.dry.json.gz", recording(matmul()))
+    for path in (tmp_path, tmp_path / "rank0.dry.json.gz"):
+        with pytest.raises(InputError, match="a dry run of .* ask lumos predict --from"):
+            read_job(path)
 
 
 def test_an_operator_that_waits_for_a_later_one_is_refused(tmp_path: Path) -> None:

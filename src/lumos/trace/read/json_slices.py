@@ -243,6 +243,8 @@ def _refuse_other_formats(start: bytes, path: Path) -> None:
 
 def _refuse_json_without_events(text: bytes, path: Path) -> None:
     head = text[: 1 << 20]
+    if re.match(rb'\s*\{"format": "lumos dry run', head):
+        raise InputError(f"{path}: a dry run of lumos capture --dry, not a trace; ask lumos predict --from {path}")
     if b'"nodes"' in head and (b'"schema"' in head or b'"ctrl_deps"' in head):
         raise InputError(
             f"{path}: a PyTorch execution trace (it has nodes, not times); give the Kineto trace of the same run"
