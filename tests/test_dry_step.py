@@ -160,7 +160,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
 def test_a_dry_run_given_as_a_trace_is_named(tmp_path: Path) -> None:
     write_recording(tmp_path / "rank0.dry.json.gz", recording(matmul()))
     for path in (tmp_path, tmp_path / "rank0.dry.json.gz"):
-        with pytest.raises(InputError, match="a dry run of .* ask lumos predict --from"):
+        with pytest.raises(InputError, match=r"a dry run of .* ask lumos predict --from"):
             read_job(path)
 
 

@@ -128,6 +128,8 @@ def _nothing_found(path: Path, inside: list[Path], match: str) -> str:
         return f"{path}: no Kineto trace in this folder itself; did you mean {deeper}?"
     if not inside:
         return f"{path}: the folder is empty; give a folder of .json or .json.gz traces"
+    if any(p.name.endswith(".dry.json.gz") for p in inside):
+        return f"{path}: a dry run of lumos capture --dry, not a trace; ask lumos predict --from {path}"
     return f"{path}: none of its {len(inside)} files is a Kineto trace (.json or .json.gz with traceEvents)"
 
 
