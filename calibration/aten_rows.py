@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lumos.dry_run.recorded_step import RecordedOp, TensorInfo
+from lumos.program.recorded_op import RecordedOp, TensorInfo
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 _TENSOR = re.compile(r"(\w+)\[([\d,]*)\](?:\(([\d,]*)\))?")

@@ -26,11 +26,11 @@ import numpy as np
 
 from aten_rows import operators_of
 from aten_rows import rows as training_rows
+from lumos.cost.aten_prices import isolated_us
+from lumos.cost.aten_work import Work, works_of
 from lumos.cost.operator_model import Regressor, cost_model, encode
-from lumos.dry_run.aten_prices import isolated_us
-from lumos.dry_run.aten_work import Work, works_of
-from lumos.dry_run.recorded_step import RecordedOp, TensorInfo
 from lumos.measure.fit import grow
+from lumos.program.recorded_op import RecordedOp, TensorInfo
 
 HERE = Path(__file__).parent
 TABLE = HERE.parent / "src/lumos/data/aten_costs.json"

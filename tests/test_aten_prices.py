@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from lumos.cost.aten_prices import AtenPrices, corrections, matrix_operator, work_of, works_of
 from lumos.cost.in_step import in_step_factors
 from lumos.cost.network import network_of
 from lumos.cost.operator_model import cost_model
 from lumos.cost.prices import Prices
 from lumos.data_files import read_table
-from lumos.dry_run.aten_prices import AtenPrices, corrections, matrix_operator, work_of, works_of
-from lumos.dry_run.recorded_step import RecordedOp, TensorInfo
+from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.setup.gpus import gpu_named
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "int64": 8, "bool": 1, "uint8": 1}

@@ -80,8 +80,8 @@ def test_a_recording_is_made_again_when_the_code_or_the_case_changes() -> None:
 
 def test_an_operator_gets_the_price_of_a_family_in_one_line(copy: Copy) -> None:  # noqa: F811
     code = """
-from lumos.dry_run.aten_prices import AtenPrices
-from lumos.dry_run.recorded_step import RecordedOp, TensorInfo
+from lumos.cost.aten_prices import AtenPrices
+from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.setup import read_setup
 from lumos.step.step import prices_of
 from pathlib import Path

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lumos.cli.main import app
+from lumos.cost.aten_prices import corrections, matrix_operator, runs_kernel, work_of
 from lumos.data_files import read_table
-from lumos.dry_run.aten_prices import corrections, matrix_operator, runs_kernel, work_of
-from lumos.dry_run.recorded_step import RecordedOp, TensorInfo
 from lumos.errors import LumosError
+from lumos.program.recorded_op import RecordedOp, TensorInfo
 
 installed = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
 needs_transformers = pytest.mark.skipif(not installed, reason="needs torch and transformers")

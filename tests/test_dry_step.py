@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lumos.cost.host_costs import host_us
 from lumos.dry_run.caching_allocator import CachingAllocator
 from lumos.dry_run.dry_files import read_recording
 from lumos.dry_run.dry_prediction import DryPrediction
 from lumos.dry_run.from_script import predict_recording
-from lumos.dry_run.host_costs import host_us
-from lumos.dry_run.recorded_step import RecordedOp, Recording, StorageEvent, TensorInfo, write_recording
+from lumos.dry_run.recorded_step import Recording, StorageEvent, write_recording
 from lumos.errors import InputError, OptionError
+from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.trace.read.job import read_job
 
 MIB = 1 << 20

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from lumos.dry_run.recorded_step import FORMAT, RecordedOp, Recording, StorageEvent
+from lumos.dry_run.recorded_step import FORMAT, Recording, StorageEvent
 from lumos.errors import InputError
+from lumos.program.recorded_op import RecordedOp
 from lumos.setup.messages import place_of
 
 SUFFIX = ".dry.json.gz"

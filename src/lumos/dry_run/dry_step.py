@@ -14,17 +14,18 @@ from functools import cached_property
 import numpy as np
 
 from lumos.analysis.run import TracedRun
+from lumos.cost.aten_prices import AtenPrices, Price
+from lumos.cost.aten_work import base_name, runs_kernel
+from lumos.cost.host_costs import host_us
 from lumos.cost.prices import Prices
 from lumos.data_files import read_table
-from lumos.dry_run.aten_prices import AtenPrices, Price
-from lumos.dry_run.aten_work import base_name, runs_kernel
-from lumos.dry_run.host_costs import host_us
-from lumos.dry_run.recorded_step import RecordedOp, Recording
+from lumos.dry_run.recorded_step import Recording
 from lumos.graph.from_trace.build import build
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy
 from lumos.program.memory import Memory, StageMemory, reserve_of, workspaces_of
 from lumos.program.operators import Collective, Group, Operator
+from lumos.program.recorded_op import RecordedOp
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.trace.names import Category

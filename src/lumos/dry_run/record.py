@@ -26,9 +26,10 @@ from lumos.dry_run.compiled import compiled_as_kernels
 from lumos.dry_run.fake_gpu import ADDRESS, DEFAULT_STREAM, fake_gpu, refused, replaced
 from lumos.dry_run.gpu_functions import functions_as_on_gpu
 from lumos.dry_run.memory_ledger import MemoryLedger
-from lumos.dry_run.recorded_step import RecordedOp, Recording, StorageEvent, TensorInfo
+from lumos.dry_run.recorded_step import Recording, StorageEvent
 from lumos.dry_run.recurrent_layers import recurrent_as_on_gpu
 from lumos.dry_run.value_operators import ValueOperators
+from lumos.program.recorded_op import RecordedOp, TensorInfo
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
            torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8",

@@ -13,7 +13,7 @@ from lumos.analysis.replay import Replay
 from lumos.change.infer import Findings, Inferred, agreed
 from lumos.change.infer.layers import LayerShape, RankLayers, read_layers
 from lumos.change.infer.parallelism import Parallelism
-from lumos.change.infer.recorded_operators import OpType, RecordedOp, read_ops
+from lumos.change.traced_ops import OpType, TracedOp, read_ops
 from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.setup.gpus import find_gpu
 from lumos.trace.trace import Header
@@ -65,7 +65,7 @@ class _Inference:
         )  # fmt: skip
         return {key: inferred for part in parts for key, inferred in part.items()}
 
-    def _ops(self, op_type: OpType) -> list[RecordedOp]:
+    def _ops(self, op_type: OpType) -> list[TracedOp]:
         """All operators or scopes of a type, of all ranks."""
         return [op for rank in self.ranks for op in rank.ops.ops if op.type == op_type]
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lumos.change.infer import agreed
-from lumos.change.infer.recorded_operators import OpType, RankOps, RecordedOp, Shape
+from lumos.change.traced_ops import OpType, RankOps, TracedOp, Shape
 
 Weight = tuple[int, int]
 
@@ -96,7 +96,7 @@ def read_layers(ops: RankOps) -> RankLayers:
     )
 
 
-def _attentions(forward: list[RecordedOp]) -> set[int]:
+def _attentions(forward: list[TracedOp]) -> set[int]:
     """Fused attentions; where there are none, the second batched matmul of unfused ones."""
     fused = {id(op) for op in forward if op.type == OpType.ATTENTION}
     batched = [op for op in forward if op.type == OpType.BATCHED_MATMUL]
@@ -111,7 +111,7 @@ def _attends(first: list[Shape], second: list[Shape]) -> bool:
     return first[1] == (b, d, s) and second == [(b, s, s), (b, s, d)] and s > 1 and d > 1
 
 
-def _matmul(op: RecordedOp) -> Matmul | None:
+def _matmul(op: TracedOp) -> Matmul | None:
     left, right = [*op.factors, (), ()][:2]
     return Matmul(*left, right[1]) if len(left) == len(right) == 2 and left[1] == right[0] else None
 
@@ -161,7 +161,7 @@ def _layer(qkv: list[Weight], after: list[Weight]) -> LayerShape | None:
     return LayerShape(hidden, tuple(width for _, width in qkv), attended, ffn, widths != [ffn])
 
 
-def _attention_shape(op: RecordedOp, tokens: int) -> AttentionShape | None:
+def _attention_shape(op: TracedOp, tokens: int) -> AttentionShape | None:
     if op.type == OpType.BATCHED_MATMUL:
         both, seq, dim = op.factors[1]
         batch = tokens // seq

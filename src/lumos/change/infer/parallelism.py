@@ -14,11 +14,11 @@ from math import prod
 
 from lumos.change.infer import Findings, Inferred, agreed
 from lumos.change.infer.layers import RankLayers
-from lumos.change.infer.recorded_operators import CollectiveCall, OpType, RecordedOp
+from lumos.change.traced_ops import CollectiveCall, OpType, TracedOp
 
 _POINT_TO_POINT = "send_recv"
 
-Calls = list[tuple[RecordedOp, CollectiveCall]]
+Calls = list[tuple[TracedOp, CollectiveCall]]
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Parallelism:
         return found
 
 
-def _ratio(whole: RecordedOp, part: RecordedOp) -> int:
+def _ratio(whole: TracedOp, part: TracedOp) -> int:
     """How many shards a matmul was split into; 1 where its shapes do not show it."""
     outer, inner = (sum(op.factors, ()) for op in (whole, part))
     if len(outer) != len(inner):

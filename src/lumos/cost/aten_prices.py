@@ -3,7 +3,7 @@
 Matmuls, fused attention and the fused AdamW are kinds of the shipped cost model (`lumos.cost.prices`). Everything else
 has a law by family (`data/aten_costs.json`): a fixed time, and what the slower of its bytes and its elements takes. A
 convolution takes at least the matmul that it amounts to. Where trees were fitted for a family
-(`data/costs/aten_h200.npz`, by calibration/fit_aten.py) they correct that time by the shape; `lumos.dry_run.aten_work`
+(`data/costs/aten_h200.npz`, by calibration/fit_aten.py) they correct that time by the shape; `lumos.cost.aten_work`
 says what each operator does.
 """
 
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lumos.cost.aten_work import Work, alignment, base_name, matrix_operator, runs_kernel, work_of, works_of
 from lumos.cost.operator_model import CostModel, Regressor, read_cost_model
 from lumos.cost.prices import Prices, warmth
 from lumos.data_files import data_file, read_table
-from lumos.dry_run.aten_work import Work, alignment, base_name, matrix_operator, runs_kernel, work_of, works_of
-from lumos.dry_run.recorded_step import RecordedOp
 from lumos.program.operators import Operator
+from lumos.program.recorded_op import RecordedOp
 from lumos.setup.gpus import gpu_named
 
 __all__ = [

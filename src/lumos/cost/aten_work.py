@@ -4,7 +4,7 @@ Every operator is one or several `Work`s: bytes that it moves, elements that it 
 to. Which family an element-wise kernel belongs to follows from its operands, as in PyTorch's TensorIterator: kernels
 over dense operands of one dtype are vectorised and bound by memory; those with a broadcast, strided or converted
 operand compute an address for every element and are bound by that. Kernels whose time follows no such law have
-features, which fitted trees correct the law by (`lumos.dry_run.aten_prices`).
+features, which fitted trees correct the law by (`lumos.cost.aten_prices`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from math import gcd, log2, prod, sqrt
 from typing import NamedTuple
 
-from lumos.dry_run.recorded_step import RecordedOp, TensorInfo
 from lumos.program.operators import BYTES, Operator
+from lumos.program.recorded_op import RecordedOp, TensorInfo
 
 _NOTHING = ("empty", "new_empty", "_local_scalar_dense", "lift_fresh", "set_", "resize_", "_record_function", "detach_")
 _FILLS = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full",

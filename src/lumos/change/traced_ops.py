@@ -1,13 +1,13 @@
-"""The recorded operators of one rank's step from which its setup can be inferred, with their shapes.
+"""The operators of one rank's step as its trace has them: shapes, dtypes, strides, and the scopes around them.
 
-The graph needs no shapes, so a Trace has none: they are read from the file again, for the few operators that matter.
+The graph needs no shapes, so a Trace has none: they are read from the file again, for the ranks that are looked at.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from functools import cached_property
@@ -19,6 +19,7 @@ import msgspec
 
 from lumos.data_files import read_table
 from lumos.errors import LumosError
+from lumos.program.recorded_op import TensorInfo
 from lumos.trace.names import CATEGORIES, Category, collective_name
 from lumos.trace.read.json_slices import Slices
 
@@ -28,6 +29,11 @@ _LONGEST_LIST = 4096  # tensors of one operator that are looked at
 _LARGEST_SIZE = 1 << 48
 _NOT_TENSORS = frozenset({"Scalar", "ScalarList", "TensorList"})
 _CATEGORIES = frozenset({Category.OP, Category.NOTE})
+_DTYPES = {
+    "c10::BFloat16": ("bf16", 2), "c10::Half": ("fp16", 2), "float": ("fp32", 4), "double": ("fp64", 8),
+    "long int": ("int64", 8), "long": ("int64", 8), "int": ("int32", 4), "bool": ("bool", 1),
+    "unsigned char": ("uint8", 1), "c10::Float8_e4m3fn": ("fp8", 1), "c10::Float8_e5m2": ("fp8", 1),
+}  # fmt: skip
 
 
 class OpType(StrEnum):
@@ -46,6 +52,7 @@ class OpType(StrEnum):
     DDP = auto()  # a scope
     STEP = auto()
     COMPILED = auto()
+    OTHER = auto()
 
 
 _PATTERNS = {OpType(name): re.compile(text) for name, text in read_table("operator_names.toml")["operators"].items()}
@@ -54,6 +61,9 @@ _PATTERNS = {OpType(name): re.compile(text) for name, text in read_table("operat
 class _Args(msgspec.Struct, gc=False):
     shapes: Any = msgspec.field(default=None, name="Input Dims")
     types: Any = msgspec.field(default=None, name="Input type")
+    strides: Any = msgspec.field(default=None, name="Input Strides")
+    values: Any = msgspec.field(default=None, name="Concrete Inputs")
+    sequence: Any = msgspec.field(default=-1, name="Sequence number")
     collective: Any = msgspec.field(default="", name="Collective name")
     elements_in: Any = msgspec.field(default=-1, name="In msg nelems")
     elements_out: Any = msgspec.field(default=-1, name="Out msg nelems")
@@ -84,7 +94,7 @@ class CollectiveCall(NamedTuple):
 
 
 @dataclass
-class RecordedOp:
+class TracedOp:
     """One operator, and the scopes around it."""
 
     type: OpType
@@ -94,8 +104,10 @@ class RecordedOp:
     shapes: list[Shape]
     dtype: str
     args: _Args
+    thread: str = ""
     scopes: set[OpType] = field(default_factory=set)
-    outer: RecordedOp | None = None  # of the same type around this one: a DTensor's operator, with unsharded shapes
+    outer: TracedOp | None = None  # of the same type around this one: a DTensor's operator, with unsharded shapes
+    parent: TracedOp | None = None  # the operator or scope right around this one
     is_leaf: bool = True  # no operator of the same type inside
 
     @property
@@ -105,6 +117,16 @@ class RecordedOp:
     @property
     def forward(self) -> bool:
         return not self.scopes & {OpType.BACKWARD, OpType.OPTIMIZER}
+
+    @property
+    def sequence(self) -> int:
+        """The number that autograd gave the call, which its backward node repeats; -1 where there is none."""
+        return _integer(self.args.sequence)
+
+    @cached_property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """The operands; a list of tensors gives each of them."""
+        return tuple(_tensors(self.args))
 
     @property
     def factors(self) -> list[Shape]:
@@ -117,26 +139,27 @@ class RankOps:
     """The operators of one rank in one step, in the order of their calls."""
 
     rank: int
-    ops: tuple[RecordedOp, ...]
+    ops: tuple[TracedOp, ...]
     is_one_step: bool  # and not a recording of several unmarked ones
+    first_us: float = 0.0  # when the first operator or scope of the whole file begins, on the clock of the file
 
-    def of(self, *types: OpType) -> list[RecordedOp]:
+    def of(self, *types: OpType) -> list[TracedOp]:
         """The innermost operators of these types."""
         return [op for op in self.ops if op.type in types and op.is_leaf]
 
-    def forward(self, *types: OpType) -> list[RecordedOp]:
+    def forward(self, *types: OpType) -> list[TracedOp]:
         return [op for op in self.of(*types) if op.forward]
 
     @cached_property
-    def collectives(self) -> list[tuple[RecordedOp, CollectiveCall]]:
+    def collectives(self) -> list[tuple[TracedOp, CollectiveCall]]:
         found = [(op, _collective(op, self.rank)) for op in self.of(OpType.COMM)]
         return [(op, call) for op, call in found if call.collective]
 
 
 def read_ops(path: Path, rank: int, step: str) -> RankOps:
     """The operators of a file in the step of that name; none where the file is no Kineto trace."""
-    by_thread: dict[str, list[RecordedOp]] = defaultdict(list)
-    known: dict[str, OpType | None] = {}
+    by_thread: dict[str, list[TracedOp]] = defaultdict(list)
+    known: dict[str, OpType] = {}
     try:
         for events in Slices(path, _Event):
             for event in events:
@@ -146,32 +169,34 @@ def read_ops(path: Path, rank: int, step: str) -> RankOps:
     except LumosError:
         by_thread.clear()
     every = sorted((op for ops in by_thread.values() for op in _nested(ops)), key=lambda op: op.start)
+    first = every[0].start if every else 0.0
     mark = next((op for op in every if op.type == OpType.STEP and op.name == step), None)
     if mark is None:
-        return RankOps(rank, tuple(every), _is_one_step(every))
-    return RankOps(rank, tuple(op for op in every if mark.start <= op.start < mark.end), True)
+        return RankOps(rank, tuple(every), _is_one_step(every), first)
+    return RankOps(rank, tuple(op for op in every if mark.start <= op.start < mark.end), True, first)
 
 
-def _is_one_step(ops: list[RecordedOp]) -> bool:
+def _is_one_step(ops: list[TracedOp]) -> bool:
     """Without step marks: one optimizer update, and no forward pass after it."""
     updates = [op.start for op in ops if op.type == OpType.OPTIMIZER]
     return len(updates) == 1 and not any(op.type == OpType.ATTENTION and op.start > updates[0] for op in ops)
 
 
-def _read(event: _Event, known: dict[str, OpType | None]) -> RecordedOp | None:
+def _read(event: _Event, known: dict[str, OpType]) -> TracedOp | None:
     if event.ph != "X" or CATEGORIES.get(event.cat if isinstance(event.cat, str) else "") not in _CATEGORIES:
         return None
     name = event.name if isinstance(event.name, str) else ""
     if name not in known:
-        known[name] = next((found for found, pattern in _PATTERNS.items() if pattern.match(name)), None)
+        known[name] = next((found for found, pattern in _PATTERNS.items() if pattern.match(name)), OpType.OTHER)
     found = known[name]
-    if found is None or not isinstance(event.ts, int | float) or not isinstance(event.dur, int | float):
+    if not isinstance(event.ts, int | float) or not isinstance(event.dur, int | float):
         return None
     args = event.args if isinstance(event.args, _Args) else _Args()
     types = args.types if isinstance(args.types, list) else []
     dtype = next((text for text in types if isinstance(text, str) and text and text not in _NOT_TENSORS), "")
     start = float(event.ts)
-    return RecordedOp(found, name, start, start + float(event.dur), _shapes(args.shapes), dtype, args)
+    thread = str(event.tid)
+    return TracedOp(found, name, start, start + float(event.dur), _shapes(args.shapes), dtype, args, thread)
 
 
 def _shapes(recorded: Any) -> list[Shape]:
@@ -190,14 +215,39 @@ def _shape(recorded: Any) -> Shape:
     return tuple(recorded) if usable else ()
 
 
-def _nested(ops: list[RecordedOp]) -> Iterable[RecordedOp]:
+def _tensors(args: _Args) -> Iterator[TensorInfo]:
+    """Operands with dtype and strides; traces do not tell the dtype of lists: they get that of the other operands."""
+    dims, types, strides = (part if isinstance(part, list) else [] for part in (args.shapes, args.types, args.strides))
+    known = [_DTYPES[text] for text in types if isinstance(text, str) and text in _DTYPES]
+    usual = known[0] if known else ("bf16", 2)
+    for place, item in enumerate(dims[:_LONGEST_LIST]):
+        dtype, element = _DTYPES.get(types[place] if place < len(types) else "", usual)
+        steps = strides[place] if place < len(strides) else None
+        if isinstance(item, list) and item and all(isinstance(part, list) for part in item):
+            for index, part in enumerate(item[:_LONGEST_LIST]):
+                each = steps[index] if isinstance(steps, list) and index < len(steps) else None
+                yield _tensor(_shape(part) or (1,), each, dtype, element)
+        elif shape := _shape(item):
+            yield _tensor(shape, steps, dtype, element)
+
+
+def _tensor(shape: Shape, strides: Any, dtype: str, element: int) -> TensorInfo:
+    """With the strides that were recorded, or else those of a contiguous tensor."""
+    usable = isinstance(strides, list) and len(strides) == len(shape)
+    if usable and all(isinstance(n, int) and 0 <= n < _LARGEST_SIZE for n in strides):
+        return TensorInfo(shape, dtype, tuple(strides), element)
+    return TensorInfo(shape, dtype, tuple(prod(shape[i + 1 :]) for i in range(len(shape))), element)
+
+
+def _nested(ops: list[TracedOp]) -> Iterable[TracedOp]:
     """The operators of one thread, with the scopes around each."""
     ops.sort(key=lambda op: (op.start, -op.end))
-    around: list[RecordedOp] = []
+    around: list[TracedOp] = []
     for op in ops:
         while around and around[-1].end <= op.start:
             around.pop()
         if around:
+            op.parent = around[-1]
             op.scopes = around[-1].scopes | {around[-1].type}
             op.outer = next((outer for outer in reversed(around) if outer.type == op.type), None)
             if op.outer is not None:
@@ -206,7 +256,7 @@ def _nested(ops: list[RecordedOp]) -> Iterable[RecordedOp]:
     return ops
 
 
-def _collective(op: RecordedOp, rank: int) -> CollectiveCall:
+def _collective(op: TracedOp, rank: int) -> CollectiveCall:
     """From the arguments of the record first, then from the shapes of the call around it."""
     args = op.args
     outer = op.outer if op.outer is not None and op.name == "record_param_comms" else op

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from lumos.cost.aten_work import base_name, runs_kernel
 from lumos.data_files import read_table
-from lumos.dry_run.aten_work import base_name, runs_kernel
-from lumos.dry_run.recorded_step import RecordedOp
+from lumos.program.recorded_op import RecordedOp
 
 
 def host_us(op: RecordedOp) -> float:
