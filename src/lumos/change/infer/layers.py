@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lumos.change.infer import agreed
-from lumos.change.traced_ops import OpType, RankOps, TracedOp, Shape
+from lumos.change.traced_ops import OpType, RankOps, Shape, TracedOp
 
 Weight = tuple[int, int]
 
