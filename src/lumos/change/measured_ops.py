@@ -1,0 +1,200 @@
+"""MeasuredOp: what every kernel of a traced step was launched by, with shapes, GPU time and host time.
+
+A kernel belongs to the innermost operator around its launch that has tensors. Operators are written as a dry run writes
+them (`RecordedOp`), so that the same prices hold for both. A trace does not tell what an operator returned: where its
+price needs that, it follows from the inputs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lumos.analysis.kernel_labels import Phase, RankLabels, Work
+from lumos.change.traced_ops import OpType, RankOps, TracedOp
+from lumos.cost.aten_work import REDUCTIONS
+from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.trace.names import Category
+from lumos.trace.trace import Trace
+
+_PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
+_SHARDING = ("split_with_sizes_copy", "chunk_cat", "all_gather_copy_in")
+_LONGEST = 64  # operands of a list that are kept apart; longer lists are summed up
+
+
+class MeasuredOp(NamedTuple):
+    """One operator with the kernels it launched; `op` has no tensors where the trace shows none."""
+
+    op: RecordedOp
+    work: Work
+    us: float
+    host_us: float  # since the launch before
+    attention: int  # 0: none, 1: a forward one, 2: the main kernel of its backward pass
+    launched: float  # on the clock of the labels
+    scope: OpType | None = None  # of sharded data parallelism, where it runs inside
+
+
+def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[MeasuredOp]:
+    """The operators of one rank's step that launched kernels, in the order of their first launches."""
+    calls = trace.launch_row[labels.row]
+    around = _Around(ops, _first_us(trace, labels.rank))
+    threads = [trace.lanes[lane].label for lane in trace.lane[calls].tolist()]
+    starts = (trace.start[calls] / 1e3).tolist()
+    owners = [around.of(thread, start) for thread, start in zip(threads, starts, strict=True)]
+    gaps = np.diff(labels.launched, prepend=0.0).clip(min=0.0)
+    causal = _is_causal(ops)
+    found: list[MeasuredOp] = []
+    last: TracedOp | None = None
+    for i, owner in enumerate(owners):
+        work, us, gap = Work(int(labels.work[i])), float(labels.us[i]), float(gaps[i])
+        mark = int(labels.attention[i])
+        if owner is not None and owner is last:
+            before = found[-1]
+            heavier = work if us > before.us else before.work
+            found[-1] = before._replace(
+                us=before.us + us, host_us=before.host_us + gap, work=heavier, attention=max(before.attention, mark)
+            )
+            continue
+        phase = _PHASES[Phase(int(labels.phase[i]))]
+        op = recorded(owner, phase, causal) if owner is not None else _nameless(trace.names[trace.name[labels.row[i]]], phase)
+        scope = OpType.FSDP if owner is not None and OpType.FSDP in owner.scopes else None
+        found.append(MeasuredOp(op, work, us, gap, mark, float(labels.launched[i]), scope))
+        last = owner
+    return found
+
+
+def _first_us(trace: Trace, rank: int) -> float:
+    """When the first operator or scope of a rank begins, on the clock of the trace."""
+    spans = (trace.category == Category.OP) | (trace.category == Category.NOTE)
+    rows = trace.rows_by_rank(spans)[rank]
+    return float(trace.start[rows].min()) / 1e3 if len(rows) else 0.0
+
+
+class _Around:
+    """Finds the innermost operator with tensors around a moment of a thread."""
+
+    def __init__(self, ops: RankOps, first_us: float) -> None:
+        self.shift = first_us - ops.first_us
+        self.threads: dict[str, list[TracedOp]] = {}
+        for op in ops.ops:
+            self.threads.setdefault(op.thread, []).append(op)
+        self.starts = {thread: [op.start for op in some] for thread, some in self.threads.items()}
+
+    def of(self, thread: str, start: float) -> TracedOp | None:
+        moment = start - self.shift
+        place = bisect_right(self.starts.get(thread, []), moment) - 1
+        op = self.threads[thread][place] if place >= 0 else None
+        while op is not None and (op.end < moment or not op.tensors or op.type in _SCOPES):
+            op = op.parent
+        return op
+
+
+_SCOPES = (OpType.BACKWARD, OpType.OPTIMIZER, OpType.FSDP, OpType.DDP, OpType.STEP)
+
+
+def _nameless(kernel: str, phase: str) -> RecordedOp:
+    """A kernel that no operator with shapes launched."""
+    return RecordedOp(kernel, (), (), phase)
+
+
+def _is_causal(ops: RankOps) -> bool:
+    """Whether the attentions of the forward pass leave out what comes later."""
+    for op in ops.forward(OpType.ATTENTION):
+        outer: TracedOp | None = op
+        while outer is not None:
+            values = outer.args.values
+            if outer.name == "aten::scaled_dot_product_attention" and isinstance(values, list) and len(values) > 5:
+                return bool(values[5] == "True")
+            outer = outer.parent
+    return True
+
+
+def recorded(traced: TracedOp, phase: str, causal: bool = True) -> RecordedOp:
+    """The same call, as a dry run would have written it."""
+    name, tensors = traced.name.rpartition("::")[2], traced.tensors
+    if "attention" in name or "flash_attn" in traced.name:
+        return _attention(traced.name, tensors, phase, causal)
+    if any(part in name for part in _SHARDING):
+        return RecordedOp(f"fsdp.{name}", _summed(tensors), (), phase, allocates=True)
+    if name.startswith(("_foreach", "_fused_ad", "_fused_sgd")):
+        return RecordedOp(f"aten.{name}.default", tensors, (), phase, allocates=True)
+    if name == "copy_" and len(tensors) > 1:
+        return RecordedOp("aten._to_copy.default", (tensors[1],), (tensors[0],), phase, allocates=True)
+    space = "aten" if traced.name.startswith("aten::") else traced.name.rpartition("::")[0] or "python"
+    return RecordedOp(f"{space}.{name}.default", tensors, _outputs(name, tensors), phase, allocates=True)
+
+
+def _summed(tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
+    """Lists of shards as one tensor each side of a copy: only bytes matter."""
+    return tensors if len(tensors) <= _LONGEST else tensors[:_LONGEST]
+
+
+def _attention(name: str, tensors: tuple[TensorInfo, ...], phase: str, causal: bool) -> RecordedOp:
+    """Query, key and value as (batch, heads, sequence, size), whichever library was called."""
+    backward = "backward" in name or "bwd" in name
+    four = [tensor for tensor in tensors if len(tensor.shape) == 4]
+    inputs = four[1:4] if backward and len(four) >= 4 else four[:3]
+    direct = name.startswith("aten::") and "scaled_dot_product" not in name and "cudnn" not in name
+    if direct or not name.startswith("aten::"):  # (batch, sequence, heads, size)
+        inputs = [_swapped(tensor) for tensor in inputs]
+    if len(inputs) < 3:
+        return RecordedOp(f"aten.{name.rpartition('::')[2]}.default", tensors, _outputs(name, tensors), phase)
+    options = ("causal",) if causal else ()
+    kind = "attention.backward" if backward else "attention.forward"
+    return RecordedOp(kind, tuple(inputs), (inputs[0],), phase, allocates=True, options=options)
+
+
+def _swapped(tensor: TensorInfo) -> TensorInfo:
+    a, b, c, d = range(4)
+    order = (a, c, b, d)
+    return tensor._replace(
+        shape=tuple(tensor.shape[i] for i in order), strides=tuple(tensor.strides[i] for i in order)
+    )
+
+
+def _outputs(name: str, tensors: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
+    """What an operator returns, as far as its price needs it."""
+    if not tensors:
+        return ()
+    base = name.rstrip("_")
+    first = tensors[0]
+    if base in ("mm", "addmm", "bmm", "baddbmm") and len(tensors) >= 2:
+        a, b = tensors[-2:]
+        return (_dense((*a.shape[:-1], b.shape[-1]), a),)
+    if base == "_grouped_mm" and len(tensors) >= 2:
+        a, b = tensors[:2]
+        experts = tensors[2].shape[:1] if len(b.shape) == 2 and len(tensors) > 2 else ()
+        return (_dense((*experts, a.shape[0], b.shape[-1]), a),)
+    if base in ("embedding", "index_select") and len(tensors) >= 2:
+        return (_dense((*tensors[1].shape, *first.shape[1:]), first),)
+    if base in REDUCTIONS:
+        return (_dense((*first.shape[:-1], 1), first),)
+    if base == "cat":
+        dims = list(first.shape)
+        dims[-1] = sum(t.shape[-1] for t in tensors if len(t.shape) == len(dims))
+        return (_dense(tuple(dims), first),)
+    wide = max(tensors, key=lambda t: (len(t.shape), t.elements))
+    try:
+        shape = tuple(int(n) for n in np.broadcast_shapes(*(t.shape for t in tensors)))
+    except ValueError:
+        shape = wide.shape
+    same = shape == wide.shape
+    return (wide if same and wide.is_dense else _dense(shape, wide),)
+
+
+def _dense(shape: tuple[int, ...], like: TensorInfo) -> TensorInfo:
+    strides, size = [], 1
+    for n in reversed(shape):
+        strides.append(size)
+        size *= n
+    return TensorInfo(shape, like.dtype, tuple(reversed(strides)), like.element)
+
+
+def by_phase(ops: Sequence[MeasuredOp], phase: Phase) -> Iterator[tuple[int, MeasuredOp]]:
+    """(place, operator) of a phase."""
+    for place, op in enumerate(ops):
+        if op.op.phase == _PHASES[phase]:
+            yield place, op

@@ -1,0 +1,254 @@
+"""Sizes: which dimension of which operand is tokens, a width, heads, experts or a shard, and what it becomes.
+
+Every size of the traced setup has a value before and after the change. A dimension is matched by its value; where
+several sizes have that value (a hidden size and a sequence of 2048), its place decides: rows of a matmul are tokens,
+the first dimensions of an activation are batch and sequence, the last is a width, and weights have no tokens at all.
+What matches nothing keeps its size, but for rows whose number depends on the data, such as the tokens of one expert:
+they grow with the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from math import prod
+
+from lumos.program.rank_layout import RankLayout
+from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.setup.frameworks import framework_named
+from lumos.setup.setup import Setup
+
+Shape = tuple[int, ...]
+Values = dict[str, int]
+
+_TOKENS = ("batch", "seq", "tokens", "routed", "seq/tp", "tokens/tp", "targets", "all targets", "batch·heads",
+           "batch·kv heads", "batch·heads/tp", "batch·kv heads/tp")  # fmt: skip
+_MATMULS = ("mm", "addmm", "_scaled_mm", "linear")
+
+
+class Sizes:
+    """Rewrites shapes from one setup to another: `Sizes(before, after).rewritten(op)`.
+
+    `weights` are the shapes of the trained parameters on this rank, as far as the trace shows them.
+    """
+
+    def __init__(self, before: Setup, after: Setup, weights: Iterable[Shape] = ()) -> None:
+        self.before, self.after = before, after
+        old, new = _values(before), _values(after)
+        self.pairs = {name: (old[name], new[name]) for name in old if old[name] > 0}
+        self.changed = any(a != b for a, b in self.pairs.values()) or _shards(before) != _shards(after)
+        self.weights = frozenset(weights)
+        self._known: dict[RecordedOp, RecordedOp] = {}
+
+    @cached_property
+    def _named(self) -> dict[int, list[str]]:
+        """Names of sizes by their value before the change, the likeliest first."""
+        found: dict[int, list[str]] = {}
+        for name, (value, _) in self.pairs.items():
+            found.setdefault(value, []).append(name)
+        return found
+
+    @property
+    def growth(self) -> float:
+        """Tokens after the change over tokens before it, of one micro-batch."""
+        before, after = self.pairs["tokens"]
+        return after / before
+
+    @cached_property
+    def weight_growth(self) -> float:
+        """Elements of the weights of layers after the change over before it, on one rank that holds them whole."""
+        vocab = self.pairs["vocab"][0], self.pairs["vocab/tp"][0]
+        inside = [shape for shape in self.weights if not set(vocab) & set(shape)] or list(self.weights)
+        before = sum(prod(shape) for shape in inside)
+        return sum(prod(self.weight(shape)) for shape in inside) / before if before else 1.0
+
+    def rewritten(self, op: RecordedOp) -> RecordedOp:
+        """The same call in the other setup."""
+        if not self.changed:
+            return op
+        if op not in self._known:
+            self._known[op] = self._rewritten(op)
+        return self._known[op]
+
+    def weight(self, shape: Shape, sharded: bool = False) -> Shape:
+        """The shape of a parameter in the other setup; `sharded`: as the optimizer of this rank sees it."""
+        found = tuple(self._as(size, self._is_width) for size in shape)
+        if not sharded or not shape:
+            return found
+        before, after = _shards(self.before), _shards(self.after)
+        whole = self._as(shape[0] * before, self._is_width, found[0] * before)
+        return (max(1, -(-whole // after)), *found[1:])
+
+    # ------------------------------------------------------------------ one operator
+    def _rewritten(self, op: RecordedOp) -> RecordedOp:
+        name = op.name.split(".")[1] if op.name.startswith("aten.") else op.name
+        if op.phase == "optimizer":
+            return self._with(op, lambda t: self.weight(t.shape, sharded=True))
+        if name in _MATMULS and len(op.inputs) >= 2:
+            return self._matmul(op)
+        if name == "_grouped_mm":
+            return self._with(op, self._grouped)
+        if op.name.startswith("fsdp."):
+            return self._with(op, self._gathered)
+        return self._with(op, self._activation)
+
+    def _with(self, op: RecordedOp, shape_of: Callable[[TensorInfo], Shape]) -> RecordedOp:
+        def change(tensors: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
+            return tuple(_resized(t, shape_of(t)) for t in tensors)
+
+        return op._replace(inputs=change(op.inputs), outputs=change(op.outputs))
+
+    def _matmul(self, op: RecordedOp) -> RecordedOp:
+        """(m, k) × (k, n), one of which counts tokens: rows, or what is summed over in the gradient of a weight."""
+        *added, a, b = op.inputs
+        if len(a.shape) != 2 or len(b.shape) != 2:
+            return self._with(op, self._activation)
+        m, k, n = a.shape[0], a.shape[1], b.shape[1]
+        is_gradient = op.phase == "backward" and len(a.strides) == 2 and a.strides[0] == 1 < a.strides[1]
+        sizes = [m, k, n]
+        place = 1 if is_gradient else 0
+        if not self._counts_tokens(sizes[place]):
+            others = [i for i in range(3) if self._counts_tokens(sizes[i]) and not self._is_certain_width(sizes[i])]
+            place = others[0] if others else place
+        new = [self._as(size, self._is_width) for size in sizes]
+        new[place] = self._rows(sizes[place])
+        new = self._one_sharded(sizes, new, place)
+        shapes = ((new[0], new[1]), (new[1], new[2]))
+        inputs = (*(_resized(t, self._bias(t, new[2])) for t in added), _resized(a, shapes[0]), _resized(b, shapes[1]))
+        outputs = tuple(_resized(t, (new[0], new[2])) if len(t.shape) == 2 else t for t in op.outputs)
+        return op._replace(inputs=inputs, outputs=outputs)
+
+    def _one_sharded(self, old: list[int], new: list[int], place: int) -> list[int]:
+        """Of a square weight, tensor parallelism divides one side: which one does not matter for its cost."""
+        hidden, attended = self.pairs["hidden"], self.pairs["attended/tp"]
+        widths = [i for i in range(3) if i != place]
+        square = all(old[i] == hidden[0] == attended[0] for i in widths)
+        if square and attended[1] != hidden[1]:
+            new[widths[1]] = attended[1]
+        return new
+
+    def _bias(self, tensor: TensorInfo, columns: int) -> Shape:
+        return (*tensor.shape[:-1], columns)
+
+    def _grouped(self, tensor: TensorInfo) -> Shape:
+        """Experts × in × out, or the rows that were routed to them; in the gradient of weights, their columns."""
+        if len(tensor.shape) == 3:
+            return tuple(self._as(size, self._is_width) for size in tensor.shape)
+        routed = self.pairs.get("routed", (0, 0))[0]
+        if routed and routed in tensor.shape:
+            at = tensor.shape.index(routed)
+            return tuple(
+                self._rows(size) if i == at else self._as(size, self._is_width) for i, size in enumerate(tensor.shape)
+            )
+        return self._activation(tensor)
+
+    def _gathered(self, tensor: TensorInfo) -> Shape:
+        """Flat weights of a unit on their way through a collective: all their bytes, whoever holds them."""
+        return (*tensor.shape[:-1], max(1, round(tensor.shape[-1] * self.weight_growth))) if tensor.shape else ()
+
+    def _activation(self, tensor: TensorInfo) -> Shape:
+        """Batch and sequence first, a width last, heads between; or a weight."""
+        shape = tensor.shape
+        if shape in self.weights or shape[::-1] in self.weights:
+            return self.weight(shape)
+        if len(shape) == 0:
+            return shape
+        if len(shape) == 1:
+            return (self._as(shape[0], self._is_tokens),)
+        if len(shape) == 2:
+            last = self._as(shape[1], self._is_width) if shape[0] != 1 else self._as(shape[1], self._is_tokens)
+            return (self._rows(shape[0]), last)
+        first, *middle, last = shape
+        inner = [self._as(size, self._is_between) for size in middle]
+        head = self._batch(first)
+        return (head, *inner, self._as(last, self._is_width))
+
+    # ------------------------------------------------------------------ one dimension
+    def _as(self, size: int, wanted: Callable[[str], bool], otherwise: int | None = None) -> int:
+        """The new value of a dimension: of the likeliest size of that kind, else of any, else as it was."""
+        names = self._named.get(size, [])
+        name = next((name for name in names if wanted(name)), names[0] if names else None)
+        if name is None:
+            return size if otherwise is None else otherwise
+        return max(1, self.pairs[name][1])
+
+    def _rows(self, size: int) -> int:
+        """Rows of an activation: tokens, or as many of them as the data sends here."""
+        names = self._named.get(size, [])
+        if any(map(self._is_tokens, names)) or size == 1:
+            return self._as(size, self._is_tokens)
+        return self._as(size, self._is_width) if names else max(1, round(size * self.growth))
+
+    def _batch(self, size: int) -> int:
+        """The first dimension of an activation: the batch, or a multiple of it."""
+        names = self._named.get(size, [])
+        before, after = self.pairs["batch"]
+        if names or before == after or size == 1 or size % before:
+            return self._as(size, self._is_tokens)
+        return size // before * after
+
+    def _counts_tokens(self, size: int) -> bool:
+        return any(map(self._is_tokens, self._named.get(size, [])))
+
+    def _is_certain_width(self, size: int) -> bool:
+        return not self._counts_tokens(size)
+
+    @staticmethod
+    def _is_tokens(name: str) -> bool:
+        return name in _TOKENS
+
+    @staticmethod
+    def _is_width(name: str) -> bool:
+        return name not in _TOKENS
+
+    @staticmethod
+    def _is_between(name: str) -> bool:
+        return name in ("seq", "seq/tp", "heads/tp", "kv heads/tp", "heads", "kv heads", "targets")
+
+
+def _shards(setup: Setup) -> int:
+    """Into how many parts the optimizer's state is divided."""
+    return setup.parallel.dp * setup.parallel.cp if setup.parallel.zero >= 3 else 1
+
+
+def _values(setup: Setup) -> Values:
+    """Every size that a dimension may have, by name; 0 where a model has none. Of equal ones, the first counts."""
+    model, tp = setup.model, setup.parallel.tp
+    layout = RankLayout(setup, framework_named(setup.train.framework))
+    batch, seq = layout.sequences, layout.seq
+    dim, heads, kv = model.head_dim, model.heads, model.kv_heads
+    rows = batch * seq
+    local, local_kv = max(1, heads // tp), max(1, kv // tp)
+    values = {
+        "batch": batch, "tokens": rows, "seq": seq, "tokens/tp": rows // tp, "seq/tp": seq // tp,
+        "routed": rows * model.top_k, "targets": seq - 1, "all targets": batch * (seq - 1),
+        "batch·heads/tp": batch * local, "batch·kv heads/tp": batch * local_kv,
+        "hidden": model.hidden, "ffn/tp": model.ffn // tp, "both ffn/tp": 2 * model.ffn // tp,
+        "expert ffn": _inner(setup), "both expert ffn": 2 * _inner(setup),
+        "attended/tp": local * dim, "keys/tp": local_kv * dim, "qkv/tp": (local + 2 * local_kv) * dim,
+        "vocab/tp": layout.vocab, "vocab": model.vocab, "ffn": model.ffn, "both ffn": 2 * model.ffn,
+        "attended": heads * dim, "keys": kv * dim, "qkv": (heads + 2 * kv) * dim,
+        "head size": dim, "half a head": dim // 2, "heads/tp": local, "kv heads/tp": local_kv, "heads": heads,
+        "kv heads": kv, "qkv heads/tp": local + 2 * local_kv, "experts": model.experts // setup.parallel.ep,
+        "all experts": model.experts, "top k": model.top_k,
+    }  # fmt: skip
+    return {name: value if value > 1 or name in ("batch", "tokens", "seq") else 0 for name, value in values.items()}
+
+
+def _inner(setup: Setup) -> int:
+    return setup.model.expert_ffn if setup.model.experts else 0
+
+
+def _resized(tensor: TensorInfo, shape: Shape) -> TensorInfo:
+    """The same tensor in another shape, with the same order of dimensions and the same gaps between them."""
+    if shape == tensor.shape:
+        return tensor
+    strides = [0] * len(shape)
+    old = new = 1.0
+    for i in sorted(range(len(shape)), key=lambda i: (tensor.strides[i], -i)):
+        if tensor.strides[i] == 0:
+            continue
+        wide = tensor.strides[i] / old
+        strides[i] = max(1, round(new * wide))
+        old, new = float(tensor.strides[i] * tensor.shape[i]), float(strides[i] * shape[i])
+    return tensor._replace(shape=shape, strides=tuple(strides))
