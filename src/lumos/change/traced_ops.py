@@ -41,7 +41,10 @@ class OpType(StrEnum):
 
     MATMUL = auto()
     BATCHED_MATMUL = auto()  # of an attention that is not fused
+    GROUPED_MATMUL = auto()  # of all experts at once
     ATTENTION = auto()
+    SOFTMAX = auto()
+    TOP_K = auto()  # chooses experts
     LOSS = auto()
     EMBEDDING = auto()
     GRADIENT = auto()  # accumulated for one parameter
