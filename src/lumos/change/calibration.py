@@ -1,7 +1,10 @@
-"""Calibration: how a traced run differs from the model of it, block by block, and prices that account for it.
+"""Calibration: the blocks of a traced run in another setup, operator by operator, and prices that follow from them.
 
-What was measured and does not change keeps its time; what changes is scaled by the ratio of modelled costs, so that the
-model's errors cancel. A factor is kept for every block and kind of work: measured over modelled, at the traced setup.
+    time in the new setup = price of the operator there × (measured / price in the traced setup) ^ weight
+
+An operator that does not change keeps its measured time. For one that does, the weight says how much of what the price
+missed at the traced size is missed at the other size as well (`data/change.json`, measured on pairs of traces): 1 would
+believe the trace alone, 0 the price alone. An operator without shapes follows the description of its block.
 """
 
 from __future__ import annotations
@@ -9,94 +12,333 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import exp, log, prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lumos.analysis.kernel_labels import Work
-from lumos.change.cut import MeasuredBlock, MeasuredStage, Times
+from lumos.change.cut import CutBlock, CutOp
+from lumos.change.sizes import Shape, Sizes
+from lumos.cost.aten_prices import AtenPrices
+from lumos.cost.aten_work import works_of
 from lumos.cost.prices import BlockTime, Prices, time_of
 from lumos.data_files import read_table
 from lumos.program.block import Block
+from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward
 from lumos.program.operators import Collective, Operator
+from lumos.program.program import Program
+from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.transformer_layer import TransformerLayer
+from lumos.setup.setup import Setup
+from lumos.step.step import prices_of
 
 _TABLE = read_table("change.json")
-MOST_NETWORK: float = _TABLE["most_network_factor"]
-_GROUPS = {
-    "forward": "forward", "recompute": "forward", "backward": "backward", "embedding": "ends_forward",
-    "head": "ends_forward", "embedding grad": "ends_backward", "head grad": "ends_backward", "optimizer": "optimizer",
-}  # fmt: skip
+_COMPUTE = (Work.MATRIX, Work.ATTENTION, Work.STREAM)
+_UNPRICED = (ArithmeticError, LookupError, TypeError, ValueError)  # what prices make of shapes that make no sense
+_LAYERS = ("forward", "backward")
+_SHORTEST_US = 0.5  # of a kernel
+Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Measured over modelled, for one group of blocks."""
+    """Time in the new setup over the description's, for one group of blocks."""
 
     gpu: tuple[float, ...] = (1.0,) * len(Work)
     measured: tuple[bool, ...] = (False,) * len(Work)  # whether the trace and the model both have such work
     launch_us: float | None = None  # of the host; None: as modelled
 
-    def times(self, factor: float, works: Iterable[Work] = Work) -> Factors:
-        """These kinds of work, this much slower."""
-        return replace(self, gpu=tuple(f * factor if Work(w) in works else f for w, f in enumerate(self.gpu)))
 
-    def with_host(self, change: Callable[[float], float]) -> Factors:
-        return self if self.launch_us is None else replace(self, launch_us=change(self.launch_us))
+@dataclass(frozen=True)
+class Weights:
+    """The trained parameters of the traced rank, by shape: those that every layer has, and the others."""
+
+    layers: int = 0
+    counts: tuple[tuple[Shape, int], ...] = ()  # of one micro-batch
+
+    @property
+    def shapes(self) -> frozenset[Shape]:
+        return frozenset(shape for shape, _ in self.counts)
+
+    def elements(self, sizes: Sizes, layers: float) -> tuple[float, float]:
+        """(of all layers, of the rest) in the other setup."""
+        inside = outside = 0.0
+        for shape, count in self.counts:
+            size = prod(sizes.weight(shape))
+            each, rest = divmod(count, self.layers) if self.layers else (0, count)
+            inside, outside = inside + size * each * layers, outside + size * rest
+        return inside, outside
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors by group of blocks, and of the collectives outside blocks."""
+    """What a traced run shows, whatever it is then asked about."""
 
-    groups: dict[str, Factors] = field(default_factory=dict)
+    traced: Setup
+    blocks: dict[str, CutBlock] = field(default_factory=dict)
+    weights: Weights = Weights()
+    gpu: float = 1.0  # closes what is left of a GPU-bound step: all kernels this much slower
+    host: float = 1.0  # and of a host-bound one
+    networks: dict[str, float] = field(default_factory=dict)  # measured over modelled, of collectives inside blocks
     data_parallel: float = 1.0
     link: float = 1.0
     fixed_us: float = 0.0  # once a step: what is left between the calibrated model of the traced run and the run
     load: float = 0.0  # share of the recorded step that the GPU was busy
-
-    def _each(self, change: Callable[[Factors], Factors], **others: float) -> Calibration:
-        """Every group changed, and other values."""
-        return replace(self, groups={name: change(group) for name, group in self.groups.items()}, **others)
+    mode: str = "drawn"  # how operators are priced; "factors" and "trace" are there for the ablation
 
     def slower(self, factor: float) -> Calibration:
         """All that runs on the GPU, this much slower."""
-        outside = {"data_parallel": self.data_parallel * factor, "link": self.link * factor}
-        return self._each(lambda group: group.times(factor), **outside)
-
-    def with_communication(self, factor: float) -> Calibration:
-        """With every collective at this factor of the model's: 0 where a trace has none of its own."""
-
-        def change(group: Factors) -> Factors:
-            gpu = (factor if work == Work.COMM else own for work, own in zip(Work, group.gpu, strict=True))
-            return replace(group, gpu=tuple(gpu))
-
-        return self._each(change, data_parallel=factor, link=factor)
+        return replace(
+            self, gpu=self.gpu * factor, data_parallel=self.data_parallel * factor, link=self.link * factor,
+            networks={name: value * factor for name, value in self.networks.items()},
+        )  # fmt: skip
 
     def slower_host(self, factor: float) -> Calibration:
         """All that the host does, this much slower."""
-        return self._each(lambda group: group.with_host(lambda us: us * factor))
+        return replace(self, host=self.host * factor)
 
-    def tempered(self, typical_us: float) -> Calibration:
-        """The host most of the way to a typical one, in ratio.
+    def with_communication(self, factor: float) -> Calibration:
+        """With every collective at this factor of the model's: 0 where a trace has none of its own."""
+        networks = dict.fromkeys(self.networks, factor)
+        return replace(self, networks=networks, data_parallel=factor, link=factor)
 
-        A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
-        launch within a day. A host-bound step does show it, and keeps its host.
-        """
-        seen = _TABLE["host_weight"]
-        layers = {
-            name: group.with_host(lambda us: us**seen * typical_us ** (1 - seen))
-            for name, group in self.groups.items() if not name.startswith("ends")
-        }  # fmt: skip
-        return replace(self, groups=self.groups | layers)
-
-    def under(self, load: float) -> Calibration:
-        """With the clock of a GPU that is busy this share of the step: matrix units draw most of the power."""
-        factor = _strain(load) / _strain(self.load)
-        return self._each(lambda group: group.times(factor, (Work.MATRIX, Work.ATTENTION)), load=load)
+    def described(self, setup: Setup) -> Described:
+        return Described(setup, plain_prices(setup))
 
 
-def _strain(load: float) -> float:
-    """Time of matmuls of a busy GPU over those of one that often waits: its clock is lower."""
-    return float(np.interp(load, _TABLE["clock_load"], _TABLE["clock_factor"]))
+def plain_prices(setup: Setup) -> Prices:
+    """Prices before anything is learned from a trace."""
+    from lumos.cost.operator_model import cpu_model
+
+    return prices_of(setup, model=cpu_model() if setup.cluster.accelerator.is_cpu else None)
+
+
+class Described:
+    """The blocks of a setup as the description has them, by the names of the cut."""
+
+    def __init__(self, setup: Setup, prices: Prices) -> None:
+        self.setup, self.prices, self.program = setup, prices, Program(setup)
+        self._known: dict[str, tuple[Times, float]] = {}
+
+    def times(self, name: str) -> tuple[Times, float]:
+        """(microseconds by work, launches) of a block."""
+        if name not in self._known:
+            self._known[name] = modelled_times(self._build(name), self.prices)
+        return self._known[name]
+
+    def _build(self, name: str) -> Block:
+        layout = self.program.layout
+        if name.startswith(_LAYERS):
+            layer = TransformerLayer(layout, bool(self.setup.model.experts) and not name.endswith("dense"))
+            return layer.forward() if name.startswith("forward") else layer.backward()
+        if name == "optimizer":
+            return self.program.optimizer(0).build()
+        builders = {"embedding": embedding, "head": head, "embedding grad": embedding_backward,
+                    "head grad": head_backward}  # fmt: skip
+        return builders[name](layout)
+
+
+class ChangedBlocks:
+    """The blocks of a traced run in another setup."""
+
+    def __init__(self, calibration: Calibration, target: Setup, load: float) -> None:
+        self.calibration, self.target = calibration, target
+        before = calibration.traced
+        self.sizes = Sizes(before, target, calibration.weights.shapes)
+        self.was, self.now = calibration.described(before), calibration.described(target)
+        self.on_cpu = target.cluster.accelerator.is_cpu
+        self.strain = np.array([_strain(work, load) / _strain(work, calibration.load) for work in Work])
+
+    @cached_property
+    def _old_prices(self) -> AtenPrices:
+        return AtenPrices(self.was.prices)
+
+    @cached_property
+    def _new_prices(self) -> AtenPrices:
+        return AtenPrices(self.now.prices)
+
+    @cached_property
+    def factors(self) -> dict[str, Factors]:
+        """By name of block."""
+        return {name: self._factors(name, block) for name, block in self.calibration.blocks.items()}
+
+    def _factors(self, name: str, block: CutBlock) -> Factors:
+        modelled, launches = self.now.times(name)
+        us = np.zeros(len(Work))
+        for op in block.ops:
+            if op.work != Work.COMM and not op.beside:
+                us[op.work] += self.us(name, op)
+        us *= self.strain * self.calibration.gpu
+        us[Work.STREAM] += sum(self._new_prices.of(op).us for op in self._added(name))
+        us[Work.STREAM] += self._gaps_us(block)
+        host = self._host_us(name, block)
+        return _spread(us, modelled, self.calibration.networks.get(name, 1.0), host / launches if launches else None,
+                       self.on_cpu)  # fmt: skip
+
+    # ------------------------------------------------------------------ one operator
+    def us(self, name: str, op: CutOp) -> float:
+        """GPU time of equal calls in the new setup."""
+        if op.sharding and not self._gathers(self.target):
+            return 0.0
+        if name == "optimizer":
+            return op.us * self._optimizer_growth
+        if self.on_cpu or not op.op.inputs or self.calibration.mode == "factors":
+            return op.us * self._described_growth(name, op.work)
+        new = self._sharding_op(name, op) if op.sharding else self.sizes.rewritten(op.op)
+        calls = op.calls * (self._peers if op.per_peer else 1.0)
+        if new == op.op and self._same_gpu:
+            return op.us / op.calls * calls
+        try:
+            before, after = self._old_prices.of(op.op).us, self._new_prices.of(new).us
+        except _UNPRICED:
+            return op.us / op.calls * calls * _bytes(new) / max(_bytes(op.op), 1.0)
+        gap = self.was.prices.factors.launch_gap_us
+        was, now = max(before - gap, _SHORTEST_US), max(after - gap, _SHORTEST_US)
+        if self.calibration.mode == "trace":
+            return float(calls * now * op.us / op.calls / was)
+        return float(calls * now * drawn(op, new, was, now))
+
+    @property
+    def _same_gpu(self) -> bool:
+        return self.target.cluster.gpu == self.calibration.traced.cluster.gpu
+
+    def _described_growth(self, name: str, work: Work) -> float:
+        """What the description makes of the change, for one kind of work in a block."""
+        before, after = self.was.times(name)[0], self.now.times(name)[0]
+        if before[work] > 0:
+            return float(after[work] / before[work])
+        total = before[list(_COMPUTE)].sum()
+        return float(after[list(_COMPUTE)].sum() / total) if total > 0 else 1.0
+
+    # ------------------------------------------------------------------ parameters
+    @cached_property
+    def _optimizer_growth(self) -> float:
+        """Of what this rank updates: its parameters, or its share of them."""
+        weights, before = self.calibration.weights, self.calibration.traced
+        stages = self.target.model.layers / self.target.parallel.pp, before.model.layers / before.parallel.pp
+        layers = weights.layers * stages[0] / stages[1]
+        if not weights.counts or self.on_cpu:
+            return self._described_growth("optimizer", Work.STREAM)
+        old = sum(weights.elements(Sizes(before, before), weights.layers))
+        new = sum(weights.elements(self.sizes, layers))
+        if not old or before.train.optimizer != self.target.train.optimizer:
+            return self._described_growth("optimizer", Work.STREAM)
+        return new / old * _shards(before) / _shards(self.target)
+
+    def _gathers(self, setup: Setup) -> bool:
+        return setup.parallel.zero >= 3 and setup.parallel.dp * setup.parallel.cp > 1
+
+    @cached_property
+    def _peers(self) -> float:
+        """Other ranks that share the weights, over those of the traced run."""
+        before, after = (max(1, _shards(setup) - 1) for setup in (self.calibration.traced, self.target))
+        return after / before
+
+    def _sharding_op(self, name: str, op: CutOp) -> RecordedOp:
+        """A copy of flat weights, all of a unit or the share of one rank."""
+        inside, outside = self._unit_growth
+        growth = inside if name.startswith(_LAYERS) else outside
+        if op.per_peer or ("copy" in op.op.name and "split" not in op.op.name):
+            growth *= _shards(self.calibration.traced) / _shards(self.target)
+
+        def grown(tensors: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
+            return tuple(t._replace(shape=(*t.shape[:-1], max(1, round(t.shape[-1] * growth)))) if t.shape else t
+                         for t in tensors)  # fmt: skip
+
+        return op.op._replace(inputs=grown(op.op.inputs), outputs=grown(op.op.outputs)) if growth != 1.0 else op.op
+
+    @cached_property
+    def _unit_growth(self) -> tuple[float, float]:
+        """Weights of a layer, and of embedding and head, over those of the traced run."""
+        weights, same = self.calibration.weights, Sizes(self.calibration.traced, self.calibration.traced)
+        old, new = (weights.elements(sizes, weights.layers) for sizes in (same, self.sizes))
+        return tuple(b / a if a else 1.0 for a, b in zip(old, new, strict=True))  # type: ignore[return-value]
+
+    # ------------------------------------------------------------------ what the traced run did not do
+    def _added(self, name: str) -> Iterator[RecordedOp]:
+        """Copies of FSDP where the traced run had none, and gradients that are added to those of earlier batches."""
+        if self.on_cpu or not self.calibration.weights.counts:
+            return
+        backward = name.startswith("backward") or name == "embedding grad"
+        if not (name.startswith(_LAYERS) or name in ("embedding", "embedding grad")):
+            return
+        inside, outside = self.calibration.weights.elements(self.sizes, max(1, self.calibration.weights.layers))
+        size = inside / max(1, self.calibration.weights.layers) if name.startswith(_LAYERS) else outside
+        if size < 1:
+            return
+        flat = TensorInfo((int(size),), "bf16", (1,), 2)
+        if self._gathers(self.target) and not self._gathers(self.calibration.traced):
+            yield RecordedOp("fsdp.split_with_sizes_copy", (flat, flat), (), "forward", allocates=True)
+            if backward:
+                yield RecordedOp("fsdp.chunk_cat", (flat, flat), (), "backward", allocates=True)
+
+    def _gaps_us(self, block: CutBlock) -> float:
+        """Between kernels that the GPU runs one after the other."""
+        if self.on_cpu:
+            return 0.0
+        kernels = sum(op.kernels for op in block.ops if not op.beside and (not op.sharding or self._gathers(self.target)))
+        return float(kernels * self.now.prices.factors.launch_gap_us)
+
+    def _host_us(self, name: str, block: CutBlock) -> float:
+        """The host's time: as measured, and as many more launches as the description adds."""
+        before, after = self.was.times(name)[1], self.now.times(name)[1]
+        return self.calibration.host * block.host_us * (after / before if before else 1.0)
+
+
+def _shards(setup: Setup) -> int:
+    """Ranks that divide what the optimizer updates."""
+    return setup.parallel.dp * setup.parallel.cp if setup.parallel.zero else 1
+
+
+def drawn(op: CutOp, new: RecordedOp, was: float, now: float) -> float:
+    """Measured over priced time in the new setup: what the trace says of it, drawn towards what is usual.
+
+    `usual` is the mean of measured over priced time, by family of operators, over other traces. How much of the rest
+    is found again at another size falls with the distance between the sizes, and is little for short kernels.
+    """
+    usual = _usual(op.op), _usual(new)
+    table = _TABLE["weight"]
+    near = exp(-abs(log(now / was)) / table["distance"])
+    large = 1 / (1 + (table["short_us"] / (op.us / op.calls)) ** 2) if op.us > 0 else 0.0
+    weight = near * large
+    return float(usual[1] * (max(op.us, 1e-3) / op.calls / was / usual[0]) ** weight)
+
+
+def _usual(op: RecordedOp) -> float:
+    usual = _TABLE["usual"]
+    return float(usual.get(works_of(op)[0].family, usual["other"]))
+
+
+def _bytes(op: RecordedOp) -> float:
+    return sum(t.bytes for t in (*op.inputs, *op.outputs))
+
+
+def _strain(work: Work, load: float) -> float:
+    """Time of kernels on a busy GPU over those of one that often waits: its clock is lower."""
+    factors = _TABLE["clock_factor"].get(work.name.lower())
+    return float(np.interp(load, _TABLE["clock_load"], factors)) if factors else 1.0
+
+
+def _spread(us: Times, modelled: Times, network: float, launch_us: float | None, placeholders: bool) -> Factors:
+    """The operators of the description, scaled so that each kind of work takes what it should.
+
+    Work that the description does not have is spread over what it has. `placeholders` says that modelled times mean
+    nothing, as on a CPU: what was not measured is nothing.
+    """
+    compute = list(_COMPUTE)
+    both = modelled > 1e-3
+    missing = float(us[compute][~both[compute]].sum())
+    there = float(modelled[compute][both[compute] & (us[compute] > 1e-3)].sum())
+    ratio = np.where(both, us / np.where(both, modelled, 1.0), 1.0)
+    if missing and there:
+        ratio[compute] += np.where(us[compute] > 1e-3, missing / there, 0.0)
+    if not placeholders and not us[compute].sum():
+        ratio[compute] = 1.0
+    ratio[Work.COMM] = network
+    seen = both & (us > 1e-3)
+    return Factors(tuple(float(r) for r in ratio), tuple(seen.tolist()), launch_us)
 
 
 def work_of(work: Operator | Collective) -> Work:
@@ -112,10 +354,19 @@ def us_of(work: Operator | Collective, prices: Prices) -> float:
     return prices.collective_us(work) if isinstance(work, Collective) else prices.operator_us(work)
 
 
-class CalibratedPrices(Prices):
-    """Prices of a setup with the factors of a traced one."""
+def modelled_times(block: Block, prices: Prices) -> tuple[Times, float]:
+    """(microseconds by work, launches) of a block as the model has it."""
+    us = np.zeros(len(Work))
+    for op in block:
+        us[work_of(op.work)] += us_of(op.work, prices)
+    launches = time_of(block, prices).host_us / prices.host_us if prices.host_us else 0.0
+    return us, launches
 
-    calibration: Calibration = Calibration()
+
+class CalibratedPrices(Prices):
+    """Prices of a setup whose blocks take what those of a traced run would take in it."""
+
+    changed: ChangedBlocks | None = None
     _inside: Factors | None = None  # the factors of the block that is being priced; None between blocks
 
     def operator_us(self, operator: Operator) -> float:
@@ -126,11 +377,24 @@ class CalibratedPrices(Prices):
         modelled = super().collective_us(collective)
         if self._inside is not None:
             return modelled * self._inside.gpu[Work.COMM]
-        return modelled * (self.calibration.link if collective.kind == "p2p" else self.calibration.data_parallel)
+        if self.changed is None:
+            return modelled
+        known = self.changed.calibration
+        return modelled * (known.link if collective.kind == "p2p" else known.data_parallel)
 
     def _factors_of(self, key: Hashable) -> Factors:
-        name = key[0] if isinstance(key, tuple) and key else str(key)
-        return self.calibration.groups.get(_GROUPS.get(name, ""), Factors())
+        if self.changed is None:
+            return Factors()
+        return self.changed.factors.get(self._name_of(key), Factors())
+
+    def _name_of(self, key: Hashable) -> str:
+        """The name of the cut's block that a block of the program corresponds to."""
+        name, *rest = key if isinstance(key, tuple) and key else (str(key),)
+        if name in ("forward", "recompute", "backward"):
+            name = "backward" if name == "backward" else "forward"
+            dense = rest and rest[0] is False and f"{name} dense" in (self.changed.factors if self.changed else {})
+            return f"{name} dense" if dense else name
+        return str(name)
 
     def is_measured(self, key: Hashable, work: Operator | Collective) -> bool:
         """Whether the time of an operator in the block of this key rests on the trace."""
@@ -158,47 +422,4 @@ class BlockingPrices(CalibratedPrices):
 
     def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
         found = super().block(key, build)
-        return found._replace(
-            us=found.us + found.host_us, compute_us=found.compute_us + found.host_us, host_us=0.0
-        )
-
-
-def modelled_times(block: Block, prices: Prices) -> tuple[Times, float]:
-    """(microseconds by work, launches) of a block as the model has it."""
-    us = np.zeros(len(Work))
-    for op in block:
-        us[work_of(op.work)] += us_of(op.work, prices)
-    launches = time_of(block, prices).host_us / prices.host_us if prices.host_us else 0.0
-    return us, launches
-
-
-def factors(
-    measured: list[MeasuredBlock],
-    modelled: Times,
-    launches: float,
-    network: float = MOST_NETWORK,
-    placeholders: bool = False,
-) -> Factors:
-    """Measured over modelled; where only one of them has a kind of work, the model is left as it is.
-
-    `network` is the most that collectives may differ: little at the ends, where those of the whole step end up.
-    `placeholders` says that the modelled times mean nothing: any factor is one, and what was not measured is nothing.
-    """
-    mean = np.mean([block.us for block in measured], axis=0)
-    both = (modelled > 1e-3) & (mean > 1e-3)
-    ratio = np.where(both, mean / np.where(both, modelled, 1.0), 1.0)
-    most = np.where(np.arange(len(Work)) == Work.COMM, network, np.inf if placeholders else _TABLE["most_factor"])
-    ratio = np.where((ratio > most) | (ratio < 1 / most), 1.0, ratio)
-    if placeholders:
-        ratio = np.where(mean > 1e-3, ratio, 0.0)
-    host = float(np.mean([block.host_us for block in measured]))
-    return Factors(tuple(float(r) for r in ratio), tuple(both.tolist()), host / launches if launches else None)
-
-
-def less(block: MeasuredBlock, other: MeasuredBlock) -> MeasuredBlock:
-    """A block less another that ran inside it."""
-    return MeasuredBlock(np.maximum(block.us - other.us, 0.0), max(block.host_us - other.host_us, 0.0))
-
-
-def stages_of(stages: list[MeasuredStage], name: str) -> list[MeasuredBlock]:
-    return [getattr(stage, name) for stage in stages]
+        return found._replace(us=found.us + found.host_us, compute_us=found.compute_us + found.host_us, host_us=0.0)

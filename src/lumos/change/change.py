@@ -1,67 +1,62 @@
-"""Another configuration of a traced run: its step, priced with what the trace says about the model's errors."""
+"""Another configuration of a traced run: its step, made of the operators of the trace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lumos.analysis.kernel_labels import Phase, RankLabels, Work, label
 from lumos.analysis.replay import Replay
 from lumos.change.calibration import (
-    MOST_NETWORK,
     BlockingPrices,
     CalibratedPrices,
     Calibration,
-    Factors,
-    factors,
-    less,
-    modelled_times,
-    stages_of,
+    ChangedBlocks,
+    Weights,
+    plain_prices,
 )
-from lumos.change.cut import MeasuredBlock, MeasuredStage, Times, measure
-from lumos.cost.operator_model import CostModel, cpu_model
+from lumos.change.cut import CutBlock, CutRank, cut, mean_block
+from lumos.change.measured_ops import MeasuredOp, measured_ops
+from lumos.change.traced_ops import OpType, RankOps, read_ops
 from lumos.cost.prices import Prices
 from lumos.data_files import read_table
 from lumos.errors import OptionError
-from lumos.program.block import Block
-from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward, optimizer
 from lumos.program.operators import Collective
-from lumos.program.transformer_layer import TransformerLayer
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
-from lumos.step.step import Step, assembled, prices_of, simulate_step
+from lumos.step.step import Step, assembled, prices_of
 from lumos.trace.names import collective_name
 
 _SHARED_CORES = (
     "assumed: every rank has the cores and the network that it has in the trace; ranks that share cores are slower"
 )
 _TABLE = read_table("change.json")
+Times = NDArray[np.float64]
 
 
-def calibrated_step(setup: Setup, calibration: Calibration) -> Step:
-    """A step of any setup, priced with the factors of a traced one."""
-    return assembled(setup, calibrated_prices(setup, calibration)).step()
+def calibrated_step(setup: Setup, calibration: Calibration, load: float | None = None) -> Step:
+    """A step of any setup, priced with what a traced one shows; `load`: the share of it that the GPU is busy."""
+    return assembled(setup, calibrated_prices(setup, calibration, load)).step()
 
 
-def calibrated_prices(setup: Setup, calibration: Calibration) -> Prices:
-    """Prices of any setup, with the factors of a traced one."""
+def calibrated_prices(setup: Setup, calibration: Calibration, load: float | None = None) -> Prices:
+    """Prices of any setup, with what a traced one shows."""
     kind = BlockingPrices if setup.cluster.accelerator.is_cpu else CalibratedPrices
+    changed = ChangedBlocks(calibration, setup, calibration.load if load is None else load)
 
     def make(*arguments: Any) -> CalibratedPrices:
         prices = kind(*arguments)
-        prices.calibration = calibration
+        prices.changed = changed
         return prices
 
-    return prices_of(setup, model=_model_of(setup), make_prices=make)
-
-
-def _model_of(setup: Setup) -> CostModel | None:
-    """The cost model of a CPU, which only a trace can calibrate; None for the usual one."""
-    return cpu_model() if setup.cluster.accelerator.is_cpu else None
+    return prices_of(setup, model=plain_prices(setup).model, make_prices=make)
 
 
 def loaded_step(setup: Setup, calibration: Calibration) -> Step:
@@ -69,7 +64,7 @@ def loaded_step(setup: Setup, calibration: Calibration) -> Step:
     step = calibrated_step(setup, calibration)
     if setup.cluster.accelerator.is_cpu:  # whose clock is not known to fall
         return step
-    return calibrated_step(setup, calibration.under(min(_compute_us(step) / max(step.us, 1e-9), 1.0)))
+    return calibrated_step(setup, calibration, min(_compute_us(step) / max(step.us, 1e-9), 1.0))
 
 
 def _compute_us(step: Step) -> float:
@@ -95,22 +90,36 @@ class CalibratedRun:
     @cached_property
     def plain(self) -> Step:
         """The model of the traced run, before anything is learned from it."""
-        return simulate_step(self.setup, model=_model_of(self.setup))
+        return assembled(self.setup, plain_prices(self.setup)).step()
 
     @cached_property
     def labels(self) -> list[RankLabels]:
         return label(self.run)
 
     @cached_property
-    def stages(self) -> list[MeasuredStage]:
+    def ops(self) -> dict[int, RankOps]:
+        """The operators of every rank that is looked at; none where a file has none."""
+        headers = {header.rank: header for header in self.run.execution.trace.headers}
+        step = self.run.marks.names[int(np.argmin(np.abs(self.run.clean_steps.milliseconds - self.run.clean_ms)))]
+        ranks = [labels.rank for labels in self.labels]
+        if self.on_cpu:
+            return {rank: RankOps(rank, (), True) for rank in ranks}
+        return {rank: read_ops(Path(headers[rank].path), rank, step) for rank in ranks}
+
+    @cached_property
+    def measured(self) -> list[list[MeasuredOp]]:
+        """The operators of every rank that launched kernels."""
+        return [measured_ops(self.run.execution.trace, labels, self.ops[labels.rank]) for labels in self.labels]
+
+    @cached_property
+    def ranks(self) -> list[CutRank]:
         """The blocks of every rank."""
-        p, train = self.setup.parallel, self.setup.train
         found = []
-        for labels in self.labels:
+        for labels, ops in zip(self.labels, self.measured, strict=True):
             chunks = [chunk.layers for chunk in self.plain.chunks[self._stage_of(labels.rank)]]
             if len(set(chunks)) > 1:
                 raise OptionError(f"chunks of {chunks} layers on one stage: a trace of unlike chunks cannot be cut yet")
-            found.append(measure(labels, chunks[0], train.microbatches, p.vpp))
+            found.append(cut(labels, ops, self.setup, chunks[0]))
         return found
 
     def _stage_of(self, rank: int) -> int:
@@ -118,14 +127,47 @@ class CalibratedRun:
         return min(rank // per_stage, self.setup.parallel.pp - 1)
 
     @cached_property
+    def blocks(self) -> dict[str, CutBlock]:
+        """Means over the ranks that have them: only the first stage has an embedding, only the last a head."""
+        last = self.setup.parallel.pp - 1
+        found: dict[str, list[CutBlock]] = {}
+        for rank in self.ranks:
+            stage = self._stage_of(rank.rank)
+            for name, block in rank.blocks.items():
+                place = 0 if name.startswith("embedding") else last if name.startswith("head") else stage
+                if place == stage:
+                    found.setdefault(name, []).append(block)
+        return {name: mean_block(blocks) for name, blocks in found.items()}
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The parameters that got a gradient in one micro-batch, on the first rank that shows them."""
+        for rank, ops in self.ops.items():
+            shapes = Counter(op.shapes[0] for op in ops.of(OpType.GRADIENT) if op.shapes and op.shapes[0])
+            count, stage = self.setup.train.microbatches, self._stage_of(rank)
+            layers = sum(chunk.layers for chunk in self.plain.chunks[stage])
+            if shapes:
+                return Weights(layers, tuple((shape, max(1, n // count)) for shape, n in shapes.items()))
+        return Weights()
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether most of the kernels' time is that of operators with shapes."""
+        ops = [op for rank in self.measured for op in rank if op.work != Work.COMM]
+        return sum(op.us for op in ops if op.op.inputs) > sum(op.us for op in ops) / 2
+
+    @cached_property
     def calibration(self) -> Calibration:
-        """Factors of blocks first, then of what runs outside them, then of the whole."""
-        blocks = Calibration(self._groups())
-        outside = replace(blocks, data_parallel=self._data_parallel(), link=self._link())
-        outside = replace(outside, load=self._recorded_load())
+        """The blocks first, then what runs outside them, then the whole."""
+        self._refuse_misfits()
+        networks = {name: self._network(name, block) for name, block in self.blocks.items()}
+        found = Calibration(
+            self.setup, self.blocks, self.weights, networks=networks, data_parallel=self._data_parallel(),
+            link=self._link(), load=self._recorded_load(),
+        )  # fmt: skip
         if self.silent:
-            outside = outside.with_communication(0.0)
-        step = calibrated_step(self.setup, outside)
+            found = found.with_communication(0.0)
+        step = calibrated_step(self.setup, found)
         explained = step.us / 1e3
         unexplained = _TABLE["most_unexplained"]
         if not 1 - unexplained < explained / self.run.clean_ms < 1 / (1 - unexplained):
@@ -133,17 +175,12 @@ class CalibratedRun:
                 f"the setup does not describe this trace: it explains {explained:.1f} ms of a step of "
                 f"{self.run.clean_ms:.1f} ms; correct the setup to what was traced"
             )
-        closed = self._closed(outside, step)
+        closed = self._closed(found, step)
         return closed.with_communication(1.0) if self.silent else closed
 
     @property
     def on_cpu(self) -> bool:
         return self.setup.cluster.accelerator.is_cpu
-
-    def _factors(
-        self, measured: list[MeasuredBlock], us: Times, launches: float, network: float = MOST_NETWORK
-    ) -> Factors:
-        return factors(measured, us, launches, network, placeholders=self.on_cpu)
 
     @cached_property
     def silent(self) -> bool:
@@ -167,14 +204,21 @@ class CalibratedRun:
         )
 
     def _closed(self, calibration: Calibration, step: Step) -> Calibration:
-        """Close the rest by the speed of what decides: the kernels of a GPU-bound step, else the host."""
+        """Close the rest: of a host-bound step by the speed of the host, of any other one by a time once a step.
+
+        A GPU-bound step waits for its host where it begins and ends, which does not grow with it. What is more than
+        that is taken for the speed of the kernels.
+        """
         clean = self.run.clean_ms * 1e3
         decides: Callable[[Calibration, float], Calibration] = Calibration.slower_host
         if self.on_cpu:
             decides = _slower_core
         elif step.host_share <= _TABLE["host_bound_share"]:
+            calibration = replace(calibration, blocks=self._tempered(calibration.blocks))
+            rest = clean / loaded_step(self.setup, calibration).us - 1
+            if abs(rest) < _TABLE["most_fixed_share"]:
+                return replace(calibration, fixed_us=clean - loaded_step(self.setup, calibration).us)
             decides = Calibration.slower
-            calibration = calibration.tempered(self.plain.prices.host_us)
         low, high = _TABLE["least_correction"], _TABLE["most_correction"]
         for _ in range(_TABLE["rounds"]):
             step = loaded_step(self.setup, calibration)
@@ -186,27 +230,28 @@ class CalibratedRun:
         busy = float(np.mean([labels.us[labels.work != Work.COMM].sum() for labels in self.labels]))
         return busy / 1e3 / self.run.recorded_steps.mean
 
-    def _groups(self) -> dict[str, Factors]:
-        shard, prices = self.plain.assembly.layout, self.plain.prices
-        layer = TransformerLayer(shard, bool(self.setup.model.experts))
-        recomputes = self.setup.train.recompute == "full"
-        backward = stages_of(self.stages, "backward")
-        if recomputes:
-            backward = [less(b, f) for b, f in zip(backward, stages_of(self.stages, "forward"), strict=True)]
-        groups = {
-            "forward": self._factors(stages_of(self.stages, "forward"), *modelled_times(layer.forward(), prices)),
-            "backward": self._factors(backward, *modelled_times(layer.backward(), prices)),
-            "optimizer": self._optimizer(),
-        }
-        self._refuse_misfits(groups)
-        groups["ends_forward"] = self._ends("ends_forward", embedding(shard), head(shard))
-        groups["ends_backward"] = self._ends("ends_backward", embedding_backward(shard), head_backward(shard))
-        return groups
+    def _tempered(self, blocks: dict[str, CutBlock]) -> dict[str, CutBlock]:
+        """The host most of the way to a typical one, in ratio.
 
-    def _refuse_misfits(self, groups: dict[str, Factors]) -> None:
+        A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
+        launch within a day. A host-bound step does show it, and keeps its host.
+        """
+        seen, typical = _TABLE["host_weight"], self.plain.prices.host_us
+        described = Calibration(self.setup).described(self.setup)
+
+        def tempered(name: str, block: CutBlock) -> CutBlock:
+            modelled = described.times(name)[1] * typical
+            if modelled <= 0 or block.host_us <= 0 or not name.startswith(("forward", "backward", "optimizer")):
+                return block
+            return replace(block, host_us=block.host_us**seen * modelled ** (1 - seen))
+
+        return {name: tempered(name, block) for name, block in blocks.items()}
+
+    def _refuse_misfits(self) -> None:
         """A setup whose matmuls take far more or less time than those of the trace is not the traced one's.
 
-        How long they should take on a CPU is not known; its layers and shapes are checked all the same.
+        How long they should take on a CPU is not known; its layers are checked all the same. A trace with shapes has
+        been compared with the setup size by size.
         """
         if self.on_cpu:
             return
@@ -214,8 +259,10 @@ class CalibratedRun:
         known, stated = find_gpu(traced), self.setup.cluster.accelerator.name
         if known is not None and known.name != stated:
             raise OptionError(f"the trace is of {traced}, and cluster.gpu = {stated}: give the setup of the traced run")
+        described = Calibration(self.setup).described(self.setup)
         for name in ("forward", "backward"):
-            factor = groups[name].gpu[Work.MATRIX]
+            modelled = described.times(name)[0][Work.MATRIX]
+            factor = self.blocks[name].us(Work.MATRIX) / modelled if modelled > 0 and not self.has_shapes else 1.0
             most = _TABLE["most_matrix_factor" if len(self.labels) == 1 else "most_matrix_factor_shared"]
             if not _TABLE["least_matrix_factor"] < factor < most:
                 raise OptionError(
@@ -223,33 +270,17 @@ class CalibratedRun:
                     "times what their sizes suggest; correct hidden, ffn, seq, micro_batch or tp to what was traced"
                 )
 
-    def _optimizer(self) -> Factors:
-        shard, prices = self.plain.assembly.layout, self.plain.prices
-        assembly = self.plain.assembly
-        held = [self._stage_of(stage.rank) for stage in self.stages]
-        program = assembly.program
-        size = sum(program.sharding.updated(program.stage_parameters(at)) for at in held) / len(held)
-        tensors = sum(program.tensors(at) for at in held) // len(held)
-        block = optimizer(shard, size, tensors)
-        return self._factors(stages_of(self.stages, "optimizer"), *modelled_times(block, prices))
+    def _network(self, name: str, block: CutBlock) -> float:
+        """Measured over modelled, of the collectives inside a block; 1 where only one of the two has any.
 
-    def _ends(self, name: str, first: Block, last: Block) -> Factors:
-        """Factors of embedding and head together; a rank has those that its stage has."""
-        prices, last_stage = self.plain.prices, self.setup.parallel.pp - 1
-        total, launches, count = np.zeros(len(Work)), 0.0, 0
-        measured: list[MeasuredBlock] = []
-        for stage in self.stages:
-            at = self._stage_of(stage.rank)
-            parts = ([first] if at == 0 else []) + ([last] if at == last_stage else [])
-            if not parts:
-                continue
-            measured.append(getattr(stage, name))
-            count += 1
-            for part in parts:
-                us, some = modelled_times(part, prices)
-                total, launches = total + us, launches + some
-        most = _TABLE["most_network_factor_outside_layers"]
-        return self._factors(measured, total / count, launches / count, most) if count else Factors()
+        Beside embedding and head, those of the whole step end up.
+        """
+        inside = name.startswith(("forward", "backward"))
+        modelled = Calibration(self.setup).described(self.setup).times(name)[0][Work.COMM]
+        measured = sum(op.us for op in block.ops if op.work == Work.COMM)
+        most = _TABLE["most_network_factor" if inside else "most_network_factor_outside_layers"]
+        ratio = measured / modelled if modelled > 1e-3 and measured > 1e-3 else 1.0
+        return ratio if 1 / most < ratio < most else 1.0
 
     def _communication(self) -> Times:
         """All communication of a step, as a mean over ranks, in microseconds."""
@@ -282,24 +313,20 @@ class CalibratedRun:
     @cached_property
     def understood(self) -> list[dict[str, Any]]:
         """What was recognised of every rank: tasks and GPU time by phase, one layer, embedding and head."""
-        rows = []
-        for labels, stage in zip(self.labels, self.stages, strict=True):
-            for phase, layer, ends in (
-                (Phase.FORWARD, stage.forward, stage.ends_forward),
-                (Phase.BACKWARD, stage.backward, stage.ends_backward),
-                (Phase.OPTIMIZER, None, stage.optimizer),
-            ):
-                tasks = labels.of(phase)
-                rows.append(
-                    {
-                        "rank": labels.rank, "phase": phase.name.lower(), "tasks": int(tasks.sum()),
-                        "gpu_ms": float(labels.us[tasks].sum()) / 1e3,
-                        "layer_ms": float(layer.us.sum()) / 1e3 if layer else 0.0,
-                        "layer_host_ms": layer.host_us / 1e3 if layer else 0.0,
-                        "ends_ms": float(ends.us.sum()) / 1e3,
-                    }
-                )  # fmt: skip
-        return rows
+        ends = {Phase.FORWARD: ("embedding", "head"), Phase.BACKWARD: ("embedding grad", "head grad"),
+                Phase.OPTIMIZER: ("optimizer",)}  # fmt: skip
+        return [self._understood(*pair, phase, ends[phase]) for pair in zip(self.labels, self.ranks, strict=True)
+                for phase in Phase]  # fmt: skip
+
+    def _understood(self, labels: RankLabels, rank: CutRank, phase: Phase, ends: Sequence[str]) -> dict[str, Any]:
+        tasks, name = labels.of(phase), phase.name.lower()
+        layer = rank.blocks.get(name, CutBlock()) if phase != Phase.OPTIMIZER else CutBlock()
+        return {
+            "rank": labels.rank, "phase": name, "tasks": int(tasks.sum()),
+            "gpu_ms": float(labels.us[tasks].sum()) / 1e3,
+            "layer_ms": layer.us(*Work) / 1e3, "layer_host_ms": layer.host_us / 1e3,
+            "ends_ms": sum(rank.blocks.get(end, CutBlock()).us(*Work) for end in ends) / 1e3,
+        }  # fmt: skip
 
 
 def _slower_core(calibration: Calibration, factor: float) -> Calibration:

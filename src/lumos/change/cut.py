@@ -1,91 +1,228 @@
-"""Cut: the blocks of a traced step: one layer forward and backward, what is outside the layers, and the optimizer.
+"""Cut: the blocks of a traced step, each a list of the operators that ran, with their measured times.
 
-Every layer has one attention, so the kernels from one attention up to the next one are one layer, although shifted by
-half a layer. The rest of a pass is embedding and head.
+Every layer has one attention, so what runs from one attention up to the next one is one layer, although shifted by half
+a layer. What is left of a pass once its layers are taken away is the embedding, where it runs before the first
+attention, and the head, where it runs after the last; in the backward pass it is the other way round.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lumos.analysis.kernel_labels import Phase, RankLabels, Work
+from lumos.change.measured_ops import MeasuredOp
 from lumos.errors import OptionError
+from lumos.program.recorded_op import RecordedOp
+from lumos.setup.setup import Setup
 
 Times = NDArray[np.float64]
-"""Microseconds, by Work."""
+
+
+class CutOp(NamedTuple):
+    """Equal calls of one operator in a block."""
+
+    op: RecordedOp
+    work: Work
+    calls: float  # in one block: a mean over the blocks that were cut out
+    us: float  # of all of them on the GPU, without the gaps between kernels
+    kernels: float = 0.0  # of all of them
+    beside: bool = False  # on another stream than the one that computes
+    sharding: bool = False  # FSDP gathers weights or scatters gradients
+    per_peer: bool = False  # once for every other rank that a stand-in for a collective answers for
+
+    def times(self, factor: float) -> CutOp:
+        """The same, so many times as often."""
+        return self._replace(calls=self.calls * factor, us=self.us * factor, kernels=self.kernels * factor)
 
 
 @dataclass(frozen=True)
-class MeasuredBlock:
-    """GPU time by type of work, and the host's time."""
+class CutBlock:
+    """The operators of one block, and how long the host works on it."""
 
-    us: Times
-    host_us: float
+    ops: tuple[CutOp, ...] = ()
+    host_us: float = 0.0
+
+    def us(self, *works: Work) -> float:
+        """GPU time of these kinds of work, on the stream that computes."""
+        return sum(op.us for op in self.ops if op.work in works and not op.beside)
+
+    def less(self, other: CutBlock, times: float = 1.0) -> CutBlock:
+        """Without what another block runs; nothing becomes negative."""
+        there = {_key(op): op for op in other.ops}
+        rest = []
+        for op in self.ops:
+            same = there.get(_key(op))
+            left = op.calls - (same.calls * times if same else 0.0)
+            if left > _HALF:
+                rest.append(op.times(left / op.calls))
+        return CutBlock(tuple(rest), max(self.host_us - times * other.host_us, 0.0))
 
 
 @dataclass(frozen=True)
-class MeasuredStage:
-    """The blocks of one rank; all but the optimizer are of one micro-batch."""
+class CutRank:
+    """The blocks of one rank: those of layers and ends are of one micro-batch, the optimizer is of the whole step."""
 
     rank: int
-    forward: MeasuredBlock  # of one layer
-    backward: MeasuredBlock
-    ends_forward: MeasuredBlock  # embedding and head
-    ends_backward: MeasuredBlock
-    optimizer: MeasuredBlock
-    before_us: float  # of the host, before it launches anything
+    blocks: dict[str, CutBlock] = field(default_factory=dict)
+    before_us: float = 0.0  # of the host, before it launches anything
 
 
-def measure(labels: RankLabels, layers: int, microbatches: int, chunks: int = 1) -> MeasuredStage:
-    """Cut a rank's step into blocks; OptionError where the attentions do not match the setup.
+_HALF = 0.5  # a call that remains in fewer than half of the blocks is an accident of the subtraction
+_ENDS = {Phase.FORWARD: ("embedding", "head"), Phase.BACKWARD: ("head grad", "embedding grad")}
+_LAYERS = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward"}
+
+
+def cut(labels: RankLabels, ops: Sequence[MeasuredOp], setup: Setup, layers: int) -> CutRank:
+    """The blocks of a rank's step; OptionError where the attentions do not match the setup.
 
     A stage of several chunks runs its layers chunk by chunk: `layers` are those of one chunk.
     """
-    forward, ends_forward = _cut(labels, Phase.FORWARD, layers, microbatches, chunks)
-    backward, ends_backward = _cut(labels, Phase.BACKWARD, layers, microbatches, chunks)
-    update = _by_work(labels, np.flatnonzero(labels.of(Phase.OPTIMIZER))).sum(axis=0)
-    optimizer = MeasuredBlock(update, labels.optimizer_us)
-    before = float(labels.launched[0]) if len(labels.launched) else 0.0
-    return MeasuredStage(labels.rank, forward, backward, ends_forward, ends_backward, optimizer, before)
+    train, chunks = setup.train, setup.parallel.vpp
+    blocks: dict[str, CutBlock] = {}
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        blocks |= _Pass(labels, ops, phase, layers, train.microbatches, chunks, _dense_layers(setup)).blocks()
+    updates = [op for op in ops if op.op.phase == "optimizer"]
+    blocks["optimizer"] = CutBlock(_merged(updates, 1.0), labels.optimizer_us)
+    if setup.train.recompute == "full":
+        for name in ("backward", "backward dense"):
+            if name in blocks:
+                again = blocks.get(name.replace("backward", "forward"), blocks["forward"])
+                blocks[name] = blocks[name].less(again)
+    return CutRank(labels.rank, blocks, float(labels.launched[0]) if len(labels.launched) else 0.0)
 
 
-def _cut(
-    labels: RankLabels, phase: Phase, layers: int, microbatches: int, chunks: int
-) -> tuple[MeasuredBlock, MeasuredBlock]:
-    """(one layer, embedding and head) of a phase."""
-    rows = np.flatnonzero(labels.of(phase))
-    marks = np.flatnonzero(labels.attention[rows] == (1 if phase == Phase.FORWARD else 2))
-    passes = microbatches * chunks
-    if len(marks) != layers * passes:
-        raise OptionError(
-            f"rank {labels.rank}: {len(marks)} attention kernels in the {phase.name.lower()} pass, and the setup says "
-            f"{layers * chunks} layers × {microbatches} micro-batches = {layers * passes}: correct model.layers, "
-            "train.microbatches or parallel.pp to what was traced, or record with an attention that can be recognised"
+def _dense_layers(setup: Setup) -> int:
+    """Layers without experts that come first on the first stage of a pipeline."""
+    return setup.model.dense_layers if setup.model.experts and setup.parallel.pp == 1 else 0
+
+
+class _Pass:
+    """The forward or the backward pass of a rank, micro-batch by micro-batch."""
+
+    def __init__(
+        self,
+        labels: RankLabels,
+        ops: Sequence[MeasuredOp],
+        phase: Phase,
+        layers: int,
+        microbatches: int,
+        chunks: int,
+        dense: int,
+    ) -> None:
+        self.phase, self.layers, self.passes, self.microbatches = phase, layers, microbatches * chunks, microbatches
+        self.dense = dense
+        self.ops = [op for op in ops if op.op.phase == phase.name.lower()]
+        wanted = 1 if phase == Phase.FORWARD else 2
+        marks = [place for place, op in enumerate(self.ops) if op.attention == wanted]
+        if len(marks) != layers * self.passes:
+            raise OptionError(
+                f"rank {labels.rank}: {len(marks)} attention kernels in the {phase.name.lower()} pass, and the setup "
+                f"says {layers * chunks} layers × {microbatches} micro-batches = {layers * self.passes}: correct "
+                "model.layers, train.microbatches or parallel.pp to what was traced, or record with an attention that "
+                "can be recognised"
+            )
+        self.marks = np.array(marks, np.int64).reshape(self.passes, layers)
+
+    @cached_property
+    def launched(self) -> Times:
+        return np.array([op.launched for op in self.ops])
+
+    def blocks(self) -> dict[str, CutBlock]:
+        """One layer, with and without experts where there are both, and the ends."""
+        name, ends = _LAYERS[self.phase], _ENDS[self.phase]
+        everything = _merged(self.ops, 1 / self.microbatches)
+        if self.layers == 1:
+            host = float(np.ptp(self.launched)) / self.passes
+            return {name: CutBlock(_merged(self.ops, 1 / self.passes), host)}
+        found = {kind: self._layer(kind == "dense") for kind in ("", "dense") if self._segments(kind == "dense")}
+        chunks = self.passes // self.microbatches
+        rest = CutBlock(everything)
+        for kind, block in found.items():
+            rest = rest.less(block, chunks * self._count(kind == "dense"))
+        host = self._host_outside(sum(self._count(k == "dense") * b.host_us for k, b in found.items())) * chunks
+        parts = self._split(rest.ops)
+        total = sum(op.us for part in parts for op in part) or 1.0
+        for end, part in zip(ends, parts, strict=True):
+            found_end = CutBlock(part, host * sum(op.us for op in part) / total)
+            found[end] = found_end
+        return {end if end in ends else f"{name} {end}".strip(): block for end, block in found.items()}
+
+    def _count(self, dense: bool) -> int:
+        return self.dense if dense else self.layers - self.dense
+
+    def _segments(self, dense: bool) -> list[tuple[int, int]]:
+        """(start, end) of what lies between two attentions, for layers of one kind.
+
+        Forward, a segment ends the layer that its first attention belongs to; backward, it begins the one that its
+        second attention belongs to. Both are told by their MLP.
+        """
+        found = []
+        for row in self.marks:
+            for place, (start, end) in enumerate(itertools.pairwise(row)):
+                layer = place if self.phase == Phase.FORWARD else self.layers - 2 - place
+                if (layer < self.dense) == dense:
+                    found.append((int(start), int(end)))
+        return found
+
+    def _layer(self, dense: bool) -> CutBlock:
+        segments = self._segments(dense)
+        inside = [op for start, end in segments for op in self.ops[start:end]]
+        host = float(np.median([self.launched[end] - self.launched[start] for start, end in segments]))
+        return CutBlock(_merged(inside, 1 / len(segments)), host)
+
+    def _split(self, rest: Sequence[CutOp]) -> tuple[tuple[CutOp, ...], tuple[CutOp, ...]]:
+        """What is outside the layers: before the first attention, and after the last. What both sides have, or none,
+        such as the norm that also ends every layer, is counted as coming last.
+        """
+        first: Counter[object] = Counter()
+        for start, end in zip([0, *(self.marks[:-1, -1] + 1)], self.marks[:, 0], strict=True):
+            middle = start if start == 0 else (start + end) // 2
+            first.update(_key(_as_cut(op)) for op in self.ops[middle:end])
+        everywhere = Counter(_key(_as_cut(op)) for op in self.ops)
+        early = tuple(op for op in rest if first[_key(op)] * 2 > everywhere[_key(op)])
+        return early, tuple(op for op in rest if op not in early)
+
+    def _host_outside(self, layers_us: float) -> float:
+        """The host's time of a pass outside its layers: the least over passes, as blocking only adds."""
+        launched, marks = self.launched, self.marks
+        middles = (marks[:-1, -1] + marks[1:, 0]) // 2
+        first, last = np.concatenate([[0], middles]), np.concatenate([middles, [len(launched) - 1]])
+        return max(0.0, float((launched[last] - launched[first]).min()) - layers_us)
+
+
+def _as_cut(op: MeasuredOp) -> CutOp:
+    return CutOp(op.op, op.work, 1.0, op.us, op.kernels, op.beside, op.sharding, op.per_peer)
+
+
+def _key(op: CutOp) -> tuple[object, ...]:
+    """Calls are equal whatever pass they run in: recomputation runs those of the forward pass again."""
+    return op.op._replace(phase=""), op.work, op.beside, op.sharding, op.per_peer
+
+
+def _merged(ops: Iterable[MeasuredOp], share: float) -> tuple[CutOp, ...]:
+    """Equal calls together; `share` of them belong to one block."""
+    return _joined(map(_as_cut, ops), share)
+
+
+def mean_block(blocks: Sequence[CutBlock]) -> CutBlock:
+    """Of the same block on several ranks."""
+    host = float(np.mean([block.host_us for block in blocks])) if blocks else 0.0
+    return CutBlock(_joined((op for block in blocks for op in block.ops), 1 / max(len(blocks), 1)), host)
+
+
+def _joined(ops: Iterable[CutOp], share: float) -> tuple[CutOp, ...]:
+    found: dict[tuple[object, ...], CutOp] = {}
+    for op in ops:
+        same = found.get(_key(op))
+        found[_key(op)] = op if same is None else same._replace(
+            calls=same.calls + op.calls, us=same.us + op.us, kernels=same.kernels + op.kernels
         )
-    sums = np.zeros((len(rows) + 1, len(Work)))
-    sums[1:] = np.cumsum(_by_work(labels, rows), axis=0)
-    starts, launched = marks.reshape(passes, layers), labels.launched[rows]
-    if layers > 1:
-        layer = (sums[starts[:, 1:]] - sums[starts[:, :-1]]).mean(axis=(0, 1))
-        host = float(np.median(np.diff(launched[starts], axis=1)))
-    else:
-        layer, host = sums[-1] / passes, float(np.ptp(launched)) / passes
-    ends = np.maximum(sums[-1] / microbatches - layers * chunks * layer, 0.0)
-    return MeasuredBlock(layer, host), MeasuredBlock(ends, _host_outside(launched, starts, layers * host) * chunks)
-
-
-def _host_outside(launched: Times, marks: NDArray[np.int64], layers_us: float) -> float:
-    """The host's time of a micro-batch outside its layers: the least over micro-batches, as blocking only adds."""
-    middles = (marks[:-1, -1] + marks[1:, 0]) // 2
-    first, last = np.concatenate([[0], middles]), np.concatenate([middles, [len(launched) - 1]])
-    return max(0.0, float((launched[last] - launched[first]).min()) - layers_us)
-
-
-def _by_work(labels: RankLabels, rows: NDArray[np.int64]) -> Times:
-    """(kernels, types of work): the time of every kernel in the column of its work."""
-    table = np.zeros((len(rows), len(Work)))
-    table[np.arange(len(rows)), labels.work[rows]] = labels.us[rows]
-    return table
+    return tuple(op.times(share) for op in found.values())

@@ -8,7 +8,7 @@ price needs that, it follows from the inputs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from lumos.trace.names import Category
 from lumos.trace.trace import Trace
 
 _PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
+_ATTENTIONS = {"attention.forward": 1, "attention.backward": 2}
 _SHARDING = ("split_with_sizes_copy", "chunk_cat", "all_gather_copy_in")
 _LONGEST = 64  # operands of a list that are kept apart; longer lists are summed up
 
@@ -34,7 +35,10 @@ class MeasuredOp(NamedTuple):
     host_us: float  # since the launch before
     attention: int  # 0: none, 1: a forward one, 2: the main kernel of its backward pass
     launched: float  # on the clock of the labels
-    scope: OpType | None = None  # of sharded data parallelism, where it runs inside
+    beside: bool = False  # on another stream than the one that computes
+    sharding: bool = False  # FSDP gathers weights or scatters gradients
+    per_peer: bool = False  # once for every other rank that a stand-in for a collective answers for
+    kernels: int = 1
 
 
 def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[MeasuredOp]:
@@ -45,7 +49,9 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
     starts = (trace.start[calls] / 1e3).tolist()
     owners = [around.of(thread, start) for thread, start in zip(threads, starts, strict=True)]
     gaps = np.diff(labels.launched, prepend=0.0).clip(min=0.0)
-    causal = _is_causal(ops)
+    causal, labelled = _is_causal(ops), bool((labels.attention > 0).any())
+    streams = trace.lane[labels.row]
+    main = int(np.bincount(streams, labels.us).argmax()) if len(streams) else -1
     found: list[MeasuredOp] = []
     last: TracedOp | None = None
     for i, owner in enumerate(owners):
@@ -55,13 +61,21 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
             before = found[-1]
             heavier = work if us > before.us else before.work
             found[-1] = before._replace(
-                us=before.us + us, host_us=before.host_us + gap, work=heavier, attention=max(before.attention, mark)
+                us=before.us + us, host_us=before.host_us + gap, work=heavier, kernels=before.kernels + 1,
+                attention=max(before.attention, mark),
             )
             continue
         phase = _PHASES[Phase(int(labels.phase[i]))]
-        op = recorded(owner, phase, causal) if owner is not None else _nameless(trace.names[trace.name[labels.row[i]]], phase)
-        scope = OpType.FSDP if owner is not None and OpType.FSDP in owner.scopes else None
-        found.append(MeasuredOp(op, work, us, gap, mark, float(labels.launched[i]), scope))
+        kernel = trace.names[trace.name[labels.row[i]]]
+        op = recorded(owner, phase, causal) if owner is not None else RecordedOp(kernel, (), (), phase)
+        mark = mark or (0 if labelled else _ATTENTIONS.get(op.name, 0))
+        scopes = owner.scopes if owner is not None else frozenset[OpType]()
+        sharding = OpType.FSDP in scopes or op.name.startswith("fsdp.")
+        per_peer = OpType.COMM in scopes and work != Work.COMM and "gather" in _outer_collective(owner)
+        beside = bool(streams[i] != main)
+        found.append(
+            MeasuredOp(op, work, us, gap, mark, float(labels.launched[i]), beside, sharding or per_peer, per_peer)
+        )
         last = owner
     return found
 
@@ -95,9 +109,11 @@ class _Around:
 _SCOPES = (OpType.BACKWARD, OpType.OPTIMIZER, OpType.FSDP, OpType.DDP, OpType.STEP)
 
 
-def _nameless(kernel: str, phase: str) -> RecordedOp:
-    """A kernel that no operator with shapes launched."""
-    return RecordedOp(kernel, (), (), phase)
+def _outer_collective(op: TracedOp | None) -> str:
+    """The name of the collective that an operator runs inside."""
+    while op is not None and op.type != OpType.COMM:
+        op = op.parent
+    return op.name if op is not None else ""
 
 
 def _is_causal(ops: RankOps) -> bool:
@@ -191,10 +207,3 @@ def _dense(shape: tuple[int, ...], like: TensorInfo) -> TensorInfo:
         strides.append(size)
         size *= n
     return TensorInfo(shape, like.dtype, tuple(reversed(strides)), like.element)
-
-
-def by_phase(ops: Sequence[MeasuredOp], phase: Phase) -> Iterator[tuple[int, MeasuredOp]]:
-    """(place, operator) of a phase."""
-    for place, op in enumerate(ops):
-        if op.op.phase == _PHASES[phase]:
-            yield place, op

@@ -86,6 +86,8 @@ class Sizes:
             return self._with(op, lambda t: self.weight(t.shape, sharded=True))
         if name in _MATMULS and len(op.inputs) >= 2:
             return self._matmul(op)
+        if name in ("bmm", "baddbmm"):
+            return self._with(op, self._batched)
         if name == "_grouped_mm":
             return self._with(op, self._grouped)
         if op.name.startswith("fsdp."):
@@ -149,24 +151,32 @@ class Sizes:
     def _activation(self, tensor: TensorInfo) -> Shape:
         """Batch and sequence first, a width last, heads between; or a weight."""
         shape = tensor.shape
-        if shape in self.weights or shape[::-1] in self.weights:
+        if shape in self.weights:
             return self.weight(shape)
         if len(shape) == 0:
             return shape
         if len(shape) == 1:
             return (self._as(shape[0], self._is_tokens),)
         if len(shape) == 2:
-            last = self._as(shape[1], self._is_width) if shape[0] != 1 else self._as(shape[1], self._is_tokens)
-            return (self._rows(shape[0]), last)
+            is_index = shape == (self.pairs["batch"][0], self.pairs["seq"][0])  # of tokens or positions
+            return (self._rows(shape[0]), self._as(shape[1], self._is_between if is_index else self._is_width))
         first, *middle, last = shape
+        shared = first == 1 and (middle[0] == 1 or (len(shape) == 3 and last == self.pairs.get("head size", (0, 0))[0]))
+        scores = len(shape) > 3 and last == self.pairs["seq"][0] and last == middle[-1]
         inner = [self._as(size, self._is_between) for size in middle]
-        head = self._batch(first)
-        return (head, *inner, self._as(last, self._is_width))
+        width = self._as(last, self._is_between if scores else self._is_width)
+        return (1 if shared else self._batch(first), *inner, width)
+
+    def _batched(self, tensor: TensorInfo) -> Shape:
+        """Of a batched matmul: a matmul for every head, of sequences and sizes of heads."""
+        first, *others = tensor.shape
+        inside = ("seq", "head size")
+        return (self._batch(first), *(self._as(size, lambda name: name in inside) for size in others))
 
     # ------------------------------------------------------------------ one dimension
     def _as(self, size: int, wanted: Callable[[str], bool], otherwise: int | None = None) -> int:
         """The new value of a dimension: of the likeliest size of that kind, else of any, else as it was."""
-        names = self._named.get(size, [])
+        names = self._named.get(size, []) if size > 1 else []
         name = next((name for name in names if wanted(name)), names[0] if names else None)
         if name is None:
             return size if otherwise is None else otherwise
@@ -174,8 +184,10 @@ class Sizes:
 
     def _rows(self, size: int) -> int:
         """Rows of an activation: tokens, or as many of them as the data sends here."""
+        if size == 1:
+            return self.pairs["batch"][1] if self.pairs["batch"][0] == 1 else 1
         names = self._named.get(size, [])
-        if any(map(self._is_tokens, names)) or size == 1:
+        if any(map(self._is_tokens, names)):
             return self._as(size, self._is_tokens)
         return self._as(size, self._is_width) if names else max(1, round(size * self.growth))
 
@@ -183,6 +195,8 @@ class Sizes:
         """The first dimension of an activation: the batch, or a multiple of it."""
         names = self._named.get(size, [])
         before, after = self.pairs["batch"]
+        if size == before:
+            return after
         if names or before == after or size == 1 or size % before:
             return self._as(size, self._is_tokens)
         return size // before * after

@@ -86,7 +86,8 @@ def _inside_blocks(step: Step) -> Iterator[_Calls]:
 
 def _data_parallel(step: Step) -> Iterator[_Calls]:
     """Collectives of the data-parallel ranks, outside the blocks."""
-    measured = isinstance(step.prices, CalibratedPrices) and step.prices.calibration.data_parallel != 1.0
+    changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
+    measured = changed is not None and changed.calibration.data_parallel != 1.0
     for index, role in enumerate(step.structure.roles):
         if role.stage == 0 and role.what in DATA_PARALLEL:
             nodes = step.structure.node_role == index

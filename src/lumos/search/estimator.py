@@ -62,4 +62,4 @@ class CalibratedEstimator(Estimator):
 
     def _prices(self, setup: Setup) -> Prices:
         """For bounds: at the clock of a GPU that often waits, which is the fastest."""
-        return calibrated_prices(setup, self.calibration.under(0.0))
+        return calibrated_prices(setup, self.calibration, 0.0)
