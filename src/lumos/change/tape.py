@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -52,6 +52,7 @@ _REDUCTIONS = frozenset(
 _COMPARISONS = frozenset(
     ["eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isinf", "bitwise_and", "bitwise_or", "bitwise_not", "isin"]
 )
+_OF_ACTIVATIONS = frozenset(("add", "mul", "sub", "div", "clone", "_to_copy", "cat"))  # hardly gradients of weights
 _INDEXED = frozenset(["embedding", "index_select"])
 _NORMS = {"native_layer_norm": 2, "_fused_rms_norm": 1, "native_group_norm": 2}
 _ATTENTION = re.compile(r"attention(_forward|_backward)?$|flash_attn.*(fwd|bwd|forward|backward)")
@@ -81,10 +82,18 @@ class Tensor:
     saved: bool = False  # for the backward pass
     crosses: bool = False  # read by the next block
     taken: int = -1  # when it becomes the gradient of a parameter
+    whole: Tensor | None = None  # the tensor that this one is a view of a part of
+    node: int = -1  # of the backward pass, that makes it
 
     @property
     def key(self) -> Key:
         return key_of(self.info)
+
+    def lives_until(self, now: int) -> None:
+        """A view keeps all of its tensor."""
+        self.dies = max(self.dies, now)
+        if self.whole is not None:
+            self.whole.lives_until(now)
 
 
 class Call(NamedTuple):
@@ -121,7 +130,7 @@ class Tape:
     blocks: int = 0
     signatures: list[tuple[str, ...]] = field(default_factory=list)  # of the blocks: the calls of their forward passes
     adds: bool = False  # gradients were there before: they are added to
-    loss_inside: bool = False  # the model makes the loss itself, so that nobody holds on to its logits
+    loss_inside: bool = False  # the model makes the loss itself, so that its last output is the loss
 
 
 def key_of(info: TensorInfo) -> Key:
@@ -443,6 +452,10 @@ class _Follower:
         self.recent: dict[Key, list[Tensor]] = defaultdict(list)
         self.saved: dict[int, list[Tensor]] = {}  # by sequence number
         self.segments: dict[int, int] = {}  # likewise, of the call that made a node
+        self.results: dict[int, tuple[Key, int]] = {}  # likewise, what that call returned, and of how many sides the sum
+        self.since = 0  # what was made earlier is not looked at
+        self.node = -1
+        self.latest: Tensor | None = None  # what a product with a number read: x, while 0.5·x waits in 0.5·x·(1 + … x³)
         self.weights = {tuple(sorted(node.gradient)) for node in nodes if node.gradient}
         self._forward(forward, {node.sequence: node for node in nodes if node.sequence >= 0 and not node.gradient})
         self._backward(nodes)
@@ -464,6 +477,7 @@ class _Follower:
             if node is not None and last[raw.sequence] == place:
                 self.segments[raw.sequence] = segment
                 self.saved[raw.sequence] = _saved(raw, node, read, made)
+                self.results[raw.sequence] = _result(raw, made)
         self.tape.middle = len(self.tape.when)
 
     def _step(self, raw: _Raw, segment: int, backward: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -474,17 +488,20 @@ class _Follower:
             return [], []
         read = self._inputs(raw)
         for tensor in read:
-            tensor.dies = max(tensor.dies, now)
+            tensor.lives_until(now)
             tensor.read += 1
             tensor.crosses |= segment == tensor.segment + 1 and not backward
+        if backward and raw.name in ("add_", "sub_") and read:
+            read[-1].read = min(read[-1].read, 0)  # holds the sum from now on
         made = [
-            Tensor(len(tape.calls), place, info, now, now, segment, raw.outer, info.shape)
+            Tensor(len(tape.calls), place, info, now, now, segment, raw.outer, info.shape, node=self.node)
             for place, info in enumerate(raw.outputs)
             if info.elements * info.element >= _FEWEST_BYTES
         ]
         tape.calls.append(Call(raw.name, raw.op.tensors, raw.outputs, backward, segment))
         tape.when.append(segment)
         tape.tensors += made
+        self.latest = read[0] if raw.name == "mul" and len(read) == 1 == len(raw.op.tensors) else None
         for tensor in made:
             self.recent[tensor.key].append(tensor)
         return read, made
@@ -495,10 +512,13 @@ class _Follower:
         for place, info in enumerate(raw.op.tensors):
             if info.elements * info.element >= _FEWEST_BYTES and not self._is_weight(raw.name, place, info):
                 wanted[key_of(info)].append(info.shape)
+        if raw.name == "pow" and self.latest is not None and list(wanted) == [self.latest.key]:
+            return [self.latest]
         found: list[Tensor] = []
         for key, shapes in wanted.items():
             forms = set(shapes) | {t.shape for t in raw.outermost.tensors if t.elements == key[0]}
             latest = self.recent.get(key, [])[: -_FARTHEST - 1 : -1]
+            latest = [t for t in latest if t.born >= self.since and t.taken < 0]
             found += sorted(latest, key=lambda t: (t.form not in forms, t.read > 0, not t.saved))[: len(shapes)]
         return found
 
@@ -523,7 +543,8 @@ class _Follower:
         if tensor is None or not sizes:
             return
         if prod(sizes) < info.distinct:
-            self.recent[prod(sizes), info.element].append(tensor)
+            part = replace(tensor, info=_dense(sizes, info), form=sizes, read=0, saved=False, crosses=False, whole=tensor)
+            self.recent[part.key].append(part)
         elif raw.name == "_unsafe_view" or _base(raw.outermost.name) in _VIEWS:  # else only an operator sees it so
             tensor.form = sizes
 
@@ -531,33 +552,53 @@ class _Follower:
         """Nodes in the order in which they ran."""
         self.recent = defaultdict(list)  # gradients are no activations
         segment = self.tape.blocks + 1
-        for node in nodes:
+        for self.node, node in enumerate(nodes):
             segment = self.segments.get(node.sequence, segment)
             if node.gradient:
                 self._accumulate(node, segment)
                 continue
-            for raw in (*node.inside, *node.beside):
+            incoming = self._incoming(node)
+            self.since = len(self.tape.when)  # what a node reads is saved for it, comes in, or is made by itself
+            for raw in node.inside:
                 self._step(raw, segment, backward=True)
-            for tensor in self.saved.get(node.sequence, ()):
-                tensor.dies = max(tensor.dies, len(self.tape.when) - 1)
+            for tensor in (*self.saved.get(node.sequence, ()), *incoming):
+                tensor.lives_until(len(self.tape.when) - 1)
+            self.since = 0
+            for raw in node.beside:
+                self._step(raw, segment, backward=True)
+
+    def _incoming(self, node: _Node) -> list[Tensor]:
+        """The gradient that a node gets: the most recent one of its size that nobody has had yet.
+
+        Nodes that make nothing pass it on. That of an addition does so to both sides: somebody else will read it, too.
+        """
+        key, sides = self.results.get(node.sequence, ((0, 0), 1))
+        latest = [t for t in self.recent.get(key, [])[: -_FARTHEST - 1 : -1] if t.taken < 0]
+        found = sorted(latest, key=lambda t: t.read > 0)[:1]
+        for tensor in found:
+            tensor.read += 1 if any(not raw.is_view for raw in node.inside) else 1 - sides
+        return found
 
     def _accumulate(self, node: _Node, segment: int) -> None:
-        """The gradient becomes that of a parameter: the most recent tensor of its size, or part of a DTensor."""
+        """The gradient becomes that of a parameter: the latest tensor of its size, or this rank's part of a DTensor.
+
+        Of equal ones that one node made, it is the first: the gradient of a weight comes before that of the input.
+        """
         tape = self.tape
         tape.adds = tape.adds or (node.adds and not tape.gradients)
         elements, now = prod(node.gradient), max(len(tape.when) - 1, 0)
-        free = [t for t in reversed(tape.tensors[-64:]) if t.taken < 0 and t.born >= tape.middle]
-        exact = next((t for t in free if t.info.elements == elements), None)
-        part = next((t for t in free if t.outer[0] == elements), None)
-        tensor = exact if part is None or (exact is not None and exact.born > part.born) else part
-        if tensor is None:
-            element = free[0].info.element if free else 2
-            tape.gradients.append(Gradient(now, segment, TensorInfo(node.gradient, "", (), element)))
-            return
-        tensor.taken = now
-        tensor.dies = max(tensor.dies, now)
-        shape = node.gradient if tensor is exact else tensor.info.shape
-        tape.gradients.append(Gradient(now, segment, TensorInfo(shape, tensor.info.dtype, (), tensor.info.element)))
+        free = [t for t in reversed(tape.tensors[-_FARTHEST:]) if t.taken < 0 and t.born >= tape.middle]
+        part = next((t for t in free if t.info.elements < elements == t.outer[0]), None)
+        whole = [t for t in free if t.info.elements == elements]
+        whole = [t for t in whole if tape.calls[t.call].name not in _OF_ACTIVATIONS] or whole
+        tensor = part or next((t for t in reversed(whole) if t.node == whole[0].node), None)
+        shape, element = node.gradient, free[0].info.element if free else 2
+        if tensor is not None:
+            tensor.taken = now
+            tensor.dies = max(tensor.dies, now)
+            element = tensor.info.element
+            shape = tensor.info.shape if tensor is part else shape
+        tape.gradients.append(Gradient(now, segment, TensorInfo(shape, "", (), element)))
 
 
 def _saved(raw: _Raw, node: _Node, read: list[Tensor], made: list[Tensor]) -> list[Tensor]:
@@ -574,6 +615,18 @@ def _saved(raw: _Raw, node: _Node, read: list[Tensor], made: list[Tensor]) -> li
             kept.append(tensor)
             tensor.saved = True
     return kept
+
+
+def _result(raw: _Raw, made: list[Tensor]) -> tuple[Key, int]:
+    """What a call returns, and how many inputs of that size get its gradient as it is, where it is a sum."""
+    if made:
+        key = made[0].key
+    elif raw.op.tensors:
+        key = key_of(raw.op.tensors[0])  # of a view
+    else:
+        return (0, 0), 1
+    sides = sum(key_of(info) == key for info in raw.op.tensors) if raw.name in ("add", "sub") else 1
+    return key, max(sides, 1)
 
 
 def _beside_gradients(inside: list[_Raw], gradients: set[Key]) -> Counter[Key]:

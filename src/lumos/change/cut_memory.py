@@ -1,0 +1,336 @@
+"""Peak memory of a changed run, from the tensors of the trace itself.
+
+The tape of the traced micro-batch (`lumos.change.tape`) says which tensors every block makes and keeps. Their shapes are
+rewritten to the other setup (`lumos.change.sizes`), blocks are repeated or left out, and the rest is put around them:
+
+| part | where it comes from |
+|---|---|
+| weights, gradients, state | shapes of the gradients that autograd accumulates, block by block, divided as ZeRO says |
+| activations | what blocks keep; with full recomputation their inputs, and one block while it is recomputed |
+| buffers | gathered weights and gradients on their way (FSDP), buckets (DDP), temporaries of the optimizer |
+| framework | cuBLAS workspaces |
+
+FSDP2 holds: parameters outside the blocks gathered from the forward pass to the end of the backward pass, and their
+gradients whole until then; the weights of the block at work; in the backward pass those of the next block, gathered
+ahead; whole gradients of the block at work, and the previous block's on their way to being divided.
+
+The peak is the most over all blocks, forward and backward, and the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+from lumos.change.sizes import Sizes
+from lumos.change.tape import Tape, Tensor, tape_of
+from lumos.change.traced_ops import OpType, RankOps
+from lumos.program.memory import GIB, Memory, StageMemory, reserve_of, workspaces_of
+from lumos.program.program import Program
+from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.setup.gpus import gpu_named
+from lumos.setup.setup import Setup
+
+
+class Segment(NamedTuple):
+    """A block, or what comes before or behind all blocks; bytes of one micro-batch in the other setup."""
+
+    kept: float  # between its forward and its backward pass
+    boundary: float  # of that, what recomputation keeps: what the next block reads
+    forward: float  # most while it runs, beyond what earlier segments keep
+    backward: float  # likewise, without gradients of parameters
+    both: float  # likewise, with its gradients of parameters as they come
+    parameters: float  # elements, not divided by ZeRO
+    widest: float  # elements of the largest parameter
+    moments: tuple[tuple[float, float, bool], ...] = ()  # activations, gradients so far, whether the model's own backward pass has begun
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """All segments of a traced run in the setup that is asked for."""
+
+    first: Segment
+    blocks: tuple[Segment, ...]
+    last: Segment
+    element: float  # bytes of a parameter as it is computed with
+    state_element: float  # of a parameter as it is stored
+    temporaries: str  # of the update: none, all, one
+    adds: bool  # gradients are there before the first backward pass
+
+
+def cut_memory(ops: RankOps, traced: Setup, target: Setup) -> Memory | None:
+    """The memory of the other setup; None where the trace does not tell it: no shapes, compiled code, pipelines."""
+    if traced.parallel.pp > 1 or traced.train.compile or target.train.compile:
+        return None
+    tape = tape_of(ops)
+    if tape is None or not tape.gradients:
+        return None
+    if tape.blocks < 2 and target.model.layers != traced.model.layers:
+        return None
+    parts = _parts(tape, ops, traced, target)
+    stages = tuple(_stage_memory(parts, Program(target), index) for index in range(target.parallel.pp))
+    worst = max(range(len(stages)), key=lambda index: stages[index].peak)
+    usable = (target.cluster.memory_gib or gpu_named(target.cluster.gpu).memory_gib) * GIB
+    peak = stages[worst].peak
+    return Memory(worst, stages[worst], reserve_of(target, peak), usable, stages)
+
+
+# ---------------------------------------------------------------------- segments
+def _parts(tape: Tape, ops: RankOps, traced: Setup, target: Setup) -> _Parts:
+    sizes = Sizes(traced, target)
+    bytes_of = _bytes(tape, sizes)
+    segments = _segments(tape, bytes_of, sizes)
+    element = float(max(gradient.info.element for gradient in tape.gradients))
+    return _Parts(
+        first=segments[0],
+        blocks=_repeated(segments[1:-1], tape.signatures, traced.model.layers, target.model.layers),
+        last=segments[-1],
+        element=element,
+        state_element=max(element, _gathered_from(ops)),
+        temporaries=_temporaries(ops),
+        adds=tape.adds,
+    )
+
+
+def _bytes(tape: Tape, sizes: Sizes) -> dict[int, float]:
+    """Bytes of every tensor in the other setup, by its identity."""
+    found: dict[int, float] = {}
+    rewritten: dict[int, RecordedOp] = {}
+    for tensor in tape.tensors:
+        if tensor.call not in rewritten:
+            call = tape.calls[tensor.call]
+            phase = "backward" if call.backward else "forward"
+            rewritten[tensor.call] = sizes.rewritten(RecordedOp(f"aten.{call.name}.default", call.inputs, call.outputs, phase))
+        info = rewritten[tensor.call].outputs[tensor.place]
+        found[id(tensor)] = float(info.elements * info.element)
+    return found
+
+
+def _segments(tape: Tape, bytes_of: dict[int, float], sizes: Sizes) -> list[Segment]:
+    """Walks over the tape once, with the bytes that are alive at every moment."""
+    count = tape.blocks + 2
+    alive = _alive(tape, bytes_of)
+    kept, boundary = [0.0] * count, [0.0] * count
+    for tensor in tape.tensors:
+        if tensor.born < tape.middle <= tensor.dies:
+            kept[tensor.segment] += bytes_of[id(tensor)]
+    for segment, tensors in _boundaries(tape).items():
+        boundary[segment] = sum(bytes_of[id(tensor)] for tensor in tensors)
+    before = [sum(kept[:segment]) for segment in range(count)]
+    gradients = _gradients(tape, sizes)
+    found = []
+    for segment in range(count):
+        forward = [alive[t] - before[segment] for t in range(tape.middle) if tape.when[t] == segment]
+        moments, held, begun, due = [], 0.0, tape.loss_inside or segment <= tape.blocks, sorted((at, size) for at, s, size, _ in gradients if s == segment)
+        for t in range(tape.middle, len(tape.when)):
+            if tape.when[t] != segment:
+                continue
+            while due and due[0][0] < t:
+                held += due.pop(0)[1]
+            begun = begun or tape.calls[t].name in ("mm", "addmm")
+            moments.append((alive[t] - before[segment], held, begun))
+        own = [elements for _, s, _, elements in gradients if s == segment]
+        total = sum(size for _, s, size, _ in gradients if s == segment)
+        moments.append((0.0, total, True))
+        found.append(
+            Segment(
+                kept[segment], boundary[segment], max(forward, default=0.0), max(m[0] for m in moments),
+                max(m[0] + m[1] for m in moments), sum(own), max(own, default=0.0), tuple(moments),
+            )
+        )  # fmt: skip
+    return found
+
+
+def _alive(tape: Tape, bytes_of: dict[int, float]) -> list[float]:
+    """Bytes at every place of the tape; what becomes the gradient of a parameter is counted there from then on."""
+    change = [0.0] * (len(tape.when) + 1)
+    for tensor in tape.tensors:
+        end = tensor.taken if tensor.taken >= 0 else tensor.dies
+        change[tensor.born] += bytes_of[id(tensor)]
+        change[min(end, len(tape.when) - 1) + 1] -= bytes_of[id(tensor)]
+    total, found = 0.0, []
+    for step in change[:-1]:
+        total += step
+        found.append(total)
+    return found
+
+
+def _boundaries(tape: Tape) -> dict[int, list[Tensor]]:
+    """By segment, what the next one reads: its last such tensor, and those that nobody else reads."""
+    found: dict[int, list[Tensor]] = {}
+    for tensor in tape.tensors:
+        if tensor.crosses and tensor.born < tape.middle:
+            found.setdefault(tensor.segment, []).append(tensor)
+    return {segment: tensors[-1:] for segment, tensors in found.items()}
+
+
+def _gradients(tape: Tape, sizes: Sizes) -> list[tuple[int, int, float, float]]:
+    """(when, segment, bytes, elements) of the gradient of every parameter, whole, in the other setup."""
+    found = []
+    for gradient in tape.gradients:
+        elements = 1.0
+        for size in sizes.weight(gradient.info.shape):
+            elements *= size
+        found.append((gradient.at, gradient.segment, elements * gradient.info.element, elements))
+    return found
+
+
+def _repeated(
+    blocks: Sequence[Segment], signatures: Sequence[tuple[str, ...]], before: int, after: int
+) -> tuple[Segment, ...]:
+    """As many blocks as the other model has: those of the usual kind are repeated or left out, in the middle."""
+    wanted = max(1, round(len(blocks) * after / before))
+    usual = max(set(signatures), key=list(signatures).count) if signatures else ()
+    places = [i for i, signature in enumerate(signatures) if signature == usual] or [0]
+    middle = places[len(places) // 2]
+    if wanted >= len(blocks):
+        return (*blocks[:middle], *[blocks[middle]] * (wanted - len(blocks) + 1), *blocks[middle + 1 :])
+    surplus = set(places[1:][: len(blocks) - wanted])
+    rest = [block for i, block in enumerate(blocks) if i not in surplus]
+    return tuple(rest[:wanted])
+
+
+# ---------------------------------------------------------------------- what the trace tells besides
+def _gathered_from(ops: RankOps) -> float:
+    """Bytes of a parameter as FSDP stores it, where it is gathered in a lower precision; else 0."""
+    for op in ops.ops:
+        if OpType.FSDP in op.scopes and op.name == "aten::_to_copy" and op.tensors:
+            info = op.tensors[0]
+            if info.dtype == "fp32" and info.elements > 1:
+                return 4.0
+    return 0.0
+
+
+def _temporaries(ops: RankOps) -> str:
+    """What the update makes besides: nothing where it is fused, roots of all second moments, or of one after another."""
+    names = {op.name for op in ops.ops if OpType.OPTIMIZER in op.scopes}
+    if any("_fused_" in name for name in names):
+        return "none"
+    if "aten::_foreach_sqrt" in names:
+        return "all"
+    return "one" if "aten::sqrt" in names else "none"
+
+
+# ---------------------------------------------------------------------- one stage
+def _stage_memory(parts: _Parts, program: Program, index: int) -> StageMemory:
+    return max(_Stage(parts, program, index).moments(), key=lambda memory: memory.peak)
+
+
+class _Stage:
+    """One stage of the pipeline: its blocks, what it holds throughout, and every moment that may be the worst."""
+
+    def __init__(self, parts: _Parts, program: Program, index: int) -> None:
+        self.parts, self.program, self.setup = parts, program, program.setup
+        chunks = program.chunks[index]
+        self.flight = max(program.in_flight(index))
+        self.has_first, self.has_last = any(c.first for c in chunks), any(c.last for c in chunks)
+        count = sum(chunk.layers for chunk in chunks)
+        start = sum(sum(c.layers for c in program.chunks[i]) for i in range(index))
+        self.blocks = parts.blocks[start : start + count] or parts.blocks[:count]
+        self.recomputes = self.setup.train.recompute == "full"
+        self.sharding = program.sharding
+        self.is_sharded = self.sharding.zero >= 3 and self.sharding.shards > 1
+        self.root = [s for s, has in ((parts.first, self.has_first), (parts.last, self.has_last)) if has]
+        self.elements = sum(s.parameters for s in (*self.blocks, *self.root))
+
+    # ------------------------------------------------------------------ what is there all the time
+    @property
+    def weights(self) -> float:
+        return self.parts.state_element * self.elements / (self.sharding.shards if self.is_sharded else 1)
+
+    @property
+    def gradients(self) -> float:
+        divided = self.sharding.shards if self.sharding.zero >= 2 else 1
+        return self.parts.state_element * self.elements / divided
+
+    @property
+    def state(self) -> float:
+        values = {"adamw": 2, "adam": 2, "sgd": 1}.get(self.setup.train.optimizer, 0)
+        return self.parts.state_element * values * self.elements / self.sharding.shards
+
+    @property
+    def always(self) -> float:
+        """Buckets of DistributedDataParallel, or weights that stay gathered."""
+        framework = self.program.framework
+        if framework.gradient_buckets and self.sharding.replicas > 1 and self.sharding.zero < 2:
+            return self.parts.element * self.elements
+        return self.unit(self.root) if self.is_sharded else 0.0
+
+    def unit(self, segments: Iterable[Segment]) -> float:
+        """Whole weights, as they are computed with."""
+        return self.parts.element * sum(segment.parameters for segment in segments)
+
+    def kept(self, segment: Segment) -> float:
+        return segment.boundary if self.recomputes and segment in self.blocks else segment.kept
+
+    # ------------------------------------------------------------------ moments
+    def moments(self) -> Iterable[StageMemory]:
+        """Every block forward and backward, the loss, and the update."""
+        order = [*self.root[:1], *self.blocks] if self.has_first else list(self.blocks)
+        order += [self.parts.last] if self.has_last else []
+        total = sum(map(self.kept, order))
+        others = (self.flight - 1) * total
+        stays = self.parts.adds or self.setup.train.microbatches > self.flight
+        before, done = total, 0.0
+        yield self._update()
+        for place in range(len(order) - 1, -1, -1):
+            segment = order[place]
+            before -= self.kept(segment)
+            yield self._forward(order, place, others + before, self.gradients if stays else 0.0)
+            yield from self._backward(order, place, others + before, stays, done)
+            done += segment.parameters if not (self.is_sharded and segment in self.root) else 0.0
+
+    def _memory(self, phase: str, gradients: float, activations: float, buffers: float) -> StageMemory:
+        buffers += self.always
+        workspaces = workspaces_of(self.setup.cluster.gpu)
+        return StageMemory(phase, self.weights, gradients, self.state, activations, buffers, workspaces)
+
+    def _forward(self, order: list[Segment], place: int, before: float, gradients: float) -> StageMemory:
+        segment = order[place]
+        gathered = 2 * self.unit([segment]) if self.is_sharded and segment not in self.root else 0.0
+        return self._memory("forward", gradients, before + segment.forward, gathered)
+
+    def _backward(
+        self, order: list[Segment], place: int, before: float, stays: bool, done: float
+    ) -> Iterable[StageMemory]:
+        """While gradients come. `done` counts parameters of the segments that have theirs."""
+        segment = order[place]
+        bytes_each = self.parts.state_element
+        if self.is_sharded:
+            yield from self._sharded_backward(order, place, before, stays, done)
+            return
+        for activations, own, _ in segment.moments:
+            there = self.gradients if stays else bytes_each * done + own
+            yield self._memory("backward", there, before + activations, 0.0)
+
+    def _sharded_backward(
+        self, order: list[Segment], place: int, before: float, stays: bool, done: float
+    ) -> Iterable[StageMemory]:
+        segment = order[place]
+        is_root = segment in self.root
+        ahead = order[place - 1] if place > 0 and order[place - 1] not in self.root else None
+        behind = order[place + 1] if place + 1 < len(order) and order[place + 1] not in self.root else None
+        head = self.unit([self.parts.last]) if self.has_last and segment is not self.parts.last else 0.0
+        shards = self.gradients if stays else self.parts.state_element * done / self.sharding.shards
+        reduced = self.program.framework.reduce_bytes / self.parts.element
+        flying = reduced * self.unit([behind]) if behind else 0.0
+        gathered = (0.0 if is_root else self.unit([segment])) + (self.unit([ahead]) if ahead else 0.0)
+        for activations, own, begun in segment.moments:
+            yield self._memory(
+                "backward", shards, before + activations, gathered * begun + flying + own + head
+            )
+        units = self.root if is_root and place == 0 else [segment]
+        if not is_root or place == 0:
+            whole = self.unit(units)
+            there = -self.always if is_root else (self.unit([ahead]) if ahead else 0.0) + head
+            yield self._memory("reduce", shards, before, whole * (1 + reduced) + there)
+
+    def _update(self) -> StageMemory:
+        extra = {"all": self.parts.state_element * self.elements / self.sharding.shards}.get(self.parts.temporaries, 0.0)
+        if self.parts.temporaries == "one":
+            widest = max(segment.widest for segment in (*self.blocks, *self.root))
+            extra = 2 * self.parts.state_element * ceil(widest / self.sharding.shards)
+        gathered = -self.always if self.is_sharded else 0.0
+        return self._memory("optimizer", self.gradients, 0.0, extra + gathered)
