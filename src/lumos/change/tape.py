@@ -478,6 +478,9 @@ class _Follower:
                 self.segments[raw.sequence] = segment
                 self.saved[raw.sequence] = _saved(raw, node, read, made)
                 self.results[raw.sequence] = _result(raw, made)
+            if not self.saved.get(raw.sequence):  # a sum: which one it reads beside the latest is the least certain
+                for tensor in read[1:]:
+                    tensor.read -= tensor.key == read[0].key
         self.tape.middle = len(self.tape.when)
 
     def _step(self, raw: _Raw, segment: int, backward: bool) -> tuple[list[Tensor], list[Tensor]]:
