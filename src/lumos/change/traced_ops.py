@@ -277,10 +277,12 @@ def _collective(op: TracedOp, rank: int) -> CollectiveCall:
 
 
 def _peer(args: _Args, rank: int) -> int:
-    """The other rank of a point-to-point call, recorded as its index in the group; -1 where it is not clear."""
-    index = max(_integer(args.source), _integer(args.destination))
+    """The other rank of a point-to-point call, recorded as such or as its index in the group; -1 if not clear."""
+    recorded = max(_integer(args.source), _integer(args.destination))
     group = [int(r) for r in re.findall(r"\d{1,9}", str(args.ranks))] if "..." not in str(args.ranks) else []
-    return group[index] if 0 <= index < len(group) and group[index] != rank else -1
+    if recorded in group and recorded != rank:
+        return recorded
+    return group[recorded] if 0 <= recorded < len(group) and group[recorded] != rank else -1
 
 
 def _elements(name: str, shapes: list[Shape]) -> tuple[int, int]:

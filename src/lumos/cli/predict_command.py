@@ -141,7 +141,7 @@ def _changed(load: Callable[[], Replay], setup: Path | None, changes: list[str],
     run = load()
     inferred = infer(run)
     has_shapes = any(header.shapes for header in run.execution.trace.headers)
-    traced, wanted = complete(inferred, stated, has_shapes), changed(inferred, asked)
+    traced, wanted = complete(inferred, stated, has_shapes), changed(inferred, asked, stated)
     return predict(
         run, setup=wanted.setup, traced=traced.setup, notes=tuple(wanted.notes), tariff=tariff, inferred=inferred
     )

@@ -155,7 +155,7 @@ def _base(path: Path | None, fixed: list[str], source: Path | None) -> Base:
     traced = complete(inferred, read_plain(path), any(header.shapes for header in run.execution.trace.headers)).setup
     if traced.cluster.accelerator.is_cpu:
         raise OptionError("a search needs memory and power, which are not known of a CPU: use lumos predict --from")
-    wanted = changed(inferred, read_plain(path, others)).setup
+    wanted = changed(inferred, read_plain(path, others), read_plain(path)).setup
     refuse(traced, wanted)
     measured = CalibratedRun(run, traced)
     return wanted, CalibratedEstimator(measured.calibration), (*measured.notes, _NOT_VALIDATED)

@@ -9,10 +9,15 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Inferred(NamedTuple):
-    """A value of a setup that a trace shows: Inferred(4, "4 attentions in 1 micro-batch")."""
+    """A value of a setup that a trace shows: Inferred(4, "4 attentions in 1 micro-batch").
+
+    A rough one is only near, or stands for something that a setup has no key for, such as the classes of an image model
+    in place of a vocabulary. It fills a gap, contradicts no file, and cannot be changed.
+    """
 
     value: Any
     evidence: str  # one short phrase
+    rough: bool = False
 
 
 Findings = dict[str, Inferred]

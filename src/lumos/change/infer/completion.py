@@ -42,8 +42,12 @@ def complete(found: Mapping[str, Inferred], plain: PlainSetup, has_shapes: bool 
     return reading
 
 
-def changed(found: Mapping[str, Inferred], plain: PlainSetup) -> SetupReading:
-    """The setup that is asked for: the traced run's, with the overrides of `plain`."""
+def changed(found: Mapping[str, Inferred], plain: PlainSetup, traced: PlainSetup | None = None) -> SetupReading:
+    """The setup that is asked for: the traced run's, with the overrides of `plain`.
+
+    `traced` is the file about the traced run, without overrides: what it states may be changed.
+    """
+    _refuse_rough_changes(found, plain.overrides, dict(_items(traced.sections)) if traced is not None else {})
     sections = plain.over(_sections(found))
     reading = plain.checked(sections)
     return reading if plain.where else SetupReading(reading.setup, (*reading.notes, _assumed(sections, reading.setup)))
@@ -100,7 +104,19 @@ def _refuse_contradictions(found: Mapping[str, Inferred], sections: Sections, wh
         f"{where + ': ' if where else ''}{key} = {_shown(stated[key])}, and the trace shows {_shown(inferred.value)} "
         f"({inferred.evidence}): give the setup of the traced run, and changes to it with --set"
         for key, inferred in found.items()
-        if key in stated and not _agrees(key, stated[key], inferred.value)
+        if key in stated and not inferred.rough and not _agrees(key, stated[key], inferred.value)
+    ]
+    if lines:
+        raise OptionError("\n".join(lines[:_MOST_LINES]))
+
+
+def _refuse_rough_changes(found: Mapping[str, Inferred], overrides: Sections, stated: Mapping[str, Any]) -> None:
+    """A size that is only near has no place in the trace's operators that could be changed."""
+    lines = [
+        f"{key} = {_shown(value)}: the trace shows only roughly {_shown(found[key].value)} ({found[key].evidence}): "
+        f"to change it, state the traced run's {key} in a SETUP file, as in lumos predict SETUP --from PATH --set …"
+        for key, value in _items(overrides)
+        if key in found and found[key].rough and key not in stated and value != found[key].value
     ]
     if lines:
         raise OptionError("\n".join(lines[:_MOST_LINES]))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from lumos.analysis.replay import Replay
 from lumos.change.infer import Findings, Inferred, agreed
+from lumos.change.infer.attentions import find_attentions
 from lumos.change.infer.layers import LayerShape, RankLayers, read_layers
 from lumos.change.infer.parallelism import Parallelism
+from lumos.change.infer.widths import Widths, kv_heads
 from lumos.change.traced_ops import OpType, TracedOp, read_ops
 from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.setup.gpus import find_gpu
@@ -23,7 +26,12 @@ _MOST_STAGES = 64  # unless they are the stages of one pipeline
 _PRECISIONS = {"c10::BFloat16": "bf16", "c10::Half": "fp16"}
 _CPU_PRECISIONS = {"float": "fp32"}  # which on a GPU may be TF32
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
-_FULL_RECOMPUTE = 0.7  # share of a layer's matmuls that run again; the last of them may be skipped
+_FULL_RECOMPUTE = 0.6  # share of matmuls that run again: not the head, and the last of a layer may be skipped
+_FUSED = (OpType.ATTENTION, OpType.SOFTMAX)
+_OF_ATTENTION = (*_FUSED, OpType.BATCHED_MATMUL)
+_ADDITIONS = ("aten::add", "aten::add_")
+_CONVOLUTION = "aten::convolution"
+_LM_LOSS = 0.5  # rows of the loss of a language model, as a share of its tokens, at least
 
 
 def infer(run: Replay) -> Findings:
@@ -60,8 +68,9 @@ class _Inference:
 
     def found(self) -> Findings:
         parts = (
-            self._cluster(), self.parallel, self._repetition(), self._unsharded_sizes(), self._sharded_sizes(),
-            self._vocabulary(), self._batch(), self._recompute(), self._optimizer(), self._precision(), self._compile(),
+            self._cluster(), self.parallel, self._repetition(), self._widths(), self._unsharded_sizes(),
+            self._sharded_sizes(), self._vocabulary(), self._batch(), self._recompute(), self._mode(),
+            self._optimizer(), self._precision(), self._compile(),
         )  # fmt: skip
         return {key: inferred for part in parts for key, inferred in part.items()}
 
@@ -118,12 +127,19 @@ class _Inference:
         if not count or not any(rank.attentions for rank in self.ranks):
             return found
         if all(rank.ops.is_one_step for rank in self.ranks):
-            found["train.microbatches"] = Inferred(count, f"embedding or head run {count} × a step")
+            found["train.microbatches"] = Inferred(count, f"the forward pass runs {count} × a step")
         attentions = [rank.attentions for rank in self._stages()]
         if attentions and all(n and n % count == 0 for n in attentions):
             why = f"{sum(attentions)} attentions in {count} micro-batch{'' if count == 1 else 'es'}"
-            found["model.layers"] = Inferred(sum(attentions) // count, why)
+            doubt = self._doubt_of_layers()
+            found["model.layers"] = Inferred(sum(attentions) // count, f"{why}{doubt}", bool(doubt))
         return found
+
+    def _doubt_of_layers(self) -> str:
+        """Why an attention may not stand for a layer like all others."""
+        if not all(rank.are_alike for rank in self.ranks):
+            return " of several shapes, such as encoder and decoder, or vision and text: all count"
+        return ", with different matmuls between them" if self._is_whole and not self.ranks[0].repeats else ""
 
     def _stages(self) -> list[RankLayers]:
         """One rank of every pipeline stage; none where the stages are not known, or ranks of one stage differ."""
@@ -134,6 +150,19 @@ class _Inference:
         return [self.ranks[0]] if self._size("pp") == 1 and alike else []
 
     # ------------------------------------------------------------------ sizes of the model
+    @property
+    def _is_whole(self) -> bool:
+        """Whether every rank has whole layers, and all of them."""
+        return self._size("tp") == self._size("pp") == self._size("cp") == 1
+
+    def _widths(self) -> Findings:
+        """Of layers of any architecture; where they are like those of Llama, the exact ones replace them."""
+        shape = agreed(rank.attention for rank in self.ranks)
+        if not self._is_whole or shape is None or not self.ranks[0].tokens or not self.microbatches:
+            return {}
+        found = [Widths(rank, shape).found() for rank in self.ranks]
+        return found[0] if all(one == found[0] for one in found) else {}
+
     @cached_property
     def layer(self) -> LayerShape | None:
         return agreed(rank.layer for rank in self.ranks)
@@ -146,7 +175,7 @@ class _Inference:
             found["model.hidden"] = Inferred(self.layer.hidden, f"matmuls of {self.layer.hidden} × {self.layer.ffn}")
             found["model.gated"] = Inferred(self.layer.gated, f"matmuls into the MLP: {count}")
         dim = agreed(rank.attention.dim for rank in self.ranks if rank.attention is not None)
-        if dim is not None:
+        if dim is not None and all(rank.are_alike for rank in self.ranks):
             found["model.head_dim"] = Inferred(dim, "the last dimension of attention")
         return found
 
@@ -162,18 +191,51 @@ class _Inference:
         if layer.attended != heads * dim:
             return found  # another kind of attention
         found["model.heads"] = Inferred(heads * tp, f"attention of {heads} heads{times}")
-        groups = _kv_heads(layer.qkv, heads, dim)
-        if groups and (tp == 1 or groups == heads or groups > 1):  # a single group may be a copy on every rank
+        groups = kv_heads(layer.qkv, heads, dim)
+        is_copy = tp > 1 and groups == 1 < heads and not self._splits_keys(dim)  # the same key heads on every rank
+        if groups and not is_copy:
             why = f"matmuls of {layer.hidden} × {groups * dim} for keys{times}"
             found["model.kv_heads"] = Inferred(groups * tp, why)
         return found
 
+    def _splits_keys(self, columns: int) -> bool:
+        """Whether the matmuls of so many columns are all shards of DTensors: of keys and values, and no copies."""
+        tp = self._size("tp")
+        shards = [
+            op.outer.factors[1][1] if op.outer is not None and len(op.outer.factors[1]) == 2 else 0
+            for rank in self.ranks
+            for op in rank.ops.forward(OpType.MATMUL)
+            if len(op.factors) == 2 and len(op.factors[1]) == 2 and op.factors[1][1] == columns
+        ]
+        return bool(shards) and set(shards) == {tp * columns}
+
     def _vocabulary(self) -> Findings:
         """vocab and tied; not where tensor parallelism may have split the vocabulary."""
-        vocab = agreed(rank.vocab for rank in self.ranks if rank.vocab and rank.layer is not None)
-        if vocab is None or not self._size("tp") or (self._size("tp") > 1 and self._splits_loss()):
+        vocab = agreed(rank.vocab for rank in self.ranks if rank.vocab and (self._is_whole or rank.layer)) or 0
+        if self._is_whole and not any(_is_vocabulary(rank, vocab) for rank in self.ranks):
+            return self._other_outputs(vocab)
+        if not vocab or not self._size("tp") or (self._size("tp") > 1 and self._splits_loss()):
             return {}
-        return {"model.vocab": Inferred(vocab, f"matmuls and loss of {vocab} columns")} | self._tied(vocab)
+        found = {"model.vocab": Inferred(vocab, f"matmuls and loss of {vocab} columns")} | self._tied(vocab)
+        if self._is_whole and self.microbatches and "model.tied" not in found:
+            found["model.tied"] = Inferred(False, "gradients of the embedding are not recorded", True)
+        return found
+
+    def _other_outputs(self, columns: int) -> Findings:
+        """In place of a vocabulary: the rows of the largest lookup of tokens, the classes of the loss, or outputs."""
+        rank = self.ranks[0]
+        lookups = [op.shapes[:2] for op in rank.ops.forward(OpType.EMBEDDING) if len(op.shapes) > 1]
+        rows = max((table[0] for table, indices in lookups if table and prod(indices) >= rank.tokens), default=0)
+        outputs = next((part.weights[-1][1] for part in reversed(rank.parts) if part.weights), 0)
+        sizes = {
+            "rows of the largest embedding; no head is recognised": rows,
+            "columns of the loss; no tokens are looked up": columns,
+            "columns of the last matmul; no tokens are looked up": outputs,
+        }
+        why, size = next(((why, size) for why, size in sizes.items() if size), ("", 0))
+        if not size or not rank.attentions or not self.microbatches:
+            return {}
+        return {"model.vocab": Inferred(size, why, True), "model.tied": Inferred(False, why, True)}
 
     def _splits_loss(self) -> bool:
         """Whether the loss may cover a part of the vocabulary: it is not PyTorch's own, or ranks exchange its sums."""
@@ -192,23 +254,50 @@ class _Inference:
             which = "one matrix gets" if tied else "two matrices get"
             return {"model.tied": Inferred(tied, f"{which} a gradient of {vocab} rows")}
         apart = self._size("pp") > 1 and not any(rank.has_embedding and rank.has_loss for rank in self._stages())
-        summed = any(call.collective == "all_reduce" for rank in self.ranks for _, call in rank.ops.collectives)
-        if not apart or summed or not gradients:
+        if not apart or self._may_sum(vocab) or not gradients:
             return {}
         return {"model.tied": Inferred(False, f"first and last stage do not sum gradients of {vocab} rows")}
 
+    def _may_sum(self, vocab: int) -> bool:
+        """Whether some all-reduce is large enough for the gradient of an embedding, and is not one of activations."""
+        least = vocab // max(1, self._size("tp")) * self.ranks[0].hidden
+        activation = Parallelism(self.ranks, self.world).activation
+        return any(
+            call.collective == "all_reduce"
+            and not 0 < call.elements_in < least
+            and (call.elements_in != activation or activation == least)
+            for rank in self.ranks
+            for _, call in rank.ops.collectives
+        )
+
     # ------------------------------------------------------------------ the training step
     def _batch(self) -> Findings:
-        shapes = ((r.attention.batch, r.attention.seq, r.tokens) for r in self.ranks if r.attention is not None)
-        batch, seq, tokens = agreed(shapes) or (0, 0, 0)
+        """micro_batch and seq; rough where attentions differ, or where something else shows another batch."""
+        batch, seq, tokens = agreed(
+            (r.attention.batch, r.attention.seq, r.tokens) for r in self.ranks if r.attention is not None
+        ) or (0, 0, 0)
         if not batch or batch * seq != tokens or self._size("cp") != 1:
             return {}
         why = f"attention of {batch} × {seq} tokens"
-        return {"train.seq": Inferred(seq, why), "train.micro_batch": Inferred(batch, why)}
+        others = [shape for rank in self.ranks for shape in rank.shapes]
+        alike = all(shape is not None and {shape.seq, shape.keys or seq} == {seq} for shape in others)
+        scales = all(shape is not None and shape.batch % batch == 0 for shape in others)
+        doubt = not all(_is_batch(rank, batch, seq) for rank in self.ranks)
+        if doubt:
+            why += ", and inputs of another batch"
+        return {
+            "train.seq": Inferred(seq, why if alike else f"{why}; others are of other lengths", doubt or not alike),
+            "train.micro_batch": Inferred(batch, why, doubt or not scales),
+        }
 
     def _recompute(self) -> Findings:
         found = agreed(_recomputation(rank) for rank in self.ranks)
         return {"train.recompute": found} if found is not None else {}
+
+    def _mode(self) -> Findings:
+        if not all(rank.has_adapters for rank in self.ranks):
+            return {}
+        return {"train.mode": Inferred("lora", "low-rank matmuls beside weights without gradients")}
 
     def _optimizer(self) -> Findings:
         names = (op.name.partition("#")[2].partition(".")[0] for op in self._ops(OpType.OPTIMIZER))
@@ -223,38 +312,73 @@ class _Inference:
     def _compile(self) -> Findings:
         """Compiled regions are recorded by name; eager layers show operators and no such region."""
         compiled = bool(self._ops(OpType.COMPILED))
-        if not compiled and all(rank.layer is not None for rank in self.ranks):
+        if not compiled and all(rank.layer is not None or _is_eager(rank) for rank in self.ranks):
             return {"train.compile": Inferred(False, "operators are called one by one")}
         if compiled and all(_is_compiled(rank) for rank in self.ranks):
             return {"train.compile": Inferred(True, "matmuls inside compiled regions")}
         return {}
 
 
-def _kv_heads(columns: tuple[int, ...], heads: int, dim: int) -> int:
-    """Key heads on one rank, from the matmuls before the attention; 0 where they do not fit."""
-    if len(columns) == 1:
-        twice, rest = divmod(columns[0] - heads * dim, dim)
-        return 0 if rest or twice % 2 or twice < 2 else twice // 2
-    query, key, value = columns
-    return key // dim if query == heads * dim and key == value and key % dim == 0 else 0
+def _is_vocabulary(rank: RankLayers, columns: int) -> bool:
+    """Whether so many columns are a vocabulary: as many rows are looked up, or most tokens have a loss."""
+    tables = {op.shapes[0][0] for op in rank.ops.forward(OpType.EMBEDDING) if op.shapes and op.shapes[0]}
+    compiled = [op for op in rank.ops.forward(OpType.COMPILED) if "embedding" in op.name]
+    tables |= {shape[0] for op in compiled for shape in op.shapes if len(shape) == 2}
+    losses = [op.shapes[0] for op in rank.ops.forward(OpType.LOSS) if op.shapes and len(op.shapes[0]) == 2]
+    every = any(rows >= _LM_LOSS * rank.tokens and width == columns for rows, width in losses)
+    return columns > 0 and (columns in tables or every)
+
+
+def _is_batch(rank: RankLayers, batch: int, seq: int) -> bool:
+    """False where tokens are looked up in another batch, or images come in a smaller one: attention has windows."""
+    looked_up = {op.shapes[1] for op in rank.ops.forward(OpType.EMBEDDING) if len(op.shapes) > 1}
+    other = any(len(shape) == 2 and prod(shape) == batch * seq and shape != (batch, seq) for shape in looked_up)
+    images = [op.shapes[0][0] for op in rank.ops.ops if op.name == _CONVOLUTION and op.forward and any(op.shapes[:1])]
+    return not other and not (images and images[0] < batch)
 
 
 def _recomputation(rank: RankLayers) -> Inferred | None:
     """none, selective or full, from the part of the forward pass that runs again in the backward pass."""
-    again = sum(op.backward for op in rank.ops.of(OpType.ATTENTION))
-    matmuls = [op for op in rank.ops.of(OpType.MATMUL) if any(rank.tokens in shape for shape in op.shapes)]
-    forward, backward = sum(op.forward for op in matmuls), sum(op.backward for op in matmuls)
-    extra = backward - 2 * forward  # two gradients per matmul are no recomputation
-    if not rank.attentions or not rank.tokens or extra < 0:
+    matmuls = [op for op in rank.ops.of(OpType.MATMUL, OpType.GROUPED_MATMUL) if not _is_inside_group(op)]
+    forward, repeated = sum(op.forward for op in matmuls), _repeated_matmuls(rank, matmuls)
+    backward = [op for op in rank.ops.of(*_OF_ATTENTION) if op.backward and (op.type in _FUSED or _is_tracked(op))]
+    again = len(find_attentions(backward))
+    if not rank.attentions or not rank.tokens or repeated < 0:
         return None
-    if not again and not extra:
+    if not again and not repeated:
         return Inferred("none", "nothing of the forward pass runs again")
     if again != rank.attentions:
         return None
-    if not extra:
+    if not repeated:
         return Inferred("selective", "attentions run again, matmuls do not")
-    full = extra / forward > _FULL_RECOMPUTE
+    full = repeated / forward >= _FULL_RECOMPUTE
     return Inferred("full", "layers run again in the backward pass") if full else None
+
+
+def _repeated_matmuls(rank: RankLayers, matmuls: Sequence[TracedOp]) -> int:
+    """Matmuls of the forward pass that run again in the backward pass; less than 0 where that cannot be told.
+
+    Autograd numbers what it will need gradients of: repeated matmuls, and not those that are gradients themselves.
+    Without numbers (in compiled regions), what is more than two gradients per matmul was repeated.
+    """
+    if any(_is_tracked(op) for op in matmuls if op.forward):
+        return sum(op.backward and _is_tracked(op) for op in matmuls)
+    sized = [op for op in matmuls if any(rank.tokens in shape for shape in op.shapes)]
+    return sum(op.backward for op in sized) - 2 * sum(op.forward for op in sized)
+
+
+def _is_tracked(op: TracedOp) -> bool:
+    return op.sequence >= 0 or (op.outer is not None and op.outer.sequence >= 0)
+
+
+def _is_inside_group(op: TracedOp) -> bool:
+    return op.type == OpType.MATMUL and OpType.GROUPED_MATMUL in op.scopes
+
+
+def _is_eager(rank: RankLayers) -> bool:
+    """Whether residuals are added one by one: compiled code does that inside of larger kernels."""
+    adds = sum(op.name in _ADDITIONS and op.forward for op in rank.ops.ops)
+    return 0 < rank.attentions <= adds
 
 
 def _is_compiled(rank: RankLayers) -> bool:

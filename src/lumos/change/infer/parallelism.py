@@ -13,10 +13,8 @@ from functools import cached_property
 from math import prod
 
 from lumos.change.infer import Findings, Inferred, agreed
-from lumos.change.infer.layers import RankLayers
+from lumos.change.infer.layers import POINT_TO_POINT, RankLayers
 from lumos.change.traced_ops import CollectiveCall, OpType, TracedOp
-
-_POINT_TO_POINT = "send_recv"
 
 Calls = list[tuple[TracedOp, CollectiveCall]]
 
@@ -35,7 +33,7 @@ class Parallelism:
     @cached_property
     def activation(self) -> int:
         """Elements that one layer hands to the next; 0 where shapes are not known."""
-        return agreed(rank.tokens * rank.layer.hidden for rank in self.ranks if rank.layer is not None) or 0
+        return agreed(rank.tokens * rank.hidden for rank in self.ranks if rank.hidden) or 0
 
     def inferred(self) -> Findings:
         """parallel.tp, pp, vpp, cp, dp and zero, as far as the trace shows them."""
@@ -62,7 +60,7 @@ class Parallelism:
             (rank.ops.rank, call.peer)
             for rank in self.ranks
             for _, call in rank.ops.collectives
-            if call.collective == _POINT_TO_POINT
+            if call.collective == POINT_TO_POINT
         }
 
     @cached_property
@@ -95,7 +93,7 @@ class Parallelism:
         if len(first) != 1 or not count:
             return {}
         sent = sum(
-            call.collective == _POINT_TO_POINT and "send" in str(op.args.collective or op.name)
+            call.collective == POINT_TO_POINT and "send" in str(op.args.collective or op.name)
             for op, call in first[0].ops.collectives
         )
         chunks, uneven = divmod(sent + count, 2 * count)
@@ -108,7 +106,7 @@ class Parallelism:
         sent = [
             call
             for op, call in self.calls
-            if op.forward and OpType.FSDP not in op.scopes and call.collective != _POINT_TO_POINT
+            if op.forward and OpType.FSDP not in op.scopes and call.collective != POINT_TO_POINT
         ]
         small = max(rank.tokens for rank in self.ranks)
         large = [call for call in sent if not 0 <= call.elements_in <= small]
