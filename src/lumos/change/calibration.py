@@ -31,6 +31,7 @@ from lumos.program.operators import Collective, Operator
 from lumos.program.program import Program
 from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.program.transformer_layer import TransformerLayer
+from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of
 
@@ -39,6 +40,7 @@ _COMPUTE = (Work.MATRIX, Work.ATTENTION, Work.STREAM)
 _UNPRICED = (ArithmeticError, LookupError, TypeError, ValueError)  # what prices make of shapes that make no sense
 _LAYERS = ("forward", "backward")
 _SHORTEST_US = 0.5  # of a kernel
+_LEAST_HOST = 0.2  # of the host's measured time that stays, whatever the description takes away
 Times = NDArray[np.float64]
 
 
@@ -85,7 +87,7 @@ class Calibration:
     data_parallel: float = 1.0
     link: float = 1.0
     fixed_us: float = 0.0  # once a step: what is left between the calibrated model of the traced run and the run
-    load: float = 0.0  # share of the recorded step that the GPU was busy
+    load: float = 0.0  # share of the recorded step that matmuls and attention ran
     mode: str = "drawn"  # how operators are priced; "factors" and "trace" are there for the ablation
 
     def slower(self, factor: float) -> Calibration:
@@ -130,9 +132,9 @@ class Described:
 
     def _build(self, name: str) -> Block:
         layout = self.program.layout
-        if name.startswith(_LAYERS):
+        if name.startswith((*_LAYERS, "recompute")):
             layer = TransformerLayer(layout, bool(self.setup.model.experts) and not name.endswith("dense"))
-            return layer.forward() if name.startswith("forward") else layer.backward()
+            return layer.backward() if name.startswith("backward") else layer.forward()
         if name == "optimizer":
             return self.program.optimizer(0).build()
         builders = {"embedding": embedding, "head": head, "embedding grad": embedding_backward,
@@ -149,7 +151,9 @@ class ChangedBlocks:
         self.sizes = Sizes(before, target, calibration.weights.shapes)
         self.was, self.now = calibration.described(before), calibration.described(target)
         self.on_cpu = target.cluster.accelerator.is_cpu
-        self.strain = np.array([_strain(work, load) / _strain(work, calibration.load) for work in Work])
+        self.strain = np.array(
+            [_strain(work, target, load) / _strain(work, before, calibration.load) for work in Work]
+        )
 
     @cached_property
     def _old_prices(self) -> AtenPrices:
@@ -164,13 +168,33 @@ class ChangedBlocks:
         """By name of block."""
         return {name: self._factors(name, block) for name, block in self.calibration.blocks.items()}
 
+    @cached_property
+    def _times(self) -> dict[str, Times]:
+        """GPU time of every block by kind of work, at the clock of the target's load."""
+        found = {}
+        for name, block in self.calibration.blocks.items():
+            found[name] = us = np.zeros(len(Work))
+            for op in block.ops:
+                if op.work != Work.COMM and not op.beside:
+                    us[op.work] += self.us(name, op)
+            us *= self.strain * self.calibration.gpu
+        return found
+
+    def matrix_us(self) -> float:
+        """What matmuls and attention of a step take on one GPU, as a mean over pipeline stages."""
+        train, model = self.target.train, self.target.model
+
+        def each(name: str) -> float:
+            return float(self._times[name][[Work.MATRIX, Work.ATTENTION]].sum()) if name in self._times else 0.0
+
+        again = each("recompute") if train.recompute == "full" else 0.0
+        ends = sum(map(each, ("embedding", "head", "embedding grad", "head grad")))
+        layers = model.layers * (each("forward") + each("backward") + again)
+        return train.microbatches * (layers + ends) / self.target.parallel.pp
+
     def _factors(self, name: str, block: CutBlock) -> Factors:
         modelled, launches = self.now.times(name)
-        us = np.zeros(len(Work))
-        for op in block.ops:
-            if op.work != Work.COMM and not op.beside:
-                us[op.work] += self.us(name, op)
-        us *= self.strain * self.calibration.gpu
+        us = self._times[name].copy()
         us[Work.STREAM] += sum(self._new_prices.of(op).us for op in self._added(name))
         us[Work.STREAM] += self._gaps_us(block)
         host = self._host_us(name, block)
@@ -183,11 +207,19 @@ class ChangedBlocks:
         if op.sharding and not self._gathers(self.target):
             return 0.0
         if name == "optimizer":
-            return op.us * self._optimizer_growth
+            fixed = min(op.us, op.kernels * _TABLE["update"]["kernel_us"])
+            return float(fixed + (op.us - fixed) * self._optimizer_growth)
         if self.on_cpu or not op.op.inputs or self.calibration.mode == "factors":
             return op.us * self._described_growth(name, op.work)
-        new = self._sharding_op(name, op) if op.sharding else self.sizes.rewritten(op.op)
         calls = op.calls * (self._peers if op.per_peer else 1.0)
+        if op.sharding:
+            return self._op_us(op, self._sharding_op(name, op), calls)
+        queries, keys = self.sizes.rewritten(op.op), self.sizes.keys.rewritten(op.op)
+        if queries == keys:
+            return self._op_us(op, queries, calls)
+        return (self._op_us(op, queries, calls) + self._op_us(op, keys, calls)) / 2  # as many work on keys and values
+
+    def _op_us(self, op: CutOp, new: RecordedOp, calls: float) -> float:
         if new == op.op and self._same_gpu:
             return op.us / op.calls * calls
         try:
@@ -225,7 +257,15 @@ class ChangedBlocks:
         new = sum(weights.elements(self.sizes, layers))
         if not old or before.train.optimizer != self.target.train.optimizer:
             return self._described_growth("optimizer", Work.STREAM)
-        return new / old * _shards(before) / _shards(self.target)
+        kinds = _TABLE["update"]
+        kind = kinds[self._update_kind(self.target)] / kinds[self._update_kind(before)]
+        return float(new / old * kind * _shards(before) / _shards(self.target))
+
+    def _update_kind(self, setup: Setup) -> str:
+        """One fused kernel after another over whole tensors or over FSDP's shards; DTensors one by one."""
+        if self._is_dtensor(setup):
+            return "dtensor"
+        return "sharded" if self._gathers(setup) else "whole"
 
     def _gathers(self, setup: Setup) -> bool:
         return setup.parallel.zero >= 3 and setup.parallel.dp * setup.parallel.cp > 1
@@ -282,9 +322,23 @@ class ChangedBlocks:
         return float(kernels * self.now.prices.factors.launch_gap_us)
 
     def _host_us(self, name: str, block: CutBlock) -> float:
-        """The host's time: as measured, and as many more launches as the description adds."""
+        """The host's time: as measured, with what the description adds or takes away.
+
+        The optimizer's grows with the tensors it updates.
+        """
         before, after = self.was.times(name)[1], self.now.times(name)[1]
-        return self.calibration.host * block.host_us * (after / before if before else 1.0)
+        measured = block.host_us
+        if not before:
+            return self.calibration.host * measured
+        if name == "optimizer" and self._is_dtensor(self.target) == self._is_dtensor(self.calibration.traced):
+            return self.calibration.host * measured * after / before
+        added = (after - before) * self.now.prices.host_us
+        return self.calibration.host * max(measured + added, _LEAST_HOST * measured)
+
+    @staticmethod
+    def _is_dtensor(setup: Setup) -> bool:
+        framework = framework_named(setup.train.framework)
+        return setup.parallel.tp > 1 and framework.dtensor_updates > 0
 
 
 def _shards(setup: Setup) -> int:
@@ -315,10 +369,15 @@ def _bytes(op: RecordedOp) -> float:
     return sum(t.bytes for t in (*op.inputs, *op.outputs))
 
 
-def _strain(work: Work, load: float) -> float:
-    """Time of kernels on a busy GPU over those of one that often waits: its clock is lower."""
+def _strain(work: Work, setup: Setup, load: float) -> float:
+    """Time of kernels beside so much work for the matrix units over that of a GPU far from its power limit.
+
+    Matrix units draw most of the power: the more of a step they work, the lower the clock. Known error: 3 % (standard
+    deviation over 45 traces of an H200, data/change.json).
+    """
     factors = _TABLE["clock_factor"].get(work.name.lower())
-    return float(np.interp(load, _TABLE["clock_load"], factors)) if factors else 1.0
+    limited = setup.cluster.accelerator.family in read_table("in_step.json")["power_limited"]["families"]
+    return float(np.interp(load, _TABLE["clock_load"], factors)) if factors and limited else 1.0
 
 
 def _spread(us: Times, modelled: Times, network: float, launch_us: float | None, placeholders: bool) -> Factors:
@@ -391,7 +450,6 @@ class CalibratedPrices(Prices):
         """The name of the cut's block that a block of the program corresponds to."""
         name, *rest = key if isinstance(key, tuple) and key else (str(key),)
         if name in ("forward", "recompute", "backward"):
-            name = "backward" if name == "backward" else "forward"
             dense = rest and rest[0] is False and f"{name} dense" in (self.changed.factors if self.changed else {})
             return f"{name} dense" if dense else name
         return str(name)

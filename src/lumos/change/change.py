@@ -20,15 +20,17 @@ from lumos.change.calibration import (
     Calibration,
     ChangedBlocks,
     Weights,
+    modelled_times,
     plain_prices,
 )
 from lumos.change.cut import CutBlock, CutRank, cut, mean_block
 from lumos.change.measured_ops import MeasuredOp, measured_ops
-from lumos.change.traced_ops import OpType, RankOps, read_ops
+from lumos.change.traced_ops import OpType, RankOps, Shape, read_ops
 from lumos.cost.prices import Prices
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.program.operators import Collective
+from lumos.program.transformer_layer import TransformerLayer
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, assembled, prices_of
@@ -38,6 +40,8 @@ _SHARED_CORES = (
     "assumed: every rank has the cores and the network that it has in the trace; ranks that share cores are slower"
 )
 _TABLE = read_table("change.json")
+_NEAR = 0.4  # times what its launches cost on a typical host, or its inverse: the host does little besides
+_LOAD_ROUNDS = 2  # a lower clock makes matmuls a larger share of the step, by a few percent at most
 Times = NDArray[np.float64]
 
 
@@ -64,14 +68,11 @@ def loaded_step(setup: Setup, calibration: Calibration) -> Step:
     step = calibrated_step(setup, calibration)
     if setup.cluster.accelerator.is_cpu:  # whose clock is not known to fall
         return step
-    return calibrated_step(setup, calibration, min(_compute_us(step) / max(step.us, 1e-9), 1.0))
-
-
-def _compute_us(step: Step) -> float:
-    """What a GPU computes in a step, as a mean over stages."""
-    blocks = [sum(block.compute_us for chunk in row for block in chunk.blocks) for row in step.chunks]
-    updates = [step.role_us("optimizer", stage) for stage in range(len(blocks))]
-    return step.plan.microbatches * float(np.mean(blocks)) + float(np.mean(updates))
+    for _ in range(_LOAD_ROUNDS):
+        changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
+        load = changed.matrix_us() / max(step.us + calibration.fixed_us, 1e-9) if changed else 0.0
+        step = calibrated_step(setup, calibration, min(max(load, 0.0), 1.0))
+    return step
 
 
 def _inside_blocks_us(step: Step, stage: int) -> float:
@@ -137,17 +138,32 @@ class CalibratedRun:
                 place = 0 if name.startswith("embedding") else last if name.startswith("head") else stage
                 if place == stage:
                     found.setdefault(name, []).append(block)
-        return {name: mean_block(blocks) for name, blocks in found.items()}
+        return self._without_recomputation({name: mean_block(blocks) for name, blocks in found.items()})
+
+    def _without_recomputation(self, blocks: dict[str, CutBlock]) -> dict[str, CutBlock]:
+        """The host's time for a recomputed layer, shared out by the launches of the description:
+        checkpointing makes the forward pass slower and the two passes cannot be told apart.
+        """
+        if self.setup.train.recompute != "full":
+            return blocks
+        layer = TransformerLayer(self.plain.assembly.layout, bool(self.setup.model.experts))
+        parts = {"forward": layer.forward(), "recompute": layer.recomputed(), "backward": layer.backward()}
+        launches = {name: modelled_times(block, self.plain.prices)[1] for name, block in parts.items()}
+        each = (blocks["forward"].host_us + blocks["backward"].host_us) / max(sum(launches.values()), 1.0)
+        shared = {name: replace(blocks[name], host_us=each * launches[name]) for name in ("forward", "backward")}
+        return blocks | shared | {"recompute": replace(blocks["recompute"], host_us=each * launches["forward"])}
 
     @cached_property
     def weights(self) -> Weights:
         """The parameters that got a gradient in one micro-batch, on the first rank that shows them."""
-        for rank, ops in self.ops.items():
+        for labels, measured in zip(self.labels, self.measured, strict=True):
+            ops = self.ops[labels.rank]
             shapes = Counter(op.shapes[0] for op in ops.of(OpType.GRADIENT) if op.shapes and op.shapes[0])
-            count, stage = self.setup.train.microbatches, self._stage_of(rank)
+            count, stage = self.setup.train.microbatches, self._stage_of(labels.rank)
             layers = sum(chunk.layers for chunk in self.plain.chunks[stage])
             if shapes:
-                return Weights(layers, tuple((shape, max(1, n // count)) for shape, n in shapes.items()))
+                local = _local(shapes, measured, self.setup.parallel.tp)
+                return Weights(layers, tuple((shape, max(1, n // count)) for shape, n in local.items()))
         return Weights()
 
     @property
@@ -204,21 +220,21 @@ class CalibratedRun:
         )
 
     def _closed(self, calibration: Calibration, step: Step) -> Calibration:
-        """Close the rest: of a host-bound step by the speed of the host, of any other one by a time once a step.
+        """Close the rest by a time once a step: it begins and ends with waiting, which does not grow with it.
 
-        A GPU-bound step waits for its host where it begins and ends, which does not grow with it. What is more than
-        that is taken for the speed of the kernels.
+        What is more than that is taken for the speed of what decides: the kernels of a GPU-bound step, else the host.
         """
         clean = self.run.clean_ms * 1e3
         decides: Callable[[Calibration, float], Calibration] = Calibration.slower_host
         if self.on_cpu:
             decides = _slower_core
-        elif step.host_share <= _TABLE["host_bound_share"]:
-            calibration = replace(calibration, blocks=self._tempered(calibration.blocks))
-            rest = clean / loaded_step(self.setup, calibration).us - 1
-            if abs(rest) < _TABLE["most_fixed_share"]:
-                return replace(calibration, fixed_us=clean - loaded_step(self.setup, calibration).us)
-            decides = Calibration.slower
+        else:
+            if step.host_share <= _TABLE["host_bound_share"]:
+                decides = Calibration.slower
+                calibration = replace(calibration, blocks=self._tempered(calibration.blocks))
+            rest = clean - loaded_step(self.setup, calibration).us
+            if abs(rest) < _TABLE["most_fixed_share"] * clean:
+                return replace(calibration, fixed_us=rest)
         low, high = _TABLE["least_correction"], _TABLE["most_correction"]
         for _ in range(_TABLE["rounds"]):
             step = loaded_step(self.setup, calibration)
@@ -226,8 +242,9 @@ class CalibratedRun:
         return replace(calibration, fixed_us=clean - loaded_step(self.setup, calibration).us)
 
     def _recorded_load(self) -> float:
-        """The share of the recorded step that kernels ran, as a mean over ranks."""
-        busy = float(np.mean([labels.us[labels.work != Work.COMM].sum() for labels in self.labels]))
+        """The share of the recorded step that matmuls and attention ran, as a mean over ranks."""
+        kinds = (Work.MATRIX, Work.ATTENTION)
+        busy = float(np.mean([sum(op.us for op in ops if op.work in kinds and not op.beside) for ops in self.measured]))
         return busy / 1e3 / self.run.recorded_steps.mean
 
     def _tempered(self, blocks: dict[str, CutBlock]) -> dict[str, CutBlock]:
@@ -236,14 +253,14 @@ class CalibratedRun:
         A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
         launch within a day. A host-bound step does show it, and keeps its host.
         """
-        seen, typical = _TABLE["host_weight"], self.plain.prices.host_us
-        described = Calibration(self.setup).described(self.setup)
+        seen, each = _TABLE["host_weight"], self.plain.prices.host_us
 
         def tempered(name: str, block: CutBlock) -> CutBlock:
-            modelled = described.times(name)[1] * typical
-            if modelled <= 0 or block.host_us <= 0 or not name.startswith(("forward", "backward", "optimizer")):
-                return block
-            return replace(block, host_us=block.host_us**seen * modelled ** (1 - seen))
+            typical = each * sum(op.calls for op in block.ops)
+            layer = name.startswith(("forward", "recompute", "backward"))
+            if not layer or not _NEAR < block.host_us / max(typical, 1e-9) < 1 / _NEAR:
+                return block  # another kind of host's work than launches
+            return replace(block, host_us=block.host_us**seen * typical ** (1 - seen))
 
         return {name: tempered(name, block) for name, block in blocks.items()}
 
@@ -327,6 +344,25 @@ class CalibratedRun:
             "layer_ms": layer.us(*Work) / 1e3, "layer_host_ms": layer.host_us / 1e3,
             "ends_ms": sum(rank.blocks.get(end, CutBlock()).us(*Work) for end in ends) / 1e3,
         }  # fmt: skip
+
+
+def _local(shapes: Counter[Shape], measured: Sequence[MeasuredOp], tp: int) -> Counter[Shape]:
+    """The part of each parameter that this rank holds: a DTensor shows the shape of the whole.
+
+    Its matmul shows the part: the gradient of a weight is what it returns.
+    """
+    if tp == 1:
+        return shapes
+    made = {op.op.outputs[0].shape for op in measured if op.op.name == "aten.mm.default" and op.op.phase == "backward"}
+    found: Counter[Shape] = Counter()
+    for shape, count in shapes.items():
+        parts = [(shape[0] // tp, *shape[1:]), (*shape[:-1], shape[-1] // tp)] if len(shape) == 2 else []
+        whole = shape in made or not parts
+        part = next((part for part in parts if part in made), shape)
+        if whole and part != shape and part in made and shape[0] == shape[-1]:
+            whole = False  # of a square one, other matmuls of that shape return activations
+        found[shape if whole else part] += count
+    return found
 
 
 def _slower_core(calibration: Calibration, factor: float) -> Calibration:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -68,7 +68,10 @@ class CutBlock:
 
 @dataclass(frozen=True)
 class CutRank:
-    """The blocks of one rank: those of layers and ends are of one micro-batch, the optimizer is of the whole step."""
+    """The blocks of one rank: those of layers and ends are of one micro-batch, the optimizer is of the whole step.
+
+    The host's time of a backward layer is with recomputation, its operators are without.
+    """
 
     rank: int
     blocks: dict[str, CutBlock] = field(default_factory=dict)
@@ -91,12 +94,38 @@ def cut(labels: RankLabels, ops: Sequence[MeasuredOp], setup: Setup, layers: int
         blocks |= _Pass(labels, ops, phase, layers, train.microbatches, chunks, _dense_layers(setup)).blocks()
     updates = [op for op in ops if op.op.phase == "optimizer"]
     blocks["optimizer"] = CutBlock(_merged(updates, 1.0), labels.optimizer_us)
-    if setup.train.recompute == "full":
-        for name in ("backward", "backward dense"):
-            if name in blocks:
-                again = blocks.get(name.replace("backward", "forward"), blocks["forward"])
-                blocks[name] = blocks[name].less(again)
+    for name in [name for name in blocks if name.startswith("forward")]:
+        kind = name.removeprefix("forward")
+        if setup.train.recompute == "full" and f"backward{kind}" in blocks:
+            backward = blocks[f"backward{kind}"]
+            again = _common(blocks[name], backward)
+            blocks[f"backward{kind}"] = replace(backward.less(again), host_us=backward.host_us)
+        else:
+            again = _recomputed(blocks[name])
+        blocks[f"recompute{kind}"] = again
     return CutRank(labels.rank, blocks, float(labels.launched[0]) if len(labels.launched) else 0.0)
+
+
+def _common(forward: CutBlock, backward: CutBlock) -> CutBlock:
+    """What of a forward block runs again in a backward one. Weights that are gathered are gathered for both."""
+    there = {_key(op): op.calls for op in backward.ops}
+    again = [
+        op.times(min(1.0, there[_key(op)] / op.calls)) for op in forward.ops if not op.sharding and _key(op) in there
+    ]
+    return replace(forward, ops=tuple(again))
+
+
+def _recomputed(forward: CutBlock) -> CutBlock:
+    """What of a forward block would run again: all but its last matmul, whose result no derivative needs.
+
+    `torch.utils.checkpoint` stops once it has what the backward pass asked for. The last matmul is the one that reads
+    the widest rows.
+    """
+    ops = [op for op in forward.ops if not op.sharding]
+    matmuls = [op for op in ops if op.work == Work.MATRIX and len(op.op.inputs) >= 2 and op.op.inputs[-2].shape]
+    last = max(matmuls, key=lambda op: op.op.inputs[0].shape[-1], default=None)
+    kept = (op.times(max(op.calls - 1, 0.0) / op.calls) if op is last else op for op in ops)
+    return replace(forward, ops=tuple(op for op in kept if op.calls > 0))
 
 
 def _dense_layers(setup: Setup) -> int:

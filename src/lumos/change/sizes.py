@@ -23,6 +23,8 @@ Values = dict[str, int]
 
 _TOKENS = ("batch", "seq", "tokens", "routed", "seq/tp", "tokens/tp", "targets", "all targets", "batch·heads",
            "batch·kv heads", "batch·heads/tp", "batch·kv heads/tp")  # fmt: skip
+_KEYS = {"heads/tp": "kv heads/tp", "heads": "kv heads", "attended/tp": "keys/tp", "attended": "keys",
+         "batch·heads/tp": "batch·kv heads/tp"}  # fmt: skip
 _MATMULS = ("mm", "addmm", "_scaled_mm", "linear")
 
 
@@ -32,9 +34,11 @@ class Sizes:
     `weights` are the shapes of the trained parameters on this rank, as far as the trace shows them.
     """
 
-    def __init__(self, before: Setup, after: Setup, weights: Iterable[Shape] = ()) -> None:
-        self.before, self.after = before, after
+    def __init__(self, before: Setup, after: Setup, weights: Iterable[Shape] = (), as_keys: bool = False) -> None:
+        self.before, self.after, self._as_keys = before, after, as_keys
         old, new = _values(before), _values(after)
+        if as_keys:
+            new |= {name: new[key] for name, key in _KEYS.items()}
         self.pairs = {name: (old[name], new[name]) for name in old if old[name] > 0}
         self.changed = any(a != b for a, b in self.pairs.values()) or _shards(before) != _shards(after)
         self.weights = frozenset(weights)
@@ -47,6 +51,17 @@ class Sizes:
         for name, (value, _) in self.pairs.items():
             found.setdefault(value, []).append(name)
         return found
+
+    @cached_property
+    def keys(self) -> Sizes:
+        """The same where what has the size of queries is keys or values.
+
+        They differ where a model with as many heads of keys as of queries is to get fewer: the trace does not tell
+        which is which.
+        """
+        model = self.before.model
+        unclear = model.kv_heads == model.heads and self.after.model.kv_heads != self.after.model.heads
+        return Sizes(self.before, self.after, self.weights, as_keys=True) if unclear and not self._as_keys else self
 
     @property
     def growth(self) -> float:
@@ -84,6 +99,8 @@ class Sizes:
         name = op.name.split(".")[1] if op.name.startswith("aten.") else op.name
         if op.phase == "optimizer":
             return self._with(op, lambda t: self.weight(t.shape, sharded=True))
+        if op.name.startswith("attention."):
+            return self._attention(op)
         if name in _MATMULS and len(op.inputs) >= 2:
             return self._matmul(op)
         if name in ("bmm", "baddbmm"):
@@ -119,6 +136,33 @@ class Sizes:
         inputs = (*(_resized(t, self._bias(t, new[2])) for t in added), _resized(a, shapes[0]), _resized(b, shapes[1]))
         outputs = tuple(_resized(t, (new[0], new[2])) if len(t.shape) == 2 else t for t in op.outputs)
         return op._replace(inputs=inputs, outputs=outputs)
+
+    def _attention(self, op: RecordedOp) -> RecordedOp:
+        """Queries, then keys and values: (batch, heads, sequence, size)."""
+        queries = self if not self._as_keys else Sizes(self.before, self.after, self.weights)
+        inputs = [_resized(t, queries._heads(t.shape, i > 0)) for i, t in enumerate(op.inputs)]
+        return op._replace(inputs=tuple(inputs), outputs=(inputs[0],))
+
+    def _heads(self, shape: Shape, is_keys: bool) -> Shape:
+        batch, heads, seq, size = shape
+        own = "kv heads/tp" if is_keys else "heads/tp"
+        local = self._local_heads
+        matches = heads == local[own][0]
+        new = local[own][1] if matches else self._as(heads, lambda name: name == "heads/tp")
+        between = self._as(seq, self._is_between)
+        return self._batch(batch), new, between, self._as(size, lambda name: name == "head size")
+
+    @cached_property
+    def _local_heads(self) -> dict[str, tuple[int, int]]:
+        """Heads of one rank before and after, one included."""
+        found = {}
+        for name in ("heads", "kv heads"):
+            counts = []
+            for setup in (self.before, self.after):
+                count = setup.model.heads if name == "heads" else setup.model.kv_heads
+                counts.append(max(1, count // setup.parallel.tp))
+            found[f"{name}/tp"] = counts[0], counts[1]
+        return found
 
     def _one_sharded(self, old: list[int], new: list[int], place: int) -> list[int]:
         """Of a square weight, tensor parallelism divides one side: which one does not matter for its cost."""
@@ -164,7 +208,10 @@ class Sizes:
         shared = first == 1 and (middle[0] == 1 or (len(shape) == 3 and last == self.pairs.get("head size", (0, 0))[0]))
         scores = len(shape) > 3 and last == self.pairs["seq"][0] and last == middle[-1]
         inner = [self._as(size, self._is_between) for size in middle]
-        width = self._as(last, self._is_between if scores else self._is_width)
+        if len(shape) == 4 and first != 1 and middle[0] == 1 and self._local_heads["kv heads/tp"][0] == 1:
+            inner[0] = self._local_heads["kv heads/tp"][1]
+        kind = self._is_width if len(shape) < 4 else self._is_head_size
+        width = self._as(last, self._is_between if scores else kind)
         return (1 if shared else self._batch(first), *inner, width)
 
     def _batched(self, tensor: TensorInfo) -> Shape:
@@ -214,6 +261,10 @@ class Sizes:
     @staticmethod
     def _is_width(name: str) -> bool:
         return name not in _TOKENS
+
+    @staticmethod
+    def _is_head_size(name: str) -> bool:
+        return name in ("head size", "half a head")
 
     @staticmethod
     def _is_between(name: str) -> bool:

@@ -109,7 +109,7 @@ class RankLayout:
     @cached_property
     def vocab(self) -> int:
         """The padded vocabulary of one rank."""
-        tp = self.parallel.tp
+        tp = self.parallel.tp if self.framework.splits_vocab else 1
         return ceil(self.model.vocab / (128 * tp)) * 128 if tp > 1 else self.model.vocab
 
     @cached_property
@@ -193,6 +193,11 @@ class RankLayout:
     def gather_launches(self) -> float:
         """Of the host, for a layer whose weights are gathered in every pass: hooks, copies in and out."""
         return self.framework.gather_launches if self.gathers == "every pass" else 0.0
+
+    @cached_property
+    def dtensor_launches(self) -> tuple[float, float]:
+        """Of the host, in a layer's forward and backward pass; compiled code has none of DTensor's Python left."""
+        return self.framework.dtensor_launches if self.parallel.tp > 1 and not self.train.compile else (0.0, 0.0)
 
     @cached_property
     def fused(self) -> bool:

@@ -57,6 +57,10 @@ class Framework:
     checkpoint_launches: float = 15.0  # launches that keeping and restoring one recomputed layer costs the host
     gather_launches: float = 30.0  # launches that gathering a layer's weights costs the host, forward and backward each
     layer_launches: int = 0  # of one layer's forward, beyond those of its operators; twice as many of its backward
+    splits_vocab: bool = True  # tensor parallelism divides embedding and head as well
+    # Where tensor parallelism is by DTensor, whose Python runs around every operator: launches that it costs the host
+    dtensor_launches: tuple[float, float] = (0.0, 0.0)  # in a layer's forward and backward pass
+    dtensor_updates: float = 0.0  # for one tensor that the optimizer updates
     # What it keeps in memory beyond that.
     logit_bytes: float = 0.0  # of one logit between the loss and its backward pass; 0: as `loss` has it
     kept_logit_bytes: float = 0.0  # of the micro-batch before, not released yet
