@@ -19,9 +19,10 @@ The peak is the most over all blocks, forward and backward, and the update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from math import ceil
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
 from typing import NamedTuple
 
 from lumos.change.sizes import Sizes
@@ -34,17 +35,26 @@ from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 
 
+_MATMULS = ("mm", "addmm", "bmm", "_grouped_mm")
+
+
+class Moment(NamedTuple):
+    """Of the backward pass of a segment."""
+
+    activations: float  # beyond what earlier segments keep
+    gradients: float  # of its parameters, so far
+    begun: bool  # the backward pass has reached the model, and is not in a loss outside it
+
+
 class Segment(NamedTuple):
     """A block, or what comes before or behind all blocks; bytes of one micro-batch in the other setup."""
 
     kept: float  # between its forward and its backward pass
     boundary: float  # of that, what recomputation keeps: what the next block reads
     forward: float  # most while it runs, beyond what earlier segments keep
-    backward: float  # likewise, without gradients of parameters
-    both: float  # likewise, with its gradients of parameters as they come
     parameters: float  # elements, not divided by ZeRO
     widest: float  # elements of the largest parameter
-    moments: tuple[tuple[float, float, bool], ...] = ()  # activations, gradients so far, whether the model's own backward pass has begun
+    moments: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,36 +121,42 @@ def _bytes(tape: Tape, sizes: Sizes) -> dict[int, float]:
 def _segments(tape: Tape, bytes_of: dict[int, float], sizes: Sizes) -> list[Segment]:
     """Walks over the tape once, with the bytes that are alive at every moment."""
     count = tape.blocks + 2
-    alive = _alive(tape, bytes_of)
+    alive, parameters = _alive(tape, bytes_of), _parameters(tape, sizes)
     kept, boundary = [0.0] * count, [0.0] * count
     for tensor in tape.tensors:
         if tensor.born < tape.middle <= tensor.dies:
             kept[tensor.segment] += bytes_of[id(tensor)]
-    for segment, tensors in _boundaries(tape).items():
-        boundary[segment] = sum(bytes_of[id(tensor)] for tensor in tensors)
-    before = [sum(kept[:segment]) for segment in range(count)]
-    gradients = _gradients(tape, sizes)
+    for segment, tensor in _boundaries(tape).items():
+        boundary[segment] = bytes_of[id(tensor)]
+    surplus = _saved_on_keys(sizes, float(parameters[0].bytes / max(parameters[0].elements, 1.0)))
     found = []
     for segment in range(count):
-        forward = [alive[t] - before[segment] for t in range(tape.middle) if tape.when[t] == segment]
-        moments, held, begun, due = [], 0.0, tape.loss_inside or segment <= tape.blocks, sorted((at, size) for at, s, size, _ in gradients if s == segment)
-        for t in range(tape.middle, len(tape.when)):
-            if tape.when[t] != segment:
-                continue
-            while due and due[0][0] < t:
-                held += due.pop(0)[1]
-            begun = begun or tape.calls[t].name in ("mm", "addmm")
-            moments.append((alive[t] - before[segment], held, begun))
-        own = [elements for _, s, _, elements in gradients if s == segment]
-        total = sum(size for _, s, size, _ in gradients if s == segment)
-        moments.append((0.0, total, True))
+        before = sum(kept[:segment])
+        less = surplus if 0 < segment <= tape.blocks else 0.0
+        own = [parameter for parameter in parameters if parameter.segment == segment]
+        forward = [alive[t] - before for t in range(tape.middle) if tape.when[t] == segment]
         found.append(
             Segment(
-                kept[segment], boundary[segment], max(forward, default=0.0), max(m[0] for m in moments),
-                max(m[0] + m[1] for m in moments), sum(own), max(own, default=0.0), tuple(moments),
+                kept[segment] - less, boundary[segment], max(forward, default=0.0) - less,
+                sum(p.elements for p in own), max((p.elements for p in own), default=0.0),
+                tuple(_moments(tape, segment, [size - before - less for size in alive], own)),
             )
         )  # fmt: skip
     return found
+
+
+def _moments(tape: Tape, segment: int, alive: list[float], parameters: list[_Parameter]) -> Iterator[Moment]:
+    """Over the backward pass of a segment."""
+    held, due = 0.0, deque(sorted(parameters))
+    begun = tape.loss_inside or segment <= tape.blocks
+    for t in range(tape.middle, len(tape.when)):
+        if tape.when[t] != segment:
+            continue
+        while due and due[0].at < t:
+            held += due.popleft().bytes
+        begun = begun or tape.calls[t].name in _MATMULS
+        yield Moment(alive[t], held, begun)
+    yield Moment(0.0, held + sum(parameter.bytes for parameter in due), True)
 
 
 def _alive(tape: Tape, bytes_of: dict[int, float]) -> list[float]:
@@ -157,24 +173,54 @@ def _alive(tape: Tape, bytes_of: dict[int, float]) -> list[float]:
     return found
 
 
-def _boundaries(tape: Tape) -> dict[int, list[Tensor]]:
-    """By segment, what the next one reads: its last such tensor, and those that nobody else reads."""
-    found: dict[int, list[Tensor]] = {}
-    for tensor in tape.tensors:
-        if tensor.crosses and tensor.born < tape.middle:
-            found.setdefault(tensor.segment, []).append(tensor)
-    return {segment: tensors[-1:] for segment, tensors in found.items()}
+def _boundaries(tape: Tape) -> dict[int, Tensor]:
+    """By segment, the last of its tensors that the next one reads."""
+    return {t.segment: t for t in tape.tensors if t.crosses and t.born < tape.middle}
 
 
-def _gradients(tape: Tape, sizes: Sizes) -> list[tuple[int, int, float, float]]:
-    """(when, segment, bytes, elements) of the gradient of every parameter, whole, in the other setup."""
-    found = []
+class _Parameter(NamedTuple):
+    """The gradient of one parameter, whole, in the other setup."""
+
+    at: int
+    segment: int
+    elements: float
+    bytes: float
+
+
+def _parameters(tape: Tape, sizes: Sizes) -> list[_Parameter]:
+    """In the order in which their gradients come."""
+    found, squares = [], Counter[int]()
+    hidden, attended = sizes.pairs["hidden"], sizes.pairs.get("attended/tp", (0, 0))
     for gradient in tape.gradients:
-        elements = 1.0
-        for size in sizes.weight(gradient.info.shape):
-            elements *= size
-        found.append((gradient.at, gradient.segment, elements * gradient.info.element, elements))
+        shape, segment = gradient.info.shape, gradient.segment
+        elements = float(prod(sizes.weight(shape)))
+        if len(shape) == 2 and set(shape) == {hidden[0], attended[0]} == {hidden[0]}:
+            # Square weights of attention: output, value, key and query, of which tensor parallelism divides one side.
+            squares[segment] += 1
+            is_key = squares[segment] in (2, 3) and _joins_keys(sizes)
+            elements = float(hidden[1] * (_keys(sizes) if is_key else attended[1]))
+        found.append(_Parameter(gradient.at, segment, elements, elements * gradient.info.element))
     return found
+
+
+def _joins_keys(sizes: Sizes) -> bool:
+    """Whether heads have keys of their own before the change and share them after it: shapes cannot tell keys apart."""
+    before, after = sizes.before.model, sizes.after.model
+    plain = not before.latent and not after.latent
+    return plain and before.kv_heads == before.heads and after.kv_heads < after.heads
+
+
+def _keys(sizes: Sizes) -> int:
+    """The width of keys on one rank after the change."""
+    model = sizes.after.model
+    return max(1, model.kv_heads // sizes.after.parallel.tp) * model.head_dim
+
+
+def _saved_on_keys(sizes: Sizes, element: float) -> float:
+    """Bytes of one block that the rewritten shapes have too many where heads share keys and values from now on."""
+    if not _joins_keys(sizes):
+        return 0.0
+    return 2 * element * sizes.pairs["tokens"][1] * (sizes.pairs["attended/tp"][1] - _keys(sizes))
 
 
 def _repeated(
