@@ -38,12 +38,12 @@ _VIEWS = frozenset(
     ["view", "reshape", "_unsafe_view", "as_strided", "t", "transpose", "permute", "expand", "expand_as", "slice", "select", "detach", "alias", "unsqueeze", "squeeze", "split", "split_with_sizes", "chunk", "unbind", "narrow", "view_as", "flatten", "unflatten", "numpy_T", "lift_fresh", "movedim", "swapaxes", "diagonal", "_reshape_alias", "result_type", "is_nonzero", "item", "_local_scalar_dense", "resize_", "set_", "record_stream", "unfold"]
 )
 _SHAPES = frozenset(("view", "_unsafe_view", "as_strided"))  # views that tell the new shape
-_FREE = frozenset(("to", "contiguous", "dropout", "type_as", "float", "where"))  # return their input where nothing runs
+_FREE = frozenset(("to", "contiguous", "dropout", "type_as", "float", ))  # return their input where nothing runs
 _COMPOSITES = frozenset(
-    ["linear", "matmul", "reshape", "flatten", "rms_norm", "layer_norm", "scaled_dot_product_attention", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "log_softmax", "softmax", "to", "contiguous", "type_as", "float", "einsum", "repeat_interleave", "pad", "dropout", "conv1d", "conv2d", "conv3d", "convolution", "_convolution", "mse_loss_nd", "where", "ones", "zeros", "ones_like", "zeros_like", "embedding_backward", "gelu_", "feature_dropout", "group_norm", "new_zeros", "new_ones", "full", "full_like"]
+    ["_scaled_dot_product_attention_math", "_safe_softmax", "linear", "matmul", "reshape", "flatten", "rms_norm", "layer_norm", "scaled_dot_product_attention", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "log_softmax", "softmax", "to", "contiguous", "type_as", "float", "einsum", "repeat_interleave", "pad", "dropout", "conv1d", "conv2d", "conv3d", "convolution", "_convolution", "mse_loss_nd", "where", "ones", "zeros", "ones_like", "zeros_like", "embedding_backward", "gelu_", "feature_dropout", "group_norm", "new_zeros", "new_ones", "full", "full_like"]
 )
 _KEEPS_OUTPUT = frozenset(
-    ["_softmax", "_log_softmax", "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "reciprocal", "relu", "logsumexp", "cumprod", "norm", "linalg_vector_norm"]
+    ["_softmax", "_log_softmax", "_safe_softmax", "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "reciprocal", "relu", "logsumexp", "cumprod", "norm", "linalg_vector_norm"]
 )  # instead of its input
 _KEEPS_BOTH = re.compile(r"attention|flash_attn|_norm$|dropout|topk|sort$|^max$|^min$|_batch_norm|max_pool")
 _REDUCTIONS = frozenset(
@@ -84,6 +84,7 @@ class Tensor:
     taken: int = -1  # when it becomes the gradient of a parameter
     whole: Tensor | None = None  # the tensor that this one is a view of a part of
     node: int = -1  # of the backward pass, that makes it
+    maker: TracedOp | None = None  # the operator that the user called
 
     @property
     def key(self) -> Key:
@@ -158,6 +159,7 @@ class _Raw(NamedTuple):
     outputs: tuple[TensorInfo, ...]
     outer: Key  # of what the whole DTensor call returns
     outermost: TracedOp  # the operator that the user called
+    owner: str  # the operator whose sequence number it has
 
     @property
     def is_view(self) -> bool:
@@ -171,7 +173,7 @@ class _Node(NamedTuple):
     sequence: int
     inside: list[_Raw]
     beside: list[_Raw]
-    gradient: Shape  # of AccumulateGrad
+    gradient: TensorInfo | None  # of AccumulateGrad
     adds: bool
 
 
@@ -225,27 +227,29 @@ def _calls(
     sequence: int = -1,
     outer: Key = (0, 0),
     outermost: TracedOp | None = None,
+    owner: str = "",
 ) -> Iterator[_Raw]:
     """The calls that make tensors or views, of this operator and those inside it: composite ones are opened."""
     name, inside, outermost = _base(op.name), children.get(id(op), []), outermost or op
-    sequence = op.sequence if op.sequence >= 0 else sequence
+    if op.sequence >= 0:
+        sequence, owner = op.sequence, name
     is_dtensor = any(child.name == "PythonSubclass" for child in inside)
     if is_dtensor:
         outputs = outputs_of(op)
         outer = key_of(outputs[0]) if outputs else outer
     real = (op.name.startswith("aten::") or op.type == OpType.ATTENTION) and not is_dtensor
     if real and name not in _COMPOSITES and (name not in _VIEWS or name in _SHAPES):
-        yield _Raw(op, name, sequence, outputs_of(op), outer, outermost)
+        yield _Raw(op, name, sequence, outputs_of(op), outer, outermost, owner)
         return
     found = [
         raw
         for child in inside
         if child.type != OpType.FSDP
-        for raw in _calls(child, children, sequence, outer, outermost)
+        for raw in _calls(child, children, sequence, outer, outermost, owner)
     ]
     yield from found
     if real and not found and op.tensors and name not in _VIEWS and name not in _FREE:
-        yield _Raw(op, name, sequence, outputs_of(op), outer, outermost)
+        yield _Raw(op, name, sequence, outputs_of(op), outer, outermost, owner)
 
 
 def _node(op: TracedOp, children: dict[int, list[TracedOp]]) -> _Node | None:
@@ -255,11 +259,11 @@ def _node(op: TracedOp, children: dict[int, list[TracedOp]]) -> _Node | None:
     name = _NODE.sub("", op.name)
     inside: list[_Raw] = []
     beside: list[_Raw] = []
-    gradient: Shape = ()
+    gradient: TensorInfo | None = None
     sequence, adds = op.sequence, False
     for child in children.get(id(op), []):
         if child.name.rpartition("::")[2] == "AccumulateGrad":
-            gradient = child.tensors[0].shape if child.tensors else ()
+            gradient = child.tensors[0] if child.tensors else None
             adds = any(_base(c.name) == "add_" for c in children.get(id(child), []))
         elif child.sequence >= 0 or child.name == name:
             sequence = max(sequence, child.sequence)
@@ -456,12 +460,13 @@ class _Follower:
         self.since = 0  # what was made earlier is not looked at
         self.node = -1
         self.latest: Tensor | None = None  # what a product with a number read: x, while 0.5·x waits in 0.5·x·(1 + … x³)
-        self.weights = {tuple(sorted(node.gradient)) for node in nodes if node.gradient}
+        self.weights = {tuple(sorted(node.gradient.shape)) for node in nodes if node.gradient}
         self._forward(forward, {node.sequence: node for node in nodes if node.sequence >= 0 and not node.gradient})
         self._backward(nodes)
 
     def _forward(self, forward: list[_Raw], nodes: dict[int, _Node]) -> None:
-        marks = [i for i, raw in enumerate(forward) if raw.op.type == OpType.ATTENTION]
+        marks = [i for i, raw in enumerate(forward) if _is_attention(raw)]
+        marks = [i for i in marks if i == 0 or forward[i - 1].outermost is not forward[i].outermost]
         if not marks:
             marks = [i for i, raw in enumerate(forward) if raw.name == "_softmax"]
         starts = _boundaries([_signature(raw) for raw in forward], marks)
@@ -497,7 +502,7 @@ class _Follower:
         if backward and raw.name in ("add_", "sub_") and read:
             read[-1].read = min(read[-1].read, 0)  # holds the sum from now on
         made = [
-            Tensor(len(tape.calls), place, info, now, now, segment, raw.outer, info.shape, node=self.node)
+            Tensor(len(tape.calls), place, info, now, now, segment, raw.outer, info.shape, node=self.node, maker=raw.outermost)
             for place, info in enumerate(raw.outputs)
             if info.elements * info.element >= _FEWEST_BYTES
         ]
@@ -548,7 +553,7 @@ class _Follower:
         if prod(sizes) < info.distinct:
             part = replace(tensor, info=_dense(sizes, info), form=sizes, read=0, saved=False, crosses=False, whole=tensor)
             self.recent[part.key].append(part)
-        elif raw.name == "_unsafe_view" or _base(raw.outermost.name) in _VIEWS:  # else only an operator sees it so
+        elif tensor.maker is raw.outermost or _base(raw.outermost.name) in _VIEWS:  # else only this operator sees it so
             tensor.form = sizes
 
     def _backward(self, nodes: list[_Node]) -> None:
@@ -587,28 +592,28 @@ class _Follower:
 
         Of equal ones that one node made, it is the first: the gradient of a weight comes before that of the input.
         """
-        tape = self.tape
+        tape, gradient = self.tape, node.gradient
+        if gradient is None:
+            return
         tape.adds = tape.adds or (node.adds and not tape.gradients)
-        elements, now = prod(node.gradient), max(len(tape.when) - 1, 0)
+        elements, now = gradient.elements, max(len(tape.when) - 1, 0)
         free = [t for t in reversed(tape.tensors[-_FARTHEST:]) if t.taken < 0 and t.born >= tape.middle]
+        free = [t for t in free if t.info.element == gradient.element]
         part = next((t for t in free if t.info.elements < elements == t.outer[0]), None)
         whole = [t for t in free if t.info.elements == elements]
         whole = [t for t in whole if tape.calls[t.call].name not in _OF_ACTIVATIONS] or whole
         tensor = part or next((t for t in reversed(whole) if t.node == whole[0].node), None)
-        shape, element = node.gradient, free[0].info.element if free else 2
         if tensor is not None:
             tensor.taken = now
             tensor.dies = max(tensor.dies, now)
-            element = tensor.info.element
-            shape = tensor.info.shape if tensor is part else shape
-        tape.gradients.append(Gradient(now, segment, TensorInfo(shape, "", (), element)))
+        tape.gradients.append(Gradient(now, segment, gradient if part is None else part.info))
 
 
 def _saved(raw: _Raw, node: _Node, read: list[Tensor], made: list[Tensor]) -> list[Tensor]:
     """The tensors that a call saved for its node: those that the node reads beside the gradient that comes in."""
     unread = _beside_gradients(node.inside, {t.key for t in made[:1]})
     foreign = not raw.op.name.startswith("aten::")  # anything may be kept
-    candidates = made if raw.name in _KEEPS_OUTPUT else read
+    candidates = made if _KEEPS_OUTPUT & {raw.name, raw.owner} else read
     if foreign or _KEEPS_BOTH.search(raw.name):
         candidates = [*read, *made]
     kept: list[Tensor] = []
@@ -642,6 +647,10 @@ def _beside_gradients(inside: list[_Raw], gradients: set[Key]) -> Counter[Key]:
         for key, count in read.items():
             found[key] += count - (key in gradients)
     return found
+
+
+def _is_attention(raw: _Raw) -> bool:
+    return OpType.ATTENTION in (raw.op.type, raw.outermost.type)
 
 
 def _signature(raw: _Raw) -> tuple[str, ...]:
