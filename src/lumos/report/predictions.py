@@ -139,7 +139,7 @@ def understood_table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def inferred_table(found: Mapping[str, Inferred]) -> Table:
-    rows = [Row([key, value_text(one.value), one.evidence]) for key, one in found.items()]
+    rows = [Row([key, f"{'≈ ' * one.rough}{value_text(one.value)}", one.evidence]) for key, one in found.items()]
     return Table("setup of the traced run, as inferred", [Column("key"), Column("value"), Column("evidence")], rows)
 
 

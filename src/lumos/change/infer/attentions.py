@@ -70,14 +70,17 @@ def attention_shape(attention: Attention) -> AttentionShape | None:
     op = attention.op
     if attention.scores is not None:
         return _unfused(attention.scores, op)
-    shape = op.shapes[0] if op.shapes else ()
+    outer = op.outer.shapes if op.outer is not None else []
+    padded = bool(outer and op.shapes) and len(outer[0]) == 4 and outer[0][:3] == op.shapes[0][:3]
+    shapes = outer if padded else op.shapes  # sizes of heads may be padded for the kernel
+    shape = shapes[0] if shapes else ()
     if len(shape) == 3:  # sequences of various lengths, one after another
         return AttentionShape(0, 0, shape[1], shape[2])
     if len(shape) != 4:
         return None
     seq, heads = (2, 1) if op.name.startswith("aten::") else (1, 2)
     found = AttentionShape(shape[0], shape[seq], shape[heads], shape[3])
-    key, value = [*op.shapes[1:3], (), ()][:2]
+    key, value = [*shapes[1:3], (), ()][:2]
     if len(key) != 4 or len(value) != 4:
         return found
     return AttentionShape(found.batch, found.seq, found.heads, found.dim, key[seq], key[heads], value[3])

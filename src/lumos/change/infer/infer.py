@@ -276,17 +276,21 @@ class _Inference:
         batch, seq, tokens = agreed(
             (r.attention.batch, r.attention.seq, r.tokens) for r in self.ranks if r.attention is not None
         ) or (0, 0, 0)
-        if not batch or batch * seq != tokens or self._size("cp") != 1:
+        joint = batch * seq != tokens  # of tokens from several matmuls, such as those of text and of an image
+        if not batch or self._size("cp") != 1 or (joint and (not self._is_whole or tokens % batch)):
             return {}
         why = f"attention of {batch} × {seq} tokens"
-        others = [shape for rank in self.ranks for shape in rank.shapes]
-        alike = all(shape is not None and {shape.seq, shape.keys or seq} == {seq} for shape in others)
-        scales = all(shape is not None and shape.batch % batch == 0 for shape in others)
+        shapes = [shape for rank in self.ranks for shape in rank.shapes]
+        same = all(shape is not None and {shape.seq, shape.keys or seq} == {seq} for shape in shapes)
+        scales = all(shape is not None and shape.batch % batch == 0 for shape in shapes)
         doubt = not all(_is_batch(rank, batch, seq) for rank in self.ranks)
-        if doubt:
-            why += ", and inputs of another batch"
+        reasons = {
+            ", and inputs of another batch": doubt, ", and matmuls of other rows": joint,
+            ", and others of other lengths": not same,
+        }  # fmt: skip
+        several = "".join(reason for reason, holds in reasons.items() if holds)
         return {
-            "train.seq": Inferred(seq, why if alike else f"{why}; others are of other lengths", doubt or not alike),
+            "train.seq": Inferred(seq, why + several, bool(several)),
             "train.micro_batch": Inferred(batch, why, doubt or not scales),
         }
 
