@@ -160,6 +160,7 @@ class _Raw(NamedTuple):
     outer: Key  # of what the whole DTensor call returns
     outermost: TracedOp  # the operator that the user called
     owner: str  # the operator whose sequence number it has
+    temporaries: tuple[TensorInfo, ...]  # that it makes for itself
 
     @property
     def is_view(self) -> bool:
@@ -239,7 +240,7 @@ def _calls(
         outer = key_of(outputs[0]) if outputs else outer
     real = (op.name.startswith("aten::") or op.type == OpType.ATTENTION) and not is_dtensor
     if real and name not in _COMPOSITES and (name not in _VIEWS or name in _SHAPES):
-        yield _Raw(op, name, sequence, outputs_of(op), outer, outermost, owner)
+        yield _Raw(op, name, sequence, outputs_of(op), outer, outermost, owner, tuple(_temporaries(op, children)))
         return
     found = [
         raw
@@ -249,7 +250,16 @@ def _calls(
     ]
     yield from found
     if real and not found and op.tensors and name not in _VIEWS and name not in _FREE:
-        yield _Raw(op, name, sequence, outputs_of(op), outer, outermost, owner)
+        yield _Raw(op, name, sequence, outputs_of(op), outer, outermost, owner, ())
+
+
+def _temporaries(op: TracedOp, children: dict[int, list[TracedOp]]) -> Iterator[TensorInfo]:
+    """What an operator makes for itself: copies of what is not contiguous, products (softmax backward)."""
+    for child in children.get(id(op), []):
+        if _base(child.name) in ("clone", "mul") and _base(child.name) != _base(op.name):
+            yield from outputs_of(child)
+        elif child.name.startswith("aten::") and _base(child.name) != _base(op.name):
+            yield from _temporaries(child, children)
 
 
 def _node(op: TracedOp, children: dict[int, list[TracedOp]]) -> _Node | None:
@@ -306,6 +316,8 @@ def outputs_of(op: TracedOp) -> tuple[TensorInfo, ...]:
         return _attention(op.name, tensors)
     if name in _INDEXED and len(tensors) >= 2:
         return (_dense((*tensors[1].shape, *first.shape[1:]), first),)
+    if name in ("slice_backward", "select_backward") and len(values) > 1 and (sizes := _sizes(values[1])):
+        return (_dense(sizes, first),)
     if name == "embedding_dense_backward":
         return _embedding_gradient(first, values)
     if name in _NORMS:
@@ -506,9 +518,11 @@ class _Follower:
             for place, info in enumerate(raw.outputs)
             if info.elements * info.element >= _FEWEST_BYTES
         ]
-        tape.calls.append(Call(raw.name, raw.op.tensors, raw.outputs, backward, segment))
+        own = [info for info in raw.temporaries if info.elements * info.element >= _FEWEST_BYTES]
+        tape.calls.append(Call(raw.name, raw.op.tensors, (*raw.outputs, *own), backward, segment))
         tape.when.append(segment)
         tape.tensors += made
+        tape.tensors += [Tensor(len(tape.calls) - 1, len(raw.outputs) + i, info, now, now, segment) for i, info in enumerate(own)]
         self.latest = read[0] if raw.name == "mul" and len(read) == 1 == len(raw.op.tensors) else None
         for tensor in made:
             self.recent[tensor.key].append(tensor)
