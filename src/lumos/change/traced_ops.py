@@ -74,6 +74,8 @@ class _Args(msgspec.Struct, gc=False):
     source: Any = msgspec.field(default=-1, name="Src Rank")
     destination: Any = msgspec.field(default=-1, name="Dst Rank")
     ranks: Any = msgspec.field(default="", name="Process Group Ranks")
+    allocated: Any = msgspec.field(default=None, name="Total Allocated")
+    device: Any = msgspec.field(default=None, name="Device Type")
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -145,6 +147,7 @@ class RankOps:
     ops: tuple[TracedOp, ...]
     is_one_step: bool  # and not a recording of several unmarked ones
     first_us: float = 0.0  # when the first operator or scope of the whole file begins, on the clock of the file
+    most_bytes: float = 0.0  # that the GPU's allocator held, where the profiler recorded it; else 0
 
     def of(self, *types: OpType) -> list[TracedOp]:
         """The innermost operators of these types."""
@@ -163,10 +166,12 @@ def read_ops(path: Path, rank: int, step: str) -> RankOps:
     """The operators of a file in the step of that name; none where the file is no Kineto trace."""
     by_thread: dict[str, list[TracedOp]] = defaultdict(list)
     known: dict[str, OpType] = {}
+    held: list[tuple[float, float]] = []
     try:
         for events in Slices(path, _Event):
             for event in events:
                 op = _read(event, known)
+                held += _held(event)
                 if op is not None:
                     by_thread[str(event.tid)].append(op)
     except LumosError:
@@ -175,14 +180,25 @@ def read_ops(path: Path, rank: int, step: str) -> RankOps:
     first = every[0].start if every else 0.0
     mark = next((op for op in every if op.type == OpType.STEP and op.name == step), None)
     if mark is None:
-        return RankOps(rank, tuple(every), _is_one_step(every), first)
-    return RankOps(rank, tuple(op for op in every if mark.start <= op.start < mark.end), True, first)
+        return RankOps(rank, tuple(every), _is_one_step(every), first, max((size for _, size in held), default=0.0))
+    most = max((size for at, size in held if mark.start <= at < mark.end), default=0.0)
+    return RankOps(rank, tuple(op for op in every if mark.start <= op.start < mark.end), True, first, most)
 
 
 def _is_one_step(ops: list[TracedOp]) -> bool:
     """Without step marks: one optimizer update, and no forward pass after it."""
     updates = [op.start for op in ops if op.type == OpType.OPTIMIZER]
     return len(updates) == 1 and not any(op.type == OpType.ATTENTION and op.start > updates[0] for op in ops)
+
+
+def _held(event: _Event) -> list[tuple[float, float]]:
+    """When, and how many bytes, of an event of a GPU's allocator; device type 0 is the host."""
+    if event.name != "[memory]" or not isinstance(event.args, _Args) or event.args.device in (0, None):
+        return []
+    match event.ts, event.args.allocated:
+        case (int() | float() as at), (int() | float() as size) if 0 <= size < _LARGEST_SIZE:
+            return [(float(at), float(size))]
+    return []
 
 
 def _read(event: _Event, known: dict[str, OpType]) -> TracedOp | None:
