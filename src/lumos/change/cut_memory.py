@@ -1,7 +1,8 @@
 """Peak memory of a changed run, from the tensors of the trace itself.
 
-The tape of the traced micro-batch (`lumos.change.tape`) says which tensors every block makes and keeps. Their shapes are
-rewritten to the other setup (`lumos.change.sizes`), blocks are repeated or left out, and the rest is put around them:
+The tape of the traced micro-batch (`lumos.change.tape`) says which tensors every block makes and keeps. Their shapes
+are rewritten to the other setup (`lumos.change.sizes`), blocks are repeated or left out, and the rest is put around
+them:
 
 | part | where it comes from |
 |---|---|
@@ -12,15 +13,17 @@ rewritten to the other setup (`lumos.change.sizes`), blocks are repeated or left
 
 FSDP2 holds: parameters outside the blocks gathered from the forward pass to the end of the backward pass, and their
 gradients whole until then; the weights of the block at work; in the backward pass those of the next block, gathered
-ahead; whole gradients of the block at work, and the previous block's on their way to being divided.
+ahead; whole gradients of the block at work, and the previous block's on their way to being divided. What is gathered
+ahead comes with the first gradient that enters the model, so not while a loss outside the model runs backward.
 
-The peak is the most over all blocks, forward and backward, and the update.
+The peak is the most over all blocks, forward and backward, and the update. Selective recomputation is taken for none:
+what it recomputes is inside fused attention.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import NamedTuple
@@ -30,11 +33,11 @@ from lumos.change.tape import Tape, Tensor, tape_of
 from lumos.change.traced_ops import OpType, RankOps
 from lumos.program.memory import GIB, Memory, StageMemory, reserve_of, workspaces_of
 from lumos.program.program import Program
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.recorded_op import RecordedOp
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 
-
+_LEAST_CORRECTION, _MOST_CORRECTION = 0.5, 2.0  # beyond them, another step was recorded than the one on the tape
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm")
 
 
@@ -52,9 +55,15 @@ class Segment(NamedTuple):
     kept: float  # between its forward and its backward pass
     boundary: float  # of that, what recomputation keeps: what the next block reads
     forward: float  # most while it runs, beyond what earlier segments keep
-    parameters: float  # elements, not divided by ZeRO
+    trained: float  # elements of its parameters, not divided by ZeRO
+    frozen: float  # likewise, of those without gradients
     widest: float  # elements of the largest parameter
-    moments: tuple[Moment, ...] = ()
+    is_block: bool
+    moments: tuple[Moment, ...]
+
+    @property
+    def parameters(self) -> float:
+        return self.trained + self.frozen
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,11 @@ class _Parts:
 
 
 def cut_memory(ops: RankOps, traced: Setup, target: Setup) -> Memory | None:
-    """The memory of the other setup; None where the trace does not tell it: no shapes, compiled code, pipelines."""
+    """The memory of the other setup; None where the trace does not tell it: no shapes, compiled code, pipelines.
+
+    Where the profiler recorded what the allocator held, activations are corrected by what the tape of the traced run
+    itself is wrong.
+    """
     if traced.parallel.pp > 1 or traced.train.compile or target.train.compile:
         return None
     tape = tape_of(ops)
@@ -79,12 +92,24 @@ def cut_memory(ops: RankOps, traced: Setup, target: Setup) -> Memory | None:
         return None
     if tape.blocks < 2 and target.model.layers != traced.model.layers:
         return None
-    parts = _parts(tape, ops, traced, target)
-    stages = tuple(_stage_memory(parts, Program(target), index) for index in range(target.parallel.pp))
+    stages = _stages(_parts(tape, ops, traced, target), target)
+    if ops.most_bytes:
+        own = max(_stages(_parts(tape, ops, traced, traced), traced), key=lambda stage: stage.peak)
+        factor = 1 + (ops.most_bytes - own.peak) / max(own.activations, 1.0)
+        factor = min(max(factor, _LEAST_CORRECTION), _MOST_CORRECTION)
+        stages = tuple(stage._replace(activations=factor * stage.activations) for stage in stages)
     worst = max(range(len(stages)), key=lambda index: stages[index].peak)
     usable = (target.cluster.memory_gib or gpu_named(target.cluster.gpu).memory_gib) * GIB
-    peak = stages[worst].peak
-    return Memory(worst, stages[worst], reserve_of(target, peak), usable, stages)
+    return Memory(worst, stages[worst], reserve_of(target, stages[worst].peak), usable, stages)
+
+
+def _stages(parts: _Parts, setup: Setup) -> tuple[StageMemory, ...]:
+    """Every stage of the pipeline at its own worst moment."""
+    program = Program(setup)
+    return tuple(
+        max(_Stage(parts, program, index).moments(), key=lambda memory: memory.peak)
+        for index in range(setup.parallel.pp)
+    )
 
 
 # ---------------------------------------------------------------------- segments
@@ -112,7 +137,8 @@ def _bytes(tape: Tape, sizes: Sizes) -> dict[int, float]:
         if tensor.call not in rewritten:
             call = tape.calls[tensor.call]
             phase = "backward" if call.backward else "forward"
-            rewritten[tensor.call] = sizes.rewritten(RecordedOp(f"aten.{call.name}.default", call.inputs, call.outputs, phase))
+            op = RecordedOp(f"aten.{call.name}.default", call.inputs, call.outputs, phase)
+            rewritten[tensor.call] = sizes.rewritten(op)
         info = rewritten[tensor.call].outputs[tensor.place]
         found[id(tensor)] = float(info.elements * info.element)
     return found
@@ -138,7 +164,8 @@ def _segments(tape: Tape, bytes_of: dict[int, float], sizes: Sizes) -> list[Segm
         found.append(
             Segment(
                 kept[segment] - less, boundary[segment], max(forward, default=0.0) - less,
-                sum(p.elements for p in own), max((p.elements for p in own), default=0.0),
+                sum(p.elements for p in own), _frozen(tape, segment, sizes),
+                max((p.elements for p in own), default=0.0), 0 < segment <= tape.blocks,
                 tuple(_moments(tape, segment, [size - before - less for size in alive], own)),
             )
         )  # fmt: skip
@@ -203,6 +230,11 @@ def _parameters(tape: Tape, sizes: Sizes) -> list[_Parameter]:
     return found
 
 
+def _frozen(tape: Tape, segment: int, sizes: Sizes) -> float:
+    """Elements of the weights of a segment that nothing trains, as under adapters."""
+    return float(sum(prod(sizes.weight(shape)) for at, shape in tape.frozen if at == segment))
+
+
 def _joins_keys(sizes: Sizes) -> bool:
     """Whether heads have keys of their own before the change and share them after it: shapes cannot tell keys apart."""
     before, after = sizes.before.model, sizes.after.model
@@ -250,7 +282,7 @@ def _gathered_from(ops: RankOps) -> float:
 
 
 def _temporaries(ops: RankOps) -> str:
-    """What the update makes besides: nothing where it is fused, roots of all second moments, or of one after another."""
+    """What the update makes for itself: nothing where it is fused, else something for all parameters or for one."""
     names = {op.name for op in ops.ops if OpType.OPTIMIZER in op.scopes}
     if any("_fused_" in name for name in names):
         return "none"
@@ -260,123 +292,119 @@ def _temporaries(ops: RankOps) -> str:
 
 
 # ---------------------------------------------------------------------- one stage
-def _stage_memory(parts: _Parts, program: Program, index: int) -> StageMemory:
-    return max(_Stage(parts, program, index).moments(), key=lambda memory: memory.peak)
-
-
 class _Stage:
-    """One stage of the pipeline: its blocks, what it holds throughout, and every moment that may be the worst."""
+    """One stage of the pipeline: its segments, what it holds throughout, and every moment that may be the worst."""
 
     def __init__(self, parts: _Parts, program: Program, index: int) -> None:
-        self.parts, self.program, self.setup = parts, program, program.setup
+        self.parts, self.setup, self.framework = parts, program.setup, program.framework
+        self.sharding, self.flight = program.sharding, max(program.in_flight(index))
         chunks = program.chunks[index]
-        self.flight = max(program.in_flight(index))
-        self.has_first, self.has_last = any(c.first for c in chunks), any(c.last for c in chunks)
         count = sum(chunk.layers for chunk in chunks)
-        start = sum(sum(c.layers for c in program.chunks[i]) for i in range(index))
-        self.blocks = parts.blocks[start : start + count] or parts.blocks[:count]
+        start = sum(chunk.layers for row in program.chunks[:index] for chunk in row)
+        blocks = parts.blocks[start : start + count] or parts.blocks[:count]
+        first = [parts.first] if any(chunk.first for chunk in chunks) else []
+        last = [parts.last] if any(chunk.last for chunk in chunks) else []
+        self.order, self.root = [*first, *blocks, *last], [*first, *last]
+        self.has_last = bool(last)
         self.recomputes = self.setup.train.recompute == "full"
-        self.sharding = program.sharding
         self.is_sharded = self.sharding.zero >= 3 and self.sharding.shards > 1
-        self.root = [s for s, has in ((parts.first, self.has_first), (parts.last, self.has_last)) if has]
-        self.elements = sum(s.parameters for s in (*self.blocks, *self.root))
+        self.is_replicated = (
+            self.framework.gradient_buckets and self.sharding.replicas > 1 and self.sharding.zero < 2
+        )
+        self.trained = sum(segment.trained for segment in self.order)
+        self.frozen = sum(segment.frozen for segment in self.order)
 
     # ------------------------------------------------------------------ what is there all the time
     @property
     def weights(self) -> float:
-        return self.parts.state_element * self.elements / (self.sharding.shards if self.is_sharded else 1)
+        divided = self.sharding.shards if self.is_sharded else 1
+        return (self.parts.state_element * self.trained + self.parts.element * self.frozen) / divided
 
     @property
     def gradients(self) -> float:
-        divided = self.sharding.shards if self.sharding.zero >= 2 else 1
-        return self.parts.state_element * self.elements / divided
+        return self.parts.state_element * self.trained / (self.sharding.shards if self.sharding.zero >= 2 else 1)
 
     @property
     def state(self) -> float:
         values = {"adamw": 2, "adam": 2, "sgd": 1}.get(self.setup.train.optimizer, 0)
-        return self.parts.state_element * values * self.elements / self.sharding.shards
+        return self.parts.state_element * values * self.trained / self.sharding.shards
 
     @property
     def always(self) -> float:
         """Buckets of DistributedDataParallel, or weights that stay gathered."""
-        framework = self.program.framework
-        if framework.gradient_buckets and self.sharding.replicas > 1 and self.sharding.zero < 2:
-            return self.parts.element * self.elements
-        return self.unit(self.root) if self.is_sharded else 0.0
+        if self.is_replicated:
+            return self.parts.element * self.trained
+        return self.whole(*self.root) if self.is_sharded else 0.0
 
-    def unit(self, segments: Iterable[Segment]) -> float:
-        """Whole weights, as they are computed with."""
+    @property
+    def stays(self) -> bool:
+        """Gradients are there before the backward pass: an earlier micro-batch left them, or the buckets hold them.
+
+        Of DistributedDataParallel this is measured: its peak is the same with and without accumulation.
+        """
+        return self.parts.adds or self.is_replicated or self.setup.train.microbatches > self.flight
+
+    def whole(self, *segments: Segment) -> float:
+        """Bytes of gathered weights, as they are computed with."""
         return self.parts.element * sum(segment.parameters for segment in segments)
 
     def kept(self, segment: Segment) -> float:
-        return segment.boundary if self.recomputes and segment in self.blocks else segment.kept
+        return segment.boundary if self.recomputes and segment.is_block else segment.kept
 
     # ------------------------------------------------------------------ moments
-    def moments(self) -> Iterable[StageMemory]:
-        """Every block forward and backward, the loss, and the update."""
-        order = [*self.root[:1], *self.blocks] if self.has_first else list(self.blocks)
-        order += [self.parts.last] if self.has_last else []
-        total = sum(map(self.kept, order))
-        others = (self.flight - 1) * total
-        stays = self.parts.adds or self.setup.train.microbatches > self.flight
-        before, done = total, 0.0
+    def moments(self) -> Iterator[StageMemory]:
+        """Every segment forward and backward, and the update."""
         yield self._update()
-        for place in range(len(order) - 1, -1, -1):
-            segment = order[place]
+        total = sum(map(self.kept, self.order))
+        before, done = self.flight * total, 0.0
+        for place in range(len(self.order) - 1, -1, -1):
+            segment = self.order[place]
             before -= self.kept(segment)
-            yield self._forward(order, place, others + before, self.gradients if stays else 0.0)
-            yield from self._backward(order, place, others + before, stays, done)
-            done += segment.parameters if not (self.is_sharded and segment in self.root) else 0.0
+            gathered = 2 * self.whole(segment) if self.is_sharded and segment.is_block else 0.0
+            there = self.gradients if self.stays else 0.0
+            yield self._memory("forward", there, before + segment.forward, gathered)
+            if self.is_sharded:
+                yield from self._sharded_backward(place, before, done)
+                done += segment.trained if segment.is_block else 0.0
+            else:
+                yield from self._backward(segment, before, done)
+                done += segment.trained
 
     def _memory(self, phase: str, gradients: float, activations: float, buffers: float) -> StageMemory:
-        buffers += self.always
         workspaces = workspaces_of(self.setup.cluster.gpu)
+        buffers += self.always
         return StageMemory(phase, self.weights, gradients, self.state, activations, buffers, workspaces)
 
-    def _forward(self, order: list[Segment], place: int, before: float, gradients: float) -> StageMemory:
-        segment = order[place]
-        gathered = 2 * self.unit([segment]) if self.is_sharded and segment not in self.root else 0.0
-        return self._memory("forward", gradients, before + segment.forward, gathered)
+    def _backward(self, segment: Segment, before: float, done: float) -> Iterator[StageMemory]:
+        """While gradients come; `done` counts parameters of the segments that have theirs."""
+        for moment in segment.moments:
+            there = self.gradients if self.stays else self.parts.state_element * done + moment.gradients
+            yield self._memory("backward", there, before + moment.activations, 0.0)
 
-    def _backward(
-        self, order: list[Segment], place: int, before: float, stays: bool, done: float
-    ) -> Iterable[StageMemory]:
-        """While gradients come. `done` counts parameters of the segments that have theirs."""
-        segment = order[place]
-        bytes_each = self.parts.state_element
-        if self.is_sharded:
-            yield from self._sharded_backward(order, place, before, stays, done)
-            return
-        for activations, own, _ in segment.moments:
-            there = self.gradients if stays else bytes_each * done + own
-            yield self._memory("backward", there, before + activations, 0.0)
-
-    def _sharded_backward(
-        self, order: list[Segment], place: int, before: float, stays: bool, done: float
-    ) -> Iterable[StageMemory]:
-        segment = order[place]
-        is_root = segment in self.root
-        ahead = order[place - 1] if place > 0 and order[place - 1] not in self.root else None
-        behind = order[place + 1] if place + 1 < len(order) and order[place + 1] not in self.root else None
-        head = self.unit([self.parts.last]) if self.has_last and segment is not self.parts.last else 0.0
-        shards = self.gradients if stays else self.parts.state_element * done / self.sharding.shards
-        reduced = self.program.framework.reduce_bytes / self.parts.element
-        flying = reduced * self.unit([behind]) if behind else 0.0
-        gathered = (0.0 if is_root else self.unit([segment])) + (self.unit([ahead]) if ahead else 0.0)
-        for activations, own, begun in segment.moments:
-            yield self._memory(
-                "backward", shards, before + activations, gathered * begun + flying + own + head
-            )
-        units = self.root if is_root and place == 0 else [segment]
-        if not is_root or place == 0:
-            whole = self.unit(units)
-            there = -self.always if is_root else (self.unit([ahead]) if ahead else 0.0) + head
-            yield self._memory("reduce", shards, before, whole * (1 + reduced) + there)
+    def _sharded_backward(self, place: int, before: float, done: float) -> Iterator[StageMemory]:
+        """Likewise, with whole gradients on their way; those outside the blocks are divided at the very end."""
+        segment = self.order[place]
+        ahead = sum(self.whole(other) for other in self.order[max(place - 1, 0) : place] if other.is_block)
+        behind = sum(self.whole(other) for other in self.order[place + 1 : place + 2] if other.is_block)
+        share = self.framework.reduce_bytes / self.parts.element
+        head = self.parts.element * self.parts.last.trained if self.has_last and segment is not self.parts.last else 0.0
+        there = self.gradients if self.stays else self.parts.state_element * done / self.sharding.shards
+        gathered = ahead + (self.whole(segment) if segment.is_block else 0.0)
+        for moment in segment.moments:
+            buffers = moment.begun * gathered + share * behind + moment.gradients + head
+            yield self._memory("backward", there, before + moment.activations, buffers)
+        if segment.is_block:
+            own = self.parts.element * segment.trained
+            yield self._memory("reduce", there, before, own * (1 + share) + ahead + head)
+        elif place == 0:
+            own = self.parts.element * sum(part.trained for part in self.root)
+            yield self._memory("reduce", there, before, own * (1 + share) - self.always)
 
     def _update(self) -> StageMemory:
-        extra = {"all": self.parts.state_element * self.elements / self.sharding.shards}.get(self.parts.temporaries, 0.0)
-        if self.parts.temporaries == "one":
-            widest = max(segment.widest for segment in (*self.blocks, *self.root))
-            extra = 2 * self.parts.state_element * ceil(widest / self.sharding.shards)
-        gathered = -self.always if self.is_sharded else 0.0
-        return self._memory("optimizer", self.gradients, 0.0, extra + gathered)
+        """The optimizer, with what it makes for itself: roots of all second moments, or of one after another."""
+        each, extra = self.parts.state_element / self.sharding.shards, 0.0
+        if self.parts.temporaries == "all":
+            extra = each * self.trained
+        elif self.parts.temporaries == "one":
+            extra = 2 * ceil(each * max(segment.widest for segment in self.order))
+        return self._memory("optimizer", self.gradients, 0.0, extra - (self.always if self.is_sharded else 0.0))

@@ -6,9 +6,9 @@ A trace names no tensors. What it has is enough to follow them:
 - An input is the most recent tensor of that many elements of that size, and k equal inputs are the k most recent.
   Views, reshapes and transposes keep both numbers; of several tensors, those that were last viewed in the shape of the
   input come first (a query that was split into heads is not what the next matmul reads), then those that nobody has
-  read yet, then those that are saved anyway. Where this still picks the wrong one of two tensors of one size, bytes are
-  still right: as many tensors are kept, one in place of the other. Weights are known by the shapes of the gradients that
-  autograd accumulates, and are never taken for activations.
+  read yet, then those that are saved anyway. Where this still picks the wrong one of two tensors of one size, bytes
+  are mostly right: as many tensors are kept, one in place of the other. Weights are known by the shapes of the
+  gradients that autograd accumulates, and are never taken for activations.
 - A node of the backward pass repeats the sequence number of the call that made it, and the calls inside the node read
   what was saved for it. So a call has saved an input or an output if its node reads a tensor of that size beside the
   gradient that comes in. What needs no gradient is never read there, and so is not kept.
@@ -34,26 +34,36 @@ from lumos.program.recorded_op import TensorInfo
 Shape = tuple[int, ...]
 Key = tuple[int, int]  # elements that differ in memory, and bytes of one
 
-_VIEWS = frozenset(
-    ["view", "reshape", "_unsafe_view", "as_strided", "t", "transpose", "permute", "expand", "expand_as", "slice", "select", "detach", "alias", "unsqueeze", "squeeze", "split", "split_with_sizes", "chunk", "unbind", "narrow", "view_as", "flatten", "unflatten", "numpy_T", "lift_fresh", "movedim", "swapaxes", "diagonal", "_reshape_alias", "result_type", "is_nonzero", "item", "_local_scalar_dense", "resize_", "set_", "record_stream", "unfold"]
-)
+_VIEWS = frozenset((
+    "view", "reshape", "_unsafe_view", "as_strided", "t", "transpose", "permute", "expand", "expand_as", "slice",
+    "select", "detach", "alias", "unsqueeze", "squeeze", "split", "split_with_sizes", "chunk", "unbind", "narrow",
+    "view_as", "flatten", "unflatten", "numpy_T", "lift_fresh", "movedim", "swapaxes", "diagonal", "_reshape_alias",
+    "result_type", "is_nonzero", "item", "_local_scalar_dense", "resize_", "set_", "record_stream", "unfold",
+))  # fmt: skip
 _SHAPES = frozenset(("view", "_unsafe_view", "as_strided"))  # views that tell the new shape
-_FREE = frozenset(("to", "contiguous", "dropout", "type_as", "float", ))  # return their input where nothing runs
-_COMPOSITES = frozenset(
-    ["_scaled_dot_product_attention_math", "_safe_softmax", "linear", "matmul", "reshape", "flatten", "rms_norm", "layer_norm", "scaled_dot_product_attention", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "log_softmax", "softmax", "to", "contiguous", "type_as", "float", "einsum", "repeat_interleave", "pad", "dropout", "conv1d", "conv2d", "conv3d", "convolution", "_convolution", "mse_loss_nd", "where", "ones", "zeros", "ones_like", "zeros_like", "embedding_backward", "gelu_", "feature_dropout", "group_norm", "new_zeros", "new_ones", "full", "full_like"]
-)
-_KEEPS_OUTPUT = frozenset(
-    ["_softmax", "_log_softmax", "_safe_softmax", "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "reciprocal", "relu", "logsumexp", "cumprod", "norm", "linalg_vector_norm"]
-)  # instead of its input
+_COMPOSITES = frozenset((
+    "linear", "matmul", "reshape", "flatten", "rms_norm", "layer_norm", "group_norm", "cross_entropy_loss", "nll_loss",
+    "nll_loss_nd", "mse_loss_nd", "log_softmax", "softmax", "_safe_softmax", "scaled_dot_product_attention",
+    "_scaled_dot_product_attention_math", "to", "contiguous", "type_as", "float", "einsum", "repeat_interleave", "pad",
+    "dropout", "feature_dropout", "conv1d", "conv2d", "conv3d", "convolution", "_convolution", "where", "ones", "zeros",
+    "ones_like", "zeros_like", "new_zeros", "new_ones", "full", "full_like", "embedding_backward",
+))  # fmt: skip
+_FREE = frozenset(("to", "contiguous", "dropout", "type_as", "float"))  # return their input where nothing runs
+_KEEPS_OUTPUT = frozenset((
+    "_softmax", "_log_softmax", "_safe_softmax", "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "reciprocal", "relu",
+    "logsumexp", "cumprod", "norm", "linalg_vector_norm",
+))  # fmt: skip
 _KEEPS_BOTH = re.compile(r"attention|flash_attn|_norm$|dropout|topk|sort$|^max$|^min$|_batch_norm|max_pool")
-_REDUCTIONS = frozenset(
-    ["sum", "mean", "amax", "amin", "max", "min", "all", "any", "prod", "logsumexp", "linalg_vector_norm", "norm", "var", "std", "argmax", "argmin"]
-)
-_COMPARISONS = frozenset(
-    ["eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isinf", "bitwise_and", "bitwise_or", "bitwise_not", "isin"]
-)
+_REDUCTIONS = frozenset((
+    "sum", "mean", "amax", "amin", "max", "min", "all", "any", "prod", "logsumexp", "linalg_vector_norm", "norm", "var",
+    "std", "argmax", "argmin",
+))  # fmt: skip
+_COMPARISONS = frozenset((
+    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isinf", "isneginf",
+    "bitwise_and", "bitwise_or", "bitwise_not", "isin",
+))  # fmt: skip
 _OF_ACTIVATIONS = frozenset(("add", "mul", "sub", "div", "clone", "_to_copy", "cat"))  # hardly gradients of weights
-_INDEXED = frozenset(["embedding", "index_select"])
+_INDEXED = frozenset(("embedding", "index_select"))
 _NORMS = {"native_layer_norm": 2, "_fused_rms_norm": 1, "native_group_norm": 2}
 _ATTENTION = re.compile(r"attention(_forward|_backward)?$|flash_attn.*(fwd|bwd|forward|backward)")
 _DTYPES = {
@@ -130,6 +140,7 @@ class Tape:
     middle: int = 0  # the place where the backward pass begins
     blocks: int = 0
     signatures: list[tuple[str, ...]] = field(default_factory=list)  # of the blocks: the calls of their forward passes
+    frozen: list[tuple[int, Shape]] = field(default_factory=list)  # segment and shape of weights without a gradient
     adds: bool = False  # gradients were there before: they are added to
     loss_inside: bool = False  # the model makes the loss itself, so that its last output is the loss
 
@@ -468,7 +479,7 @@ class _Follower:
         self.recent: dict[Key, list[Tensor]] = defaultdict(list)
         self.saved: dict[int, list[Tensor]] = {}  # by sequence number
         self.segments: dict[int, int] = {}  # likewise, of the call that made a node
-        self.results: dict[int, tuple[Key, int]] = {}  # likewise, what that call returned, and of how many sides the sum
+        self.results: dict[int, tuple[Key, int]] = {}  # likewise, what that call returned, and of how many sides
         self.since = 0  # what was made earlier is not looked at
         self.node = -1
         self.latest: Tensor | None = None  # what a product with a number read: x, while 0.5·x waits in 0.5·x·(1 + … x³)
@@ -490,6 +501,7 @@ class _Follower:
             while segment < len(starts) and place >= starts[segment]:
                 segment += 1
             read, made = self._step(raw, segment, backward=False)
+            self._note_frozen(raw, segment)
             node = nodes.get(raw.sequence)
             if node is not None and last[raw.sequence] == place:
                 self.segments[raw.sequence] = segment
@@ -514,15 +526,14 @@ class _Follower:
         if backward and raw.name in ("add_", "sub_") and read:
             read[-1].read = min(read[-1].read, 0)  # holds the sum from now on
         made = [
-            Tensor(len(tape.calls), place, info, now, now, segment, raw.outer, info.shape, node=self.node, maker=raw.outermost)
-            for place, info in enumerate(raw.outputs)
+            Tensor(now, place, info, now, now, segment, raw.outer, info.shape, node=self.node, maker=raw.outermost)
+            for place, info in enumerate((*raw.outputs, *raw.temporaries))
             if info.elements * info.element >= _FEWEST_BYTES
         ]
-        own = [info for info in raw.temporaries if info.elements * info.element >= _FEWEST_BYTES]
-        tape.calls.append(Call(raw.name, raw.op.tensors, (*raw.outputs, *own), backward, segment))
+        tape.calls.append(Call(raw.name, raw.op.tensors, (*raw.outputs, *raw.temporaries), backward, segment))
         tape.when.append(segment)
         tape.tensors += made
-        tape.tensors += [Tensor(len(tape.calls) - 1, len(raw.outputs) + i, info, now, now, segment) for i, info in enumerate(own)]
+        made = [tensor for tensor in made if tensor.place < len(raw.outputs)]
         self.latest = read[0] if raw.name == "mul" and len(read) == 1 == len(raw.op.tensors) else None
         for tensor in made:
             self.recent[tensor.key].append(tensor)
@@ -544,15 +555,25 @@ class _Follower:
             found += sorted(latest, key=lambda t: (t.form not in forms, t.read > 0, not t.saved))[: len(shapes)]
         return found
 
+    def _note_frozen(self, raw: _Raw, segment: int) -> None:
+        """A weight of a linear layer or an embedding that no gradient has the shape of."""
+        place = {"aten::linear": 1, "aten::embedding": 0}.get(raw.outermost.name, -1)
+        tensors = raw.outermost.tensors
+        if raw.name not in ("mm", "addmm", "embedding") or not 0 <= place < len(tensors):
+            return
+        shape = tensors[place].shape
+        if tuple(sorted(shape)) not in self.weights:
+            self.tape.frozen.append((segment, shape))
+
     def _is_weight(self, name: str, place: int, info: TensorInfo) -> bool:
         """The second factor of a matmul or the table of an embedding, of a parameter's shape and never computed."""
         matrix = name in ("mm", "addmm", "_grouped_mm") and place >= (2 if name == "addmm" else 1)
         if not matrix and not (name in _INDEXED and place == 0):
             return False
         shape = tuple(sorted(info.shape))
-        same = self.recent.get(key_of(info), [])
-        computed = any(tuple(sorted(t.info.shape)) == shape and self.tape.calls[t.call].name == "_to_copy" for t in same[-2:])
-        return shape in self.weights and not computed
+        latest = self.recent.get(key_of(info), [])[-2:]
+        cast = any(self.tape.calls[t.call].name == "_to_copy" and sorted(t.info.shape) == list(shape) for t in latest)
+        return shape in self.weights and not cast  # autocast makes a copy of it, which is kept like any tensor
 
     def _view(self, raw: _Raw) -> None:
         """Another shape of a tensor, or a view of a part of it, such as the keys in the joint output of one matmul."""
@@ -565,7 +586,7 @@ class _Follower:
         if tensor is None or not sizes:
             return
         if prod(sizes) < info.distinct:
-            part = replace(tensor, info=_dense(sizes, info), form=sizes, read=0, saved=False, crosses=False, whole=tensor)
+            part = replace(tensor, info=_dense(sizes, info), form=sizes, read=0, saved=False, whole=tensor)
             self.recent[part.key].append(part)
         elif tensor.maker is raw.outermost or _base(raw.outermost.name) in _VIEWS:  # else only this operator sees it so
             tensor.form = sizes
@@ -673,4 +694,5 @@ def _signature(raw: _Raw) -> tuple[str, ...]:
 
 def _pads_labels(forward: list[_Raw]) -> bool:
     """As the losses inside models of transformers do, to shift labels by one."""
-    return any(raw.name == "constant_pad_nd" and raw.op.tensors and raw.op.tensors[0].dtype == "int64" for raw in forward[-64:])
+    pads = [raw for raw in forward[-_FARTHEST:] if raw.name == "constant_pad_nd" and raw.op.tensors]
+    return any(raw.op.tensors[0].dtype == "int64" for raw in pads)
