@@ -15,7 +15,7 @@ from lumos.change.infer.infer import infer
 from lumos.errors import OptionError
 from lumos.setup.setup_files import read_plain
 from lumos.trace.read.job import read_job
-from support import header
+from support import header, op
 from test_inference import Step
 
 FOLDER = Path(__file__).parent / "data/architectures"
@@ -55,7 +55,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "lora_checkpointed": {key: value for key, value in text(ffn=224).items() if key != "model.tied"}
     | {"train.mode": "lora", "train.recompute": "full"},
     "t5": {
-        "train.micro_batch": 3, "train.microbatches": 1, "train.recompute": "none", "model.vocab": 1000, "model.tied": True,
+        "train.micro_batch": 3, "train.microbatches": 1, "train.recompute": "none", "model.vocab": 1000,
+        "model.tied": True,
     },
     "llava": {
         "train.micro_batch": 3, "train.microbatches": 1, "train.recompute": "none", "model.vocab": 1000,
@@ -116,7 +117,8 @@ def test_a_rough_value_cannot_be_changed_unless_a_file_states_it(tmp_path: Path)
         changed(inferred("vit"), read_plain(None, ["model.vocab=100", "train.micro_batch=9"]))
     assert str(refused.value) == (
         "model.vocab = 100: the trace shows only roughly 10 (columns of the loss; no tokens are looked up): "
-        "to change it, state the traced run's model.vocab in a SETUP file, as in lumos predict SETUP --from PATH --set …"
+        "to change it, state the traced run's model.vocab in a SETUP file, "
+        "as in lumos predict SETUP --from PATH --set …"
     )
     file = tmp_path / "vit.toml"
     file.write_text("[model]\nvocab = 10\n")
@@ -156,6 +158,25 @@ class Moe(Step):
         self.call("aten::_grouped_mm", [[routed, wide], [experts, wide, 256], [experts]])
 
 
+class Sharded(Step):
+    """A step of DTensors on 4 ranks: every matmul of a whole weight holds one of its shard."""
+
+    def split(self, inner: int, columns: int, by_rows: bool = False) -> None:
+        whole = [[self.rows, inner], [inner, columns]]
+        part = (inner // 4, columns) if by_rows else (inner, columns // 4)
+        self.events.append(op("aten::mm", self.time - 1, 6, args={"Input Dims": whole}))
+        self.matmul(*part)
+
+    def dtensor_layer(self) -> None:
+        for columns in (256, 128, 128):  # 8 heads of 32, which share 4 keys
+            self.split(256, columns)
+        self.call("aten::_scaled_dot_product_flash_attention", [[2, 2, 256, 32]] * 3)
+        self.split(256, 256, by_rows=True)
+        for columns in (640, 640):
+            self.split(256, columns)
+        self.split(640, 256, by_rows=True)
+
+
 def test_experts_are_chosen_as_often_as_rows_are_more_than_tokens(tmp_path: Path) -> None:
     step = Moe()
     for _ in range(3):
@@ -185,6 +206,48 @@ def test_dense_layers_that_are_not_the_first_are_counted_roughly(tmp_path: Path)
     found = step.inferred(tmp_path)
     assert (found["model.layers"], found["model.ffn"], found["model.expert_ffn"]) == (5, 1024, 640)
     assert step.rough["model.dense_layers"] == 2
+
+
+def test_layers_without_attention_make_the_number_of_layers_rough(tmp_path: Path) -> None:
+    step = Step()
+    for _ in range(3):
+        step.layer((256, 256, 256), [2, 4, 256, 64], (1024,), 1024)
+        for inner, columns in ((256, 512), (512, 256), (256, 1024), (1024, 256)):  # a state-space layer and its MLP
+            step.matmul(inner, columns)
+    step.end()
+    assert "model.layers" not in step.inferred(tmp_path)
+    assert step.rough["model.layers"] == 3
+
+
+def test_forward_passes_are_told_apart_by_the_backward_passes_between_them(tmp_path: Path) -> None:
+    step = Step()  # without lookup, head or loss
+    for _ in range(4):
+        for _ in range(3):
+            step.layer((256, 256, 256), [2, 4, 256, 64], (1024,), 1024)
+        step.call("autograd::engine::evaluate_function: MseLossBackward0", [])
+    found = step.inferred(tmp_path)
+    assert (found["train.microbatches"], found["model.layers"]) == (4, 3)
+
+
+def test_two_losses_of_one_backward_pass_are_one_micro_batch(tmp_path: Path) -> None:
+    step = Step()
+    for _ in range(4):
+        step.layer((256, 256, 256), [2, 4, 256, 64], (1024,), 1024)
+    for _ in range(2):
+        step.call("aten::nll_loss_forward", [[2, 2], [2]])  # of texts for images, and of images for texts
+    step.call("autograd::engine::evaluate_function: NllLossBackward0", [])
+    found = step.inferred(tmp_path)
+    assert (found["train.microbatches"], found["model.layers"]) == (1, 4)
+
+
+def test_keys_that_dtensors_split_are_as_many_as_all_ranks_have(tmp_path: Path) -> None:
+    step = Sharded()
+    activation = step.rows * 256
+    for _ in range(2):
+        step.dtensor_layer()
+        step.reduce("allreduce", (activation, activation), 4)
+    found = step.inferred(tmp_path, header(rank=0, world_size=4))
+    assert (found["parallel.tp"], found["model.heads"], found["model.kv_heads"]) == (4, 8, 4)
 
 
 def test_the_batch_of_joint_attention_is_exact_and_its_length_rough(tmp_path: Path) -> None:

@@ -372,7 +372,8 @@ def test_a_trace_without_shapes_shows_what_needs_none(tmp_path: Path) -> None:
 RELEVANT = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention",
     "flash_attn::_flash_attn_forward", "aten::nll_loss_forward", "aten::embedding", "torch::autograd::AccumulateGrad",
-    "c10d::allreduce_", "c10d::_allgather_base_", "c10d::send", "record_param_comms",
+    "c10d::allreduce_", "c10d::_allgather_base_", "c10d::send", "record_param_comms", "aten::topk", "aten::_grouped_mm",
+    "aten::_softmax", "aten::convolution", "autograd::engine::evaluate_function: MmBackward0",
 )  # fmt: skip
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.sampled_from([0, 1, 2, 64]) | st.text(max_size=4),
@@ -389,7 +390,10 @@ def test_whatever_stands_in_the_arguments_the_inference_does_not_fail(
 ) -> None:
     step = Step()
     for name, dims, junk in calls:
-        keys = ("Collective name", "In msg nelems", "Group size", "Dst Rank", "Process Group Ranks")
+        keys = (
+            *("Collective name", "In msg nelems", "Group size", "Dst Rank", "Process Group Ranks", "Concrete Inputs"),
+            "Sequence number",
+        )
         step.call(name, dims, **dict.fromkeys(keys, junk), **{"Input type": junk})
     assert step.inferred(tmp_path, header(rank=0, world_size=world))["cluster.gpus"] == world
 

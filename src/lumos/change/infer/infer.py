@@ -137,9 +137,14 @@ class _Inference:
 
     def _doubt_of_layers(self) -> str:
         """Why an attention may not stand for a layer like all others."""
+        rank = self.ranks[0]
         if not all(rank.are_alike for rank in self.ranks):
             return " of several shapes, such as encoder and decoder, or vision and text: all count"
-        return ", with different matmuls between them" if self._is_whole and not self.ranks[0].repeats else ""
+        if not self._is_whole or rank.attention is None:
+            return ""
+        if Widths(rank, rank.attention).has_others:
+            return "; layers without attention do not count"
+        return "" if rank.repeats else ", with different matmuls between them"
 
     def _stages(self) -> list[RankLayers]:
         """One rank of every pipeline stage; none where the stages are not known, or ranks of one stage differ."""
@@ -200,14 +205,13 @@ class _Inference:
 
     def _splits_keys(self, columns: int) -> bool:
         """Whether the matmuls of so many columns are all shards of DTensors: of keys and values, and no copies."""
-        tp = self._size("tp")
-        shards = [
-            op.outer.factors[1][1] if op.outer is not None and len(op.outer.factors[1]) == 2 else 0
+        shards = {
+            _columns(op.outer) if op.outer is not None else 0
             for rank in self.ranks
             for op in rank.ops.forward(OpType.MATMUL)
-            if len(op.factors) == 2 and len(op.factors[1]) == 2 and op.factors[1][1] == columns
-        ]
-        return bool(shards) and set(shards) == {tp * columns}
+            if _columns(op) == columns
+        }
+        return shards == {self._size("tp") * columns}
 
     def _vocabulary(self) -> Findings:
         """vocab and tied; not where tensor parallelism may have split the vocabulary."""
@@ -249,8 +253,9 @@ class _Inference:
         """Two matrices get two gradients; tied ones on two pipeline stages would have to be summed."""
         gradients = self.ranks[0].ops.of(OpType.GRADIENT)
         count = sum(bool(op.shapes) and len(op.shapes[0]) == 2 and op.shapes[0][0] == vocab for op in gradients)
-        if self._size("pp") == 1 and self.microbatches and count in (self.microbatches, 2 * self.microbatches):
-            tied = count == self.microbatches
+        passes = self.ranks[0].passes or self.microbatches
+        if self._size("pp") == 1 and self.microbatches and count in (passes, 2 * passes):
+            tied = count == passes
             which = "one matrix gets" if tied else "two matrices get"
             return {"model.tied": Inferred(tied, f"{which} a gradient of {vocab} rows")}
         apart = self._size("pp") > 1 and not any(rank.has_embedding and rank.has_loss for rank in self._stages())
@@ -321,6 +326,12 @@ class _Inference:
         if compiled and all(_is_compiled(rank) for rank in self.ranks):
             return {"train.compile": Inferred(True, "matmuls inside compiled regions")}
         return {}
+
+
+def _columns(op: TracedOp) -> int:
+    """Columns of a matmul's second factor; 0 where they were not recorded."""
+    right = op.factors[1] if len(op.factors) > 1 else ()
+    return right[1] if len(right) == 2 else 0
 
 
 def _is_vocabulary(rank: RankLayers, columns: int) -> bool:

@@ -99,6 +99,7 @@ class RankLayers:
     hidden: int
     vocab: int
     microbatches: int  # where this rank has the embedding or the head, or runs forward and backward in turn
+    passes: int  # backward passes; 0 where they are mixed with forward passes
 
     @property
     def has_embedding(self) -> bool:
@@ -135,7 +136,8 @@ def read_layers(ops: RankOps) -> RankLayers:
     parts = _without_adapters(every, {op.shapes[0] for op in ops.of(OpType.GRADIENT) if op.shapes})
     attention = main_shape(shapes, tokens)
     layer, head, heads = _parse(parts)
-    microbatches = _microbatches(ops, [one.op for one in attentions], head, heads)
+    passes = _passes(ops, [one.op for one in attentions])
+    microbatches = _microbatches(ops, passes, head, heads)
     return RankLayers(
         ops=ops,
         attentions=len(attentions),
@@ -149,6 +151,7 @@ def read_layers(ops: RankOps) -> RankLayers:
         hidden=layer.hidden if layer is not None else _hidden(parts, shapes, attention),
         vocab=_vocab(ops, head if microbatches else 0),
         microbatches=microbatches,
+        passes=passes,
     )
 
 
@@ -242,7 +245,9 @@ def _hidden(parts: Sequence[Part], shapes: Sequence[AttentionShape | None], main
     outputs = {weights[0] for weights in after if weights}
     # Values may be padded for the attention, but not to more than twice their size.
     fits = all(after) and all(inner % main.heads == 0 and inner <= widest <= 2 * inner for inner, _ in outputs)
-    return agreed(columns for _, columns in outputs) or 0 if fits else 0
+    hidden = agreed(columns for _, columns in outputs) or 0 if fits else 0
+    is_read = any(inner == hidden for part in parts for inner, _ in part.weights)  # a router's choices are not
+    return hidden if is_read else 0
 
 
 # ---------------------------------------------------------------------- layers that all look alike
@@ -288,7 +293,7 @@ def _vocab(ops: RankOps, head: int) -> int:
     return agreed(losses | ({head} if head else set())) or 0
 
 
-def _microbatches(ops: RankOps, attentions: Sequence[TracedOp], head: int, heads: int) -> int:
+def _microbatches(ops: RankOps, passes: int, head: int, heads: int) -> int:
     """Forward passes of the step.
 
     Embeddings, losses and heads, as far as there are any, must agree on their number. A matmul that looks like a head
@@ -305,7 +310,6 @@ def _microbatches(ops: RankOps, attentions: Sequence[TracedOp], head: int, heads
     confirmed = embeddings or losses or heads in {*tables.values(), regions}
     counts = [count for count in (embeddings, losses, heads) if count]
     stated = agreed(counts) or 0 if confirmed else 0
-    passes = _passes(ops, attentions)
     return stated if not passes or (len(counts) > 1 and stated and stated % passes == 0) else passes
 
 

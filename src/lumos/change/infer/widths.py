@@ -17,6 +17,8 @@ from lumos.change.infer import Findings, Inferred, agreed
 from lumos.change.infer.attentions import AttentionShape
 from lumos.change.infer.layers import Matmul, Part, RankLayers, Weight
 
+_LONGEST_QUERY = 4  # matmuls before an attention, at most
+
 
 @dataclass(frozen=True)
 class Mlp:
@@ -62,10 +64,24 @@ class Widths:
         why = "of the attentions over most tokens; there are others"
         return {key: Inferred(one.value, why, True) for key, one in found.items()}
 
+    @property
+    def has_others(self) -> bool:
+        """Whether more than one layer lies between two attentions, or before the first: such as state-space layers."""
+        first = self.rank.parts[0]
+        inputs = first.weights[: len(first.weights) - len(self.before)]
+        inside = [layer.weights for layer in self.layers if not layer.is_last]
+        returns = max(sum(columns == self.hidden for _, columns in weights) for weights in (inputs, *inside))
+        return bool(first.routed) or returns > 1 or len(self._common) > _LONGEST_QUERY
+
     # ------------------------------------------------------------------ layers
-    @cached_property
+    @property
     def before(self) -> tuple[Weight, ...]:
         """The matmuls before every attention: query, key and value."""
+        return self._common if len(self._common) <= _LONGEST_QUERY else ()
+
+    @cached_property
+    def _common(self) -> tuple[Weight, ...]:
+        """The longest run of matmuls that comes right before every attention."""
         shapes = self.rank.shapes
         parts = [
             part.weights[1:] if place and shapes[place - 1] == shape else part.weights  # the first is an output
