@@ -240,7 +240,7 @@ def _tensors(args: _Args) -> Iterator[TensorInfo]:
     known = [_DTYPES[text] for text in types if isinstance(text, str) and text in _DTYPES]
     usual = known[0] if known else ("bf16", 2)
     for place, item in enumerate(dims[:_LONGEST_LIST]):
-        dtype, element = _DTYPES.get(types[place] if place < len(types) else "", usual)
+        dtype, element = _DTYPES.get(str(types[place]) if place < len(types) else "", usual)
         steps = strides[place] if place < len(strides) else None
         if isinstance(item, list) and item and all(isinstance(part, list) for part in item):
             for index, part in enumerate(item[:_LONGEST_LIST]):
