@@ -151,13 +151,16 @@ def key_of(info: TensorInfo) -> Key:
 
 
 def tape_of(ops: RankOps) -> Tape | None:
-    """The tape of the first micro-batch; None where the trace has no shapes, no backward pass or compiled code."""
+    """The tape of the first micro-batch; None where the trace has no shapes, sequence numbers or backward pass, or where
+    its code is compiled.
+    """
     if any(op.type == OpType.COMPILED for op in ops.ops) or not any(op.tensors for op in ops.ops):
         return None
     forward, nodes = _first_microbatch(ops)
     if not forward or not nodes:
         return None
-    return _Follower(forward, nodes).tape
+    tape = _Follower(forward, nodes).tape
+    return tape if any(tensor.saved for tensor in tape.tensors) else None
 
 
 # ---------------------------------------------------------------------- reading the trace
