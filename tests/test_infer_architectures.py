@@ -116,7 +116,7 @@ def test_a_rough_value_cannot_be_changed_unless_a_file_states_it(tmp_path: Path)
     with pytest.raises(OptionError) as refused:
         changed(inferred("vit"), read_plain(None, ["model.vocab=100", "train.micro_batch=9"]))
     assert str(refused.value) == (
-        "model.vocab = 100: the trace shows only roughly 10 (columns of the loss; no tokens are looked up): "
+        "model.vocab = 100: the trace shows only roughly 10 (columns of the head or loss; no tokens are looked up): "
         "to change it, state the traced run's model.vocab in a SETUP file, "
         "as in lumos predict SETUP --from PATH --set …"
     )

@@ -233,7 +233,7 @@ class _Inference:
         outputs = next((part.weights[-1][1] for part in reversed(rank.parts) if part.weights), 0)
         sizes = {
             "rows of the largest embedding; no head is recognised": rows,
-            "columns of the loss; no tokens are looked up": columns,
+            "columns of the head or loss; no tokens are looked up": columns,
             "columns of the last matmul; no tokens are looked up": outputs,
         }
         why, size = next(((why, size) for why, size in sizes.items() if size), ("", 0))
