@@ -10,7 +10,7 @@ import pytest
 
 from lumos.change.cut_memory import cut_memory
 from lumos.change.tape import Tape, tape_of
-from lumos.change.traced_ops import OpType, RankOps, read_ops
+from lumos.change.traced_ops import RankOps, read_ops
 from lumos.program.memory import workspaces_of
 from lumos.setup.setup import Setup
 
@@ -322,51 +322,78 @@ def test_odd_values_in_a_trace_do_no_harm(tmp_path: Path, value: Any) -> None:
 
 
 # ---------------------------------------------------------------------- against PyTorch itself
-def test_the_tape_keeps_what_pytorch_saves(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    nn = torch.nn
+SIZES: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
+LLAMA = SIZES | {"intermediate_size": 224, "num_key_value_heads": 2, "max_position_embeddings": 64}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", LLAMA),
+    "Llama, attention not fused": ("LlamaForCausalLM", LLAMA | {"attn_implementation": "eager"}),
+    "Gemma 2": ("Gemma2ForCausalLM", LLAMA | {"head_dim": 32}),
+    "Phi 3": ("Phi3ForCausalLM", LLAMA | {"pad_token_id": 0}),
+    "Mixtral": ("MixtralForCausalLM", LLAMA | {"num_local_experts": 4}),
+    "GPT-2": ("GPT2LMHeadModel", {"n_embd": 96, "n_layer": 3, "n_head": 4, "vocab_size": 1000, "n_positions": 64}),
+    "BERT": ("BertForMaskedLM", SIZES | {"intermediate_size": 384}),
+}
 
-    class Block(nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = nn.ModuleList(nn.LayerNorm(96) for _ in range(2))
-            self.qkv, self.out = nn.Linear(96, 288), nn.Linear(96, 96, bias=False)
-            self.gate, self.up, self.down = nn.Linear(96, 256), nn.Linear(96, 256), nn.Linear(256, 96)
 
-        def forward(self, x: Any) -> Any:
-            heads = [t.unflatten(-1, (4, 24)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1)]
-            attended = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-            x = x + self.out(attended.transpose(1, 2).flatten(2))
-            normed = self.norms[1](x)
-            return x + self.down(torch.nn.functional.silu(self.gate(normed)) * self.up(normed))
-
-    net = nn.Sequential(nn.Embedding(500, 96), *(Block() for _ in range(3)), nn.Linear(96, 500))
-    ids = torch.randint(0, 500, (2, 48))
-    weights = {p.untyped_storage().data_ptr() for p in net.parameters()} | {ids.untyped_storage().data_ptr()}
-    saved: dict[int, int] = {}
+def saved_bytes(torch: Any, net: Any, step: Any) -> int:
+    """What autograd holds between forward and backward, besides the parameters."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*net.parameters(), *net.buffers())}
+    found: dict[int, int] = {}
+    alive = []
 
     def keep(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights and storage.nbytes() >= 4096:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in own and storage.nbytes() >= 4096:
+            found[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
         return tensor
 
-    def step() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = torch.nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
-        loss.backward()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = step()
+    loss.backward()
+    net.zero_grad(set_to_none=True)
+    return sum(found.values())
 
-    step()
-    truth = sum(saved.values())
+
+def recorded_bytes(torch: Any, step: Any, folder: Path) -> float:
+    """The same, from the tape of a recording."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        step()
-    profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    ops = read_ops(tmp_path / "trace.json", 0, "")
-    assert ops.forward(OpType.ATTENTION) or any("attention" in op.name for op in ops.ops)
-    tape = tape_of(ops)
+        step().backward()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    tape = tape_of(read_ops(folder / "trace.json", 0, ""))
     assert tape is not None
-    total = sum(kept(tape, segment) for segment in range(tape.blocks + 2))
-    assert total == pytest.approx(truth, rel=0.03)
+    assert tape.blocks == 3
+    return sum(kept(tape, segment) for segment in range(tape.blocks + 2))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_tape_keeps_what_pytorch_saves(tmp_path: Path, name: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model_name, sizes = ARCHITECTURES[name]
+    kind = getattr(transformers, model_name)
+    net, ids = kind(kind.config_class(**sizes)), torch.randint(0, 1000, (3, 40))
+
+    def step() -> Any:
+        return net(input_ids=ids, labels=ids).loss
+
+    truth = saved_bytes(torch, net, step)
+    assert recorded_bytes(torch, step, tmp_path) == pytest.approx(truth, rel=0.05)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_tape_of_checkpointed_layers_is_that_without_checkpoints(tmp_path: Path, reentrant: bool) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    net, ids = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), torch.randint(0, 1000, (3, 40))
+
+    def step() -> Any:
+        return net(input_ids=ids, labels=ids).loss
+
+    plain = recorded_bytes(torch, step, tmp_path)
+    net.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    net.enable_input_require_grads()
+    assert recorded_bytes(torch, step, tmp_path) == pytest.approx(plain, rel=0.01)
 
 
 # ---------------------------------------------------------------------- against the H200

@@ -71,7 +71,7 @@ _DTYPES = {
     "11": ("bool", 1), "15": ("bf16", 2), "23": ("fp8", 1), "24": ("fp8", 1),
 }  # fmt: skip
 _NODE = re.compile(r"autograd::engine::evaluate_function: ")
-_ACCUMULATES = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+_CHECKPOINT = "CheckpointFunction"  # of torch.utils.checkpoint with use_reentrant=True
 _FEWEST_BYTES = 4096  # what is smaller is not followed
 _FARTHEST = 64  # tensors of one size that are looked at, from the latest on
 
@@ -151,8 +151,9 @@ def key_of(info: TensorInfo) -> Key:
 
 
 def tape_of(ops: RankOps) -> Tape | None:
-    """The tape of the first micro-batch; None where the trace has no shapes, sequence numbers or backward pass, or where
-    its code is compiled.
+    """The tape of the first micro-batch.
+
+    None where the trace has no shapes, sequence numbers or backward pass, or where its code is compiled.
     """
     if any(op.type == OpType.COMPILED for op in ops.ops) or not any(op.tensors for op in ops.ops):
         return None
@@ -193,10 +194,15 @@ class _Node(NamedTuple):
 
 
 def _first_microbatch(ops: RankOps) -> tuple[list[_Raw], list[_Node]]:
-    """Calls of the first forward pass, and the nodes of the backward pass that follows."""
+    """Calls of the first forward pass, and the nodes of the backward pass that follows.
+
+    Where blocks are checkpointed by a function of autograd's (reentrant), its forward pass has no nodes: the
+    recomputed one, which has, takes its place.
+    """
     children = _children(ops)
-    forward: list[_Raw] = []
+    forward: list[list[_Raw]] = []
     nodes: list[_Node] = []
+    checkpoints: list[int] = []  # places in the forward pass that are still to be recomputed
     for op in ops.ops:
         if op.type == OpType.OPTIMIZER:
             if nodes:
@@ -205,14 +211,33 @@ def _first_microbatch(ops: RankOps) -> tuple[list[_Raw], list[_Node]]:
         if op.scopes & {OpType.BACKWARD, OpType.OPTIMIZER, OpType.FSDP}:
             continue
         if op.type == OpType.BACKWARD:
-            node = _node(op, children)
-            if node is not None:
+            if _NODE.sub("", op.name) == f"{_CHECKPOINT}Backward" and checkpoints:
+                recomputed, own = _checkpointed(op, children)
+                forward[checkpoints.pop()] = recomputed
+                nodes += own
+            elif (node := _node(op, children)) is not None:
                 nodes.append(node)
         elif op.type == OpType.ATTENTION and nodes:
             break  # the next micro-batch
         elif not nodes and _is_operator(op) and not _is_nested(op):
-            forward += _calls(op, children)
-    return forward, nodes
+            if op.name == _CHECKPOINT:
+                checkpoints.append(len(forward))
+            forward.append(list(_calls(op, children)))
+    return [raw for calls in forward for raw in calls], nodes
+
+
+def _checkpointed(op: TracedOp, children: dict[int, list[TracedOp]]) -> tuple[list[_Raw], list[_Node]]:
+    """A recomputed forward pass, and the nodes of the backward pass inside the same node."""
+    calls: list[_Raw] = []
+    nodes: list[_Node] = []
+    for child in children.get(id(op), []):
+        for inside in children.get(id(child), []):
+            if inside.type != OpType.BACKWARD:
+                calls += _calls(inside, children) if inside.type != OpType.FSDP else ()
+            elif (node := _node(inside, children)) is not None:
+                nodes.append(node)
+    last = next((node for node in reversed(nodes) if node.gradient is not None), None)  # of the block's input
+    return calls, [node for node in nodes if node is not last]
 
 
 def _children(ops: RankOps) -> dict[int, list[TracedOp]]:
@@ -344,10 +369,9 @@ def outputs_of(op: TracedOp) -> tuple[TensorInfo, ...]:
 
 def _element_wise(name: str, tensors: tuple[TensorInfo, ...], values: list[Any]) -> tuple[TensorInfo, ...]:
     first = tensors[0]
-    if name in ("_to_copy", "clone", "constant_pad_nd") or name.startswith("empty"):
-        if name == "empty_like":
-            return ()
-        return (_as_type(_dense(first.shape, first), values[1] if name == "_to_copy" and len(values) > 1 else ""),)
+    if name in ("_to_copy", "clone", "constant_pad_nd", "empty_like"):
+        typed = name in ("_to_copy", "empty_like") and len(values) > 1
+        return (_as_type(_dense(first.shape, first), values[1] if typed else ""),)
     if name in _REDUCTIONS:
         return (_dense(_reduced(first.shape, values), first),)
     if name in ("cat", "stack", "_chunk_cat"):
@@ -373,11 +397,12 @@ def _element_wise(name: str, tensors: tuple[TensorInfo, ...], values: list[Any])
 
 
 def _filled(name: str, values: list[Any]) -> tuple[TensorInfo, ...]:
-    """arange, rand and the like: a size and a dtype in the arguments."""
+    """empty, rand and the like: a size and a dtype in the arguments."""
     sizes = _sizes(values[0]) if values else ()
-    if name.startswith(("empty", "arange", "as_strided")) or not sizes:
+    place = 2 if name == "empty_strided" else 1
+    if not sizes:
         return ()
-    return (_as_type(_dense(sizes, TensorInfo(sizes, "fp32", (), 4)), values[1] if len(values) > 1 else ""),)
+    return (_as_type(_dense(sizes, TensorInfo(sizes, "fp32", (), 4)), values[place] if len(values) > place else ""),)
 
 
 def _attention(name: str, tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
@@ -524,7 +549,7 @@ class _Follower:
         read = self._inputs(raw)
         for tensor in read:
             tensor.lives_until(now)
-            tensor.read += 1
+            tensor.read += backward or not raw.name.endswith("_")  # what is changed in place is still to be read
             tensor.crosses |= segment == tensor.segment + 1 and not backward
         if backward and raw.name in ("add_", "sub_") and read:
             read[-1].read = min(read[-1].read, 0)  # holds the sum from now on
