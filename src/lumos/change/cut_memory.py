@@ -31,13 +31,13 @@ from typing import NamedTuple
 from lumos.change.sizes import Sizes
 from lumos.change.tape import Tape, Tensor, tape_of
 from lumos.change.traced_ops import OpType, RankOps
+from lumos.data_files import read_table
 from lumos.program.memory import GIB, Memory, StageMemory, reserve_of, workspaces_of
 from lumos.program.program import Program
 from lumos.program.recorded_op import RecordedOp
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 
-_LEAST_CORRECTION, _MOST_CORRECTION = 0.5, 2.0  # beyond them, another step was recorded than the one on the tape
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm")
 
 
@@ -95,8 +95,8 @@ def cut_memory(ops: RankOps, traced: Setup, target: Setup) -> Memory | None:
     stages = _stages(_parts(tape, ops, traced, target), target)
     if ops.most_bytes:
         own = max(_stages(_parts(tape, ops, traced, traced), traced), key=lambda stage: stage.peak)
-        factor = 1 + (ops.most_bytes - own.peak) / max(own.activations, 1.0)
-        factor = min(max(factor, _LEAST_CORRECTION), _MOST_CORRECTION)
+        low, high = read_table("memory.json")["tape_correction"]
+        factor = min(max(1 + (ops.most_bytes - own.peak) / max(own.activations, 1.0), low), high)
         stages = tuple(stage._replace(activations=factor * stage.activations) for stage in stages)
     worst = max(range(len(stages)), key=lambda index: stages[index].peak)
     usable = (target.cluster.memory_gib or gpu_named(target.cluster.gpu).memory_gib) * GIB
