@@ -510,7 +510,7 @@ class _Follower:
         self.results: dict[int, tuple[Key, int]] = {}  # likewise, what that call returned, and of how many sides
         self.since = 0  # what was made earlier is not looked at
         self.node = -1
-        self.latest: Tensor | None = None  # what a product with a number read: x, while 0.5·x waits in 0.5·x·(1 + … x³)
+        self.latest: Tensor | None = None  # read by a product with a number: x, while 0.5·x waits in 0.5·x·(1 + … x³)
         self.weights = {tuple(sorted(node.gradient.shape)) for node in nodes if node.gradient}
         self._forward(forward, {node.sequence: node for node in nodes if node.sequence >= 0 and not node.gradient})
         self._backward(nodes)
@@ -549,7 +549,8 @@ class _Follower:
         read = self._inputs(raw)
         for tensor in read:
             tensor.lives_until(now)
-            tensor.read += backward or not raw.name.endswith("_")  # what is changed in place is still to be read
+            filled = raw.name.endswith("_") and tape.calls[tensor.call].name.startswith("empty")
+            tensor.read += not filled  # it is still to be read
             tensor.crosses |= segment == tensor.segment + 1 and not backward
         if backward and raw.name in ("add_", "sub_") and read:
             read[-1].read = min(read[-1].read, 0)  # holds the sum from now on
