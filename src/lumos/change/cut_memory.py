@@ -297,15 +297,15 @@ class _Stage:
 
     def __init__(self, parts: _Parts, program: Program, index: int) -> None:
         self.parts, self.setup, self.framework = parts, program.setup, program.framework
-        self.sharding, self.flight = program.sharding, max(program.in_flight(index))
-        chunks = program.chunks[index]
+        self.sharding, self.counts = program.sharding, program.in_flight(index)
+        self.chunks = chunks = program.chunks[index]
         count = sum(chunk.layers for chunk in chunks)
         start = sum(chunk.layers for row in program.chunks[:index] for chunk in row)
         blocks = parts.blocks[start : start + count] or parts.blocks[:count]
         first = [parts.first] if any(chunk.first for chunk in chunks) else []
         last = [parts.last] if any(chunk.last for chunk in chunks) else []
         self.order, self.root = [*first, *blocks, *last], [*first, *last]
-        self.has_last = bool(last)
+        self.blocks, self.has_last = blocks, bool(last)
         self.recomputes = self.setup.train.recompute == "full"
         self.is_sharded = self.sharding.zero >= 3 and self.sharding.shards > 1
         self.is_replicated = (
@@ -342,7 +342,7 @@ class _Stage:
 
         Of DistributedDataParallel this is measured: its peak is the same with and without accumulation.
         """
-        return self.parts.adds or self.is_replicated or self.setup.train.microbatches > self.flight
+        return self.parts.adds or self.is_replicated or self.setup.train.microbatches > max(self.counts)
 
     def whole(self, *segments: Segment) -> float:
         """Bytes of gathered weights, as they are computed with."""
@@ -351,12 +351,20 @@ class _Stage:
     def kept(self, segment: Segment) -> float:
         return segment.boundary if self.recomputes and segment.is_block else segment.kept
 
+    def _in_flight(self) -> float:
+        """What all micro-batches keep that the stage holds of its chunks."""
+        total, start = 0.0, 0
+        for chunk, count in zip(self.chunks, self.counts, strict=True):
+            total += count * sum(map(self.kept, self.blocks[start : start + chunk.layers]))
+            total += count * (chunk.first * self.kept(self.parts.first) + chunk.last * self.kept(self.parts.last))
+            start += chunk.layers
+        return total
+
     # ------------------------------------------------------------------ moments
     def moments(self) -> Iterator[StageMemory]:
         """Every segment forward and backward, and the update."""
         yield self._update()
-        total = sum(map(self.kept, self.order))
-        before, done = self.flight * total, 0.0
+        before, done = self._in_flight(), 0.0
         for place in range(len(self.order) - 1, -1, -1):
             segment = self.order[place]
             before -= self.kept(segment)
