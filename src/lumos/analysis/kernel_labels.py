@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from lumos.analysis.replay import Replay
 from lumos.data_files import read_table
 from lumos.graph.simulate import simulate
-from lumos.trace.names import CPU_COMPUTE, Category, Kind, is_step
+from lumos.trace.names import CPU_COMPUTE, CallKind, Category, Kind, is_step
 from lumos.trace.steps import Steps
 from lumos.trace.trace import Trace
 
 Rows = NDArray[np.int64]
 Times = NDArray[np.float64]
 Bytes = NDArray[np.int8]
+_WAITS = (CallKind.DEVICE_SYNC, CallKind.STREAM_SYNC, CallKind.EVENT_SYNC)
 
 
 class Phase(IntEnum):
@@ -48,7 +49,7 @@ class RankLabels:
 
     rank: int
     row: Rows  # in the trace
-    launched: Times  # microseconds of the host since the start of the step, without the profiler's overhead
+    launched: Times  # microseconds of the host since the start of the step, without the profiler's cost and waiting
     us: Times
     phase: Bytes
     work: Bytes
@@ -97,12 +98,13 @@ class _Labeller:
         phase = self._phases(rows, updates, calls)
         blocked = np.where(self.names.blocking[trace.name[calls]], us, 0.0)  # the host runs these itself
         work = self.names.work[names]
+        starts = (clean.start[calls] - low) / 1e3
         ends = np.sort((clean.end[kernels[work == Work.COMM]] - low) / 1e3)
         updating = float(clean.duration[inside].sum()) / 1e3 - float(blocked[phase == Phase.OPTIMIZER].sum())
         return RankLabels(
             rank=rank,
             row=kernels,
-            launched=self._launched((clean.start[calls] - low) / 1e3, calls, blocked, phase, ends),
+            launched=self._launched(starts, calls, blocked, phase, ends) - self._waited(rows, calls),
             us=us,
             phase=phase,
             work=work,
@@ -125,6 +127,15 @@ class _Labeller:
         for one in Phase:
             clock[phase == one] = np.cumsum(worked[phase == one])
         return clock
+
+    def _waited(self, rows: Rows, calls: Rows) -> Times:
+        """How long the host had waited for the GPU in synchronising calls before each launch, on any thread."""
+        trace, clean = self.trace, self.clean
+        waits = rows[np.isin(trace.call[rows], _WAITS)]
+        waits = waits[np.argsort(clean.end[waits], kind="stable")]
+        total = np.concatenate([[0.0], np.cumsum(clean.duration[waits])]) / 1e3
+        before = total[np.searchsorted(clean.end[waits], clean.start[calls], side="right")]
+        return before - (before[0] if len(before) else 0.0)
 
     def _phases(self, rows: Rows, updates: Rows, calls: Rows) -> Bytes:
         """By the thread and the scope of the launching call."""

@@ -40,6 +40,7 @@ _COMPUTE = (Work.MATRIX, Work.ATTENTION, Work.STREAM)
 _UNPRICED = (ArithmeticError, LookupError, TypeError, ValueError)  # what prices make of shapes that make no sense
 _LAYERS = ("forward", "backward")
 _SHORTEST_US = 0.5  # of a kernel
+_OTHER_KERNEL = 10.0  # times its price, or its inverse: the price is of something else than what was launched
 _LEAST_HOST = 0.2  # of the host's measured time that stays, whatever the description takes away
 Times = NDArray[np.float64]
 
@@ -92,14 +93,18 @@ class Calibration:
 
     def slower(self, factor: float) -> Calibration:
         """All that runs on the GPU, this much slower."""
-        return replace(
-            self, gpu=self.gpu * factor, data_parallel=self.data_parallel * factor, link=self.link * factor,
-            networks={name: value * factor for name, value in self.networks.items()},
-        )  # fmt: skip
+        return replace(self.slower_network(factor), gpu=self.gpu * factor)
 
     def slower_host(self, factor: float) -> Calibration:
         """All that the host does, this much slower."""
         return replace(self, host=self.host * factor)
+
+    def slower_network(self, factor: float) -> Calibration:
+        """All communication, this much slower."""
+        networks = {name: value * factor for name, value in self.networks.items()}
+        return replace(
+            self, networks=networks, data_parallel=self.data_parallel * factor, link=self.link * factor
+        )
 
     def with_communication(self, factor: float) -> Calibration:
         """With every collective at this factor of the model's: 0 where a trace has none of its own."""
@@ -151,9 +156,8 @@ class ChangedBlocks:
         self.sizes = Sizes(before, target, calibration.weights.shapes)
         self.was, self.now = calibration.described(before), calibration.described(target)
         self.on_cpu = target.cluster.accelerator.is_cpu
-        self.strain = np.array(
-            [_strain(work, target, load) / _strain(work, before, calibration.load) for work in Work]
-        )
+        self.traced_strain = np.array([_strain(work, before, calibration.load) for work in Work])
+        self.strain = np.array([_strain(work, target, load) for work in Work]) / self.traced_strain
 
     @cached_property
     def _old_prices(self) -> AtenPrices:
@@ -192,11 +196,24 @@ class ChangedBlocks:
         layers = model.layers * (each("forward") + each("backward") + again)
         return train.microbatches * (layers + ends) / self.target.parallel.pp
 
+    @cached_property
+    def _with_gaps(self) -> dict[str, Times]:
+        """The same with gaps between kernels, and with what the traced run did not do."""
+        found = {}
+        for name, block in self.calibration.blocks.items():
+            found[name] = us = self._times[name].copy()
+            us[Work.STREAM] += sum(self._new_prices.of(op).us for op in self._added(name)) + self._gaps_us(block)
+        return found
+
+    def time(self, name: str) -> tuple[float, float]:
+        """(GPU, host) of a block, in microseconds; nothing where the trace has no such block."""
+        if name not in self.calibration.blocks:
+            return 0.0, 0.0
+        return float(self._with_gaps[name].sum()), self._host_us(name, self.calibration.blocks[name])
+
     def _factors(self, name: str, block: CutBlock) -> Factors:
         modelled, launches = self.now.times(name)
-        us = self._times[name].copy()
-        us[Work.STREAM] += sum(self._new_prices.of(op).us for op in self._added(name))
-        us[Work.STREAM] += self._gaps_us(block)
+        us = self._with_gaps[name]
         host = self._host_us(name, block)
         return _spread(us, modelled, self.calibration.networks.get(name, 1.0), host / launches if launches else None,
                        self.on_cpu)  # fmt: skip
@@ -224,13 +241,27 @@ class ChangedBlocks:
             return op.us / op.calls * calls
         try:
             before, after = self._old_prices.of(op.op).us, self._new_prices.of(new).us
-        except _UNPRICED:
+            strain = float(self.traced_strain[op.work])
+            usual = self._usual(op.op) * strain, self._usual(new) * strain
+        except _UNPRICED:  # it scales with the bytes it moves
             return op.us / op.calls * calls * _bytes(new) / max(_bytes(op.op), 1.0)
         gap = self.was.prices.factors.launch_gap_us
         was, now = max(before - gap, _SHORTEST_US), max(after - gap, _SHORTEST_US)
-        if self.calibration.mode == "trace":
-            return float(calls * now * op.us / op.calls / was)
-        return float(calls * now * drawn(op, new, was, now))
+        each = op.us / op.calls
+        if self.calibration.mode == "trace" or not was / _OTHER_KERNEL < each < was * _OTHER_KERNEL:
+            return float(calls * now * each / was)
+        return float(calls * now * drawn(op, was, now, usual, self._far))
+
+    def _usual(self, op: RecordedOp) -> float:
+        """Known of the GPU that was sampled and traced; of another one, the trace itself has to tell."""
+        usual = _TABLE["usual"]
+        is_known = self._old_prices.source == "fitted"
+        return float(usual.get(works_of(op)[0].family, usual["other"])) if is_known else 1.0
+
+    @cached_property
+    def _far(self) -> float:
+        """How much of a price's error is the same at all sizes: more on a GPU whose prices are those of another one."""
+        return 0.0 if self._old_prices.source == "fitted" else float(_TABLE["far_transferred"])
 
     @property
     def _same_gpu(self) -> bool:
@@ -318,7 +349,8 @@ class ChangedBlocks:
         """Between kernels that the GPU runs one after the other."""
         if self.on_cpu:
             return 0.0
-        kernels = sum(op.kernels for op in block.ops if not op.beside and (not op.sharding or self._gathers(self.target)))
+        gathers = self._gathers(self.target)
+        kernels = sum(op.kernels for op in block.ops if not op.beside and (gathers or not op.sharding))
         return float(kernels * self.now.prices.factors.launch_gap_us)
 
     def _host_us(self, name: str, block: CutBlock) -> float:
@@ -346,23 +378,19 @@ def _shards(setup: Setup) -> int:
     return setup.parallel.dp * setup.parallel.cp if setup.parallel.zero else 1
 
 
-def drawn(op: CutOp, new: RecordedOp, was: float, now: float) -> float:
+def drawn(op: CutOp, was: float, now: float, usual: tuple[float, float], far: float) -> float:
     """Measured over priced time in the new setup: what the trace says of it, drawn towards what is usual.
 
-    `usual` is the mean of measured over priced time, by family of operators, over other traces. How much of the rest
-    is found again at another size falls with the distance between the sizes, and is little for short kernels.
+    `usual` is the mean of measured over priced time, by family of operators, over other traces, at the clock of this
+    one: of the traced call and of the new one. How much of the rest is found again at another size falls with the distance between the sizes, to
+    `far`, and is little for short kernels.
     """
-    usual = _usual(op.op), _usual(new)
-    table = _TABLE["weight"]
+    table = _TABLE["weight"][op.work.name.lower()]
+    far = max(far, table["far"])
+    each = max(op.us, 1e-3) / op.calls
     near = exp(-abs(log(now / was)) / table["distance"])
-    large = 1 / (1 + (table["short_us"] / (op.us / op.calls)) ** 2) if op.us > 0 else 0.0
-    weight = near * large
-    return float(usual[1] * (max(op.us, 1e-3) / op.calls / was / usual[0]) ** weight)
-
-
-def _usual(op: RecordedOp) -> float:
-    usual = _TABLE["usual"]
-    return float(usual.get(works_of(op)[0].family, usual["other"]))
+    weight = (far + (1 - far) * near) / (1 + (table["short_us"] / each) ** 2)
+    return float(usual[1] * (each / was / usual[0]) ** weight)
 
 
 def _bytes(op: RecordedOp) -> float:

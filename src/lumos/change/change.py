@@ -41,6 +41,7 @@ _SHARED_CORES = (
 )
 _TABLE = read_table("change.json")
 _NEAR = 0.4  # times what its launches cost on a typical host, or its inverse: the host does little besides
+_MOST_PASSES = 4  # whose blocks are followed one by one; further micro-batches are like these
 _LOAD_ROUNDS = 2  # a lower clock makes matmuls a larger share of the step, by a few percent at most
 Times = NDArray[np.float64]
 
@@ -73,6 +74,37 @@ def loaded_step(setup: Setup, calibration: Calibration) -> Step:
         load = changed.matrix_us() / max(step.us + calibration.fixed_us, 1e-9) if changed else 0.0
         step = calibrated_step(setup, calibration, min(max(load, 0.0), 1.0))
     return step
+
+
+def exposed_us(step: Step) -> float:
+    """How much later a step ends because some of its blocks wait for the host while others do not.
+
+    A Step knows the host's and the GPU's time of a whole pass. Where the layers are host-bound and the head is not, or
+    the other way round, waiting shows only block by block: a block cannot end before the host has issued all of it.
+    """
+    changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
+    if changed is None or step.setup.parallel.pp > 1 or step.setup.cluster.accelerator.is_cpu:
+        return 0.0
+    count = min(step.setup.train.microbatches, _MOST_PASSES)
+    turns = [*(turn for _ in range(count) for turn in _turns(step.setup, changed)), [changed.time("optimizer")]]
+    launch = read_table("step.json")["launch_us"]
+    host = gpu = coarse = 0.0
+    for turn in turns:
+        coarse = max(coarse, host + launch) + sum(us for us, _ in turn)
+        for us, issued in turn:
+            begin, host = host, host + issued
+            gpu = max(max(gpu, begin + launch) + us, host)
+    return (gpu - max(coarse, host)) * step.setup.train.microbatches / count
+
+
+def _turns(setup: Setup, changed: ChangedBlocks) -> list[list[tuple[float, float]]]:
+    """(GPU, host) of the blocks of a micro-batch, forward and then backward."""
+    dense = setup.model.dense_layers if setup.model.experts and "forward dense" in changed.calibration.blocks else 0
+    kinds = [" dense"] * dense + [""] * (setup.model.layers - dense)
+    again = ["recompute"] if setup.train.recompute == "full" else []
+    forward = ["embedding", *(f"forward{kind}" for kind in kinds), "head"]
+    backward = ["head grad", *(f"{part}{kind}" for kind in reversed(kinds) for part in (*again, "backward"))]
+    return [[changed.time(name) for name in names] for names in (forward, [*backward, "embedding grad"])]
 
 
 def _inside_blocks_us(step: Step, stage: int) -> float:
@@ -179,7 +211,7 @@ class CalibratedRun:
         networks = {name: self._network(name, block) for name, block in self.blocks.items()}
         found = Calibration(
             self.setup, self.blocks, self.weights, networks=networks, data_parallel=self._data_parallel(),
-            link=self._link(), load=self._recorded_load(),
+            link=self._link(), load=self.recorded_load,
         )  # fmt: skip
         if self.silent:
             found = found.with_communication(0.0)
@@ -222,7 +254,7 @@ class CalibratedRun:
     def _closed(self, calibration: Calibration, step: Step) -> Calibration:
         """Close the rest by a time once a step: it begins and ends with waiting, which does not grow with it.
 
-        What is more than that is taken for the speed of what decides: the kernels of a GPU-bound step, else the host.
+        What is more than that is taken for the speed of the host, or, where ranks wait for each other, of what decides.
         """
         clean = self.run.clean_ms * 1e3
         decides: Callable[[Calibration, float], Calibration] = Calibration.slower_host
@@ -232,16 +264,27 @@ class CalibratedRun:
             if step.host_share <= _TABLE["host_bound_share"]:
                 decides = Calibration.slower
                 calibration = replace(calibration, blocks=self._tempered(calibration.blocks))
-            rest = clean - loaded_step(self.setup, calibration).us
-            if abs(rest) < _TABLE["most_fixed_share"] * clean:
+            rest = clean - _whole_us(loaded_step(self.setup, calibration))
+            talks = any((labels.work == Work.COMM).any() for labels in self.labels)  # and waits in every layer
+            if not talks and (decides == Calibration.slower or abs(rest) < _TABLE["most_fixed_share"] * clean):
                 return replace(calibration, fixed_us=rest)
+        for change in (decides, Calibration.slower_network):
+            calibration = self._scaled(calibration, change)
+        return replace(calibration, fixed_us=clean - _whole_us(loaded_step(self.setup, calibration)))
+
+    def _scaled(
+        self, calibration: Calibration, change: Callable[[Calibration, float], Calibration]
+    ) -> Calibration:
+        """With something made slower or faster until the step takes as long as recorded; unchanged where that fails."""
+        clean, found = self.run.clean_ms * 1e3, calibration
         low, high = _TABLE["least_correction"], _TABLE["most_correction"]
         for _ in range(_TABLE["rounds"]):
-            step = loaded_step(self.setup, calibration)
-            calibration = decides(calibration, min(max(clean / step.us, low), high))
-        return replace(calibration, fixed_us=clean - loaded_step(self.setup, calibration).us)
+            found = change(found, min(max(clean / _whole_us(loaded_step(self.setup, found)), low), high))
+        before, after = (abs(clean - _whole_us(loaded_step(self.setup, some))) for some in (calibration, found))
+        return found if after < before / 2 else calibration
 
-    def _recorded_load(self) -> float:
+    @property
+    def recorded_load(self) -> float:
         """The share of the recorded step that matmuls and attention ran, as a mean over ranks."""
         kinds = (Work.MATRIX, Work.ATTENTION)
         busy = float(np.mean([sum(op.us for op in ops if op.work in kinds and not op.beside) for ops in self.measured]))
@@ -363,6 +406,10 @@ def _local(shapes: Counter[Shape], measured: Sequence[MeasuredOp], tp: int) -> C
             whole = False  # of a square one, other matmuls of that shape return activations
         found[shape if whole else part] += count
     return found
+
+
+def _whole_us(step: Step) -> float:
+    return step.us + exposed_us(step)
 
 
 def _slower_core(calibration: Calibration, factor: float) -> Calibration:

@@ -21,7 +21,10 @@ from lumos.trace.names import Category
 from lumos.trace.trace import Trace
 
 _PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
-_ATTENTIONS = {"attention.forward": 1, "attention.backward": 2}
+_ATTENTIONS = (
+    ("forward", 1, (("attention.forward", 4), ("aten._softmax.default", 4))),
+    ("backward", 2, (("attention.backward", 4), ("aten._softmax_backward_data.default", 4))),
+)
 _SHARDING = ("split_with_sizes_copy", "chunk_cat", "all_gather_copy_in")
 _LONGEST = 64  # operands of a list that are kept apart; longer lists are summed up
 
@@ -49,7 +52,7 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
     starts = (trace.start[calls] / 1e3).tolist()
     owners = [around.of(thread, start) for thread, start in zip(threads, starts, strict=True)]
     gaps = np.diff(labels.launched, prepend=0.0).clip(min=0.0)
-    causal, labelled = _is_causal(ops), bool((labels.attention > 0).any())
+    causal = _is_causal(ops)
     streams = trace.lane[labels.row]
     main = int(np.bincount(streams, labels.us).argmax()) if len(streams) else -1
     found: list[MeasuredOp] = []
@@ -68,7 +71,6 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
         phase = _PHASES[Phase(int(labels.phase[i]))]
         kernel = trace.names[trace.name[labels.row[i]]]
         op = recorded(owner, phase, causal) if owner is not None else RecordedOp(kernel, (), (), phase)
-        mark = mark or (0 if labelled else _ATTENTIONS.get(op.name, 0))
         scopes = owner.scopes if owner is not None else frozenset[OpType]()
         sharding = OpType.FSDP in scopes or op.name.startswith("fsdp.")
         per_peer = OpType.COMM in scopes and work != Work.COMM and "gather" in _outer_collective(owner)
@@ -77,7 +79,27 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
             MeasuredOp(op, work, us, gap, mark, float(labels.launched[i]), beside, sharding or per_peer, per_peer)
         )
         last = owner
-    return found
+    return _marked(found)
+
+
+def _marked(ops: list[MeasuredOp]) -> list[MeasuredOp]:
+    """With attentions marked by their operators where the names of kernels do not show them: fused ones, else softmax
+    over scores of (batch, heads, queries, keys).
+    """
+    for phase, mark, names in _ATTENTIONS:
+        mine = [i for i, op in enumerate(ops) if op.op.phase == phase]
+        if any(ops[i].attention == mark for i in mine):
+            continue
+        for name, dims in names:
+            places = [i for i in mine if ops[i].op.name == name and len((*ops[i].op.inputs, _NONE)[0].shape) >= dims]
+            for i in places:
+                ops[i] = ops[i]._replace(attention=mark)
+            if places:
+                break
+    return ops
+
+
+_NONE = TensorInfo((), "bf16")
 
 
 def _first_us(trace: Trace, rank: int) -> float:
@@ -131,7 +153,8 @@ def _is_causal(ops: RankOps) -> bool:
 def recorded(traced: TracedOp, phase: str, causal: bool = True) -> RecordedOp:
     """The same call, as a dry run would have written it."""
     name, tensors = traced.name.rpartition("::")[2], traced.tensors
-    if "attention" in name or "flash_attn" in traced.name:
+    fused = "attention" in name and not name.endswith(("_math", "scaled_dot_product_attention"))
+    if fused or "flash_attn" in traced.name:
         return _attention(traced.name, tensors, phase, causal)
     if any(part in name for part in _SHARDING):
         return RecordedOp(f"fsdp.{name}", _summed(tensors), (), phase, allocates=True)

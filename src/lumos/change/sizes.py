@@ -222,9 +222,13 @@ class Sizes:
 
     # ------------------------------------------------------------------ one dimension
     def _as(self, size: int, wanted: Callable[[str], bool], otherwise: int | None = None) -> int:
-        """The new value of a dimension: of the likeliest size of that kind, else of any, else as it was."""
+        """The new value of a dimension: of the likeliest size of the wanted kind, or of one that is at least as likely
+        a width, else as it was.
+        """
         names = self._named.get(size, []) if size > 1 else []
-        name = next((name for name in names if wanted(name)), names[0] if names else None)
+        name = next((name for name in names if wanted(name)), None)
+        if name is None:
+            name = next((name for name in names if self._is_width(name)), None)
         if name is None:
             return size if otherwise is None else otherwise
         return max(1, self.pairs[name][1])

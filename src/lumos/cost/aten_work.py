@@ -19,7 +19,7 @@ _NOTHING = ("empty", "new_empty", "_local_scalar_dense", "lift_fresh", "set_", "
 _FILLS = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full",
           "fill", "zero", "arange", "scalar_tensor"}  # fmt: skip
 _COPIES = {"_to_copy", "clone", "copy", "contiguous", "repeat", "constant_pad_nd"}
-_REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "all", "any", "linalg_vector_norm", "argmax", "argmin",
+REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "all", "any", "linalg_vector_norm", "argmax", "argmin",
                "var", "var_mean", "std", "prod"}  # fmt: skip
 _OWN = {
     "_softmax": "softmax", "_softmax_backward_data": "softmax_backward", "_log_softmax": "log_softmax",
@@ -287,7 +287,7 @@ def work_of(op: RecordedOp) -> Work:
         return _index_put(op)
     if name.startswith(("_foreach", "_fused_sgd", "_amp_foreach", "_fused_adagrad")):
         return _list_work(op, name)
-    if name in _REDUCTIONS and inputs and inputs[0].elements > elements:
+    if name in REDUCTIONS and inputs and inputs[0].elements > elements:
         return Work(f"reduce.{_reduced(inputs[0], outputs[0])}", read + written, float(inputs[0].elements),
                     0.0, _reduction_features(inputs[0], outputs[0]))  # fmt: skip
     if name.startswith(_BATCH_NORMS):

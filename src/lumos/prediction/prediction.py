@@ -11,7 +11,7 @@ from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswe
 from lumos.analysis.breakdown import Breakdown
 from lumos.analysis.replay import Replay
 from lumos.analysis.run import Run, TracedRun
-from lumos.change.change import CalibratedRun, changed_step
+from lumos.change.change import CalibratedRun, changed_step, exposed_us
 from lumos.change.infer import Inferred
 from lumos.errors import OptionError
 from lumos.graph.critical_path import PathSummary
@@ -315,7 +315,7 @@ def _changed(
     if source.on_cpu and tariff.kwh is not None:
         raise OptionError(f"--kwh-price {tariff.kwh:g}: the power of a CPU is not known: leave it out, or use --price")
     return Prediction(
-        DescribedRun(step, source.calibration.fixed_us),
+        DescribedRun(step, source.calibration.fixed_us + exposed_us(step)),
         changed_spread(source.setup, target, source.silent),
         target,
         source,

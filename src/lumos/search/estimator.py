@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from lumos.change.calibration import Calibration
-from lumos.change.change import calibrated_prices, loaded_step
+from lumos.change.change import calibrated_prices, exposed_us, loaded_step
 from lumos.cost.prices import Prices
 from lumos.prediction.power import least_joules
 from lumos.program.program import Program
@@ -59,6 +59,9 @@ class CalibratedEstimator(Estimator):
 
     def step(self, setup: Setup) -> Step:
         return loaded_step(setup, self.calibration)
+
+    def us(self, step: Step) -> float:
+        return super().us(step) + exposed_us(step)
 
     def _prices(self, setup: Setup) -> Prices:
         """For bounds: at the clock of a GPU that often waits, which is the fastest."""
