@@ -24,11 +24,13 @@ from lumos.change.calibration import (
     plain_prices,
 )
 from lumos.change.cut import CutBlock, CutRank, cut, mean_block
+from lumos.change.cut_memory import cut_memory
 from lumos.change.measured_ops import MeasuredOp, measured_ops
 from lumos.change.traced_ops import OpType, RankOps, Shape, read_ops
 from lumos.cost.prices import Prices
 from lumos.data_files import read_table
 from lumos.errors import OptionError
+from lumos.program.memory import Memory
 from lumos.program.operators import Collective
 from lumos.program.transformer_layer import TransformerLayer
 from lumos.setup.gpus import find_gpu
@@ -225,6 +227,10 @@ class CalibratedRun:
             )
         closed = self._closed(found, step)
         return closed.with_communication(1.0) if self.silent else closed
+
+    def memory(self, target: Setup) -> Memory | None:
+        """Peak memory of another configuration from the trace's own tensors; None where it does not show them."""
+        return cut_memory(self.ops[self.labels[0].rank], self.setup, target)
 
     @property
     def on_cpu(self) -> bool:

@@ -55,14 +55,17 @@ class CutBlock:
         return sum(op.us for op in self.ops if op.work in works and not op.beside)
 
     def less(self, other: CutBlock, times: float = 1.0) -> CutBlock:
-        """Without what another block runs; nothing becomes negative."""
-        there = {_key(op): op for op in other.ops}
+        """Without what another block runs so many times; nothing becomes negative."""
+        there = {_key(op): op.times(times) for op in other.ops}
         rest = []
         for op in self.ops:
             same = there.get(_key(op))
-            left = op.calls - (same.calls * times if same else 0.0)
-            if left > _HALF:
-                rest.append(op.times(left / op.calls))
+            if same is None:
+                rest.append(op)
+            elif op.calls - same.calls > _HALF:
+                kernels = max(op.kernels - same.kernels, 0.0)
+                us = max(op.us - same.us, 0.0)  # without shapes, calls of one name take various times
+                rest.append(op._replace(calls=op.calls - same.calls, us=us, kernels=kernels))
         return CutBlock(tuple(rest), max(self.host_us - times * other.host_us, 0.0))
 
 

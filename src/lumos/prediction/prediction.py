@@ -153,7 +153,10 @@ class Prediction:
 
     @cached_property
     def memory(self) -> Memory | None:
-        return None if self.setup is None else memory_of(self.setup)
+        if self.setup is None:
+            return None
+        found = self.traced.memory(self.setup) if self.traced is not None else None
+        return found or memory_of(self.setup)
 
     @property
     def fits(self) -> bool | None:
