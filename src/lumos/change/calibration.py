@@ -39,6 +39,8 @@ _TABLE = read_table("change.json")
 _COMPUTE = (Work.MATRIX, Work.ATTENTION, Work.STREAM)
 _UNPRICED = (ArithmeticError, LookupError, TypeError, ValueError)  # what prices make of shapes that make no sense
 _LAYERS = ("forward", "backward")
+MODES = ("drawn", "trace", "factors")
+"""Operators by their trace, drawn towards their prices; by their trace alone; blocks by factors on the description."""
 _SHORTEST_US = 0.5  # of a kernel
 _OTHER_KERNEL = 10.0  # times its price, or its inverse: the price is of something else than what was launched
 _LEAST_HOST = 0.2  # of the host's measured time that stays, whatever the description takes away
@@ -89,7 +91,7 @@ class Calibration:
     link: float = 1.0
     fixed_us: float = 0.0  # once a step: what is left between the calibrated model of the traced run and the run
     load: float = 0.0  # share of the recorded step that matmuls and attention ran
-    mode: str = "drawn"  # how operators are priced; "factors" and "trace" are there for the ablation
+    mode: str = "drawn"  # one of MODES
 
     def slower(self, factor: float) -> Calibration:
         """All that runs on the GPU, this much slower."""
@@ -183,6 +185,23 @@ class ChangedBlocks:
                     us[op.work] += self.us(name, op)
             us *= self.strain * self.calibration.gpu
         return found
+
+    def operators(self) -> Iterator[tuple[RecordedOp, float, float, bool]]:
+        """(operator, calls, microseconds, whether it does not change) of every block, in one step of one rank."""
+        train, model = self.target.train, self.target.model
+        layers = train.microbatches * model.layers / self.target.parallel.pp
+        dense = model.dense_layers / model.layers if "forward dense" in self.calibration.blocks else 0.0
+        for name, block in self.calibration.blocks.items():
+            if name.startswith("recompute") and train.recompute != "full":
+                continue
+            times = 1.0 if name == "optimizer" else float(train.microbatches)
+            if name.startswith((*_LAYERS, "recompute")):
+                times = layers * (dense if name.endswith("dense") else 1 - dense)
+            for op in block.ops:
+                us = float(self.us(name, op) * self.strain[op.work] * self.calibration.gpu)
+                if us > 0 and op.work != Work.COMM and not op.beside:
+                    new = self.sizes.rewritten(op.op) if name != "optimizer" and not op.sharding else op.op
+                    yield new, times * op.calls, times * us, new == op.op
 
     def matrix_us(self) -> float:
         """What matmuls and attention of a step take on one GPU, as a mean over pipeline stages."""

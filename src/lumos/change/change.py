@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lumos.analysis.kernel_labels import Phase, RankLabels, Work, label
 from lumos.analysis.replay import Replay
 from lumos.change.calibration import (
+    MODES,
     BlockingPrices,
     CalibratedPrices,
     Calibration,
@@ -117,10 +118,14 @@ def _inside_blocks_us(step: Step, stage: int) -> float:
 
 @dataclass(frozen=True)
 class CalibratedRun:
-    """A traced run with its setup: what was recognised in the trace, and the calibration of the model that follows."""
+    """A traced run with its setup: the blocks that were cut out of it, and how they are priced elsewhere.
+
+    `mode` is one of MODES; all but the first are for comparison.
+    """
 
     run: Replay
     setup: Setup
+    mode: str = MODES[0]
 
     @cached_property
     def plain(self) -> Step:
@@ -213,7 +218,7 @@ class CalibratedRun:
         networks = {name: self._network(name, block) for name, block in self.blocks.items()}
         found = Calibration(
             self.setup, self.blocks, self.weights, networks=networks, data_parallel=self._data_parallel(),
-            link=self._link(), load=self.recorded_load,
+            link=self._link(), load=self.recorded_load, mode=self.mode,
         )  # fmt: skip
         if self.silent:
             found = found.with_communication(0.0)
@@ -429,10 +434,19 @@ def changed_step(source: CalibratedRun, target: Setup) -> tuple[Step, tuple[str,
     if source.on_cpu:
         _refuse_on_cpu(source, target)
     calibration = source.calibration.slower_host(source.setup.cluster.host / target.cluster.host)
-    notes = source.notes
-    if target.parallel != source.setup.parallel:
-        notes = (*notes, "the parallelism differs from the traced run's: no such change was measured; wider interval")
-    return loaded_step(target, calibration), notes
+    return loaded_step(target, calibration), (*source.notes, *_notes(source, target))
+
+
+def _notes(source: CalibratedRun, target: Setup) -> list[str]:
+    """What the trace does not show of a target."""
+    found = []
+    ways = [f"parallel.{way}" for way in ("pp", "vpp", "cp", "ep") if getattr(source.setup.parallel, way)
+            != getattr(target.parallel, way)]  # fmt: skip
+    if ways:
+        found.append(f"{', '.join(ways)} differ from the traced run's: no such change was measured; wider interval")
+    if source.has_shapes or source.on_cpu:
+        return found
+    return [*found, "the trace has no shapes: operators follow the description; record with record_shapes=True"]
 
 
 def _refuse_on_cpu(source: CalibratedRun, target: Setup) -> None:

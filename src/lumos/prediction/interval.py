@@ -58,14 +58,17 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
     }
 
 
-def changed_spread(traced: Setup, target: Setup, without_communication: bool) -> Spread:
-    """Of another configuration of a traced run; wider for what no measured change covers."""
-    table = read_table("change.json")
-    spread = table["spread"]
+def changed_spread(traced: Setup, step: Step, without_communication: bool) -> Spread:
+    """Of another configuration of a traced run; wider where the host decides and for what was never measured."""
+    table, target = read_table("change.json"), step.setup
+    spread = table["spread_host_bound" if step.host_share > table["host_bound_share"] else "spread"]
     if target.cluster.gpu != traced.cluster.gpu:
         spread += table["spread_other_gpu"]
-    if target.parallel != traced.parallel or without_communication:
+    unmeasured = ("pp", "vpp", "cp", "ep")
+    if any(getattr(traced.parallel, way) != getattr(target.parallel, way) for way in unmeasured):
         spread += table["spread_other_parallelism"]
+    elif without_communication and target.cluster.gpus > 1:
+        spread += table["spread_network"]
     return Spread.around(1 + spread)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lumos.change.calibration import CalibratedPrices, us_of
+from lumos.change.calibration import CalibratedPrices, ChangedBlocks, us_of
+from lumos.cost.aten_work import base_name, matrix_operator
 from lumos.cost.prices import Prices
 from lumos.prediction.step_trace import DATA_PARALLEL, data_parallel_message
 from lumos.program.operators import Collective, Operator
@@ -14,6 +15,7 @@ from lumos.schedules import Phase
 from lumos.step.step import Step
 
 Work = Operator | Collective
+_LONGEST_NAME = 60
 SOURCES = ("measured", "fitted", "transferred", "roofline", "modelled")
 
 
@@ -47,7 +49,9 @@ class _Calls(NamedTuple):
 def operator_times(step: Step) -> list[OperatorTime]:
     """Operators and collectives of the first rank, the most expensive first."""
     found: dict[Hashable, OperatorTime] = {}
-    for calls in (*_inside_blocks(step), *_data_parallel(step)):
+    changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
+    inside = _inside_blocks(step) if changed is None else _of_trace(step, changed)
+    for calls in (*inside, *_data_parallel(step)):
         if calls.us <= 0:
             continue
         before = found.get((calls.name, calls.work)) or _none_of(step.prices, calls)
@@ -82,6 +86,21 @@ def _inside_blocks(step: Step) -> Iterator[_Calls]:
         for op, us in costs:
             measured = isinstance(prices, CalibratedPrices) and prices.is_measured(block.key, op.work)
             yield _Calls(op.name, op.work, count, count * us, measured)
+
+
+def _of_trace(step: Step, changed: ChangedBlocks) -> Iterator[_Calls]:
+    """The operators of the trace in the new setup, and the collectives of the description."""
+    for op, calls, us, is_same in changed.operators():
+        name = base_name(op).strip("_").replace(".", " ")[:_LONGEST_NAME]
+        try:
+            work = matrix_operator(op) if op.inputs else None
+        except (ArithmeticError, LookupError, TypeError, ValueError):  # shapes that make no sense
+            work = None
+        moved = sum(tensor.bytes for tensor in (*op.inputs, *op.outputs))
+        yield _Calls(name, work or Operator("stream", (max(1, round(moved)),)), max(1, round(calls)), us, is_same)
+    for calls_of in _inside_blocks(step):
+        if isinstance(calls_of.work, Collective):
+            yield calls_of
 
 
 def _data_parallel(step: Step) -> Iterator[_Calls]:

@@ -319,7 +319,7 @@ def _changed(
         raise OptionError(f"--kwh-price {tariff.kwh:g}: the power of a CPU is not known: leave it out, or use --price")
     return Prediction(
         DescribedRun(step, source.calibration.fixed_us + exposed_us(step)),
-        changed_spread(source.setup, target, source.silent),
+        changed_spread(source.setup, step, source.silent),
         target,
         source,
         source.run,
