@@ -94,7 +94,7 @@ class OperatorAnswer(Answer, frozen=True, kw_only=True):
     count: int
     ms: float
     bound: str  # compute, memory or network
-    source: str  # measured, fitted, transferred, roofline, or modelled (collectives)
+    source: str  # measured, scaled (from a trace), fitted, transferred, roofline, or modelled (collectives)
 
 
 class PredictionAnswer(Answer, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class PredictionAnswer(Answer, frozen=True, kw_only=True):
     energy_j: float | None  # of all GPUs, one step
     bill: dict[str, Any] | None
     operators: list[OperatorAnswer]
-    source: dict[str, float]  # share of the step's work: measured, fitted, transferred, roofline, modelled
+    source: dict[str, float]  # share of the work: measured, scaled, fitted, transferred, roofline, modelled
     understood: list[dict[str, Any]] | None  # of the traced run, where another configuration is predicted from it
     inferred: dict[str, dict[str, Any]] | None  # keys of its setup, with evidence
     warnings: list[str]

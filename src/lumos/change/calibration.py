@@ -91,6 +91,7 @@ class Calibration:
     link: float = 1.0
     fixed_us: float = 0.0  # once a step: what is left between the calibrated model of the traced run and the run
     load: float = 0.0  # share of the recorded step that matmuls and attention ran
+    shared: bool = False  # ranks share a GPU, so that kernels take longer than their prices say
     mode: str = "drawn"  # one of MODES
 
     def slower(self, factor: float) -> Calibration:
@@ -158,8 +159,19 @@ class ChangedBlocks:
         self.sizes = Sizes(before, target, calibration.weights.shapes)
         self.was, self.now = calibration.described(before), calibration.described(target)
         self.on_cpu = target.cluster.accelerator.is_cpu
-        self.traced_strain = np.array([_strain(work, before, calibration.load) for work in Work])
-        self.strain = np.array([_strain(work, target, load) for work in Work]) / self.traced_strain
+        self.load = load
+
+    @cached_property
+    def traced_strain(self) -> Times:
+        """By kind of work, at the clock of the traced run."""
+        before = self.calibration.traced
+        return np.array([_strain(work, before, self.calibration.load) for work in Work])
+
+    @cached_property
+    def strain(self) -> Times:
+        """The target's over the traced run's; prices of a GPU that was never traced hold its usual clock."""
+        own = self.on_cpu or self._same_gpu or self._new_prices.source == "fitted"
+        return np.array([_strain(work, self.target, self.load) if own else 1.0 for work in Work]) / self.traced_strain
 
     @cached_property
     def _old_prices(self) -> AtenPrices:
@@ -201,7 +213,7 @@ class ChangedBlocks:
                 us = float(self.us(name, op) * self.strain[op.work] * self.calibration.gpu)
                 if us > 0 and op.work != Work.COMM and not op.beside:
                     new = self.sizes.rewritten(op.op) if name != "optimizer" and not op.sharding else op.op
-                    yield new, times * op.calls, times * us, new == op.op
+                    yield new, times * op.calls, times * us, new == op.op and self._same_gpu
 
     def matrix_us(self) -> float:
         """What matmuls and attention of a step take on one GPU, as a mean over pipeline stages."""
@@ -261,7 +273,7 @@ class ChangedBlocks:
         try:
             before, after = self._old_prices.of(op.op).us, self._new_prices.of(new).us
             strain = float(self.traced_strain[op.work])
-            usual = self._usual(op.op) * strain, self._usual(new) * strain
+            usual = self._usual(op.op, self._old_prices) * strain, self._usual(new, self._new_prices) * strain
         except _UNPRICED:  # it scales with the bytes it moves
             return op.us / op.calls * calls * _bytes(new) / max(_bytes(op.op), 1.0)
         gap = self.was.prices.factors.launch_gap_us
@@ -271,16 +283,17 @@ class ChangedBlocks:
             return float(calls * now * each / was)
         return float(calls * now * drawn(op, was, now, usual, self._far))
 
-    def _usual(self, op: RecordedOp) -> float:
+    def _usual(self, op: RecordedOp, prices: AtenPrices) -> float:
         """Known of the GPU that was sampled and traced; of another one, the trace itself has to tell."""
         usual = _TABLE["usual"]
-        is_known = self._old_prices.source == "fitted"
-        return float(usual.get(works_of(op)[0].family, usual["other"])) if is_known else 1.0
+        known = prices.source == "fitted" and not self.calibration.shared
+        return float(usual.get(works_of(op)[0].family, usual["other"])) if known else 1.0
 
     @cached_property
     def _far(self) -> float:
         """How much of a price's error is the same at all sizes: more on a GPU whose prices are those of another one."""
-        return 0.0 if self._old_prices.source == "fitted" else float(_TABLE["far_transferred"])
+        known = self._old_prices.source == "fitted" and not self.calibration.shared
+        return 0.0 if known else float(_TABLE["far_transferred"])
 
     @property
     def _same_gpu(self) -> bool:

@@ -28,6 +28,7 @@ from lumos.change.cut import CutBlock, CutRank, cut, mean_block
 from lumos.change.cut_memory import cut_memory
 from lumos.change.measured_ops import MeasuredOp, measured_ops
 from lumos.change.traced_ops import OpType, RankOps, Shape, read_ops
+from lumos.cost.aten_prices import AtenPrices
 from lumos.cost.prices import Prices
 from lumos.data_files import read_table
 from lumos.errors import OptionError
@@ -43,6 +44,7 @@ _SHARED_CORES = (
     "assumed: every rank has the cores and the network that it has in the trace; ranks that share cores are slower"
 )
 _TABLE = read_table("change.json")
+_SHARED = 1.5  # times their price, from which on matmuls of several ranks are those of ranks that share a GPU
 _NEAR = 0.4  # times what its launches cost on a typical host, or its inverse: the host does little besides
 _MOST_PASSES = 4  # whose blocks are followed one by one; further micro-batches are like these
 _LOAD_ROUNDS = 2  # a lower clock makes matmuls a larger share of the step, by a few percent at most
@@ -218,7 +220,7 @@ class CalibratedRun:
         networks = {name: self._network(name, block) for name, block in self.blocks.items()}
         found = Calibration(
             self.setup, self.blocks, self.weights, networks=networks, data_parallel=self._data_parallel(),
-            link=self._link(), load=self.recorded_load, mode=self.mode,
+            link=self._link(), load=self.recorded_load, shared=self.slowdown > _SHARED, mode=self.mode,
         )  # fmt: skip
         if self.silent:
             found = found.with_communication(0.0)
@@ -251,10 +253,25 @@ class CalibratedRun:
         )
         return expected and not any((labels.work == Work.COMM).any() for labels in self.labels)
 
+    @cached_property
+    def slowdown(self) -> float:
+        """Measured over priced time of the matmuls of several ranks; 1 for a single rank, and where no shapes tell."""
+        if len(self.labels) < 2 or self.on_cpu or not self.has_shapes:
+            return 1.0
+        prices, measured, priced = AtenPrices(self.plain.prices), 0.0, 0.0
+        for op in (op for block in self.blocks.values() for op in block.ops if op.op.name == "aten.mm.default"):
+            measured, priced = measured + op.us, priced + op.calls * prices.of(op.op).us
+        return measured / priced if priced else 1.0
+
     @property
     def notes(self) -> tuple[str, ...]:
         if self.on_cpu:
             return (_SHARED_CORES,)
+        if self.slowdown > _SHARED:
+            return (
+                f"matmuls take {self.slowdown:.1f} times what they take alone: ranks that share a GPU (MPS) were "
+                "traced, and the answer is for ranks that share one in the same way",
+            )
         if not self.silent:
             return ()
         return (

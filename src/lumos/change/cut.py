@@ -125,10 +125,15 @@ def _recomputed(forward: CutBlock) -> CutBlock:
     the widest rows.
     """
     ops = [op for op in forward.ops if not op.sharding]
-    matmuls = [op for op in ops if op.work == Work.MATRIX and len(op.op.inputs) >= 2 and op.op.inputs[-2].shape]
-    last = max(matmuls, key=lambda op: op.op.inputs[0].shape[-1], default=None)
+    matmuls = [op for op in ops if op.work == Work.MATRIX and len(op.op.inputs) >= 2 and len(_rows(op)) == 2]
+    last = max(matmuls, key=lambda op: _rows(op)[-1], default=None)
     kept = (op.times(max(op.calls - 1, 0.0) / op.calls) if op is last else op for op in ops)
     return replace(forward, ops=tuple(op for op in kept if op.calls > 0))
+
+
+def _rows(op: CutOp) -> tuple[int, ...]:
+    """The shape of what a matmul multiplies by a weight; a bias comes before it."""
+    return op.op.inputs["addmm" in op.op.name].shape
 
 
 def _dense_layers(setup: Setup) -> int:

@@ -16,7 +16,7 @@ from lumos.step.step import Step
 
 Work = Operator | Collective
 _LONGEST_NAME = 60
-SOURCES = ("measured", "fitted", "transferred", "roofline", "modelled")
+SOURCES = ("measured", "scaled", "fitted", "transferred", "roofline", "modelled")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class OperatorTime:
     count: int
     ms: float
     bound: str  # compute, memory or network
-    source: str  # one of SOURCES: in a trace, from samples of this or of another GPU, roofline, network model
+    source: str  # one of SOURCES: in a trace, there in another size, sampled on this or another GPU, roofline, network
 
     @property
     def shape(self) -> list[int]:
@@ -44,6 +44,7 @@ class _Calls(NamedTuple):
     times: int
     us: float
     is_measured: bool
+    is_scaled: bool = False  # from a trace in which it had another size
 
 
 def operator_times(step: Step) -> list[OperatorTime]:
@@ -63,7 +64,7 @@ def operator_times(step: Step) -> list[OperatorTime]:
 def _none_of(prices: Prices, calls: _Calls) -> OperatorTime:
     work = calls.work
     bound = "network" if isinstance(work, Collective) else prices.model.bound(work)
-    source = "measured" if calls.is_measured else _source_of(prices, work)
+    source = "measured" if calls.is_measured else "scaled" if calls.is_scaled else _source_of(prices, work)
     return OperatorTime(calls.name, work, 0, 0.0, bound, source)
 
 
@@ -97,7 +98,8 @@ def _of_trace(step: Step, changed: ChangedBlocks) -> Iterator[_Calls]:
         except (ArithmeticError, LookupError, TypeError, ValueError):  # shapes that make no sense
             work = None
         moved = sum(tensor.bytes for tensor in (*op.inputs, *op.outputs))
-        yield _Calls(name, work or Operator("stream", (max(1, round(moved)),)), max(1, round(calls)), us, is_same)
+        work = work or Operator("stream", (max(1, round(moved)),))
+        yield _Calls(name, work, max(1, round(calls)), us, is_same, not is_same)
     for calls_of in _inside_blocks(step):
         if isinstance(calls_of.work, Collective):
             yield calls_of

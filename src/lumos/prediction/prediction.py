@@ -202,7 +202,7 @@ class Prediction:
 
     @cached_property
     def source(self) -> dict[str, float]:
-        """Which share of the work was measured, fitted, transferred from another GPU, a roofline, or modelled."""
+        """Which share of the work was measured, scaled from a trace, fitted, transferred from another GPU, a roofline, or modelled."""
         if self.step is None:
             return dict.fromkeys(SOURCES, 0.0) | {"measured": 1.0}
         total = sum(row.ms for row in self.all_operators) or 1.0
