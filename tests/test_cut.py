@@ -1,0 +1,299 @@
+"""A traced step is cut at its attentions: layers, what is left of them, recomputation, and no time is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lumos.analysis.kernel_labels import RankLabels, Work
+from lumos.change.cut import CutBlock, CutOp, CutRank, cut, mean_block
+from lumos.change.measured_ops import MeasuredOp
+from lumos.errors import OptionError
+from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.setup.setup import Setup
+
+T, H, F, V = 384, 64, 256, 1000  # tokens, hidden, ffn, vocabulary
+LAUNCH_US = 10.0
+END_US = {"embedding": 5.0, "head": 100.0, "head grad": 200.0, "embedding grad": 10.0}
+
+
+def call(name: str, *shapes: tuple[int, ...], phase: str = "forward") -> RecordedOp:
+    return RecordedOp(name, tuple(TensorInfo(shape, "bf16") for shape in shapes), (), phase)
+
+
+def op(
+    name: str, us: float, *shapes: tuple[int, ...], work: Work = Work.MATRIX, phase: str = "forward", **more: Any
+) -> MeasuredOp:
+    """One operator; when it was launched is filled in by `step`."""
+    return MeasuredOp(call(name, *shapes, phase=phase), work, us, LAUNCH_US, more.pop("attention", 0), 0.0, **more)
+
+
+def mm(us: float, rows: int, inner: int, columns: int, phase: str = "forward") -> MeasuredOp:
+    return op("aten.mm.default", us, (rows, inner), (inner, columns), phase=phase)
+
+
+def attention(us: float, backward: bool = False) -> MeasuredOp:
+    name, phase = ("attention.backward", "backward") if backward else ("attention.forward", "forward")
+    heads = (1, 4, T, 16)
+    return op(name, us, heads, heads, heads, work=Work.ATTENTION, phase=phase, attention=2 if backward else 1)
+
+
+def layer(dense: bool = False, slower: float = 1.0) -> list[MeasuredOp]:
+    """Forward: 20 + 2 + 30 + 7 us; a dense one has a wider MLP, of 60 us."""
+    up = mm(60.0 * slower, T, 2 * F, H) if dense else mm(30.0 * slower, T, F, H)
+    reduce = op("nccl:all_reduce", 7.0 * slower, work=Work.COMM)
+    return [mm(20.0 * slower, T, H, 3 * H), attention(2.0 * slower), up, reduce]
+
+
+def layer_backward(recomputes: bool = False, dense: bool = False, slower: float = 1.0) -> list[MeasuredOp]:
+    """Backward: twice as long, in the other order; recomputation stops before the last matmul."""
+    again = [one._replace(op=one.op._replace(phase="backward")) for one in layer(dense)[:2]] if recomputes else []
+    wide = 2 * F if dense else F
+    up = mm((120.0 if dense else 60.0) * slower, wide, T, H, "backward")
+    return [*again, up, attention(4.0 * slower, backward=True), mm(40.0 * slower, H, T, 3 * H, "backward")]
+
+
+def ends(phase: str) -> tuple[MeasuredOp, MeasuredOp]:
+    """What runs before the layers of a pass, and after them."""
+    if phase == "forward":
+        first = op("aten.embedding.default", END_US["embedding"], (V, H), (1, T), work=Work.STREAM)
+        return first, mm(END_US["head"], T, H, V)
+    last = op(
+        "aten.embedding_dense_backward.default", END_US["embedding grad"], (T, H), (1, T), work=Work.STREAM,
+        phase="backward",
+    )  # fmt: skip
+    return mm(END_US["head grad"], T, V, H, "backward"), last
+
+
+def step(layers: int, microbatches: int = 1, dense: int = 0, recomputes: bool = False) -> list[MeasuredOp]:
+    """Embedding, layers, head and back again for every micro-batch, and the update; launches are 10 us apart."""
+    found: list[MeasuredOp] = []
+    for _ in range(microbatches):
+        first, last = ends("forward")
+        found += [first, *(one for i in range(layers) for one in layer(i < dense)), last]
+        first, last = ends("backward")
+        back = [one for i in reversed(range(layers)) for one in layer_backward(recomputes, i < dense)]
+        found += [first, *back, last]
+    found.append(op("aten._fused_adamw_.default", 300.0, (V, H), work=Work.STREAM, phase="optimizer"))
+    return launched(found)
+
+
+def launched(ops: list[MeasuredOp]) -> list[MeasuredOp]:
+    """One after the other, 10 us apart."""
+    return [one._replace(launched=LAUNCH_US * place) for place, one in enumerate(ops)]
+
+
+def instead(ops: list[MeasuredOp], shape: tuple[int, ...], *others: MeasuredOp) -> list[MeasuredOp]:
+    """With others in the place of forward operators whose first operand has this shape."""
+    found: list[MeasuredOp] = []
+    for one in ops:
+        is_meant = one.op.phase == "forward" and one.op.inputs and one.op.inputs[0].shape == shape
+        found += others if is_meant else [one]
+    return launched(found)
+
+
+def labels(ops: list[MeasuredOp]) -> RankLabels:
+    """Of the whole rank; what is cut are the operators."""
+    nothing = np.zeros(len(ops), np.int8)
+    times, us = (np.array([getattr(one, key) for one in ops]) for key in ("launched", "us"))
+    return RankLabels(3, np.arange(len(ops)), times, us, nothing, nothing, nothing, optimizer_us=77.0)
+
+
+def setup(layers: int, microbatches: int = 1, dense: int = 0, **changes: Any) -> Setup:
+    model: dict[str, Any] = {"layers": layers, "hidden": H, "ffn": F, "heads": 4, "vocab": V}
+    if dense:
+        model |= {"experts": 4, "top_k": 2, "expert_ffn": F, "ffn": 2 * F, "dense_layers": dense}
+    train = {"seq": T, "micro_batch": 1, "microbatches": microbatches}
+    given = {"model": model, "train": train, "parallel": {}, "cluster": {"gpu": "h200"}}
+    return Setup.model_validate(given).replaced(changes)
+
+
+def cut_step(layers: int, microbatches: int = 1, dense: int = 0, recomputes: bool = False) -> CutRank:
+    ops = step(layers, microbatches, dense, recomputes)
+    changes = {"train.recompute": "full"} if recomputes else {}
+    return cut(labels(ops), ops, setup(layers, microbatches, dense, **changes), layers)
+
+
+def times(block: CutBlock) -> list[float]:
+    return [block.us(work) for work in Work]
+
+
+def total_us(rank: CutRank, layers: int, microbatches: int, dense: int = 0, recomputes: bool = False) -> float:
+    """All blocks as often as they run in a step."""
+    often = {"forward": layers - dense, "backward": layers - dense, "forward dense": dense, "backward dense": dense}
+    if recomputes:
+        often |= {"recompute": layers - dense, "recompute dense": dense}
+    found = rank.blocks["optimizer"].us(*Work)
+    for name in (*often, *END_US):
+        found += microbatches * often.get(name, 1) * rank.blocks.get(name, CutBlock()).us(*Work)
+    return found
+
+
+# ---------------------------------------------------------------------- layers and ends
+@given(st.integers(2, 9), st.integers(1, 4))
+def test_what_lies_between_two_attentions_is_a_layer(layers: int, microbatches: int) -> None:
+    rank = cut_step(layers, microbatches)
+    assert rank.rank == 3
+    assert times(rank.blocks["forward"]) == pytest.approx([50, 2, 0, 7])
+    assert times(rank.blocks["backward"]) == pytest.approx([100, 4, 0, 0])
+    assert all(one.calls == pytest.approx(1) for one in rank.blocks["forward"].ops), "of one layer"
+    assert rank.blocks["forward"].host_us == pytest.approx(4 * LAUNCH_US)
+    assert rank.blocks["backward"].host_us == pytest.approx(3 * LAUNCH_US)
+
+
+@given(st.integers(2, 9), st.integers(1, 4))
+def test_what_the_layers_leave_is_embedding_and_head(layers: int, microbatches: int) -> None:
+    rank = cut_step(layers, microbatches)
+    for name, us in END_US.items():
+        (only,) = rank.blocks[name].ops
+        assert (only.us, only.calls) == pytest.approx((us, 1)), name
+    assert rank.blocks["embedding"].ops[0].op.name == "aten.embedding.default"
+    assert rank.blocks["head"].ops[0].op.inputs[1].shape == (H, V)
+
+
+def test_the_optimizer_is_once_a_step() -> None:
+    rank = cut_step(4, microbatches=3)
+    assert times(rank.blocks["optimizer"]) == [0, 0, 300, 0]
+    assert rank.blocks["optimizer"].host_us == 77
+
+
+@given(st.integers(3, 8), st.integers(1, 3), st.data())
+def test_dense_layers_come_first_and_are_a_block_of_their_own(layers: int, microbatches: int, data: Any) -> None:
+    dense = data.draw(st.integers(1, layers - 2))
+    rank = cut_step(layers, microbatches, dense)
+    assert rank.blocks["forward"].us(Work.MATRIX) == pytest.approx(50)
+    assert rank.blocks["forward dense"].us(Work.MATRIX) == pytest.approx(80)
+    assert rank.blocks["backward"].us(Work.MATRIX) == pytest.approx(100)
+    assert rank.blocks["backward dense"].us(Work.MATRIX) == pytest.approx(160)
+    for name, us in END_US.items():
+        assert rank.blocks[name].us(*Work) == pytest.approx(us), name
+
+
+def test_one_layer_is_the_whole_pass() -> None:
+    rank = cut_step(1, microbatches=2)
+    assert times(rank.blocks["forward"]) == pytest.approx([150, 2, 5, 7])
+    assert not rank.blocks.keys() & END_US.keys()
+
+
+def test_chunks_of_a_stage_are_cut_one_by_one() -> None:
+    """Two chunks of two layers run as two passes of two layers each."""
+    ops = step(2, microbatches=4)
+    chunked = setup(8, 2, **{"parallel.pp": 2, "parallel.vpp": 2})
+    rank = cut(labels(ops), ops, chunked, 2)
+    assert times(rank.blocks["forward"]) == pytest.approx([50, 2, 0, 7])
+    assert rank.blocks["head"].us(*Work) == pytest.approx(2 * END_US["head"]), "of a micro-batch"
+
+
+def test_attentions_that_do_not_match_the_setup_are_refused_with_the_counts() -> None:
+    ops = step(4)
+    with pytest.raises(OptionError, match="4 attention kernels in the forward pass, and the setup says 5 layers × 1"):
+        cut(labels(ops), ops, setup(5), 5)
+
+
+# ---------------------------------------------------------------------- time
+@given(st.integers(1, 8), st.integers(1, 3), st.integers(0, 2), st.booleans())
+def test_no_gpu_time_is_lost_or_made_up(layers: int, microbatches: int, dense: int, recomputes: bool) -> None:
+    """Blocks, as often as they run, take what the kernels of the step took."""
+    dense = min(dense, max(0, layers - 2))
+    rank = cut_step(layers, microbatches, dense, recomputes)
+    recorded = sum(one.us for one in step(layers, microbatches, dense, recomputes))
+    assert total_us(rank, layers, microbatches, dense, recomputes) == pytest.approx(recorded)
+
+
+@given(st.lists(st.floats(0.8, 1.25), min_size=4, max_size=8))
+def test_a_slow_layer_is_in_the_mean_of_layers(slower: list[float]) -> None:
+    """Layers differ by noise: blocks still take the time of the step, within that of half a layer."""
+    first, last = ends("forward")
+    ops = [first, *(one for s in slower for one in layer(slower=s)), last]
+    first, last = ends("backward")
+    ops += [first, *(one for s in reversed(slower) for one in layer_backward(slower=s)), last]
+    ops = launched(ops)
+    rank = cut(labels(ops), ops, setup(len(slower)), len(slower))
+    recorded = sum(one.us for one in ops)
+    assert total_us(rank, len(slower), 1) == pytest.approx(recorded, abs=0.5 * (59 + 104))
+
+
+def test_the_host_outside_layers_is_that_of_the_quickest_micro_batch() -> None:
+    """A micro-batch was held up by 5 ms after the first attention of its forward pass."""
+    ops = [one._replace(launched=one.launched + 40 + (5000 if one.launched >= 400 else 0)) for one in step(4, 3)]
+    rank = cut(labels(ops), ops, setup(4, 3), 4)
+    assert rank.before_us == 40
+    assert rank.blocks["forward"].host_us == pytest.approx(4 * LAUNCH_US), "the median of layers"
+    outside = rank.blocks["embedding"].host_us + rank.blocks["head"].host_us
+    assert 0 <= outside < 500
+
+
+def test_work_beside_the_stream_that_computes_does_not_add_to_its_time() -> None:
+    beside = CutOp(call("all_gather"), Work.COMM, 1.0, 500.0, beside=True)
+    assert CutBlock((beside, CutOp(call("mm"), Work.MATRIX, 1.0, 20.0))).us(*Work) == 20
+
+
+# ---------------------------------------------------------------------- recomputation
+@given(st.integers(2, 6), st.integers(1, 3))
+def test_recomputation_is_taken_out_of_the_backward_pass_that_it_ran_in(layers: int, microbatches: int) -> None:
+    rank = cut_step(layers, microbatches, recomputes=True)
+    assert times(rank.blocks["backward"]) == pytest.approx([100, 4, 0, 0])
+    assert times(rank.blocks["recompute"]) == pytest.approx([20, 2, 0, 0]), "the last matmul did not run again"
+    assert times(rank.blocks["forward"]) == pytest.approx([50, 2, 0, 7])
+
+
+def test_where_nothing_was_recomputed_all_but_the_last_matmul_would_be() -> None:
+    """Checkpointing stops once it has what derivatives need: nobody needs the result of the widest matmul."""
+    again = cut_step(4).blocks["recompute"]
+    assert times(again) == pytest.approx([20, 2, 0, 7])
+
+
+def test_of_equal_matmuls_the_last_one_alone_is_not_recomputed() -> None:
+    out = mm(30.0, T, F, H)
+    ops = instead(step(4), (T, F), out, out)
+    rank = cut(labels(ops), ops, setup(4), 4)
+    assert rank.blocks["forward"].us(Work.MATRIX) == pytest.approx(80)
+    assert rank.blocks["recompute"].us(Work.MATRIX) == pytest.approx(50)
+
+
+def test_the_last_matmul_with_a_bias_is_told_by_the_rows_that_it_reads() -> None:
+    """addmm(bias, rows, weight): into the MLP 64 → 256, and out of it 256 → 64."""
+    into = op("aten.addmm.default", 31.0, (F,), (T, H), (H, F))
+    out = op("aten.addmm.default", 30.0, (H,), (T, F), (F, H))
+    ops = instead(step(4), (T, F), into, out)
+    again = cut(labels(ops), ops, setup(4), 4).blocks["recompute"]
+    assert again.us(Work.MATRIX) == pytest.approx(20 + 31)
+
+
+def test_weights_that_fsdp_gathers_are_not_recomputed() -> None:
+    gathered = op("fsdp.split_with_sizes_copy", 9.0, (1000,), work=Work.STREAM, sharding=True)
+    ops = instead(step(4), (1, 4, T, 16), attention(2.0), gathered)
+    rank = cut(labels(ops), ops, setup(4), 4)
+    assert rank.blocks["forward"].us(Work.STREAM) == pytest.approx(9)
+    assert rank.blocks["recompute"].us(Work.STREAM) == 0
+
+
+# ---------------------------------------------------------------------- blocks
+def test_what_another_block_runs_is_taken_away_call_by_call() -> None:
+    matmul, add = call("mm", (T, H)), call("add", (T, H))
+    whole = CutBlock((CutOp(matmul, Work.MATRIX, 5.0, 50.0, 10.0), CutOp(add, Work.STREAM, 2.0, 4.0)), 90.0)
+    part = CutBlock((CutOp(matmul, Work.MATRIX, 2.0, 18.0, 4.0),), 30.0)
+    (left, same) = whole.less(part, 2).ops
+    assert (left.calls, left.us, left.kernels) == pytest.approx((1, 14, 2))
+    assert same.us == 4
+    assert whole.less(part, 2).host_us == 30
+    assert whole.less(part, 10).host_us == 0
+    assert [one.op for one in whole.less(part, 10).ops] == [add]
+
+
+@given(st.lists(st.floats(1, 100), min_size=1, max_size=5))
+def test_a_mean_block_is_the_mean_over_ranks(us: list[float]) -> None:
+    blocks = [CutBlock((CutOp(call("mm", (T, H)), Work.MATRIX, 1.0, one),), 2 * one) for one in us]
+    mean = mean_block(blocks)
+    assert mean.us(Work.MATRIX) == pytest.approx(sum(us) / len(us))
+    assert mean.host_us == pytest.approx(2 * sum(us) / len(us))
+    assert mean.ops[0].calls == pytest.approx(1)
+
+
+def test_a_phase_of_an_operator_does_not_make_it_another_one() -> None:
+    forward, again = (CutOp(call("mm", (T, H), phase=p), Work.MATRIX, 1.0, 7.0) for p in ("forward", "backward"))
+    assert CutBlock((again,)).less(CutBlock((forward,))).ops == ()
