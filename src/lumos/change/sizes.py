@@ -99,7 +99,7 @@ class Sizes:
         name = op.name.split(".")[1] if op.name.startswith("aten.") else op.name
         if op.phase == "optimizer":
             return self._with(op, lambda t: self.weight(t.shape, sharded=True))
-        if op.name.startswith("attention."):
+        if op.name.startswith("attention.") and {len(t.shape) for t in op.inputs} == {4}:
             return self._attention(op)
         if name in _MATMULS and len(op.inputs) >= 2:
             return self._matmul(op)
@@ -216,6 +216,8 @@ class Sizes:
 
     def _batched(self, tensor: TensorInfo) -> Shape:
         """Of a batched matmul: a matmul for every head, of sequences and sizes of heads."""
+        if not tensor.shape:
+            return ()
         first, *others = tensor.shape
         inside = ("seq", "head size")
         return (self._batch(first), *(self._as(size, lambda name: name in inside) for size in others))
