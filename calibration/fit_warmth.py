@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from scipy.optimize import lsq_linear
 
 from fit_steps import setup_of
-from lumos.analysis.kernel_labels import Work, label
+from lumos.analysis.kernel_labels import Work
 from lumos.analysis.replay import replay
-from lumos.change.cut import measure
+from lumos.change.change import CalibratedRun
 from lumos.cost.prices import Prices
 from lumos.program.block import Block
 from lumos.program.operators import Collective, Operator
@@ -58,10 +58,10 @@ def is_described(case: dict[str, Any]) -> bool:
 def rows_in(path: Path, case: dict[str, Any]) -> dict[str, list[Row]]:
     step = simulate_step(setup_of(case))
     layer = TransformerLayer(step.assembly.layout, False)
-    stage = measure(label(replay(read_job(path)))[0], case["layers"], case["accum"])
-    passes = ((layer.forward(), stage.forward), (layer.backward(), stage.backward))
+    blocks = CalibratedRun(replay(read_job(path)), step.setup).blocks
+    passes = ((layer.forward(), blocks["forward"]), (layer.backward(), blocks["backward"]))
     return {
-        name: [(cold_us(block, step.prices, name == "matrix"), float(measured.us[work])) for block, measured in passes]
+        name: [(cold_us(block, step.prices, name == "matrix"), measured.us(work)) for block, measured in passes]
         for name, work in CLASSES.items()
     }
 

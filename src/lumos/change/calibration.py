@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from math import exp, log, prod
 
 import numpy as np
@@ -90,9 +91,15 @@ class Calibration:
     data_parallel: float = 1.0
     link: float = 1.0
     fixed_us: float = 0.0  # once a step: what is left between the calibrated model of the traced run and the run
+    gpu_bound: bool = False  # the traced run is: what is left is the wait for its host where it begins and ends
     load: float = 0.0  # share of the recorded step that matmuls and attention ran
     shared: bool = False  # ranks share a GPU, so that kernels take longer than their prices say
     mode: str = "drawn"  # one of MODES
+
+    @property
+    def name(self) -> str:
+        """The same for calibrations that give the same answers."""
+        return sha256(repr(self).encode()).hexdigest()
 
     def slower(self, factor: float) -> Calibration:
         """All that runs on the GPU, this much slower."""
@@ -414,8 +421,8 @@ def drawn(op: CutOp, was: float, now: float, usual: tuple[float, float], far: fl
     """Measured over priced time in the new setup: what the trace says of it, drawn towards what is usual.
 
     `usual` is the mean of measured over priced time, by family of operators, over other traces, at the clock of this
-    one: of the traced call and of the new one. How much of the rest is found again at another size falls with the distance between the sizes, to
-    `far`, and is little for short kernels.
+    one: of the traced call and of the new one. How much of the rest is found again at another size falls with the
+    distance between the sizes, to `far` at least, and is little for short kernels.
     """
     table = _TABLE["weight"][op.work.name.lower()]
     far = max(far, table["far"])

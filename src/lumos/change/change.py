@@ -102,6 +102,18 @@ def exposed_us(step: Step) -> float:
     return (gpu - max(coarse, host)) * step.setup.train.microbatches / count
 
 
+def beyond_us(step: Step, calibration: Calibration) -> float:
+    """What a step takes beyond its simulated time: waiting inside it, and what the traced run took once a step.
+
+    A GPU-bound run waits for its host where it begins and ends. A host-bound one does that work anyway.
+    """
+    exposed = exposed_us(step)
+    if not calibration.gpu_bound or calibration.fixed_us <= 0:
+        return calibration.fixed_us + exposed
+    without_host = step.us * (1 - step.host_cost)
+    return exposed + max(0.0, without_host + calibration.fixed_us - step.us - exposed)
+
+
 def _turns(setup: Setup, changed: ChangedBlocks) -> list[list[tuple[float, float]]]:
     """(GPU, host) of the blocks of a micro-batch, forward and then backward."""
     dense = setup.model.dense_layers if setup.model.experts and "forward dense" in changed.calibration.blocks else 0
@@ -291,14 +303,22 @@ class CalibratedRun:
         else:
             if step.host_share <= _TABLE["host_bound_share"]:
                 decides = Calibration.slower
-                calibration = replace(calibration, blocks=self._tempered(calibration.blocks))
+                calibration = replace(calibration, blocks=self._tempered(calibration.blocks), gpu_bound=True)
             rest = clean - _whole_us(loaded_step(self.setup, calibration))
             talks = any((labels.work == Work.COMM).any() for labels in self.labels)  # and waits in every layer
             if not talks and (decides == Calibration.slower or abs(rest) < _TABLE["most_fixed_share"] * clean):
-                return replace(calibration, fixed_us=rest)
+                return self._fixed(calibration)
         for change in (decides, Calibration.slower_network):
             calibration = self._scaled(calibration, change)
-        return replace(calibration, fixed_us=clean - _whole_us(loaded_step(self.setup, calibration)))
+        return self._fixed(calibration)
+
+    def _fixed(self, calibration: Calibration) -> Calibration:
+        """With what is left as a time once a step; in rounds, because it changes the load, and so the clock."""
+        for _ in range(_TABLE["rounds"]):
+            step = loaded_step(self.setup, calibration)
+            rest = self.run.clean_ms * 1e3 - step.us - beyond_us(step, calibration)
+            calibration = replace(calibration, fixed_us=calibration.fixed_us + rest)
+        return calibration
 
     def _scaled(
         self, calibration: Calibration, change: Callable[[Calibration, float], Calibration]

@@ -216,15 +216,12 @@ class _Pass:
         return CutBlock(_merged(inside, 1 / len(segments)), host)
 
     def _split(self, rest: Sequence[CutOp]) -> tuple[tuple[CutOp, ...], tuple[CutOp, ...]]:
-        """What is outside the layers: before the first attention, and after the last. What both sides have, or none,
-        such as the norm that also ends every layer, is counted as coming last.
+        """What is outside the layers: what the step has more of before its first attention, and the rest. What both
+        sides have, such as the norm that also ends every layer, is counted as coming last.
         """
-        first: Counter[object] = Counter()
-        for start, end in zip([0, *(self.marks[:-1, -1] + 1)], self.marks[:, 0], strict=True):
-            middle = start if start == 0 else (start + end) // 2
-            first.update(_key(_as_cut(op)) for op in self.ops[middle:end])
-        everywhere = Counter(_key(_as_cut(op)) for op in self.ops)
-        early = tuple(op for op in rest if first[_key(op)] * 2 > everywhere[_key(op)])
+        first = Counter(_key(_as_cut(op)) for op in self.ops[: self.marks[0, 0]])
+        last = Counter(_key(_as_cut(op)) for op in self.ops[self.marks[-1, -1] :])
+        early = tuple(op for op in rest if first[_key(op)] > last[_key(op)])
         return early, tuple(op for op in rest if op not in early)
 
     def _host_outside(self, layers_us: float) -> float:

@@ -11,7 +11,7 @@ from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswe
 from lumos.analysis.breakdown import Breakdown
 from lumos.analysis.replay import Replay
 from lumos.analysis.run import Run, TracedRun
-from lumos.change.change import CalibratedRun, changed_step, exposed_us
+from lumos.change.change import CalibratedRun, beyond_us, changed_step
 from lumos.change.infer import Inferred
 from lumos.errors import OptionError
 from lumos.graph.critical_path import PathSummary
@@ -202,7 +202,7 @@ class Prediction:
 
     @cached_property
     def source(self) -> dict[str, float]:
-        """Which share of the work was measured, scaled from a trace, fitted, transferred from another GPU, a roofline, or modelled."""
+        """Which share of the work was measured, scaled from a trace, fitted, transferred, a roofline, or modelled."""
         if self.step is None:
             return dict.fromkeys(SOURCES, 0.0) | {"measured": 1.0}
         total = sum(row.ms for row in self.all_operators) or 1.0
@@ -318,7 +318,7 @@ def _changed(
     if source.on_cpu and tariff.kwh is not None:
         raise OptionError(f"--kwh-price {tariff.kwh:g}: the power of a CPU is not known: leave it out, or use --price")
     return Prediction(
-        DescribedRun(step, source.calibration.fixed_us + exposed_us(step)),
+        DescribedRun(step, beyond_us(step, source.calibration)),
         changed_spread(source.setup, step, source.silent),
         target,
         source,

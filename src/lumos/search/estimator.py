@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from lumos.change.calibration import Calibration
-from lumos.change.change import calibrated_prices, exposed_us, loaded_step
+from lumos.change.change import beyond_us, calibrated_prices, loaded_step
 from lumos.cost.prices import Prices
 from lumos.prediction.power import least_joules
 from lumos.program.program import Program
@@ -55,13 +55,15 @@ class CalibratedEstimator(Estimator):
 
     def __init__(self, calibration: Calibration) -> None:
         super().__init__()
-        self.calibration, self.name, self.fixed_us = calibration, repr(calibration), calibration.fixed_us
+        self.calibration, self.name = calibration, calibration.name
+        # For bounds: where the host decides, nothing is added to a step.
+        self.fixed_us = min(calibration.fixed_us, 0.0) if calibration.gpu_bound else calibration.fixed_us
 
     def step(self, setup: Setup) -> Step:
         return loaded_step(setup, self.calibration)
 
     def us(self, step: Step) -> float:
-        return super().us(step) + exposed_us(step)
+        return step.us + beyond_us(step, self.calibration)
 
     def _prices(self, setup: Setup) -> Prices:
         """For bounds: at the clock of a GPU that often waits, which is the fastest."""
