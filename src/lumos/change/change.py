@@ -76,9 +76,17 @@ def loaded_step(setup: Setup, calibration: Calibration) -> Step:
         return step
     for _ in range(_LOAD_ROUNDS):
         changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
-        load = changed.matrix_us() / max(step.us + calibration.fixed_us, 1e-9) if changed else 0.0
+        window = step.us + calibration.fixed_us if setup.parallel.pp == 1 else _busy_us(step)
+        load = changed.matrix_us() / max(window, 1e-9) if changed else 0.0
         step = calibrated_step(setup, calibration, min(max(load, 0.0), 1.0))
     return step
+
+
+def _busy_us(step: Step) -> float:
+    """How long a stage of a pipeline works, as a mean over stages: in its bubbles the clock does not matter."""
+    blocks = [sum(max(block.us, block.host_us) for chunk in row for block in chunk.blocks) for row in step.chunks]
+    updates = [step.role_us("optimizer", stage) for stage in range(len(blocks))]
+    return step.plan.microbatches * float(np.mean(blocks)) + float(np.mean(updates))
 
 
 def exposed_us(step: Step) -> float:
@@ -333,10 +341,16 @@ class CalibratedRun:
 
     @property
     def recorded_load(self) -> float:
-        """The share of the recorded step that matmuls and attention ran, as a mean over ranks."""
+        """The share of the recorded step that matmuls and attention ran, as a mean over ranks.
+
+        In a pipeline it is their share of the kernels: a bubble is long enough for the clock to be itself again.
+        """
         kinds = (Work.MATRIX, Work.ATTENTION)
-        busy = float(np.mean([sum(op.us for op in ops if op.work in kinds and not op.beside) for ops in self.measured]))
-        return busy / 1e3 / self.run.recorded_steps.mean
+        busy = [sum(op.us for op in ops if op.work in kinds and not op.beside) for ops in self.measured]
+        if self.setup.parallel.pp == 1:
+            return float(np.mean(busy)) / 1e3 / self.run.recorded_steps.mean
+        every = [sum(op.us for op in ops if not op.beside) for ops in self.measured]
+        return float(np.mean([part / max(whole, 1e-9) for part, whole in zip(busy, every, strict=True)]))
 
     def _tempered(self, blocks: dict[str, CutBlock]) -> dict[str, CutBlock]:
         """The host most of the way to a typical one, in ratio.
