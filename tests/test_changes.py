@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lumos.analysis.kernel_labels import Phase, Work, label
@@ -269,12 +270,17 @@ def test_the_host_of_the_optimizer_grows_with_the_tensors_that_it_updates(tmp_pa
     assert 2 < launches[1] / launches[0] < 4
 
 
-def test_the_load_of_a_run_is_the_share_of_its_step_that_matmuls_ran(tmp_path: Path) -> None:
-    run = traced(simulate_step(small(pp=2, dp=2)), tmp_path)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_load_of_a_run_is_the_share_of_its_step_that_matmuls_ran_and_bubbles_do_not_count(
+    tmp_path: Path, pp: int
+) -> None:
+    run = traced(simulate_step(small(pp=pp, dp=2)), tmp_path)
     matmuls = [labels.us[(labels.work == Work.MATRIX) | (labels.work == Work.ATTENTION)] for labels in run.labels]
-    matrix = sum(us.sum() for us in matmuls)
-    assert run.calibration.load == pytest.approx(matrix / 2 / 1e3 / run.run.recorded_steps.mean)
-    assert 0.1 < run.calibration.load < 1
+    share = np.mean([us.sum() for us in matmuls]) / 1e3 / run.run.recorded_steps.mean
+    if pp == 1:
+        assert run.calibration.load == pytest.approx(share)
+    else:
+        assert share < run.calibration.load < 1
 
 
 # The command line and measured runs

@@ -46,7 +46,7 @@ def test_the_answer_to_a_question_is_where_it_says(row: list[str]) -> None:
 
 
 def test_there_are_twenty_questions_and_more_than_nine_things_to_add() -> None:
-    assert len(rows_under("Where is it?")) == 20
+    assert len(rows_under("Where is it?")) >= 20
     assert len(rows_under("Where would I add it?")) >= 10
 
 
