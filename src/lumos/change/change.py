@@ -27,6 +27,7 @@ from lumos.change.calibration import (
 from lumos.change.cut import CutBlock, CutRank, cut, mean_block
 from lumos.change.cut_memory import cut_memory
 from lumos.change.measured_ops import MeasuredOp, measured_ops
+from lumos.change.tape import Tape, tape_of
 from lumos.change.traced_ops import OpType, RankOps, Shape, read_ops
 from lumos.cost.aten_prices import AtenPrices
 from lumos.cost.prices import Prices
@@ -257,7 +258,11 @@ class CalibratedRun:
 
     def memory(self, target: Setup) -> Memory | None:
         """Peak memory of another configuration from the trace's own tensors; None where it does not show them."""
-        return cut_memory(self.ops[self.labels[0].rank], self.setup, target)
+        return cut_memory(self.ops[self.labels[0].rank], self.setup, target, self._tape)
+
+    @cached_property
+    def _tape(self) -> Tape | None:
+        return tape_of(self.ops[self.labels[0].rank])
 
     @property
     def on_cpu(self) -> bool:

@@ -79,15 +79,17 @@ class _Parts:
     adds: bool  # gradients are there before the first backward pass
 
 
-def cut_memory(ops: RankOps, traced: Setup, target: Setup) -> Memory | None:
+def cut_memory(ops: RankOps, traced: Setup, target: Setup, tape: Tape | None = None) -> Memory | None:
     """The memory of the other setup; None where the trace does not tell it: no shapes, compiled code, pipelines.
+
+    `tape` is that of the operators, where it was made already.
 
     Where the profiler recorded what the allocator held, activations are corrected by what the tape of the traced run
     itself is wrong.
     """
     if traced.parallel.pp > 1 or traced.train.compile or target.train.compile:
         return None
-    tape = tape_of(ops)
+    tape = tape or tape_of(ops)
     if tape is None or not tape.gradients:
         return None
     if tape.blocks < 2 and target.model.layers != traced.model.layers:
