@@ -346,7 +346,7 @@ def test_a_calibration_that_knows_nothing_changes_nothing() -> None:
 
 def test_the_operators_of_a_block_add_up_to_what_it_takes() -> None:
     known = Calibration(setup(), blocks(MATMUL, SILU), networks={"forward": 4.0}, data_parallel=5.0, link=6.0)
-    prices, plain = calibrated_prices(setup(), known), prices_of(setup())
+    prices, plain = calibrated_prices(ChangedBlocks(known, setup(), known.load)), prices_of(setup())
     assert isinstance(prices, CalibratedPrices)
     assert prices.changed is not None
     matrix, add = Operator("gemm_tn", (2048, 4096, 4096)), Operator("add", (2048, 4096))
@@ -369,7 +369,7 @@ def test_the_operators_of_a_block_add_up_to_what_it_takes() -> None:
 def test_a_block_of_the_host_takes_what_the_trace_says_and_on_a_cpu_it_is_computing_time() -> None:
     ops = [BlockOp(Operator("add", (2048, 4096)), launches=3), BlockOp(Operator("gemm_tn", (2048, 4096, 4096)))]
     known = Calibration(setup(), blocks(MATMUL, SILU))
-    prices = calibrated_prices(setup(), known)
+    prices = calibrated_prices(ChangedBlocks(known, setup(), known.load))
     assert isinstance(prices, CalibratedPrices)
     assert prices.changed is not None
     launch = prices.changed.factors["forward"].launch_us

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -194,16 +195,30 @@ class ChangedBlocks:
         return {name: self._factors(name, block) for name, block in self.calibration.blocks.items()}
 
     @cached_property
-    def _times(self) -> dict[str, Times]:
-        """GPU time of every block by kind of work, at the clock of the target's load."""
+    def _at_traced_clock(self) -> dict[str, Times]:
+        """GPU time of every block by kind of work, at the clock of the traced run."""
         found = {}
         for name, block in self.calibration.blocks.items():
             found[name] = us = np.zeros(len(Work))
             for op in block.ops:
                 if op.work != Work.COMM and not op.beside:
                     us[op.work] += self.us(name, op)
-            us *= self.strain * self.calibration.gpu
         return found
+
+    @cached_property
+    def _times(self) -> dict[str, Times]:
+        """The same at the clock of the target's load."""
+        factor = self.strain * self.calibration.gpu
+        return {name: us * factor for name, us in self._at_traced_clock.items()}
+
+    def at_load(self, load: float) -> ChangedBlocks:
+        """The same blocks at the clock of another load; what does not depend on it is kept."""
+        self._at_traced_clock  # noqa: B018  worked out once for all loads
+        other = copy(self)
+        for name in ("strain", "_times", "_with_gaps", "factors"):
+            other.__dict__.pop(name, None)
+        other.load = load
+        return other
 
     def operators(self) -> Iterator[tuple[RecordedOp, float, float, bool]]:
         """(operator, calls, microseconds, whether it does not change) of every block, in one step of one rank."""

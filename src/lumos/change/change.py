@@ -52,34 +52,38 @@ _LOAD_ROUNDS = 2  # a lower clock makes matmuls a larger share of the step, by a
 Times = NDArray[np.float64]
 
 
-def calibrated_step(setup: Setup, calibration: Calibration, load: float | None = None) -> Step:
-    """A step of any setup, priced with what a traced one shows; `load`: the share of it that the GPU is busy."""
-    return assembled(setup, calibrated_prices(setup, calibration, load)).step()
+def calibrated_step(setup: Setup, calibration: Calibration) -> Step:
+    """A step of any setup, priced with what a traced one shows, at the clock of the traced run."""
+    return _step_of(ChangedBlocks(calibration, setup, calibration.load))
 
 
-def calibrated_prices(setup: Setup, calibration: Calibration, load: float | None = None) -> Prices:
-    """Prices of any setup, with what a traced one shows."""
+def _step_of(changed: ChangedBlocks) -> Step:
+    return assembled(changed.target, calibrated_prices(changed)).step()
+
+
+def calibrated_prices(changed: ChangedBlocks) -> Prices:
+    """Prices that follow from the blocks of a trace in another setup."""
+    setup = changed.target
     kind = BlockingPrices if setup.cluster.accelerator.is_cpu else CalibratedPrices
-    changed = ChangedBlocks(calibration, setup, calibration.load if load is None else load)
 
     def make(*arguments: Any) -> CalibratedPrices:
         prices = kind(*arguments)
         prices.changed = changed
         return prices
 
-    return prices_of(setup, model=plain_prices(setup).model, make_prices=make)
+    return prices_of(setup, model=changed.now.prices.model, make_prices=make)
 
 
 def loaded_step(setup: Setup, calibration: Calibration) -> Step:
     """The same, at the clock of the GPU's own load."""
-    step = calibrated_step(setup, calibration)
+    changed = ChangedBlocks(calibration, setup, calibration.load)
+    step = _step_of(changed)
     if setup.cluster.accelerator.is_cpu:  # whose clock is not known to fall
         return step
     for _ in range(_LOAD_ROUNDS):
-        changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
         window = step.us + calibration.fixed_us if setup.parallel.pp == 1 else _busy_us(step)
-        load = changed.matrix_us() / max(window, 1e-9) if changed else 0.0
-        step = calibrated_step(setup, calibration, min(max(load, 0.0), 1.0))
+        changed = changed.at_load(min(max(changed.matrix_us() / max(window, 1e-9), 0.0), 1.0))
+        step = _step_of(changed)
     return step
 
 

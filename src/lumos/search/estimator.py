@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from lumos.change.calibration import Calibration
+from lumos.change.calibration import Calibration, ChangedBlocks
 from lumos.change.change import beyond_us, calibrated_prices, loaded_step
 from lumos.cost.prices import Prices
 from lumos.prediction.power import least_joules
@@ -67,4 +67,4 @@ class CalibratedEstimator(Estimator):
 
     def _prices(self, setup: Setup) -> Prices:
         """For bounds: at the clock of a GPU that often waits, which is the fastest."""
-        return calibrated_prices(setup, self.calibration, 0.0)
+        return calibrated_prices(ChangedBlocks(self.calibration, setup, 0.0))
