@@ -361,7 +361,7 @@ def test_a_host_is_foretold_as_far_as_hosts_are_alike(shared_data: Path) -> None
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        ("l8_tp1", ("l8_tp1_fsdp8", "l8_fsdp8_ckpt")),
+        ("l8_tp1", ("l8_tp1_fsdp8", "l8_fsdp8_ckpt", "l8_fsdp8_accum4")),
         ("l8_tp2", ("l8_tp1", "l8_tp1_fsdp8", "l8_fsdp8_ckpt", "l8_fsdp8_accum4")),
         ("l8_tp1_fsdp8", ("l8_tp1", "l8_fsdp8_ckpt", "l8_fsdp8_accum4")),
     ],
