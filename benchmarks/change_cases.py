@@ -138,11 +138,12 @@ def shared_pairs(data: Path) -> Iterator[Pair]:
         if source.trace is not None and (source is not target or source.kind == "architectures"):
             changes = differences(source, target)
             same = {"train.micro_batch": target.values["train.micro_batch"]}
-            yield Pair("shared" if changes else "shared, unchanged", source, target, changes or same)
+            yield Pair("shared, unchanged" if source is target else "shared", source, target, changes or same)
 
 
 def _works_alike(a: Case, b: Case) -> bool:
-    return not any(key.startswith(("parallel.", "cluster.")) for key in differences(a, b))
+    keys = {**differences(a, b), **differences(b, a)}  # what one of them states and the other does not counts as well
+    return not any(key.startswith(("parallel.", "cluster.")) for key in keys)
 
 
 def differences(source: Case, target: Case) -> Values:

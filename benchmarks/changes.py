@@ -72,7 +72,8 @@ NOTES = {
     "kernels, host code and memory.",
     "single": "Llama-like models of transformers: other sizes, batches and recomputation.",
     "architectures": "No setup file: everything is inferred from the trace. Shared ones have no second configuration; "
-    "they are predicted as they are, which tests no change. The description is that of their config.json, where it can be described.",
+    "they are predicted as they are, which tests no change. The description is that of their config.json, where it can be "
+    "described.",
     "multirank": "Real NCCL, but every rank is a process on the same GPU: kernels of other ranks run in between, "
     "sockets stand in for NVLink, and steps vary by 10 % from run to run. Other layers and micro-batches.",
 }
@@ -129,7 +130,7 @@ operators are priced, and in nothing else. What a host decides is the same in al
 """
 SCATTER = """## How sharp the truth is
 
-Within one run: the slowest of 8 measured steps over the fastest, minus 1. On another host: how much the median step
+Within one run: the slowest measured step over the fastest, minus 1. On another host: how much the median step
 differed when the same case was measured again on another machine of the same type. Errors smaller than that mean
 little.
 
@@ -593,7 +594,7 @@ def speed(data: Path) -> str:
         ("one GPU, 8 layers", next_, 0.05, first, loading),
         (f"{MANY} ranks, written from a description, without shapes", times[1], 1.0, times[0], times[2]),
     )
-    slow = [f"Bar missed: {name}, {1e3 * a:.0f} ms (bar {1e3 * bar:.0f} ms).\n\n" for name, a, bar, *_ in rows if a > bar]
+    slow = [f"Bar missed: {name}, {1e3 * a:.0f} ms an answer.\n\n" for name, a, bar, *_ in rows if a > bar]
     head = "| trace | an answer, ms | bar, ms | the first answer, ms | loading, s |\n|---|---|---|---|---|"
     lines = [f"| {name} | {1e3 * a:.0f} | {1e3 * bar:.0f} | {1e3 * b:.0f} | {c:.1f} |" for name, a, bar, b, c in rows]
     note = (

@@ -244,9 +244,13 @@ class ChangedBlocks:
         def each(name: str) -> float:
             return float(self._times[name][[Work.MATRIX, Work.ATTENTION]].sum()) if name in self._times else 0.0
 
-        again = each("recompute") if train.recompute == "full" else 0.0
+        def layer(kind: str) -> float:
+            again = each(f"recompute{kind}") if train.recompute == "full" else 0.0
+            return each(f"forward{kind}") + each(f"backward{kind}") + again
+
         ends = sum(map(each, ("embedding", "head", "embedding grad", "head grad")))
-        layers = model.layers * (each("forward") + each("backward") + again)
+        dense = min(model.dense_layers, model.layers) if "forward dense" in self._times else 0
+        layers = (model.layers - dense) * layer("") + dense * layer(" dense")
         return train.microbatches * (layers + ends) / self.target.parallel.pp
 
     @cached_property
