@@ -72,8 +72,8 @@ NOTES = {
     "kernels, host code and memory.",
     "single": "Llama-like models of transformers: other sizes, batches and recomputation.",
     "architectures": "No setup file: everything is inferred from the trace. Shared ones have no second configuration; "
-    "they are predicted as they are, which tests no change. The description is that of their config.json, where it can be "
-    "described.",
+    "they are predicted as they are, which tests no change. The description is that of their config.json, where there "
+    "is one that it knows.",
     "multirank": "Real NCCL, but every rank is a process on the same GPU: kernels of other ranks run in between, "
     "sockets stand in for NVLink, and steps vary by 10 % from run to run. Other layers and micro-batches.",
 }
@@ -680,6 +680,8 @@ def main() -> None:
     parser.add_argument("--blind", type=Path, nargs="?", const=BLIND, metavar="ARCHIVE",
                         help="also what was kept apart from development")  # fmt: skip
     options = parser.parse_args()
+    if options.blind and kept_chapter(options.output):
+        parser.error(f"{options.output} has a chapter on what was kept apart, which is predicted once: remove it first")
     development = unpacked(DEVELOPMENT)
     pairs = [*archived_pairs("development", development), *shared_pairs(options.data)]
     if options.blind:
