@@ -17,16 +17,15 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import exp, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from changes_data import unpack
-from shipped import ship
 
+from changes_data import unpack
 from lumos.analysis.kernel_labels import Work
 from lumos.analysis.replay import replay
 from lumos.change.change import CalibratedRun
@@ -41,6 +40,7 @@ from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
 from lumos.step.step import prices_of
 from lumos.trace.read.job import read_job
+from shipped import ship
 
 HERE = Path(__file__).parent
 KNOTS = (0.42, 0.88)
@@ -172,30 +172,35 @@ def fitted_weight(
     def rest(row: Row) -> float:
         return log(row.measured / row.priced / strain(clock, row) / usual.get(row.family, 1.0))
 
-    found = {}
-    for work in (Work.MATRIX, Work.ATTENTION, Work.STREAM):
-        mine = [pair for pair in both if pair[0].work == work]
-        old, new = (np.array([rest(pair[i]) for pair in mine]) for i in (0, 1))
-        apart = np.abs([log(b.priced / a.priced) for a, b in mine])
-        each, total = np.array([a.measured for a, _ in mine]), np.array([b.total for _, b in mine])
-        names = sorted({(a.trace, b.trace) for a, b in mine})
-        place = np.array([names.index((a.trace, b.trace)) for a, b in mine])
-        plain = np.array([first.startswith("r") for first, _ in names])
-        share = np.where(plain, 1 / max(plain.sum(), 1), 1 / max((~plain).sum(), 1))
+    return {
+        work.name.lower(): _weight_of(work, [pair for pair in both if pair[0].work == work], rest)
+        for work in (Work.MATRIX, Work.ATTENTION, Work.STREAM)
+    }
 
-        def error(weight: Any) -> float:
-            """Of the time of all these operators together, over pairs of traces."""
-            predicted = np.bincount(place, total * np.exp(weight * old - new))
-            return float(np.sqrt(np.average(np.log(predicted / np.bincount(place, total)) ** 2, weights=share)))
 
-        best = min(
-            (error((far + (1 - far) * np.exp(-apart / distance)) / (1 + (short / each) ** 2)), distance, short, far)
-            for distance, short, far in product(DISTANCES, SHORTS, FLOORS)
-        )
-        print(f"{work.name}: {len(mine)} operators of {len(names)} pairs; error of their time {error(0.0):.4f} by prices "
-              f"alone, {error(1.0):.4f} by the trace alone, {best[0]:.4f} drawn")  # fmt: skip
-        found[work.name.lower()] = {"distance": best[1], "short_us": best[2], "far": best[3]}
-    return found
+def _weight_of(work: Work, mine: list[tuple[Row, Row]], rest: Callable[[Row], float]) -> dict[str, float]:
+    """The weight by which the time of all operators of a kind together is off least, over pairs of traces."""
+    old, new = (np.array([rest(pair[i]) for pair in mine]) for i in (0, 1))
+    apart = np.abs([log(b.priced / a.priced) for a, b in mine])
+    each, total = np.array([a.measured for a, _ in mine]), np.array([b.total for _, b in mine])
+    names = sorted({(a.trace, b.trace) for a, b in mine})
+    place = np.array([names.index((a.trace, b.trace)) for a, b in mine])
+    plain = np.array([first.startswith("r") for first, _ in names])
+    share = np.where(plain, 1 / max(plain.sum(), 1), 1 / max((~plain).sum(), 1))
+
+    def error(weight: Any) -> float:
+        predicted = np.bincount(place, total * np.exp(weight * old - new))
+        return float(np.sqrt(np.average(np.log(predicted / np.bincount(place, total)) ** 2, weights=share)))
+
+    best = min(
+        (error((far + (1 - far) * np.exp(-apart / distance)) / (1 + (short / each) ** 2)), distance, short, far)
+        for distance, short, far in product(DISTANCES, SHORTS, FLOORS)
+    )
+    print(
+        f"{work.name}: {len(mine)} operators of {len(names)} pairs; error of their time {error(0.0):.4f} by prices "
+        f"alone, {error(1.0):.4f} by the trace alone, {best[0]:.4f} drawn"
+    )
+    return {"distance": best[1], "short_us": best[2], "far": best[3]}
 
 
 def main() -> None:

@@ -412,7 +412,7 @@ class ChangedBlocks:
         return float(kernels * self.now.prices.factors.launch_gap_us)
 
     def _host_us(self, name: str, block: CutBlock) -> float:
-        """The host's time: as measured, with what the description adds or takes away.
+        """The host's time: as measured, with what the description and DTensors add or take away.
 
         The optimizer's grows with the tensors it updates.
         """
@@ -420,10 +420,26 @@ class ChangedBlocks:
         measured = block.host_us
         if not before:
             return self.calibration.host * measured
-        if name == "optimizer" and self._is_dtensor(self.target) == self._is_dtensor(self.calibration.traced):
-            return self.calibration.host * measured * after / before
-        added = (after - before) * self.now.prices.host_us
-        return self.calibration.host * max(measured + added, _LEAST_HOST * measured)
+        launch = self.now.prices.host_us
+        dtensors = (self._dtensor_launches(name, self.now) - self._dtensor_launches(name, self.was)) * launch
+        own = measured + (after - before) * launch
+        if name == "optimizer" and not dtensors:
+            own = measured * after / before
+        return self.calibration.host * max(own + dtensors, _LEAST_HOST * measured)
+
+    def _dtensor_launches(self, name: str, described: Described) -> float:
+        """Launches' worth of Python around the operators of DTensors, in a block.
+
+        A description does not have them: compiled code and other frameworks run without.
+        """
+        setup, layout = described.setup, described.program.layout
+        if not self._is_dtensor(setup):
+            return 0.0
+        if name == "optimizer":
+            return layout.framework.dtensor_updates * described.program.tensors(0)
+        if not name.startswith((*_LAYERS, "recompute")):
+            return 0.0
+        return layout.dtensor_launches[name.startswith("backward")]
 
     @staticmethod
     def _is_dtensor(setup: Setup) -> bool:

@@ -20,6 +20,7 @@ from lumos.change.calibration import (
     CalibratedPrices,
     Calibration,
     ChangedBlocks,
+    Described,
     Weights,
     modelled_times,
     plain_prices,
@@ -503,7 +504,16 @@ def _notes(source: CalibratedRun, target: Setup) -> list[str]:
     ways = [f"parallel.{way}" for way in ("pp", "vpp", "cp", "ep") if getattr(source.setup.parallel, way)
             != getattr(target.parallel, way)]  # fmt: skip
     if ways:
-        found.append(f"{', '.join(ways)} differ from the traced run's: no such change was measured; wider interval")
+        found.append(f"not as in the traced run: {', '.join(ways)}; no such change was measured; wider interval")
+    host = source.plain.prices.host_us * sum(Described(target, plain_prices(target)).program.layout.dtensor_launches)
+    if host and source.setup.parallel.tp == 1:
+        found.append(
+            f"tensor parallelism by DTensor, as eager PyTorch runs it: about {host / 1e3:.0f} ms of the host for a "
+            "layer; compiled code and Megatron have none of that"
+        )
+    before, after = source.setup.parallel, target.parallel
+    if not source.silent and source.setup.cluster.gpus > 1 and (before.tp, before.zero) != (after.tp, after.zero):
+        found.append("collectives that the traced run did not have are those of the network model, not of its network")
     if source.has_shapes or source.on_cpu:
         return found
     return [*found, "the trace has no shapes: operators follow the description; record with record_shapes=True"]
@@ -541,6 +551,8 @@ def refuse(before: Setup, after: Setup) -> None:
     fixed = [f"train.{key}" for key in keys if getattr(before.train, key) != getattr(after.train, key)]
     if bool(before.model.experts) != bool(after.model.experts) or before.model.gated != after.model.gated:
         fixed.append("the kind of MLP")
+    if before.model.tied != after.model.tied:
+        fixed.append("model.tied")
     if fixed:
         raise OptionError(
             f"{fixed[0]} cannot be changed from a trace: other kernels would run; predict from the setup"

@@ -89,6 +89,8 @@ def cut_memory(ops: RankOps, traced: Setup, target: Setup, tape: Tape | None = N
     """
     if traced.parallel.pp > 1 or traced.train.compile or target.train.compile:
         return None
+    if traced.parallel.sequence_parallel != target.parallel.sequence_parallel:
+        return None  # which tensors are divided is not in the trace
     tape = tape or tape_of(ops)
     if tape is None or not tape.gradients:
         return None

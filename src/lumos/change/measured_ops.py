@@ -54,7 +54,8 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
     gaps = np.diff(labels.launched, prepend=0.0).clip(min=0.0)
     causal = _is_causal(ops)
     streams = trace.lane[labels.row]
-    main = int(np.bincount(streams, labels.us).argmax()) if len(streams) else -1
+    computing = np.where(labels.work == Work.COMM, 0.0, labels.us)  # collectives may run longer than everything else
+    main = int(np.bincount(streams, computing).argmax()) if len(streams) else -1
     found: list[MeasuredOp] = []
     last: TracedOp | None = None
     for i, owner in enumerate(owners):

@@ -87,7 +87,7 @@ class Sizes:
 
     def weight(self, shape: Shape, sharded: bool = False) -> Shape:
         """The shape of a parameter in the other setup; `sharded`: as the optimizer of this rank sees it."""
-        found = tuple(self._as(size, self._is_width) for size in shape)
+        found = self._stacked(shape) if len(shape) == 3 else tuple(self._as(size, self._is_width) for size in shape)
         if not sharded or not shape:
             return found
         before, after = _shards(self.before), _shards(self.after)
@@ -179,7 +179,7 @@ class Sizes:
     def _grouped(self, tensor: TensorInfo) -> Shape:
         """Experts × in × out, or the rows that were routed to them; in the gradient of weights, their columns."""
         if len(tensor.shape) == 3:
-            return tuple(self._as(size, self._is_width) for size in tensor.shape)
+            return self._stacked(tensor.shape)
         routed = self.pairs.get("routed", (0, 0))[0]
         if routed and routed in tensor.shape:
             at = tensor.shape.index(routed)
@@ -187,6 +187,11 @@ class Sizes:
                 self._rows(size) if i == at else self._as(size, self._is_width) for i, size in enumerate(tensor.shape)
             )
         return self._activation(tensor)
+
+    def _stacked(self, shape: Shape) -> Shape:
+        """Weights of experts, one behind the other."""
+        first, *others = shape
+        return (self._as(first, self._is_expert), *(self._as(size, self._is_width) for size in others))
 
     def _gathered(self, tensor: TensorInfo) -> Shape:
         """Flat weights of a unit on their way through a collective: all their bytes, whoever holds them."""
@@ -269,6 +274,10 @@ class Sizes:
         return name not in _TOKENS
 
     @staticmethod
+    def _is_expert(name: str) -> bool:
+        return name in ("experts", "all experts")
+
+    @staticmethod
     def _is_head_size(name: str) -> bool:
         return name in ("head size", "half a head")
 
@@ -295,7 +304,7 @@ def _values(setup: Setup) -> Values:
         "routed": rows * model.top_k, "targets": seq - 1, "all targets": batch * (seq - 1),
         "batch·heads/tp": batch * local, "batch·kv heads/tp": batch * local_kv,
         "hidden": model.hidden, "ffn/tp": model.ffn // tp, "both ffn/tp": 2 * model.ffn // tp,
-        "expert ffn": _inner(setup), "both expert ffn": 2 * _inner(setup),
+        "expert ffn": _inner(setup) // layout.expert_tp, "both expert ffn": 2 * _inner(setup) // layout.expert_tp,
         "attended/tp": local * dim, "keys/tp": local_kv * dim, "qkv/tp": (local + 2 * local_kv) * dim,
         "vocab/tp": layout.vocab, "vocab": model.vocab, "ffn": model.ffn, "both ffn": 2 * model.ffn,
         "attended": heads * dim, "keys": kv * dim, "qkv": (heads + 2 * kv) * dim,

@@ -16,7 +16,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.cost.aten_work import Work, alignment, base_name, matrix_operator, runs_kernel, work_of, works_of
+from lumos.cost.aten_work import (
+    Work,
+    alignment,
+    base_name,
+    in_tiles,
+    matrix_operator,
+    runs_kernel,
+    work_of,
+    works_of,
+)
 from lumos.cost.operator_model import CostModel, Regressor, read_cost_model
 from lumos.cost.prices import Prices, warmth
 from lumos.data_files import data_file, read_table
@@ -98,6 +107,7 @@ class AtenPrices:
 
     def _matmul_us(self, operator: Operator) -> float:
         """Matmuls whose rows begin at odd addresses run on kernels without wide loads."""
+        operator = in_tiles(operator)
         rates = self.table["misaligned_tflops"].get(str(alignment(operator)), {})
         if operator.kind not in rates or operator.dtype in ("fp32", "tf32"):
             return self.prices.operator_us(operator)

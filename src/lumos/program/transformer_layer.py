@@ -28,12 +28,12 @@ class TransformerLayer:
 
     def forward(self) -> Block:
         s = self.layout
-        more = ops.host_only(s, s.framework.layer_launches + s.gather_launches + s.dtensor_launches[0])
+        more = ops.host_only(s, s.framework.layer_launches + s.gather_launches)
         return [*attention(s), *(moe(s) if self.sparse else mlp(s)), *more]
 
     def backward(self) -> Block:
         s = self.layout
-        more = ops.host_only(s, 2 * s.framework.layer_launches + s.gather_launches + s.dtensor_launches[1])
+        more = ops.host_only(s, 2 * s.framework.layer_launches + s.gather_launches)
         return [*(moe_backward(s) if self.sparse else mlp_backward(s)), *attention_backward(s), *more]
 
     def recomputed(self) -> Block:

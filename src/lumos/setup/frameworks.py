@@ -58,7 +58,8 @@ class Framework:
     gather_launches: float = 30.0  # launches that gathering a layer's weights costs the host, forward and backward each
     layer_launches: int = 0  # of one layer's forward, beyond those of its operators; twice as many of its backward
     splits_vocab: bool = True  # tensor parallelism divides embedding and head as well
-    # Where tensor parallelism is by DTensor, whose Python runs around every operator: launches that it costs the host
+    # Where tensor parallelism is by eager DTensors, whose Python runs around every operator: launches that it costs the
+    # host. Traced runs have it; a description leaves it out.
     dtensor_launches: tuple[float, float] = (0.0, 0.0)  # in a layer's forward and backward pass
     dtensor_updates: float = 0.0  # for one tensor that the optimizer updates
     # What it keeps in memory beyond that.
