@@ -420,12 +420,15 @@ class ChangedBlocks:
         measured = block.host_us
         if not before:
             return self.calibration.host * measured
-        launch = self.now.prices.host_us
-        dtensors = (self._dtensor_launches(name, self.now) - self._dtensor_launches(name, self.was)) * launch
-        own = measured + (after - before) * launch
-        if name == "optimizer" and not dtensors:
-            own = measured * after / before
-        return self.calibration.host * max(own + dtensors, _LEAST_HOST * measured)
+        before, after = (
+            launches + self._dtensor_launches(name, described)
+            for launches, described in ((before, self.was), (after, self.now))
+        )
+        same = self._is_dtensor(self.target) == self._is_dtensor(self.calibration.traced)
+        own = measured * after / before if name == "optimizer" and same else (
+            measured + (after - before) * self.now.prices.host_us
+        )  # fmt: skip
+        return self.calibration.host * max(own, _LEAST_HOST * measured)
 
     def _dtensor_launches(self, name: str, described: Described) -> float:
         """Launches' worth of Python around the operators of DTensors, in a block.
