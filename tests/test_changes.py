@@ -114,7 +114,7 @@ def test_a_parallelism_that_was_never_measured_gets_a_wider_interval_and_a_note(
     widths = [found.interval_ms[1] / found.step_ms for found in (same, replicas, stages)]
     assert widths[0] == pytest.approx(widths[1])
     assert widths[2] > widths[0] + 0.1
-    assert any("parallel.pp differ from the traced run's" in note for note in stages.warnings)
+    assert any("not as in the traced run: parallel.pp" in note for note in stages.warnings)
     assert not any("differ from the traced run's" in note for note in replicas.warnings)
 
 

@@ -71,10 +71,15 @@ def changed_spread(traced: Setup, step: Step, without_communication: bool, growt
     unmeasured = ("pp", "vpp", "cp", "ep")
     if any(getattr(traced.parallel, way) != getattr(target.parallel, way) for way in unmeasured):
         spread += table["spread_other_parallelism"]
-    elif target.cluster.gpus > 1 and (without_communication or traced.parallel != target.parallel):
+    elif target.cluster.gpus > 1 and (without_communication or _collectives(traced) != _collectives(target)):
         spread += table["spread_network"]
     spread += table["spread_growth"] * max(0.0, abs(log(max(growth, 1e-9))) - log(4))
     return Spread.around(1 + spread)
+
+
+def _collectives(setup: Setup) -> tuple[int, int, bool]:
+    """What decides which kinds of collectives a run has."""
+    return setup.parallel.tp, setup.parallel.zero, setup.parallel.dp > 1
 
 
 def scaled_spread(profiler_error_pct: float) -> Spread:
