@@ -136,13 +136,12 @@ def test_a_node_of_the_backward_pass_and_the_optimizer_are_scopes_not_operators(
     assert (only.op.name, only.op.phase) == ("elementwise", "backward")
 
 
-def test_the_host_works_on_an_operator_since_the_launch_before(tmp_path: Path) -> None:
+def test_operators_are_launched_one_after_the_other(tmp_path: Path) -> None:
     trace = Recording()
     for _ in range(2):
         trace.run("aten::mul", ["elementwise"], [64, 32], [64, 32])
     first, second = trace.measured(tmp_path)
-    assert second.host_us == pytest.approx(second.launched - first.launched)
-    assert second.host_us > 0
+    assert second.launched > first.launched
 
 
 # ---------------------------------------------------------------------- streams and sharding

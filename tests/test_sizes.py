@@ -92,7 +92,7 @@ SETUPS = st.builds(
 def test_the_same_setup_changes_nothing(made: Setup) -> None:
     sizes = Sizes(made, made)
     assert not sizes.changed
-    assert sizes.growth == sizes.weight_growth == 1
+    assert sizes.growth == 1
     for op in operators(made):
         assert sizes.rewritten(op) is op
 
@@ -285,15 +285,6 @@ def test_a_weight_that_is_not_shared_is_updated_whole() -> None:
     assert shapes(Sizes(setup(), setup(**ranks)).rewritten(update)) == [(704, 2048)]
     part = call("aten._fused_adamw_.default", dense(704, 2048), phase="optimizer")
     assert shapes(Sizes(setup(**ranks), setup()).rewritten(part)) == [(5632, 2048)]
-
-
-def test_flat_weights_that_fsdp_gathers_grow_with_the_weights_of_a_layer() -> None:
-    weights = [(5632, 2048), (2048, 5632), (32000, 2048)]
-    ranks = {"parallel.zero": 3, "parallel.dp": 8}
-    sizes = Sizes(setup(**ranks), setup(**ranks | {"model.ffn": 11264}), weights)
-    assert sizes.weight_growth == 2
-    gathered = call("fsdp.split_with_sizes_copy", dense(8, 1000), dense(8000))
-    assert shapes(sizes.rewritten(gathered)) == [(8, 2000), (16000,)]
 
 
 def test_a_padded_vocabulary_is_that_of_the_framework() -> None:

@@ -25,6 +25,7 @@ from lumos.change.cut import CutBlock, CutOp
 from lumos.change.sizes import Shape, Sizes
 from lumos.cost.aten_prices import AtenPrices
 from lumos.cost.aten_work import works_of
+from lumos.cost.operator_model import cpu_model
 from lumos.cost.prices import BlockTime, Prices, time_of
 from lumos.data_files import read_table
 from lumos.program.block import Block
@@ -128,8 +129,6 @@ class Calibration:
 
 def plain_prices(setup: Setup) -> Prices:
     """Prices before anything is learned from a trace."""
-    from lumos.cost.operator_model import cpu_model
-
     return prices_of(setup, model=cpu_model() if setup.cluster.accelerator.is_cpu else None)
 
 
@@ -348,7 +347,7 @@ class ChangedBlocks:
             return self._described_growth("optimizer", Work.STREAM)
         kinds = _TABLE["update"]
         kind = kinds[self._update_kind(self.target)] / kinds[self._update_kind(before)]
-        return float(new / old * kind * _shards(before) / _shards(self.target))
+        return float(new / old * kind * _update_shards(before) / _update_shards(self.target))
 
     def _update_kind(self, setup: Setup) -> str:
         """One fused kernel after another over whole tensors or over FSDP's shards; DTensors one by one."""
@@ -362,7 +361,7 @@ class ChangedBlocks:
     @cached_property
     def _peers(self) -> float:
         """Other ranks that share the weights, over those of the traced run."""
-        before, after = (max(1, _shards(setup) - 1) for setup in (self.calibration.traced, self.target))
+        before, after = (max(1, _update_shards(setup) - 1) for setup in (self.calibration.traced, self.target))
         return after / before
 
     def _sharding_op(self, name: str, op: CutOp) -> RecordedOp:
@@ -370,7 +369,7 @@ class ChangedBlocks:
         inside, outside = self._unit_growth
         growth = inside if name.startswith(_LAYERS) else outside
         if op.per_peer or ("copy" in op.op.name and "split" not in op.op.name):
-            growth *= _shards(self.calibration.traced) / _shards(self.target)
+            growth *= _update_shards(self.calibration.traced) / _update_shards(self.target)
 
         def grown(tensors: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
             return tuple(t._replace(shape=(*t.shape[:-1], max(1, round(t.shape[-1] * growth)))) if t.shape else t
@@ -450,7 +449,7 @@ class ChangedBlocks:
         return setup.parallel.tp > 1 and framework.dtensor_updates > 0
 
 
-def _shards(setup: Setup) -> int:
+def _update_shards(setup: Setup) -> int:
     """Ranks that divide what the optimizer updates."""
     return setup.parallel.dp * setup.parallel.cp if setup.parallel.zero else 1
 

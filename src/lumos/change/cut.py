@@ -78,7 +78,6 @@ class CutRank:
 
     rank: int
     blocks: dict[str, CutBlock] = field(default_factory=dict)
-    before_us: float = 0.0  # of the host, before it launches anything
 
 
 _HALF = 0.5  # a call that remains in fewer than half of the blocks is an accident of the subtraction
@@ -106,7 +105,7 @@ def cut(labels: RankLabels, ops: Sequence[MeasuredOp], setup: Setup, layers: int
         else:
             again = _recomputed(blocks[name])
         blocks[f"recompute{kind}"] = again
-    return CutRank(labels.rank, blocks, float(labels.launched[0]) if len(labels.launched) else 0.0)
+    return CutRank(labels.rank, blocks)
 
 
 def _common(forward: CutBlock, backward: CutBlock) -> CutBlock:

@@ -26,7 +26,6 @@ _ATTENTIONS = (
     ("backward", 2, (("attention.backward", 4), ("aten._softmax_backward_data.default", 4))),
 )
 _SHARDING = ("split_with_sizes_copy", "chunk_cat", "all_gather_copy_in")
-_LONGEST = 64  # operands of a list that are kept apart; longer lists are summed up
 
 
 class MeasuredOp(NamedTuple):
@@ -35,7 +34,6 @@ class MeasuredOp(NamedTuple):
     op: RecordedOp
     work: Work
     us: float
-    host_us: float  # since the launch before
     attention: int  # 0: none, 1: a forward one, 2: the main kernel of its backward pass
     launched: float  # on the clock of the labels
     beside: bool = False  # on another stream than the one that computes
@@ -51,7 +49,6 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
     threads = [trace.lanes[lane].label for lane in trace.lane[calls].tolist()]
     starts = (trace.start[calls] / 1e3).tolist()
     owners = [around.of(thread, start) for thread, start in zip(threads, starts, strict=True)]
-    gaps = np.diff(labels.launched, prepend=0.0).clip(min=0.0)
     causal = _is_causal(ops)
     streams = trace.lane[labels.row]
     computing = np.where(labels.work == Work.COMM, 0.0, labels.us)  # collectives may run longer than everything else
@@ -59,13 +56,13 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
     found: list[MeasuredOp] = []
     last: TracedOp | None = None
     for i, owner in enumerate(owners):
-        work, us, gap = Work(int(labels.work[i])), float(labels.us[i]), float(gaps[i])
+        work, us = Work(int(labels.work[i])), float(labels.us[i])
         mark = int(labels.attention[i])
         if owner is not None and owner is last:
             before = found[-1]
             heavier = work if us > before.us else before.work
             found[-1] = before._replace(
-                us=before.us + us, host_us=before.host_us + gap, work=heavier, kernels=before.kernels + 1,
+                us=before.us + us, work=heavier, kernels=before.kernels + 1,
                 attention=max(before.attention, mark),
             )
             continue
@@ -77,7 +74,7 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
         per_peer = OpType.COMM in scopes and work != Work.COMM and "gather" in _outer_collective(owner)
         beside = bool(streams[i] != main)
         found.append(
-            MeasuredOp(op, work, us, gap, mark, float(labels.launched[i]), beside, sharding or per_peer, per_peer)
+            MeasuredOp(op, work, us, mark, float(labels.launched[i]), beside, sharding or per_peer, per_peer)
         )
         last = owner
     return _marked(found)
@@ -158,18 +155,13 @@ def recorded(traced: TracedOp, phase: str, causal: bool = True) -> RecordedOp:
     if fused or "flash_attn" in traced.name:
         return _attention(traced.name, tensors, phase, causal)
     if any(part in name for part in _SHARDING):
-        return RecordedOp(f"fsdp.{name}", _summed(tensors), (), phase, allocates=True)
+        return RecordedOp(f"fsdp.{name}", tensors, (), phase, allocates=True)
     if name.startswith(("_foreach", "_fused_ad", "_fused_sgd")):
         return RecordedOp(f"aten.{name}.default", tensors, (), phase, allocates=True)
     if name == "copy_" and len(tensors) > 1:
         return RecordedOp("aten._to_copy.default", (tensors[1],), (tensors[0],), phase, allocates=True)
     space = "aten" if traced.name.startswith("aten::") else traced.name.rpartition("::")[0] or "python"
     return RecordedOp(f"{space}.{name}.default", tensors, _outputs(name, tensors), phase, allocates=True)
-
-
-def _summed(tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
-    """Lists of shards as one tensor each side of a copy: only bytes matter."""
-    return tensors if len(tensors) <= _LONGEST else tensors[:_LONGEST]
 
 
 def _attention(name: str, tensors: tuple[TensorInfo, ...], phase: str, causal: bool) -> RecordedOp:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from math import prod
 
 from lumos.program.rank_layout import RankLayout
 from lumos.program.recorded_op import RecordedOp, TensorInfo
@@ -69,14 +68,6 @@ class Sizes:
         before, after = self.pairs["tokens"]
         return after / before
 
-    @cached_property
-    def weight_growth(self) -> float:
-        """Elements of the weights of layers after the change over before it, on one rank that holds them whole."""
-        vocab = self.pairs["vocab"][0], self.pairs["vocab/tp"][0]
-        inside = [shape for shape in self.weights if not set(vocab) & set(shape)] or list(self.weights)
-        before = sum(prod(shape) for shape in inside)
-        return sum(prod(self.weight(shape)) for shape in inside) / before if before else 1.0
-
     def rewritten(self, op: RecordedOp) -> RecordedOp:
         """The same call in the other setup."""
         if not self.changed:
@@ -107,8 +98,6 @@ class Sizes:
             return self._with(op, self._batched)
         if name == "_grouped_mm":
             return self._with(op, self._grouped)
-        if op.name.startswith("fsdp."):
-            return self._with(op, self._gathered)
         return self._with(op, self._activation)
 
     def _with(self, op: RecordedOp, shape_of: Callable[[TensorInfo], Shape]) -> RecordedOp:
@@ -192,10 +181,6 @@ class Sizes:
         """Weights of experts, one behind the other."""
         first, *others = shape
         return (self._as(first, self._is_expert), *(self._as(size, self._is_width) for size in others))
-
-    def _gathered(self, tensor: TensorInfo) -> Shape:
-        """Flat weights of a unit on their way through a collective: all their bytes, whoever holds them."""
-        return (*tensor.shape[:-1], max(1, round(tensor.shape[-1] * self.weight_growth))) if tensor.shape else ()
 
     def _activation(self, tensor: TensorInfo) -> Shape:
         """Batch and sequence first, a width last, heads between; or a weight."""
