@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import pickle
+import resource
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
+import lumos as lumos_package
 from lumos.errors import InputError
 from lumos.trace.read import host_memory as memory
 from lumos.trace.read.job import read_job
@@ -394,3 +397,60 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
         done = lumos(*arguments, cwd=tmp_path)
         assert "red" in done.stdout + done.stderr
         assert "\x1b" not in done.stdout + done.stderr
+
+
+# Places that cannot be written
+
+
+def package_copy(folder: Path) -> Path:
+    """A copy of the package whose cache of compiled code cannot be written, whoever runs the tests: root may do all."""
+    package = folder / "site/lumos"
+    shutil.copytree(Path(lumos_package.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "graph/__pycache__").touch()  # a file where numba wants a folder
+    return package
+
+
+def without_a_cache(package: Path, *arguments: str, full: bool = False) -> subprocess.CompletedProcess[str]:
+    """The command line of a copy of the package, for a user without a home, or on a disk that is full."""
+    places = {"HOME": "/dev/null", "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")} | places
+    return subprocess.run(
+        [sys.executable, "-m", "lumos.cli.main", *arguments], capture_output=True, text=True, check=False,
+        timeout=120, env=environment, cwd=package.parent,
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))) if full else None,
+    )  # fmt: skip
+
+
+def test_a_read_only_package_and_home_cost_nothing_but_time(tmp_path: Path) -> None:
+    package = package_copy(tmp_path)
+    path = str(write_trace(tmp_path / "rank0.json", training_run(), header(0)))
+    for arguments in (["replay", path], ["check", path], ["convert", path, "-o", str(tmp_path / "run.et")]):
+        done = without_a_cache(package, *arguments)
+        assert (done.returncode, done.stderr) == (0, ""), arguments
+    (package / "graph/__pycache__").unlink()  # now numba finds a folder, and no space in it
+    done = without_a_cache(package, "replay", path, full=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list((package / "graph/__pycache__").glob("*.nbc"))
+
+
+def test_processes_that_cannot_be_started_are_done_without(tmp_path: Path) -> None:
+    """A full disk has no room for semaphores, as a container without /dev/shm has none."""
+    question = (str(ONE_GPU), "--gpus", "2", "--workers", "2", "--json")
+    done = without_a_cache(Path(lumos_package.__file__).parent, "search", *question, full=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["results"]
+
+
+def test_a_damaged_cache_of_compiled_code_is_compiled_again(tmp_path: Path) -> None:
+    code = (
+        "import numpy as np; from lumos.graph.compiled_loops import pay_debts;"
+        "print(pay_debts(np.array([0, 1]), np.ones(1), np.ones(1), 0.5, 1.0))"
+    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout == "[0.5]\n"
+        files = list(tmp_path.rglob("*.nbi"))
+        assert files
+        for file in files:
+            file.write_bytes(file.read_bytes()[:-10])

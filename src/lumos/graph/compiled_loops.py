@@ -1,7 +1,13 @@
-"""The inner loops, compiled by numba once and cached on disk. No other module imports numba."""
+"""The inner loops, compiled by numba once and cached on disk. No other module imports numba.
+
+The cache is beside the package, or in the user's cache folder if the package is read-only, or in NUMBA_CACHE_DIR. Where
+none of them can be written, or a cache file is damaged, the loops are compiled for this process alone: some seconds
+more at every start, and nothing else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,14 +19,36 @@ from lumos.graph import loops
 Array = NDArray[Any]
 
 
-compiled = njit(cache=True, nogil=True)
+class compiled:  # noqa: N801 - a decorator
+    """A function that numba compiles at its first call, from a cache if there is a usable one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        try:
+            self._run = njit(cache=True, nogil=True)(function)
+        except RuntimeError:  # no folder for the cache can be written
+            self._run = njit(nogil=True)(function)
+        self._proven = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._proven:
+            return self._run(*arguments)
+        try:
+            answer = self._run(*arguments)
+        except Exception:  # a full disk raises OSError; a damaged cache file whatever unpickling it raises
+            self._run = njit(nogil=True)(self._function)
+            answer = self._run(*arguments)
+        self._proven = True
+        return answer
+
+
 topological_order = compiled(loops.topological_order)
 forward_pass = compiled(loops.forward_pass)
 cut_into_segments = compiled(loops.cut_into_segments)
 walk_back = compiled(loops.walk_back)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def forward_pass_many(
     order: Array, is_first: Array, duration: Array, gap: Array, incoming: Array, source: Array, lag: Array,
     from_start: Array,
@@ -42,7 +70,7 @@ def forward_pass_many(
     return end
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def pay_debts(first: Array, duration: Array, owed: Array, kept: float, limit: float) -> Array:
     """Durations less what each node owes: each keeps a share, and the next ones owe the rest, up to a limit."""
     paid = duration.copy()
@@ -56,7 +84,7 @@ def pay_debts(first: Array, duration: Array, owed: Array, kept: float, limit: fl
     return paid
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sum_of_trees(rows: Array, root: Array, feature: Array, threshold: Array, left: Array) -> Array:
     """The sum over all trees of the leaf that each row falls into."""
     answer = np.zeros(len(rows))

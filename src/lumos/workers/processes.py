@@ -19,7 +19,7 @@ from typing import Any
 from loky import ProcessPoolExecutor
 
 from lumos.errors import LumosError
-from lumos.workers.engine import AHEAD, Job
+from lumos.workers.engine import AHEAD, Engine, Here, Job
 
 _ENVIRONMENT = {"LOKY_MAX_MEMORY_LEAK_SIZE": "1e18"}  # a worker that read a large file is no leak, and is not replaced
 
@@ -86,9 +86,16 @@ def _unpickled(payload: bytes) -> Any:
 
 
 @contextmanager
-def processes(count: int, preload: str = "") -> Iterator[Processes]:
-    """Start so many processes, and end them. They import the module `preload` while the caller does other things."""
-    pool = Processes(count, preload)
+def processes(count: int, preload: str = "") -> Iterator[Engine]:
+    """Start so many processes, and end them. They import the module `preload` while the caller does other things.
+
+    Where no process can be started, as in containers without a writable /dev/shm, this process does the work.
+    """
+    try:
+        pool = Processes(count, preload)
+    except (OSError, ImportError):  # loky needs semaphores; Python has none of them on some systems
+        yield Here()
+        return
     try:
         yield pool
     finally:
