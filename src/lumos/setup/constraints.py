@@ -39,16 +39,19 @@ def check(setup: Setup, where: str = "") -> None:
     _refuse(mistakes_in(setup), where)
 
 
-def checked_setup(sections: Mapping[str, Any], where: str = "", known_mistakes: Sequence[str] = ()) -> Setup:
+def checked_setup(
+    sections: Mapping[str, Any], where: str = "", known_mistakes: Sequence[str] = (), searched: Collection[str] = ()
+) -> Setup:
     """The setup of these sections, or OptionError with every mistake, including those known before.
 
-    A section that is None could not be read, which a known mistake says; the others are checked without it.
+    A section that is None could not be read, which a known mistake says; the others are checked without it. Rules about
+    keys in `searched`, for which other values will be tried, are left to whoever tries them.
 
     >>> checked_setup({"model": {"layers": 2, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 99}, "train": {"seq": 8}})
     """
     mistakes = [*known_mistakes, *(_stray(name) for name in sections if name not in SECTIONS)]
     built: dict[str, Section] = {}
-    wrong: set[str] = set()
+    wrong: set[str] = set(searched)
     for name in SECTIONS:
         built[name], found = _section(name, sections.get(name, {}))
         mistakes += [sentence for sentence in found.values() if sentence]

@@ -55,8 +55,10 @@ class Section(BaseModel):
         return {key: value for key, value in values.items() if key not in again or again[key] != value}
 
     def with_values(self, changes: Mapping[str, Any]) -> Self:
-        """A copy with other values, types checked; what was derived is derived again."""
-        return self.model_validate({**self.stated(), **changes})
+        """A copy with other values, types checked; what was derived is derived again, and what was not stated is not."""
+        changed = self.model_validate({**self.stated(), **changes})
+        changed.model_fields_set.intersection_update(self.model_fields_set | {key for key in changes if changes[key]})
+        return changed
 
 
 class Model(Section):

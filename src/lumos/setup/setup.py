@@ -108,4 +108,8 @@ def _filled(section: _Values, values: dict[str, int]) -> _Values:
     if isinstance(section, dict):
         return values | {key: value for key, value in section.items() if key not in values or value}
     missing = {key: value for key, value in values.items() if not getattr(section, key)}
-    return section.model_copy(update=missing) if missing else section
+    if not missing:
+        return section
+    filled = section.model_copy(update=missing)
+    filled.model_fields_set.difference_update(missing)  # `model_fields_set` has what was stated, and nothing else
+    return filled

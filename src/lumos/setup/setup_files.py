@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,9 +61,9 @@ class PlainSetup(NamedTuple):
             below = {name: values for name, values in below.items() if name != "model"}
         return _layered(below, self.sections)
 
-    def checked(self, sections: Sections) -> SetupReading:
-        """The setup of completed sections, or an error that lists every mistake."""
-        setup = checked_setup(sections, self.where, self.mistakes)
+    def checked(self, sections: Sections, searched: Collection[str] = ()) -> SetupReading:
+        """The setup of completed sections, or an error that lists every mistake that is not about a searched key."""
+        setup = checked_setup(sections, self.where, self.mistakes, searched)
         assumed = () if _has(sections, "cluster.gpu") else (f"cluster.gpu is not given: assuming {setup.cluster.gpu}",)
         return SetupReading(setup, (*self.notes, *assumed, *warnings_in(setup)))
 
