@@ -44,12 +44,8 @@ class MeasuredOp(NamedTuple):
 
 def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[MeasuredOp]:
     """The operators of one rank's step that launched kernels, in the order of their first launches."""
-    calls = trace.launch_row[labels.row]
-    around = _Around(ops, _first_us(trace, labels.rank))
-    threads = [trace.lanes[lane].label for lane in trace.lane[calls].tolist()]
-    starts = (trace.start[calls] / 1e3).tolist()
-    owners = [around.of(thread, start) for thread, start in zip(threads, starts, strict=True)]
-    causal = _is_causal(ops)
+    owners = owners_of(trace, labels, ops)
+    causal = is_causal(ops)
     streams = trace.lane[labels.row]
     computing = np.where(labels.work == Work.COMM, 0.0, labels.us)  # collectives may run longer than everything else
     main = int(np.bincount(streams, computing).argmax()) if len(streams) else -1
@@ -78,6 +74,15 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
         )
         last = owner
     return _marked(found)
+
+
+def owners_of(trace: Trace, labels: RankLabels, ops: RankOps) -> list[TracedOp | None]:
+    """For every kernel of the labels, the innermost operator with tensors around its launch."""
+    calls = trace.launch_row[labels.row]
+    around = _Around(ops, _first_us(trace, labels.rank))
+    threads = [trace.lanes[lane].label for lane in trace.lane[calls].tolist()]
+    starts = (trace.start[calls] / 1e3).tolist()
+    return [around.of(thread, start) for thread, start in zip(threads, starts, strict=True)]
 
 
 def _marked(ops: list[MeasuredOp]) -> list[MeasuredOp]:
@@ -136,7 +141,7 @@ def _outer_collective(op: TracedOp | None) -> str:
     return op.name if op is not None else ""
 
 
-def _is_causal(ops: RankOps) -> bool:
+def is_causal(ops: RankOps) -> bool:
     """Whether the attentions of the forward pass leave out what comes later."""
     for op in ops.forward(OpType.ATTENTION):
         outer: TracedOp | None = op

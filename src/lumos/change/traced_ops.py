@@ -24,6 +24,7 @@ from lumos.trace.names import CATEGORIES, Category, collective_name
 from lumos.trace.read.json_slices import Slices
 
 Shape = tuple[int, ...]
+MODULE = "nn.Module: "  # how the profiler names the call of a module
 
 _LONGEST_LIST = 4096  # tensors of one operator that are looked at
 _LARGEST_SIZE = 1 << 48
@@ -114,6 +115,7 @@ class TracedOp:
     outer: TracedOp | None = None  # of the same type around this one: a DTensor's operator, with unsharded shapes
     parent: TracedOp | None = None  # the operator or scope right around this one
     is_leaf: bool = True  # no operator of the same type inside
+    is_note: bool = False  # a scope that the user or the framework opened, or a module
 
     @property
     def backward(self) -> bool:
@@ -162,15 +164,18 @@ class RankOps:
         return [(op, call) for op, call in found if call.collective]
 
 
-def read_ops(path: Path, rank: int, step: str) -> RankOps:
-    """The operators of a file in the step of that name; none where the file is no Kineto trace."""
+def read_ops(path: Path, rank: int, step: str, modules: bool = False) -> RankOps:
+    """The operators of a file in the step of that name; none where the file is no Kineto trace.
+
+    With `modules`, the scopes of `nn.Module`s are among them, where Python functions were recorded (with_stack).
+    """
     by_thread: dict[str, list[TracedOp]] = defaultdict(list)
     known: dict[str, OpType] = {}
     held: list[tuple[float, float]] = []
     try:
         for events in Slices(path, _Event):
             for event in events:
-                op = _read(event, known)
+                op = _read(event, known, modules)
                 held += _held(event)
                 if op is not None:
                     by_thread[str(event.tid)].append(op)
@@ -201,10 +206,12 @@ def _held(event: _Event) -> list[tuple[float, float]]:
     return []
 
 
-def _read(event: _Event, known: dict[str, OpType]) -> TracedOp | None:
-    if event.ph != "X" or CATEGORIES.get(event.cat if isinstance(event.cat, str) else "") not in _CATEGORIES:
-        return None
+def _read(event: _Event, known: dict[str, OpType], modules: bool) -> TracedOp | None:
+    category = CATEGORIES.get(event.cat if isinstance(event.cat, str) else "")
     name = event.name if isinstance(event.name, str) else ""
+    is_module = modules and category == Category.PYTHON and name.startswith(MODULE)
+    if event.ph != "X" or not (category in _CATEGORIES or is_module):
+        return None
     if name not in known:
         known[name] = next((found for found, pattern in _PATTERNS.items() if pattern.match(name)), OpType.OTHER)
     found = known[name]
@@ -215,7 +222,9 @@ def _read(event: _Event, known: dict[str, OpType]) -> TracedOp | None:
     dtype = next((text for text in types if isinstance(text, str) and text and text not in _NOT_TENSORS), "")
     start = float(event.ts)
     thread = str(event.tid)
-    return TracedOp(found, name, start, start + float(event.dur), _shapes(args.shapes), dtype, args, thread)
+    is_note = is_module or category == Category.NOTE
+    end = start + float(event.dur)
+    return TracedOp(found, name, start, end, _shapes(args.shapes), dtype, args, thread, is_note=is_note)
 
 
 def _shapes(recorded: Any) -> list[Shape]:
