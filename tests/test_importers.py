@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tempfile
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lumos.errors import LumosError
+from huggingface_counts import TABLE
+from lumos.errors import InputError, LumosError
 from lumos.setup import Model, Setup, read_setup, read_setup_with_notes
 from lumos.setup.importers.huggingface import model_keys
 from lumos.setup.importers.launch_script import evaluate, is_true, read_shell
@@ -186,6 +188,97 @@ def test_a_config_has_the_published_number_of_parameters_within_one_percent(name
     counted = Model(**reading.sections["model"]).parameters(2048) / 1e9
     assert counted == pytest.approx(published_b, rel=0.01)
     assert (reading.mistakes, reading.not_recognised) == ((), ())
+
+
+# What transformers itself counts for the configurations of all its decoders (tests/huggingface_counts.py)
+
+
+def count_of(config: dict[str, Any]) -> tuple[int | None, str]:
+    """The parameters of a config.json and its notes; None and the reason where it is refused."""
+    try:
+        reading = model_keys(config)
+    except InputError as error:
+        return None, str(error)
+    if reading.mistakes:
+        return None, reading.mistakes[0].sentence
+    text = config.get("text_config", config)
+    seq = next((text[key] for key in ("max_position_embeddings", "n_positions", "max_seq_len") if key in text), 0)
+    return Model(**reading.sections["model"]).parameters(seq), "; ".join(reading.notes)
+
+
+def test_no_configuration_of_transformers_is_read_with_a_wrong_size() -> None:
+    outcomes: dict[str, set[str]] = {"agree": set(), "refused": set(), "not counted": set(), "wrong": set()}
+    for row in json.loads(gzip.decompress(TABLE.read_bytes())):
+        name = row["config"]["model_type"]
+        if name == "helium" and row["changes"]:
+            continue  # its heads of 128 do not fit the small size: transformers builds it but cannot run it
+        counted, words = count_of(row["config"])
+        outcome = "refused" if counted is None else "agree"
+        if counted is not None and abs(counted / row["parameters"] - 1) > 0.01:
+            outcome = "not counted" if "not counted" in words else "wrong"
+        if outcome == "refused":
+            assert "--set model." in words or "lumos capture --dry" in words or "missing" in words, words
+        outcomes[outcome].add(name if outcome != "wrong" else f"{name} {row['changes']}: {words}")
+    assert outcomes["wrong"] == set()
+    assert outcomes["not counted"] == {"deepseek_v32", "glm_moe_dsa"}  # in small, their index is much of the model
+    assert len(outcomes["agree"]) >= 115
+    hybrids = {"qwen3_next", "qwen3_5", "olmo_hybrid", "minimax", "jamba", "bamba", "falcon_h1", "nemotron_h", "lfm2"}
+    assert hybrids | {"gemma4", "gemma3n_text", "kimi_linear", "granitemoehybrid"} <= outcomes["refused"]
+    assert not hybrids & outcomes["agree"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, '3 of 4 layers are "linear_attention"'),
+        ({"layer_types": ["mamba"] * 4}, '4 of 4 layers are "mamba"'),
+        ({"mamba_d_state": 128}, "mamba_d_state = 128 means state-space layers"),
+        ({"linear_num_value_heads": 32}, "means linear attention"),
+        ({"hidden_size_per_layer_input": 256}, "means embeddings of every layer"),
+        ({"attn_output_gate": True}, "means a gate on attention"),
+        ({"model_type": "nemotron_h"}, "nemotron_h is a state-space"),
+        ({"model_type": "brand_new", "gadget_rank": 7}, 'model_type "brand_new" is not known, and these keys'),
+    ],
+)
+def test_layers_that_cannot_be_described_are_refused_with_a_way_out(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        model_keys(sizes("llama", 4, 512, 1024, 8, 8, 1000) | {"hidden_act": "silu"} | more)
+    assert words in str(caught.value)
+    assert "lumos capture --dry" in str(caught.value)
+
+
+def test_a_type_that_is_not_known_is_guessed_from_its_activation_alone(tmp_path: Path) -> None:
+    config = sizes("brand_new", 4, 512, 1024, 8, 8, 1000)
+    path = written(tmp_path, json.dumps(config | {"hidden_activation": "silu"}), "config.json")
+    assert any("assuming a gated MLP" in note for note in answer(path))
+    path.write_text(json.dumps(config | {"hidden_activation": "gelu_pytorch_tanh"}))
+    assert "--set model.gated=true" in refused(path, "train.seq=64")[0]
+    setup = read_setup(path, ["train.seq=64", "model.gated=true"])
+    assert (setup.model.gated, setup.model.activation) == (True, "gelu")
+
+
+MAVERICK = sizes(
+    "llama4_text", 48, 5120, 8192, 40, 8, 202048, head_dim=128, num_local_experts=128, num_experts_per_tok=1,
+    interleave_moe_layer_step=2, intermediate_size_mlp=16384, **UNTIED,
+)  # fmt: skip
+
+
+def test_layers_without_experts_are_counted_wherever_they_are() -> None:
+    reading = model_keys(MAVERICK)
+    model = Model(**reading.sections["model"])
+    assert (model.dense_layers, model.ffn, model.expert_ffn) == (24, 16384, 8192)
+    assert model.parameters() / 1e9 == pytest.approx(400.7, rel=0.01)
+    assert "24 of 48 layers have no experts: modelled as the first 24 layers" in reading.notes
+    moe = sizes("qwen3_moe", 6, 512, 1024, 8, 8, 1000, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+    for spelling, dense in (
+        ({"mlp_layer_types": ["dense", *["sparse"] * 5]}, 1),
+        ({"mlp_only_layers": [0, 1]}, 2),
+        ({"decoder_sparse_step": 2}, 3),
+        ({"moe_layer_freq": [0, 0, 1, 1, 1, 1]}, 2),
+        ({"first_k_dense_replace": 4}, 4),
+    ):
+        assert model_keys(moe | spelling).sections["model"]["dense_layers"] == dense, spelling
+    assert model_keys(moe | {"mlp_layer_types": ["dense"]}).mistakes[0].place == "model.dense_layers"
 
 
 BESIDE = {

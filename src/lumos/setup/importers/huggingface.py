@@ -11,7 +11,8 @@ from typing import Any
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.setup.importers.foreign_file import Findings, Reading, flat, is_ignored
-from lumos.setup.messages import shown
+from lumos.setup.messages import listed, named, shown
+from lumos.setup.sections import as_count
 
 _TABLES = read_table("huggingface_configs.toml")
 _SIZES, _LATENT, _COMBINED = _TABLES["sizes"], _TABLES["latent_sizes"], _TABLES["combined"]
@@ -24,6 +25,13 @@ _KNOWN = {
     for name in names
 }
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
+_MOST_LAYERS = 1 << 14
+_TOLERATED = 0.01  # of the width of all experts
+_LIMITED, _SPARSE = _TABLES["attention_layers"]["limited"], _TABLES["attention_layers"]["sparse"]
+_WAY_OUT = (
+    "lumos predict dry-runs its own code for one GPU (with torch and transformers installed); "
+    "for more GPUs, dry-run the training script: lumos capture --dry --world GPUS -- COMMAND"
+)
 
 
 def model_keys(content: object) -> Reading:
@@ -32,18 +40,27 @@ def model_keys(content: object) -> Reading:
         raise InputError(f"a config.json is a table, this is {shown(content)}")
     found = Findings()
     config = _language_model(content, found.notes)
-    keys = _family(config, found.notes) | _sizes(config, found)
+    keys = _family(config)
+    _refuse_other_layers(config)
+    is_known = bool(keys)
+    keys = keys or _guessed(config, found)
+    keys |= _sizes(config, found)
     keys |= _experts(config, keys, found)
     keys |= _style(config, keys, found.notes)
     _note_missing(keys, found)
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        window = shown(config["sliding_window"])
-        found.notes.append(f"sliding_window = {window} is not modelled: assuming full attention")
-    if config.get("num_nextn_predict_layers"):
-        found.notes.append("num_nextn_predict_layers: multi-token prediction is not modelled")
+    _note_attention(config, found.notes)
+    if config.get("num_nextn_predict_layers") or config.get("num_mtp_layers"):
+        found.notes.append("multi-token prediction is not modelled, and its parameters are not counted")
     found.values |= {f"model.{key}": value for key, value in (keys | {"name": _name(config)}).items()}
     stated = (name for name, value in flat(config, 2).items() if value is not None and name not in _KNOWN)
-    return found.reading(name for name in stated if not is_ignored(name, _TABLES["ignored"]))
+    unread = [name for name in stated if not is_ignored(name, _TABLES["ignored"])]
+    if unread and not is_known:
+        raise InputError(
+            f"model_type {shown(config.get('model_type'))} is not known, and these keys may change the model: "
+            f"{listed(unread)}; change model_type to that of a model that is built the same (llama, for example) and "
+            f"remove them, or {_WAY_OUT}"
+        )
+    return found.reading(unread)
 
 
 def _note_missing(keys: Mapping[str, Any], found: Findings) -> None:
@@ -64,35 +81,77 @@ def _language_model(content: dict[str, Any], notes: list[str]) -> dict[str, Any]
         part = content.get(name)
         if isinstance(part, dict) and content.get("model_type") not in tuple(_UNSUPPORTED):
             notes.append(f"the model has several parts: only {name} is modelled")
-            return {"tie_word_embeddings": content.get("tie_word_embeddings")} | part
+            tied = content.get("tie_word_embeddings")
+            return part if tied is None else part | {"tie_word_embeddings": tied}
     return content
 
 
-def _family(config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """What the type of a model implies, or InputError for one that is not a decoder-only transformer."""
+def _family(config: dict[str, Any]) -> dict[str, Any]:
+    """What the type of a model implies, {} where it is not known, or InputError where it cannot be described."""
     name = config.get("model_type")
     if name is not None and not isinstance(name, str):
         raise InputError(f"model_type = {shown(name)} is not a name")
+    if name and name in _UNSUPPORTED:
+        raise InputError(f"{name} is {_UNSUPPORTED[name]}, which cannot be described: {_WAY_OUT}")
     if name and name in _FAMILIES:
         return dict(_FAMILIES[name])
-    if name and name in _UNSUPPORTED:
-        raise InputError(f"{name} is {_UNSUPPORTED[name]}; Lumos models decoder-only transformers")
     if config.get("is_encoder_decoder") is True:
-        raise InputError("an encoder with a decoder; Lumos models decoder-only transformers")
+        raise InputError(f"an encoder with a decoder, which cannot be described: {_WAY_OUT}")
     architectures = config.get("architectures")
     classes = [str(word)[:100] for word in architectures] if isinstance(architectures, list) else []
     if classes and not any("CausalLM" in word or "LMHead" in word for word in classes):
-        raise InputError(f"{classes[0]} is not a decoder-only language model (ForCausalLM)")
+        raise InputError(f"{named(classes[0])} is not a decoder-only language model (ForCausalLM): {_WAY_OUT}")
     if name is None and not all(_first(config, _SIZES[key])[1] for key in _REQUIRED):
         raise InputError("not the config.json of a language model: it has no model_type")
-    activation = config.get("hidden_act", config.get("activation_function"))
+    return {}
+
+
+def _guessed(config: dict[str, Any], found: Findings) -> dict[str, Any]:
+    """The MLP of a model whose type is not known: gated if its activation is SiLU; otherwise the user has to say."""
+    name, activation = config.get("model_type"), _first(config, _COMBINED["activation"])[1]
     gated = activation in ("silu", "swish", "swiglu")
-    mlp = "a gated MLP, as in Llama" if gated else "an MLP without a gate, as in GPT-2"
-    notes.append(
-        f"model_type {shown(name)} is not known: assuming {mlp}, because its activation is {shown(activation)}; "
-        "set model.gated if that is wrong"
-    )
+    if gated:
+        found.notes.append(
+            f"model_type {shown(name)} is not known: assuming a gated MLP, as in Llama, because its activation is "
+            f"{shown(activation)}; compare the number of parameters, and set model.gated if that is wrong"
+        )
+    else:
+        found.mistake(
+            "model.gated",
+            f"model_type {shown(name)} is not known, and its activation {shown(activation)} does not tell whether its "
+            "MLP is gated: --set model.gated=true (three matrices, as in Gemma) or false (two, as in GPT-2)",
+        )
     return {"gated": gated}
+
+
+def _refuse_other_layers(config: dict[str, Any]) -> None:
+    """Raise InputError where keys speak of layers that are not attention and an MLP, whatever the model is called."""
+    for group in _TABLES["refused_keys"]:
+        prefixes = tuple(group["prefixes"])
+        for name, value in config.items():
+            if name.startswith(prefixes) and value not in (None, 0, False, "", [], {}):
+                what = f"{name[:60]} = {shown(value)} means {group['description']}"
+                raise InputError(f"{what}, which cannot be described: {_WAY_OUT}")
+    kinds = config.get("layer_types")
+    known = [kind for kinds in _TABLES["attention_layers"].values() for kind in kinds]
+    others = [str(kind) for kind in kinds if kind not in known] if isinstance(kinds, list) else []
+    if others:
+        count = f"{len(others)} of {len(kinds or ())} layers are {shown(others[0])}"
+        raise InputError(f"layer_types: {count}, which cannot be described: {_WAY_OUT}")
+
+
+def _note_attention(config: dict[str, Any], notes: list[str]) -> None:
+    """Say where a layer does not attend to all tokens."""
+    kinds = config.get("layer_types")
+    kinds = kinds if isinstance(kinds, list) else []
+    limited = sum(kind in _LIMITED for kind in kinds)
+    where = f" in {limited} of {len(kinds)} layers" if kinds else ""
+    for name in ("sliding_window", "attention_chunk_size"):
+        size = config.get(name)
+        if size and config.get("use_sliding_window", True) and (limited or not kinds):
+            notes.append(f"{name} = {shown(size)}{where} is not modelled: assuming full attention")
+    if any(kind in _SPARSE for kind in kinds) or config.get("index_topk"):
+        notes.append("sparse attention is not modelled, and its index is not counted: assuming full attention")
 
 
 def _sizes(config: dict[str, Any], found: Findings) -> dict[str, int]:
@@ -106,8 +165,8 @@ def _sizes(config: dict[str, Any], found: Findings) -> dict[str, int]:
         ratio = _count(config, _COMBINED["ffn_ratio"], found, "ffn")
         keys["ffn"] = (ratio or default["ratio"]) * keys["hidden"]
     grouped = config.get("new_decoder_architecture") is True
-    if name in ("falcon", "gpt_bigcode") and config.get("multi_query", True) is True and not grouped:
-        keys["kv_heads"] = 1
+    if name in ("falcon", "gpt_bigcode") and not grouped:
+        keys["kv_heads"] = 1 if config.get("multi_query", True) is True else keys.get("heads", 0)
     if keys.get("kv_lora_rank") and not keys.get("v_head_dim") and keys.get("hidden") and keys.get("heads"):
         keys["v_head_dim"] = keys["hidden"] // keys["heads"]
     return keys
@@ -118,33 +177,65 @@ def _experts(config: dict[str, Any], sizes: Mapping[str, Any], found: Findings) 
     if (_count(config, table["experts"], found, "experts") or 0) <= 1:
         return {}
     keys = _counts(config, table, found)
+    if config.get("intermediate_size_mlp"):  # of Llama 4, where intermediate_size is that of an expert
+        keys |= {"expert_ffn": sizes.get("ffn", 0)} | _counts(config, {"ffn": ["intermediate_size_mlp"]}, found)
     width = keys.get("expert_ffn") or sizes.get("ffn", 0)
     shared = _count(config, _COMBINED["shared_width"], found, "shared_experts")
     if shared and width:
         keys["shared_experts"] = max(round(shared / width), 1)
-        if shared % width:
-            found.notes.append(f"a shared expert of width {shared} is modelled as {keys['shared_experts']} of {width}")
-    keys["dense_layers"] = keys.get("dense_layers", 0) or _leading(config.get("mlp_only_layers"), found.notes)
-    for name in _COMBINED["sparse_steps"]:
-        if config.get(name) not in (None, 0, 1):
-            found.notes.append(f"{name} = {shown(config[name])} is not modelled: assuming experts in every layer")
+        _check_shared(shared, width, keys, found)
+    layers = min(sizes.get("layers", 0), _MOST_LAYERS)
+    sparse = _sparse_layers(config, layers, keys.get("dense_layers", 0))
+    if sparse is None:
+        found.mistake(
+            "model.dense_layers",
+            f"mlp_layer_types, moe_layer_freq or moe_layers do not say of {layers} layers which have experts: "
+            "correct them, or --set model.dense_layers=NUMBER",
+        )
+        return keys
+    keys["dense_layers"] = dense = layers - sum(sparse)
+    if any(sparse[:dense]):
+        found.notes.append(f"{dense} of {layers} layers have no experts: modelled as the first {dense} layers")
     return keys
 
 
-def _leading(layers: object, notes: list[str]) -> int:
-    """How many layers are dense, if they are the first ones."""
-    if not isinstance(layers, list) or not layers:
-        return 0
-    if layers == list(range(len(layers))):
-        return len(layers)
-    notes.append("mlp_only_layers are not the first layers, which is not modelled: assuming experts in every layer")
-    return 0
+def _check_shared(shared: int, width: int, keys: Mapping[str, int], found: Findings) -> None:
+    """Shared experts are as wide as the others here: note a small difference, refuse one that changes the model."""
+    modelled = keys["shared_experts"] * width
+    what = f"a shared expert of width {shared} beside experts of width {width}"
+    if abs(shared - modelled) > _TOLERATED * (keys.get("experts", 0) * width + shared):
+        found.mistake("model.shared_experts", f"{what} cannot be described: --set model.shared_experts=NUMBER")
+    elif shared != modelled:
+        found.notes.append(f"{what} is modelled as {keys['shared_experts']} of those")
+
+
+def _sparse_layers(config: Mapping[str, Any], layers: int, leading: int) -> list[bool] | None:
+    """Of every layer, whether it has experts; None where the file contradicts itself."""
+    kinds, steps, chosen = (config.get(key) for key in ("mlp_layer_types", "moe_layer_freq", "moe_layers"))
+    if isinstance(kinds, list):
+        return [kind != "dense" for kind in kinds] if len(kinds) == layers else None
+    if isinstance(steps, list):
+        return [bool(step) for step in steps] if len(steps) == layers else None
+    if isinstance(chosen, list) and chosen:
+        return [layer in chosen for layer in range(layers)]
+    dense = config.get("mlp_only_layers")
+    dense = dense if isinstance(dense, list) else []
+    end = config.get("moe_layer_end_index")
+    last = end if type(end) is int and end >= 0 else layers
+    *ends_groups, begins_groups = (as_count(config.get(name)) or 1 for name in _COMBINED["sparse_steps"])
+    return [
+        leading <= layer <= last
+        and layer not in dense
+        and layer % begins_groups == 0
+        and all((layer + 1) % step == 0 for step in ends_groups)
+        for layer in range(layers)
+    ]
 
 
 def _style(config: dict[str, Any], family: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """What a config says itself about biases, norms, positions and the activation."""
     keys: dict[str, Any] = dict(_switches(config))
-    activation = next((config[name] for name in _COMBINED["activation"] if config.get(name)), None)
+    activation = _first(config, _COMBINED["activation"])[1]
     if isinstance(activation, str) and "activation" not in family:
         known = "gelu" if "gelu" in activation else _TABLES["activations"].get(activation)
         if known:
@@ -175,6 +266,8 @@ def _counts(config: dict[str, Any], table: Mapping[str, Sequence[str]], found: F
 def _count(config: dict[str, Any], names: Sequence[str], found: Findings, key: str) -> int | None:
     """A whole number under one of these names, or None; null counts as absent, a wrong value is noted as a mistake."""
     name, value = _first(config, names)
+    if isinstance(value, list) and len(value) > 1 and all(item == value[0] for item in value):
+        value = value[0]  # one for every layer, all the same
     if value is None or (type(value) is int and value >= 0):
         return value
     wrong = f"{name} = {shown(value)} is not a whole number of 0 or more"
