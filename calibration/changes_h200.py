@@ -1,6 +1,6 @@
 """Truth for predictions of another configuration from a trace: clean steps, peak memory and traces on one GPU.
 
-    python3 calibration/changes_h200.py OUT_DIR SECONDS development|blind [NAME ...]
+    python3 calibration/changes_h200.py OUT_DIR SECONDS development|blind|replays [NAME ...]
 
 Four kinds of cases, each a folder of OUT_DIR:
   ranks           one rank of a large job, its peers faked: a plain decoder with FSDP2 and DTensor tensor parallelism
@@ -687,7 +687,22 @@ BLIND = Plan(
         ("pp2_mb3", "pp2_mb6"),
     ],
 )
-PLANS = {"development": DEVELOPMENT, "blind": BLIND}
+# Jobs whose traces are replayed with nothing frozen: recorded after the dependency rules were fixed.
+NARROW, WIDE = Rank("", 768, 2048, 12, 12, 8, seq=1536, mbs=2), Rank("", 1792, 4864, 14, 14, 6, seq=640, mbs=4)
+REPLAYS = replace(
+    Plan([], [], {}, [], [], [], []),
+    multirank=[
+        replace(WIDE, name="fsdp4_l6", mode="fsdp", world=4, zero=3, trace=True),
+        replace(NARROW, name="fsdp2_l12", mode="fsdp", world=2, zero=3, layers=12, trace=True),
+        replace(NARROW, name="ddp4_l8", mode="ddp", world=4, trace=True),
+        replace(WIDE, name="ddp2_l18", mode="ddp", world=2, layers=18, trace=True),
+        replace(NARROW, name="pp4_mb6", mode="pp", world=4, pp=4, accum=6, trace=True),
+        replace(WIDE, name="pp2_mb10", mode="pp", world=2, pp=2, accum=10, trace=True),
+        replace(WIDE, name="dp2_tp2_l6", mode="dp_tp", world=4, tp=2, zero=3, trace=True),
+        replace(NARROW, name="tp2_pp2_mb5", mode="tp_pp", world=4, tp=2, pp=2, accum=5, trace=True),
+    ],
+)
+PLANS = {"development": DEVELOPMENT, "blind": BLIND, "replays": REPLAYS}
 
 
 # A plain decoder, the model of ranks and multirank.

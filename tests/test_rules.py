@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lumos.analysis.ablation import unfrozen
 from lumos.analysis.replay import replay
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.graph import Rule
@@ -199,6 +200,42 @@ def test_a_stream_that_runs_ahead_does_not_share_the_queue(tmp_path: Path) -> No
     assert ("held", "other") not in edges(build(read(tmp_path, _shared_queue(together=False))), Rule.CHANNEL)
 
 
+def test_a_kernel_without_room_does_not_disprove_a_shared_queue(tmp_path: Path) -> None:
+    """Released together, but of the two the held one has to wait for room on the GPU once."""
+    events = _shared_queue(together=True)
+    late = next(e for e in events if e["name"] == "held")
+    late["ts"] += 200
+    assert ("held", "other") in edges(build(read(tmp_path, events)), Rule.CHANNEL)
+
+
+def _rank_on_a_gpu(rank: int, takes_turns: bool, device: int = 0) -> list[Event]:
+    """Thirty kernels of 100 µs, all launched at once; on a shared GPU the other rank's kernels run in between."""
+    period, first = (200, 100 * rank) if takes_turns else (200, 0)
+    events = [note("ProfilerStep#1", 0, 200 * 30 + 300), call("cudaLaunchKernel", 0, 1, 1)]
+    for i in range(30):
+        events.append(call("cudaLaunchKernel", 1 + i, 1, i + 1))
+        events.append(kernel(f"rank{rank}", 50 + first + period * i, 98, i + 1, 7, {"device": device}))
+    return events
+
+
+@pytest.mark.parametrize(
+    ("takes_turns", "devices", "shared"),
+    [(True, (0, 0), True), (True, (0, 1), False), (False, (0, 0), False)],
+    ids=["in turns", "two devices", "at the same time"],
+)
+def test_ranks_that_share_a_gpu_take_turns(
+    tmp_path: Path, takes_turns: bool, devices: tuple[int, int], shared: bool
+) -> None:
+    ranks = [_rank_on_a_gpu(rank, takes_turns, device) for rank, device in enumerate(devices)]
+    execution = build(read(tmp_path, *ranks))
+    between = set(edges(execution, Rule.SHARED_GPU))
+    assert between == ({("rank0", "rank1"), ("rank1", "rank0")} if shared else set())
+    if shared:
+        gpu = execution.nodes.on_gpu
+        faster = simulate(execution.graph, np.where(gpu, 0.5, 1.0) * execution.graph.duration)
+        assert faster.end[gpu].max() < 0.6 * simulate(execution.graph).end[gpu].max()
+
+
 def test_a_full_launch_queue_holds_the_cpu_back(tmp_path: Path) -> None:
     """Recorded on an H200: 3,000 launches behind one long kernel."""
     run = replay(read_job(Path(__file__).parent / "data/full_queue.json.gz"))
@@ -303,6 +340,32 @@ def test_kernels_resident_before_their_turn_begin_when_it_comes(tmp_path: Path) 
     execution = build(read(tmp_path, events))
     b = execution.nodes.first_node[execution.trace.name == execution.trace.names.index("b")][0]
     assert (execution.nodes.start[b] - execution.origin, execution.graph.duration[b]) == (110_000, 50_000)
+
+
+def test_with_nothing_frozen_a_step_lacks_what_no_rule_explains(tmp_path: Path) -> None:
+    """The second kernel was late by a millisecond for no reason that the trace shows; the host waits for it."""
+    events = [*launch("a", 0, 1), *launch("b", 20, 2, late=1010), call("cudaDeviceSynchronize", 30, 1025, 3),
+              note("ProfilerStep#1", 0, 1060)]  # fmt: skip
+    whole, *others = replay(read(tmp_path, events)).ablation
+    assert (whole.without, round(whole.step_ms, 2)) == ((), 0.07)
+    assert {one.without for one in others} == {("launch",), ("sync",)}
+    answer = replay(read(tmp_path, events)).as_dict(ablate=True)
+    assert answer["unfrozen_error_pct"] == whole.error_pct == pytest.approx(100 * (0.07 / 1.06 - 1), abs=1.5)
+    assert [one["without"] for one in answer["ablation"]] == [[], ["launch"], ["sync"]]
+
+
+def test_a_rule_that_explains_a_wait_is_missed(tmp_path: Path) -> None:
+    trace = read(tmp_path, training_run(rank=0), training_run(rank=1, slow=40))
+    errors = {one.without: one.error_pct for one in replay(trace).ablation}
+    assert abs(errors[()]) < 0.5
+    assert errors["launch",] < -20
+    assert errors["sync",] < -2
+
+
+def test_when_a_lane_begins_is_given_and_not_explained(tmp_path: Path) -> None:
+    late = [*launch("b", 5000, 1), note("ProfilerStep#1", 5000, 60)]
+    execution = build(read(tmp_path, [*launch("a", 0, 1), note("ProfilerStep#1", 0, 60)], late))
+    assert simulate(unfrozen(execution)).span == simulate(execution.graph).span == 5_060_000
 
 
 def test_time_that_no_rule_explains_is_frozen_and_reported(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from lumos.analysis.ablation import Ablation, ablate
 from lumos.analysis.answers import PathAnswer, ReplayAnswer
 from lumos.analysis.breakdown import Breakdown, breakdown_by_rank, mean_breakdown
 from lumos.analysis.collectives import Collective, collectives, group_collectives
@@ -85,6 +86,11 @@ class Replay:
         recorded = self.recorded_steps.mean
         return 100 * (self.simulated_steps.mean / recorded - 1) if recorded else 0.0
 
+    @cached_property
+    def ablation(self) -> tuple[Ablation, ...]:
+        """The step with nothing frozen, under all rules and without some; the graph is built anew for each."""
+        return tuple(ablate(self.execution))
+
     @property
     def path(self) -> CriticalPath:
         """The critical path of all steps."""
@@ -129,9 +135,13 @@ class Replay:
 
         return replay_snippet(self)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The answer of `lumos replay --json`."""
-        return self.answer.as_dict()
+    def as_dict(self, ablate: bool = False) -> dict[str, Any]:
+        """The answer of `lumos replay --json`, on request with `--ablate`."""
+        if not ablate:
+            return self.answer.as_dict()
+        whole = self.ablation[0]
+        found = {"unfrozen_ms": whole.step_ms, "unfrozen_error_pct": whole.error_pct}
+        return self.answer.as_dict() | found | {"ablation": [one.as_dict() for one in self.ablation]}
 
     @cached_property
     def answer(self) -> ReplayAnswer:

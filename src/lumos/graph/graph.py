@@ -40,6 +40,7 @@ class Rule(IntEnum):
     GRAPH = 6  # inside one CUDA graph
     CHANNEL = 7  # streams that share a hardware queue
     ORDER = 8  # the order of a lane; never an explicit edge
+    SHARED_GPU = 9  # kernels of ranks on the same GPU take turns
 
 
 @dataclass(frozen=True)

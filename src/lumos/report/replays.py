@@ -73,6 +73,17 @@ def steps_table(run: Replay) -> Table:
     return Table("steps, recorded and simulated", columns, rows, left_out(MOST_ROWS, recorded))
 
 
+def ablation_table(run: Replay) -> Table:
+    """How much of the step the rules explain, all together and without each."""
+    rows = []
+    for one in run.ablation:
+        fewer = one.edges if one.without else None
+        rows.append(Row([", ".join(one.without) or "none", fewer, one.step_ms, one.error_pct]))
+    columns = [Column("rules left out"), Column("fewer dependencies", 0), *ms_columns(("step, ms",), rows),
+               Column("error, %", 2, signed=True, bar=True)]  # fmt: skip
+    return Table("nothing frozen: waits that no rule explains set to zero", columns, rows)
+
+
 def path_table(summary: PathSummary) -> Table:
     """What the critical path is made of; from the first rank's start to the last one's end."""
     total = summary.total_ms or 1.0

@@ -7,7 +7,7 @@ event explains it; the rest is kept as `frozen`, and reported as unexplained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,8 @@ from lumos.errors import CycleError
 from lumos.graph.from_trace.cpu_device import with_cpu_device
 from lumos.graph.from_trace.nodes import Nodes, cut_nodes
 from lumos.graph.from_trace.rendezvous import Rendezvous, clock_offsets, find_rendezvous, rendezvous_edges
-from lumos.graph.from_trace.rules import RULES, DependencyRule
+from lumos.graph.from_trace.rules import RULES
+from lumos.graph.from_trace.rules.shared_gpu import shared_gpu_edges
 from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Rule, Small
 from lumos.graph.simulate import Times
 from lumos.trace.trace import Trace
@@ -26,6 +27,8 @@ _LAGS = read_table("trace_rules.toml")["lags"]
 _MEASURED_LAGS = read_table("trace_rules.toml")["usual_lags"]
 _USUAL = np.array([_LAGS.get(rule.name.lower(), {"usual": 0.0})["usual"] for rule in Rule])
 _TOLERANCE = np.array([_LAGS.get(rule.name.lower(), {"tolerance": np.inf})["tolerance"] for rule in Rule])
+
+RULE_NAMES = (*RULES, "collective", "shared_gpu")
 
 # Rules whose edges are given up, in this order, if clocks disagree so much that dependencies form a cycle.
 _DOUBTFUL = (
@@ -78,8 +81,8 @@ class Execution:
             duration[rows] = end - begin
 
 
-def build(trace: Trace, rules: Sequence[DependencyRule] = RULES) -> Execution:
-    """The execution graph of a trace."""
+def build(trace: Trace, without: Collection[str] = ()) -> Execution:
+    """The execution graph of a trace; `without` some of `RULE_NAMES`, to see what they are worth."""
     trace = with_cpu_device(trace)
     rendezvous, warnings = find_rendezvous(trace)
     offsets = clock_offsets(trace, rendezvous)
@@ -90,8 +93,13 @@ def build(trace: Trace, rules: Sequence[DependencyRule] = RULES) -> Execution:
             f"clocks of {len(offsets)} ranks were aligned by their collectives, by up to {worst / 1e6:.2f} ms"
         )
     nodes = cut_nodes(trace)
-    between_ranks, hubs = rendezvous_edges(nodes, rendezvous)
-    graph, origin = _time(nodes, Edges.join([*(rule(nodes) for rule in rules), between_ranks]), hubs)
+    between_ranks, hubs = rendezvous_edges(nodes, [] if "collective" in without else rendezvous)
+    found = [rule(nodes) for name, rule in RULES.items() if name not in without]
+    graph, origin = _time(nodes, Edges.join([*found, between_ranks]), hubs)
+    if "shared_gpu" not in without:
+        waiting_for_room = shared_gpu_edges(nodes, _unexplained(graph))
+        if len(waiting_for_room):
+            graph, origin = _time(nodes, Edges.join([graph.edges, waiting_for_room]), hubs)
     for doubtful in _DOUBTFUL:
         if _has_order(graph):
             break
@@ -99,6 +107,13 @@ def build(trace: Trace, rules: Sequence[DependencyRule] = RULES) -> Execution:
         warnings.append(f"{(~keep).sum()} inferred dependencies contradict each other and were dropped")
         graph, origin = _time(nodes, graph.edges.select(keep), hubs)
     return Execution(trace, nodes, graph, origin, rendezvous, (*trace.warnings, *warnings))
+
+
+def _unexplained(graph: Graph) -> Floats:
+    """The frozen time before every node, its own and its edges'."""
+    waits = graph.frozen.copy()
+    np.maximum.at(waits, graph.edges.target, graph.edges.frozen)
+    return waits
 
 
 def _has_order(graph: Graph) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lumos.analysis.replay import Replay
+from lumos.prediction.traced_operators import TracedOperators
 from lumos.report.html.allocations import memory_section
 from lumos.report.html.page import Page, Section
 from lumos.report.html.parts import (
@@ -15,8 +16,9 @@ from lumos.report.html.parts import (
     timeline_section,
     utilisation_section,
 )
+from lumos.report.html.roofline import traced_operators_sections
 from lumos.report.html.timeline import run_timeline
-from lumos.report.replays import MOST_ROWS, device_of, replay_cards, steps_table, stragglers_table
+from lumos.report.replays import MOST_ROWS, ablation_table, device_of, replay_cards, steps_table, stragglers_table
 from lumos.report.wording import ms_text
 
 _BREAKDOWN = (
@@ -26,13 +28,18 @@ _BREAKDOWN = (
 _STRAGGLERS = (
     "In a collective everyone waits for the last to arrive; what that costs the others is charged to the last."
 )
+_ABLATION = (
+    "A graph that keeps every recorded wait replays perfectly. Here each wait that no rule explains is set to zero, "
+    "with all rules and without each of them; what the step lacks then is the honest error of the replay."
+)
 _HOTSPOTS = (
-    "A mean over ranks and steps, without communication. A trace does not say how much kernels compute and move, so "
-    "there is no roofline; `lumos predict` with a setup has one."
+    "A mean over ranks and steps, without communication. With --operators, a report has the rates of operators by "
+    "shape, and their roofline."
 )
 
 
-def replay_page(run: Replay) -> Page:
+def replay_page(run: Replay, ablate: bool = False, operators: TracedOperators | None = None) -> Page:
+    """The whole report; with the rates of operators, if they are given."""
     timeline = run_timeline(run.run)
     ranks = [str(rank) for rank in run.marks.ranks]
     spots = {
@@ -46,12 +53,14 @@ def replay_page(run: Replay) -> Page:
         timeline_section(timeline),
         path_section(run.path_summary),
         recorded_collectives_section(run.collectives, max(len(run.marks.names), 1)),
+        *(traced_operators_sections(operators) if operators is not None else []),
         hotspots_section(spots, _HOTSPOTS),
         utilisation_section(run.utilisation),
         memory_section(run.execution.trace, run.execution.origin),
         Section("Steps", tables=[steps_table(run)]),
+        *([Section("What the dependency rules explain", _ABLATION, tables=[ablation_table(run)])] if ablate else []),
     ]
-    notes = run.execution.warnings
+    notes = [*run.execution.warnings, *(operators.warnings if operators is not None else [])]
     return Page(replay_title(run), subtitle_of(run), replay_cards(run), sections, notes, ranks, kinds=timeline.kinds)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -11,14 +13,17 @@ from lumos.analysis.collectives import group_collectives
 from lumos.analysis.comparison import Comparison
 from lumos.analysis.readiness import Readiness
 from lumos.analysis.replay import Replay
+from lumos.errors import printable
 from lumos.prediction.prediction import Prediction
-from lumos.report import predictions, replays
+from lumos.prediction.traced_operators import TracedOperators
+from lumos.report import operator_rates, predictions, replays
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 from lumos.report.wording import title_of
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 80  # characters of the utilisation
 _FEW = 8  # rows of operators, kernels and collectives
+_MOST_OPERATORS = 24
 _QUESTIONS = {
     "replay": "where the step goes (lumos replay)",
     "scale": "faster kernels or communication (lumos predict --from --scale)",
@@ -28,7 +33,7 @@ _QUESTIONS = {
 }
 
 
-def show_replay(run: Replay, console: Console) -> None:
+def show_replay(run: Replay, console: Console, ablate: bool = False) -> None:
     """Is the graph right, and where does the time go?"""
     device, steps = replays.device_of(run), max(len(run.marks.names), 1)
     title = f"replay of {len(run.marks.ranks)} rank(s), {len(run.execution.graph):,} tasks"
@@ -38,6 +43,8 @@ def show_replay(run: Replay, console: Console) -> None:
         parts.append(rendered(replays.stragglers_table(run)))
     parts.append(rendered(replays.breakdown_table(run.recorded_breakdown, simulated)))
     parts += [rendered(replays.steps_table(run)), rendered(replays.path_table(run.path_summary))]
+    if ablate:
+        parts.append(rendered(replays.ablation_table(run)))
     parts.append(rendered(replays.hot_table(run.operators(replays.MOST_ROWS), f"{device} time by operator"), _FEW))
     parts.append(rendered(replays.hot_table(run.kernels(replays.MOST_ROWS), f"{device} time by kernel"), _FEW))
     if run.collectives:
@@ -93,3 +100,13 @@ def show_readiness(found: Readiness, path: str, console: Console) -> None:
         parts.append(table)
     nothing = [] if found.findings else [Text("nothing is missing")]
     console.print(Group(*parts, *nothing, *notes(found.run.execution.warnings)))
+
+
+def show_operators(found: TracedOperators, console: Console, said: Sequence[str] = ()) -> None:
+    """How fast the operators of a traced step ran, and in which modules."""
+    title = f"operators of {found.step}" + (f" on {found.gpu.name}" if found.gpu else "")
+    parts: list[RenderableType] = [summary(title, operator_rates.operator_cards(found))]
+    parts.append(rendered(operator_rates.rates_table(found), _MOST_OPERATORS))
+    if found.modules:
+        parts.append(rendered(operator_rates.modules_time_table(found), _MOST_OPERATORS))
+    console.print(Group(*parts, *notes(found.warnings), *(Text(printable(one)) for one in said)))

@@ -16,7 +16,7 @@ from lumos.graph.graph import Edges, Rule
 from lumos.trace.names import Kind
 
 _CHANNEL = read_table("trace_rules.toml")["channel"]
-_TOGETHER, _HELD = _CHANNEL["together"], _CHANNEL["held"]
+_TOGETHER, _HELD, _OVERTAKEN = _CHANNEL["together"], _CHANNEL["held"], _CHANNEL["overtaken"]
 
 
 def communicator_edges(nodes: Nodes) -> Edges:
@@ -47,7 +47,8 @@ def channel_edges(nodes: Nodes) -> Edges:
     held = (nodes.free_at[target] + _HELD < late) & (nodes.launched_at[source] + _HELD < late)
     ahead = late - nodes.start[target]
     pair = nodes.lane[source].astype(np.int64) << 32 | nodes.lane[target]
-    shares = _pairs_with_evidence(pair, held & (np.abs(ahead) < _TOGETHER), held & (ahead >= _TOGETHER))
+    # A kernel that was released with another may start a little later, because the GPU has no room for it.
+    shares = _pairs_with_evidence(pair, held & (np.abs(ahead) < _TOGETHER), held & (ahead >= _OVERTAKEN))
     keep = np.isin(pair, shares) & (ahead < _TOGETHER)
     return Edges.of(source[keep], target[keep], Rule.CHANNEL, from_start=True)
 

@@ -13,12 +13,14 @@ from lumos.graph.graph import Edges, Rule
 from lumos.trace.names import CallKind
 
 _SYNC = read_table("trace_rules.toml")["sync"]
+SYNCHRONISING = (CallKind.DEVICE_SYNC, CallKind.STREAM_SYNC, CallKind.EVENT_SYNC)
+LONGEST_RETURN: float = _SYNC["return"]  # nanoseconds after what a call waited for
 
 
 def sync_edges(nodes: Nodes) -> Edges:
     """From the last thing launched before a blocking call to the call's return."""
     streams = _streams_by_call(nodes)
-    calls = np.isin(nodes.trace.call, (CallKind.DEVICE_SYNC, CallKind.STREAM_SYNC, CallKind.EVENT_SYNC))
+    calls = np.isin(nodes.trace.call, SYNCHRONISING)
     pairs: list[tuple[int, int]] = []
     for row in np.flatnonzero(calls & (nodes.last_node >= 0)).tolist():
         pairs += [(source, int(nodes.last_node[row])) for source in _waited_for(nodes, row, streams.get(row, -1))]
@@ -41,7 +43,7 @@ def _waited_for(nodes: Nodes, row: int, stream: int) -> list[int]:
         return [node for lane, node in candidates.items() if trace.lanes[lane].label == str(stream)]
     # The stream or event is not recorded: it is the one whose work ended just before the call returned.
     ends = ((int(nodes.end[node]), node) for node in candidates.values())
-    close = [(ended, node) for ended, node in ends if begin < ended and end - ended < _SYNC["return"]]
+    close = [(ended, node) for ended, node in ends if begin < ended and end - ended < LONGEST_RETURN]
     return [max(close)[1]] if close else []
 
 
