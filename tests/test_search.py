@@ -22,6 +22,7 @@ from lumos.cli.merge_command import merged
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.prediction.power import energy_of
 from lumos.program.memory import memory_of
+from lumos.search.batch import suited, with_batch
 from lumos.search.branch_and_bound import Task, bound_layouts
 from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal, open_journal
@@ -195,7 +196,93 @@ def test_a_front_holds_exactly_what_nothing_beats(found: SearchResult, llama: Se
         assert on_front == (not beaten)
 
 
+SMALL_SPACE = {
+    "cluster.gpus": st.sampled_from([8, 16]), "parallel.tp": st.sampled_from([[1], [1, 2], [2, 4]]),
+    "parallel.pp": st.sampled_from([[1, 2], [4], [2, 4]]), "parallel.cp": st.just([1]),
+    "train.micro_batch": st.sampled_from([[1], [1, 2]]), "train.recompute": st.sampled_from([["none"], ["full"]]),
+    "parallel.zero": st.sampled_from([[0], [1]]),
+}  # fmt: skip
+
+
+@given(st.fixed_dictionaries(SMALL_SPACE), st.sampled_from([6, 10, 14]), st.sampled_from(["megatron", "torchtitan"]))
+@settings(max_examples=8)
+def test_nothing_that_can_be_varied_is_below_the_bound_that_is_printed(
+    space: dict[str, Any], layers: int, framework: str
+) -> None:
+    """Neither of what was tried by default, nor of any number of virtual stages that could have been asked for."""
+    base = read_setup(ROOT / "examples/one-h200.toml", [f"model.layers={layers}", f"train.framework={framework}"])
+    space = space | {"cluster.gpus": [space["cluster.gpus"]]}
+    batch = base.replaced({"train.global_batch": 32})
+    printed = search(batch, space).as_dict()["bound_ms"]
+    for vpp in range(1, layers // min(space["parallel.pp"]) + 1):
+        try:
+            everything = search(batch, space | {"parallel.vpp": [vpp]}, exhaustive=True)
+        except OptionError:  # no schedule has so many
+            continue
+        assert all(row.seconds * 1e3 >= printed * (1 - 1e-9) for row in everything.search.simulated)
+
+
+# ---------------------------------------------------------------------- the batch
+@pytest.mark.parametrize(
+    ("file", "overrides", "gpus", "sequences", "source"),
+    [
+        ("one-h200.toml", [], [8], 16, "tokens per GPU"), ("one-h200.toml", [], [64, 96], 192, "tokens per GPU"),
+        ("one-h200.toml", ["train.global_batch=24"], [8], 24, "stated"),
+        ("torchtitan.toml", [], [64], 64, "tokens per GPU"), ("llama3-70b.toml", [], [64], 1024, "stated"),
+        ("config.json", ["train.seq=8192"], [64], 256, "default"),
+        ("config.json", ["train.seq=131072"], [64], 16, "default"),
+        ("config.json", ["train.seq=8192"], [4096], 4096, "default"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_is_not_stated_is_chosen_for_the_gpus(
+    file: str, overrides: list[str], gpus: list[int], sequences: int, source: str
+) -> None:
+    setup = read_setup(ROOT / "examples" / file, overrides)
+    found, batch = with_batch(setup, {"cluster.gpus": tuple(gpus)})
+    assert (batch.sequences, batch.source) == (sequences, source)
+    assert found.train.global_batch == sequences
+    assert batch.tokens == sequences * setup.train.seq
+    assert ("--set train.global_batch=N" in batch.why) == (source != "stated")
+
+
+@given(st.floats(0.01, 1e5), st.lists(st.integers(1, 5000), min_size=1, max_size=4), st.sampled_from([1, 2, 3, 8, 60]))
+def test_a_chosen_batch_can_be_divided_and_is_not_far_from_what_was_wanted(
+    wanted: float, counts: list[int], unit: int
+) -> None:
+    chosen = suited(wanted, tuple(counts), unit)
+    assert chosen % unit == 0
+    assert wanted - 1e-3 <= chosen <= 2 * unit * max(wanted, *counts) + unit
+
+
+def test_the_batch_is_printed_with_its_source(tmp_path: Path) -> None:
+    arguments = ("search", *SMALL, "--vary", "parallel.tp=1", "--vary", "parallel.pp=1")
+    run = lumos(*arguments, "-o", tmp_path / "found.html")
+    assert "16 " in run.stdout
+    assert "32,768 tokens; not stated: 4,096 tokens per GPU, as in the setup" in run.stdout
+    assert "4,096 tokens per GPU" in (tmp_path / "found.html").read_text()
+    answer = json.loads(lumos(*arguments, "--json").stdout)
+    assert answer["global_batch"]["tokens"] == 32_768
+    assert answer["results"][0]["mfu"] > 0.25
+
+
 # ---------------------------------------------------------------------- the space
+def test_a_starting_point_that_only_searched_values_make_invalid_is_searched(tmp_path: Path) -> None:
+    text = '[model]\npreset = "llama3-405b"\n[train]\nseq = 8192\nglobal_batch = 2048\nframework = "megatron"\n'
+    (tmp_path / "run.toml").write_text(text + '[cluster]\ngpu = "h100"\ngpus = 16384\n')
+    few = ("--vary", "parallel.pp=16", "--vary", "parallel.tp=8", "--vary", "train.recompute=none", "--workers", 1)
+    run = lumos("search", tmp_path / "run.toml", *few, "--vary", "parallel.zero=1", "--json")
+    assert run.returncode == 0, run.stderr
+    best = json.loads(run.stdout)["results"][0]
+    assert (best["cluster.gpus"], best["parallel.vpp"] > 1) == (16384, True), "126 layers on 16 stages, interleaved"
+
+
+@pytest.mark.parametrize(("layers", "pp", "sizes"), [(126, 16, [1, 2, 3, 4]), (80, 4, [1, 2, 3, 4, 5, 7, 10, 20]),
+                                                     (8, 8, [1]), (126, 64, [1])])  # fmt: skip
+def test_virtual_stages_need_not_be_even(llama: Setup, layers: int, pp: int, sizes: list[int]) -> None:
+    space = Space(llama.replaced({"model.layers": layers}), {"cluster.gpus": (64,), "parallel.pp": (pp,)})
+    assert space.tried()["parallel.vpp"] == sizes
+
+
 def test_every_candidate_is_valid_and_found_again_by_its_number(llama: Setup) -> None:
     space = Space(llama, {"cluster.gpus": (16,)})
     candidates = [c for layout in range(len(space.layouts)) for c, _ in space.candidates(layout)]

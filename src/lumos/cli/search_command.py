@@ -23,7 +23,6 @@ from lumos.search.estimator import CalibratedEstimator, Estimator
 from lumos.search.ranking import Objective
 from lumos.search.search import COLUMNS, search
 from lumos.search.space import AXES, DERIVED
-from lumos.setup import read_setup_with_notes
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain, toml_value
@@ -148,7 +147,8 @@ def _base(path: Path | None, fixed: list[str], source: Path | None) -> Base:
     if source is None:
         if path is None:
             raise OptionError("nothing to search: name a setup file, or a trace with --from")
-        reading = read_setup_with_notes(path, others)
+        plain = read_plain(path, others)
+        reading = plain.checked(plain.sections, (*AXES, *DERIVED))
         return reading.setup, None, tuple(reading.notes)
     run = load_run(source)
     inferred = infer(run)

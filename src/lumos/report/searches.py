@@ -25,7 +25,9 @@ _MOST_ROWS = 500
 
 
 def search_cards(answer: Answer) -> list[Card]:
+    batch = answer["global_batch"]
     cards = [
+        Card("global batch", f"{batch['sequences']:,}", f"{batch['tokens']:,} tokens; {batch['why']}"),
         Card("valid configurations", f"{answer['evaluated']:,}", f"in {answer['seconds']:,.1f} s"),
         Card("fit into memory", f"{answer.get('fitting', 0):,}"),
         Card("simulated", f"{answer.get('simulated', 0):,}", "not ruled out by bounds"),
@@ -34,6 +36,19 @@ def search_cards(answer: Answer) -> list[Card]:
         return [*cards, Card("best", "none", "no configuration is valid and fits")]
     best = answer["results"][0]
     return [*cards, Card("best step", f"{best['step_ms']:,.1f} ms", label_of(best, keys_of([best])))]
+
+
+def bound_note(answer: Answer) -> list[str]:
+    """How far the best is from the least that any of the configurations could take."""
+    if not (answer["results"] and answer["bound_ms"] and answer["objective"] == "time"):
+        return []
+    best, bound, own = answer["results"][0]["step_ms"], answer["bound_ms"], answer["results"][0]["bound_ms"]
+    gap, own_gap = 100 * (best / bound - 1), 100 * (best / own - 1)
+    return [
+        f"of the {answer['fitting']:,} configurations that were tried and fit, none can take less than {bound:,.1f} ms; the "
+        f"best takes {best:,.1f} ms (+{gap:.1f} %), {own_gap:.1f} % more than its own lower bound. Other values can be "
+        "tried with --vary"
+    ]
 
 
 def keys_of(rows: Sequence[Answer]) -> list[str]:

@@ -71,10 +71,7 @@ class Schedule:
         A micro-batch is held from its forward pass until the turn that needs its activations last. This counts them in
         the turns; subclasses may give the same number in closed form, because a search asks thousands of times.
         """
-        phase, _, chunk = self.turns(pp, vpp, microbatches)[stage].T
-        change = (phase == Phase.FORWARD).astype(np.int64) - (phase == self.last_phase)
-        held = np.cumsum(change[:, None] * (chunk[:, None] == np.arange(vpp)[None, :]), axis=0)
-        return tuple(int(count) for count in held[int(np.argmax(held.sum(axis=1)))])
+        return _in_flight(self, pp, vpp, microbatches)[stage]
 
     @property
     def last_phase(self) -> Phase:
@@ -90,6 +87,19 @@ class Schedule:
 @lru_cache(maxsize=4096)
 def _placement(schedule: Schedule, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in schedule.virtual_stages(pp, vpp).tolist())
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(schedule: Schedule, pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """[stage][chunk], counted in the turns of all stages at once."""
+    return tuple(_most_held(schedule, turns, vpp) for turns in schedule.turns(pp, vpp, microbatches))
+
+
+def _most_held(schedule: Schedule, turns: Turns, vpp: int) -> tuple[int, ...]:
+    phase, _, chunk = turns.T
+    change = (phase == Phase.FORWARD).astype(np.int64) - (phase == schedule.last_phase)
+    held = np.cumsum(change[:, None] * (chunk[:, None] == np.arange(vpp)[None, :]), axis=0)
+    return tuple(int(count) for count in held[int(np.argmax(held.sum(axis=1)))])
 
 
 @lru_cache(maxsize=4096)

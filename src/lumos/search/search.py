@@ -12,6 +12,7 @@ from typing import Any
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import Prediction, predicted_step
+from lumos.search.batch import Batch, with_batch
 from lumos.search.branch_and_bound import Progress, Search, Task
 from lumos.search.estimator import Estimator
 from lumos.search.journal import open_journal
@@ -52,7 +53,8 @@ def search(
     """The best configurations of a run.
 
     `vary` gives the values of axes, as in {"cluster.gpus": [256, 512], "parallel.tp": [8]}. Other axes take all values
-    that make sense; the GPUs are the setup's unless varied. `memory_gib` limits the memory of a GPU below what it has.
+    that make sense; the GPUs are the setup's unless varied. A global batch that the setup does not state is chosen for
+    that many GPUs (`lumos.search.batch`). `memory_gib` limits the memory of a GPU below what it has.
     `shard` is (index, count) of the part to search. With a `journal` folder, an interrupted search can be resumed.
 
     >>> search(read_setup(Path("run.toml")), {"cluster.gpus": [64]}).as_dict()["results"][0]   # doctest: +SKIP
@@ -61,7 +63,9 @@ def search(
         raise OptionError(f"--top {top}: give at least 1")
     if memory_gib < 0:
         raise OptionError(f"--memory {memory_gib:g}: give GiB, more than 0")
-    space = Space(setup, checked_choices(setup, vary or {}))
+    choices = checked_choices(setup, vary or {})
+    setup, batch = with_batch(setup, choices)
+    space = Space(setup, choices)
     objective.check(space.gpu_types)
     task = Task(space, objective, estimator or Estimator(), memory_gib, shard, exhaustive)
     question = fingerprint(flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive)
@@ -70,7 +74,7 @@ def search(
     found = Search(task, engine or Here(), kept, Front(top), progress).run()
     if not found.valid and shard == (0, 1):
         raise OptionError(f"no combination is valid: {_first_mistake(setup, space.choices)}")
-    return SearchResult(found, monotonic() - begin, question, tuple(notes))
+    return SearchResult(found, monotonic() - begin, question, batch, tuple(notes))
 
 
 def _first_mistake(setup: Setup, choices: Mapping[str, tuple[Any, ...]]) -> str:
@@ -87,6 +91,7 @@ class SearchResult:
     search: Search
     seconds: float  # that it took
     question: str  # fingerprint of the options: only shards of the same search can be merged
+    batch: Batch
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -108,7 +113,9 @@ class SearchResult:
             "question": self.question,
             "shard": [index + 1, count],
             "objective": search.task.objective.name,
+            "global_batch": self.batch.as_dict(),
             "setup": flat(search.task.space.setup),
+            "tried": search.task.space.tried(),
             "evaluated": search.valid,
             "fitting": search.fitting,
             "simulated": len(search.simulated),

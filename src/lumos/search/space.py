@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
+from math import ceil
 from typing import Any, NamedTuple
 
 from lumos.errors import OptionError
@@ -113,6 +114,22 @@ class Space:
             model=base.model, train=train, parallel=parallel, cluster=self._clusters[gpu, gpus]
         )
 
+    def tried(self) -> dict[str, list[Any]]:
+        """The values that are tried for every axis, in some layout or other: a bound holds for these and no others."""
+        found: dict[str, dict[Any, None]] = {key: {} for key in AXES}
+        for layout in self.layouts:
+            _, gpus, tp, cp, pp, _ = layout
+            for key, value in zip(LAYOUT, layout, strict=True):
+                found[key][value] = None
+            for vpp, schedule in self._schedules(pp):
+                found["parallel.vpp"][vpp] = found["parallel.schedule"][schedule] = None
+            dp = gpus // (tp * cp * pp)
+            found["parallel.zero"] |= dict.fromkeys(self._zero_stages(dp * cp, pp))
+            found["parallel.sequence_parallel"] |= dict.fromkeys(self._splits(tp))
+            found["train.micro_batch"] |= dict.fromkeys(self._micro_batches(dp))
+        found["train.recompute"] |= dict.fromkeys(self._recomputations if self.layouts else ())
+        return {key: sorted(values) for key, values in found.items()}
+
     # ------------------------------------------------------------------ the values of every axis
     @cached_property
     def _clusters(self) -> dict[tuple[str, int], Any]:
@@ -150,13 +167,22 @@ class Space:
         """The variants of a layout, in the order of VARIANT, whether valid or not."""
         _, gpus, tp, cp, pp, _ = layout
         dp = gpus // (tp * cp * pp)
-        per_replica = self.setup.train.global_batch // dp
-        batches = self.choices.get("train.micro_batch") or _divisors(per_replica, _LARGEST_MICRO_BATCH)
-        recompute = self.choices.get("train.recompute", ("none", "selective", "full"))
-        splits = self.choices.get("parallel.sequence_parallel") or ((False, True) if tp > 1 else (False,))
-        sizes = sorted(size for size in batches if per_replica % size == 0)
-        axes = product(self._schedules(pp), self._zero_stages(dp * cp, pp), splits, recompute, sizes)
+        axes = product(self._schedules(pp), self._zero_stages(dp * cp, pp), self._splits(tp), self._recomputations,
+                       self._micro_batches(dp))  # fmt: skip
         return [(*schedule, *others) for schedule, *others in axes]
+
+    @property
+    def _recomputations(self) -> Sequence[str]:
+        return self.choices.get("train.recompute", ("none", "selective", "full"))
+
+    def _splits(self, tp: int) -> Sequence[bool]:
+        """Without and with sequence parallelism."""
+        return self.choices.get("parallel.sequence_parallel") or ((False, True) if tp > 1 else (False,))
+
+    def _micro_batches(self, dp: int) -> list[int]:
+        per_replica = self.setup.train.global_batch // dp
+        sizes = self.choices.get("train.micro_batch") or _divisors(per_replica, _LARGEST_MICRO_BATCH)
+        return sorted(size for size in sizes if per_replica % size == 0)
 
     def _suits_schedule(self, candidate: Candidate) -> bool:
         """The setup's constraints would find this too, but more slowly."""
@@ -169,13 +195,20 @@ class Space:
         if pp == 1:
             yield 1, "1f1b"
             return
-        layers = self.setup.model.layers
         schedules = self.choices.get("parallel.schedule") or self._own_schedules or ("1f1b",)
-        even = [n for n in _divisors(layers // pp, layers) if layers % (pp * n) == 0] or [1]
-        for vpp, schedule in product(self.choices.get("parallel.vpp") or even, schedules):
+        for vpp, schedule in product(self.choices.get("parallel.vpp") or self._vpp_sizes(pp), schedules):
             fewest, most = schedule_named(schedule).chunks
             if fewest <= vpp <= most:
                 yield vpp, schedule
+
+    def _vpp_sizes(self, pp: int) -> list[int]:
+        """For every number of layers that a virtual stage may hold, the fewest virtual stages that hold no more.
+
+        Layers need not divide evenly: 126 of them on 16 stages make up to 2, 3 or 4 virtual stages of 4, 3 or 2 layers.
+        """
+        layers = self.setup.model.layers
+        sizes = {ceil(layers / (pp * most)) for most in range(1, ceil(layers / pp) + 1)}
+        return sorted(size for size in sizes if pp * size <= layers) or [1]
 
     def _zero_stages(self, ranks: int, pp: int) -> Sequence[int]:
         """ZeRO 2 shards gradients, which pipeline stages accumulate: only some frameworks combine the two."""

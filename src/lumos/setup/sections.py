@@ -55,9 +55,13 @@ class Section(BaseModel):
         return {key: value for key, value in values.items() if key not in again or again[key] != value}
 
     def with_values(self, changes: Mapping[str, Any]) -> Self:
-        """A copy with other values, types checked; what was derived is derived again, and what was not stated is not."""
+        """A copy with other values, types checked; what was derived is derived again.
+
+        As in the original, `model_fields_set` has the stated values alone.
+        """
         changed = self.model_validate({**self.stated(), **changes})
-        changed.model_fields_set.intersection_update(self.model_fields_set | {key for key in changes if changes[key]})
+        stated = {key for key, value in changes.items() if not _is_unset(value)}
+        changed.model_fields_set.intersection_update(self.model_fields_set | stated)
         return changed
 
 

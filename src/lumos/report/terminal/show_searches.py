@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 from rich.console import Console, Group
 
-from lumos.report.searches import Answer, breakdowns_table, configurations_table, keys_of, lost_table, search_cards
+from lumos.report.searches import (
+    Answer,
+    bound_note,
+    breakdowns_table,
+    configurations_table,
+    keys_of,
+    lost_table,
+    search_cards,
+)
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 
 _OF_BEST = ("step_ms", "mfu", "memory_gib", "joules_per_token", "cost_per_mtoken", "days")
@@ -30,23 +38,13 @@ def show_search(answer: Answer, console: Console) -> None:
             rendered(configurations_table(title, front, _keys(front), on_front), _MOST_ON_FRONT),
         ]
     console.print(Group(summary("configurations", search_cards(answer)), *tables,
-                        *notes([*_gap(answer), *answer["warnings"]])))  # fmt: skip
+                        *notes([*bound_note(answer), *answer["warnings"]])))  # fmt: skip
 
 
 def _keys(rows: Sequence[Answer]) -> list[str]:
     """The setup keys that differ between rows, or have a value other than 1, 0 or false."""
     keys = [key for key in rows[0] if "." in key]
     return [key for key in keys if len({row[key] for row in rows}) > 1 or rows[0][key] not in (1, False, 0)]
-
-
-def _gap(answer: Answer) -> list[str]:
-    if not (answer["results"] and answer["bound_ms"] and answer["objective"] == "time"):
-        return []
-    best, bound, own = answer["results"][0]["step_ms"], answer["bound_ms"], answer["results"][0]["bound_ms"]
-    return [
-        f"no configuration that fits can take less than {bound:,.1f} ms; the best takes {best:,.1f} ms "
-        f"(+{100 * (best / bound - 1):.1f} %), {100 * (best / own - 1):.1f} % more than its own lower bound"
-    ]
 
 
 def show_score(answer: Answer, console: Console) -> None:
