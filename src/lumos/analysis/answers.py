@@ -107,6 +107,7 @@ class PredictionAnswer(Answer, frozen=True, kw_only=True):
     mfu: float | None
     hfu: float | None
     parameters: int | None
+    active_parameters: int | None  # that one token uses: fewer than all in a mixture of experts
     memory_gib: MemoryAnswer | None
     fits: bool | None
     breakdown: Breakdown

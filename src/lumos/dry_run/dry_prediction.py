@@ -50,6 +50,11 @@ class DryPrediction(Prediction):
     def parameters(self) -> int:
         return self.dry.recording.parameters
 
+    @property
+    def active_parameters(self) -> None:
+        """A dry run does not know which parameters are those of experts."""
+        return None
+
     @cached_property
     def memory(self) -> Memory:
         return self.dry.memory

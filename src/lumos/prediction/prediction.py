@@ -145,6 +145,11 @@ class Prediction:
         """Of the model."""
         return None if self.setup is None else self.setup.model.parameters(self.setup.train.seq)
 
+    @property
+    def active_parameters(self) -> int | None:
+        """Those that one token uses."""
+        return None if self.setup is None else self.setup.model.active_parameters(self.setup.train.seq)
+
     # ------------------------------------------------------------------ memory
     @property
     def allocated(self) -> tuple[list[float], list[float]]:

@@ -44,9 +44,16 @@ def change(after: float, before: float) -> str:
     return f"{100 * (after / before - 1):+.1f} %".replace("-", "−") if before else ""
 
 
+def parameters_text(total: int, active: int = 0) -> str:
+    """The size of a model, as in 30.5 B parameters (3.35 B active)."""
+    size = f"{total / 1e9:.3g} B" if total >= 1e8 else f"{total / 1e6:.3g} M"
+    return f"{size} parameters" + (f" ({active / 1e9:.3g} B active)" if active else "")
+
+
 def title_of(setup: Setup, parameters: int | None, shows_parallelism: bool = True) -> str:
-    """The model, the GPUs, and how they are used."""
-    name = setup.model.name or f"{(parameters or 0) / 1e9:.2f} B parameters"
+    """The model with its parameters, the GPUs, and how they are used."""
+    size = parameters_text(parameters or 0, setup.model.active_parameters() if setup.model.experts else 0)
+    name = f"{setup.model.name}, {size}" if setup.model.name else size
     p = setup.parallel
     if not shows_parallelism:
         return f"{name} on {setup.cluster.gpus:,} × {setup.cluster.gpu}"

@@ -113,6 +113,8 @@ class SearchResult:
             "question": self.question,
             "shard": [index + 1, count],
             "objective": search.task.objective.name,
+            "parameters": search.task.space.setup.model.parameters(search.task.space.setup.train.seq),
+            "active_parameters": search.task.space.setup.model.active_parameters(search.task.space.setup.train.seq),
             "global_batch": self.batch.as_dict(),
             "setup": flat(search.task.space.setup),
             "tried": search.task.space.tried(),
