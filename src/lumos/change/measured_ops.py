@@ -76,13 +76,17 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
     return _marked(found)
 
 
-def owners_of(trace: Trace, labels: RankLabels, ops: RankOps) -> list[TracedOp | None]:
-    """For every kernel of the labels, the innermost operator with tensors around its launch."""
+def owners_of(trace: Trace, labels: RankLabels, ops: RankOps, any_op: bool = False) -> list[TracedOp | None]:
+    """For every kernel of the labels, the innermost operator with tensors around its launch.
+
+    With `any_op`, where there is none, the innermost operator: lists of very many tensors are recorded without shapes.
+    """
     calls = trace.launch_row[labels.row]
-    around = _Around(ops, _first_us(trace, labels.rank))
+    around = _Around(ops)
     threads = [trace.lanes[lane].label for lane in trace.lane[calls].tolist()]
-    starts = (trace.start[calls] / 1e3).tolist()
-    return [around.of(thread, start) for thread, start in zip(threads, starts, strict=True)]
+    starts = ((trace.start[calls] - _first_ns(trace, labels.rank)) / 1e3).tolist()
+    moments = list(zip(threads, starts, strict=True))
+    return [around.of(*moment) or (around.of(*moment, any_op) if any_op else None) for moment in moments]
 
 
 def _marked(ops: list[MeasuredOp]) -> list[MeasuredOp]:
@@ -105,32 +109,33 @@ def _marked(ops: list[MeasuredOp]) -> list[MeasuredOp]:
 _NONE = TensorInfo((), "bf16")
 
 
-def _first_us(trace: Trace, rank: int) -> float:
+def _first_ns(trace: Trace, rank: int) -> int:
     """When the first operator or scope of a rank begins, on the clock of the trace."""
     spans = (trace.category == Category.OP) | (trace.category == Category.NOTE)
     rows = trace.rows_by_rank(spans)[rank]
-    return float(trace.start[rows].min()) / 1e3 if len(rows) else 0.0
+    return int(trace.start[rows].min()) if len(rows) else 0
 
 
 class _Around:
-    """Finds the innermost operator with tensors around a moment of a thread."""
+    """Finds the innermost operator with tensors around a moment of a thread, in microseconds from the first one."""
 
-    def __init__(self, ops: RankOps, first_us: float) -> None:
-        self.shift = first_us - ops.first_us
+    def __init__(self, ops: RankOps) -> None:
+        self.first_us = ops.first_us
         self.threads: dict[str, list[TracedOp]] = {}
         for op in ops.ops:
             self.threads.setdefault(op.thread, []).append(op)
         self.starts = {thread: [op.start for op in some] for thread, some in self.threads.items()}
 
-    def of(self, thread: str, start: float) -> TracedOp | None:
-        moment = start - self.shift
-        place = bisect_right(self.starts.get(thread, []), moment) - 1
+    def of(self, thread: str, start: float, any_op: bool = False) -> TracedOp | None:
+        moment = self.first_us + start
+        place = bisect_right(self.starts.get(thread, []), moment + _ROUNDING_US) - 1
         op = self.threads[thread][place] if place >= 0 else None
-        while op is not None and (op.end < moment or not op.tensors or op.type in _SCOPES):
+        while op is not None and (op.end < moment or op.type in _SCOPES or not (op.tensors or any_op) or op.is_note):
             op = op.parent
         return op
 
 
+_ROUNDING_US = 0.005  # files have microseconds with three digits, a Trace has nanoseconds
 _SCOPES = (OpType.BACKWARD, OpType.OPTIMIZER, OpType.FSDP, OpType.DDP, OpType.STEP)
 
 

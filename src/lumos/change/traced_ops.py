@@ -182,7 +182,7 @@ def read_ops(path: Path, rank: int, step: str, modules: bool = False) -> RankOps
     except LumosError:
         by_thread.clear()
     every = sorted((op for ops in by_thread.values() for op in _nested(ops)), key=lambda op: op.start)
-    first = every[0].start if every else 0.0
+    first = next((op.start for op in every if not op.name.startswith(MODULE)), 0.0)
     mark = next((op for op in every if op.type == OpType.STEP and op.name == step), None)
     if mark is None:
         return RankOps(rank, tuple(every), _is_one_step(every), first, max((size for _, size in held), default=0.0))
