@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lumos.report.table import Card, Column, Row, Table, left_out
-from lumos.report.wording import STEP_PARTS
+from lumos.report.wording import STEP_PARTS, parameters_text
 
 Answer = Mapping[str, Any]
 
@@ -25,8 +25,10 @@ _MOST_ROWS = 500
 
 
 def search_cards(answer: Answer) -> list[Card]:
-    batch = answer["global_batch"]
+    batch, total, active = answer["global_batch"], answer.get("parameters", 0), answer.get("active_parameters", 0)
+    size, _, rest = parameters_text(total, active if active < total else 0).partition(" parameters")
     cards = [
+        Card("parameters", size, rest.strip(" ()")),
         Card("global batch", f"{batch['sequences']:,}", f"{batch['tokens']:,} tokens; {batch['why']}"),
         Card("valid configurations", f"{answer['evaluated']:,}", f"in {answer['seconds']:,.1f} s"),
         Card("fit into memory", f"{answer.get('fitting', 0):,}"),
