@@ -3,8 +3,8 @@
     python tests/huggingface_counts.py
 
 Every type that transformers trains as a decoder, alone or as part of a model of images, is built on meta tensors from
-its default configuration. Decoders are built again in small, with each switch the other way and with other layers dense.
-It takes half a minute; the test reads the table alone.
+its default configuration. Decoders are built again in small, with each switch the other way and with other layers
+dense. It takes half a minute; the test reads the table alone.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from lumos.setup.importers.launch_script import evaluate, is_true, read_shell
 from lumos.setup.importers.megatron import arguments_in_yaml
 from lumos.setup.importers.torchtitan import read_torchtitan
 from lumos.setup.setup_files import read_any
+from lumos.setup.stated_size import size_doubt
 
 
 def written(folder: Path, text: str, name: str) -> Path:
@@ -279,6 +280,50 @@ def test_layers_without_experts_are_counted_wherever_they_are() -> None:
     ):
         assert model_keys(moe | spelling).sections["model"]["dense_layers"] == dense, spelling
     assert model_keys(moe | {"mlp_layer_types": ["dense"]}).mistakes[0].place == "model.dense_layers"
+
+
+# What its name says of the size of a model
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_name_of_a_published_model_agrees_with_its_size(name: str) -> None:
+    model = Model(**model_keys(PUBLISHED[name][0]).sections["model"])
+    for spelling in (name, f"{name}-Instruct", f"train_{name.replace('-', '_')}_h100"):
+        assert size_doubt(model, 2048, [spelling]) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "doubt"),
+    [
+        (
+            "Qwen3-30B-A3B",
+            '"Qwen3-30B-A3B" was published with 30.53 B parameters, but the keys add up to 235 B (22.2 B',
+        ),
+        ("my-235b-a3b", '"my-235b-a3b" is not the name of a model of this size'),
+        ("8x7b", "is not the name of a model of this size"),
+        ("gpt_175b", "is not the name of a model of this size"),
+        ("moe_22b", ""),  # the active part
+        ("235b-4bit-h100-80gb", ""),
+        ("debug", ""),
+    ],
+)
+def test_a_name_that_states_another_size_is_doubted(name: str, doubt: str) -> None:
+    model = Model(**model_keys(PUBLISHED["Qwen3-235B-A22B"][0]).sections["model"])
+    said = size_doubt(model, 2048, [name])
+    assert doubt in said
+    assert bool(said) == bool(doubt)
+
+
+def test_a_config_is_compared_with_its_name_its_file_and_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "Llama-2-7b-hf"
+    folder.mkdir()
+    half = PUBLISHED["Llama-2-7b"][0] | {"num_hidden_layers": 16}
+    path = written(folder, json.dumps(half), "config.json")
+    assert any("was published with 6.74 B" in note for note in answer(path))
+    assert not any("published" in note for note in read_setup_with_notes(path, ["train.seq=8", "model.layers=4"]).notes)
+    path.write_text(json.dumps(half | {"num_hidden_layers": 32}))
+    assert not any("published" in note for note in answer(path))
+    assert any("published" in note for note in answer(written(tmp_path, json.dumps(half), "llama2-7b.json")))
 
 
 BESIDE = {

@@ -38,10 +38,15 @@ class Preset:
 
 def preset_named(name: str) -> Preset:
     """The preset of that name or alias, in any case, or OptionError with the nearest name."""
-    preset = _by_name().get(_normalized(name))
+    preset = find_preset(name)
     if preset is None:
         raise OptionError(f"model preset {name[:100]!r} is not known: {did_you_mean(name, preset_names())}")
     return preset
+
+
+def find_preset(name: str) -> Preset | None:
+    """The preset of that name or alias, or None."""
+    return _by_name().get(_normalized(name))
 
 
 def preset_names() -> tuple[str, ...]:

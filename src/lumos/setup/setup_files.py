@@ -21,6 +21,7 @@ from lumos.setup.messages import nearest, place_of, shown
 from lumos.setup.presets import preset_named
 from lumos.setup.sections import Section
 from lumos.setup.setup import KEYS, SECTIONS, Setup
+from lumos.setup.stated_size import size_doubt
 
 _MODEL_SOURCES = ("preset", "hf")
 _ONE_FOLLOWS = (("train.microbatches", "train.global_batch"), ("parallel.dp", "cluster.gpus"))
@@ -54,6 +55,7 @@ class PlainSetup(NamedTuple):
     notes: tuple[str, ...]
     mistakes: tuple[str, ...]
     where: str
+    model_names: tuple[str, ...] = ()  # of a model whose size was read from a file of another tool
 
     def over(self, below: Sections) -> Sections:
         """These values on top of others; an override that names another model replaces theirs."""
@@ -65,7 +67,9 @@ class PlainSetup(NamedTuple):
         """The setup of completed sections, or an error that lists every mistake that is not about a searched key."""
         setup = checked_setup(sections, self.where, self.mistakes, searched)
         assumed = () if _has(sections, "cluster.gpu") else (f"cluster.gpu is not given: assuming {setup.cluster.gpu}",)
-        return SetupReading(setup, (*self.notes, *assumed, *warnings_in(setup)))
+        doubt = size_doubt(setup.model, setup.train.seq, self.model_names)
+        doubts = (f"{self.where}: {doubt}",) if doubt else ()
+        return SetupReading(setup, (*self.notes, *doubts, *assumed, *warnings_in(setup)))
 
 
 def read_setup(path: Path, overrides: Sequence[str] = ()) -> Setup:
@@ -94,7 +98,8 @@ def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
     if any(mistake.place.startswith("model.") for mistake in left):
         model = None  # it could not be read, and a mistake says so
     stated = (*(mistake.sentence for mistake in left), *mistakes)
-    return PlainSetup(sections | {"model": model}, changes, (*reading.remarks(where), *notes), stated, where)
+    names = () if changes.get("model") else reading.model_names
+    return PlainSetup(sections | {"model": model}, changes, (*reading.remarks(where), *notes), stated, where, names)
 
 
 def write_setup(setup: Setup) -> str:
@@ -221,6 +226,14 @@ def _malformed(text: str, place: str) -> str:
 
 def read_any(path: Path) -> Reading:
     """What a file says about a run, whatever tool it belongs to, or InputError."""
+    reading = _read_any(path)
+    if reading.model_names:
+        folder = (path.absolute().parent.name,) if path.stem == "config" else ()
+        reading = reading._replace(model_names=(*reading.model_names, path.stem, *folder))
+    return reading
+
+
+def _read_any(path: Path) -> Reading:
     where = place_of(path)
     text, complete = beginning_of(path)
     suffix = path.suffix.lower()

@@ -29,6 +29,7 @@ class Reading(NamedTuple):
     notes: tuple[str, ...] = ()
     mistakes: tuple[Mistake, ...] = ()
     not_recognised: tuple[str, ...] = ()  # keys or options that are neither used nor known to be irrelevant
+    model_names: tuple[str, ...] = ()  # names that may state the size of the model, the most reliable first
 
     def remarks(self, where: str) -> tuple[str, ...]:
         """The notes with the name of the file; keys that were not recognised are one note."""
