@@ -347,7 +347,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
 
     path = good(tmp_path)
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(InputError, match=r"rank0\.json: cannot be opened \(Permission denied\); check"):
+    with pytest.raises(InputError, match=r"rank0\.json: cannot be read \(Permission denied\); check"):
         read_job(path)
 
 

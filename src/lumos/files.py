@@ -1,10 +1,12 @@
-"""Output files: written as a whole or not at all, in the format of their extension."""
+"""Files of the user: read within limits; written as a whole or not at all, in the format of their extension."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +15,40 @@ from typing import IO, Any
 
 import orjson
 
-from lumos.errors import OptionError
+from lumos.errors import InputError, OptionError, printable
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a cell begins with that spreadsheets calculate
 FORMS = (".html", ".json", ".csv", ".trace.json", ".trace.json.gz")
+
+
+def open_file(path: Path, advice: str, place: str = "") -> IO[bytes]:
+    """A file of the user, opened for reading; InputError for what is none: devices and pipes may never end.
+
+    Messages begin with `place`, the path by default, and end with `advice`.
+    """
+    place = place or str(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make us wait
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(kind):
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        raise InputError(f"{place}: cannot be read ({getattr(error, 'strerror', None) or error}); {advice}") from None
+    raise InputError(f"{place}: {'a folder' if stat.S_ISDIR(kind) else 'a device or a pipe'}, not a file; {advice}")
+
+
+def read_file(path: Path, most: int, advice: str, place: str = "") -> bytes:
+    """The bytes of a file of the user, if it is a file and has at most so many; InputError as of `open_file`."""
+    place = place or str(path)
+    try:
+        with open_file(path, advice, place) as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise InputError(f"{place}: cannot be read ({error.strerror or error}); {advice}") from None
+    if len(content) > most:
+        raise InputError(f"{place}: larger than {most >> 20} MiB, too large for such a file; {advice}")
+    return content
 
 
 def form_of(path: Path, forms: Sequence[str] = FORMS) -> str:
@@ -29,18 +62,25 @@ def form_of(path: Path, forms: Sequence[str] = FORMS) -> str:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only once everything is written."""
+    """A file that appears under its name only once everything is written.
+
+    What a link points to is replaced, not the link. A file that was there keeps its permissions; a new one gets those
+    of every new file of this user.
+    """
     if not path.parent.is_dir():
         raise OptionError(f"-o {path}: the folder {path.parent} does not exist; create it first")
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise OptionError(f"-o {path}: cannot be written ({error.strerror})") from None
+        target = path.resolve()
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError(13, "it is read-only")
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise OptionError(f"-o {path}: cannot be written ({getattr(error, 'strerror', error)})") from None
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        os.chmod(temporary, _mode_for(target))
+        os.replace(temporary, target)
     except OSError as error:
         raise OptionError(f"-o {path}: cannot be written ({error.strerror})") from None
     finally:
@@ -48,10 +88,28 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             os.unlink(temporary)
 
 
+def _mode_for(path: Path) -> int:
+    """The permissions of the file that is to be replaced, or those that a new file gets from the umask."""
+    try:
+        return stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        mask = os.umask(0o077)  # it can be read only by setting it
+        os.umask(mask)
+        return 0o666 & ~mask
+
+
+def json_of(answer: dict[str, Any]) -> bytes:
+    """The answer as indented JSON, whatever its names are: those of files need not be text."""
+    try:
+        return orjson.dumps(answer, option=orjson.OPT_INDENT_2)
+    except TypeError:  # half a character, as of a file name with bytes that are no UTF-8
+        return json.dumps(answer, indent=2, ensure_ascii=True).encode()
+
+
 def write_json(path: Path, answer: dict[str, Any]) -> None:
     """The answer as JSON."""
     with whole_file(path) as file:
-        file.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2))
+        file.write(json_of(answer))
 
 
 def write_csv(
@@ -63,10 +121,22 @@ def write_csv(
     if rows or names:
         names = list(dict.fromkeys((*names, *(name for row in rows for name in row))))
         writer = csv.DictWriter(text, [*(name for name in names if name not in last), *last])
-        writer.writeheader()
-        writer.writerows(rows)
+        writer.writerow({name: _cell(name) for name in names})
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     with whole_file(path) as file:
-        file.write(text.getvalue().encode())
+        file.write(text.getvalue().encode(errors="replace"))
+
+
+def _cell(value: Any) -> Any:
+    """A value as a spreadsheet may see it: a name that would be taken for a formula is quoted."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if value.startswith(_FORMULA) else text
+    return text
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

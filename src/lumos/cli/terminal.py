@@ -9,11 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import orjson
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.progress import Progress
+from rich.segment import Segment
 
-from lumos.files import Writer, write_as, write_json
+from lumos.errors import printable
+from lumos.files import Writer, json_of, write_as, write_json
 
 
 class Reporter(Protocol):
@@ -64,9 +65,32 @@ def deliver(
 
 
 def print_json(answer: dict[str, object]) -> None:
-    sys.stdout.buffer.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2) + b"\n")
+    sys.stdout.buffer.write(json_of(answer) + b"\n")
 
 
 def console() -> Console:
-    """Where answers go. Names from files are printed as they are: brackets and colons are no markup."""
-    return Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
+    """Where answers go. Names from files are printed as they are: brackets and colons are no markup.
+
+    Control characters, which could move the cursor or change the title of a window, become spaces.
+    """
+    answers = Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
+    answers.push_render_hook(_PrintableOnly())
+    return answers
+
+
+class _PrintableOnly(RenderHook):
+    """Cleans everything that is printed, so that no table has to remember it."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Printable(renderable) for renderable in renderables]
+
+
+class _Printable:
+    """Something to print, without control characters in its text; those of colours are not part of it."""
+
+    def __init__(self, inner: ConsoleRenderable) -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self.inner, options):
+            yield Segment(text if control else printable(text), style, control)

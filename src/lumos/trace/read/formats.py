@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from lumos.errors import InputError
+from lumos.files import open_file
 from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
 
 HEAD_BYTES = 1 << 18
@@ -61,9 +62,9 @@ def decode_file(path: Path, content: type[Content], most: int, what: str, advice
 def is_gzip(path: Path) -> bool:
     """Whether a file begins as gzip does; an unreadable one does not, and reading it will say what is wrong."""
     try:
-        with path.open("rb") as file:
+        with open_file(path, "") as file:
             return file.read(2) == b"\x1f\x8b"
-    except OSError:
+    except (OSError, InputError):
         return False
 
 

@@ -10,6 +10,7 @@ import psutil
 
 from lumos.errors import InputError
 
+_MEMORY_PER_EVENT = 330  # bytes: columns and graph; measured on 4 million of the shortest events
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -36,4 +37,13 @@ def require_memory(path: Path, need: float, advice: str) -> None:
     if need > free:
         raise InputError(
             f"{path}: about {need / 2**30:.1f} GiB would be needed and {free / 2**30:.1f} GiB are free; {advice}"
+        )
+
+
+def refuse_events(path: Path, events: int, free: int) -> None:
+    """Refuse what turns out to have more events than `free` bytes can hold, whatever the size of its file promised."""
+    if events * _MEMORY_PER_EVENT > free:
+        raise InputError(
+            f"{path}: has {events:,} events or more, too many for the {free / 2**30:.1f} GiB of memory that were free; "
+            "read fewer ranks with --match, or record fewer steps"
         )

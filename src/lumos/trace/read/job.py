@@ -23,8 +23,8 @@ from lumos.graph.from_trace.build import Execution
 from lumos.trace.read.chakra import read_chakra
 from lumos.trace.read.chakra_format import read_chakra_file, read_chakra_json
 from lumos.trace.read.formats import Form, form_of, head_of, is_gzip
-from lumos.trace.read.host_memory import require_memory
-from lumos.trace.read.kineto import read_share
+from lumos.trace.read.host_memory import available_bytes, refuse_events, require_memory
+from lumos.trace.read.kineto import read_share, whole_number
 from lumos.trace.read.nsys import read_nsys
 from lumos.trace.trace import Header, Trace, concatenate
 from lumos.workers import Engine, Here, Job, engine_named
@@ -158,13 +158,13 @@ def _one_capture(files: dict[Path, bytes | None]) -> tuple[list[Path], list[str]
 def _rank_hint(path: Path, head: bytes | None) -> int:
     """The rank in the beginning of a file, or in its name; -1 if neither has one."""
     found = _RANK_IN_HEAD.search(head or b"")
-    return int(found.group(1)) if found else rank_in_name(path)
+    return whole_number(found.group(1)) if found else rank_in_name(path)
 
 
 def rank_in_name(path: Path) -> int:
     """The rank in the name of a file; -1 if there is none."""
     found = _RANK_IN_NAME.search(path.name)
-    return int(found.group(1) or found.group(2)) if found else -1
+    return whole_number(found.group(1) or found.group(2)) if found else -1
 
 
 def _kineto_traces(
@@ -172,6 +172,7 @@ def _kineto_traces(
 ) -> Iterator[Trace]:
     """The traces of files, in their order; several processes share one large file."""
     sizes = [file.stat().st_size for file in files]
+    free, events = available_bytes(), 0
     workers = workers or min(len(files), os.cpu_count() or 1)
     parallel = workers > 1 and sum(sizes) >= _LIMITS["parallel_from_bytes"]
     started = engine_named("local", workers) if parallel else nullcontext(Here())
@@ -183,7 +184,10 @@ def _kineto_traces(
         if meanwhile is not None and not isinstance(readers, Here):
             meanwhile()
         for path, of_file in zip(paths, shares, strict=True):
-            yield _joined([next(answers) for _ in of_file]) or next(readers.run(job, [(path, 0, 1)]))
+            trace = _joined([next(answers) for _ in of_file]) or next(readers.run(job, [(path, 0, 1)]))
+            events += len(trace)
+            refuse_events(path if len(paths) == 1 else path.parent, events, free)
+            yield trace
 
 
 def _shares(path: Path, size: int, readers: int) -> list[tuple[Path, int, int]]:
@@ -242,11 +246,12 @@ def _rank(path: Path, in_header: int, pattern: re.Pattern[str] | None, files: in
     """The rank of a file by the user's pattern, its header, or its name."""
     if pattern is not None:
         found = pattern.search(path.name)
-        if found is None or not (found.group(1) or "").isdecimal():
+        rank = whole_number(found.group(1)) if found is not None and (found.group(1) or "").isdecimal() else -1
+        if rank < 0:
             raise InputError(
                 f"{path}: --rank-pattern {pattern.pattern!r} finds no rank here; its group must match a number"
             )
-        return int(found.group(1))
+        return rank
     rank = in_header if in_header >= 0 else rank_in_name(path)
     if rank < 0 and files > 1:
         raise InputError(

@@ -8,8 +8,10 @@ unusual or damaged, events are decoded one by one and the broken ones left out.
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +21,16 @@ import msgspec
 from isal import igzip, isal_zlib
 
 from lumos.errors import InputError
+from lumos.files import open_file
 
 SLICE_BYTES = 8 << 20
 _HEAD_BYTES = 4096  # enough to tell what kind of file it is
 _HEADER_LIMIT = 64 << 20
 _EVENT_LIMIT = 8 << 20  # no event is longer: one whose end is not found within it is broken
+_MOST_LOST = 100_000  # events that are not JSON, after which a file is damage rather than damaged
+_MOST_UNPACKED = 200  # times the size of a gzip file; profilers' traces unpack to some 10 to 30 times
+_ALWAYS_UNPACKED = 256 << 20  # bytes, whatever the size of the file
+_PIECE = 1 << 14  # most events are shorter
 _TRIES = 8  # guesses at the end of an event
 _BOUNDARY = re.compile(rb"\}\s*,\s*\{")
 _CUT = re.compile(rb'\}\s*(?:,\s*\{|\]\s*(?:\}\s*\Z|\Z|,\s*"))')
@@ -34,7 +41,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n,"
 _CONTROL_TO_SPACE = bytes.maketrans(bytes(range(32)), b" " * 32)
 BAD_GZIP: tuple[type[Exception], ...] = (OSError, EOFError, isal_zlib.error)  # type: ignore[assignment]
-_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _find_end = json.JSONDecoder(strict=False).raw_decode
 
 Event = TypeVar("Event")
@@ -59,9 +66,13 @@ class Slices(Generic[Event]):
         self._decode_one = msgspec.json.Decoder(self.event_type).decode
         self._ended = False  # the list of events has
         self._lost = 0
+        self._bytes = 0  # read so far
+        self._limit = sys.maxsize
 
     def __iter__(self) -> Iterator[list[Event]]:
         with open_bytes(self.path) as file:
+            if not isinstance(file, io.BufferedReader):
+                self._limit = max(_ALWAYS_UNPACKED, _MOST_UNPACKED * self.path.stat().st_size)
             buffer = self._read_header(file)
             if self.share[1] > 1:
                 yield from self._shared(file, buffer)
@@ -72,8 +83,8 @@ class Slices(Generic[Event]):
                 if used:
                     yield events
                     buffer = buffer[used:].lstrip(_BLANK)
-                elif len(buffer) > 2 * _EVENT_LIMIT:
-                    raise InputError(f"{self.path}: no trace events found in {len(buffer) >> 20} MB of JSON; {_HINT}")
+                else:
+                    self._refuse_endless(buffer)
             yield self._decode_last(buffer, file)
         if self._lost:
             self.notes.append(f"{self._lost} events are not valid JSON and were left out")
@@ -90,6 +101,8 @@ class Slices(Generic[Event]):
                     yield self._decode_or_give_up(buffer[:cut])
                 turn += 1
                 buffer = buffer[cut:].lstrip(_BLANK)
+            else:
+                self._refuse_endless(buffer)
         if turn % of == mine:
             yield self._decode_last(buffer, file)
 
@@ -99,9 +112,13 @@ class Slices(Generic[Event]):
         except _NOT_JSON:
             raise CannotShareError from None
 
+    def _refuse_endless(self, buffer: bytes) -> None:
+        if len(buffer) > 2 * _EVENT_LIMIT:
+            raise InputError(f"{self.path}: no trace events found in {len(buffer) >> 20} MB of JSON; {_HINT}")
+
     def _read(self, file: IO[bytes]) -> bytes:
         try:
-            return file.read(SLICE_BYTES)
+            chunk = file.read(SLICE_BYTES)
         except EOFError:
             raise InputError(
                 f"{self.path}: the gzip stream ends early (an interrupted copy?); copy the file again, or read "
@@ -109,6 +126,13 @@ class Slices(Generic[Event]):
             ) from None
         except BAD_GZIP as error:
             raise InputError(f"{self.path}: not a readable gzip file ({error}); copy or record it again") from None
+        self._bytes += len(chunk)
+        if self._bytes > self._limit:
+            raise InputError(
+                f"{self.path}: unpacks to more than {_MOST_UNPACKED} times its size, as no profiler's trace does; if it "
+                "is one, unpack it with gzip -d and read that"
+            )
+        return bytes(chunk)
 
     def _read_header(self, file: IO[bytes]) -> bytes:
         """Read up to the first event; keep the keys before it; return what follows."""
@@ -185,7 +209,7 @@ class Slices(Generic[Event]):
             if self._ended or begin < 0:
                 return events, at
             try:
-                _, at = _find_end(text, begin)
+                at = _end_of_event(text, begin)
                 events.append(self._decode_one(_cleaned(buffer[begin:at])))
                 continue
             except (*_NOT_JSON, ValueError, RecursionError):
@@ -195,17 +219,35 @@ class Slices(Generic[Event]):
             if cut is None:
                 return events, len(buffer)
             self._lost += 1
+            if self._lost > _MOST_LOST:
+                raise InputError(f"{self.path}: more than {_MOST_LOST:,} events are not valid JSON; record it again")
             at = cut.start() + 1
+
+
+def _end_of_event(text: str, begin: int) -> int:
+    """Where the JSON value ends that begins there; ValueError if it is broken.
+
+    A short piece is tried first: the message of an error counts the lines of all that was given.
+    """
+    piece = text[begin : begin + _PIECE]
+    try:
+        return begin + _find_end(piece)[1]
+    except json.JSONDecodeError as error:
+        may_go_on = error.msg.startswith("Unterminated string") or error.pos > len(piece) - 16
+        if len(piece) < _PIECE or not may_go_on:
+            raise
+    return _find_end(text, begin)[1]
 
 
 def open_bytes(path: Path) -> IO[bytes]:
     """The file's bytes, decompressed if they are gzip's, whatever the file is called."""
+    advice = "check the path and its permissions"
     try:
-        with path.open("rb") as file:
+        with open_file(path, advice) as file:
             magic = file.read(2)
         return igzip.open(path, "rb") if magic == b"\x1f\x8b" else path.open("rb")  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise InputError(f"{path}: cannot be opened ({error.strerror}); check the path and its permissions") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
 
 
 def _from_the_end(pattern: re.Pattern[bytes], buffer: bytes) -> Iterator[int]:

@@ -16,11 +16,13 @@ import numpy as np
 
 from lumos.errors import InputError
 from lumos.trace.names import CATEGORIES, GPU_CATEGORIES, Category, collective_name
+from lumos.trace.read.host_memory import available_bytes, refuse_events
 from lumos.trace.read.json_slices import CannotShareError, Slices
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _CODES = {name: int(category) for name, category in CATEGORIES.items()}  # plain integers: this is the inner loop
+MOST_RANKS = 1 << 24  # of a job; what claims to be more is no rank
 _ON_STREAM = np.array([*GPU_CATEGORIES, Category.SYNC], np.uint8)
 
 
@@ -93,10 +95,12 @@ def read_share(_: None, share: tuple[Path, int, int]) -> Trace | None:
 
 def _read(path: Path, event_type: type[_TypedEvent], share: tuple[int, int]) -> Trace:
     slices = Slices(path, event_type, share)
-    columns = _Columns()
+    columns, free, read = _Columns(), available_bytes(), 0
     columns.add([])  # a share may hold nothing
     for events in slices:
         columns.add(events)
+        read += len(columns.parts[-1][0]) * share[1]
+        refuse_events(path, read, free)
     header = _header(slices.header, path)
     warnings = [f"{path.name}: {note}" for note in dict.fromkeys(slices.notes)]
     if columns.refused:
@@ -185,8 +189,8 @@ class _Columns:
         message = Message(
             collective=name if name in ("send", "recv") else collective_name(name) or name, dtype=_text(args.dtype),
             in_elements=_integer(args.in_elements), out_elements=_integer(args.out_elements), group=_text(args.group),
-            group_size=_integer(args.group_size), ranks=_rank_list(args.group_ranks), sequence=_integer(args.sequence),
-            source=_integer(args.source), destination=_integer(args.destination),
+            group_size=_rank(args.group_size), ranks=_rank_list(args.group_ranks), sequence=_integer(args.sequence),
+            source=_rank(args.source), destination=_rank(args.destination),
         )  # fmt: skip
         return self.messages.setdefault(message, len(self.messages))
 
@@ -272,7 +276,7 @@ def _text(value: Any) -> str:
 def _rank_list(value: Any) -> tuple[int, ...]:
     """The tuple of "[0, 1, 2, 3]" or of a list; of "[0, 1, ..., 7]" (PyTorch's abbreviation) the empty one."""
     text = _text(value)
-    return () if "..." in text else tuple(int(r) for r in re.findall(r"\d+", text))
+    return () if "..." in text else tuple(map(whole_number, re.findall(r"\d+", text)))
 
 
 def _base_time(header: dict[str, Any]) -> int:
@@ -280,12 +284,24 @@ def _base_time(header: dict[str, Any]) -> int:
     return base if isinstance(base, int) and 0 <= base < _LATEST_BASE else 0
 
 
+def whole_number(digits: str | bytes, most: int = MOST_RANKS) -> int:
+    """The number that digits spell; -1 for one that is too large to be a rank or a count of ranks."""
+    number = int(digits) if len(digits) < 20 else most
+    return number if number < most else -1
+
+
+def _rank(value: Any) -> int:
+    """A rank or a number of ranks; -1 if it is none."""
+    number = _integer(value)
+    return number if 0 <= number < MOST_RANKS else -1
+
+
 def _header(found: dict[str, Any], path: Path) -> Header:
     distributed, devices = found.get("distributedInfo"), found.get("deviceProperties")
     info = distributed if isinstance(distributed, dict) else {}
     first = devices[0] if isinstance(devices, list) and devices and isinstance(devices[0], dict) else {}
     return Header(
-        rank=_integer(info.get("rank")), path=str(path), world_size=_integer(info.get("world_size")),
+        rank=_rank(info.get("rank")), path=str(path), world_size=_rank(info.get("world_size")),
         gpu=_text(first.get("name", "")), job=_text(found.get("traceName", "")),
         shapes=bool(found.get("record_shapes", 0)), stacks=bool(found.get("with_stack", 0)),
         backend=_text(info.get("backend") or ""),
