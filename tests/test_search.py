@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,10 +23,11 @@ from lumos.cli.merge_command import merged
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.prediction.power import energy_of
 from lumos.program.memory import memory_of
+from lumos.search import branch_and_bound
 from lumos.search.batch import suited, with_batch
 from lumos.search.branch_and_bound import Task, bound_layouts
 from lumos.search.estimator import Estimator
-from lumos.search.journal import Journal, open_journal
+from lumos.search.journal import open_journal
 from lumos.search.ranking import BOUNDS, Front, Objective, Simulated, promising
 from lumos.search.search import COLUMNS, SearchResult
 from lumos.search.space import Space
@@ -426,13 +428,84 @@ def test_a_journal_of_another_question_is_refused(llama: Setup, tmp_path: Path) 
         open_journal(tmp_path / "k", "question")
 
 
-def test_a_damaged_piece_of_a_journal_is_named(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path / "j", "question")
-    journal.keep_bounds(0, 3, np.zeros(2, BOUNDS))
-    (piece,) = (tmp_path / "j").glob("bounds*")
-    piece.write_bytes(piece.read_bytes()[:60])
-    with pytest.raises(InputError, match=piece.name):
-        _ = Journal(tmp_path / "j").bounded
+def damage(path: Path, how: str, others: Sequence[Path]) -> None:
+    """What disks, people and other programs do to a file."""
+    content = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "altered":
+        path.write_bytes(content[:-20] + bytes([content[-20] ^ 0x10]) + content[-19:])
+    elif how == "removed":
+        path.unlink()
+    elif how == "replaced":
+        path.write_bytes(others[0].read_bytes() if others[0] != path else others[-1].read_bytes())
+    elif how == "duplicated":
+        (path.parent / f"{path.stem[:-1]}f{path.suffix}").write_bytes(content)
+    elif how == "emptied":
+        path.write_bytes(b"")
+    elif how == "a folder":
+        path.unlink()
+        path.mkdir()
+
+
+TINY = {"cluster.gpus": [8], "parallel.pp": [1, 2], "parallel.cp": [1], "parallel.tp": [1, 2], "parallel.vpp": [1],
+        "train.micro_batch": [1, 2], "parallel.zero": [1], "train.recompute": ["none", "full"]}  # fmt: skip
+
+
+@pytest.fixture
+def tiny() -> Setup:
+    return read_setup(ROOT / "examples/one-h200.toml", ["train.framework=megatron"])
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a search of a few configurations has several pieces of every kind."""
+    monkeypatch.setattr(branch_and_bound, "_LAYOUTS_PER_CHUNK", 1)
+    monkeypatch.setattr(branch_and_bound, "_SIMULATIONS_PER_WAVE", 8)
+
+
+@pytest.fixture
+def finished_journal(tiny: Setup, small_pieces: None, tmp_path: Path) -> Path:
+    search(tiny, TINY, journal=tmp_path / "finished")
+    assert len(list((tmp_path / "finished").glob("wave-*"))) > 1
+    assert len(list((tmp_path / "finished").glob("bounds-*"))) > 1
+    return tmp_path / "finished"
+
+
+@pytest.mark.parametrize("kind", ["bounds", "wave", "question"])
+@pytest.mark.parametrize("how", ["truncated", "altered", "removed", "replaced", "duplicated", "emptied"])
+def test_what_is_damaged_in_a_journal_is_done_again(
+    tiny: Setup, finished_journal: Path, tmp_path: Path, kind: str, how: str
+) -> None:
+    found = search(tiny, TINY)
+    for number, path in enumerate(sorted(finished_journal.glob(f"{kind}*"))):
+        folder = tmp_path / str(number)
+        shutil.copytree(finished_journal, folder)
+        damage(folder / path.name, how, sorted(folder.glob("[bw]*")))
+        engine = Interrupted(np.inf)
+        resumed = search(tiny, TINY, journal=folder, engine=engine)
+        assert numbers(resumed) == numbers(found)
+        assert resumed.search.simulated == found.search.simulated
+        harmless = kind == "question" or how == "duplicated"
+        assert (engine.ran == 0) == harmless, "what is whole is not done again"
+        told = any("damaged pieces" in text for text in resumed.as_dict()["warnings"])
+        assert told == (not harmless and how != "removed")
+        again = Interrupted(0)
+        assert numbers(search(tiny, TINY, journal=folder, engine=again)) == numbers(found)
+
+
+@pytest.mark.parametrize("kind", ["bounds", "wave", "question"])
+def test_a_journal_that_cannot_be_written_ends_in_one_line(
+    tiny: Setup, finished_journal: Path, tmp_path: Path, kind: str
+) -> None:
+    shutil.copytree(finished_journal, tmp_path / "j")
+    damage(next((tmp_path / "j").glob(f"{kind}*")), "a folder", [])
+    with pytest.raises(LumosError, match=kind) as told:
+        search(tiny, TINY, journal=tmp_path / "j")
+    assert len(str(told.value).splitlines()) == 1
+    (tmp_path / "file").touch()
+    with pytest.raises(LumosError, match="file"):
+        open_journal(tmp_path / "file", "question")
 
 
 def test_a_full_disk_leaves_nothing_half_written(
@@ -444,7 +517,7 @@ def test_a_full_disk_leaves_nothing_half_written(
     journal = open_journal(tmp_path / "j", "question")
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(LumosError, match="No space left"):
-        journal.keep_wave([Simulated(1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)])
+        journal.keep_wave(np.zeros(1, BOUNDS), [Simulated(1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)])
     assert [p.name for p in (tmp_path / "j").iterdir()] == ["question.txt"]
 
 

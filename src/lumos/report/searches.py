@@ -47,9 +47,9 @@ def bound_note(answer: Answer) -> list[str]:
     best, bound, own = answer["results"][0]["step_ms"], answer["bound_ms"], answer["results"][0]["bound_ms"]
     gap, own_gap = 100 * (best / bound - 1), 100 * (best / own - 1)
     return [
-        f"of the {answer['fitting']:,} configurations that were tried and fit, none can take less than {bound:,.1f} ms; the "
-        f"best takes {best:,.1f} ms (+{gap:.1f} %), {own_gap:.1f} % more than its own lower bound. Other values can be "
-        "tried with --vary"
+        f"of the {answer['fitting']:,} configurations that were tried and fit, none can take less than {bound:,.1f} "
+        f"ms; the best takes {best:,.1f} ms (+{gap:.1f} %), {own_gap:.1f} % more than its own lower bound. Other "
+        "values can be tried with --vary"
     ]
 
 

@@ -113,7 +113,8 @@ class Search:
     def _bounds(self) -> Bounds:
         """The bounds of all configurations that fit, in the order of the space."""
         chunks = _chunks(range(len(self.task.space.layouts)), _LAYOUTS_PER_CHUNK)
-        parts = dict(self.journal.bounded)
+        kept = ((index, self.journal.bounds(index)) for index in range(len(chunks)))
+        parts = {index: found for index, found in kept if found is not None}
         self.valid = sum(valid for valid, _ in parts.values())
         todo = [index for index in range(len(chunks)) if index not in parts]
         answers = self.engine.run(Job(bound_layouts, self.task), [list(chunks[index]) for index in todo])
@@ -125,7 +126,6 @@ class Search:
 
     def _simulate(self, rows: Bounds) -> None:
         """Simulate wave after wave until no remaining row can matter; `rows` are sorted by their objective."""
-        waves = self.journal.waves()
         while len(rows):
             if not self.task.exhaustive:
                 rows = rows[self.front.can_matter(rows)]
@@ -133,10 +133,10 @@ class Search:
             wave, rows = rows[chosen], rows[~chosen]
             if not len(wave):
                 break
-            found = next(waves, None)
+            found = self.journal.wave(wave)
             if found is None:
                 found = self._simulate_wave(wave)
-                self.journal.keep_wave(found)
+                self.journal.keep_wave(wave, found)
             self.front.add(found)
             self.simulated += found
             best = f"{self.front.best[0].seconds * 1e3:,.1f} ms" if self.front.best else "none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -68,7 +69,9 @@ def search(
     space = Space(setup, choices)
     objective.check(space.gpu_types)
     task = Task(space, objective, estimator or Estimator(), memory_gib, shard, exhaustive)
-    question = fingerprint(flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive)
+    question = fingerprint(
+        version("lumos-sim"), flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive
+    )
     begin = monotonic()
     kept = open_journal(journal, f"{question} {shard}")
     found = Search(task, engine or Here(), kept, Front(top), progress).run()
@@ -141,6 +144,8 @@ class SearchResult:
     @property
     def warnings(self) -> list[str]:
         search, found = self.search, list(self.notes)
+        if search.journal.damaged:
+            found.append(f"{len(search.journal.damaged)} damaged pieces of the journal were done again")
         if not search.valid:
             return [*found, "no valid configuration is in this shard"]
         if not search.fitting:
