@@ -687,20 +687,21 @@ BLIND = Plan(
         ("pp2_mb3", "pp2_mb6"),
     ],
 )
-# Jobs whose traces are replayed with nothing frozen: recorded after the dependency rules were fixed.
-NARROW, WIDE = Rank("", 768, 2048, 12, 12, 8, seq=1536, mbs=2), Rank("", 1792, 4864, 14, 14, 6, seq=640, mbs=4)
-REPLAYS = replace(
-    Plan([], [], {}, [], [], [], []),
+# Jobs whose traces are replayed with nothing frozen, recorded after the dependency rules were fixed.
+SLIM, BROAD = Rank("", 896, 2432, 14, 14, 4, seq=1280, mbs=2), Rank("", 1664, 4480, 13, 13, 3, seq=896, mbs=3)
+REPLAYS = Plan(
+    *([], [], {}, [], []),
     multirank=[
-        replace(WIDE, name="fsdp4_l6", mode="fsdp", world=4, zero=3, trace=True),
-        replace(NARROW, name="fsdp2_l12", mode="fsdp", world=2, zero=3, layers=12, trace=True),
-        replace(NARROW, name="ddp4_l8", mode="ddp", world=4, trace=True),
-        replace(WIDE, name="ddp2_l18", mode="ddp", world=2, layers=18, trace=True),
-        replace(NARROW, name="pp4_mb6", mode="pp", world=4, pp=4, accum=6, trace=True),
-        replace(WIDE, name="pp2_mb10", mode="pp", world=2, pp=2, accum=10, trace=True),
-        replace(WIDE, name="dp2_tp2_l6", mode="dp_tp", world=4, tp=2, zero=3, trace=True),
-        replace(NARROW, name="tp2_pp2_mb5", mode="tp_pp", world=4, tp=2, pp=2, accum=5, trace=True),
+        replace(SLIM, name="fsdp4_l5", mode="fsdp", world=4, zero=3, layers=5, trace=True),
+        replace(BROAD, name="fsdp2_l7", mode="fsdp", world=2, zero=3, layers=7, trace=True),
+        replace(BROAD, name="ddp4_l3", mode="ddp", world=4, trace=True),
+        replace(SLIM, name="ddp2_l10", mode="ddp", world=2, layers=10, trace=True),
+        replace(BROAD, name="pp4_mb5", mode="pp", world=4, pp=4, layers=4, accum=5, trace=True),
+        replace(SLIM, name="pp2_mb9", mode="pp", world=2, pp=2, accum=9, trace=True),
+        replace(SLIM, name="dp2_tp2_l5", mode="dp_tp", world=4, tp=2, zero=3, layers=5, trace=True),
+        replace(BROAD, name="tp2_pp2_mb2", mode="tp_pp", world=4, tp=2, pp=2, layers=4, accum=2, trace=True),
     ],
+    multirank_pairs=[],
 )
 PLANS = {"development": DEVELOPMENT, "blind": BLIND, "replays": REPLAYS}
 

@@ -32,7 +32,8 @@ RULE_NAMES = (*RULES, "collective", "shared_gpu")
 
 # Rules whose edges are given up, in this order, if clocks disagree so much that dependencies form a cycle.
 _DOUBTFUL = (
-    (Rule.CHANNEL, Rule.COLLECTIVE), (Rule.THREAD, Rule.EVENT), (Rule.SYNC, Rule.QUEUE), (Rule.LAUNCH, Rule.GRAPH),
+    (Rule.SHARED_GPU,), (Rule.CHANNEL, Rule.COLLECTIVE), (Rule.THREAD, Rule.EVENT), (Rule.SYNC, Rule.QUEUE),
+    (Rule.LAUNCH, Rule.GRAPH),
 )  # fmt: skip
 
 

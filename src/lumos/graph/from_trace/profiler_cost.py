@@ -14,29 +14,36 @@ The constants are in `data/profiler.json`, fitted by calibration/fit_profiler.py
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
+from lumos.data_files import data_file
 from lumos.errors import InputError
+from lumos.files import read_file
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.graph import Floats, Graph
 from lumos.trace.names import Category
 
 
+_MOST_BYTES = 1 << 20
+_Cost = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+_Share = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
+
+
 class ProfilerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What recording costs, in microseconds and shares of host time."""
 
-    operator_us: float  # at most, per operator or annotation
-    call_us: float  # at most, per runtime or driver call
-    kept_share: float  # of a host segment that is left at least, once the profiler has stopped
-    no_shapes_kept_share: float  # the same for a recording without shapes
-    fresh_kept_share: float  # the same as the first for a process that was never profiled
-    kernel_gap_us: float  # added to the gap before every kernel
-    debt_us: float = 100.0  # cost that a segment is too short to pay and that those after it pay; the rest is dropped
-    error_pct: float = 10.0  # 80 % of the recordings it was fitted on are within this
+    operator_us: _Cost  # at most, per operator or annotation
+    call_us: _Cost  # at most, per runtime or driver call
+    kept_share: _Share  # of a host segment that is left at least, once the profiler has stopped
+    no_shapes_kept_share: _Share  # the same for a recording without shapes
+    fresh_kept_share: _Share  # the same as the first for a process that was never profiled
+    kernel_gap_us: _Cost  # added to the gap before every kernel
+    debt_us: _Cost = 100.0  # cost that a segment is too short to pay and that those after it pay; the rest is dropped
+    error_pct: _Cost = 10.0  # 80 % of the recordings it was fitted on are within this
     source: str = ""
 
     def fresh(self) -> ProfilerCost:
@@ -50,14 +57,13 @@ class ProfilerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def load_profiler_cost(path: Path | None = None) -> ProfilerCost:
     """The constants of the package, or those in a file of the same form."""
+    if path is None:
+        return msgspec.json.decode(data_file("profiler.json").read_bytes(), type=ProfilerCost)
+    place, advice = f"--profiler-costs {path}", "give a file like lumos/data/profiler.json"
     try:
-        text = path.read_bytes() if path else resources.files("lumos").joinpath("data/profiler.json").read_bytes()
-    except OSError as error:
-        raise InputError(f"--profiler-costs {path}: cannot be read ({error.strerror})") from None
-    try:
-        return msgspec.json.decode(text, type=ProfilerCost)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"--profiler-costs {path}: not a file of profiler costs ({error})") from None
+        return msgspec.json.decode(read_file(path, _MOST_BYTES, advice, place), type=ProfilerCost)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{place}: not a file of profiler costs ({error}); {advice}") from None
 
 
 def without_profiler(execution: Execution, cost: ProfilerCost) -> Graph:
