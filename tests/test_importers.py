@@ -204,7 +204,7 @@ def count_of(config: dict[str, Any]) -> tuple[int | None, str]:
         return None, reading.mistakes[0].sentence
     text = config.get("text_config", config)
     seq = next((text[key] for key in ("max_position_embeddings", "n_positions", "max_seq_len") if key in text), 0)
-    return Model(**reading.sections["model"]).parameters(seq), "; ".join(reading.notes)
+    return Model(**reading.sections["model"]).parameters(seq), "; ".join(note.sentence for note in reading.notes)
 
 
 def test_no_configuration_of_transformers_is_read_with_a_wrong_size() -> None:
@@ -269,7 +269,9 @@ def test_layers_without_experts_are_counted_wherever_they_are() -> None:
     model = Model(**reading.sections["model"])
     assert (model.dense_layers, model.ffn, model.expert_ffn) == (24, 16384, 8192)
     assert model.parameters() / 1e9 == pytest.approx(400.7, rel=0.01)
-    assert "24 of 48 layers have no experts: modelled as the first 24 layers" in reading.notes
+    assert "24 of 48 layers have no experts: modelled as the first 24 layers" in [
+        note.sentence for note in reading.notes
+    ]
     moe = sizes("qwen3_moe", 6, 512, 1024, 8, 8, 1000, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
     for spelling, dense in (
         ({"mlp_layer_types": ["dense", *["sparse"] * 5]}, 1),
@@ -472,7 +474,7 @@ def test_the_number_of_gpus_is_that_of_the_launch(tmp_path: Path, text: str, gpu
 
 def test_an_option_given_twice_is_said(tmp_path: Path) -> None:
     path = written(tmp_path, "--num-layers 4 --num-layers 8 --lr 1 --lr 2", "x.args")
-    assert any("several times" in note and note.endswith("--num-layers") for note in read_any(path).notes)
+    assert any("several times" in note and note.endswith("--num-layers") for note, _ in read_any(path).notes)
 
 
 def test_uneven_stages_of_megatron(tmp_path: Path) -> None:
@@ -786,7 +788,7 @@ def test_a_torchtitan_command_with_its_toml_beside_it(tmp_path: Path) -> None:
     setup = read_setup(written(tmp_path, text, "run_train.sh"))
     assert (setup.train.seq, setup.parallel.tp, setup.parallel.dp, setup.train.recompute) == (1024, 2, 4, "full")
     away = written(tmp_path, text.replace("llama3_8b.toml", "elsewhere.toml"), "other.sh")
-    assert any("is not next to the script" in note for note in read_any(away).notes)
+    assert any("is not next to the script" in note for note, _ in read_any(away).notes)
 
 
 def test_a_torchtitan_config_in_python_gives_its_model_alone(tmp_path: Path) -> None:

@@ -600,7 +600,11 @@ def test_megatron_defaults_are_those_of_gpt() -> None:
         ("--use-torch-fsdp2", "parallel.zero", 3),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "parallel.zero", 2),
         ("--num-experts 8 --hidden-size 64", "model.top_k", 2),
-        ("--num-experts 64 --moe-layer-freq '([0]*3+[1]*58)'", "model.dense_layers", 3),
+        ("--num-layers 61 --num-experts 64 --moe-layer-freq '([0]*3+[1]*58)'", "model.dense_layers", 3),
+        ("--num-layers 24 --num-experts 64 --moe-layer-freq 2", "model.dense_layers", 12),
+        ("--num-layers 6 --num-experts 64 --moe-layer-freq '([0]+[1]*2)*2'", "model.dense_layers", 2),
+        ("--hidden-size 64 --quick-geglu", "model.gated", True),
+        ("--hidden-size 64 --quick-geglu", "model.ffn", 256),
         (
             "--num-experts 64 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 1024",
             "model.shared_experts",
@@ -623,9 +627,9 @@ def test_a_megatron_option(options: str, place: str, value: object) -> None:
 
 def test_what_a_script_asks_for_and_is_not_modelled_is_said() -> None:
     notes = script_sections("--hidden-dropout 0.1 --attention-dropout 0 --optimizer muon", "train.sh").notes
-    assert any("--hidden-dropout" in note for note in notes)
-    assert any("--optimizer" in note for note in notes)
-    assert not any("--attention-dropout" in note for note in notes)
+    assert any("--hidden-dropout" in note.sentence for note in notes)
+    assert any("--optimizer" in note.sentence for note in notes)
+    assert not any("--attention-dropout" in note.sentence for note in notes)
 
 
 def test_a_script_is_never_run(tmp_path: Path) -> None:
@@ -788,7 +792,7 @@ def test_a_config_of_something_else_is_refused_with_the_reason(config: object, r
 
 def test_an_unknown_decoder_is_taken_with_a_warning() -> None:
     unknown = LLAMA | {"model_type": "brandnew"}
-    (note,) = model_keys(unknown).notes
+    ((note, _),) = model_keys(unknown).notes
     assert Model(**model_of(unknown)).gated
     assert "brandnew" in note
     assert "model.gated" in note

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +100,8 @@ def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
         model = None  # it could not be read, and a mistake says so
     stated = (*(mistake.sentence for mistake in left), *mistakes)
     names = () if changes.get("model") else reading.model_names
-    return PlainSetup(sections | {"model": model}, changes, (*reading.remarks(where), *notes), stated, where, names)
+    remarks = reading.remarks(where, partial(_corrects, changes))
+    return PlainSetup(sections | {"model": model}, changes, (*remarks, *notes), stated, where, names)
 
 
 def write_setup(setup: Setup) -> str:
@@ -153,7 +155,7 @@ def _model_from(stated: Any, folder: Path) -> tuple[Any, tuple[str, ...], tuple[
         if "hf" in stated:
             config, where = read_config(folder / stated["hf"]), place_of(folder / stated["hf"])
             keys |= config.sections["model"]
-            notes = config.remarks(where)
+            notes = config.remarks(where, lambda place: _has({"model": stated}, place))
             wrong = [mistake for mistake in config.mistakes if not _has({"model": stated}, mistake.place)]
             if wrong:
                 return None, notes, tuple(f"{where}: {mistake.sentence}" for mistake in wrong)
@@ -316,7 +318,8 @@ def _of_script(script: Script, folder: Path) -> Reading:
     if not (any(OPTION.match(option) for option in script.options) or in_python or name.endswith(".toml")):
         return megatron.read_megatron(script)
     found = Findings()
-    found.notes += script.notes
+    for condition in script.notes:
+        found.note(condition)
     put_cluster(found, script)
     below = _config_file(name, folder, found) if name else {}
     return read_torchtitan(flat(below) | keys_of(script.options, toml_value), found)
@@ -329,5 +332,5 @@ def _config_file(name: str, folder: Path, found: Findings) -> dict[str, Any]:
             return _toml(text_of(path), place_of(path))
         except InputError:
             continue
-    found.notes.append(f"its configuration {shown(name)} is not next to the script: only the options given are used")
+    found.note(f"its configuration {shown(name)} is not next to the script: only the options given are used")
     return {}

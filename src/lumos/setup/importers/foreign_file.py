@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lumos.errors import InputError
+from lumos.files import open_file
 from lumos.setup.messages import listed, place_of
 
 Sections = dict[str, Any]
 
+_TOLERATED = 0.01  # of the width of all experts
 _LARGEST = 4 << 20  # bytes; a description of a run is a few kilobytes
 
 
@@ -22,19 +24,27 @@ class Mistake(NamedTuple):
     sentence: str
 
 
+class Note(NamedTuple):
+    """Something that was assumed, padded or left out."""
+
+    sentence: str
+    keys: tuple[str, ...] = ()  # of a setup: it no longer holds once one of them is set
+
+
 class Reading(NamedTuple):
     """Sections of a setup, unchecked. Notes and mistakes do not name the file."""
 
     sections: Sections
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     mistakes: tuple[Mistake, ...] = ()
     not_recognised: tuple[str, ...] = ()  # keys or options that are neither used nor known to be irrelevant
     model_names: tuple[str, ...] = ()  # names that may state the size of the model, the most reliable first
 
-    def remarks(self, where: str) -> tuple[str, ...]:
-        """The notes with the name of the file; keys that were not recognised are one note."""
-        last = (f"not recognised and ignored: {listed(self.not_recognised)}",) if self.not_recognised else ()
-        return tuple(f"{where}: {note}" for note in (*self.notes, *last))
+    def remarks(self, where: str, is_set: Callable[[str], bool] = lambda _: False) -> tuple[str, ...]:
+        """The notes that still hold, with the name of the file; keys that were not recognised are one note."""
+        notes = [note.sentence for note in self.notes if not any(is_set(key) for key in note.keys)]
+        last = [f"not recognised and ignored: {listed(self.not_recognised)}"] if self.not_recognised else []
+        return tuple(f"{where}: {sentence}" for sentence in (*notes, *last))
 
 
 class Findings:
@@ -42,8 +52,12 @@ class Findings:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}  # by "section.key"
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
         self.mistakes: list[Mistake] = []
+
+    def note(self, sentence: str, *keys: str) -> None:
+        """Note something that holds until one of these keys of a setup is set."""
+        self.notes.append(Note(sentence, keys))
 
     def mistake(self, place: str, sentence: str) -> None:
         """Note a mistake, once."""
@@ -57,6 +71,20 @@ class Findings:
             section, _, key = place.partition(".")
             sections.setdefault(section, {})[key] = value
         return Reading(sections, tuple(self.notes), tuple(self.mistakes), tuple(not_recognised))
+
+
+def shared_experts(found: Findings, shared: int, width: int, experts: int) -> int:
+    """A shared expert of this width as a number of experts, which are all equally wide in a setup.
+
+    A small difference is noted; one that changes the size of the model is a mistake.
+    """
+    count = max(round(shared / width), 1)
+    what = f"a shared expert of width {shared} beside experts of width {width}"
+    if abs(shared - count * width) > _TOLERATED * (experts * width + shared):
+        found.mistake("model.shared_experts", f"{what} cannot be described: --set model.shared_experts=NUMBER")
+    elif shared != count * width:
+        found.note(f"{what} is modelled as {count} of those", "model.shared_experts")
+    return count
 
 
 def is_ignored(name: str, table: Mapping[str, list[str]]) -> bool:
@@ -88,10 +116,10 @@ def beginning_of(path: Path, largest: int = _LARGEST) -> tuple[str, bool]:
     """The first bytes of a file as text, and whether they are all of it."""
     where = place_of(path)
     try:
-        if not path.is_file():
+        if not path.exists() or path.is_dir():
             what = "is a folder: name a file in it" if path.is_dir() else "does not exist"
             raise InputError(f"{where}: {what}")
-        with path.open("rb") as file:
+        with open_file(path, "give a plain file", where) as file:
             content = file.read(largest + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         raise InputError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error})") from None

@@ -10,7 +10,7 @@ from typing import Any
 
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.setup.importers.foreign_file import Findings, Reading, flat, is_ignored
+from lumos.setup.importers.foreign_file import Findings, Reading, flat, is_ignored, shared_experts
 from lumos.setup.messages import listed, named, shown
 from lumos.setup.sections import as_count
 
@@ -26,7 +26,6 @@ _KNOWN = {
 }
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 _MOST_LAYERS = 1 << 14
-_TOLERATED = 0.01  # of the width of all experts
 _LIMITED, _SPARSE = _TABLES["attention_layers"]["limited"], _TABLES["attention_layers"]["sparse"]
 _WAY_OUT = (
     "lumos predict dry-runs its own code for one GPU (with torch and transformers installed); "
@@ -39,18 +38,18 @@ def model_keys(content: object) -> Reading:
     if not isinstance(content, dict):
         raise InputError(f"a config.json is a table, this is {shown(content)}")
     found = Findings()
-    config = _language_model(content, found.notes)
+    config = _language_model(content, found)
     keys = _family(config)
     _refuse_other_layers(config)
     is_known = bool(keys)
     keys = keys or _guessed(config, found)
     keys |= _sizes(config, found)
     keys |= _experts(config, keys, found)
-    keys |= _style(config, keys, found.notes)
+    keys |= _style(config, keys, found)
     _note_missing(keys, found)
-    _note_attention(config, found.notes)
+    _note_attention(config, found)
     if config.get("num_nextn_predict_layers") or config.get("num_mtp_layers"):
-        found.notes.append("multi-token prediction is not modelled, and its parameters are not counted")
+        found.note("multi-token prediction is not modelled, and its parameters are not counted")
     found.values |= {f"model.{key}": value for key, value in (keys | {"name": _name(config)}).items()}
     stated = (name for name, value in flat(config, 2).items() if value is not None and name not in _KNOWN)
     unread = [name for name in stated if not is_ignored(name, _TABLES["ignored"])]
@@ -76,12 +75,12 @@ def _note_missing(keys: Mapping[str, Any], found: Findings) -> None:
         found.mistake(f"model.{key}", f"{_SIZES[key][0]} is missing: add it, or --set model.{key}=NUMBER")
 
 
-def _language_model(content: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+def _language_model(content: dict[str, Any], found: Findings) -> dict[str, Any]:
     """The part of a multimodal configuration that is the language model, or all of it."""
     for name in _COMBINED["language_model"]:
         part = content.get(name)
         if isinstance(part, dict) and content.get("model_type") not in tuple(_UNSUPPORTED):
-            notes.append(f"the model has several parts: only {name} is modelled")
+            found.note(f"the model has several parts: only {name} is modelled")
             tied = content.get("tie_word_embeddings")
             return part if tied is None else part | {"tie_word_embeddings": tied}
     return content
@@ -112,9 +111,10 @@ def _guessed(config: dict[str, Any], found: Findings) -> dict[str, Any]:
     name, activation = config.get("model_type"), _first(config, _COMBINED["activation"])[1]
     gated = activation in ("silu", "swish", "swiglu")
     if gated:
-        found.notes.append(
+        found.note(
             f"model_type {shown(name)} is not known: assuming a gated MLP, as in Llama, because its activation is "
-            f"{shown(activation)}; compare the number of parameters, and set model.gated if that is wrong"
+            f"{shown(activation)}; compare the number of parameters, and set model.gated if that is wrong",
+            "model.gated",
         )
     else:
         found.mistake(
@@ -141,7 +141,7 @@ def _refuse_other_layers(config: dict[str, Any]) -> None:
         raise InputError(f"layer_types: {count}, which cannot be described: {_WAY_OUT}")
 
 
-def _note_attention(config: dict[str, Any], notes: list[str]) -> None:
+def _note_attention(config: dict[str, Any], found: Findings) -> None:
     """Say where a layer does not attend to all tokens."""
     kinds = config.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else []
@@ -150,9 +150,9 @@ def _note_attention(config: dict[str, Any], notes: list[str]) -> None:
     for name in ("sliding_window", "attention_chunk_size"):
         size = config.get(name)
         if size and config.get("use_sliding_window", True) and (limited or not kinds):
-            notes.append(f"{name} = {shown(size)}{where} is not modelled: assuming full attention")
+            found.note(f"{name} = {shown(size)}{where} is not modelled: assuming full attention")
     if any(kind in _SPARSE for kind in kinds) or config.get("index_topk"):
-        notes.append("sparse attention is not modelled, and its index is not counted: assuming full attention")
+        found.note("sparse attention is not modelled, and its index is not counted: assuming full attention")
 
 
 def _sizes(config: dict[str, Any], found: Findings) -> dict[str, int]:
@@ -183,8 +183,7 @@ def _experts(config: dict[str, Any], sizes: Mapping[str, Any], found: Findings) 
     width = keys.get("expert_ffn") or sizes.get("ffn", 0)
     shared = _count(config, _COMBINED["shared_width"], found, "shared_experts")
     if shared and width:
-        keys["shared_experts"] = max(round(shared / width), 1)
-        _check_shared(shared, width, keys, found)
+        keys["shared_experts"] = shared_experts(found, shared, width, keys.get("experts", 0))
     layers = min(sizes.get("layers", 0), _MOST_LAYERS)
     sparse = _sparse_layers(config, layers, keys.get("dense_layers", 0))
     if sparse is None:
@@ -196,18 +195,8 @@ def _experts(config: dict[str, Any], sizes: Mapping[str, Any], found: Findings) 
         return keys
     keys["dense_layers"] = dense = layers - sum(sparse)
     if any(sparse[:dense]):
-        found.notes.append(f"{dense} of {layers} layers have no experts: modelled as the first {dense} layers")
+        found.note(f"{dense} of {layers} layers have no experts: modelled as the first {dense} layers")
     return keys
-
-
-def _check_shared(shared: int, width: int, keys: Mapping[str, int], found: Findings) -> None:
-    """Shared experts are as wide as the others here: note a small difference, refuse one that changes the model."""
-    modelled = keys["shared_experts"] * width
-    what = f"a shared expert of width {shared} beside experts of width {width}"
-    if abs(shared - modelled) > _TOLERATED * (keys.get("experts", 0) * width + shared):
-        found.mistake("model.shared_experts", f"{what} cannot be described: --set model.shared_experts=NUMBER")
-    elif shared != modelled:
-        found.notes.append(f"{what} is modelled as {keys['shared_experts']} of those")
 
 
 def _sparse_layers(config: Mapping[str, Any], layers: int, leading: int) -> list[bool] | None:
@@ -233,7 +222,7 @@ def _sparse_layers(config: Mapping[str, Any], layers: int, leading: int) -> list
     ]
 
 
-def _style(config: dict[str, Any], family: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def _style(config: dict[str, Any], family: Mapping[str, Any], found: Findings) -> dict[str, Any]:
     """What a config says itself about biases, norms, positions and the activation."""
     keys: dict[str, Any] = dict(_switches(config))
     activation = _first(config, _COMBINED["activation"])[1]
@@ -243,7 +232,7 @@ def _style(config: dict[str, Any], family: Mapping[str, Any], notes: list[str]) 
             keys["activation"] = known
         else:
             default = "silu" if family["gated"] else "gelu"
-            notes.append(f"activation {shown(activation)} is not known: assuming {default}")
+            found.note(f"activation {shown(activation)} is not known: assuming {default}", "model.activation")
     if config.get("alibi") is True or _inner(config, "attn_config.alibi") is True:
         keys["positions"] = "alibi"
     elif config.get("model_type") == "mpt" and _inner(config, "attn_config.alibi") is False:

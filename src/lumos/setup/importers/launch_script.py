@@ -104,7 +104,9 @@ def put_cluster(found: Findings, script: Script) -> None:
     if gpu:
         values.setdefault("cluster.gpu", gpu)
     if "cluster.gpus" not in values:
-        found.notes.append("the number of GPUs is not given: assuming one replica; set cluster.gpus")
+        found.note(
+            "the number of GPUs is not given: assuming one replica; set cluster.gpus", "cluster.gpus", "parallel.dp"
+        )
 
 
 def evaluate(expression: str, variables: Mapping[str, str]) -> int | None:

@@ -5,19 +5,20 @@ The options are in `data/megatron_options.toml`; here is what takes more than on
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 from lumos.data_files import read_table
-from lumos.setup.importers.foreign_file import Findings, Reading, is_ignored
+from lumos.setup.importers.foreign_file import Findings, Reading, is_ignored, shared_experts
 from lumos.setup.importers.launch_script import Options, Script, put_cluster, read_shell
 from lumos.setup.messages import listed, one_of, shown
 from lumos.setup.sections import as_count
 
 _TABLES = read_table("megatron_options.toml")
-_LEADING_DENSE = re.compile(r"\(?\[0\]\*(\d{1,4})\+\[1\]\*\d{1,4}\)?")
+_MOST = 5000  # arguments, or layers
 
 Pairs = list[tuple[str, str]]  # names of arguments and their values as text
 
@@ -34,12 +35,13 @@ def read_megatron(script: Script) -> Reading:
     found.values |= _TABLES["defaults"]
     _put_options(found, options)
     for rule in (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _not_modelled):
-        rule(found.values, options, found.notes)
+        rule(found, options)
     put_cluster(found, script)
-    found.notes += script.notes
+    for condition in script.notes:
+        found.note(condition)
     twice = [f"--{name}" for name in script.repeated if name in _TABLES["numbers"] or name in _TABLES["choices"]]
     if twice:
-        found.notes.append(f"given several times, the last value is used: {listed(twice)}")
+        found.note(f"given several times, the last value is used: {listed(twice)}")
     return found.reading(f"--{name}" for name in options if not _is_known(name))
 
 
@@ -59,7 +61,7 @@ def _put_options(found: Findings, options: Options) -> None:
         if word in meanings:
             found.values[place] = meanings[word]
         elif word:
-            found.notes.append(f"--{name} {shown(word)} is not known: use {one_of(list(meanings))}")
+            found.note(f"--{name} {shown(word)} is not known: use {one_of(list(meanings))}")
 
 
 def _word(options: Options, name: str, default: str = "") -> str:
@@ -79,28 +81,33 @@ def _count(options: Options, name: str, default: str = "") -> int:
 # What takes more than one option
 
 
-def _precision(values: dict[str, Any], options: Options, notes: list[str]) -> None:
+def _precision(found: Findings, options: Options) -> None:
     """Beside these, --bf16 is the precision of what is not a matmul."""
+    values = found.values
     if "fp4-format" in options:
         values["train.precision"] = "nvfp4"
     elif "fp8-format" in options:
         values["train.precision"] = "mxfp8" if _word(options, "fp8-recipe") == "mxfp8" else "fp8"
 
 
-def _mlp(values: dict[str, Any], options: Options, notes: list[str]) -> None:
+def _mlp(found: Findings, options: Options) -> None:
     """Megatron's default width: four times the hidden size, or two thirds of that as a multiple of 64 with SwiGLU."""
+    values = found.values
     hidden = as_count(values.get("model.hidden"))
+    if "quick-geglu" in options:
+        values |= {"model.gated": True, "model.activation": "gelu"}
     if "model.ffn" not in values and hidden:
-        values["model.ffn"] = int(4 * hidden * 2 / 3 / 64) * 64 if values["model.gated"] else 4 * hidden
+        values["model.ffn"] = int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in options else 4 * hidden
 
 
-def _attention(values: dict[str, Any], options: Options, notes: list[str]) -> None:
+def _attention(found: Findings, options: Options) -> None:
+    values = found.values
     if "no-position-embedding" in options and values["model.positions"] == "learned":
         values["model.positions"] = "none"
     if "group-query-attention" in options:
         values.setdefault("model.kv_heads", 1)
     elif "model.kv_heads" in values:
-        notes.append("--num-query-groups without --group-query-attention: used, although Megatron ignores it")
+        found.note("--num-query-groups without --group-query-attention: used, although Megatron ignores it")
     defaults = {f"model.{key}": size for key, size in _TABLES["latent_attention_defaults"].items()}
     if "multi-latent-attention" in options:
         values |= defaults | {key: values[key] for key in defaults if key in values}
@@ -110,7 +117,8 @@ def _attention(values: dict[str, Any], options: Options, notes: list[str]) -> No
             values.pop(key, None)  # a dump of arguments always has them
 
 
-def _experts(values: dict[str, Any], options: Options, notes: list[str]) -> None:
+def _experts(found: Findings, options: Options) -> None:
+    values = found.values
     if not as_count(values.get("model.experts")):
         for key in ("experts", "top_k", "expert_ffn"):
             values.pop(f"model.{key}", None)
@@ -119,17 +127,66 @@ def _experts(values: dict[str, Any], options: Options, notes: list[str]) -> None
     width = as_count(values.get("model.expert_ffn")) or as_count(values.get("model.ffn"))
     shared = _count(options, "moe-shared-expert-intermediate-size")
     if shared and width:
-        values["model.shared_experts"] = max(round(shared / width), 1)
-    pattern = "".join(options.get("moe-layer-freq", ["1"])).replace(" ", "")
-    leading = _LEADING_DENSE.fullmatch(pattern)
-    if leading:
-        values["model.dense_layers"] = int(leading[1])
-    elif pattern != "1":
-        notes.append(f"--moe-layer-freq {shown(pattern)} is not modelled: assuming experts in every layer")
+        experts = as_count(values.get("model.experts"))
+        values["model.shared_experts"] = shared_experts(found, shared, width, experts)
+    _dense_layers(found, "".join(options.get("moe-layer-freq") or ["1"]).replace(" ", ""))
 
 
-def _vocabulary(values: dict[str, Any], options: Options, notes: list[str]) -> None:
+def _dense_layers(found: Findings, pattern: str) -> None:
+    """Layers without experts: all but every N-th, or those with a 0 in a pattern such as ([0]*3+[1]*58)."""
+    layers = as_count(found.values.get("model.layers"))
+    if pattern.isascii() and pattern.isdigit() and len(pattern) < 6 and int(pattern):
+        sparse = [layer % int(pattern) == 0 for layer in range(min(layers, _MOST))]
+    else:
+        sparse = [bool(number) for number in _pattern(pattern)]
+    if len(sparse) != layers or not pattern:
+        way_out = "--set model.dense_layers=NUMBER"
+        found.mistake(
+            "model.dense_layers",
+            f"--moe-layer-freq {shown(pattern)} is not a number or a pattern of {layers} layers: {way_out}",
+        )
+        return
+    dense = layers - sum(sparse)
+    if dense:
+        found.values["model.dense_layers"] = dense
+    if any(sparse[:dense]):
+        found.note(
+            f"{dense} of {layers} layers have no experts: modelled as the first {dense} layers", "model.dense_layers"
+        )
+
+
+def _pattern(text: str) -> list[int]:
+    """The list that a pattern in Python's notation stands for, or [] where it stands for none; nothing is run."""
+    try:
+        value = _part(ast.parse(text[:_MOST], mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return value if isinstance(value, list) else []
+
+
+def _part(node: ast.expr) -> int | list[int]:
+    match node:
+        case ast.Constant(value=bool()):
+            pass
+        case ast.Constant(value=int() as number):
+            return number
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            numbers = [_part(element) for element in elements]
+            return [number for number in numbers if isinstance(number, int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _part(left), _part(right)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            first, second = _part(left), _part(right)
+            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= _MOST:
+                return first * second
+    raise ValueError("not a pattern of layers")
+
+
+def _vocabulary(found: Findings, options: Options) -> None:
     """Megatron pads the vocabulary so that every tensor-parallel rank has the same share of it."""
+    values = found.values
     table = _TABLES["vocabulary"]
     size: int | str = table.get(_word(options, "tokenizer-type"), 0)
     if options.get("vocab-size"):
@@ -141,11 +198,12 @@ def _vocabulary(values: dict[str, Any], options: Options, notes: list[str]) -> N
     multiple *= as_count(values.get("parallel.tp", 1))
     if isinstance(size, int) and multiple and size % multiple:
         values["model.vocab"] = padded = -(-size // multiple) * multiple
-        notes.append(f"vocabulary of {size} padded to {padded}, a multiple of {multiple}, as Megatron does")
+        found.note(f"vocabulary of {size} padded to {padded}, a multiple of {multiple}, as Megatron does")
 
 
-def _stages(values: dict[str, Any], options: Options, notes: list[str]) -> None:
+def _stages(found: Findings, options: Options) -> None:
     """Virtual stages, or a first and a last stage of given sizes with the rest divided evenly between the others."""
+    values = found.values
     per_chunk = _count(options, "num-layers-per-virtual-pipeline-stage")
     layers, pp = as_count(values.get("model.layers")), as_count(values.get("parallel.pp", 1))
     if per_chunk and layers and pp:
@@ -156,21 +214,22 @@ def _stages(values: dict[str, Any], options: Options, notes: list[str]) -> None:
     between = pp - bool(first) - bool(last)
     rest = layers - first - last
     if as_count(values.get("parallel.vpp")) > 1 or between < 1 or rest < between or rest % between:
-        notes.append("uneven stages are not modelled together with virtual ones: assuming stages as even as possible")
+        found.note("uneven stages are not modelled together with virtual ones: assuming stages as even as possible")
     else:
         values["parallel.stage_layers"] = [first] * bool(first) + [rest // between] * between + [last] * bool(last)
 
 
-def _overlap(values: dict[str, Any], options: Options, notes: list[str]) -> None:
+def _overlap(found: Findings, options: Options) -> None:
+    values = found.values
     if values.get("parallel.zero") == 3:
         values["parallel.dp_overlap"] = True  # sharded weights are prefetched
 
 
-def _not_modelled(values: dict[str, Any], options: Options, notes: list[str]) -> None:
+def _not_modelled(found: Findings, options: Options) -> None:
     for name, free in _TABLES["free"].items():
         word = _word(options, name, free[0])
         if word not in free:
-            notes.append(f"--{name} {shown(word)} is not modelled: assuming {free[0]}")
+            found.note(f"--{name} {shown(word)} is not modelled: assuming {free[0]}")
 
 
 # Arguments as a run wrote them down: the block in its log, a Namespace, or a table in YAML or JSON
@@ -181,7 +240,6 @@ _NAMESPACE = re.compile(r"\bNamespace\(([^\n]*)\)")
 _PAIR = re.compile(r"(\w{1,80})=('[^'\n]*'|\"[^\"\n]*\"|\[[^\]\n]*\]|[^,()\n]*)")
 _UNSET = ("None", "null", "~", "False", "false", "[]", "{}", "")
 _USUAL: tuple[list[str], ...] = ([], ["0"], ["0.0"], ["1"], ["1.0"])  # most arguments are off, or 1
-_MOST = 5000
 _DEEPEST = 4
 _LARGEST_YAML = 1 << 18  # characters
 _DEEPEST_YAML = 50

@@ -49,7 +49,7 @@ def read_torchtitan(config: Mapping[str, Any], begun: Findings | None = None) ->
         rule(found, given)
     for key in _TABLES["not_modelled"]["names"]:
         if given.get(key) is True:
-            found.notes.append(f"{key} = true is not modelled")
+            found.note(f"{key} = true is not modelled")
     return found.reading(key for key in given if key not in _KNOWN and not is_ignored(key, _TABLES["ignored"]))
 
 
@@ -100,7 +100,7 @@ def _choices(found: Findings, given: Mapping[str, Any]) -> None:
         if isinstance(value, str) and value in meanings:
             found.values[place] = meanings[value]
         elif value is not None:
-            found.notes.append(f"{name} = {shown(value)} is not known: use {one_of(list(meanings))}")
+            found.note(f"{name} = {shown(value)} is not known: use {one_of(list(meanings))}")
 
 
 # What takes more than one key
@@ -112,14 +112,14 @@ def _model(found: Findings, given: Mapping[str, Any]) -> None:
         wanted, place = str(given["hf_transformers.model"]), "hf_transformers.model"
     elif _is_python(given):
         wanted, place = str(given["config"]), "--config"
-        found.notes.append(f"--config {shown(wanted)} is Python, which is not read: only the options given are used")
+        found.note(f"--config {shown(wanted)} is Python, which is not read: only the options given are used")
     else:
         name = given.get("model.name", _DEFAULTS["model"])
         flavor = given.get("model.flavor", _DEFAULTS["flavor"])
         wanted, place = f"{'llama2' if name == 'llama' else name}-{flavor}", "model.name and model.flavor"
     plain = _ATTENTION_SUFFIX.sub("", wanted)
     if plain != wanted:
-        found.notes.append(f"{place}: {shown(wanted)} is modelled as {shown(plain)}, with attention over all tokens")
+        found.note(f"{place}: {shown(wanted)} is modelled as {shown(plain)}, with attention over all tokens")
     try:
         found.values |= {f"model.{key}": value for key, value in preset_named(plain).keys.items()}
     except OptionError:
@@ -145,10 +145,10 @@ def _precision(found: Findings, given: Mapping[str, Any]) -> None:
         found.values["train.precision"] = "fp8"
     unknown = [name for name in names if name not in (*fp8, *mxfp8)]
     if unknown:
-        found.notes.append(f"model.converters: {shown(', '.join(unknown))} is not modelled")
+        found.note(f"model.converters: {shown(', '.join(unknown))} is not modelled")
     if given.get("training.dtype") not in (None, "float32"):
         dtype = shown(given["training.dtype"])
-        found.notes.append(f"training.dtype = {dtype} is not modelled: assuming weights in float32")
+        found.note(f"training.dtype = {dtype} is not modelled: assuming weights in float32")
 
 
 def _parallelism(found: Findings, given: Mapping[str, Any]) -> None:
@@ -163,7 +163,7 @@ def _parallelism(found: Findings, given: Mapping[str, Any]) -> None:
     sequence = _switch(found, given, "sequence_parallel")
     found.values["parallel.sequence_parallel"] = found.values.get("parallel.tp", 1) > 1 and sequence is not False
     if found.values.get("parallel.tp_overlap") and not found.values.get("train.compile"):
-        found.notes.append("asynchronous tensor parallelism needs compile, which is off: assuming it has no effect")
+        found.note("asynchronous tensor parallelism needs compile, which is off: assuming it has no effect")
         found.values["parallel.tp_overlap"] = False
 
 
@@ -175,7 +175,7 @@ def _batch(found: Findings, given: Mapping[str, Any]) -> None:
         found.values["train.seq"] = seq or _DEFAULTS["seq"]
     local = _number(found, given, "local_batch")
     if local is None and in_python:
-        found.notes.append("training.local_batch_size is not given: assuming 1")
+        found.note("training.local_batch_size is not given: assuming 1")
     local = local or (1 if in_python else _DEFAULTS["local_batch"])
     microbatches = _microbatches(found, given, local)
     found.values["train.micro_batch"] = max(local // microbatches, 1)
@@ -196,7 +196,7 @@ def _microbatches(found: Findings, given: Mapping[str, Any], local: int) -> int:
         number = pp
     count = min(number or max(local // (size or 1), 1), local)
     if local % count:
-        found.notes.append(f"a batch of {local} in {count} micro-batches is not even: assuming {local // count} each")
+        found.note(f"a batch of {local} in {count} micro-batches is not even: assuming {local // count} each")
     return count
 
 
@@ -217,7 +217,7 @@ def _sharding(found: Findings, given: Mapping[str, Any]) -> None:
         if group:
             found.values["parallel.shard"] = group
         else:
-            found.notes.append(
+            found.note(
                 f"data_parallel_replicate_degree = {replicate}: the size of a sharding group depends on the number of "
                 "GPUs, which is not given; assuming one group of all replicas: set parallel.shard"
             )
@@ -229,7 +229,7 @@ def _recompute(found: Findings, given: Mapping[str, Any]) -> None:
     if found.values.get("train.recompute") == "selective":
         option = given.get("activation_checkpoint.selective_ac_option", "op")
         what = "every layer" if option == "op" else f"one layer in {shown(option)}"
-        found.notes.append(
+        found.note(
             f"activation_checkpoint.mode = selective recomputes part of {what}: modelled as recomputing attention only"
         )
 
@@ -248,14 +248,14 @@ def _stages(found: Findings, given: Mapping[str, Any]) -> None:
     schedule = by_name.get(str(stated).casefold(), "1f1b")
     if str(stated).casefold() not in by_name:
         known = one_of(list(_TABLES["schedules"]))
-        found.notes.append(f"pipeline_parallel_schedule = {shown(stated)} is not known: use {known}; assuming 1F1B")
+        found.note(f"pipeline_parallel_schedule = {shown(stated)} is not known: use {known}; assuming 1F1B")
     elif stated in ("InterleavedZeroBubble", "DualPipeV"):
-        found.notes.append(f"pipeline_parallel_schedule = {stated} is modelled as {schedule}")
+        found.note(f"pipeline_parallel_schedule = {stated} is modelled as {schedule}")
     values["parallel.schedule"] = schedule
     chunks = schedule_named(schedule).chunks[0]
     stages = _stated_stages(given, layers) or _divided(found, given, layers, pp, chunks)
     if len(stages) % pp or (len(stages) > pp and chunks == 1) or min(stages, default=0) < 0:
-        found.notes.append(f"{len(stages)} pipeline stages for {pp} ranks: assuming stages as even as possible")
+        found.note(f"{len(stages)} pipeline stages for {pp} ranks: assuming stages as even as possible")
         stages = []
     if chunks > 1:
         values["parallel.vpp"] = len(stages) // pp if stages else chunks
