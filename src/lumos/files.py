@@ -35,7 +35,8 @@ def open_file(path: Path, advice: str, place: str = "") -> IO[bytes]:
         os.close(descriptor)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         raise InputError(f"{place}: cannot be read ({getattr(error, 'strerror', None) or error}); {advice}") from None
-    raise InputError(f"{place}: {'a folder' if stat.S_ISDIR(kind) else 'a device or a pipe'}, not a file; {advice}")
+    what = "a folder" if stat.S_ISDIR(kind) else "a device or a pipe"
+    raise InputError(f"{place}: cannot be read ({what}, not a file); {advice}")
 
 
 def read_file(path: Path, most: int, advice: str, place: str = "") -> bytes:

@@ -14,7 +14,7 @@ from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions, TracePath
 from lumos.cli.terminal import deliver
 from lumos.errors import InputError
-from lumos.files import check_output, write_csv
+from lumos.files import check_output, read_file, write_csv
 from lumos.report.terminal.show import show_readiness
 from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
 from lumos.trace.trace import Header
@@ -47,8 +47,8 @@ def _beside(path: Path, headers: tuple[Header, ...]) -> Beside:
 def _describes_a_model(path: Path) -> bool:
     """Whether a setup says what was trained; one that only torch filled in does not."""
     try:
-        return bool(tomllib.loads(path.read_text("utf-8")).get("model"))
-    except (OSError, ValueError):
+        return bool(tomllib.loads(read_file(path, _LOOKED_AT, "").decode()).get("model"))
+    except (InputError, ValueError, RecursionError):  # not ours, or not for reading
         return False
 
 

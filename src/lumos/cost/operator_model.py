@@ -24,6 +24,7 @@ from lumos.cost.features import Chip, features, roofline_us
 from lumos.cost.trees import Trees
 from lumos.data_files import data_file, read_table
 from lumos.errors import InputError, OptionError
+from lumos.files import read_file
 from lumos.program.operators import Operator
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named
 
@@ -205,14 +206,7 @@ def _shipped(name: str) -> dict[str, Regressor]:
 
 def read_cost_model(path: Path, asked: str = "") -> CostModel:
     """A model file as `lumos fit` writes it, for the GPU it was fitted on or for the GPU `asked`."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); name a file that `lumos fit` wrote") from None
-    if len(data) > _MOST_BYTES:
-        raise InputError(f"{path}: larger than any cost model; name a file that `lumos fit` wrote")
-    name, regressors = _decode(data, str(path))
+    name, regressors = _decode(read_file(path, _MOST_BYTES, "name a file that `lumos fit` wrote"), str(path))
     fitted = find_gpu(name)
     if fitted is None:
         raise InputError(f"{path}: fitted on {name[:100]!r}, which is not a known GPU; fit it again with --gpu")
@@ -254,7 +248,7 @@ def _decode(data: bytes, place: str) -> tuple[str, dict[str, Regressor]]:
 # What numpy, zipfile and json raise on bytes that were never written by `encode`.
 _CORRUPT = (
     ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, MemoryError, EOFError,
-    OSError, SyntaxError, zipfile.BadZipFile, zlib.error,
+    OSError, SyntaxError, NotImplementedError, RecursionError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from lumos.dry_run.recorded_step import FORMAT, Recording, StorageEvent
 from lumos.errors import InputError
+from lumos.files import open_file
 from lumos.program.recorded_op import RecordedOp
 from lumos.setup.messages import place_of
 
@@ -47,13 +48,13 @@ def dry_files(path: Path) -> list[Path]:
 def read_recording(path: Path) -> Recording:
     """A recording that `write_recording` wrote; anything else is refused in one line."""
     try:
-        with gzip.open(path) as file:
+        with open_file(path, "give what lumos capture --dry wrote") as packed, gzip.open(packed) as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise InputError(f"{place_of(path)}: more than {_MOST_BYTES >> 20} MiB, which no dry run is")
         kept = msgspec.json.decode(content, type=_File)
         return _recording(kept)
-    except (OSError, EOFError, zlib.error, msgspec.DecodeError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, msgspec.DecodeError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise InputError(f"{place_of(path)}: not a dry run of lumos capture --dry ({reason}): make it again") from None
 

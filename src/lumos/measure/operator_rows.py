@@ -17,6 +17,7 @@ import orjson
 
 from lumos.data_files import read_table
 from lumos.errors import InputError
+from lumos.files import read_file
 from lumos.program.operators import KINDS, Operator
 from lumos.setup.messages import did_you_mean, one_of, shown
 
@@ -76,12 +77,10 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def _content(path: Path) -> bytes:
+    if str(path) != "-":
+        return read_file(path, _MOST_BYTES, "give a JSON file of rows, in several files if need be, or -")
     try:
-        if str(path) == "-":
-            data = sys.stdin.buffer.read(_MOST_BYTES + 1)
-        else:
-            with path.open("rb") as file:
-                data = file.read(_MOST_BYTES + 1)
+        data = sys.stdin.buffer.read(_MOST_BYTES + 1)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give a JSON file of rows, or -") from None
     if len(data) > _MOST_BYTES:

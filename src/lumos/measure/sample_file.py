@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lumos.errors import InputError, OptionError
+from lumos.files import read_file
 
 Row = dict[str, Any]
 Key = tuple[tuple[str, str], ...]
 
+_MOST_BYTES = 1 << 28
 _WAY_OUT = "name a file that `lumos sample` wrote"
 
 
@@ -69,11 +71,9 @@ def _checked(path: Path, gpu: str) -> set[Key]:
 def lines_of(path: Path) -> Iterator[tuple[str, Row]]:
     """(place, row) of a sample file, without half a line at its end; InputError where it is none."""
     try:
-        lines = path.read_text("utf-8").split("\n")[:-1]
+        lines = read_file(path, _MOST_BYTES, _WAY_OUT).decode().split("\n")[:-1]
     except UnicodeDecodeError:
         raise InputError(f"{path}: not text; {_WAY_OUT}") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {_WAY_OUT}") from None
     if not lines and path.stat().st_size:
         raise InputError(f"{path}: not a file of samples; {_WAY_OUT}")
     for number, line in enumerate(lines, 1):

@@ -14,6 +14,7 @@ Empty columns get defaults that depend on the framework alone, never on the row:
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from lumos.data_files import read_table
 from lumos.errors import InputError, LumosError
+from lumos.files import read_file
 from lumos.setup.constraints import checked_setup
 from lumos.setup.frameworks import Framework, framework_named, framework_names
 from lumos.setup.gpus import find_gpu
@@ -31,7 +33,7 @@ from lumos.setup.setup import Setup
 
 _TABLE = read_table("measured_runs.toml")
 _NEEDED: list[str] = _TABLE["needed"]
-_MOST_BYTES = 1 << 28
+_MOST_BYTES = 1 << 26
 _OTHERS = "pytorch"  # as which frameworks are predicted that Lumos does not know
 
 Row = dict[str, str]
@@ -54,12 +56,9 @@ class Run:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a table of measurements."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise InputError(f"{path}: larger than {_MOST_BYTES >> 20} MiB; split it")
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [{key: value or "" for key, value in row.items() if key} for row in csv.DictReader(file)]
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); name a CSV table of measured runs") from None
+        text = read_file(path, _MOST_BYTES, "name a CSV table of measured runs, or split it").decode("utf-8-sig")
+        table = csv.DictReader(io.StringIO(text, newline=""))
+        rows = [{key: value or "" for key, value in row.items() if key} for row in table]
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: not a CSV table: {error}") from None
     missing = [column for column in (*_NEEDED, "gpu", "framework") if rows and column not in rows[0]]

@@ -27,7 +27,6 @@ from lumos.graph.from_trace.build import Execution
 from lumos.graph.graph import Floats, Graph
 from lumos.trace.names import Category
 
-
 _MOST_BYTES = 1 << 20
 _Cost = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 _Share = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]

@@ -129,8 +129,8 @@ class Slices(Generic[Event]):
         self._bytes += len(chunk)
         if self._bytes > self._limit:
             raise InputError(
-                f"{self.path}: unpacks to more than {_MOST_UNPACKED} times its size, as no profiler's trace does; if it "
-                "is one, unpack it with gzip -d and read that"
+                f"{self.path}: unpacks to more than {_MOST_UNPACKED} times its size, as no profiler's trace does; if "
+                "it is one, unpack it with gzip -d and read that"
             )
         return bytes(chunk)
 
