@@ -59,3 +59,10 @@ def title_of(setup: Setup, parameters: int | None, shows_parallelism: bool = Tru
         return f"{name} on {setup.cluster.gpus:,} × {setup.cluster.gpu}"
     used = [f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(p, key) > 1]
     return f"{name} on {setup.cluster.gpus:,} × {setup.cluster.gpu}" + (f", {', '.join(used)}" if used else "")
+
+
+def rate_text(value: float) -> str:
+    """A rate with three digits that count: 1,234, 12.3, 0.0041."""
+    size = abs(value)
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 or size == 0 else 2 - floor(log10(size))
+    return f"{value:,.{digits}f}"
