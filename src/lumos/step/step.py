@@ -34,6 +34,10 @@ from lumos.setup.setup import Setup
 from lumos.step.structure import Plan, Role, StepStructure, step_structure
 
 
+class StepTooLarge(OptionError):
+    """A step has more tasks than can be simulated in reasonable time."""
+
+
 class ChunkTime(NamedTuple):
     """One virtual stage: the price of its blocks for one micro-batch, and the parameters a rank holds of it."""
 
@@ -288,7 +292,7 @@ class Assembly:
         most = read_table("step.json")["most_tasks"]
         if self.plan.tasks > most:
             count = self.setup.train.microbatches
-            raise OptionError(
+            raise StepTooLarge(
                 f"train.microbatches = {count} makes a step of {self.plan.tasks:,} tasks: predict one of "
                 f"{count * most // self.plan.tasks} or fewer, and add the time of the rest"
             )
