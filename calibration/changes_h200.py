@@ -688,18 +688,18 @@ BLIND = Plan(
     ],
 )
 # Jobs whose traces are replayed with nothing frozen, recorded after the dependency rules were fixed.
-SLIM, BROAD = Rank("", 896, 2432, 14, 14, 4, seq=1280, mbs=2), Rank("", 1664, 4480, 13, 13, 3, seq=896, mbs=3)
+SLIM, BROAD = Rank("", 1152, 3072, 18, 18, 3, seq=1024, mbs=2), Rank("", 2048, 5632, 16, 16, 2, seq=512, mbs=6)
 REPLAYS = Plan(
     *([], [], {}, [], []),
     multirank=[
-        replace(SLIM, name="fsdp4_l5", mode="fsdp", world=4, zero=3, layers=5, trace=True),
-        replace(BROAD, name="fsdp2_l7", mode="fsdp", world=2, zero=3, layers=7, trace=True),
-        replace(BROAD, name="ddp4_l3", mode="ddp", world=4, trace=True),
-        replace(SLIM, name="ddp2_l10", mode="ddp", world=2, layers=10, trace=True),
-        replace(BROAD, name="pp4_mb5", mode="pp", world=4, pp=4, layers=4, accum=5, trace=True),
-        replace(SLIM, name="pp2_mb9", mode="pp", world=2, pp=2, accum=9, trace=True),
-        replace(SLIM, name="dp2_tp2_l5", mode="dp_tp", world=4, tp=2, zero=3, layers=5, trace=True),
-        replace(BROAD, name="tp2_pp2_mb2", mode="tp_pp", world=4, tp=2, pp=2, layers=4, accum=2, trace=True),
+        replace(BROAD, name="fsdp4_l4", mode="fsdp", world=4, zero=3, layers=4, trace=True),
+        replace(SLIM, name="fsdp2_l5", mode="fsdp", world=2, zero=3, layers=5, trace=True),
+        replace(SLIM, name="ddp4_l4", mode="ddp", world=4, layers=4, trace=True),
+        replace(BROAD, name="ddp2_l5", mode="ddp", world=2, layers=5, trace=True),
+        replace(SLIM, name="pp4_mb4", mode="pp", world=4, pp=4, layers=4, accum=4, trace=True),
+        replace(BROAD, name="pp2_mb5", mode="pp", world=2, pp=2, accum=5, trace=True),
+        replace(BROAD, name="dp2_tp2_l3", mode="dp_tp", world=4, tp=2, zero=3, layers=3, trace=True),
+        replace(SLIM, name="tp2_pp2_mb4", mode="tp_pp", world=4, tp=2, pp=2, layers=2, accum=4, trace=True),
     ],
     multirank_pairs=[],
 )

@@ -208,6 +208,18 @@ def test_a_kernel_without_room_does_not_disprove_a_shared_queue(tmp_path: Path) 
     assert ("held", "other") in edges(build(read(tmp_path, events)), Rule.CHANNEL)
 
 
+def test_a_stream_goes_on_when_the_queue_head_has_its_turn_even_without_room(tmp_path: Path) -> None:
+    """The kernel ahead in the queue may start once "before" has ended, but there is no room; the other one has room."""
+    events: list[Event] = []
+    for i in range(3):
+        t, number = 5000 * i, 10 * i
+        events += [call("cudaLaunchKernel", t + 10 * j, 5, number + j) for j in range(3)]
+        events += [kernel("before", t + 20, 2000, number, 7), kernel("crowded", t + 2420, 50, number + 1, 7)]
+        events.append(kernel("other", t + 2024, 50, number + 2, 20))
+    execution = build(read(tmp_path, events))
+    assert edges(execution, Rule.CHANNEL) == [("before", "other")] * 3
+
+
 def _rank_on_a_gpu(rank: int, takes_turns: bool, device: int = 0) -> list[Event]:
     """Thirty kernels of 100 µs, all launched at once; on a shared GPU the other rank's kernels run in between."""
     period, first = (200, 100 * rank) if takes_turns else (200, 0)

@@ -69,5 +69,5 @@ def scaled_durations(execution: Execution, duration: Floats, scales: list[Scale]
 def _compiled(pattern: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:  # a{99999999999} overflows
         raise OptionError(f"--scale {text}: {pattern!r} is not a regular expression ({error})") from None

@@ -39,18 +39,26 @@ def communicator_edges(nodes: Nodes) -> Edges:
 
 
 def channel_edges(nodes: Nodes) -> Edges:
-    """From the start of a kernel to the start of the next one launched to another stream that shares its queue."""
+    """From the start of a kernel to the start of the next one launched to another stream that shares its queue.
+
+    A kernel leaves the queue once the one before it on its stream has ended, even if the GPU has no room for it yet:
+    then the other stream goes on before it.
+    """
     source, target = _next_on_other_streams(nodes)
     if len(source) == 0:
         return Edges.of([], [], Rule.CHANNEL)
-    late = nodes.start[source]
+    late, start, turn = nodes.start[source], nodes.start[target], nodes.previous_end[source]
     held = (nodes.free_at[target] + _HELD < late) & (nodes.launched_at[source] + _HELD < late)
-    ahead = late - nodes.start[target]
+    behind, ahead = late - start < _TOGETHER, late - start >= _OVERTAKEN
+    at_its_turn = ~behind & (start >= turn) & (start - turn < _TOGETHER) & (nodes.free_at[target] + _HELD < start)
     pair = nodes.lane[source].astype(np.int64) << 32 | nodes.lane[target]
-    # A kernel that was released with another may start a little later, because the GPU has no room for it.
-    shares = _pairs_with_evidence(pair, held & (np.abs(ahead) < _TOGETHER), held & (ahead >= _OVERTAKEN))
-    keep = np.isin(pair, shares) & (ahead < _TOGETHER)
-    return Edges.of(source[keep], target[keep], Rule.CHANNEL, from_start=True)
+    evidence = held & behind & (start - late < _TOGETHER) | at_its_turn
+    shares = np.isin(pair, _pairs_with_evidence(pair, evidence, held & ahead & ~at_its_turn))
+    together, by_turn = shares & behind, shares & at_its_turn
+    return Edges.join([
+        Edges.of(source[together], target[together], Rule.CHANNEL, from_start=True),
+        Edges.of(source[by_turn] - 1, target[by_turn], Rule.CHANNEL),
+    ])  # fmt: skip
 
 
 def _pairs_with_evidence(pair: np.ndarray, together: np.ndarray, ahead: np.ndarray) -> np.ndarray:

@@ -1,9 +1,9 @@
 """Ranks that share a GPU, as they do under MPS: a kernel that may start has to wait for room.
 
-Which GPU a rank ran on is not recorded reliably: device 0 may be another one for every process. Sharing shows. Kernels
-of other ranks run during 80–100 % of the waits that nothing else explains (jobs under MPS), against 19–74 % of the time
-of a rank's own kernels. On GPUs of their own, ranks in step with one another run their kernels at the same time, for
-89–99 % of the time in the public jobs.
+Which GPU a rank ran on is not recorded reliably: device 0 may be another one for every process. Sharing shows. Of the
+kernels that are ready, 2–60 % start late for no other reason (jobs under MPS), and while they wait, kernels of other
+ranks run far more of the time (37–100 %) than beside a rank's own kernels (19–77 %). Ranks with GPUs of their own, in
+step with one another, have few such waits, and run their kernels at the same time (89–99 %, public jobs).
 
 In which order the GPU serves its clients is not recorded either, so a wait is tied to the last kernel of another rank
 that started or ended before it was over, or to one that ran all the time. That one need not be the cause: the length of
@@ -34,7 +34,8 @@ def shared_gpu_edges(nodes: Nodes, unexplained: Floats) -> Edges:
         mine = held[np.isin(nodes.rank[held], ranks)]
         kernels = computes & np.isin(nodes.rank, ranks)
         begin = nodes.start[mine] - unexplained[mine].astype(np.int64)
-        if len(ranks) > 1 and len(mine) >= _SHARED["cases"] and _take_turns(nodes, kernels, mine, begin):
+        enough = len(mine) >= max(_SHARED["cases"], _SHARED["share_of_kernels"] * int(kernels.sum()))
+        if len(ranks) > 1 and enough and _take_turns(nodes, kernels, mine, begin):
             parts += _beside(nodes, kernels, mine, begin)
     return Edges.join(parts)
 
@@ -57,8 +58,6 @@ def _take_turns(nodes: Nodes, kernels: Bools, held: Ints, begin: Ints) -> bool:
         filled += float((_filled(others, begin[mine], end) / (end - begin[mine])).sum())  # every wait counts the same
         beside += int(_filled(others, *own).sum())
         busy += int((own[1] - own[0]).sum())
-    if beside > _SHARED["most_beside"] * busy:
-        return False
     return bool(1 - filled / len(held) < _SHARED["rest"] * (1 - beside / busy))
 
 
