@@ -27,7 +27,7 @@ def take(browser: Browser, page: Page, to: Path, scheme: str) -> None:
         write_page(path, page)
         with browser.open(path, scheme=scheme, size=SIZE) as tab:
             tab.size(*SIZE, SCALE)
-            tab.wait_for("document.documentElement.dataset.charts === 'drawn'")
+            tab.draw_charts()
             tab.value("document.querySelectorAll('.modebar').forEach(bar => bar.remove())")
             tab.screenshot(to)
     size = to.stat().st_size

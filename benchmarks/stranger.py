@@ -158,7 +158,7 @@ def opened(report: Path, step_ms: float) -> str:
     if not find_browser():
         return f"{size}; there is no browser here, so the file alone was looked at"
     with open_browser() as browser, browser.open(report) as page:
-        page.wait_for("document.documentElement.dataset.charts === 'drawn'")
+        page.draw_charts()
         seen = page.value("document.body.innerText")
         fetched = [one for one in page.requests if not one.startswith("data:")]
         if wanted not in seen or page.errors or fetched != [report.resolve().as_uri()]:

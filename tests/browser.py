@@ -2,7 +2,7 @@
 
 with open_browser() as browser:
     with browser.open(path) as page:
-        page.wait_for("document.documentElement.dataset.charts === 'drawn'")
+        page.draw_charts()
         page.click("#theme")
         page.screenshot(to)
         assert page.errors == []
@@ -65,6 +65,12 @@ class Page:
             if time.monotonic() > until:
                 raise AssertionError(f"never came true: {condition}; errors {self.errors}")
             time.sleep(0.02)
+
+    def draw_charts(self) -> None:
+        """Make the charts of a report interactive, and wait until all are drawn."""
+        self.wait_for("document.documentElement.dataset.page === 'ready'")
+        self.value("document.querySelector('#interactive')?.click(); 0")
+        self.wait_for("document.documentElement.dataset.charts === 'drawn'")
 
     def wait_for_event(self, name: str) -> None:
         while name not in self.events:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from lumos.analysis.replay import Replay
 from lumos.cli.main import app
 from lumos.prediction.prediction import Prediction, predict
 from lumos.report.html.allocations import thinned
-from lumos.report.html.charts import Bars, LaneView, Lines, Timeline
+from lumos.report.html.charts import Bars, LaneView, Line, Lines, Points, Scatter, Series, Timeline
 from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.memory_view import _integrated
 from lumos.report.html.notebook import comparison_snippet, prediction_snippet, replay_snippet
@@ -35,6 +36,7 @@ from lumos.report.html.page import Page, Section, render, write_page
 from lumos.report.html.prediction_page import prediction_page
 from lumos.report.html.replay_page import replay_page
 from lumos.report.html.search_page import search_page
+from lumos.report.html.svg import svg_of
 from lumos.report.html.timeline import MOST_BOXES, Lanes, Tasks, draw_timeline
 from lumos.report.html.timeline import Path as CriticalPath
 from lumos.report.table import Card, Column, Row, Table
@@ -410,6 +412,66 @@ def test_the_report_of_200_000_tasks_is_small_and_written_at_once(shared_data: P
     assert (tmp_path / "large.html").stat().st_size < LARGEST
 
 
+# ---------------------------------------------------------------------- pictures, before any script
+
+
+def pictures_of(text: str) -> list[ElementTree.Element]:
+    """The static charts of a page, parsed."""
+    return [ElementTree.fromstring(found) for found in re.findall(r"<svg .*?</svg>", text, re.DOTALL)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_chart_is_a_picture_before_any_script_runs(kind: str) -> None:
+    page = page_of(kind)
+    text = text_of(page)
+    body = text[: text.index('<script type="application/json"')]
+    pictures = pictures_of(body)
+    assert len(pictures) == len(page.figures)
+    for picture in pictures:
+        shapes = picture.findall("rect") + picture.findall("circle") + picture.findall("path")
+        assert len(shapes) > 1
+    assert not re.search(r'class="chart[^>]*hidden', body)
+
+
+def test_plotly_is_unpacked_only_when_interactive_charts_are_asked_for() -> None:
+    script = (ROOT / "src/lumos/data/html/report.js").read_text()
+    start = script[script.rindex("  listen();") :]
+    assert "load()" not in start
+    assert "wake()" not in start
+    assert script.count("load()") == 2  # its definition, and in drawAll
+
+
+def test_a_picture_has_the_lengths_of_its_values() -> None:
+    chart = Bars(["a", "b"], [Series("x", "compute", [1.0, 2.0]), Series("y", "comm", [3.0, 0.0])], "ms")
+    (picture,) = pictures_of(str(svg_of(chart)))
+    bars = [float(rect.get("width", 0)) for rect in picture.findall("rect") if rect.find("title") is not None]
+    first, second, third, fourth = bars
+    assert (second / first, third / first, fourth) == (pytest.approx(3, rel=0.01), pytest.approx(2, rel=0.01), 0)
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [
+        Bars([], [Series("x", "compute", [])]), Bars(["a"], []), Bars(["a"], [Series("x", "compute", [float("nan")])]),
+        Bars(["a"], [Series("x", "change", [-1.0])]), Bars(list("ab") * 50, [Series("x", "compute", [0.0] * 100)]),
+        Lines("x", "y", []), Lines("x", "y", [Line("l", "compute", [0.0], [float("inf")])]),
+        Scatter("x", "y", []), Scatter("x", "y", [Points("p", "plain", [0.0, 1.0], [0.0, 1.0])], logarithmic=True),
+        Scatter("x", "y", [Points("p", "plain", [1e-9, 1e12], [5.0, 5.0], joined=True)], logarithmic=True),
+    ],
+)  # fmt: skip
+def test_a_picture_of_nothing_or_of_odd_values_is_still_a_picture(chart: Any) -> None:
+    assert len(pictures_of(str(svg_of(chart)))) == 1
+
+
+def test_names_in_pictures_are_text() -> None:
+    evil = "</text></svg><script>alert(1)</script>"
+    chart = Bars([evil], [Series(evil, "compute", [1.0]), Series("x", 'a;} body{"', [1.0])], evil)
+    text = str(svg_of(chart))
+    assert "<script" not in text
+    assert "body{" not in text
+    assert len(pictures_of(text)) == 1
+
+
 # ---------------------------------------------------------------------- a real browser
 
 
@@ -421,14 +483,11 @@ def browser() -> Iterator[Browser]:
         yield found
 
 
-DRAWN = "document.documentElement.dataset.charts === 'drawn'"
-
-
 @contextmanager
 def opened(browser: Browser, page: Page, folder: Path, **how: Any) -> Iterator[Tab]:
     write_page(folder / "page.html", page)
     with browser.open(folder / "page.html", **how) as tab:
-        tab.wait_for(DRAWN)
+        tab.draw_charts()
         yield tab
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lumos.prediction.traced_operators import TracedOperator, TracedOperators
 from lumos.program.recorded_op import TensorInfo
-from lumos.report.table import Card, Column, Row, Table, left_out
+from lumos.report.table import Card, Column, Row, Table, Value, left_out
 from lumos.report.wording import ms_text, rate_text, si_text
 
 MOST_ROWS = 200
@@ -47,14 +47,18 @@ def rates_table(found: TracedOperators) -> Table:
         Column("of peak, %", 0), Column("bound"), Column("model, ms", 3), Column("gain, ms", 3),
     ]  # fmt: skip
     known = len(columns) if found.gpu else 8
-    rows = [
-        Row([short_name(op), shapes_text(op.tensors), _PHASES.get(op.phase, op.phase), op.calls, op.us, op.ms,
-             op.tflops and scale * op.tflops, op.gb_s, None if op.peak_share is None else 100 * op.peak_share,
-             op.bound or None, op.model_ms, op.gain_ms][:known])
-        for op in found.operators[:MOST_ROWS]
-    ]  # fmt: skip
+    rows = [Row(_values(op, scale)[:known]) for op in found.operators[:MOST_ROWS]]
     more = left_out(MOST_ROWS, found.operators)
     return Table(f"operators of rank {found.rank}, {found.step}", columns[:known], rows, more)
+
+
+def _values(op: TracedOperator, scale: float) -> list[Value]:
+    share, rate = op.peak_share, op.tflops
+    return [
+        short_name(op), shapes_text(op.tensors), _PHASES.get(op.phase, op.phase), op.calls, op.us, op.ms,
+        None if rate is None else scale * rate, op.gb_s, None if share is None else 100 * share, op.bound or None,
+        op.model_ms, op.gain_ms,
+    ]  # fmt: skip
 
 
 def modules_time_table(found: TracedOperators) -> Table:

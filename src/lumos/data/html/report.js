@@ -1,5 +1,6 @@
 "use strict";
-// Filters, sorting and charts of a report. Charts are drawn by plotly, which is unpacked from the page itself.
+// Filters, sorting and charts of a report. Charts are pictures first; what asks for more (a click on one, a filter, the
+// button) has them drawn by plotly, which is unpacked from the page itself.
 (() => {
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
   const one = (selector) => document.querySelector(selector);
@@ -251,6 +252,7 @@
   }
 
   let ready = false;
+  let waking = null; // the promise of interactive charts, once they were asked for
   let changed = false; // by a filter, while the charts were still being drawn
   const redraw = () => { if (ready) specs.forEach((_, index) => draw(index)); };
   const filtered = (spec) => spec.type !== "bars" || spec.named || spec.ranks.length || spec.series.some((part) => part.kind);
@@ -258,6 +260,7 @@
   function apply() {
     filterTables();
     changed = !ready;
+    if (!ready && specs.some(filtered)) wake();
     if (ready) specs.forEach((spec, index) => { if (filtered(spec)) draw(index); });
   }
 
@@ -279,6 +282,8 @@
     }));
     one("#filters").addEventListener("submit", (event) => event.preventDefault());
     one("#filters").addEventListener("reset", () => { state.rank = ""; state.text = ""; state.off.clear(); apply(); });
+    one("#interactive")?.addEventListener("click", wake);
+    all(".chart").forEach((holder) => holder.addEventListener("click", wake, { once: true }));
     const prefers = matchMedia("(prefers-color-scheme: dark)");
     const isDark = () => (root.dataset.theme || (prefers.matches ? "dark" : "light")) === "dark";
     const name = () => { one("#theme").textContent = isDark() ? "light" : "dark"; };
@@ -305,24 +310,39 @@
 
   const pause = () => new Promise((go) => setTimeout(go));
 
-  async function start() {
-    listen();
-    root.dataset.page = "ready";
-    performance.mark("ready");
-    if (!specs.length) { root.dataset.charts = "drawn"; return; }
-    await pause(); // the page is shown first
+  function wake() {
+    waking ??= drawAll().catch((error) => {
+      root.dataset.charts = "failed";
+      const told = document.createElement("p");
+      told.className = "note";
+      told.textContent = "This browser cannot unpack interactive charts; pictures and tables hold the same numbers.";
+      one("main").prepend(told);
+      console.error(error);
+    });
+    return waking;
+  }
+
+  async function drawAll() {
+    const button = one("#interactive");
+    button.disabled = true;
+    button.textContent = "drawing …";
+    await pause(); // the word is shown first
     await load();
     performance.mark("unpacked");
-    for (let index = 0; index < specs.length; index++) { draw(index); await pause(); }
+    for (let index = 0; index < specs.length; index++) {
+      one(`#chart-${index}`).replaceChildren();
+      draw(index);
+      await pause();
+    }
     ready = true;
+    button.hidden = true;
     if (changed) apply();
     root.dataset.charts = "drawn";
     performance.mark("drawn");
   }
 
-  start().catch((error) => {
-    root.dataset.charts = "failed";
-    all(".chart").forEach((holder) => { holder.textContent = "This browser cannot unpack the charts; the tables hold the same numbers."; });
-    console.error(error);
-  });
+  listen();
+  root.dataset.charts = specs.length ? "pictures" : "drawn";
+  root.dataset.page = "ready";
+  performance.mark("ready");
 })();

@@ -25,6 +25,7 @@ from markupsafe import Markup
 from lumos.errors import InputError
 from lumos.files import whole_file
 from lumos.report.html.charts import Chart
+from lumos.report.html.svg import svg_of
 from lumos.report.table import Card, Table
 
 _SCRIPT = Path("package_data") / "plotly.min.js"
@@ -35,6 +36,11 @@ class Figure(NamedTuple):
 
     title: str
     chart: Chart
+
+    @property
+    def picture(self) -> Markup:
+        """What is seen until the chart is made interactive."""
+        return svg_of(self.chart)
 
 
 @dataclass(frozen=True)
