@@ -12,18 +12,24 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lumos.analysis.ablation import BETWEEN_STREAMS, ablate
-from lumos.analysis.replay import Replay, replay
-from lumos.graph.from_trace.build import RULE_NAMES, build
-from lumos.graph.from_trace.profiler_cost import load_profiler_cost
-from lumos.graph.scaling import Scale
-from lumos.prediction.prediction import predict
-from lumos.trace.read.job import read_job
-from lumos.trace.steps import find_steps
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "calibration"))
+
+from changes_data import unpack  # noqa: E402
+
+from lumos.analysis.ablation import BETWEEN_STREAMS, ablate  # noqa: E402
+from lumos.analysis.replay import Replay, replay  # noqa: E402
+from lumos.graph.from_trace.build import RULE_NAMES, build  # noqa: E402
+from lumos.graph.from_trace.profiler_cost import load_profiler_cost  # noqa: E402
+from lumos.graph.scaling import Scale  # noqa: E402
+from lumos.prediction.prediction import predict  # noqa: E402
+from lumos.trace.read.job import read_job  # noqa: E402
+from lumos.trace.steps import find_steps  # noqa: E402
 
 GPU_BOUND = ("h4096", "b8", "s4096")
 LAUNCH_BOUND = ("tiny_l2_h512", "h1024")
@@ -133,7 +139,7 @@ def what_if_section(single: list[Case]) -> str:
 
 def questions(data: Path) -> list[tuple[str, Path, str]]:
     """(name, trace, what-if) pairs whose answers hang on different rules."""
-    h200, tests = data / "h200", Path(__file__).resolve().parents[1] / "tests/data"
+    h200, tests = data / "h200", ROOT / "tests/data"
     return [
         ("h4096", h200 / "single/h4096.pt.trace.json.gz", "compute=0.5"),
         ("h1024", h200 / "single/h1024.pt.trace.json.gz", "cpu=0.5"),
@@ -164,28 +170,43 @@ def ablation_section(data: Path) -> str:
     )
 
 
-def unfrozen_section(several: list[Case], public: list[tuple[str, Replay]]) -> str:
-    """Replay with every unexplained wait set to zero, under all rules and without some: `lumos replay --ablate`."""
-    names = ["", *RULE_NAMES, ", ".join(BETWEEN_STREAMS)]
-    found = {case.name: {", ".join(one.without): one.error_pct for one in case.run.ablation} for case in several}
+def fixed_rules_jobs() -> Iterator[tuple[str, Replay]]:
+    """Jobs recorded after the dependency rules were fixed (calibration/replays_h200.tar.xz)."""
+    with tempfile.TemporaryDirectory() as folder:
+        unpack(ROOT / "calibration/replays_h200.tar.xz", Path(folder))
+        for job in sorted((Path(folder) / "multirank").iterdir()):
+            yield job.name, replay(read_job(job))
+
+
+def ablation_table(jobs: list[tuple[str, Replay]]) -> str:
+    """Errors of all jobs with nothing frozen, under all rules and without some."""
+    found = {name: {", ".join(one.without): one.error_pct for one in run.ablation} for name, run in jobs}
     rows = []
-    for name in names:
+    for name in ("", *RULE_NAMES, ", ".join(BETWEEN_STREAMS)):
         # A rule that states nothing in a job changes nothing there.
         errors = [errors.get(name, errors[""]) for errors in found.values()]
         summary = [f"{statistics.mean(map(abs, errors)):.2f}", f"{max(errors, key=abs):+.2f}"]
         rows.append([f"without {name}" if name else "all rules", *(f"{e:+.2f}" for e in errors), *summary])
+    return table(["rules", *found, "mean", "worst"], rows)
+
+
+def unfrozen_section(several: list[Case], public: list[tuple[str, Replay]]) -> str:
+    """Replay with every unexplained wait set to zero, under all rules and without some: `lumos replay --ablate`."""
     others = [[name, f"{next(ablate(run.execution)).error_pct:+.2f}"] for name, run in public]
     return (
         "## Replay with nothing frozen\n\nA graph that keeps every wait as recorded replays perfectly, whatever its "
         "rules say. Here every wait that no rule explains is set to zero, and a synchronising call ends when what it "
-        "waits for has ended; what the step lacks then is the error of the replay, in %. Published, on other jobs: "
-        "3.3 % by a graph with all rules, 14 % by one without dependencies between streams (the last row). Without "
-        "`thread` or `collective`, a pause or a transfer keeps its recorded time, waiting included: those rows "
-        "flatter.\n\n"
-        + table(["rules", *found, "mean", "worst"], rows)
-        + "\nThese ranks share one H200 under MPS. The rule `shared_gpu` ties a wait to a kernel of another rank that "
-        "ran beside it, which need not be the one that ended it; without that rule the error is in its row. The same, "
-        "under all rules, for public jobs with a GPU for every rank:\n\n" + table(["job", "error %"], others)
+        "waits for has ended; what the step lacks then is the error of the replay, in % (`lumos replay --ablate`). "
+        "Published, on other jobs: 3.3 % by a graph with all rules, 14 % by one without dependencies between streams "
+        "(the last row). Without `thread` or `collective`, a pause or a transfer keeps its recorded time, waiting "
+        "included: those rows flatter.\n\nJobs recorded after the rules were fixed; their ranks share one H200 under "
+        "MPS:\n\n"
+        + ablation_table(list(fixed_rules_jobs()))
+        + "\nJobs of the same kind that were looked at while the rules were written:\n\n"
+        + ablation_table([(case.name, case.run) for case in several])
+        + "\nThe rule `shared_gpu` ties a wait to a kernel of another rank that ran beside it, which need not be the one "
+        "that ended it. It states nothing for ranks with GPUs of their own. Public jobs of that kind, all rules:\n\n"
+        + table(["job", "error %"], others)
     )
 
 
@@ -223,7 +244,7 @@ def page(data: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[2] / "shared/data")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     if not arguments.data.is_dir():
