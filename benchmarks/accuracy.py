@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "calibration"))
 
 from changes_data import unpack  # noqa: E402
-
 from lumos.analysis.ablation import BETWEEN_STREAMS, ablate  # noqa: E402
 from lumos.analysis.replay import Replay, replay  # noqa: E402
 from lumos.graph.from_trace.build import RULE_NAMES, build  # noqa: E402
@@ -204,8 +203,8 @@ def unfrozen_section(several: list[Case], public: list[tuple[str, Replay]]) -> s
         + ablation_table(list(fixed_rules_jobs()))
         + "\nJobs of the same kind that were looked at while the rules were written:\n\n"
         + ablation_table([(case.name, case.run) for case in several])
-        + "\nThe rule `shared_gpu` ties a wait to a kernel of another rank that ran beside it, which need not be the one "
-        "that ended it. It states nothing for ranks with GPUs of their own. Public jobs of that kind, all rules:\n\n"
+        + "\nThe rule `shared_gpu` ties a wait to a kernel of another rank that ran beside it, which need not be the "
+        "one that ended it. It states nothing for ranks with GPUs of their own. Public jobs of that kind, all rules:\n\n"
         + table(["job", "error %"], others)
     )
 
