@@ -204,7 +204,8 @@ def unfrozen_section(several: list[Case], public: list[tuple[str, Replay]]) -> s
         + "\nJobs of the same kind that were looked at while the rules were written:\n\n"
         + ablation_table([(case.name, case.run) for case in several])
         + "\nThe rule `shared_gpu` ties a wait to a kernel of another rank that ran beside it, which need not be the "
-        "one that ended it. It states nothing for ranks with GPUs of their own. Public jobs of that kind, all rules:\n\n"
+        "one that ended it. It states nothing for ranks with GPUs of their own. Public jobs of that kind, all "
+        "rules:\n\n"
         + table(["job", "error %"], others)
     )
 
