@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from lumos import Replay, Scale, read_job, replay
+from lumos.analysis.comparison import Comparison
 from lumos.analysis.kernel_labels import Phase, label
+from lumos.analysis.readiness import Readiness
 from lumos.change.change import CalibratedRun
 from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
@@ -19,8 +23,11 @@ from lumos.graph.from_trace.cpu_device import is_cpu_run, with_cpu_device
 from lumos.graph.graph import Rule
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import predict
+from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.page import write_page
 from lumos.report.html.prediction_page import prediction_page
+from lumos.report.html.replay_page import replay_page
+from lumos.report.terminal.show import show_comparison, show_readiness, show_replay
 from lumos.setup.gpus import gpu_named, gpu_names
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
@@ -292,3 +299,26 @@ def test_a_trace_tells_that_it_is_of_a_cpu(source: CalibratedRun) -> None:
         complete(told, read_plain(None, ["cluster.gpu=h200"]))
     assert changed(told, read_plain(None, ["model.layers=2", "model.hidden=256", "model.ffn=704", "model.heads=4",
                                            "model.vocab=512", "train.seq=128"])).setup.cluster.gpu == "cpu"  # fmt: skip
+
+
+# ---------------------------------------------------------------------- what is said of it
+
+
+def test_nothing_that_is_shown_of_a_cpu_run_speaks_of_gpus(two: Replay, tmp_path: Path) -> None:
+    write_page(tmp_path / "replay.html", replay_page(two))
+    write_page(tmp_path / "compare.html", comparison_page(Comparison(two, two)))
+    text = "".join((tmp_path / name).read_text() for name in ("replay.html", "compare.html"))
+    shown = re.sub(r"<(style|script)\b.*?</\1>", "", text, flags=re.DOTALL)
+    with (tmp_path / "terminal.txt").open("w") as file:
+        console = Console(file=file, width=160)
+        show_replay(two, console)
+        show_comparison(Comparison(two, two), console)
+        show_readiness(Readiness(two), "traces", console)
+    shown += (tmp_path / "terminal.txt").read_text()
+    assert "CPU time by operator" in shown
+    assert re.findall(r"[^\n]*(?:GPU|CUPTI|CUDA|NCCL)[^\n]*", shown) == []
+
+
+def test_a_collective_of_unknown_size_is_said_to_be_and_not_of_minus_nothing(two: Replay) -> None:
+    names = [one.name for one in Comparison(two, two).collectives]
+    assert names == ["all_reduce, 2 ranks, size unknown"]

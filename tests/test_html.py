@@ -39,7 +39,8 @@ from lumos.report.html.search_page import search_page
 from lumos.report.html.svg import svg_of
 from lumos.report.html.timeline import MOST_BOXES, Lanes, Tasks, draw_timeline
 from lumos.report.html.timeline import Path as CriticalPath
-from lumos.report.table import Card, Column, Row, Table
+from lumos.report.table import Card, Column, Row, Table, ms_columns
+from lumos.report.wording import count_text, gib_text, money_text, ms_text, number_text, rate_text, si_text
 from lumos.setup import read_setup
 from support import header, training_run, write_trace
 
@@ -60,6 +61,9 @@ def described() -> Prediction:
     return predict(read_setup(ROOT / "examples/llama3-70b.toml"))
 
 
+BATCH = {"sequences": 128, "tokens": 1 << 20, "why": "stated"}
+
+
 def search_answer() -> dict[str, Any]:
     """What `lumos search` hands over, made of real forecasts."""
     base = read_setup(ROOT / "examples/llama3-70b.toml", ["cluster.gpus=64", "train.global_batch=128"])
@@ -75,7 +79,10 @@ def search_answer() -> dict[str, Any]:
     rows.sort(key=lambda row: row["step_ms"])
     front = [r for r in rows if not any(o["memory_gib"] < r["memory_gib"] for o in rows if o["step_ms"] < r["step_ms"])]
     setup = {"cluster.gpus": 64, "cluster.gpu": "h100", "model.preset": "llama3-70b"}
-    return {"setup": setup, "evaluated": 480, "seconds": 2.5, "objective": "step_ms", "results": rows, "pareto": front}
+    return {
+        "setup": setup, "evaluated": 480, "seconds": 2.5, "objective": "step_ms", "results": rows, "pareto": front,
+        "global_batch": BATCH,
+    }  # fmt: skip
 
 
 KINDS = ("replay", "prediction", "forecast", "comparison", "search")
@@ -220,7 +227,8 @@ def test_what_is_not_known_is_a_dash_and_is_sorted_last() -> None:
 
 
 def test_a_search_without_a_result_says_so() -> None:
-    text = text_of(search_page({"setup": {}, "evaluated": 12, "seconds": 0.1, "objective": "step_ms", "results": []}))
+    text = text_of(search_page({"setup": {}, "evaluated": 12, "seconds": 0.1, "objective": "step_ms", "results": [],
+                                "global_batch": BATCH}))  # fmt: skip
     assert "no configuration is valid and fits" in text
 
 
@@ -410,6 +418,53 @@ def test_the_report_of_200_000_tasks_is_small_and_written_at_once(shared_data: P
     write_page(tmp_path / "large.html", replay_page(run))
     assert time.perf_counter() - start < SLOWEST
     assert (tmp_path / "large.html").stat().st_size < LARGEST
+
+
+# ---------------------------------------------------------------------- units that people read
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (0.0, "0.00 ms"), (0.0042, "4.20 µs"), (117.841, "117.84 ms"), (1234.5, "1.234 s"), (14890.0, "14.89 s"),
+        (119_000.0, "119.00 s"), (150_000.0, "2 min 30 s"), (11_508_887.49, "3 h 11 min 49 s"),
+        (3 * 86400e3, "3.0 days"), (308.14 * 86400e3, "308.1 days"), (20_967.36 * 86400e3, "57.4 years"),
+        (-0.0, "0.00 ms"), (-1e-7, "0.00 ms"), (-0.07, "−0.07 ms"), (-150_000.0, "−2 min 30 s"), (float("nan"), "–"),
+    ],
+)  # fmt: skip
+def test_a_time_is_written_in_the_unit_that_people_use(ms: float, text: str) -> None:
+    assert ms_text(ms) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (si_text(1.707e7, "Wh"), "17.1 MWh"), (si_text(67.1e6, "B"), "67.1 MB"), (si_text(-0.0, "B"), "0.00 B"),
+        (count_text(8_388_608, "tokens"), "8,388,608 tokens"), (count_text(1.6384e9, "tokens"), "1.64 B tokens"),
+        (count_text(15e12, "tokens"), "15.0 T tokens"), (gib_text(51.32), "51.3 GiB"), (gib_text(10_022), "9.79 TiB"),
+        (money_text(9_466_206.2), "9,466,206"), (money_text(-0.0), "0.00"), (rate_text(1234.5), "1,234"),
+        (rate_text(0.00412), "0.00412"), (number_text(-0.04, 1), "0.0"), (number_text(-0.04, 1, signed=True), "+0.0"),
+    ],
+)  # fmt: skip
+def test_amounts_have_prefixes_and_no_exponents(text: str, expected: str) -> None:
+    assert text == expected
+
+
+def test_a_column_of_long_times_has_their_units_and_one_of_short_times_has_milliseconds() -> None:
+    rows = [Row(["a", 11_508_887.49]), Row(["b", 1.5])]
+    (long,), (short,) = ms_columns(["step, ms"], rows), ms_columns(["step, ms"], rows[1:])
+    cells = [cells[1].text for _, cells in Table("", [Column("name"), long], rows).body()]
+    assert (long.title, cells) == ("step", ["3 h 11 min 49 s", "1.50 ms"])
+    assert short.title == "step, ms"
+
+
+@pytest.mark.parametrize("option", ["table", "page"])
+def test_the_bill_is_in_every_answer(option: str, tmp_path: Path) -> None:
+    setup, page = str(ROOT / "examples/llama3-70b.toml"), tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["predict", setup, "--price", "2.5", "--tokens", "15T", "-o", str(page)])
+    text = done.stdout if option == "table" else re.sub(r"<[^>]+>", " ", page.read_text().split("<script", 1)[0])
+    for word in ("training time", "days", "15.0 T tokens", "GPU-hours", "GWh", "money", "a million tokens"):
+        assert word in text
 
 
 # ---------------------------------------------------------------------- pictures, before any script

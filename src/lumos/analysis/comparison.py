@@ -83,7 +83,8 @@ def _operator_times(run: Replay) -> Times:
 def _collective_times(run: Replay) -> Times:
     steps, found = max(len(run.marks.names), 1), dict[str, list[float]]()
     for one in run.collectives:
-        name = f"{one.collective}, {one.ranks} ranks, {one.bytes / 1e6:.1f} MB"
+        size = f"{one.bytes / 1e6:,.1f} MB" if one.bytes >= 1e5 else f"{one.bytes:,} bytes"
+        name = f"{one.collective}, {one.ranks} ranks, {size if one.bytes >= 0 else 'size unknown'}"
         found.setdefault(name, []).append(one.wait_ms + one.transfer_ms)
     return {name: (sum(times) / steps, len(times) / steps) for name, times in found.items()}
 

@@ -61,7 +61,7 @@ class Readiness:
     def findings(self) -> list[Finding]:
         """Everything that is missing; what costs most answers first."""
         found = (lack for check in _CHECKS for lack in check(self))
-        return [_finding(name, values) for name, values in found]
+        return [_finding(name, values, self.on_cpu) for name, values in found]
 
     @property
     def ready(self) -> dict[str, bool]:
@@ -147,9 +147,11 @@ Lack = tuple[str, dict[str, Any]]
 """A section of readiness.toml, and the values that it mentions."""
 
 
-def _finding(name: str, values: dict[str, Any]) -> Finding:
+def _finding(name: str, values: dict[str, Any], on_cpu: bool) -> Finding:
+    """In the words of the table; those of a run on CPUs say nothing of GPUs."""
     texts = read_table("readiness.toml")[name]
-    return Finding(**{key: text.format(capture=_CAPTURE, **values) for key, text in texts.items()})
+    chosen = {key: texts.get(f"{key}_cpu", texts[key]) if on_cpu else texts[key] for key in Finding.__annotations__}
+    return Finding(**{key: text.format(capture=_CAPTURE, **values) for key, text in chosen.items()})
 
 
 def _whole_file(found: Readiness) -> Iterator[Lack]:

@@ -71,4 +71,4 @@ def _why(cost: float, more_compute: float, more_idle: float, kernels: float, ste
         return "arrives last without more work of its own: look at its place in the schedule"
     if more_compute >= more_idle:
         return f"computes {more_compute:.2f} ms longer than the median rank"
-    return f"its GPU idles {more_idle:.2f} ms longer than the median rank's: its host is slow"
+    return f"idles {more_idle:.2f} ms longer than the median rank: its host is slow"

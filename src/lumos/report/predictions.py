@@ -10,8 +10,17 @@ from lumos.change.infer import Inferred
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.prediction import Prediction
 from lumos.program.memory import GIB, Memory
-from lumos.report.table import Card, Column, Row, Table
-from lumos.report.wording import STEP_PARTS, change, money_text, ms_text, si_text
+from lumos.report.table import Card, Column, Row, Table, ms_column
+from lumos.report.wording import (
+    STEP_PARTS,
+    change,
+    count_text,
+    gib_text,
+    money_text,
+    ms_text,
+    rate_text,
+    si_text,
+)
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "framework")
 _UNDERSTOOD = {
@@ -20,6 +29,7 @@ _UNDERSTOOD = {
 }  # fmt: skip
 _PRICES = {"price_per_gpu_hour": "a GPU-hour", "price_per_kwh": "a kWh"}
 _MOST_MODULES = 20
+_DAY_MS = 86400e3
 
 
 def prediction_cards(found: Prediction) -> list[Card]:
@@ -40,21 +50,21 @@ def _setup_cards(found: Prediction) -> list[Card]:
         return []
     device = "CPU rank" if found.is_of_cpu else "GPU"
     reserve, usable = memory.reserve / GIB, memory.usable / GIB
-    room = f"+ {reserve:.1f} GiB reserve of {usable:.1f} GiB: {'fits' if found.fits else 'does not fit'}"
+    room = f"+ {gib_text(reserve)} reserve of {gib_text(usable)}: {'fits' if found.fits else 'does not fit'}"
     room = "available memory not known" if found.fits is None else room
     cards, speed = [], found.tokens_per_s_per_gpu
     if speed is not None:
-        cards.append(Card(f"tokens/s/{device}", f"{speed:,.0f}", f"{found.tokens:,} tokens per step"))
+        cards.append(Card(f"tokens/s/{device}", f"{speed:,.0f}", f"{count_text(found.tokens or 0, 'tokens')} per step"))
     if found.mfu is not None and found.hfu is not None:
         peak = f"HFU {100 * found.hfu:.1f} % (dense {setup.train.precision} peak)"
         cards.append(Card("MFU", f"{100 * found.mfu:.1f} %", peak))
     if energy is not None:
-        per_token = f"{energy.joules / found.tokens:,.3g} J per token; " if found.tokens else ""
+        per_token = f"{rate_text(energy.joules / found.tokens)} J per token; " if found.tokens else ""
         words = f"all GPUs, one step; {per_token}{energy.words}"
         cards.append(Card("energy", si_text(energy.joules, "J"), words))
     if memory.reserved is not None:
-        room = f"allocated; {memory.reserved / GIB:.1f} GiB reserved by PyTorch; {room}"
-    return [*cards, Card("peak memory", f"{memory.gib()['peak']:.1f} GiB", room)]
+        room = f"allocated; {gib_text(memory.reserved / GIB)} reserved by PyTorch; {room}"
+    return [*cards, Card("peak memory", gib_text(memory.gib()["peak"]), room)]
 
 
 def cost_cards(found: Prediction) -> list[Card]:
@@ -69,11 +79,10 @@ def cost_cards(found: Prediction) -> list[Card]:
             Card("a million tokens", money_text(bill["money_per_million_tokens"])),
         ]
     if budget is not None:
-        low, high = budget["days_interval"]
-        interval = f"{low:,.2f} – {high:,.2f} (80 % interval), no interruptions"
+        days, low, high = (ms_text(one * _DAY_MS) for one in (budget["days"], *budget["days_interval"]))
         cards += [
-            Card("days", f"{budget['days']:,.2f}", interval),
-            Card("steps", f"{budget['steps']:,}", si_text(budget["tokens"], " tokens")),
+            Card("training time", days, f"{low} – {high} (80 % interval), no interruptions"),
+            Card("steps", f"{budget['steps']:,}", count_text(budget["tokens"], "tokens")),
             Card("GPU-hours", f"{budget['gpu_hours']:,.0f}"),
         ]
         if budget["kwh"] is not None:
@@ -117,7 +126,9 @@ def modules_table(memory: Memory) -> Table:
 
 
 def operators_table(found: Prediction) -> Table:
-    columns = [Column("operator"), Column("shape"), Column("count", 0), Column("ms", 2, bar=True), Column("bound"),
+    time = ms_column("ms", (row.ms for row in found.operators))
+    time = time if time.form else Column("ms", 2)
+    columns = [Column("operator"), Column("shape"), Column("count", 0), time._replace(bar=True), Column("bound"),
                Column("source")]  # fmt: skip
     rows = [Row([row.name, _size(row), row.count, row.ms, row.bound, row.source]) for row in found.operators]
     shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in found.source.items() if share >= 0.005)

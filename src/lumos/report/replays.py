@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from lumos.analysis.breakdown import Breakdown, mean_breakdown
 from lumos.analysis.collectives import Collective, CollectiveGroup
@@ -11,10 +12,14 @@ from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.replay import Replay
 from lumos.graph.critical_path import PathSummary
 from lumos.graph.from_trace.cpu_device import is_cpu_run
-from lumos.report.table import Card, Column, Row, Table, left_out, ms_columns, ms_digits, short
-from lumos.report.wording import STEP_PARTS, change, ms_text
+from lumos.report.table import Card, Column, Row, Table, left_out, ms_column, ms_columns, short
+from lumos.report.wording import STEP_PARTS, change, ms_text, si_text
 
 MOST_ROWS = 200
+_NEVER_PROFILED = {
+    "GPU": "CUPTI stays attached once it was used",
+    "CPU": "in a process that never started the profiler",
+}
 
 
 # ---------------------------------------------------------------------- a replay
@@ -31,7 +36,7 @@ def replay_cards(run: Replay) -> list[Card]:
         Card("recorded step", ms_text(recorded), f"mean of {len(run.marks.names)}"),
         Card("simulated step", ms_text(simulated), f"{run.error_pct:+.2f} % from the recorded one"),
         Card("without the profiler", ms_text(run.clean_ms), sure),
-        Card("never profiled", ms_text(run.never_profiled_ms), "CUPTI stays attached once it was used"),
+        Card("never profiled", ms_text(run.never_profiled_ms), _NEVER_PROFILED[device_of(run)]),
         Card("unexplained", ms_text(unexplained), f"{share:.1f} % of the step, on the critical path"),
         Card(f"{device_of(run)} busy", f"{100 * run.utilisation.mean:.0f} %", "mean over ranks and time"),
     ]
@@ -110,27 +115,34 @@ def hot_table(spots: Sequence[Hotspot], title: str) -> Table:
     """Operators or kernels by the time they take on the GPU."""
     total = sum(spot.ms for spot in spots) or 1.0
     rows = [Row([s.name, s.calls, s.ms, 100 * s.ms / total, s.mean_us]) for s in spots[:MOST_ROWS]]
-    columns = [Column("name"), Column("calls", 1), Column("ms", ms_digits(s.ms for s in spots), bar=True),
+    time = ms_column("ms", (s.ms for s in spots))
+    columns = [Column("name"), Column("calls", 1), time._replace(bar=True),
                Column("share, %", 1), Column("mean µs", 1)]  # fmt: skip
     return Table(f"{title}, per step and rank", columns, rows, left_out(MOST_ROWS, spots))
 
 
 def groups_table(groups: Sequence[CollectiveGroup], steps: int) -> Table:
-    columns = [Column("collective"), Column("ranks", 0), Column("MB", 2), Column("per step", 1), Column("wait, ms", 3),
-               Column("transfer, ms", 3), Column("both, ms per step", 3, bar=True), Column("bus GB/s", 1)]  # fmt: skip
+    times = [(g.wait_ms, g.transfer_ms, g.count * (g.wait_ms + g.transfer_ms) / steps) for g in groups[:MOST_ROWS]]
+    titles = ("wait, ms", "transfer, ms", "both per step, ms")
+    wait, transfer, both = (ms_column(title, [some[i] for some in times]) for i, title in enumerate(titles))
+    columns = [Column("collective"), Column("ranks", 0), Column("size", form=partial(si_text, unit="B")),
+               Column("per step", 1), wait, transfer, both._replace(bar=True), Column("bus GB/s", 1)]  # fmt: skip
     rows = [
-        Row([g.collective, g.ranks, g.bytes / 1e6 if g.bytes >= 0 else None, g.count / steps, g.wait_ms,
-             g.transfer_ms, g.count * (g.wait_ms + g.transfer_ms) / steps, g.bus_gb_s or None])
-        for g in groups[:MOST_ROWS]
-    ]  # fmt: skip
+        Row([g.collective, g.ranks, g.bytes if g.bytes >= 0 else None, g.count / steps, *some, g.bus_gb_s or None])
+        for g, some in zip(groups, times, strict=False)
+    ]
     title = "collectives by kind and size (wait and transfer: mean of one)"
     return Table(title, columns, rows, left_out(MOST_ROWS, groups))
 
 
 def longest_collectives_table(found: Sequence[Collective], most: int = 50) -> Table:
     longest = sorted(found, key=lambda c: -(c.wait_ms + c.transfer_ms))[:most]
-    columns = [Column("collective"), Column("ranks", 0), Column("at, ms", 2), Column("last rank"),
-               Column("worst wait, ms", 3), Column("mean wait, ms", 3), Column("transfer, ms", 3),
+    at, worst, mean, transfer = (
+        ms_column(title, (float(getattr(c, key)) for c in longest))
+        for title, key in (("at, ms", "start_ms"), ("worst wait, ms", "worst_wait_ms"), ("mean wait, ms", "wait_ms"),
+                           ("transfer, ms", "transfer_ms"))
+    )  # fmt: skip
+    columns = [Column("collective"), Column("ranks", 0), at, Column("last rank"), worst, mean, transfer,
                Column("bus GB/s", 1)]  # fmt: skip
     rows = [
         Row([c.collective, c.ranks, c.start_ms, str(c.last_rank), c.worst_wait_ms, c.wait_ms, c.transfer_ms,

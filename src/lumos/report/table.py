@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import NamedTuple
 
 from lumos.errors import printable
+from lumos.report.wording import ms_text, number_text
 
 Value = str | float | int | bool | None
 
+_LONG_MS = 1e5
 LONGEST = 160  # characters of a name that are shown; kernels of C++ templates have thousands
 
 
@@ -76,10 +79,21 @@ class Table:
 
 
 def ms_columns(titles: Iterable[str], rows: Iterable[Row]) -> list[Column]:
-    """Columns of milliseconds, all with the digits that the largest number of the rows needs."""
-    values = (value for row in rows for value in row.values)
-    digits = ms_digits(value for value in values if isinstance(value, float))
-    return [Column(title, digits, signed=title.startswith("change")) for title in titles]
+    """Columns of milliseconds, all with the digits that the largest number of the rows needs.
+
+    Where that has minutes, every time is written with its own unit.
+    """
+    values = [value for row in rows for value in row.values if isinstance(value, float)]
+    return [ms_column(title, values) for title in titles]
+
+
+def ms_column(title: str, values: Iterable[float]) -> Column:
+    """A column of milliseconds, `values`, whose title ends in ms; of times with their units if some are long."""
+    values, signed = list(values), title.startswith("change")
+    if max((abs(value) for value in values if isfinite(value)), default=0.0) < _LONG_MS:
+        return Column(title, ms_digits(values), signed=signed)
+    bare = title.removesuffix("ms").rstrip(", ") or "time"
+    return Column(bare, form=partial(ms_text, signed=signed))
 
 
 def left_out(shown: int, rows: Sequence[object]) -> str:
@@ -107,8 +121,5 @@ def _cell(value: Value, column: Column, largest: float) -> Cell:
     number = float(value)
     if not isfinite(number):
         return Cell("–", "")
-    if column.form is not None:
-        text = column.form(number)
-    else:
-        text = f"{number:+,.{column.digits}f}" if column.signed else f"{number:,.{column.digits}f}"
-    return Cell(text.replace("-", "−"), repr(number), 100 * abs(number) / largest if largest > 0 else -1.0)
+    text = column.form(number) if column.form is not None else number_text(number, column.digits, column.signed)
+    return Cell(text, repr(number), 100 * abs(number) / largest if largest > 0 else -1.0)

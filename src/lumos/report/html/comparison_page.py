@@ -9,7 +9,7 @@ from lumos.report.html.charts import Bars, Series
 from lumos.report.html.page import Figure, Page, Section
 from lumos.report.html.parts import STEP_PARTS, before_and_after_section
 from lumos.report.html.replay_page import subtitle_of
-from lumos.report.replays import comparison_cards, differences_table, parts_table
+from lumos.report.replays import comparison_cards, device_of, differences_table, parts_table
 from lumos.report.table import Column, Row, Table, ms_columns
 from lumos.report.wording import ms_text
 
@@ -26,7 +26,7 @@ def comparison_page(found: Comparison) -> Page:
     sections = [
         before_and_after_section("Parts of the step", _PARTS, names, *both, parts_table(parts)),
         _ranks(found),
-        _differences("GPU time by operator", found.operators, _OPERATORS),
+        _differences(f"{device_of(found.before)} time by operator", found.operators, _OPERATORS),
     ]
     if found.collectives:
         sections.append(_differences("Collectives", found.collectives, _COLLECTIVES))

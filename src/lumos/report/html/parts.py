@@ -16,7 +16,7 @@ from lumos.report.html.page import Figure, Section
 from lumos.report.html.timeline import RunTimeline, lanes_table
 from lumos.report.table import Column, Row, Table, ms_columns
 from lumos.report.wording import STEP_PARTS as PART_NAMES
-from lumos.report.wording import ms_text
+from lumos.report.wording import ms_text, si_text
 
 STEP_PARTS = {
     key: (name, colour)
@@ -117,24 +117,24 @@ def recorded_collectives_section(found: Sequence[Collective], steps: int) -> Sec
 
 
 def _group_label(group: CollectiveGroup) -> str:
-    size = f"{group.bytes / 1e6:,.2f} MB" if group.bytes >= 0 else "size unknown"
+    size = si_text(group.bytes, "B") if group.bytes >= 0 else "size unknown"
     return f"{group.collective}, {size}, {group.ranks} ranks"
 
 
-def hotspots_section(by_name: Mapping[str, Sequence[Hotspot]], text: str) -> Section:
-    """GPU time by operator and by kernel."""
+def hotspots_section(by_name: Mapping[str, Sequence[Hotspot]], text: str, device: str = "GPU") -> Section:
+    """Time by operator and by kernel."""
     figures, tables = [], []
     for title, spots in by_name.items():
         if spots:
             shown = spots[:_MOST_BARS]
-            series = [Series("GPU time", "compute", [s.ms for s in shown])]
+            series = [Series(f"{device} time", "compute", [s.ms for s in shown])]
             tables.append(replays.hot_table(spots, title))
             figures.append(Figure(tables[-1].caption, Bars([s.name for s in shown], series, "ms", named=True)))
     return Section("Operators and kernels", text, figures, tables)
 
 
-def utilisation_section(use: Utilisation) -> Section:
-    """How busy the GPUs are over time."""
+def utilisation_section(use: Utilisation, device: str = "GPU") -> Section:
+    """How busy the devices are over time."""
     edges = [use.bin_ms * i for i in range(use.share.shape[1])]
     lines = [Line("mean", "compute", edges, 100 * use.share.mean(axis=0), steps=True)]
     if 1 < len(use.ranks) <= _MOST_LINES:
@@ -148,5 +148,5 @@ def utilisation_section(use: Utilisation) -> Section:
     ]
     columns = [Column("rank"), Column("busy, %", 1, bar=True), Column("bins that idle, %", 1)]
     text = f"The busy share of every {use.bin_ms:.3g} ms, from the first step's start to the last one's end."
-    figure = Figure("GPU busy over time", Lines("ms", "busy, %", lines))
-    return Section("GPU utilisation", text, [figure], [Table("GPU busy", columns, rows)])
+    figure = Figure(f"{device} busy over time", Lines("ms", "busy, %", lines))
+    return Section(f"{device} utilisation", text, [figure], [Table(f"{device} busy", columns, rows)])

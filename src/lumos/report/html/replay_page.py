@@ -22,7 +22,7 @@ from lumos.report.replays import MOST_ROWS, ablation_table, device_of, replay_ca
 from lumos.report.wording import ms_text
 
 _BREAKDOWN = (
-    "As recorded. A communication kernel counts from its arrival, so waiting for other ranks is communication here; "
+    "As recorded. A collective counts from its arrival, so waiting for other ranks is communication here; "
     "the collectives below tell the two apart. Copies count as compute."
 )
 _STRAGGLERS = (
@@ -54,8 +54,8 @@ def replay_page(run: Replay, ablate: bool = False, operators: TracedOperators | 
         path_section(run.path_summary),
         recorded_collectives_section(run.collectives, max(len(run.marks.names), 1)),
         *(traced_operators_sections(operators) if operators is not None else []),
-        hotspots_section(spots, _HOTSPOTS),
-        utilisation_section(run.utilisation),
+        hotspots_section(spots, _HOTSPOTS, device_of(run)),
+        utilisation_section(run.utilisation, device_of(run)),
         memory_section(run.execution.trace, run.execution.origin),
         Section("Steps", tables=[steps_table(run)]),
         *([Section("What the dependency rules explain", _ABLATION, tables=[ablation_table(run)])] if ablate else []),

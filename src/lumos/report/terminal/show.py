@@ -62,7 +62,8 @@ def _utilisation(run: Replay, device: str) -> Text:
 
 def show_comparison(found: Comparison, console: Console) -> None:
     """What makes the second run differ from the first."""
-    tables = [replays.parts_table(found.parts), replays.differences_table("GPU time by operator", found.operators)]
+    operators = f"{replays.device_of(found.before)} time by operator"
+    tables = [replays.parts_table(found.parts), replays.differences_table(operators, found.operators)]
     if found.collectives:
         tables.append(replays.differences_table("collectives, waiting and transfer", found.collectives))
     warnings = [*found.before.execution.warnings, *found.after.execution.warnings]
