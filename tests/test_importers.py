@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from huggingface_counts import TABLE
 from lumos.errors import InputError, LumosError
 from lumos.setup import Model, Setup, read_setup, read_setup_with_notes
+from lumos.setup.importers.any_file import read_any
 from lumos.setup.importers.huggingface import model_keys
 from lumos.setup.importers.launch_script import evaluate, is_true, read_shell
-from lumos.setup.importers.megatron import arguments_in_yaml
 from lumos.setup.importers.torchtitan import read_torchtitan
-from lumos.setup.setup_files import read_any
 from lumos.setup.stated_size import size_doubt
 
 
@@ -473,7 +472,7 @@ def test_the_number_of_gpus_is_that_of_the_launch(tmp_path: Path, text: str, gpu
 
 
 def test_an_option_given_twice_is_said(tmp_path: Path) -> None:
-    path = written(tmp_path, "--num-layers 4 --num-layers 8 --lr 1 --lr 2", "x.args")
+    path = written(tmp_path, "--num-layers 4 --num-layers 8 --lr 1 --lr 2 --hidden-size 64", "x.args")
     assert any("several times" in note and note.endswith("--num-layers") for note, _ in read_any(path).notes)
 
 
@@ -557,8 +556,9 @@ def test_a_log_of_any_length_is_read_by_its_beginning(tmp_path: Path) -> None:
     assert "larger than 4 MiB" in refused(other)[0]
 
 
-def test_a_yaml_of_something_else_is_none() -> None:
-    assert arguments_in_yaml("a: 1\nb: 2\nnum_layers: 3\n") == []
+def test_a_yaml_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "a: 1\nb: 2\nnum_layers: 3\nhidden_size: 4\nmicro_batch_size: 1\n", "some.yaml")
+    assert "this is none of them" in refused(path)[0]
 
 
 def test_a_yaml_may_repeat_a_table_a_few_times(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import gcd
 from typing import Any
 
 from pydantic import ValidationError
@@ -212,7 +213,9 @@ def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:
 
     ranks = parallel.dp * parallel.cp * tp
     keys = "parallel.ep parallel.dp parallel.cp parallel.tp cluster.gpus"
-    yield keys, _must_divide("parallel.ep", ep, "parallel.dp * cp * tp", ranks)
+    mistake = _must_divide("parallel.ep", ep, "parallel.dp * cp * tp", ranks)
+    more = parallel.replica_gpus * parallel.dp * ep // gcd(ep, ranks)
+    yield keys, mistake.replace(": use ", f": set cluster.gpus to {more} or a multiple, or use ") if mistake else ""
 
     shard = parallel.shard
     mistake = _must_divide("parallel.shard", shard, "parallel.dp", parallel.dp) if shard else ""

@@ -1,23 +1,18 @@
-"""Setup files: reads TOML, or a file of another tool that is recognised by its content; writes TOML."""
+"""Setup files: reads TOML, or a file of another tool, with the changes of --set; writes TOML."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import tomli_w
 
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.setup.constraints import checked_setup, warnings_in
-from lumos.setup.importers import megatron
-from lumos.setup.importers.foreign_file import Findings, Reading, Sections, beginning_of, flat, text_of
-from lumos.setup.importers.huggingface import model_keys
-from lumos.setup.importers.launch_script import Script, put_cluster, read_shell
-from lumos.setup.importers.torchtitan import OPTION, is_torchtitan, keys_of, read_torchtitan
+from lumos.setup.importers.any_file import read_any, read_config, toml_value
+from lumos.setup.importers.foreign_file import Reading, Sections
 from lumos.setup.messages import nearest, place_of, shown
 from lumos.setup.presets import preset_named
 from lumos.setup.sections import Section
@@ -34,11 +29,6 @@ _ALWAYS_WRITTEN: Mapping[str, tuple[str, ...]] = {
 }
 _NEVER_WRITTEN = ("global_batch", "dp")  # they follow from microbatches and gpus
 _BASES = ("megatron", "torchtitan")  # keys of a setup that name a file of another tool, which the setup changes
-_FORMATS = (
-    "a setup is a .toml, a Hugging Face config.json, a Megatron script, log or file of arguments, or a torchtitan TOML "
-    "or command; this is none of them"
-)
-_SCRIPTS = (".sh", ".args", ".bash", ".slurm", ".sbatch")
 
 
 class SetupReading(NamedTuple):
@@ -56,7 +46,7 @@ class PlainSetup(NamedTuple):
     notes: tuple[str, ...]
     mistakes: tuple[str, ...]
     where: str
-    model_names: tuple[str, ...] = ()  # of a model whose size was read from a file of another tool
+    model_names: tuple[str, ...] | None = None  # of a model whose size was read from a file of another tool
 
     def over(self, below: Sections) -> Sections:
         """These values on top of others; an override that names another model replaces theirs."""
@@ -99,7 +89,7 @@ def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
     if any(mistake.place.startswith("model.") for mistake in left):
         model = None  # it could not be read, and a mistake says so
     stated = (*(mistake.sentence for mistake in left), *mistakes)
-    names = () if changes.get("model") else reading.model_names
+    names = None if changes.get("model") else reading.model_names
     remarks = reading.remarks(where, partial(_corrects, changes))
     return PlainSetup(sections | {"model": model}, changes, (*remarks, *notes), stated, where, names)
 
@@ -218,119 +208,8 @@ def _parsed(overrides: Sequence[str]) -> Sections:
 
 
 def _malformed(text: str, place: str) -> str:
+    if place in KEYS:
+        return f"--set {text[:100]}: the value is missing: write {place}=VALUE"
     homes = [key for key in KEYS if key.partition(".")[2] == place] or [nearest(place, KEYS)]
     example = f"did you mean {homes[0]}?" if homes[0] else "as in parallel.tp=2"
     return f"--set {text[:100]}: write SECTION.KEY=VALUE; {example}"
-
-
-# Which tool a file belongs to, by its content
-
-
-def read_any(path: Path) -> Reading:
-    """What a file says about a run, whatever tool it belongs to, or InputError."""
-    reading = _read_any(path)
-    if reading.model_names:
-        folder = (path.absolute().parent.name,) if path.stem == "config" else ()
-        reading = reading._replace(model_names=(*reading.model_names, path.stem, *folder))
-    return reading
-
-
-def _read_any(path: Path) -> Reading:
-    where = place_of(path)
-    text, complete = beginning_of(path)
-    suffix = path.suffix.lower()
-    if not complete:  # only a log may be that long, and it begins with the arguments
-        pairs = megatron.arguments_in_log(text)
-        if not pairs:
-            text_of(path)  # raises: it is too large
-        return megatron.read_arguments(pairs)
-    if suffix == ".toml":
-        return _of_toml(_toml(text, where))
-    if text.lstrip()[:1] == "{" or suffix == ".json":
-        return _of_json(_json(text, where), where)
-    pairs = megatron.arguments_in_log(text) or ([] if suffix in _SCRIPTS else megatron.arguments_in_yaml(text))
-    if pairs:
-        return megatron.read_arguments(pairs)
-    script = read_shell(text, where)
-    if script.options and not any(name.startswith("lumos") for name in script.options):
-        return _of_script(script, path.parent)
-    try:
-        return _of_toml(_toml(text, where))
-    except InputError:
-        raise InputError(f"{where}: {_FORMATS}") from None
-
-
-def read_config(path: Path) -> Reading:
-    """What a Hugging Face config.json says, or InputError that says why it does not describe a language model."""
-    where = place_of(path)
-    return _of_config(_json(text_of(path), where), where)
-
-
-def toml_value(text: str) -> Any:
-    """A TOML value, or the text itself where it is a bare word: toml_value("[1, 2]"), toml_value("bf16")."""
-    try:
-        read = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return text
-    return read["value"] if len(read) == 1 else text
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON ({str(error)[:100]})") from None
-
-
-def _toml(text: str, where: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not TOML ({str(error)[:200]})") from None
-
-
-def _of_toml(content: dict[str, Any]) -> Reading:
-    return read_torchtitan(content) if is_torchtitan(content) else Reading(content)
-
-
-def _of_json(content: Any, where: str) -> Reading:
-    """Of Hugging Face unless its keys say otherwise."""
-    if isinstance(content, dict) and not {"model_type", "architectures"} & set(content):
-        if is_torchtitan(content):
-            return read_torchtitan(content)
-        pairs = megatron.arguments_in_table(content)
-        if pairs:
-            return megatron.read_arguments(pairs)
-    return _of_config(content, where)
-
-
-def _of_config(content: Any, where: str) -> Reading:
-    try:
-        return model_keys(content)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-
-
-def _of_script(script: Script, folder: Path) -> Reading:
-    """Of torchtitan where the options are dotted or a configuration is named, else of Megatron."""
-    name = (script.options.get("job.config-file") or [script.variables.get("CONFIG_FILE", "")])[0]
-    in_python = "config" in script.options and "module" in script.options
-    if not (any(OPTION.match(option) for option in script.options) or in_python or name.endswith(".toml")):
-        return megatron.read_megatron(script)
-    found = Findings()
-    for condition in script.notes:
-        found.note(condition)
-    put_cluster(found, script)
-    below = _config_file(name, folder, found) if name else {}
-    return read_torchtitan(flat(below) | keys_of(script.options, toml_value), found)
-
-
-def _config_file(name: str, folder: Path, found: Findings) -> dict[str, Any]:
-    """The TOML that a command names, where it is next to the script."""
-    for path in (folder / name, folder / Path(name).name):
-        try:
-            return _toml(text_of(path), place_of(path))
-        except InputError:
-            continue
-    found.note(f"its configuration {shown(name)} is not next to the script: only the options given are used")
-    return {}

@@ -1,4 +1,4 @@
-"""What the name of a model states about its size, compared with the parameters that its keys add up to."""
+"""What the name of a model states: the published model it is, and a size to compare with the count of its keys."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import re
 from collections.abc import Iterable
 
 from lumos.setup.messages import shown
-from lumos.setup.presets import find_preset
+from lumos.setup.presets import Preset, find_preset
 from lumos.setup.sections import Model
 
 _SIZE = re.compile(r"(?<![a-z0-9.])(?:(\d{1,3})x)?(\d{1,4}(?:\.\d{1,3})?)([mbt])(\d?)(?![a-z0-9])")  # 8x7b, 1.5b, 7b1
 _SIZE_WITH_DASH = re.compile(r"(?<![a-z0-9.])(\d)-(\d)b(?![a-z0-9])")  # 1_8b is 1.8 billion
 _ACTIVE = re.compile(r"(?<![a-z0-9])a(\d{1,4}(?:\.\d{1,3})?)([mb])(?![a-z0-9])")  # a3b
-_BILLIONS = {"m": 1e-3, "b": 1.0, "t": 1e3}
+_BILLIONS = {"t": 1e3, "b": 1.0, "m": 1e-3}
 _NAMES_ROUND = 0.3  # a "2b" may have 2.5 billion
 _SHARED_BY_EXPERTS = (0.5, 1.05)  # 8x7b has 47 billion: attention is there once
 _PUBLISHED_WITHIN = 0.03
 
 
-def size_doubt(model: Model, seq: int, names: Iterable[str]) -> str:
+def size_doubt(model: Model, seq: int, names: Iterable[str] | None) -> str:
     """A sentence where one of these names, or what was published under it, contradicts the model's size; else ""."""
     total, active = model.parameters(seq) / 1e9, model.active_parameters(seq) / 1e9
-    for name in names:
-        published = _published(name)
+    for name in names or ():
+        preset = preset_of(name)
+        published = preset.published_b if preset else 0.0
         if published:
             if abs(total / published - 1) <= _PUBLISHED_WITHIN:
                 return ""
@@ -38,14 +39,18 @@ def _but(total: float, active: float) -> str:
     return f"but the keys add up to {counted}: check its sizes"
 
 
-def _published(name: str) -> float:
-    """Billions of parameters of the preset of that name, with or without words after it, as in "...-Instruct"."""
+def preset_of(name: str) -> Preset | None:
+    """The published model of that name, with or without words after it, as in "...-Instruct"; None for any other."""
     words = re.split(r"[\s_\-]+", name[:200].rpartition("/")[2])
+    if words[:1] == ["Meta"]:
+        words = words[1:]  # Meta-Llama-3-8B
     for count in range(len(words), 0, -1):
         preset = find_preset("-".join(words[:count]))
         if preset is not None:
-            return preset.published_b
-    return 0.0
+            return preset
+        if _SIZE.search(_plain(words[count - 1])):
+            return None  # gpt3-5b is not gpt3
+    return None
 
 
 def _plain(name: str) -> str:
@@ -71,4 +76,5 @@ def _fits(name: str, total: float, active: float) -> bool:
 
 
 def _near(counted: float, stated: float) -> bool:
-    return stated > 0 and abs(counted / stated - 1) <= _NAMES_ROUND
+    unit = next(unit for unit in (*_BILLIONS.values(), 0.0) if stated >= unit)  # the last digit of 1b is a billion
+    return abs(counted - stated) <= max(_NAMES_ROUND * stated, unit / 2)

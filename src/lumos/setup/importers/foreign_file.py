@@ -38,7 +38,7 @@ class Reading(NamedTuple):
     notes: tuple[Note, ...] = ()
     mistakes: tuple[Mistake, ...] = ()
     not_recognised: tuple[str, ...] = ()  # keys or options that are neither used nor known to be irrelevant
-    model_names: tuple[str, ...] = ()  # names that may state the size of the model, the most reliable first
+    model_names: tuple[str, ...] | None = None  # may state the size of the model; None: no name does
 
     def remarks(self, where: str, is_set: Callable[[str], bool] = lambda _: False) -> tuple[str, ...]:
         """The notes that still hold, with the name of the file; keys that were not recognised are one note."""
@@ -58,6 +58,11 @@ class Findings:
     def note(self, sentence: str, *keys: str) -> None:
         """Note something that holds until one of these keys of a setup is set."""
         self.notes.append(Note(sentence, keys))
+
+    def note_gpus(self) -> None:
+        """Note that the number of GPUs is not given."""
+        sentence = "the number of GPUs is not given: assuming one replica; set cluster.gpus"
+        self.note(sentence, "cluster.gpus", "parallel.dp")
 
     def mistake(self, place: str, sentence: str) -> None:
         """Note a mistake, once."""

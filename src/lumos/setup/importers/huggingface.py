@@ -59,7 +59,7 @@ def model_keys(content: object) -> Reading:
             f"{listed(unread)}; change model_type to that of a model that is built the same (llama, for example) and "
             f"remove them, or {_WAY_OUT}"
         )
-    names = (_name(config),) if config is content else ()  # the name of several parts counts all of them
+    names = (_name(config),) if config is content else None  # the name of several parts counts all of them
     return found.reading(unread)._replace(model_names=names)
 
 

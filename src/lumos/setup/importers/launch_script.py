@@ -33,6 +33,7 @@ _ASSIGNED_TO = re.compile(rf"^{_BEFORE_NAME}[A-Za-z_]\w*\+?=\(?", re.MULTILINE)
 _VARIABLE = re.compile(r"\$\{(\w+)(?:(:?[-=])([^{}]*))?\}|\$(\w+)")
 _ARITHMETIC = re.compile(r"\$\(\(([\w\s*/%+()-]{1,200}?)\)\)")
 _OPTION = re.compile(r"--([A-Za-z0-9][\w.\-]{0,100})(?:=(.*))?", re.ASCII | re.DOTALL)
+_PROGRAM = re.compile(r"(?:^|[\s/\"'=}])([A-Za-z_][\w-]{0,100}\.py)(?=$|[\s\"';)])", re.ASCII | re.MULTILINE)
 _QUOTES = str.maketrans("", "", "\"'")
 # Words that branch are put on lines of their own: `if X; then A; fi`.
 _INLINE = re.compile(r";[ \t]*(?=(?:then|else|elif|fi|esac|done)\b)|(?<=\bthen)[ \t]+(?=\S)|(?<=\belse)[ \t]+(?=\S)")
@@ -70,6 +71,7 @@ class Script(NamedTuple):
     slurm: Options = MappingProxyType({})  # of the lines #SBATCH
     repeated: tuple[str, ...] = ()  # options that are given several values
     notes: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()  # names of the Python files that it starts
 
 
 def read_shell(text: str, where: str) -> Script:
@@ -80,14 +82,16 @@ def read_shell(text: str, where: str) -> Script:
     reader = _Reader(where)
     kept = "\n".join(reader.lines(_INLINE.sub("\n", plain)))
     # Quotes are removed, not respected: "${ARGS[@]}" and bash -c "..." hold several words.
-    mentions = _mentions(re.sub(r"[\"']", " ", _ASSIGNED_TO.sub("", reader.filled(kept, _LONGEST))))
+    filled = reader.filled(kept, _LONGEST)
+    mentions = _mentions(re.sub(r"[\"']", " ", _ASSIGNED_TO.sub("", filled)))
+    programs = tuple(dict.fromkeys(match[1] for match in _PROGRAM.finditer(filled)))
     repeated = [name for name, found in mentions.items() if len({words[0] for words in found if words}) > 1]
     notes: tuple[str, ...] = ()
     if reader.undecided:
         conditions = listed(reader.undecided)
         notes = (f"conditions that only running the script decides, so all their branches are read: {conditions}",)
     slurm = _mentions(" ".join(_SBATCH.findall(text)))
-    return Script(_last(mentions), reader.variables, _last(slurm), tuple(repeated), notes)
+    return Script(_last(mentions), reader.variables, _last(slurm), tuple(repeated), notes, programs)
 
 
 def put_cluster(found: Findings, script: Script) -> None:
@@ -104,9 +108,7 @@ def put_cluster(found: Findings, script: Script) -> None:
     if gpu:
         values.setdefault("cluster.gpu", gpu)
     if "cluster.gpus" not in values:
-        found.note(
-            "the number of GPUs is not given: assuming one replica; set cluster.gpus", "cluster.gpus", "parallel.dp"
-        )
+        found.note_gpus()
 
 
 def evaluate(expression: str, variables: Mapping[str, str]) -> int | None:

@@ -12,13 +12,16 @@ from itertools import islice
 from typing import Any
 
 from lumos.data_files import read_table
+from lumos.errors import InputError
 from lumos.setup.importers.foreign_file import Findings, Reading, is_ignored, shared_experts
 from lumos.setup.importers.launch_script import Options, Script, put_cluster, read_shell
 from lumos.setup.messages import listed, one_of, shown
 from lumos.setup.sections import as_count
+from lumos.setup.stated_size import preset_of
 
 _TABLES = read_table("megatron_options.toml")
 _MOST = 5000  # arguments, or layers
+_VARIABLE = re.compile(r"\$\{?(\w*)[^}\s]*\}?|\$\(\)")
 
 Pairs = list[tuple[str, str]]  # names of arguments and their values as text
 
@@ -28,9 +31,17 @@ def script_sections(text: str, where: str) -> Reading:
     return read_megatron(read_shell(text, where))
 
 
+def is_megatron(script: Script) -> bool:
+    """Whether a script starts a program of Megatron with one of its options, or has several that only Megatron has."""
+    named = len(set(script.options).intersection(_TABLES["written"]["recognised_by"]))
+    starts = any(program.startswith(("pretrain_", "train_gpt", "finetune_gpt")) for program in script.programs)
+    return named >= (1 if starts else 2)
+
+
 def read_megatron(script: Script) -> Reading:
-    """The run that Megatron's options describe."""
+    """The run that Megatron's options describe, or InputError where they describe another model than a GPT."""
     options = script.options
+    _refuse_other_models(script)
     found = Findings()
     found.values |= _TABLES["defaults"]
     _put_options(found, options)
@@ -42,7 +53,27 @@ def read_megatron(script: Script) -> Reading:
     twice = [f"--{name}" for name in script.repeated if name in _TABLES["numbers"] or name in _TABLES["choices"]]
     if twice:
         found.note(f"given several times, the last value is used: {listed(twice)}")
-    return found.reading(f"--{name}" for name in options if not _is_known(name))
+    return found.reading(f"--{name}" for name in options if not _is_known(name))._replace(model_names=())
+
+
+def _refuse_other_models(script: Script) -> None:
+    """Raise InputError for a script of another model than a GPT, by what it starts or by an option."""
+    others = _TABLES["other_models"]
+    for program in script.programs:
+        for word, what in others["programs"].items():
+            if word in program:
+                raise InputError(f"{program} {what}; only the training of GPT models can be described")
+    for name, what in others["options"].items():
+        words = script.options.get(name)
+        if words is not None and words[:1] not in (["0"], ["0.0"], ["None"]):
+            option = f"--{name} {' '.join(words[:1])[:60]}".rstrip()
+            raise InputError(f"{option} is {what}; only the training of GPT models can be described")
+    if _word(script.options, "tokenizer-type").startswith("Bert"):
+        raise InputError("a tokenizer of BERT, an encoder; only the training of GPT models can be described")
+    spec = " ".join(script.options.get("spec", ())).casefold()
+    word = next((word for word in ("mamba", "hybrid", "t5", "bert", "retro", "multimodal") if word in spec), "")
+    if word:
+        raise InputError(f"--spec {shown(spec)} is a {word} model; only the training of GPT models can be described")
 
 
 def _is_known(name: str) -> bool:
@@ -53,15 +84,32 @@ def _is_known(name: str) -> bool:
 def _put_options(found: Findings, options: Options) -> None:
     """What single options say. Of two about one key, the later in the tables wins: --fp8-format over --bf16."""
     for name, place in _TABLES["numbers"].items():
-        if name in options:
+        if name in options and not _is_unset(found, options, name, place):
             found.values[place] = _number(options[name])
     found.values |= dict(place_and_value for name, place_and_value in _TABLES["flags"].items() if name in options)
     for name, (place, meanings) in _TABLES["choices"].items():
         word = _word(options, name)
+        if "$" in word and _is_unset(found, options, name, place):
+            continue
         if word in meanings:
             found.values[place] = meanings[word]
         elif word:
             found.note(f"--{name} {shown(word)} is not known: use {one_of(list(meanings))}")
+
+
+def _is_unset(found: Findings, options: Options, name: str, place: str) -> bool:
+    """Whether the value of an option is a variable that the script does not assign, which is then a mistake."""
+    word = _word(options, name)
+    variable = _VARIABLE.search(word)
+    if variable is None:
+        return False
+    is_named = bool(variable[1]) and not variable[1].isdigit()  # $1 is an argument of the script
+    unset = f"the script does not say what {variable[0]} is" if variable[1] else f"only running the script tells {word}"
+    assign = f", or assign {variable[1]} in the script" if is_named else ""
+    found.mistake(place, f"--{name} {word[:60]}: {unset}: --set {place}=VALUE{assign}")
+    if place == "train.seq":
+        found.values[place] = 1  # it is not missing as well
+    return True
 
 
 def _word(options: Options, name: str, default: str = "") -> str:
@@ -88,6 +136,8 @@ def _precision(found: Findings, options: Options) -> None:
         values["train.precision"] = "nvfp4"
     elif "fp8-format" in options:
         values["train.precision"] = "mxfp8" if _word(options, "fp8-recipe") == "mxfp8" else "fp8"
+    elif values["train.precision"] == "fp32":
+        found.note("neither --bf16 nor --fp16 is given: fp32, as Megatron does", "train.precision")
 
 
 def _mlp(found: Findings, options: Options) -> None:
@@ -189,8 +239,17 @@ def _vocabulary(found: Findings, options: Options) -> None:
     values = found.values
     table = _TABLES["vocabulary"]
     size: int | str = table.get(_word(options, "tokenizer-type"), 0)
+    preset = preset_of(_word(options, "tokenizer-model"))
+    if not size and preset is not None and "vocab-size" not in options and "model.vocab" not in values:
+        size = preset.keys["vocab"]
+        found.note(f"vocabulary of {size}: that of {preset.name}, after --tokenizer-model", "model.vocab")
+    elif not size and "merge-file" in options and "tokenizer-type" not in options:
+        size = table["GPT2BPETokenizer"]  # files of BPE, which were the only ones before --tokenizer-type
     if options.get("vocab-size"):
-        size = _number(options["vocab-size"])
+        size = 0 if _is_unset(found, options, "vocab-size", "model.vocab") else _number(options["vocab-size"])
+    if "model.vocab" not in values and not size and options.get("tokenizer-type"):
+        tokenizer = _word(options, "tokenizer-model") or _word(options, "tokenizer-type")
+        found.mistake("model.vocab", f"the vocabulary of {shown(tokenizer)} is not known: --set model.vocab=NUMBER")
     if "model.vocab" in values or not size:
         return
     values["model.vocab"] = size
@@ -226,6 +285,10 @@ def _overlap(found: Findings, options: Options) -> None:
 
 
 def _not_modelled(found: Findings, options: Options) -> None:
+    if options.get("window-size"):
+        found.note(f"--window-size {shown(_word(options, 'window-size'))} is not modelled: assuming full attention")
+    if _count(options, "mtp-num-layers"):
+        found.note("--mtp-num-layers: multi-token prediction is not modelled, and its parameters are not counted")
     for name, free in _TABLES["free"].items():
         word = _word(options, name, free[0])
         if word not in free:
@@ -241,9 +304,6 @@ _PAIR = re.compile(r"(\w{1,80})=('[^'\n]*'|\"[^\"\n]*\"|\[[^\]\n]*\]|[^,()\n]*)"
 _UNSET = ("None", "null", "~", "False", "false", "[]", "{}", "")
 _USUAL: tuple[list[str], ...] = ([], ["0"], ["0.0"], ["1"], ["1.0"])  # most arguments are off, or 1
 _DEEPEST = 4
-_LARGEST_YAML = 1 << 18  # characters
-_DEEPEST_YAML = 50
-_MOST_ALIASES = 16  # tables that are used again and again grow beyond any memory
 
 
 def read_arguments(pairs: Pairs) -> Reading:
@@ -272,25 +332,6 @@ def arguments_in_log(text: str) -> Pairs:
         spaces = _NAMESPACE.search(text)
         found = [(match[1], match[2].strip()) for match in _PAIR.finditer(spaces[1])] if spaces else []
     return found[:_MOST] if found and (_HEADER.search(text) or _is_megatron(found)) else []
-
-
-def arguments_in_yaml(text: str) -> Pairs:
-    """The arguments in a YAML file; [] where it has none, is not YAML, or has more nesting or aliases than is safe."""
-    import yaml  # here, because most setups are TOML and a cold start counts
-
-    if len(text) > _LARGEST_YAML:
-        return []
-    loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # plain text, lists and tables: no types, no objects
-    depth = aliases = 0
-    try:
-        for event in yaml.parse(text, Loader=loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            aliases += isinstance(event, yaml.AliasEvent)
-            if depth > _DEEPEST_YAML or aliases > _MOST_ALIASES:
-                return []
-        return arguments_in_table(yaml.load(text, Loader=loader))
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return []
 
 
 def arguments_in_table(content: Any) -> Pairs:

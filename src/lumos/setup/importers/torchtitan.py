@@ -66,6 +66,14 @@ def keys_of(options: Mapping[str, list[str]], value: Callable[[str], Any]) -> di
     return keys
 
 
+def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a TOML below those of a command, which win under any name: training.compile is compile.enable."""
+    groups = [names for table in ("numbers", "switches", "combined") for names in _TABLES[table].values()]
+    same = [set(names) for names in groups if names is not _COMBINED["others"]]
+    hidden = {name for names in same if not names.isdisjoint(above) for name in names}
+    return {name: value for name, value in below.items() if name not in hidden} | dict(above)
+
+
 # Values of single keys
 
 

@@ -1,0 +1,198 @@
+"""Which tool a file belongs to, by its content: a file of no known tool is refused, never read in part."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lumos.errors import InputError
+from lumos.setup.importers import megatron
+from lumos.setup.importers.foreign_file import Findings, Reading, beginning_of, flat, text_of
+from lumos.setup.importers.huggingface import model_keys
+from lumos.setup.importers.keyed_file import table_in_yaml
+from lumos.setup.importers.known_tools import WAY_OUT, read_known
+from lumos.setup.importers.launch_script import Script, put_cluster, read_shell
+from lumos.setup.importers.torchtitan import OPTION, is_torchtitan, keys_of, over, read_torchtitan
+from lumos.setup.messages import listed, place_of, shown
+
+_FORMATS = (
+    "a setup is a .toml, a Hugging Face config.json, a Megatron script, log or file of arguments, a torchtitan TOML or "
+    "command, or a file of nanotron, NeMo, GPT-NeoX, DeepSpeed, axolotl or LLaMA-Factory; this is none of them"
+)
+_SCRIPTS = (".sh", ".args", ".bash", ".slurm", ".sbatch")
+_PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w|def \w+\(|class \w+[(:])", re.MULTILINE)
+
+
+def read_any(path: Path) -> Reading:
+    """What a file says about a run, whatever tool it belongs to, or InputError."""
+    where = place_of(path)
+    try:
+        reading = _read(path, where)
+    except InputError as error:
+        raise InputError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+    if reading.model_names is None:
+        return reading
+    folder = (path.absolute().parent.name,) if path.stem == "config" else ()
+    return reading._replace(model_names=tuple(name for name in (*reading.model_names, path.stem, *folder) if name))
+
+
+def read_config(path: Path) -> Reading:
+    """What a Hugging Face config.json says, or InputError that says why it does not describe a language model."""
+    where = place_of(path)
+    try:
+        return model_keys(_json(text_of(path)))
+    except InputError as error:
+        raise InputError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+
+
+def toml_value(text: str) -> Any:
+    """A TOML value, or the text itself where it is a bare word: toml_value("[1, 2]"), toml_value("bf16")."""
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return read["value"] if len(read) == 1 else text
+
+
+def _read(path: Path, where: str) -> Reading:
+    text, complete = beginning_of(path)
+    suffix = path.suffix.lower()
+    if not complete:  # only a log may be that long, and it begins with the arguments
+        pairs = megatron.arguments_in_log(text)
+        if not pairs:
+            text_of(path)  # raises: it is too large
+        return megatron.read_arguments(pairs)
+    if suffix == ".toml":
+        return _of_toml(_toml(text))
+    if suffix == ".py" or (suffix not in _SCRIPTS and len(_PYTHON.findall(text[:100_000])) >= 3):
+        raise InputError(f"Python is not read: {_of_python(text)}")
+    pairs = [] if suffix == ".json" or text.lstrip()[:1] == "{" else megatron.arguments_in_log(text)
+    if pairs:
+        return megatron.read_arguments(pairs)
+    table = None if suffix in _SCRIPTS else _table(text, suffix)
+    return _of_text(text, path, where) if table is None else _of_table(table, path)
+
+
+def _table(text: str, suffix: str) -> Any:
+    """What JSON or YAML holds; None where the text is neither."""
+    if suffix == ".json":
+        return _json(text)
+    if text.lstrip()[:1] == "{":
+        try:
+            return _json(text)
+        except InputError:
+            pass  # GPT-NeoX writes YAML in braces
+    return table_in_yaml(text)
+
+
+def _of_python(text: str) -> str:
+    if "torchtitan" in text:
+        return "give torchtitan's command, with the values as options (--training.seq_len 8192), in a script"
+    return WAY_OUT
+
+
+def _of_toml(content: dict[str, Any]) -> Reading:
+    return read_torchtitan(content) if is_torchtitan(content) else Reading(content)
+
+
+def _of_table(content: Any, path: Path) -> Reading:
+    """JSON or YAML: of a known tool, of torchtitan, arguments of Megatron, or the config.json of a model."""
+    if isinstance(content, dict) and not _is_config(content):
+
+        def beside(name: str) -> Mapping[str, Any] | None:
+            return _beside(path.parent, name)
+
+        known = read_known(content, beside)
+        if known is not None:
+            return known
+        if is_torchtitan(content):
+            return read_torchtitan(content)
+        pairs = megatron.arguments_in_table(content)
+        if pairs:
+            return megatron.read_arguments(pairs)
+        if path.suffix.lower() != ".json":
+            raise InputError(_FORMATS)
+    return model_keys(content)
+
+
+def _is_config(content: Mapping[str, Any]) -> bool:
+    """Whether a table is the config.json of a model; axolotl gives the class of its base_model as model_type."""
+    named = {"base_model", "model_name_or_path"} & set(content)
+    return "architectures" in content or ("model_type" in content and not named)
+
+
+def _beside(folder: Path, name: str) -> Mapping[str, Any] | None:
+    """The table in a file that another one names, by its path or by its name alone."""
+    for path in (folder / name, folder / Path(name).name):
+        try:
+            table = _table(text_of(path), path.suffix.lower())
+        except InputError:
+            continue
+        if isinstance(table, dict):
+            return table
+    return None
+
+
+def _of_text(text: str, path: Path, where: str) -> Reading:
+    """A launch script or a line of options; or TOML under another name."""
+    script = read_shell(text, where)
+    if script.options and not any(name.startswith("lumos") for name in script.options):
+        return _of_script(script, path.parent)
+    try:
+        return _of_toml(_toml(text))
+    except InputError:
+        raise InputError(_FORMATS) from None
+
+
+def _of_script(script: Script, folder: Path) -> Reading:
+    """Of torchtitan where the options are dotted or a configuration is named, of Megatron where its options say so."""
+    name = (script.options.get("job.config-file") or [script.variables.get("CONFIG_FILE", "")])[0]
+    in_python = "config" in script.options and "module" in script.options
+    if not (any(OPTION.match(option) for option in script.options) or in_python or name.endswith(".toml")):
+        if not megatron.is_megatron(script):
+            raise InputError(_of_another(script))
+        return megatron.read_megatron(script)
+    found = Findings()
+    for condition in script.notes:
+        found.note(condition)
+    put_cluster(found, script)
+    below = _config_file(name, folder, found) if name else {}
+    return read_torchtitan(over(flat(below), keys_of(script.options, toml_value)), found)
+
+
+def _of_another(script: Script) -> str:
+    """What to say of a script that starts neither Megatron nor torchtitan."""
+    configs = [word for words in script.options.values() for word in words if word.endswith((".yaml", ".yml", ".json"))]
+    called = f"it starts {listed(script.programs[:3])}, and " if script.programs else ""
+    what = f"{called}has too few options of Megatron or torchtitan to describe a run"
+    return f"{what}: give its configuration, {shown(configs[0])}, instead" if configs else f"{what}: {WAY_OUT}"
+
+
+def _config_file(name: str, folder: Path, found: Findings) -> dict[str, Any]:
+    """The TOML that a command names, where it is next to the script."""
+    for path in (folder / name, folder / Path(name).name):
+        try:
+            return _toml(text_of(path))
+        except InputError:
+            continue
+    found.note(f"its configuration {shown(name)} is not next to the script: only the options given are used")
+    return {}
+
+
+def _json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InputError(f"not JSON ({str(error)[:100]})") from None
+
+
+def _toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not TOML ({str(error)[:200]})") from None

@@ -1,0 +1,155 @@
+"""DeepSpeed, axolotl, LLaMA-Factory and transformers' Trainer: files that name a model or leave it to the script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lumos.data_files import read_table
+from lumos.setup.importers.foreign_file import Findings, Reading
+from lumos.setup.importers.keyed_file import Keys
+from lumos.setup.messages import shown
+from lumos.setup.stated_size import preset_of
+
+_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
+_TRAINER = ("per_device_train_batch_size", "finetuning_type", "cutoff_len", "stage", "gradient_accumulation_steps")
+_ZERO_IN_NAME = re.compile(r"z(?:ero)?[_-]?([0-3])(?!\d)", re.IGNORECASE)
+_OPTIMIZERS = read_table("other_tools.toml")["optimizers"]
+Beside = Callable[[str], Mapping[str, Any] | None]
+"""The table in a file next to the one that is read, by its path; None where there is none."""
+
+
+def is_deepspeed(table: Mapping[str, Any]) -> bool:
+    """Whether a table configures DeepSpeed; a model's sizes beside it belong to another tool."""
+    return any(key in table for key in _DEEPSPEED) and not {"num_layers", "num-layers", "model_type"} & set(table)
+
+
+def is_axolotl(table: Mapping[str, Any]) -> bool:
+    return "base_model" in table and bool({"sequence_len", "micro_batch_size", "datasets", "adapter"} & set(table))
+
+
+def is_trainer(table: Mapping[str, Any]) -> bool:
+    """Whether a table has the names of LLaMA-Factory or of transformers' Trainer."""
+    return "model_name_or_path" in table and any(key in table for key in _TRAINER)
+
+
+def read_deepspeed(table: Mapping[str, Any], beside: Beside) -> Reading:
+    """Batch, precision and sharding. The model and its sequences are not in the file."""
+    found = Findings()
+    keys = Keys(table, found)
+    found.mistake(
+        "model.preset",
+        "a DeepSpeed file does not describe the model: --set model.preset=NAME or model.hf=CONFIG.JSON, and train.seq",
+    )
+    _deepspeed(keys, found)
+    return found.reading()
+
+
+def _deepspeed(keys: Keys, found: Findings) -> None:
+    keys.put_number("parallel.zero", "zero_optimization.stage", least=0)
+    keys.put_number("parallel.shard", "zero_optimization.zero_hpz_partition_size")
+    keys.put_number("parallel.tp", "tensor_parallel.autotp_size", "autotp_size")
+    if found.values.get("parallel.shard") == 1:
+        del found.values["parallel.shard"]
+    keys.put_number("train.micro_batch", "train_micro_batch_size_per_gpu")
+    total = keys.number("train.global_batch", "train_batch_size")
+    accumulated = keys.number("train.microbatches", "gradient_accumulation_steps")
+    if accumulated:
+        found.values["train.microbatches"] = accumulated
+    elif total:
+        found.values["train.global_batch"] = total
+    on = [name for name in ("fp16", "bf16") if keys.is_on(f"{name}.enabled")]
+    if on:
+        found.values["train.precision"] = on[-1]
+    keys.put_choice("train.optimizer", _OPTIMIZERS, "optimizer.type")
+    for part in ("optimizer", "param"):
+        if keys.word(f"zero_optimization.offload_{part}.device") in ("cpu", "nvme"):
+            found.note(f"zero_optimization.offload_{part} is not modelled: assuming it stays on the GPU")
+    if keys.is_on("activation_checkpointing.cpu_checkpointing"):
+        found.note("activation_checkpointing.cpu_checkpointing is not modelled")
+
+
+def read_axolotl(table: Mapping[str, Any], beside: Beside) -> Reading:
+    """A run of axolotl."""
+    found = Findings()
+    keys = Keys(table, found)
+    _model(keys.first("base_model")[1], found)
+    keys.put_number("train.seq", "sequence_len")
+    keys.put_number("train.micro_batch", "micro_batch_size")
+    keys.put_number("parallel.tp", "tensor_parallel_size")
+    keys.put_number("parallel.cp", "context_parallel_size", "sequence_parallel_degree")
+    keys.put_number("parallel.ep", "expert_parallel_size")
+    shard, replicas = keys.number("", "dp_shard_size"), keys.number("", "dp_replicate_size")
+    if shard:
+        found.values |= {"parallel.zero": 3, "parallel.dp": shard * (replicas or 1), "parallel.shard": shard}
+    _mode(keys.word("adapter"), keys, found)
+    return _trained(keys, found, beside, recomputes=keys.first("gradient_checkpointing")[1] not in (None, False))
+
+
+def read_trainer(table: Mapping[str, Any], beside: Beside) -> Reading:
+    """A run of LLaMA-Factory or of transformers' Trainer."""
+    found = Findings()
+    keys = Keys(table, found)
+    _model(keys.first("model_name_or_path")[1], found)
+    keys.put_number("train.seq", "cutoff_len", "max_seq_length", "max_length", "block_size", "model_max_length")
+    keys.put_number("train.micro_batch", "per_device_train_batch_size")
+    is_factory = bool(keys.word("finetuning_type", "stage", "template"))
+    _mode(keys.word("finetuning_type"), keys, found)
+    stated = keys.is_on("gradient_checkpointing")
+    off = keys.is_on("disable_gradient_checkpointing")
+    return _trained(keys, found, beside, recomputes=bool(stated) or (is_factory and not off))
+
+
+def _model(name: Any, found: Findings) -> None:
+    """The published model of that name, or a mistake that asks for its config.json."""
+    preset = preset_of(str(name)) if isinstance(name, str) else None
+    if preset is not None:
+        found.values |= {f"model.{key}": value for key, value in preset.keys.items()}
+    else:
+        found.mistake("model.hf", f"the model {shown(name)} is not known: --set model.hf=PATH of its config.json")
+
+
+def _mode(adapter: str, keys: Keys, found: Findings) -> None:
+    found.values["train.mode"] = "lora" if "lora" in adapter else "sft"
+    if adapter == "qlora" or keys.is_on("load_in_4bit") or keys.first("quantization_bit")[1]:
+        found.note("weights in 4 or 8 bits are not modelled: assuming bf16")
+    if adapter in ("freeze", "oft", "ia3", "badam"):
+        found.note(f"{adapter} is not modelled: assuming that all weights are trained", "train.mode")
+
+
+def _trained(keys: Keys, found: Findings, beside: Beside, recomputes: bool) -> Reading:
+    """What both tools share: accumulation, precision, recomputation, sharding; the number of GPUs is never given."""
+    keys.put_number("train.microbatches", "gradient_accumulation_steps")
+    bf16, fp16 = keys.first("bf16")[1], keys.first("fp16")[1]
+    found.values["train.precision"] = "fp16" if fp16 and not bf16 else "bf16"
+    keys.put_choice("train.optimizer", _OPTIMIZERS, "optimizer", "optim")
+    found.values["train.recompute"] = "full" if recomputes else "none"
+    compiled = keys.is_on("torch_compile")
+    if compiled is not None:
+        found.values["train.compile"] = compiled
+    _sharded(keys, found, beside)
+    if "parallel.dp" not in found.values:
+        found.note_gpus()
+    found.note("sequences are taken as packed: all of their tokens count")
+    return found.reading()
+
+
+def _sharded(keys: Keys, found: Findings, beside: Beside) -> None:
+    """By a DeepSpeed file, which may be next to this one, or by FSDP."""
+    path = keys.first("deepspeed")[1]
+    if isinstance(path, str):
+        table, in_name = beside(path), _ZERO_IN_NAME.search(Path(path).name)
+        if table is not None and is_deepspeed(table):
+            sharding = Findings()
+            _deepspeed(Keys(table, sharding), sharding)
+            found.values |= {key: value for key, value in sharding.values.items() if key.startswith("parallel.")}
+            found.notes += sharding.notes
+        elif in_name:
+            found.values["parallel.zero"] = int(in_name[1])
+            found.note(f"{shown(path)} is not next to this file: ZeRO {in_name[1]} by its name", "parallel.zero")
+        else:
+            found.mistake("parallel.zero", f"{shown(path)} is not next to this file: --set parallel.zero=STAGE")
+    elif keys.first("fsdp", "fsdp_config", "fsdp_version")[1] or keys.first("fsdp_config.reshard_after_forward")[1]:
+        found.values["parallel.zero"] = 3
