@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,9 @@ import pytest
 import lumos as lumos_package
 from lumos.errors import InputError
 from lumos.trace.read import host_memory as memory
+from lumos.trace.read import json_slices
 from lumos.trace.read.job import read_job
+from lumos.trace.read.kineto import read_kineto
 from support import header, json_text, op, training_run, write_bytes, write_trace
 
 ONE_GPU = Path(__file__).resolve().parents[1] / "examples/one-h200.toml"
@@ -454,3 +457,116 @@ def test_a_damaged_cache_of_compiled_code_is_compiled_again(tmp_path: Path) -> N
         assert files
         for file in files:
             file.write_bytes(file.read_bytes()[:-10])
+
+
+# Where the answer goes
+
+
+def printed(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of the shell, in which $lumos is the command line."""
+    environment = os.environ | {"lumos": f"{sys.executable} -m lumos.cli.main"}
+    return subprocess.run(["bash", "-c", command, "-", *arguments], capture_output=True, text=True, check=False,
+                          timeout=120, env=environment)  # fmt: skip
+
+
+def test_an_answer_that_cannot_be_printed_is_said(tmp_path: Path) -> None:
+    path = str(good(tmp_path))
+    for command in ('$lumos replay "$1" > /dev/full', '$lumos replay "$1" --json > /dev/full'):
+        done = printed(command, path)
+        assert done.returncode == 2
+        assert done.stderr.startswith("lumos: the answer cannot be printed (No space left on device)"), done.stderr
+        assert done.stderr.count("\n") == 1
+    closed = printed('$lumos replay "$1" -o "$2" <&- >&- 2>&-', path, str(tmp_path / "answer.json"))
+    assert closed.returncode == 0
+    assert json.loads((tmp_path / "answer.json").read_bytes())["ranks"] == 1
+
+
+def test_a_terminal_without_unicode_gets_what_it_can_show(tmp_path: Path) -> None:
+    done = printed('PYTHONIOENCODING=ascii $lumos replay "$1"', str(good(tmp_path)))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "replay of 1 rank" in done.stdout
+
+
+def test_files_keep_their_permissions_and_links(tmp_path: Path) -> None:
+    path, answer = str(good(tmp_path)), tmp_path / "answer.json"
+    printed('umask 077; $lumos replay "$1" -o "$2"', path, str(answer))
+    assert answer.stat().st_mode & 0o777 == 0o600
+    answer.chmod(0o640)
+    link = tmp_path / "link.json"
+    link.symlink_to(answer)
+    answer.write_bytes(b"before")
+    printed('$lumos replay "$1" -o "$2"', path, str(link))
+    assert link.is_symlink()
+    assert json.loads(answer.read_bytes())["ranks"] == 1
+    assert answer.stat().st_mode & 0o777 == 0o640
+
+
+# Files that never end, or grow
+
+
+PATHS = (  # every option and argument that takes a file; {} is the path
+    "replay {}", "replay rank0.json --profiler-costs {}", "predict {}", "predict --from {}", "check {}", "score {}",
+    "merge {}", "cost {} --gpu h200", "cost rows.json --model {}", "convert {} -o x.et", "fit {} -o x.npz",
+    "convert rank0.json --et {} -o x.et", "search {} --gpus 2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_pipes_and_devices_are_refused_wherever_a_path_is_taken(tmp_path: Path, kind: str) -> None:
+    good(tmp_path)
+    write_bytes(tmp_path / "rows.json", b"[]")
+    endless = Path("/dev/zero")
+    if kind == "pipe":
+        endless = tmp_path / "pipe.json"
+        os.mkfifo(endless)
+        os.symlink(endless, tmp_path / "setup.toml")  # beside a trace, which `check` looks at
+        assert lumos("check", "rank0.json", cwd=tmp_path).returncode == 0
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(lambda text: refusal(tmp_path, *text.format(endless, endless).split()), PATHS))
+    assert all(str(endless) in line for line in told)
+
+
+def packed(path: Path, parts: list[tuple[bytes, int]]) -> Path:
+    """A gzip file of parts, each repeated so often."""
+    with path.open("wb") as file:
+        packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+        for part, count in parts:
+            for _ in range(count):
+                file.write(packer.compress(part))
+        file.write(packer.flush())
+    return path
+
+
+EVENT = b'{"ph":"X","cat":"kernel","name":"k","ts":1,"dur":5}'
+START = b'{"traceEvents":[' + EVENT
+BOMBS = {
+    "spaces": ([(START, 1), (b" " * (1 << 20), 40), (b"]}", 1)], "no trace events found"),
+    "one long name": ([(START + b',{"ph":"X","name":"', 1), (b"a" * (1 << 20), 40), (b'"}]}', 1)], "no trace events"),
+    "a long header": ([(b'{"x":"', 1), (b"a" * (1 << 20), 100), (b'",' + START[1:] + b"]}", 1)], "without"),
+    "many events": ([(START, 1), (b"," + EVENT + b',{"ph":"M"}' * 1000, 3000), (b"]}", 1)], "200 times its size"),
+    "deep": ([(START + b',{"args":', 1), (b"[" * (1 << 20), 40)], "no trace events found"),
+    "damage": ([(START, 1), (b',{"ph":x}' * 1000, 2000), (b"]}", 1)], "100,000 events are not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_unpacks_without_end_is_refused_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    parts, words = BOMBS[name]
+    monkeypatch.setattr(json_slices, "_ALWAYS_UNPACKED", 0 if name == "many events" else 1 << 30)
+    path = packed(tmp_path / "rank0.json.gz", parts)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for share in ((0, 1),) if name == "damage" else ((0, 1), (0, 2)):  # what is damaged is not shared
+        with pytest.raises(InputError, match=words):
+            read_kineto(path, share)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
+
+
+def test_more_events_than_memory_can_hold_are_refused_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = packed(tmp_path / "rank0.json.gz", [(START, 1), (b"," + EVENT, 100_000), (b"]}", 1)])
+    monkeypatch.setattr("lumos.trace.read.kineto.available_bytes", lambda: 20 << 20)
+    with pytest.raises(InputError, match=r"has 100,001 events or more, too many for the 0\.0 GiB.*--match"):
+        read_job(path)

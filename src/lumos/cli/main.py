@@ -5,6 +5,9 @@ The module of a command is imported when the command is run, so that `lumos --he
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -31,11 +34,13 @@ class _Command(NamedTuple):
         return typer.main.get_command(one)
 
 
+_CANNOT_WRITE = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # options after COMMAND are its own
 _SEARCH = "Which TP, PP, CP, EP, DP, ZeRO, micro-batch, recomputation and schedule are best, and do they fit?"
 _MERGE = "Merge the shards of a search or a score into the answer that one run without --shard would have given."
 _CAPTURE = "Record a training script, or dry-run it on a machine without a GPU."
 _SAMPLE = "Measure operators on this machine's GPU (needs torch), as input for lumos fit."
+_ABOUT = "Which GPUs, models and frameworks are known, how old are the shipped costs, and how far off were they?"
 COMMANDS = {
     "replay": _Command("replay_command", "Is the graph right, and where does the time go?"),
     "predict": _Command("predict_command", "What would this run do: from its description, or from a trace?"),
@@ -49,6 +54,7 @@ COMMANDS = {
     "fit": _Command("fit_command", "Fit a cost model to samples (needs the extra [fit])."),
     "capture": _Command("capture_command", _CAPTURE, _PASS_ON),
     "check": _Command("check_command", "What does a trace lack, for which answers, and how is it recorded?"),
+    "about": _Command("about_command", _ABOUT),
     "demo": _Command("replay_command", "Replay the example in the package: four ranks, one of them slow."),
 }
 
@@ -89,19 +95,55 @@ def _all(
 
 def main() -> None:
     """The entry point of `lumos`."""
+    _prepare_streams()
+    code, message = _run()
+    if message:
+        sys.stderr.write(f"lumos: {printable(message)}\n")
+    sys.exit(code)
+
+
+def _run() -> tuple[int, str]:
+    """Run the command; (exit code, what went wrong)."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 0, ""
     except LumosError as error:
-        sys.stderr.write(f"lumos: {printable(str(error))}\n")
-        sys.exit(2)
+        return 2, str(error)
     except MemoryError:
-        sys.stderr.write("lumos: out of memory; read fewer ranks with --match, or record fewer steps\n")
-        sys.exit(2)
-    except BrokenPipeError:
-        sys.exit(0)
+        return 2, "out of memory; read fewer ranks with --match, or record fewer steps"
     except KeyboardInterrupt:
-        sys.stderr.write("lumos: interrupted\n")
-        sys.exit(130)
+        return 130, "interrupted"
+    except BrokenPipeError:
+        _drop_output()
+        return 0, ""
+    except OSError as error:
+        if error.filename is not None:  # a path that may not be read, or that vanished
+            return 2, f"{error.filename}: {error.strerror}; check the path and its permissions"
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _drop_output()
+        return 2, f"the answer cannot be printed ({error.strerror}); make room, or write it elsewhere with -o"
+    return 0, ""
+
+
+def _prepare_streams() -> None:
+    """Make printing safe: streams may be closed, and may not know all characters."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed; a file that is opened later must not take its place
+            taken = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(taken, "w" if number else "r"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """Forget what could not be written, so that Python does not try again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from lumos.errors import OptionError
 
 NAMES = ("local", "ray")
 AHEAD = 2  # chunks that are submitted, for every worker: enough to keep all busy, few enough to bound memory
+_FEW_WORKERS = 32  # are allowed on the smallest machine
+_MOST_WORKERS = 1 << 16
 _MOST_SHARDS = 1 << 16
 
 
@@ -69,6 +71,11 @@ def engine_named(name: str, workers: int = 0, address: str = "") -> AbstractCont
         raise OptionError(f"--address {address!r} is the address of a Ray cluster: add --engine ray")
     if workers < 0:
         raise OptionError(f"--workers {workers} is negative: give a number of processes, or 0 for one a core")
+    most = max(_FEW_WORKERS, 4 * (os.cpu_count() or 1))
+    if workers > most and name == "local":
+        raise OptionError(f"--workers {workers}: this machine has {os.cpu_count()} cores; use at most {most}")
+    if workers > _MOST_WORKERS:
+        raise OptionError(f"--workers {workers}: use at most {_MOST_WORKERS}")
     if name == "ray":
         from lumos.workers.ray_cluster import on_ray
 

@@ -8,10 +8,11 @@ another one and runs again only the chunks that had no result yet.
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -35,8 +36,9 @@ class Processes:
 
     def _start(self) -> None:
         self.executor = ProcessPoolExecutor(self.workers, timeout=None, env=_ENVIRONMENT)
-        for _ in range(self.workers if self.preload else 0):
-            self.executor.submit(import_module, self.preload)
+        with suppress(BrokenProcessPool):  # `run` will find out
+            for _ in range(self.workers if self.preload else 0):
+                self.executor.submit(import_module, self.preload)
 
     def close(self) -> None:
         """Kill the workers, whatever they are doing."""
@@ -57,11 +59,12 @@ class Processes:
                 try:
                     ask(index)
                     return asked.pop(index).result()
-                except BrokenProcessPool:
+                except BrokenProcessPool as error:
+                    reason = _reason(error)
                     asked.clear()
                     self.close()
                     self._start()
-            raise LumosError(f"a worker process was killed, probably for want of memory: {job.advice}")
+            raise LumosError(f"{reason}: {job.advice}")
 
         def answers() -> Iterator[Any]:
             try:
@@ -70,8 +73,19 @@ class Processes:
                 for future in asked.values():
                     future.cancel()
 
-        ask(0)
+        with suppress(BrokenProcessPool):  # then `answer` starts the processes again
+            ask(0)
         return answers()
+
+
+def _reason(error: BrokenProcessPool) -> str:
+    """Why a worker is gone, from the exit codes that loky states: "… of the workers are {SIGKILL(-9)}"."""
+    ended = sorted(set(re.findall(r"(SIG[A-Z]+|EXIT|UNKNOWN)\(-?\d+\)", str(error))))
+    if "SIGKILL" in ended:
+        return "a worker process was killed (SIGKILL), probably for want of memory"
+    if ended:
+        return f"a worker process ended ({', '.join(ended)})"
+    return f"a worker process failed ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
 
 
 def _run_chunk(payload: bytes, chunk: Any) -> Any:

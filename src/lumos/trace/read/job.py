@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +33,7 @@ _LIMITS = read_table("trace_rules.toml")["reading"]
 _TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$|\.(et|sqlite)$")
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+)|\.(\d+)\.et$", re.IGNORECASE)
 _RANK_IN_HEAD = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d+)')
+_MOST_LOOKED_AT = 10_000  # files below a folder, in search of the one that was meant
 _READABLE = (Form.KINETO, Form.NSYS, Form.CHAKRA, Form.CHAKRA_JSON)
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
@@ -122,8 +123,9 @@ def find_files(path: Path, match: str = "") -> tuple[list[Path], list[str]]:
 def _nothing_found(path: Path, inside: list[Path], match: str) -> str:
     if match:
         return f"{path}: no Kineto trace here matches --match {match!r}"
-    candidates = (p for p in sorted(path.rglob("*")) if p.is_file() and _TRACE_NAME.search(p.name))
-    deeper = next((p.parent for p in candidates if form_of(p, head_of(p)) in _READABLE), None)
+    walk = ((folder, name) for folder, inner, names in os.walk(path) if not inner.sort() for name in sorted(names))
+    candidates = (Path(folder, name) for folder, name in islice(walk, _MOST_LOOKED_AT) if _TRACE_NAME.search(name))
+    deeper = next((p.parent for p in candidates if p.is_file() and form_of(p, head_of(p)) in _READABLE), None)
     if deeper is not None:
         return f"{path}: no Kineto trace in this folder itself; did you mean {deeper}?"
     if not inside:
@@ -228,7 +230,7 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         return None
     try:
         compiled = re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:  # a{99999999999} overflows
         raise OptionError(f"--rank-pattern {pattern!r}: not a regular expression ({error})") from None
     if compiled.groups != 1:
         raise OptionError(f"--rank-pattern {pattern!r}: needs one group for the number, as in 'node(\\d+)'")

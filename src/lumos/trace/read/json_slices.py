@@ -32,10 +32,11 @@ _MOST_UNPACKED = 200  # times the size of a gzip file; profilers' traces unpack 
 _ALWAYS_UNPACKED = 256 << 20  # bytes, whatever the size of the file
 _PIECE = 1 << 14  # most events are shorter
 _TRIES = 8  # guesses at the end of an event
-_BOUNDARY = re.compile(rb"\}\s*,\s*\{")
-_CUT = re.compile(rb'\}\s*(?:,\s*\{|\]\s*(?:\}\s*\Z|\Z|,\s*"))')
+# Blanks are matched possessively (*+): trying fewer of them is of no use, and takes the square of their number.
+_BOUNDARY = re.compile(rb"\}\s*+,\s*+\{")
+_CUT = re.compile(rb'\}\s*+(?:,\s*+\{|\]\s*+(?:\}\s*+\Z|\Z|,\s*+"))')
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_END_OF_LIST = re.compile(rb'\s*,?\s*\]\s*(?:\}|,\s*"|\Z)')
+_END_OF_LIST = re.compile(rb'\s*+(?:,\s*+)?\]\s*+(?:\}|,\s*+"|\Z)')
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n,"
