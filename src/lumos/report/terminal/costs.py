@@ -11,13 +11,15 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
+from lumos.analysis.about import About
 from lumos.cost.operator_model import CostModel
 from lumos.errors import InputError
 from lumos.measure.fit import Verdict
 from lumos.measure.operator_rows import SIZES
 from lumos.measure.sample_file import lines_of
 from lumos.program.operators import Operator
-from lumos.report.terminal.style import make_table, notes
+from lumos.report import about_tables
+from lumos.report.terminal.style import make_table, notes, rendered, summary
 
 _MOST_ROWS = 60
 
@@ -125,3 +127,13 @@ def show_fit(answer: Answer, console: Console) -> None:
         table.add_row(part["family"], f"{part['rows']:,}", mean, middle, part["refused"])
     written = Text(f"{answer['model']}: cost model of {answer['gpu']}")
     console.print(Group(table, written, *notes(answer["warnings"])))
+
+
+def show_about(found: About, console: Console) -> None:
+    """What is known, how old it is, and how far off it was."""
+    shown = [about_tables.costs_table(found), about_tables.intervals_table(found), about_tables.gpus_table(found)]
+    shown += [about_tables.models_table(found), about_tables.frameworks_table(found)]
+    title = "lumos: predicts what training runs of large models do"
+    more = Text("where every constant comes from: --json, or -o about.html")
+    parts = [summary(title, about_tables.about_cards(found)), *(rendered(table, len(table.rows)) for table in shown)]
+    console.print(Group(*parts, more))

@@ -1,0 +1,189 @@
+"""About: what Lumos knows, where its numbers come from, how old they are, and how far off they were.
+
+Everything is read from the files in `lumos/data`; nothing is stated here.
+
+    about(date.today()).costs[0].median_error_pct
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from math import exp, sqrt
+from statistics import median
+from typing import Any
+
+from lumos.cost.aten_prices import corrections
+from lumos.cost.operator_model import cost_model
+from lumos.data_files import read_table
+from lumos.setup.frameworks import framework_names
+from lumos.setup.gpus import Gpu, gpu_named, gpu_names
+from lumos.setup.presets import preset_named, preset_names
+
+_TABLES = ("operator_costs", "aten_costs", "in_step", "step", "memory", "energy", "host_costs", "uncertainty", "change")
+_NOT_FITTED = ("assumed", "documented", "by hand")
+_INTERVALS = {  # words for the parts of data/uncertainty.json
+    "always": "one node, a GPU with samples of its own",
+    "transferred": "and costs of another GPU, scaled",
+    "other_family": "and a GPU of a family that no run was measured on",
+    "nodes": "and several nodes",
+    "spread_tensor": "and tensor parallelism across nodes",
+    "pipeline": "and pipeline stages",
+    "host": "and a step that the host decides",
+    "experts": "and a mixture of experts",
+    "assumed": "and values that had to be assumed",
+}
+
+
+@dataclass(frozen=True)
+class KnownGpu:
+    """A GPU, and what stands behind its costs."""
+
+    name: str
+    family: str
+    memory_gib: float
+    bf16_tflops: float | None
+    hbm_gb_s: float
+    tdp_w: float
+    samples: str  # the GPU whose samples its costs are from
+    own_samples: bool
+    own_energy: bool  # measured on itself
+    source: str
+
+
+@dataclass(frozen=True)
+class CostFamily:
+    """One family of operators in a fitted cost model."""
+
+    family: str
+    rows: int  # samples; 0 where the file does not say
+    error_pct: float  # mean, on shapes that were held out
+
+
+@dataclass(frozen=True)
+class KnownCosts:
+    """A shipped cost model: fitted on samples of one GPU."""
+
+    name: str
+    gpu: str
+    date: str
+    age_days: int
+    rows: int
+    median_error_pct: float
+    worst_error_pct: float
+    worst: str
+    families: list[CostFamily]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where one constant comes from."""
+
+    file: str
+    key: str
+    kind: str  # fitted, by hand, documented, assumed
+    source: str
+    script: str
+    date: str
+
+
+@dataclass(frozen=True)
+class About:
+    """The answer of `lumos about`."""
+
+    version: str
+    gpus: list[KnownGpu]
+    models: list[dict[str, Any]]  # name, parameters_b, active_b, seq, source
+    frameworks: list[dict[str, Any]]  # name, aliases
+    fabrics: list[dict[str, Any]]  # name, source
+    costs: list[KnownCosts]
+    intervals: list[dict[str, Any]]  # of a described step: words, pct
+    profiler_error_pct: float
+    provenance: list[Provenance]
+    newest: str
+    oldest: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def about(today: date) -> About:
+    """What this installation knows; ages are counted up to `today`."""
+    provenance = list(_provenance())
+    dates = sorted({one.date for one in provenance if one.date})
+    return About(
+        version=version("lumos-sim"),
+        gpus=[_gpu(gpu_named(name)) for name in gpu_names()],
+        models=[_model(name) for name in preset_names()],
+        frameworks=[
+            {"name": name, "aliases": list(read_table("frameworks.toml")[name].get("aliases", []))}
+            for name in framework_names()
+        ],
+        fabrics=[{"name": name, "source": facts["source"]} for name, facts in read_table("fabrics.toml").items()],
+        costs=list(_costs(today)),
+        intervals=list(_intervals()),
+        profiler_error_pct=float(read_table("profiler.json")["error_pct"]),
+        provenance=provenance,
+        newest=dates[-1] if dates else "",
+        oldest=dates[0] if dates else "",
+    )
+
+
+def _gpu(gpu: Gpu) -> KnownGpu:
+    model = cost_model(gpu.name)
+    return KnownGpu(
+        gpu.name, gpu.family, gpu.memory_gib, gpu.peak_tflops.get("bf16"), gpu.hbm_gb_s, gpu.tdp_w, model.sampled,
+        not model.transferred, gpu.name == read_table("energy.json")["gpu"], gpu.source,
+    )  # fmt: skip
+
+
+def _model(name: str) -> dict[str, Any]:
+    preset = preset_named(name)
+    size = {"parameters_b": preset.published_b or None, "active_b": preset.active_b or None}
+    return {"name": preset.name, **size, "seq": preset.seq, "source": preset.source}
+
+
+def _costs(today: date) -> Iterator[KnownCosts]:
+    """The fitted models, and the laws of aten operators."""
+    table = read_table("operator_costs.json")
+    when = table["sources"]["samples_of"]["date"]
+    for name in dict.fromkeys(table["samples_of"].values()):
+        families = [
+            CostFamily(family, found.rows, found.error_pct) for family, found in cost_model(name).regressors.items()
+        ]
+        yield _known_costs("operators of training", name, when, today, families)
+    aten = read_table("aten_costs.json")
+    known = corrections()
+    families = [
+        CostFamily(family, known[family].rows if family in known else 0, float(error))
+        for family, error in aten["held_out_error_pct"].items()
+    ]
+    yield _known_costs("aten operators", aten["gpu"], aten["sources"]["families"]["date"], today, families)
+
+
+def _known_costs(name: str, gpu: str, when: str, today: date, families: list[CostFamily]) -> KnownCosts:
+    worst = max(families, key=lambda one: one.error_pct)
+    return KnownCosts(
+        name, gpu, when, (today - date.fromisoformat(when)).days, sum(one.rows for one in families),
+        median(one.error_pct for one in families), worst.error_pct, worst.family, families,
+    )  # fmt: skip
+
+
+def _intervals() -> Iterator[dict[str, Any]]:
+    """How wide the 80 % interval of a described step is, with each thing that makes it harder to predict."""
+    table = read_table("uncertainty.json")
+    always = table["variance"]["always"]
+    for part, variance in table["variance"].items():
+        total = always if part == "always" else always + variance
+        yield {"part": part, "words": _INTERVALS.get(part, part), "pct": 100 * (exp(table["scale"] * sqrt(total)) - 1)}
+
+
+def _provenance() -> Iterator[Provenance]:
+    for name in _TABLES:
+        for key, one in read_table(f"{name}.json").get("sources", {}).items():
+            script = str(one.get("script", ""))
+            kind = script if script in _NOT_FITTED else "fitted"
+            yield Provenance(f"{name}.json", key, kind, str(one.get("source", "")), script, str(one.get("date", "")))
+    yield Provenance("profiler.json", "all", "fitted", read_table("profiler.json")["source"], "", "")

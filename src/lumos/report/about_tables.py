@@ -1,0 +1,84 @@
+"""What Lumos knows, as cards and tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from lumos.analysis.about import About
+from lumos.report.table import Card, Column, Row, Table
+
+
+def about_cards(found: About) -> list[Card]:
+    own = ", ".join(gpu.name for gpu in found.gpus if gpu.own_samples)
+    ages = [one.age_days for one in found.costs]
+    kinds = [one.kind for one in found.provenance]
+    fitted = f"{kinds.count('fitted')} fitted by scripts, {kinds.count('assumed')} assumed"
+    base = next(one["pct"] for one in found.intervals if one["part"] == "always")
+    return [
+        Card("version", found.version, f"data of {found.oldest} to {found.newest}"),
+        Card("GPUs", str(len(found.gpus)), f"with samples of their own: {own}; the others are scaled by their peaks"),
+        Card("models", str(len(found.models)), "published sizes, as model.preset"),
+        Card("frameworks", str(len(found.frameworks)), ", ".join(one["name"] for one in found.frameworks)),
+        Card("cost models", str(len(found.costs)), f"the oldest was fitted {max(ages, default=0)} days ago"),
+        Card("described step", f"± {base:.0f} %", "80 % interval of the simplest run; measured runs, held out"),
+        Card("traced step", f"± {found.profiler_error_pct:.0f} %", "80 % interval of the step without the profiler"),
+        Card("constants", str(len(kinds)), f"with their sources: {fitted}, the rest documented or by hand"),
+    ]
+
+
+def gpus_table(found: About) -> Table:
+    columns = [Column("GPU"), Column("family"), Column("memory, GiB", 1), Column("bf16, TFLOP/s", 0),
+               Column("memory, GB/s", 0), Column("power, W", 0), Column("costs from"), Column("energy")]  # fmt: skip
+    rows = [
+        Row([gpu.name, gpu.family, gpu.memory_gib, gpu.bf16_tflops, gpu.hbm_gb_s, gpu.tdp_w,
+             "own samples" if gpu.own_samples else f"{gpu.samples}, scaled",
+             "measured" if gpu.own_energy else "scaled"])
+        for gpu in found.gpus
+    ]  # fmt: skip
+    return Table("GPUs (dense peaks)", columns, rows)
+
+
+def costs_table(found: About) -> Table:
+    columns = [Column("cost model"), Column("GPU"), Column("fitted"), Column("days ago", 0), Column("families", 0),
+               Column("samples", 0), Column("median error, %", 1), Column("worst, %", 1), Column("of")]  # fmt: skip
+    rows = [
+        Row([one.name, one.gpu, one.date, one.age_days, len(one.families), one.rows, one.median_error_pct,
+             one.worst_error_pct, one.worst])
+        for one in found.costs
+    ]  # fmt: skip
+    return Table("cost models; errors on shapes that were held out", columns, rows)
+
+
+def families_table(found: About) -> Table:
+    columns = [Column("operators"), Column("cost model"), Column("GPU"), Column("samples", 0), Column("error, %", 1)]
+    rows = [
+        Row([one.family, costs.name, costs.gpu, one.rows or None, one.error_pct])
+        for costs in found.costs
+        for one in costs.families
+    ]
+    return Table("mean error of every family of operators, on shapes that were held out", columns, rows)
+
+
+def intervals_table(found: About) -> Table:
+    rows = [Row([one["words"], one["pct"]]) for one in found.intervals]
+    return Table("80 % interval of described steps, from measured runs", [Column("run"), Column("±, %", 1)], rows)
+
+
+def models_table(found: About) -> Table:
+    """One row a family, with its sizes."""
+    families: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for one in found.models:
+        families[one["name"].rpartition("-")[0], one["source"]].append(one["name"])
+    rows = [Row([family, ", ".join(names), source]) for (family, source), names in families.items()]
+    return Table("models (model.preset)", [Column("family"), Column("names"), Column("source")], rows)
+
+
+def frameworks_table(found: About) -> Table:
+    rows = [Row([one["name"], ", ".join(one["aliases"])]) for one in found.frameworks]
+    return Table("frameworks (train.framework)", [Column("name"), Column("also called")], rows)
+
+
+def provenance_table(found: About) -> Table:
+    columns = [Column("file"), Column("constant"), Column("how"), Column("source"), Column("script"), Column("date")]
+    rows = [Row([p.file, p.key, p.kind, p.source, p.script, p.date]) for p in found.provenance]
+    return Table("where every constant comes from", columns, rows)
