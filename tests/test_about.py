@@ -1,4 +1,4 @@
-"""`lumos about` reports what the data files hold: what is known, where it is from, how old it is, how far off it was."""
+"""`lumos about` reports what the data files hold: what is known, where it is from, how old and how far off it is."""
 
 from __future__ import annotations
 
