@@ -419,3 +419,30 @@ def test_no_kernel_on_a_gpu_lacks_its_launch(form: str) -> None:
     assert (trace.launch_row[trace.on_gpu] >= 0).all()
 
 
+
+
+# ---------------------------------------------------------------------- torch is not there
+
+
+def test_a_python_without_torch_is_named_with_what_installs_it(tmp_path: Path) -> None:
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    python.chmod(0o755)
+    script = tmp_path / "train.py"
+    command = [sys.executable, "-m", "lumos.cli.main", "capture", "-o", str(tmp_path / "t"), "--", python, script]
+    for text, code in (("import torch", 1), ("pass", 2)):
+        script.write_text(text)
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert done.returncode == code
+        assert f"{python} -m pip install torch" in done.stderr
+        assert "--warmup" not in done.stderr
+
+
+def test_a_launcher_of_torch_that_is_missing_says_what_it_comes_with(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lumos.cli.main", "capture", "-o", str(tmp_path / "t"), "--", "torchrun", "train.py"],
+        capture_output=True, text=True, env={"PATH": str(tmp_path), "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "torchrun: cannot be run" in done.stderr
+    assert "pip install torch" in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +13,15 @@ import typer
 
 from lumos.capture.command import run_command, signal_name
 from lumos.capture.recording import Plan
-from lumos.errors import OptionError
+from lumos.errors import OptionError, printable
 from lumos.setup.gpus import gpu_named
+
+_NO_TORCH = "{python} has no torch; install it with: {python} -m pip install torch"
+_PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
+_OF_TORCH = ("torchrun", "accelerate", "deepspeed")
+_MOST_WORDS = 8  # of a command, among which its Python may be: env, nice and others come before it
+_MISSING, _PATIENCE_S = 63, 20.0
+_LOOK = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else {_MISSING})"
 
 
 def capture_command(
@@ -50,13 +59,37 @@ def capture_command(
         plan = replace(plan, by="lumos.dry_run.script", gpu=_gpu(gpu))
     pattern = "rank*.dry.json.gz" if dry else "rank*.pt.trace.json.gz"
     before = _written(output, pattern)
-    code = run_command(command, plan)
+    code = _run(command, plan)
     found = sorted(set(_written(output, pattern).items()) - set(before.items()))
+    if not found and (python := _python_without_torch(command)):
+        sys.stderr.write(f"lumos: nothing was recorded: {_NO_TORCH.format(python=printable(python))}\n")
+        sys.exit(code or 2)
     if dry:
         _report_dry(output, len(found), code, signal_name(code))
     else:
         _report(output, found, warmup, code, signal_name(code))
     sys.exit(code)
+
+
+def _run(command: list[str], plan: Plan) -> int:
+    try:
+        return run_command(command, plan)
+    except OptionError as error:
+        if Path(command[0]).name not in _OF_TORCH:
+            raise
+        raise OptionError(f"{error}: it comes with torch; install that with: pip install torch") from None
+
+
+def _python_without_torch(command: list[str]) -> str:
+    """The Python of a command, if it has no torch; '' if it has, or if the command does not name its Python."""
+    python = next((word for word in command[:_MOST_WORDS] if _PYTHON.fullmatch(Path(word).name)), "")
+    if not python:
+        return ""
+    try:
+        done = subprocess.run([python, "-c", _LOOK], capture_output=True, timeout=_PATIENCE_S)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return python if done.returncode == _MISSING else ""
 
 
 def _gpu(name: str) -> dict[str, object]:
