@@ -655,6 +655,30 @@ def test_a_torchtitan_toml(tmp_path: Path) -> None:
     assert reading.notes == (f"{path}: not recognised and ignored: parallelism.gadget_degree",)
 
 
+def test_a_torchtitan_toml_that_leaves_the_gpus_to_its_launcher_says_so(tmp_path: Path) -> None:
+    text = TITAN.replace("data_parallel_shard_degree = 4", "data_parallel_shard_degree = -1")
+    path = written(tmp_path, text, "llama3_8b.toml")
+    assert any("the number of GPUs is not given: assuming one replica" in note for note in answer(path))
+    assert not any("number of GPUs" in note for note in read_setup_with_notes(path, ["cluster.gpus=8"]).notes)
+    path = written(tmp_path, text.replace("llama3", "deepseek_v3").replace('"8B"', '"671B"'), "deepseek_v3.toml")
+    (line,) = refused(path, "cluster.gpu=h200")
+    assert "and 2 × h200 cannot hold 671 B parameters: --set cluster.gpus=NUMBER" in line
+    assert read_setup(path, ["cluster.gpu=h200", "cluster.gpus=512"]).parallel.dp == 256
+
+
+def test_the_command_line_of_torchtitan_wins_under_any_name(tmp_path: Path) -> None:
+    written(tmp_path, TITAN, "titan.toml")
+    command = "torchrun --nproc_per_node=16 -m torchtitan.train --job.config_file titan.toml"
+    assert read_setup(written(tmp_path, command, "a.sh")).train.compile
+    assert not read_setup(written(tmp_path, f"{command} --training.no-compile", "b.sh")).train.compile
+    assert not read_setup(written(tmp_path, f"{command} --training.compile False", "c.sh")).train.compile
+    setup = read_setup(
+        written(tmp_path, f"{command} --training.tensor_parallel_degree 1 --training.batch_size 1", "d.sh"),
+        ["cluster.gpus=8"],
+    )
+    assert (setup.parallel.tp, setup.train.micro_batch) == (1, 1)
+
+
 def test_a_torchtitan_toml_of_an_older_version(tmp_path: Path) -> None:
     setup = titan(OLD_TITAN, tmp_path, "cluster.gpus=64", "cluster.gpu=h100")
     train, parallel = setup.train, setup.parallel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,7 @@ class Framework:
     dropout: bool = False
     accumulates_fp32: bool = False  # weight gradients are added to a buffer of fp32
     fused_accumulation: bool = False  # by the matmul itself
+    fp16_in_fp16: bool = False  # gradients of fp16, unlike those of bf16, are added up and reduced as they are
     tp_overlap: bool = False
     dp_overlap: bool = False
     overlaps_sharded: bool = True  # … also where the optimizer's state is divided (ZeRO 1 and 2)
@@ -73,12 +74,15 @@ class Framework:
 
 
 @cache
-def framework_named(name: str) -> Framework:
-    """The framework of that name, or OptionError."""
+def framework_named(name: str, precision: str = "") -> Framework:
+    """The framework of that name as it trains in a precision, or OptionError."""
     tables = _tables()
     if name not in tables:
         raise OptionError(f"framework {name[:100]!r} is not known: use one of {', '.join(tables)}")
-    return tables[name]
+    found = tables[name]
+    if found.fp16_in_fp16 and precision == "fp16":
+        return replace(found, accumulates_fp32=False, gradient_buffer_fp32=False, reduce_bytes=2)
+    return found
 
 
 def framework_names() -> tuple[str, ...]:

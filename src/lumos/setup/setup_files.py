@@ -12,7 +12,7 @@ import tomli_w
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.importers.any_file import read_any, read_config, toml_value
-from lumos.setup.importers.foreign_file import Reading, Sections
+from lumos.setup.importers.foreign_file import GPU_KEYS, Reading, Sections
 from lumos.setup.messages import nearest, place_of, shown
 from lumos.setup.presets import preset_named
 from lumos.setup.sections import Section
@@ -31,6 +31,9 @@ _NEVER_WRITTEN = ("global_batch", "dp")  # they follow from microbatches and gpu
 _BASES = ("megatron", "torchtitan")  # keys of a setup that name a file of another tool, which the setup changes
 
 
+_LEAST_BYTES = 6  # of a parameter, with its gradient and the optimizer's state, in the smallest formats
+
+
 class SetupReading(NamedTuple):
     """A setup, and notes on how it was read: what was assumed, padded, ignored or not recognised."""
 
@@ -47,6 +50,7 @@ class PlainSetup(NamedTuple):
     mistakes: tuple[str, ...]
     where: str
     model_names: tuple[str, ...] | None = None  # of a model whose size was read from a file of another tool
+    assumes_gpus: bool = False  # whether a file of another tool leaves the number of GPUs to its launcher
 
     def over(self, below: Sections) -> Sections:
         """These values on top of others; an override that names another model replaces theirs."""
@@ -57,6 +61,8 @@ class PlainSetup(NamedTuple):
     def checked(self, sections: Sections, searched: Collection[str] = ()) -> SetupReading:
         """The setup of completed sections, or an error that lists every mistake that is not about a searched key."""
         setup = checked_setup(sections, self.where, self.mistakes, searched)
+        if self.assumes_gpus and not searched:
+            _refuse_too_few(setup, self.where)
         assumed = () if _has(sections, "cluster.gpu") else (f"cluster.gpu is not given: assuming {setup.cluster.gpu}",)
         doubt = size_doubt(setup.model, setup.train.seq, self.model_names)
         doubts = (f"{self.where}: {doubt}",) if doubt else ()
@@ -91,7 +97,20 @@ def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
     stated = (*(mistake.sentence for mistake in left), *mistakes)
     names = None if changes.get("model") else reading.model_names
     remarks = reading.remarks(where, partial(_corrects, changes))
-    return PlainSetup(sections | {"model": model}, changes, (*remarks, *notes), stated, where, names)
+    assumes = any(note.keys == GPU_KEYS for note in reading.notes) and not any(_has(changes, key) for key in GPU_KEYS)
+    return PlainSetup(sections | {"model": model}, changes, (*remarks, *notes), stated, where, names, assumes)
+
+
+def _refuse_too_few(setup: Setup, where: str) -> None:
+    """Raise OptionError where the GPUs that were assumed cannot hold the model's weights and the optimizer's state."""
+    parallel, model = setup.parallel, setup.model
+    size = model.parameters(setup.train.seq)
+    held = size * _LEAST_BYTES / (parallel.tp * parallel.pp * (parallel.ep if model.experts else 1))
+    if setup.train.mode != "lora" and held > setup.cluster.accelerator.memory_gib * 2**30:
+        raise OptionError(
+            f"{where}: the number of GPUs is not given, and {setup.cluster.gpus} × {setup.cluster.gpu} cannot hold "
+            f"{size / 1e9:.3g} B parameters: --set cluster.gpus=NUMBER"
+        )
 
 
 def write_setup(setup: Setup) -> str:

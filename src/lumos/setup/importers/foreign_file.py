@@ -12,6 +12,7 @@ from lumos.files import open_file
 from lumos.setup.messages import listed, place_of
 
 Sections = dict[str, Any]
+GPU_KEYS = ("cluster.gpus", "parallel.dp")  # one of them says how many GPUs there are
 
 _TOLERATED = 0.01  # of the width of all experts
 _LARGEST = 4 << 20  # bytes; a description of a run is a few kilobytes
@@ -62,7 +63,7 @@ class Findings:
     def note_gpus(self) -> None:
         """Note that the number of GPUs is not given."""
         sentence = "the number of GPUs is not given: assuming one replica; set cluster.gpus"
-        self.note(sentence, "cluster.gpus", "parallel.dp")
+        self.note(sentence, *GPU_KEYS)
 
     def mistake(self, place: str, sentence: str) -> None:
         """Note a mistake, once."""

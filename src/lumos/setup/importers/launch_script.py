@@ -107,8 +107,6 @@ def put_cluster(found: Findings, script: Script) -> None:
         values.setdefault("cluster.gpus", world)
     if gpu:
         values.setdefault("cluster.gpu", gpu)
-    if "cluster.gpus" not in values:
-        found.note_gpus()
 
 
 def evaluate(expression: str, variables: Mapping[str, str]) -> int | None:

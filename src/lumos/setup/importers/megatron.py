@@ -48,6 +48,8 @@ def read_megatron(script: Script) -> Reading:
     for rule in (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _not_modelled):
         rule(found, options)
     put_cluster(found, script)
+    if "cluster.gpus" not in found.values:
+        found.note_gpus()
     for condition in script.notes:
         found.note(condition)
     twice = [f"--{name}" for name in script.repeated if name in _TABLES["numbers"] or name in _TABLES["choices"]]

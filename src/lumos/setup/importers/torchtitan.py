@@ -219,16 +219,16 @@ def _sharding(found: Findings, given: Mapping[str, Any]) -> None:
     found.values["parallel.zero"] = 0 if not sharded else 2 if keeps else 3
     if shard > 0:
         found.values["parallel.dp"] = shard * replicate  # the constraints say where that does not fit the GPUs
+    elif "cluster.gpus" not in found.values:
+        found.note_gpus()
     if replicate > 1 and sharded:
         replicas = as_count(found.values.get("cluster.gpus")) // (tp * pp * cp)
         group = shard if shard > 0 else replicas // replicate
         if group:
             found.values["parallel.shard"] = group
         else:
-            found.note(
-                f"data_parallel_replicate_degree = {replicate}: the size of a sharding group depends on the number of "
-                "GPUs, which is not given; assuming one group of all replicas: set parallel.shard"
-            )
+            what = f"data_parallel_replicate_degree = {replicate}: the file does not give the size of a sharding group"
+            found.note(f"{what}: assuming one group of all replicas; set parallel.shard", "parallel.shard")
 
 
 def _recompute(found: Findings, given: Mapping[str, Any]) -> None:
