@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +300,58 @@ def test_a_real_folder_of_two_captures_is_refused(shared_data: Path) -> None:
 def test_writing_and_reading_a_packed_file_is_the_same_as_a_plain_one(tmp_path: Path) -> None:
     plain = read_job(write_trace(tmp_path / "a.json", training_run()))
     assert_same_columns(read_job(write_trace(tmp_path / "b.json.gz", training_run())), plain)
+
+
+# Several captures in one folder: the --match that is offered selects each
+
+
+NAMINGS = {
+    "tensorboard": "node7_{pid}.{time}.pt.trace.json",
+    "torchrun": "rank{rank}.{time}.pt.trace.json",
+    "second": "rank{rank}{again}.json",
+    "step": "step{step}_rank{rank}.json.gz",
+    "glob": "job[1]_rank{rank}_{time}.json",
+}
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("apart_s", [0, 40])
+def test_two_captures_in_one_folder_are_offered_by_their_match(tmp_path: Path, naming: str, apart_s: int) -> None:
+    for capture in range(2):
+        for rank in range(3):
+            begin = 1_700_000_000_000 + 1000 * apart_s * capture + 99_000 * capture + 7 * rank
+            words = {"pid": 800 + rank, "time": begin, "rank": rank, "step": 10 + 90 * capture}
+            name = NAMINGS[naming].format(**words, again="_again" * capture)
+            events = [op(f"capture {capture}", 1 + 1e6 * apart_s * capture + rank, 2)]
+            write_trace(tmp_path / name, events, header(rank))
+    if naming in ("second", "step"):
+        found = read_job(tmp_path) if naming == "second" else None  # files with another name are left out, with a note
+        if found is not None:
+            (note,) = [text for text in found.warnings if "another capture" in text]
+            assert {header.rank for header in read_job(tmp_path, match=offered(note)[0]).headers} == {0, 1, 2}
+            return
+    with pytest.raises(InputError) as caught:
+        read_job(tmp_path)
+    said = str(caught.value)
+    assert len(said.splitlines()) == 1
+    assert "2 captures of one job" in said
+    patterns = offered(said)
+    assert len(patterns) == 2
+    assert said.index(patterns[0]) < said.index("(the newest)") < said.index(patterns[1])
+    read = [read_job(tmp_path, match=pattern) for pattern in patterns]
+    assert [sorted(header.rank for header in job.headers) for job in read] == [[0, 1, 2]] * 2
+    names = [{name for name in job.names if name.startswith("capture")} for job in read]
+    assert names == [{"capture 1"}, {"capture 0"}]
+
+
+def offered(said: str) -> list[str]:
+    """The patterns in a message, as a shell would hand them over."""
+    words = shlex.split(said.replace(";", " "))
+    return [words[place + 1] for place, word in enumerate(words) if word == "--match"]
+
+
+def test_captures_that_no_pattern_tells_apart_are_to_be_moved(tmp_path: Path) -> None:
+    for name, rank in (("a.json", 0), ("b.json", 1), ("c.json", 0), ("d.json", 1)):
+        write_trace(tmp_path / name, [op("x", 1 + rank, 2)], header(rank))
+    with pytest.raises(InputError, match=r"captures of one job.*move the files of each into a folder of its own"):
+        read_job(tmp_path)

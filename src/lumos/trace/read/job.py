@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from typing import TypeVar
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.graph.from_trace.build import Execution
+from lumos.trace.read.captures import Recorded, by_value, captures, choices, pattern_of
 from lumos.trace.read.chakra import read_chakra
 from lumos.trace.read.chakra_format import read_chakra_file, read_chakra_json
 from lumos.trace.read.formats import Form, form_of, head_of, is_gzip
@@ -61,7 +63,7 @@ def read_job(
         read = read_chakra_json if form == Form.CHAKRA_JSON else read_chakra_file
         found = _collected(files, map(read, files), progress)
         ranked = [replace(file, rank=_rank(file.path, file.rank, pattern, len(files))) for file in found]
-        _refuse_equal_ranks([(file.rank, file.path) for file in ranked])
+        _refuse_equal_ranks([Recorded(file.rank, file.path, file.path.stat().st_mtime) for file in ranked])
         execution = read_chakra(sorted(ranked, key=lambda file: file.rank))
         return replace(execution, warnings=(*notes, *execution.warnings))
     if form == Form.NSYS:
@@ -154,7 +156,9 @@ def _one_capture(files: dict[Path, bytes | None]) -> tuple[list[Path], list[str]
     if not left_out or sum("#" in name for name in sets) < 2:
         return list(files), []
     shown = ", ".join(left_out[:2]) + (", …" if len(left_out) > 2 else "")
-    return sorted(kept), [f"{len(left_out)} files of another capture were left out ({shown}); choose with --match"]
+    chosen = pattern_of(left_out, [file.name for file in files if file in kept])
+    choose = f"choose them with --match {shlex.quote(chosen)}" if chosen else "choose with --match"
+    return sorted(kept), [f"{len(left_out)} files of another capture were left out ({shown}); {choose}"]
 
 
 def _rank_hint(path: Path, head: bytes | None) -> int:
@@ -263,32 +267,45 @@ def _rank(path: Path, in_header: int, pattern: re.Pattern[str] | None, files: in
 
 
 def _refuse_mixed_jobs(traces: list[Trace]) -> None:
-    _refuse_equal_ranks([(header.rank, Path(header.path)) for trace in traces for header in trace.headers])
-    sizes: dict[int, Header] = {t.headers[0].world_size: t.headers[0] for t in traces if t.headers[0].world_size > 0}
-    if len(sizes) > 1:
-        (size, x), (other, y) = list(sizes.items())[:2]
+    begins = [(int(trace.start.min()), trace) for trace in traces]
+    recorded = [Recorded(one.rank, Path(one.path), begin) for begin, trace in begins for one in trace.headers]
+    _refuse_equal_ranks(recorded)
+    sizes = [(t.headers[0].world_size, Path(t.headers[0].path)) for t in traces if t.headers[0].world_size > 0]
+    jobs = by_value(sizes)
+    if len(jobs) > 1:
+        of_size = {path: size for size, path in sizes}
+        (x, y) = (group[0] for group in jobs[:2])
         raise InputError(
-            f"{Path(x.path).name} is of a job of {size} ranks and {Path(y.path).name} of one of {other}: "
-            "these are different jobs; choose one with --match"
+            f"{x.name} is of a job of {of_size[x]} ranks and {y.name} of one of {of_size[y]}: these are different "
+            f"jobs; choose one: {choices(jobs, _names_in(x.parent))}"
         )
-    spans = sorted((int(t.start.min()), int(t.end.max()), t.headers[0]) for t in traces)
-    for (_, end, x), (start, _, y) in pairwise(spans):
+    spans = sorted((int(t.start.min()), int(t.end.max()), Path(t.headers[0].path)) for t in traces)
+    for index, ((_, end, x), (start, _, y)) in enumerate(pairwise(spans), 1):
         if start - end > _LIMITS["different_captures_s"] * 1e9:
+            halves = [[path for *_, path in spans[:index]], [path for *_, path in spans[index:]]]
             raise InputError(
-                f"{Path(x.path).name} ends {(start - end) / 1e9:.0f} s before {Path(y.path).name} begins: "
-                "these are different captures; choose one with --match"
+                f"{x.name} ends {(start - end) / 1e9:.0f} s before {y.name} begins: these are different captures; "
+                f"choose one: {choices(halves, _names_in(x.parent))}"
             )
 
 
-def _refuse_equal_ranks(files: list[tuple[int, Path]]) -> None:
-    by_rank: dict[int, Path] = {}
-    for rank, path in files:
-        if rank in by_rank:
-            raise InputError(
-                f"{path.parent}: both {by_rank[rank].name} and {path.name} claim rank {rank}; they are of two captures:"
-                " choose one with --match 'PATTERN', or give ranks with --rank-pattern"
-            )
-        by_rank[rank] = path
+def _refuse_equal_ranks(files: list[Recorded]) -> None:
+    """Raise InputError where a rank is there twice, with the --match of each capture."""
+    found = captures(files)
+    if len(found) > 1:
+        second = found[1][0]
+        first = next(file for file in found[0] if file.rank == second.rank)
+        folder = second.path.parent
+        choice = choices([[file.path for file in group] for group in found], _names_in(folder))
+        raise InputError(
+            f"{folder}: {len(found)} captures of one job, as both {first.path.name} and {second.path.name} claim rank "
+            f"{second.rank}; choose one: {choice}; or give ranks with --rank-pattern"
+        )
+
+
+def _names_in(folder: Path) -> list[str]:
+    """The names of all files in a folder that --match is applied to."""
+    return [path.name for path in folder.iterdir() if path.is_file() and _TRACE_NAME.search(path.name)]
 
 
 def _missing_ranks(job: Trace) -> list[str]:
