@@ -27,6 +27,7 @@ from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.page import write_page
 from lumos.report.html.prediction_page import prediction_page
 from lumos.report.html.replay_page import replay_page
+from lumos.report.predictions import flat_row
 from lumos.report.terminal.show import show_comparison, show_readiness, show_replay
 from lumos.setup.gpus import gpu_named, gpu_names
 from lumos.setup.setup import Setup
@@ -322,3 +323,32 @@ def test_nothing_that_is_shown_of_a_cpu_run_speaks_of_gpus(two: Replay, tmp_path
 def test_a_collective_of_unknown_size_is_said_to_be_and_not_of_minus_nothing(two: Replay) -> None:
     names = [one.name for one in Comparison(two, two).collectives]
     assert names == ["all_reduce, 2 ranks, size unknown"]
+
+
+# ---------------------------------------------------------------------- what an answer holds
+
+
+def test_a_run_that_is_not_changed_goes_where_the_recorded_one_went(source: CalibratedRun) -> None:
+    found = predict(source, setup=source.setup)
+    assert found.baseline_breakdown is not None
+    assert found.breakdown.as_dict() == pytest.approx(found.baseline_breakdown.as_dict(), abs=1e-3)
+
+
+def test_the_parts_of_a_changed_run_add_up_and_grow_from_the_recorded_ones(source: CalibratedRun) -> None:
+    found = predict(source, setup=source.setup.replaced({"model.layers": 2 * source.setup.model.layers}))
+    assert found.breakdown.step_ms == pytest.approx(found.step_ms, rel=1e-6)
+    assert found.baseline_breakdown is not None
+    assert found.breakdown.compute_ms > 1.3 * found.baseline_breakdown.compute_ms
+
+
+def test_an_answer_states_its_setup_and_what_was_recorded(source: CalibratedRun) -> None:
+    answer = predict(source, setup=source.setup, notes=("a note",)).as_dict()
+    assert answer["setup"]["cluster"]["gpus"] == source.setup.cluster.gpus
+    assert answer["setup"]["parallel"]["tp"] == 1
+    assert answer["baseline_breakdown"].keys() == answer["breakdown"].keys()
+    row = flat_row(answer)
+    assert row["interval_low_ms"] < row["step_ms"] < row["interval_high_ms"]
+    assert row["parallel.dp"] == source.setup.parallel.dp
+    assert row["memory_peak_gib"] > 0
+    assert "a note" in row["notes"]
+    assert all(isinstance(value, bool | int | float | str) for value in row.values())

@@ -100,6 +100,7 @@ class OperatorAnswer(Answer, frozen=True, kw_only=True):
 class PredictionAnswer(Answer, frozen=True, kw_only=True):
     """`lumos predict --json`."""
 
+    setup: dict[str, dict[str, Any]] | None  # of the predicted run: model, train, parallel, cluster
     step_ms: float
     baseline_ms: float | None  # the traced step without the profiler
     interval_ms: tuple[float, float]  # 80 %
@@ -111,6 +112,7 @@ class PredictionAnswer(Answer, frozen=True, kw_only=True):
     memory_gib: MemoryAnswer | None
     fits: bool | None
     breakdown: Breakdown
+    baseline_breakdown: Breakdown | None  # of the traced step, without the profiler
     bubble: float  # share of the step that the GPU is idle
     host_bound: bool | None
     energy_j: float | None  # of all GPUs, one step

@@ -21,6 +21,8 @@ from lumos.trace.names import Kind
 from lumos.trace.steps import Steps
 from lumos.trace.trace import Ints, Trace
 
+_MATTERS = 0.01  # of the step
+
 
 @dataclass(frozen=True)
 class Breakdown:
@@ -73,6 +75,22 @@ def typical_weights(steps: Steps) -> Floats:
 def mean_breakdown(parts: list[Breakdown]) -> Breakdown:
     """The mean of several."""
     return Breakdown(*np.mean([list(asdict(p).values()) for p in parts], axis=0).tolist())
+
+
+def moved_breakdown(recorded: Breakdown, modelled: Breakdown, target: Breakdown) -> Breakdown:
+    """A recorded breakdown, changed as a model changes its own from `modelled`, of the same run, to `target`.
+
+    Parts that matter change by their ratio, others by their difference; idle time makes them add up to the target.
+    """
+    busy = []
+    for key in ("exposed_compute_ms", "exposed_comm_ms", "overlapped_ms"):
+        was, base, becomes = (getattr(one, key) for one in (recorded, modelled, target))
+        by_ratio = base > _MATTERS * modelled.step_ms
+        busy.append(was * becomes / base if by_ratio else max(0.0, was + becomes - base))
+    step = target.step_ms
+    share = min(1.0, step / sum(busy)) if sum(busy) else 1.0
+    compute, comm, both = (share * part for part in busy)
+    return Breakdown(compute, comm, both, max(0.0, step - compute - comm - both))
 
 
 def _one(trace: Trace, rows: np.ndarray, low: int, high: int) -> tuple[float, ...]:

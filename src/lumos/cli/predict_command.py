@@ -22,6 +22,7 @@ from lumos.export.chrome_traces import write_timeline
 from lumos.files import check_output, write_csv
 from lumos.prediction.bill import Tariff, read_tariff
 from lumos.prediction.prediction import Prediction, predict
+from lumos.report.predictions import flat_row
 from lumos.report.terminal.show import show_prediction
 from lumos.setup import read_setup_with_notes
 from lumos.setup.setup_files import read_plain
@@ -71,9 +72,8 @@ def predict_command(
     else:
         found = _changed(partial(load_run, source, options, profiler_costs), setup, changes, tariff)
     answer = found.as_dict()
-    row = {k: v for k, v in answer.items() if isinstance(v, float | bool)} | answer["breakdown"]
     writers = {
-        ".csv": lambda to: write_csv(to, [row]),
+        ".csv": lambda to: write_csv(to, [flat_row(answer)]),
         ".html": lambda to: _write_page(to, found),
         ".trace.json": lambda to: write_timeline(to, found.run),
         ".trace.json.gz": lambda to: write_timeline(to, found.run),

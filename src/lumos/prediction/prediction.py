@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswer
-from lumos.analysis.breakdown import Breakdown
+from lumos.analysis.breakdown import Breakdown, moved_breakdown
 from lumos.analysis.replay import Replay
 from lumos.analysis.run import Run, TracedRun
 from lumos.change.change import CalibratedRun, beyond_us, changed_step
@@ -24,7 +24,7 @@ from lumos.prediction.power import Energy, energy_of
 from lumos.program.flops import hardware_flops, model_flops, utilisation
 from lumos.program.memory import Memory, memory_of
 from lumos.setup.constraints import warnings_in
-from lumos.setup.setup import Setup
+from lumos.setup.setup import SECTIONS, Setup
 from lumos.step.step import Step, simulate_step
 from lumos.trace.trace import Trace
 
@@ -72,12 +72,20 @@ class Prediction:
         """The predicted run, one row an operator or collective."""
         return self.run.trace
 
-    @property
+    @cached_property
     def breakdown(self) -> Breakdown:
-        """Where the step goes, as a mean over ranks (of a described run: one rank of every stage)."""
-        return self.run.breakdown
+        """Where the step goes, as a mean over ranks (of a described run: one rank of every stage).
 
-    @property
+        Of a changed run, the recorded parts as the model changes them: where nothing changes, they are as recorded.
+        """
+        recorded, traced = self.baseline_breakdown, self.traced
+        if recorded is None or traced is None or traced.silent:  # a fake process group records no communication
+            return self.run.breakdown
+        step, _ = changed_step(traced, traced.setup)
+        modelled = DescribedRun(step, beyond_us(step, traced.calibration)).breakdown
+        return moved_breakdown(recorded, modelled, self.run.breakdown)
+
+    @cached_property
     def baseline_breakdown(self) -> Breakdown | None:
         """Where the traced step goes, without the profiler."""
         replayed = self.replayed
@@ -245,6 +253,7 @@ class Prediction:
     def answer(self) -> PredictionAnswer:
         traced, bill = self.traced, self.bill
         other: dict[str, Any] = {
+            "setup": self._stated_setup,
             "memory_gib": None if self.memory is None else _memory_answer(self.memory),
             "bill": None if bill is None else bill.as_dict(),
             "operators": [_operator_answer(row) for row in self.operators],
@@ -253,6 +262,14 @@ class Prediction:
         }
         same = [key for key in PredictionAnswer.__struct_fields__ if key not in other]
         return PredictionAnswer(**{key: getattr(self, key) for key in same}, **other)
+
+    @property
+    def _stated_setup(self) -> dict[str, dict[str, Any]] | None:
+        """The setup that the answer is for; of a dry run its cluster alone, as its model is a stand-in."""
+        if self.setup is None:
+            return None
+        names = ("cluster",) if self.is_dry else tuple(SECTIONS)
+        return {name: getattr(self.setup, name).model_dump(mode="json") for name in names}
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -157,3 +157,22 @@ def inferred_table(found: Mapping[str, Inferred]) -> Table:
 def value_text(value: object) -> str:
     """A value as TOML writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def flat_row(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of `lumos predict --json` as one row of a CSV file: numbers, setup, memory, bill and notes."""
+    row = {key: value for key, value in answer.items() if isinstance(value, bool | int | float)}
+    row["interval_low_ms"], row["interval_high_ms"] = answer["interval_ms"]
+    row |= answer["breakdown"]
+    row |= {f"baseline_{key}": value for key, value in (answer["baseline_breakdown"] or {}).items()}
+    row |= {f"memory_{key}_gib": value for key, value in (answer["memory_gib"] or {}).items() if _is_plain(value)}
+    bill = answer["bill"] or {}
+    for part in (bill, bill.get("budget") or {}):
+        row |= {key: value for key, value in part.items() if _is_plain(value)}
+    for section, values in (answer["setup"] or {}).items():
+        row |= {f"{section}.{key}": value for key, value in values.items() if _is_plain(value)}
+    return row | {"notes": " | ".join(answer["warnings"])}
+
+
+def _is_plain(value: object) -> bool:
+    return value is not None and isinstance(value, bool | int | float | str)

@@ -28,7 +28,12 @@ def prediction_page(found: Prediction) -> Page:
     """The whole report."""
     timeline = run_timeline(found.run)
     words = "Predicted, without a profiler. Waiting for other ranks counts as communication."
-    if found.step is not None:
+    if found.traced is not None:
+        words = (
+            "As modelled: one rank stands for all ranks of its pipeline stage. Before and after, above, takes the "
+            "recorded parts and changes them as the model does."
+        )
+    elif found.step is not None:
         words = "One rank stands for all ranks of its pipeline stage. Idle is the pipeline's bubble and the host."
     sections = [
         *_before_and_after(found),
