@@ -327,6 +327,19 @@ def test_a_config_is_compared_with_its_name_its_file_and_its_folder(tmp_path: Pa
     assert any("published" in note for note in answer(written(tmp_path, json.dumps(half), "llama2-7b.json")))
 
 
+def test_a_config_is_compared_with_the_weights_next_to_it(tmp_path: Path) -> None:
+    config = PUBLISHED["Llama-2-7b"][0] | {"torch_dtype": "float16"}
+    path = written(tmp_path, json.dumps(config), "config.json")
+    index = {"metadata": {"total_size": 13_476_831_232}, "weight_map": {}}
+    written(tmp_path, json.dumps(index), "model.safetensors.index.json")
+    assert not any("the weights next to it" in note for note in answer(path))
+    path.write_text(json.dumps(config | {"num_hidden_layers": 30}))
+    (note,) = [note for note in answer(path) if "the weights next to it" in note]
+    assert note.endswith("have 6.738 B parameters, but the keys add up to 6.33 B: check its sizes")
+    written(tmp_path, json.dumps({"metadata": {"total_parameters": "many"}}), "model.safetensors.index.json")
+    assert not any("the weights next to it" in note for note in answer(path))
+
+
 BESIDE = {
     "architectures": ["LlamaForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": [2, 3],
     "initializer_range": 0.02, "max_position_embeddings": 8192, "pretraining_tp": 1, "rms_norm_eps": 1e-5,

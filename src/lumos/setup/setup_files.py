@@ -50,6 +50,7 @@ class PlainSetup(NamedTuple):
     mistakes: tuple[str, ...]
     where: str
     model_names: tuple[str, ...] | None = None  # of a model whose size was read from a file of another tool
+    stored_parameters: int = 0
     assumes_gpus: bool = False  # whether a file of another tool leaves the number of GPUs to its launcher
 
     def over(self, below: Sections) -> Sections:
@@ -64,7 +65,7 @@ class PlainSetup(NamedTuple):
         if self.assumes_gpus and not searched:
             _refuse_too_few(setup, self.where)
         assumed = () if _has(sections, "cluster.gpu") else (f"cluster.gpu is not given: assuming {setup.cluster.gpu}",)
-        doubt = size_doubt(setup.model, setup.train.seq, self.model_names)
+        doubt = size_doubt(setup.model, setup.train.seq, self.model_names, self.stored_parameters)
         doubts = (f"{self.where}: {doubt}",) if doubt else ()
         return SetupReading(setup, (*self.notes, *doubts, *assumed, *warnings_in(setup)))
 
@@ -95,10 +96,12 @@ def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
     if any(mistake.place.startswith("model.") for mistake in left):
         model = None  # it could not be read, and a mistake says so
     stated = (*(mistake.sentence for mistake in left), *mistakes)
-    names = None if changes.get("model") else reading.model_names
     remarks = reading.remarks(where, partial(_corrects, changes))
-    assumes = any(note.keys == GPU_KEYS for note in reading.notes) and not any(_has(changes, key) for key in GPU_KEYS)
-    return PlainSetup(sections | {"model": model}, changes, (*remarks, *notes), stated, where, names, assumes)
+    plain = PlainSetup(sections | {"model": model}, changes, (*remarks, *notes), stated, where)
+    is_given = any(_has(changes, key) for key in GPU_KEYS)
+    if not changes.get("model"):
+        plain = plain._replace(model_names=reading.model_names, stored_parameters=reading.stored_parameters)
+    return plain._replace(assumes_gpus=not is_given and any(note.keys == GPU_KEYS for note in reading.notes))
 
 
 def _refuse_too_few(setup: Setup, where: str) -> None:

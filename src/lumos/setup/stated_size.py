@@ -18,9 +18,13 @@ _SHARED_BY_EXPERTS = (0.5, 1.05)  # 8x7b has 47 billion: attention is there once
 _PUBLISHED_WITHIN = 0.03
 
 
-def size_doubt(model: Model, seq: int, names: Iterable[str] | None) -> str:
-    """A sentence where one of these names, or what was published under it, contradicts the model's size; else ""."""
+def size_doubt(model: Model, seq: int, names: Iterable[str] | None, stored: int = 0) -> str:
+    """A sentence where a name, what was published under it, or stored weights contradict the model's size; else ""."""
     total, active = model.parameters(seq) / 1e9, model.active_parameters(seq) / 1e9
+    if names is not None and stored:
+        if abs(total * 1e9 / stored - 1) <= _PUBLISHED_WITHIN:
+            return ""
+        return f"the weights next to it have {stored / 1e9:.4g} B parameters, {_but(total, active)}"
     for name in names or ():
         preset = preset_of(name)
         published = preset.published_b if preset else 0.0

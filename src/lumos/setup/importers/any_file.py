@@ -19,11 +19,13 @@ from lumos.setup.importers.known_tools import WAY_OUT, read_known
 from lumos.setup.importers.launch_script import Script, put_cluster, read_shell
 from lumos.setup.importers.torchtitan import OPTION, is_torchtitan, keys_of, over, read_torchtitan
 from lumos.setup.messages import listed, place_of, shown
+from lumos.setup.sections import as_count
 
 _FORMATS = (
     "a setup is a .toml, a Hugging Face config.json, a Megatron script, log or file of arguments, a torchtitan TOML or "
     "command, or a file of nanotron, NeMo, GPT-NeoX, DeepSpeed, axolotl or LLaMA-Factory; this is none of them"
 )
+_SIZES_OF_TYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes
 _SCRIPTS = (".sh", ".args", ".bash", ".slurm", ".sbatch")
 _PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w|def \w+\(|class \w+[(:])", re.MULTILINE)
 
@@ -117,7 +119,18 @@ def _of_table(content: Any, path: Path) -> Reading:
             return megatron.read_arguments(pairs)
         if path.suffix.lower() != ".json":
             raise InputError(_FORMATS)
-    return model_keys(content)
+    return model_keys(content)._replace(stored_parameters=_stored(content, path.parent))
+
+
+def _stored(config: Any, folder: Path) -> int:
+    """The parameters in the weights next to a config.json, as far as their index tells; 0 where it does not."""
+    metadata = (_beside(folder, "model.safetensors.index.json") or {}).get("metadata")
+    if not isinstance(config, dict) or not isinstance(metadata, dict):
+        return 0
+    size = _SIZES_OF_TYPES.get(str(config.get("torch_dtype") or config.get("dtype")), 0)
+    if as_count(metadata.get("total_parameters")):
+        return as_count(metadata["total_parameters"])
+    return as_count(metadata.get("total_size")) // size if size and "quantization_config" not in config else 0
 
 
 def _is_config(content: Mapping[str, Any]) -> bool:

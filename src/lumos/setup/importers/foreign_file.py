@@ -40,6 +40,7 @@ class Reading(NamedTuple):
     mistakes: tuple[Mistake, ...] = ()
     not_recognised: tuple[str, ...] = ()  # keys or options that are neither used nor known to be irrelevant
     model_names: tuple[str, ...] | None = None  # may state the size of the model; None: no name does
+    stored_parameters: int = 0  # in the weights next to a config.json; 0 where there are none
 
     def remarks(self, where: str, is_set: Callable[[str], bool] = lambda _: False) -> tuple[str, ...]:
         """The notes that still hold, with the name of the file; keys that were not recognised are one note."""
