@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict, get_type_hints
 
+import msgspec
 import orjson
 import typer
+from msgspec import Meta
 
 from lumos.cli.options import AsJson
 from lumos.cli.terminal import deliver
@@ -16,17 +18,39 @@ from lumos.files import check_output, write_csv
 from lumos.report.html.page import write_page
 from lumos.report.html.search_page import search_page
 from lumos.report.terminal.show_searches import show_score, show_search
-from lumos.score.score import merged_score
-from lumos.search.search import merged_search
+from lumos.score.score import Scored, merged_score
+from lumos.search.parts import Shard, checked_part, merged_search
 from lumos.setup.importers.foreign_file import text_of
 
 Answer = dict[str, Any]
 
 _MOST_BYTES = 256 << 20
-_MERGE: dict[str, tuple[Callable[[Sequence[Answer]], Answer], tuple[str, ...]]] = {
-    "search": (merged_search, ("top", "results", "pareto", "evaluated", "fitting", "simulated", "seconds", "warnings")),
-    "score": (merged_score, ("rows", "scored", "refused")),
-}  # kind: (how to merge, the keys that a part must have)
+_Time = Annotated[float, Meta(gt=1e-30, le=1e30)]
+_Text = Annotated[str, Meta(max_length=20_000)]
+_SCORED: dict[str, Any] = {
+    **get_type_hints(Scored), **dict.fromkeys(("id", "source", "model"), _Text), "measured": _Time | None,
+    **dict.fromkeys(("predicted", "low", "high"), _Time), "gpus": Annotated[int, Meta(ge=0, le=1 << 40)],
+    "peak_gib": Annotated[float, Meta(ge=0, le=1e30)],
+}  # fmt: skip
+_Scored = TypedDict("_Scored", _SCORED)  # type: ignore[misc]
+
+
+class _Refused(TypedDict):
+    id: _Text
+    reason: _Text
+
+
+class _ScorePart(TypedDict):
+    """What `lumos merge` reads of a shard of a score."""
+
+    question: _Text
+    shard: Shard
+    rows: Annotated[int, Meta(ge=0, le=1 << 40)]
+    scored: list[_Scored]
+    refused: list[_Refused]
+
+
+_MOST_NAMED = 20  # of the shards that are missing
 
 
 def merge_command(
@@ -58,10 +82,11 @@ def merged(paths: Sequence[Path]) -> Answer:
         if index in seen:
             raise InputError(f"{path} and {seen[index]} are the same shard, {index}: give each once")
         seen[index] = path
-    answer = _MERGE[parts[0]["kind"]][0](parts)
+    answer = (merged_search if parts[0]["kind"] == "search" else merged_score)(parts)
     missing = [str(index) for index in range(1, count + 1) if index not in seen]
     if missing:
-        text = f"{len(missing)} of {count} shards missing ({', '.join(missing)}): the answer is incomplete"
+        named = ", ".join(missing[:_MOST_NAMED]) + (", …" if len(missing) > _MOST_NAMED else "")
+        text = f"{len(missing)} of {count} shards missing ({named}): the answer is incomplete"
         answer["warnings"] = [*answer.get("warnings", []), text]
     return answer | {"shard": [1, 1]}
 
@@ -69,11 +94,19 @@ def merged(paths: Sequence[Path]) -> Answer:
 def _read(path: Path) -> Answer:
     try:
         part = orjson.loads(text_of(path, _MOST_BYTES))
-    except orjson.JSONDecodeError as problem:
+    except (orjson.JSONDecodeError, RecursionError) as problem:
         raise InputError(f"{path}: not JSON ({problem}); give .json files that were written with --shard") from None
     match part:
-        case {"kind": "search" | "score" as kind, "question": _, "shard": [int(), int()]} if part.keys() >= {
-            *_MERGE[kind][1]
-        }:
-            return dict(part)
-    raise InputError(f"{path}: not a shard of a search or a score; give .json files written with --shard I/N -o")
+        case {"kind": "search"}:
+            found = checked_part(part, str(path))
+        case {"kind": "score"}:
+            try:
+                found = dict(part) | msgspec.to_builtins(msgspec.convert(part, _ScorePart))
+            except (msgspec.ValidationError, RecursionError) as problem:
+                raise InputError(f"{path}: not a whole shard of a score ({problem}); score that shard again") from None
+        case _:
+            raise InputError(f"{path}: not a shard of a search or a score; give .json files written with --shard I/N")
+    index, count = found["shard"]
+    if index > count:
+        raise InputError(f"{path}: shard {index} of {count}: I goes from 1 to N")
+    return found

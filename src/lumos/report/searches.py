@@ -21,6 +21,7 @@ NUMBERS = {
     "days": (Column("days", 1), 1.0),
 }  # of a configuration: how it is shown, and times what
 _SHORT = {"sequence_parallel": "sp", "micro_batch": "mb", "microbatches": "n"}
+_FOLLOW = ("parallel.dp", "train.microbatches")  # from other keys: they need not be said
 _MOST_ROWS = 500
 
 
@@ -77,15 +78,45 @@ def number_of(row: Answer, key: str) -> float | None:
 def configurations_table(
     caption: str, rows: Sequence[Answer], keys: Sequence[str], numbers: Sequence[str] = tuple(NUMBERS)
 ) -> Table:
-    """Configurations with the values of these keys and numbers; a number that none of them has is left out."""
+    """Configurations with the values of these keys and numbers; a number that none of them has is left out.
+
+    Families also say how many variants they have, and what those differ in.
+    """
+    families = any("variants" in row for row in rows)
     numbers = [key for key in numbers if any(row.get(key) is not None for row in rows)]
     searched = [Column(short(key), 0 if all(type(row.get(key)) is int for row in rows) else -1) for key in keys]
     body = [
-        Row([rank, *(_plain(row.get(key)) for key in keys), *(number_of(row, key) for key in numbers)])
+        Row([
+            rank, *(_plain(row.get(key)) for key in keys), *(number_of(row, key) for key in numbers),
+            *([variants_of(row)] if families else []),
+        ])
         for rank, row in enumerate(rows[:_MOST_ROWS], 1)
-    ]
+    ]  # fmt: skip
     columns = [Column("#", 0), *searched, *(NUMBERS[key][0] for key in numbers)]
+    columns += [Column("variants")] if families else []
     return Table(caption, columns, body, left_out(_MOST_ROWS, rows))
+
+
+def variants_of(family: Answer) -> str:
+    """How many variants a family has, and what they differ in: "4: zero 1, 2; mb 1, 2"."""
+    count = len(family.get("variants", ()))
+    differ = "; ".join(
+        f"{short(key)} {', '.join(str(_plain(value)) for value in values)}"
+        for key, values in family.get("differ", {}).items()
+        if key not in _FOLLOW
+    )
+    return f"{count}: {differ}" if count > 1 else str(count)
+
+
+def families_note(answer: Answer) -> list[str]:
+    """What the variants of a family are."""
+    if all(len(family["variants"]) < 2 for family in answer["families"]):
+        return []
+    return [
+        f"the variants of a row lay the weights out in the same way and are within {100 * answer['tolerance']:g} % of "
+        "it, which is less than predictions can tell apart: choose among them by memory, or by what is simpler; --json "
+        "has them all"
+    ]
 
 
 def breakdowns_table(rows: Sequence[Answer], keys: Sequence[str]) -> Table:

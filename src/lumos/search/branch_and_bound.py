@@ -20,8 +20,9 @@ from lumos.program.program import Program
 from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal
 from lumos.search.ranking import BOUNDS, Bounds, Front, Objective, Simulated, promising
-from lumos.search.space import Candidate, Space
+from lumos.search.space import Space
 from lumos.setup.setup import Setup
+from lumos.step.step import StepTooLarge
 from lumos.workers import Engine, Job
 
 _LAYOUTS_PER_CHUNK = 4
@@ -41,9 +42,10 @@ class Task:
     shard: tuple[int, int] = (0, 1)
     exhaustive: bool = False  # simulate everything that fits, whatever its bound
 
-    def is_in_shard(self, candidate: Candidate) -> bool:
+    def is_in_shard(self, layout: int) -> bool:
+        """Families are dealt out whole, so that what is said of one is known to one shard."""
         index, count = self.shard
-        return (candidate.layout + candidate.variant) % count == index
+        return int(self.space.families[layout]) % count == index
 
     def bounds(self, number: int, setup: Setup) -> tuple[float, ...] | None:
         """A row of BOUNDS, or None where the configuration does not fit into memory."""
@@ -57,8 +59,12 @@ class Task:
         return number, value, seconds, memory.peak, cost
 
     def simulated(self, number: int, memory: float, bound: float) -> Simulated:
+        """A configuration whose step has more tasks than can be simulated takes inf seconds."""
         setup = self.space.setup_of(self.space.candidate(number))
-        step = self.estimator.step(setup)
+        try:
+            step = self.estimator.step(setup)
+        except StepTooLarge:
+            return Simulated(number, inf, inf, memory, inf, inf, bound)
         seconds = self.estimator.us(step) / 1e6
         joules = energy_of(step, seconds).joules
         value, cost = self.objective.value(setup, seconds, joules), self.objective.cost(setup, seconds, joules)
@@ -68,11 +74,9 @@ class Task:
 def bound_layouts(task: Task, layouts: Sequence[int]) -> tuple[int, Bounds]:
     """(valid configurations, bounds of those that fit) of some layouts; a job for an engine."""
     valid, rows = 0, []
-    for layout in layouts:
+    for layout in filter(task.is_in_shard, layouts):
         too_large: tuple[Any, ...] = ()  # all but the micro-batch: larger ones need more memory still
         for candidate, setup in task.space.candidates(layout):
-            if not task.is_in_shard(candidate):
-                continue
             valid += 1
             if candidate.values[:-1] == too_large:
                 continue
@@ -102,6 +106,11 @@ class Search:
     fitting: int = 0
     least_seconds: float = inf  # lower bound on the step of any configuration that fits
     simulated: list[Simulated] = field(default_factory=list)
+
+    @property
+    def too_large(self) -> list[Simulated]:
+        """What could not be simulated, as its step has too many tasks."""
+        return [row for row in self.simulated if row.seconds == inf]
 
     def run(self) -> Search:
         """Do everything that the journal does not have yet."""

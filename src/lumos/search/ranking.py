@@ -10,7 +10,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lumos.data_files import read_table
 from lumos.errors import OptionError
+from lumos.search.space import VARIANT_BITS
 from lumos.setup.setup import Setup
 
 OBJECTIVES = ("time", "cost", "energy", "gpus")
@@ -101,23 +103,38 @@ BOUNDS = np.dtype([("number", "i8"), ("value", "f8"), ("seconds", "f8"), ("memor
 
 @dataclass
 class Front:
-    """The `top` best configurations, and those that no other beats in time, memory and cost at once.
+    """The `top` best configurations, the `top` best families, and what no other beats in time, memory and cost at once.
 
-    Neither depends on the order in which configurations are added.
+    A family lays the weights out in one way, and its members are nearly as good as its best: a prediction cannot tell
+    them apart. `family_of` has the family of every layout (`Space.families`). Nothing here depends on the order in
+    which configurations are added.
     """
 
     top: int
+    family_of: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     best: list[Simulated] = field(default_factory=list)
     pareto: list[Simulated] = field(default_factory=list)
+    relatives: dict[int, list[Simulated]] = field(default_factory=dict)  # all of each family, best first
 
     def add(self, rows: Iterable[Simulated]) -> None:
-        """Take in configurations; those that miss the deadline (value inf) never count."""
+        """Take in configurations; those that miss the deadline, or are too large to simulate, never count."""
         new = [row for row in rows if row.value < inf]
-        self.best = sorted({*self.best, *new}, key=lambda row: (row.value, row.number))[: self.top]
+        self.best = sorted({*self.best, *new}, key=_by_value)[: self.top]
         self.pareto = pareto_front([*self.pareto, *new], lambda row: (row.seconds, row.memory, row.cost, row.number))
+        families = self._families([row.number for row in new]).tolist()
+        for family, row in zip(families, new, strict=True):
+            self.relatives.setdefault(family, []).append(row)
+        for family in set(families):
+            self.relatives[family].sort(key=_by_value)
+
+    @property
+    def families(self) -> list[list[Simulated]]:
+        """The best families, best first, and the members of each."""
+        ordered = sorted(self.relatives.values(), key=lambda rows: _by_value(rows[0]))[: self.top]
+        return [[row for row in rows if row.value <= rows[0].value * (1 + tolerance())] for rows in ordered]
 
     def can_matter(self, rows: Bounds) -> NDArray[np.bool_]:
-        """Which bounded configurations may still be among the best or on the front.
+        """Which bounded configurations may still be among the best, in one of the best families, or on the front.
 
         The others are beaten for certain, even if their times were equal to their bounds.
         """
@@ -126,8 +143,32 @@ class Front:
         on_front = valid.copy()
         for row in self.pareto:
             on_front &= ~((row.seconds < rows["seconds"]) & (row.cost <= rows["cost"]) & (row.memory <= rows["memory"]))
-        matters: NDArray[np.bool_] = on_front | valid & (rows["value"] <= worst)
+        matters: NDArray[np.bool_] = on_front | valid & ((rows["value"] <= worst) | self._in_family(rows))
         return matters
+
+    def _in_family(self, rows: Bounds) -> NDArray[np.bool_]:
+        """Which may be the best of their families or nearly so, where the family may be among the best."""
+        leaders = sorted(rows[0].value for rows in self.relatives.values())[: self.top]
+        worst = leaders[-1] if len(leaders) == self.top else inf
+        families, of = np.unique(self._families(rows["number"]), return_inverse=True)
+        known = (self.relatives.get(family) for family in families.tolist())
+        best = np.array([relatives[0].value if relatives else inf for relatives in known])[of]
+        near = rows["value"] <= best * (1 + tolerance())
+        family: NDArray[np.bool_] = near & ((best <= worst) | (rows["value"] <= worst))
+        return family
+
+    def _families(self, numbers: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = self.family_of[np.asarray(numbers, np.int64) >> VARIANT_BITS]
+        return found
+
+
+def tolerance() -> float:
+    """How much worse than the best of its family a member may be, as a share."""
+    return float(read_table("search.toml")["families"]["tolerance"])
+
+
+def _by_value(row: Simulated) -> tuple[float, int]:
+    return row.value, row.number
 
 
 def promising(rows: Bounds, most: int) -> NDArray[np.bool_]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -17,7 +18,7 @@ from lumos.search.batch import Batch, with_batch
 from lumos.search.branch_and_bound import Progress, Search, Task
 from lumos.search.estimator import Estimator
 from lumos.search.journal import open_journal
-from lumos.search.ranking import Front, Objective, Simulated, pareto_front
+from lumos.search.ranking import Front, Objective, Simulated, tolerance
 from lumos.search.space import AXES, Space, checked_choices
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.setup import Setup
@@ -29,6 +30,7 @@ COLUMNS = (
     *KEYS, "step_ms", "bound_ms", "memory_gib", "tokens_per_s_per_gpu", "energy_j", "gpu_hours_per_mtoken",
     "cost_per_mtoken", "pareto",
 )  # fmt: skip
+COUNTS = ("evaluated", "fitting", "simulated", "too_large", "seconds")  # of an answer; those of shards are added up
 _PARTS = {
     "compute": ("exposed_compute_ms", "overlapped_ms"), "communication alone": ("exposed_comm_ms",),
     "idle": ("other_ms",),
@@ -74,7 +76,7 @@ def search(
     )
     begin = monotonic()
     kept = open_journal(journal, f"{question} {shard}")
-    found = Search(task, engine or Here(), kept, Front(top), progress).run()
+    found = Search(task, engine or Here(), kept, Front(top, space.families), progress).run()
     if not found.valid and shard == (0, 1):
         raise OptionError(f"no combination is valid: {_first_mistake(setup, space.choices)}")
     return SearchResult(found, monotonic() - begin, question, batch, tuple(notes))
@@ -96,11 +98,33 @@ class SearchResult:
     question: str  # fingerprint of the options: only shards of the same search can be merged
     batch: Batch
     notes: tuple[str, ...] = ()
+    _rows: dict[int, Row] = field(default_factory=dict)  # by number: a configuration may be in several lists
 
     @cached_property
     def results(self) -> list[Row]:
         """The best configurations, best first, each with the reason why it is not the best."""
         return explained([self._row(found) for found in self.search.front.best])
+
+    @cached_property
+    def families(self) -> list[Row]:
+        """The best families, best first: the best member of each, with its variants and the values that they differ in.
+
+        A family lays the weights out in one way. Its variants are within the tolerance of its best, which is less than
+        predictions can tell apart.
+        """
+        return explained([self._family(members) for members in self.search.front.families])
+
+    def _family(self, members: Sequence[Simulated]) -> Row:
+        rows = [self._values(member, self._setup(member)) for member in members]
+        differ = {key: list(dict.fromkeys(row[key] for row in rows)) for key in KEYS}
+        variants = [
+            {key: row[key] for key in KEYS if len(differ[key]) > 1}
+            | {"step_ms": row["step_ms"], "memory_gib": row["memory_gib"]}
+            for row in rows
+        ]
+        return self._row(members[0]) | {
+            "variants": variants, "differ": {key: values for key, values in differ.items() if len(values) > 1},
+        }  # fmt: skip
 
     @cached_property
     def pareto(self) -> list[Row]:
@@ -124,9 +148,12 @@ class SearchResult:
             "evaluated": search.valid,
             "fitting": search.fitting,
             "simulated": len(search.simulated),
+            "too_large": len(search.too_large),
             "seconds": self.seconds,
             "top": search.front.top,
+            "tolerance": tolerance(),
             "bound_ms": search.least_seconds * 1e3 if search.fitting else None,
+            "families": self.families,
             "results": self.results,
             "pareto": self.pareto,
             "warnings": self.warnings,
@@ -136,7 +163,8 @@ class SearchResult:
         """Every simulated configuration, best first, with the columns COLUMNS."""
         on_front = {row.number for row in self.search.front.pareto}
         rows = []
-        for found in sorted(self.search.simulated, key=lambda row: (row.value, row.number)):
+        simulated = (row for row in self.search.simulated if row.seconds < inf)
+        for found in sorted(simulated, key=lambda row: (row.value, row.number)):
             values = self._values(found, self._setup(found)) | {"pareto": found.number in on_front}
             rows.append({key: values[key] for key in COLUMNS})
         return rows
@@ -150,6 +178,10 @@ class SearchResult:
             return [*found, "no valid configuration is in this shard"]
         if not search.fitting:
             return [*found, f"none of {search.valid:,} valid configurations fits into memory: use more or larger GPUs"]
+        if search.too_large:
+            found.append(_too_large(search.too_large))
+        if not search.front.best and len(search.too_large) == len(search.simulated):
+            return [*found, "no configuration could be simulated: use a smaller global batch"]
         if not search.front.best:
             return [*found, "none of the configurations that fit meets the deadline: allow more days, or more GPUs"]
         best = search.front.best[0]
@@ -191,6 +223,11 @@ class SearchResult:
 
     def _row(self, found: Simulated) -> Row:
         """The values of a configuration with its breakdown and interval."""
+        if found.number not in self._rows:
+            self._rows[found.number] = self._complete_row(found)
+        return self._rows[found.number]
+
+    def _complete_row(self, found: Simulated) -> Row:
         setup, objective = self._setup(found), self.search.task.objective
         predicted = self._prediction(setup)
         slower = found.seconds * 1e3 / predicted.step_ms  # a calibrated estimator adds time once per step
@@ -214,11 +251,21 @@ def explained(rows: Sequence[Row]) -> list[Row]:
 
 
 def _lost_by(best: Row, row: Row) -> str:
-    other = [f"{key.partition('.')[2]} {row[key]}, not {best[key]}" for key in KEYS if row[key] != best[key]]
-    parts = {name: sum(row["breakdown"][key] - best["breakdown"][key] for key in keys) for name, keys in _PARTS.items()}
+    other = [f"{key.partition('.')[2]} {row[key]}, not {best[key]}" for key in AXES if row[key] != best[key]]
+    mine, theirs = row["breakdown"], best["breakdown"]
+    parts = {name: sum(mine.get(key, 0.0) - theirs.get(key, 0.0) for key in keys) for name, keys in _PARTS.items()}
     longer = [f"{name} {ms:+,.1f} ms" for name, ms in sorted(parts.items(), key=lambda item: -item[1])
               if abs(ms) >= 0.05]  # fmt: skip
     return f"{'; '.join(other)}: {', '.join(longer) or 'the same time'}"
+
+
+def _too_large(rows: Sequence[Simulated]) -> str:
+    """What is known of configurations that could not be simulated."""
+    least = min(row.bound for row in rows) * 1e3
+    return (
+        f"{len(rows):,} configurations are not ranked: their steps have too many micro-batches to be simulated; none "
+        f"of them takes less than {least:,.1f} ms"
+    )
 
 
 def flat(setup: Setup) -> dict[str, Any]:
@@ -228,24 +275,3 @@ def flat(setup: Setup) -> dict[str, Any]:
         for name in ("model", "train", "parallel", "cluster")
         for key, value in getattr(setup, name)
     }
-
-
-def merged_search(parts: Sequence[Row]) -> Row:
-    """The shards of a search as the answer that one search would have given."""
-    first = parts[0]
-    best = sorted((row for part in parts for row in part["results"]), key=lambda row: (row["value"], row["number"]))
-    bounds = [part["bound_ms"] for part in parts if part["bound_ms"] is not None]
-    return first | {
-        **{key: sum(part[key] for part in parts) for key in ("evaluated", "fitting", "simulated", "seconds")},
-        "bound_ms": min(bounds, default=None),
-        "results": explained(best[: first["top"]]),
-        "pareto": pareto_front(
-            (row for part in parts for row in part["pareto"]),
-            lambda row: (row["step_ms"], row["memory_gib"], _cost(row), row["number"]),
-        ),
-        "warnings": [text for text in first["warnings"] if all(text in part["warnings"] for part in parts)],
-    }
-
-
-def _cost(row: Row) -> float:
-    return float(row["gpu_hours_per_mtoken"] if row["cost_per_mtoken"] is None else row["cost_per_mtoken"])

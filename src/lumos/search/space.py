@@ -14,6 +14,9 @@ from itertools import product
 from math import ceil
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lumos.errors import OptionError
 from lumos.schedules import schedule_named, schedules_of
 from lumos.setup.constraints import mistakes_in
@@ -32,8 +35,9 @@ DERIVED = {"parallel.dp": "parallel.tp, pp and cp", "train.microbatches": "train
 
 _MOST_CONTEXT_RANKS = 64  # tried by default; --vary parallel.cp can ask for more
 _LARGEST_MICRO_BATCH = 64
-_MOST_LAYOUTS = 1 << 20
-_VARIANT_BITS = 24
+_LAYOUTS_EACH = 100  # about; of a cluster
+_MOST_COMBINATIONS = 5_000_000  # valid or not
+VARIANT_BITS = 24  # of a configuration's number; the others are those of its layout
 
 Layout = tuple[Any, ...]
 Variant = tuple[Any, ...]
@@ -49,7 +53,7 @@ class Candidate(NamedTuple):
     @property
     def number(self) -> int:
         """Both indices in one number, which identifies the candidate within its space."""
-        return self.layout << _VARIANT_BITS | self.variant
+        return self.layout << VARIANT_BITS | self.variant
 
     def keys(self) -> dict[str, Any]:
         """The values by their setup keys, as in {"parallel.tp": 8, …}."""
@@ -72,14 +76,36 @@ class Space:
     @cached_property
     def layouts(self) -> list[Layout]:
         """Every way to lay the model out on the GPUs; some may have no valid variant."""
-        found = []
+        self._refuse_if_too_many("ways to divide the GPUs", sum(
+            len(self._tp_sizes(gpu, gpus)) * len(self._cp_sizes(gpus)) * len(self._pp_sizes(gpus)) * self._most_eps
+            for gpu, gpus in self._clusters
+        ))  # fmt: skip
+        found: list[Layout] = []
         for gpu, gpus in self._clusters:
             for tp, cp, pp in product(self._tp_sizes(gpu, gpus), self._cp_sizes(gpus), self._pp_sizes(gpus)):
                 if gpus % (tp * cp * pp) == 0 and self.setup.train.global_batch % (gpus // (tp * cp * pp)) == 0:
                     found += [(gpu, gpus, tp, cp, pp, ep) for ep in self._ep_sizes(gpus // pp)]
-        if len(found) > _MOST_LAYOUTS:
-            raise OptionError(f"{len(found):,} layouts of the GPUs are too many: fix a key with --set")
+        self._refuse_if_too_many("combinations", sum(self._count_variants(layout) for layout in found))
         return found
+
+    @staticmethod
+    def _refuse_if_too_many(what: str, count: int) -> None:
+        """Before time or memory is spent on them."""
+        if count > _MOST_COMBINATIONS:
+            raise OptionError(
+                f"{count:,} {what} are too many (more than {_MOST_COMBINATIONS:,}): name fewer values with --vary, or "
+                "fix some keys with --set"
+            )
+
+    @cached_property
+    def families(self) -> NDArray[np.int64]:
+        """The family of every layout: those with the same GPUs, TP, PP and EP lay the weights out in the same way.
+
+        Data and context parallelism divide tokens instead, and one can often take the other's place.
+        """
+        first: dict[tuple[Any, ...], int] = {}
+        keys = ((gpu, gpus, tp, pp, ep) for gpu, gpus, tp, _, pp, ep in self.layouts)
+        return np.array([first.setdefault(key, len(first)) for key in keys], np.int64)
 
     def candidates(self, layout: int) -> Iterator[tuple[Candidate, Setup]]:
         """The valid configurations of a layout, in order; micro-batch sizes vary fastest, from small to large."""
@@ -93,7 +119,7 @@ class Space:
 
     def candidate(self, number: int) -> Candidate:
         """The configuration with that number."""
-        layout, variant = divmod(number, 1 << _VARIANT_BITS)
+        layout, variant = divmod(number, 1 << VARIANT_BITS)
         values = self.layouts[layout]
         return Candidate(layout, variant, (*values, *self._variants(values)[variant]))
 
@@ -134,7 +160,9 @@ class Space:
     @cached_property
     def _clusters(self) -> dict[tuple[str, int], Any]:
         cluster, found = self.setup.cluster, {}
-        for gpu, gpus in product(self.gpu_types, self._stated("cluster.gpus")):
+        types, counts = self.gpu_types, self._stated("cluster.gpus")
+        self._refuse_if_too_many("ways to divide the GPUs", len(types) * len(counts) * _LAYOUTS_EACH)
+        for gpu, gpus in product(types, counts):
             values = {"gpus": gpus} | ({"gpu": gpu, "gpus_per_node": 0} if gpu != cluster.gpu else {})
             found[gpu, gpus] = cluster.with_values(values)
         return found
@@ -163,6 +191,11 @@ class Space:
             return (1,)
         return [n for n in self.choices.get("parallel.ep") or _divisors(experts, ranks) if ranks % n == 0]
 
+    @property
+    def _most_eps(self) -> int:
+        experts = self.setup.model.experts
+        return max(len(self.choices.get("parallel.ep") or _divisors(experts, experts)), 1)
+
     def _variants(self, layout: Layout) -> list[Variant]:
         """The variants of a layout, in the order of VARIANT, whether valid or not."""
         _, gpus, tp, cp, pp, _ = layout
@@ -170,6 +203,13 @@ class Space:
         axes = product(self._schedules(pp), self._zero_stages(dp * cp, pp), self._splits(tp), self._recomputations,
                        self._micro_batches(dp))  # fmt: skip
         return [(*schedule, *others) for schedule, *others in axes]
+
+    def _count_variants(self, layout: Layout) -> int:
+        """How many there are, without making them."""
+        _, gpus, tp, cp, pp, _ = layout
+        dp = gpus // (tp * cp * pp)
+        schedules, zeros = sum(1 for _ in self._schedules(pp)), len(self._zero_stages(dp * cp, pp))
+        return schedules * zeros * len(self._splits(tp)) * len(self._recomputations) * len(self._micro_batches(dp))
 
     @property
     def _recomputations(self) -> Sequence[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -80,15 +82,38 @@ def on_ray(address: str, workers: int) -> Iterator[Ray]:
     except ImportError:
         raise OptionError("--engine ray needs Ray: pip install 'lumos-sim[ray]'") from None
     joined = ray.is_initialized()
-    if not joined:
-        _refuse_if_silent(address)
-        try:
-            where = {"address": address} if address else {"include_dashboard": False}
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
-        except (ConnectionError, ValueError, RuntimeError) as problem:
-            raise OptionError(f"--address {address!r}: no Ray cluster answers there ({_first_line(problem)})") from None
-    try:
-        yield Ray(ray, workers)
-    finally:
+    with output_as_messages():
         if not joined:
-            ray.shutdown()
+            _refuse_if_silent(address)
+            try:
+                where = {"address": address} if address else {"include_dashboard": False}
+                ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
+            except (ConnectionError, ValueError, RuntimeError) as problem:
+                reason = _first_line(problem)
+                raise OptionError(f"--address {address!r}: no Ray cluster answers there ({reason})") from None
+        try:
+            yield Ray(ray, workers)
+        finally:
+            if not joined:
+                ray.shutdown()
+
+
+@contextmanager
+def output_as_messages() -> Iterator[None]:
+    """Whatever Ray prints goes to standard error, so that standard output holds the answer alone.
+
+    Ray's libraries and threads write to the file descriptor itself, when a node is lost for instance.
+    """
+    sys.stdout.flush()
+    try:
+        answers = os.dup(1)
+    except OSError:  # it is closed: there is nothing to protect
+        yield
+        return
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(answers, 1)
+        os.close(answers)

@@ -12,6 +12,7 @@ from lumos.report.searches import (
     bound_note,
     breakdowns_table,
     configurations_table,
+    families_note,
     keys_of,
     lost_table,
     search_cards,
@@ -24,21 +25,21 @@ _MOST_REASONS = 5
 
 
 def show_search(answer: Answer, console: Console) -> None:
-    """The best configurations, why the others lost, and the Pareto front."""
-    results, front = answer["results"], answer["pareto"]
+    """The best families of configurations, why the others lost, and the Pareto front."""
+    best, front = answer["families"], answer["pareto"]
     tables = []
-    if results:
+    if best:
         priced = front[0]["cost_per_mtoken"] is not None
         on_front = ("step_ms", "memory_gib", "cost_per_mtoken" if priced else "gpu_hours_per_mtoken")
-        best, title = f"the best by {answer['objective']}", "Pareto front of time, memory and cost"
+        caption, title = f"the best by {answer['objective']}", "Pareto front of time, memory and cost"
         tables = [
-            rendered(configurations_table(best, results, _keys(results), _OF_BEST), len(results)),
-            rendered(breakdowns_table(results[:_FEW], keys_of(results))),
-            *([rendered(lost_table(results[:_FEW]))] if len(results) > 1 else []),
+            rendered(configurations_table(caption, best, _keys(best), _OF_BEST), len(best)),
+            rendered(breakdowns_table(best[:_FEW], keys_of(best))),
+            *([rendered(lost_table(best[:_FEW]))] if len(best) > 1 else []),
             rendered(configurations_table(title, front, _keys(front), on_front), _MOST_ON_FRONT),
         ]
-    console.print(Group(summary("configurations", search_cards(answer)), *tables,
-                        *notes([*bound_note(answer), *answer["warnings"]])))  # fmt: skip
+    remarks = [*families_note(answer), *bound_note(answer), *answer["warnings"]]
+    console.print(Group(summary("configurations", search_cards(answer)), *tables, *notes(remarks)))
 
 
 def _keys(rows: Sequence[Answer]) -> list[str]:

@@ -1,0 +1,101 @@
+"""Parts: the shards of a search, checked key by key and merged into one answer.
+
+A part is a file that may have been damaged or edited, so nothing in it is taken for granted: what is missing, of
+another type or out of range is refused with its place, before anything is added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypedDict
+
+import msgspec
+from msgspec import Meta
+
+from lumos.errors import InputError
+from lumos.search.ranking import OBJECTIVES, pareto_front
+from lumos.search.search import COUNTS, KEYS, Row, explained
+
+_MOST_SHARDS = 1 << 16
+
+Shard = Annotated[list[Annotated[int, Meta(ge=1, le=_MOST_SHARDS)]], Meta(min_length=2, max_length=2)]
+"""Which part of how many, from 1."""
+
+_Number = Annotated[float, Meta(ge=0, le=1e30)]
+_Positive = Annotated[float, Meta(gt=1e-30, le=1e30)]
+_Any = Annotated[float, Meta(ge=-1e30, le=1e30)]
+_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Text = Annotated[str, Meta(max_length=20_000)]
+_Value = bool | int | _Any | _Text | None
+
+_WORDS = ("cluster.gpu", "parallel.schedule", "train.recompute")
+_SWITCHES = ("parallel.sequence_parallel",)
+_SETTINGS: dict[str, Any] = {key: _Text if key in _WORDS else bool if key in _SWITCHES else _Count for key in KEYS}
+
+_Pair = Annotated[list[_Number], Meta(min_length=2, max_length=2)]
+
+
+class _Batch(TypedDict):
+    sequences: _Count
+    tokens: _Count
+    source: _Text
+    why: _Text
+
+
+_ROW: dict[str, Any] = _SETTINGS | {
+    "step_ms": _Positive, "bound_ms": _Positive, "memory_gib": _Number, "tokens_per_s_per_gpu": _Number,
+    "energy_j": _Number, "gpu_hours_per_mtoken": _Number, "cost_per_mtoken": _Number | None, "number": _Count,
+    "value": _Positive, "interval_ms": _Pair, "mfu": _Number | None, "breakdown": dict[str, _Any],
+    "bubble": _Any | None, "joules_per_token": _Number, "days": _Number | None, "money": _Number | None,
+}  # fmt: skip
+_Row = TypedDict("_Row", _ROW)  # type: ignore[misc]
+_Result = TypedDict("_Result", _ROW | {"lost_by": _Text})  # type: ignore[misc]
+_Family = TypedDict(  # type: ignore[misc]
+    "_Family", _ROW | {"lost_by": _Text, "variants": list[dict[str, _Value]], "differ": dict[str, list[_Value]]}
+)
+_PART: dict[str, Any] = {
+    "kind": Literal["search"], "question": _Text, "shard": Shard, "objective": Literal[*OBJECTIVES],
+    "parameters": _Count, "active_parameters": _Count, "global_batch": _Batch,
+    "setup": dict[str, _Value | list[_Value]], "tried": dict[str, list[_Value]],
+    **dict.fromkeys(COUNTS, _Count), "seconds": _Number, "top": Annotated[int, Meta(ge=1, le=1 << 32)],
+    "tolerance": _Number, "bound_ms": _Positive | None, "families": list[_Family], "results": list[_Result],
+    "pareto": list[_Row], "warnings": list[_Text],
+}  # fmt: skip
+_Part = TypedDict("_Part", _PART)  # type: ignore[misc]
+
+
+def checked_part(content: Mapping[str, Any], where: str) -> Row:
+    """A shard of a search with its known keys alone, or InputError that names the first that is wrong."""
+    try:
+        part: Row = msgspec.to_builtins(msgspec.convert(content, _Part))
+    except (msgspec.ValidationError, RecursionError) as problem:
+        raise InputError(f"{where}: not a whole shard of a search ({problem}); search that shard again") from None
+    if bool(part["results"]) != bool(part["pareto"]) or bool(part["results"]) != bool(part["families"]):
+        raise InputError(f"{where}: results, families and pareto contradict each other; search that shard again")
+    return part
+
+
+def merged_search(parts: Sequence[Row]) -> Row:
+    """The shards of a search as the answer that one search would have given."""
+    first = parts[0]
+    bounds = [part["bound_ms"] for part in parts if part["bound_ms"] is not None]
+    return first | {
+        **{key: sum(part[key] for part in parts) for key in COUNTS},
+        "bound_ms": min(bounds, default=None),
+        "families": _best(parts, "families"),
+        "results": _best(parts, "results"),
+        "pareto": pareto_front(
+            (row for part in parts for row in part["pareto"]),
+            lambda row: (row["step_ms"], row["memory_gib"], _cost(row), row["number"]),
+        ),
+        "warnings": [text for text in first["warnings"] if all(text in part["warnings"] for part in parts)],
+    }
+
+
+def _best(parts: Sequence[Row], key: str) -> list[Row]:
+    rows = sorted((row for part in parts for row in part[key]), key=lambda row: (row["value"], row["number"]))
+    return explained(rows[: parts[0]["top"]])
+
+
+def _cost(row: Row) -> float:
+    return float(row["gpu_hours_per_mtoken"] if row["cost_per_mtoken"] is None else row["cost_per_mtoken"])
