@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,10 @@ from lumos.graph.graph import Graph
 from lumos.graph.simulate import Times, simulate
 from lumos.trace.steps import StepMarks, Steps, find_steps
 from lumos.trace.trace import Trace
+
+_LONGEST_STEP_MS, _SHORTEST_STEP_MS = 3.6e6, 0.01
+_SHORTEST_SHARE = 0.1  # of the typical step in the mean
+_MOST_ERROR_PCT = 20.0  # all recorded jobs are within a few per cent
 
 
 @dataclass(frozen=True)
@@ -184,4 +188,23 @@ class Replay:
 def replay(source: Trace | Execution, cost: ProfilerCost | None = None) -> Replay:
     """Build and simulate a trace; what is a graph already is taken as it is."""
     execution = source if isinstance(source, Execution) else build(source)
-    return Replay(execution, find_steps(execution.trace), cost or load_profiler_cost())
+    run = Replay(execution, find_steps(execution.trace), cost or load_profiler_cost())
+    doubts = _doubts(run)
+    return replace(run, execution=replace(execution, warnings=(*execution.warnings, *doubts))) if doubts else run
+
+
+def _doubts(run: Replay) -> list[str]:
+    """What no training step is like: then the trace is damaged, or its steps are not what they seem."""
+    recorded, doubts = run.recorded_steps.mean, []
+    if recorded > _LONGEST_STEP_MS:
+        doubts.append(f"a step of {recorded / 3.6e6:,.1f} hours: its times are damaged, or the trace is of many steps")
+    if recorded < _SHORTEST_STEP_MS:
+        doubts.append(f"a step of {recorded * 1e3:.3g} µs: no training step is as short; are its marks right?")
+    if run.recorded_steps.typical < _SHORTEST_SHARE * recorded:
+        doubts.append("some steps are less than a tenth of the mean: they overlap or differ; choose one with --step")
+    if abs(run.error_pct) > _MOST_ERROR_PCT:
+        doubts.append(
+            f"the simulated step differs by {run.error_pct:+.0f} % from the recorded one: the trace contradicts "
+            "itself, and what follows from it is not reliable; record it again"
+        )
+    return doubts

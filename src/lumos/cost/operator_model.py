@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import tokenize
 import zipfile
 import zlib
 from collections import defaultdict
@@ -248,7 +249,7 @@ def _decode(data: bytes, place: str) -> tuple[str, dict[str, Regressor]]:
 # What numpy, zipfile and json raise on bytes that were never written by `encode`.
 _CORRUPT = (
     ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, MemoryError, EOFError,
-    OSError, SyntaxError, NotImplementedError, RecursionError, zipfile.BadZipFile, zlib.error,
+    OSError, SyntaxError, NotImplementedError, RecursionError, zipfile.BadZipFile, zlib.error, tokenize.TokenError,
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lumos.errors import OptionError
+from lumos.errors import InputError, OptionError
 from lumos.trace.names import Category, is_step
 from lumos.trace.trace import Ints, Trace
 
@@ -82,13 +82,21 @@ def find_steps(trace: Trace) -> StepMarks:
     last = _last_on_gpu(trace, by_rank)
     shared = [n for n in by_rank[ranks[0]] if all(n in by_rank[r] for r in ranks)]
     working = [n for n in shared if any(last[r].get(n, -1) >= 0 for r in ranks)]
-    names = working or shared  # a trailing step may be empty
+    names = [n for n in working or shared  # a trailing step may be empty
+             if any(trace.duration[by_rank[r][n]] > 0 or last[r].get(n, -1) >= 0 for r in ranks)]  # fmt: skip
     if not names:
+        _refuse_a_moment(trace)
         none = np.full((1, len(ranks)), -1)
         return StepMarks((WHOLE,), ranks, none, none, trace.is_work)
     note = np.array([[by_rank[r][n] for r in ranks] for n in names])
     last_row = np.array([[last[r].get(n, -1) for r in ranks] for n in names])
     return StepMarks(tuple(names), ranks, note, last_row, trace.is_work)
+
+
+def _refuse_a_moment(trace: Trace) -> None:
+    if len(trace) == 0 or int(trace.end.max()) <= int(trace.start.min()):
+        path = trace.headers[0].path if trace.headers else "the trace"
+        raise InputError(f"{path}: nothing in it takes any time; record it again")
 
 
 def _last_on_gpu(trace: Trace, by_rank: dict[int, dict[str, int]]) -> dict[int, dict[str, int]]:

@@ -227,6 +227,19 @@ class Trace:
 COLUMNS = ("category", "name", "lane", "start", "duration", "correlation", "message")  # of a Trace
 
 
+_SPAN_NS = 86_400 * 10**9  # no recording takes longer than a day
+
+
+def without_strays(trace: Trace) -> Trace:
+    """A trace without events that are more than a day from most of the others, and a warning that says so."""
+    if len(trace) == 0 or int(trace.start.max()) - int(trace.start.min()) <= _SPAN_NS:
+        return trace
+    middle = int(np.sort(trace.start)[len(trace) // 2])
+    near = np.abs(trace.start - middle) <= _SPAN_NS
+    text = f"{(~near).sum():,} events are more than a day from the others and were left out: their times are damaged"
+    return replace(trace.select(near), warnings=(*trace.warnings, text))
+
+
 def concatenate(traces: Sequence[Trace]) -> Trace:
     """The ranks of one job, or the shares of one file, as one trace; equal lanes become one."""
     if len(traces) == 1:

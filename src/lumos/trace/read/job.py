@@ -28,7 +28,7 @@ from lumos.trace.read.formats import Form, form_of, head_of, is_gzip
 from lumos.trace.read.host_memory import available_bytes, refuse_events, require_memory
 from lumos.trace.read.kineto import read_share, whole_number
 from lumos.trace.read.nsys import read_nsys
-from lumos.trace.trace import Header, Trace, concatenate
+from lumos.trace.trace import Header, Trace, concatenate, without_strays
 from lumos.workers import Engine, Here, Job, engine_named
 
 _LIMITS = read_table("trace_rules.toml")["reading"]
@@ -74,7 +74,7 @@ def read_job(
         advice = "read fewer ranks with --match, or record fewer steps"
         require_memory(where, need * _LIMITS["memory_per_json_byte"], advice)
         traces = _collected(files, _kineto_traces(files, workers, engine, meanwhile), progress)
-    traces = [_with_rank(trace, Path(trace.headers[0].path), pattern, len(files)) for trace in traces]
+    traces = [_with_rank(without_strays(trace), Path(trace.headers[0].path), pattern, len(files)) for trace in traces]
     _refuse_mixed_jobs(traces)
     traces.sort(key=lambda t: t.headers[0].rank)
     job = concatenate(traces)

@@ -1,0 +1,447 @@
+"""Fuzzing: mutated files of every kind, through the command line in this process, within limits of time and memory.
+
+    python tests/fuzz.py --seconds 3600 --seed 7        # `make fuzz` does the same
+    python tests/fuzz.py --case 7:1234                  # that case again, with its traceback
+
+A case is a seed and a number: they choose a target, which makes good input, mutates it and runs a command. Sound is
+an answer with finite, plausible numbers, or a LumosError. Everything else is a finding: another exception, a case that
+takes longer than `MOST_SECONDS` or more than `MOST_BYTES`, numbers that are not finite, a negative time, or a step of
+more than a year without a warning. What was wrong, and the files, are kept in a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import mutations as m
+from support import header, training_run, write_trace
+
+from lumos.cli import terminal
+from lumos.cli.main import app
+from lumos.errors import LumosError
+from lumos.files import json_of
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_SECONDS = 20
+MOST_BYTES = 6 << 30  # of address space
+YEAR_MS = 365.0 * 86_400e3
+MOST_OF_A_KIND = 2  # findings that are kept and printed
+WRITES = ("", "", "", "answer.html", "answer.json", "answer.csv")
+
+
+class UnsoundError(Exception):
+    """An answer that no run can have."""
+
+
+class TooSlowError(BaseException):
+    """A case that is stopped; nothing in the project may catch it."""
+
+
+# Running a command
+
+
+class Ran(NamedTuple):
+    """What a command did: its answer, or None where it was refused."""
+
+    answer: dict[str, Any] | None
+    refusal: str = ""
+
+
+def run(folder: Path, *arguments: str) -> Ran:
+    """A command in this process and this folder, with everything it prints; an unsound answer raises UnsoundError."""
+    answers: list[dict[str, Any]] = []
+
+    def seen(answer: dict[str, Any]) -> bytes:
+        answers.append(answer)
+        return json_of(answer)
+
+    screen = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    before, stdout, terminal.json_of = Path.cwd(), sys.stdout, seen
+    os.chdir(folder)
+    sys.stdout = screen
+    try:
+        app(list(arguments), standalone_mode=False)
+        screen.flush()
+    except Exception as refused:
+        if not isinstance(refused, LumosError) and not hasattr(refused, "exit_code"):  # typer's have one
+            raise
+        if isinstance(refused, LumosError) and not str(refused).strip():
+            raise UnsoundError("refused without a word") from refused
+        return Ran(None, str(refused))
+    finally:
+        sys.stdout, terminal.json_of = stdout, json_of
+        os.chdir(before)
+    _refuse_controls(screen.buffer.getvalue())  # type: ignore[attr-defined]
+    for answer in answers:
+        check_sound(answer)
+    return Ran(answers[-1] if answers else {})
+
+
+def _refuse_controls(printed: bytes) -> None:
+    bad = [byte for byte in printed if byte < 32 and byte not in b"\n"] if b"\x1b" in printed else []
+    if bad:
+        raise UnsoundError(f"control characters on the terminal: {bad[:5]}")
+
+
+def check_sound(answer: dict[str, Any]) -> None:
+    """Numbers are finite, times and sizes are not negative, a step of years is not stated without a warning."""
+    for place, number in numbers(answer):
+        if not math.isfinite(number):
+            raise UnsoundError(f"{place} = {number}")
+        name = place.rsplit(".", 1)[-1]
+        if number < 0 and name in ("step_ms", "recorded_ms", "simulated_ms", "clean_ms", "tokens_per_second", "mfu"):
+            raise UnsoundError(f"{place} = {number}")
+    step = max((answer.get(key) or 0.0 for key in ("recorded_ms", "simulated_ms", "step_ms")), default=0.0)
+    if isinstance(step, float) and step > YEAR_MS and not (answer.get("warnings") or answer.get("notes")):
+        raise UnsoundError(f"a step of {step / YEAR_MS:.1f} years, and no warning")
+
+
+def numbers(value: Any, place: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers of an answer, and where they stand."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from numbers(part, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from numbers(part, place)
+    elif isinstance(value, float | int):
+        yield place, value
+
+
+# Good input, made once
+
+
+@cache
+def store() -> Path:
+    """A folder for what is made once and copied for every case."""
+    return Path(tempfile.mkdtemp(prefix="lumos-fuzz-"))
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    folder = store() / name
+    if not folder.exists():
+        new = Path(tempfile.mkdtemp(dir=store()))
+        make(new)
+        new.rename(folder)
+    return folder
+
+
+def good_command(folder: Path, *arguments: str) -> None:
+    ran = run(folder, *arguments)
+    if ran.answer is None:
+        raise RuntimeError(f"the input of a target is refused: {arguments}: {ran.refusal}")
+
+
+SEARCH = ("search", str(ROOT / "examples/one-h200.toml"), "--gpus", "2", "--workers", "1", "--vary",
+          "train.recompute=none,full", "--top", "3")  # fmt: skip
+MEASURED = (
+    "id,source,model_name,gpu,framework,n_gpus,n_layers,hidden,n_heads,ffn_hidden,vocab,seq_len,global_batch,"
+    "micro_batch,tp,pp,dp,precision,step_time_s\n"
+    "a,here,small,h200,megatron-core,8,8,1024,16,4096,32000,2048,16,2,2,1,4,bf16,0.2\n"
+    "b,here,small,a100,pytorch,2,4,1024,16,4096,32000,1024,4,2,1,1,2,bf16,0.1\n"
+)
+
+
+def searched(folder: Path) -> None:
+    good_command(folder, *SEARCH, "--json", "--journal", "journal", "-o", "answer.json")
+
+
+def parts(folder: Path) -> None:
+    for shard in ("1/2", "2/2"):
+        good_command(folder, *SEARCH, "--shard", shard, "-o", f"search{shard[0]}.json")
+        (folder / "runs.csv").write_text(MEASURED)
+        good_command(folder, "score", "runs.csv", "--shard", shard, "-o", f"score{shard[0]}.json")
+
+
+def cost_file(folder: Path) -> None:
+    from lumos.cost.operator_model import _shipped, encode
+
+    regressors = dict(list(_shipped("h200").items())[:2])
+    (folder / "model.npz").write_bytes(encode("h200", regressors))
+
+
+def chakra_files(folder: Path) -> None:
+    for rank in (0, 1):
+        write_trace(folder / f"rank{rank}.json", training_run(rank=rank, steps=1), header(rank, 2))
+    good_command(folder, "convert", ".", "-o", "run.et")
+    for file in folder.glob("*.json"):
+        file.unlink()
+
+
+@cache
+def setup_files() -> list[Path]:
+    """Descriptions of every kind that the repository has."""
+    return [ROOT / "examples" / name for name in ("one-h200.toml", "config.json", "megatron.sh", "torchtitan.toml")]
+
+
+# Targets: each makes input in a folder from a source of randomness, and runs commands on it
+
+
+Random = random.Random
+
+
+def mutated_trace(chance: Random, folder: Path) -> Path:
+    """A job of one or two ranks, of which one is mutated; the path to name."""
+    ranks = chance.choice((1, 1, 2))
+    for rank in range(ranks):
+        events, head = training_run(rank=rank, steps=chance.choice((1, 2)), layers=2), header(rank, ranks)
+        if rank == ranks - 1:
+            for _ in range(chance.choice((1, 1, 2, 3))):
+                events = chance.choice(m.MUTATIONS)(chance, events) or events[:1]
+        path = write_trace(folder / f"rank{rank}.json", events, head, layout=chance.choice(m.LAYOUTS))
+    if chance.random() < 0.4:
+        path.write_bytes(m.damaged(chance, path.read_bytes()))
+    return folder if ranks > 1 else path
+
+
+def trace_commands(chance: Random, folder: Path) -> None:
+    path = str(mutated_trace(chance, folder))
+    step = ["--step", chance.choice(["0", "1", "99", "#1", "x"])] if chance.random() < 0.1 else []
+    show, output = chance.choice([["--json"], []]), chance.choice(WRITES)
+    written = ["-o", output] if output else []
+    match chance.randrange(6):
+        case 0 | 1:
+            run(folder, "replay", path, *step, *show, *written)
+        case 2:
+            what = chance.choice(["compute", "comm", "cpu", "kernel:.", "kernel:[", "kernel:a{99999999999}"])
+            run(folder, "predict", "--from", path, "--scale", f"{what}={chance.choice(m.FACTORS)}", *show, *written)
+        case 3:
+            run(folder, "check", path, *show)
+        case 4:
+            write_trace(folder / "good.json", training_run(steps=1), header(0))
+            both = [path, "good.json"] if chance.random() < 0.5 else ["good.json", path]
+            run(folder, "compare", *both, *show)
+        case 5:
+            change = f"{chance.choice(m.KEYS)}={chance.choice(m.VALUES)}"
+            run(folder, "predict", "--from", path, "--set", change, *show)
+
+
+def convert_and_back(chance: Random, folder: Path) -> None:
+    """What convert writes, replay reads."""
+    path = mutated_trace(chance, folder)
+    if run(folder, "replay", str(path), "--json").answer is None:
+        return
+    (folder / "out").mkdir()
+    name = chance.choice(["out/x.et", "out/x.{rank}.trace.json"])
+    if run(folder, "convert", str(path), "-o", name, "--json").answer is not None:
+        back = run(folder, "replay", "out", "--json")
+        if back.answer is None:
+            raise UnsoundError(f"replay refuses what convert wrote: {back.refusal}")
+
+
+def chakra(chance: Random, folder: Path) -> None:
+    shutil.copytree(made_once("chakra", chakra_files), folder, dirs_exist_ok=True)
+    file = chance.choice(sorted(folder.glob("*.et")))
+    file.write_bytes(m.damaged(chance, file.read_bytes()))
+    run(folder, chance.choice(["replay", "check"]), ".", *chance.choice([["--json"], []]))
+
+
+def setups(chance: Random, folder: Path) -> None:
+    source = chance.choice(setup_files())
+    text = source.read_bytes()
+    if source.suffix == ".json" and chance.random() < 0.7:
+        text = m.mutated_json(chance, text)
+    elif chance.random() < 0.85:
+        text = m.mutated_text(chance, text)
+    (folder / source.name).write_bytes(text)
+    changes = []
+    for _ in range(chance.choice((0, 0, 1, 2))):
+        changes += ["--set", f"{chance.choice(m.KEYS)}={chance.choice(m.VALUES)}"]
+    bill = ["--price", chance.choice(m.VALUES), "--tokens", chance.choice(m.VALUES)] if chance.random() < 0.2 else []
+    show, output = chance.choice([["--json"], []]), chance.choice(WRITES)
+    run(folder, "predict", source.name, "--describe", *changes, *bill, *show, *(["-o", output] if output else []))
+
+
+def searches(chance: Random, folder: Path) -> None:
+    """Searches with odd questions; bounded by a small space."""
+    options = {
+        "--memory": chance.choice(m.VALUES), "--top": chance.choice(["1", "3", "0", "-1", "1000000"]),
+        "--deadline": chance.choice(m.VALUES), "--price": chance.choice(m.VALUES),
+        "--objective": chance.choice(["time", "cost", "energy", "gpus", "x"]),
+        "--set": f"{chance.choice(m.KEYS)}={chance.choice(m.VALUES)}",
+    }  # fmt: skip
+    chosen = chance.sample(sorted(options), chance.choice((1, 2)))
+    asked = [x for name in chosen for x in (name, options[name])]
+    run(folder, *SEARCH, *asked, *chance.choice([["--json"], []]))
+
+
+def journals(chance: Random, folder: Path) -> None:
+    """A damaged journal is mended or refused; it never changes the answer."""
+    shutil.copytree(made_once("searched", searched), folder, dirs_exist_ok=True)
+    files = sorted(file for file in (folder / "journal").rglob("*") if file.is_file())
+    contents = {file: file.read_bytes() for file in files}
+    for file in chance.sample(files, min(len(files), chance.choice((1, 1, 2)))):
+        match chance.randrange(5):
+            case 0:
+                file.unlink()
+            case 1:
+                file.write_bytes(b"")
+            case 2:
+                file.write_bytes(contents[chance.choice(files)])
+            case _:
+                file.write_bytes(m.damaged(chance, file.read_bytes()))
+    again = run(folder, *SEARCH, "--json", "--journal", "journal").answer
+    if again is not None:
+        truth = json.loads((folder / "answer.json").read_bytes())
+        if [row["step_ms"] for row in again["results"]] != [row["step_ms"] for row in truth["results"]]:
+            raise UnsoundError("a damaged journal changed the answer")
+
+
+def merges(chance: Random, folder: Path) -> None:
+    kind = chance.choice(["search", "score"])
+    names = [f"{kind}1.json", f"{kind}2.json"]
+    for name in names:
+        shutil.copy(made_once("parts", parts) / name, folder / name)
+    one = folder / chance.choice(names)
+    mutate = m.mutated_json if chance.random() < 0.8 else m.damaged
+    one.write_bytes(mutate(chance, one.read_bytes()))
+    output = chance.choice(["", "", "answer.html", "answer.csv"]) if kind == "search" else ""
+    run(folder, "merge", *names, *chance.choice([["--json"], []]), *(["-o", output] if output else []))
+
+
+def tables(chance: Random, folder: Path) -> None:
+    (folder / "runs.csv").write_bytes(m.mutated_text(chance, MEASURED.encode()))
+    run(folder, "score", "runs.csv", *chance.choice([["--json"], []]))
+
+
+def costs(chance: Random, folder: Path) -> None:
+    rows, model = (ROOT / "examples/operators.json").read_bytes(), made_once("cost", cost_file) / "model.npz"
+    packed = model.read_bytes()
+    if chance.random() < 0.5:
+        rows = chance.choice([m.mutated_json, m.damaged])(chance, rows)
+    else:
+        packed = m.damaged_npz(chance, packed)
+    (folder / "rows.json").write_bytes(rows)
+    (folder / "model.npz").write_bytes(packed)
+    run(folder, "cost", "rows.json", "--model", "model.npz", *chance.choice([["--json"], []]))
+
+
+def profiler_costs(chance: Random, folder: Path) -> None:
+    write_trace(folder / "good.json", training_run(steps=1), header(0))
+    text = (ROOT / "src/lumos/data/profiler.json").read_bytes()
+    (folder / "costs.json").write_bytes(chance.choice([m.mutated_json, m.damaged])(chance, text))
+    run(folder, "replay", "good.json", "--profiler-costs", "costs.json", *chance.choice([["--json"], []]))
+
+
+TARGETS: tuple[tuple[Callable[[Random, Path], None], int], ...] = (
+    (trace_commands, 8), (convert_and_back, 3), (chakra, 2), (setups, 8), (searches, 2), (journals, 2), (merges, 3),
+    (tables, 2), (costs, 2), (profiler_costs, 1),
+)  # fmt: skip
+
+
+# Cases, and what is kept of those that fail
+
+
+class Finding(NamedTuple):
+    """A case that failed."""
+
+    case: str
+    target: str
+    what: str
+    trace: str
+
+    @property
+    def kind(self) -> str:
+        """Findings of one kind have one cause, as a rule: the exception, and the line of the project that raised it."""
+        places = [line.strip() for line in self.trace.splitlines() if "/lumos/" in line and ", line " in line]
+        return f"{self.target} {self.what.split(':')[0]} {places[-1] if places else self.what[:60]}"
+
+
+def try_case(seed: int, number: int, folder: Path) -> Finding | None:
+    """One case in an empty folder."""
+    chance = Random(f"{seed}:{number}")
+    target = chance.choices([t for t, _ in TARGETS], [weight for _, weight in TARGETS])[0]
+    try:
+        with time_limit(MOST_SECONDS):
+            target(chance, folder)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        what = "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:300]
+        return Finding(f"{seed}:{number}", target.__name__, what, traceback.format_exc())
+    return None
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TooSlowError(f"more than {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def fuzz(seed: int, seconds: float, kept: Path | None, cases: int = sys.maxsize) -> tuple[int, list[Finding]]:
+    """Try cases until the time or their number is over; (how many were tried, what was found)."""
+    findings: list[Finding] = []
+    kinds: Counter[str] = Counter()
+    end, number = time.monotonic() + seconds, 0
+    while number < cases and time.monotonic() < end:
+        folder = Path(tempfile.mkdtemp(prefix="case-", dir=store()))
+        finding = try_case(seed, number, folder)
+        if finding is not None:
+            findings.append(finding)
+            kinds[finding.kind] += 1
+            if kept is not None and kinds[finding.kind] <= MOST_OF_A_KIND:
+                keep(finding, folder, kept)
+        shutil.rmtree(folder, ignore_errors=True)
+        number += 1
+    return number, findings
+
+
+def keep(finding: Finding, folder: Path, kept: Path) -> None:
+    place = kept / finding.case.replace(":", "-")
+    shutil.copytree(folder, place, dirs_exist_ok=True, symlinks=True)
+    (place / "finding.txt").write_text(f"{finding.target}: {finding.what}\n\n{finding.trace}")
+    print(f"{finding.case} {finding.target}: {finding.what}", flush=True)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    options.add_argument("--seconds", type=float, default=3600.0)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--keep", type=Path, default=ROOT / "out/fuzz", help="a folder for cases that fail")
+    options.add_argument("--case", default="", help="SEED:NUMBER of one case to repeat")
+    chosen = options.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    try:
+        if chosen.case:
+            seed, number = map(int, chosen.case.split(":"))
+            folder = Path(tempfile.mkdtemp(prefix="lumos-case-"))
+            finding = try_case(seed, number, folder)
+            print(f"{folder}\n{finding.trace if finding else 'sound'}")
+            return finding is not None
+        tried, findings = fuzz(chosen.seed, chosen.seconds, chosen.keep)
+    finally:
+        shutil.rmtree(store(), ignore_errors=True)
+    print(f"seed {chosen.seed}: {tried:,} cases, {len(findings)} findings" + (f" in {chosen.keep}" if findings else ""))
+    return bool(findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
