@@ -30,7 +30,7 @@ def layout_of(preset: str = "llama3-8b", framework: str = "megatron", **changes:
     stated = {key.replace("__", "."): value for key, value in changes.items()}
     setup = setup.replaced({"parallel.dp": 1, "train.microbatches": 1} | stated)
     assert mistakes_in(setup) == []
-    return RankLayout(setup, framework_named(framework))
+    return RankLayout(setup, framework_named(framework, setup.train.precision))
 
 
 def kinds(block: Block) -> Counter[str]:
@@ -563,6 +563,8 @@ def test_adapters_are_thin_matrices_beside_the_linear_layers_of_attention(tp: in
         ("pytorch", "bf16", 2, 2, 4),  # all as trained
         ("pytorch", "fp32", 4, 4, 8),
         ("megatron", "bf16", 2, 4, 12),  # master weights and two moments in fp32
+        ("megatron", "fp16", 2, 2, 12),  # fp16 is accumulated and reduced as it is
+        ("megatron-2021", "fp16", 2, 2, 12),
         ("neox", "bf16", 2, 2, 12),
         ("torchtitan", "bf16", 4, 4, 8),  # fp32 weights, cast for the matmuls
     ],
@@ -660,6 +662,13 @@ def test_gradients_are_accumulated_in_fp32_by_the_matmul_or_after_it() -> None:
         added = [op for op in TransformerLayer(layout_of(framework=framework)).backward() if "accumulate" in op.name]
         assert sum(op.work.bytes for op in added) == each * weights
         assert {op.launches for op in added} == {launches}
+
+
+def test_megatron_accumulates_fp16_in_fp16() -> None:
+    layout = layout_of(framework="megatron-2021", train__precision="fp16", train__microbatches=4)
+    added = [op for op in TransformerLayer(layout).backward() if "accumulate" in op.name]
+    weights = sum(a * b for a, b in ((6144, H), (H, Q), (2 * FFN, H), (H, FFN)))
+    assert sum(op.work.bytes for op in added) == 3 / 4 * 6 * weights  # not for the first of four micro-batches
 
 
 def test_linear_layers_in_8_bits_cast_their_inputs_and_gradients() -> None:

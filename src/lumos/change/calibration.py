@@ -445,7 +445,7 @@ class ChangedBlocks:
 
     @staticmethod
     def _is_dtensor(setup: Setup) -> bool:
-        framework = framework_named(setup.train.framework)
+        framework = framework_named(setup.train.framework, setup.train.precision)
         return setup.parallel.tp > 1 and framework.dtensor_updates > 0
 
 

@@ -279,7 +279,7 @@ def _shards(setup: Setup) -> int:
 def _values(setup: Setup) -> Values:
     """Every size that a dimension may have, by name; 0 where a model has none. Of equal ones, the first counts."""
     model, tp = setup.model, setup.parallel.tp
-    layout = RankLayout(setup, framework_named(setup.train.framework))
+    layout = RankLayout(setup, framework_named(setup.train.framework, setup.train.precision))
     batch, seq = layout.sequences, layout.seq
     dim, heads, kv = model.head_dim, model.heads, model.kv_heads
     rows = batch * seq

@@ -42,7 +42,7 @@ class Program:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.framework = framework_named(setup.train.framework)
+        self.framework = framework_named(setup.train.framework, setup.train.precision)
         self.layout = RankLayout(setup, self.framework)
         self._held: dict[int, Parameters] = {}  # by the first of the stages that hold the same
 

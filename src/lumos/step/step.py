@@ -147,7 +147,7 @@ def prices_of(
 ) -> Prices:
     """What operators, collectives and blocks cost in a setup."""
     gpu = setup.cluster.accelerator
-    framework = framework_named(setup.train.framework)
+    framework = framework_named(setup.train.framework, setup.train.precision)
     factors = factors or in_step_factors(gpu)
     prices = make_prices(
         model or cost_model(gpu.name), network or network_of(_wired(setup, gpu), setup.cluster.fabric, factors),
@@ -163,7 +163,8 @@ def shape_of(setup: Setup) -> Hashable:
     p, t, cluster = setup.parallel, setup.train, setup.cluster
     experts = (p.ep, p.dp, p.pp) if setup.model.experts else ()
     sharded = p.zero == 3 and p.dp * p.cp > 1
-    added = 0 if framework_named(t.framework).accumulates_fp32 else t.microbatches  # to gradients, but for the first
+    framework = framework_named(t.framework, t.precision)
+    added = 0 if framework.accumulates_fp32 else t.microbatches  # to gradients, but for the first
     return (
         setup.model, t.model_copy(update={"microbatches": added, "global_batch": 0}), cluster,
         p.tp, p.cp, p.sequence_parallel, p.tp_overlap, p.pp > 1, sharded, experts,
