@@ -280,7 +280,7 @@ def test_axolotl_and_llama_factory(tmp_path: Path) -> None:
         ("a.yaml", "model: {d_model: 4096}\nmax_sequence_length: 2048\ndevice_train_microbatch_size: 2\n", "OLMo"),
         ("a.yaml", "max_seq_len: 2048\nmodel: {name: mpt_causal_lm, d_model: 768}\n", "llm-foundry"),
         ("a.yaml", "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n", "accelerate"),
-        ("a.py", "from torchtitan.config import TrainingConfig\ndef llama3_8b(): return 1\n", "torchtitan's command"),
+        ("a.py", "from torchtitan.config import TrainingConfig\ndef llama3_8b(): return 1\n", "Python is not read"),
         (
             "a.sh",
             "accelerate launch run_clm.py --model_name_or_path gpt2 --config_file fsdp.yaml",
@@ -291,6 +291,53 @@ def test_axolotl_and_llama_factory(tmp_path: Path) -> None:
 )
 def test_files_that_are_not_read_are_refused_by_name(tmp_path: Path, name: str, text: str, words: str) -> None:
     assert words in refused(tmp_path, text, name, "train.seq=64")
+
+
+REGISTRY = """
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.trainer import Trainer
+from . import model_registry
+
+def llama3_8b() -> Trainer.Config:
+    model_spec = model_registry("8B")
+    return Trainer.Config(
+        model_spec=model_spec,
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096, steps=10),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2, context_parallel_degree=how_many()),
+        activation_checkpoint=FullAC.Config(),
+    )
+
+def llama3_8b_float8() -> Trainer.Config:
+    config = llama3_8b()
+    config.compile = CompileConfig(enable=True)
+    config.parallelism.tensor_parallel_degree = 4
+    config.model_spec = model_registry("8B", converters=[Float8LinearConverter.Config(enable=True)])
+    return config
+
+def forever() -> Trainer.Config:
+    return forever()
+"""
+
+
+def test_a_torchtitan_configuration_in_python_is_read_where_it_is_literal(tmp_path: Path) -> None:
+    (tmp_path / "llama3").mkdir()
+    registry = tmp_path / "llama3" / "config_registry.py"
+    registry.write_text(REGISTRY)
+    command = "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b"
+    reading = read(tmp_path, command, "run.sh")
+    setup = reading.setup
+    assert (setup.model.name, setup.train.seq, setup.train.micro_batch) == ("llama3-8b", 4096, 2)
+    assert (setup.parallel.tp, setup.parallel.dp, setup.train.recompute) == (2, 4, "full")
+    assert any("so taken as the defaults: parallelism.context_parallel_degree" in note for note in reading.notes)
+    setup = read(tmp_path, f"{command}_float8 --training.max_context_length 1024", "run.sh").setup
+    assert (setup.train.precision, setup.train.compile, setup.parallel.tp) == ("fp8", True, 4)
+    assert (setup.train.seq, setup.train.micro_batch) == (1024, 8)
+    assert "did you mean llama3_8b?" in refused(tmp_path, command.replace("llama3_8b", "llama3_9b"), "a.sh")
+    assert "does not return a configuration" in refused(tmp_path, command.replace("llama3_8b", "forever"), "a.sh")
+    with pytest.raises(LumosError, match=r"it has 3 configurations.*--module llama3 --config llama3_8b"):
+        read_setup(registry)
+    registry.write_text(REGISTRY[: REGISTRY.index("def llama3_8b_float8")])
+    assert read_setup(registry, ["cluster.gpus=2"]).model.name == "llama3-8b"
 
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 128 --micro-batch-size 1 "

@@ -18,6 +18,7 @@ from lumos.setup.importers.keyed_file import table_in_yaml
 from lumos.setup.importers.known_tools import WAY_OUT, read_known
 from lumos.setup.importers.launch_script import Script, put_cluster, read_shell
 from lumos.setup.importers.torchtitan import OPTION, is_torchtitan, keys_of, over, read_torchtitan
+from lumos.setup.importers.torchtitan_python import configurations, registry_keys
 from lumos.setup.messages import listed, place_of, shown
 from lumos.setup.sections import as_count
 
@@ -72,7 +73,7 @@ def _read(path: Path, where: str) -> Reading:
     if suffix == ".toml":
         return _of_toml(_toml(text))
     if suffix == ".py" or (suffix not in _SCRIPTS and len(_PYTHON.findall(text[:100_000])) >= 3):
-        raise InputError(f"Python is not read: {_of_python(text)}")
+        return _of_python(text, path)
     pairs = [] if suffix == ".json" or text.lstrip()[:1] == "{" else megatron.arguments_in_log(text)
     if pairs:
         return megatron.read_arguments(pairs)
@@ -92,10 +93,32 @@ def _table(text: str, suffix: str) -> Any:
     return table_in_yaml(text)
 
 
-def _of_python(text: str) -> str:
-    if "torchtitan" in text:
-        return "give torchtitan's command, with the values as options (--training.seq_len 8192), in a script"
-    return WAY_OUT
+def _of_python(text: str, path: Path) -> Reading:
+    """A config_registry.py of torchtitan that has one configuration; any other Python is refused."""
+    names = configurations(text) if "torchtitan" in text else []
+    if len(names) == 1:
+        found = Findings()
+        return read_torchtitan(registry_keys(text, names[0], path.absolute().parent.name, found), found)
+    if names:
+        command = f"torchrun -m torchtitan.train --module {path.absolute().parent.name} --config {names[0]}"
+        raise InputError(
+            f"it has {len(names)} configurations, {listed(names[:5])} among them: put the command into a script next "
+            f"to this file, and give that: {command}"
+        )
+    raise InputError(f"Python is not read: {WAY_OUT}")
+
+
+def _registry(module: list[str], config: list[str], folder: Path, found: Findings) -> dict[str, Any]:
+    """The configuration that --module and --config name, where its config_registry.py is next to the script."""
+    if not module or not config:
+        return {}
+    for place in (".", module[0], f"torchtitan/models/{module[0]}"):
+        try:
+            text = text_of(folder / place / "config_registry.py")
+        except InputError:
+            continue
+        return registry_keys(text, config[0], module[0], found)
+    return {}
 
 
 def _of_toml(content: dict[str, Any]) -> Reading:
@@ -175,6 +198,8 @@ def _of_script(script: Script, folder: Path) -> Reading:
         found.note(condition)
     put_cluster(found, script)
     below = _config_file(name, folder, found) if name else {}
+    if in_python and not name:
+        below = _registry(script.options["module"][:1], script.options["config"][:1], folder, found)
     return read_torchtitan(over(flat(below), keys_of(script.options, toml_value)), found)
 
 

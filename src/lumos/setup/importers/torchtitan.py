@@ -27,7 +27,7 @@ _KNOWN = {
     *(name for name, _ in _TABLES["choices"].values()),
     *_TABLES["not_modelled"]["names"],
 }
-_MAY_BE_NEGATIVE = ("shard", "train.global_batch")  # -1: what is left, or what follows
+_MAY_BE_NEGATIVE = ("shard", "train.global_batch", "step_tokens")  # -1: what is left, or what follows
 _LARGEST = 1 << 40
 _ATTENTION_SUFFIX = re.compile(r"[_-](flex|varlen|sdpa|fused_qkv)([_-]attn)?$")
 _LAYER = re.compile(r"layers\.(\d{1,5})")
@@ -182,12 +182,18 @@ def _batch(found: Findings, given: Mapping[str, Any]) -> None:
     if seq is not None or not in_python or found.mistakes:
         found.values["train.seq"] = seq or _DEFAULTS["seq"]
     local = _number(found, given, "local_batch")
+    tokens = _number(found, given, "local_tokens")
+    if local is None and tokens:
+        local = max(tokens // found.values.get("train.seq", tokens), 1)  # newer versions count tokens
     if local is None and in_python:
         found.note("training.local_batch_size is not given: assuming 1")
     local = local or (1 if in_python else _DEFAULTS["local_batch"])
     microbatches = _microbatches(found, given, local)
     found.values["train.micro_batch"] = max(local // microbatches, 1)
     total = _number(found, given, "train.global_batch")
+    tokens = _number(found, given, "step_tokens")
+    if total is None and tokens and tokens > 0:
+        total = tokens // found.values.get("train.seq", tokens)
     if total and total > 0:
         found.values["train.global_batch"] = total
     else:
