@@ -143,6 +143,25 @@ def test_the_output_that_compiled_code_names_is_no_factor_of_a_matmul(tmp_path: 
     assert found.effort.flops == 2 * 4096 * 2048 * 8192
 
 
+@pytest.mark.parametrize(("beta", "reads"), [("0.", False), ("1", True)])
+def test_what_is_added_times_zero_is_not_read(tmp_path: Path, beta: str, reads: bool) -> None:
+    step = Recording()
+    types, values = [BF16] * 3 + ["Scalar"] * 2, ["", "", "", beta, "0.125"]
+    shapes: list[list[int]] = [[32, 1024, 1024], [32, 1024, 64], [32, 64, 1024], [], []]
+    step.run("aten::baddbmm", *shapes, types=types, values=values)
+    (found,) = step.operators(tmp_path).operators
+    least = 2 * 32 * (1024 * 1024 + 2 * 1024 * 64)
+    assert (found.effort.bytes > 1.5 * least) == reads
+    assert found.effort.flops == 2 * 32 * 1024 * 1024 * 64
+
+
+def test_kernels_of_no_operator_are_said_to_have_no_rates(tmp_path: Path) -> None:
+    step = Recording()
+    step.run("aten::mm", [512, 512], [512, 512], us=50.0)
+    step.run("cudaGraphLaunch", us=50.0)
+    assert any("50 % of the time" in text for text in step.operators(tmp_path).warnings)
+
+
 @pytest.mark.parametrize(("causal", "share"), [("True", 1.0), ("False", 2.0)])
 def test_attention_has_half_the_flops_if_it_is_causal(tmp_path: Path, causal: str, share: float) -> None:
     step = Recording()
@@ -231,6 +250,14 @@ def test_an_operator_outside_of_modules_is_said_to_be(tmp_path: Path) -> None:
     step.run("aten::add", [512, 512], [512, 512], us=40.0)
     outside = next(one for one in step.operators(tmp_path).modules if one.path == ("outside of modules",))
     assert outside.total_ms == pytest.approx(0.04)
+
+
+def test_scopes_of_the_framework_are_no_modules(tmp_path: Path) -> None:
+    step = Recording()
+    start = step.run("aten::mm", [64, 64], [64, 64])
+    for name in ("FSDP::pre_forward", "DistributedDataParallel.forward", "Optimizer.step#Adam.step", "nccl:all_reduce"):
+        step.range(name, start - 1)
+    assert step.operators(tmp_path).modules == []
 
 
 def test_a_trace_without_modules_says_how_to_record_them(tmp_path: Path) -> None:

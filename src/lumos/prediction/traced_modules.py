@@ -20,7 +20,7 @@ Path = tuple[str, ...]
 OUTSIDE = "outside of modules"
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+")
 _INSTANCE = re.compile(r"_\d+$")
-_NOT_MODULES = (OpType.STEP, OpType.OPTIMIZER, OpType.BACKWARD)
+_NOT_MODULES = (OpType.STEP, OpType.OPTIMIZER, OpType.BACKWARD, OpType.FSDP, OpType.DDP, OpType.COMM)
 _NOT_RANGES = re.compile(r"Optimizer\.|ProfilerStep|enumerate\(|DataLoader|\[pl\]|## Call|Pregraph|nccl:|gloo:")
 _LONGEST_PATH = 24  # scopes
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,8 @@ RECORD_MODULES = (
 _TF32 = re.compile(r"tf32|s1688gemm|16816tf")  # kernels that round fp32 operands
 _FUSED = re.compile(r"triton_(poi|red|per)_fused")  # kernels of torch.compile
 _OPERANDS = {"aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}
+_ADDING = {"aten::baddbmm": 3, "aten::addmm": 3}  # and the place of beta, by which what is added is multiplied
+_MUCH_UNKNOWN = 0.1  # of the time
 _NONSENSE = (ArithmeticError, LookupError, TypeError, ValueError)  # from shapes that cannot be
 
 
@@ -135,8 +137,9 @@ class TracedOperator:
 
     @property
     def gain_ms(self) -> float | None:
-        """What a step would gain if the operator took what the cost model says."""
-        return None if self.model_ms is None else max(0.0, self.ms - self.model_ms)
+        """What a step would gain if the operator took what the cost model says; None if that has no samples of it."""
+        unknown = self.model_ms is None or self.effort.source == "roofline"
+        return None if unknown else max(0.0, self.ms - (self.model_ms or 0.0))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as JSON and CSV have them; what is not known is None."""
@@ -226,7 +229,8 @@ def traced_operators(run: Replay) -> TracedOperators:
     rows = _rows(calls, gpu, is_causal(ops))
     modules = Modules(ops.ops)
     times = module_times([(modules.of(one.op), one.phase, one.us) for one in calls]) if modules.known else []
-    return TracedOperators(labels.rank, step, gpu, device, rows, times, list(_warnings(trace, named, gpu, modules)))
+    warnings = [*_warnings(trace, named, gpu, modules), *_unknown(rows)]
+    return TracedOperators(labels.rank, step, gpu, device, rows, times, warnings)
 
 
 def _warnings(trace: Trace, name: str, gpu: Gpu | None, modules: Modules) -> Iterator[str]:
@@ -239,6 +243,17 @@ def _warnings(trace: Trace, name: str, gpu: Gpu | None, modules: Modules) -> Ite
         yield f"of the first of {len(trace.ranks)} ranks; --match selects the file of another"
     if not modules.known:
         yield RECORD_MODULES
+
+
+def _unknown(rows: Sequence[TracedOperator]) -> Iterator[str]:
+    """How much of the time belongs to nothing whose work is known, if that is much."""
+    total = sum(row.ms for row in rows)
+    share = sum(row.ms for row in rows if not row.effort.bytes) / total if total else 0.0
+    if share > _MUCH_UNKNOWN:
+        yield (
+            f"{100 * share:.0f} % of the time is in kernels of no operator with shapes, such as those of CUDA graphs, "
+            "compiled code and lists of very many tensors: their rates are not known"
+        )
 
 
 def _calls(trace: Trace, labels: RankLabels, owners: Sequence[TracedOp | None]) -> Iterator[Call]:
@@ -278,7 +293,7 @@ def _rows(calls: Sequence[Call], gpu: Gpu | None, causal: bool) -> list[TracedOp
     """Equal calls together, the most expensive first."""
     groups: dict[tuple[Any, ...], list[Call]] = defaultdict(list)
     for call in calls:
-        rounds = any(_TF32.search(name) for name, _ in call.kernels)
+        rounds = _is_fp32(call.op) and any(_TF32.search(name) for name, _ in call.kernels)
         groups[call.name, call.phase, call.op.tensors if call.op else (), rounds].append(call)
     prices = None if gpu is None else _prices(gpu)
     found = []
@@ -306,10 +321,23 @@ def _recorded(traced: TracedOp, phase: str, causal: bool, rounds: bool) -> Recor
         return RecordedOp(name, traced.tensors, (), phase, allocates=True, options=(traced.name,))
     masked, causal = _masks(traced, causal)
     op = recorded(traced, phase, causal)
+    if traced.name in _ADDING and _is_zero(traced, _ADDING[traced.name]):  # what would be added is not even read
+        op = op._replace(name=op.name.replace("badd", "").replace("addmm", "mm"), inputs=op.inputs[1:])
+        traced = replace(traced, name=traced.name.replace("badd", "").replace("addmm", "mm"))
     options = (*op.options, *["tf32"] * rounds, *["masked"] * (masked and op.name.startswith("attention.")))
     count = _OPERANDS.get(traced.name, len(op.inputs))  # compiled code names the tensor that is written: out=
     outputs = op.inputs[count : count + 1] or op.outputs
     return op._replace(inputs=op.inputs[:count], outputs=outputs, options=options)
+
+
+def _is_fp32(op: TracedOp | None) -> bool:
+    return op is not None and bool(op.tensors) and op.tensors[0].dtype == "fp32"
+
+
+def _is_zero(op: TracedOp, place: int) -> bool:
+    """Whether an argument was recorded to be zero."""
+    values = op.args.values if isinstance(op.args.values, list) else []
+    return place < len(values) and str(values[place]) in ("0", "0.", "0.0")
 
 
 def _masks(traced: TracedOp, causal: bool) -> tuple[bool, bool]:
