@@ -322,6 +322,8 @@ def test_a_config_is_compared_with_its_name_its_file_and_its_folder(tmp_path: Pa
     path = written(folder, json.dumps(half), "config.json")
     assert any("was published with 6.74 B" in note for note in answer(path))
     assert not any("published" in note for note in read_setup_with_notes(path, ["train.seq=8", "model.layers=4"]).notes)
+    run = written(tmp_path, '[model]\nhf = "Llama-2-7b-hf/config.json"\n', "run.toml")
+    assert any("was published with 6.74 B" in note for note in answer(run))
     path.write_text(json.dumps(half | {"num_hidden_layers": 32}))
     assert not any("published" in note for note in answer(path))
     assert any("published" in note for note in answer(written(tmp_path, json.dumps(half), "llama2-7b.json")))

@@ -336,6 +336,8 @@ def test_a_torchtitan_configuration_in_python_is_read_where_it_is_literal(tmp_pa
     assert "does not return a configuration" in refused(tmp_path, command.replace("llama3_8b", "forever"), "a.sh")
     with pytest.raises(LumosError, match=r"it has 3 configurations.*--module llama3 --config llama3_8b"):
         read_setup(registry)
+    registry.write_text(REGISTRY.replace("how_many()", "+".join("1" * 5000)))
+    assert "llama3_8b" in refused(tmp_path, command, "a.sh")
     registry.write_text(REGISTRY[: REGISTRY.index("def llama3_8b_float8")])
     assert read_setup(registry, ["cluster.gpus=2"]).model.name == "llama3-8b"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
+from pydantic import ValidationError
 
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.setup.constraints import checked_setup, warnings_in
@@ -15,7 +16,7 @@ from lumos.setup.importers.any_file import read_any, read_config, toml_value
 from lumos.setup.importers.foreign_file import GPU_KEYS, Reading, Sections
 from lumos.setup.messages import nearest, place_of, shown
 from lumos.setup.presets import preset_named
-from lumos.setup.sections import Section
+from lumos.setup.sections import Model, Section
 from lumos.setup.setup import KEYS, SECTIONS, Setup
 from lumos.setup.stated_size import size_doubt
 
@@ -169,11 +170,21 @@ def _model_from(stated: Any, folder: Path) -> tuple[Any, tuple[str, ...], tuple[
             keys |= config.sections["model"]
             notes = config.remarks(where, lambda place: _has({"model": stated}, place))
             wrong = [mistake for mistake in config.mistakes if not _has({"model": stated}, mistake.place)]
+            notes += _doubts(config, where) if set(stated) <= {"hf", "name"} else ()
             if wrong:
                 return None, notes, tuple(f"{where}: {mistake.sentence}" for mistake in wrong)
     except LumosError as error:
         return None, (), (str(error),)
     return keys | {key: value for key, value in stated.items() if key not in _MODEL_SOURCES}, notes, ()
+
+
+def _doubts(config: Reading, where: str) -> tuple[str, ...]:
+    """Whether the size of a config.json contradicts its name or its weights."""
+    try:
+        doubt = size_doubt(Model(**config.sections["model"]), 0, config.model_names, config.stored_parameters)
+    except ValidationError:  # which the checks of the setup report
+        return ()
+    return (f"{where}: {doubt}",) if doubt else ()
 
 
 def _layered(below: Sections, above: Sections) -> Sections:

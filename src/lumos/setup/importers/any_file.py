@@ -38,6 +38,11 @@ def read_any(path: Path) -> Reading:
         reading = _read(path, where)
     except InputError as error:
         raise InputError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+    return _with_names(reading, path)
+
+
+def _with_names(reading: Reading, path: Path) -> Reading:
+    """With the name of the file, and that of the folder of a config.json, which may state the size of the model too."""
     if reading.model_names is None:
         return reading
     folder = (path.absolute().parent.name,) if path.stem == "config" else ()
@@ -48,7 +53,8 @@ def read_config(path: Path) -> Reading:
     """What a Hugging Face config.json says, or InputError that says why it does not describe a language model."""
     where = place_of(path)
     try:
-        return model_keys(_json(text_of(path)))
+        content = _json(text_of(path))
+        return _with_names(model_keys(content)._replace(stored_parameters=_stored(content, path.parent)), path)
     except InputError as error:
         raise InputError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 

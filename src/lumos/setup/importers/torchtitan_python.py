@@ -33,7 +33,10 @@ def registry_keys(text: str, name: str, module: str, found: Findings) -> dict[st
     functions = _functions(text)
     if name not in functions:
         raise InputError(f"--config {name[:60]} is not in config_registry.py: {did_you_mean(name, list(functions))}")
-    config = _Reader(functions).result(name)
+    try:
+        config = _Reader(functions).result(name)
+    except RecursionError:  # an expression of thousands of terms
+        config = None
     if not isinstance(config, dict):
         raise InputError(f"{name[:60]} in config_registry.py does not return a configuration with literal values")
     keys = flat({section: config[section] for section in _READ if isinstance(config.get(section), dict)})

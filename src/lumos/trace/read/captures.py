@@ -53,21 +53,22 @@ def _padded(chunk: re.Match[str]) -> str:
 
 
 def _can_be_chosen(groups: Sequence[Sequence[Recorded]], names: Collection[str]) -> bool:
-    mine = [[file.path.name for file in group] for group in groups]
+    mine = [[file.path.name for file in group] for group in groups[-_MOST_OFFERED:]]
     return all(pattern_of(group, [name for name in names if name not in group]) for group in mine)
 
 
 def choices(groups: Sequence[Sequence[Path]], names: Collection[str]) -> str:
     """The --match of every group, the newest first; `names` are those of all traces in the folder."""
     offered = []
-    for place, group in enumerate(reversed(groups)):
+    newest = list(reversed(groups[-_MOST_OFFERED:]))
+    for place, group in enumerate(newest):
         mine = [path.name for path in group]
         pattern = pattern_of(mine, [name for name in names if name not in mine])
         if pattern:
             offered.append(f"--match {shlex.quote(pattern)}" + (" (the newest)" if place == 0 else ""))
     more = len(groups) - _MOST_OFFERED
-    words = " or ".join(offered[:_MOST_OFFERED]) + (f", or one of {more} more" if more > 0 else "")
-    return words if len(offered) == len(groups) else "move the files of each into a folder of its own"
+    words = " or ".join(offered) + (f", or one of {more} more" if more > 0 else "")
+    return words if len(offered) == len(newest) else "move the files of each into a folder of its own"
 
 
 def pattern_of(mine: Sequence[str], others: Collection[str]) -> str:

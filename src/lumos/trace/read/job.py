@@ -271,7 +271,8 @@ def _refuse_mixed_jobs(traces: list[Trace]) -> None:
     recorded = [Recorded(one.rank, Path(one.path), begin) for begin, trace in begins for one in trace.headers]
     _refuse_equal_ranks(recorded)
     sizes = [(t.headers[0].world_size, Path(t.headers[0].path)) for t in traces if t.headers[0].world_size > 0]
-    jobs = by_value(sizes)
+    begin_of = {file.path: file.begin for file in recorded}
+    jobs = sorted(by_value(sizes), key=lambda group: max(begin_of[path] for path in group))
     if len(jobs) > 1:
         of_size = {path: size for size, path in sizes}
         (x, y) = (group[0] for group in jobs[:2])
