@@ -14,12 +14,12 @@ from lumos.cli.options import AsJson, Output, ProfilerCosts, TraceOptions, Trace
 from lumos.cli.terminal import busy, deliver
 from lumos.data_files import data_file
 from lumos.export.chrome_traces import write_timeline
-from lumos.files import check_output, write_csv
+from lumos.files import FORMS, check_output, write_csv
 from lumos.prediction.traced_operators import traced_operators
 from lumos.report.html.page import write_page
 from lumos.report.html.replay_page import replay_page
 from lumos.report.operator_rates import flat_row, reproduced_words
-from lumos.report.reproducers import write_reproducers
+from lumos.report.reproducers import check_folder, write_reproducers
 from lumos.report.terminal.show import show_operators, show_replay
 
 
@@ -40,9 +40,12 @@ def replay_command(
     output: Output = None,
 ) -> None:
     """Is the graph right, and where does the time go?"""
-    check_output(output, path)
+    wants_operators = operators or reproduce is not None
+    check_output(output, path, (".html", ".json", ".csv") if wants_operators else FORMS)
+    if reproduce is not None:
+        check_folder(reproduce)
     run = load_run(path, options, profiler_costs)
-    if operators or reproduce is not None:
+    if wants_operators:
         _deliver_operators(run, reproduce, ablate, as_json, output)
         return
     answer = run.as_dict(ablate)

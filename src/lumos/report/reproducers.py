@@ -36,10 +36,7 @@ class NotReproducibleError(Exception):
 
 def write_reproducers(folder: Path, found: TracedOperators) -> tuple[list[str], list[str]]:
     """A script for each of the operators with most to gain: (names of the files, why others have none)."""
-    if folder.exists() and not folder.is_dir():
-        raise OptionError(f"--reproduce {folder}: that is a file; give the name of a folder")
-    if not folder.parent.is_dir():
-        raise OptionError(f"--reproduce {folder}: the folder {folder.parent} does not exist; create it first")
+    check_folder(folder)
     chosen = sorted(found.operators, key=lambda op: (-(op.gain_ms or 0.0), -op.ms))
     scripts: dict[str, str] = {}
     reasons: list[str] = []
@@ -58,6 +55,14 @@ def write_reproducers(folder: Path, found: TracedOperators) -> tuple[list[str], 
         with whole_file(folder / name) as file:
             file.write(text.encode())
     return list(scripts), list(dict.fromkeys(reasons))
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that scripts cannot be written to."""
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"--reproduce {folder}: that is a file; give the name of a folder")
+    if not folder.parent.is_dir():
+        raise OptionError(f"--reproduce {folder}: the folder {folder.parent} does not exist; create it first")
 
 
 def script_of(op: TracedOperator) -> str:
