@@ -24,8 +24,9 @@ from lumos.search.ranking import Objective
 from lumos.search.search import COLUMNS, search
 from lumos.search.space import AXES, DERIVED
 from lumos.setup.gpus import gpu_named
+from lumos.setup.importers.any_file import toml_value
 from lumos.setup.setup import Setup
-from lumos.setup.setup_files import read_plain, toml_value
+from lumos.setup.setup_files import read_plain
 from lumos.workers import engine_named, read_shard
 
 _NOT_VALIDATED = "calibrated with a trace: the accuracy for changed parallelism has not been measured"

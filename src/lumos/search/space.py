@@ -23,6 +23,7 @@ from lumos.setup.constraints import mistakes_in
 from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import gpu_named
 from lumos.setup.messages import did_you_mean
+from lumos.setup.sections import Parallel
 from lumos.setup.setup import Setup
 
 LAYOUT = ("cluster.gpu", "cluster.gpus", "parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep")
@@ -40,6 +41,7 @@ _MOST_COMBINATIONS = 5_000_000  # valid or not
 VARIANT_BITS = 24  # of a configuration's number; the others are those of its layout
 
 Layout = tuple[Any, ...]
+_Parts = dict[tuple[Any, ...], Any]
 Variant = tuple[Any, ...]
 
 
@@ -110,12 +112,22 @@ class Space:
     def candidates(self, layout: int) -> Iterator[tuple[Candidate, Setup]]:
         """The valid configurations of a layout, in order; micro-batch sizes vary fastest, from small to large."""
         values = self.layouts[layout]
+        _, gpus, tp, cp, pp, _ = values
+        per_replica = self.setup.train.global_batch // (gpus // (tp * cp * pp))
+        is_valid: dict[tuple[Any, ...], bool] = {}  # constraints do not depend on ZeRO and recomputation
+        parts: _Parts = {}
         for index, variant in enumerate(self._variants(values)):
+            vpp, schedule, _, sequence_parallel, _, micro_batch = variant
+            count = per_replica // micro_batch
+            key = vpp, schedule, sequence_parallel, count
+            if is_valid.get(key) is False or schedule_named(schedule).problem(pp, vpp, count):
+                continue
             found = Candidate(layout, index, (*values, *variant))
-            if self._suits_schedule(found):
-                setup = self.setup_of(found)
-                if not mistakes_in(setup):
-                    yield found, setup
+            setup = self.setup_of(found, parts)
+            if key not in is_valid:
+                is_valid[key] = not mistakes_in(setup)
+            if is_valid[key]:
+                yield found, setup
 
     def candidate(self, number: int) -> Candidate:
         """The configuration with that number."""
@@ -123,22 +135,34 @@ class Space:
         values = self.layouts[layout]
         return Candidate(layout, variant, (*values, *self._variants(values)[variant]))
 
-    def setup_of(self, candidate: Candidate) -> Setup:
-        """The complete setup of a configuration. Its values come from this space, so their types are not checked."""
-        gpu, gpus, tp, cp, pp, ep, vpp, schedule, zero, sequence_parallel, recompute, micro_batch = candidate.values
-        base, dp = self.setup, gpus // (tp * cp * pp)
-        parallel = base.parallel.model_copy(update={
+    def setup_of(self, candidate: Candidate, parts: _Parts | None = None) -> Setup:
+        """The complete setup of a configuration. Its values come from this space, so their types are not checked.
+
+        Setups that are made with the same `parts` share their sections where these are equal.
+        """
+        parts = {} if parts is None else parts
+        gpu, gpus, *sizes, recompute, micro_batch = candidate.values
+        key = tuple(sizes)
+        if key not in parts:
+            parts[key] = self._parallel(gpus, *sizes)
+        parallel = parts[key]
+        if (recompute, micro_batch, parallel.dp) not in parts:
+            count = self.setup.train.global_batch // (micro_batch * parallel.dp)
+            changes = {"micro_batch": micro_batch, "microbatches": count, "recompute": recompute}
+            parts[recompute, micro_batch, parallel.dp] = self.setup.train.model_copy(update=changes)
+        train = parts[recompute, micro_batch, parallel.dp]
+        cluster = self._clusters[gpu, gpus]
+        return Setup.model_construct(model=self.setup.model, train=train, parallel=parallel, cluster=cluster)
+
+    def _parallel(
+        self, gpus: int, tp: int, cp: int, pp: int, ep: int, vpp: int, schedule: str, zero: int, split: bool
+    ) -> Parallel:
+        base, dp = self.setup.parallel, gpus // (tp * cp * pp)
+        return base.model_copy(update={
             "tp": tp, "cp": cp, "pp": pp, "ep": ep, "vpp": vpp, "dp": dp, "zero": zero, "schedule": schedule,
-            "sequence_parallel": sequence_parallel, "shard": base.parallel.shard if base.parallel.dp == dp else 0,
-            "stage_layers": base.parallel.stage_layers if (pp, vpp) == (base.parallel.pp, base.parallel.vpp) else (),
+            "sequence_parallel": split, "shard": base.shard if base.dp == dp else 0,
+            "stage_layers": base.stage_layers if (pp, vpp) == (base.pp, base.vpp) else (),
         })  # fmt: skip
-        count = base.train.global_batch // (micro_batch * dp)
-        train = base.train.model_copy(
-            update={"micro_batch": micro_batch, "microbatches": count, "recompute": recompute}
-        )
-        return Setup.model_construct(
-            model=base.model, train=train, parallel=parallel, cluster=self._clusters[gpu, gpus]
-        )
 
     def tried(self) -> dict[str, list[Any]]:
         """The values that are tried for every axis, in some layout or other: a bound holds for these and no others."""
@@ -223,12 +247,6 @@ class Space:
         per_replica = self.setup.train.global_batch // dp
         sizes = self.choices.get("train.micro_batch") or _divisors(per_replica, _LARGEST_MICRO_BATCH)
         return sorted(size for size in sizes if per_replica % size == 0)
-
-    def _suits_schedule(self, candidate: Candidate) -> bool:
-        """The setup's constraints would find this too, but more slowly."""
-        _, gpus, tp, cp, pp, _, vpp, schedule, *_, micro_batch = candidate.values
-        count = self.setup.train.global_batch // (gpus // (tp * cp * pp) * micro_batch)
-        return not schedule_named(schedule).problem(pp, vpp, count)
 
     def _schedules(self, pp: int) -> Iterator[tuple[int, str]]:
         """(virtual stages, schedule)."""
