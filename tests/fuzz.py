@@ -31,22 +31,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 import mutations as m
-from support import header, training_run, write_trace
-
 from lumos.cli import terminal
 from lumos.cli.main import app
 from lumos.errors import LumosError
 from lumos.files import json_of
+from support import header, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_SECONDS = 20
 MOST_BYTES = 6 << 30  # of address space
 YEAR_MS = 365.0 * 86_400e3
 MOST_OF_A_KIND = 2  # findings that are kept and printed
+REGRESSIONS: tuple[str, ...] = ()  # cases that once failed
 WRITES = ("", "", "", "answer.html", "answer.json", "answer.csv")
 
 
@@ -93,6 +92,9 @@ def run(folder: Path, *arguments: str) -> Ran:
         sys.stdout, terminal.json_of = stdout, json_of
         os.chdir(before)
     _refuse_controls(screen.buffer.getvalue())  # type: ignore[attr-defined]
+    page = folder / "answer.html"
+    if page.exists() and b"<script>x</script>" in page.read_bytes():
+        raise UnsoundError("a name became part of the page")
     for answer in answers:
         check_sound(answer)
     return Ran(answers[-1] if answers else {})
@@ -211,7 +213,9 @@ def mutated_trace(chance: Random, folder: Path) -> Path:
                 events = chance.choice(m.MUTATIONS)(chance, events) or events[:1]
         path = write_trace(folder / f"rank{rank}.json", events, head, layout=chance.choice(m.LAYOUTS))
     if chance.random() < 0.4:
-        path.write_bytes(m.damaged(chance, path.read_bytes()))
+        mutate = m.mutated_json if chance.random() < 0.3 else m.damaged
+        with contextlib.suppress(ValueError):  # what other mutations made is not always JSON
+            path.write_bytes(mutate(chance, path.read_bytes()))
     return folder if ranks > 1 else path
 
 
@@ -271,6 +275,39 @@ def setups(chance: Random, folder: Path) -> None:
     bill = ["--price", chance.choice(m.VALUES), "--tokens", chance.choice(m.VALUES)] if chance.random() < 0.2 else []
     show, output = chance.choice([["--json"], []]), chance.choice(WRITES)
     run(folder, "predict", source.name, "--describe", *changes, *bill, *show, *(["-o", output] if output else []))
+
+
+@cache
+def number_keys() -> list[str]:
+    """All keys of a setup whose values are numbers, or may be."""
+    from lumos.setup.sections import Cluster, Model, Parallel, Train
+
+    sections = {"model": Model, "train": Train, "parallel": Parallel, "cluster": Cluster}
+    return [f"{name}.{field}" for name, kind in sections.items() for field in kind.model_fields]
+
+
+def numbers_of_setups(chance: Random, folder: Path) -> None:
+    """Good descriptions with one or two numbers that are nearly right."""
+    source = chance.choice(setup_files())
+    changes = ["--set", "train.seq=2048"] if source.name == "config.json" else []
+    for _ in range(chance.choice((1, 1, 2))):
+        value = chance.choice(m.NUMBERS if chance.random() < 0.8 else m.VALUES)
+        changes += ["--set", f"{chance.choice(number_keys())}={value}"]
+    bill = ["--price", chance.choice(m.NUMBERS), "--tokens", chance.choice(m.NUMBERS)] if chance.random() < 0.3 else []
+    output = chance.choice(WRITES)
+    show = chance.choice([["--json"], []])
+    run(folder, "predict", str(source), "--describe", *changes, *bill, *show, *(["-o", output] if output else []))
+
+
+def changed_runs(chance: Random, folder: Path) -> None:
+    """Another configuration of a traced run, whose setup or question is odd."""
+    source = ROOT / "tests/data/capture/fake_world"
+    setup = (source / "setup.toml").read_bytes()
+    if chance.random() < 0.4:
+        setup = m.mutated_text(chance, setup)
+    (folder / "setup.toml").write_bytes(setup)
+    change = f"{chance.choice(number_keys())}={chance.choice(m.NUMBERS)}"
+    run(folder, "predict", "setup.toml", "--from", str(source), "--set", change, *chance.choice([["--json"], []]))
 
 
 def searches(chance: Random, folder: Path) -> None:
@@ -345,8 +382,8 @@ def profiler_costs(chance: Random, folder: Path) -> None:
 
 
 TARGETS: tuple[tuple[Callable[[Random, Path], None], int], ...] = (
-    (trace_commands, 8), (convert_and_back, 3), (chakra, 2), (setups, 8), (searches, 2), (journals, 2), (merges, 3),
-    (tables, 2), (costs, 2), (profiler_costs, 1),
+    (trace_commands, 40), (convert_and_back, 15), (chakra, 10), (setups, 25), (numbers_of_setups, 25), (searches, 10),
+    (journals, 10), (merges, 15), (tables, 10), (costs, 10), (profiler_costs, 5), (changed_runs, 3),
 )  # fmt: skip
 
 
@@ -411,6 +448,8 @@ def fuzz(seed: int, seconds: float, kept: Path | None, cases: int = sys.maxsize)
                 keep(finding, folder, kept)
         shutil.rmtree(folder, ignore_errors=True)
         number += 1
+        if kept is not None and number % 1000 == 0:
+            print(f"seed {seed}: {number:,} cases, {len(findings)} findings", file=sys.stderr, flush=True)
     return number, findings
 
 

@@ -18,29 +18,38 @@ from support import Event
 
 Mutation = Callable[[random.Random, list[Event]], list[Event]]
 Damage = Callable[[random.Random, bytes], bytes]
-ODD_NUMBERS = (0, -1, 1, -1e6, 1e6, 1e12, 1e15, -1e15, 9e15, 1e300, 2**53, 2**64, 10**40, 0.0001)
-ODD_VALUES: tuple[Any, ...] = (*ODD_NUMBERS, "7", "soon", "", None, True, [], [1, 2], {}, {"a": 1})
-
-
 HOSTILE_TEXT = (
-    "", "x" * 5000, "[/x]", "[bold]b", "\x1b[31mred", "\x1b]0;title\x07", "=1+1", "<script>x</script>", "\u202e", "\ud800",
-    "nan", "-1", "9" * 4301, "1e400", "../../etc", "%s%n", "{0}", "\x00", "ProfilerStep#1.5", "ProfilerStep#" + "9" * 4301,
+    "", "x" * 5000, "[/x]", "[bold]b", "\x1b[31mred", "\x1b]0;title\x07", "=1+1", "<script>x</script>", "\u202e",
+    "\ud800", "nan", "-1", "9" * 4301, "1e400", "../../etc", "%s%n", "{0}", "\x00", "ProfilerStep#1.5",
+    "ProfilerStep#" + "9" * 4301,
 )  # fmt: skip
+ODD_NUMBERS = (0, -1, 1, -1e6, 1e6, 1e12, 1e15, -1e15, 9e15, 1e300, 2**53, 2**64, 10**40, 0.0001)
+ODD_VALUES: tuple[Any, ...] = (*ODD_NUMBERS, *HOSTILE_TEXT, "7", "soon", "", None, True, [], [1, 2], {}, {"a": 1})
+
+
 EXTREMES = (
     0, -1, 1, 2**31, 2**63, 2**64, 10**40, 1e-300, 1e300, -1e300, 5e-324, 0.1, 1e18, float(2**53), True, False, None,
 )  # fmt: skip
 KEYS = (
-    "model.layers", "model.hidden", "model.ffn", "model.heads", "model.kv_heads", "model.vocab", "model.seq", "model.experts",
-    "model.top_k", "train.global_batch", "train.micro_batch", "train.precision", "train.recompute", "train.framework",
-    "parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.dp", "parallel.zero", "parallel.vpp",
-    "parallel.schedule", "cluster.gpus", "cluster.gpu", "cluster.host", "cluster.inter_gb_s", "cluster.gpus_per_node",
+    "model.layers", "model.hidden", "model.ffn", "model.heads", "model.kv_heads", "model.vocab", "train.seq",
+    "model.experts", "model.top_k", "train.global_batch", "train.micro_batch", "train.precision", "train.recompute",
+    "train.framework", "parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.dp", "parallel.zero",
+    "parallel.vpp", "parallel.schedule", "cluster.gpus", "cluster.gpu", "cluster.host", "cluster.inter_gb_s",
+    "cluster.gpus_per_node",
     "cluster.clock", "cluster.fabric", "no.such", "model", "",
 )  # fmt: skip
 VALUES = (
-    "0", "1", "2", "3", "4", "8", "64", "1024", "-1", "0.5", "1e-300", "1e300", "5e-324", "nan", "inf", "-inf", "true", "x", "",
-    "[]", "[1, 2]", "{}", "9" * 25, "9" * 4301, "99999999", "1_0", "0x10", "1e400", "'h200'", "h200", "a100", "fp8", "full",
-    "1f1b", "pytorch", "megatron-core", "[" * 2000, '"' + "x" * 300 + '"', "1979-05-27", "0.000001", "1000000",
+    "0", "1", "2", "3", "4", "8", "64", "1024", "-1", "0.5", "1e-300", "1e300", "5e-324", "nan", "inf", "-inf", "true",
+    "x", "", "[]", "[1, 2]", "{}", "9" * 25, "9" * 4301, "99999999", "1_0", "0x10", "1e400", "'h200'", "h200", "a100",
+    "fp8", "full", "1f1b", "pytorch", "megatron-core", "[" * 2000, '"' + "x" * 300 + '"', "1979-05-27", "0.000001",
+    "1000000",
 )  # fmt: skip
+NUMBERS = (
+    "0", "1", "2", "3", "4", "5", "6", "7", "8", "12", "16", "32", "64", "96", "100", "128", "256", "1000", "1024",
+    "4096", "8192", "65536", "1000000", "10000000", "1e-9", "1e-6", "0.001", "0.1", "0.5", "0.9", "1.5", "10.5", "1e6",
+    "1e9", "1e12",
+)  # fmt: skip
+"""What is nearly right, so that there is an answer more often."""
 FACTORS = ("0", "0.5", "1", "2", "1e6", "1e7", "-1", "nan", "inf", "1e-300", "x", "")
 
 
@@ -224,7 +233,8 @@ def mutated_json(random: random.Random, content: bytes) -> bytes:
         value = _changed_value(random, value, random.randrange(8))
     text = json.dumps(value)
     if random.random() < 0.1:
-        text = text.replace('"', f'"{random.choice(["a", "rank", "shard", "kind"])}": 1, "', 2).replace(": 1, ", ': "x", "', 1)
+        repeated = random.choice(["a", "rank", "shard", "kind"])
+        text = text.replace("{", f'{{"{repeated}": 1, "{repeated}": "x", ', 1)
     if random.random() < 0.1:
         text = text.replace("0", random.choice(["1e999", "-0", "9" * 4301, "NaN", "Infinity"]), 1)
     return text.encode(errors="surrogatepass")

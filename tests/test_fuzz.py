@@ -1,6 +1,6 @@
-"""Damaged traces: reading, building, simulating and reporting either succeed with finite numbers or say what is wrong.
+"""Damaged input: every command succeeds with finite, plausible numbers or says what is wrong.
 
-Every case is made by a mutation and a seed, so a failure names what repeats it.
+Every case is made by a mutation and a seed, so a failure names what repeats it. `make fuzz` tries more of them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fuzz
 from lumos.analysis.replay import replay
 from lumos.errors import LumosError
 from lumos.graph.scaling import Scale
 from lumos.prediction.prediction import predict
 from lumos.trace.read.job import read_job
 from lumos.trace.read.json_slices import open_bytes
+from mutations import (
+    DAMAGES,
+    MUTATIONS,
+    Damage,
+    Mutation,
+    cut_middle,
+    delete_arguments,
+    drop_events,
+    duplicate_events,
+    exchange_fields,
+    flip_bytes,
+    jitter_times,
+    odd_arguments,
+    repeat_middle,
+    shuffle_events,
+)
 from support import Event, Header, header, json_text, training_run, write_bytes, write_trace
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-Mutation = Callable[[random.Random, list[Event]], list[Event]]
-Damage = Callable[[random.Random, bytes], bytes]
-ODD_NUMBERS = (0, -1, 1, -1e6, 1e6, 1e12, 1e15, -1e15, 9e15, 1e300, 2**53, 2**64, 10**40, 0.0001)
-ODD_VALUES: tuple[Any, ...] = (*ODD_NUMBERS, "7", "soon", "", None, True, [], [1, 2], {}, {"a": 1})
-
 
 # The law
 
@@ -60,156 +71,21 @@ def numbers(value: Any) -> Iterable[float]:
         yield value
 
 
-# Mutations of events
+# Every kind of input, through the command line
 
 
-def some(random: random.Random, events: list[Event]) -> set[int]:
-    """A few events, or many."""
-    share = random.choice([0.01, 0.1, 0.5, 1.0])
-    return {i for i in range(len(events)) if random.random() < share} or {random.randrange(len(events))}
+@pytest.mark.parametrize("seed", range(2))
+def test_mutated_input_of_every_kind_is_answered_or_refused(seed: int) -> None:
+    """A share of time, not a number of cases: the suite stays as fast on a slow machine. The seeds are those of CI."""
+    tried, findings = fuzz.fuzz(seed, seconds=12.0, kept=None)
+    assert tried > 20
+    assert findings == [], "\n".join(f"python tests/fuzz.py --case {one.case}: {one.what}" for one in findings)
 
 
-def changed(random: random.Random, events: list[Event], change: Callable[[Event], Event]) -> list[Event]:
-    chosen = some(random, events)
-    return [change(event) if i in chosen else event for i, event in enumerate(events)]
-
-
-def drop_events(random: random.Random, events: list[Event]) -> list[Event]:
-    chosen = some(random, events[1:])
-    return [event for i, event in enumerate(events) if i - 1 not in chosen]
-
-
-def duplicate_events(random: random.Random, events: list[Event]) -> list[Event]:
-    chosen = some(random, events)
-    return [event for i, event in enumerate(events) for _ in range(1 + (i in chosen))]
-
-
-def shuffle_events(random: random.Random, events: list[Event]) -> list[Event]:
-    return random.sample(events, len(events))
-
-
-def delete_keys(random: random.Random, events: list[Event]) -> list[Event]:
-    return changed(random, events, lambda e: {k: v for k, v in e.items() if random.random() < 0.8})
-
-
-def delete_arguments(random: random.Random, events: list[Event]) -> list[Event]:
-    def without(event: Event) -> Event:
-        return event | {"args": {k: v for k, v in event.get("args", {}).items() if random.random() < 0.5}}
-
-    return changed(random, events, without)
-
-
-def odd_times(random: random.Random, events: list[Event]) -> list[Event]:
-    return changed(random, events, lambda e: e | {random.choice(["ts", "dur"]): random.choice(ODD_VALUES)})
-
-
-def swap_time_and_duration(random: random.Random, events: list[Event]) -> list[Event]:
-    return changed(random, events, lambda e: e | {"ts": e.get("dur", 0), "dur": e.get("ts", 0)})
-
-
-def jitter_times(random: random.Random, events: list[Event]) -> list[Event]:
-    """Small enough to be believed, large enough to contradict every order."""
-    return changed(random, events, lambda e: e | {"ts": e.get("ts", 0) + random.uniform(-500, 500)})
-
-
-def one_moment(random: random.Random, events: list[Event]) -> list[Event]:
-    return changed(random, events, lambda e: e | {"ts": 5, "dur": random.choice([0, 10])})
-
-
-def odd_arguments(random: random.Random, events: list[Event]) -> list[Event]:
-    def odd(event: Event) -> Event:
-        args = dict(event.get("args") or {"correlation": 1})
-        for key in random.sample(sorted(args), min(len(args), 3)):
-            args[key] = random.choice(ODD_VALUES)
-        return event | {"args": args}
-
-    return changed(random, events, odd)
-
-
-def odd_fields(random: random.Random, events: list[Event]) -> list[Event]:
-    fields = ["ph", "cat", "name", "pid", "tid", "args"]
-    return changed(random, events, lambda e: e | {random.choice(fields): random.choice(ODD_VALUES)})
-
-
-def exchange_fields(random: random.Random, events: list[Event]) -> list[Event]:
-    """Categories, names, lanes and arguments of other events: a kernel called cudaDeviceSynchronize, and the like."""
-    field = random.choice(["cat", "name", "tid", "args", "ts", "dur"])
-    donors = [e[field] for e in events if field in e]
-    return changed(random, events, lambda e: e | {field: random.choice(donors)})
-
-
-def exchange_correlations(random: random.Random, events: list[Event]) -> list[Event]:
-    ids = [e["args"]["correlation"] for e in events if "correlation" in e.get("args", {})]
-
-    def exchange(event: Event) -> Event:
-        return event | {"args": event.get("args", {}) | {"correlation": random.choice(ids)}}
-
-    return changed(random, events, exchange)
-
-
-def merge_with_itself(random: random.Random, events: list[Event]) -> list[Event]:
-    later = random.choice([0, 1, 1000, 1e6])
-    return events + [e | {"ts": e["ts"] + later} for e in events if isinstance(e.get("ts"), float | int)]
-
-
-def one_category(random: random.Random, events: list[Event]) -> list[Event]:
-    wanted = random.choice(["cpu_op", "cuda_runtime", "kernel", "user_annotation", "cuda_sync", "gpu_memcpy"])
-    return [e for e in events if e.get("cat") == wanted]
-
-
-MUTATIONS: tuple[Mutation, ...] = (
-    drop_events,
-    duplicate_events,
-    shuffle_events,
-    delete_keys,
-    delete_arguments,
-    odd_times,
-    swap_time_and_duration,
-    jitter_times,
-    one_moment,
-    odd_arguments,
-    odd_fields,
-    exchange_fields,
-    exchange_correlations,
-    merge_with_itself,
-    one_category,
-)
-
-
-# Damage to bytes
-
-
-def cut_end(random: random.Random, text: bytes) -> bytes:
-    return text[: random.randrange(1, len(text))]
-
-
-def cut_middle(random: random.Random, text: bytes) -> bytes:
-    begin = random.randrange(len(text))
-    return text[:begin] + text[begin + random.choice([1, 10, 1000]) :]
-
-
-def flip_bytes(random: random.Random, text: bytes) -> bytes:
-    damaged = bytearray(text)
-    for _ in range(random.choice([1, 10, 200])):
-        damaged[random.randrange(len(damaged))] = random.randrange(256)
-    return bytes(damaged)
-
-
-def flip_structure(random: random.Random, text: bytes) -> bytes:
-    """Brackets, quotes and commas in wrong places."""
-    damaged = bytearray(text)
-    for _ in range(random.choice([1, 5, 50])):
-        damaged[random.randrange(len(damaged))] = random.choice(b'{}[]",:\\')
-    return bytes(damaged)
-
-
-def repeat_middle(random: random.Random, text: bytes) -> bytes:
-    begin = random.randrange(len(text))
-    end = begin + random.choice([1, 100, 5000])
-    return text[:end] + text[begin:]
-
-
-DAMAGES: tuple[Damage, ...] = (cut_end, cut_middle, flip_bytes, flip_structure, repeat_middle)
+@pytest.mark.parametrize("case", fuzz.REGRESSIONS)
+def test_what_fuzzing_found_stays_mended(tmp_path: Path, case: str) -> None:
+    seed, number = map(int, case.split(":"))
+    assert fuzz.try_case(seed, number, tmp_path) is None
 
 
 # Synthetic traces
