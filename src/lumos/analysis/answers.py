@@ -65,7 +65,7 @@ def _rounded(value: Any) -> Any:
         return {key: _rounded(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_rounded(one) for one in value]
-    return round(value, 6) if isinstance(value, float) else value
+    return round(value, 6) + 0.0 if isinstance(value, float) else value  # + 0.0: no minus before a zero
 
 
 class MemoryAnswer(Answer, frozen=True, kw_only=True):

@@ -49,6 +49,7 @@ _TF32 = re.compile(r"tf32|s1688gemm|16816tf")  # kernels that round fp32 operand
 _FUSED = re.compile(r"triton_(poi|red|per)_fused")  # kernels of torch.compile
 _OPERANDS = {"aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}
 _ADDING = {"aten::baddbmm": 3, "aten::addmm": 3}  # and the place of beta, by which what is added is multiplied
+_MOST_PRICED = 2000  # rows whose work is looked at: a step has some hundred
 _MUCH_UNKNOWN = 0.1  # of the time
 _NONSENSE = (ArithmeticError, LookupError, TypeError, ValueError)  # from shapes that cannot be
 
@@ -297,12 +298,14 @@ def _rows(calls: Sequence[Call], gpu: Gpu | None, causal: bool) -> list[TracedOp
         groups[call.name, call.phase, call.op.tensors if call.op else (), rounds].append(call)
     prices = None if gpu is None else _prices(gpu)
     found = []
-    for (name, phase, tensors, rounds), some in groups.items():
+    longest = sorted(groups.items(), key=lambda item: -sum(call.us for call in item[1]))
+    for place, ((name, phase, tensors, rounds), some) in enumerate(longest):
         first = some[0]
         by_kernel: dict[str, float] = defaultdict(float)
         for kernel, us in (one for call in some for one in call.kernels):
             by_kernel[kernel] += us
-        op = _recorded(first.op, phase, causal, rounds) if first.op is not None and tensors else None
+        is_priced = first.op is not None and tensors and place < _MOST_PRICED
+        op = _recorded(first.op, phase, causal, rounds) if first.op is not None and is_priced else None
         effort = Effort() if op is None else _effort(op, prices)
         found.append(
             TracedOperator(

@@ -13,7 +13,7 @@ from lumos.analysis.replay import Replay
 from lumos.graph.critical_path import PathSummary
 from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.report.table import Card, Column, Row, Table, left_out, ms_column, ms_columns, short
-from lumos.report.wording import STEP_PARTS, change, ms_text, si_text
+from lumos.report.wording import STEP_PARTS, change, ms_text, number_text, si_text
 
 MOST_ROWS = 200
 _NEVER_PROFILED = {
@@ -31,10 +31,11 @@ def replay_cards(run: Replay) -> list[Card]:
     recorded, simulated = run.recorded_steps.mean, run.simulated_steps.mean
     unexplained = run.path_summary.unexplained_ms
     share = 100 * unexplained / simulated if simulated else 0.0
+    off = number_text(run.error_pct, 2, signed=True)
     sure = f"± {run.cost.error_pct:.0f} % (80 % interval); the typical step"
     return [
         Card("recorded step", ms_text(recorded), f"mean of {len(run.marks.names)}"),
-        Card("simulated step", ms_text(simulated), f"{run.error_pct:+.2f} % from the recorded one"),
+        Card("simulated step", ms_text(simulated), f"{off} % from the recorded one"),
         Card("without the profiler", ms_text(run.clean_ms), sure),
         Card("never profiled", ms_text(run.never_profiled_ms), _NEVER_PROFILED[device_of(run)]),
         Card("unexplained", ms_text(unexplained), f"{share:.1f} % of the step, on the critical path"),
