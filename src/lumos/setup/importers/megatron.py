@@ -21,7 +21,7 @@ from lumos.setup.stated_size import preset_of
 
 _TABLES = read_table("megatron_options.toml")
 _MOST = 5000  # arguments, or layers
-_VARIABLE = re.compile(r"\$\{?(\w*)[^}\s]*\}?|\$\(\)")
+_VARIABLE = re.compile(r"\$\{?(\w{0,60})[^}\s]{0,60}\}?|\$\(\)")
 
 Pairs = list[tuple[str, str]]  # names of arguments and their values as text
 
