@@ -80,8 +80,8 @@ class Objective:
             raise OptionError("--objective gpus needs a deadline: add --deadline DAYS and --tokens COUNT")
         if self.deadline_days and not self.tokens:
             raise OptionError(f"--deadline {self.deadline_days:g} needs the tokens to train on: add --tokens COUNT")
-        if self.deadline_days < 0 or self.tokens < 0:
-            raise OptionError("--deadline and --tokens must be more than 0")
+        if not (0 <= self.deadline_days < 1e6 and 0 <= self.tokens < 1e30):
+            raise OptionError("--deadline and --tokens must be numbers of days and tokens, more than 0")
 
 
 class Simulated(NamedTuple):

@@ -64,7 +64,7 @@ def search(
     """
     if top < 1:
         raise OptionError(f"--top {top}: give at least 1")
-    if memory_gib < 0:
+    if not 0 <= memory_gib < 1e6:
         raise OptionError(f"--memory {memory_gib:g}: give GiB, more than 0")
     choices = checked_choices(setup, vary or {})
     setup, batch = with_batch(setup, choices)
