@@ -54,7 +54,8 @@ def _setup_cards(found: Prediction) -> list[Card]:
     room = "available memory not known" if found.fits is None else room
     cards, speed = [], found.tokens_per_s_per_gpu
     if speed is not None:
-        cards.append(Card(f"tokens/s/{device}", rate_text(speed), f"{count_text(found.tokens or 0, 'tokens')} per step"))
+        tokens = count_text(found.tokens or 0, "tokens")
+        cards.append(Card(f"tokens/s/{device}", rate_text(speed), f"{tokens} per step"))
     if found.mfu is not None and found.hfu is not None:
         peak = f"HFU {100 * found.hfu:.1f} % (dense {setup.train.precision} peak)"
         cards.append(Card("MFU", f"{100 * found.mfu:.1f} %", peak))
