@@ -20,7 +20,7 @@ from lumos.change.infer.infer import infer
 from lumos.errors import OptionError
 from lumos.prediction.prediction import predict
 from lumos.setup import read_setup
-from lumos.setup.setup_files import read_plain
+from lumos.setup.setup_files import SetupReading, read_plain
 from lumos.trace.read.job import read_job
 from support import Event, Header, header, note, op, write_trace
 
@@ -404,6 +404,36 @@ def test_whatever_stands_in_the_arguments_the_inference_does_not_fail(
 def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lumos.cli.main", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+def _completed(found: dict[str, Any], **overrides: str) -> SetupReading:
+    """What is asked for, by a trace that shows all of this, with `--set`."""
+    inferred = {key.replace("__", "."): Inferred(value, "a test") for key, value in found.items()}
+    return changed(inferred, read_plain(None, [f"{k.replace('__', '.')}={v}" for k, v in overrides.items()]))
+
+
+_ONE_GPU = {
+    "model__layers": 4, "model__hidden": 256, "model__ffn": 1024, "model__heads": 4, "model__vocab": 1000,
+    "train__seq": 128, "train__micro_batch": 2, "cluster__gpu": "h200", "cluster__gpus": 1, "parallel__tp": 1,
+    "parallel__dp": 1,
+}  # fmt: skip
+
+
+def test_more_ranks_than_the_trace_has_get_more_gpus() -> None:
+    reading = _completed(_ONE_GPU, parallel__tp="2")
+    assert (reading.setup.cluster.gpus, reading.setup.parallel.dp) == (2, 1)
+    assert "on 2 GPUs, as tp · pp · cp = 2 does not fit on the traced 1" in reading.notes
+    eight = _completed(_ONE_GPU | {"cluster__gpus": 8, "parallel__dp": 8}, parallel__tp="2")
+    assert (eight.setup.cluster.gpus, eight.setup.parallel.dp) == (8, 4)  # they fit: the GPUs stay
+    with pytest.raises(OptionError, match=r"cluster.gpus = 3"):
+        _completed(_ONE_GPU, parallel__tp="2", cluster__gpus="3")
+
+
+def test_a_trace_without_layers_or_shapes_says_so_instead_of_listing_keys() -> None:
+    for has_shapes, text in ((True, "does not show the layers of a transformer"), (False, "record_shapes=True")):
+        with pytest.raises(OptionError, match=text) as refused:
+            complete({}, read_plain(None), has_shapes)
+        assert "model.vocab" not in str(refused.value)
 
 
 def test_what_the_trace_does_not_show_is_one_line_and_a_file_with_just_that_completes_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from lumos.change.infer import Inferred
@@ -21,6 +22,15 @@ _NOT_ASSUMED = (
     *("train.optimizer", "train.compile", "parallel.tp", "parallel.pp", "parallel.cp", "cluster.gpu", "cluster.gpus"),
 )
 _MOST_LINES = 8
+_NO_SHAPES = (
+    "the trace was recorded without the shapes of operators, so it does not show what was trained: record it with "
+    "record_shapes=True (lumos capture does), or name a SETUP file, as in lumos predict SETUP --from PATH --set …"
+)
+_NO_TRANSFORMER = (
+    "the trace does not show the layers of a transformer, so it cannot be predicted in another configuration: use "
+    "lumos replay, lumos compare, or lumos predict --from PATH --scale compute=0.5; or dry-run the changed script "
+    "(lumos capture --dry); if it is a transformer, name a SETUP file that describes it"
+)
 _RECORD_SHAPES = " (a trace recorded with record_shapes=True shows more)"
 
 
@@ -30,6 +40,8 @@ def complete(found: Mapping[str, Inferred], plain: PlainSetup, has_shapes: bool 
     _refuse_contradictions(found, sections, plain.where)
     missing = _missing(found, sections, plain.where)
     if missing and not plain.mistakes:
+        if not plain.where and {"model.layers", "model.heads", "train.seq"} <= set(missing):
+            raise OptionError(_NO_TRANSFORMER if has_shapes else _NO_SHAPES)
         keys = ", ".join(missing)
         text = (
             f"{plain.where}: neither this file nor the trace shows {keys}: add it to the file" if plain.where else
@@ -49,8 +61,27 @@ def changed(found: Mapping[str, Inferred], plain: PlainSetup, traced: PlainSetup
     """
     _refuse_rough_changes(found, plain.overrides, dict(_items(traced.sections)) if traced is not None else {})
     sections = plain.over(_sections(found))
+    grown = _with_enough_gpus(found, sections, plain.overrides)
     reading = plain.checked(sections)
-    return reading if plain.where else SetupReading(reading.setup, (*reading.notes, _assumed(sections, reading.setup)))
+    assumed = [] if plain.where else [_assumed(sections, reading.setup)]
+    return SetupReading(reading.setup, (*reading.notes, *grown, *assumed))
+
+
+def _with_enough_gpus(found: Mapping[str, Inferred], sections: Sections, overrides: Sections) -> list[str]:
+    """More GPUs where the traced ones do not hold the ranks that were asked for, and a note on it."""
+    parallel, cluster = sections.get("parallel", {}), sections.get("cluster", {})
+    sizes = [parallel.get(key, 1) for key in ("tp", "pp", "cp")]
+    traced = found.get("cluster.gpus")
+    asked = "gpus" in overrides.get("cluster", {}) or "dp" in overrides.get("parallel", {})
+    sound = all(type(size) is int and size > 0 for size in sizes)  # else a mistake, which is named later
+    if traced is None or asked or not sound or cluster.get("gpus") != traced.value:
+        return []
+    together = prod(sizes)
+    if traced.value % together == 0:
+        return []
+    data = found["parallel.dp"].value if "parallel.dp" in found else 1
+    sections["cluster"] = {**cluster, "gpus": together * data}
+    return [f"on {together * data} GPUs, as tp · pp · cp = {together} does not fit on the traced {traced.value}"]
 
 
 def _assumed(sections: Sections, setup: Setup) -> str:
