@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import json
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -234,7 +236,8 @@ def test_a_search_without_a_result_says_so() -> None:
 
 def test_a_search_names_only_the_keys_that_differ() -> None:
     table = page_of("search").sections[0].tables[0]
-    assert [column.title for column in table.columns][:4] == ["#", "tp", "pp", "vpp"]
+    titles = [column.title for column in table.columns]
+    assert titles[:7] == ["#", "step, ms", "memory, GiB", "MFU, %", "tp", "pp", "vpp"], "what decides is seen first"
     assert "cost per Mtoken" not in [column.title for column in table.columns]  # no price was given
 
 
@@ -494,6 +497,19 @@ def test_plotly_is_unpacked_only_when_interactive_charts_are_asked_for() -> None
     assert "load()" not in start
     assert "wake()" not in start
     assert script.count("load()") == 2  # its definition, and in drawAll
+
+
+@pytest.mark.parametrize("asked", ["button", "filter", "chart"])
+def test_what_asks_for_interactive_charts_has_them_drawn_once(asked: str, tmp_path: Path) -> None:
+    if shutil.which("node") is None:
+        pytest.skip("no node on this machine, to run the script of a report without a browser")
+    write_page(tmp_path / "page.html", page_of("replay"))
+    command = ["node", str(ROOT / "tests/report_dom.js"), str(tmp_path / "page.html"), asked]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert found["before"] == {"charts": "pictures", "page": "ready", "drawings": 0}
+    assert found["after"]["charts"] == "drawn"
+    assert found["after"]["drawings"] == found["charts"]
+    assert found["drawn"][chart_of(page_of("replay"), Bars)] == (1 if asked == "filter" else 4)
 
 
 def test_a_picture_has_the_lengths_of_its_values() -> None:

@@ -329,6 +329,7 @@
     await pause(); // the word is shown first
     await load();
     performance.mark("unpacked");
+    changed = false; // what is drawn now knows the filters
     for (let index = 0; index < specs.length; index++) {
       one(`#chart-${index}`).replaceChildren();
       draw(index);
