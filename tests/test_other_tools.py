@@ -402,6 +402,9 @@ def test_notes_vanish_when_set_answers_them(tmp_path: Path) -> None:
     half = script.replace("--bf16", "")
     assert any("fp32, as Megatron does" in note for note in read(tmp_path, half, "a.sh").notes)
     assert not any("fp32" in note for note in read(tmp_path, half, "a.sh", "train.precision=bf16").notes)
+    odd = f"{script} --window-size 8,0 --vocab-size 127 --normalization Odd"
+    assert len(read(tmp_path, odd, "a.sh", "cluster.gpus=1").notes) == 3
+    assert read(tmp_path, odd, "a.sh", "cluster.gpus=1", "model.preset=llama3-8b").notes == ()
 
 
 def test_expert_parallelism_that_does_not_fit_names_the_gpus_it_needs(tmp_path: Path) -> None:

@@ -252,7 +252,9 @@ class Cluster(Section):
     inter_gb_s: Bandwidth | None = None  # per GPU, one direction
     fabric: Fabric = "infiniband"  # between nodes; RoCE counts as InfiniBand
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
-    host: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # speed of the host, relative to the one Lumos is calibrated on
+    host: Annotated[float, Field(ge=0.01, le=100)] = (
+        1.0  # speed of the host, relative to the one Lumos is calibrated on
+    )
 
     DERIVED: ClassVar[tuple[str, ...]] = ("gpus_per_node",)
 

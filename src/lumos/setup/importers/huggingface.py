@@ -49,7 +49,7 @@ def model_keys(content: object) -> Reading:
     _note_missing(keys, found)
     _note_attention(config, found)
     if config.get("num_nextn_predict_layers") or config.get("num_mtp_layers"):
-        found.note("multi-token prediction is not modelled, and its parameters are not counted")
+        found.note("multi-token prediction is not modelled, and its parameters are not counted", "model.preset")
     found.values |= {f"model.{key}": value for key, value in (keys | {"name": _name(config)}).items()}
     stated = (name for name, value in flat(config, 2).items() if value is not None and name not in _KNOWN)
     unread = [name for name in stated if not is_ignored(name, _TABLES["ignored"])]
@@ -80,7 +80,7 @@ def _language_model(content: dict[str, Any], found: Findings) -> dict[str, Any]:
     for name in _COMBINED["language_model"]:
         part = content.get(name)
         if isinstance(part, dict) and content.get("model_type") not in tuple(_UNSUPPORTED):
-            found.note(f"the model has several parts: only {name} is modelled")
+            found.note(f"the model has several parts: only {name} is modelled", "model.preset")
             tied = content.get("tie_word_embeddings")
             return part if tied is None else part | {"tie_word_embeddings": tied}
     return content
@@ -150,9 +150,10 @@ def _note_attention(config: dict[str, Any], found: Findings) -> None:
     for name in ("sliding_window", "attention_chunk_size"):
         size = config.get(name)
         if size and config.get("use_sliding_window", True) and (limited or not kinds):
-            found.note(f"{name} = {shown(size)}{where} is not modelled: assuming full attention")
+            found.note(f"{name} = {shown(size)}{where} is not modelled: assuming full attention", "model.preset")
     if any(kind in _SPARSE for kind in kinds) or config.get("index_topk"):
-        found.note("sparse attention is not modelled, and its index is not counted: assuming full attention")
+        sentence = "sparse attention is not modelled, and its index is not counted: assuming full attention"
+        found.note(sentence, "model.preset")
 
 
 def _sizes(config: dict[str, Any], found: Findings) -> dict[str, int]:
@@ -195,7 +196,9 @@ def _experts(config: dict[str, Any], sizes: Mapping[str, Any], found: Findings) 
         return keys
     keys["dense_layers"] = dense = layers - sum(sparse)
     if any(sparse[:dense]):
-        found.note(f"{dense} of {layers} layers have no experts: modelled as the first {dense} layers")
+        found.note(
+            f"{dense} of {layers} layers have no experts: modelled as the first {dense} layers", "model.dense_layers"
+        )
     return keys
 
 

@@ -96,7 +96,7 @@ def _put_options(found: Findings, options: Options) -> None:
         if word in meanings:
             found.values[place] = meanings[word]
         elif word:
-            found.note(f"--{name} {shown(word)} is not known: use {one_of(list(meanings))}")
+            found.note(f"--{name} {shown(word)} is not known: use {one_of(list(meanings))}", place)
 
 
 def _is_unset(found: Findings, options: Options, name: str, place: str) -> bool:
@@ -159,7 +159,8 @@ def _attention(found: Findings, options: Options) -> None:
     if "group-query-attention" in options:
         values.setdefault("model.kv_heads", 1)
     elif "model.kv_heads" in values:
-        found.note("--num-query-groups without --group-query-attention: used, although Megatron ignores it")
+        sentence = "--num-query-groups without --group-query-attention: used, although Megatron ignores it"
+        found.note(sentence, "model.kv_heads")
     defaults = {f"model.{key}": size for key, size in _TABLES["latent_attention_defaults"].items()}
     if "multi-latent-attention" in options:
         values |= defaults | {key: values[key] for key in defaults if key in values}
@@ -259,7 +260,9 @@ def _vocabulary(found: Findings, options: Options) -> None:
     multiple *= as_count(values.get("parallel.tp", 1))
     if isinstance(size, int) and multiple and size % multiple:
         values["model.vocab"] = padded = -(-size // multiple) * multiple
-        found.note(f"vocabulary of {size} padded to {padded}, a multiple of {multiple}, as Megatron does")
+        found.note(
+            f"vocabulary of {size} padded to {padded}, a multiple of {multiple}, as Megatron does", "model.vocab"
+        )
 
 
 def _stages(found: Findings, options: Options) -> None:
@@ -275,7 +278,8 @@ def _stages(found: Findings, options: Options) -> None:
     between = pp - bool(first) - bool(last)
     rest = layers - first - last
     if as_count(values.get("parallel.vpp")) > 1 or between < 1 or rest < between or rest % between:
-        found.note("uneven stages are not modelled together with virtual ones: assuming stages as even as possible")
+        sentence = "uneven stages are not modelled together with virtual ones: assuming stages as even as possible"
+        found.note(sentence, "parallel.stage_layers", "parallel.pp", "parallel.vpp")
     else:
         values["parallel.stage_layers"] = [first] * bool(first) + [rest // between] * between + [last] * bool(last)
 
@@ -288,9 +292,11 @@ def _overlap(found: Findings, options: Options) -> None:
 
 def _not_modelled(found: Findings, options: Options) -> None:
     if options.get("window-size"):
-        found.note(f"--window-size {shown(_word(options, 'window-size'))} is not modelled: assuming full attention")
+        window = shown(_word(options, "window-size"))
+        found.note(f"--window-size {window} is not modelled: assuming full attention", "model.preset")
     if _count(options, "mtp-num-layers"):
-        found.note("--mtp-num-layers: multi-token prediction is not modelled, and its parameters are not counted")
+        sentence = "--mtp-num-layers: multi-token prediction is not modelled, and its parameters are not counted"
+        found.note(sentence, "model.preset")
     for name, free in _TABLES["free"].items():
         word = _word(options, name, free[0])
         if word not in free:

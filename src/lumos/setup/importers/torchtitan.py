@@ -108,7 +108,7 @@ def _choices(found: Findings, given: Mapping[str, Any]) -> None:
         if isinstance(value, str) and value in meanings:
             found.values[place] = meanings[value]
         elif value is not None:
-            found.note(f"{name} = {shown(value)} is not known: use {one_of(list(meanings))}")
+            found.note(f"{name} = {shown(value)} is not known: use {one_of(list(meanings))}", place)
 
 
 # What takes more than one key
@@ -127,7 +127,8 @@ def _model(found: Findings, given: Mapping[str, Any]) -> None:
         wanted, place = f"{'llama2' if name == 'llama' else name}-{flavor}", "model.name and model.flavor"
     plain = _ATTENTION_SUFFIX.sub("", wanted)
     if plain != wanted:
-        found.note(f"{place}: {shown(wanted)} is modelled as {shown(plain)}, with attention over all tokens")
+        what = f"{place}: {shown(wanted)} is modelled as {shown(plain)}"
+        found.note(f"{what}, with attention over all tokens", "model.preset")
     try:
         found.values |= {f"model.{key}": value for key, value in preset_named(plain).keys.items()}
     except OptionError:
@@ -153,7 +154,7 @@ def _precision(found: Findings, given: Mapping[str, Any]) -> None:
         found.values["train.precision"] = "fp8"
     unknown = [name for name in names if name not in (*fp8, *mxfp8)]
     if unknown:
-        found.note(f"model.converters: {shown(', '.join(unknown))} is not modelled")
+        found.note(f"model.converters: {shown(', '.join(unknown))} is not modelled", "train.precision")
     if given.get("training.dtype") not in (None, "float32"):
         dtype = shown(given["training.dtype"])
         found.note(f"training.dtype = {dtype} is not modelled: assuming weights in float32")
@@ -171,7 +172,8 @@ def _parallelism(found: Findings, given: Mapping[str, Any]) -> None:
     sequence = _switch(found, given, "sequence_parallel")
     found.values["parallel.sequence_parallel"] = found.values.get("parallel.tp", 1) > 1 and sequence is not False
     if found.values.get("parallel.tp_overlap") and not found.values.get("train.compile"):
-        found.note("asynchronous tensor parallelism needs compile, which is off: assuming it has no effect")
+        sentence = "asynchronous tensor parallelism needs compile, which is off: assuming it has no effect"
+        found.note(sentence, "train.compile", "parallel.tp_overlap")
         found.values["parallel.tp_overlap"] = False
 
 
@@ -186,7 +188,7 @@ def _batch(found: Findings, given: Mapping[str, Any]) -> None:
     if local is None and tokens:
         local = max(tokens // found.values.get("train.seq", tokens), 1)  # newer versions count tokens
     if local is None and in_python:
-        found.note("training.local_batch_size is not given: assuming 1")
+        found.note("training.local_batch_size is not given: assuming 1", "train.micro_batch")
     local = local or (1 if in_python else _DEFAULTS["local_batch"])
     microbatches = _microbatches(found, given, local)
     found.values["train.micro_batch"] = max(local // microbatches, 1)
@@ -210,7 +212,8 @@ def _microbatches(found: Findings, given: Mapping[str, Any], local: int) -> int:
         number = pp
     count = min(number or max(local // (size or 1), 1), local)
     if local % count:
-        found.note(f"a batch of {local} in {count} micro-batches is not even: assuming {local // count} each")
+        uneven = f"a batch of {local} in {count} micro-batches is not even: assuming {local // count} each"
+        found.note(uneven, "train.micro_batch")
     return count
 
 
@@ -244,7 +247,8 @@ def _recompute(found: Findings, given: Mapping[str, Any]) -> None:
         option = given.get("activation_checkpoint.selective_ac_option", "op")
         what = "every layer" if option == "op" else f"one layer in {shown(option)}"
         found.note(
-            f"activation_checkpoint.mode = selective recomputes part of {what}: modelled as recomputing attention only"
+            f"activation_checkpoint.mode = selective recomputes part of {what}: modelled as recomputing attention only",
+            "train.recompute",
         )
 
 
@@ -262,14 +266,16 @@ def _stages(found: Findings, given: Mapping[str, Any]) -> None:
     schedule = by_name.get(str(stated).casefold(), "1f1b")
     if str(stated).casefold() not in by_name:
         known = one_of(list(_TABLES["schedules"]))
-        found.note(f"pipeline_parallel_schedule = {shown(stated)} is not known: use {known}; assuming 1F1B")
+        what = f"pipeline_parallel_schedule = {shown(stated)} is not known"
+        found.note(f"{what}: use {known}; assuming 1F1B", "parallel.schedule")
     elif stated in ("InterleavedZeroBubble", "DualPipeV"):
-        found.note(f"pipeline_parallel_schedule = {stated} is modelled as {schedule}")
+        found.note(f"pipeline_parallel_schedule = {stated} is modelled as {schedule}", "parallel.schedule")
     values["parallel.schedule"] = schedule
     chunks = schedule_named(schedule).chunks[0]
     stages = _stated_stages(given, layers) or _divided(found, given, layers, pp, chunks)
     if len(stages) % pp or (len(stages) > pp and chunks == 1) or min(stages, default=0) < 0:
-        found.note(f"{len(stages)} pipeline stages for {pp} ranks: assuming stages as even as possible")
+        sentence = f"{len(stages)} pipeline stages for {pp} ranks: assuming stages as even as possible"
+        found.note(sentence, "parallel.stage_layers", "parallel.pp")
         stages = []
     if chunks > 1:
         values["parallel.vpp"] = len(stages) // pp if stages else chunks
