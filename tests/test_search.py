@@ -399,6 +399,24 @@ def test_what_cannot_be_told_apart_is_one_family(llama: Setup, found: SearchResu
         assert set(row["differ"]) == {key for v in row["variants"] for key in v if "." in key}
 
 
+def test_the_page_says_what_was_tried_and_simulated_why_others_lost_and_the_bound(found: SearchResult) -> None:
+    answer = found.as_dict()
+    page = search_page(answer)
+    assert f"{answer['evaluated']:,} configurations bounded, {answer['simulated']:,} simulated" in page.title
+    results, _, steps, tried, _ = page.sections
+    assert [column.title for column in results.tables[0].columns][:4] == ["#", "step, ms", "memory, GiB", "MFU, %"]
+    assert results.tables[0].columns[-1].title == "variants"
+    assert results.tables[1].caption == "why the others lost"
+    assert f"{answer['simulated']:,} that might still be among the best were simulated" in results.text
+    assert "none can take less than" in tried.text
+    assert [row.values[0] for row in tried.tables[0].rows] == list(answer["tried"])
+    (figure,) = steps.figures
+    labels = figure.chart.as_dict()["labels"]
+    assert len(set(labels)) == len(labels)
+    assert max(map(len, labels)) <= 44, "as many as stand beside a bar"
+    assert "tp 8" in labels[0] or "tp 4" in labels[0]
+
+
 def test_bounds_lose_no_family_and_no_variant(llama: Setup, found: SearchResult) -> None:
     few = FEW | {"train.recompute": ["none", "full"], "train.micro_batch": [1]}
     assert search(llama, few).families == search(llama, few, exhaustive=True).families

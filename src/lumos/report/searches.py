@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lumos.report.table import Card, Column, Row, Table, left_out
-from lumos.report.wording import STEP_PARTS, parameters_text
+from lumos.report.wording import STEP_PARTS, ms_text, parameters_text
 
 Answer = Mapping[str, Any]
 
@@ -31,26 +31,26 @@ def search_cards(answer: Answer) -> list[Card]:
     cards = [
         Card("parameters", size, rest.strip(" ()")),
         Card("global batch", f"{batch['sequences']:,}", f"{batch['tokens']:,} tokens; {batch['why']}"),
-        Card("valid configurations", f"{answer['evaluated']:,}", f"in {answer['seconds']:,.1f} s"),
+        Card("valid configurations", f"{answer['evaluated']:,}", f"bounded in {answer['seconds']:,.1f} s"),
         Card("fit into memory", f"{answer.get('fitting', 0):,}"),
-        Card("simulated", f"{answer.get('simulated', 0):,}", "not ruled out by bounds"),
+        Card("simulated", f"{answer.get('simulated', 0):,}", "all that bounds do not rule out"),
     ]
     if not answer["results"]:
         return [*cards, Card("best", "none", "no configuration is valid and fits")]
     best = answer["results"][0]
-    return [*cards, Card("best step", f"{best['step_ms']:,.1f} ms", label_of(best, keys_of([best])))]
+    return [*cards, Card("best step", ms_text(best["step_ms"]), label_of(best, keys_of([best])))]
 
 
 def bound_note(answer: Answer) -> list[str]:
     """How far the best is from the least that any of the configurations could take."""
-    if not (answer["results"] and answer["bound_ms"] and answer["objective"] == "time"):
+    if not (answer["results"] and answer.get("bound_ms") and answer["objective"] == "time"):
         return []
     best, bound, own = answer["results"][0]["step_ms"], answer["bound_ms"], answer["results"][0]["bound_ms"]
     gap, own_gap = 100 * (best / bound - 1), 100 * (best / own - 1)
     return [
-        f"of the {answer['fitting']:,} configurations that were tried and fit, none can take less than {bound:,.1f} "
-        f"ms; the best takes {best:,.1f} ms (+{gap:.1f} %), {own_gap:.1f} % more than its own lower bound. Other "
-        "values can be tried with --vary"
+        f"of the {answer['fitting']:,} configurations that were tried and fit, none can take less than "
+        f"{ms_text(bound)}; the best takes {ms_text(best)} (+{gap:.1f} %), {own_gap:.1f} % more than its own lower "
+        "bound. Other values can be tried with --vary"
     ]
 
 
@@ -71,30 +71,57 @@ def label_of(row: Answer, keys: Sequence[str]) -> str:
     return ", ".join(f"{short(key)} {row[key]}" for key in keys if row.get(key) not in (None, 1, False, ""))
 
 
+def short_label(row: Answer, most: int) -> str:
+    """The sizes of a configuration, for the axis of a chart: "tp 8 cp 2 pp 8 dp 128"; at most so many characters."""
+    sizes = ("tp", "cp", "pp", "vpp", "ep", "dp", "gpus", "gpu")
+    values = ((name, row.get(f"{'cluster' if name.startswith('gpu') else 'parallel'}.{name}")) for name in sizes)
+    text = ""
+    for name, value in values:
+        longer = f"{text} {name} {value}".strip()
+        if value not in (None, 1, "") and len(longer) <= most:
+            text = longer
+    return text
+
+
 def number_of(row: Answer, key: str) -> float | None:
     return None if row.get(key) is None else NUMBERS[key][1] * float(row[key])
 
 
 def configurations_table(
-    caption: str, rows: Sequence[Answer], keys: Sequence[str], numbers: Sequence[str] = tuple(NUMBERS)
+    caption: str,
+    rows: Sequence[Answer],
+    keys: Sequence[str],
+    numbers: Sequence[str] = tuple(NUMBERS),
+    first: Sequence[str] = (),
 ) -> Table:
     """Configurations with the values of these keys and numbers; a number that none of them has is left out.
 
-    Families also say how many variants they have, and what those differ in.
+    Numbers in `first` stand before the keys. Families also say how many variants they have, and what those differ in.
     """
     families = any("variants" in row for row in rows)
-    numbers = [key for key in numbers if any(row.get(key) is not None for row in rows)]
+    before, after = ([key for key in group if any(row.get(key) is not None for row in rows)]
+                     for group in (first, [key for key in numbers if key not in first]))  # fmt: skip
     searched = [Column(short(key), 0 if all(type(row.get(key)) is int for row in rows) else -1) for key in keys]
     body = [
         Row([
-            rank, *(_plain(row.get(key)) for key in keys), *(number_of(row, key) for key in numbers),
-            *([variants_of(row)] if families else []),
+            rank, *(number_of(row, key) for key in before), *(_plain(row.get(key)) for key in keys),
+            *(number_of(row, key) for key in after), *([variants_of(row)] if families else []),
         ])
         for rank, row in enumerate(rows[:_MOST_ROWS], 1)
     ]  # fmt: skip
-    columns = [Column("#", 0), *searched, *(NUMBERS[key][0] for key in numbers)]
+    columns = [Column("#", 0), *(NUMBERS[key][0] for key in before), *searched, *(NUMBERS[key][0] for key in after)]
     columns += [Column("variants")] if families else []
     return Table(caption, columns, body, left_out(_MOST_ROWS, rows))
+
+
+def tried_table(answer: Answer) -> Table:
+    """The values that were tried for every key, and the one that is best."""
+    best = answer["results"][0] if answer["results"] else {}
+    body = [
+        Row([key, ", ".join(str(_plain(value)) for value in values), str(_plain(best.get(key, "")))])
+        for key, values in answer.get("tried", {}).items()
+    ]
+    return Table("values that were tried", [Column("key"), Column("values"), Column("best")], body)
 
 
 def variants_of(family: Answer) -> str:
@@ -110,7 +137,7 @@ def variants_of(family: Answer) -> str:
 
 def families_note(answer: Answer) -> list[str]:
     """What the variants of a family are."""
-    if all(len(family["variants"]) < 2 for family in answer["families"]):
+    if all(len(family["variants"]) < 2 for family in answer.get("families", ())):
         return []
     return [
         f"the variants of a row lay the weights out in the same way and are within {100 * answer['tolerance']:g} % of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -72,7 +72,7 @@ def search(
     objective.check(space.gpu_types)
     task = Task(space, objective, estimator or Estimator(), memory_gib, shard, exhaustive)
     question = fingerprint(
-        version("lumos-sim"), flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive
+        _version(), flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive
     )
     begin = monotonic()
     kept = open_journal(journal, f"{question} {shard}")
@@ -80,6 +80,14 @@ def search(
     if not found.valid and shard == (0, 1):
         raise OptionError(f"no combination is valid: {_first_mistake(setup, space.choices)}")
     return SearchResult(found, monotonic() - begin, question, batch, tuple(notes))
+
+
+def _version() -> str:
+    """Of this package: another one may give other answers, which must not be mixed."""
+    try:
+        return version("lumos-sim")
+    except PackageNotFoundError:
+        return ""
 
 
 def _first_mistake(setup: Setup, choices: Mapping[str, tuple[Any, ...]]) -> str:

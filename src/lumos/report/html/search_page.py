@@ -10,19 +10,25 @@ from lumos.report.html.parts import STEP_PARTS
 from lumos.report.searches import (
     NUMBERS,
     Answer,
+    bound_note,
     breakdowns_table,
     configurations_table,
+    families_note,
     keys_of,
     label_of,
     lost_table,
     number_of,
     search_cards,
     short,
+    short_label,
+    tried_table,
 )
 from lumos.report.table import Card, Column, Row, Table
 
 _MOST_DOTS = 4000
 _MOST_BARS = 15
+_LONGEST_LABEL = 38  # characters beside a bar; longer ones would be cut
+_FIRST = ("step_ms", "memory_gib", "mfu")  # before the keys, so that they are seen on any screen
 _SUBTITLE = (
     "model.name", "model.preset", "model.layers", "cluster.gpus", "cluster.gpu", "train.global_batch", "train.seq",
 )  # fmt: skip
@@ -30,25 +36,45 @@ _SUBTITLE = (
 
 def search_page(answer: Answer) -> Page:
     """The page of an answer, which may be that of a merged search."""
-    results, front = list(answer["results"]), list(answer.get("pareto", ()))
-    keys, setup = keys_of([*results, *front]), answer["setup"]
+    best, front = list(answer.get("families") or answer["results"]), list(answer.get("pareto", ()))
+    keys, setup = keys_of([*best, *front]), answer["setup"]
     shown = (f"{short(key)} {setup[key]}" for key in _SUBTITLE if setup.get(key) not in (None, ""))
     fixed = [Row([key, str(value)]) for key, value in setup.items() if value not in (None, "", [], ())]
-    tables = [configurations_table("configurations", results, keys), *([lost_table(results)] if results else [])]
     return Page(
-        title=f"Search: {answer['evaluated']:,} configurations",
+        title=f"Search: {answer['evaluated']:,} configurations bounded, {answer.get('simulated', 0):,} simulated",
         subtitle=" · ".join(shown),
-        cards=[*search_cards(answer), *_best_cards(results[:1])],
+        cards=[*search_cards(answer), *_best_cards(best[:1])],
         sections=[
-            _pareto(results, front, keys),
-            _breakdowns(results[:_MOST_BARS], keys),
-            Section("Results", f"Ordered by {answer['objective']}.", tables=tables),
+            _results(answer, best, keys),
+            _pareto(best, front, keys),
+            _breakdowns(best[:_MOST_BARS], keys),
+            Section("What was tried", " ".join(f"{_sentence(text)}." for text in bound_note(answer)),
+                    tables=[tried_table(answer)] if answer.get("tried") else []),
             Section("Setup", "The setup that the search started from.", tables=[
                 Table("values of the setup", [Column("key"), Column("value")], fixed)
             ]),
         ],
         notes=[str(note) for note in answer.get("warnings", ())],
     )  # fmt: skip
+
+
+def _results(answer: Answer, best: Sequence[Answer], keys: Sequence[str]) -> Section:
+    """The best configurations, and why the others lost."""
+    said = [
+        f"ordered by {answer['objective']}: {answer['evaluated']:,} valid configurations got their memory and a lower "
+        f"bound on their time, and {answer.get('simulated', 0):,} that might still be among the best were simulated",
+        *families_note(answer),
+    ]  # fmt: skip
+    same = [key for key in keys_of(best[:1]) if key not in keys]
+    if best and same:
+        said.append(f"all have {label_of(best[0], same)}")
+    tables = [configurations_table("configurations", best, keys, first=_FIRST)]
+    lost = [lost_table(best)] if len(best) > 1 else []
+    return Section("Best configurations", " ".join(f"{_sentence(text)}." for text in said), tables=[*tables, *lost])
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _best_cards(best: Sequence[Answer]) -> list[Card]:
@@ -73,7 +99,7 @@ def _pareto(results: Sequence[Answer], front: Sequence[Answer], keys: Sequence[s
     if len(results) > _MOST_DOTS:
         text += f" The first {_MOST_DOTS:,} of {len(results):,} are drawn."
     figures = [Figure("throughput against memory", Scatter("peak memory, GiB", "tokens/s/GPU", points))]
-    table = configurations_table("the Pareto front", front, keys)
+    table = configurations_table("the Pareto front", front, keys, first=_FIRST)
     return Section("Pareto front", text, figures if points else [], [table])
 
 
@@ -89,7 +115,8 @@ def _breakdowns(results: Sequence[Answer], keys: Sequence[str]) -> Section:
         Series(name, colour, [float(row["breakdown"].get(part, 0.0)) for row in results])
         for part, (name, colour) in STEP_PARTS.items()
     ]
-    labels = [f"{rank}. {label_of(row, keys)}" for rank, row in enumerate(results, 1)]
+    shown = (short_label(row, _LONGEST_LABEL) or label_of(row, keys) for row in results)
+    labels = [f"{rank}. {label}" for rank, label in enumerate(shown, 1)]
     table = breakdowns_table(results, keys)
     bars = Bars(labels, series, "ms per step", named=True)
     title = f"step breakdown of the first {len(results)}"
