@@ -111,7 +111,7 @@ def _described(setup: Path, changes: list[str], tariff: Tariff, describe: bool) 
 
 
 def _from_config(config: Path, changes: list[str], tariff: Tariff) -> Prediction:
-    from lumos.dry_run.from_config import INSTALL, predict_config, why_not  # other setups need none of it
+    from lumos.dry_run.from_config import INSTALL, count_doubt, predict_config, why_not  # other setups need none of it
 
     reason = why_not(config, changes)
     if reason is None:
@@ -121,6 +121,11 @@ def _from_config(config: Path, changes: list[str], tariff: Tariff) -> Prediction
         reading = read_setup_with_notes(config, changes)
     except InputError as error:
         raise InputError(f"{error}; {INSTALL}" if INSTALL in reason else str(error)) from None
+    if any("not recognised" in note or "is not known" in note for note in reading.notes):
+        with busy("counting the parameters of the model's own code"):
+            doubt = count_doubt(config, reading.setup)
+        if doubt:
+            raise InputError(f"{config}: {doubt}")
     found = predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
     return replace(found, notes=(*found.notes, reason)) if reason else found
 

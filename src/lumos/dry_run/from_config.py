@@ -27,6 +27,11 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "train.optimizer": ("adamw", "adam", "sgd"), "train.attention": ("",), "train.cuda_graphs": (False,),
     "train.imbalance": (1.0,),
 }  # fmt: skip
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}  # fmt: skip
+_COUNTED_WITHIN = 0.03
 INSTALL = "pip install 'lumos-sim[dry]' predicts it from the model's own code"
 
 
@@ -50,6 +55,29 @@ def why_not(path: Path, changes: Sequence[str]) -> str | None:
         if value not in values:
             return f"predicted from its sizes: dry runs do not cover {key} = {str(value).lower()}"
     return None
+
+
+def count_doubt(path: Path, setup: Setup) -> str:
+    """How transformers' own count contradicts the keys of a config.json; "" where it agrees or cannot tell."""
+    config = _config_of(path)
+    if config is None or find_spec("torch") is None or find_spec("transformers") is None:
+        return ""
+    if any(isinstance(part, dict) and "model_type" in part for part in config.values()):
+        return ""  # of a model of several parts, only one is described
+    os.environ.update(_OFFLINE)
+    from lumos.dry_run.huggingface_model import parameters
+
+    try:
+        counted = parameters(config)
+    except Exception:  # the model's own code may raise anything
+        return ""
+    read = setup.model.parameters(setup.train.seq)
+    if abs(read / max(counted, 1) - 1) <= _COUNTED_WITHIN:
+        return ""
+    return (
+        f"transformers counts {counted / 1e9:.4g} B parameters, but the keys that are known add up to {read / 1e9:.4g} B: "
+        "it cannot be described; for one GPU, leave out cluster.gpus, and its own code is dry-run"
+    )
 
 
 def _config_of(path: Path) -> dict[str, Any] | None:
@@ -95,9 +123,7 @@ def _notes() -> tuple[str, ...]:
 
 def _recorded(config: dict[str, Any], setup: Setup, where: str) -> Any:
     """Record the step; whatever the model's code does that fake tensors cannot follow is one line for the user."""
-    os.environ.update(
-        HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_TELEMETRY="1"
-    )
+    os.environ.update(_OFFLINE)
     from lumos.dry_run.huggingface_model import builder
     from lumos.dry_run.record import record_step
 

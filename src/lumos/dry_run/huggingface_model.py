@@ -39,6 +39,14 @@ def builder(
     return build
 
 
+def parameters(config: dict[str, Any]) -> int:
+    """How many parameters the model of a configuration has, counted on tensors without memory."""
+    made = _config(config)
+    with torch.device("meta"):
+        model = _made(_class_for(made)[1], made, torch.bfloat16)
+    return sum(weight.numel() for weight in model.parameters())
+
+
 def _made(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
     """With the attention that it has on a GPU, and without values for its weights: initialisers may draw until
     they fit.
