@@ -22,6 +22,8 @@ from lumos.prediction.traced_operators import TracedOperators, traced_operators
 from lumos.report.reproducers import NotReproducibleError, script_of, write_reproducers
 from lumos.setup.gpus import gpu_named
 from lumos.trace.read.job import read_job
+from lumos.trace.steps import keep_step
+from lumos.trace.trace import Trace
 from support import Event, call, header, kernel, note, op, span, write_trace
 
 BF16 = "c10::BFloat16"
@@ -139,6 +141,23 @@ def test_the_same_operator_is_one_row_for_each_of_its_shapes(tmp_path: Path) -> 
     ]
 
 
+def test_a_trace_that_was_cut_to_one_step_has_the_operators_of_that_step(tmp_path: Path) -> None:
+    step = Recording()
+    for number, width in ((5, 1024), (6, 2048)):
+        begin = step.now
+        step.now += 1
+        for _ in range(3):
+            step.run("aten::mm", [4096, 512], [512, width])
+        step.now += 50
+        step.events.append(note(f"ProfilerStep#{number}", begin, step.now - begin))
+        step.now += 1000
+    trace = read_job(write_trace(tmp_path / "rank0.json", step.events, header()))
+    assert isinstance(trace, Trace)
+    for number, width in (("5", 1024), ("6", 2048)):
+        (found,) = traced_operators(replay(keep_step(trace, number))).operators
+        assert (found.calls, found.tensors[1].shape) == (3, (512, width))
+
+
 def test_the_output_that_compiled_code_names_is_no_factor_of_a_matmul(tmp_path: Path) -> None:
     step = Recording()
     step.run("aten::mm", [4096, 2048], [2048, 8192], [4096, 8192], us=200.0)
@@ -245,6 +264,16 @@ def test_layers_are_counted_together_and_the_backward_pass_belongs_to_them(tmp_p
     assert len(block.instances) == 2
     assert block.ms["forward"] == pytest.approx(0.06)
     assert block.ms["backward"] == pytest.approx(0.12)
+
+
+def test_a_module_that_is_recomputed_is_where_it_was_called_first(tmp_path: Path) -> None:
+    step = Recording()
+    _two_layers(step, "module", [7, 9])
+    start = step.run("aten::mm", [512, 512], [512, 512], us=30.0, thread=ENGINE)
+    step.events.append(span("python_function", "nn.Module: Block_1", start - 1, 60, 100, ENGINE, {}))
+    modules = {" › ".join(one.path): one for one in step.operators(tmp_path).modules}
+    assert set(modules) == {"Net", "Net › Block", "Net › Block › MLP"}
+    assert modules["Net › Block"].total_ms == pytest.approx(0.06 + 0.12 + 0.03)
 
 
 def test_an_operator_outside_of_modules_is_said_to_be(tmp_path: Path) -> None:

@@ -82,9 +82,10 @@ def owners_of(trace: Trace, labels: RankLabels, ops: RankOps, any_op: bool = Fal
     With `any_op`, where there is none, the innermost operator: lists of very many tensors are recorded without shapes.
     """
     calls = trace.launch_row[labels.row]
-    around = _Around(ops)
+    here_ns, there_us = _same_moment(trace, labels.rank, ops)
+    around = _Around(ops, there_us)
     threads = [trace.lanes[lane].label for lane in trace.lane[calls].tolist()]
-    starts = ((trace.start[calls] - _first_ns(trace, labels.rank)) / 1e3).tolist()
+    starts = ((trace.start[calls] - here_ns) / 1e3).tolist()
     moments = list(zip(threads, starts, strict=True))
     return [around.of(*moment) or (around.of(*moment, any_op) if any_op else None) for moment in moments]
 
@@ -109,25 +110,33 @@ def _marked(ops: list[MeasuredOp]) -> list[MeasuredOp]:
 _NONE = TensorInfo((), "bf16")
 
 
-def _first_ns(trace: Trace, rank: int) -> int:
-    """When the first operator or scope of a rank begins, on the clock of the trace."""
+def _same_moment(trace: Trace, rank: int, ops: RankOps) -> tuple[int, float]:
+    """One moment on both clocks, (of the trace, of the file): the start of the step, or of the first operator or scope.
+
+    Of a trace that was cut to one step, the first operator is not that of the file.
+    """
+    mark = next((op for op in ops.ops if op.type == OpType.STEP), None)
     spans = (trace.category == Category.OP) | (trace.category == Category.NOTE)
     rows = trace.rows_by_rank(spans)[rank]
-    return int(trace.start[rows].min()) if len(rows) else 0
+    if mark is not None and mark.name in trace.names:
+        marks = rows[trace.name[rows] == trace.names.index(mark.name)]
+        if len(marks):
+            return int(trace.start[marks].min()), mark.start
+    return (int(trace.start[rows].min()) if len(rows) else 0), ops.first_us
 
 
 class _Around:
-    """Finds the innermost operator with tensors around a moment of a thread, in microseconds from the first one."""
+    """Finds the innermost operator with tensors around a moment of a thread, in microseconds from `zero_us`."""
 
-    def __init__(self, ops: RankOps) -> None:
-        self.first_us = ops.first_us
+    def __init__(self, ops: RankOps, zero_us: float) -> None:
+        self.zero_us = zero_us
         self.threads: dict[str, list[TracedOp]] = {}
         for op in ops.ops:
             self.threads.setdefault(op.thread, []).append(op)
         self.starts = {thread: [op.start for op in some] for thread, some in self.threads.items()}
 
     def of(self, thread: str, start: float, any_op: bool = False) -> TracedOp | None:
-        moment = self.first_us + start
+        moment = self.zero_us + start
         place = bisect_right(self.starts.get(thread, []), moment + _ROUNDING_US) - 1
         op = self.threads[thread][place] if place >= 0 else None
         while op is not None and (op.end < moment or op.type in _SCOPES or not (op.tensors or any_op) or op.is_note):

@@ -32,8 +32,11 @@ class Modules:
         self.has_modules = any(op.is_note and op.name.startswith(MODULE) for op in ops)
         self._paths: dict[int, Path] = {}
         self._forward: dict[int, list[tuple[float, Path]]] = defaultdict(list)
+        self._outer: dict[str, Path] = {}  # the modules around a module, where it was called inside others
         for op in ops:
             path = self._around(op)
+            if len(path) > 1 and self.has_modules:
+                self._outer.setdefault(path[-1], path[:-1])
             if path and op.sequence >= 0 and not op.is_note:
                 self._forward[op.sequence].append((op.start, path))
         self.known = any(self._paths.values())
@@ -44,7 +47,8 @@ class Modules:
             return ()
         if OpType.OPTIMIZER in op.scopes:
             return ("optimizer",)
-        return self._around(op) or self._of_forward(op)
+        path = self._around(op) or self._of_forward(op)
+        return (*self._outer.get(path[0], ()), *path) if path else path  # recomputed modules are called by themselves
 
     def _around(self, op: TracedOp) -> Path:
         if id(op) not in self._paths:
