@@ -75,8 +75,8 @@ def count_doubt(path: Path, setup: Setup) -> str:
     if abs(read / max(counted, 1) - 1) <= _COUNTED_WITHIN:
         return ""
     return (
-        f"transformers counts {counted / 1e9:.4g} B parameters, but the keys that are known add up to {read / 1e9:.4g} B: "
-        "it cannot be described; for one GPU, leave out cluster.gpus, and its own code is dry-run"
+        f"transformers counts {counted / 1e9:.4g} B parameters, but the keys that are known add up to "
+        f"{read / 1e9:.4g} B: it cannot be described; for one GPU, leave out cluster.gpus, and its own code is dry-run"
     )
 
 
