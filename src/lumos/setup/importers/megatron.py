@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from math import prod
 from typing import Any
 
 from lumos.data_files import read_table
@@ -21,6 +22,7 @@ from lumos.setup.stated_size import preset_of
 
 _TABLES = read_table("megatron_options.toml")
 _MOST = 5000  # arguments, or layers
+_REPEATED = (re.compile(r"\(([^()]*)\)\*(\d{1,5})", re.ASCII), re.compile(r"([Etm|L])\*(\d{1,5})", re.ASCII))
 _VARIABLE = re.compile(r"\$\{?(\w{0,60})[^}\s]{0,60}\}?|\$\(\)")
 
 Pairs = list[tuple[str, str]]  # names of arguments and their values as text
@@ -48,6 +50,7 @@ def read_megatron(script: Script) -> Reading:
     for rule in (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _not_modelled):
         rule(found, options)
     put_cluster(found, script)
+    _instances(found, options)
     if "cluster.gpus" not in found.values:
         found.note_gpus()
     for condition in script.notes:
@@ -266,8 +269,11 @@ def _vocabulary(found: Findings, options: Options) -> None:
 
 
 def _stages(found: Findings, options: Options) -> None:
-    """Virtual stages, or a first and a last stage of given sizes with the rest divided evenly between the others."""
+    """Virtual stages; a first and a last stage of given sizes with the rest divided evenly; or a layout of all."""
     values = found.values
+    if options.get("pipeline-model-parallel-layout"):
+        _layout(found, "".join(options["pipeline-model-parallel-layout"]))
+        return
     per_chunk = _count(options, "num-layers-per-virtual-pipeline-stage")
     layers, pp = as_count(values.get("model.layers")), as_count(values.get("parallel.pp", 1))
     if per_chunk and layers and pp:
@@ -284,6 +290,41 @@ def _stages(found: Findings, options: Options) -> None:
         values["parallel.stage_layers"] = [first] * bool(first) + [rest // between] * between + [last] * bool(last)
 
 
+def _layout(found: Findings, text: str) -> None:
+    """Stages as in Ett|(ttt|)*6,ttL: embedding, layers and loss; what is in brackets, or one letter, is repeated."""
+    values, unrolled = found.values, text.replace(",", "")
+    for pattern in _REPEATED:
+        parts = [int(match[2][:6]) * len(match[1]) for match in pattern.finditer(unrolled)]
+        if sum(parts) > _MOST:
+            break
+        unrolled = pattern.sub(lambda match: match[1] * int(match[2]), unrolled)
+    stages, pp = unrolled.split("|"), as_count(values.get("parallel.pp", 1)) or 1
+    if set(unrolled) - set("Etm|L") or len(stages) % pp or unrolled.count("t") != as_count(values.get("model.layers")):
+        what = f"a layout of {shown(values.get('model.layers'))} layers on a multiple of {pp} stages"
+        way_out = "--set parallel.stage_layers=[LAYERS OF EACH STAGE] and parallel.vpp"
+        found.mistake("parallel.stage_layers", f"--pipeline-model-parallel-layout {shown(text)} is not {what}: {way_out}")
+        return
+    values["parallel.vpp"] = len(stages) // pp
+    layers = [stage.count("t") for stage in stages]
+    if min(layers) < max(layers):
+        values["parallel.stage_layers"] = layers
+
+
+def _instances(found: Findings, options: Options) -> None:
+    """Replicas in groups, each with a whole copy of the optimizer's state, where the number of GPUs is given."""
+    values = found.values
+    instances = _count(options, "num-distributed-optimizer-instances")
+    if instances <= 1:
+        return
+    model = prod(as_count(values.get(f"parallel.{key}", 1)) or 1 for key in ("tp", "pp", "cp"))
+    replicas = as_count(values.get("cluster.gpus")) // model
+    if replicas and replicas % instances == 0:
+        values["parallel.shard"] = replicas // instances
+    else:
+        what = f"--num-distributed-optimizer-instances {instances}: the number of replicas is not a multiple of it"
+        found.note(f"{what}, or not given: assuming one group; set parallel.shard", "parallel.shard")
+
+
 def _overlap(found: Findings, options: Options) -> None:
     values = found.values
     if values.get("parallel.zero") == 3:
@@ -294,6 +335,9 @@ def _not_modelled(found: Findings, options: Options) -> None:
     if options.get("window-size"):
         window = shown(_word(options, "window-size"))
         found.note(f"--window-size {window} is not modelled: assuming full attention", "model.preset")
+    if _word(options, "recompute-method") == "block" and found.values.get("train.recompute") == "full":
+        layers = shown(_word(options, "recompute-num-layers", "1"))
+        found.note(f"--recompute-method block: {layers} layers of a stage are recomputed; assuming all", "train.recompute")
     if _count(options, "mtp-num-layers"):
         sentence = "--mtp-num-layers: multi-token prediction is not modelled, and its parameters are not counted"
         found.note(sentence, "model.preset")
