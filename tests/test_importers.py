@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from huggingface_counts import TABLE
+from lumos.dry_run.from_config import count_doubt
 from lumos.errors import InputError, LumosError
 from lumos.setup import Model, Setup, read_setup, read_setup_with_notes
 from lumos.setup.importers.any_file import read_any
@@ -340,6 +341,18 @@ def test_a_config_is_compared_with_the_weights_next_to_it(tmp_path: Path) -> Non
     assert note.endswith("have 6.738 B parameters, but the keys add up to 6.33 B: check its sizes")
     written(tmp_path, json.dumps({"metadata": {"total_parameters": "many"}}), "model.safetensors.index.json")
     assert not any("the weights next to it" in note for note in answer(path))
+
+
+@pytest.mark.slow
+def test_a_config_with_unknown_keys_is_counted_by_transformers_too(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = sizes("qwen3", 4, 512, 1024, 8, 8, 1000, head_dim=64, gadget=3, **UNTIED)
+    path = written(tmp_path, json.dumps(config), "config.json")
+    setup = read_setup(path, ["train.seq=64"])
+    assert count_doubt(path, setup) == ""
+    doubt = count_doubt(written(tmp_path, json.dumps(config | {"num_hidden_layers": 8}), "other.json"), setup)
+    assert doubt.startswith("transformers counts 0.02201 B parameters, but the keys that are known add up to 0.01151 B")
+    assert count_doubt(written(tmp_path, json.dumps({"model_type": "odd"}), "odd.json"), setup) == ""
 
 
 BESIDE = {
