@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -410,7 +411,8 @@ def try_case(seed: int, number: int, folder: Path) -> Finding | None:
     chance = Random(f"{seed}:{number}")
     target = chance.choices([t for t, _ in TARGETS], [weight for _, weight in TARGETS])[0]
     try:
-        with time_limit(MOST_SECONDS):
+        with time_limit(MOST_SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # of numpy: overflow, invalid values
             target(chance, folder)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import Write
+from lumos.analysis.replay import replay
 from lumos.trace.names import Category
 from lumos.trace.read import json_slices as slices
 from lumos.trace.read.job import read_job
@@ -566,3 +568,11 @@ def test_the_names_of_2021_are_understood_in_a_real_file(shared_data: Path) -> N
 def test_notes_and_operators_may_share_a_name(write: Write) -> None:
     trace = read_kineto(write([note("x", 1, 2), op("x", 1, 2)]))
     assert (trace.names, trace.name.tolist()) == (("x",), [0, 0])
+
+
+def test_thousands_of_threads_take_no_longer_than_thousands_of_operators(write: Write) -> None:
+    """The square of their number would take a minute."""
+    path = write([op("aten::mm", 10 * thread, 5, tid=thread) for thread in range(3000)] + launch("gemm", 1, 7))
+    begin = time.monotonic()
+    assert replay(read_job(path)).recorded_steps.mean > 0
+    assert time.monotonic() - begin < 10

@@ -30,7 +30,9 @@ def thread_edges(nodes: Nodes) -> Edges:
         mine = np.concatenate([pauses[slice(*np.searchsorted(pauses, nodes.first[[i, i + 1]]))] for i in lanes])
         found += [(_explained_by(nodes, pause, lanes, mine), pause) for pause in mine.tolist()]
         heads = [int(nodes.first[lane]) for lane in lanes]  # the first thing a thread does may be on another's behalf
-        found += [(_woken_by(nodes, head, lanes, mine), head) for head in heads]
+        work = np.concatenate([np.arange(nodes.first[lane], nodes.first[lane + 1]) for lane in lanes])
+        by_end = work[np.argsort(nodes.end[work], kind="stable")]
+        found += [(_woken_by(nodes, head, by_end, mine), head) for head in heads]
     found = [pair for pair in found if pair[0] >= 0]
     source, target = zip(*found, strict=True) if found else ((), ())
     return Edges.of(source, target, Rule.THREAD)
@@ -62,7 +64,10 @@ def _explained_by(nodes: Nodes, pause: int, lanes: list[int], pauses: np.ndarray
     """The node whose end ended this pause: another thread fills most of it, then goes idle or ends; else -1."""
     start, end = int(nodes.start[pause]), int(nodes.end[pause])
     best, best_end = -1, start
-    for lane in lanes:
+    among = np.array(lanes)
+    first, last = nodes.start[nodes.first[among]], nodes.end[nodes.first[among + 1] - 1]
+    there = np.minimum(last, end) - np.maximum(first, start) >= _THREAD["covered"] * (end - start)
+    for lane in among[there].tolist():  # of thousands of threads, few were there for most of the pause
         if lane == nodes.lane[pause]:
             continue
         node = _last_busy_before(nodes, lane, end, pauses)
@@ -73,13 +78,21 @@ def _explained_by(nodes: Nodes, pause: int, lanes: list[int], pauses: np.ndarray
     return best
 
 
-def _woken_by(nodes: Nodes, head: int, lanes: list[int], pauses: np.ndarray) -> int:
-    """The node of another thread that went idle last before a thread began; -1 if none did."""
+def _woken_by(nodes: Nodes, head: int, by_end: np.ndarray, pauses: np.ndarray) -> int:
+    """The node of another thread that went idle last before a thread began; -1 if none did.
+
+    Threads are tried by when something of theirs last ended, the latest first: there may be thousands.
+    """
     begin, best, best_end = int(nodes.start[head]), -1, -1
-    for lane in lanes:
-        if lane == nodes.lane[head] or nodes.start[nodes.first[lane]] >= begin:
+    window = np.searchsorted(nodes.end[by_end], [begin - _THREAD["longest_wake"], begin], side="left")
+    recent = by_end[slice(*window)][::-1]
+    lanes, at = np.unique(nodes.lane[recent], return_index=True)
+    for i in np.lexsort((lanes, -nodes.end[recent[at]])).tolist():
+        if nodes.end[recent[at[i]]] < best_end:
+            break
+        if lanes[i] == nodes.lane[head]:
             continue
-        node = _last_busy_before(nodes, lane, begin, pauses)
+        node = _last_busy_before(nodes, int(lanes[i]), begin, pauses)
         if node >= 0 and nodes.end[node] > best_end and begin - nodes.end[node] < _THREAD["longest_wake"]:
             best, best_end = node, int(nodes.end[node])
     return best
