@@ -42,8 +42,8 @@ RECORD_SHAPES = (
     "the trace has no shapes of operators: record with lumos capture, or with record_shapes=True of torch.profiler"
 )
 RECORD_MODULES = (
-    "no view by module: the trace has neither Python stacks nor record_function ranges; record with with_stack=True of "
-    "torch.profiler"
+    "no view by module: the trace has neither Python stacks nor record_function ranges; put "
+    "torch.profiler.record_function around modules, or record with with_stack=True of torch.profiler"
 )
 _TF32 = re.compile(r"tf32|s1688gemm|16816tf")  # kernels that round fp32 operands
 _FUSED = re.compile(r"triton_(poi|red|per)_fused")  # kernels of torch.compile
