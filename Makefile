@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check docs accuracy bench clean
+.PHONY: demo test check fuzz docs accuracy bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,11 @@ test: $(VENV)/.dev  ## linters, types and all tests; says how long it took, and 
 check: $(VENV)/.dev  ## linters and types alone
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+SECONDS ?= 3600
+SEED ?= 0
+fuzz: $(VENV)/.dev  ## mutated input for an hour; SECONDS and SEED choose how long and which
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) --seed $(SEED)
 
 docs: $(VENV)/.dev  ## the documentation as a site in out/docs
 	$(BIN)/python docs/api_page.py
