@@ -366,6 +366,14 @@ def test_megatron_scripts_of_other_models_are_refused_by_name(tmp_path: Path, sc
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "programs",
+    ["python preprocess_data.py\ntorchrun pretrain_gpt.py", "torchrun predict_gravity.py", "torchrun train.py"],
+)
+def test_a_script_that_trains_a_gpt_beside_other_work_is_read(tmp_path: Path, programs: str) -> None:
+    assert read(tmp_path, f"{programs} {GPT}", "train.sh").setup.model.layers == 4
+
+
 def test_a_variable_that_a_script_does_not_assign_is_named(tmp_path: Path) -> None:
     script = GPT.replace("--num-layers 4", "--num-layers ${LAYERS}").replace("--seq-length 64", "--seq-length $1")
     lines = refused(tmp_path, f"torchrun pretrain_gpt.py {script} --normalization $NORM", "train.sh").splitlines()

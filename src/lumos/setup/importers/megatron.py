@@ -64,10 +64,12 @@ def read_megatron(script: Script) -> Reading:
 def _refuse_other_models(script: Script) -> None:
     """Raise InputError for a script of another model than a GPT, by what it starts or by an option."""
     others = _TABLES["other_models"]
-    for program in script.programs:
-        for word, what in others["programs"].items():
-            if word in program:
-                raise InputError(f"{program} {what}; only the training of GPT models can be described")
+    found = {program: _words(program).intersection(others["programs"]) for program in script.programs}
+    trains = {program: words for program, words in found.items() if _words(program) & {"pretrain", "train", "finetune"}}
+    if found and all((trains or found).values()):  # one that trains a GPT may stand beside others
+        program, named = next(iter((trains or found).items()))
+        what = others["programs"][min(named)]
+        raise InputError(f"{program} {what}; only the training of GPT models can be described")
     for name, what in others["options"].items():
         words = script.options.get(name)
         if words is not None and words[:1] not in (["0"], ["0.0"], ["None"]):
@@ -79,6 +81,11 @@ def _refuse_other_models(script: Script) -> None:
     word = next((word for word in ("mamba", "hybrid", "t5", "bert", "retro", "multimodal") if word in spec), "")
     if word:
         raise InputError(f"--spec {shown(spec)} is a {word} model; only the training of GPT models can be described")
+
+
+def _words(program: str) -> set[str]:
+    """The words of a file name: run_text_generation.py has run, text and generation."""
+    return set(re.split(r"[_.\-]+", program.casefold()))
 
 
 def _is_known(name: str) -> bool:
@@ -302,7 +309,9 @@ def _layout(found: Findings, text: str) -> None:
     if set(unrolled) - set("Etm|L") or len(stages) % pp or unrolled.count("t") != as_count(values.get("model.layers")):
         what = f"a layout of {shown(values.get('model.layers'))} layers on a multiple of {pp} stages"
         way_out = "--set parallel.stage_layers=[LAYERS OF EACH STAGE] and parallel.vpp"
-        found.mistake("parallel.stage_layers", f"--pipeline-model-parallel-layout {shown(text)} is not {what}: {way_out}")
+        found.mistake(
+            "parallel.stage_layers", f"--pipeline-model-parallel-layout {shown(text)} is not {what}: {way_out}"
+        )
         return
     values["parallel.vpp"] = len(stages) // pp
     layers = [stage.count("t") for stage in stages]
@@ -337,7 +346,9 @@ def _not_modelled(found: Findings, options: Options) -> None:
         found.note(f"--window-size {window} is not modelled: assuming full attention", "model.preset")
     if _word(options, "recompute-method") == "block" and found.values.get("train.recompute") == "full":
         layers = shown(_word(options, "recompute-num-layers", "1"))
-        found.note(f"--recompute-method block: {layers} layers of a stage are recomputed; assuming all", "train.recompute")
+        found.note(
+            f"--recompute-method block: {layers} layers of a stage are recomputed; assuming all", "train.recompute"
+        )
     if _count(options, "mtp-num-layers"):
         sentence = "--mtp-num-layers: multi-token prediction is not modelled, and its parameters are not counted"
         found.note(sentence, "model.preset")
