@@ -46,7 +46,6 @@ MOST_SECONDS = 20
 MOST_BYTES = 6 << 30  # of address space
 YEAR_MS = 365.0 * 86_400e3
 MOST_OF_A_KIND = 2  # findings that are kept and printed
-REGRESSIONS: tuple[str, ...] = ()  # cases that once failed
 WRITES = ("", "", "", "answer.html", "answer.json", "answer.csv")
 
 

@@ -5,6 +5,7 @@ Every case is made by a mutation and a seed, so a failure names what repeats it.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import random
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 import fuzz
 from lumos.analysis.replay import replay
 from lumos.errors import LumosError
+from lumos.files import write_csv
 from lumos.graph.scaling import Scale
 from lumos.prediction.prediction import predict
 from lumos.trace.read.job import read_job
@@ -40,7 +42,7 @@ from mutations import (
     repeat_middle,
     shuffle_events,
 )
-from support import Event, Header, header, json_text, training_run, write_bytes, write_trace
+from support import Event, Header, header, json_text, note, op, training_run, write_bytes, write_trace
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -80,12 +82,6 @@ def test_mutated_input_of_every_kind_is_answered_or_refused(seed: int) -> None:
     tried, findings = fuzz.fuzz(seed, seconds=12.0, kept=None)
     assert tried > 20
     assert findings == [], "\n".join(f"python tests/fuzz.py --case {one.case}: {one.what}" for one in findings)
-
-
-@pytest.mark.parametrize("case", fuzz.REGRESSIONS)
-def test_what_fuzzing_found_stays_mended(tmp_path: Path, case: str) -> None:
-    seed, number = map(int, case.split(":"))
-    assert fuzz.try_case(seed, number, tmp_path) is None
 
 
 # Synthetic traces
@@ -266,3 +262,68 @@ def test_a_real_job_with_one_mutated_rank_is_answered_or_refused(
         mutated = mutation(random.Random(1), events) if rank == 0 else events
         write_trace(tmp_path / f"rank{rank}.json", mutated, head, layout="one line")
     answers(tmp_path)
+
+
+# What was found once
+
+
+def with_head(**head: Any) -> bytes:
+    return json.dumps(head | {"traceEvents": training_run(steps=1)}).encode()
+
+
+def with_event(name: str, **fields: Any) -> bytes:
+    events = training_run(steps=1)
+    kernel = next(event for event in events if event.get("cat") == "kernel")
+    return json.dumps({"traceEvents": [*events, kernel | {"name": name} | fields]}).encode()
+
+
+FOUND = {
+    "rank of 19 digits": with_head(distributedInfo={"rank": 10**18, "world_size": 2}),
+    "rank above int32": with_head(distributedInfo={"rank": 2**31, "world_size": 2**31}),
+    "digits of 4,301 places": with_event(
+        "k", args={"stream": 7, "Collective name": "allreduce", "Process Group Ranks": f"[{'9' * 4301}]"}
+    ),
+    "deep header": b'{"x":' + b"[" * 1100 + b"]" * 1100 + b"," + with_head()[1:],
+    "deep arguments": with_event("k")[:-2] + b',{"args":' + b"[" * 1100 + b"]" * 1100 + b"}]}",
+    "half a step": with_event("ProfilerStep#1.5", cat="user_annotation"),
+    "half a character": with_event("\ud800"),
+    "stray time": with_event("k", ts=1.7e15),
+    "names like markup": with_event("gemm[/x]\x1b[31m"),
+    "endless step number": with_event("ProfilerStep#" + "9" * 4301, cat="user_annotation"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_once_stays_mended(tmp_path: Path, name: str) -> None:
+    write_bytes(tmp_path / "rank0.json", FOUND[name])
+    for arguments in (["replay", "--json"], ["replay"], ["check"]):
+        assert fuzz.run(tmp_path, arguments[0], "rank0.json", *arguments[1:]).answer is not None
+    fuzz.run(tmp_path, "convert", "rank0.json", "-o", "run.et")
+    assert fuzz.run(tmp_path, "replay", "run.0.et", "--json").answer is not None
+
+
+def test_a_stray_time_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "rank0.json", FOUND["stray time"])
+    answer = fuzz.run(tmp_path, "replay", "rank0.json", "--json").answer or {}
+    assert answer["recorded_ms"] < 1000
+    assert any("1 events are more than a day from the others" in text for text in answer["warnings"])
+
+
+def test_steps_that_no_run_has_are_doubted(tmp_path: Path) -> None:
+    hours = [op("aten::mm", 0, 5), op("aten::mm", 2 * 3.6e9, 5)]
+    moment = [note("ProfilerStep#1", 0, 1), op("aten::mm", 0, 1)]
+    for events, words in ((hours, "a step of 2.0 hours"), (moment, "no training step is as short")):
+        write_trace(tmp_path / "rank0.json", events, header())
+        answer = fuzz.run(tmp_path, "replay", "rank0.json", "--json").answer or {}
+        assert any(words in text for text in answer["warnings"]), answer["warnings"]
+    write_trace(tmp_path / "rank0.json", [note("ProfilerStep#1", 5, 0), op("aten::mm", 5, 0)], header())
+    assert "nothing in it takes any time" in fuzz.run(tmp_path, "replay", "rank0.json").refusal
+
+
+def test_cells_that_spreadsheets_would_calculate_are_text(tmp_path: Path) -> None:
+    names = ["=1+1", "+x", "-x", "@x", "\tx", "\rx", "-1.5", "plain"]
+    write_csv(tmp_path / "table.csv", [{"name": name, "ms": -1.5} for name in names])
+    with (tmp_path / "table.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["name"] for row in found] == ["'=1+1", "'+x", "'-x", "'@x", "' x", "' x", "-1.5", "plain"]
+    assert {row["ms"] for row in found} == {"-1.5"}

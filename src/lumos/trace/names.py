@@ -94,7 +94,7 @@ _COMM = re.compile(
     r"|oneShotAllreduce|twoShotAllreduce|userbuffers",
     re.IGNORECASE,
 )
-_STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
+_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,18})\s*")
 
 
 def call_kind(name: str) -> CallKind:
@@ -112,7 +112,7 @@ def is_communication(kernel_name: str) -> bool:
 
 def is_step(annotation: str) -> bool:
     """Whether an annotation marks a step of the profiler's schedule."""
-    return _STEP.match(annotation) is not None
+    return _STEP.fullmatch(annotation) is not None
 
 
 def collective_name(text: str) -> str:
