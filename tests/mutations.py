@@ -161,7 +161,20 @@ def one_category(random: random.Random, events: list[Event]) -> list[Event]:
     return [e for e in events if e.get("cat") == wanted]
 
 
+def hostile_names(random: random.Random, events: list[Event]) -> list[Event]:
+    """Names that are markup, formulas, escape sequences or nearly marks of steps."""
+    return changed(random, events, lambda e: e | {"name": random.choice(HOSTILE_TEXT)})
+
+
+def far_times(random: random.Random, events: list[Event]) -> list[Event]:
+    """Times that are seconds to years away: damage that is not as absurd as to be seen at once."""
+    far = random.choice([1e6, 1e8, 4e9, 1e11, 1e13, 1.7e15])
+    return changed(random, events, lambda e: e | {random.choice(["ts", "dur"]): far * random.random()})
+
+
 MUTATIONS: tuple[Mutation, ...] = (
+    hostile_names,
+    far_times,
     drop_events,
     duplicate_events,
     shuffle_events,
