@@ -287,6 +287,13 @@ def test_a_starting_point_that_only_searched_values_make_invalid_is_searched(tmp
     assert (best["cluster.gpus"], best["parallel.vpp"] > 1) == (16384, True), "126 layers on 16 stages, interleaved"
 
 
+def test_context_ranks_have_a_thousand_tokens_or_more_unless_asked_for(llama: Setup) -> None:
+    tried = {seq: Space(llama.replaced({"train.seq": seq}), {"cluster.gpus": (64,)}).tried()["parallel.cp"]
+             for seq in (512, 4096, 131072)}  # fmt: skip
+    assert tried == {512: [1], 4096: [1, 2, 4], 131072: [1, 2, 4, 8, 16, 32, 64]}
+    assert Space(llama, {"cluster.gpus": (64,), "parallel.cp": (32,)}).tried()["parallel.cp"] == [32]
+
+
 @pytest.mark.parametrize(("layers", "pp", "sizes"), [(126, 16, [1, 2, 3, 4]), (80, 4, [1, 2, 3, 4, 5, 7, 10, 20]),
                                                      (8, 8, [1]), (126, 64, [1])])  # fmt: skip
 def test_virtual_stages_need_not_be_even(llama: Setup, layers: int, pp: int, sizes: list[int]) -> None:

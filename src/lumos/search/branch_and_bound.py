@@ -22,7 +22,7 @@ from lumos.search.journal import Journal
 from lumos.search.ranking import BOUNDS, Bounds, Front, Objective, Simulated, promising
 from lumos.search.space import Space
 from lumos.setup.setup import Setup
-from lumos.step.step import StepTooLarge
+from lumos.step.step import StepTooLargeError
 from lumos.workers import Engine, Job
 
 _LAYOUTS_PER_CHUNK = 4
@@ -63,7 +63,7 @@ class Task:
         setup = self.space.setup_of(self.space.candidate(number))
         try:
             step = self.estimator.step(setup)
-        except StepTooLarge:
+        except StepTooLargeError:
             return Simulated(number, inf, inf, memory, inf, inf, bound)
         seconds = self.estimator.us(step) / 1e6
         joules = energy_of(step, seconds).joules

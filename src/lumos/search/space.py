@@ -34,7 +34,7 @@ VARIANT = (
 AXES = (*LAYOUT, *VARIANT)
 DERIVED = {"parallel.dp": "parallel.tp, pp and cp", "train.microbatches": "train.micro_batch or global_batch"}
 
-_MOST_CONTEXT_RANKS = 64  # tried by default; --vary parallel.cp can ask for more
+_MOST_CONTEXT_RANKS, _LEAST_TOKENS = 64, 1024  # tried by default; --vary parallel.cp can ask for more
 _LARGEST_MICRO_BATCH = 64
 _LAYOUTS_EACH = 100  # about; of a cluster
 _MOST_COMBINATIONS = 5_000_000  # valid or not
@@ -202,8 +202,10 @@ class Space:
         return self.choices.get("parallel.tp") or [n for n in _divisors(gpus, most) if heads % n == 0]
 
     def _cp_sizes(self, gpus: int) -> Sequence[int]:
-        half = self.setup.train.seq // 2
-        return self.choices.get("parallel.cp") or [n for n in _divisors(gpus, _MOST_CONTEXT_RANKS) if half % n == 0]
+        """Down to a thousand tokens of a sequence on a rank: with fewer, matmuls are too small to be worth it."""
+        seq = self.setup.train.seq
+        most = min(_MOST_CONTEXT_RANKS, max(seq // _LEAST_TOKENS, 1))
+        return self.choices.get("parallel.cp") or [n for n in _divisors(gpus, most) if seq // 2 % n == 0]
 
     def _pp_sizes(self, gpus: int) -> Sequence[int]:
         default = _divisors(gpus, self.setup.model.layers) if self._own_schedules else (1,)

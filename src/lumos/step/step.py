@@ -34,7 +34,7 @@ from lumos.setup.setup import Setup
 from lumos.step.structure import Plan, Role, StepStructure, step_structure
 
 
-class StepTooLarge(OptionError):
+class StepTooLargeError(OptionError):
     """A step has more tasks than can be simulated in reasonable time."""
 
 
@@ -293,7 +293,7 @@ class Assembly:
         most = read_table("step.json")["most_tasks"]
         if self.plan.tasks > most:
             count = self.setup.train.microbatches
-            raise StepTooLarge(
+            raise StepTooLargeError(
                 f"train.microbatches = {count} makes a step of {self.plan.tasks:,} tasks: predict one of "
                 f"{count * most // self.plan.tasks} or fewer, and add the time of the rest"
             )
