@@ -21,6 +21,7 @@ from lumos.setup.setup import KEYS, SECTIONS, Setup
 from lumos.setup.stated_size import size_doubt
 
 _MODEL_SOURCES = ("preset", "hf")
+_OF_WHOLE_MODEL = tuple(f"model.{source}" for source in _MODEL_SOURCES)
 _ONE_FOLLOWS = (("train.microbatches", "train.global_batch"), ("parallel.dp", "cluster.gpus"))
 _ALWAYS_WRITTEN: Mapping[str, tuple[str, ...]] = {
     "model": ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated", "tied"),
@@ -205,8 +206,10 @@ def _layered(below: Sections, above: Sections) -> Sections:
 
 
 def _corrects(changes: Sections, place: str) -> bool:
-    """Whether these values replace the one at this place."""
-    return _has(changes, place) or (place.startswith("model.") and _names_model(changes))
+    """Whether these values replace the one at this place; all sizes of a model replace its name."""
+    sizes = all(_has(changes, f"model.{key}") for key, field in Model.model_fields.items() if field.is_required())
+    describes = _names_model(changes) or (sizes and place in _OF_WHOLE_MODEL)
+    return _has(changes, place) or (place.startswith("model.") and describes)
 
 
 def _names_model(sections: Sections) -> bool:

@@ -17,6 +17,7 @@ _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batc
 _TRAINER = ("per_device_train_batch_size", "finetuning_type", "cutoff_len", "stage", "gradient_accumulation_steps")
 _ZERO_IN_NAME = re.compile(r"z(?:ero)?[_-]?([0-3])(?!\d)", re.IGNORECASE)
 _OPTIMIZERS = read_table("other_tools.toml")["optimizers"]
+_DEEPSPEED_KEYS = read_table("other_tools.toml")["deepspeed"]
 Beside = Callable[[str], Mapping[str, Any] | None]
 """The table in a file next to the one that is read, by its path; None where there is none."""
 
@@ -48,22 +49,26 @@ def read_deepspeed(table: Mapping[str, Any], beside: Beside) -> Reading:
 
 
 def _deepspeed(keys: Keys, found: Findings) -> None:
-    keys.put_number("parallel.zero", "zero_optimization.stage", least=0)
-    keys.put_number("parallel.shard", "zero_optimization.zero_hpz_partition_size")
-    keys.put_number("parallel.tp", "tensor_parallel.autotp_size", "autotp_size")
-    if found.values.get("parallel.shard") == 1:
-        del found.values["parallel.shard"]
-    keys.put_number("train.micro_batch", "train_micro_batch_size_per_gpu")
-    total = keys.number("train.global_batch", "train_batch_size")
-    accumulated = keys.number("train.microbatches", "gradient_accumulation_steps")
+    names = _DEEPSPEED_KEYS
+    keys.put_number("parallel.zero", *names["parallel.zero"], least=0)
+    for place in ("parallel.tp", "train.micro_batch"):
+        keys.put_number(place, *names[place])
+    group = keys.number("parallel.shard", *names["parallel.shard"], least=-1)  # -1 and 1: no groups
+    if group is not None and group > 1:
+        found.values["parallel.shard"] = group
+    overlaps = keys.is_on(*names["parallel.dp_overlap"])
+    if overlaps is not None:
+        found.values["parallel.dp_overlap"] = overlaps
+    total = keys.number("train.global_batch", *names["train.global_batch"])
+    accumulated = keys.number("train.microbatches", *names["train.microbatches"])
     if accumulated:
         found.values["train.microbatches"] = accumulated
     elif total:
         found.values["train.global_batch"] = total
-    on = [name for name in ("fp16", "bf16") if keys.is_on(f"{name}.enabled")]
-    if on:
-        found.values["train.precision"] = on[-1]
-    keys.put_choice("train.optimizer", _OPTIMIZERS, "optimizer.type")
+    on = {name: keys.is_on(*names[name]) for name in ("bf16", "fp16")}
+    if any(on.values()) or set(on.values()) == {False}:
+        found.values["train.precision"] = next((name for name, is_on in on.items() if is_on), "fp32")
+    keys.put_choice("train.optimizer", _OPTIMIZERS, *names["train.optimizer"])
     for part in ("optimizer", "param"):
         if keys.word(f"zero_optimization.offload_{part}.device") in ("cpu", "nvme"):
             found.note(f"zero_optimization.offload_{part} is not modelled: assuming it stays on the GPU")

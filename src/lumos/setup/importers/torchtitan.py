@@ -279,7 +279,7 @@ def _stages(found: Findings, given: Mapping[str, Any]) -> None:
         stages = []
     if chunks > 1:
         values["parallel.vpp"] = len(stages) // pp if stages else chunks
-    if stages and sum(stages) == layers and min(stages) < max(stages):
+    if stages and sum(stages) == (layers or sum(stages)) and min(stages) < max(stages):
         values["parallel.stage_layers"] = stages
 
 

@@ -1,0 +1,77 @@
+"""Draft: the files that launch a run, before what they cannot say is written into them; and what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from lumos.program.parameters import layers_of
+from lumos.setup.frameworks import framework_named
+from lumos.setup.importers.foreign_file import Reading
+from lumos.setup.setup import SECTIONS, Setup
+
+FILL_IN = "FILL_IN"  # marks what a setup does not know
+
+
+class Draft(NamedTuple):
+    """Files without their comments, and what an importer reads from them."""
+
+    files: dict[str, str]
+    main: str  # the file that `lumos predict` is given
+    reading: Reading
+    otherwise: str  # why the files do not say a key
+    reasons: Mapping[str, str] = MappingProxyType({})  # the same, for keys of a setup that have a reason of their own
+    remarks: tuple[str, ...] = ()  # about what they say, but not exactly
+
+
+def nodes_of(setup: Setup) -> tuple[int, int]:
+    """Nodes, and the processes on each: as many as it has GPUs, or fewer where the GPUs do not fill whole nodes."""
+    gpus, node = setup.cluster.gpus, setup.cluster.gpus_per_node
+    each = next(size for size in range(min(gpus, node), 0, -1) if gpus % size == 0)
+    return gpus // each, each
+
+
+def script(setup: Setup, body: str) -> str:
+    """A script that asks Slurm for the machines; without Slurm, those lines are comments."""
+    nodes, each = nodes_of(setup)
+    slurm = (f"nodes={nodes}", "ntasks-per-node=1", f"gpus-per-node={setup.cluster.gpu}:{each}")
+    asked = "".join(f"#SBATCH --{option}\n" for option in slurm)
+    return f"#!/bin/bash\n{asked}\nNNODES={nodes}\nGPUS_PER_NODE={each}\n{body}\n"
+
+
+TORCHRUN = (
+    'torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --rdzv-backend c10d \\\n'
+    '    --rdzv-endpoint "${MASTER_ADDR:-localhost}:29500" '
+)  # the program is to follow
+
+
+def effective(setup: Setup) -> dict[str, Any]:
+    """Every key of a setup that has an effect, with the value that it has in the end.
+
+    Two setups with the same effective values are the same run: a framework's default is as good as the value itself.
+    """
+    model, train, parallel = setup.model, setup.train, setup.parallel
+    framework = framework_named(train.framework, train.precision)
+    values = {f"{name}.{key}": value for name in SECTIONS for key, value in getattr(setup, name)}
+    for key in ("model.name", "train.microbatches", "parallel.dp"):  # a label, and what follows from others
+        del values[key]
+    sharing = parallel.dp * parallel.cp
+    shared = sharing > 1
+    zero = parallel.zero if shared else 0
+    overlaps = framework.dp_overlap and (framework.overlaps_sharded or zero not in (1, 2))
+    by_itself = None if framework.tp_overlap else False  # beside the backward pass, which only a default can ask for
+    return values | {
+        "model.kv_heads": model.heads if model.latent else model.kv_heads,
+        "train.attention": train.attention or framework.attention,
+        "train.imbalance": train.imbalance if model.experts else 1.0,
+        "parallel.zero": zero,
+        "parallel.shard": (parallel.shard or sharing) if zero else 0,
+        "parallel.stage_layers": layers_of(setup, framework.balances),
+        "parallel.schedule": parallel.schedule if parallel.pp > 1 else "1f1b",
+        "parallel.sequence_parallel": parallel.sequence_parallel and parallel.tp > 1,
+        "parallel.tp_overlap": (by_itself if parallel.tp_overlap is None else parallel.tp_overlap)
+        if parallel.tp > 1 else None,
+        "parallel.dp_overlap": (overlaps if parallel.dp_overlap is None else parallel.dp_overlap)
+        if shared and zero < 3 else None,
+    }  # fmt: skip
