@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lumos.errors import InputError
 from lumos.export.chakra_communication import Communication, Transfer, plan_communication, world_of
 from lumos.files import whole_file
 from lumos.graph.from_trace.build import Execution
@@ -210,7 +209,7 @@ class _Writer:
             if source >= len(self.nodes):
                 continue  # a rendezvous: the communication itself
             if self.nodes.rank[source] != self.nodes.rank[node]:
-                raise InputError("a dependency between ranks that is no communication cannot be written as Chakra")
+                continue  # ranks that share a GPU: the schema has no such dependency; our table of edges has
             if not graph.edges.from_start[edge] or graph.duration[source] == 0:
                 yield from self._all_ids(source)
             elif not graph.is_first[source]:

@@ -86,14 +86,14 @@ def run_of(row: Row, name: str) -> Run:
         raise InputError(f"{', '.join(empty)} not stated")
     found = Findings()
     found.values |= {place: number for place, column in _TABLE["numbers"].items() if (number := _int(row, column))}
-    framework = framework_named(_framework(row, found.notes))
+    framework = framework_named(_framework(row, found))
     for put in (_put_model, _put_train, _put_parallel, _put_cluster):
         put(found, row, framework)
     setup = checked_setup(found.reading().sections)
     seconds = _number(row, "step_time_s", math.nan)
     if seconds <= 0:
         raise InputError(f"step_time_s {row['step_time_s'][:40]!r} is not a time")
-    source, model, notes = row.get("source", ""), row.get("model_name", ""), tuple(found.notes)
+    source, model, notes = row.get("source", ""), row.get("model_name", ""), tuple(n.sentence for n in found.notes)
     return Run(name, source, model, setup.cluster.gpus, seconds, setup, notes, row)
 
 
@@ -124,18 +124,18 @@ def _flag(row: Row, column: str) -> bool | None:
     return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text)
 
 
-def _framework(row: Row, notes: list[str]) -> str:
+def _framework(row: Row, found: Findings) -> str:
     """The framework whose name or alias is the longest in the row's text; plain PyTorch where there is none."""
-    found = [
+    matches = [
         (len(match[0]), exact, framework.name)
         for framework in map(framework_named, framework_names())
         for exact, patterns in ((True, (framework.name, *framework.aliases)), (False, framework.stands_for))
         for pattern in patterns
         if framework.name != _OTHERS and (match := re.search(pattern, row["framework"].lower()))
     ]
-    _, exact, name = max(found, default=(0, False, _OTHERS))
+    _, exact, name = max(matches, default=(0, False, _OTHERS))
     if not exact:
-        notes.append(f"framework {row['framework'][:60]!r} is predicted as {name}")
+        found.note(f"framework {row['framework'][:60]!r} is predicted as {name}")
     return name
 
 
@@ -157,7 +157,7 @@ def _put_train(found: Findings, row: Row, framework: Framework) -> None:
         plain = next((p for p in _TABLE["plain_precisions"] if precision.startswith(p)), None)
         if plain is None:
             raise InputError(f"precision {precision[:40]!r} is not known")
-        found.notes.append(f"precision {precision[:40]!r} is predicted as {plain}")
+        found.note(f"precision {precision[:40]!r} is predicted as {plain}")
         precision = plain
     text = row.get("attention_impl", "").lower()
     unfused = "no flash" in text or "unfused" in text
@@ -197,7 +197,7 @@ def _put_cluster(found: Findings, row: Row, framework: Framework) -> None:
         values["cluster.inter_gb_s"] = network / 8
     elif values["cluster.gpus"] > node:
         values["cluster.fabric"] = framework.network or "infiniband"
-        found.notes.append("the network between nodes is not stated")
+        found.note("the network between nodes is not stated")
 
 
 def _gbps_per_gpu(row: Row, node: int) -> float:

@@ -133,10 +133,11 @@ class _Rank:
         edges = Edges(source, target, rule.astype(np.uint8), lag, frozen, from_start != 0)
         pairs = list(zip(source.tolist(), target.tolist(), strict=True))
         waits = dict.fromkeys(self._waits())
-        kept = np.array([min(pair) < 0 or pair in waits for pair in pairs], bool) | edges.from_start
-        # Dependencies that the tables do not have, and that do not follow from the order of a lane.
         lane = dict(zip(*(self.columns[f"node.{name}"].tolist() for name in ("number", "lane")), strict=True))
-        known = {*pairs, *((s - 1, t) for s, t in pairs if s >= 0 and lane.get(s - 1) == lane[s])}
+        # What comes from a rendezvous or leads to one is in our tables alone; so is what comes from another rank.
+        kept = np.array([min(p) < 0 or p[0] not in lane or p in waits for p in pairs], bool) | edges.from_start
+        # Dependencies that the tables do not have, and that do not follow from the order of a lane.
+        known = {*pairs, *((s - 1, t) for s, t in pairs if s in lane and lane.get(s - 1) == lane[s])}
         added = [(s, t) for s, t in waits if (s, t) not in known and not (s == t - 1 and lane[s] == lane[t])]
         extra = np.array(added, np.int64).reshape(-1, 2)
         return Edges.join([edges.select(kept), Edges.of(extra[:, 0], extra[:, 1], Rule.EVENT)])
@@ -172,7 +173,9 @@ def _own_execution(ranks: list[_Rank]) -> Execution:
     )  # fmt: skip
     duration = np.concatenate([rank.durations for rank in ranks])[order]
     times = {"duration": duration, "gap": table["node.gap"][order], "frozen": table["node.frozen"][order]}
-    graph = _graph(nodes, times, number, Edges.join([rank.edges() for rank in ranks]))
+    edges = Edges.join([rank.edges() for rank in ranks])
+    edges = edges.select((edges.source < 0) | np.isin(edges.source, number))  # of a rank that is not here
+    graph = _graph(nodes, times, number, edges)
     warnings = dict.fromkeys(chain.from_iterable(rank.head("warnings") for rank in ranks))
     return Execution(trace, nodes, graph, origin, _rendezvous(ranks, event), tuple(warnings))
 
@@ -206,8 +209,11 @@ def _rendezvous(ranks: list[_Rank], event: np.ndarray) -> list[Rendezvous]:
 
 def _places(numbers: np.ndarray, wanted: np.ndarray) -> Small:
     """Where these numbers are among all; -1 for those below zero."""
+    _require(len(numbers) > 0 or bool((wanted < 0).all()), "an event or node that is pointed at is not there")
+    if len(numbers) == 0:
+        return np.full(len(wanted), -1, np.int32)
     order = np.argsort(numbers, kind="stable")
-    at = order[np.minimum(np.searchsorted(numbers, wanted, sorter=order), len(numbers) - 1)] if len(numbers) else wanted
+    at = order[np.minimum(np.searchsorted(numbers, wanted, sorter=order), len(numbers) - 1)]
     _require(bool((numbers[at] == wanted)[wanted >= 0].all()), "an event or node that is pointed at is not there")
     return np.where(wanted >= 0, at, -1).astype(np.int32)
 
