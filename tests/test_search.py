@@ -171,6 +171,18 @@ def test_a_larger_micro_batch_never_needs_less_memory(setup: Setup) -> None:
         assert memory_of(larger).peak >= memory_of(setup).peak * (1 - 1e-9)
 
 
+@given(setups())
+@settings(max_examples=60)
+def test_what_recomputes_more_never_needs_much_more_memory(setup: Setup) -> None:
+    """Which is why a search need not ask about what recomputes less where this by far does not fit."""
+    if not mistakes_in(setup):
+        full, selective, none = (
+            memory_of(setup.replaced({"train.recompute": kind})).peak for kind in ("full", "selective", "none")
+        )
+        assert full <= 1.02 * selective
+        assert selective <= 1.02 * none
+
+
 bounded_rows = st.lists(
     st.tuples(st.floats(1, 9), st.floats(1, 9), st.floats(0.0, 0.5)), min_size=1, max_size=60
 )  # seconds, memory, what a bound misses

@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 
 from lumos.prediction.power import energy_of
-from lumos.program.memory import memory_of
+from lumos.program.memory import Memory, memory_of
 from lumos.program.program import Program
 from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal
 from lumos.search.ranking import BOUNDS, Bounds, Front, Objective, Simulated, promising
-from lumos.search.space import Space
+from lumos.search.space import Candidate, Space
 from lumos.setup.setup import Setup
 from lumos.step.step import StepTooLargeError
 from lumos.workers import Engine, Job
 
+_BY_MEMORY, _BY_FAR = ("full", "selective", "none"), 1.05  # recomputation; more than any of them needs over the next
 _LAYOUTS_PER_CHUNK = 4
 _SIMULATIONS_PER_WAVE, _SIMULATIONS_PER_CHUNK = 64, 8
 
@@ -47,16 +48,16 @@ class Task:
         index, count = self.shard
         return int(self.space.families[layout]) % count == index
 
-    def bounds(self, number: int, setup: Setup) -> tuple[float, ...] | None:
-        """A row of BOUNDS, or None where the configuration does not fit into memory."""
-        program = Program(setup)
-        memory = memory_of(setup, program)
-        usable = self.memory_gib * 2**30 if self.memory_gib else memory.usable
-        if not memory.fits or memory.peak + memory.reserve > usable:
-            return None
+    def needed(self, memory: Memory) -> float:
+        """The memory that a configuration needs, over what it may use."""
+        usable = min(memory.usable, self.memory_gib * 2**30 if self.memory_gib else inf)
+        return (memory.peak + memory.reserve) / usable
+
+    def bounds(self, number: int, setup: Setup, program: Program, memory: float) -> tuple[float, ...]:
+        """A row of BOUNDS."""
         seconds, joules = self.estimator.bound(setup, program)
         value, cost = self.objective.value(setup, seconds, joules), self.objective.cost(setup, seconds, joules)
-        return number, value, seconds, memory.peak, cost
+        return number, value, seconds, memory, cost
 
     def simulated(self, number: int, memory: float, bound: float) -> Simulated:
         """A configuration whose step has more tasks than can be simulated takes inf seconds."""
@@ -72,20 +73,35 @@ class Task:
 
 
 def bound_layouts(task: Task, layouts: Sequence[int]) -> tuple[int, Bounds]:
-    """(valid configurations, bounds of those that fit) of some layouts; a job for an engine."""
+    """(valid configurations, bounds of those that fit) of some layouts; a job for an engine.
+
+    Larger micro-batches need more memory, and those that recompute less need about as much or more: where one does not
+    fit, or by far not, the others need not be asked about.
+    """
     valid, rows = 0, []
     for layout in filter(task.is_in_shard, layouts):
-        too_large: tuple[Any, ...] = ()  # all but the micro-batch: larger ones need more memory still
-        for candidate, setup in task.space.candidates(layout):
+        too_large: dict[tuple[Any, ...], int] = {}  # the least micro-batch that does not fit, for all other values
+        for candidate, setup in sorted(task.space.candidates(layout), key=_least_memory_first):
             valid += 1
-            if candidate.values[:-1] == too_large:
+            *others, recompute, micro_batch = candidate.values
+            same, less = (*others, recompute), tuple(others)
+            if micro_batch >= min(too_large.get(same, inf), too_large.get(less, inf)):
                 continue
-            row = task.bounds(candidate.number, setup)
-            if row is None:
-                too_large = candidate.values[:-1]
+            program = Program(setup)
+            memory = memory_of(setup, program)
+            needed = task.needed(memory)
+            if needed > 1:
+                too_large[same] = micro_batch
+                if needed > _BY_FAR:
+                    too_large.setdefault(less, micro_batch)
             else:
-                rows.append(row)
-    return valid, np.array(rows, BOUNDS)
+                rows.append(task.bounds(candidate.number, setup, program, memory.peak))
+    return valid, np.array(sorted(rows), BOUNDS)
+
+
+def _least_memory_first(found: tuple[Candidate, Setup]) -> tuple[int, int]:
+    *_, recompute, micro_batch = found[0].values
+    return _BY_MEMORY.index(recompute), micro_batch
 
 
 def simulate_candidates(task: Task, rows: Sequence[tuple[int, float, float]]) -> list[Simulated]:
