@@ -9,21 +9,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from lumos.analysis.replay import Replay
 from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
+from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, KwhPrice, Output, Price, ProfilerCosts, Pue, Tokens, TraceOptions
 from lumos.cli.terminal import busy, deliver
 from lumos.dry_run.dry_files import dry_files
 from lumos.errors import InputError, OptionError
 from lumos.export.chrome_traces import write_timeline
+from lumos.export.launch_files import LaunchFiles
 from lumos.files import check_output, write_csv
 from lumos.prediction.bill import Tariff, read_tariff
 from lumos.prediction.prediction import Prediction, predict
 from lumos.report.predictions import flat_row
-from lumos.report.terminal.show import show_prediction
+from lumos.report.terminal.show import show_launch, show_prediction
 from lumos.setup import read_setup_with_notes
 from lumos.setup.setup_files import read_plain
 
@@ -54,31 +57,41 @@ def predict_command(
     kwh_price: KwhPrice = "",
     pue: Pue = "",
     tokens: Tokens = "",
+    emit: Emit = "",
 ) -> None:
     """What would this run do: from its description, or from a trace?
 
     From a trace: with some parts faster or slower (--scale), or in another configuration (--set, or a setup).
     """
     check_output(output, source or setup)
-    changes, scale = changes or [], scale or []
+    changes, scale, emission = changes or [], scale or [], read_emission(emit)
     tariff = read_tariff(price, kwh_price, pue, tokens)
     _refuse(setup, source, changes, scale, options != _ALL or profiler_costs is not None, tariff != Tariff())
     if source is None:
-        found = _described(setup or Path(), changes, tariff, describe)
+        found = _described(setup or Path(), changes, tariff, describe, emission)
     elif dry_files(source):
         found = _from_script(source, setup, changes, scale, tariff)
     elif setup is None and not changes:
         found = predict(load_run(source, options, profiler_costs), scale)
     else:
         found = _changed(partial(load_run, source, options, profiler_costs), setup, changes, tariff)
-    answer = found.as_dict()
+    launch = None
+    if emission is not None:
+        found, launch = emission.of_prediction(found)
+    answer = found.as_dict() | ({"launch": launch.as_dict()} if launch else {})
     writers = {
         ".csv": lambda to: write_csv(to, [flat_row(answer)]),
-        ".html": lambda to: _write_page(to, found),
+        ".html": lambda to: _write_page(to, found, launch),
         ".trace.json": lambda to: write_timeline(to, found.run),
         ".trace.json.gz": lambda to: write_timeline(to, found.run),
     }
-    deliver(answer, lambda _, to: show_prediction(found, to), as_json, output, writers)
+    deliver(answer, lambda _, to: _show(found, launch, to), as_json, output, writers)
+
+
+def _show(found: Prediction, launch: LaunchFiles | None, to: Console) -> None:
+    show_prediction(found, to)
+    if launch is not None:
+        show_launch(launch, to)
 
 
 def _refuse(
@@ -102,8 +115,14 @@ def _refuse(
             raise OptionError(text)
 
 
-def _described(setup: Path, changes: list[str], tariff: Tariff, describe: bool) -> Prediction:
-    """From a description; a config.json from the model's own code, where that can be run."""
+def _described(
+    setup: Path, changes: list[str], tariff: Tariff, describe: bool, emission: Emission | None
+) -> Prediction:
+    """From a description; a config.json from the model's own code, unless a tool with models of its own is to run it."""
+    if emission is not None:
+        reading = read_setup_with_notes(setup, changes)
+        suited, notes = emission.suited(reading.setup)
+        return predict(suited, notes=(*reading.notes, *notes), tariff=tariff)
     if describe or setup.suffix.lower() != ".json":
         reading = read_setup_with_notes(setup, changes)
         return predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
@@ -130,9 +149,7 @@ def _from_config(config: Path, changes: list[str], tariff: Tariff) -> Prediction
     return replace(found, notes=(*found.notes, reason)) if reason else found
 
 
-def _from_script(
-    source: Path, setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff
-) -> Prediction:
+def _from_script(source: Path, setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff) -> Prediction:
     from lumos.dry_run.from_script import predict_script  # traces need none of it
 
     if setup is not None or scale:
@@ -152,8 +169,9 @@ def _changed(load: Callable[[], Replay], setup: Path | None, changes: list[str],
     )
 
 
-def _write_page(path: Path, found: Prediction) -> None:
+def _write_page(path: Path, found: Prediction, launch: LaunchFiles | None) -> None:
     from lumos.report.html.page import write_page  # jinja2, for which an answer without a page does not wait
+    from lumos.report.html.parts import with_launch
     from lumos.report.html.prediction_page import prediction_page
 
-    write_page(path, prediction_page(found))
+    write_page(path, with_launch(prediction_page(found), launch))

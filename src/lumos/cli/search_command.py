@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from lumos.change.change import CalibratedRun, refuse
 from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
+from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
 from lumos.cli.options import Address, AsJson, EngineName, KwhPrice, Pue, Shard, Tokens, Workers
 from lumos.cli.terminal import deliver, progress_bar
 from lumos.errors import OptionError
+from lumos.export.launch_files import LaunchFiles
 from lumos.files import check_output, write_csv, write_parquet
 from lumos.prediction.bill import read_tariff
 from lumos.report.html.page import write_page
+from lumos.report.html.parts import with_launch
 from lumos.report.html.search_page import search_page
+from lumos.report.terminal.show import show_launch
 from lumos.report.terminal.show_searches import show_search
 from lumos.search.estimator import CalibratedEstimator, Estimator
 from lumos.search.ranking import Objective
@@ -34,6 +40,7 @@ _NOT_VALIDATED = "calibrated with a trace: the accuracy for changed parallelism 
 Choices = dict[str, list[Any]]
 Base = tuple[Setup, Estimator | None, tuple[str, ...]]
 """The setup to start from, its estimator, and notes about both."""
+Searched = tuple[Setup, tuple[str, ...]]
 
 
 Argument, Option = typer.Argument, typer.Option
@@ -76,6 +83,7 @@ def search_command(
     shard: Shard = "",
     journal: JournalPath = None,
     exhaustive: Exhaustive = False,
+    emit: Emit = "",
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -88,8 +96,12 @@ def search_command(
     check_output(output, setup, (".json", ".csv", ".parquet", ".html"))
     choices = _choices(fixed or [], vary or [], gpus, gpu)
     wanted = _objective(objective, price, kwh_price, pue, tokens, deadline)
-    part = read_shard(shard)
+    part, emission = read_shard(shard), read_emission(emit)
+    if emission and shard:
+        raise OptionError("--emit and --shard together: the best is known once the parts are merged; emit it then")
     base, estimator, notes = _base(setup, fixed or [], source)
+    if emission:
+        base, notes = _for_launch(emission, base, choices, notes)
     if estimator is not None and base.train.compile:
         choices.setdefault("parallel.tp", [base.parallel.tp])  # fused kernels cannot be resized
     try:
@@ -103,11 +115,24 @@ def search_command(
         typer.echo(f"lumos: interrupted; {resume}", err=True)
         raise typer.Exit(130) from None
     answer = found.as_dict()
-    deliver(answer, show_search, as_json, output, {
+    launch = emission.of_search(found, answer) if emission else None
+    deliver(answer, partial(_show, launch), as_json, output, {
         ".csv": lambda to: write_csv(to, found.table(), names=COLUMNS),
         ".parquet": lambda to: write_parquet(to, found.table(), COLUMNS),
-        ".html": lambda to: write_page(to, search_page(answer)),
+        ".html": lambda to: write_page(to, with_launch(search_page(answer), launch)),
     })  # fmt: skip
+
+
+def _for_launch(emission: Emission, base: Setup, choices: Choices, notes: tuple[str, ...]) -> Searched:
+    """The setup and the notes of a search for a tool; what its files cannot say is not searched."""
+    base, chosen = emission.suited(base)
+    return base, (*notes, *chosen, *emission.narrowed(base, choices))
+
+
+def _show(launch: LaunchFiles | None, answer: dict[str, Any], to: Console) -> None:
+    show_search(answer, to)
+    if launch is not None:
+        show_launch(launch, to)
 
 
 def _objective(name: str, price: str, kwh_price: str, pue: str, tokens: str, deadline: float) -> Objective:

@@ -99,6 +99,15 @@ def suited_to(setup: Setup, tool: str) -> Setup:
     return setup.replaced({"train.framework": _FRAMEWORKS.get(tool, tool)})
 
 
+def values_it_has(setup: Setup, tool: str) -> dict[str, list[Any]]:
+    """The only values of searched keys that the files of a tool can say, where they cannot say all of them."""
+    if tool != "deepspeed":
+        return {}
+    if setup.train.framework == "megatron-deepspeed":
+        return {"parallel.cp": [1], "parallel.ep": [1]}
+    return {key: [1] for key in ("parallel.pp", "parallel.cp", "parallel.ep")} | {"parallel.sequence_parallel": [False]}
+
+
 def _read_back(setup: Setup, draft: Draft) -> tuple[Setup, tuple[str, ...]]:
     """The setup that the files describe, and what had to be added to them: machines, load, perhaps the model."""
     sections = {name: dict(draft.reading.sections.get(name, {})) for name in SECTIONS}

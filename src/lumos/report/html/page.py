@@ -51,6 +51,7 @@ class Section:
     text: str = ""
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
+    texts: Sequence[tuple[str, str]] = ()  # files as they are, each with its name
 
     @property
     def anchor(self) -> str:

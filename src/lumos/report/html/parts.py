@@ -9,10 +9,11 @@ from lumos.analysis.breakdown import Breakdown
 from lumos.analysis.collectives import Collective, CollectiveGroup, group_collectives
 from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.utilisation import Utilisation
+from lumos.export.launch_files import LaunchFiles
 from lumos.graph.critical_path import PathSummary
 from lumos.report import replays
 from lumos.report.html.charts import Bars, Line, Lines, Series
-from lumos.report.html.page import Figure, Section
+from lumos.report.html.page import Figure, Page, Section
 from lumos.report.html.timeline import RunTimeline, lanes_table
 from lumos.report.table import Column, Row, Table, ms_columns
 from lumos.report.wording import STEP_PARTS as PART_NAMES
@@ -29,6 +30,14 @@ _MOST_LINES = 8
 def bars_section(title: str, text: str, chart: Bars, table: Table) -> Section:
     """A chart and the table of its numbers, under the caption of the table."""
     return Section(title, text, [Figure(table.caption, chart)], [table])
+
+
+def with_launch(page: Page, launch: LaunchFiles | None) -> Page:
+    """A page with the files that launch its configuration, if they were asked for."""
+    if launch is None:
+        return page
+    files = Section("Launch files", f"The configuration for {launch.tool}.", texts=list(launch.files.items()))
+    return replace(page, sections=[*page.sections, files])
 
 
 def breakdown_section(parts: Mapping[int, Breakdown], text: str) -> Section:

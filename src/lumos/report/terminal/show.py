@@ -14,6 +14,7 @@ from lumos.analysis.comparison import Comparison
 from lumos.analysis.readiness import Readiness
 from lumos.analysis.replay import Replay
 from lumos.errors import printable
+from lumos.export.launch_files import LaunchFiles
 from lumos.prediction.prediction import Prediction
 from lumos.prediction.traced_operators import TracedOperators
 from lumos.report import operator_rates, predictions, replays
@@ -82,6 +83,13 @@ def show_prediction(found: Prediction, console: Console) -> None:
         tables += [predictions.understood_table(found.traced.understood), predictions.inferred_table(found.inferred)]
     parts = [summary(title, predictions.prediction_cards(found)), *([summary("cost", costs)] if costs else [])]
     console.print(Group(*parts, *(rendered(table, 64) for table in tables), *notes(found.warnings)))
+
+
+def show_launch(launch: LaunchFiles, console: Console) -> None:
+    """The files that launch a configuration, each under its name; long lines stay whole, to be copied."""
+    for name, text in launch.files.items():
+        console.print(Text(f"{name}\n", style="bold"), end="")
+        console.print(Text(text), soft_wrap=True)
 
 
 def show_readiness(found: Readiness, path: str, console: Console) -> None:
