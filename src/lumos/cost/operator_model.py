@@ -31,6 +31,8 @@ from lumos.setup.gpus import Gpu, find_gpu, gpu_named
 
 _FAMILY = {"gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm"}
 _STORED = {"mxfp8": "fp8", "nvfp4": "fp8"}  # sampled formats that stand for others
+_LARGEST_LEAF = 5.0  # of the trees that were shipped: 0.1
+_FARTHEST = 30.0  # log of measured time / roofline, which damaged trees may exceed
 _MOST_BYTES = 1 << 27  # of a model file, and of its contents
 
 
@@ -113,7 +115,7 @@ class CostModel:
         if regressor.width > rows.shape[1]:
             raise InputError(f"the cost model for {self.sampled} does not fit {key}; fit it again with `lumos fit`")
         base = np.array([roofline_us(operator, chip) for operator, chip in zip(operators, chips, strict=True)])
-        prices: list[float] = (base * np.exp(regressor.trees(rows))).tolist()
+        prices: list[float] = (base * np.exp(np.clip(regressor.trees(rows), -_FARTHEST, _FARTHEST))).tolist()
         return prices
 
     def _unfitted(self, operators: list[Operator]) -> Iterator[tuple[Operator, float]]:
@@ -257,9 +259,10 @@ def _regressor(file: Any, key: str, facts: dict[str, Any]) -> Regressor:
     kinds = {"root": np.int32, "feature": np.int16, "threshold": np.float32, "left": np.int32}
     columns = {name: file[f"{key}/{name}"].astype(kind, casting="safe") for name, kind in kinds.items()}
     trees = Trees(**columns, start=float(facts["start"]))
-    if not _is_sound(trees):
+    error_pct = float(facts["error_pct"])
+    if not _is_sound(trees) or not 0 <= error_pct <= 1e4:
         raise ValueError("not trees")
-    return Regressor(trees, float(facts["error_pct"]), int(facts["rows"]))
+    return Regressor(trees, error_pct, int(facts["rows"]))
 
 
 def _is_sound(trees: Trees) -> bool:
@@ -273,5 +276,6 @@ def _is_sound(trees: Trees) -> bool:
     return bool(
         (trees.root >= 0).all() and (trees.root < nodes).all()
         and (below > parents).all() and (below < nodes - 1).all()
-        and np.isfinite(trees.threshold).all() and np.isfinite(trees.start)
+        and np.isfinite(trees.threshold).all() and abs(trees.start) < _FARTHEST
+        and (np.abs(trees.threshold[trees.feature < 0]) < _LARGEST_LEAF).all()
     )  # fmt: skip
