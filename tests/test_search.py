@@ -804,6 +804,13 @@ def test_mistakes_end_in_one_line(arguments: tuple[str, ...], told: str) -> None
     assert len(run.stderr.strip().splitlines()) == 1
 
 
+def test_notes_are_not_about_what_the_command_line_states() -> None:
+    few = ("--vary", "parallel.tp=2", "--vary", "parallel.pp=1", "--vary", "parallel.cp=1", "--workers", 1, "--json")
+    run = lumos("search", "examples/torchtitan.toml", "--gpus", 8, "--gpu", "h100", *few)
+    assert run.returncode == 0, run.stderr
+    assert not [text for text in json.loads(run.stdout)["warnings"] if "not given" in text]
+
+
 def test_scores_of_shards_merge_too(tmp_path: Path) -> None:
     columns = "id,source,model_name,gpu,n_gpus,n_layers,hidden,n_heads,n_kv_heads,vocab,seq_len,tp,pp,dp,micro_batch"
     header = columns + ",global_batch,precision,ffn_hidden,gated_mlp,step_time_s,train_mode,framework"

@@ -99,7 +99,7 @@ def search_command(
     part, emission = read_shard(shard), read_emission(emit)
     if emission and shard:
         raise OptionError("--emit and --shard together: the best is known once the parts are merged; emit it then")
-    base, estimator, notes = _base(setup, fixed or [], source)
+    base, estimator, notes = _base(setup, fixed or [], source, choices)
     if emission:
         base, notes = _for_launch(emission, base, choices, notes)
     if estimator is not None and base.train.compile:
@@ -167,15 +167,17 @@ def _choices(fixed: list[str], vary: list[str], gpus: str, gpu: str) -> Choices:
     return found
 
 
-def _base(path: Path | None, fixed: list[str], source: Path | None) -> Base:
+def _base(path: Path | None, fixed: list[str], source: Path | None, choices: Choices) -> Base:
     """From a setup file, or from a trace whose setup is inferred and completed by the file."""
     others = [text for text in fixed if text.partition("=")[0].strip() not in (*AXES, *DERIVED)]
     if source is None:
         if path is None:
             raise OptionError("nothing to search: name a setup file, or a trace with --from")
-        plain = read_plain(path, others)
+        counts = choices.get("cluster.gpus", [])
+        plain = read_plain(path, [*others, *(f"cluster.gpus={count}" for count in counts[:1] if type(count) is int)])
         reading = plain.checked(plain.sections, (*AXES, *DERIVED))
-        return reading.setup, None, tuple(reading.notes)
+        stale = "cluster.gpu is not given" if "cluster.gpu" in choices else "\n"  # which no note has
+        return reading.setup, None, tuple(note for note in reading.notes if stale not in str(note))
     run = load_run(source)
     inferred = infer(run)
     traced = complete(inferred, read_plain(path), any(header.shapes for header in run.execution.trace.headers)).setup
