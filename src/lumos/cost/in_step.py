@@ -14,7 +14,8 @@ class InStepFactors:
     """Factors on isolated costs inside a training step, and the share of their peak that networks reach there."""
 
     matrix: float  # time of matmuls and attention inside a step, over the same kernels alone
-    stream: float  # the same for memory-bound kernels
+    sustained: float  # of the tensor cores' peak, held for a whole step: beyond it the power limit lowers the clock
+    stream: float  # the same factor for memory-bound kernels
     launch_gap_us: float  # between two kernels of one stream
     inside_share: float  # of the NVLink bandwidth, reached by a ring
     inside_start_us: float  # of a collective inside a node

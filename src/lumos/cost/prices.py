@@ -87,7 +87,10 @@ class Prices:
         model = self.flash_model if self.flash_model and operator.kind.startswith("sdpa") else self.model
         alone = max(model.us(operator) - model.isolation_us, read_table("step.json")["shortest_us"])
         factor = self.factors.matrix if operator.is_matrix else self.factors.stream
-        return float(alone * factor * warmth(operator, self.model.gpu.l2_mb) + self.factors.launch_gap_us)
+        us = alone * factor * warmth(operator, self.model.gpu.l2_mb)
+        if operator.is_matrix and operator.dtype != "fp32" and self.factors.sustained < 1:
+            us = max(us, operator.flops / (1e6 * self.factors.sustained * self.model.gpu.peak(operator.dtype)))
+        return float(us + self.factors.launch_gap_us)
 
     def collective_us(self, collective: Collective) -> float:
         """One collective, once all its ranks have arrived."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from lumos import schedules
 from lumos.data_files import read_table
@@ -20,6 +20,9 @@ Degree = Annotated[int, Field(ge=1, le=1 << 20)]  # GPUs that share something
 MaybeDegree = Annotated[int, Field(ge=0, le=1 << 20)]
 Count = Annotated[int, Field(ge=0, le=1 << 14)]  # layers or experts
 Bandwidth = Annotated[float, Field(ge=1e-3, le=1e6)]  # GB/s
+
+Module = Literal["core_attn", "layernorm", "mlp", "moe_act", "mla_up_proj", "moe", "shared_experts", "operators"]
+"""A part of a layer that selective recomputation runs again, as in Megatron; "operators" is torchtitan's policy."""
 
 if TYPE_CHECKING:
     Schedule = str
@@ -202,6 +205,10 @@ class Train(Section):
     global_batch: MaybeSize = 0
     precision: Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = "bf16"
     recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: Annotated[tuple[Module, ...], Field(strict=False, max_length=8)] = ()  # selective; (): core_attn
+    recompute_layers: Count | None = None  # full: only the first so many layers of every virtual stage; None: all
+    recompute_every: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: only every so manieth layer
+    recompute_group: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: layers from one kept input to the next
     optimizer: Literal["adamw", "adam", "sgd", "none"] = "adamw"
     compile: bool = False
     framework: Annotated[str, Field(max_length=100)] = "pytorch"
@@ -209,6 +216,17 @@ class Train(Section):
     mode: Literal["pretrain", "lora", "sft"] = "pretrain"
     imbalance: Annotated[float, Field(ge=1, le=1e4)] = 1.0  # load of the busiest expert / mean load
     cuda_graphs: bool = False
+
+    @field_validator("recompute_modules", mode="before")
+    @classmethod
+    def _listed(cls, given: Any) -> Any:
+        """One name, or several with commas between them, as a command line has them."""
+        return tuple(name.strip() for name in given.split(",") if name.strip()) if isinstance(given, str) else given
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What selective recomputation runs again."""
+        return self.recompute_modules or ("core_attn",)
 
 
 class Parallel(Section):
@@ -252,9 +270,7 @@ class Cluster(Section):
     inter_gb_s: Bandwidth | None = None  # per GPU, one direction
     fabric: Fabric = "infiniband"  # between nodes; RoCE counts as InfiniBand
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
-    host: Annotated[float, Field(ge=0.01, le=100)] = (
-        1.0  # speed of the host, relative to the one Lumos is calibrated on
-    )
+    host: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # its speed, relative to the host Lumos is calibrated on
 
     DERIVED: ClassVar[tuple[str, ...]] = ("gpus_per_node",)
 
