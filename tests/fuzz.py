@@ -19,6 +19,7 @@ import math
 import os
 import random
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -76,6 +77,7 @@ def run(folder: Path, *arguments: str) -> Ran:
         return json_of(answer)
 
     screen = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    (folder / "command.txt").write_text("lumos " + shlex.join(arguments), errors="replace")
     before, stdout, terminal.json_of = Path.cwd(), sys.stdout, seen
     os.chdir(folder)
     sys.stdout = screen
@@ -405,10 +407,11 @@ class Finding(NamedTuple):
         return f"{self.target} {self.what.split(':')[0]} {places[-1] if places else self.what[:60]}"
 
 
-def try_case(seed: int, number: int, folder: Path) -> Finding | None:
-    """One case in an empty folder."""
+def try_case(seed: int, number: int, folder: Path, only: str = "") -> Finding | None:
+    """One case in an empty folder, of a target by chance or of the `only` one."""
     chance = Random(f"{seed}:{number}")
-    target = chance.choices([t for t, _ in TARGETS], [weight for _, weight in TARGETS])[0]
+    chosen = [(target, weight) for target, weight in TARGETS if only in ("", target.__name__)]
+    target = chance.choices(*zip(*chosen, strict=True))[0]
     try:
         with time_limit(MOST_SECONDS), warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # of numpy: overflow, invalid values
@@ -434,14 +437,14 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def fuzz(seed: int, seconds: float, kept: Path | None, cases: int = sys.maxsize) -> tuple[int, list[Finding]]:
-    """Try cases until the time or their number is over; (how many were tried, what was found)."""
+def fuzz(seed: int, seconds: float, kept: Path | None, only: str = "") -> tuple[int, list[Finding]]:
+    """Try cases until the time is over; (how many were tried, what was found)."""
     findings: list[Finding] = []
     kinds: Counter[str] = Counter()
     end, number = time.monotonic() + seconds, 0
-    while number < cases and time.monotonic() < end:
+    while time.monotonic() < end:
         folder = Path(tempfile.mkdtemp(prefix="case-", dir=store()))
-        finding = try_case(seed, number, folder)
+        finding = try_case(seed, number, folder, only)
         if finding is not None:
             findings.append(finding)
             kinds[finding.kind] += 1
@@ -467,16 +470,17 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--keep", type=Path, default=ROOT / "out/fuzz", help="a folder for cases that fail")
     options.add_argument("--case", default="", help="SEED:NUMBER of one case to repeat")
+    options.add_argument("--target", default="", choices=["", *(target.__name__ for target, _ in TARGETS)])
     chosen = options.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     try:
         if chosen.case:
             seed, number = map(int, chosen.case.split(":"))
             folder = Path(tempfile.mkdtemp(prefix="lumos-case-"))
-            finding = try_case(seed, number, folder)
+            finding = try_case(seed, number, folder, chosen.target)
             print(f"{folder}\n{finding.trace if finding else 'sound'}")
             return finding is not None
-        tried, findings = fuzz(chosen.seed, chosen.seconds, chosen.keep)
+        tried, findings = fuzz(chosen.seed, chosen.seconds, chosen.keep, chosen.target)
     finally:
         shutil.rmtree(store(), ignore_errors=True)
     print(f"seed {chosen.seed}: {tried:,} cases, {len(findings)} findings" + (f" in {chosen.keep}" if findings else ""))

@@ -16,7 +16,8 @@ from lumos.trace.names import Kind
 _KINDS = {"compute": (Kind.COMPUTE, Kind.COPY), "comm": (Kind.COMM,), "cpu": (Kind.CPU,)}
 NAMES = "compute, comm, cpu, kernel:REGEX"
 
-_MOST = 1e6  # a factor; times beyond it do not fit into nanoseconds
+_MOST = 1e6  # a factor
+_LONGEST_NS = 1e18  # all tasks together: beyond, times do not fit into nanoseconds
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def scaled_durations(execution: Execution, duration: Floats, scales: list[Scale]
     scaled = duration.copy()
     for scale in scales:
         scaled[scale.applies_to(execution)] *= scale.factor
+        if scaled.sum() > _LONGEST_NS:
+            raise OptionError(f"--scale {scale.what}={scale.factor:g}: that takes decades; use a smaller factor")
     return scaled
 
 
