@@ -67,6 +67,8 @@ def predict_command(
     changes, scale, emission = changes or [], scale or [], read_emission(emit)
     tariff = read_tariff(price, kwh_price, pue, tokens)
     _refuse(setup, source, changes, scale, options != _ALL or profiler_costs is not None, tariff != Tariff())
+    if emission and source is not None and not setup and not changes:
+        raise OptionError("--emit needs the setup of a run: name a setup file, or what is to change with --set")
     if source is None:
         found = _described(setup or Path(), changes, tariff, describe, emission)
     elif dry_files(source):
@@ -118,7 +120,7 @@ def _refuse(
 def _described(
     setup: Path, changes: list[str], tariff: Tariff, describe: bool, emission: Emission | None
 ) -> Prediction:
-    """From a description; a config.json from the model's own code, unless a tool with models of its own is to run it."""
+    """From a description; a config.json from the model's own code, unless a tool is to launch it."""
     if emission is not None:
         reading = read_setup_with_notes(setup, changes)
         suited, notes = emission.suited(reading.setup)

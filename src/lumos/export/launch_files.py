@@ -157,7 +157,7 @@ def _commented(setup: Setup, launch: LaunchFiles, name: str) -> str:
     again = " ".join(["lumos predict", launch.main, *(f"--set {shlex.quote(text)}" for text in launch.overrides)])
     comments = [f"{model} on {setup.cluster.gpus} x {setup.cluster.gpu}. Predicted again by: {again}"]
     if any(FILL_IN in text for text in launch.files.values()):
-        comments.append(f"{FILL_IN}: what a setup does not know.")
+        comments.append(f"Replace every {FILL_IN}: a setup knows no data, tokenizer or learning rate.")
     if "torchrun" in body and nodes_of(setup)[0] > 1:
         comments.append("To be started once on every node, as srun does.")
     comments += [f"Left out: {text}" for text in launch.left_out]
