@@ -63,6 +63,10 @@ def effective(setup: Setup) -> dict[str, Any]:
     by_itself = None if framework.tp_overlap else False  # beside the backward pass, which only a default can ask for
     return values | {
         "model.kv_heads": model.heads if model.latent else model.kv_heads,
+        "train.recompute_modules": sorted(set(train.modules)) if train.recompute == "selective" else [],
+        "train.recompute_layers": train.recompute_layers if train.recompute == "full" else None,
+        "train.recompute_every": train.recompute_every if train.recompute == "full" else 1,
+        "train.recompute_group": train.recompute_group if train.recompute == "full" else 1,
         "train.attention": train.attention or framework.attention,
         "train.imbalance": train.imbalance if model.experts else 1.0,
         "parallel.zero": zero,

@@ -13,6 +13,7 @@ from typing import Any
 from lumos.data_files import read_table
 from lumos.export.launch_draft import TORCHRUN, Draft, effective, script
 from lumos.setup.importers.megatron import script_sections
+from lumos.setup.sections import Train
 from lumos.setup.setup import Setup
 
 _TABLES = read_table("megatron_options.toml")
@@ -50,8 +51,7 @@ def options_of(setup: Setup) -> Options:
     found["model"] += [*_model(setup), *_WRITING["always"]]
     found["train"] += _WRITING["precisions"].get(setup.train.precision, ())
     found["train"] += [f"max-position-embeddings {setup.train.seq}"]
-    if setup.train.recompute == "full":
-        found["train"] += _WRITING["full_recompute"]
+    found["train"] += _recomputation(setup.train)
     found["parallel"] += _parallel(setup)
     found["data"] = list(_WRITING["to_fill_in"])
     return found
@@ -133,6 +133,17 @@ def _model(setup: Setup) -> Iterable[str]:
         yield f"moe-shared-expert-intermediate-size {model.shared_experts * model.expert_ffn}"
     if model.dense_layers:
         yield f'moe-layer-freq "([0]*{model.dense_layers}+[1]*{model.moe_layers})"'
+
+
+def _recomputation(train: Train) -> Iterable[str]:
+    """Of full recomputation, "block" takes the first layers of every stage and "uniform" all, in groups."""
+    if train.recompute == "full":
+        is_block = train.recompute_layers is not None
+        yield f"recompute-method {'block' if is_block else 'uniform'}"
+        yield f"recompute-num-layers {train.recompute_layers if is_block else train.recompute_group}"
+    modules = [name for name in train.recompute_modules if name != "operators"]
+    if train.recompute == "selective" and modules:
+        yield f"recompute-modules {' '.join(modules)}"
 
 
 def _parallel(setup: Setup) -> Iterable[str]:

@@ -24,6 +24,7 @@ _WRITING = _TABLES["writing"]
 _CONFIG = "config.toml"
 _REASONS = {
     "model.preset": "torchtitan has no such flavor: register the model, then name it here",
+    "train.recompute_modules": "torchtitan's selective recomputation is by operator",
     "parallel.sequence_parallel": "torchtitan has tensor and sequence parallelism together",
     "parallel.zero": "torchtitan shards weights, gradients and state together, and always with context parallelism",
     "parallel.dp_overlap": "FSDP and DDP overlap by themselves",
@@ -45,8 +46,6 @@ def torchtitan_config(setup: Setup) -> Draft:
     put_cluster(found, read_shell(start, "run.sh"))
     reading = read_torchtitan(tomllib.loads(text), found)
     remarks = []
-    if setup.train.recompute == "selective":
-        remarks.append("train.recompute = selective: torchtitan recomputes what its policy lists, not attention alone")
     if setup.parallel.schedule == "zero-bubble" and setup.parallel.pp > 1:
         remarks.append("parallel.schedule = zero-bubble: torchtitan has it with two stages a rank or more")
     files = {_CONFIG: text, "run.sh": start}
@@ -93,8 +92,11 @@ def _training(setup: Setup) -> dict[str, Any]:
         words = [word for word in words if word not in _WRITING["only_read_words"]]
         if words:
             keys[option] = words[0]
-    if train.recompute == "selective":
-        keys["activation_checkpoint.selective_ac_option"] = "op"
+    by_layer = train.recompute == "full" and train.recompute_every > 1
+    if by_layer:
+        keys[_TABLES["choices"]["train.recompute"][0]] = "selective"
+    if by_layer or train.recompute == "selective":
+        keys["activation_checkpoint.selective_ac_option"] = str(train.recompute_every) if by_layer else "op"
     return keys | {_name("switches", "train.compile"): train.compile}
 
 
