@@ -712,7 +712,8 @@ def test_a_torchtitan_toml_of_an_older_version(tmp_path: Path) -> None:
     train, parallel = setup.train, setup.parallel
     assert (parallel.tp, parallel.pp, parallel.dp, parallel.stage_layers) == (8, 4, 2, (18, 22, 20, 20))
     assert (train.micro_batch, train.microbatches, train.precision, train.compile) == (2, 4, "fp8", False)
-    assert (train.recompute, parallel.zero) == ("selective", 2)  # a pipeline keeps its weights until the backward
+    assert (train.recompute, train.recompute_every) == ("full", 2)
+    assert parallel.zero == 2  # a pipeline keeps its weights until the backward pass
 
 
 @pytest.mark.parametrize(
@@ -721,7 +722,14 @@ def test_a_torchtitan_toml_of_an_older_version(tmp_path: Path) -> None:
         ("[training]\nseq_len = 512", "train.micro_batch", 8),  # its defaults
         ("[training]\nsteps = 1", "train.seq", 2048),
         ("[training]\nsteps = 1", "parallel.zero", 3),
-        ("[training]\nsteps = 1", "train.recompute", "selective"),
+        ("[training]\nsteps = 1", "train.recompute_every", 2),
+        ("[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '3'", "train.recompute_every", 3),
+        ("[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '0'", "train.recompute", "full"),
+        (
+            "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = 'op'",
+            "train.recompute_modules",
+            ("operators",),
+        ),
         ("[training]\nglobal_batch_size = 64", "train.microbatches", 8),
         ("[training]\nglobal_batch_size = -1", "train.microbatches", 1),
         ("[training]\nmixed_precision_param = 'float32'", "train.precision", "fp32"),

@@ -384,3 +384,46 @@ def test_a_peak_and_its_reserve_may_fill_the_gpu_and_no_more() -> None:
     full = memory.peak + memory.reserve
     assert dataclasses.replace(memory, usable=full).fits
     assert not dataclasses.replace(memory, usable=full - 1).fits
+
+
+# Recomputation of some layers, or of some parts of them
+
+
+def peak_with(**train: Any) -> Memory:
+    return memory_of(make(EIGHT, {"seq": 4096, "framework": "megatron", "microbatches": 4} | train))
+
+
+def test_recomputing_so_many_layers_lies_between_none_and_all() -> None:
+    none, full = peak_with(), peak_with(recompute="full")
+    layers = Program(make(EIGHT, {"seq": 4096})).setup.model.layers
+    peaks = [peak_with(recompute="full", recompute_layers=count).peak for count in range(layers + 1)]
+    assert (peaks[0], peaks[-1]) == (none.peak, full.peak)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peak_with(recompute="full", recompute_every=1).peak == full.peak
+    assert full.peak < peak_with(recompute="full", recompute_every=2).peak < none.peak
+
+
+def test_a_recomputed_layer_frees_what_it_would_have_kept_but_its_input() -> None:
+    program = Program(make(EIGHT, {"seq": 4096, "framework": "megatron"}))
+    saved = program.dense_memory.kept - program.layout.residual_bytes
+    peaks = [peak_with(recompute="full", recompute_layers=count).at_peak.activations for count in (1, 2)]
+    assert peaks[0] - peaks[1] == pytest.approx(saved)
+
+
+def test_layers_that_are_recomputed_together_keep_one_input_and_are_all_made_anew() -> None:
+    (alone, plain), together = (
+        [Program(make(EIGHT, {"seq": 4096, "recompute": how})).dense_memory for how in ("full", "none")],
+        Program(make(EIGHT, {"seq": 4096, "recompute": "full", "recompute_group": 4})),
+    )
+    (chunk,) = together.chunks[0]
+    ends = together.kept_bytes(chunk) - chunk.layers // 4 * alone.kept
+    assert ends == Program(make(EIGHT, {"seq": 4096})).kept_bytes(chunk) - chunk.layers * plain.kept
+    assert together.dense_memory.backward == alone.backward + 3 * plain.kept
+
+
+def test_recomputing_the_mlp_keeps_its_input_alone() -> None:
+    keys = {"seq": 4096, "framework": "megatron", "recompute": "selective", "recompute_modules": ["mlp"]}
+    plain, again = (Program(make(EIGHT, train)) for train in ({"seq": 4096, "framework": "megatron"}, keys))
+    inside = 4096 * 6 * plain.setup.model.ffn  # gate, up and their product, in 16 bits
+    assert plain.dense_memory.kept - again.dense_memory.kept == inside
+    assert again.dense_memory.backward - plain.dense_memory.backward == inside  # made anew, for one layer at a time

@@ -145,6 +145,80 @@ def test_recomputation_runs_the_forward_pass_again(attention: str) -> None:
     assert again["selective"] == matrix_flops(core(layers["selective"].layout)) < 0.2 * again["full"]
 
 
+@pytest.mark.parametrize(
+    ("preset", "module", "again"),
+    [
+        ("llama3-8b", "core_attn", {"sdpa_fwd"}),
+        ("llama3-8b", "layernorm", {"rms_norm"}),
+        ("llama3-8b", "mlp", {"up", "activation", "down"}),
+        ("llama3-8b", "moe", set()),
+        ("mixtral-8x7b", "mlp", set()),
+        ("mixtral-8x7b", "moe_act", {"experts activation"}),
+        ("mixtral-8x7b", "shared_experts", set()),
+        ("deepseek-v3", "shared_experts", {"up", "activation", "down"}),
+        ("deepseek-v3", "mla_up_proj", {"q up", "kv up", "rotary_fwd"}),
+    ],
+)
+def test_a_module_that_is_recomputed_runs_its_own_operators_again(preset: str, module: str, again: set[str]) -> None:
+    layout = layout_of(preset, train__recompute="selective", train__recompute_modules=[module])
+    layer = TransformerLayer(layout, sparse=bool(layout.model.experts))
+    assert names(layer.recomputed()) - {"host"} == again
+    whole = TransformerLayer(layout, layer.sparse, "none").memory
+    assert (layer.memory.kept < whole.kept) == bool(again)
+
+
+def test_all_of_a_mixture_is_recomputed_with_its_exchanges() -> None:
+    layout = layout_of(
+        "mixtral-8x7b", parallel__dp=8, parallel__ep=8, train__recompute="selective",
+        train__recompute_modules=["moe", "moe_act"],
+    )  # fmt: skip
+    again, forward = (getattr(TransformerLayer(layout, sparse=True), what)() for what in ("recomputed", "forward"))
+    assert kinds(again) == kinds(forward) == {"all_to_all": 2}
+    assert [op.name for op in again].count("experts activation") == 1  # it is part of the whole
+
+
+def test_torchtitan_keeps_attention_and_the_first_third_and_further_matmuls() -> None:
+    layer = TransformerLayer(
+        layout_of(framework="torchtitan", train__recompute="selective", train__recompute_modules=["operators"])
+    )
+    matmuls = [op.name for op in layer.recomputed() if op.work.kind == "gemm_tn"]
+    assert matmuls == ["kv", "out", "up"]  # key, output and the second half of the gated MLP
+    assert "sdpa_fwd" not in names(layer.recomputed())
+    t, hidden, ffn, key = 2048, 4096, 14336, 1024
+    results = 2 * t * (hidden + key + hidden + ffn + hidden) + 4 * t * 32  # query, value, attention, gate, down; lse
+    assert layer.memory.kept == 2 * t * hidden + results
+
+
+@pytest.mark.parametrize("pp", [1, 4])
+def test_recomputing_so_many_layers_lies_between_none_and_all(pp: int) -> None:
+    def again(**changes: Any) -> int:
+        program = Program(layout_of(parallel__pp=pp, parallel__schedule="1f1b", **changes).setup)
+        blocks = [block for row in program.chunks for chunk in row for block in program.blocks(chunk, Phase.BACKWARD)]
+        return sum(block.times for block in blocks if block.name == "recompute")
+
+    counts = [again(train__recompute="full", train__recompute_layers=layers) for layers in range(33)]
+    assert counts == [pp * min(layers, 32 // pp) for layers in range(33)]
+    assert again(train__recompute="none") == counts[0] == 0
+    assert again(train__recompute="full") == counts[-1] == 32
+    every = [again(train__recompute="full", train__recompute_every=n) for n in (1, 2, 3)]
+    assert every == [32, 16, pp * (32 // pp // 3)]
+
+
+def test_megatron_counts_recomputed_layers_in_every_virtual_stage() -> None:
+    changes = {"parallel__pp": 4, "parallel__vpp": 2, "train__microbatches": 8}
+    program = Program(layout_of(train__recompute="full", train__recompute_layers=3, **changes).setup)
+    for chunk in (chunk for row in program.chunks for chunk in row):
+        blocks = {block.name: block.times for block in program.blocks(chunk, Phase.BACKWARD)}
+        assert (blocks["recompute"], blocks["backward"]) == (3, 4)
+
+
+def test_the_first_recomputed_layers_of_a_mixture_are_the_dense_ones() -> None:
+    program = Program(layout_of("deepseek-v3", train__recompute="full", train__recompute_layers=5).setup)
+    (chunk,) = program.chunks[0]
+    again = {block.key[1]: block.times for block in program.blocks(chunk, Phase.BACKWARD) if block.name == "recompute"}
+    assert again == {False: 3, True: 2}
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_gradients_are_added_up_from_the_second_micro_batch_on(microbatches: int) -> None:
     layer = TransformerLayer(layout_of(framework="pytorch", train__microbatches=microbatches))
@@ -588,6 +662,10 @@ def test_a_step_of_llama_3_8b_takes_six_operations_for_every_parameter_and_twelv
     assert full - by_hand == pytest.approx(tokens * (2 * layers + 2 * 32 * 4096 * 2048), rel=1e-3)
     assert selective - by_hand == pytest.approx(tokens * 2 * 32 * 4096 * 2048, rel=0.05)
     assert hardware_flops(setup) == model_flops(setup)
+    half = hardware_flops(setup.replaced({"train.recompute": "full", "train.recompute_every": 2}))
+    assert half - model_flops(setup) == pytest.approx((full - model_flops(setup)) / 2)
+    mlp = hardware_flops(setup.replaced({"train.recompute": "selective", "train.recompute_modules": ["mlp"]}))
+    assert mlp - model_flops(setup) == pytest.approx(tokens * 32 * 2 * 3 * 4096 * 14336, rel=1e-3)
     lora = model_flops(setup.replaced({"train.mode": "lora"}))
     assert lora == pytest.approx(tokens * (4 * dense + 6 * 32 * 4096 * 2048), rel=1e-3)
 

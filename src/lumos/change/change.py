@@ -547,7 +547,10 @@ def refuse(before: Setup, after: Setup) -> None:
             "parallel.tp cannot be changed from a compiled trace: its kernels are fused beyond recognition; record the "
             "run without compile, or predict from the setup alone"
         )
-    keys = ("compile", "framework", "precision", "attention", "mode")
+    keys = (
+        "compile", "framework", "precision", "attention", "mode", "recompute_modules", "recompute_layers",
+        "recompute_every", "recompute_group",
+    )  # fmt: skip
     fixed = [f"train.{key}" for key in keys if getattr(before.train, key) != getattr(after.train, key)]
     if bool(before.model.experts) != bool(after.model.experts) or before.model.gated != after.model.gated:
         fixed.append("the kind of MLP")

@@ -76,7 +76,8 @@ def contents(step: Step, what: str, stage: int, chunk: int) -> list[Repeated]:
         if found and found[-1].name == "recompute" and block.name == "backward":
             again = found[-1]
             del found[-again.times :]
-            found += [again, block] * block.times  # a layer is recomputed right before its backward pass
+            # A layer is recomputed right before its backward pass; where only some are, the first layers are.
+            found += [block] * (block.times - again.times) + [again, block] * again.times
         else:
             found += [block] * block.times
     return found

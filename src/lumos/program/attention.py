@@ -89,12 +89,23 @@ def _latent_sizes(s: RankLayout) -> list[tuple[int, int, str]]:
 
 
 def _latent_saves(s: RankLayout) -> float:
-    """Both low ranks before and after their norms, whole query and key, value with the rest of key."""
+    """Both low ranks before and after their norms, and the heads."""
+    m = s.model
+    ranks = 2 * (m.q_lora_rank + m.kv_lora_rank) + m.qk_rope_head_dim
+    return float(s.element * s.tokens * ranks) + latent_head_bytes(s)
+
+
+def latent_head_bytes(s: RankLayout) -> float:
+    """What latent attention keeps after its up-projections: whole query and key, value with the rest of key."""
     m = s.model
     query = m.qk_nope_head_dim + m.qk_rope_head_dim
-    ranks = 2 * (m.q_lora_rank + m.kv_lora_rank) + m.qk_rope_head_dim
-    heads = s.heads * (2 * query + m.qk_nope_head_dim + m.v_head_dim)
-    return float(s.element * s.tokens * (ranks + heads))
+    return float(s.element * s.tokens * s.heads * (2 * query + m.qk_nope_head_dim + m.v_head_dim))
+
+
+def up_projections(s: RankLayout) -> Block:
+    """Of latent attention: from the low ranks to the heads, with their rotary positions."""
+    sizes = [size for size in _latent_sizes(s) if size[2].endswith(" up")]
+    return [*(part for n, k, name in sizes for part in ops.linear(s, s.tokens, n, k, name)), *rotary(s)]
 
 
 def _out_width(s: RankLayout) -> int:

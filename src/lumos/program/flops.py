@@ -7,6 +7,12 @@ Megatron's own formula counts the whole square of the scores, and so gives a few
 
 from __future__ import annotations
 
+from lumos.program.block import Block
+from lumos.program.operators import Operator
+from lumos.program.parameters import chunks_of, recomputed_layers
+from lumos.program.rank_layout import RankLayout
+from lumos.program.transformer_layer import TransformerLayer
+from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 
 
@@ -36,14 +42,33 @@ def model_flops(setup: Setup) -> float:
 
 
 def hardware_flops(setup: Setup) -> float:
-    """What is computed in fact: recomputed layers count again."""
+    """What is computed in fact: recomputed layers, or parts of them, count again."""
     train, m = setup.train, setup.model
-    again = 0.0
-    if train.recompute == "full":
-        again = forward_flops_per_token(setup) - 2.0 * m.vocab * m.hidden
-    elif train.recompute == "selective":
-        again = m.layers * _scores_flops(setup)
-    return model_flops(setup) + again * setup.tokens
+    if train.recompute == "none":
+        return model_flops(setup)
+    if train.recompute == "selective" and train.modules == ("core_attn",):
+        return model_flops(setup) + m.layers * _scores_flops(setup) * setup.tokens
+    layers = forward_flops_per_token(setup) - 2.0 * m.vocab * m.hidden
+    return model_flops(setup) + _recomputed_share(setup) * layers * setup.tokens
+
+
+def _recomputed_share(setup: Setup) -> float:
+    """Of the operations of all layers, those that are done again."""
+    framework = framework_named(setup.train.framework, setup.train.precision)
+    layout = RankLayout(setup, framework)
+    done = again = 0.0
+    for sparse in (False, True):
+        chunks = [chunk for row in chunks_of(setup, framework.balances) for chunk in row]
+        count = sum(chunk.sparse if sparse else chunk.dense for chunk in chunks)
+        if count:
+            layer = TransformerLayer(layout, sparse)
+            done += count * _matrix_flops(layer.forward())
+            again += sum(recomputed_layers(setup.train, c)[sparse] for c in chunks) * _matrix_flops(layer.recomputed())
+    return again / done
+
+
+def _matrix_flops(block: Block) -> float:
+    return sum(op.work.flops for op in block if isinstance(op.work, Operator) and op.work.is_matrix)
 
 
 def utilisation(flops: float, setup: Setup, seconds: float) -> float:

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lumos.data_files import read_table
+from lumos.program.parameters import recomputed_layers
 from lumos.program.program import Program
 from lumos.program.transformer_layer import LayerMemory
 from lumos.setup.gpus import gpu_named
@@ -88,6 +89,10 @@ class Memory:
         return [{"stage": index, "phase": stage.phase, **_in_gib(stage)} for index, stage in enumerate(self.stages)]
 
 
+def _needs(layer: LayerMemory) -> float:
+    return layer.kept + layer.backward
+
+
 def _in_gib(stage: StageMemory) -> dict[str, float]:
     parts = zip(StageMemory._fields[1:], stage[1:], strict=True)
     return {"peak": stage.peak / GIB, **{name: value / GIB for name, value in parts}}
@@ -123,9 +128,6 @@ class _Stages:
     def __init__(self, program: Program) -> None:
         self.program, self.layout = program, program.layout
         self.framework, self.sharding = program.framework, program.sharding
-        model = program.setup.model
-        self.dense = program.dense_memory if model.moe_layers < model.layers else _NOTHING
-        self.sparse = program.sparse_memory if model.experts else _NOTHING
         self.logits = float(self.layout.tokens * self.layout.vocab)
         self.workspaces = workspaces_of(program.setup.cluster.gpu)
         self.joins_outputs = program.setup.parallel.pp > 1 and self.framework.keeps_outputs
@@ -160,7 +162,6 @@ class _Stage:
         self.parameters = common.program.stage_parameters(index)
         self.states = common.sharding.states(self.parameters)
         self.trained = sum(common.sharding.trained(self.parameters))
-        self.has_dense = any(chunk.dense for chunk in self.chunks)
         self.has_sparse = any(chunk.sparse for chunk in self.chunks)
 
     def phases(self) -> list[StageMemory]:
@@ -181,7 +182,7 @@ class _Stage:
         one_left = kept * (most - 1) / most + layer.kept + layer.backward
         begun = before + (sharding.gradients * common.program.parameters.output if head else 0.0)
         phases = [
-            self._memory("backward", begun, kept + layer.backward, work),
+            self._memory("backward", begun, kept + self._first_backward(layer), work),
             self._memory("last layer", after, one_left, work + half),
             self._memory("optimizer", gradients, 0.0, always + half + self._at_the_end()),
         ]
@@ -205,9 +206,34 @@ class _Stage:
 
     def _layer(self) -> LayerMemory:
         """The layer whose backward pass needs most."""
-        dense_layer = self.common.dense if self.has_dense else _NOTHING
-        sparse_layer = self.common.sparse if self.has_sparse else _NOTHING
-        return max(dense_layer, sparse_layer, key=lambda memory: memory.kept + memory.backward)
+        return max((*self._recomputed, *self._plain), key=_needs, default=_NOTHING)
+
+    def _first_backward(self, layer: LayerMemory) -> float:
+        """What the backward pass adds while nearly all activations are there.
+
+        Where the first layers of a stage are recomputed and the others are not, the others go back first: by the time
+        a recomputed layer is made anew, what they kept is free.
+        """
+        if not (self._recomputed and self._plain) or self.train.recompute_every > 1:
+            return layer.backward
+        free = min(self.common.program.plain_kept_bytes(chunk) for chunk in self.chunks)
+        again = max(self._recomputed, key=_needs).backward - free
+        return max(again, max(self._plain, key=_needs).backward)
+
+    @cached_property
+    def _recomputed(self) -> list[LayerMemory]:
+        """The kinds of layers that the stage recomputes."""
+        program, counts = self.common.program, [recomputed_layers(self.train, chunk) for chunk in self.chunks]
+        found = [program.dense_memory] if any(dense for dense, _ in counts) else []
+        return [*found, program.sparse_memory] if any(sparse for _, sparse in counts) else found
+
+    @cached_property
+    def _plain(self) -> list[LayerMemory]:
+        """The kinds of layers that it does not recompute."""
+        program = self.common.program
+        rest = [(chunk, recomputed_layers(self.train, chunk)) for chunk in self.chunks]
+        found = [program.plain_memory(False)] if any(chunk.dense > dense for chunk, (dense, _) in rest) else []
+        return [*found, program.plain_memory(True)] if any(chunk.sparse > n for chunk, (_, n) in rest) else found
 
     # ------------------------------------------------------------------ gradients
     def _still_to_come(self) -> float:

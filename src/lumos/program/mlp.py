@@ -9,13 +9,13 @@ from lumos.program.rank_layout import RankLayout
 
 def mlp(s: RankLayout) -> Block:
     """Norm, up (and gate), activation, down, residual."""
+    return [*([] if s.model.parallel_residual else ops.norm(s)), *mlp_inside(s), *ops.residual(s)]
+
+
+def mlp_inside(s: RankLayout) -> Block:
+    """The same without norm and residual."""
     inward, down = dense(s, s.tokens, s.model.ffn // s.parallel.tp)
-    return [
-        *([] if s.model.parallel_residual else ops.norm(s)),
-        *ops.after_gather(s, inward),
-        *ops.before_reduce(s, down, "mlp reduce"),
-        *ops.residual(s),
-    ]
+    return [*ops.after_gather(s, inward), *ops.before_reduce(s, down, "mlp reduce")]
 
 
 def mlp_backward(s: RankLayout) -> Block:
@@ -76,6 +76,11 @@ def activation_bytes(s: RankLayout) -> float:
     if writes_out_gelu(s) and s.model.activation == "gelu":
         return 5 * e  # x, tanh, x / 2, 1 + tanh, and their product
     return e + s.linear_element
+
+
+def activation_input_bytes(s: RankLayout) -> float:
+    """The part of `activation_bytes` that the activation reads; the rest can be made anew from it."""
+    return float(s.element * s.inward)
 
 
 def writes_out_gelu(s: RankLayout) -> bool:

@@ -23,17 +23,20 @@ from lumos.program.rank_layout import RankLayout
 
 def moe(s: RankLayout) -> Block:
     """Norm, router, permutation, all-to-all, experts, all-to-all, back to the tokens' order, residual."""
+    return [*ops.norm(s), *moe_inside(s), *ops.residual(s)]
+
+
+def moe_inside(s: RankLayout) -> Block:
+    """The same without norm and residual."""
     return [
-        *ops.norm(s),
         *_router(s, 1),
         *_exchange(s, "dispatch"),
         *_copies_moved(s, "all_gather", "experts gather"),
         *_grouped_matmuls(s, backward=False),
         *_copies_moved(s, "reduce_scatter", "experts scatter"),
         *_exchange(s, "combine"),
-        *_shared(s),
+        *shared(s),
         *_result_joined(s, "experts reduce"),
-        *ops.residual(s),
     ]
 
 
@@ -124,20 +127,27 @@ def _grouped_matmuls(s: RankLayout, backward: bool) -> Block:
         BlockOp(Operator("grouped_gemm", (local_experts(s), copies, n, k), s.train.precision), launches, name=name)
         for n, k, name in ((s.inward * ffn, m.hidden, "experts up"), (m.hidden, ffn, "experts down"))
     )
-    row = f"{'gated' if m.gated else 'plain'} activation{' grad' if backward else ''}"
-    kept = 0.0 if backward else activation_bytes(s) * copies * ffn
-    inner = ops.stream(s, row, copies * ffn, name="experts activation", saves=kept)._replace(launches=launches)
+    inner = [op._replace(launches=launches) for op in experts_activation(s, backward)]
     if not backward:
-        return [up._replace(saves=saves), down, inner]
+        return [up._replace(saves=saves), down, *inner]
     matmuls = [up, up._replace(weight_gradient=True), down, down._replace(weight_gradient=True)]
-    return [*matmuls, inner]
+    return [*matmuls, *inner]
+
+
+def experts_activation(s: RankLayout, backward: bool = False) -> Block:
+    """The activation function of the experts; it stands for all that they keep of their inner width."""
+    size = routed_copies(s) * expert_width(s)
+    row = f"{'gated' if s.model.gated else 'plain'} activation{' grad' if backward else ''}"
+    kept = 0.0 if backward else activation_bytes(s) * size
+    return [ops.stream(s, row, size, name="experts activation", saves=kept)]
 
 
 def _shared_width(s: RankLayout) -> int:
     return max(1, s.model.shared_experts * s.model.expert_ffn // s.parallel.tp)
 
 
-def _shared(s: RankLayout) -> Block:
+def shared(s: RankLayout) -> Block:
+    """The shared experts, which see every token."""
     if not s.model.shared_experts:
         return []
     inward, down = dense(s, s.tokens, _shared_width(s))

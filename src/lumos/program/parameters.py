@@ -18,6 +18,7 @@ from typing import NamedTuple
 from lumos.data_files import read_table
 from lumos.program.rank_layout import RankLayout
 from lumos.schedules import schedule_named
+from lumos.setup.sections import Train
 from lumos.setup.setup import Setup
 
 _OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}
@@ -34,6 +35,23 @@ class Chunk(NamedTuple):
     @property
     def layers(self) -> int:
         return self.dense + self.sparse
+
+
+def recomputed_layers(train: Train, chunk: Chunk) -> tuple[int, int]:
+    """The dense and the sparse layers of a virtual stage of which something is recomputed.
+
+    Megatron's method "block" takes the first layers of every virtual stage, torchtitan every so manieth layer.
+    """
+    if train.recompute == "none":
+        return 0, 0
+    if train.recompute == "selective":
+        return chunk.dense, chunk.sparse
+    if train.recompute_every > 1:
+        dense = chunk.dense // train.recompute_every
+        return dense, chunk.layers // train.recompute_every - dense
+    most = chunk.layers if train.recompute_layers is None else train.recompute_layers
+    dense = min(chunk.dense, most)
+    return dense, min(chunk.sparse, most - dense)
 
 
 class Parameters(NamedTuple):

@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from lumos.program.block import Block, input_gradients, saved_bytes, weight_gradients
 from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward, optimizer
-from lumos.program.parameters import Chunk, Parameters, RankParameters, Sharding, chunks_of, layers_of
+from lumos.program.parameters import (
+    Chunk,
+    Parameters,
+    RankParameters,
+    Sharding,
+    chunks_of,
+    layers_of,
+    recomputed_layers,
+)
 from lumos.program.rank_layout import RankLayout
 from lumos.program.transformer_layer import LayerMemory, TransformerLayer
 from lumos.schedules import Phase, Schedule, schedule_named
@@ -106,11 +114,11 @@ class Program:
         """
         if phase == Phase.WEIGHTS and not self.schedule.splits_backward:
             return
-        for layer, count in self._layers(chunk):
+        for layer, count, again in self._layers(chunk):
             if phase == Phase.FORWARD:
                 yield Repeated(("forward", layer.sparse), layer.forward, count)
-            elif phase == Phase.BACKWARD:
-                yield Repeated(("recompute", layer.sparse), layer.recomputed, count)
+            elif phase == Phase.BACKWARD and again:
+                yield Repeated(("recompute", layer.sparse), layer.recomputed, again)
             if phase != Phase.FORWARD:
                 yield self._gradients(("backward", layer.sparse), layer.backward, phase, count)
         if phase == Phase.FORWARD:
@@ -127,11 +135,13 @@ class Program:
         size, tensors = self.sharding.updated(self.stage_parameters(stage)), self.tensors(stage)
         return Repeated(("optimizer", round(size), tensors), lambda: optimizer(self.layout, size, tensors))
 
-    def _layers(self, chunk: Chunk) -> Iterator[tuple[TransformerLayer, int]]:
+    def _layers(self, chunk: Chunk) -> Iterator[tuple[TransformerLayer, int, int]]:
+        """Each kind of layer, how many there are, and of how many something is recomputed."""
+        dense, sparse = recomputed_layers(self.setup.train, chunk)
         if chunk.dense:
-            yield TransformerLayer(self.layout), chunk.dense
+            yield TransformerLayer(self.layout), chunk.dense, dense
         if chunk.sparse:
-            yield TransformerLayer(self.layout, sparse=True), chunk.sparse
+            yield TransformerLayer(self.layout, sparse=True), chunk.sparse, sparse
 
     def _gradients(
         self, key: tuple[Hashable, ...], build: Callable[[], Block], phase: Phase, count: int = 1
@@ -145,13 +155,26 @@ class Program:
     # ------------------------------------------------------------------ what it keeps
     @cached_property
     def dense_memory(self) -> LayerMemory:
-        """Of one dense layer and one micro-batch."""
-        return _layer_memory(self._keyed, False)
+        """Of one dense layer and one micro-batch; where only some are recomputed, of one of those."""
+        return self._grouped(sparse=False)
 
     @cached_property
     def sparse_memory(self) -> LayerMemory:
-        """Of one layer with experts and one micro-batch."""
-        return _layer_memory(self._keyed, True)
+        """Of one layer with experts and one micro-batch; likewise."""
+        return self._grouped(sparse=True)
+
+    def plain_memory(self, sparse: bool) -> LayerMemory:
+        """Of a layer that nothing is recomputed of."""
+        return _layer_memory(self._keyed, sparse, "none")
+
+    def _grouped(self, sparse: bool) -> LayerMemory:
+        """Layers that are recomputed together are all there while the last of them goes back."""
+        train = self.setup.train
+        memory = _layer_memory(self._keyed, sparse, train.recompute)
+        together = min(train.recompute_group, max(self.layers)) if train.recompute == "full" else 1
+        if together <= 1:
+            return memory
+        return memory._replace(backward=memory.backward + (together - 1) * self.plain_memory(sparse).kept)
 
     @cached_property
     def _keyed(self) -> _KeyedLayout:
@@ -163,10 +186,23 @@ class Program:
 
     def kept_bytes(self, chunk: Chunk) -> float:
         """What one micro-batch keeps of a chunk between its forward and its backward pass."""
-        kept = chunk.dense * self.dense_memory.kept if chunk.dense else 0.0
-        kept += chunk.sparse * self.sparse_memory.kept if chunk.sparse else 0.0
+        dense, sparse = recomputed_layers(self.setup.train, chunk)
+        kept = self._inputs(dense) * self.dense_memory.kept if dense else 0.0
+        kept += self._inputs(sparse) * self.sparse_memory.kept if sparse else 0.0
+        kept += self.plain_kept_bytes(chunk)
         kept += self._ends[0] if chunk.first else 0.0
         return kept + (self._ends[1] if chunk.last else 0.0)
+
+    def plain_kept_bytes(self, chunk: Chunk) -> float:
+        """The part of it that layers keep of which nothing is recomputed."""
+        dense, sparse = recomputed_layers(self.setup.train, chunk)
+        kept = (chunk.dense - dense) * self.plain_memory(False).kept if chunk.dense > dense else 0.0
+        return kept + ((chunk.sparse - sparse) * self.plain_memory(True).kept if chunk.sparse > sparse else 0.0)
+
+    def _inputs(self, layers: int) -> int:
+        """Of so many recomputed layers, those whose input is kept: one of every group."""
+        train = self.setup.train
+        return -(-layers // train.recompute_group) if train.recompute == "full" else layers
 
 
 class _KeyedLayout:
@@ -176,8 +212,8 @@ class _KeyedLayout:
         self.layout = layout
         t, p = layout.train, layout.parallel
         self.key = (
-            layout.model, t.micro_batch, t.seq, t.precision, t.recompute, t.compile, t.framework, t.attention, t.mode,
-            t.imbalance, p.tp, p.cp, p.sequence_parallel, p.ep, layout.expert_tp,
+            layout.model, t.micro_batch, t.seq, t.precision, t.recompute, t.recompute_modules, t.compile, t.framework,
+            t.attention, t.mode, t.imbalance, p.tp, p.cp, p.sequence_parallel, p.ep, layout.expert_tp,
         )  # fmt: skip
 
     def __hash__(self) -> int:
@@ -188,8 +224,8 @@ class _KeyedLayout:
 
 
 @lru_cache(maxsize=4096)
-def _layer_memory(keyed: _KeyedLayout, sparse: bool) -> LayerMemory:
-    return TransformerLayer(keyed.layout, sparse).memory
+def _layer_memory(keyed: _KeyedLayout, sparse: bool, recompute: str) -> LayerMemory:
+    return TransformerLayer(keyed.layout, sparse, recompute).memory
 
 
 @lru_cache(maxsize=4096)

@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lumos.program import primitives as ops
-from lumos.program.attention import attention, attention_backward, core
+from lumos.program.attention import attention, attention_backward
 from lumos.program.block import Block, saved_bytes
 from lumos.program.mlp import activation_gradient_bytes, mlp, mlp_backward
 from lumos.program.moe import expert_gradient_bytes, moe, moe_backward
 from lumos.program.rank_layout import RankLayout
+from lumos.program.recomputation import Again, ByOperator, by_operator, recomputed_parts
 
 
 class LayerMemory(NamedTuple):
@@ -21,10 +22,14 @@ class LayerMemory(NamedTuple):
 
 
 class TransformerLayer:
-    """One layer: attention, then a dense MLP or, where `sparse`, a mixture of experts."""
+    """One layer: attention, then a dense MLP or, where `sparse`, a mixture of experts.
 
-    def __init__(self, layout: RankLayout, sparse: bool = False) -> None:
+    `recompute` is that of the setup, unless the layer is one of those that a setup leaves out.
+    """
+
+    def __init__(self, layout: RankLayout, sparse: bool = False, recompute: str = "") -> None:
         self.layout, self.sparse = layout, sparse
+        self.recompute = recompute or layout.train.recompute
 
     def forward(self) -> Block:
         s = self.layout
@@ -38,11 +43,29 @@ class TransformerLayer:
 
     def recomputed(self) -> Block:
         """What is run again before the backward pass, and so is not kept."""
-        s, recompute = self.layout, self.layout.train.recompute
-        if recompute == "none":
+        s, count = self.layout, 1
+        if self.recompute == "none":
             return []
-        again = self.forward() if recompute == "full" else core(s)
-        return [*again, *ops.host_only(s, s.framework.checkpoint_launches)]
+        if self.recompute == "full":
+            again = self.forward()
+        elif self._policy is not None:
+            again = self._policy.block
+        else:
+            again, count = self._parts.block, self._parts.checkpoints
+        return [*again, *ops.host_only(s, count * s.framework.checkpoint_launches)]
+
+    @cached_property
+    def _parts(self) -> Again:
+        """What selective recomputation runs again, by parts of the layer."""
+        if self.recompute != "selective":
+            return Again([], checkpoints=0)
+        return recomputed_parts(self.layout, self.sparse)
+
+    @cached_property
+    def _policy(self) -> ByOperator | None:
+        """The same by operators, where the setup asks for that."""
+        wanted = self.recompute == "selective" and "operators" in self.layout.train.modules
+        return by_operator(self.layout, self.forward()) if wanted else None
 
     @cached_property
     def memory(self) -> LayerMemory:
@@ -52,26 +75,28 @@ class TransformerLayer:
         0.1 to 1 % of the peak, up to 3 % of models under 1 GiB.
         """
         s = self.layout
-        everything, again = saved_bytes(self.forward()), saved_bytes(self.recomputed())
+        everything = saved_bytes(self.forward())
         working = self._working_bytes(everything)
-        if s.train.recompute != "full":
-            return LayerMemory(everything - again, working)
+        if self.recompute != "full" and self._policy is None:
+            return LayerMemory(everything - self._parts.attention - self._parts.rest, working)
         # A norm that keeps its input as it is keeps the input of the layer: not twice.
         shared = 0.0 if ops.norm_copies_input(s) else s.residual_bytes
-        return LayerMemory(s.residual_bytes, everything + working - shared)
+        kept, read = self._policy[1:] if self._policy is not None else (0.0, 0.0)
+        return LayerMemory(s.residual_bytes + kept, everything + working - shared - read)
 
     def _working_bytes(self, everything: float) -> float:
         """What the backward pass adds at its worst moment."""
         s = self.layout
-        inner = expert_gradient_bytes(s) if self.sparse else activation_gradient_bytes(s) * s.tokens * (
-            s.model.ffn // s.parallel.tp
+        inner = (
+            expert_gradient_bytes(s)
+            if self.sparse
+            else activation_gradient_bytes(s) * s.tokens * (s.model.ffn // s.parallel.tp)
         )
         working = inner + s.residual_bytes  # and the gradient of the residual stream
         if s.splits_sequences:
             working += s.activation_bytes  # gathered over the tensor-parallel ranks
-        if s.attention == "unfused":
-            # The gradients before and after the softmax; what the MLP kept is free by then.
-            freed = everything - saved_bytes(attention(s))
-            again = saved_bytes(core(s)) if s.train.recompute == "selective" else 0.0
-            working = max(working, again + 2 * s.element * s.scores - freed)
-        return working
+        working += self._parts.rest  # made anew for the second half, which goes back first
+        # By the time attention goes back, what the second half kept is free.
+        freed = everything - saved_bytes(attention(s)) - self._parts.rest
+        scores = 2 * s.element * s.scores if s.attention == "unfused" else 0.0  # gradients around the softmax
+        return max(working, self._parts.attention + scores - freed)

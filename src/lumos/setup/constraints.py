@@ -74,6 +74,7 @@ def rules(setup: Setup) -> Iterator[Rule]:
     """All constraints, broken or not, in a fixed order."""
     yield from _model(setup.model)
     yield from _batch(setup.train, setup.parallel)
+    yield from _recomputation(setup.train)
     yield from _tensor_and_experts(setup.model, setup.parallel)
     yield from _pipeline(setup.model, setup.train, setup.parallel)
     yield from _machines(setup)
@@ -89,7 +90,25 @@ def warnings_in(setup: Setup) -> list[str]:
         (gpus > node and gpus % node, f"cluster.gpus = {gpus} is not a whole number of nodes of {node}"),
         (tp > reach, f"parallel.tp = {tp} reaches beyond the {reach} GPUs of a node"),
     )
-    return [sentence for applies, sentence in doubts if applies]
+    return [*(sentence for applies, sentence in doubts if applies), *_without_effect(setup.model, setup.train)]
+
+
+def _without_effect(model: Model, train: Train) -> list[str]:
+    """Keys about recomputation that change nothing."""
+    layers = ("recompute_layers", "recompute_every", "recompute_group")
+    wanted = {"recompute_modules": "selective"} | dict.fromkeys(layers, "full")
+    given = [key for key in wanted if getattr(train, key) != Train.model_fields[key].default]
+    found = [
+        f'train.{key} has no effect with train.recompute = "{train.recompute}": it needs "{wanted[key]}"'
+        for key in given
+        if train.recompute != wanted[key]
+    ]
+    has = {
+        "moe": model.moe_layers, "moe_act": model.moe_layers, "shared_experts": model.shared_experts,
+        "mla_up_proj": model.latent, "mlp": model.moe_layers < model.layers,
+    }  # fmt: skip
+    absent = [name for name in train.recompute_modules if not has.get(name, True)]
+    return [*found, *(f"train.recompute_modules: the model has no {name} to recompute" for name in absent)]
 
 
 def _section(name: str, values: Any) -> tuple[Section, dict[str, str]]:
@@ -145,7 +164,8 @@ def _model(model: Model) -> Iterator[Rule]:
 
     keys = "model.kv_lora_rank model.q_lora_rank model.qk_nope_head_dim model.qk_rope_head_dim model.v_head_dim"
     if model.latent:
-        sizes = {"qk_nope_head_dim + model.qk_rope_head_dim": model.head_dim, "v_head_dim": model.v_head_dim}
+        heads = model.qk_nope_head_dim + model.qk_rope_head_dim
+        sizes = {"qk_nope_head_dim + model.qk_rope_head_dim": heads, "v_head_dim": model.v_head_dim}
         missing = next((key for key, size in sizes.items() if not size), "")
         yield keys, missing and f"model.kv_lora_rank = {model.kv_lora_rank} needs model.{missing} of more than 0"
     else:
@@ -188,6 +208,21 @@ def _batch(train: Train, parallel: Parallel) -> Iterator[Rule]:
     mistake = mistake and f"{mistake}; or turn parallel.sequence_parallel off"
     keys = "train.seq parallel.cp parallel.tp parallel.sequence_parallel"
     yield keys, mistake if parallel.sequence_parallel else ""
+
+
+def _recomputation(train: Train) -> Iterator[Rule]:
+    mistake = ""
+    if train.recompute_every > 1 and train.recompute_layers is not None:
+        both = f"train.recompute_every = {train.recompute_every} and train.recompute_layers = {train.recompute_layers}"
+        mistake = f"{both} choose layers in two ways: remove one"
+    elif train.recompute_every > 1 and train.recompute_group > 1:
+        both = f"train.recompute_every = {train.recompute_every} and train.recompute_group = {train.recompute_group}"
+        mistake = f"{both}: layers that are not neighbours cannot be recomputed together: remove one"
+    yield "train.recompute_every train.recompute_layers train.recompute_group", mistake
+
+    alone = "operators" not in train.recompute_modules or len(set(train.recompute_modules)) == 1
+    mistake = 'train.recompute_modules: "operators" covers the whole layer: remove it, or the others'
+    yield "train.recompute_modules", "" if alone else mistake
 
 
 def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:

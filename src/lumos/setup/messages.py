@@ -28,7 +28,7 @@ _WANTED = {
     "finite_number": "give a finite number",
     "bool_type": "give true or false",
     "string_type": 'give a name in quotes, as in "h200"',
-    "tuple_type": "give a list of whole numbers, as in [8, 8]",
+    "tuple_type": "give a list in brackets",
 }
 
 

@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.setup.importers.foreign_file import Findings, Reading, is_ignored, shared_experts
 from lumos.setup.importers.launch_script import Options, Script, put_cluster, read_shell
 from lumos.setup.messages import listed, one_of, shown
-from lumos.setup.sections import as_count
+from lumos.setup.sections import Module, as_count
 from lumos.setup.stated_size import preset_of
 
 _TABLES = read_table("megatron_options.toml")
@@ -47,7 +47,8 @@ def read_megatron(script: Script) -> Reading:
     found = Findings()
     found.values |= _TABLES["defaults"]
     _put_options(found, options)
-    for rule in (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _not_modelled):
+    rules = (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _recomputation, _not_modelled)
+    for rule in rules:
         rule(found, options)
     put_cluster(found, script)
     _instances(found, options)
@@ -340,15 +341,34 @@ def _overlap(found: Findings, options: Options) -> None:
         values["parallel.dp_overlap"] = True  # sharded weights are prefetched
 
 
+def _recomputation(found: Findings, options: Options) -> None:
+    """Which layers are recomputed, or which of their parts.
+
+    Of full recomputation, "block" takes the first layers of every virtual stage, "uniform" all, in groups.
+    """
+    how, method = found.values.get("train.recompute"), _word(options, "recompute-method")
+    places = {"block": "train.recompute_layers", "uniform": "train.recompute_group"}
+    if how == "full" and method in places:
+        if not _is_unset(found, options, "recompute-num-layers", places[method]):
+            found.values[places[method]] = _number(options.get("recompute-num-layers") or ["1"])
+    elif how == "full" and method:
+        found.note(f"--recompute-method {shown(method)} is not known: use block or uniform", *places.values())
+    if how != "selective" or "recompute-modules" not in options:
+        return
+    words = re.split(r"[\s,'\"\[\]()]+", " ".join(options["recompute-modules"]))
+    known = [word for word in words if word in get_args(Module) and word != "operators"]
+    unknown = [word for word in words if word and word not in known]
+    if known:
+        found.values["train.recompute_modules"] = known
+    if unknown:
+        what = f"--recompute-modules: {listed(unknown)} is not modelled"
+        found.note(f"{what}: assuming {listed(known or ['core_attn'])}", "train.recompute_modules")
+
+
 def _not_modelled(found: Findings, options: Options) -> None:
     if options.get("window-size"):
         window = shown(_word(options, "window-size"))
         found.note(f"--window-size {window} is not modelled: assuming full attention", "model.preset")
-    if _word(options, "recompute-method") == "block" and found.values.get("train.recompute") == "full":
-        layers = shown(_word(options, "recompute-num-layers", "1"))
-        found.note(
-            f"--recompute-method block: {layers} layers of a stage are recomputed; assuming all", "train.recompute"
-        )
     if _count(options, "mtp-num-layers"):
         sentence = "--mtp-num-layers: multi-token prediction is not modelled, and its parameters are not counted"
         found.note(sentence, "model.preset")

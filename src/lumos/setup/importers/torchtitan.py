@@ -243,13 +243,21 @@ def _sharding(found: Findings, given: Mapping[str, Any]) -> None:
 def _recompute(found: Findings, given: Mapping[str, Any]) -> None:
     if "activation_checkpoint.mode" not in given and not _is_python(given):
         found.values["train.recompute"] = _DEFAULTS["recompute"]
-    if found.values.get("train.recompute") == "selective":
-        option = given.get("activation_checkpoint.selective_ac_option", "op")
-        what = "every layer" if option == "op" else f"one layer in {shown(option)}"
-        found.note(
-            f"activation_checkpoint.mode = selective recomputes part of {what}: modelled as recomputing attention only",
-            "train.recompute",
-        )
+    if found.values.get("train.recompute") != "selective":
+        return
+    name = "activation_checkpoint.selective_ac_option"
+    if name not in given:
+        assumed = f"{name} is not given: every second layer is recomputed, as torchtitan does"
+        found.note(assumed, "train.recompute", "train.recompute_every")
+    option = str(given.get(name, _DEFAULTS["selective"])).strip()
+    if option == "op":
+        found.values["train.recompute_modules"] = ["operators"]
+    elif option.isascii() and option.isdigit() and len(option) < 5:
+        found.values |= {"train.recompute": "full", "train.recompute_every": max(int(option), 1)}  # 0: every layer
+    else:
+        keys = ("train.recompute", "train.recompute_modules", "train.recompute_every")
+        found.note(f'{name} = {shown(option)} is not known: use "op" or a number of layers; assuming "op"', *keys)
+        found.values["train.recompute_modules"] = ["operators"]
 
 
 # Pipeline stages

@@ -47,6 +47,7 @@ def registry_keys(text: str, name: str, module: str, found: Findings) -> dict[st
     recompute = config.get("activation_checkpoint")
     made_by = recompute.get(_CLASS) if isinstance(recompute, dict) else None
     keys["activation_checkpoint.mode"] = _RECOMPUTE.get(str(made_by), "none")
+    keys.setdefault("activation_checkpoint.selective_ac_option", "op")
     model = config.get("model_spec")
     if not isinstance(model, dict) or not isinstance(model.get("flavor"), str):
         raise InputError(f"{name[:60]} in config_registry.py does not name its model by a literal")
