@@ -52,6 +52,12 @@ def always_killed(_: None, chunk: int) -> int:
     return chunk
 
 
+def always_terminated(_: None, chunk: int) -> int:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+    return chunk
+
+
 def slow(_: None, chunk: int) -> int:
     time.sleep(0.2)
     return chunk
@@ -94,8 +100,10 @@ def test_a_killed_worker_costs_its_chunk_and_nothing_else(tmp_path: Path) -> Non
 
 
 def test_a_chunk_that_kills_every_worker_ends_in_one_line() -> None:
-    with engine_named("local", 2) as engine, pytest.raises(LumosError, match="--workers"):
-        list(engine.run(Job(always_killed, None), [0]))
+    """And that line says what happened to the worker, as far as is known."""
+    for function, words in ((always_killed, "SIGKILL.*want of memory.*--workers"), (always_terminated, r"\(SIGTERM\)")):
+        with engine_named("local", 2) as engine, pytest.raises(LumosError, match=words):
+            list(engine.run(Job(function, None, tries=2), [0]))
 
 
 def test_every_chunk_is_run_once(tmp_path: Path) -> None:
@@ -135,7 +143,12 @@ def test_an_interrupted_run_ends_at_once_and_leaves_no_process(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [(("slurm",), "local or ray"), (("local", -1), "--workers -1"), (("local", 0, "1.2.3.4:5"), "--engine ray")],
+    [
+        (("slurm",), "local or ray"),
+        (("local", -1), "--workers -1"),
+        (("local", 100_000), "at most"),
+        (("local", 0, "1.2.3.4:5"), "--engine ray"),
+    ],
 )
 def test_what_no_engine_can_do_is_refused(arguments: tuple[str], told: str) -> None:
     with pytest.raises(OptionError, match=told):

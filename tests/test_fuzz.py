@@ -327,3 +327,25 @@ def test_cells_that_spreadsheets_would_calculate_are_text(tmp_path: Path) -> Non
         found = list(csv.DictReader(file))
     assert [row["name"] for row in found] == ["'=1+1", "'+x", "'-x", "'@x", "' x", "' x", "-1.5", "plain"]
     assert {row["ms"] for row in found} == {"-1.5"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["predict", "--set", "cluster.host=1e-300"], "cluster.host = 1e-300 is out of range"),
+        (["predict", "--set", "cluster.host=nan"], "cluster.host = nan"),
+        (["search", "--gpus", "2", "--memory", "nan"], "--memory nan"),
+        (["search", "--gpus", "2", "--memory", "inf"], "--memory inf"),
+        (["search", "--gpus", "2", "--deadline", "nan", "--tokens", "1e9"], "--deadline"),
+        (["search", "--gpus", "2", "--workers", "100000"], "--workers 100000"),
+    ],
+)
+def test_numbers_that_no_run_has_are_refused(tmp_path: Path, arguments: list[str], words: str) -> None:
+    command, *options = arguments
+    assert words in fuzz.run(tmp_path, command, str(fuzz.ROOT / "examples/one-h200.toml"), *options).refusal
+
+
+def test_a_factor_that_makes_a_run_take_decades_is_refused(tmp_path: Path) -> None:
+    write_trace(tmp_path / "rank0.json", [op("aten::mm", 0, 8e10)], header())
+    told = fuzz.run(tmp_path, "predict", "--from", "rank0.json", "--scale", "compute=1e6").refusal
+    assert "--scale compute=1e+06: that takes decades; use a smaller factor" in told
