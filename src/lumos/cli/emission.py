@@ -47,7 +47,7 @@ class Emission(NamedTuple):
         """The files of the predicted run, and its prediction with notes on what they leave out."""
         if found.setup is None:
             raise OptionError("--emit needs the setup of a run: name a setup file, or what is to change with --set")
-        launch = self._written(launch_files(found.setup, self.tool))
+        launch = launch_files(found.setup, self.tool)
         return replace(found, notes=(*found.notes, *self._notes(launch))), launch
 
     def of_search(self, found: SearchResult, answer: dict[str, Any]) -> LaunchFiles | None:
@@ -60,12 +60,12 @@ class Emission(NamedTuple):
         if not launches:
             return None
         answer["warnings"] = [*answer["warnings"], *self._notes(launches[0])]
-        return self._written(launches[0])
+        return launches[0]
 
-    def _written(self, launch: LaunchFiles) -> LaunchFiles:
-        if self.folder is not None:
+    def write(self, launch: LaunchFiles | None) -> None:
+        """Write the files, if a folder was named; an answer is shown before, since it may have taken long."""
+        if self.folder is not None and launch is not None:
             launch.write(self.folder)
-        return launch
 
     def _notes(self, launch: LaunchFiles) -> list[str]:
         return [f"--emit {self.tool} leaves out {text}" for text in launch.left_out] + list(launch.remarks)
@@ -76,8 +76,9 @@ def read_emission(text: str) -> Emission | None:
     if not text:
         return None
     tool, equals, folder = text.partition("=")
+    tool = tool_named(tool.strip())
     if equals and not folder:
-        raise OptionError(f"--emit {text[:100]}: the folder is missing: write {tool[:50]}=FOLDER")
+        raise OptionError(f"--emit {text[:100]}: the folder is missing: write {tool}=FOLDER")
     if folder:
         check_folder(Path(folder))
-    return Emission(tool_named(tool.strip()), Path(folder) if folder else None)
+    return Emission(tool, Path(folder) if folder else None)

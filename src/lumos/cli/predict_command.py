@@ -88,6 +88,8 @@ def predict_command(
         ".trace.json.gz": lambda to: write_timeline(to, found.run),
     }
     deliver(answer, lambda _, to: _show(found, launch, to), as_json, output, writers)
+    if emission is not None:
+        emission.write(launch)
 
 
 def _show(found: Prediction, launch: LaunchFiles | None, to: Console) -> None:

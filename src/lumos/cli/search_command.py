@@ -121,6 +121,8 @@ def search_command(
         ".parquet": lambda to: write_parquet(to, found.table(), COLUMNS),
         ".html": lambda to: write_page(to, with_launch(search_page(answer), launch)),
     })  # fmt: skip
+    if emission:
+        emission.write(launch)
 
 
 def _for_launch(emission: Emission, base: Setup, choices: Choices, notes: tuple[str, ...]) -> Searched:

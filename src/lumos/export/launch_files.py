@@ -6,6 +6,7 @@ say is named in them, so that nothing is dropped without a word.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -52,7 +53,10 @@ class LaunchFiles:
     def write(self, folder: Path) -> None:
         """Write all files into a folder, which is made if it is not there."""
         check_folder(folder)
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"--emit {folder}: cannot be made ({error.strerror}): name another folder") from None
         for name, text in self.files.items():
             with whole_file(folder / name) as file:
                 file.write(text.encode())
@@ -90,6 +94,8 @@ def check_folder(folder: Path) -> None:
         raise OptionError(f"--emit {folder}: is a file: name a folder for the files")
     if not folder.parent.is_dir():
         raise OptionError(f"--emit {folder}: the folder {folder.parent} does not exist; create it first")
+    if not os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        raise OptionError(f"--emit {folder}: cannot be written: name another folder")
 
 
 def suited_to(setup: Setup, tool: str) -> Setup:
@@ -139,6 +145,8 @@ def _model_overrides(model: Model) -> list[str]:
 
 
 def _toml(value: Any) -> str:
+    if value is None:
+        return "the framework's default"
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
