@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from lumos.cli.emission import read_emission
 from lumos.data_files import read_table
@@ -202,8 +204,27 @@ def test_a_deepspeed_json_reads_back_with_the_model_and_the_machines(tmp_path: P
 # What cannot
 
 
+@st.composite
+def styled_setups(draw: st.DrawFn) -> Setup:
+    """Any run that the rules allow, with a model of any style and stages of any sizes."""
+    setup = draw(setups())
+    layers, stages = setup.model.layers, setup.parallel.pp * draw(st.sampled_from([1, setup.parallel.vpp]))
+    cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=stages - 1, max_size=stages - 1)))
+    sizes = [end - begin for begin, end in pairwise([0, *cuts, layers])]
+    styles = {
+        "model.gated": [True, False], "model.activation": ["silu", "gelu", "relu", "relu2"], "model.bias": [True, False],
+        "model.qkv_bias": [True, False], "model.norm": ["rms", "layer"], "model.tied": [True, False],
+        "model.positions": ["rotary", "learned", "alibi", "none"], "train.mode": ["pretrain", "pretrain", "lora"],
+        "train.recompute_modules": [(), ("mlp",), ("operators",)], "train.recompute_group": [1, 3],
+        "parallel.stage_layers": [(), sizes if setup.parallel.pp > 1 else ()], "cluster.host": [1.0, 0.5],
+    }  # fmt: skip
+    styled = setup.replaced({key: draw(st.sampled_from(values)) for key, values in styles.items()})
+    assume(not mistakes_in(styled))
+    return styled
+
+
 @pytest.mark.parametrize(("tool", "framework"), PAIRS)
-@given(setups())
+@given(styled_setups())
 @settings(max_examples=60)
 def test_what_does_not_read_back_the_same_is_named(
     tool: str, framework: str, tmp_path_factory: pytest.TempPathFactory, setup: Setup
