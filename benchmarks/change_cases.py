@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "calibration"))
 
 from changes_data import unpack  # noqa: E402
+from lumos.setup.setup import Setup  # noqa: E402
 
 KINDS = ("ranks", "single", "architectures", "multirank")
 SETS = ("shared", "shared, unchanged", "development", "blind")
@@ -168,9 +169,26 @@ def _single(folder: Path) -> dict[str, Case]:
 
 
 def _one_gpu(row: dict[str, Any], folder: Path) -> Case:
+    return _case(row, "single", folder, _on_one_gpu(row))
+
+
+def _on_one_gpu(row: dict[str, Any]) -> Values:
     gpt2 = row.get("kind") == "gpt2"
-    values = _sizes(row) | {"model.gated": not gpt2, "model.tied": gpt2, "cluster.gpus": 1}
-    return _case(row, "single", folder, values)
+    return _sizes(row) | {"model.gated": not gpt2, "model.tied": gpt2, "cluster.gpus": 1}
+
+
+def setup_of(row: dict[str, Any]) -> Setup:
+    """The setup of a run measured on one GPU."""
+    return Setup.model_validate(sections_of(_on_one_gpu(row)))
+
+
+def sections_of(values: Values) -> dict[str, dict[str, Any]]:
+    """Keys of a setup with dots, by section."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        found.setdefault(section, {})[name] = value
+    return found
 
 
 def _architectures(folder: Path) -> dict[str, Case]:

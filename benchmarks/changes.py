@@ -35,6 +35,7 @@ from change_cases import (
     Values,
     archived_cases,
     archived_pairs,
+    sections_of,
     shared_cases,
     shared_pairs,
     unpacked,
@@ -270,14 +271,6 @@ class Evidence:
 
     results: list[Result] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
-
-
-def sections_of(values: Values) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        found.setdefault(section, {})[name] = value
-    return found
 
 
 def overrides(values: Values) -> list[str]:

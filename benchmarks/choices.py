@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from changes import setup_of
+from change_cases import setup_of
 from lumos.prediction.prediction import predict
 
 MEASURED = Path(__file__).parent.parent / "calibration/choices_h200.jsonl"
