@@ -427,3 +427,38 @@ def test_recomputing_the_mlp_keeps_its_input_alone() -> None:
     inside = 4096 * 6 * plain.setup.model.ffn  # gate, up and their product, in 16 bits
     assert plain.dense_memory.kept - again.dense_memory.kept == inside
     assert again.dense_memory.backward - plain.dense_memory.backward == inside  # made anew, for one layer at a time
+
+
+# Offloading to the host
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_an_offloaded_optimizer_frees_its_share_of_the_state_and_nothing_else(share: float) -> None:
+    here, there = peak_with(), peak_with(offload_optimizer=share)
+    assert here.at_peak.optimizer - there.at_peak.optimizer == share * 12 * WHOLE
+    assert here.peak - there.peak == share * 12 * WHOLE
+
+
+def test_gradients_that_zero_divides_go_to_the_host_with_the_state() -> None:
+    train = {"seq": 4096, "framework": "torchtitan", "microbatches": 4}
+    here, there = (
+        memory_of(make(EIGHT, train | {"offload_optimizer": share}, {"zero": 2, "dp": 4})) for share in (0.0, 1.0)
+    )
+    assert there.at_peak.optimizer == there.at_peak.gradients == 0 < here.at_peak.gradients
+    assert there.at_peak.weights == here.at_peak.weights
+
+
+def test_fsdp_on_the_host_leaves_only_what_is_gathered() -> None:
+    train = {"seq": 4096, "framework": "torchtitan"}
+    here, there = (
+        memory_of(make(EIGHT, train | {"offload_weights": on}, {"zero": 3, "dp": 4})).at_peak for on in (False, True)
+    )
+    assert (there.weights, there.gradients, there.optimizer) == (0, 0, 0)
+    assert (there.activations, there.buffers) == (here.activations, here.buffers)
+
+
+def test_offloaded_layers_keep_nothing_and_the_next_is_fetched_ahead() -> None:
+    kept = Program(make(EIGHT, {"seq": 4096, "framework": "megatron"})).dense_memory.kept
+    peaks = [peak_with(offload_layers=layers).at_peak.activations for layers in (0, 2, 8)]
+    assert peaks[0] - peaks[1] == pytest.approx(2 * kept - kept)
+    assert peaks[1] - peaks[2] == pytest.approx(6 * kept)

@@ -250,7 +250,8 @@ def test_a_deepspeed_file_asks_for_the_model(tmp_path: Path) -> None:
     reading = read(tmp_path, text, "ds.json", "model.preset=llama3-8b", "train.seq=4096", "cluster.gpus=16")
     train, parallel = reading.setup.train, reading.setup.parallel
     assert (train.micro_batch, train.microbatches, train.precision, parallel.zero, parallel.dp) == (4, 2, "bf16", 3, 16)
-    assert any("offload_optimizer is not modelled" in note for note in reading.notes)
+    assert (train.offload_optimizer, train.offload_overlap, train.offload_weights) == (1.0, True, False)
+    assert any("on the host is assumed" in note for note in reading.notes)
 
 
 def test_axolotl_and_llama_factory(tmp_path: Path) -> None:
@@ -272,12 +273,44 @@ def test_axolotl_and_llama_factory(tmp_path: Path) -> None:
     assert read(tmp_path, other, "b.yaml", f"model.hf={config}").setup.model.layers == 4
 
 
+@pytest.mark.parametrize("line", ["rl: dpo", "rl: grpo", "reward_model: true", "diffusion: {noise_schedule: cosine}"])
+def test_training_by_preferences_is_not_predicted_as_supervised(tmp_path: Path, line: str) -> None:
+    """A pair of sequences, a reference model or generation make the step several times as long."""
+    text = f"{AXOLOTL}\n{line}\n"
+    assert "is not modelled: --set train.mode=lora for the step of supervised training" in refused(
+        tmp_path, text, "a.yml"
+    )
+    assert read(tmp_path, text, "a.yml", "train.mode=lora").setup.train.mode == "lora"
+    assert 'stage = "dpo" is not' in refused(tmp_path, FACTORY.replace("stage: sft", "stage: dpo"), "b.yaml")
+
+
+def test_finetuning_files_say_what_is_not_modelled(tmp_path: Path) -> None:
+    text = AXOLOTL + "\nlisa_n_layers: 4\nqat: false\nload_in_8bit: true\n"
+    notes = read(tmp_path, text.replace("adamw_torch_fused", "adamw_bnb_8bit"), "a.yml").notes
+    assert any("not modelled and ignored: lisa_n_layers" in note and "qat" not in note for note in notes)
+    assert any('optimizer = "adamw_bnb_8bit" is not known: assuming adamw' in note for note in notes)
+    assert any("weights in 4 or 8 bits are not modelled" in note for note in notes)
+
+
+def test_sizes_of_llama_factory_on_megatron_and_fp8(tmp_path: Path) -> None:
+    more = "\ntensor_model_parallel_size: 4\npipeline_model_parallel_size: 2\nfp8: true\n"
+    (tmp_path / "ds_z3_config.json").write_text(json.dumps(DEEPSPEED))
+    setup = read(tmp_path, FACTORY + more, "factory.yaml", "parallel.zero=1").setup
+    assert (setup.parallel.tp, setup.parallel.pp, setup.train.precision) == (4, 2, "fp8")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         ("a.yaml", "model: {_component_: torchtune.models.llama3.llama3_8b}\nbatch_size: 2\n", "torchtune"),
         ("a.yaml", "model: {_target_: nemo.collections.llm.Llama3Config8B}\ntrainer: {devices: 8}\n", "NeMo 2"),
         ("a.yaml", "model: {d_model: 4096}\nmax_sequence_length: 2048\ndevice_train_microbatch_size: 2\n", "OLMo"),
+        (
+            "a.yaml",
+            "modules: {pre_trainer: {framework: megatron, config: a.yaml, model: b.yaml, overrides: {seq_length: 8192, "
+            "micro_batch_size: 2, tensor_model_parallel_size: 1}}}\n",
+            "Primus",
+        ),
         ("a.yaml", "max_seq_len: 2048\nmodel: {name: mpt_causal_lm, d_model: 768}\n", "llm-foundry"),
         ("a.yaml", "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n", "accelerate"),
         ("a.py", "from torchtitan.config import TrainingConfig\ndef llama3_8b(): return 1\n", "Python is not read"),

@@ -449,3 +449,44 @@ def test_setups_of_one_shape_share_their_prices() -> None:
     assert shape_of(pair.replaced({"parallel.zero": 3})) != shape_of(pair)
     alone = setup_of("llama3-8b", {"framework": "megatron"}, dp=1)
     assert shape_of(alone.replaced({"parallel.zero": 3})) == shape_of(alone), "nobody to gather from"
+
+
+# ---------------------------------------------------------------------- offloading to the host
+def offloaded_us(gpu: str = "h200", framework: str = "megatron", **train: Any) -> float:
+    setup = setup_of(
+        "llama3-8b", {"framework": framework, "micro_batch": 2} | train, zero=3 if framework != "megatron" else 1
+    )
+    return simulate_step(setup.replaced({"cluster.gpu": gpu, "cluster.gpus": 8})).us
+
+
+def test_the_host_updates_what_it_holds_after_its_gradients_came_and_before_its_weights_go() -> None:
+    mine = preset_named("llama3-8b").model.parameters() / 8
+    table = read_table("step.json")
+    rate = min(table["host_adam_gparams_s"], table["host_memory_gb_s"] / 28 / 8) * 1e3
+    there, back, update = mine * 4 / (63e3 * 0.855), mine * 2 / (63e3 * 0.855), mine / rate
+    on_gpu, alone, beside = (
+        offloaded_us(**train)
+        for train in ({}, {"offload_optimizer": 1.0}, {"offload_optimizer": 1.0, "offload_overlap": True})
+    )
+    assert alone - beside == pytest.approx(there + back, rel=0.01)  # the update takes longest, and hides both copies
+    assert alone - on_gpu == pytest.approx(there + back + update, rel=0.05)  # less what the GPU took for it
+
+
+def test_more_on_the_host_never_makes_a_step_faster_and_a_faster_link_never_slower() -> None:
+    shares = [offloaded_us(offload_optimizer=share) for share in (0.0, 0.25, 0.5, 1.0)]
+    layers = [offloaded_us(offload_layers=count) for count in (0, 8, 16, 32)]
+    assert shares == sorted(shares)
+    assert shares[0] < shares[-1]
+    assert layers == sorted(layers)
+    assert layers[0] == layers[1] < layers[-1]  # a few hide behind the others
+    slow, fast = (
+        offloaded_us(gpu, offload_layers=32) / offloaded_us(gpu, offload_layers=0) for gpu in ("h200", "gh200")
+    )
+    assert fast == 1 < slow
+
+
+def test_fsdp_fetches_its_weights_from_the_host_before_every_gather() -> None:
+    here, there = (offloaded_us(framework="torchtitan", offload_weights=on) for on in (False, True))
+    mine = preset_named("llama3-8b").model.parameters() / 8
+    copies = mine * (4 + 4 + 4) / (63e3 * 0.855)  # weights twice, gradients once, in fp32
+    assert here < there < here + copies + mine / 1e3

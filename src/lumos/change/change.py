@@ -549,7 +549,7 @@ def refuse(before: Setup, after: Setup) -> None:
         )
     keys = (
         "compile", "framework", "precision", "attention", "mode", "recompute_modules", "recompute_layers",
-        "recompute_every", "recompute_group",
+        "recompute_every", "recompute_group", "offload_optimizer", "offload_weights", "offload_layers",
     )  # fmt: skip
     fixed = [f"train.{key}" for key in keys if getattr(before.train, key) != getattr(after.train, key)]
     if bool(before.model.experts) != bool(after.model.experts) or before.model.gated != after.model.gated:

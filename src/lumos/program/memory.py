@@ -214,11 +214,13 @@ class _Stage:
         Where the first layers of a stage are recomputed and the others are not, the others go back first: by the time
         a recomputed layer is made anew, what they kept is free.
         """
+        fetched = layer.kept if self.common.program.offloaded_share else 0.0  # from the host, ahead of its turn
         if not (self._recomputed and self._plain) or self.train.recompute_every > 1:
-            return layer.backward
-        free = min(self.common.program.plain_kept_bytes(chunk) for chunk in self.chunks)
+            return layer.backward + fetched
+        on_gpu = 1 - self.common.program.offloaded_share
+        free = on_gpu * min(self.common.program.plain_kept_bytes(chunk) for chunk in self.chunks)
         again = max(self._recomputed, key=_needs).backward - free
-        return max(again, max(self._plain, key=_needs).backward)
+        return max(again, max(self._plain, key=_needs).backward) + fetched
 
     @cached_property
     def _recomputed(self) -> list[LayerMemory]:

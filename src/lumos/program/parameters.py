@@ -235,11 +235,25 @@ class Sharding:
             return common + experts + adapters
         return (common + adapters) / self.shards + experts / self.expert_shards
 
+    @property
+    def stays(self) -> float:
+        """The share of the optimizer's state that is on the GPU, not on the host."""
+        return 0.0 if self.offloads_weights else 1.0 - self.layout.train.offload_optimizer
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Weights, with gradients and state, are on the host between their gathers."""
+        return self.layout.train.offload_weights and self.gathers != "never"
+
     def states(self, parameters: Parameters) -> States:
-        """Bytes that a rank holds of these parameters."""
-        with_gradients = self.updated(parameters) if self.zero >= 2 else sum(self.trained(parameters))
+        """Bytes that a rank holds of these parameters on the GPU.
+
+        Gradients that ZeRO divides go to the host together with the state (ZeRO-Offload, FSDP); those that it does not
+        divide stay in their buffer (Megatron).
+        """
+        divided = self.stays * self.updated(parameters)
         return States(
-            self.weights * self.held(parameters),
-            self.gradients * with_gradients,
-            self.optimizer * self.updated(parameters),
+            0.0 if self.offloads_weights else self.weights * self.held(parameters),
+            self.gradients * (divided if self.zero >= 2 else sum(self.trained(parameters))),
+            self.optimizer * divided,
         )

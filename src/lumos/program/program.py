@@ -131,8 +131,9 @@ class Program:
             yield self._gradients(("head grad",), lambda: head_backward(self.layout), phase)
 
     def optimizer(self, stage: int) -> Repeated:
-        """The update, once a step."""
-        size, tensors = self.sharding.updated(self.stage_parameters(stage)), self.tensors(stage)
+        """The GPU's part of the update, once a step."""
+        sharding, tensors = self.sharding, self.tensors(stage)
+        size = sharding.stays * sharding.updated(self.stage_parameters(stage))
         return Repeated(("optimizer", round(size), tensors), lambda: optimizer(self.layout, size, tensors))
 
     def _layers(self, chunk: Chunk) -> Iterator[tuple[TransformerLayer, int, int]]:
@@ -185,16 +186,29 @@ class Program:
         return _end_bytes(self._keyed)
 
     def kept_bytes(self, chunk: Chunk) -> float:
-        """What one micro-batch keeps of a chunk between its forward and its backward pass."""
-        dense, sparse = recomputed_layers(self.setup.train, chunk)
-        kept = self._inputs(dense) * self.dense_memory.kept if dense else 0.0
-        kept += self._inputs(sparse) * self.sparse_memory.kept if sparse else 0.0
-        kept += self.plain_kept_bytes(chunk)
+        """What one micro-batch keeps of a chunk between its forward and its backward pass, on the GPU."""
+        kept = (1 - self.offloaded_share) * self._layers_keep(chunk)
         kept += self._ends[0] if chunk.first else 0.0
         return kept + (self._ends[1] if chunk.last else 0.0)
 
+    @cached_property
+    def offloaded_share(self) -> float:
+        """Of what the layers of a stage keep, the share that is on the host from the forward to the backward pass."""
+        return min(1.0, self.setup.train.offload_layers * self.setup.parallel.pp / self.setup.model.layers)
+
+    def offloaded_bytes(self, chunk: Chunk) -> float:
+        """What one micro-batch of a chunk sends to the host, and fetches again."""
+        return self.offloaded_share * self._layers_keep(chunk) if self.offloaded_share else 0.0
+
+    def _layers_keep(self, chunk: Chunk) -> float:
+        """Wherever it is."""
+        dense, sparse = recomputed_layers(self.setup.train, chunk)
+        kept = self._inputs(dense) * self.dense_memory.kept if dense else 0.0
+        kept += self._inputs(sparse) * self.sparse_memory.kept if sparse else 0.0
+        return kept + self.plain_kept_bytes(chunk)
+
     def plain_kept_bytes(self, chunk: Chunk) -> float:
-        """The part of it that layers keep of which nothing is recomputed."""
+        """What those layers keep of which nothing is recomputed."""
         dense, sparse = recomputed_layers(self.setup.train, chunk)
         kept = (chunk.dense - dense) * self.plain_memory(False).kept if chunk.dense > dense else 0.0
         return kept + ((chunk.sparse - sparse) * self.plain_memory(True).kept if chunk.sparse > sparse else 0.0)

@@ -75,6 +75,7 @@ def rules(setup: Setup) -> Iterator[Rule]:
     yield from _model(setup.model)
     yield from _batch(setup.train, setup.parallel)
     yield from _recomputation(setup.train)
+    yield from _offloading(setup.model, setup.train, setup.parallel)
     yield from _tensor_and_experts(setup.model, setup.parallel)
     yield from _pipeline(setup.model, setup.train, setup.parallel)
     yield from _machines(setup)
@@ -90,7 +91,21 @@ def warnings_in(setup: Setup) -> list[str]:
         (gpus > node and gpus % node, f"cluster.gpus = {gpus} is not a whole number of nodes of {node}"),
         (tp > reach, f"parallel.tp = {tp} reaches beyond the {reach} GPUs of a node"),
     )
-    return [*(sentence for applies, sentence in doubts if applies), *_without_effect(setup.model, setup.train)]
+    certain = [sentence for applies, sentence in doubts if applies]
+    return [*certain, *_without_effect(setup.model, setup.train), *_assumed(setup.train)]
+
+
+def _assumed(train: Train) -> list[str]:
+    """What is understood in memory, but whose time was not measured."""
+    found = []
+    if train.offload_optimizer or train.offload_weights:
+        found.append(
+            "the optimizer's step on the host is assumed to run at the rate of a typical host (data/step.json): "
+            "its time may be off by a factor of two"
+        )
+    if train.offload_layers:
+        found.append("activations are assumed to move to the host and back beside compute, at the link's full rate")
+    return found
 
 
 def _without_effect(model: Model, train: Train) -> list[str]:
@@ -223,6 +238,16 @@ def _recomputation(train: Train) -> Iterator[Rule]:
     alone = "operators" not in train.recompute_modules or len(set(train.recompute_modules)) == 1
     mistake = 'train.recompute_modules: "operators" covers the whole layer: remove it, or the others'
     yield "train.recompute_modules", "" if alone else mistake
+
+
+def _offloading(model: Model, train: Train, parallel: Parallel) -> Iterator[Rule]:
+    mistake = f"train.offload_weights needs parallel.zero = 3, and it is {parallel.zero}: set it"
+    yield "train.offload_weights parallel.zero", mistake if train.offload_weights and parallel.zero < 3 else ""
+
+    most, mistake = -(-model.layers // parallel.pp), ""
+    if train.offload_layers > most:
+        mistake = f"train.offload_layers = {train.offload_layers} is more than a stage has: use at most {most}"
+    yield "train.offload_layers model.layers parallel.pp", mistake
 
 
 def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:

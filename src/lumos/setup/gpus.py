@@ -35,6 +35,7 @@ class Gpu:
     pcie_gb_s: float
     inter_gb_s: float
     gpus_per_node: int
+    host_gb_s: float = 0.0  # to the memory of the host, where that is not by PCIe
     aliases: Sequence[str] = ()
     source: str = ""
 
@@ -65,6 +66,11 @@ class Gpu:
     def local_gb_s(self) -> float:
         """Bandwidth to the other GPUs of the node: NVLink, or PCIe where there is none."""
         return self.nvlink_gb_s or self.pcie_gb_s
+
+    @property
+    def to_host_gb_s(self) -> float:
+        """Bandwidth to the memory of the host: NVLink-C2C, or PCIe."""
+        return self.host_gb_s or self.pcie_gb_s
 
 
 def gpu_named(name: str) -> Gpu:

@@ -210,6 +210,10 @@ class Train(Section):
     recompute_every: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: only every so manieth layer
     recompute_group: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: layers from one kept input to the next
     optimizer: Literal["adamw", "adam", "sgd", "none"] = "adamw"
+    offload_optimizer: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the optimizer's state and work on the host
+    offload_weights: bool = False  # weights too, between their gathers (FSDP)
+    offload_layers: Count = 0  # layers of a stage whose activations are on the host from forward to backward
+    offload_overlap: bool = False  # copies of gradients and weights run beside the host's update
     compile: bool = False
     framework: Annotated[str, Field(max_length=100)] = "pytorch"
     attention: Literal["", "flash", "unfused"] = ""  # "": the framework's default

@@ -111,7 +111,8 @@ def _refuse_too_few(setup: Setup, where: str) -> None:
     parallel, model = setup.parallel, setup.model
     size = model.parameters(setup.train.seq)
     held = size * _LEAST_BYTES / (parallel.tp * parallel.pp * (parallel.ep if model.experts else 1))
-    if setup.train.mode != "lora" and held > setup.cluster.accelerator.memory_gib * 2**30:
+    offloaded = setup.train.offload_optimizer or setup.train.offload_weights
+    if setup.train.mode != "lora" and not offloaded and held > setup.cluster.accelerator.memory_gib * 2**30:
         raise OptionError(
             f"{where}: the number of GPUs is not given, and {setup.cluster.gpus} × {setup.cluster.gpu} cannot hold "
             f"{size / 1e9:.3g} B parameters: --set cluster.gpus=NUMBER"

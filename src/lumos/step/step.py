@@ -31,6 +31,7 @@ from lumos.schedules import Phase
 from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import Gpu, gpu_named
 from lumos.setup.setup import Setup
+from lumos.step.host_link import HostLink, host_link
 from lumos.step.structure import Plan, Role, StepStructure, step_structure
 
 
@@ -167,7 +168,7 @@ def shape_of(setup: Setup) -> Hashable:
     added = 0 if framework.accumulates_fp32 else t.microbatches  # to gradients, but for the first
     return (
         setup.model, t.model_copy(update={"microbatches": added, "global_batch": 0}), cluster,
-        p.tp, p.cp, p.sequence_parallel, p.tp_overlap, p.pp > 1, sharded, experts,
+        p.tp, p.cp, p.sequence_parallel, p.tp_overlap, p.pp if t.offload_layers else p.pp > 1, sharded, experts,
     )  # fmt: skip
 
 
@@ -221,7 +222,11 @@ class Assembly:
         time = BlockTime()
         for block in self.program.blocks(chunk, phase):
             time += self._block_time(block).times(block.times)
-        return time
+        if phase == Phase.WEIGHTS or not self.program.offloaded_share:
+            return time
+        # Activations go to the host behind the forward pass and come back behind the backward pass, spread over it.
+        copies = self.host.copy_us(self.program.offloaded_bytes(chunk))
+        return time._replace(us=max(time.us, copies), communication_us=time.communication_us + copies)
 
     def _block_time(self, block: Repeated) -> BlockTime:
         return self.prices.block(block.key, block.build)
@@ -402,19 +407,35 @@ class Assembly:
         common = (mine.common - late) / self.units + (late if role.unit == 0 else 0.0)
         part = Parameters(common, mine.experts / self.units)
         alone = self._data_parallel_us(sharding.reduction, part, self.framework.reduce_bytes)
-        return alone / (self.prices.network.beside if self.layout.dp.nodes > 1 else 1.0)
+        copy = self._shard_copy_us(sharding.updated(part) * sharding.gradients)
+        return copy + alone / (self.prices.network.beside if self.layout.dp.nodes > 1 else 1.0)
+
+    @cached_property
+    def host(self) -> HostLink:
+        return host_link(self.setup)
 
     def _optimizer(self, stage: int) -> BlockTime:
-        return self._block_time(self.program.optimizer(stage))
+        """The update: by the GPU, and at the same time by the host of what is there."""
+        sharding = self.program.sharding
+        on_gpu = self._block_time(self.program.optimizer(stage))
+        if sharding.stays == 1 or self.setup.train.optimizer == "none":
+            return on_gpu
+        size = (1 - sharding.stays) * sharding.updated(self.program.stage_parameters(stage))
+        # Gradients and weights that are on the host anyway are copied after their reduction and before their gather.
+        copied, returned = (0.0, 0.0) if sharding.offloads_weights else (sharding.gradients, sharding.low)
+        host_us = self.host.update_us(size, copied, returned, self.setup.train.offload_overlap)
+        return on_gpu._replace(us=max(on_gpu.us, host_us))
 
     def _network_us(self, what: str, stage: int, chunk: ChunkTime | None = None) -> float:
         """One node of data-parallel communication, of a chunk or of a whole stage, or the update."""
         framework, sharding = self.framework, self.program.sharding
         if chunk is not None and what == "gather":
-            return self._data_parallel_us("all_gather", chunk.parameters, framework.gather_bytes / self.units)
+            gather = self._data_parallel_us("all_gather", chunk.parameters, framework.gather_bytes / self.units)
+            return gather + self._shard_copy_us(sharding.held(chunk.parameters) * sharding.weights / self.units)
         if chunk is not None and what == "reduce":
             mine = sharding.trained(chunk.parameters)
-            return self._data_parallel_us(sharding.reduction, mine, framework.reduce_bytes / self.units)
+            reduce = self._data_parallel_us(sharding.reduction, mine, framework.reduce_bytes / self.units)
+            return reduce + self._shard_copy_us(sharding.updated(chunk.parameters) * sharding.gradients / self.units)
         if what == "reduce rest" and not self._beside:
             trained = sharding.trained(self.program.stage_parameters(stage))
             return self._data_parallel_us(sharding.reduction, trained, framework.reduce_bytes)
@@ -425,6 +446,10 @@ class Assembly:
             gather = self._data_parallel_us("all_gather", trained, framework.gather_bytes)
             return max(gather - self._hidden_us(stage), 0.0)
         return 0.0
+
+    def _shard_copy_us(self, size: float) -> float:
+        """A rank's part of weights before they are gathered, or of gradients after their reduction (FSDP)."""
+        return self.host.copy_us(size) if self.program.sharding.offloads_weights else 0.0
 
     def _hidden_us(self, stage: int) -> float:
         """How long weights can be gathered behind the first forward pass after an update (ZeRO 1 and 2)."""

@@ -10,7 +10,7 @@ from typing import Any
 from lumos.data_files import read_table
 from lumos.setup.importers.foreign_file import Findings, Reading
 from lumos.setup.importers.keyed_file import Keys
-from lumos.setup.messages import shown
+from lumos.setup.messages import listed, shown
 from lumos.setup.stated_size import preset_of
 
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
@@ -18,6 +18,7 @@ _TRAINER = ("per_device_train_batch_size", "finetuning_type", "cutoff_len", "sta
 _ZERO_IN_NAME = re.compile(r"z(?:ero)?[_-]?([0-3])(?!\d)", re.IGNORECASE)
 _OPTIMIZERS = read_table("other_tools.toml")["optimizers"]
 _DEEPSPEED_KEYS = read_table("other_tools.toml")["deepspeed"]
+_FINETUNING = read_table("other_tools.toml")["finetuning"]
 Beside = Callable[[str], Mapping[str, Any] | None]
 """The table in a file next to the one that is read, by its path; None where there is none."""
 
@@ -68,12 +69,30 @@ def _deepspeed(keys: Keys, found: Findings) -> None:
     on = {name: keys.is_on(*names[name]) for name in ("bf16", "fp16")}
     if any(on.values()) or set(on.values()) == {False}:
         found.values["train.precision"] = next((name for name, is_on in on.items() if is_on), "fp32")
-    keys.put_choice("train.optimizer", _OPTIMIZERS, *names["train.optimizer"])
-    for part in ("optimizer", "param"):
-        if keys.word(f"zero_optimization.offload_{part}.device") in ("cpu", "nvme"):
-            found.note(f"zero_optimization.offload_{part} is not modelled: assuming it stays on the GPU")
+    keys.put_choice("train.optimizer", _OPTIMIZERS, *names["train.optimizer"], otherwise="adamw")
+    put_offloading(keys, found)
     if keys.is_on("activation_checkpointing.cpu_checkpointing"):
         found.note("activation_checkpointing.cpu_checkpointing is not modelled")
+
+
+def put_offloading(keys: Keys, found: Findings) -> None:
+    """ZeRO-Offload: the optimizer, and with ZeRO 3 the weights, on the host; gradients go there beside the backward."""
+    devices = {part: keys.word(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")}
+    if keys.is_on("zero_optimization.cpu_offload"):
+        devices["optimizer"] = "cpu"
+    for part, device in devices.items():
+        if device == "nvme":
+            what = f"zero_optimization.offload_{part} to NVMe is modelled as the memory of the host"
+            found.note(f"{what}: the step takes longer", "train.offload_optimizer")
+        elif device not in ("", "none", "cpu"):
+            known = "use cpu, nvme or none"
+            found.note(f"zero_optimization.offload_{part}.device = {shown(device)} is not known: {known}")
+    if devices["optimizer"] in ("cpu", "nvme"):
+        share = keys.first("zero_optimization.offload_optimizer.ratio")[1]
+        is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1
+        found.values |= {"train.offload_optimizer": float(share) if is_share else 1.0, "train.offload_overlap": True}
+    if devices["param"] in ("cpu", "nvme") and found.values.get("parallel.zero") == 3:
+        found.values |= {"train.offload_weights": True, "train.offload_optimizer": 1.0}
 
 
 def read_axolotl(table: Mapping[str, Any], beside: Beside) -> Reading:
@@ -90,6 +109,7 @@ def read_axolotl(table: Mapping[str, Any], beside: Beside) -> Reading:
     if shard:
         found.values |= {"parallel.zero": 3, "parallel.dp": shard * (replicas or 1), "parallel.shard": shard}
     _mode(keys.word("adapter"), keys, found)
+    _only_supervised(keys, found, "rl", "reward_model", "process_reward_model", "diffusion.noise_schedule")
     return _trained(keys, found, beside, recomputes=keys.first("gradient_checkpointing")[1] not in (None, False))
 
 
@@ -101,7 +121,10 @@ def read_trainer(table: Mapping[str, Any], beside: Beside) -> Reading:
     keys.put_number("train.seq", "cutoff_len", "max_seq_length", "max_length", "block_size", "model_max_length")
     keys.put_number("train.micro_batch", "per_device_train_batch_size")
     is_factory = bool(keys.word("finetuning_type", "stage", "template"))
+    for place, names in _FINETUNING["trainer"].items():
+        keys.put_number(place, *names)
     _mode(keys.word("finetuning_type"), keys, found)
+    _only_supervised(keys, found, "stage")
     stated = keys.is_on("gradient_checkpointing")
     off = keys.is_on("disable_gradient_checkpointing")
     return _trained(keys, found, beside, recomputes=bool(stated) or (is_factory and not off))
@@ -118,18 +141,32 @@ def _model(name: Any, found: Findings) -> None:
 
 def _mode(adapter: str, keys: Keys, found: Findings) -> None:
     found.values["train.mode"] = "lora" if "lora" in adapter else "sft"
-    if adapter == "qlora" or keys.is_on("load_in_4bit") or keys.first("quantization_bit")[1]:
+    in_bits = [keys.is_on("load_in_4bit"), keys.is_on("load_in_8bit"), keys.first("quantization_bit")[1]]
+    if adapter == "qlora" or any(in_bits):
         found.note("weights in 4 or 8 bits are not modelled: assuming bf16")
     if adapter in ("freeze", "oft", "ia3", "badam"):
         found.note(f"{adapter} is not modelled: assuming that all weights are trained", "train.mode")
+
+
+def _only_supervised(keys: Keys, found: Findings, *names: str) -> None:
+    """Refuse what trains by preferences, rewards or denoising, unless the user asks for a supervised step."""
+    for name in names:
+        method = keys.word(name)
+        if method not in _FINETUNING["supervised"]:
+            mode = found.values["train.mode"]
+            found.mistake(
+                "train.mode",
+                f"{name} = {shown(keys.first(name)[1])} is not modelled: --set train.mode={mode} for the step of "
+                "supervised training on the same sequences, without reference model, pairs or generation",
+            )
 
 
 def _trained(keys: Keys, found: Findings, beside: Beside, recomputes: bool) -> Reading:
     """What both tools share: accumulation, precision, recomputation, sharding; the number of GPUs is never given."""
     keys.put_number("train.microbatches", "gradient_accumulation_steps")
     bf16, fp16 = keys.first("bf16")[1], keys.first("fp16")[1]
-    found.values["train.precision"] = "fp16" if fp16 and not bf16 else "bf16"
-    keys.put_choice("train.optimizer", _OPTIMIZERS, "optimizer", "optim")
+    found.values["train.precision"] = "fp8" if keys.is_on("fp8") else "fp16" if fp16 and not bf16 else "bf16"
+    keys.put_choice("train.optimizer", _OPTIMIZERS, "optimizer", "optim", otherwise="adamw")
     found.values["train.recompute"] = "full" if recomputes else "none"
     compiled = keys.is_on("torch_compile")
     if compiled is not None:
@@ -138,6 +175,9 @@ def _trained(keys: Keys, found: Findings, beside: Beside, recomputes: bool) -> R
     if "parallel.dp" not in found.values:
         found.note_gpus()
     found.note("sequences are taken as packed: all of their tokens count")
+    ignored = keys.switched_on(_FINETUNING["not_modelled"])
+    if ignored:
+        found.note(f"not modelled and ignored: {listed(ignored)}")
     return found.reading()
 
 
@@ -149,7 +189,8 @@ def _sharded(keys: Keys, found: Findings, beside: Beside) -> None:
         if table is not None and is_deepspeed(table):
             sharding = Findings()
             _deepspeed(Keys(table, sharding), sharding)
-            found.values |= {key: value for key, value in sharding.values.items() if key.startswith("parallel.")}
+            moved = ("parallel.", "train.offload_")
+            found.values |= {key: value for key, value in sharding.values.items() if key.startswith(moved)}
             found.notes += sharding.notes
         elif in_name:
             found.values["parallel.zero"] = int(in_name[1])

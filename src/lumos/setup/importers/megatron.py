@@ -47,8 +47,8 @@ def read_megatron(script: Script) -> Reading:
     found = Findings()
     found.values |= _TABLES["defaults"]
     _put_options(found, options)
-    rules = (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _recomputation, _not_modelled)
-    for rule in rules:
+    rules = (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _recomputation, _offloading)
+    for rule in (*rules, _not_modelled):
         rule(found, options)
     put_cluster(found, script)
     _instances(found, options)
@@ -363,6 +363,27 @@ def _recomputation(found: Findings, options: Options) -> None:
     if unknown:
         what = f"--recompute-modules: {listed(unknown)} is not modelled"
         found.note(f"{what}: assuming {listed(known or ['core_attn'])}", "train.recompute_modules")
+
+
+def _offloading(found: Findings, options: Options) -> None:
+    """The optimizer's state, or the activations of some layers, on the host."""
+    if "optimizer-cpu-offload" in options:
+        word = _word(options, "optimizer-offload-fraction", "1.0")
+        share = float(word) if re.fullmatch(r"[01](\.\d{0,12})?|\.\d{1,12}", word, re.ASCII) else 2.0
+        if share <= 1:
+            found.values["train.offload_optimizer"] = share
+        else:
+            wrong = f"--optimizer-offload-fraction {shown(word)} is not a number from 0 to 1"
+            found.mistake("train.offload_optimizer", f"{wrong}: --set train.offload_optimizer=NUMBER")
+    if "optimizer-cpu-offload" in options and "overlap-cpu-optimizer-d2h-h2d" in options:
+        found.values["train.offload_overlap"] = True
+    layers = "cpu-offloading-num-layers"
+    if layers in options and not _is_unset(found, options, layers, "train.offload_layers"):
+        found.values["train.offload_layers"] = _number(options.get(layers) or ["0"])
+    if "fine-grained-activation-offloading" in options:
+        modules = listed(options.get("offload-modules") or ["no modules"])
+        sentence = f"--fine-grained-activation-offloading ({modules}) is not modelled: assuming activations on the GPU"
+        found.note(sentence, "train.offload_layers")
 
 
 def _not_modelled(found: Findings, options: Options) -> None:

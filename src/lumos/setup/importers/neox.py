@@ -7,6 +7,7 @@ from typing import Any
 
 from lumos.data_files import read_table
 from lumos.errors import InputError
+from lumos.setup.importers.finetuning import put_offloading
 from lumos.setup.importers.foreign_file import Findings, Reading
 from lumos.setup.importers.keyed_file import Keys
 from lumos.setup.messages import shown
@@ -122,9 +123,7 @@ def _parallelism(keys: Keys, found: Findings) -> None:
     overlap = keys.is_on("zero_optimization.overlap_comm")
     if overlap is not None:
         found.values["parallel.dp_overlap"] = overlap
-    offloaded = keys.word("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
-    if offloaded not in ("", "none", "false"):
-        found.note("offloading to the CPU is not modelled")
+    put_offloading(keys, found)
 
 
 def _batch(keys: Keys, found: Findings) -> None:

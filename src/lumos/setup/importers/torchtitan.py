@@ -225,6 +225,9 @@ def _sharding(found: Findings, given: Mapping[str, Any]) -> None:
     sharded = shard not in (0, 1) or cp > 1
     policy = given.get("parallelism.fsdp_reshard_after_forward", "default")
     keeps = policy == "never" or (policy == "default" and pp > 1)
+    offloads = _switch(found, given, "train.offload_weights")
+    if offloads and sharded:  # weights, gradients and the optimizer; what is kept gathered stays on the GPU
+        found.values |= {"train.offload_weights": not keeps, "train.offload_optimizer": 1.0}
     found.values["parallel.zero"] = 0 if not sharded else 2 if keeps else 3
     if shard > 0:
         found.values["parallel.dp"] = shard * replicate  # the constraints say where that does not fit the GPUs
