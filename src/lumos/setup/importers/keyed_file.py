@@ -105,8 +105,11 @@ class Keys:
         value = self.first(*names)[1]
         return "" if value is None or isinstance(value, dict | list) else str(value).casefold()
 
-    def put_choice(self, place: str, meanings: Mapping[str, Any], *names: str) -> None:
-        """Set a key of a setup by the word under one of these names; a word that is not known is noted."""
+    def put_choice(self, place: str, meanings: Mapping[str, Any], *names: str, otherwise: str = "") -> None:
+        """Set a key of a setup by the word under one of these names; a word that is not known is noted.
+
+        `otherwise` is what a setup then assumes, for the note.
+        """
         name, value = self.first(*names)
         if value is None:
             return
@@ -115,7 +118,12 @@ class Keys:
             self._found.values[place] = meanings[word]
         else:
             known = one_of(list(meanings))
-            self._found.note(f"{name} = {shown(value)} is not known: use {known}, or --set {place}", place)
+            assumed = f"assuming {otherwise}; " if otherwise else ""
+            self._found.note(f"{name} = {shown(value)} is not known: {assumed}use {known}, or --set {place}", place)
+
+    def switched_on(self, prefixes: Iterable[str]) -> list[str]:
+        """The keys that begin with one of these and are not false or 0."""
+        return [key for key, value in self._given.items() if value and key.startswith(tuple(prefixes))]
 
     def unread(self, ignored: Iterable[str]) -> list[str]:
         """The keys that were not read and do not begin with one of these."""

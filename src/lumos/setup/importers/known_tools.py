@@ -51,6 +51,11 @@ def _has(table: Table, *names: str) -> bool:
     return all(name in table for name in names)
 
 
+def _tables_in(table: Table, name: str) -> list[Table]:
+    inner = table.get(name)
+    return [value for value in inner.values() if isinstance(value, dict)] if isinstance(inner, dict) else []
+
+
 def _names_objects(table: Table, key: str, depth: int = 6) -> bool:
     """Whether a table, or one inside it, names a Python object under this key."""
     inner = (value for value in table.values() if isinstance(value, dict))
@@ -60,6 +65,7 @@ def _names_objects(table: Table, key: str, depth: int = 6) -> bool:
 _REFUSED: Mapping[str, Callable[[Table], bool]] = {
     "torchtune": lambda table: _names_objects(table, "_component_"),
     "NeMo 2 or Megatron Bridge": lambda table: _names_objects(table, "_target_"),
+    "Primus": lambda table: any(_has(module, "framework", "config") for module in _tables_in(table, "modules")),
     "OLMo": lambda table: (
         _has(table, "model", "device_train_microbatch_size") or _has(table, "model", "max_sequence_length")
     ),
