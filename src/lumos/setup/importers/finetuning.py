@@ -70,11 +70,29 @@ def _deepspeed(keys: Keys, found: Findings) -> None:
     if any(on.values()) or set(on.values()) == {False}:
         found.values["train.precision"] = next((name for name, is_on in on.items() if is_on), "fp32")
     keys.put_choice("train.optimizer", _OPTIMIZERS, *names["train.optimizer"], otherwise="adamw")
-    for part in ("optimizer", "param"):
-        if keys.word(f"zero_optimization.offload_{part}.device") in ("cpu", "nvme"):
-            found.note(f"zero_optimization.offload_{part} is not modelled: assuming it stays on the GPU")
+    put_offloading(keys, found)
     if keys.is_on("activation_checkpointing.cpu_checkpointing"):
         found.note("activation_checkpointing.cpu_checkpointing is not modelled")
+
+
+def put_offloading(keys: Keys, found: Findings) -> None:
+    """ZeRO-Offload: the optimizer, and with ZeRO 3 the weights, on the host; gradients go there beside the backward."""
+    devices = {part: keys.word(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")}
+    if keys.is_on("zero_optimization.cpu_offload"):
+        devices["optimizer"] = "cpu"
+    for part, device in devices.items():
+        if device == "nvme":
+            what = f"zero_optimization.offload_{part} to NVMe is modelled as the memory of the host"
+            found.note(f"{what}: the step takes longer", "train.offload_optimizer")
+        elif device not in ("", "none", "cpu"):
+            known = "use cpu, nvme or none"
+            found.note(f"zero_optimization.offload_{part}.device = {shown(device)} is not known: {known}")
+    if devices["optimizer"] in ("cpu", "nvme"):
+        share = keys.first("zero_optimization.offload_optimizer.ratio")[1]
+        is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1
+        found.values |= {"train.offload_optimizer": float(share) if is_share else 1.0, "train.offload_overlap": True}
+    if devices["param"] in ("cpu", "nvme") and found.values.get("parallel.zero") == 3:
+        found.values |= {"train.offload_weights": True, "train.offload_optimizer": 1.0}
 
 
 def read_axolotl(table: Mapping[str, Any], beside: Beside) -> Reading:
@@ -171,7 +189,8 @@ def _sharded(keys: Keys, found: Findings, beside: Beside) -> None:
         if table is not None and is_deepspeed(table):
             sharding = Findings()
             _deepspeed(Keys(table, sharding), sharding)
-            found.values |= {key: value for key, value in sharding.values.items() if key.startswith("parallel.")}
+            moved = ("parallel.", "train.offload_")
+            found.values |= {key: value for key, value in sharding.values.items() if key.startswith(moved)}
             found.notes += sharding.notes
         elif in_name:
             found.values["parallel.zero"] = int(in_name[1])
