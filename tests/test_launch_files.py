@@ -47,6 +47,8 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"train__recompute": "selective", "train__recompute_modules": ("core_attn", "layernorm", "mlp")},
         {"train__recompute": "full", "train__recompute_layers": 4},
         {"train__recompute": "full", "train__recompute_group": 4},
+        {"parallel__zero": 1, "parallel__dp": 8, "train__offload_optimizer": 0.25, "train__offload_overlap": True},
+        {"train__offload_layers": 4},
         {"train__precision": "fp8", "train__cuda_graphs": True, "train__attention": "flash"},
         {"train__precision": "mxfp8", "cluster__gpu": "b200"},
         {"train__precision": "nvfp4", "cluster__gpu": "b200"},
@@ -79,6 +81,8 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"train__precision": "fp32", "train__optimizer": "adam"},
         {"train__recompute": "selective", "train__recompute_modules": ("operators",)},
         {"train__recompute": "full", "train__recompute_every": 2},
+        {"parallel__dp": 8, "parallel__zero": 3, "train__offload_optimizer": 1.0, "train__offload_weights": True},
+        {"parallel__dp": 8, "parallel__zero": 2, "train__offload_optimizer": 1.0},
         {"train__precision": "fp8", "train__recompute": "none"},
         {"train__precision": "mxfp8", "cluster__gpu": "b200"},
         {**PIPELINE, "parallel__dp": 2, "parallel__zero": 2},
@@ -192,6 +196,7 @@ def test_values_that_no_file_can_hold_are_named_for_lumos_predict(tmp_path: Path
 def test_a_deepspeed_json_reads_back_with_the_model_and_the_machines(tmp_path: Path) -> None:
     for changes in ({"parallel__zero": 3}, {"parallel__zero": 2, "parallel__tp": 2, "train__precision": "fp16"}, {
         "parallel__zero": 3, "parallel__shard": 4}, {"train__precision": "fp32", "parallel__dp_overlap": False},
+        {"parallel__zero": 2, "train__offload_optimizer": 0.5, "train__offload_overlap": True},
     ):  # fmt: skip
         setup = setup_of("pytorch", {"parallel__dp": 8, "train__micro_batch": 2, "train__microbatches": 3} | changes)
         launch = launch_files(setup, "deepspeed")
@@ -212,10 +217,13 @@ def styled_setups(draw: st.DrawFn) -> Setup:
     cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=stages - 1, max_size=stages - 1)))
     sizes = [end - begin for begin, end in pairwise([0, *cuts, layers])]
     styles = {
-        "model.gated": [True, False], "model.activation": ["silu", "gelu", "relu", "relu2"], "model.bias": [True, False],
-        "model.qkv_bias": [True, False], "model.norm": ["rms", "layer"], "model.tied": [True, False],
+        "model.gated": [True, False], "model.activation": ["silu", "gelu", "relu", "relu2"],
+        "model.bias": [True, False], "model.qkv_bias": [True, False], "model.norm": ["rms", "layer"],
+        "model.tied": [True, False],
         "model.positions": ["rotary", "learned", "alibi", "none"], "train.mode": ["pretrain", "pretrain", "lora"],
         "train.recompute_modules": [(), ("mlp",), ("operators",)], "train.recompute_group": [1, 3],
+        "train.offload_optimizer": [0.0, 1 / 3, 1.0], "train.offload_weights": [False, True],
+        "train.offload_layers": [0, 1], "train.offload_overlap": [False, True],
         "parallel.stage_layers": [(), sizes if setup.parallel.pp > 1 else ()], "cluster.host": [1.0, 0.5],
     }  # fmt: skip
     styled = setup.replaced({key: draw(st.sampled_from(values)) for key, values in styles.items()})

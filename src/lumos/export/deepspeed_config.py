@@ -74,6 +74,10 @@ def _table(setup: Setup) -> dict[str, Any]:
         for name in outer:
             inner = inner.setdefault(name, {})
         inner[key] = value
+    if train.offload_optimizer:
+        table["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": train.offload_optimizer}
+    if train.offload_weights:
+        table["zero_optimization"]["offload_param"] = {"device": "cpu"}
     if "optimizer" in table:
         table["optimizer"]["params"] = {"lr": FILL_IN}
     return table

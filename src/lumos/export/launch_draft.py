@@ -67,6 +67,7 @@ def effective(setup: Setup) -> dict[str, Any]:
         "train.recompute_layers": train.recompute_layers if train.recompute == "full" else None,
         "train.recompute_every": train.recompute_every if train.recompute == "full" else 1,
         "train.recompute_group": train.recompute_group if train.recompute == "full" else 1,
+        "train.offload_overlap": train.offload_overlap and train.offload_optimizer > 0,
         "train.attention": train.attention or framework.attention,
         "train.imbalance": train.imbalance if model.experts else 1.0,
         "parallel.zero": zero,

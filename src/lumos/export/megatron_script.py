@@ -51,7 +51,7 @@ def options_of(setup: Setup) -> Options:
     found["model"] += [*_model(setup), *_WRITING["always"]]
     found["train"] += _WRITING["precisions"].get(setup.train.precision, ())
     found["train"] += [f"max-position-embeddings {setup.train.seq}"]
-    found["train"] += _recomputation(setup.train)
+    found["train"] += [*_recomputation(setup.train), *_offloading(setup.train)]
     found["parallel"] += _parallel(setup)
     found["data"] = list(_WRITING["to_fill_in"])
     return found
@@ -144,6 +144,17 @@ def _recomputation(train: Train) -> Iterable[str]:
     modules = [name for name in train.recompute_modules if name != "operators"]
     if train.recompute == "selective" and modules:
         yield f"recompute-modules {' '.join(modules)}"
+
+
+def _offloading(train: Train) -> Iterable[str]:
+    """The optimizer's state, or the activations of some layers, on the host."""
+    if train.offload_optimizer:
+        yield from _WRITING["offload_optimizer"]
+        yield f"optimizer-offload-fraction {train.offload_optimizer:.12g}"
+        if train.offload_overlap:
+            yield "overlap-cpu-optimizer-d2h-h2d"
+    if train.offload_layers:
+        yield f"cpu-offloading-num-layers {train.offload_layers}"
 
 
 def _parallel(setup: Setup) -> Iterable[str]:

@@ -110,6 +110,8 @@ def _parallelism(setup: Setup) -> dict[str, Any]:
         _name("numbers", "parallel.cp"): parallel.cp,
         _name("numbers", "parallel.pp"): parallel.pp,
     }
+    if zero and setup.train.offload_optimizer == 1:
+        keys[_name("switches", "train.offload_weights")] = True
     if zero:
         keys["parallelism.fsdp_reshard_after_forward"] = "always" if zero == 3 else "never"
     if setup.model.experts:
