@@ -41,10 +41,12 @@ from lumos.report.html.search_page import search_page
 from lumos.report.html.svg import svg_of
 from lumos.report.html.timeline import MOST_BOXES, Lanes, Tasks, draw_timeline
 from lumos.report.html.timeline import Path as CriticalPath
+from lumos.report.predictions import operators_table
+from lumos.report.replays import replay_cards
 from lumos.report.table import Card, Column, Row, Table, ms_columns
 from lumos.report.wording import count_text, gib_text, money_text, ms_text, number_text, rate_text, si_text
 from lumos.setup import read_setup
-from support import header, training_run, write_trace
+from support import call, header, kernel, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "src/lumos/data/example"
@@ -421,6 +423,28 @@ def test_the_report_of_200_000_tasks_is_small_and_written_at_once(shared_data: P
     write_page(tmp_path / "large.html", replay_page(run))
     assert time.perf_counter() - start < SLOWEST
     assert (tmp_path / "large.html").stat().st_size < LARGEST
+
+
+# ---------------------------------------------------------------------- what is said of other devices
+
+
+@pytest.mark.parametrize(("name", "is_nvidia"), [("cudaLaunchKernel", True), ("hipLaunchKernel", False)])
+def test_only_traces_of_nvidia_gpus_speak_of_cupti(name: str, is_nvidia: bool, tmp_path: Path) -> None:
+    """The cost of the profiler was measured with CUPTI: of roctracer it is an assumption, and has no interval."""
+    events = [call(name, 0, 5, 1), kernel("gemm", 20, 100, 1), call(name, 40, 5, 2), kernel("gemm", 130, 100, 2)]
+    run = replay(read_job(write_trace(tmp_path / "a.json", events)))
+    words = " ".join(card.note for card in replay_cards(run))
+    assert ("CUPTI" in words, "± 11 %" in words) == (is_nvidia, is_nvidia)
+    assert ("if profiling costs what it does on NVIDIA GPUs" in words) != is_nvidia
+    shown = CliRunner().invoke(app, ["replay", str(tmp_path / "a.json")]).output
+    assert "time by kernel" in shown
+    assert "time by operator" not in shown  # none was recorded, so no table without rows
+
+
+def test_what_is_known_by_its_bytes_is_shown_in_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('model.preset = "gpt3-125m"\ntrain = {seq = 2048, framework = "neox"}\n')
+    shapes = {row.values[0]: row.values[1] for row in operators_table(predict(read_setup(tmp_path / "a.toml"))).rows}
+    assert shapes["loss"] == "3.91 GB"
 
 
 # ---------------------------------------------------------------------- units that people read

@@ -10,6 +10,7 @@ from lumos.change.infer import Inferred
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.prediction import Prediction
 from lumos.program.memory import GIB, Memory
+from lumos.program.operators import Collective
 from lumos.report.table import Card, Column, Row, Table, ms_column
 from lumos.report.wording import (
     STEP_PARTS,
@@ -137,7 +138,9 @@ def operators_table(found: Prediction) -> Table:
 
 
 def _size(row: OperatorTime) -> str:
-    return si_text(row.shape[0], "B") if row.bound == "network" else " × ".join(map(str, row.shape))
+    """Of what is known by its bytes alone: those."""
+    is_bytes = isinstance(row.work, Collective) or row.work.kind == "stream"
+    return si_text(row.shape[0], "B") if is_bytes else " × ".join(map(str, row.shape))
 
 
 def understood_table(found: Sequence[Mapping[str, Any]]) -> Table:

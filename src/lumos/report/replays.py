@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -16,10 +17,7 @@ from lumos.report.table import Card, Column, Row, Table, left_out, ms_column, ms
 from lumos.report.wording import STEP_PARTS, change, ms_text, number_text, si_text
 
 MOST_ROWS = 200
-_NEVER_PROFILED = {
-    "GPU": "CUPTI stays attached once it was used",
-    "CPU": "in a process that never started the profiler",
-}
+_CUDA_CALL = re.compile(r"cu(da)?[A-Z]")
 
 
 # ---------------------------------------------------------------------- a replay
@@ -32,12 +30,16 @@ def replay_cards(run: Replay) -> list[Card]:
     unexplained = run.path_summary.unexplained_ms
     share = 100 * unexplained / simulated if simulated else 0.0
     off = number_text(run.error_pct, 2, signed=True)
-    sure = f"± {run.cost.error_pct:.0f} % (80 % interval); the typical step"
+    is_cuda = any(_CUDA_CALL.match(name) for name in run.execution.trace.names)
+    sure = f"± {run.cost.error_pct:.0f} % (80 % interval)"
+    if not is_cuda and device_of(run) == "GPU":
+        sure = "if profiling costs what it does on NVIDIA GPUs"
+    never = "CUPTI stays attached once it was used" if is_cuda else "in a process that never started the profiler"
     return [
         Card("recorded step", ms_text(recorded), f"mean of {len(run.marks.names)}"),
         Card("simulated step", ms_text(simulated), f"{off} % from the recorded one"),
-        Card("without the profiler", ms_text(run.clean_ms), sure),
-        Card("never profiled", ms_text(run.never_profiled_ms), _NEVER_PROFILED[device_of(run)]),
+        Card("without the profiler", ms_text(run.clean_ms), f"{sure}; the typical step"),
+        Card("never profiled", ms_text(run.never_profiled_ms), never),
         Card("unexplained", ms_text(unexplained), f"{share:.1f} % of the step, on the critical path"),
         Card(f"{device_of(run)} busy", f"{100 * run.utilisation.mean:.0f} %", "mean over ranks and time"),
     ]

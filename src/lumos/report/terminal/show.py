@@ -46,8 +46,9 @@ def show_replay(run: Replay, console: Console, ablate: bool = False) -> None:
     parts += [rendered(replays.steps_table(run)), rendered(replays.path_table(run.path_summary))]
     if ablate:
         parts.append(rendered(replays.ablation_table(run)))
-    parts.append(rendered(replays.hot_table(run.operators(replays.MOST_ROWS), f"{device} time by operator"), _FEW))
-    parts.append(rendered(replays.hot_table(run.kernels(replays.MOST_ROWS), f"{device} time by kernel"), _FEW))
+    for what, spots in (("operator", run.operators(replays.MOST_ROWS)), ("kernel", run.kernels(replays.MOST_ROWS))):
+        if spots:
+            parts.append(rendered(replays.hot_table(spots, f"{device} time by {what}"), _FEW))
     if run.collectives:
         parts.append(rendered(replays.groups_table(group_collectives(run.collectives), steps), _FEW))
     console.print(Group(*parts, _utilisation(run, device), *notes(run.execution.warnings)))
