@@ -44,7 +44,16 @@ from lumos.report.html.timeline import Path as CriticalPath
 from lumos.report.predictions import operators_table
 from lumos.report.replays import replay_cards
 from lumos.report.table import Card, Column, Row, Table, ms_columns
-from lumos.report.wording import count_text, gib_text, money_text, ms_text, number_text, rate_text, si_text
+from lumos.report.wording import (
+    count_text,
+    gib_text,
+    money_text,
+    ms_text,
+    number_text,
+    parameters_text,
+    rate_text,
+    si_text,
+)
 from lumos.setup import read_setup
 from support import call, header, kernel, training_run, write_trace
 
@@ -468,6 +477,8 @@ def test_a_time_is_written_in_the_unit_that_people_use(ms: float, text: str) -> 
     [
         (si_text(1.707e7, "Wh"), "17.1 MWh"), (si_text(67.1e6, "B"), "67.1 MB"), (si_text(-0.0, "B"), "0.00 B"),
         (count_text(8_388_608, "tokens"), "8,388,608 tokens"), (count_text(1.6384e9, "tokens"), "1.64 B tokens"),
+        (parameters_text(1_026_408_232_448, 32_863_846_912), "1.03 T parameters (32.9 B active)"),
+        (parameters_text(999_600_000_000), "1 T parameters"), (parameters_text(124_439_808), "0.124 B parameters"),
         (count_text(15e12, "tokens"), "15.0 T tokens"), (gib_text(51.32), "51.3 GiB"), (gib_text(10_022), "9.79 TiB"),
         (money_text(9_466_206.2), "9,466,206"), (money_text(-0.0), "0.00"), (rate_text(1234.5), "1,234"),
         (rate_text(0.00412), "0.00412"), (number_text(-0.04, 1), "0.0"), (number_text(-0.04, 1, signed=True), "+0.0"),

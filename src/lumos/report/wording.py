@@ -90,8 +90,9 @@ def change(after: float, before: float) -> str:
 
 def parameters_text(total: int, active: int = 0) -> str:
     """The size of a model, as in 30.5 B parameters (3.35 B active)."""
-    size = f"{total / 1e9:.3g} B" if total >= 1e8 else f"{total / 1e6:.3g} M"
-    return f"{size} parameters" + (f" ({active / 1e9:.3g} B active)" if active else "")
+    from lumos.setup.messages import size_text  # here, for it imports pydantic, for which `lumos replay` does not wait
+
+    return f"{size_text(total)} parameters" + (f" ({size_text(active)} active)" if active else "")
 
 
 def title_of(setup: Setup, parameters: int | None, shows_parallelism: bool = True) -> str:

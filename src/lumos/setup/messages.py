@@ -32,6 +32,13 @@ _WANTED = {
 }
 
 
+def size_text(count: float) -> str:
+    """A number of parameters, as in 30.5 B; with three digits and never an exponent."""
+    units = ((999.5e9, 1e12, "T"), (1e8, 1e9, "B"), (0.0, 1e6, "M"))
+    unit, name = next((unit, name) for least, unit, name in units if count >= least)
+    return f"{count / unit:.3g} {name}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that was probably meant, or ""."""
     by_folded = {candidate.casefold(): candidate for candidate in known}

@@ -14,7 +14,7 @@ from lumos.errors import InputError, LumosError, OptionError
 from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.importers.any_file import read_any, read_config, toml_value
 from lumos.setup.importers.foreign_file import GPU_KEYS, Reading, Sections
-from lumos.setup.messages import nearest, place_of, shown
+from lumos.setup.messages import nearest, place_of, shown, size_text
 from lumos.setup.presets import preset_named
 from lumos.setup.sections import Model, Section
 from lumos.setup.setup import KEYS, SECTIONS, Setup
@@ -115,7 +115,7 @@ def _refuse_too_few(setup: Setup, where: str) -> None:
     if setup.train.mode != "lora" and not offloaded and held > setup.cluster.accelerator.memory_gib * 2**30:
         raise OptionError(
             f"{where}: the number of GPUs is not given, and {setup.cluster.gpus} × {setup.cluster.gpu} cannot hold "
-            f"{size / 1e9:.3g} B parameters: --set cluster.gpus=NUMBER"
+            f"{size_text(size)} parameters: --set cluster.gpus=NUMBER"
         )
 
 

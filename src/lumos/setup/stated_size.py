@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from lumos.setup.messages import shown
+from lumos.setup.messages import shown, size_text
 from lumos.setup.presets import Preset, find_preset
 from lumos.setup.sections import Model
 
@@ -39,7 +39,7 @@ def size_doubt(model: Model, seq: int, names: Iterable[str] | None, stored: int 
 
 
 def _but(total: float, active: float) -> str:
-    counted = f"{total:.3g} B" + (f" ({active:.3g} B active)" if active != total else "")
+    counted = size_text(total * 1e9) + (f" ({size_text(active * 1e9)} active)" if active != total else "")
     return f"but the keys add up to {counted}: check its sizes"
 
 
