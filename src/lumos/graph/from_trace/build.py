@@ -127,7 +127,8 @@ def _has_order(graph: Graph) -> bool:
 def _time(nodes: Nodes, edges: Edges, hubs: Ints) -> tuple[Graph, int]:
     """Durations, gaps and lags such that the graph, simulated, gives the recorded times."""
     size = len(nodes)
-    origin = int(nodes.start.min(initial=np.iinfo(np.int64).max)) if size else 0
+    begins = nodes.start if size else nodes.trace.start  # a trace of nothing but annotations has no nodes
+    origin = int(begins.min()) if len(begins) else 0
     start = (np.concatenate([nodes.start, hubs]) - origin).astype(np.float64)
     end = (np.concatenate([nodes.end, hubs]) - origin).astype(np.float64)
     edges = edges.select(np.argsort(edges.target, kind="stable"))
