@@ -723,6 +723,13 @@ def test_a_torchtitan_toml_of_an_older_version(tmp_path: Path) -> None:
         ("[training]\nsteps = 1", "train.seq", 2048),
         ("[training]\nsteps = 1", "parallel.zero", 3),
         ("[training]\nsteps = 1", "train.recompute_every", 2),
+        ("[training]\nenable_cpu_offload = true", "train.offload_weights", True),
+        ("[parallelism]\ncontext_parallel_degree = 2", "parallel.cp_type", "all_gather"),
+        (
+            "[parallelism]\ncontext_parallel_degree = 2\ncontext_parallel_rotate_method = 'alltoall'",
+            "parallel.cp_type",
+            "p2p",
+        ),
         ("[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '3'", "train.recompute_every", 3),
         ("[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '0'", "train.recompute", "full"),
         (

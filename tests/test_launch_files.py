@@ -43,6 +43,12 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"parallel__dp": 8, "parallel__zero": 2},
         {"parallel__dp": 8, "parallel__zero": 3},
         {"parallel__cp": 4, "parallel__dp": 2, "train__recompute": "full"},
+        {"parallel__cp": 4, "parallel__cp_type": "all_gather"},
+        {"parallel__cp": 8, "parallel__cp_type": "a2a+p2p", "parallel__cp_inner": 4},
+        {
+            "preset": "mixtral-8x7b", "parallel__tp": 4, "parallel__sequence_parallel": True, "parallel__dp": 4,
+            "parallel__ep": 4, "parallel__etp": 2,
+        },
         {"train__recompute": "selective", "train__optimizer": "sgd", "train__attention": "unfused"},
         {"train__recompute": "selective", "train__recompute_modules": ("core_attn", "layernorm", "mlp")},
         {"train__recompute": "full", "train__recompute_layers": 4},

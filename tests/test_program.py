@@ -878,3 +878,92 @@ def test_a_stage_runs_its_layers_and_the_ends_of_the_model(
     (chunk,) = program.chunks[stage]
     assert {block.name: block.times for block in program.blocks(chunk, phase)} == wanted
     assert program.optimizer(stage).name == "optimizer"
+
+
+# Experts that are cut, and attention among context-parallel ranks
+
+
+def mixture(**changes: Any) -> RankLayout:
+    keys = {"parallel__tp": 4, "parallel__sequence_parallel": True, "parallel__ep": 2, "parallel__dp": 4} | changes
+    return layout_of("mixtral-8x7b", **keys)
+
+
+@pytest.mark.parametrize("sequences", [True, False])
+@pytest.mark.parametrize(("ep", "assumed"), [(1, 4), (2, 1), (8, 1)])
+def test_an_expert_is_cut_as_was_assumed_where_nothing_else_is_asked_for(
+    ep: int, assumed: int, sequences: bool
+) -> None:
+    keys = {"parallel__ep": ep, "parallel__sequence_parallel": sequences}
+    free, asked = mixture(**keys), mixture(**keys, parallel__etp=assumed)
+    assert free.expert_tp == asked.expert_tp == assumed
+    for phase in ("forward", "backward"):
+        mine, other = (getattr(TransformerLayer(layout, sparse=True), phase)() for layout in (free, asked))
+        assert mine == other
+    assert Program(free.setup).stage_parameters(0) == Program(asked.setup).stage_parameters(0)
+
+
+@pytest.mark.parametrize("etp", [1, 2, 4, 8])
+def test_experts_that_are_cut_do_the_same_work_on_the_same_weights(etp: int) -> None:
+    layout = mixture(parallel__etp=etp)
+    up = next(op.work for op in TransformerLayer(layout, sparse=True).forward() if op.name == "experts up")
+    experts, copies, width, _ = up.shape
+    assert copies * width == 2048 * 2 // 4 * (2 * 14336)  # a rank's tokens by whole experts, however it is divided
+    assert experts * width * etp * 2 == 8 * 2 * 14336  # over all ranks that hold different parts
+    program = Program(layout.setup)
+    assert program.parameters.experts == pytest.approx(8 * 3 * 4096 * 14336 / (2 * etp))
+    assert layout.expert_dp.size * etp * 2 == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "moved"),
+    [
+        ({"parallel__etp": 1}, {}),
+        ({"parallel__etp": 2}, {"experts gather": 2, "experts scatter": 2}),
+        ({"parallel__etp": 4}, {"experts gather": 4, "experts scatter": 4}),
+        ({"parallel__etp": 2, "parallel__tp": 1}, {"experts gather": 2, "experts scatter": 2}),
+        ({"parallel__etp": 2, "parallel__sequence_parallel": False}, {"experts reduce": 4}),
+    ],
+)
+def test_ranks_that_an_expert_is_cut_for_gather_its_copies(changes: dict[str, Any], moved: dict[str, int]) -> None:
+    block = TransformerLayer(mixture(**changes), sparse=True).forward()
+    named = ("experts gather", "experts scatter", "experts reduce")
+    assert {op.name: op.work.group.size for op in block if op.name in named} == moved
+
+
+def context(kind: str, backward: bool = False, **changes: Any) -> dict[str, tuple[str, float, int]]:
+    """What context-parallel ranks do in a layer: by name, the collective, its bytes and its ranks."""
+    layer = TransformerLayer(layout_of(parallel__cp_type=kind, **({"parallel__cp": 4} | changes)))
+    block = layer.backward() if backward else layer.forward()
+    return {op.name: (op.work.kind, op.work.bytes, op.work.group.size) for op in block if "context" in op.name}
+
+
+def test_context_parallel_ranks_exchange_what_their_type_says() -> None:
+    whole, mine = 2 * 2 * 2048 * 8 * 128, 2 * 512 * 128  # keys and values of all ranks; of one head of a rank
+    assert context("") == context("p2p") == {"context exchange": ("all_gather", whole, 4)}
+    assert context("p2p", backward=True) == {"context exchange": ("all_gather", 2 * whole, 4)}
+    assert context("all_gather") == {"context gather": ("all_gather", whole, 4)}
+    assert set(context("all_gather", backward=True)) == {"context gather", "context reduce"}
+    heads, sequence = ("all_to_all", (32 + 16) * mine, 4), ("all_to_all", 32 * mine, 4)
+    assert context("a2a") == {"context heads": heads, "context sequence": sequence}
+    assert context("a2a", backward=True) == {"context heads": sequence, "context sequence": heads}
+    both = context("a2a+p2p", parallel__cp=8, parallel__cp_inner=4)
+    assert {name: found[2] for name, found in both.items()} == {
+        "context heads": 4, "context exchange": 2, "context sequence": 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+def test_attention_among_context_parallel_ranks_is_divided_evenly_whatever_the_type(kind: str) -> None:
+    alone, shared = (
+        matrix_flops(core(layout_of(train__attention="flash", **changes)))
+        for changes in ({}, {"parallel__cp": 4, "parallel__cp_type": kind})
+    )
+    assert shared == pytest.approx(alone / 4, rel=2e-3)
+
+
+def test_only_a_ring_is_hidden_behind_attention() -> None:
+    def waits(kind: str) -> set[bool]:
+        block = TransformerLayer(layout_of(parallel__cp=4, parallel__cp_type=kind)).forward()
+        return {op.waits for op in block if "context" in op.name}
+
+    assert (waits("p2p"), waits("all_gather"), waits("a2a")) == ({False}, {True}, {True})

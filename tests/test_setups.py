@@ -308,6 +308,18 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
         {"train": {"seq": 2048, "offload_layers": 5}, "parallel": {"pp": 2}},
         "train.offload_layers = 5 is more than a stage has: use at most 4",
     ),
+    ({"parallel": {"etp": 2, "dp": 2}}, "parallel.etp = 2 needs experts, and model.experts = 0: remove it"),
+    ({"model": MOE, "parallel": {"etp": 3, "dp": 3}}, "parallel.etp = 3 does not divide model.expert_ffn = "),
+    (
+        {"model": MOE, "parallel": {"etp": 4, "ep": 4, "dp": 8}},
+        "parallel.etp = 4 does not divide parallel.dp * cp * tp / ep = 2: use 1 or 2",
+    ),
+    ({"parallel": {"cp": 2, "cp_inner": 2}}, 'parallel.cp_inner = 2 needs parallel.cp_type = "a2a+p2p"'),
+    ({"parallel": {"cp": 4, "cp_type": "a2a+p2p", "cp_inner": 3}}, "parallel.cp_inner = 3 does not divide parallel.cp"),
+    (
+        {"model": SMALL | {"kv_heads": 4}, "parallel": {"tp": 2, "cp": 4, "cp_type": "a2a"}},
+        'parallel.cp = 4 with parallel.cp_type = "a2a" must divide the heads and key-value heads of a rank: use 1 or 2',
+    ),
     ({"parallel": {"pp": 9}}, "parallel.pp = 9 is more than model.layers = 8: use at most 8"),
     ({"parallel": {"pp": 4, "vpp": 3}}, "is more than model.layers = 8: use vpp of at most 2"),
     ({"parallel": {"pp": 2, "stage_layers": [4, 4, 4]}}, "parallel.stage_layers has 3 entries: give 2"),
@@ -506,7 +518,7 @@ def test_notes_say_what_was_assumed(tmp_path: Path, run_toml: Path) -> None:
     assert read_setup_with_notes(run_toml).notes == ()
     path = toml(tmp_path, SCRIPT, "train.sh")
     notes = "\n".join(read_setup_with_notes(path).notes)
-    assert "--expert-tensor-parallel-size" in notes
+    assert "--rampup-batch-size" in notes
     assert "padded to 32256" in notes
     assert "assuming h200" in notes
 
@@ -583,7 +595,8 @@ def test_a_megatron_script_is_read_as_text() -> None:
     assert (parallel.tp, parallel.pp, parallel.vpp, parallel.dp, parallel.zero) == (2, 4, 2, 4, 1)
     assert (parallel.sequence_parallel, parallel.tp_overlap, parallel.dp_overlap) == (True, True, True)
     assert (setup.cluster.gpus, setup.cluster.gpus_per_node) == (32, 8)
-    assert script.not_recognised == ("--expert-tensor-parallel-size", "--rampup-batch-size")
+    assert script.not_recognised == ("--rampup-batch-size",)
+    assert parallel.etp == 0  # there are no experts
 
 
 def sections_of(options: str) -> dict[str, dict[str, Any]]:
@@ -622,6 +635,15 @@ def test_megatron_defaults_are_those_of_gpt() -> None:
             "--recompute-granularity selective --recompute-modules \"['moe_act', 'gdn']\"",
             "train.recompute_modules",
             ["moe_act"],
+        ),
+        ("--num-experts 8 --hidden-size 64 --expert-tensor-parallel-size 2", "parallel.etp", 2),
+        ("--num-experts 8 --hidden-size 64 --tensor-model-parallel-size 4", "parallel.etp", 4),  # its default
+        ("--context-parallel-size 4 --cp-comm-type a2a", "parallel.cp_type", "a2a"),
+        ("--context-parallel-size 4 --cp-comm-type all_gather all_gather", "parallel.cp_type", "all_gather"),
+        (
+            "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2",
+            "parallel.cp_inner",
+            4,
         ),
         ("--optimizer-cpu-offload", "train.offload_optimizer", 1.0),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0.75", "train.offload_optimizer", 0.75),

@@ -552,6 +552,9 @@ def refuse(before: Setup, after: Setup) -> None:
         "recompute_every", "recompute_group", "offload_optimizer", "offload_weights", "offload_layers",
     )  # fmt: skip
     fixed = [f"train.{key}" for key in keys if getattr(before.train, key) != getattr(after.train, key)]
+    fixed += [
+        f"parallel.{key}" for key in ("etp", "cp_type") if getattr(before.parallel, key) != getattr(after.parallel, key)
+    ]
     if bool(before.model.experts) != bool(after.model.experts) or before.model.gated != after.model.gated:
         fixed.append("the kind of MLP")
     if before.model.tied != after.model.tied:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lumos.program.parameters import layers_of
+from lumos.program.rank_layout import RankLayout
 from lumos.setup.frameworks import framework_named
 from lumos.setup.importers.foreign_file import Reading
 from lumos.setup.setup import SECTIONS, Setup
@@ -56,6 +57,7 @@ def effective(setup: Setup) -> dict[str, Any]:
     values = {f"{name}.{key}": value for name in SECTIONS for key, value in getattr(setup, name)}
     for key in ("model.name", "train.microbatches", "parallel.dp"):  # a label, and what follows from others
         del values[key]
+    layout = RankLayout(setup, framework)
     sharing = parallel.dp * parallel.cp
     shared = sharing > 1
     zero = parallel.zero if shared else 0
@@ -70,6 +72,9 @@ def effective(setup: Setup) -> dict[str, Any]:
         "train.offload_overlap": train.offload_overlap and train.offload_optimizer > 0,
         "train.attention": train.attention or framework.attention,
         "train.imbalance": train.imbalance if model.experts else 1.0,
+        "parallel.etp": layout.expert_tp if model.experts else 0,
+        "parallel.cp_type": (parallel.cp_type or "p2p") if parallel.cp > 1 else "",
+        "parallel.cp_inner": layout.cp_heads if parallel.cp_type == "a2a+p2p" else 0,
         "parallel.zero": zero,
         "parallel.shard": (parallel.shard or sharing) if zero else 0,
         "parallel.stage_layers": layers_of(setup, framework.balances),

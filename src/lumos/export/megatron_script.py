@@ -90,6 +90,7 @@ def _wanted(setup: Setup) -> dict[str, Any]:
         "train.attention": not train.attention,
         "parallel.cp": parallel.cp == 1,
         "parallel.ep": parallel.ep == 1,
+        "parallel.etp": values["parallel.etp"] in (0, parallel.tp),
         "parallel.vpp": parallel.vpp == 1 or _is_uneven(values),
         "parallel.tp_overlap": not parallel.sequence_parallel,
     }  # fmt: skip
@@ -159,6 +160,11 @@ def _offloading(train: Train) -> Iterable[str]:
 
 def _parallel(setup: Setup) -> Iterable[str]:
     parallel, values = setup.parallel, effective(setup)
+    if parallel.cp > 1 and parallel.cp_type not in ("", "p2p"):
+        yield f"cp-comm-type {parallel.cp_type}"
+    if values["parallel.cp_inner"]:
+        inner = values["parallel.cp_inner"]
+        yield f"hierarchical-context-parallel-sizes {inner} {parallel.cp // inner}"
     if parallel.zero >= 2:
         yield from _WRITING["fsdp"]
     if parallel.zero == 3:

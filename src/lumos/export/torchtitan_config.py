@@ -116,6 +116,10 @@ def _parallelism(setup: Setup) -> dict[str, Any]:
         keys["parallelism.fsdp_reshard_after_forward"] = "always" if zero == 3 else "never"
     if setup.model.experts:
         keys[_name("numbers", "parallel.ep")] = parallel.ep
+        keys[_name("numbers", "parallel.etp")] = effective(setup)["parallel.etp"]
+    words = {kind: word for word, kind in _TABLES["rotations"].items()}
+    if parallel.cp > 1 and (parallel.cp_type or "p2p") in words:
+        keys[_TABLES["combined"]["rotate"][0]] = words[parallel.cp_type or "p2p"]
     if parallel.tp_overlap and parallel.tp > 1:
         keys[_name("switches", "parallel.tp_overlap")] = True
     return keys

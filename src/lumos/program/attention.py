@@ -138,8 +138,8 @@ def core(s: RankLayout) -> Block:
     if s.attention == "unfused":
         return _unfused_core(s)
     lse = 4.0 * s.tokens * s.heads  # log-sum-exp in fp32
-    kernel = ops.op(s, "sdpa_fwd", s.sequences, s.heads, *_span(s, _head_size(s)), saves=lse)
-    block = [*_repeated(s, "repeat keys and values"), *_exchanged(s, 1.0, [kernel])]
+    kernel = ops.op(s, "sdpa_fwd", s.sequences, _kernel_heads(s), *_span(s, _head_size(s)), saves=lse)
+    block = [*_repeated(s, "repeat keys and values"), *_exchanged(s, [kernel])]
     if not s.framework.joins_qkv:
         block.append(_copy(s))
     return block
@@ -149,8 +149,8 @@ def core_backward(s: RankLayout) -> Block:
     if s.attention == "unfused":
         return _unfused_core_backward(s)
     launches = ops.launches_of("attention grad")
-    kernel = ops.op(s, "sdpa_bwd", s.sequences, s.heads, *_span(s, _head_size(s)), launches=launches)
-    block = [*_exchanged(s, 2.0, [kernel]), *_repeated(s, "repeat keys and values grad")]
+    kernel = ops.op(s, "sdpa_bwd", s.sequences, _kernel_heads(s), *_span(s, _head_size(s)), launches=launches)
+    block = [*_exchanged(s, [kernel], backward=True), *_repeated(s, "repeat keys and values grad")]
     if not s.framework.joins_qkv:
         block.append(_copy(s))
     elif s.model.positions == "rotary":
@@ -159,37 +159,69 @@ def core_backward(s: RankLayout) -> Block:
 
 
 def _unfused_core(s: RankLayout) -> Block:
-    batch, (seq, size) = s.sequences * s.heads, _span(s, s.model.head_dim)
-    softmax = ops.op(s, "softmax_fwd", s.sequences, s.heads, seq, saves=s.element * s.scores)
+    batch, (seq, size) = s.sequences * _kernel_heads(s), _span(s, s.model.head_dim)
+    softmax = ops.op(s, "softmax_fwd", s.sequences, _kernel_heads(s), seq, saves=s.element * s.scores)
     dropout: Block = []
     if s.framework.dropout:
         dropout = [ops.stream(s, "attention dropout", batch * seq * seq, saves=(1 + s.element) * s.scores)]
     scores = ops.op(s, "bmm", batch, seq, seq, size, name="scores")
     values = ops.op(s, "bmm", batch, seq, size, seq, name="values")
-    return [*_exchanged(s, 1.0, [scores, softmax, *dropout, values]), _copy(s)]
+    return [*_exchanged(s, [scores, softmax, *dropout, values]), _copy(s)]
 
 
 def _unfused_core_backward(s: RankLayout) -> Block:
-    batch, (seq, size) = s.sequences * s.heads, _span(s, s.model.head_dim)
+    batch, (seq, size) = s.sequences * _kernel_heads(s), _span(s, s.model.head_dim)
     launches = ops.launches_of("matmul grads")
     block = [
         ops.op(s, "bmm_bwd", batch, seq, size, seq, launches=launches, name="values grad"),
-        ops.op(s, "softmax_bwd", s.sequences, s.heads, seq),
+        ops.op(s, "softmax_bwd", s.sequences, _kernel_heads(s), seq),
         ops.op(s, "bmm_bwd", batch, seq, seq, size, launches=launches, name="scores grad"),
     ]
     if s.framework.dropout:
         block.insert(1, ops.stream(s, "attention dropout", batch * seq * seq, name="attention dropout grad"))
-    return [*_exchanged(s, 2.0, block), ops.stream(s, "attention copies grad", s.tokens * s.heads * s.model.head_dim)]
+    copies = ops.stream(s, "attention copies grad", s.tokens * s.heads * s.model.head_dim)
+    return [*_exchanged(s, block, backward=True), copies]
 
 
-def _exchanged(s: RankLayout, copies: float, kernels: Block) -> Block:
-    """Keys and values of all context-parallel ranks, exchanged behind the attention of the part at hand.
+def _exchanged(s: RankLayout, kernels: Block, backward: bool = False) -> Block:
+    """The kernels, and what context-parallel ranks exchange around them (`parallel.cp_type`).
 
-    The result needs the last part, so attention ends no sooner than the exchange.
+    | type | before the kernels | beside them | after them |
+    |---|---|---|---|
+    | p2p | | keys and values in a ring; backward also their gradients | |
+    | all_gather | all keys and values | | backward: their gradients, reduced and scattered |
+    | a2a | heads for sequence, of query, key and value (backward: of the output's gradient) | | the other way round |
+
+    a2a+p2p exchanges heads among near ranks, and keys and values in a ring among far ones. A ring is priced as one
+    all-gather; the result needs the last part, so attention ends no sooner than the exchange. Known error: only the
+    default, a ring, was compared with measured runs; torchtitan hides a cp-th of its all-gather.
     """
-    size = copies * 2.0 * s.tokens * s.parallel.cp * s.kv_heads * s.model.head_dim * s.element
-    exchange = ops.collective("all_gather", size, s.cp, waits=False, name="context exchange")
-    return [*exchange, *kernels, *ops.join(s)] if exchange else kernels
+    heads, ring = s.cp_exchange
+    keys = keys_and_values_bytes(s)
+    if s.parallel.cp_type == "all_gather":
+        after = ops.collective("reduce_scatter", keys, s.cp, name="context reduce") if backward else []
+        return [*ops.collective("all_gather", keys, s.cp, name="context gather"), *kernels, *after]
+    copies = 2.0 if backward else 1.0
+    exchange = ops.collective("all_gather", copies * keys, ring, waits=False, name="context exchange")
+    inside = [*exchange, *kernels, *ops.join(s)] if exchange else kernels
+    width = s.element * s.tokens * s.model.head_dim
+    before, after_it = (float(width * (s.heads + 2 * s.kv_heads)), float(width * s.heads))
+    if backward:
+        before, after_it = after_it, before
+    return [
+        *ops.collective("all_to_all", before, heads, name="context heads"),
+        *inside,
+        *ops.collective("all_to_all", after_it, heads, name="context sequence"),
+    ]
+
+
+def keys_and_values_bytes(s: RankLayout) -> float:
+    """Of all ranks among which the sequence is divided, for the heads of one."""
+    return 2.0 * s.tokens * s.parallel.cp * s.kv_heads // s.cp_heads * s.model.head_dim * s.element
+
+
+def _kernel_heads(s: RankLayout) -> int:
+    return max(1, s.heads // s.cp_heads)
 
 
 def _repeated(s: RankLayout, row: str) -> Block:
@@ -209,5 +241,5 @@ def _head_size(s: RankLayout) -> int:
 
 
 def _span(s: RankLayout, head: int) -> tuple[int, int]:
-    """(sequence, head) of the attention kernels; a context-parallel rank does a 1/cp share of the square."""
-    return round(s.train.seq / s.parallel.cp**0.5), head
+    """(sequence, head) of the attention kernels; ranks that divide the sequence do their share of the square."""
+    return round(s.train.seq / (s.parallel.cp // s.cp_heads) ** 0.5), head

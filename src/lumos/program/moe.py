@@ -8,6 +8,9 @@ Tensor-parallel ranks divide either the tokens or the experts:
 | whole | no | a tp-th of its tokens | a tp-th of its tokens | all-gather of the result |
 | cut by tp | yes | its tokens | all tokens | all-gather and reduce-scatter of routed copies |
 | cut by tp | no | all tokens | all tokens | all-reduce of the result |
+
+`parallel.etp` cuts experts for any number of ranks: those that hold different tokens gather their routed copies first,
+and add up and divide the results afterwards (the all-to-all dispatcher of Megatron-Core, moe/token_dispatcher.py).
 """
 
 from __future__ import annotations
@@ -63,8 +66,8 @@ def _copies(s: RankLayout, tokens: float) -> int:
 
 def _sent(s: RankLayout) -> int:
     """Copies that one rank exchanges with the others of its expert group."""
-    whole = s.expert_tp == 1 and not s.splits_sequences
-    return _copies(s, s.tokens / s.parallel.tp if whole else s.spread_tokens)
+    tp = s.parallel.tp
+    return _copies(s, s.spread_tokens if s.splits_sequences else s.tokens * min(s.expert_tp, tp) / tp)
 
 
 def routed_copies(s: RankLayout) -> int:
@@ -82,10 +85,8 @@ def local_experts(s: RankLayout) -> int:
 
 
 def _copies_moved(s: RankLayout, kind: str, name: str) -> Block:
-    """Experts that are cut see the copies of all tensor-parallel ranks."""
-    if s.expert_tp == 1 or not s.splits_sequences:
-        return []
-    return ops.collective(kind, float(routed_copies(s) * s.model.hidden * s.element), s.tp, name=name)
+    """Experts that are cut see the copies of all ranks that they are cut for."""
+    return ops.collective(kind, float(routed_copies(s) * s.model.hidden * s.element), s.expert_gather, name=name)
 
 
 def _result_joined(s: RankLayout, name: str) -> Block:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from math import ceil
+from math import ceil, gcd
 
 from lumos.program.operators import Group
 from lumos.setup.frameworks import Framework
@@ -43,10 +43,38 @@ class RankLayout:
 
     @cached_property
     def expert_tp(self) -> int:
-        """Ranks that one expert is cut for: several small experts of a rank are whole, one large one is cut by tp."""
+        """Ranks that one expert is cut for: as given, or 1 where a rank has several experts, or tp."""
         p = self.parallel
+        if p.etp:
+            return p.etp
         whole = self.model.experts > p.ep > 1 or (p.dp * p.cp) % p.ep
         return 1 if whole else p.tp  # Megatron-Core's default for one large expert a rank
+
+    @cached_property
+    def expert_gather(self) -> Group:
+        """Ranks that bring different tokens to an expert that is cut for them all."""
+        tp = self.parallel.tp
+        if self.splits_sequences or tp == 1:
+            return self.group(self.expert_tp, 1)
+        return self.group(max(1, self.expert_tp // tp), tp)
+
+    @cached_property
+    def cp_heads(self) -> int:
+        """Context-parallel ranks among which attention divides the heads, not the sequence."""
+        p = self.parallel
+        if p.cp_type == "a2a":
+            return p.cp
+        if p.cp_type != "a2a+p2p":
+            return 1
+        most = gcd(p.cp, gcd(self.heads, self.kv_heads))
+        fit = [n for n in range(1, most + 1) if most % n == 0 and n * p.tp <= self.domain]
+        return p.cp_inner or max(fit, default=1)
+
+    @cached_property
+    def cp_exchange(self) -> tuple[Group, Group]:
+        """The ranks that exchange heads, and those that exchange keys and values; one of them may be alone."""
+        inner, tp = self.cp_heads, self.parallel.tp
+        return self.group(inner, tp), self.group(self.parallel.cp // inner, tp * inner)
 
     @cached_property
     def ep(self) -> Group:

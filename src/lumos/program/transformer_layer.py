@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lumos.program import primitives as ops
-from lumos.program.attention import attention, attention_backward
+from lumos.program.attention import attention, attention_backward, keys_and_values_bytes
 from lumos.program.block import Block, saved_bytes
 from lumos.program.mlp import activation_gradient_bytes, mlp, mlp_backward
 from lumos.program.moe import expert_gradient_bytes, moe, moe_backward
@@ -99,4 +99,6 @@ class TransformerLayer:
         # By the time attention goes back, what the second half kept is free.
         freed = everything - saved_bytes(attention(s)) - self._parts.rest
         scores = 2 * s.element * s.scores if s.attention == "unfused" else 0.0  # gradients around the softmax
-        return max(working, self._parts.attention + scores - freed)
+        # Keys and values of all context-parallel ranks, and their gradients.
+        gathered = 2 * keys_and_values_bytes(s) if s.parallel.cp > 1 and s.parallel.cp_type == "all_gather" else 0.0
+        return max(working, self._parts.attention + scores + gathered - freed)

@@ -77,6 +77,7 @@ def rules(setup: Setup) -> Iterator[Rule]:
     yield from _recomputation(setup.train)
     yield from _offloading(setup.model, setup.train, setup.parallel)
     yield from _tensor_and_experts(setup.model, setup.parallel)
+    yield from _context(setup.model, setup.parallel)
     yield from _pipeline(setup.model, setup.train, setup.parallel)
     yield from _machines(setup)
 
@@ -89,6 +90,7 @@ def warnings_in(setup: Setup) -> list[str]:
         (parallel.sequence_parallel and tp == 1, "parallel.sequence_parallel has no effect with parallel.tp = 1"),
         (shard and not parallel.zero, f"parallel.shard = {shard} has no effect with parallel.zero = 0"),
         (gpus > node and gpus % node, f"cluster.gpus = {gpus} is not a whole number of nodes of {node}"),
+        (parallel.cp_type and parallel.cp == 1, "parallel.cp_type has no effect with parallel.cp = 1"),
         (tp > reach, f"parallel.tp = {tp} reaches beyond the {reach} GPUs of a node"),
     )
     certain = [sentence for applies, sentence in doubts if applies]
@@ -262,10 +264,10 @@ def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:
     yield "parallel.tp model.kv_heads model.heads", mistake
 
     mistake = _must_divide("parallel.tp", tp, "model.ffn", model.ffn) if model.moe_layers < model.layers else ""
-    if not mistake and model.moe_layers and ep == 1:  # with ep, experts need not be divided
+    if not mistake and model.moe_layers and ep == 1 and not parallel.etp:  # with ep, experts need not be divided
         mistake = _must_divide("parallel.tp", tp, "model.expert_ffn", model.expert_ffn)
     keys = "parallel.tp parallel.ep model.layers model.dense_layers model.ffn model.expert_ffn model.experts"
-    yield keys, mistake
+    yield f"parallel.etp {keys}", mistake
 
     mistake = f"parallel.ep = {ep} needs experts, and model.experts = 0: use 1" if ep > 1 else ""
     mistake = _must_divide("parallel.ep", ep, "model.experts", model.experts) if model.experts else mistake
@@ -277,9 +279,40 @@ def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:
     more = parallel.replica_gpus * parallel.dp * ep // gcd(ep, ranks)
     yield keys, mistake.replace(": use ", f": set cluster.gpus to {more} or a multiple, or use ") if mistake else ""
 
+    etp, mistake = parallel.etp, ""
+    if etp and not model.experts:
+        mistake = f"parallel.etp = {etp} needs experts, and model.experts = 0: remove it" if etp > 1 else ""
+    elif etp:
+        mistake = _must_divide("parallel.etp", etp, "model.expert_ffn", model.expert_ffn)
+    yield "parallel.etp model.experts model.expert_ffn", mistake
+
+    mistake = ""
+    if etp and model.experts and ranks % ep == 0 and (ranks // ep) % etp:
+        mistake = _must_divide("parallel.etp", etp, "parallel.dp * cp * tp / ep", ranks // ep)
+    yield f"parallel.etp {keys}", mistake
+
     shard = parallel.shard
     mistake = _must_divide("parallel.shard", shard, "parallel.dp", parallel.dp) if shard else ""
     yield "parallel.shard parallel.dp", mistake
+
+
+def _context(model: Model, parallel: Parallel) -> Iterator[Rule]:
+    """Ranks that exchange heads need equally many of them, and of the heads that keys and values have."""
+    cp, tp, kind, inner = parallel.cp, parallel.tp, parallel.cp_type, parallel.cp_inner
+    mistake = ""
+    if inner and kind != "a2a+p2p":
+        mistake = f'parallel.cp_inner = {inner} needs parallel.cp_type = "a2a+p2p": set it, or remove cp_inner'
+    elif inner:
+        mistake = _must_divide("parallel.cp_inner", inner, "parallel.cp", cp)
+    yield "parallel.cp_inner parallel.cp_type parallel.cp", mistake
+
+    share = cp if kind == "a2a" else inner if kind == "a2a+p2p" else 1
+    heads, mistake = gcd(max(model.heads // tp, 1), max(model.kv_heads // tp, 1)), ""
+    if share > 1 and heads % share:
+        name = "parallel.cp" if kind == "a2a" else "parallel.cp_inner"
+        what = f'{name} = {share} with parallel.cp_type = "{kind}"'
+        mistake = f'{what} must divide the heads and key-value heads of a rank: use {divisors_of(heads)}, or "p2p"'
+    yield "parallel.cp parallel.cp_type parallel.cp_inner parallel.tp model.heads model.kv_heads", mistake
 
 
 def _pipeline(model: Model, train: Train, parallel: Parallel) -> Iterator[Rule]:

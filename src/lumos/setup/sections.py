@@ -241,6 +241,9 @@ class Parallel(Section):
     vpp: Degree = 1
     cp: Degree = 1
     ep: Degree = 1
+    etp: MaybeDegree = 0  # ranks that one expert is cut for; 0: tp, or 1 where a rank has several experts
+    cp_type: Literal["", "p2p", "all_gather", "a2a", "a2a+p2p"] = ""  # how context-parallel ranks attend; "": p2p
+    cp_inner: MaybeDegree = 0  # a2a+p2p: ranks that exchange heads; 0: as many as NVLink joins and the heads allow
     dp: MaybeDegree = 0  # derived in a Setup: gpus / (tp * pp * cp)
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     sequence_parallel: bool = False

@@ -162,13 +162,14 @@ def prices_of(
 def shape_of(setup: Setup) -> Hashable:
     """What the prices of a setup depend on: setups of one shape can share them, blocks that were priced included."""
     p, t, cluster = setup.parallel, setup.train, setup.cluster
-    experts = (p.ep, p.dp, p.pp) if setup.model.experts else ()
+    experts = (p.ep, p.etp, p.dp, p.pp) if setup.model.experts else ()
     sharded = p.zero == 3 and p.dp * p.cp > 1
     framework = framework_named(t.framework, t.precision)
     added = 0 if framework.accumulates_fp32 else t.microbatches  # to gradients, but for the first
     return (
         setup.model, t.model_copy(update={"microbatches": added, "global_batch": 0}), cluster,
-        p.tp, p.cp, p.sequence_parallel, p.tp_overlap, p.pp if t.offload_layers else p.pp > 1, sharded, experts,
+        p.tp, p.cp, p.cp_type, p.cp_inner, p.sequence_parallel, p.tp_overlap, p.pp > 1, sharded, experts,
+        p.pp if t.offload_layers else 0,
     )  # fmt: skip
 
 

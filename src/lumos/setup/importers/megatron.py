@@ -48,7 +48,7 @@ def read_megatron(script: Script) -> Reading:
     found.values |= _TABLES["defaults"]
     _put_options(found, options)
     rules = (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _recomputation, _offloading)
-    for rule in (*rules, _not_modelled):
+    for rule in (*rules, _context, _not_modelled):
         rule(found, options)
     put_cluster(found, script)
     _instances(found, options)
@@ -184,8 +184,8 @@ def _attention(found: Findings, options: Options) -> None:
 def _experts(found: Findings, options: Options) -> None:
     values = found.values
     if not as_count(values.get("model.experts")):
-        for key in ("experts", "top_k", "expert_ffn"):
-            values.pop(f"model.{key}", None)
+        for key in ("model.experts", "model.top_k", "model.expert_ffn", "parallel.etp"):
+            values.pop(key, None)
         return
     values.setdefault("model.top_k", _TABLES["moe_defaults"]["top_k"])
     width = as_count(values.get("model.expert_ffn")) or as_count(values.get("model.ffn"))
@@ -193,6 +193,9 @@ def _experts(found: Findings, options: Options) -> None:
     if shared and width:
         experts = as_count(values.get("model.experts"))
         values["model.shared_experts"] = shared_experts(found, shared, width, experts)
+    tp = as_count(values.get("parallel.tp"))
+    if tp > 1:
+        values.setdefault("parallel.etp", tp)  # Megatron's default
     _dense_layers(found, "".join(options.get("moe-layer-freq") or ["1"]).replace(" ", ""))
 
 
@@ -384,6 +387,23 @@ def _offloading(found: Findings, options: Options) -> None:
         modules = listed(options.get("offload-modules") or ["no modules"])
         sentence = f"--fine-grained-activation-offloading ({modules}) is not modelled: assuming activations on the GPU"
         found.note(sentence, "train.offload_layers")
+
+
+def _context(found: Findings, options: Options) -> None:
+    """How context-parallel ranks attend: one word, or one for every layer."""
+    words, known = options.get("cp-comm-type") or [], ("p2p", "all_gather", "a2a", "a2a+p2p")
+    if as_count(found.values.get("parallel.cp")) <= 1 or not words:
+        return
+    kinds = list(dict.fromkeys(word.strip("[]'\",").replace("allgather", "all_gather") for word in words))
+    if kinds[0] in known:
+        found.values["parallel.cp_type"] = kinds[0]
+    if len(kinds) > 1 or kinds[0] not in known:
+        taken = kinds[0] if kinds[0] in known else known[0]
+        what = f"--cp-comm-type {listed(kinds)} is not modelled: use one of {one_of(list(known))}"
+        found.note(f"{what}; assuming {taken} in all layers", "parallel.cp_type")
+    inner = _count(options, "hierarchical-context-parallel-sizes")
+    if inner and kinds[0] == "a2a+p2p":
+        found.values["parallel.cp_inner"] = inner
 
 
 def _not_modelled(found: Findings, options: Options) -> None:

@@ -169,6 +169,16 @@ def _parallelism(found: Findings, given: Mapping[str, Any]) -> None:
         degree = _number(found, given, place)
         if degree is not None:
             found.values[place] = max(degree, 1)
+    etp = _number(found, given, "parallel.etp")
+    if etp and found.values.get("model.experts"):
+        found.values["parallel.etp"] = etp
+    if found.values.get("parallel.cp", 1) > 1:
+        name, word = _first(given, _COMBINED["rotate"])
+        meanings = _TABLES["rotations"]
+        kind = meanings.get(_DEFAULTS["rotate"] if word is None else str(word))
+        if kind is None:
+            found.note(f"{name} = {shown(word)} is not known: use {one_of(list(meanings))}", "parallel.cp_type")
+        found.values["parallel.cp_type"] = kind or meanings[_DEFAULTS["rotate"]]
     sequence = _switch(found, given, "sequence_parallel")
     found.values["parallel.sequence_parallel"] = found.values.get("parallel.tp", 1) > 1 and sequence is not False
     if found.values.get("parallel.tp_overlap") and not found.values.get("train.compile"):
