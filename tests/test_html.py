@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from browser import LAPTOP, Browser, find_browser, open_browser
@@ -44,6 +46,7 @@ from lumos.report.html.timeline import Path as CriticalPath
 from lumos.report.predictions import operators_table
 from lumos.report.replays import replay_cards
 from lumos.report.table import Card, Column, Row, Table, ms_columns
+from lumos.report.terminal.style import rendered
 from lumos.report.wording import (
     count_text,
     gib_text,
@@ -454,6 +457,24 @@ def test_what_is_known_by_its_bytes_is_shown_in_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('model.preset = "gpt3-125m"\ntrain = {seq = 2048, framework = "neox"}\n')
     shapes = {row.values[0]: row.values[1] for row in operators_table(predict(read_setup(tmp_path / "a.toml"))).rows}
     assert shapes["loss"] == "3.91 GB"
+
+
+# ---------------------------------------------------------------------- narrow terminals
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 140])
+def test_tables_break_no_word_and_no_number_on_any_terminal(width: int) -> None:
+    """Columns that do not fit stand below the others, with the first column again."""
+    columns = [Column("#"), Column("schedule"), *(Column(f"number {i}, ms", 1) for i in range(6)), Column("variants")]
+    row = Row(["1", "zero-bubble-v", *(123_456.7 + i for i in range(6)), "10: cp 1, 2; recompute none, selective"])
+    text = io.StringIO()
+    Console(file=text, width=width).print(rendered(Table("the best by time of all that were tried", columns, [row])))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).split()
+    expected = {"zero-bubble-v", "selective", *(f"{123_456.7 + i:,.1f}" for i in range(6))}
+    assert expected <= set(words)
+    assert words.count("#") == words.count("1") == sum(line.startswith("#") for line in lines) > (width < 80)
 
 
 # ---------------------------------------------------------------------- units that people read

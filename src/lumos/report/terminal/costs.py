@@ -135,5 +135,5 @@ def show_about(found: About, console: Console) -> None:
     shown += [about_tables.models_table(found), about_tables.frameworks_table(found)]
     title = "lumos: predicts what training runs of large models do"
     more = Text("where every constant comes from: --json, or -o about.html")
-    parts = [summary(title, about_tables.about_cards(found)), *(rendered(table, len(table.rows)) for table in shown)]
-    console.print(Group(*parts, more))
+    cards = summary(title, about_tables.about_cards(found))
+    console.print(Group(cards, *(rendered(table, len(table.rows)) for table in shown), more))
