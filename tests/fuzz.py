@@ -43,7 +43,7 @@ from lumos.files import json_of
 from support import header, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_SECONDS = 20
+MOST_SECONDS = 60  # the largest step that is simulated takes half a minute
 MOST_BYTES = 6 << 30  # of address space
 YEAR_MS = 365.0 * 86_400e3
 MOST_OF_A_KIND = 2  # findings that are kept and printed
