@@ -44,6 +44,7 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"parallel__dp": 8, "parallel__zero": 3},
         {"parallel__cp": 4, "parallel__dp": 2, "train__recompute": "full"},
         {"parallel__cp": 4, "parallel__cp_type": "all_gather"},
+        {"parallel__dp": 4, "parallel__zero": 1, "train__optimizer": "muon"},
         {"parallel__cp": 8, "parallel__cp_type": "a2a+p2p", "parallel__cp_inner": 4},
         {
             "preset": "mixtral-8x7b", "parallel__tp": 4, "parallel__sequence_parallel": True, "parallel__dp": 4,

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lumos.cost.prices import time_of
 from lumos.program.attention import core
 from lumos.program.block import Block
 from lumos.program.embedding_head import embedding, head, head_backward, optimizer
 from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
 from lumos.program.moe import expert_gradient_bytes, moe, moe_backward
+from lumos.program.muon import Matrices, expert_matrices, layer_matrices, orthogonalised
 from lumos.program.operators import Collective, Operator
-from lumos.program.parameters import chunks_of, layers_of
+from lumos.program.parameters import RankParameters, chunks_of, layers_of
 from lumos.program.program import Program
 from lumos.program.rank_layout import RankLayout
 from lumos.program.transformer_layer import TransformerLayer
 from lumos.schedules import Phase
 from lumos.setup import Setup, mistakes_in, preset_named, preset_names
 from lumos.setup.frameworks import framework_named, framework_names
+from lumos.step.step import prices_of
+
+ROOT = Path(__file__).parent.parent
 
 
 def layout_of(preset: str = "llama3-8b", framework: str = "megatron", **changes: Any) -> RankLayout:
@@ -967,3 +974,56 @@ def test_only_a_ring_is_hidden_behind_attention() -> None:
         return {op.waits for op in block if "context" in op.name}
 
     assert (waits("p2p"), waits("all_gather"), waits("a2a")) == ({False}, {True}, {True})
+
+
+# Muon
+
+
+def muon(**changes: Any) -> Program:
+    return Program(layout_of(train__optimizer="muon", **changes).setup)
+
+
+def test_muon_keeps_one_moment_of_matrices_and_adams_two_of_the_rest() -> None:
+    program, adam = muon(), Program(layout_of().setup)
+    model, rest = program.setup.model, 2 * 128256 * 4096 + (2 * 32 + 1) * 4096  # embedding, output, norms
+    assert program.vectors(0) == rest
+    states = [p.sharding.states(p.stage_parameters(0), p.vectors(0)).optimizer for p in (program, adam)]
+    matrices = model.parameters() - rest
+    assert states == [8 * matrices + 12 * rest, 12 * (matrices + rest)]
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "mixtral-8x7b", "deepseek-v3"])
+def test_muon_counts_every_matrix_of_a_layer(preset: str) -> None:
+    layout = layout_of(preset, train__optimizer="muon")
+    model, parameters = layout.model, RankParameters(layout)
+    vectors = 2 * model.norm_parameters + (model.q_lora_rank + model.kv_lora_rank if model.latent else 0)
+    for sparse in [False] * (model.moe_layers < model.layers) + [True] * bool(model.moe_layers):
+        whole = parameters.sparse if sparse else parameters.dense
+        assert sum(matrix.elements for matrix in layer_matrices(layout, sparse)) == whole - vectors
+    if model.experts:
+        assert sum(matrix.elements for matrix in expert_matrices(layout)) == parameters.experts
+
+
+def test_an_iteration_of_newton_schulz_is_three_matmuls_of_the_smaller_side() -> None:
+    block = orthogonalised(layout_of(), [Matrices(4096, 14336, 2.0)])
+    m, n = 4096, 14336
+    assert matrix_flops(block) == 2 * 5 * (4 * m * m * n + 2 * m**3)
+    assert {op.dtype for op in operators(block) if op.is_matrix} == {"bf16"}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_matrices_are_shared_out_among_the_ranks_that_divide_the_state(zero: int) -> None:
+    alone = muon().optimizer(0).build()
+    program = muon(parallel__dp=8, parallel__zero=zero)
+    block = program.optimizer(0).build()
+    assert matrix_flops(block) == pytest.approx(matrix_flops(alone) / (8 if zero else 1), rel=1e-3)
+    assert kinds(block) == ({"all_gather": 1, "reduce_scatter": 1} if zero >= 2 else {})
+    assert program.sharding.reduction == {0: "all_reduce", 1: "all_reduce"}.get(zero, "reduce_scatter")
+
+
+def test_newton_schulz_takes_as_long_as_it_was_measured_to() -> None:
+    rows = json.loads((ROOT / "calibration" / "offload_h200.json").read_text())["newton_schulz"]
+    setup = layout_of(cluster__gpu="h200").setup
+    for row in (row for row in rows if row["m"] >= 4096):  # smaller ones are bound by the host
+        block = orthogonalised(Program(setup).layout, [Matrices(row["m"], row["n"], 1.0)])
+        assert time_of(block, prices_of(setup)).us == pytest.approx(1e3 * row["ms"], rel=0.05)

@@ -303,6 +303,7 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
     ),
     ({"train": {"seq": 2048, "recompute_every": 2, "recompute_group": 4}}, "cannot be recomputed together: remove one"),
     ({"train": {"seq": 2048, "recompute_modules": "operators,mlp"}}, '"operators" covers the whole layer'),
+    ({"train": {"seq": 2048, "optimizer": "muon", "offload_optimizer": 0.5}}, '"muon" on the host is not modelled'),
     ({"train": {"seq": 2048, "offload_weights": True}}, "train.offload_weights needs parallel.zero = 3, and it is 0"),
     (
         {"train": {"seq": 2048, "offload_layers": 5}, "parallel": {"pp": 2}},
@@ -645,6 +646,8 @@ def test_megatron_defaults_are_those_of_gpt() -> None:
             "parallel.cp_inner",
             4,
         ),
+        ("--optimizer muon", "train.optimizer", "muon"),
+        ("--optimizer dist_muon", "parallel.zero", 1),
         ("--optimizer-cpu-offload", "train.offload_optimizer", 1.0),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0.75", "train.offload_optimizer", 0.75),
         ("--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d", "train.offload_overlap", True),
@@ -681,7 +684,7 @@ def test_a_megatron_option(options: str, place: str, value: object) -> None:
 
 
 def test_what_a_script_asks_for_and_is_not_modelled_is_said() -> None:
-    notes = script_sections("--hidden-dropout 0.1 --attention-dropout 0 --optimizer muon", "train.sh").notes
+    notes = script_sections("--hidden-dropout 0.1 --attention-dropout 0 --optimizer lion", "train.sh").notes
     assert any("--hidden-dropout" in note.sentence for note in notes)
     assert any("--optimizer" in note.sentence for note in notes)
     assert not any("--attention-dropout" in note.sentence for note in notes)

@@ -557,6 +557,8 @@ def refuse(before: Setup, after: Setup) -> None:
     ]
     if bool(before.model.experts) != bool(after.model.experts) or before.model.gated != after.model.gated:
         fixed.append("the kind of MLP")
+    if before.train.optimizer != after.train.optimizer and "muon" in (before.train.optimizer, after.train.optimizer):
+        fixed.append("train.optimizer")
     if before.model.tied != after.model.tied:
         fixed.append("model.tied")
     if fixed:

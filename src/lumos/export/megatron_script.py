@@ -53,6 +53,9 @@ def options_of(setup: Setup) -> Options:
     found["train"] += [f"max-position-embeddings {setup.train.seq}"]
     found["train"] += [*_recomputation(setup.train), *_offloading(setup.train)]
     found["parallel"] += _parallel(setup)
+    if setup.train.optimizer == "muon" and setup.parallel.zero == 1:  # it shares out whole matrices by itself
+        found["parallel"] = [option for option in found["parallel"] if option != "use-distributed-optimizer"]
+        found["train"] = [option.replace("optimizer muon", "optimizer dist_muon") for option in found["train"]]
     found["data"] = list(_WRITING["to_fill_in"])
     return found
 

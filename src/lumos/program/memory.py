@@ -160,7 +160,7 @@ class _Stage:
         self.counts = common.program.in_flight(index)
         self.first, self.last = any(c.first for c in self.chunks), any(c.last for c in self.chunks)
         self.parameters = common.program.stage_parameters(index)
-        self.states = common.sharding.states(self.parameters)
+        self.states = common.sharding.states(self.parameters, common.program.vectors(index))
         self.trained = sum(common.sharding.trained(self.parameters))
         self.has_sparse = any(chunk.sparse for chunk in self.chunks)
 
@@ -298,7 +298,7 @@ class _Stage:
     def _at_the_end(self) -> float:
         """After the last backward pass."""
         common, sharding = self.common, self.common.sharding
-        total = sharding.step * self.states.optimizer / sharding.optimizer if sharding.optimizer else 0.0
+        total = sharding.step * sharding.stays * sharding.updated(self.parameters) if sharding.optimizer else 0.0
         if common.joins_outputs and self.last:
             total = max(total, self.train.microbatches * common.layout.element * common.logits)  # joined into one
         if sharding.gathers == "every pass" and not sharding.frozen:

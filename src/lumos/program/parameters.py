@@ -1,6 +1,7 @@
 """Parameters: which layers a pipeline stage holds, how many parameters that is on one rank, and how ZeRO divides them.
 
-Bytes for one parameter, in 16 bits; all is 4 where training is in fp32. SGD has momentum: one value instead of two.
+Bytes for one parameter, in 16 bits; all is 4 where training is in fp32. SGD has momentum: one value instead of two. So
+has Muon, for the matrices of the layers; the rest is updated by Adam.
 
 | state_precision | weights | gradients | state of Adam |
 |---|---|---|---|
@@ -21,7 +22,7 @@ from lumos.schedules import schedule_named
 from lumos.setup.sections import Train
 from lumos.setup.setup import Setup
 
-_OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}
+_OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 1, "none": 0}
 
 
 class Chunk(NamedTuple):
@@ -184,10 +185,12 @@ class Sharding:
         precision = framework.state_precision if e < 4 else "training"
         self.low = e  # bytes of a weight as the matmuls read it
         self.weights = self.gradients = 4.0 if precision == "fp32" else e
+        self.moment = self.weights  # bytes of one value that the optimizer keeps
         self.optimizer = self.weights * values
         self.casts = self.step = 0.0
         if precision == "mixed":
             self.gradients = 4.0 if framework.gradient_buffer_fp32 else e
+            self.moment = 4.0
             self.optimizer = 4.0 * (1 + values) if values else 0.0
             self.step = 4.0 - self.gradients  # Adam works on fp32 gradients, of its own part alone
         elif precision == "fp32" and self.zero < 3:
@@ -216,7 +219,8 @@ class Sharding:
     @property
     def reduction(self) -> str:
         """The collective that adds up gradients."""
-        scatters = self.zero == 3 or (self.zero and self.layout.framework.scatters)
+        whole = self.layout.train.optimizer == "muon" and self.zero == 1  # its matrices are shared out, not cut
+        scatters = self.zero == 3 or (self.zero and self.layout.framework.scatters and not whole)
         return "reduce_scatter" if scatters else "all_reduce"
 
     def trained(self, parameters: Parameters) -> Parameters:
@@ -245,8 +249,8 @@ class Sharding:
         """Weights, with gradients and state, are on the host between their gathers."""
         return self.layout.train.offload_weights and self.gathers != "never"
 
-    def states(self, parameters: Parameters) -> States:
-        """Bytes that a rank holds of these parameters on the GPU.
+    def states(self, parameters: Parameters, vectors: float = 0.0) -> States:
+        """Bytes that a rank holds of these parameters on the GPU; `vectors` of them have one moment more.
 
         Gradients that ZeRO divides go to the host together with the state (ZeRO-Offload, FSDP); those that it does not
         divide stay in their buffer (Megatron).
@@ -255,5 +259,5 @@ class Sharding:
         return States(
             0.0 if self.offloads_weights else self.weights * self.held(parameters),
             self.gradients * (divided if self.zero >= 2 else sum(self.trained(parameters))),
-            self.optimizer * divided,
+            self.optimizer * divided + self.moment * self.stays * vectors / self.shards,
         )

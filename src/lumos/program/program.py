@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from lumos.program.block import Block, input_gradients, saved_bytes, weight_gradients
 from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward, optimizer
+from lumos.program.muon import Matrices, expert_matrices, layer_matrices, orthogonalised
 from lumos.program.parameters import (
     Chunk,
     Parameters,
@@ -22,6 +23,7 @@ from lumos.program.parameters import (
     layers_of,
     recomputed_layers,
 )
+from lumos.program.primitives import collective
 from lumos.program.rank_layout import RankLayout
 from lumos.program.transformer_layer import LayerMemory, TransformerLayer
 from lumos.schedules import Phase, Schedule, schedule_named
@@ -91,6 +93,17 @@ class Program:
             self._held[first] = self.parameters.of(self.chunks[first])
         return self._held[first]
 
+    def vectors(self, stage: int) -> float:
+        """Parameters that Muon leaves to Adam: embedding, output, norms and biases; none with another optimizer."""
+        if self.setup.train.optimizer != "muon":
+            return 0.0
+        trained, chunk = self.sharding.trained(self.stage_parameters(stage)), self._whole(stage)
+        if self.sharding.frozen:
+            return sum(trained)
+        layers = ((chunk.dense, False), (chunk.sparse, True))
+        matrices = (n * matrix.elements for n, sparse in layers if n for matrix in layer_matrices(self.layout, sparse))
+        return max(trained.common - sum(matrices), 0.0)
+
     def tensors(self, stage: int) -> int:
         """Parameter tensors that one rank of a stage updates."""
         m = self.setup.model
@@ -134,7 +147,33 @@ class Program:
         """The GPU's part of the update, once a step."""
         sharding, tensors = self.sharding, self.tensors(stage)
         size = sharding.stays * sharding.updated(self.stage_parameters(stage))
-        return Repeated(("optimizer", round(size), tensors), lambda: optimizer(self.layout, size, tensors))
+        if self.setup.train.optimizer != "muon":
+            return Repeated(("optimizer", round(size), tensors), lambda: optimizer(self.layout, size, tensors))
+        chunk = self._whole(stage)
+        return Repeated(("optimizer", round(size), tensors, chunk), lambda: self._muon(chunk, size, tensors))
+
+    def _whole(self, stage: int) -> Chunk:
+        """The layers of a stage as one chunk."""
+        return Chunk(sum(c.dense for c in self.chunks[stage]), sum(c.sparse for c in self.chunks[stage]))
+
+    def _muon(self, chunk: Chunk, size: float, tensors: int) -> Block:
+        """The matrices that one rank orthogonalises, gathered where gradients are divided; then the update of all."""
+        s, sharding = self.layout, self.sharding
+        if sharding.frozen:
+            return optimizer(s, size, tensors)
+        found: list[Matrices] = []
+        for sparse, layers in ((False, chunk.dense), (True, chunk.sparse)):
+            common = layer_matrices(s, sparse) if layers else []
+            found += [matrix._replace(number=layers / sharding.shards) for matrix in common]
+        experts = expert_matrices(s) if chunk.sparse else []
+        share = chunk.sparse / sharding.expert_shards
+        found += [matrix._replace(number=matrix.number * share) for matrix in experts]
+        gathered: Block = []
+        if sharding.zero >= 2:
+            whole = 2.0 * sharding.shards * sum(matrix.elements for matrix in found)
+            near = s.sharing[0]
+            gathered = [*collective("all_gather", whole, near), *collective("reduce_scatter", whole, near)]
+        return [*gathered, *orthogonalised(s, found), *optimizer(s, size, tensors)]
 
     def _layers(self, chunk: Chunk) -> Iterator[tuple[TransformerLayer, int, int]]:
         """Each kind of layer, how many there are, and of how many something is recomputed."""

@@ -105,6 +105,11 @@ def _assumed(train: Train) -> list[str]:
             "the optimizer's step on the host is assumed to run at the rate of a typical host (data/step.json): "
             "its time may be off by a factor of two"
         )
+    if train.optimizer == "muon":
+        found.append(
+            "Muon: five Newton-Schulz iterations for every matrix, shared out among the ranks that divide the state, "
+            "are assumed; no step with Muon was measured"
+        )
     if train.offload_layers:
         found.append("activations are assumed to move to the host and back beside compute, at the link's full rate")
     return found
@@ -245,6 +250,10 @@ def _recomputation(train: Train) -> Iterator[Rule]:
 def _offloading(model: Model, train: Train, parallel: Parallel) -> Iterator[Rule]:
     mistake = f"train.offload_weights needs parallel.zero = 3, and it is {parallel.zero}: set it"
     yield "train.offload_weights parallel.zero", mistake if train.offload_weights and parallel.zero < 3 else ""
+
+    offloads = train.offload_weights or train.offload_optimizer
+    mistake = 'train.optimizer = "muon" on the host is not modelled: use "adamw", or do not offload the optimizer'
+    yield "train.optimizer train.offload_optimizer", mistake if offloads and train.optimizer == "muon" else ""
 
     most, mistake = -(-model.layers // parallel.pp), ""
     if train.offload_layers > most:

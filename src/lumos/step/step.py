@@ -419,6 +419,8 @@ class Assembly:
         """The update: by the GPU, and at the same time by the host of what is there."""
         sharding = self.program.sharding
         on_gpu = self._block_time(self.program.optimizer(stage))
+        if self.setup.train.optimizer == "muon":  # many small kernels: the host may take longer to issue them
+            return on_gpu._replace(us=max(on_gpu.us, on_gpu.host_us))
         if sharding.stays == 1 or self.setup.train.optimizer == "none":
             return on_gpu
         size = (1 - sharding.stays) * sharding.updated(self.program.stage_parameters(stage))

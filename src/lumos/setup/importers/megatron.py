@@ -340,6 +340,8 @@ def _instances(found: Findings, options: Options) -> None:
 
 def _overlap(found: Findings, options: Options) -> None:
     values = found.values
+    if _word(options, "optimizer") == "dist_muon":
+        values.setdefault("parallel.zero", 1)  # whole matrices are shared out among the replicas
     if values.get("parallel.zero") == 3:
         values["parallel.dp_overlap"] = True  # sharded weights are prefetched
 
