@@ -42,6 +42,25 @@ def predicted(*ops: RecordedOp, changes: tuple[str, ...] = ("cluster.gpu=h200",)
     return predict_recording(recording(*ops, **more), changes)
 
 
+# What it ran on
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
+def test_the_denominator_of_mfu_is_the_peak_of_the_matmuls(dtype: str, size: int) -> None:
+    tensor = TensorInfo((8192, 8192), dtype, (8192, 1), size)
+    found = predicted(matmul(inputs=(tensor, tensor), outputs=(tensor,)))
+    assert found.setup.train.precision == dtype
+    assert found.hfu is not None
+    assert 0.4 < found.hfu < 1  # of one matmul
+
+
+def test_the_gpu_that_the_script_found_is_assumed_with_a_note() -> None:
+    found = predicted(matmul(), changes=(), made_by={"gpu": "NVIDIA B200"})
+    assert found.setup.cluster.gpu == "b200"
+    assert "cluster.gpu is not given: assuming b200, which the script found" in found.warnings
+    assert "cluster.gpu is not given: assuming h100" in predicted(matmul(), changes=()).warnings
+
+
 # Time
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from lumos.cost.aten_work import matrix_operator
 from lumos.dry_run.dry_files import dry_files, read_recording
 from lumos.dry_run.dry_prediction import STAND_IN, DryPrediction, dry_prediction
+from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import NO_PRICES
+from lumos.setup.gpus import find_gpu
 from lumos.setup.setup_files import read_plain
 
 _FREE = ("cluster",)  # sections that a dry run leaves open
@@ -23,9 +27,7 @@ def predict_script(path: Path, changes: Sequence[str], tariff: Tariff) -> DryPre
     return max(found, key=lambda prediction: prediction.step_ms)
 
 
-def predict_recording(
-    recording: Recording, changes: Sequence[str] = (), tariff: Tariff = NO_PRICES
-) -> DryPrediction:
+def predict_recording(recording: Recording, changes: Sequence[str] = (), tariff: Tariff = NO_PRICES) -> DryPrediction:
     """Predict one rank's dry run on the cluster that `changes` name, as in ("cluster.gpu=h200",)."""
     plain = read_plain(None, changes)
     for section, values in plain.sections.items():
@@ -41,13 +43,30 @@ def predict_recording(
             f"cluster.gpus = {gpus}: the dry run is of a job of {recording.world}: "
             f"run lumos capture --dry --world {gpus} again"
         )
-    cluster.setdefault("gpu", "h100")
-    sections = {"model": STAND_IN, "train": {"seq": 1}, "parallel": {"dp": recording.world}, "cluster": cluster}
+    notes = []
+    if "gpu" not in cluster:
+        met = find_gpu(recording.made_by.get("gpu", ""))
+        cluster["gpu"] = met.name if met else "h100"
+        notes.append(f"cluster.gpu is not given: assuming {cluster['gpu']}{', which the script found' if met else ''}")
+    train = {"seq": 1, "precision": _precision(recording, str(cluster["gpu"]))}
+    sections = {"model": STAND_IN, "train": train, "parallel": {"dp": recording.world}, "cluster": cluster}
     reading = plain.checked(sections)
     version = recording.made_by.get("torch", "")
-    notes = [*reading.notes, f"dry run of rank {recording.rank} of {recording.world}: torch {version}"]
+    notes = [*reading.notes, *notes, f"dry run of rank {recording.rank} of {recording.world}: torch {version}"]
     if recording.world > 1:
         notes.append("other ranks are taken to arrive at every collective at the same time")
     if any(op.name in ("send", "recv") for op in recording.ops):
         notes.append("a stage of a pipeline alone: the time that it waits for other stages is not included")
     return dry_prediction(recording, reading.setup, tuple(notes), tariff)
+
+
+def _precision(recording: Recording, gpu: str) -> str:
+    """The precision of most of the work of matmuls and attention: its peak is the denominator of MFU and HFU."""
+    flops: Counter[str] = Counter()
+    for op in recording.ops:
+        found = matrix_operator(op) if DryStep.runs(op) else None
+        if found is not None and found.is_matrix:
+            flops[found.dtype] += round(found.flops)
+    precision = flops.most_common(1)[0][0] if flops else "bf16"
+    known = find_gpu(gpu)
+    return precision if known is not None and known.supports(precision) else "bf16"

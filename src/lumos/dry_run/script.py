@@ -57,7 +57,9 @@ def dry_run_this_process(folder: Path, gpu: dict[str, Any], rank: int, world: in
     faulthandler.enable()  # C++ that is given an address of a fake tensor ends the process: say where
     stack = ExitStack()
     counter = faked(stack, gpu, rank, world)
-    stack.enter_context(steps_counted(counter, functools.partial(_write, counter, folder), _end))
+    stack.enter_context(
+        steps_counted(counter, functools.partial(_write, counter, folder, str(gpu.get("gpu", ""))), _end)
+    )
     sys.excepthook = functools.partial(_explain, sys.excepthook)
     atexit.register(_say_how_far, counter, os.getpid(), stack)
 
@@ -119,12 +121,14 @@ def _has_buckets(counter: StepCounter) -> bool:
     return any(isinstance(model, DistributedDataParallel) for model in counter.recorder.modules.roots.values())
 
 
-def _write(counter: StepCounter, folder: Path) -> None:
-    """Write the step that has just ended."""
+def _write(counter: StepCounter, folder: Path, gpu: str) -> None:
+    """Write the step that has just ended, and the GPU that the script found."""
     if not trains_on_gpu(counter):
         _stop("lumos: the script trains on the CPU: move its model and data to cuda, which is there in a dry run")
     rank, world = place()
-    write_recording(folder / f"rank{rank}.dry.json.gz", counter.recording(tokens_of(counter.recorder), 1, rank, world))
+    recording = counter.recording(tokens_of(counter.recorder), 1, rank, world)
+    recording.made_by["gpu"] = gpu
+    write_recording(folder / f"rank{rank}.dry.json.gz", recording)
 
 
 def _end() -> None:
