@@ -202,12 +202,31 @@ def test_a_model_type_that_is_not_known_is_one_line_with_the_way_out(tmp_path: P
 
 
 @needs_transformers
+def test_a_failing_dry_run_of_what_cannot_be_described_does_not_offer_to_describe_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bert = LLAMA | {"model_type": "bert", "max_position_embeddings": 128, "type_vocab_size": 2}
+    with pytest.raises(LumosError, match=r"train\.seq = 256 is more than its max_position_embeddings = 128") as caught:
+        predicted(tmp_path, bert, "train.seq=256")
+    assert str(caught.value).endswith("lumos capture --dry -- COMMAND")
+    assert "fake_tensor.py" not in capfd.readouterr().err
+
+
+@needs_transformers
 @pytest.mark.parametrize(
     "change", ["cluster.gpus=2", "train.cuda_graphs=true", "model.layers=3", "train.precision=fp8"]
 )
 def test_what_a_dry_run_does_not_cover_is_described_and_says_so(change: str, tmp_path: Path) -> None:
     found = predicted(tmp_path, LLAMA, "train.seq=64", change)
     assert any("predicted from its sizes" in note for note in found["warnings"])
+
+
+@needs_transformers
+@pytest.mark.parametrize("change", ["tp=2", "pp=2", "cp=2", "dp=4", "stage_layers=[1,1]"])
+def test_what_divides_the_model_divides_the_one_of_the_config(change: str, tmp_path: Path) -> None:
+    changes = ["parallel.pp=2"] if "stage" in change else []
+    found = predicted(tmp_path, LLAMA, "train.seq=64", f"parallel.{change}", *changes)
+    assert any("predicted from its sizes: dry runs do not cover parallel." in note for note in found["warnings"])
 
 
 @needs_transformers

@@ -5,6 +5,7 @@ What is imported here needs no torch; `predict_config` imports it when it is cal
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from lumos.prediction.bill import Tariff
 from lumos.setup.importers.foreign_file import text_of
 from lumos.setup.messages import place_of
 from lumos.setup.setup import Setup
-from lumos.setup.setup_files import read_plain
+from lumos.setup.setup_files import read_plain, read_setup_with_notes
 
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "cluster.gpus": (1,), "train.precision": ("bf16", "fp16", "fp32"),
@@ -27,6 +28,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "train.optimizer": ("adamw", "adam", "sgd"), "train.attention": ("",), "train.cuda_graphs": (False,),
     "train.imbalance": (1.0,),
 }  # fmt: skip
+_DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "stage_layers")
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -46,6 +48,10 @@ def why_not(path: Path, changes: Sequence[str]) -> str | None:
         return (
             "predicted from its sizes, because model keys are set: a dry run takes the model as its config.json has it"
         )
+    for key in _DEGREES:  # before the stand-in for the model is checked, which has no heads and layers to divide
+        value = (given.get("parallel") or {}).get(key, 1)
+        if value not in (0, 1):
+            return f"predicted from its sizes: dry runs do not cover parallel.{key} = {value}"
     setup = _setup(path, changes).setup
     if setup.cluster.accelerator.is_cpu:
         return "predicted from its sizes: dry runs have no prices for CPUs"
@@ -107,7 +113,7 @@ def predict_config(path: Path, changes: Sequence[str], tariff: Tariff) -> DryPre
     if config is None:
         raise InputError(f"{place_of(path)}: not the config.json of a model")
     setup: Setup = reading.setup
-    recording = _recorded(config, setup, place_of(path))
+    recording = _recorded(config, setup, path, changes)
     return dry_prediction(recording, setup, (*reading.notes, *_notes()), tariff)
 
 
@@ -121,25 +127,40 @@ def _notes() -> tuple[str, ...]:
     )
 
 
-def _recorded(config: dict[str, Any], setup: Setup, where: str) -> Any:
+def _recorded(config: dict[str, Any], setup: Setup, path: Path, changes: Sequence[str]) -> Any:
     """Record the step; whatever the model's code does that fake tensors cannot follow is one line for the user."""
     os.environ.update(_OFFLINE)
     from lumos.dry_run.huggingface_model import builder
     from lumos.dry_run.record import record_step
 
-    train, way_out = setup.train, "add --describe to predict from the sizes of the model"
+    train, where = setup.train, place_of(path)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what is raised, too
     try:
         build = builder(config, train.seq, train.micro_batch, train.precision, train.recompute == "full")
         return record_step(build, train.optimizer, train.microbatches, train.compile)
     except LumosError as error:
-        raise OptionError(f"{where}: {error}; or {way_out}") from None
+        raise OptionError(f"{where}: {error}; or {_way_out(path, changes)}") from None
     except TimeoutError:
         raise OptionError(
-            f"{where}: its step runs too many operators for a dry run (a loop over tokens in Python?): {way_out}"
+            f"{where}: its step runs too many operators for a dry run (a loop over tokens in Python?): "
+            f"{_way_out(path, changes)}"
         ) from None
     except Exception as error:  # the model's own code may raise anything
         line = next((text.strip() for text in str(error).splitlines() if text.strip()), "")
+        longest = config.get("max_position_embeddings")
+        if isinstance(longest, int) and 0 < longest < train.seq:
+            line = f"train.seq = {train.seq} is more than its max_position_embeddings = {longest} ({line[:80]})"
         raise OptionError(
             f"{where}: the dry run of {config['model_type'][:60]} failed: {type(error).__name__}: {line[:200]}; "
-            f"{way_out}"
+            f"{_way_out(path, changes)}"
         ) from None
+
+
+def _way_out(path: Path, changes: Sequence[str]) -> str:
+    """What to do instead of a dry run: describe the model, where a setup can."""
+    try:
+        read_setup_with_notes(path, changes)
+    except LumosError as error:  # other mistakes can be mended with --set
+        if "cannot be described" in str(error):
+            return "dry-run a training script of it: lumos capture --dry -- COMMAND"
+    return "add --describe to predict from the sizes of the model"
