@@ -690,6 +690,7 @@ def test_all_mistakes_of_all_rows_are_told_at_once() -> None:
         {"t": 1},
         {"op": "gelu", "t": True, "h": 1 << 40},
         {"op": ["gelu"], "dtype": []},
+        {"op": "matmul", "m": 1},
     ]
     with pytest.raises(InputError) as told:
         operators_of(wrong, "r.json")
@@ -706,6 +707,7 @@ def test_all_mistakes_of_all_rows_are_told_at_once() -> None:
         "r.json: rows[5]: h = 1099511627776 is not a size: give a whole number from 1 to 1099511627775",
         "r.json: rows[6]: dtype = a list of 0 is not known: use bf16, fp16, fp32, tf32 or fp8",
         "r.json: rows[6]: op = a list of 1 is not known: did you mean gelu? (`lumos cost --help` lists all)",
+        'r.json: rows[7]: op = "matmul" is not known: did you mean gemm? (`lumos cost --help` lists all)',
     ]
 
 

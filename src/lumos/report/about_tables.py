@@ -19,11 +19,15 @@ def about_cards(found: About) -> list[Card]:
         Card("GPUs", str(len(found.gpus)), f"with samples of their own: {own}; the others are scaled by their peaks"),
         Card("models", str(len(found.models)), "published sizes, as model.preset"),
         Card("frameworks", str(len(found.frameworks)), ", ".join(one["name"] for one in found.frameworks)),
-        Card("cost models", str(len(found.costs)), f"the oldest was fitted {max(ages, default=0)} days ago"),
+        Card("cost models", str(len(found.costs)), f"the oldest was fitted {_ago(max(ages, default=0))}"),
         Card("described step", f"± {base:.0f} %", "80 % interval of the simplest run; measured runs, held out"),
         Card("traced step", f"± {found.profiler_error_pct:.0f} %", "80 % interval of the step without the profiler"),
         Card("constants", str(len(kinds)), f"with their sources: {fitted}, the rest documented or by hand"),
     ]
+
+
+def _ago(days: int) -> str:
+    return "today" if days < 1 else "1 day ago" if days == 1 else f"{days:,} days ago"
 
 
 def gpus_table(found: About) -> Table:

@@ -22,6 +22,13 @@ _BOUNDS = {
     "greater_than": ("more than", "gt"),
     "less_than_equal": ("at most", "le"),
 }
+_CALLED_ELSEWHERE = {  # what other tools call it, which is spelt like something else here
+    "batch_size": "micro_batch", "micro_batch_size": "micro_batch", "local_batch_size": "micro_batch",
+    "global_batch_size": "global_batch", "gradient_accumulation_steps": "microbatches", "seq_length": "seq",
+    "max_seq_len": "seq", "dtype": "precision", "activation_checkpointing": "recompute", "fsdp": "zero",
+    "world_size": "gpus", "num_gpus": "gpus", "nodes": "gpus", "matmul": "gemm", "mm": "gemm", "linear": "gemm",
+    "attention": "sdpa_fwd", "flash_attention": "sdpa_fwd",
+}  # fmt: skip
 _WANTED = {
     "int_type": "give a whole number",
     "float_type": "give a number",
@@ -42,6 +49,9 @@ def size_text(count: float) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that was probably meant, or ""."""
     by_folded = {candidate.casefold(): candidate for candidate in known}
+    elsewhere = _CALLED_ELSEWHERE.get(name[:100].casefold(), "")
+    if elsewhere in by_folded:
+        return by_folded[elsewhere]
     found = difflib.get_close_matches(name[:100].casefold(), by_folded, n=1, cutoff=0.5)
     return by_folded[found[0]] if found else ""
 
