@@ -358,6 +358,28 @@ def test_experts_are_divided_too() -> None:
 
 
 # ---------------------------------------------------------------------- constraints
+def test_only_what_is_asked_for_is_tried_of_the_rarer_keys(llama: Setup) -> None:
+    usual = Space(llama, {"cluster.gpus": (64,)}).tried()
+    assert (usual["parallel.etp"], usual["train.recompute_layers"]) == ([0], [None])
+    vary = {"train.recompute_layers": (1, 2), "parallel.cp_type": ("p2p", "all_gather"), "parallel.pp": (4,)}
+    space = Space(llama, {"cluster.gpus": (64,), "parallel.cp": (1, 2), "parallel.tp": (8,), **vary})
+    found = [setup for index in range(len(space.layouts)) for _, setup in space.candidates(index)]
+    layers = {(setup.train.recompute, setup.train.recompute_layers) for setup in found}
+    assert layers == {("none", None), ("selective", None), ("full", 1), ("full", 2)}
+    types = {(setup.parallel.cp, setup.parallel.cp_type) for setup in found}
+    assert types == {(1, ""), (2, "p2p"), (2, "all_gather")}
+
+
+def test_experts_that_are_cut_by_tensor_parallelism_stay_so_in_a_search() -> None:
+    megatron = read_setup(ROOT / "examples/one-h200.toml", [
+        "model.preset=mixtral-8x7b", "parallel.tp=2", "parallel.etp=2", "cluster.gpus=16", "train.global_batch=64",
+        "train.framework=megatron",
+    ])  # fmt: skip
+    space = Space(megatron, {"parallel.tp": (1, 2, 4), "parallel.pp": (1,), "parallel.cp": (1,), "parallel.ep": (2,)})
+    found = [setup.parallel for index in range(len(space.layouts)) for _, setup in space.candidates(index)]
+    assert {(parallel.tp, parallel.etp) for parallel in found} == {(1, 1), (2, 2), (4, 4)}
+
+
 def test_a_deadline_asks_for_the_fewest_gpus_that_meet_it(llama: Setup) -> None:
     few = FEW | {"cluster.gpus": [32, 64, 128]}
     seconds = {
@@ -507,9 +529,7 @@ class Interrupted(Here):
 
 
 @pytest.mark.parametrize("after", [1, 3, 7])
-def test_an_interrupted_search_is_resumed(
-    llama: Setup, found: SearchResult, tmp_path: Path, after: int
-) -> None:
+def test_an_interrupted_search_is_resumed(llama: Setup, found: SearchResult, tmp_path: Path, after: int) -> None:
     first, second, whole = Interrupted(after), Interrupted(np.inf), Interrupted(np.inf)
     search(llama, FEW, engine=whole)
     with pytest.raises(KeyboardInterrupt):
@@ -614,9 +634,7 @@ def test_a_journal_that_cannot_be_written_ends_in_one_line(
         open_journal(tmp_path / "file", "question")
 
 
-def test_a_full_disk_leaves_nothing_half_written(
-    llama: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing_half_written(llama: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

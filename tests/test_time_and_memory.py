@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from lumos.cost.network import Network, Tier
 from lumos.cost.prices import timeline
@@ -19,7 +20,7 @@ from lumos.program.program import Program
 from lumos.program.rank_layout import RankLayout
 from lumos.program.transformer_layer import TransformerLayer
 from lumos.schedules import Phase
-from lumos.setup import Setup, preset_named
+from lumos.setup import Setup, mistakes_in, preset_named
 from lumos.setup.frameworks import framework_named
 from lumos.step.step import Step, assembled, prices_of, shape_of, simulate_step
 from test_memory import setups
@@ -490,3 +491,33 @@ def test_fsdp_fetches_its_weights_from_the_host_before_every_gather() -> None:
     mine = preset_named("llama3-8b").model.parameters() / 8
     copies = mine * (4 + 4 + 4) / (63e3 * 0.855)  # weights twice, gradients once, in fp32
     assert here < there < here + copies + mine / 1e3
+
+
+MODULES = ("core_attn", "layernorm", "mlp", "moe_act", "mla_up_proj", "moe", "shared_experts")
+
+
+@st.composite
+def asked_for(draw: st.DrawFn) -> dict[str, Any]:
+    """Recomputation, offloading, experts and context parallelism that differ from what is usual."""
+    chosen = {
+        "train.recompute_layers": st.none() | st.integers(0, 9), "train.recompute_group": st.integers(1, 3),
+        "train.recompute_modules": st.lists(st.sampled_from(MODULES), max_size=3) | st.just(["operators"]),
+        "train.offload_optimizer": st.sampled_from((0.0, 0.3, 1.0)), "train.offload_layers": st.integers(0, 2),
+        "train.offload_weights": st.booleans(), "train.offload_overlap": st.booleans(),
+        "train.optimizer": st.sampled_from(("adamw", "muon", "none")), "parallel.etp": st.sampled_from((0, 1, 2, 4)),
+        "parallel.cp": st.sampled_from((1, 2, 4)),
+        "parallel.cp_type": st.sampled_from(("", "all_gather", "a2a", "a2a+p2p")),
+    }  # fmt: skip
+    return {key: draw(values) for key, values in chosen.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups(), asked_for())
+def test_whatever_is_asked_for_no_step_is_below_its_bound_and_no_part_of_memory_below_zero(
+    setup: Setup, changes: dict[str, Any]
+) -> None:
+    wanted = setup.replaced({"cluster.gpus": setup.cluster.gpus * changes["parallel.cp"]} | changes)
+    assume(not mistakes_in(wanted))
+    assembly = assembled(wanted, prices_of(wanted))
+    assert assembly.bound_us() <= assembly.step().us * (1 + 1e-9)
+    assert all(part >= 0 for stage in memory_of(wanted).stages for part in stage[1:])

@@ -28,9 +28,10 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Text = Annotated[str, Meta(max_length=20_000)]
 _Value = bool | int | _Any | _Text | None
 
-_WORDS = ("cluster.gpu", "parallel.schedule", "train.recompute")
+_WORDS = ("cluster.gpu", "parallel.schedule", "parallel.cp_type", "train.recompute")
 _SWITCHES = ("parallel.sequence_parallel",)
 _SETTINGS: dict[str, Any] = {key: _Text if key in _WORDS else bool if key in _SWITCHES else _Count for key in KEYS}
+_SETTINGS["train.recompute_layers"] = _Count | None
 
 _Pair = Annotated[list[_Number], Meta(min_length=2, max_length=2)]
 

@@ -1,9 +1,10 @@
 """The search space: every configuration that a search considers, in a fixed order.
 
 A *layout* is a GPU type, a number of GPUs, and the sizes of tensor, context, pipeline and expert parallelism. Every
-layout has *variants*: schedule, ZeRO stage, sequence parallelism, recomputation and micro-batch size. A configuration
-is identified by its layout and variant indices, packed into one number, so that worker chunks, shards and journals
-never hold the configurations themselves.
+layout has *variants*: schedule, ZeRO stage, sequence parallelism, recomputation and micro-batch size; and, only where
+that is asked for, how experts are cut, how context-parallel ranks attend and how many layers are recomputed. A
+configuration is identified by its layout and variant indices, packed into one number, so that worker chunks, shards and
+journals never hold the configurations themselves.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from lumos.setup.setup import Setup
 
 LAYOUT = ("cluster.gpu", "cluster.gpus", "parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep")
 VARIANT = (
-    "parallel.vpp", "parallel.schedule", "parallel.zero", "parallel.sequence_parallel", "train.recompute",
-    "train.micro_batch",
+    "parallel.vpp", "parallel.schedule", "parallel.zero", "parallel.sequence_parallel", "parallel.etp",
+    "parallel.cp_type", "train.recompute_layers", "train.recompute", "train.micro_batch",
 )  # fmt: skip
 AXES = (*LAYOUT, *VARIANT)
 DERIVED = {"parallel.dp": "parallel.tp, pp and cp", "train.microbatches": "train.micro_batch or global_batch"}
@@ -117,9 +118,9 @@ class Space:
         is_valid: dict[tuple[Any, ...], bool] = {}  # constraints do not depend on ZeRO and recomputation
         parts: _Parts = {}
         for index, variant in enumerate(self._variants(values)):
-            vpp, schedule, _, sequence_parallel, _, micro_batch = variant
+            vpp, schedule, _, *parallel, _, _, micro_batch = variant
             count = per_replica // micro_batch
-            key = vpp, schedule, sequence_parallel, count
+            key = vpp, schedule, *parallel, count
             if is_valid.get(key) is False or schedule_named(schedule).problem(pp, vpp, count):
                 continue
             found = Candidate(layout, index, (*values, *variant))
@@ -141,26 +142,28 @@ class Space:
         Setups that are made with the same `parts` share their sections where these are equal.
         """
         parts = {} if parts is None else parts
-        gpu, gpus, *sizes, recompute, micro_batch = candidate.values
+        gpu, gpus, *sizes, layers, recompute, micro_batch = candidate.values
         key = tuple(sizes)
         if key not in parts:
             parts[key] = self._parallel(gpus, *sizes)
         parallel = parts[key]
-        if (recompute, micro_batch, parallel.dp) not in parts:
+        key = layers, recompute, micro_batch, parallel.dp
+        if key not in parts:
             count = self.setup.train.global_batch // (micro_batch * parallel.dp)
             changes = {"micro_batch": micro_batch, "microbatches": count, "recompute": recompute}
-            parts[recompute, micro_batch, parallel.dp] = self.setup.train.model_copy(update=changes)
-        train = parts[recompute, micro_batch, parallel.dp]
+            parts[key] = self.setup.train.model_copy(update=changes | {"recompute_layers": layers})
+        train = parts[key]
         cluster = self._clusters[gpu, gpus]
         return Setup.model_construct(model=self.setup.model, train=train, parallel=parallel, cluster=cluster)
 
     def _parallel(
-        self, gpus: int, tp: int, cp: int, pp: int, ep: int, vpp: int, schedule: str, zero: int, split: bool
-    ) -> Parallel:
+        self, gpus: int, tp: int, cp: int, pp: int, ep: int, vpp: int, schedule: str, zero: int, split: bool,
+        etp: int, cp_type: str,
+    ) -> Parallel:  # fmt: skip
         base, dp = self.setup.parallel, gpus // (tp * cp * pp)
         return base.model_copy(update={
             "tp": tp, "cp": cp, "pp": pp, "ep": ep, "vpp": vpp, "dp": dp, "zero": zero, "schedule": schedule,
-            "sequence_parallel": split, "shard": base.shard if base.dp == dp else 0,
+            "sequence_parallel": split, "etp": etp, "cp_type": cp_type, "shard": base.shard if base.dp == dp else 0,
             "stage_layers": base.stage_layers if (pp, vpp) == (base.pp, base.vpp) else (),
         })  # fmt: skip
 
@@ -176,9 +179,12 @@ class Space:
             dp = gpus // (tp * cp * pp)
             found["parallel.zero"] |= dict.fromkeys(self._zero_stages(dp * cp, pp))
             found["parallel.sequence_parallel"] |= dict.fromkeys(self._splits(tp))
+            found["parallel.etp"] |= dict.fromkeys(self._expert_cuts(tp))
+            found["parallel.cp_type"] |= dict.fromkeys(self._cp_types(cp))
             found["train.micro_batch"] |= dict.fromkeys(self._micro_batches(dp))
-        found["train.recompute"] |= dict.fromkeys(self._recomputations if self.layouts else ())
-        return {key: sorted(values) for key, values in found.items()}
+        for layers, recompute in self._recomputations if self.layouts else ():
+            found["train.recompute_layers"][layers] = found["train.recompute"][recompute] = None
+        return {key: sorted(values, key=lambda value: (value is not None, value)) for key, values in found.items()}
 
     # ------------------------------------------------------------------ the values of every axis
     @cached_property
@@ -226,20 +232,32 @@ class Space:
         """The variants of a layout, in the order of VARIANT, whether valid or not."""
         _, gpus, tp, cp, pp, _ = layout
         dp = gpus // (tp * cp * pp)
-        axes = product(self._schedules(pp), self._zero_stages(dp * cp, pp), self._splits(tp), self._recomputations,
-                       self._micro_batches(dp))  # fmt: skip
-        return [(*schedule, *others) for schedule, *others in axes]
+        axes = product(self._schedules(pp), self._zero_stages(dp * cp, pp), self._splits(tp), self._expert_cuts(tp),
+                       self._cp_types(cp), self._recomputations, self._micro_batches(dp))  # fmt: skip
+        return [(*schedule, *others, *again, size) for schedule, *others, again, size in axes]
 
     def _count_variants(self, layout: Layout) -> int:
         """How many there are, without making them."""
         _, gpus, tp, cp, pp, _ = layout
         dp = gpus // (tp * cp * pp)
         schedules, zeros = sum(1 for _ in self._schedules(pp)), len(self._zero_stages(dp * cp, pp))
-        return schedules * zeros * len(self._splits(tp)) * len(self._recomputations) * len(self._micro_batches(dp))
+        asked_for = len(self._expert_cuts(tp)) * len(self._cp_types(cp))
+        both = len(self._recomputations) * len(self._micro_batches(dp))
+        return schedules * zeros * len(self._splits(tp)) * asked_for * both
 
-    @property
-    def _recomputations(self) -> Sequence[str]:
-        return self.choices.get("train.recompute", ("none", "selective", "full"))
+    @cached_property
+    def _recomputations(self) -> Sequence[tuple[int | None, str]]:
+        """(layers that are recomputed, how); the first counts where whole layers are, and is None elsewhere."""
+        words, layers = self.choices.get("train.recompute", ("none", "selective", "full")), "train.recompute_layers"
+        return [(n, word) for word in words for n in (self._stated(layers) if word == "full" else (None,))]
+
+    def _expert_cuts(self, tp: int) -> Sequence[int]:
+        """As in the setup, unless others are asked for; experts that are cut by tp, as Megatron's are, stay so."""
+        base = self.setup.parallel
+        return self.choices.get("parallel.etp") or (tp if base.etp == base.tp > 1 else base.etp,)
+
+    def _cp_types(self, cp: int) -> Sequence[str]:
+        return self._stated("parallel.cp_type") if cp > 1 else ("",)
 
     def _splits(self, tp: int) -> Sequence[bool]:
         """Without and with sequence parallelism."""

@@ -408,7 +408,8 @@ class Assembly:
         common = (mine.common - late) / self.units + (late if role.unit == 0 else 0.0)
         part = Parameters(common, mine.experts / self.units)
         alone = self._data_parallel_us(sharding.reduction, part, self.framework.reduce_bytes)
-        copy = self._shard_copy_us(sharding.updated(part) * sharding.gradients)
+        mine_alone = part.common / sharding.shards + part.experts / sharding.expert_shards
+        copy = self._shard_copy_us(mine_alone * sharding.gradients)
         return copy + alone / (self.prices.network.beside if self.layout.dp.nodes > 1 else 1.0)
 
     @cached_property

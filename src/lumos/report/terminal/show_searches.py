@@ -45,7 +45,7 @@ def show_search(answer: Answer, console: Console) -> None:
 def _keys(rows: Sequence[Answer]) -> list[str]:
     """The setup keys that differ between rows, or have a value other than 1, 0 or false."""
     keys = [key for key in rows[0] if "." in key]
-    return [key for key in keys if len({row[key] for row in rows}) > 1 or rows[0][key] not in (1, False, 0)]
+    return [key for key in keys if len({row[key] for row in rows}) > 1 or rows[0][key] not in (1, False, 0, "", None)]
 
 
 def show_score(answer: Answer, console: Console) -> None:
