@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lumos.cost.network import Network, Tier
 from lumos.cost.prices import timeline
 from lumos.data_files import read_table
+from lumos.prediction.prediction import predict
 from lumos.program.attention import core
 from lumos.program.block import input_gradients, saved_bytes, weight_gradients
 from lumos.program.memory import memory_of
@@ -471,6 +472,17 @@ def test_the_host_updates_what_it_holds_after_its_gradients_came_and_before_its_
     )
     assert alone - beside == pytest.approx(there + back, rel=0.01)  # the update takes longest, and hides both copies
     assert alone - on_gpu == pytest.approx(there + back + update, rel=0.05)  # less what the GPU took for it
+
+
+def test_the_answer_says_how_long_the_host_takes_and_that_its_rate_is_assumed() -> None:
+    setup = setup_of("llama3-8b", {"framework": "megatron", "offload_optimizer": 1.0}, zero=1)
+    said = predict(setup).warnings
+    assert any("on the host is assumed" in text for text in said)
+    took = simulate_step(setup).host_update_us / 1e3
+    assert f"the host updates its parameters in {took:,.1f} ms, copies included" in said
+    assert not any(
+        "the host updates" in text for text in predict(setup.replaced({"train.offload_optimizer": 0.0})).warnings
+    )
 
 
 def test_more_on_the_host_never_makes_a_step_faster_and_a_faster_link_never_slower() -> None:

@@ -229,6 +229,9 @@ class Prediction:
         found += [text for text in warnings_in(self.setup) if text not in found]
         model = self.step.prices.model if self.step else None
         gpu = self.setup.cluster.gpu
+        on_host = self.step.host_update_us / 1e3 if self.step else 0.0
+        if on_host:
+            found.append(f"the host updates its parameters in {on_host:,.1f} ms, copies included")
         if model is not None and model.transferred:
             found.append(
                 f"no samples for {gpu}: its costs are those of {model.sampled} scaled by its own peaks, and the "

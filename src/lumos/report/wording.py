@@ -102,7 +102,9 @@ def title_of(setup: Setup, parameters: int | None, shows_parallelism: bool = Tru
     p = setup.parallel
     if not shows_parallelism:
         return f"{name} on {setup.cluster.gpus:,} × {setup.cluster.gpu}"
-    used = [f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(p, key) > 1]
+    used = [f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp") if getattr(p, key) > 1]
+    if p.cp > 1 and p.cp_type:
+        used = [f"{text} ({p.cp_type})" if text.startswith("cp ") else text for text in used]
     return f"{name} on {setup.cluster.gpus:,} × {setup.cluster.gpu}" + (f", {', '.join(used)}" if used else "")
 
 

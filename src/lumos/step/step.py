@@ -104,6 +104,11 @@ class Step:
         return busy
 
     @cached_property
+    def host_update_us(self) -> float:
+        """The host's part of the update, on the stage where it takes longest."""
+        return max(self.assembly.host_update_us(stage) for stage in set(self.assembly.program.like))
+
+    @cached_property
     def host_share(self) -> float:
         """The host's time over the GPU's, in the blocks of the busiest stage."""
         shares = [
@@ -418,17 +423,20 @@ class Assembly:
 
     def _optimizer(self, stage: int) -> BlockTime:
         """The update: by the GPU, and at the same time by the host of what is there."""
-        sharding = self.program.sharding
         on_gpu = self._block_time(self.program.optimizer(stage))
         if self.setup.train.optimizer == "muon":  # many small kernels: the host may take longer to issue them
             return on_gpu._replace(us=max(on_gpu.us, on_gpu.host_us))
-        if sharding.stays == 1 or self.setup.train.optimizer == "none":
-            return on_gpu
+        return on_gpu._replace(us=max(on_gpu.us, self.host_update_us(stage)))
+
+    def host_update_us(self, stage: int) -> float:
+        """What the host takes for its part of the update, with copies there and back; 0 where it has none."""
+        sharding, train = self.program.sharding, self.setup.train
+        if sharding.stays == 1 or train.optimizer == "none":
+            return 0.0
         size = (1 - sharding.stays) * sharding.updated(self.program.stage_parameters(stage))
         # Gradients and weights that are on the host anyway are copied after their reduction and before their gather.
         copied, returned = (0.0, 0.0) if sharding.offloads_weights else (sharding.gradients, sharding.low)
-        host_us = self.host.update_us(size, copied, returned, self.setup.train.offload_overlap)
-        return on_gpu._replace(us=max(on_gpu.us, host_us))
+        return self.host.update_us(size, copied, returned, train.offload_overlap)
 
     def _network_us(self, what: str, stage: int, chunk: ChunkTime | None = None) -> float:
         """One node of data-parallel communication, of a chunk or of a whole stage, or the update."""
