@@ -254,6 +254,29 @@ def test_a_deepspeed_file_asks_for_the_model(tmp_path: Path) -> None:
     assert any("on the host is assumed" in note for note in reading.notes)
 
 
+MOE = """
+deepspeed --num_nodes 8 --num_gpus 8 pretrain_gpt.py --deepspeed --fp16 --num-layers 24 --hidden-size 1024 \\
+  --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 --vocab-size 50257 \\
+  --num-experts 128 --moe-expert-parallel-size 64
+"""
+
+
+def test_experts_of_megatron_deepspeed(tmp_path: Path) -> None:
+    """Published as 350M+MoE-128, of 13 B parameters: every second layer has experts, and a token goes to one."""
+    setup = read(tmp_path, MOE, "run.sh", "cluster.gpus=64").setup
+    assert billions(setup) == pytest.approx(13.0, rel=0.02)
+    assert (setup.model.top_k, setup.model.dense_layers, setup.parallel.ep) == (1, 12, 64)
+    residual = read(
+        tmp_path, MOE.replace("--num-experts", "--mlp-type residual --num-experts"), "r.sh", "cluster.gpus=64"
+    )
+    assert residual.setup.model.shared_experts == 1
+    dense = MOE.replace("--num-experts 128 --moe-expert-parallel-size 64", "--num-experts 1")
+    assert read(tmp_path, dense, "d.sh", "cluster.gpus=64").setup.model.experts == 0
+    pyramid = MOE.replace("--num-experts 128", "--num-experts 32 32 64")
+    said = refused(tmp_path, pyramid, "p.sh", "cluster.gpus=64")
+    assert "--num-experts 32 32 64: layers with different numbers of experts cannot be described" in said
+
+
 def test_axolotl_and_llama_factory(tmp_path: Path) -> None:
     setup = read(tmp_path, AXOLOTL, "axolotl.yml", "cluster.gpus=8").setup
     assert (setup.model.name, setup.train.mode, setup.train.seq) == ("llama3-8b", "lora", 8192)

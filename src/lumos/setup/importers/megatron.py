@@ -183,10 +183,17 @@ def _attention(found: Findings, options: Options) -> None:
 
 def _experts(found: Findings, options: Options) -> None:
     values = found.values
-    if not as_count(values.get("model.experts")):
+    is_deepspeed = values.get("train.framework") == "megatron-deepspeed"
+    counts = [word for word in options.get("num-experts") or () if word.isdigit()]
+    if len(set(counts)) > 1:
+        what = f"--num-experts {' '.join(counts)[:60]}: layers with different numbers of experts cannot be described"
+        found.mistake("model.experts", f"{what}: --set model.experts=NUMBER")
+    if not as_count(values.get("model.experts")) or (is_deepspeed and values["model.experts"] == 1):
         for key in ("model.experts", "model.top_k", "model.expert_ffn", "parallel.etp"):
             values.pop(key, None)
         return
+    if is_deepspeed:
+        _deepspeed_experts(found, options)
     values.setdefault("model.top_k", _TABLES["moe_defaults"]["top_k"])
     width = as_count(values.get("model.expert_ffn")) or as_count(values.get("model.ffn"))
     shared = _count(options, "moe-shared-expert-intermediate-size")
@@ -196,7 +203,15 @@ def _experts(found: Findings, options: Options) -> None:
     tp = as_count(values.get("parallel.tp"))
     if tp > 1:
         values.setdefault("parallel.etp", tp)  # Megatron's default
-    _dense_layers(found, "".join(options.get("moe-layer-freq") or ["1"]).replace(" ", ""))
+    every = _word(options, "expert-interval", "2") if is_deepspeed else "1"
+    _dense_layers(found, "".join(options.get("moe-layer-freq") or [every]).replace(" ", ""))
+
+
+def _deepspeed_experts(found: Findings, options: Options) -> None:
+    """Names and defaults of Megatron-DeepSpeed: one expert for a token, and in a residual MoE the MLP beside it."""
+    found.values.setdefault("model.top_k", _count(options, "topk") or 1)
+    if _word(options, "mlp-type") == "residual":
+        found.values["model.shared_experts"] = 1
 
 
 def _dense_layers(found: Findings, pattern: str) -> None:
