@@ -337,6 +337,13 @@ def test_some_replicas_may_share_one_copy() -> None:
     assert layout_of(parallel__dp=64, parallel__zero=3).sharing == ((64, 8), (1, 1))
 
 
+def test_a_sharding_group_counts_replicas_and_holds_all_ranks_of_their_contexts() -> None:
+    layout = layout_of(parallel__dp=16, parallel__cp=2, parallel__zero=3, parallel__shard=4)
+    assert [group.size for group in layout.sharing] == [8, 4]  # 4 replicas of 2 ranks each; 4 groups hold the same
+    whole = layout_of(parallel__dp=16, parallel__cp=2, parallel__zero=3)
+    assert [group.size for group in whole.sharing] == [32, 1]
+
+
 # Ends
 
 

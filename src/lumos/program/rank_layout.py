@@ -96,8 +96,9 @@ class RankLayout:
         return self._divided(self.expert_dp.size, self.parallel.ep * self.expert_tp)
 
     def _divided(self, size: int, stride: int) -> tuple[Group, Group]:
+        """The same for `size` ranks of the replicas, each of which is several where contexts or experts are divided."""
         chosen = self.parallel.shard if self.parallel.zero else 0
-        near = min(chosen, size) if chosen else size
+        near = max(1, size * chosen // self.parallel.dp) if chosen else size
         return self.group(near, stride), self.group(size // near, stride * near)
 
     @cached_property
