@@ -172,7 +172,10 @@ class Program:
         if sharding.zero >= 2:
             whole = 2.0 * sharding.shards * sum(matrix.elements for matrix in found)
             near = s.sharing[0]
-            gathered = [*collective("all_gather", whole, near), *collective("reduce_scatter", whole, near)]
+            gathered = [
+                *collective("all_gather", whole, near, name="gather matrices"),
+                *collective("reduce_scatter", whole, near, name="scatter matrices"),
+            ]
         return [*gathered, *orthogonalised(s, found), *optimizer(s, size, tensors)]
 
     def _layers(self, chunk: Chunk) -> Iterator[tuple[TransformerLayer, int, int]]:

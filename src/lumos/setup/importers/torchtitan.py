@@ -170,8 +170,8 @@ def _parallelism(found: Findings, given: Mapping[str, Any]) -> None:
         if degree is not None:
             found.values[place] = max(degree, 1)
     etp = _number(found, given, "parallel.etp")
-    if etp and found.values.get("model.experts"):
-        found.values["parallel.etp"] = etp
+    if etp and found.values.get("model.experts") and found.values.get("parallel.ep", 1) > 1:
+        found.values["parallel.etp"] = etp  # without expert parallelism, experts are cut by tensor parallelism
     if found.values.get("parallel.cp", 1) > 1:
         name, word = _first(given, _COMBINED["rotate"])
         meanings = _TABLES["rotations"]
