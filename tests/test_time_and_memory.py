@@ -480,6 +480,7 @@ def test_the_answer_says_how_long_the_host_takes_and_that_its_rate_is_assumed() 
     assert any("on the host is assumed" in text for text in said)
     took = simulate_step(setup).host_update_us / 1e3
     assert f"the host updates its parameters in {took:,.1f} ms, copies included" in said
+    assert predict(setup).breakdown.other_ms >= 0.99 * took  # the GPU has nothing to do meanwhile
     assert not any(
         "the host updates" in text for text in predict(setup.replaced({"train.offload_optimizer": 0.0})).warnings
     )

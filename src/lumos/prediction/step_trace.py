@@ -252,6 +252,7 @@ class StepTrace:
             now += length
         if now <= 0:
             return _NOTHING
+        now = max(now, self.step.assembly.waited_us(what, stage, chunk))  # the GPU is idle while the host is busy
         found = _Inside.joined(parts).moved(0.0, 1 / now)
         return found.select(np.argsort(found.start, kind="stable"))
 

@@ -228,11 +228,14 @@ class Assembly:
         time = BlockTime()
         for block in self.program.blocks(chunk, phase):
             time += self._block_time(block).times(block.times)
-        if phase == Phase.WEIGHTS or not self.program.offloaded_share:
-            return time
-        # Activations go to the host behind the forward pass and come back behind the backward pass, spread over it.
-        copies = self.host.copy_us(self.program.offloaded_bytes(chunk))
+        copies = self._activation_copies_us(chunk, phase)
         return time._replace(us=max(time.us, copies), communication_us=time.communication_us + copies)
+
+    def _activation_copies_us(self, chunk: Chunk, phase: Phase) -> float:
+        """Activations go to the host behind the forward pass and come back behind the backward pass, spread over it."""
+        if phase == Phase.WEIGHTS or not self.program.offloaded_share:
+            return 0.0
+        return self.host.copy_us(self.program.offloaded_bytes(chunk))
 
     def _block_time(self, block: Repeated) -> BlockTime:
         return self.prices.block(block.key, block.build)
@@ -424,9 +427,15 @@ class Assembly:
     def _optimizer(self, stage: int) -> BlockTime:
         """The update: by the GPU, and at the same time by the host of what is there."""
         on_gpu = self._block_time(self.program.optimizer(stage))
+        return on_gpu._replace(us=max(on_gpu.us, self.waited_us("optimizer", stage)))
+
+    def waited_us(self, what: str, stage: int, chunk: int = 0) -> float:
+        """What a pass or the update takes at least, because of the host; where the GPU is done sooner, it waits."""
+        if what != "optimizer":
+            return self._activation_copies_us(self.program.chunks[stage][chunk], Phase[what.upper()])
         if self.setup.train.optimizer == "muon":  # many small kernels: the host may take longer to issue them
-            return on_gpu._replace(us=max(on_gpu.us, on_gpu.host_us))
-        return on_gpu._replace(us=max(on_gpu.us, self.host_update_us(stage)))
+            return self._block_time(self.program.optimizer(stage)).host_us
+        return self.host_update_us(stage)
 
     def host_update_us(self, stage: int) -> float:
         """What the host takes for its part of the update, with copies there and back; 0 where it has none."""
