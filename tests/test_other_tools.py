@@ -277,6 +277,14 @@ def test_experts_of_megatron_deepspeed(tmp_path: Path) -> None:
     assert "--num-experts 32 32 64: layers with different numbers of experts cannot be described" in said
 
 
+def test_a_trace_in_place_of_a_setup_is_told_where_it_belongs(tmp_path: Path) -> None:
+    assert "a trace, not a description: give it with --from" in refused(tmp_path, '{"traceEvents": []}', "trace.json")
+    (tmp_path / "rank0.json.gz").write_bytes(b"\x1f\x8b\x08\x00\xff")
+    for path, words in ((tmp_path / "rank0.json.gz", "not a text file"), (tmp_path, "is a folder: name a file in it")):
+        with pytest.raises(LumosError, match=rf"{words}.*with --from"):
+            read_setup(path)
+
+
 def test_axolotl_and_llama_factory(tmp_path: Path) -> None:
     setup = read(tmp_path, AXOLOTL, "axolotl.yml", "cluster.gpus=8").setup
     assert (setup.model.name, setup.train.mode, setup.train.seq) == ("llama3-8b", "lora", 8192)

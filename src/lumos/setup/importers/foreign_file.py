@@ -124,7 +124,8 @@ def beginning_of(path: Path, largest: int = _LARGEST) -> tuple[str, bool]:
     where = place_of(path)
     try:
         if not path.exists() or path.is_dir():
-            what = "is a folder: name a file in it" if path.is_dir() else "does not exist"
+            folder = "is a folder: name a file in it, or give a folder of traces with --from"
+            what = folder if path.is_dir() else "does not exist"
             raise InputError(f"{where}: {what}")
         with open_file(path, "give a plain file", where) as file:
             content = file.read(largest + 1)
@@ -134,4 +135,5 @@ def beginning_of(path: Path, largest: int = _LARGEST) -> tuple[str, bool]:
     try:
         return codecs.getincrementaldecoder("utf-8-sig")().decode(content[:largest], final=complete), complete
     except UnicodeDecodeError:
-        raise InputError(f"{where}: not a text file in UTF-8") from None
+        way_out = "; a trace is given with --from" if path.suffix in (".gz", ".et", ".sqlite") else ""
+        raise InputError(f"{where}: not a text file in UTF-8{way_out}") from None

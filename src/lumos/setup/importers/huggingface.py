@@ -101,6 +101,8 @@ def _family(config: dict[str, Any]) -> dict[str, Any]:
     classes = [str(word)[:100] for word in architectures] if isinstance(architectures, list) else []
     if classes and not any("CausalLM" in word or "LMHead" in word for word in classes):
         raise InputError(f"{named(classes[0])} is not a decoder-only language model (ForCausalLM): {_WAY_OUT}")
+    if "traceEvents" in config:
+        raise InputError("a trace, not a description: give it with --from")
     if name is None and not all(_first(config, _SIZES[key])[1] for key in _REQUIRED):
         raise InputError("not the config.json of a language model: it has no model_type")
     return {}
