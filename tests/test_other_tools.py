@@ -315,6 +315,20 @@ def test_training_by_preferences_is_not_predicted_as_supervised(tmp_path: Path, 
     assert 'stage = "dpo" is not' in refused(tmp_path, FACTORY.replace("stage: sft", "stage: dpo"), "b.yaml")
 
 
+@pytest.mark.parametrize("line", ["fsdp_config: {offload_params: true}", "fsdp: full_shard offload auto_wrap"])
+def test_fsdp_on_the_host_is_read_from_finetuning_files(line: str, tmp_path: Path) -> None:
+    plain = "\n".join(text for text in AXOLOTL.splitlines() if not text.startswith("deepspeed"))
+    setup = read(tmp_path, f"{plain}\n{line}\n", "a.yml", "cluster.gpus=8").setup
+    assert (setup.parallel.zero, setup.train.offload_weights, setup.train.offload_optimizer) == (3, True, 1.0)
+
+
+def test_a_deepspeed_file_that_is_not_there_is_known_by_its_name(tmp_path: Path) -> None:
+    text = FACTORY.replace("ds_z3_config", "ds_z3_offload_config")
+    reading = read(tmp_path, text, "factory.yaml", "cluster.gpus=8")
+    assert (reading.setup.parallel.zero, reading.setup.train.offload_weights) == (3, True)
+    assert any("ZeRO 3 with offloading by its name" in note for note in reading.notes)
+
+
 def test_finetuning_files_say_what_is_not_modelled(tmp_path: Path) -> None:
     text = AXOLOTL + "\nlisa_n_layers: 4\nqat: false\nload_in_8bit: true\n"
     notes = read(tmp_path, text.replace("adamw_torch_fused", "adamw_bnb_8bit"), "a.yml").notes

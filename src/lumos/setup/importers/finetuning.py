@@ -17,6 +17,7 @@ _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batc
 _TRAINER = ("per_device_train_batch_size", "finetuning_type", "cutoff_len", "stage", "gradient_accumulation_steps")
 _ZERO_IN_NAME = re.compile(r"z(?:ero)?[_-]?([0-3])(?!\d)", re.IGNORECASE)
 _OPTIMIZERS = read_table("other_tools.toml")["optimizers"]
+_FSDP = ("fsdp", "fsdp_config", "fsdp_version", "fsdp_config.reshard_after_forward")
 _DEEPSPEED_KEYS = read_table("other_tools.toml")["deepspeed"]
 _FINETUNING = read_table("other_tools.toml")["finetuning"]
 Beside = Callable[[str], Mapping[str, Any] | None]
@@ -184,6 +185,7 @@ def _trained(keys: Keys, found: Findings, beside: Beside, recomputes: bool) -> R
 def _sharded(keys: Keys, found: Findings, beside: Beside) -> None:
     """By a DeepSpeed file, which may be next to this one, or by FSDP."""
     path = keys.first("deepspeed")[1]
+    on_host = keys.word("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params", "fsdp_offload_params")
     if isinstance(path, str):
         table, in_name = beside(path), _ZERO_IN_NAME.search(Path(path).name)
         if table is not None and is_deepspeed(table):
@@ -194,8 +196,15 @@ def _sharded(keys: Keys, found: Findings, beside: Beside) -> None:
             found.notes += sharding.notes
         elif in_name:
             found.values["parallel.zero"] = int(in_name[1])
-            found.note(f"{shown(path)} is not next to this file: ZeRO {in_name[1]} by its name", "parallel.zero")
+            offloads = "offload" in Path(path).name.casefold()
+            if offloads:
+                found.values |= {"train.offload_optimizer": 1.0, "train.offload_overlap": True}
+                found.values["train.offload_weights"] = in_name[1] == "3"
+            by_name = f"ZeRO {in_name[1]}{' with offloading' if offloads else ''} by its name"
+            found.note(f"{shown(path)} is not next to this file: {by_name}", "parallel.zero")
         else:
             found.mistake("parallel.zero", f"{shown(path)} is not next to this file: --set parallel.zero=STAGE")
-    elif keys.first("fsdp", "fsdp_config", "fsdp_version")[1] or keys.first("fsdp_config.reshard_after_forward")[1]:
+    elif on_host or any(keys.first(name)[1] for name in _FSDP):
         found.values["parallel.zero"] = 3
+        if on_host == "true" or "offload" in str(keys.first("fsdp")[1]):
+            found.values |= {"train.offload_weights": True, "train.offload_optimizer": 1.0}
