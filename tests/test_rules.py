@@ -303,6 +303,20 @@ def test_a_collective_is_waiting_and_transfer(tmp_path: Path) -> None:
     assert found.bus_gb_s == pytest.approx(2 * 2**20 / 0.301e-3 / 1e9, rel=1e-3)  # bf16, two ranks: factor one
 
 
+def test_nobody_waits_longer_than_the_kernel_takes_even_if_events_are_missing_and_matching_is_misled(
+    tmp_path: Path,
+) -> None:
+    def rank(*collectives: int) -> list[Event]:
+        told = collective("allreduce")
+        calls = [call("cudaLaunchKernel", 1000 * i, 5, i + 1) for i in collectives]
+        kernels = [kernel("ncclKernel_x", 1000 * i + 50, 100, i + 1, 20, told) for i in collectives]
+        return [op("a", 0, 9000), *calls, *kernels]
+
+    run = replay(read(tmp_path, rank(0, 1, 2, 3, 4, 5), rank(0, 2, 3, 4, 5)))
+    assert max(found.worst_wait_ms for found in run.collectives) <= 0.1
+    assert max(one.costs_others_ms for one in run.stragglers) <= 0.1
+
+
 def test_when_the_late_rank_is_faster_all_ranks_are(tmp_path: Path) -> None:
     run = replay(read(tmp_path, _meeting(100, 1000), _meeting(700, 1000)))
     predicted = predict(run, [Scale.parse("compute=0.5")])

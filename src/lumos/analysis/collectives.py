@@ -42,7 +42,7 @@ def _one(trace: Trace, one: Rendezvous, origin: int) -> Collective:
     together = int(arrive.max())
     transfer = max(float(np.median(end)) - together, 0.0) / 1e6
     size = message_bytes(one.message)
-    wait = (together - arrive) / 1e6
+    wait = np.minimum(together - arrive, end - arrive) / 1e6  # no longer than the kernel, whatever was matched
     return Collective(
         collective=one.collective,
         ranks=len(one.rows),

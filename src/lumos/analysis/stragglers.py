@@ -37,9 +37,9 @@ def stragglers(
     for meeting in execution.rendezvous:
         arrive = trace.start[meeting.rows]
         slowest = int(np.argmax(arrive))
-        others = np.delete(arrive, slowest)
+        waits = np.minimum(arrive[slowest] - arrive, trace.duration[meeting.rows])  # none is longer than the kernel
         rank = meeting.ranks[slowest]
-        cost[rank] += float((arrive[slowest] - others).mean()) / 1e6 / max(steps, 1)
+        cost[rank] += float(np.delete(waits, slowest).mean()) / 1e6 / max(steps, 1)
         last[rank] += 1
         for r in meeting.ranks:
             taking_part[r] += 1
