@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
 def recomputed_layers(train: Train, chunk: Chunk) -> tuple[int, int]:
     """The dense and the sparse layers of a virtual stage of which something is recomputed.
 
-    Megatron's method "block" takes the first layers of every virtual stage, torchtitan every so manieth layer.
+    Megatron's method "block" takes the first layers of every virtual stage, torchtitan every n-th layer.
     """
     if train.recompute == "none":
         return 0, 0

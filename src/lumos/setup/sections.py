@@ -207,7 +207,7 @@ class Train(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: Annotated[tuple[Module, ...], Field(strict=False, max_length=8)] = ()  # selective; (): core_attn
     recompute_layers: Count | None = None  # full: only the first so many layers of every virtual stage; None: all
-    recompute_every: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: only every so manieth layer
+    recompute_every: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: only every n-th layer
     recompute_group: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: layers from one kept input to the next
     optimizer: Literal["adamw", "adam", "sgd", "muon", "none"] = "adamw"
     offload_optimizer: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the optimizer's state and work on the host
