@@ -177,6 +177,15 @@ def test_flavors_of_torchtitan_are_models_that_are_known() -> None:
     assert {"llama3-8b", "qwen3-8b", "deepseek-v3"} <= set(preset_names()) & set(TORCHTITAN["writing"]["flavors"])
 
 
+def test_a_script_for_several_nodes_starts_torchrun_on_each_of_them_under_slurm() -> None:
+    several = launch_files(setup_of("megatron", {"cluster.gpus": 64}), "megatron").files["run.sh"]
+    assert "LAUNCH=${SLURM_JOB_ID:+srun}" in several
+    assert "$LAUNCH torchrun" in several
+    alone = launch_files(setup_of("megatron", {"cluster.gpus": 8}), "megatron").files["run.sh"]
+    assert "LAUNCH" not in alone
+    assert "torchrun" in alone
+
+
 def test_the_shell_sees_the_options_that_our_reader_sees(tmp_path: Path) -> None:
     uneven = {**PIPELINE, "parallel__stage_layers": [7, 9, 8, 8]}
     for changes in ({"preset": "deepseek-v3", "parallel__ep": 8, "parallel__dp": 8}, uneven):

@@ -38,11 +38,19 @@ def script(setup: Setup, body: str) -> str:
     nodes, each = nodes_of(setup)
     slurm = (f"nodes={nodes}", "ntasks-per-node=1", f"gpus-per-node={setup.cluster.gpu}:{each}")
     asked = "".join(f"#SBATCH --{option}\n" for option in slurm)
+    if nodes == 1:
+        body = body.replace("$LAUNCH ", "")
+    elif "$LAUNCH" in body:
+        body = _UNDER_SLURM + body
     return f"#!/bin/bash\n{asked}\nNNODES={nodes}\nGPUS_PER_NODE={each}\n{body}\n"
 
 
+# Ranks meet on the first node of the allocation, and srun starts one torchrun on every node.
+_UNDER_SLURM = '''MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | head -n 1)}
+LAUNCH=${SLURM_JOB_ID:+srun}
+'''
 TORCHRUN = (
-    'torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --rdzv-backend c10d \\\n'
+    '$LAUNCH torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --rdzv-backend c10d \\\n'
     '    --rdzv-endpoint "${MASTER_ADDR:-localhost}:29500" '
 )  # the program is to follow
 

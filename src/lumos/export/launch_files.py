@@ -167,7 +167,7 @@ def _commented(setup: Setup, launch: LaunchFiles, name: str) -> str:
     if any(FILL_IN in text for text in launch.files.values()):
         comments.append(f"Replace every {FILL_IN}: a setup knows no data, tokenizer or learning rate.")
     if "torchrun" in body and nodes_of(setup)[0] > 1:
-        comments.append("To be started once on every node, as srun does.")
+        comments.append("Start it with sbatch, or once on every node with MASTER_ADDR set to the first.")
     comments += [f"Left out: {text}" for text in launch.left_out]
     comments += [f"Not exact: {text}" for text in launch.remarks]
     said = "".join(f"# {comment}\n" for comment in comments)
