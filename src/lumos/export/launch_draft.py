@@ -46,9 +46,9 @@ def script(setup: Setup, body: str) -> str:
 
 
 # Ranks meet on the first node of the allocation, and srun starts one torchrun on every node.
-_UNDER_SLURM = '''MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | head -n 1)}
+_UNDER_SLURM = """MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | head -n 1)}
 LAUNCH=${SLURM_JOB_ID:+srun}
-'''
+"""
 TORCHRUN = (
     '$LAUNCH torchrun --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --rdzv-backend c10d \\\n'
     '    --rdzv-endpoint "${MASTER_ADDR:-localhost}:29500" '
