@@ -178,10 +178,10 @@ def test_flavors_of_torchtitan_are_models_that_are_known() -> None:
 
 
 def test_a_script_for_several_nodes_starts_torchrun_on_each_of_them_under_slurm() -> None:
-    several = launch_files(setup_of("megatron", {"cluster__gpus": 64}), "megatron").files["run.sh"]
+    several = launch_files(setup_of("megatron", {"cluster__gpus": 64, "parallel__dp": 64}), "megatron").files["run.sh"]
     assert "LAUNCH=${SLURM_JOB_ID:+srun}" in several
     assert "$LAUNCH torchrun" in several
-    alone = launch_files(setup_of("megatron", {"cluster__gpus": 8}), "megatron").files["run.sh"]
+    alone = launch_files(setup_of("megatron", {"cluster__gpus": 8, "parallel__dp": 8}), "megatron").files["run.sh"]
     assert "LAUNCH" not in alone
     assert "torchrun" in alone
 
