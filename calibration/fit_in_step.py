@@ -28,7 +28,7 @@ ROWS = 40  # of each source
 CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
 START = {"ampere.sustained": 0.8, "h100.matrix": 1.15, "all.penalty": 1.1}
 STEPS = (0.08, 0.03)
-WORTH = 1e-3  # of the logarithm: what a step must improve; sources that do not depend on a factor must not pull it
+WORTH = 4e-4  # of the logarithm: what a step must improve; sources that do not depend on a factor must not pull it
 
 
 def chosen_runs(folder: Path) -> dict[str, list[Run]]:
