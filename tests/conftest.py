@@ -33,6 +33,26 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def fake_gpu_known() -> None:
+    """For tests that run a backward pass on the CPU in this process.
+
+    With its first backward pass, torch starts threads for the devices that are there, once and for all. Dry runs, which
+    other tests make later, need one for their fake GPU.
+    """
+    torch = pytest.importorskip("torch")
+    from lumos import dry_run
+
+    def train() -> None:
+        layer = torch.nn.Linear(4, 4).cuda()
+        optimizer = torch.optim.SGD(layer.parameters())
+        for _ in range(3):
+            layer(torch.ones(2, 4, device="cuda")).sum().backward()
+            optimizer.step()
+
+    dry_run(train)
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     """write(events, header, name=…, layout=…): a trace file in the test's own folder."""

@@ -366,6 +366,7 @@ def recorded_bytes(torch: Any, step: Any, folder: Path) -> float:
     return sum(kept(tape, segment) for segment in range(tape.blocks + 2))
 
 
+@pytest.mark.usefixtures("fake_gpu_known")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_tape_keeps_what_pytorch_saves(tmp_path: Path, name: str) -> None:
     torch = pytest.importorskip("torch")
@@ -381,6 +382,7 @@ def test_the_tape_keeps_what_pytorch_saves(tmp_path: Path, name: str) -> None:
     assert recorded_bytes(torch, step, tmp_path) == pytest.approx(truth, rel=0.05)
 
 
+@pytest.mark.usefixtures("fake_gpu_known")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_tape_of_checkpointed_layers_is_that_without_checkpoints(tmp_path: Path, reentrant: bool) -> None:
     torch = pytest.importorskip("torch")

@@ -483,3 +483,23 @@ def test_a_script_that_does_not_train_on_a_gpu_is_told_so(tmp_path: Path, script
     run = captured(tmp_path, script)
     assert run.returncode == 2
     assert reason in run.stderr
+
+
+def test_a_dry_run_after_a_backward_pass_on_the_cpu_says_what_to_do() -> None:
+    """In a process of its own: torch starts the threads of backward passes once."""
+    code = (
+        "import torch, lumos\n"
+        "torch.ones(2, requires_grad=True).sum().backward()\n"
+        "def train():\n"
+        "    layer = torch.nn.Linear(4, 4).cuda()\n"
+        "    optimizer = torch.optim.SGD(layer.parameters())\n"
+        "    for _ in range(3):\n"
+        "        layer(torch.ones(2, 4, device='cuda')).sum().backward()\n"
+        "        optimizer.step()\n"
+        "try:\n"
+        "    lumos.dry_run(train)\n"
+        "except lumos.LumosError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "dry-run first, or in a process of its own" in done.stdout, done.stderr

@@ -255,6 +255,7 @@ def test_collectives_stop_when_the_time_is_up() -> None:
 
 
 @needs_torch
+@pytest.mark.usefixtures("fake_gpu_known")
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_operator_of_the_grid_runs(operator: str) -> None:
     """On a CPU, with small sizes; a backward pass gives the gradients of its inputs."""

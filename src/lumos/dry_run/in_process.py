@@ -66,8 +66,17 @@ def _recorded(train: Callable[[], Any], stack: ExitStack, world: int, rank: int,
         raise _EnoughError
 
     stack.enter_context(steps_counted(counter, keep, end))
-    with suppress(_EnoughError):
-        train()
+    try:
+        with suppress(_EnoughError):
+            train()
+    except RuntimeError as error:
+        # The first backward pass of a process starts threads for the devices that are there, and no others later.
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise DryRunError(
+            "dry_run: this process has run a backward pass before, without a GPU, and torch can run none on the fake "
+            "one after that: dry-run first, or in a process of its own"
+        ) from None
     if not found:
         raise DryRunError(f"dry_run: the function made {counter.ended} of the {STEPS} optimizer steps that are needed")
     return found[-1]
