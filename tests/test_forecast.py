@@ -569,6 +569,16 @@ def test_predict_answers_with_the_keys_that_others_rely_on(lumos: Answer) -> Non
     assert answer["tokens_per_s_per_gpu"] == pytest.approx(tokens)
 
 
+def test_the_machines_can_be_named_without_set(lumos: Answer) -> None:
+    _, short, _ = lumos("predict", "setup.toml", "--gpu", "h200", "--gpus", "16", "--json")
+    _, long, _ = lumos("predict", "setup.toml", "--set", "cluster.gpu=h200", "--set", "cluster.gpus=16", "--json")
+    assert short == long
+    assert json.loads(short)["setup"]["cluster"]["gpus"] == 16
+    code, _, error = lumos("predict", "setup.toml", "--gpu", "h300")
+    assert code == 2
+    assert "did you mean h200?" in error
+
+
 def test_predict_shows_a_table_with_its_warnings(lumos: Answer) -> None:
     code, out, _ = lumos("predict", "setup.toml", "--set", "cluster.gpu=mi300x")
     assert code == 0

@@ -43,6 +43,8 @@ def predict_command(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE of the setup, as in parallel.tp=4. Repeatable.")
     ] = None,
+    gpu: Annotated[str, typer.Option(help="The GPU: short for --set cluster.gpu=GPU.")] = "",
+    gpus: Annotated[str, typer.Option(help="How many: short for --set cluster.gpus=N.")] = "",
     scale: Annotated[
         list[str] | None, typer.Option(help="WHAT=FACTOR on durations: compute, comm, cpu, kernel:REGEX. Repeatable.")
     ] = None,
@@ -64,7 +66,8 @@ def predict_command(
     From a trace: with some parts faster or slower (--scale), or in another configuration (--set, or a setup).
     """
     check_output(output, source or setup)
-    changes, scale, emission = changes or [], scale or [], read_emission(emit)
+    cluster = [f"cluster.{key}={value}" for key, value in (("gpu", gpu), ("gpus", gpus)) if value]
+    changes, scale, emission = [*cluster, *(changes or [])], scale or [], read_emission(emit)
     tariff = read_tariff(price, kwh_price, pue, tokens)
     _refuse(setup, source, changes, scale, options != _ALL or profiler_costs is not None, tariff != Tariff())
     if emission and source is not None and not setup and not changes:
