@@ -34,6 +34,7 @@ class _Command(NamedTuple):
         return typer.main.get_command(one)
 
 
+_UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along under changing names
 _CANNOT_WRITE = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # options after COMMAND are its own
 _SEARCH = "Which TP, PP, CP, EP, DP, ZeRO, micro-batch, recomputation and schedule are best, and do they fit?"
@@ -106,9 +107,14 @@ def _run() -> tuple[int, str]:
     """Run the command; (exit code, what went wrong)."""
     try:
         try:
-            app()
+            code = app(standalone_mode=False)
         finally:
             sys.stdout.flush()
+        return code if isinstance(code, int) else 0, ""
+    except _UsageError as error:
+        return _misused(error)
+    except typer.Abort:
+        return 130, "interrupted"
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0, ""
     except LumosError as error:
@@ -127,7 +133,16 @@ def _run() -> tuple[int, str]:
             raise
         _drop_output()
         return 2, f"the answer cannot be printed ({error.strerror}); make room, or write it elsewhere with -o"
-    return 0, ""
+
+
+def _misused(error: Any) -> tuple[int, str]:
+    """A wrong option or argument in one line; without any arguments, the help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return error.exit_code, ""
+    text = error.format_message().rstrip(".")
+    command = error.ctx.command_path if error.ctx is not None else "lumos"
+    return error.exit_code, f"{text[:1].lower()}{text[1:]}; {command} --help lists the options"
 
 
 def _prepare_streams() -> None:
