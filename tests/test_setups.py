@@ -503,6 +503,7 @@ def test_an_override_replaces_what_follows_from_it(tmp_path: Path) -> None:
         ("model.layers", "the value is missing: write model.layers=VALUE"),
         ("tp", "did you mean parallel.tp"),
         ("parallel.tpp=2", "did you mean tp"),
+        ("parallel.sp=true", "did you mean sequence_parallel"),
         ("train.batch_size=2", "did you mean micro_batch"),
         ("train.global_batch_size=2", "did you mean global_batch"),
         ("paralel.tp=2", "did you mean parallel.tp"),

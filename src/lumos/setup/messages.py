@@ -23,6 +23,7 @@ _BOUNDS = {
     "less_than_equal": ("at most", "le"),
 }
 _CALLED_ELSEWHERE = {  # what other tools call it, which is spelt like something else here
+    "sp": "sequence_parallel", "virtual_stages": "vpp",
     "batch_size": "micro_batch", "micro_batch_size": "micro_batch", "local_batch_size": "micro_batch",
     "global_batch_size": "global_batch", "gradient_accumulation_steps": "microbatches", "seq_length": "seq",
     "max_seq_len": "seq", "dtype": "precision", "activation_checkpointing": "recompute", "fsdp": "zero",
