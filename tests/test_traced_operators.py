@@ -195,6 +195,24 @@ def test_attention_has_half_the_flops_if_it_is_causal(tmp_path: Path, causal: st
     assert found.effort.flops == pytest.approx(share * 2 * 2 * 16 * 2048 * 2048 * 128, rel=0.01)
 
 
+def test_attention_over_sequences_laid_end_to_end_has_no_rates(tmp_path: Path) -> None:
+    """Their lengths are values, which a trace does not have; by its bytes alone it would look bound by the memory."""
+    step = Recording()
+    step.run("flash_attn_3::bwd", *[[16384, 6, 128]] * 5)
+    (found,) = step.operators(tmp_path).operators
+    assert (found.tflops, found.gb_s, found.bound, found.gain_ms) == (None, None, "", None)
+
+
+def test_a_kernel_that_seems_to_move_more_than_the_memory_can_has_no_rates(tmp_path: Path) -> None:
+    """It reads a part of what it is given. What fits into the cache may be faster than the memory."""
+    step = Recording()
+    step.run("triton_red_fused_add_0", [65536, 4096], us=20.0)
+    step.run("triton_poi_fused_mul_1", [1024, 1024], us=0.5)
+    rates = {one.name: one.gb_s for one in step.operators(tmp_path).operators}
+    assert rates["triton_red_fused_add_0"] is None
+    assert rates["triton_poi_fused_mul_1"] == pytest.approx(2 * 1024 * 1024 / 0.5 / 1e3, rel=0.01)
+
+
 @pytest.mark.parametrize("gpu", ["", "An Unheard Of GPU 9000"])
 def test_a_gpu_that_is_not_known_has_rates_but_no_peaks(tmp_path: Path, gpu: str) -> None:
     step = Recording()

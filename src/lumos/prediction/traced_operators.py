@@ -51,6 +51,8 @@ _OPERANDS = {"aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3
 _ADDING = {"aten::baddbmm": 3, "aten::addmm": 3}  # and the place of beta, by which what is added is multiplied
 _MOST_PRICED = 2000  # rows whose work is looked at: a step has some hundred
 _MUCH_UNKNOWN = 0.1  # of the time
+_NOT_CACHED = 4.0  # times the second-level cache: so many bytes come from memory
+_BEYOND_PEAK = 1.2  # of the memory's bandwidth
 _NONSENSE = (ArithmeticError, LookupError, TypeError, ValueError)  # from shapes that cannot be
 
 
@@ -306,15 +308,31 @@ def _rows(calls: Sequence[Call], gpu: Gpu | None, causal: bool) -> list[TracedOp
             by_kernel[kernel] += us
         is_priced = first.op is not None and tensors and place < _MOST_PRICED
         op = _recorded(first.op, phase, causal, rounds) if first.op is not None and is_priced else None
+        us = sum(call.us for call in some) / len(some)
         effort = Effort() if op is None else _effort(op, prices)
+        if op is not None and not _is_believable(name, op, effort, us, gpu):
+            effort = Effort()
         found.append(
             TracedOperator(
-                name, phase, tensors, len(some), sum(call.us for call in some) / len(some),
+                name, phase, tensors, len(some), us,
                 sum(call.waited_us for call in some) / len(some), sum(len(call.kernels) for call in some) / len(some),
                 max(by_kernel, key=lambda kernel: by_kernel[kernel]), effort, gpu, op, first.op,
             )
         )  # fmt: skip
     return sorted(found, key=lambda row: -row.ms)
+
+
+def _is_believable(name: str, op: RecordedOp, effort: Effort, us: float, gpu: Gpu | None) -> bool:
+    """Whether a call can have done what its shapes suggest.
+
+    Attention over sequences laid end to end does not show their lengths. A kernel of compiled code may read a part of a
+    tensor that it is given: then it seems to move more than the memory could.
+    """
+    if ("flash_attn" in name or "attention" in name) and not op.name.startswith("attention."):
+        return False
+    if gpu is None or effort.flops or effort.bytes < _NOT_CACHED * gpu.l2_mb * 1e6:
+        return True
+    return effort.bytes / max(us, 1e-9) / 1e3 < _BEYOND_PEAK * gpu.hbm_gb_s
 
 
 def _recorded(traced: TracedOp, phase: str, causal: bool, rounds: bool) -> RecordedOp:
