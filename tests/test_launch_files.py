@@ -177,6 +177,11 @@ def test_flavors_of_torchtitan_are_models_that_are_known() -> None:
     assert {"llama3-8b", "qwen3-8b", "deepseek-v3"} <= set(preset_names()) & set(TORCHTITAN["writing"]["flavors"])
 
 
+def test_a_sharding_group_of_all_replicas_is_the_default() -> None:
+    keys = {"cluster__gpus": 8, "parallel__dp": 4, "parallel__cp": 2, "parallel__zero": 3}
+    assert effective(setup_of("megatron", keys)) == effective(setup_of("megatron", keys | {"parallel__shard": 4}))
+
+
 def test_a_script_for_several_nodes_starts_torchrun_on_each_of_them_under_slurm() -> None:
     several = launch_files(setup_of("megatron", {"cluster__gpus": 64, "parallel__dp": 64}), "megatron").files["run.sh"]
     assert "LAUNCH=${SLURM_JOB_ID:+srun}" in several

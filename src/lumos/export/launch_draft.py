@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lumos.program.parameters import layers_of
 from lumos.program.rank_layout import RankLayout
-from lumos.setup.frameworks import framework_named
+from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.importers.foreign_file import Reading
 from lumos.setup.setup import SECTIONS, Setup
 
@@ -60,31 +60,36 @@ def effective(setup: Setup) -> dict[str, Any]:
 
     Two setups with the same effective values are the same run: a framework's default is as good as the value itself.
     """
-    model, train, parallel = setup.model, setup.train, setup.parallel
-    framework = framework_named(train.framework, train.precision)
+    model, train = setup.model, setup.train
     values = {f"{name}.{key}": value for name in SECTIONS for key, value in getattr(setup, name)}
     for key in ("model.name", "train.microbatches", "parallel.dp"):  # a label, and what follows from others
         del values[key]
-    layout = RankLayout(setup, framework)
-    sharing = parallel.dp * parallel.cp
-    shared = sharing > 1
-    zero = parallel.zero if shared else 0
-    overlaps = framework.dp_overlap and (framework.overlaps_sharded or zero not in (1, 2))
-    by_itself = None if framework.tp_overlap else False  # beside the backward pass, which only a default can ask for
-    return values | {
+    framework = framework_named(train.framework, train.precision)
+    by_layer = train.recompute == "full"
+    return values | _effective_parallelism(setup, framework) | {
         "model.kv_heads": model.heads if model.latent else model.kv_heads,
         "train.recompute_modules": sorted(set(train.modules)) if train.recompute == "selective" else [],
-        "train.recompute_layers": train.recompute_layers if train.recompute == "full" else None,
-        "train.recompute_every": train.recompute_every if train.recompute == "full" else 1,
-        "train.recompute_group": train.recompute_group if train.recompute == "full" else 1,
+        "train.recompute_layers": train.recompute_layers if by_layer else None,
+        "train.recompute_every": train.recompute_every if by_layer else 1,
+        "train.recompute_group": train.recompute_group if by_layer else 1,
         "train.offload_overlap": train.offload_overlap and train.offload_optimizer > 0,
         "train.attention": train.attention or framework.attention,
         "train.imbalance": train.imbalance if model.experts else 1.0,
-        "parallel.etp": layout.expert_tp if model.experts else 0,
+    }  # fmt: skip
+
+
+def _effective_parallelism(setup: Setup, framework: Framework) -> dict[str, Any]:
+    parallel, layout = setup.parallel, RankLayout(setup, framework)
+    shared = parallel.dp * parallel.cp > 1
+    zero = parallel.zero if shared else 0
+    overlaps = framework.dp_overlap and (framework.overlaps_sharded or zero not in (1, 2))
+    by_itself = None if framework.tp_overlap else False  # beside the backward pass, which only a default can ask for
+    return {
+        "parallel.etp": layout.expert_tp if setup.model.experts else 0,
         "parallel.cp_type": (parallel.cp_type or "p2p") if parallel.cp > 1 else "",
         "parallel.cp_inner": layout.cp_heads if parallel.cp_type == "a2a+p2p" else 0,
         "parallel.zero": zero,
-        "parallel.shard": (parallel.shard or sharing) if zero else 0,
+        "parallel.shard": (parallel.shard or parallel.dp) if zero else 0,
         "parallel.stage_layers": layers_of(setup, framework.balances),
         "parallel.schedule": parallel.schedule if parallel.pp > 1 else "1f1b",
         "parallel.sequence_parallel": parallel.sequence_parallel and parallel.tp > 1,
