@@ -19,7 +19,7 @@ from lumos.report.html.page import write_page
 from lumos.report.html.search_page import search_page
 from lumos.report.terminal.show_searches import show_score, show_search
 from lumos.score.score import Scored, merged_score
-from lumos.search.parts import Shard, checked_part, merged_search
+from lumos.search.shards import Shard, checked_part, merged_search
 from lumos.setup.importers.foreign_file import text_of
 
 Answer = dict[str, Any]

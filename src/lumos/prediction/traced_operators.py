@@ -299,27 +299,33 @@ def _rows(calls: Sequence[Call], gpu: Gpu | None, causal: bool) -> list[TracedOp
         rounds = _is_fp32(call.op) and any(_TF32.search(name) for name, _ in call.kernels)
         groups[call.name, call.phase, call.op.tensors if call.op else (), rounds].append(call)
     prices = None if gpu is None else _prices(gpu)
-    found = []
     longest = sorted(groups.items(), key=lambda item: -sum(call.us for call in item[1]))
-    for place, ((name, phase, tensors, rounds), some) in enumerate(longest):
-        first = some[0]
-        by_kernel: dict[str, float] = defaultdict(float)
-        for kernel, us in (one for call in some for one in call.kernels):
-            by_kernel[kernel] += us
-        is_priced = first.op is not None and tensors and place < _MOST_PRICED
-        op = _recorded(first.op, phase, causal, rounds) if first.op is not None and is_priced else None
-        us = sum(call.us for call in some) / len(some)
-        effort = Effort() if op is None else _effort(op, prices)
-        if op is not None and not _is_believable(name, op, effort, us, gpu):
-            effort = Effort()
-        found.append(
-            TracedOperator(
-                name, phase, tensors, len(some), us,
-                sum(call.waited_us for call in some) / len(some), sum(len(call.kernels) for call in some) / len(some),
-                max(by_kernel, key=lambda kernel: by_kernel[kernel]), effort, gpu, op, first.op,
-            )
-        )  # fmt: skip
+    found = []
+    for place, ((_, phase, tensors, rounds), some) in enumerate(longest):
+        traced = some[0].op if tensors and place < _MOST_PRICED else None
+        op = None if traced is None else _recorded(traced, phase, causal, rounds)
+        found.append(_row(some, tensors, op, prices, gpu))
     return sorted(found, key=lambda row: -row.ms)
+
+
+def _row(
+    calls: Sequence[Call], tensors: tuple[TensorInfo, ...], op: RecordedOp | None, prices: AtenPrices | None,
+    gpu: Gpu | None,
+) -> TracedOperator:  # fmt: skip
+    """Equal calls as one row; `op` is what their work follows from, None if that is not to be looked at."""
+    first, count = calls[0], len(calls)
+    us = sum(call.us for call in calls) / count
+    effort = Effort() if op is None else _effort(op, prices)
+    if op is not None and not _is_believable(first.name, op, effort, us, gpu):
+        effort = Effort()
+    by_kernel: dict[str, float] = defaultdict(float)
+    for kernel, spent in (one for call in calls for one in call.kernels):
+        by_kernel[kernel] += spent
+    return TracedOperator(
+        first.name, first.phase, tensors, count, us, sum(call.waited_us for call in calls) / count,
+        sum(len(call.kernels) for call in calls) / count, max(by_kernel, key=lambda kernel: by_kernel[kernel]), effort,
+        gpu, op, first.op,
+    )  # fmt: skip
 
 
 def _is_believable(name: str, op: RecordedOp, effort: Effort, us: float, gpu: Gpu | None) -> bool:

@@ -1,6 +1,6 @@
-"""Parts: the shards of a search, checked key by key and merged into one answer.
+"""Shards: the parts of a search, checked key by key and merged into one answer.
 
-A part is a file that may have been damaged or edited, so nothing in it is taken for granted: what is missing, of
+A shard is a file that may have been damaged or edited, so nothing in it is taken for granted: what is missing, of
 another type or out of range is refused with its place, before anything is added up.
 """
 
