@@ -3,12 +3,15 @@
 They are TOML and JSON files in `lumos/data`, so that a number has one place, with its source and date beside it.
 """
 
+from __future__ import annotations
+
 import json
-import tomllib
 from functools import cache
 from importlib import resources
-from importlib.resources.abc import Traversable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 
 @cache
@@ -19,7 +22,12 @@ def read_table(name: str) -> dict[str, Any]:
     callers share what it returns: do not change it.
     """
     text = data_file(name).read_text("utf-8")
-    return tomllib.loads(text) if name.endswith(".toml") else json.loads(text)
+    if name.endswith(".json"):
+        found: dict[str, Any] = json.loads(text)
+        return found
+    import tomllib  # here, because `lumos sample --script` also runs on Python 3.10, which has none
+
+    return tomllib.loads(text)
 
 
 def data_file(name: str) -> Traversable:

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import orjson
-
 from lumos.errors import InputError, OptionError, printable
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a cell begins with that spreadsheets calculate
@@ -101,6 +99,8 @@ def _mode_for(path: Path) -> int:
 
 def json_of(answer: dict[str, Any]) -> bytes:
     """The answer as indented JSON, whatever its names are: those of files need not be text."""
+    import orjson  # here, so that `lumos sample --script` runs where it is not installed
+
     try:
         return orjson.dumps(answer, option=orjson.OPT_INDENT_2)
     except TypeError:  # half a character, as of a file name with bytes that are no UTF-8

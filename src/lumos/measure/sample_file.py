@@ -1,10 +1,26 @@
-"""Sample files: JSON lines, of which the first names the GPU; rows are only ever appended.
+"""Sample files: JSON lines, of which the first describes the machine; rows are only ever appended.
 
-    {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "cuda": "13.0"}
+    {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "cuda": "13.0", "driver": "580.95", "date": "2026-11-17",
+     "device": {"memory_gib": 139.8, "sms": 132, "l2_mb": 50.0, "clock_ghz": 1.98, "power_limit_w": 700.0},
+     "host": "AMD EPYC 9534", "gpus_per_node": 8, "nodes": 2}            (on one line; only "gpu" is required)
     {"op": "gemm", "m": 4096, "n": 4096, "k": 4096, "layout": "TN", "dtype": "bf16", "us": 204.512}
     {"op": "permute", "t": 65536, "h": 20480, "dtype": "bf16", "error": "out of memory"}
 
-A run that was killed leaves at most half a line at the end, which the next run cuts off before it continues.
+Rows, by "op":
+
+    an operator    alone, from a cold cache: sizes, layout, dtype; us
+    a collective   on `bytes` of the whole tensor among `ranks` GPUs of `nodes` nodes (1 where absent), while `groups`
+                   such groups (1 where absent) do the same at the same moment; us of the slowest rank
+    host           the host issues `what` (forward, backward, optimizer) of a small decoder of the stated sizes, in
+                   `launches` launches; us for all of them
+    profiler       `what` torch.profiler costs, as lumos.measure.time_profiler explains; us
+    power          the board while `operator` of the stated sizes runs in a loop, called `what`, or while nothing does
+                   (idle); watts, clock_mhz, us of one call
+    step           training steps of a small Llama-like decoder back to back: forward, backward, fused AdamW; us of one,
+                   watts
+
+Every row may have `error` instead of what was measured. A run that was killed leaves at most half a line at the end,
+which the next run cuts off before it continues.
 """
 
 from __future__ import annotations
@@ -23,6 +39,7 @@ Key = tuple[tuple[str, str], ...]
 
 _MOST_BYTES = 1 << 28
 _WAY_OUT = "name a file that `lumos sample` wrote"
+_MEASURED = frozenset({"us", "error", "watts", "clock_mhz", "launches"})  # what does not tell one row from another
 
 
 class SampleFile:
@@ -46,7 +63,7 @@ class SampleFile:
 def open_samples(path: Path, about: Row) -> Iterator[SampleFile]:
     """The samples of the GPU that `about` describes, to append to; InputError for a file of anything else."""
     try:
-        done = _checked(path, str(about["gpu"])) if path.exists() else set()
+        done = _checked(path, about) if path.exists() else set()
         with path.open("a", encoding="utf-8") as file:
             samples = SampleFile(file, done)
             if file.tell() == 0:
@@ -56,16 +73,21 @@ def open_samples(path: Path, about: Row) -> Iterator[SampleFile]:
         raise OptionError(f"-o {path}: cannot be written ({error.strerror})") from None
 
 
-def _checked(path: Path, gpu: str) -> set[Key]:
+def _checked(path: Path, about: Row) -> set[Key]:
     """The rows of a file that can be appended to, after half a line at its end is cut off."""
-    done = set()
+    done, here = set(), _machine(about)
     for _, row in lines_of(path):
-        if "gpu" in row and row["gpu"] != gpu:
-            raise InputError(f"{path}: holds samples of {row['gpu']}, and this is {gpu}; name another file with -o")
+        if "gpu" in row and _machine(row) != here:
+            raise InputError(f"{path}: holds samples of {_machine(row)}, and this is {here}; name another file with -o")
         done.add(_key(row))
     with path.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
     return done
+
+
+def _machine(about: Row) -> str:
+    """What must not be mixed: GPUs of different names, and CPUs, which are all called "cpu", of different hosts."""
+    return f"{about['gpu']} ({about['host']})" if about["gpu"] == "cpu" and "host" in about else str(about["gpu"])
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, Row]]:
@@ -90,4 +112,4 @@ def lines_of(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _key(row: Row) -> Key:
-    return tuple(sorted((name, repr(value)) for name, value in row.items() if name not in ("us", "error")))
+    return tuple(sorted((name, repr(value)) for name, value in row.items() if name not in _MEASURED))
