@@ -1,4 +1,4 @@
-"""The JSON of `lumos replay` and `lumos predict`: every key and its type. Times are in milliseconds.
+"""The JSON of `lumos replay` and `lumos predict`, on one GPU and on several: every key and its type. Times are in milliseconds.
 
 A value that a source cannot know is null: a trace says nothing of memory, a description has no recorded step.
 """
@@ -121,4 +121,54 @@ class PredictionAnswer(Answer, frozen=True, kw_only=True):
     source: dict[str, float]  # share of the work: measured, scaled, fitted, transferred, roofline, modelled
     understood: list[dict[str, Any]] | None  # of the traced run, where another configuration is predicted from it
     inferred: dict[str, dict[str, Any]] | None  # keys of its setup, with evidence
+    warnings: list[str]
+
+
+class GpuAnswer(Answer, frozen=True, kw_only=True):
+    """A run on one of several GPUs. Where it is refused, `refused` says why and the numbers are null."""
+
+    gpu: str  # its name, or that of its file
+    gpus: int | None = None  # how many
+    refused: str | None = None
+    step_ms: float | None = None
+    interval_ms: tuple[float, float] | None = None  # 80 %
+    tokens_per_s: float | None = None  # of all GPUs
+    tokens_per_s_per_gpu: float | None = None
+    speedup: float | None = None  # tokens per second over those of the first GPU that is not refused
+    mfu: float | None = None
+    peak_gib: float | None = None  # of the fullest GPU; it fits if peak + reserve is at most what is available
+    reserve_gib: float | None = None
+    available_gib: float | None = None
+    fits: bool | None = None
+    advice: str = ""  # where it does not fit: what would help
+    energy_j: float | None = None  # of all GPUs, one step
+    joules_per_token: float | None = None
+    watts_per_gpu: float | None = None
+    power_limit_w: float | None = None
+    at_power_limit: bool | None = None  # whether the limit slows some of the GPUs down
+    price_per_gpu_hour: float | None = None
+    money_per_million_tokens: float | None = None
+    budget: dict[str, Any] | None = None  # of --tokens: steps, days, gpu_hours, kwh, money
+    bound_ms: dict[str, float] = {}  # compute, memory, network, host and bubble; they add up to the step
+    bound_by: str = ""  # the largest of them
+    operators: dict[str, float] = {}  # share of the first rank's work by family of operators
+    costs_from: str = ""  # whose samples the times of operators are
+    source: dict[str, float] = {}  # as of `lumos predict`
+    configuration: dict[str, Any] = {}  # of a search: the best one on these GPUs
+    best_in: list[str] = []  # the keys in which no other GPU is better
+    warnings: list[str] = []
+
+    @property
+    def label(self) -> str:
+        """Which row of several it is: the same GPU may be there in several numbers."""
+        return f"{self.gpus:,} × {self.gpu}" if self.configuration else self.gpu
+
+
+class GpuComparisonAnswer(Answer, frozen=True, kw_only=True):
+    """`lumos predict --gpu A,B --json`, and `gpus` of `lumos search --gpu A,B --json`."""
+
+    model: str
+    parameters: int | None
+    tokens_per_step: int | None
+    gpus: list[GpuAnswer]  # in the order in which they were asked for
     warnings: list[str]

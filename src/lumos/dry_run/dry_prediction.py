@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from lumos.cost.prices import Prices
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.bill import Bill, Tariff
@@ -28,6 +29,10 @@ class DryPrediction(Prediction):
     @property
     def is_dry(self) -> bool:
         return True
+
+    @property
+    def prices(self) -> Prices:
+        return self.dry.prices
 
     @property
     def tokens(self) -> int | None:

@@ -13,6 +13,7 @@ from lumos.analysis.replay import Replay
 from lumos.analysis.run import Run, TracedRun
 from lumos.change.change import CalibratedRun, beyond_us, changed_step
 from lumos.change.infer import Inferred
+from lumos.cost.prices import Prices
 from lumos.errors import OptionError
 from lumos.graph.critical_path import PathSummary
 from lumos.graph.scaling import Scale, scaled_durations
@@ -105,6 +106,11 @@ class Prediction:
     def step(self) -> Step | None:
         """The simulated step of a described run."""
         return self.run.step if isinstance(self.run, DescribedRun) else None
+
+    @property
+    def prices(self) -> Prices | None:
+        """What operators cost in it; None for a traced run, whose times were measured."""
+        return None if self.step is None else self.step.prices
 
     @cached_property
     def host_bound(self) -> bool | None:
@@ -228,7 +234,7 @@ class Prediction:
             return [*found, *(self.replayed.execution.warnings if self.replayed else ())]
         found += [text for text in warnings_in(self.setup) if text not in found]
         model = self.step.prices.model if self.step else None
-        gpu = self.setup.cluster.gpu
+        gpu = self.setup.cluster.accelerator.shown
         on_host = self.step.host_update_us / 1e3 if self.step else 0.0
         if on_host:
             found.append(f"the host updates its parameters in {on_host:,.1f} ms, copies included")
