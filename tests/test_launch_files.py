@@ -54,6 +54,7 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"train__recompute": "selective", "train__recompute_modules": ("core_attn", "layernorm", "mlp")},
         {"train__recompute": "full", "train__recompute_layers": 4},
         {"train__recompute": "full", "train__recompute_group": 4},
+        {"train__recompute": "full", "train__partition_activations": True, "parallel__tp": 4},
         {"parallel__zero": 1, "parallel__dp": 8, "train__offload_optimizer": 0.25, "train__offload_overlap": True},
         {"train__offload_layers": 4},
         {"train__precision": "fp8", "train__cuda_graphs": True, "train__attention": "flash"},

@@ -231,7 +231,17 @@ def test_gpt_neox(tmp_path: Path) -> None:
     assert (train.micro_batch, train.microbatches, train.precision, train.recompute) == (4, 32, "fp16", "full")
     assert (parallel.tp, parallel.pp, parallel.dp, parallel.zero, train.framework) == (2, 4, 12, 1, "neox")
     assert reading.notes == ()
+    assert (train.partition_activations, train.attention, parallel.dp_overlap) == (False, "", None)
     assert any("the number of GPUs is not given" in note for note in read(tmp_path, NEOX, "20B.yml").notes)
+
+
+def test_what_gpt_neox_keeps_in_parts_and_attends_with_is_read(tmp_path: Path) -> None:
+    """As in its files for Llama; overlap_comm holds without a pipeline, where DeepSpeed heeds it."""
+    more = '"partition-activations": true, "attention_config": [[["flash"], 44]], "norm"'
+    text = NEOX.replace('"norm"', more).replace('"pipe_parallel_size": 4', '"pipe_parallel_size": 0')
+    setup = read(tmp_path, text, "llama.yml", "cluster.gpus=96").setup
+    assert (setup.train.partition_activations, setup.train.attention) == (True, "flash")
+    assert (setup.parallel.pp, setup.parallel.dp_overlap) == (1, True)
 
 
 def test_a_gated_mlp_of_gpt_neox_is_narrower_than_stated(tmp_path: Path) -> None:

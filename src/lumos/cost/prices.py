@@ -96,6 +96,15 @@ class Prices:
         """One collective, once all its ranks have arrived."""
         return self.network.us(collective)
 
+    def launches(self, op: BlockOp) -> float:
+        """Of the host, for one operator or collective."""
+        return self.collective_launches if isinstance(op.work, Collective) else op.launches
+
+    @property
+    def launch_us(self) -> float:
+        """From the host's call to the start of the kernel on an idle GPU."""
+        return float(read_table("step.json")["launch_us"])
+
     def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
         """The time of a block, built and priced on first use."""
         if key not in self._blocks:
@@ -119,11 +128,18 @@ def timeline(block: Block, prices: Prices) -> list[Row]:
     """When each operator and collective of a block runs.
 
     Operators run one after the other. A collective runs beside them, one at a time, unless the next operator waits for
-    it or an operator joins all that are left running.
+    it or an operator joins all that are left running. The host issues all of it ahead of time, until it waits for the
+    GPU: from there on nothing starts before its first launch.
     """
     now = network = 0.0
+    launched: float | None = None  # when the host has issued all so far, once it has waited
     rows = []
     for op in block:
+        if op.syncs:
+            launched = max(now, network)
+        if launched is not None:
+            now = max(now, launched + prices.host_us + prices.launch_us)
+            launched += prices.host_us * prices.launches(op)
         if isinstance(op.work, Collective):
             begin = max(network, now)
             network = begin + prices.collective_us(op.work)
@@ -141,12 +157,11 @@ def time_of(block: Block, prices: Prices) -> BlockTime:
     end = compute = communication = joules = launches = 0.0
     for op, begin, until in timeline(block, prices):
         cost, end = until - begin, max(end, until)
+        launches += prices.launches(op)
         if isinstance(op.work, Collective):
-            launches += prices.collective_launches
             communication += cost
             joules += prices.joules.collective(op.work, cost)
         else:
-            launches += op.launches
             compute += cost
             joules += prices.joules.operator(op.work, cost)
     return BlockTime(end, prices.host_us * launches, compute, communication, joules)

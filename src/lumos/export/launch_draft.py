@@ -72,6 +72,7 @@ def effective(setup: Setup) -> dict[str, Any]:
         "train.recompute_layers": train.recompute_layers if by_layer else None,
         "train.recompute_every": train.recompute_every if by_layer else 1,
         "train.recompute_group": train.recompute_group if by_layer else 1,
+        "train.partition_activations": RankLayout(setup, framework).divides_inputs,
         "train.offload_overlap": train.offload_overlap and train.offload_optimizer > 0,
         "train.attention": train.attention or framework.attention,
         "train.imbalance": train.imbalance if model.experts else 1.0,
@@ -82,7 +83,7 @@ def _effective_parallelism(setup: Setup, framework: Framework) -> dict[str, Any]
     parallel, layout = setup.parallel, RankLayout(setup, framework)
     shared = parallel.dp * parallel.cp > 1
     zero = parallel.zero if shared else 0
-    overlaps = framework.dp_overlap and (framework.overlaps_sharded or zero not in (1, 2))
+    overlaps = framework.reduces_beside(zero, parallel.pp)
     by_itself = None if framework.tp_overlap else False  # beside the backward pass, which only a default can ask for
     return {
         "parallel.etp": layout.expert_tp if setup.model.experts else 0,

@@ -145,6 +145,7 @@ def _recomputation(train: Train) -> Iterable[str]:
         is_block = train.recompute_layers is not None
         yield f"recompute-method {'block' if is_block else 'uniform'}"
         yield f"recompute-num-layers {train.recompute_layers if is_block else train.recompute_group}"
+        yield from ["distribute-saved-activations"] if train.partition_activations else []
     modules = [name for name in train.recompute_modules if name != "operators"]
     if train.recompute == "selective" and modules:
         yield f"recompute-modules {' '.join(modules)}"

@@ -124,6 +124,8 @@ def rotary(s: RankLayout, backward: bool = False) -> Block:
     m = s.model
     if m.positions != "rotary":
         return []
+    if s.framework.chains:  # queries and keys together, as many heads of each
+        return [ops.chain(s, "rotary", backward, s.sequences, -(-(s.heads + s.kv_heads) // 2), s.seq, m.head_dim)]
     kind, row = ("rotary_bwd", "rotary grad") if backward else ("rotary_fwd", "rotary")
     if s.fused or s.framework.fused_rotary:
         return [ops.stream(s, "fused rotary", s.tokens * (s.heads + s.kv_heads) * m.head_dim, name=kind)]

@@ -18,6 +18,7 @@ class BlockOp(NamedTuple):
     launches: int = 1  # kernels, and so launches by the host
     waits: bool = True  # a collective: the next operator needs its result
     joins: bool = False  # an operator: first wait for every collective that was left running
+    syncs: bool = False  # the host waits for the GPU before it issues this, and so runs no longer ahead of it
     name: str = ""
     saves: float = 0.0  # bytes that stay alive for the backward pass because of it
     weight_gradient: bool = False  # may be computed later, by schedules that split the backward pass

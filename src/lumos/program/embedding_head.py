@@ -12,13 +12,20 @@ from lumos.program.rank_layout import RankLayout
 def embedding(s: RankLayout) -> Block:
     """A row of the table for every token; the dropout after it keeps its mask."""
     mask = float(s.spread_tokens * s.model.hidden) if s.framework.dropout else 0.0
-    lookup = ops.op(s, "embedding", s.tokens, s.vocab, s.model.hidden, saves=mask)
+    shape = (s.tokens, s.vocab, s.model.hidden)
+    if s.framework.chains:
+        lookup = ops.chain(s, "embedding", False, *shape, saves=mask)
+    else:
+        lookup = ops.op(s, "embedding", *shape, saves=mask)
     kind = "reduce_scatter" if s.splits_sequences else "all_reduce"
     return [lookup, *ops.collective(kind, s.activation_bytes, s.tp, name="embedding reduce")]
 
 
 def embedding_backward(s: RankLayout) -> Block:
-    return [ops.op(s, "embedding_bwd", s.tokens, s.vocab, s.model.hidden, launches=ops.launches_of("embedding grad"))]
+    shape = (s.tokens, s.vocab, s.model.hidden)
+    if s.framework.chains:
+        return [ops.chain(s, "embedding", True, *shape)]
+    return [ops.op(s, "embedding_bwd", *shape, launches=ops.launches_of("embedding grad"))]
 
 
 def head(s: RankLayout) -> Block:

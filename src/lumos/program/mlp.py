@@ -9,7 +9,7 @@ from lumos.program.rank_layout import RankLayout
 
 def mlp(s: RankLayout) -> Block:
     """Norm, up (and gate), activation, down, residual."""
-    return [*([] if s.model.parallel_residual else ops.norm(s)), *mlp_inside(s), *ops.residual(s)]
+    return [*([] if s.shares_norm else ops.norm(s)), *mlp_inside(s), *ops.residual(s)]
 
 
 def mlp_inside(s: RankLayout) -> Block:
@@ -29,7 +29,7 @@ def mlp_backward(s: RankLayout) -> Block:
         *down_weights,
         *activation(s, s.tokens, ffn, backward=True),
         *ops.gradients_overlapped(s, *up),
-        *([] if s.model.parallel_residual else ops.norm_backward(s)),
+        *([] if s.shares_norm else ops.norm_backward(s)),
     ]
 
 
@@ -47,6 +47,8 @@ def activation(s: RankLayout, tokens: int, ffn: int, backward: bool = False) -> 
     """The activation function; it stands for all that the MLP keeps of its inner width."""
     saves = 0.0 if backward else activation_bytes(s) * tokens * ffn
     grad = " grad" if backward else ""
+    if s.framework.chains and s.model.activation == "gelu" and not s.model.gated:
+        return [ops.chain(s, "gelu", backward, tokens, ffn, saves=saves)]
     if s.fused or s.framework.fused_activation:
         row = f"{'gated' if s.model.gated else 'plain'} activation{grad}"
         return [ops.stream(s, row, tokens * ffn, name="activation", saves=saves)]

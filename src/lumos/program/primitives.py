@@ -35,6 +35,12 @@ def launches_of(row: str) -> int:
     return launches
 
 
+def chain(s: RankLayout, name: str, backward: bool, *shape: int, saves: float = 0.0) -> BlockOp:
+    """Element-wise work that was sampled whole, as the framework runs it: `neox_gelu_bwd` is that of GPT-NeoX."""
+    kind = f"{s.framework.chains}{name}_{'bwd' if backward else 'fwd'}"
+    return op(s, kind, *shape, launches=launches_of(kind), saves=saves)
+
+
 def host_only(s: RankLayout, launches: float) -> Block:
     """What costs the host time and the GPU none."""
     return [BlockOp(Operator("stream", (0,), s.precision), round(launches), name="host")] if launches else []
@@ -111,6 +117,8 @@ def head_norm(s: RankLayout) -> Block:
 
 
 def _norm_op(s: RankLayout, tokens: int, width: int, saves: float) -> BlockOp:
+    if s.framework.chains:
+        return chain(s, f"{s.model.norm}_norm", False, tokens, width, saves=saves)
     if s.model.norm == "layer":
         return op(s, "layer_norm", tokens, width, saves=saves)
     if s.fused or s.framework.fused_norm:
@@ -130,6 +138,8 @@ def head_norm_backward(s: RankLayout) -> Block:
 
 
 def _norm_backward_op(s: RankLayout, tokens: int, width: int) -> BlockOp:
+    if s.framework.chains:
+        return chain(s, f"{s.model.norm}_norm", True, tokens, width)
     if s.model.norm == "layer":
         return op(s, "layer_norm_bwd", tokens, width, launches=launches_of("fused norm grad"))
     if s.fused or s.framework.fused_norm:
@@ -160,6 +170,8 @@ def norm_output_bytes(s: RankLayout) -> float:
 def residual(s: RankLayout, extra_bytes: float = 0.0) -> Block:
     """The addition to the residual stream, after dropout where the framework has it, which keeps its mask."""
     elements = s.spread_tokens * s.model.hidden
+    if s.framework.chains:
+        return [chain(s, "add", False, s.spread_tokens, s.model.hidden, saves=extra_bytes)]
     added = stream(s, "residual", elements, saves=extra_bytes)
     if not s.framework.dropout:
         return [added]
@@ -168,6 +180,8 @@ def residual(s: RankLayout, extra_bytes: float = 0.0) -> Block:
 
 def residual_backward(s: RankLayout) -> Block:
     elements = s.spread_tokens * s.model.hidden
+    if s.framework.chains:
+        return [chain(s, "add", True, s.spread_tokens, s.model.hidden)]
     added = stream(s, "residual grad", elements)
     return [_widened(added, stream(s, "residual grad dropout", elements)) if s.framework.dropout else added]
 

@@ -268,7 +268,8 @@ class _KeyedLayout:
         self.layout = layout
         t, p = layout.train, layout.parallel
         self.key = (
-            layout.model, t.micro_batch, t.seq, t.precision, t.recompute, t.recompute_modules, t.compile, t.framework,
+            layout.model, t.micro_batch, t.seq, t.precision, t.recompute, t.recompute_modules,
+            t.partition_activations, t.compile, t.framework,
             t.attention, t.mode, t.imbalance, p.tp, p.cp, p.cp_type, layout.cp_heads,
             p.sequence_parallel, p.ep, layout.expert_tp,
         )  # fmt: skip

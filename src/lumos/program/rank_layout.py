@@ -184,6 +184,22 @@ class RankLayout:
         return float(self.spread_tokens * self.model.hidden * self.element)
 
     @cached_property
+    def divides_inputs(self) -> bool:
+        """Layers that are recomputed keep a part of their input on each tensor rank."""
+        asked = self.train.partition_activations and self.train.recompute == "full"
+        return asked and self.parallel.tp > 1 and not self.splits_sequences
+
+    @cached_property
+    def kept_input_bytes(self) -> float:
+        """What one rank keeps of the input of a layer that is recomputed."""
+        return self.residual_bytes / (self.parallel.tp if self.divides_inputs else 1)
+
+    @cached_property
+    def shares_norm(self) -> bool:
+        """Attention and MLP read the output of one norm."""
+        return self.model.parallel_residual and not self.framework.norm_per_branch
+
+    @cached_property
     def attention(self) -> str:
         return self.train.attention or self.framework.attention
 

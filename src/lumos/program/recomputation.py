@@ -67,7 +67,7 @@ def _part(s: RankLayout, name: str, sparse: bool) -> Again:
         return Again(core(s), attention=saved_bytes(core(s)))
     if name == "layernorm":
         each = max(saved_bytes(ops.norm(s)) - s.residual_bytes, 0.0)
-        second = sparse or not s.model.parallel_residual
+        second = sparse or not s.shares_norm
         return Again(ops.norm(s) * (1 + second), each, each * second, 1 + second)
     if name == "mla_up_proj":
         return Again(up_projections(s), attention=latent_head_bytes(s)) if s.model.latent else nothing

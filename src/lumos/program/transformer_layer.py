@@ -34,7 +34,7 @@ class TransformerLayer:
     def forward(self) -> Block:
         s = self.layout
         more = ops.host_only(s, s.framework.layer_launches + s.gather_launches)
-        return [*attention(s), *(moe(s) if self.sparse else mlp(s)), *more]
+        return [*self._boundary(), *attention(s), *(moe(s) if self.sparse else mlp(s)), *more]
 
     def backward(self) -> Block:
         s = self.layout
@@ -47,12 +47,24 @@ class TransformerLayer:
         if self.recompute == "none":
             return []
         if self.recompute == "full":
-            again = self.forward()
+            again = [*self._gathered_input(), *self.forward()]
         elif self._policy is not None:
             again = self._policy.block
         else:
             again, count = self._parts.block, self._parts.checkpoints
-        return [*again, *ops.host_only(s, count * s.framework.checkpoint_launches)]
+        return [*again, *([] if self._boundary() else ops.host_only(s, count * s.framework.checkpoint_launches))]
+
+    def _boundary(self) -> Block:
+        """Where a checkpoint begins, the host may wait for the GPU, and then does what keeping a layer takes."""
+        framework = self.layout.framework
+        if self.recompute != "full" or not framework.syncs_checkpoints:
+            return []
+        return [op._replace(syncs=True) for op in ops.host_only(self.layout, framework.checkpoint_launches)]
+
+    def _gathered_input(self) -> Block:
+        """The input of the layer, of which every tensor rank keeps a part."""
+        s = self.layout
+        return ops.collective("all_gather", s.activation_bytes, s.tp, name="gather input") if s.divides_inputs else []
 
     @cached_property
     def _parts(self) -> Again:
@@ -80,9 +92,9 @@ class TransformerLayer:
         if self.recompute != "full" and self._policy is None:
             return LayerMemory(everything - self._parts.attention - self._parts.rest, working)
         # A norm that keeps its input as it is keeps the input of the layer: not twice.
-        shared = 0.0 if ops.norm_copies_input(s) else s.residual_bytes
+        shared = 0.0 if ops.norm_copies_input(s) or s.divides_inputs else s.residual_bytes
         kept, read = self._policy[1:] if self._policy is not None else (0.0, 0.0)
-        return LayerMemory(s.residual_bytes + kept, everything + working - shared - read)
+        return LayerMemory(s.kept_input_bytes + kept, everything + working - shared - read)
 
     def _working_bytes(self, everything: float) -> float:
         """What the backward pass adds at its worst moment."""

@@ -28,6 +28,8 @@ class Framework:
     fused_bias: bool = False  # the matmul itself or the next kernel adds the bias
     loss: str = "eager"  # eager: a copy in fp32 and a fused kernel; sharded: ten passes over fp32; fused: in place
     eager_gelu: bool = False  # GELU written out as eight operators
+    chains: str = ""  # its norms, additions, activations … were sampled as it runs them: operators with this prefix
+    norm_per_branch: bool = False  # attention and MLP that run in parallel have a norm each, not one together
     joins_qkv: bool = False  # one matmul for query, key and value
     joins_gate: bool = False  # one matmul for both inward halves of a gated MLP
     dropout: bool = False
@@ -37,7 +39,9 @@ class Framework:
     tp_overlap: bool = False
     dp_overlap: bool = False
     overlaps_sharded: bool = True  # … also where the optimizer's state is divided (ZeRO 1 and 2)
+    overlaps_in_pipeline: bool = True  # … also where there are several stages
     sequence_parallel: bool = False
+    sends_parts: bool = False  # every tensor rank sends its part of the activations to the next stage, which gathers
     balances: bool = False  # layers are dealt to stages by their work, the head's included; else evenly
     zero: int = 0
     zeros: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO that it has, for a search; 3 is FSDP
@@ -56,6 +60,7 @@ class Framework:
     pipeline_drag: float = 0.0  # with several stages, the host's time grows by this for every further tensor rank
     collective_launches: float = 2.0  # launches that a collective costs the host
     checkpoint_launches: float = 15.0  # launches that keeping and restoring one recomputed layer costs the host
+    syncs_checkpoints: bool = False  # the host waits for the GPU before it runs a layer that is kept or restored
     gather_launches: float = 30.0  # launches that gathering a layer's weights costs the host, forward and backward each
     layer_launches: int = 0  # of one layer's forward, beyond those of its operators; twice as many of its backward
     splits_vocab: bool = True  # tensor parallelism divides embedding and head as well
@@ -71,6 +76,11 @@ class Framework:
     keeps_gathered: bool = False  # sequence parallel: linear layers keep their gathered input, not the divided one
     keeps_outputs: bool = False  # the last stage keeps the logits of all micro-batches, to join them
     gradient_buckets: bool = False  # DistributedDataParallel: one more copy of the gradients
+
+    def reduces_beside(self, zero: int, pp: int) -> bool:
+        """Whether it reduces gradients of whole weights beside the backward pass, if nothing else is asked for."""
+        sharded = zero in (1, 2)
+        return self.dp_overlap and (self.overlaps_sharded or not sharded) and (self.overlaps_in_pipeline or pp == 1)
 
 
 @cache

@@ -209,6 +209,7 @@ class Train(Section):
     recompute_layers: Count | None = None  # full: only the first so many layers of every virtual stage; None: all
     recompute_every: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: only every n-th layer
     recompute_group: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: layers from one kept input to the next
+    partition_activations: bool = False  # full: tensor ranks keep parts of the inputs, and gather them (DeepSpeed)
     optimizer: Literal["adamw", "adam", "sgd", "muon", "none"] = "adamw"
     offload_optimizer: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the optimizer's state and work on the host
     offload_weights: bool = False  # weights too, between their gathers (FSDP)

@@ -248,9 +248,8 @@ class Assembly:
     @cached_property
     def overlaps(self) -> bool:
         """Gradients of whole weights are reduced beside the backward pass."""
-        chosen, framework = self.setup.parallel.dp_overlap, self.framework
-        by_itself = framework.dp_overlap and (framework.overlaps_sharded or self.setup.parallel.zero not in (1, 2))
-        wanted = by_itself if chosen is None else chosen
+        p = self.setup.parallel
+        wanted = self.framework.reduces_beside(p.zero, p.pp) if p.dp_overlap is None else p.dp_overlap
         return wanted and self.layout.dp.size > 1 and not self.program.schedule.splits_backward
 
     @cached_property
@@ -392,7 +391,14 @@ class Assembly:
     def _link_us(self) -> float:
         """Activations to the next stage."""
         s = self.layout
-        return self.prices.collective_us(Collective("p2p", s.residual_bytes, s.pp)) if s.parallel.pp > 1 else 0.0
+        if s.parallel.pp == 1:
+            return 0.0
+        if not self.framework.sends_parts or s.splits_sequences:
+            return self.prices.collective_us(Collective("p2p", s.residual_bytes, s.pp))
+        part = Collective("p2p", s.residual_bytes / s.parallel.tp, s.pp)
+        return self.prices.collective_us(part) + self.prices.collective_us(
+            Collective("all_gather", s.activation_bytes, s.tp)
+        )
 
     # ------------------------------------------------------------------ durations of nodes
     def _duration(self, role: Role) -> float:

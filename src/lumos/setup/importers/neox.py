@@ -69,6 +69,8 @@ def _style(keys: Keys, found: Findings) -> None:
     if keys.number("model.layers", "sliding_window_width"):
         found.note("sliding_window_width is not modelled: assuming full attention")
     attention = str(keys.first("attention_config")[1]).casefold()
+    if "flash" in attention:
+        found.values["train.attention"] = "flash"
     if any(kind in attention for kind in ("sparse", "local", "bigbird", "bslongformer")):
         found.note("sparse and local attention are not modelled: assuming full attention")
 
@@ -121,7 +123,7 @@ def _parallelism(keys: Keys, found: Findings) -> None:
     keys.put_number("parallel.zero", "zero_optimization.stage", "zero_stage", least=0)
     found.values["parallel.sequence_parallel"] = keys.is_on("sequence_parallel") is True
     overlap = keys.is_on("zero_optimization.overlap_comm")
-    if overlap is not None:
+    if overlap is not None and found.values["parallel.pp"] == 1:  # DeepSpeed turns it off in pipelines
         found.values["parallel.dp_overlap"] = overlap
     put_offloading(keys, found)
 
@@ -146,3 +148,5 @@ def _batch(keys: Keys, found: Findings) -> None:
     keys.put_choice("train.optimizer", read_table("other_tools.toml")["optimizers"], "optimizer.type")
     if keys.is_on("checkpoint_activations"):
         found.values["train.recompute"] = "full"
+    if keys.is_on("partition_activations"):
+        found.values["train.partition_activations"] = True
