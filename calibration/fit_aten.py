@@ -28,7 +28,8 @@ from aten_rows import operators_of
 from aten_rows import rows as training_rows
 from lumos.cost.aten_prices import isolated_us
 from lumos.cost.aten_work import Work, works_of
-from lumos.cost.operator_model import Regressor, cost_model, encode
+from lumos.cost.hardware_model import encode
+from lumos.cost.operator_model import Regressor, cost_model
 from lumos.measure.fit import grow
 from lumos.program.recorded_op import RecordedOp, TensorInfo
 

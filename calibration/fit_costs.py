@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from math import ceil
 from pathlib import Path
 
-from lumos.cost.operator_model import encode
+from lumos.cost.hardware_model import encode
 from lumos.measure.fit import Sample, Verdict, fit
 from lumos.measure.operator_rows import operator_of
 from lumos.program.operators import Operator

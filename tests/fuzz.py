@@ -179,7 +179,8 @@ def parts(folder: Path) -> None:
 
 
 def cost_file(folder: Path) -> None:
-    from lumos.cost.operator_model import _shipped, encode
+    from lumos.cost.hardware_model import encode
+    from lumos.cost.operator_model import _shipped
 
     regressors = dict(list(_shipped("h200").items())[:2])
     (folder / "model.npz").write_bytes(encode("h200", regressors))

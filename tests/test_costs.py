@@ -26,17 +26,17 @@ from lumos.cli.cost_command import cost_command
 from lumos.cost.energy import Joules, joules_from, work_of
 from lumos.cost.features import Chip, features, roofline_us
 from lumos.cost.flash import OlderKernels, flash_kernels
+from lumos.cost.hardware_model import encode
 from lumos.cost.in_step import in_step_factors
 from lumos.cost.network import Network, Tier, network_of
 from lumos.cost.operator_model import (
     CostModel,
     Regressor,
-    _decode,
     _equivalent_of,
     chip_of,
     cost_model,
-    encode,
     read_cost_model,
+    regressors_of,
 )
 from lumos.cost.prices import BlockTime, Prices, time_of, timeline, warmth
 from lumos.cost.trees import Trees
@@ -44,6 +44,7 @@ from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.measure.fit import read_samples
 from lumos.measure.operator_rows import SIZES, operator_of, operators_of, read_rows
+from lumos.model_file import unpacked
 from lumos.prediction.power import drawn_w
 from lumos.program.block import BlockOp
 from lumos.program.operators import KINDS, Collective, Group, Operator
@@ -497,7 +498,8 @@ def test_many_are_priced_as_one_by_one(chosen: list[dict[str, Any]], gpu: str) -
 
 def fresh(model: CostModel) -> CostModel:
     """The same model, which remembers nothing."""
-    return CostModel(model.gpu, model.sampled, model.regressors, model.fallback and fresh(model.fallback))
+    below = model.fallback and fresh(model.fallback)
+    return CostModel(model.gpu, model.sampled, model.regressors, below, model.isolation_us)
 
 
 @laws
@@ -569,7 +571,8 @@ def model_file(regressors: dict[str, Regressor] | None = None, gpu: str = "h200"
 
 def test_a_model_that_is_written_and_read_is_the_same() -> None:
     shipped = cost_model("a100").regressors
-    name, regressors = _decode(encode("a100", shipped), "a100.npz")
+    file = unpacked(encode("a100", shipped), "a100.npz")
+    name, regressors = file.header["gpu"], regressors_of(file)
     assert name == "a100"
     assert regressors.keys() == shipped.keys()
     for key, regressor in regressors.items():
@@ -629,7 +632,7 @@ WRONG = {
 def test_a_wrong_model_is_refused(tmp_path: Path, what: str) -> None:
     path = tmp_path / "model.npz"
     path.write_bytes(WRONG[what])
-    with pytest.raises(InputError, match=r"model\.npz: (not a cost model|fitted on 'abacus')"):
+    with pytest.raises(InputError, match=r"model\.npz: (not a model file|its trees are damaged|fitted on 'abacus')"):
         read_cost_model(path)
 
 
@@ -643,7 +646,7 @@ def test_trees_for_other_features_than_ours_are_refused(tmp_path: Path) -> None:
 def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.npz"
     np.savez_compressed(path, header=np.zeros(1 << 28, np.uint8))
-    with pytest.raises(InputError, match="not a cost model"):
+    with pytest.raises(InputError, match="not a model file"):
         read_cost_model(path)
 
 
@@ -799,7 +802,7 @@ def test_cost_reads_standard_input_and_shows_a_table(tmp_path: Path) -> None:
         (("cost", "none.json", "--gpu", "h200"), "none.json: cannot be read (No such file or directory)"),
         (("cost", "rows.json", "--gpu", "h200", "-o", "a.npz"), "-o a.npz: the extension must name the format"),
         (("cost", "rows.json", "--gpu", "h200", "-o", "rows.json"), "-o rows.json: that is the input itself"),
-        (("cost", "rows.json", "--model", "rows.json"), "rows.json: not a cost model"),
+        (("cost", "rows.json", "--model", "rows.json"), "rows.json: not a model file"),
         (("cost", "rows.json", "--model", "none.npz"), "none.npz: cannot be read (No such file or directory)"),
         (("fit", "rows.json", "-o", "m.npz"), "rows.json"),
         (("fit", "few.jsonl", "-o", "m.npz"), "no family could be fitted (gelu: fewer than 40 samples)"),

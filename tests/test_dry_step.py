@@ -101,7 +101,7 @@ def test_the_host_waits_for_what_it_synchronises_with() -> None:
 def test_many_small_operators_are_bound_by_the_host_and_a_faster_host_helps() -> None:
     ops = [matmul()._replace(inputs=(SMALL, SMALL), outputs=(SMALL,), name="aten.add.Tensor")] * 500
     slow = predicted(*ops)
-    fast = predicted(*ops, changes=("cluster.gpu=h200", "cluster.host=0.5"))
+    fast = predicted(*ops, changes=("cluster.gpu=h200", "cluster.host=2"))
     assert slow.host_bound
     assert fast.step_ms == pytest.approx(slow.step_ms / 2, rel=0.1)
 

@@ -35,7 +35,6 @@ from lumos.data_files import read_table
 from lumos.program.memory import GIB, Memory, StageMemory, reserve_of, workspaces_of
 from lumos.program.program import Program
 from lumos.program.recorded_op import RecordedOp
-from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm")
@@ -103,7 +102,7 @@ def cut_memory(ops: RankOps, traced: Setup, target: Setup, tape: Tape | None = N
         factor = min(max(1 + (ops.most_bytes - own.peak) / max(own.activations, 1.0), low), high)
         stages = tuple(stage._replace(activations=factor * stage.activations) for stage in stages)
     worst = max(range(len(stages)), key=lambda index: stages[index].peak)
-    usable = (target.cluster.memory_gib or gpu_named(target.cluster.gpu).memory_gib) * GIB
+    usable = target.cluster.accelerator.memory_gib * GIB
     return Memory(worst, stages[worst], reserve_of(target, stages[worst].peak), usable, stages)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from lumos.cli.options import AsJson
 from lumos.cli.terminal import deliver, progress_bar
-from lumos.cost.operator_model import encode
+from lumos.cost.hardware_model import encode
 from lumos.files import check_output, whole_file
 from lumos.measure.fit import fit, read_samples, regressor, sampled_gpu
 from lumos.report.terminal.costs import fit_answer, show_fit

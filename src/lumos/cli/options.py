@@ -16,11 +16,13 @@ Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="Also write it: .html, .json, .csv or .trace.json.gz (Perfetto).")
 ]
 ProfilerCosts = Annotated[
-    Path | None, typer.Option(help="A file of profiler costs, in place of those measured on H200.")
+    Path | None, typer.Option(help="A file of profiler costs or of lumos fit, in place of those measured on H200.")
 ]
-Model = Annotated[Path | None, typer.Option(help="A cost model that lumos fit wrote, in place of those shipped.")]
+Model = Annotated[
+    Path | None, typer.Option(help="What lumos fit learnt of your machine; short for --set cluster.model=FILE.")
+]
 
-Price = Annotated[str, typer.Option(help="What a GPU-hour costs, in any currency: the answer has money then.")]
+Price = Annotated[str, typer.Option(help="What a GPU-hour costs, in any currency: a number, or GPU=NUMBER,….")]
 KwhPrice = Annotated[str, typer.Option(help="What a kilowatt-hour costs, where the GPU-hour does not include it.")]
 Pue = Annotated[str, typer.Option(help="What the site draws for every kilowatt-hour of its GPUs, as in 1.2.")]
 Tokens = Annotated[str, typer.Option(help="Tokens to train on, as in 15e12 or 15T: days, energy and money to it.")]

@@ -12,23 +12,22 @@ import typer
 from rich.console import Console
 
 from lumos.analysis.replay import Replay
-from lumos.change.infer.completion import changed, complete
-from lumos.change.infer.infer import infer
 from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
-from lumos.cli.options import AsJson, KwhPrice, Output, Price, ProfilerCosts, Pue, Tokens, TraceOptions
-from lumos.cli.terminal import busy, deliver
+from lumos.cli.options import AsJson, KwhPrice, Model, Output, Price, ProfilerCosts, Pue, Tokens, TraceOptions
+from lumos.cli.prediction_sources import Described, OfConfig, OfScript, OfTrace, Source
+from lumos.cli.several_gpus import COMPARED, compare_sources, deliver_comparison
+from lumos.cli.terminal import deliver
 from lumos.dry_run.dry_files import dry_files
-from lumos.errors import InputError, OptionError
+from lumos.errors import OptionError
 from lumos.export.chrome_traces import write_timeline
 from lumos.export.launch_files import LaunchFiles
-from lumos.files import check_output, write_csv
-from lumos.prediction.bill import Tariff, read_tariff
+from lumos.files import FORMS, check_output, write_csv
+from lumos.prediction.bill import Tariff, read_prices, read_tariff
+from lumos.prediction.gpu_comparison import machine_named, tariff_on
 from lumos.prediction.prediction import Prediction, predict
 from lumos.report.predictions import flat_row
 from lumos.report.terminal.show import show_launch, show_prediction
-from lumos.setup import read_setup_with_notes
-from lumos.setup.setup_files import read_plain
 
 _ALL = TraceOptions()
 
@@ -43,8 +42,11 @@ def predict_command(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE of the setup, as in parallel.tp=4. Repeatable.")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="The GPU: short for --set cluster.gpu=GPU.")] = "",
+    gpu: Annotated[
+        str, typer.Option(help="The GPU: short for --set cluster.gpu=GPU. Several, with commas, are compared.")
+    ] = "",
     gpus: Annotated[str, typer.Option(help="How many: short for --set cluster.gpus=N.")] = "",
+    model: Model = None,
     scale: Annotated[
         list[str] | None, typer.Option(help="WHAT=FACTOR on durations: compute, comm, cpu, kernel:REGEX. Repeatable.")
     ] = None,
@@ -65,24 +67,54 @@ def predict_command(
 
     From a trace: with some parts faster or slower (--scale), or in another configuration (--set, or a setup).
     """
-    check_output(output, source or setup)
-    cluster = [f"cluster.{key}={value}" for key, value in (("gpu", gpu), ("gpus", gpus)) if value]
+    names = [name.strip() for name in gpu.split(",") if name.strip()]
+    check_output(output, source or setup, COMPARED if len(names) > 1 else FORMS)
+    short = (("gpu", gpu if len(names) < 2 else ""), ("gpus", gpus), ("model", model))
+    cluster = [f"cluster.{key}={value}" for key, value in short if value]
     changes, scale, emission = [*cluster, *(changes or [])], scale or [], read_emission(emit)
-    tariff = read_tariff(price, kwh_price, pue, tokens)
-    _refuse(setup, source, changes, scale, options != _ALL or profiler_costs is not None, tariff != Tariff())
-    if emission and source is not None and not setup and not changes:
-        raise OptionError("--emit needs the setup of a run: name a setup file, or what is to change with --set")
-    if source is None:
-        found = _described(setup or Path(), changes, tariff, describe, emission)
-    elif dry_files(source):
-        found = _from_script(source, setup, changes, scale, tariff)
-    elif setup is None and not changes:
-        found = predict(load_run(source, options, profiler_costs), scale)
-    else:
-        found = _changed(partial(load_run, source, options, profiler_costs), setup, changes, tariff)
+    prices, tariff = read_prices(price), read_tariff("", kwh_price, pue, tokens)
+    priced, reads = bool(prices) or tariff != Tariff(), options != _ALL or profiler_costs is not None
+    _refuse(setup, source, [*changes, *names], scale, reads, priced)
+    if len(names) > 1 and any(text.partition("=")[0].strip() == "cluster.gpu" for text in changes):
+        raise OptionError(f"--gpu {gpu[:100]} and --set cluster.gpu together: the GPUs are given twice")
+    if emission and (len(names) > 1 or (source is not None and not setup and not changes)):
+        raise OptionError("--emit needs the setup of one run: name a setup file, or what is to change with --set")
+    load = partial(load_run, source or Path(), options, profiler_costs)
+    if source is not None and not names and not setup and not changes and not dry_files(source):
+        _deliver(predict(load(), scale), None, as_json, output)
+        return
+    run = _source(setup, source, changes, scale, describe or emission is not None, load)
+    if len(names) > 1:
+        deliver_comparison(compare_sources(run, names, tariff, prices), as_json, output)
+        return
+    found = _described(run, emission, tariff) if emission and isinstance(run, Described) else run.on(None, tariff)
+    if found.setup is not None:
+        machine = machine_named(found.setup.cluster.model or found.setup.cluster.gpu)
+        found = replace(found, tariff=tariff_on(machine, tariff, prices))
     launch = None
     if emission is not None:
         found, launch = emission.of_prediction(found)
+    _deliver(found, launch, as_json, output)
+    if emission is not None:
+        emission.write(launch)
+
+
+def _source(
+    setup: Path | None, source: Path | None, changes: list[str], scale: list[str], describe: bool,
+    load: Callable[[], Replay],
+) -> Source:  # fmt: skip
+    """What to predict from."""
+    if source is None:
+        path = setup or Path()
+        return Described(path, changes) if describe or path.suffix.lower() != ".json" else OfConfig(path, changes)
+    if not dry_files(source):
+        return OfTrace(load, setup, changes)
+    if setup is not None or scale:
+        raise OptionError(f"{source}: a dry run: change its cluster with --set; --scale and setups are for traces")
+    return OfScript(source, changes)
+
+
+def _deliver(found: Prediction, launch: LaunchFiles | None, as_json: bool, output: Path | None) -> None:
     answer = found.as_dict() | ({"launch": launch.as_dict()} if launch else {})
     writers = {
         ".csv": lambda to: write_csv(to, [flat_row(answer)]),
@@ -91,8 +123,6 @@ def predict_command(
         ".trace.json.gz": lambda to: write_timeline(to, found.run),
     }
     deliver(answer, lambda _, to: _show(found, launch, to), as_json, output, writers)
-    if emission is not None:
-        emission.write(launch)
 
 
 def _show(found: Prediction, launch: LaunchFiles | None, to: Console) -> None:
@@ -122,58 +152,11 @@ def _refuse(
             raise OptionError(text)
 
 
-def _described(
-    setup: Path, changes: list[str], tariff: Tariff, describe: bool, emission: Emission | None
-) -> Prediction:
-    """From a description; a config.json from the model's own code, unless a tool is to launch it."""
-    if emission is not None:
-        reading = read_setup_with_notes(setup, changes)
-        suited, notes = emission.suited(reading.setup)
-        return predict(suited, notes=(*reading.notes, *notes), tariff=tariff)
-    if describe or setup.suffix.lower() != ".json":
-        reading = read_setup_with_notes(setup, changes)
-        return predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
-    return _from_config(setup, changes, tariff)
-
-
-def _from_config(config: Path, changes: list[str], tariff: Tariff) -> Prediction:
-    from lumos.dry_run.from_config import INSTALL, count_doubt, predict_config, why_not  # other setups need none of it
-
-    reason = why_not(config, changes)
-    if reason is None:
-        with busy("running the model's own code on fake tensors"):
-            return predict_config(config, changes, tariff)
-    try:
-        reading = read_setup_with_notes(config, changes)
-    except InputError as error:
-        raise InputError(f"{error}; {INSTALL}" if INSTALL in reason else str(error)) from None
-    if any("not recognised" in note or "is not known" in note for note in reading.notes):
-        with busy("counting the parameters of the model's own code"):
-            doubt = count_doubt(config, reading.setup)
-        if doubt:
-            raise InputError(f"{config}: {doubt}")
-    found = predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
-    return replace(found, notes=(*found.notes, reason)) if reason else found
-
-
-def _from_script(source: Path, setup: Path | None, changes: list[str], scale: list[str], tariff: Tariff) -> Prediction:
-    from lumos.dry_run.from_script import predict_script  # traces need none of it
-
-    if setup is not None or scale:
-        raise OptionError(f"{source}: a dry run: change its cluster with --set; --scale and setups are for traces")
-    return predict_script(source, changes, tariff)
-
-
-def _changed(load: Callable[[], Replay], setup: Path | None, changes: list[str], tariff: Tariff) -> Prediction:
-    """Another configuration of a traced run, whose own setup is inferred as far as the trace shows it."""
-    stated, asked = read_plain(setup), read_plain(setup, changes)
-    run = load()
-    inferred = infer(run)
-    has_shapes = any(header.shapes for header in run.execution.trace.headers)
-    traced, wanted = complete(inferred, stated, has_shapes), changed(inferred, asked, stated)
-    return predict(
-        run, setup=wanted.setup, traced=traced.setup, notes=tuple(wanted.notes), tariff=tariff, inferred=inferred
-    )
+def _described(run: Described, emission: Emission, tariff: Tariff) -> Prediction:
+    """A described run as a tool can launch it."""
+    reading = run.reading(None)
+    suited, notes = emission.suited(reading.setup)
+    return predict(suited, notes=(*reading.notes, *notes), tariff=tariff)
 
 
 def _write_page(path: Path, found: Prediction, launch: LaunchFiles | None) -> None:

@@ -14,7 +14,7 @@ from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
 from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
-from lumos.cli.options import Address, AsJson, EngineName, KwhPrice, Pue, Shard, Tokens, Workers
+from lumos.cli.options import Address, AsJson, EngineName, KwhPrice, Model, Pue, Shard, Tokens, Workers
 from lumos.cli.terminal import deliver, progress_bar
 from lumos.errors import OptionError
 from lumos.export.launch_files import LaunchFiles
@@ -66,6 +66,7 @@ def search_command(
     setup: SetupPath = None,
     gpus: Gpus = "",
     gpu: GpuTypes = "",
+    model: Model = None,
     fixed: Fixed = None,
     vary: Vary = None,
     objective: Minimise = "time",
@@ -94,12 +95,13 @@ def search_command(
     or on the Pareto front of time, memory and cost, are simulated as lumos predict does.
     """
     check_output(output, setup, (".json", ".csv", ".parquet", ".html"))
-    choices = _choices(fixed or [], vary or [], gpus, gpu)
+    fixed = [*(fixed or []), *([f"cluster.model={model}"] if model else [])]
+    choices = _choices(fixed, vary or [], gpus, gpu)
     wanted = _objective(objective, price, kwh_price, pue, tokens, deadline)
     part, emission = read_shard(shard), read_emission(emit)
     if emission and shard:
         raise OptionError("--emit and --shard together: the best is known once the parts are merged; emit it then")
-    base, estimator, notes = _base(setup, fixed or [], source, choices)
+    base, estimator, notes = _base(setup, fixed, source, choices)
     if emission:
         base, notes = _for_launch(emission, base, choices, notes)
     if estimator is not None and base.train.compile:

@@ -84,9 +84,9 @@ def joules_for(gpu: Gpu) -> Joules:
     return joules_from(read_table("energy.json"), gpu)
 
 
-def joules_from(table: Mapping[str, Any], gpu: Gpu) -> Joules:
+def joules_from(table: Mapping[str, Any], gpu: Gpu, measured_on: Gpu | None = None) -> Joules:
     """The energies of a table in the form of data/energy.json, moved to a GPU."""
-    home = gpu_named(table["gpu"])
+    home = measured_on or gpu_named(table["gpu"])
     power = (gpu.tdp_w - gpu.idle_w) / (home.tdp_w - home.idle_w)
     flop = {}
     for dtype in BYTES:

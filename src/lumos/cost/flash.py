@@ -34,6 +34,6 @@ def flash_kernels(gpu: Gpu, generation: str) -> OlderKernels | None:
         return None
     older = gpu_named("a100")
     speed = gpu.sms * gpu.clock_ghz / (older.sms * older.clock_ghz) if newer else 1.0
-    model = cost_model("a100") if newer else cost_model(gpu.name)
+    model = cost_model("a100") if newer else cost_model(gpu)
     slower = read_table("operator_costs.json")["flash_1_factor"] if generation == "flash-1" else 1.0
     return OlderKernels(model, speed / slower)

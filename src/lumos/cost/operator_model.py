@@ -7,13 +7,8 @@ expressed by sampled ones: the two gradients of a linear layer by each other, me
 
 from __future__ import annotations
 
-import io
-import json
-import tokenize
-import zipfile
-import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -25,15 +20,16 @@ from lumos.cost.features import Chip, features, roofline_us
 from lumos.cost.trees import Trees
 from lumos.data_files import data_file, read_table
 from lumos.errors import InputError, OptionError
-from lumos.files import read_file
+from lumos.model_file import CORRUPT, Arrays, ModelFile, read_model_file, unpacked
 from lumos.program.operators import Operator
-from lumos.setup.gpus import Gpu, find_gpu, gpu_named
+from lumos.setup.gpus import Gpu, gpu_named
 
 _FAMILY = {"gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm"}
 _STORED = {"mxfp8": "fp8", "nvfp4": "fp8"}  # sampled formats that stand for others
 _LARGEST_LEAF = 5.0  # of the trees that were shipped: 0.1
 _FARTHEST = 30.0  # log of measured time / roofline, which damaged trees may exceed
-_MOST_BYTES = 1 << 27  # of a model file, and of its contents
+_NEAR = 2.0  # times a sampled size: so far, the correction of the roofline is taken to hold
+_COLUMNS = {"root": np.int32, "feature": np.int16, "threshold": np.float32, "left": np.int32}
 
 
 @dataclass(frozen=True)
@@ -43,6 +39,15 @@ class Regressor:
     trees: Trees
     error_pct: float
     rows: int
+    least: tuple[float, ...] = ()  # the smallest sampled size of every dimension; () where it is not known
+    most: tuple[float, ...] = ()
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Whether a shape lies within those sampled, or so near that their correction of the roofline still holds."""
+        if len(shape) != len(self.most):
+            return True
+        sizes = zip(self.least, shape, self.most, strict=True)
+        return all(least / _NEAR <= size <= most * _NEAR for least, size, most in sizes)
 
     @cached_property
     def width(self) -> int:
@@ -64,18 +69,17 @@ class CostModel:
     sampled: str
     regressors: dict[str, Regressor]
     fallback: CostModel | None = None  # for families that `sampled` lacks
+    isolation_us: float = 0.0  # what timing a kernel alone adds to it
+    measured_on: Gpu | None = None  # the GPU of a model file; None where `sampled` is a known GPU
     _known: dict[Operator, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def transferred(self) -> bool:
-        """Whether the GPU itself was never sampled."""
-        return self.sampled not in (self.gpu.name, read_table("operator_costs.json")["samples_of"].get(self.gpu.name))
-
-    @property
-    def isolation_us(self) -> float:
-        """What timing a kernel alone adds to it: a pair of events on H200; others are spans of a profiler."""
-        added = read_table("operator_costs.json")["isolation_us"]
-        return float(added.get(self.sampled, added["other"]))
+        """Whether a GPU with these rates was never sampled."""
+        if self.measured_on is not None:
+            return rates_of(self.gpu) != rates_of(self.measured_on)
+        same = self.sampled in (self.gpu.base, read_table("operator_costs.json")["samples_of"].get(self.gpu.base))
+        return not same or rates_of(self.gpu) != rates_of(gpu_named(self.gpu.base))
 
     def us(self, operator: Operator) -> float:
         """Microseconds of one operator, computed on first use."""
@@ -100,6 +104,11 @@ class CostModel:
         if self._key(operator) or self._equivalent(operator):
             return self.sampled
         return self.fallback.sampled_on(operator) if self.fallback is not None else ""
+
+    def covers(self, operator: Operator) -> bool:
+        """Whether an operator is like those that were sampled; a family without samples says nothing of it."""
+        key = self._key(operator)
+        return not key or self.regressors[key].covers(operator.shape)
 
     def bound(self, operator: Operator) -> str:
         """The side of the roofline that an operator is on: "compute" or "memory"."""
@@ -180,19 +189,34 @@ def chip_of(gpu: Gpu, dtype: str) -> Chip:
     return Chip(gpu.peak(dtype) * 1e6, gpu.peak_tflops["fp32"] * 1e6, gpu.hbm_gb_s * 1e3, gpu.sms, gpu.l2_mb * 1e6)
 
 
-@cache
-def cost_model(name: str) -> CostModel:
+def rates_of(gpu: Gpu) -> tuple[Any, ...]:
+    """What operators on a GPU depend on."""
+    return tuple(sorted(gpu.peak_tflops.items())), gpu.hbm_gb_s, gpu.sms, gpu.l2_mb
+
+
+def cost_model(gpu: Gpu | str) -> CostModel:
     """The shipped model for a GPU: from its own samples, or those of the sampled GPU that is most like it."""
-    gpu = gpu_named(name)
+    return _cost_model(gpu_named(gpu) if isinstance(gpu, str) else gpu)
+
+
+@cache
+def _cost_model(gpu: Gpu) -> CostModel:
     if gpu.is_cpu:
         raise OptionError(
-            f'cluster.gpu = "{gpu.name}" is only known from its trace: record one (lumos capture) and add --from'
+            f'cluster.gpu = "{gpu.shown}" is only known from a trace (lumos capture, then --from) or from samples '
+            "(lumos sample, lumos fit, then --model)"
         )
     table = read_table("operator_costs.json")
     families = table["samples_of_family"]
-    sampled = table["samples_of"].get(gpu.name) or families.get(gpu.family, families["other"])
-    fallback = None if sampled == "h200" else CostModel(gpu, "h200", _shipped("h200"))
-    return CostModel(gpu, sampled, _shipped(sampled), fallback)
+    sampled = table["samples_of"].get(gpu.base) or families.get(gpu.family, families["other"])
+    fallback = None if sampled == "h200" else CostModel(gpu, "h200", _shipped("h200"), None, _isolation_us("h200"))
+    return CostModel(gpu, sampled, _shipped(sampled), fallback, _isolation_us(sampled))
+
+
+def _isolation_us(sampled: str) -> float:
+    """A pair of events on H200; other samples are spans of a profiler."""
+    added = read_table("operator_costs.json")["isolation_us"]
+    return float(added.get(sampled, added["other"]))
 
 
 @cache
@@ -204,65 +228,56 @@ def cpu_model() -> CostModel:
 @cache
 def _shipped(name: str) -> dict[str, Regressor]:
     with data_file(f"costs/{name}.npz").open("rb") as file:
-        return _decode(file.read(_MOST_BYTES), f"{name}.npz")[1]
+        return regressors_of(unpacked(file.read(), f"{name}.npz"))
 
 
 def read_cost_model(path: Path, asked: str = "") -> CostModel:
-    """A model file as `lumos fit` writes it, for the GPU it was fitted on or for the GPU `asked`."""
-    name, regressors = _decode(read_file(path, _MOST_BYTES, "name a file that `lumos fit` wrote"), str(path))
-    fitted = find_gpu(name)
-    if fitted is None:
-        raise InputError(f"{path}: fitted on {name[:100]!r}, which is not a known GPU; fit it again with --gpu")
-    gpu = gpu_named(asked) if asked else fitted
-    return CostModel(gpu, fitted.name, regressors, cost_model(gpu.name))
+    """The operators of a model file, for the GPU it was fitted on or for the GPU `asked`."""
+    return fitted_model(read_model_file(path), gpu_named(asked or str(path)))
 
 
-def encode(gpu: str, regressors: dict[str, Regressor]) -> bytes:
-    """A model as bytes: an .npz of plain arrays and one JSON header."""
-    header = {
-        "gpu": gpu,
-        "regressors": {
-            key: {"error_pct": r.error_pct, "rows": r.rows, "start": r.trees.start} for key, r in regressors.items()
-        },
-    }
-    arrays: dict[str, Any] = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
-    for key, regressor in regressors.items():
-        for column in ("root", "feature", "threshold", "left"):
-            arrays[f"{key}/{column}"] = getattr(regressor.trees, column)
-    file = io.BytesIO()
-    np.savez_compressed(file, **arrays)
-    return file.getvalue()
+def fitted_model(file: ModelFile, gpu: Gpu) -> CostModel:
+    """The operators of a model file on a GPU; families that it lacks are those of the shipped models."""
+    fallback = None if gpu.is_cpu else cost_model(gpu)
+    added = file.header.get("isolation_us", _isolation_us(gpu_named(file.place).name))
+    if not isinstance(added, int | float) or not 0 <= added < 1e3:
+        raise file.refused("isolation_us is no time")
+    measured_on = gpu_named(file.place)
+    return CostModel(gpu, measured_on.name, regressors_of(file), fallback, float(added), measured_on)
 
 
-def _decode(data: bytes, place: str) -> tuple[str, dict[str, Regressor]]:
-    """(GPU, regressors) of a file. All damage is found here, because the loops over trees check nothing."""
+def header_of(regressors: Mapping[str, Regressor]) -> dict[str, Any]:
+    """What the header of a model file says of its trees."""
+    return {
+        key: {
+            "error_pct": r.error_pct, "rows": r.rows, "start": r.trees.start, "least": list(r.least),
+            "most": list(r.most),
+        }
+        for key, r in regressors.items()
+    }  # fmt: skip
+
+
+def arrays_of(regressors: Mapping[str, Regressor]) -> dict[str, Any]:
+    """The trees as the arrays of a model file."""
+    return {f"{key}/{column}": getattr(r.trees, column) for key, r in regressors.items() for column in _COLUMNS}
+
+
+def regressors_of(file: ModelFile) -> dict[str, Regressor]:
+    """The trees of a file. All damage is found here, because the loops over trees check nothing."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as packed:
-            if sum(part.file_size for part in packed.infolist()) > _MOST_BYTES:
-                raise ValueError("too large")
-        with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            header = json.loads(bytes(file["header"]))
-            regressors = {key: _regressor(file, key, facts) for key, facts in header["regressors"].items()}
-            return str(header["gpu"]), regressors
-    except _CORRUPT:
-        raise InputError(f"{place}: not a cost model; name a file that `lumos fit` wrote") from None
+        return {key: _regressor(file.arrays, key, facts) for key, facts in file.header["regressors"].items()}
+    except CORRUPT:
+        raise file.refused("its trees are damaged") from None
 
 
-# What numpy, zipfile and json raise on bytes that were never written by `encode`.
-_CORRUPT = (
-    ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, MemoryError, EOFError,
-    OSError, SyntaxError, NotImplementedError, RecursionError, zipfile.BadZipFile, zlib.error, tokenize.TokenError,
-)  # fmt: skip
-
-
-def _regressor(file: Any, key: str, facts: dict[str, Any]) -> Regressor:
-    kinds = {"root": np.int32, "feature": np.int16, "threshold": np.float32, "left": np.int32}
-    columns = {name: file[f"{key}/{name}"].astype(kind, casting="safe") for name, kind in kinds.items()}
+def _regressor(arrays: Arrays, key: str, facts: dict[str, Any]) -> Regressor:
+    columns = {name: arrays[f"{key}/{name}"].astype(kind, casting="safe") for name, kind in _COLUMNS.items()}
     trees = Trees(**columns, start=float(facts["start"]))
     error_pct = float(facts["error_pct"])
-    if not _is_sound(trees) or not 0 <= error_pct <= 1e4:
+    least, most = (tuple(float(size) for size in facts.get(end, ())) for end in ("least", "most"))
+    if not _is_sound(trees) or not 0 <= error_pct <= 1e4 or len(least) != len(most):
         raise ValueError("not trees")
-    return Regressor(trees, error_pct, int(facts["rows"]))
+    return Regressor(trees, error_pct, int(facts["rows"]), least, most)
 
 
 def _is_sound(trees: Trees) -> bool:

@@ -26,8 +26,8 @@ from lumos.prediction.power import Energy
 from lumos.program.memory import Memory, StageMemory, reserve_of, workspaces_of
 from lumos.program.operators import Collective, Group, Operator
 from lumos.program.recorded_op import RecordedOp
-from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
+from lumos.step.step import host_speed
 from lumos.trace.names import Category
 from lumos.trace.steps import find_steps
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
@@ -103,7 +103,7 @@ class DryStep:
 
     def host_us_of(self, op: RecordedOp) -> float:
         """Host time of one operator with the Python around it, on the host of the setup."""
-        return host_us(op) * self.setup.cluster.host
+        return host_us(op) / host_speed(self.setup)
 
     # ------------------------------------------------------------------ work
     @cached_property
@@ -130,7 +130,7 @@ class DryStep:
         return world / min(shared * stages, world)
 
     def utilisation(self, flops: float, seconds: float) -> float:
-        return flops / seconds / (gpu_named(self.setup.cluster.gpu).peak(self.setup.train.precision) * 1e12)
+        return flops / seconds / (self.setup.cluster.chip.peak(self.setup.train.precision) * 1e12)
 
     @cached_property
     def operators(self) -> list[OperatorTime]:
@@ -155,7 +155,7 @@ class DryStep:
             self.recording.peak_phase, held.get("weights", 0.0), held.get("gradients", 0.0), held.get("optimizer", 0.0),
             held.get("activations", 0.0), 0.0, workspaces,
         )  # fmt: skip
-        usable = (cluster.memory_gib or gpu_named(cluster.gpu).memory_gib) * _GIB
+        usable = cluster.accelerator.memory_gib * _GIB
         reserved = max(self.recording.reserved_bytes + workspaces, stage.peak)
         return Memory(
             0, stage, reserve_of(self.setup, stage.peak), usable, (stage,), reserved, self.recording.held_by_module

@@ -100,10 +100,9 @@ def _in_gib(stage: StageMemory) -> dict[str, float]:
 
 def memory_of(setup: Setup, program: Program | None = None) -> Memory:
     """The memory of one training step; `program` is that of the setup, where it is known already."""
-    gpu = gpu_named(setup.cluster.gpu)
     stages = _Stages(program or Program(setup))
     worst, memory = stages.worst()
-    usable = (setup.cluster.memory_gib or gpu.memory_gib) * GIB
+    usable = setup.cluster.accelerator.memory_gib * GIB
     return Memory(worst, memory, reserve_of(setup, memory.peak), usable, stages)
 
 

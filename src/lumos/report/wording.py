@@ -99,13 +99,13 @@ def title_of(setup: Setup, parameters: int | None, shows_parallelism: bool = Tru
     """The model with its parameters, the GPUs, and how they are used."""
     size = parameters_text(parameters or 0, setup.model.active_parameters() if setup.model.experts else 0)
     name = f"{setup.model.name}, {size}" if setup.model.name else size
-    p = setup.parallel
+    p, title = setup.parallel, f"{name} on {setup.cluster.gpus:,} × {setup.cluster.accelerator.shown}"
     if not shows_parallelism:
-        return f"{name} on {setup.cluster.gpus:,} × {setup.cluster.gpu}"
+        return title
     used = [f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp") if getattr(p, key) > 1]
     if p.cp > 1 and p.cp_type:
         used = [f"{text} ({p.cp_type})" if text.startswith("cp ") else text for text in used]
-    return f"{name} on {setup.cluster.gpus:,} × {setup.cluster.gpu}" + (f", {', '.join(used)}" if used else "")
+    return title + (f", {', '.join(used)}" if used else "")
 
 
 def rate_text(value: float) -> str:

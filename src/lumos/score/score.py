@@ -13,6 +13,7 @@ from lumos.errors import InputError, LumosError
 from lumos.prediction.prediction import predict
 from lumos.program.memory import memory_of
 from lumos.score.measured_runs import Run, runs_of
+from lumos.setup.gpus import gpu_named
 from lumos.workers import Engine, Here, Job
 
 _FEWEST_TO_RANK = 3  # configurations of one model on one number of GPUs
@@ -86,17 +87,20 @@ def score(
     progress: Callable[[int, int, str], None] | None = None,
     engine: Engine | None = None,
     shard: tuple[int, int] = (0, 1),
+    model: str = "",
 ) -> Score:
-    """Predict every row of a table, or of a shard of it.
+    """Predict every row of a table, or of a shard of it; `model` is a model file for the runs on its GPU.
 
     >>> score(read_rows(Path("runs.csv"))).as_dict()["mape"]   # doctest: +SKIP
     """
+    if model:
+        gpu_named(model)  # a file that is none is refused before anything is predicted
     named = [{**row, "id": row.get("id") or f"row {number}"} for number, row in enumerate(rows, 1)]
     mine = named[shard[0] :: shard[1]]
     chunks = [mine[i : i + _ROWS_PER_CHUNK] for i in range(0, len(mine), _ROWS_PER_CHUNK)]
     scored: list[Scored] = []
     refused: list[Refused] = []
-    for answers in (engine or Here()).run(Job(score_rows, None), chunks):
+    for answers in (engine or Here()).run(Job(score_rows, model), chunks):
         for answer in answers:
             if isinstance(answer, Scored):
                 scored.append(answer)
@@ -107,15 +111,18 @@ def score(
     return Score(len(mine), tuple(scored), tuple(refused))
 
 
-def score_rows(_: None, rows: list[Row]) -> list[Scored | Refused]:
+def score_rows(model: str, rows: list[Row]) -> list[Scored | Refused]:
     """Predict some rows; a job for an engine."""
-    return [_scored(run) if isinstance(run, Run) else run for run in runs_of(rows)]
+    return [_scored(run, model) if isinstance(run, Run) else run for run in runs_of(rows)]
 
 
-def _scored(run: Run) -> Scored | Refused:
+def _scored(run: Run, model: str) -> Scored | Refused:
     try:
-        found = predict(run.setup, notes=run.notes)
-        memory, (low, high) = memory_of(run.setup), found.interval_ms
+        setup = run.setup
+        if model and gpu_named(model).name == setup.cluster.gpu:
+            setup = setup.replaced({"cluster.model": model})
+        found = predict(setup, notes=run.notes)
+        memory, (low, high) = memory_of(setup), found.interval_ms
         seconds = run.seconds if run.seconds == run.seconds else None
         return Scored(
             run.id, run.source, run.model, run.gpus, seconds, found.step_ms / 1e3, low / 1e3, high / 1e3,

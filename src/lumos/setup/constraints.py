@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lumos.errors import OptionError
+from lumos.model_file import ADVICE as MODEL_ADVICE
 from lumos.schedules import names, schedule_named
 from lumos.setup.frameworks import framework_names
 from lumos.setup.gpus import find_gpu, gpu_names
@@ -94,6 +95,8 @@ def warnings_in(setup: Setup) -> list[str]:
         (tp > reach, f"parallel.tp = {tp} reaches beyond the {reach} GPUs of a node"),
     )
     certain = [sentence for applies, sentence in doubts if applies]
+    if gpu.assumed:
+        certain.append(f"{gpu.shown} does not give all of its machine: assuming {', '.join(gpu.assumed)}")
     return [*certain, *_without_effect(setup.model, setup.train), *_assumed(setup.train)]
 
 
@@ -381,6 +384,9 @@ def _machines(setup: Setup) -> Iterator[Rule]:
 
     gpu, name = find_gpu(setup.cluster.gpu), setup.cluster.gpu
     yield "cluster.gpu", "" if gpu else f"cluster.gpu = {shown(name)} is not known: {did_you_mean(name, gpu_names())}"
+    model = setup.cluster.model
+    wrong = model and not model.endswith(".npz")
+    yield "cluster.model", f"cluster.model = {shown(model)} is no .npz file: {MODEL_ADVICE}" if wrong else ""
 
     name, known = setup.train.framework, framework_names()
     mistake = "" if name in known else f"train.framework = {shown(name)} is not known: {did_you_mean(name, known)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 else:
     Schedule = Literal[schedules.names()]
     Fabric = Literal[tuple(read_table("fabrics.toml"))]
+
+
+_USUAL_GPU = "h200"  # the GPU that Lumos is calibrated on
 
 
 class Section(BaseModel):
@@ -268,9 +272,10 @@ class Parallel(Section):
 
 
 class Cluster(Section):
-    """GPUs in nodes. A value that is None is that of the GPU in `data/gpus.toml`."""
+    """GPUs in nodes. A value that is None is that of the GPU: in `data/gpus.toml`, or in its data sheet."""
 
-    gpu: Annotated[str, Field(max_length=100)] = "h200"  # the GPU that Lumos is calibrated on
+    gpu: Annotated[str, Field(max_length=1000)] = _USUAL_GPU  # a name, or a data sheet; derived: the GPU of `model`
+    model: Annotated[str, Field(max_length=1000)] = ""  # a file of `lumos fit`: what was measured of the machine
     gpus: MaybeDegree = 0  # derived in a Setup: tp * pp * cp * dp
     gpus_per_node: MaybeDegree = 0  # derived: the GPU's usual node
     nvlink_gb_s: Bandwidth | None = None  # per GPU, one direction
@@ -278,30 +283,59 @@ class Cluster(Section):
     inter_gb_s: Bandwidth | None = None  # per GPU, one direction
     fabric: Fabric = "infiniband"  # between nodes; RoCE counts as InfiniBand
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
-    host: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # its speed, relative to the host Lumos is calibrated on
+    hbm_tb_s: Annotated[float, Field(gt=0, le=1e4)] | None = None
+    power_w: Annotated[float, Field(gt=0, le=1e5)] | None = None  # the power limit of the board
+    peak_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None  # dense, of bf16; other precisions in proportion
+    host: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # its speed, relative to a typical host, or to that of `model`
 
-    DERIVED: ClassVar[tuple[str, ...]] = ("gpus_per_node",)
+    DERIVED: ClassVar[tuple[str, ...]] = ("gpu", "gpus_per_node")
 
     @classmethod
     def derived(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The GPU's usual node. An unknown GPU is refused by the constraints, so any size does."""
-        name = given.get("gpu", cls.model_fields["gpu"].default)
+        model, name = given.get("model"), given.get("gpu")
+        measured = {"gpu": _gpu_of_model(model)} if model and isinstance(model, str) else {}
+        name = measured.get("gpu", _USUAL_GPU) if name is None else name
         gpu = find_gpu(name) if isinstance(name, str) else None
-        return {"gpus_per_node": gpu.gpus_per_node if gpu else 1}
+        return measured | {"gpus_per_node": gpu.gpus_per_node if gpu else 1}
+
+    @property
+    def chip(self) -> Gpu:
+        """The GPU with this section's values of the chip itself: what operators cost depends on nothing else."""
+        return _chip(gpu_named(self.gpu), self.hbm_tb_s, self.power_w, self.peak_tflops)
 
     @property
     def accelerator(self) -> Gpu:
         """The GPU as it is in this cluster, with this section's values in place of the usual ones."""
         return _accelerator(
-            self.gpu, self.gpus_per_node, self.nvlink_gb_s, self.nvlink_domain, self.inter_gb_s, self.memory_gib
+            self.chip, self.gpus_per_node, self.nvlink_gb_s, self.nvlink_domain, self.inter_gb_s, self.memory_gib
         )
+
+
+def _gpu_of_model(path: str) -> str:
+    """The name by which the GPU of a model file is found: a known one, or the file itself."""
+    gpu = gpu_named(path) if path.endswith(".npz") else None
+    return gpu.name if gpu else _USUAL_GPU
+
+
+@lru_cache(maxsize=256)
+def _chip(gpu: Gpu, hbm_tb_s: float | None, power_w: float | None, bf16: float | None) -> Gpu:
+    changes: dict[str, Any] = {}
+    if hbm_tb_s:
+        changes["hbm_gb_s"] = hbm_tb_s * 1e3
+    if power_w:
+        changes["tdp_w"] = power_w
+        changes["idle_w"] = min(gpu.idle_w, power_w)
+    if bf16:
+        half = gpu.peak_tflops.get("bf16") or gpu.peak_tflops["fp16"]
+        changes["peak_tflops"] = MappingProxyType({key: rate * bf16 / half for key, rate in gpu.peak_tflops.items()})
+    return dataclasses.replace(gpu, **changes) if changes else gpu
 
 
 @lru_cache(maxsize=256)
 def _accelerator(
-    name: str, node: int, nvlink_gb_s: float | None, domain: int | None, inter_gb_s: float | None, gib: float | None
+    gpu: Gpu, node: int, nvlink_gb_s: float | None, domain: int | None, inter_gb_s: float | None, gib: float | None
 ) -> Gpu:
-    gpu = gpu_named(name)
     joins_nodes = gpu.nvlink_domain > gpu.gpus_per_node  # NVLink ends at the node, except where it joins a rack
     return dataclasses.replace(
         gpu,

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.setup.constraints import checked_setup, warnings_in
+from lumos.setup.gpus import is_file_name
 from lumos.setup.importers.any_file import read_any, read_config, toml_value
 from lumos.setup.importers.foreign_file import GPU_KEYS, Reading, Sections
 from lumos.setup.messages import nearest, place_of, shown, size_text
@@ -66,7 +67,8 @@ class PlainSetup(NamedTuple):
         setup = checked_setup(sections, self.where, self.mistakes, searched)
         if self.assumes_gpus and not searched:
             _refuse_too_few(setup, self.where)
-        assumed = () if _has(sections, "cluster.gpu") else (f"cluster.gpu is not given: assuming {setup.cluster.gpu}",)
+        is_given = _has(sections, "cluster.gpu") or setup.cluster.model
+        assumed = () if is_given else (f"cluster.gpu is not given: assuming {setup.cluster.gpu}",)
         doubt = size_doubt(setup.model, setup.train.seq, self.model_names, self.stored_parameters)
         doubts = (f"{self.where}: {doubt}",) if doubt else ()
         return SetupReading(setup, (*self.notes, *doubts, *assumed, *warnings_in(setup)))
@@ -139,7 +141,7 @@ def _written(name: str, section: Section) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Reading:
-    reading = read_any(path)
+    reading = _with_files_beside(read_any(path), path.parent)
     base = next((key for key in _BASES if key in reading.sections), None)
     if base is None:
         return reading
@@ -153,6 +155,16 @@ def _read(path: Path) -> Reading:
         raise InputError(f"{place_of(path)}: {base} = {shown(other)}: {error}") from None
     left = tuple(mistake for mistake in below.mistakes if not _corrects(content, mistake.place))
     return below._replace(sections=_layered(below.sections, content), mistakes=left)
+
+
+def _with_files_beside(reading: Reading, folder: Path) -> Reading:
+    """With paths of data sheets and model files, which a setup names as they are seen from its own folder."""
+    cluster = reading.sections.get("cluster")
+    if not isinstance(cluster, dict):
+        return reading
+    named = {key: cluster.get(key) for key in ("gpu", "model")}
+    paths = {key: str(folder / name) for key, name in named.items() if isinstance(name, str) and is_file_name(name)}
+    return reading._replace(sections={**reading.sections, "cluster": {**cluster, **paths}}) if paths else reading
 
 
 def _model_from(stated: Any, folder: Path) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:

@@ -16,10 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from lumos.cost.flash import flash_kernels
+from lumos.cost.hardware_model import HardwareModel, hardware_model
 from lumos.cost.in_step import InStepFactors, in_step_factors
 from lumos.cost.network import Network, network_of
 from lumos.cost.operator_model import CostModel, cost_model
 from lumos.cost.prices import BlockTime, Prices
+from lumos.cost.sampled_network import SampledNetwork
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.graph.graph import Graph
@@ -29,7 +31,7 @@ from lumos.program.parameters import Chunk, Parameters
 from lumos.program.program import Program, Repeated
 from lumos.schedules import Phase
 from lumos.setup.frameworks import Framework, framework_named
-from lumos.setup.gpus import Gpu, gpu_named
+from lumos.setup.gpus import Gpu
 from lumos.setup.setup import Setup
 from lumos.step.host_link import HostLink, host_link
 from lumos.step.structure import Plan, Role, StepStructure, step_structure
@@ -152,16 +154,30 @@ def prices_of(
     make_prices: Callable[..., Prices] = Prices,
 ) -> Prices:
     """What operators, collectives and blocks cost in a setup."""
-    gpu = setup.cluster.accelerator
+    gpu, chip = setup.cluster.accelerator, setup.cluster.chip
     framework = framework_named(setup.train.framework, setup.train.precision)
-    factors = factors or in_step_factors(gpu)
+    machine = hardware_model(setup.cluster.model) if setup.cluster.model else None
+    factors = factors or (machine.factors(gpu) if machine else in_step_factors(gpu))
     prices = make_prices(
-        model or cost_model(gpu.name), network or network_of(_wired(setup, gpu), setup.cluster.fabric, factors),
-        factors, _host_us(setup, framework), framework.collective_launches,
+        model or (machine.operators(chip) if machine else cost_model(chip)),
+        network or _network(setup, gpu, factors, machine), factors, _host_us(setup, framework),
+        framework.collective_launches,
     )  # fmt: skip
     flash = (framework.compiled_flash if setup.train.compile else "") or framework.flash
-    prices.flash_model = flash_kernels(gpu_named(gpu.name), flash)
+    prices.flash_model = None if gpu.is_cpu else flash_kernels(chip, flash)
+    prices.joules = (machine.joules(chip) if machine else None) or prices.joules
     return prices
+
+
+def _network(
+    setup: Setup, gpu: Gpu, factors: InStepFactors, machine: HardwareModel | None
+) -> Network | SampledNetwork:
+    """The collectives that were sampled, where the cluster is theirs; else those of the GPU and its fabric."""
+    usual = network_of(_wired(setup, gpu), setup.cluster.fabric, factors)
+    stated = setup.cluster.nvlink_gb_s or setup.cluster.inter_gb_s or setup.cluster.nvlink_domain
+    if machine is None or stated or machine.gpu.name != setup.cluster.gpu:
+        return usual
+    return machine.network(usual, setup.cluster.gpus_per_node)
 
 
 def shape_of(setup: Setup) -> Hashable:
@@ -187,11 +203,18 @@ def _wired(setup: Setup, gpu: Gpu) -> Gpu:
 
 def _host_us(setup: Setup, framework: Framework) -> float:
     """What one launch costs the host."""
-    if setup.train.cuda_graphs:
+    sampled_with_host = bool(setup.cluster.model) and setup.cluster.accelerator.is_cpu
+    if setup.train.cuda_graphs or sampled_with_host:
         return 0.0
     p = setup.parallel
     drag = 1 + framework.pipeline_drag * (p.tp - 1) if p.pp > 1 else 1.0
-    return framework.host_us * drag / setup.cluster.host
+    return framework.host_us * drag / host_speed(setup)
+
+
+def host_speed(setup: Setup) -> float:
+    """Of the host, relative to the typical one."""
+    machine = hardware_model(setup.cluster.model) if setup.cluster.model else None
+    return setup.cluster.host * (machine.host_speed if machine else 1.0)
 
 
 class Assembly:

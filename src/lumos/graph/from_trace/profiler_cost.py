@@ -25,6 +25,7 @@ from lumos.errors import InputError
 from lumos.files import read_file
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.graph import Floats, Graph
+from lumos.model_file import read_model_file
 from lumos.trace.names import Category
 
 _MOST_BYTES = 1 << 20
@@ -55,14 +56,23 @@ class ProfilerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_profiler_cost(path: Path | None = None) -> ProfilerCost:
-    """The constants of the package, or those in a file of the same form."""
+    """The constants of the package, or those in a file of the same form, or in a model file."""
     if path is None:
         return msgspec.json.decode(data_file("profiler.json").read_bytes(), type=ProfilerCost)
     place, advice = f"--profiler-costs {path}", "give a file like lumos/data/profiler.json"
     try:
+        if path.suffix == ".npz":
+            return _of_model_file(path)
         return msgspec.json.decode(read_file(path, _MOST_BYTES, advice, place), type=ProfilerCost)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{place}: not a file of profiler costs ({error}); {advice}") from None
+
+
+def _of_model_file(path: Path) -> ProfilerCost:
+    found = read_model_file(path).header.get("profiler")
+    if found is None:
+        raise InputError(f"--profiler-costs {path}: profiler costs were not sampled; leave it out, or sample again")
+    return msgspec.convert(found, ProfilerCost)
 
 
 def without_profiler(execution: Execution, cost: ProfilerCost) -> Graph:
