@@ -1,4 +1,4 @@
-"""The JSON of `lumos replay` and `lumos predict`, on one GPU and on several: every key and its type. Times are in milliseconds.
+"""The JSON of `lumos replay` and `lumos predict`: every key and its type. Times are in milliseconds.
 
 A value that a source cannot know is null: a trace says nothing of memory, a description has no recorded step.
 """

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from lumos.dry_run.dry_prediction import STAND_IN, DryPrediction, dry_prediction
+from lumos.dry_run.recorded_step import Recording
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.prediction.bill import Tariff
 from lumos.setup.importers.foreign_file import text_of
@@ -107,14 +108,21 @@ def _setup(path: Path, changes: Sequence[str]) -> Any:
     return plain.checked({**plain.sections, "train": train, "model": STAND_IN | {"name": name}})
 
 
-def predict_config(path: Path, changes: Sequence[str], tariff: Tariff) -> DryPrediction:
-    """Predict a config.json from the model's own code."""
-    config, reading = _config_of(path), _setup(path, changes)
+def predict_config(
+    path: Path, changes: Sequence[str], tariff: Tariff, recording: Recording | None = None
+) -> DryPrediction:
+    """Predict a config.json from the model's own code, recorded now or before: the step is the same on every GPU."""
+    reading = _setup(path, changes)
+    recording = recording or record_config(path, changes)
+    return dry_prediction(recording, reading.setup, (*reading.notes, *_notes()), tariff)
+
+
+def record_config(path: Path, changes: Sequence[str]) -> Recording:
+    """A step of the model of a config.json, on fake tensors."""
+    config = _config_of(path)
     if config is None:
         raise InputError(f"{place_of(path)}: not the config.json of a model")
-    setup: Setup = reading.setup
-    recording = _recorded(config, setup, path, changes)
-    return dry_prediction(recording, setup, (*reading.notes, *_notes()), tariff)
+    return _recorded(config, _setup(path, changes).setup, path, changes)
 
 
 def _notes() -> tuple[str, ...]:
@@ -127,7 +135,7 @@ def _notes() -> tuple[str, ...]:
     )
 
 
-def _recorded(config: dict[str, Any], setup: Setup, path: Path, changes: Sequence[str]) -> Any:
+def _recorded(config: dict[str, Any], setup: Setup, path: Path, changes: Sequence[str]) -> Recording:
     """Record the step; whatever the model's code does that fake tensors cannot follow is one line for the user."""
     os.environ.update(_OFFLINE)
     from lumos.dry_run.huggingface_model import builder

@@ -22,7 +22,11 @@ _FREE = ("cluster",)  # sections that a dry run leaves open
 
 def predict_script(path: Path, changes: Sequence[str], tariff: Tariff) -> DryPrediction:
     """Predict a dry run on a cluster; of several ranks, the one that takes longest decides."""
-    recordings = [read_recording(file) for file in dry_files(path)]
+    return slowest_rank([read_recording(file) for file in dry_files(path)], changes, tariff)
+
+
+def slowest_rank(recordings: Sequence[Recording], changes: Sequence[str], tariff: Tariff) -> DryPrediction:
+    """The prediction of the rank that takes longest."""
     found = [predict_recording(recording, changes, tariff) for recording in recordings]
     return max(found, key=lambda prediction: prediction.step_ms)
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lumos.errors import OptionError
+from lumos.setup.gpus import gpu_named, is_file_name
 
 _JOULES_PER_KWH = 3.6e6
 _HOUR_S, _DAY_S = 3600.0, 86400.0
@@ -39,6 +40,19 @@ def read_tariff(price: str = "", kwh_price: str = "", pue: str = "", tokens: str
         _number("--pue", pue, 1, 10, "a factor on the GPUs' energy: give a number from 1 to 10") or 1.0,
         _number("--tokens", tokens, 1, _MOST, "a count of tokens: give one from 1 on, as in 15e12 or 15T", _LETTERS),
     )
+
+
+def read_prices(text: str) -> dict[str, float]:
+    """Prices of a GPU-hour as --price gives them: by the name of the GPU or its file; "" is the price of all others."""
+    found: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        name, equals, amount = part.rpartition("=")
+        price = read_tariff(amount.strip()).gpu_hour
+        if price is None:
+            raise OptionError(f"--price {text[:100]!r}: give a number, or GPU=NUMBER for each type of GPU")
+        name = name.strip()
+        found[(name if is_file_name(name) else gpu_named(name).name) if equals else ""] = price
+    return found
 
 
 def _number(

@@ -25,6 +25,7 @@ _FAMILIES = {
 }  # fmt: skip
 _LESS_IS_BETTER = {"step_ms": True, "tokens_per_s": False, "tokens_per_s_per_gpu": False, "mfu": False,
                    "joules_per_token": True, "money_per_million_tokens": True}  # fmt: skip
+_OF_BILL = ("joules_per_token", "watts_per_gpu", "price_per_gpu_hour", "money_per_million_tokens", "budget")
 _AS_GOOD = 1e-3  # share by which a value may be worse than the best and is marked as best too
 
 OF_GPU: Mapping[str, Any] = {
@@ -57,6 +58,11 @@ def machine_named(name: str) -> Machine:
     """The machine of that name or file, or an error that says what is wrong with it."""
     gpu = gpu_named(name)
     return Machine(name if is_file_name(name) else gpu.name, gpu)
+
+
+def machines_named(names: Sequence[str]) -> list[Machine]:
+    """Each once, in this order; an unknown name is a mistake."""
+    return list(dict.fromkeys(machine_named(name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -127,8 +133,8 @@ class GpuComparison:
         if len(near) < 2:
             return []
         return [
-            f"{', '.join(near[:-1])} and {near[-1]} are within {100 * off:.0f} % of the fastest: ratios between GPUs are "
-            "off by as much on average, so their order is not certain"
+            f"{', '.join(near[:-1])} and {near[-1]} are within {100 * off:.0f} % of the fastest: ratios between GPUs "
+            "are off by as much on average, so their order is not certain"
         ]
 
     def _row(self, run: OnGpu) -> GpuAnswer:
@@ -138,7 +144,7 @@ class GpuComparison:
         bill = {} if found.bill is None else found.bill.as_dict()
         memory, energy, first = found.memory, found.energy, self._first_speed
         parts, low_high = bound_ms(found), found.interval_ms
-        money = ("joules_per_token", "watts_per_gpu", "price_per_gpu_hour", "money_per_million_tokens", "budget")
+        costs: dict[str, Any] = {key: bill.get(key) for key in _OF_BILL}
         return GpuAnswer(
             gpu=name, gpus=found.setup.cluster.gpus if found.setup else None, step_ms=found.step_ms,
             interval_ms=low_high, tokens_per_s=run.tokens_per_s, tokens_per_s_per_gpu=found.tokens_per_s_per_gpu,
@@ -151,7 +157,7 @@ class GpuComparison:
             at_power_limit=None if energy is None else bool(energy.at_limit),
             bound_ms=parts, bound_by=max(parts, key=lambda name: parts[name]), operators=family_shares(found),
             costs_from=costs_from(found), source=found.source, configuration=configuration,
-            warnings=found.warnings, **{key: bill.get(key) for key in money},
+            warnings=found.warnings, **costs,
         )  # fmt: skip
 
     @cached_property
@@ -171,26 +177,26 @@ def compare_gpus(
     >>> found = compare_gpus(read_setup(Path("run.toml")), ["h100", "h200"])       # doctest: +SKIP
     >>> [(row.gpu, row.step_ms, row.bound_by) for row in found.answer.gpus]        # doctest: +SKIP
     """
-    own = setup.cluster.model or setup.cluster.gpu
+    own, stated = setup.cluster.model or setup.cluster.gpu, setup.cluster.stated()
+    machines = machines_named(gpus)
+    tariffs = {machine: tariff_on(machine, tariff, prices or {}) for machine in machines}
 
     def on(machine: Machine) -> Prediction:
-        stated = setup.cluster.stated()
         again = {} if machine.name == own else {key: empty for key, empty in OF_GPU.items() if key in stated}
         wanted = setup.replaced({f"cluster.{key}": value for key, value in (again | machine.keys).items()})
         check(wanted)
-        return predict(wanted, tariff=tariff_on(machine, tariff, prices or {}))
+        return predict(wanted, tariff=tariffs[machine])
 
-    return compared(gpus, on)
+    return compared(machines, on)
 
 
 def compared(
-    names: Sequence[str],
+    machines: Sequence[Machine],
     predict_on: Callable[[Machine], Prediction],
     notes: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> GpuComparison:
-    """What `predict_on` says of each GPU. An unknown name is a mistake; a run that is refused on some GPU is not."""
-    machines = list(dict.fromkeys(machine_named(name) for name in names))
+    """What `predict_on` says of each machine; a run that is refused on some of them says why there."""
     runs = []
     for done, machine in enumerate(machines):
         if progress is not None:
@@ -218,13 +224,17 @@ def plain_on(plain: PlainSetup, machine: Machine) -> tuple[PlainSetup, list[str]
     is_own = not isinstance(own, str) or machine_named(own).name == machine.name
     left_out = [] if is_own else [key for key in OF_GPU if key in stated and key not in given]
     kept = {key: value for key, value in stated.items() if key not in (*left_out, "gpu")}
-    cluster = kept | machine.keys
-    return plain._replace(sections=plain.sections | {"cluster": cluster}), [key for key in left_out if key != "model"]
+    there = plain._replace(sections=plain.sections | {"cluster": kept | machine.keys})
+    return there, [key for key in left_out if key not in ("gpu", "model")]
 
 
 def tariff_on(machine: Machine, tariff: Tariff, prices: Mapping[str, float]) -> Tariff:
     """The tariff with the price of this GPU: its own, that for all, or the one on its data sheet."""
     price = prices.get(machine.name, prices.get("", machine.gpu.price))
+    if prices and price is None:
+        raise OptionError(
+            f"--price has none for {machine.label}: give {machine.name}=NUMBER too, or one number for all"
+        )
     return tariff if price is None else replace(tariff, gpu_hour=price)
 
 

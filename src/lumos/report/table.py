@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -13,6 +13,7 @@ from lumos.report.wording import ms_text, number_text
 
 Value = str | float | int | bool | None
 
+BEST = "*"  # before the best value of a column
 _LONG_MS = 1e5
 LONGEST = 160  # characters of a name that are shown; kernels of C++ templates have thousands
 
@@ -55,6 +56,7 @@ class Row:
     rank: str = ""
     kind: str = ""
     is_total: bool = False
+    best: Collection[int] = ()  # columns in which no other row is better
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,11 @@ class Table:
     def body(self) -> list[tuple[Row, list[Cell]]]:
         """Every row with its cells."""
         largest = [self._largest_of(index) if column.bar else 0.0 for index, column in enumerate(self.columns)]
-        return [
-            (row, [_cell(*parts) for parts in zip(row.values, self.columns, largest, strict=True)]) for row in self.rows
-        ]
+        return [(row, self._cells(row, largest)) for row in self.rows]
+
+    def _cells(self, row: Row, largest: Sequence[float]) -> list[Cell]:
+        cells = [_cell(*parts) for parts in zip(row.values, self.columns, largest, strict=True)]
+        return [c._replace(text=f"{BEST} {c.text}") if i in row.best else c for i, c in enumerate(cells)]
 
     def _largest_of(self, index: int) -> float:
         values = (row.values[index] for row in self.rows if not row.is_total)

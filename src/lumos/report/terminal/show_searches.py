@@ -1,4 +1,4 @@
-"""Searches and scores on a terminal."""
+"""Searches, scores and comparisons of GPUs on a terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console, Group
 
+from lumos.report.gpu_comparisons import bounds_table, gpu_cards, gpu_notes, resources_table, run_text, time_table
 from lumos.report.searches import (
     Answer,
     bound_note,
@@ -40,6 +41,12 @@ def show_search(answer: Answer, console: Console) -> None:
         ]
     remarks = [*families_note(answer), *bound_note(answer), *answer["warnings"]]
     console.print(Group(summary("configurations", search_cards(answer)), *tables, *notes(remarks)))
+
+
+def show_gpus(answer: Answer, console: Console) -> None:
+    """One run on several GPUs."""
+    tables = (rendered(table, 64) for table in (time_table(answer), resources_table(answer), bounds_table(answer)))
+    console.print(Group(summary(run_text(answer), gpu_cards(answer)), *tables, *notes(gpu_notes(answer))))
 
 
 def _keys(rows: Sequence[Answer]) -> list[str]:

@@ -1,0 +1,167 @@
+"""What `lumos predict` predicts from: a description, a model's own code, a dry run, or a trace.
+
+A source answers for any machine, so that a run can be put on several GPUs and is read, recorded or calibrated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from lumos.analysis.replay import Replay
+from lumos.change.change import CalibratedRun
+from lumos.change.infer import Inferred
+from lumos.change.infer.completion import changed, complete
+from lumos.change.infer.infer import infer
+from lumos.cli.terminal import busy
+from lumos.errors import InputError
+from lumos.prediction.bill import Tariff
+from lumos.prediction.gpu_comparison import Machine, plain_on
+from lumos.prediction.prediction import Prediction, predict
+from lumos.setup.setup_files import PlainSetup, SetupReading, read_plain
+
+if TYPE_CHECKING:
+    from lumos.dry_run.recorded_step import Recording
+
+
+class Source(Protocol):
+    """A run that can be predicted on a machine, or on the one that it states itself (None)."""
+
+    def on(self, machine: Machine | None, tariff: Tariff) -> Prediction: ...
+
+    def left_out(self, machine: Machine) -> list[str]:
+        """Keys of the cluster that are stated for another machine, and do not hold on this one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Described:
+    """A run that a file describes."""
+
+    path: Path
+    changes: Sequence[str]
+
+    def on(self, machine: Machine | None, tariff: Tariff) -> Prediction:
+        reading = self.reading(machine)
+        return predict(reading.setup, notes=tuple(reading.notes), tariff=tariff)
+
+    def left_out(self, machine: Machine) -> list[str]:
+        return plain_on(self._plain, machine)[1]
+
+    def reading(self, machine: Machine | None) -> SetupReading:
+        plain = self._plain if machine is None else plain_on(self._plain, machine)[0]
+        return plain.checked(plain.sections)
+
+    @cached_property
+    def _plain(self) -> PlainSetup:
+        return read_plain(self.path, self.changes)
+
+
+@dataclass(frozen=True)
+class OfConfig:
+    """A config.json from the model's own code; from its sizes where a dry run does not cover what is asked for."""
+
+    path: Path
+    changes: Sequence[str]
+
+    def on(self, machine: Machine | None, tariff: Tariff) -> Prediction:
+        from lumos.dry_run.from_config import INSTALL, count_doubt, predict_config, why_not  # others need none of it
+
+        changes = [*self.changes, *_keys(machine)]
+        reason = why_not(self.path, changes)
+        if reason is None:
+            return predict_config(self.path, changes, tariff, self._recording)
+        described = Described(self.path, self.changes)
+        try:
+            reading = described.reading(machine)
+        except InputError as error:
+            raise InputError(f"{error}; {INSTALL}" if INSTALL in reason else str(error)) from None
+        if any("not recognised" in note or "is not known" in note for note in reading.notes):
+            with busy("counting the parameters of the model's own code"):
+                doubt = count_doubt(self.path, reading.setup)
+            if doubt:
+                raise InputError(f"{self.path}: {doubt}")
+        found = described.on(machine, tariff)
+        return replace(found, notes=(*found.notes, reason)) if reason else found
+
+    def left_out(self, machine: Machine) -> list[str]:
+        return []  # all keys of the cluster are those of --set
+
+    @cached_property
+    def _recording(self) -> Recording:
+        """The step does not depend on the GPU."""
+        from lumos.dry_run.from_config import record_config
+
+        with busy("running the model's own code on fake tensors"):
+            return record_config(self.path, self.changes)
+
+
+@dataclass(frozen=True)
+class OfScript:
+    """A dry run of a user's own script."""
+
+    path: Path
+    changes: Sequence[str]
+
+    def on(self, machine: Machine | None, tariff: Tariff) -> Prediction:
+        from lumos.dry_run.from_script import slowest_rank  # traces need none of it
+
+        return slowest_rank(self._recordings, [*self.changes, *_keys(machine)], tariff)
+
+    def left_out(self, machine: Machine) -> list[str]:
+        return []
+
+    @cached_property
+    def _recordings(self) -> list[Recording]:
+        from lumos.dry_run.dry_files import dry_files, read_recording
+
+        return [read_recording(file) for file in dry_files(self.path)]
+
+
+@dataclass(frozen=True)
+class OfTrace:
+    """Another configuration of a traced run, whose own setup is inferred as far as the trace shows it."""
+
+    load: Callable[[], Replay]
+    setup: Path | None
+    changes: Sequence[str]
+
+    def on(self, machine: Machine | None, tariff: Tariff) -> Prediction:
+        asked = self._asked if machine is None else plain_on(self._asked, machine)[0]
+        wanted = changed(self._inferred, asked, self._stated)
+        return predict(
+            self._calibrated, setup=wanted.setup, notes=tuple(wanted.notes), tariff=tariff, inferred=self._inferred
+        )
+
+    def left_out(self, machine: Machine) -> list[str]:
+        return plain_on(self._asked, machine)[1]
+
+    @cached_property
+    def _stated(self) -> PlainSetup:
+        return read_plain(self.setup)
+
+    @cached_property
+    def _asked(self) -> PlainSetup:
+        return read_plain(self.setup, self.changes)
+
+    @cached_property
+    def _run(self) -> Replay:
+        _ = self._stated, self._asked  # mistakes in them are found before the trace is read
+        return self.load()
+
+    @cached_property
+    def _inferred(self) -> dict[str, Inferred]:
+        return dict(infer(self._run))
+
+    @cached_property
+    def _calibrated(self) -> CalibratedRun:
+        has_shapes = any(header.shapes for header in self._run.execution.trace.headers)
+        return CalibratedRun(self._run, complete(self._inferred, self._stated, has_shapes).setup)
+
+
+def _keys(machine: Machine | None) -> list[str]:
+    """As --set gives them."""
+    return [] if machine is None else [f"cluster.{key}={value}" for key, value in machine.keys.items()]
