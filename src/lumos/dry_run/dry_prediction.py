@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from lumos.cost.prices import Prices
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.interval import dry_spread
+from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime
 from lumos.prediction.power import Energy
 from lumos.prediction.prediction import Prediction, memory_words
@@ -96,9 +98,11 @@ class DryPrediction(Prediction):
         found, model = list(self.notes), self.dry.prices.model
         if model.transferred:
             found.append(
-                f"no samples for {model.gpu.name}: its costs are those of {model.sampled} scaled by its own "
-                "peaks, and the interval is wider"
+                f"no samples for {model.gpu.shown}: its costs are those of {Path(model.sampled).name} scaled by its "
+                "own peaks, and the interval is wider"
             )
+        if self.setup is not None:
+            found += machine_notes(self.setup, model, self.all_operators)
         if self.host_bound:
             found.append("the host decides this step: cluster.host = 1 is a typical host, and hosts differ by a third")
         if self.fits is False:

@@ -71,9 +71,10 @@ def _none_of(prices: Prices, calls: _Calls) -> OperatorTime:
 def _source_of(prices: Prices, work: Work) -> str:
     if isinstance(work, Collective):
         return "modelled"
-    if not prices.model.sampled_on(work):
+    sampled_on = prices.model.sampled_on(work)
+    if not sampled_on:
         return "roofline"
-    return "transferred" if prices.model.transferred else "fitted"
+    return "transferred" if prices.model.transferred or sampled_on != prices.model.sampled else "fitted"
 
 
 def _inside_blocks(step: Step) -> Iterator[_Calls]:

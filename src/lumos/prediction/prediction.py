@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswer
@@ -20,6 +21,7 @@ from lumos.graph.scaling import Scale, scaled_durations
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.interval import Spread, changed_spread, described_spread, scaled_spread
+from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime, operator_times
 from lumos.prediction.power import Energy, energy_of
 from lumos.program.flops import hardware_flops, model_flops, utilisation
@@ -240,9 +242,11 @@ class Prediction:
             found.append(f"the host updates its parameters in {on_host:,.1f} ms, copies included")
         if model is not None and model.transferred:
             found.append(
-                f"no samples for {gpu}: its costs are those of {model.sampled} scaled by its own peaks, and the "
-                "interval is wider"
+                f"no samples for {gpu}: its costs are those of {Path(model.sampled).name} scaled by its own peaks, and "
+                "the interval is wider"
             )
+        if model is not None:
+            found += machine_notes(self.setup, model, self.all_operators)
         if self.is_of_cpu:
             found.append("peak, power and memory of a CPU are not known: no MFU and no energy; give cluster.memory_gib")
         elif self.step is not None and not self.step.prices.joules.measured:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from lumos.analysis.about import About
+from lumos.analysis.about_machine import AboutMachine
 from lumos.report.table import Card, Column, Row, Table
 
 
@@ -28,6 +29,43 @@ def about_cards(found: About) -> list[Card]:
 
 def _ago(days: int) -> str:
     return "today" if days < 1 else "1 day ago" if days == 1 else f"{days:,} days ago"
+
+
+def machine_cards(found: AboutMachine) -> list[Card]:
+    rows, facts = sum(one.rows for one in found.families), found.facts
+    peak = facts["peak_tflops"].get("bf16") or max(facts["peak_tflops"].values())
+    measured = [one.part for one in found.parts if one.measured]
+    return [
+        Card("GPU", found.gpu, f"{peak:,.0f} TFLOP/s, {facts['hbm_gb_s']:,.0f} GB/s, {facts['tdp_w']:,.0f} W"),
+        Card("samples", f"{rows:,}", f"of {len(found.families)} families of operators"),
+        Card("also measured", ", ".join(measured) or "nothing", ""),
+        Card("fitted", found.fitted or "not stated", f"by lumos {found.lumos}" if found.lumos else ""),
+    ]
+
+
+def machine_families_table(found: AboutMachine) -> Table:
+    columns = [Column("operators"), Column("samples", 0), Column("error, %", 1), Column("sizes sampled")]
+    rows = [
+        Row([one.family, one.rows or None, one.error_pct, _sizes(one.least, one.most)]) for one in found.families
+    ]
+    title = "mean error on shapes that were held out; prices beyond twice these sizes are extrapolated"
+    return Table(title, columns, rows)
+
+
+def _sizes(least: list[float], most: list[float]) -> str:
+    return " × ".join(f"{low:,.0f}–{high:,.0f}" for low, high in zip(least, most, strict=False)) or "not stated"
+
+
+def machine_parts_table(found: AboutMachine) -> Table:
+    columns = [Column("part"), Column("measured"), Column("error, %", 1), Column("what it holds")]
+    rows = [Row([one.part, "yes" if one.measured else "no", one.error_pct, one.words]) for one in found.parts]
+    return Table("the rest of the machine", columns, rows)
+
+
+def machine_samples_table(found: AboutMachine) -> Table:
+    names = ("file", "rows", "gpu", "torch", "cuda", "driver", "date", "sha256")
+    rows = [Row([str(one.get(name, ""))[:80] for name in names]) for one in found.samples]
+    return Table("fitted on", [Column(name) for name in names], rows)
 
 
 def gpus_table(found: About) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lumos.analysis.about import About
+from lumos.analysis.about_machine import AboutMachine
 from lumos.report import about_tables as tables
 from lumos.report.html.page import Page, Section
 
@@ -19,3 +20,12 @@ def about_page(found: About) -> Page:
         Section("Provenance", tables=[tables.provenance_table(found)]),
     ]
     return Page(f"Lumos {found.version}: what it knows", "", tables.about_cards(found), sections)
+
+
+def machine_page(found: AboutMachine) -> Page:
+    sections = [
+        Section("Operators", tables=[tables.machine_families_table(found)]),
+        Section("The rest of the machine", tables=[tables.machine_parts_table(found)]),
+        Section("Provenance", tables=[tables.machine_samples_table(found)]),
+    ]
+    return Page(f"{found.gpu}: what was measured", found.file, tables.machine_cards(found), sections)

@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from lumos.analysis.about import About
+from lumos.analysis.about_machine import AboutMachine
 from lumos.cost.operator_model import CostModel
 from lumos.errors import InputError
 from lumos.measure.fit import Verdict
@@ -137,3 +138,11 @@ def show_about(found: About, console: Console) -> None:
     more = Text("where every constant comes from: --json, or -o about.html")
     cards = summary(title, about_tables.about_cards(found))
     console.print(Group(cards, *(rendered(table, len(table.rows)) for table in shown), more))
+
+
+def show_machine(found: AboutMachine, console: Console) -> None:
+    """What a model file knows of a machine."""
+    shown = [about_tables.machine_families_table(found), about_tables.machine_parts_table(found)]
+    shown += [about_tables.machine_samples_table(found)] if found.samples else []
+    cards = summary(f"{found.file}: what was measured of a machine", about_tables.machine_cards(found))
+    console.print(Group(cards, *(rendered(table, len(table.rows)) for table in shown)))
