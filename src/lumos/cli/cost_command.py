@@ -30,7 +30,9 @@ def cost_command(
     \b
     A row is {"op": NAME, its sizes, "dtype": bf16, fp16, fp32, tf32 or fp8}; bf16 by default. Names and sizes:
       gemm                                    m n k, and layout TN (forward), NN or NT (gradients of input, weight)
+      linear_bwd                              m n k: both gradients of the linear layer whose forward pass is gemm
       bmm                                     b h s d: the scores of unfused attention
+      batched_gemm batched_gemm_bwd           batch m n k: any product of `batch` pairs of matrices, and its gradients
       grouped_gemm                            e t n k: t tokens over e experts
       sdpa_fwd sdpa_bwd                       b h s d: causal flash attention
       rotary_fwd rotary_bwd                   b h s d

@@ -168,9 +168,7 @@ def decode(facts: Mapping[str, Any], usual: Network | None = None, crowded: bool
         raise ValueError("too many tables")
     tables = {}
     for row in facts["tables"]:
-        key = Configuration(
-            str(row["kind"]), _count(row["nodes"]), _count(row["inside"]), _count(row.get("groups", 1))
-        )
+        key = Configuration(str(row["kind"]), _count(row["nodes"]), _count(row["inside"]), _count(row.get("groups", 1)))
         if key.kind not in KINDS or key.ranks < 2:
             raise ValueError("no collective")
         tables[key] = Table(_rising(row["bytes"]), _rising(row["us"], strictly=False))

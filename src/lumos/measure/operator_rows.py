@@ -27,13 +27,18 @@ _EXAMPLE = '{"op": "gemm", "m": 4096, "n": 4096, "k": 4096}'
 _MOST_BYTES = 1 << 28  # of a file of rows
 _LARGEST = 1 << 40  # of a size
 
-_NOT_IN_ROWS = {"gemm_tn", "gemm_nn", "gemm_nt", "bmm_bwd", "linear_bwd", "stream"}
+_NOT_IN_ROWS = {"gemm_tn", "gemm_nn", "gemm_nt", "bmm_bwd", "stream"}
+_BATCHED = {"batched_gemm": "bmm", "batched_gemm_bwd": "bmm_bwd"}
 _SIZES = read_table("operator_names.toml")["row_sizes"]
 
 SIZES: dict[str, tuple[str, ...]] = {
-    name: tuple(_SIZES.get(name.removeprefix("neox_"), "th")) for name in ("gemm", *sorted(KINDS - _NOT_IN_ROWS))
+    name: tuple(_SIZES.get(name.removeprefix("neox_"), "th"))
+    for name in ("gemm", *_BATCHED, *sorted(KINDS - _NOT_IN_ROWS))
 }
-"""The sizes of each operator; a matmul also has a layout, and bmm computes attention scores: b × h of s × s × d."""
+"""The sizes of each operator; a matmul also has a layout.
+
+bmm computes attention scores, b × h of s × s × d; batched_gemm any product of `batch` pairs of matrices.
+"""
 
 
 def operator_of(row: Any, place: str) -> Operator:
@@ -48,7 +53,7 @@ def operator_of(row: Any, place: str) -> Operator:
     if name == "bmm":
         batch, heads, seq, head = sizes
         return Operator("bmm", (batch * heads, seq, seq, head), dtype)
-    return Operator(name, sizes, dtype)
+    return Operator(_BATCHED.get(name, name), sizes, dtype)
 
 
 def operators_of(rows: list[Any], place: str) -> list[Operator]:
