@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from lumos import schedules
 from lumos.data_files import read_table
+from lumos.model_file import read_model_file
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named
 
 # Bounds keep a typing mistake, or a hostile file, from asking for more than a machine can hold.
@@ -277,7 +279,7 @@ class Cluster(Section):
     gpu: Annotated[str, Field(max_length=1000)] = _USUAL_GPU  # a name, or a data sheet; derived: the GPU of `model`
     model: Annotated[str, Field(max_length=1000)] = ""  # a file of `lumos fit`: what was measured of the machine
     gpus: MaybeDegree = 0  # derived in a Setup: tp * pp * cp * dp
-    gpus_per_node: MaybeDegree = 0  # derived: the GPU's usual node
+    gpus_per_node: MaybeDegree = 0  # derived: that of `model`, or the GPU's usual node
     nvlink_gb_s: Bandwidth | None = None  # per GPU, one direction
     nvlink_domain: Degree | None = None
     inter_gb_s: Bandwidth | None = None  # per GPU, one direction
@@ -292,12 +294,13 @@ class Cluster(Section):
 
     @classmethod
     def derived(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The GPU's usual node. An unknown GPU is refused by the constraints, so any size does."""
+        """The node that was measured, or the GPU's usual one; an unknown GPU is refused by the constraints."""
         model, name = given.get("model"), given.get("gpu")
         measured = {"gpu": _gpu_of_model(model)} if model and isinstance(model, str) else {}
         name = measured.get("gpu", _USUAL_GPU) if name is None else name
         gpu = find_gpu(name) if isinstance(name, str) else None
-        return measured | {"gpus_per_node": gpu.gpus_per_node if gpu else 1}
+        node = _node_of_model(str(model)) if measured and name == measured["gpu"] else 0
+        return measured | {"gpus_per_node": node or (gpu.gpus_per_node if gpu else 1)}
 
     @property
     def chip(self) -> Gpu:
@@ -316,6 +319,12 @@ def _gpu_of_model(path: str) -> str:
     """The name by which the GPU of a model file is found: a known one, or the file itself."""
     gpu = gpu_named(path) if path.endswith(".npz") else None
     return gpu.name if gpu else _USUAL_GPU
+
+
+def _node_of_model(path: str) -> int:
+    """GPUs in a node whose collectives were measured, or 0."""
+    network = read_model_file(Path(path)).header.get("network") if path.endswith(".npz") else None
+    return min(as_count(network.get("gpus_per_node")), 1 << 20) if isinstance(network, dict) else 0
 
 
 @lru_cache(maxsize=256)
