@@ -236,7 +236,7 @@ class Prediction:
             return [*found, *(self.replayed.execution.warnings if self.replayed else ())]
         found += [text for text in warnings_in(self.setup) if text not in found]
         model = self.step.prices.model if self.step else None
-        gpu = self.setup.cluster.accelerator.shown
+        gpu = self.setup.cluster.shown
         on_host = self.step.host_update_us / 1e3 if self.step else 0.0
         if on_host:
             found.append(f"the host updates its parameters in {on_host:,.1f} ms, copies included")

@@ -99,7 +99,7 @@ def title_of(setup: Setup, parameters: int | None, shows_parallelism: bool = Tru
     """The model with its parameters, the GPUs, and how they are used."""
     size = parameters_text(parameters or 0, setup.model.active_parameters() if setup.model.experts else 0)
     name = f"{setup.model.name}, {size}" if setup.model.name else size
-    p, title = setup.parallel, f"{name} on {setup.cluster.gpus:,} × {setup.cluster.accelerator.shown}"
+    p, title = setup.parallel, f"{name} on {setup.cluster.gpus:,} × {setup.cluster.shown}"
     if not shows_parallelism:
         return title
     used = [f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp") if getattr(p, key) > 1]

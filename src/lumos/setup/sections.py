@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from lumos import schedules
 from lumos.data_files import read_table
 from lumos.model_file import read_model_file
-from lumos.setup.gpus import Gpu, find_gpu, gpu_named
+from lumos.setup.gpus import Gpu, find_gpu, gpu_named, is_file_name
 
 # Bounds keep a typing mistake, or a hostile file, from asking for more than a machine can hold.
 Size = Annotated[int, Field(ge=1, le=1 << 24)]  # a length, width or batch
@@ -303,6 +303,11 @@ class Cluster(Section):
         return measured | {"gpus_per_node": node or (gpu.gpus_per_node if gpu else 1)}
 
     @property
+    def shown(self) -> str:
+        """The GPU in a report: as it was named, or its file without the folder."""
+        return Path(self.gpu).name if is_file_name(self.gpu) else self.gpu
+
+    @property
     def chip(self) -> Gpu:
         """The GPU with this section's values of the chip itself: what operators cost depends on nothing else."""
         return _chip(gpu_named(self.gpu), self.hbm_tb_s, self.power_w, self.peak_tflops)
@@ -313,6 +318,13 @@ class Cluster(Section):
         return _accelerator(
             self.chip, self.gpus_per_node, self.nvlink_gb_s, self.nvlink_domain, self.inter_gb_s, self.memory_gib
         )
+
+
+OF_GPU: Mapping[str, Any] = MappingProxyType({
+    "gpus_per_node": 0, "nvlink_gb_s": None, "nvlink_domain": None, "memory_gib": None, "hbm_tb_s": None,
+    "power_w": None, "peak_tflops": None,
+})  # fmt: skip
+"""Keys of a cluster that say something of its own GPU, and the values that stand for those of any other."""
 
 
 def _gpu_of_model(path: str) -> str:
