@@ -19,7 +19,8 @@ numbers, nanotron's `pipeline_drag` and the share of EFA that is left beside ker
 sweep; the class of its network (EFA) is an inference. A table below gives the sweep's errors without them. Peers are as
 measured by others on the same rows (calculon, llm-analysis); bars are ours."""
 TEN = """
-The runs of arXiv 2509.22832, predicted from that paper's operator and NCCL samples; nothing was fitted on the runs."""
+The runs of arXiv 2509.22832, predicted by `lumos fit` on that paper's operator and NCCL samples and `lumos predict
+examples/neox/NAME.toml --model FILE`; nothing was fitted on the runs."""
 H200 = """
 Models of transformers trained on one GPU. In-step factors were fitted on our own steps (`calibration/fit_steps.py`),
 none of which is in the table; the speed of the reference host is the middle of the hosts we saw, these included."""
@@ -27,7 +28,7 @@ MEMORY = """
 Peak memory, and whether a run fits."""
 SECTIONS = [
     ("Published runs", "truth.py", "truth", PUBLISHED),
-    ("Ten runs from their own samples", "ten_runs.py", "", TEN),
+    ("Ten runs from their own samples", "ten_runs.py", "operators", TEN),
     ("One H200", "h200_forecasts.py", "", H200),
     ("Memory", "memory.py", "", MEMORY),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import lzma
@@ -520,9 +521,22 @@ def test_every_operator_of_a_row_has_work_to_do(name: str) -> None:
 
 
 def test_an_operator_that_nobody_sampled_costs_its_roofline() -> None:
-    model, operator = cost_model("h200"), Operator("neox_gelu_fwd", (1024, 64), "bf16")
+    model, operator = cost_model("h200"), Operator("neox_softmax_fwd", (4, 8, 512), "bf16")
     assert model.sampled_on(operator) == ""
     assert model.us(operator) == roofline_us(operator, chip_of(model.gpu, "bf16"))
+
+
+@pytest.mark.parametrize("gpu", ["a100", "gh200"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "rotary", "gelu", "add"])
+def test_a_chain_of_gpt_neox_costs_about_what_eager_models_run_for_it(gpu: str, name: str) -> None:
+    """Where both are known: so that a GPU without samples of the chain may take the other."""
+    shape = (4, 16, 2048, 128) if name == "rotary" else (8192, 6144)
+    model = cost_model(gpu)
+    without = dataclasses.replace(
+        model, regressors={kind: r for kind, r in model.regressors.items() if not kind.startswith("neox_")}
+    )
+    times = [[m.us(Operator(f"neox_{name}_{way}", shape, "fp16")) for way in ("fwd", "bwd")] for m in (model, without)]
+    assert 0.6 < sum(times[0]) / sum(times[1]) < 1.67
 
 
 def test_what_was_sampled_in_narrow_numbers_speaks_for_wide_ones() -> None:
