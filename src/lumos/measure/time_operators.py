@@ -1,12 +1,16 @@
-"""How long operators take on this machine's GPU, from a cold cache.
+"""How long operators take on this machine's GPU, or on its CPU.
 
-Every cost in the package follows this convention: the second-level cache is flushed before each repetition, and the
-median of the repetitions counts. A short sleep on the GPU before the call lets the host run ahead, so that the kernels
-are timed and not their launch. Only the optimizer is timed with its launches, because it always runs with them.
+Every cost of a GPU follows this convention: the second-level cache is flushed before each repetition, and the median of
+the repetitions counts. A short sleep on the GPU before the call lets the host run ahead, so that the kernels are timed
+and not their launch. Only the optimizer is timed with its launches, because it always runs with them.
+
+A CPU is timed as its steps run: with warm caches, which hold most of the tensors of models that are trained there, and
+with all that a call costs. The fastest repetition counts, because other programs only ever add to it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -14,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from lumos.measure.machine import about_machine
 
 Row = dict[str, Any]
 Call = Callable[[], Any]
@@ -27,7 +33,7 @@ _LEAD_CYCLES = 400_000  # about 0.2 ms
 _LONG_LEAD_CYCLES = 2_400_000  # the host takes about a millisecond to issue a backward pass of many operators
 _TARGET_S = 0.012  # spent on the repetitions of one row
 _OVERHEAD_S = 1.2e-4  # of one repetition
-_FEWEST, _MOST = 5, 20
+_FEWEST, _FEWEST_ON_CPU, _MOST = 5, 3, 20
 _NO_LEAD = frozenset(
     {"adamw_fused", "gemm", "bmm", "mul", "add", "gelu", "silu", "copy", "cast_f32", "rms_norm", "layer_norm"}
 )
@@ -35,16 +41,17 @@ _OUT_OF_MEMORY = "out of memory"
 
 
 class Stopwatch:
-    """Times operators on one CUDA device; holds the buffer that flushes its cache."""
+    """Times operators on one device; holds the buffer that flushes its cache."""
 
-    def __init__(self) -> None:
-        self.about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
+        self.about = about_machine(device)
+        self._flush = torch.empty(_FLUSH_BYTES // 4 if device == "cuda" else 0, dtype=torch.int32, device=device)
 
-    def measured(self, row: Row) -> dict[str, Any]:
-        """{"us": …}, or {"error": …}: an operator that this GPU or torch lacks must not end the run."""
+    def measured(self, row: Row) -> Row:
+        """{"us": …}, or {"error": …}: an operator that this device or torch lacks must not end the run."""
         answer = self._try(row)
-        if answer.get("error") == _OUT_OF_MEMORY:
+        if answer.get("error") == _OUT_OF_MEMORY and self.device == "cuda":
             torch.cuda.empty_cache()  # memory that earlier rows left fragmented
             answer = self._try(row)
         return answer
@@ -52,22 +59,23 @@ class Stopwatch:
     def is_alive(self) -> bool:
         """Whether the GPU still accepts work."""
         try:
-            torch.cuda.synchronize()
+            if self.device == "cuda":
+                torch.cuda.synchronize()
         except RuntimeError:
             return False
         return True
 
-    def _try(self, row: Row) -> dict[str, Any]:
+    def _try(self, row: Row) -> Row:
         try:
             return {"us": round(self.microseconds(row), 3)}
-        except torch.cuda.OutOfMemoryError:
-            return {"error": _OUT_OF_MEMORY}
-        except (RuntimeError, AttributeError, ValueError) as problem:
-            return {"error": (str(problem).splitlines() or [type(problem).__name__])[0][:120]}
+        except (RuntimeError, AttributeError, ValueError, NotImplementedError) as problem:
+            return {"error": error_of(problem)}
 
     def microseconds(self, row: Row) -> float:
-        """The median time of the operator that `row` describes."""
-        call = prepare(row, "cuda")
+        """The time of the operator that `row` describes: the median on a GPU, the least on a CPU."""
+        call = prepare(row, self.device)
+        if self.device == "cpu":
+            return min(_cpu_times(call))
         long = row["op"].endswith("_bwd") or "eager" in row["op"]
         lead = 0 if row["op"] in _NO_LEAD else _LONG_LEAD_CYCLES if long else _LEAD_CYCLES
         call()
@@ -86,6 +94,26 @@ class Stopwatch:
             end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+def _cpu_times(call: Call) -> list[float]:
+    """Microseconds of repetitions: many of what is short."""
+    call()
+    found: list[float] = []
+    begin = last = time.perf_counter()
+    while len(found) < _FEWEST_ON_CPU or (last - begin < _TARGET_S and len(found) < _MOST):
+        call()
+        now = time.perf_counter()
+        found.append((now - last) * 1e6)
+        last = now
+    return found
+
+
+def error_of(problem: BaseException) -> str:
+    """Why something could not be measured, in a few words."""
+    if isinstance(problem, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(problem):
+        return _OUT_OF_MEMORY
+    return (str(problem).splitlines() or [type(problem).__name__])[0][:120]
 
 
 def prepare(row: Row, device: str) -> Call:
