@@ -161,14 +161,15 @@ class GpuAnswer(Answer, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """Which row of several it is: the same GPU may be there in several numbers."""
-        return f"{self.gpus:,} × {self.gpu}" if self.configuration else self.gpu
+        return f"{self.gpus:,} × {self.gpu}" if self.configuration and self.gpus else self.gpu
 
 
 class GpuComparisonAnswer(Answer, frozen=True, kw_only=True):
-    """`lumos predict --gpu A,B --json`, and `gpus` of `lumos search --gpu A,B --json`."""
+    """`lumos predict --gpu A,B --json`, and `comparison` of `lumos search --gpu A,B --json`."""
 
     model: str
     parameters: int | None
     tokens_per_step: int | None
     gpus: list[GpuAnswer]  # in the order in which they were asked for
+    same_speed: list[dict[str, Any]] = []  # of a search over several numbers: gpu, gpus as fast as the first row
     warnings: list[str]

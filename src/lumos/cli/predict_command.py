@@ -75,10 +75,9 @@ def predict_command(
     prices, tariff = read_prices(price), read_tariff("", kwh_price, pue, tokens)
     priced, reads = bool(prices) or tariff != Tariff(), options != _ALL or profiler_costs is not None
     _refuse(setup, source, [*changes, *names], scale, reads, priced)
-    if len(names) > 1 and any(text.partition("=")[0].strip() == "cluster.gpu" for text in changes):
-        raise OptionError(f"--gpu {gpu[:100]} and --set cluster.gpu together: the GPUs are given twice")
-    if emission and (len(names) > 1 or (source is not None and not setup and not changes)):
-        raise OptionError("--emit needs the setup of one run: name a setup file, or what is to change with --set")
+    _refuse_several(names, changes, emission)
+    if emission and source is not None and not setup and not changes:
+        raise OptionError("--emit needs the setup of a run: name a setup file, or what is to change with --set")
     load = partial(load_run, source or Path(), options, profiler_costs)
     if source is not None and not names and not setup and not changes and not dry_files(source):
         _deliver(predict(load(), scale), None, as_json, output)
@@ -97,6 +96,16 @@ def predict_command(
     _deliver(found, launch, as_json, output)
     if emission is not None:
         emission.write(launch)
+
+
+def _refuse_several(names: list[str], changes: list[str], emission: Emission | None) -> None:
+    """Refuse what needs one GPU, where several are named."""
+    if len(names) < 2:
+        return
+    if any(text.partition("=")[0].strip() == "cluster.gpu" for text in changes):
+        raise OptionError(f"--gpu {','.join(names)[:100]} and --set cluster.gpu: leave one of them out")
+    if emission is not None:
+        raise OptionError(f"--emit and --gpu {','.join(names)[:100]}: files are written for one GPU; name one")
 
 
 def _source(

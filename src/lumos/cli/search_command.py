@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +21,7 @@ from lumos.cli.terminal import deliver, progress_bar
 from lumos.errors import OptionError
 from lumos.export.launch_files import LaunchFiles
 from lumos.files import check_output, write_csv, write_parquet
-from lumos.prediction.bill import read_tariff
+from lumos.prediction.bill import read_prices, read_tariff
 from lumos.report.html.page import write_page
 from lumos.report.html.parts import with_launch
 from lumos.report.html.search_page import search_page
@@ -46,7 +48,7 @@ Searched = tuple[Setup, tuple[str, ...]]
 Argument, Option = typer.Argument, typer.Option
 SetupPath = Annotated[Path | None, Argument(help="The run: a setup, a Hugging Face config.json, a Megatron script.")]
 Gpus = Annotated[str, Option(help="The number of GPUs, or several numbers with commas.")]
-GpuTypes = Annotated[str, Option(help="GPU types, with commas; the setup's own by default.")]
+GpuTypes = Annotated[str, Option(help="GPU types or data sheets, with commas, to be compared; by default the setup's.")]
 Fixed = Annotated[list[str] | None, Option("--set", help="SECTION.KEY=VALUE, not to be varied. Repeatable.")]
 Vary = Annotated[list[str] | None, Option(help="SECTION.KEY=A,B,…: these values and no others. Repeatable.")]
 Minimise = Annotated[str, Option(help="What to minimise: time, cost, energy or gpus.")]
@@ -102,6 +104,7 @@ def search_command(
     if emission and shard:
         raise OptionError("--emit and --shard together: the best is known once the parts are merged; emit it then")
     base, estimator, notes = _base(setup, fixed, source, choices)
+    wanted = _with_sheet_prices(wanted, choices.get("cluster.gpu", [base.cluster.gpu]))
     if emission:
         base, notes = _for_launch(emission, base, choices, notes)
     if estimator is not None and base.train.compile:
@@ -111,6 +114,7 @@ def search_command(
             found = search(
                 base, choices, objective=wanted, top=top, memory_gib=memory, estimator=estimator, engine=started,
                 shard=part, journal=journal, exhaustive=exhaustive, progress=progress, notes=notes,
+                holds_for_all=[text.partition("=")[0].strip().removeprefix("cluster.") for text in fixed],
             )  # fmt: skip
     except KeyboardInterrupt:
         resume = f"run the same command to resume from {journal}" if journal else "use --journal FOLDER to resume one"
@@ -140,16 +144,18 @@ def _show(launch: LaunchFiles | None, answer: dict[str, Any], to: Console) -> No
 
 
 def _objective(name: str, price: str, kwh_price: str, pue: str, tokens: str, deadline: float) -> Objective:
-    prices = {}
-    for part in price.split(",") if price else []:
-        gpu, equals, amount = part.rpartition("=")
-        value = read_tariff(amount).gpu_hour
-        if value is None:
-            raise OptionError(f"--price {price!r}: give a number, or GPU=NUMBER for each type of GPU")
-        prices[gpu_named(gpu.strip()).name if equals else ""] = value
     tariff = read_tariff("", kwh_price, pue, tokens)
     energy = (tariff.kwh or 0.0) * tariff.pue
-    return Objective(name, tuple(sorted(prices.items())), energy, tariff.tokens or 0.0, deadline)
+    return Objective(name, tuple(sorted(read_prices(price).items())), energy, tariff.tokens or 0.0, deadline)
+
+
+def _with_sheet_prices(wanted: Objective, types: Iterable[str]) -> Objective:
+    """With the prices that data sheets give, where all GPUs have one then."""
+    prices, gpus = dict(wanted.gpu_hour), [gpu_named(name) for name in types]
+    if "" in prices:
+        return wanted
+    prices = {gpu.name: gpu.price for gpu in gpus if gpu.price is not None} | prices
+    return replace(wanted, gpu_hour=tuple(sorted(prices.items()))) if all(g.name in prices for g in gpus) else wanted
 
 
 def _choices(fixed: list[str], vary: list[str], gpus: str, gpu: str) -> Choices:

@@ -15,6 +15,7 @@ from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import NO_PRICES, Prediction, memory_words, predict
 from lumos.setup.constraints import check
 from lumos.setup.gpus import Gpu, gpu_named, is_file_name
+from lumos.setup.sections import OF_GPU
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import PlainSetup
 
@@ -27,12 +28,6 @@ _LESS_IS_BETTER = {"step_ms": True, "tokens_per_s": False, "tokens_per_s_per_gpu
                    "joules_per_token": True, "money_per_million_tokens": True}  # fmt: skip
 _OF_BILL = ("joules_per_token", "watts_per_gpu", "price_per_gpu_hour", "money_per_million_tokens", "budget")
 _AS_GOOD = 1e-3  # share by which a value may be worse than the best and is marked as best too
-
-OF_GPU: Mapping[str, Any] = {
-    "gpu": "", "model": "", "gpus_per_node": 0, "nvlink_gb_s": None, "nvlink_domain": None, "memory_gib": None,
-    "hbm_tb_s": None, "power_w": None, "peak_tflops": None,
-}  # fmt: skip
-"""Keys of a cluster that hold for its GPU alone, and the values that stand for "as usual"."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -111,7 +106,8 @@ class GpuComparison:
         shown = next(run.found for run in self.runs if run.found is not None)
         return GpuComparisonAnswer(
             model=shown.setup.model.name if shown.setup is not None else "", parameters=shown.parameters,
-            tokens_per_step=shown.tokens, gpus=rows, warnings=[*self.notes, *self._too_close(rows)],
+            tokens_per_step=shown.tokens, gpus=rows, same_speed=self._same_speed(),
+            warnings=[*self.notes, *self._too_close(rows)],
         )  # fmt: skip
 
     def _best(self, rows: Sequence[GpuAnswer], key: str, less: bool) -> list[int]:
@@ -122,6 +118,20 @@ class GpuComparison:
             return []
         best = min(known.values()) if less else max(known.values())
         return [index for index, value in known.items() if abs(value - best) <= _AS_GOOD * best]
+
+    def _same_speed(self) -> list[dict[str, Any]]:
+        """The fewest of each GPU that train as fast as the first; None where none of the numbers does."""
+        wanted, names = self._first_speed, list(dict.fromkeys(run.machine.label for run in self.runs))
+        if len(names) == len(self.runs) or not wanted:
+            return []
+        found = []
+        for name in names:
+            runs = [run for run in self.runs if run.machine.label == name and run.counts]
+            enough = [run for run in runs if (run.tokens_per_s or 0.0) >= wanted * (1 - _AS_GOOD)]
+            least = min(enough, key=lambda run: run.gpus or 0, default=None)
+            speed = None if least is None else least.tokens_per_s
+            found.append({"gpu": name, "gpus": None if least is None else least.gpus, "tokens_per_s": speed})
+        return found
 
     def _too_close(self, rows: Sequence[GpuAnswer]) -> list[str]:
         """A note on GPUs whose order predictions cannot tell."""
@@ -183,6 +193,7 @@ def compare_gpus(
 
     def on(machine: Machine) -> Prediction:
         again = {} if machine.name == own else {key: empty for key, empty in OF_GPU.items() if key in stated}
+        again |= {"gpu": "", "model": ""}
         wanted = setup.replaced({f"cluster.{key}": value for key, value in (again | machine.keys).items()})
         check(wanted)
         return predict(wanted, tariff=tariffs[machine])
@@ -223,9 +234,9 @@ def plain_on(plain: PlainSetup, machine: Machine) -> tuple[PlainSetup, list[str]
     own = stated.get("model") or stated.get("gpu")
     is_own = not isinstance(own, str) or machine_named(own).name == machine.name
     left_out = [] if is_own else [key for key in OF_GPU if key in stated and key not in given]
-    kept = {key: value for key, value in stated.items() if key not in (*left_out, "gpu")}
-    there = plain._replace(sections=plain.sections | {"cluster": kept | machine.keys})
-    return there, [key for key in left_out if key not in ("gpu", "model")]
+    others = () if "model" in given else ("model",)
+    kept = {key: value for key, value in stated.items() if key not in (*left_out, "gpu", *others)}
+    return plain._replace(sections=plain.sections | {"cluster": kept | machine.keys}), left_out
 
 
 def tariff_on(machine: Machine, tariff: Tariff, prices: Mapping[str, float]) -> Tariff:

@@ -34,7 +34,8 @@ _OF_BUDGET = ("steps", "days", "gpu_hours", "kwh", "money")
 
 def label_of(row: Answer) -> str:
     """The GPU; in a search, where it may be there in several numbers, with how many."""
-    return f"{row['gpus']:,} × {row['gpu']}" if row["configuration"] else str(row["gpu"])
+    several = row["configuration"] or (row["refused"] and row["gpus"])
+    return f"{row['gpus']:,} × {row['gpu']}" if several else str(row["gpu"])
 
 
 def predicted(answer: Answer) -> list[Answer]:
@@ -138,17 +139,32 @@ def bounds_table(answer: Answer) -> Table:
     return Table("what bounds the step, %", columns, rows)
 
 
+def same_speed_table(answer: Answer) -> Table:
+    """How many of each GPU train as fast as the first."""
+    first = predicted(answer)[0]
+    rows = [Row([one["gpu"], one["gpus"], one["tokens_per_s"]]) for one in answer["same_speed"]]
+    columns = [Column("GPU"), Column("GPUs", 0), Column("tokens/s", form=rate_text)]
+    missing = any(one["gpus"] is None for one in answer["same_speed"])
+    caption = f"how many are as fast as {label_of(first)} ({rate_text(first['tokens_per_s'])} tokens/s)"
+    return Table(caption, columns, rows, "–: none of the numbers that were tried" if missing else "")
+
+
+def refusals(answer: Answer) -> list[str]:
+    """Where the run is refused and why, and what to know of the comparison."""
+    found = [f"{label_of(row)}: refused: {row['refused']}" for row in answer["gpus"] if row["refused"]]
+    return [*found, *answer["warnings"]]
+
+
 def gpu_notes(answer: Answer) -> list[str]:
-    """Where the run is refused, and what to know of each GPU; what holds for several is said once."""
-    rows = answer["gpus"]
-    found = [f"{label_of(row)}: refused: {row['refused']}" for row in rows if row["refused"]] + list(answer["warnings"])
+    """The same with what to know of each GPU; what holds for several is said once."""
     by_text: dict[str, list[str]] = {}
     for row in predicted(answer):
         for text in row["warnings"]:
             same = re.sub(rf"(?<![\w.-]){re.escape(row['gpu'])}(?![\w.-])", "it", text)
             by_text.setdefault(same, []).append(label_of(row))
-    everywhere = len(predicted(answer))
-    return found + [text if len(on) == everywhere else f"{', '.join(on)}: {text}" for text, on in by_text.items()]
+    common = {text for text in predicted(answer)[0]["warnings"] if len(by_text.get(text, ())) == len(predicted(answer))}
+    own = [text if text in common else f"{', '.join(on)}: {text}" for text, on in by_text.items()]
+    return [*refusals(answer), *own]
 
 
 def flat_rows(answer: Answer) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lumos.report.gpu_comparisons import bounds_table, resources_table, same_speed_table, time_table
 from lumos.report.table import Card, Column, Row, Table, left_out
 from lumos.report.wording import STEP_PARTS, ms_text, parameters_text
 
@@ -22,6 +23,8 @@ NUMBERS = {
 }  # of a configuration: how it is shown, and times what
 _SHORT = {"sequence_parallel": "sp", "micro_batch": "mb", "microbatches": "n"}
 _FOLLOW = ("parallel.dp", "train.microbatches")  # from other keys: they need not be said
+_OF_CLUSTER = ("cluster.gpu", "cluster.gpus")
+_OF_CLUSTERS_BEST = ("step_ms", "memory_gib", "cost_per_mtoken", "days")
 _MOST_ROWS = 500
 
 
@@ -153,6 +156,26 @@ def breakdowns_table(rows: Sequence[Answer], keys: Sequence[str]) -> Table:
         for rank, row in enumerate(rows, 1)
     ]
     return Table("where the step goes, ms", columns, body)
+
+
+def by_gpu_tables(answer: Answer) -> list[Table]:
+    """The best on each type and number of GPUs, and the same compared; none where there is one alone."""
+    best, compared = answer.get("best_by_gpu") or [], answer.get("comparison")
+    if not best:
+        return []
+    keys = [key for key in keys_of(best) if key not in _OF_CLUSTER]
+    caption = "the best on each GPU" if several_types(answer) else "the best on each number of GPUs"
+    found = [configurations_table(caption, best, [*_OF_CLUSTER, *keys], _OF_CLUSTERS_BEST)]
+    if not compared or not several_types(answer):
+        return found
+    found += [time_table(compared), resources_table(compared), bounds_table(compared)]
+    return [*found, same_speed_table(compared)] if compared["same_speed"] else found
+
+
+def several_types(answer: Answer) -> bool:
+    """Whether GPUs of several types were compared."""
+    compared = answer.get("comparison")
+    return compared is not None and len({row["gpu"] for row in compared["gpus"]}) > 1
 
 
 def lost_table(rows: Sequence[Answer]) -> Table:

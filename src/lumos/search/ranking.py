@@ -103,7 +103,7 @@ BOUNDS = np.dtype([("number", "i8"), ("value", "f8"), ("seconds", "f8"), ("memor
 
 @dataclass
 class Front:
-    """The `top` best configurations, the `top` best families, and what no other beats in time, memory and cost at once.
+    """The `top` best configurations and families, what no other beats in time, memory and cost, the best per cluster.
 
     A family lays the weights out in one way, and its members are nearly as good as its best: a prediction cannot tell
     them apart. `family_of` has the family of every layout (`Space.families`). Nothing here depends on the order in
@@ -112,9 +112,11 @@ class Front:
 
     top: int
     family_of: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    cluster_of: NDArray[np.int64] | None = None  # of every layout; None where the best on each cluster is not asked for
     best: list[Simulated] = field(default_factory=list)
     pareto: list[Simulated] = field(default_factory=list)
     relatives: dict[int, list[Simulated]] = field(default_factory=dict)  # all of each family, best first
+    leaders: dict[int, Simulated] = field(default_factory=dict)  # the best on every cluster
 
     def add(self, rows: Iterable[Simulated]) -> None:
         """Take in configurations; those that miss the deadline, or are too large to simulate, never count."""
@@ -126,6 +128,10 @@ class Front:
             self.relatives.setdefault(family, []).append(row)
         for family in set(families):
             self.relatives[family].sort(key=_by_value)
+        if self.cluster_of is not None:
+            for row in new:
+                cluster = int(self.cluster_of[row.number >> VARIANT_BITS])
+                self.leaders[cluster] = min(self.leaders.get(cluster, row), row, key=_by_value)
 
     @property
     def families(self) -> list[list[Simulated]]:
@@ -144,7 +150,7 @@ class Front:
         for row in self.pareto:
             on_front &= ~((row.seconds < rows["seconds"]) & (row.cost <= rows["cost"]) & (row.memory <= rows["memory"]))
         matters: NDArray[np.bool_] = on_front | valid & ((rows["value"] <= worst) | self._in_family(rows))
-        return matters
+        return matters if self.cluster_of is None else matters | valid & self._may_lead(rows, self.cluster_of)
 
     def _in_family(self, rows: Bounds) -> NDArray[np.bool_]:
         """Which may be the best of their families or nearly so, where the family may be among the best."""
@@ -156,6 +162,14 @@ class Front:
         near = rows["value"] <= best * (1 + tolerance())
         family: NDArray[np.bool_] = near & ((best <= worst) | (rows["value"] <= worst))
         return family
+
+    def _may_lead(self, rows: Bounds, cluster_of: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which may be the best on their cluster."""
+        best = np.full(int(cluster_of.max(initial=0)) + 1, inf)
+        for cluster, row in self.leaders.items():
+            best[cluster] = row.value
+        may: NDArray[np.bool_] = rows["value"] < best[cluster_of[rows["number"] >> VARIANT_BITS]]
+        return may
 
     def _families(self, numbers: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         found: NDArray[np.int64] = self.family_of[np.asarray(numbers, np.int64) >> VARIANT_BITS]

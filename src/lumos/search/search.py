@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from math import inf
@@ -13,6 +13,8 @@ from typing import Any
 
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
+from lumos.prediction.described_run import DescribedRun
+from lumos.prediction.gpu_comparison import GpuComparison, OnGpu, machine_named
 from lumos.prediction.prediction import Prediction, predicted_step
 from lumos.search.batch import Batch, with_batch
 from lumos.search.branch_and_bound import Progress, Search, Task
@@ -35,6 +37,7 @@ _PARTS = {
     "compute": ("exposed_compute_ms", "overlapped_ms"), "communication alone": ("exposed_comm_ms",),
     "idle": ("other_ms",),
 }  # fmt: skip
+_NOTHING_FITS = "none of the configurations is valid, fits into memory and meets the deadline"
 _BY_TIME = Objective()
 
 
@@ -52,12 +55,14 @@ def search(
     exhaustive: bool = False,
     progress: Progress | None = None,
     notes: Sequence[str] = (),
+    holds_for_all: Collection[str] = (),
 ) -> SearchResult:
     """The best configurations of a run.
 
     `vary` gives the values of axes, as in {"cluster.gpus": [256, 512], "parallel.tp": [8]}. Other axes take all values
     that make sense; the GPUs are the setup's unless varied. A global batch that the setup does not state is chosen for
     that many GPUs (`lumos.search.batch`). `memory_gib` limits the memory of a GPU below what it has.
+    What the setup states of its own GPU (its memory, its links) counts on other types where `holds_for_all` names it.
     `shard` is (index, count) of the part to search. With a `journal` folder, an interrupted search can be resumed.
 
     >>> search(read_setup(Path("run.toml")), {"cluster.gpus": [64]}).as_dict()["results"][0]   # doctest: +SKIP
@@ -68,15 +73,17 @@ def search(
         raise OptionError(f"--memory {memory_gib:g}: give GiB, more than 0")
     choices = checked_choices(setup, vary or {})
     setup, batch = with_batch(setup, choices)
-    space = Space(setup, choices)
+    space = Space(setup, choices, frozenset(holds_for_all))
     objective.check(space.gpu_types)
     task = Task(space, objective, estimator or Estimator(), memory_gib, shard, exhaustive)
     question = fingerprint(
-        _version(), flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive
-    )
+        _version(), flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive,
+        sorted(holds_for_all),
+    )  # fmt: skip
     begin = monotonic()
     kept = open_journal(journal, f"{question} {shard}")
-    found = Search(task, engine or Here(), kept, Front(top, space.families), progress).run()
+    front = Front(top, space.families, space.cluster_of if len(space.clusters) > 1 else None)
+    found = Search(task, engine or Here(), kept, front, progress).run()
     if not found.valid and shard == (0, 1):
         raise OptionError(f"no combination is valid: {_first_mistake(setup, space.choices)}")
     return SearchResult(found, monotonic() - begin, question, batch, tuple(notes))
@@ -139,6 +146,26 @@ class SearchResult:
         """The Pareto front of time, memory and cost, from fast to slow."""
         return [self._row(found) for found in self.search.front.pareto]
 
+    @cached_property
+    def best_by_gpu(self) -> list[Row]:
+        """The best configuration on each type and number of GPUs, where several were searched."""
+        leaders = self.search.front.leaders
+        return [self._row(leaders[index]) for index in range(len(self.search.task.space.clusters)) if index in leaders]
+
+    @cached_property
+    def comparison(self) -> GpuComparison | None:
+        """The same side by side, with what bounds each; None for one cluster, for a shard, or where nothing fits."""
+        space, leaders = self.search.task.space, self.search.front.leaders
+        if not leaders or self.search.task.shard != (0, 1):
+            return None
+        runs = []
+        for index, (gpu, gpus) in enumerate(space.clusters):
+            setup = self._setup(leaders[index]) if index in leaders else None
+            found = None if setup is None else self._whole_prediction(setup)
+            chosen = {} if setup is None else {key: flat(setup)[key] for key in KEYS}
+            runs.append(OnGpu(machine_named(gpu), found, "" if found else _NOTHING_FITS, gpus, chosen))
+        return GpuComparison(tuple(runs))
+
     def as_dict(self) -> dict[str, Any]:
         """The answer that --json prints."""
         search = self.search
@@ -164,6 +191,8 @@ class SearchResult:
             "families": self.families,
             "results": self.results,
             "pareto": self.pareto,
+            "best_by_gpu": self.best_by_gpu,
+            "comparison": None if self.comparison is None else self.comparison.as_dict(),
             "warnings": self.warnings,
         }
 
@@ -215,6 +244,15 @@ class SearchResult:
         price = task.objective.price(setup) if task.objective.priced else None
         tariff = Tariff(price, None, 1.0, task.objective.tokens or None)
         return predicted_step(task.estimator.step(setup), tariff=tariff)
+
+    def _whole_prediction(self, setup: Setup) -> Prediction:
+        """The same with the price of energy, and with what a calibrated estimator adds once per step."""
+        found, estimator, objective = self._prediction(setup), self.search.task.estimator, self.search.task.objective
+        price = objective.price(setup) if objective.gpu_hour else None
+        found = replace(found, tariff=Tariff(price, objective.kwh or None, 1.0, objective.tokens or None))
+        step = found.step
+        beyond = 0.0 if step is None else estimator.us(step) - step.us
+        return found if step is None or not beyond else replace(found, run=DescribedRun(step, beyond))
 
     def _values(self, found: Simulated, setup: Setup) -> Row:
         """The searched keys of a configuration, and what its simulation gave."""

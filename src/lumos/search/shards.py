@@ -60,7 +60,7 @@ _PART: dict[str, Any] = {
     "setup": dict[str, _Value | list[_Value]], "tried": dict[str, list[_Value]],
     **dict.fromkeys(COUNTS, _Count), "seconds": _Number, "top": Annotated[int, Meta(ge=1, le=1 << 32)],
     "tolerance": _Number, "bound_ms": _Positive | None, "families": list[_Family], "results": list[_Result],
-    "pareto": list[_Row], "warnings": list[_Text],
+    "pareto": list[_Row], "best_by_gpu": list[_Row], "comparison": None, "warnings": list[_Text],
 }  # fmt: skip
 _Part = TypedDict("_Part", _PART)  # type: ignore[misc]
 
@@ -89,6 +89,7 @@ def merged_search(parts: Sequence[Row]) -> Row:
             (row for part in parts for row in part["pareto"]),
             lambda row: (row["step_ms"], row["memory_gib"], _cost(row), row["number"]),
         ),
+        "best_by_gpu": _best_by_gpu(parts),
         "warnings": [text for text in first["warnings"] if all(text in part["warnings"] for part in parts)],
     }
 
@@ -96,6 +97,16 @@ def merged_search(parts: Sequence[Row]) -> Row:
 def _best(parts: Sequence[Row], key: str) -> list[Row]:
     rows = sorted((row for part in parts for row in part[key]), key=lambda row: (row["value"], row["number"]))
     return explained(rows[: parts[0]["top"]])
+
+
+def _best_by_gpu(parts: Sequence[Row]) -> list[Row]:
+    """The best of all shards, in the order in which the GPUs were asked for."""
+    found: dict[tuple[Any, Any], Row] = {}
+    for row in (row for part in parts for row in part["best_by_gpu"]):
+        best = found.setdefault((row["cluster.gpu"], row["cluster.gpus"]), row)
+        if (row["value"], row["number"]) < (best["value"], best["number"]):
+            found[row["cluster.gpu"], row["cluster.gpus"]] = row
+    return sorted(found.values(), key=lambda row: int(row["number"]))
 
 
 def _cost(row: Row) -> float:

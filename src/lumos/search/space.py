@@ -9,7 +9,7 @@ journals never hold the configurations themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import ceil
@@ -24,7 +24,7 @@ from lumos.setup.constraints import mistakes_in
 from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import gpu_named
 from lumos.setup.messages import did_you_mean
-from lumos.setup.sections import Parallel
+from lumos.setup.sections import OF_GPU, Parallel
 from lumos.setup.setup import Setup
 
 LAYOUT = ("cluster.gpu", "cluster.gpus", "parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep")
@@ -70,8 +70,11 @@ class Space:
     >>> [c.keys() for i in range(len(space.layouts)) for c, _ in space.candidates(i)]   # doctest: +SKIP
     """
 
-    def __init__(self, setup: Setup, choices: Mapping[str, tuple[Any, ...]]) -> None:
+    def __init__(
+        self, setup: Setup, choices: Mapping[str, tuple[Any, ...]], holds_for_all: Collection[str] = ()
+    ) -> None:
         self.setup, self.choices = setup, choices
+        self._holds_for_all = holds_for_all  # keys of the cluster that count on every type of GPU, not on its own alone
         self.gpu_types = self._stated("cluster.gpu")
         self._framework = framework_named(setup.train.framework)
         self._own_schedules = schedules_of(setup.train.framework)
@@ -192,10 +195,23 @@ class Space:
         cluster, found = self.setup.cluster, {}
         types, counts = self.gpu_types, self._stated("cluster.gpus")
         self._refuse_if_too_many("ways to divide the GPUs", len(types) * len(counts) * _LAYOUTS_EACH)
+        stated = cluster.stated()
+        usual = {key: value for key, value in OF_GPU.items() if key in stated and key not in self._holds_for_all}
         for gpu, gpus in product(types, counts):
-            values = {"gpus": gpus} | ({"gpu": gpu, "gpus_per_node": 0} if gpu != cluster.gpu else {})
-            found[gpu, gpus] = cluster.with_values(values)
+            other = {} if gpu == cluster.gpu else {"gpu": gpu, "gpus_per_node": 0, **usual}
+            found[gpu, gpus] = cluster.with_values({"gpus": gpus, **other})
         return found
+
+    @cached_property
+    def cluster_of(self) -> NDArray[np.int64]:
+        """Which GPUs and how many every layout is on: an index into `clusters`."""
+        index = {cluster: number for number, cluster in enumerate(self.clusters)}
+        return np.array([index[layout[:2]] for layout in self.layouts], np.int64)
+
+    @property
+    def clusters(self) -> list[tuple[str, int]]:
+        """(GPU type, number of GPUs), in the order in which they were asked for."""
+        return list(self._clusters)
 
     def _stated(self, key: str) -> tuple[Any, ...]:
         """The choices for a key, or else the setup's own value."""
@@ -314,6 +330,9 @@ def checked_choices(setup: Setup, choices: Mapping[str, Sequence[Any]]) -> dict[
             if key == "cluster.gpus" and value < 1:
                 raise OptionError(f"cluster.gpus = {value}: a search needs at least 1 GPU")
         if key == "cluster.gpu":
+            files = [value for value in values if value.endswith(".npz")]
+            if files:
+                raise OptionError(f"--gpu {files[0]}: a search takes a model file as --model {files[0]}")
             values = [gpu_named(value).name for value in values]
         found[key] = tuple(dict.fromkeys(values))
     return found

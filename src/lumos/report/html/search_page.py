@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lumos.report.gpu_comparisons import refusals, same_speed_table
 from lumos.report.html.charts import Bars, Points, Scatter, Series
+from lumos.report.html.gpu_page import gpu_sections
 from lumos.report.html.page import Figure, Page, Section
 from lumos.report.html.parts import STEP_PARTS
 from lumos.report.searches import (
@@ -12,6 +14,7 @@ from lumos.report.searches import (
     Answer,
     bound_note,
     breakdowns_table,
+    by_gpu_tables,
     configurations_table,
     families_note,
     keys_of,
@@ -19,6 +22,7 @@ from lumos.report.searches import (
     lost_table,
     number_of,
     search_cards,
+    several_types,
     short,
     short_label,
     tried_table,
@@ -46,6 +50,7 @@ def search_page(answer: Answer) -> Page:
         cards=[*search_cards(answer), *_best_cards(best[:1])],
         sections=[
             _results(answer, best, keys),
+            *_by_gpu(answer),
             _pareto(best, front, keys),
             _breakdowns(best[:_MOST_BARS], keys),
             Section("What was tried", " ".join(f"{_sentence(text)}." for text in bound_note(answer)),
@@ -54,7 +59,10 @@ def search_page(answer: Answer) -> Page:
                 Table("values of the setup", [Column("key"), Column("value")], fixed)
             ]),
         ],
-        notes=[str(note) for note in answer.get("warnings", ())],
+        notes=[
+            *(str(note) for note in answer.get("warnings", ())),
+            *(refusals(answer["comparison"]) if several_types(answer) else ()),
+        ],
     )  # fmt: skip
 
 
@@ -71,6 +79,16 @@ def _results(answer: Answer, best: Sequence[Answer], keys: Sequence[str]) -> Sec
     tables = [configurations_table("configurations", best, keys, first=_FIRST)]
     lost = [lost_table(best)] if len(best) > 1 else []
     return Section("Best configurations", " ".join(f"{_sentence(text)}." for text in said), tables=[*tables, *lost])
+
+
+def _by_gpu(answer: Answer) -> list[Section]:
+    """The best on each GPU side by side, where several types or numbers were searched."""
+    tables = by_gpu_tables(answer)
+    if not several_types(answer):
+        return [Section("Numbers of GPUs", "The best configuration on each.", tables=tables)] if tables else []
+    compared = answer["comparison"]
+    own = [tables[0], *([same_speed_table(compared)] if compared["same_speed"] else [])]
+    return [Section("GPUs", "The best configuration on each, compared below.", tables=own), *gpu_sections(compared)]
 
 
 def _sentence(text: str) -> str:

@@ -7,16 +7,26 @@ from collections.abc import Sequence
 
 from rich.console import Console, Group
 
-from lumos.report.gpu_comparisons import bounds_table, gpu_cards, gpu_notes, resources_table, run_text, time_table
+from lumos.report.gpu_comparisons import (
+    bounds_table,
+    gpu_cards,
+    gpu_notes,
+    refusals,
+    resources_table,
+    run_text,
+    time_table,
+)
 from lumos.report.searches import (
     Answer,
     bound_note,
     breakdowns_table,
+    by_gpu_tables,
     configurations_table,
     families_note,
     keys_of,
     lost_table,
     search_cards,
+    several_types,
 )
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 
@@ -37,9 +47,11 @@ def show_search(answer: Answer, console: Console) -> None:
             rendered(configurations_table(caption, best, _keys(best), _OF_BEST), len(best)),
             rendered(breakdowns_table(best[:_FEW], keys_of(best))),
             *([rendered(lost_table(best[:_FEW]))] if len(best) > 1 else []),
+            *(rendered(table, 64) for table in by_gpu_tables(answer)),
             rendered(configurations_table(title, front, _keys(front), on_front), _MOST_ON_FRONT),
         ]
     remarks = [*families_note(answer), *bound_note(answer), *answer["warnings"]]
+    remarks += refusals(answer["comparison"]) if several_types(answer) else []
     console.print(Group(summary("configurations", search_cards(answer)), *tables, *notes(remarks)))
 
 
