@@ -14,7 +14,7 @@ import lumos
 
 PAGE = Path(__file__).parent / "api.md"
 _GROUPS = {
-    "Predictions": ("predict", "Prediction", "Scale"),
+    "Predictions": ("predict", "Prediction", "compare_gpus", "GpuComparison", "Scale"),
     "Traces": ("read_job", "replay", "Replay", "compare", "Trace"),
     "Descriptions": ("read_setup", "write_setup", "Setup", "search"),
     "Recording": ("capture", "dry_run", "Recording"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lumos.dry_run.recorded_step import Recording
     from lumos.errors import LumosError
     from lumos.graph.scaling import Scale
+    from lumos.prediction.gpu_comparison import GpuComparison, compare_gpus
     from lumos.prediction.prediction import Prediction, predict
     from lumos.search.search import search
     from lumos.setup import Setup, read_setup, write_setup
@@ -29,17 +30,19 @@ if TYPE_CHECKING:
     from lumos.trace.trace import Trace
 
 _HOME = {
-    "LumosError": "errors", "Prediction": "prediction.prediction", "Recording": "dry_run.recorded_step",
+    "GpuComparison": "prediction.gpu_comparison", "LumosError": "errors", "Prediction": "prediction.prediction",
+    "Recording": "dry_run.recorded_step",
     "Replay": "analysis.replay", "Scale": "graph.scaling", "Setup": "setup", "Trace": "trace.trace",
-    "compare": "analysis.comparison", "predict": "prediction.prediction",
+    "compare": "analysis.comparison", "compare_gpus": "prediction.gpu_comparison", "predict": "prediction.prediction",
     "predict_recording": "dry_run.from_script",
     "read_job": "trace.read.job", "read_setup": "setup", "replay": "analysis.replay", "search": "search.search",
     "write_setup": "setup",
 }  # fmt: skip
 
 __all__ = [
-    "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "Trace", "capture", "compare", "dry_run",
-    "predict", "predict_recording", "read_job", "read_setup", "replay", "search", "write_setup",
+    "GpuComparison", "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "Trace", "capture", "compare",
+    "compare_gpus", "dry_run", "predict", "predict_recording", "read_job", "read_setup", "replay", "search",
+    "write_setup",
 ]  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def predict_command(
     """
     names = [name.strip() for name in gpu.split(",") if name.strip()]
     check_output(output, source or setup, COMPARED if len(names) > 1 else FORMS)
-    short = (("gpu", gpu if len(names) < 2 else ""), ("gpus", gpus), ("model", model))
+    short = (("gpu", names[0] if len(names) == 1 else ""), ("gpus", gpus), ("model", model))
     cluster = [f"cluster.{key}={value}" for key, value in short if value]
     changes, scale, emission = [*cluster, *(changes or [])], scale or [], read_emission(emit)
     prices, tariff = read_prices(price), read_tariff("", kwh_price, pue, tokens)

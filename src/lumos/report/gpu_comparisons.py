@@ -188,7 +188,8 @@ def _without_empty(caption: str, columns: Sequence[Column], rows: Sequence[Row],
     """A table without the columns that have nothing to say."""
     kept = [i for i in range(len(columns)) if any(row.values[i] not in (None, "") for row in rows)]
     shown = [Row([row.values[i] for i in kept], best=[kept.index(i) for i in row.best if i in kept]) for row in rows]
-    return Table(caption, [columns[i] for i in kept], shown, f"{BEST} the best of its column" if marks else "")
+    told = f"{BEST} the best of its column" if marks and any(row.best for row in rows) else ""
+    return Table(caption, [columns[i] for i in kept], shown, told)
 
 
 def _sum(*values: float | None) -> float | None:
