@@ -7,6 +7,7 @@ draws, and how the cost of an operation falls with the clock. Five are fitted on
 together (calibration/steps_h200.jsonl, the steps of power_h200.jsonl, and those of the shared measurements where they
 are beside the checkout): an operation in bf16, attention's over it, a byte in memory and in the cache, and the share
 of its limit that a board reaches. benchmarks/energy.py fits them again without each case, and without each source.
+Three say how the clock follows from power, again read off the loops: those of large matmuls and of copies.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from math import exp, log
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from scipy.optimize import least_squares
 
 from fit_steps import setup_of
 from lumos.cost.energy import joules_from, work_of
+from lumos.cost.operator_model import chip_of
 from lumos.cost.prices import Prices
 from lumos.measure.operator_rows import SIZES, operator_of
 from lumos.prediction.power import drawn_w, energy_of
@@ -41,6 +43,7 @@ BUSY_W = 600.0  # a board that draws less waits for its host
 START = (1.05, 1.4, 112.0, 45.0, 0.99)
 LOOP_WEIGHT = 0.2  # of a loop, beside a step: operators of one kind differ more than steps, which mix them
 ROBUST = 0.03  # errors beyond this count less than squared
+LARGE_FLOPS, HELD = 5e10, 0.85  # matmuls that fill the GPU, held by the power limit below this share of the clock
 PASSES, LINK_PJ = 3.0, 80.0  # a collective reads, reduces and writes each byte it sends; the links are recalled
 
 
@@ -156,6 +159,32 @@ def precisions_of(rows: list[dict[str, Any]], fixed: Fixed, found: Constants) ->
     return answer
 
 
+def clocks_of(rows: list[dict[str, Any]], fixed: Fixed, found: Constants) -> dict[str, float]:
+    """How the clock follows from the power limit (lumos.cost.energy.clock_of)."""
+    pj = precisions_of(rows, fixed, found)
+    exponents, reaches, streams = [], [], []
+    for row in rows:
+        if row["op"] not in SIZES or "period_us" in row:
+            continue
+        operator, clock, over_w = operator_in(row), row["clock_mhz"] / TOP_MHZ, row["watts"] - fixed.idle_w
+        if not operator.is_matrix:
+            streams.append(over_w)
+        elif row["op"] == "gemm" and operator.flops > LARGE_FLOPS and clock < HELD:
+            rate = operator.flops / (row["us"] * clock)  # a microsecond, at the highest clock
+            reaches.append(rate / chip_of(GPU, operator.dtype).peak)
+            known = "bf16" if operator.dtype == "fp16" else operator.dtype
+            moved = work_of(operator, GPU.l2_mb * 1e6)
+            moved_w = (moved["memory"] * found.memory + moved["cache"] * found.cache) * 1e-6 / (row["us"] * clock)
+            top_w = fixed.active_w + rate * pj[known] * 1e-6 + moved_w
+            exponents.append(log(over_w / top_w) / log(clock))
+    bandwidth_w = found.memory * 1e-3 * GPU.hbm_gb_s
+    return {
+        "clock_exponent": round(median(exponents), 2),
+        "matmul_reach": round(median(reaches), 2),
+        "stream_reach": round((mean(streams) - fixed.active_w) / bandwidth_w, 2),
+    }
+
+
 # ---------------------------------------------------------------------- steps
 ZERO = {
     "gpu": "h200", "flop_pj": dict.fromkeys(("bf16", "fp8", "tf32", "fp32"), 0.0), "attention": 0.0, "memory_pj": 0.0,
@@ -251,6 +280,7 @@ def table_of(found: Constants, fixed: Fixed, rows: list[dict[str, Any]]) -> dict
         "talking_w": round(fixed.talking_w, 1),
         "wire_pj": round(wire, 1),
         "limit_share": round(found.limit_share, 4),
+        **clocks_of(rows, fixed, found),
     }
 
 

@@ -43,7 +43,7 @@ from lumos.cost.prices import BlockTime, Prices, time_of, timeline, warmth
 from lumos.cost.trees import Trees
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.measure.fit import read_samples
+from lumos.measure.fit_samples import read_samples
 from lumos.measure.operator_rows import SIZES, operator_of, operators_of, read_rows
 from lumos.model_file import unpacked
 from lumos.prediction.power import drawn_w
@@ -167,22 +167,6 @@ def test_a_network_is_the_links_of_a_gpu_at_the_share_that_training_reaches() ->
     assert (network.exchange_share, network.exchange_serial) == (factors.exchange_share, factors.exchange_serial)
 
 
-# In-step factors
-
-
-def test_the_clock_of_a_power_limited_chip_falls_with_the_cube_root_of_its_work_per_watt() -> None:
-    """A GB200 has 2 500 dense TFLOP/s for 1 200 W, an H200 989.4 for 700 W, on which the factor was measured."""
-    gpu, h200 = gpu_named("gb200"), gpu_named("h200")
-    work = (gpu.peak_tflops["bf16"] / gpu.tdp_w) / (989.4 / 700)
-    assert in_step_factors(gpu).matrix == pytest.approx(in_step_factors(h200).matrix * work ** (1 / 3))
-    assert in_step_factors(gpu).stream == in_step_factors(h200).stream
-
-
-def test_a_gpu_with_a_factor_of_its_own_keeps_it() -> None:
-    assert in_step_factors(gpu_named("h100")).matrix == read_table("in_step.json")["h100"]["matrix"]
-    assert in_step_factors(gpu_named("a100")).matrix == read_table("in_step.json")["ampere"]["matrix"]
-
-
 # Energy: values by hand
 
 
@@ -234,7 +218,12 @@ def test_a_collective_costs_its_time_and_what_it_sends(kind: str, sent: float) -
     assert found == pytest.approx(5 * 400e-6 + sent * 1e9 * 300e-12)
 
 
-def test_another_gpu_spends_the_same_share_of_its_power_at_its_peak() -> None:
+def test_an_operation_takes_no_less_energy_than_where_it_was_measured() -> None:
+    """A B200 has less power for its peak than an H200: an operation costs what it does there, at the highest clock."""
+    assert joules("b200").flop["bf16"] == joules("h200").flop["bf16"] == 2e-12
+
+
+def test_a_gpu_with_more_power_for_its_peak_spends_the_same_share_of_it() -> None:
     """Power above idle of an A100 over that of an H200: (400 - 60) / (700 - 124); peaks: 312 over 989.4 TFLOP/s."""
     a100, h200 = gpu_named("a100"), gpu_named("h200")
     power = (a100.tdp_w - a100.idle_w) / (h200.tdp_w - h200.idle_w)
@@ -871,7 +860,7 @@ def test_a_wrong_line_among_samples_is_named(tmp_path: Path, line: str, words: s
     path = tmp_path / "s.jsonl"
     path.write_text('{"gpu": "h200"}\n' + line)
     with pytest.raises(InputError, match=words.replace(".", r"\.")):
-        read_samples(path)
+        read_samples([path])
 
 
 def test_what_was_sampled_is_fitted_and_priced(tmp_path: Path) -> None:

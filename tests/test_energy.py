@@ -14,13 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos.cli import main as cli
-from lumos.cost.energy import joules_for
+from lumos.cost.energy import clock_of, joules_for
+from lumos.cost.in_step import in_step_factors
+from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.prediction.bill import Bill, Tariff, read_tariff
 from lumos.prediction.power import Energy, energy_of, least_joules
 from lumos.prediction.prediction import predict
 from lumos.program.operators import KINDS, Collective, Group, Operator
 from lumos.setup import Setup, gpu_named, gpu_names
+from lumos.setup.gpus import Gpu
 from lumos.step.step import simulate_step
 from test_forecast import described, setups
 
@@ -234,6 +237,85 @@ def test_a_collective_costs_what_it_sends() -> None:
     gather, reduce = (joules.collective(Collective(kind, 1e9, group), 0.0) for kind in ("all_gather", "all_reduce"))
     assert reduce == pytest.approx(2 * gather)
     assert joules.collective(Collective("all_gather", 2e9, group), 0.0) == pytest.approx(2 * gather)
+
+
+# Clocks under a power limit
+
+
+def capped(name: str, watts: float) -> Gpu:
+    return replace(gpu_named(name), tdp_w=watts)
+
+
+def test_the_clock_falls_until_matmuls_fit_under_the_power_limit() -> None:
+    """An H200 may draw 0.9884 · 700 W, idle included; matmuls at 0.9 of its peak take 65.4 W and 1.011 pJ each."""
+    spare_w, matmul_w = 0.9884 * 700 - 124, 65.4 + 0.9 * 1.011 * 989.4
+    assert clock_of(gpu_named("h200")).core == pytest.approx((spare_w / matmul_w) ** (1 / 1.98), rel=1e-3)
+
+
+def test_a_loop_of_matmuls_ran_at_the_clock_that_follows_from_its_power() -> None:
+    """8192³ on the H200 was held at 1455 of 1980 MHz; nothing of it was fitted to that clock alone."""
+    assert clock_of(gpu_named("h200")).core == pytest.approx(1455 / 1980, rel=0.05)
+
+
+def test_the_factor_of_a_step_moves_to_another_gpu_by_the_clocks_that_both_hold() -> None:
+    """2 250 TFLOP/s for 1 000 W is more than an H200 has to feed with the same energy for an operation."""
+    b200, h200 = gpu_named("b200"), gpu_named("h200")
+    assert clock_of(b200).core < clock_of(h200).core
+    ratio = clock_of(h200).core / clock_of(b200).core
+    assert in_step_factors(b200).matrix == pytest.approx(in_step_factors(h200).matrix * ratio)
+    assert in_step_factors(b200).stream == in_step_factors(h200).stream
+
+
+@pytest.mark.parametrize("name", ["h100", "a100", "gh200", "h200", "cpu"])
+def test_a_factor_of_its_own_holds_at_the_usual_power_limit(name: str) -> None:
+    table, gpu = read_table("in_step.json"), gpu_named(name)
+    own = table["all"] | table.get(gpu.family, {}) | table.get(name, {})
+    assert in_step_factors(gpu).matrix == pytest.approx(own["matrix"])
+    assert in_step_factors(gpu).sustained == pytest.approx(own["sustained"])
+
+
+@given(st.sampled_from(gpu_names()), st.floats(1, 5000), st.floats(1, 5000))
+def test_less_power_never_makes_a_kernel_faster(name: str, one: float, other: float) -> None:
+    low, high = (in_step_factors(capped(name, watts)) for watts in sorted((one, other)))
+    assert low.matrix >= high.matrix > 0
+    assert low.stream >= high.stream > 0
+    assert low.sustained <= high.sustained <= 1
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_power_beyond_the_highest_clock_changes_nothing(name: str) -> None:
+    plenty = 5 * gpu_named(name).tdp_w
+    assert clock_of(capped(name, plenty)) == (1.0, 1.0)
+    assert in_step_factors(capped(name, plenty)) == in_step_factors(capped(name, 2 * plenty))
+
+
+def test_capped_power_lengthens_what_the_gpu_computes_and_leaves_the_rest_alone() -> None:
+    usual, less = in_step_factors(gpu_named("h100")), in_step_factors(capped("h100", 500.0))
+    assert 1.15 < less.matrix / usual.matrix < 1.35
+    assert less.stream == usual.stream
+    computes, waits = described(cluster__gpu="h100"), described(cluster__gpu="h100", cluster__host=0.02)
+    assert predict(waits).host_bound
+    for run, slower in ((computes, True), (waits, False)):
+        before, after = predict(run), predict(run.replaced({"cluster.power_w": 500.0}))
+        assert (after.step_ms > 1.05 * before.step_ms) == slower
+        assert slower or after.step_ms == pytest.approx(before.step_ms)
+
+
+@given(st.sampled_from(["h100", "h200", "b200", "a100"]), st.floats(0.6, 1.0), st.floats(0.6, 1.0))
+@settings(max_examples=20)
+def test_a_capped_gpu_takes_longer_for_no_more_energy(name: str, one: float, other: float) -> None:
+    """Down to 60 % of its limit: further down, what it draws idle for longer outweighs."""
+    run, watts = described(cluster__gpu=name), gpu_named(name).tdp_w
+    low, high = (predict(run.replaced({"cluster.power_w": watts * share})) for share in sorted((one, other)))
+    assert low.step_ms >= high.step_ms
+    assert (low.energy_j or 0) <= (high.energy_j or 0) * (1 + 1e-9)
+
+
+def test_the_usual_power_limit_may_be_stated() -> None:
+    run = described(cluster__gpu="b200")
+    stated = run.replaced({"cluster.power_w": gpu_named("b200").tdp_w})
+    assert predict(stated).step_ms == predict(run).step_ms
+    assert predict(stated).energy_j == predict(run).energy_j
 
 
 def test_power_that_was_not_measured_is_said() -> None:

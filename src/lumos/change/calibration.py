@@ -25,6 +25,7 @@ from lumos.change.cut import CutBlock, CutOp
 from lumos.change.sizes import Shape, Sizes
 from lumos.cost.aten_prices import AtenPrices
 from lumos.cost.aten_work import works_of
+from lumos.cost.in_step import in_step_factors
 from lumos.cost.operator_model import cpu_model
 from lumos.cost.prices import BlockTime, Prices, time_of
 from lumos.data_files import read_table
@@ -281,7 +282,7 @@ class ChangedBlocks:
             return 0.0
         if name == "optimizer":
             fixed = min(op.us, op.kernels * _TABLE["update"]["kernel_us"])
-            return float(fixed + (op.us - fixed) * self._optimizer_growth)
+            return float(fixed + (op.us - fixed) * self._optimizer_growth * self._memory_growth)
         if self.on_cpu or not op.op.inputs or self.calibration.mode == "factors":
             return op.us * self._described_growth(name, op.work)
         calls = op.calls * (self._peers if op.per_peer else 1.0)
@@ -320,9 +321,17 @@ class ChangedBlocks:
         known = self._old_prices.source == "fitted" and not self.calibration.shared
         return 0.0 if known else float(_TABLE["far_transferred"])
 
-    @property
+    @cached_property
     def _same_gpu(self) -> bool:
-        return self.target.cluster.gpu == self.calibration.traced.cluster.gpu
+        """The same chip under the same power limit."""
+        return self.target.cluster.chip == self.calibration.traced.cluster.chip
+
+    @cached_property
+    def _memory_growth(self) -> float:
+        """Time of a byte over that on the traced GPU."""
+        before, after = self.calibration.traced.cluster.chip, self.target.cluster.chip
+        slower = self.now.prices.factors.stream / self.was.prices.factors.stream
+        return 1.0 if self._same_gpu else before.hbm_gb_s / after.hbm_gb_s * slower
 
     def _described_growth(self, name: str, work: Work) -> float:
         """What the description makes of the change, for one kind of work in a block."""
@@ -480,7 +489,7 @@ def _strain(work: Work, setup: Setup, load: float) -> float:
     deviation over 45 traces of an H200, data/change.json).
     """
     factors = _TABLE["clock_factor"].get(work.name.lower())
-    limited = setup.cluster.accelerator.family in read_table("in_step.json")["power_limited"]["families"]
+    limited = in_step_factors(setup.cluster.accelerator).matrix > 1
     return float(np.interp(load, _TABLE["clock_load"], factors)) if factors and limited else 1.0
 
 

@@ -4,8 +4,9 @@ Energy adds up: a matmul costs its operations and its bytes, whatever else runs,
 lasts. Between kernels the board draws no more than idle, however short the gaps are (calibration/power_h200.jsonl).
 All of this is at the highest clock; where the sum exceeds the power limit, the clock falls (prediction/power.py).
 
-The H200 was measured. On another GPU, operations at its peak take the same share of its power, and a byte costs the
-same energy.
+The H200 was measured. On another GPU a byte costs the same energy, and so does an operation, unless the GPU has more
+power for its peak than an H200: then operations at its peak take the same share of its power. No vendor gives a board
+more power than its matmuls can use. `clock_of` says what clock the power limit of a board leaves to them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import log2
-from typing import Any
+from typing import Any, NamedTuple
 
 from lumos.cost.operator_model import chip_of
 from lumos.data_files import read_table
@@ -22,6 +23,7 @@ from lumos.program.operators import BYTES, Collective, Operator
 from lumos.setup.gpus import Gpu, gpu_named
 
 _MEASURED_AS = {"mxfp8": "fp8", "nvfp4": "fp8", "fp16": "bf16"}  # precisions that were not measured
+_LEAST_SHARE = 0.02  # of a power limit that is near the idle power, left to the work: the slowest answer
 _PASSES = {"all_reduce": 2.0}  # of a tensor over the wire, in a ring; other collectives send it once
 
 
@@ -86,13 +88,14 @@ def joules_for(gpu: Gpu) -> Joules:
 
 def joules_from(table: Mapping[str, Any], gpu: Gpu, measured_on: Gpu | None = None) -> Joules:
     """The energies of a table in the form of data/energy.json, moved to a GPU."""
-    home = measured_on or gpu_named(table["gpu"])
-    power = (gpu.tdp_w - gpu.idle_w) / (home.tdp_w - home.idle_w)
+    home, rated = measured_on or gpu_named(table["gpu"]), gpu_named(gpu.base)
+    power = _power(rated, home)
+    # Under another power limit than the usual one, the clock and with it the energy of an operation are others too.
+    cheaper = (clock_of(gpu).core / clock_of(rated).core) ** (_exponent() - 1) if gpu.tdp_w != rated.tdp_w else 1.0
     flop = {}
     for dtype in BYTES:
         known = _MEASURED_AS.get(dtype, dtype)
-        peaks = chip_of(home, known).peak / chip_of(gpu, dtype).peak
-        flop[dtype] = 1e-12 * table["flop_pj"][known] * power * peaks
+        flop[dtype] = 1e-12 * table["flop_pj"][known] * cheaper * _dearer(rated, home, dtype, known)
     active_w = table["active_w"] * power
     update_w = active_w + (table["update_w"] - table["active_w"]) * gpu.hbm_gb_s / home.hbm_gb_s
     return Joules(
@@ -100,3 +103,49 @@ def joules_from(table: Mapping[str, Any], gpu: Gpu, measured_on: Gpu | None = No
         update_w, table["talking_w"] * power, 1e-12 * table["wire_pj"], table["limit_share"] * gpu.tdp_w,
         gpu.name == home.name,
     )  # fmt: skip
+
+
+def _power(rated: Gpu, home: Gpu) -> float:
+    """What a GPU may draw above idle, at the power limit that it is sold with, over that of the GPU measured."""
+    return (rated.tdp_w - rated.idle_w) / (home.tdp_w - home.idle_w)
+
+
+def _dearer(rated: Gpu, home: Gpu, dtype: str, known: str) -> float:
+    """Energy of an operation on a GPU over that on the GPU measured, both at their highest clock."""
+    return max(1.0, _power(rated, home) * chip_of(home, known).peak / chip_of(rated, dtype).peak)
+
+
+class Clock(NamedTuple):
+    """What the power limit leaves to a GPU whose kernels never pause."""
+
+    core: float  # clock over the highest one, while matmuls run
+    stream: float  # time of memory-bound kernels over that at the usual limit
+
+
+def clock_of(gpu: Gpu) -> Clock:
+    """The clock that a GPU holds at its power limit: `clock_of(gpu_named("h200")).core` is 0.77.
+
+    At the highest clock, matmuls would draw more than most boards may. Power falls with a power of the clock (2.0,
+    measured on H200), as the voltage falls with it; below a floor of the voltage, it falls with the clock alone. What
+    only moves data does not need the clock: it slows down where it would draw more than the limit by itself.
+    """
+    table = read_table("energy.json")
+    home, rated = gpu_named(table["gpu"]), gpu_named(gpu.base)
+    spare_w = _spare_w(gpu, table)
+    active_w = table["active_w"] * _power(rated, home)
+    flop_pj = table["flop_pj"]["bf16"] * _dearer(rated, home, "bf16", "bf16")
+    matmul_w = active_w + table["matmul_reach"] * flop_pj * 1e-6 * chip_of(gpu, "bf16").peak
+    core, floor = (spare_w / matmul_w) ** (1 / _exponent()), float(table["clock_floor"])
+    if core < floor:
+        core = floor * spare_w / (matmul_w * floor ** _exponent())
+    stream_w = active_w + table["stream_reach"] * table["memory_pj"] * 1e-3 * rated.hbm_gb_s
+    return Clock(min(1.0, core), max(1.0, stream_w / spare_w) / max(1.0, stream_w / _spare_w(rated, table)))
+
+
+def _spare_w(gpu: Gpu, table: Mapping[str, Any]) -> float:
+    """What the power limit leaves above idle."""
+    return float(max(table["limit_share"] * gpu.tdp_w - gpu.idle_w, _LEAST_SHARE * gpu.tdp_w))
+
+
+def _exponent() -> float:
+    return float(read_table("energy.json")["clock_exponent"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 
+from lumos.cost.energy import clock_of
 from lumos.data_files import read_table
 from lumos.setup.gpus import Gpu, gpu_named
 
@@ -25,29 +26,29 @@ class InStepFactors:
     exchange_serial: float  # share of the shorter of its two parts, inside and between nodes, that is not overlapped
 
 
+@lru_cache(maxsize=256)
 def in_step_factors(gpu: Gpu) -> InStepFactors:
-    """The factors for a GPU: `in_step_factors(gpu_named("h100")).matrix`.
+    """The factors for a GPU at its power limit: `in_step_factors(gpu_named("h100")).matrix`.
 
-    A chip that is held at its power limit runs at a lower clock. Power grows with the cube of the clock (voltage goes
-    with it), so the factor measured on one chip moves to another of a power-limited family by the cube root of the
-    power that each has for its peak. Known error on GB200 and GB300: a few percent of the step (docs/accuracy.md).
+    Matmuls are slower in a step than alone because the power limit lowers the clock. The factor that was measured on
+    one GPU holds on another, or under another limit, at the clock that is left there (`clock_of`): a factor of its own
+    stays as it is at the usual limit. Known error on Blackwell: a few percent of the step (docs/transfer.md).
     """
-    table = read_table("in_step.json")
-    known = _factors_of(gpu.family, gpu.name)
-    if gpu.family not in table["power_limited"]["families"] or "matrix" in table.get(gpu.name, {}):
-        return known
-    measured_on = gpu_named(table["power_limited"]["measured_on"])
-    return replace(known, matrix=known.matrix * (_strain(gpu) / _strain(measured_on)) ** (1 / 3))
-
-
-def _strain(gpu: Gpu) -> float:
-    """Dense bf16 TFLOP/s for every watt."""
-    return gpu.peak_tflops["bf16"] / gpu.tdp_w
+    known, measured_on = _factors_of(gpu.family, gpu.base)
+    there, here = clock_of(gpu_named(measured_on)), clock_of(gpu)
+    faster = here.core / there.core
+    return replace(
+        known,
+        matrix=known.matrix / faster,
+        sustained=min(1.0, known.sustained * faster) if known.sustained < 1 else 1.0,
+        stream=known.stream * here.stream / there.stream,
+    )
 
 
 @cache
-def _factors_of(family: str, name: str) -> InStepFactors:
-    """The factors common to all GPUs, with those of a family and then those of a GPU in their place."""
+def _factors_of(family: str, name: str) -> tuple[InStepFactors, str]:
+    """The factors common to all GPUs, with those of a family and then those of a GPU in their place; their GPU."""
     table = read_table("in_step.json")
     chosen = table["all"] | table.get(family, {}) | table.get(name, {})
-    return InStepFactors(**{field.name: float(chosen[field.name]) for field in fields(InStepFactors)})
+    factors = InStepFactors(**{field.name: float(chosen[field.name]) for field in fields(InStepFactors)})
+    return factors, chosen["measured_on"]

@@ -66,7 +66,7 @@ def changed_spread(traced: Setup, step: Step, without_communication: bool, growt
     table, target = read_table("change.json"), step.setup
     host_bound = step.host_share > table["host_bound_share"] or step.host_cost > table["host_cost"]
     spread = table["spread_host_bound" if host_bound else "spread"]
-    if target.cluster.gpu != traced.cluster.gpu:
+    if target.cluster.chip != traced.cluster.chip:
         spread += table["spread_other_gpu"]
     unmeasured = ("pp", "vpp", "cp", "ep")
     if any(getattr(traced.parallel, way) != getattr(target.parallel, way) for way in unmeasured):
