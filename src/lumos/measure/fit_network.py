@@ -16,7 +16,7 @@ from lumos.program.operators import Collective, Group
 _KNOTS_PER_OCTAVE = 4
 _LARGE = 4.0  # the largest message over those that count as large
 _SANE = (0.6, 1.4)  # of the bandwidth that the all-reduce of the same ranks reaches: where an all-gather is believed
-_LATENCY_BYTES = 1 << 20  # below it, kinds differ by their latencies
+_LATENCY_BYTES = 1 << 24  # below it, kinds differ by their latencies
 _FEWEST = 3  # samples of a configuration
 _FASTEST = 5e6  # bytes per microsecond of one GPU: five times what any has
 _WAY_OUT = "measure it again with `lumos sample`, or remove the line"
@@ -110,7 +110,13 @@ def _positive(place: str, row: Mapping[str, Any], name: str) -> float:
 
 
 def _tabulate(size: Floats, us: Floats) -> Table:
-    """Medians of the time for one byte, over a quarter of an octave each, made to rise."""
+    """Medians over a quarter of an octave each, made to rise."""
+    centres, medians = _medians(size, us)
+    return Table(tuple(centres), tuple(_never_falling(medians)))
+
+
+def _medians(size: Floats, us: Floats) -> tuple[list[float], list[float]]:
+    """Bytes and microseconds: medians of the time for one byte, over a quarter of an octave each."""
     bins = np.floor(np.log2(size / size[0]) * _KNOTS_PER_OCTAVE).astype(int)
     centres, medians = [], []
     for index in np.unique(bins):
@@ -118,7 +124,7 @@ def _tabulate(size: Floats, us: Floats) -> Table:
         centre = float(np.exp(np.log(size[some]).mean()))
         centres.append(float(round(centre)))
         medians.append(float(np.median(us[some] / size[some])) * centre)
-    return Table(tuple(centres), tuple(_never_falling(medians)))
+    return centres, medians
 
 
 def _never_falling(values: list[float]) -> list[float]:
@@ -149,10 +155,9 @@ def _sane(key: Configuration, samples: Mapping[Configuration, Samples]) -> Sampl
     reduced = samples.get(key._replace(kind="all_reduce"))
     if key.kind != "all_gather" or reduced is None:
         return size, us
-    reference, table = _bandwidth(key._replace(kind="all_reduce"), reduced), _tabulate(size, us)
-    centres = np.array(table.bytes)
-    share = (key.ranks - 1) / key.ranks * centres / np.array(table.us) / reference
-    bad = np.flatnonzero(((share < _SANE[0]) | (share > _SANE[1])) & (centres >= max(_LATENCY_BYTES, reduced[0][0])))
+    reference, (centres, medians) = _tabulate(*reduced), map(np.array, _medians(size, us))
+    share = np.array([reference.at(centre, 0.0) for centre in centres]) / 2 / medians
+    bad = np.flatnonzero(((share < _SANE[0]) | (share > _SANE[1])) & (centres >= _LATENCY_BYTES))
     end = centres[bad[0]] * 2 ** (-0.5 / _KNOTS_PER_OCTAVE) if len(bad) else np.inf
     believed = size < end
     return (size[believed], us[believed]) if believed.sum() >= _FEWEST else (size[:0], us[:0])
