@@ -1,6 +1,9 @@
 """Clean training steps on one GPU: time, peak memory and energy, one process a case. No profiler anywhere.
 
-python3 calibration/steps_h200.py OUTPUT.jsonl SECONDS
+python3 calibration/steps_h200.py OUTPUT.jsonl SECONDS [later]
+
+`later`: other models, measured beside the samples of `lumos sample` to judge a model file (benchmarks/own_hardware.py);
+nothing was fitted on them.
 """
 
 from __future__ import annotations
@@ -47,6 +50,20 @@ CASES = [
     Case("compile_l4_h4096_s2048_b4", "llama", Shape(4, 4096, 11264, 32, 32000, 2048, 4), compile=True),
     Case("plain_l8_h2048_s2048_b4", "plain", Shape(8, 2048, 5632, 16, 32000, 2048, 4)),
     Case("plain_l4_h4096_s4096_b2", "plain", Shape(4, 4096, 11264, 32, 32000, 4096, 2)),
+]
+
+LATER = [
+    Case("llama_l7_h2304_b4", "llama", Shape(7, 2304, 6144, 18, 40000, 2048, 4)),
+    Case("llama_l3_h6144_b2", "llama", Shape(3, 6144, 16384, 48, 32000, 2048, 2)),
+    Case("llama_l9_h3328_s4096_b1", "llama", Shape(9, 3328, 8960, 26, 64000, 4096, 1)),
+    Case("llama_l5_h4608_s1024_b6_gqa", "llama", Shape(5, 4608, 12288, 36, 100352, 1024, 6, kv=12)),
+    Case("llama_l14_h1280_b8", "llama", Shape(14, 1280, 3584, 20, 32000, 2048, 8)),
+    Case("llama_l4_h7168_b2_gqa", "llama", Shape(4, 7168, 18432, 56, 32000, 2048, 2, kv=8)),
+    Case("gpt2_l10_h1280_b12", "gpt2", Shape(10, 1280, 5120, 20, 50304, 1024, 12)),
+    Case("gpt2_l5_h3072_s2048_b3", "gpt2", Shape(5, 3072, 12288, 24, 50304, 2048, 3)),
+    Case("llama_l8_h3584_s4096_b2_ckpt", "llama", Shape(8, 3584, 9728, 28, 32000, 4096, 2), checkpoint=True),
+    Case("llama_l6_h2560_s2048_b2_accum3", "llama", Shape(6, 2560, 7168, 20, 32000, 2048, 2), accum=3),
+    Case("compile_l6_h3072_b4", "llama", Shape(6, 3072, 8192, 24, 32000, 2048, 4), compile=True),
 ]
 
 
@@ -103,11 +120,11 @@ def run_case(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(output: str, seconds: str) -> None:
+def main(output: str, seconds: str, which: str = "") -> None:
     end = time.monotonic() + float(seconds)
     lines = Path(output).read_text().splitlines() if Path(output).exists() else []
     known = {json.loads(line)["name"] for line in lines}
-    for case in (case for case in CASES if case.name not in known):
+    for case in (case for case in (LATER if which else CASES) if case.name not in known):
         left = end - time.monotonic()
         if left < 20:
             print(f"{case.name}: no time left", flush=True)
@@ -124,7 +141,7 @@ def main(output: str, seconds: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--case":
-        chosen = next(case for case in CASES if case.name == sys.argv[2])
+        chosen = next(case for case in (*CASES, *LATER) if case.name == sys.argv[2])
         result = run_case(replace(chosen))
         with Path(sys.argv[3]).open("a") as file:
             file.write(json.dumps(result) + "\n")

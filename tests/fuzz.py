@@ -377,6 +377,57 @@ def costs(chance: Random, folder: Path) -> None:
     run(folder, "cost", "rows.json", "--model", "model.npz", *chance.choice([["--json"], []]))
 
 
+SHEET = b"""like = "h100"
+power_w = 500
+hbm_tb_s = 2.0
+sms = 120
+price = 2.5
+nvlink_domain = 8
+
+[peak_tflops]
+bf16 = 800
+fp8 = 1500
+"""
+
+
+def data_sheets(chance: Random, folder: Path) -> None:
+    (folder / "gpu.toml").write_bytes(m.mutated_text(chance, SHEET))
+    gpus = chance.choice(["gpu.toml", "gpu.toml", "h200,gpu.toml"])
+    example = str(ROOT / "examples/one-h200.toml")
+    run(folder, "predict", example, "--gpu", gpus, *chance.choice([["--json"], [], ["-o", "answer.html"]]))
+
+
+def model_headers(chance: Random, folder: Path) -> None:
+    """A model file whose trees are sound and whose header is not."""
+    from lumos.cost.hardware_model import encode
+    from lumos.cost.operator_model import _shipped
+    from lumos.model_file import packed, unpacked
+
+    sections = {
+        "host": {"launch_us": 30.0, "error_pct": 2.0}, "isolation_us": 2.8,
+        "in_step": {"matrix": 1.1, "stream": 1.0, "launch_gap_us": 1.0, "error_pct": 3.0},
+        "power": {"flop_pj": {"bf16": 1.0, "fp8": 0.6, "tf32": 2.0, "fp32": 9.0}, "memory_pj": 120.0},
+        "provenance": {"samples": [{"file": "a", "rows": 3}], "lumos": "0", "fitted": "2026-01-01"},
+    }  # fmt: skip
+    whole = unpacked(encode("h200", dict(list(_shipped("h200").items())[:2]), **sections), "model.npz")
+    header = m.mutated_json(chance, json.dumps(whole.header).encode())
+    try:
+        (folder / "model.npz").write_bytes(packed(json.loads(header), whole.arrays))
+    except ValueError:  # no JSON any more, which other targets try
+        return
+    example = str(ROOT / "examples/one-h200.toml")
+    run(folder, *chance.choice([("about", "model.npz"), ("predict", example, "--model", "model.npz")]), "--json")
+
+
+def samples(chance: Random, folder: Path) -> None:
+    """Few rows, so that what is fitted is done at once."""
+    lines = [json.dumps({"gpu": "NVIDIA H200", "torch": "2.11"})]
+    for number in range(60):
+        lines.append(json.dumps({"op": "gelu", "t": 64 * (number + 1), "h": 512, "dtype": "bf16", "us": 5.0 + number}))
+    (folder / "samples.jsonl").write_bytes(m.mutated_text(chance, "\n".join(lines).encode() + b"\n"))
+    run(folder, "fit", "samples.jsonl", "-o", "my.npz", "--json")
+
+
 def profiler_costs(chance: Random, folder: Path) -> None:
     write_trace(folder / "good.json", training_run(steps=1), header(0))
     text = (ROOT / "src/lumos/data/profiler.json").read_bytes()
@@ -387,6 +438,7 @@ def profiler_costs(chance: Random, folder: Path) -> None:
 TARGETS: tuple[tuple[Callable[[Random, Path], None], int], ...] = (
     (trace_commands, 40), (convert_and_back, 15), (chakra, 10), (setups, 25), (numbers_of_setups, 25), (searches, 10),
     (journals, 10), (merges, 15), (tables, 10), (costs, 10), (profiler_costs, 5), (changed_runs, 3),
+    (data_sheets, 8), (model_headers, 8), (samples, 3),
 )  # fmt: skip
 
 

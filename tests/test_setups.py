@@ -344,6 +344,7 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"parallel": {"dp": 1 << 20, "tp": 2}}, "cluster.gpus = 2097152 is out of range"),
     ({"train": {"seq": 2048, "microbatches": 1 << 20}, "parallel": {"dp": 32}}, "train.global_batch = 33554432 is out"),
     ({"cluster": {"gpu": "h20"}}, 'cluster.gpu = "h20" is not known: did you mean h200?'),
+    ({"cluster": {"gpu": "h100", "power_w": 100}}, "cluster.power_w = 100 is no more than the 115 W of an idle GPU"),
     ({"cluster": {"model": "my.bin"}}, 'cluster.model = "my.bin" is no .npz file: name a file that `lumos fit` wrote'),
     ({"train": {"seq": 2048, "framework": "megatrn"}}, "did you mean megatron?"),
     (

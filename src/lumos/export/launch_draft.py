@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from lumos.program.parameters import layers_of
 from lumos.program.rank_layout import RankLayout
 from lumos.setup.frameworks import Framework, framework_named
+from lumos.setup.gpus import is_file_name
 from lumos.setup.importers.foreign_file import Reading
 from lumos.setup.setup import SECTIONS, Setup
 
@@ -36,7 +37,9 @@ def nodes_of(setup: Setup) -> tuple[int, int]:
 def script(setup: Setup, body: str) -> str:
     """A script that asks Slurm for the machines; without Slurm, those lines are comments."""
     nodes, each = nodes_of(setup)
-    slurm = (f"nodes={nodes}", "ntasks-per-node=1", f"gpus-per-node={setup.cluster.gpu}:{each}")
+    name = setup.cluster.gpu
+    kind = "" if is_file_name(name) else f"{name}:"  # what Slurm calls the GPU of a file is not known
+    slurm = (f"nodes={nodes}", "ntasks-per-node=1", f"gpus-per-node={kind}{each}")
     asked = "".join(f"#SBATCH --{option}\n" for option in slurm)
     if nodes == 1:
         body = body.replace("$LAUNCH ", "")

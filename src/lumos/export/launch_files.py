@@ -163,7 +163,7 @@ def _commented(setup: Setup, launch: LaunchFiles, name: str) -> str:
         return body
     model = printable(setup.model.name or f"{setup.model.layers} layers").replace("\n", " ")
     again = " ".join(["lumos predict", launch.main, *(f"--set {shlex.quote(text)}" for text in launch.overrides)])
-    comments = [f"{model} on {setup.cluster.gpus} x {setup.cluster.gpu}. Predicted again by: {again}"]
+    comments = [f"{model} on {setup.cluster.gpus} x {setup.cluster.shown}. Predicted again by: {again}"]
     if any(FILL_IN in text for text in launch.files.values()):
         comments.append(f"Replace every {FILL_IN}: a setup knows no data, tokenizer or learning rate.")
     if "torchrun" in body and nodes_of(setup)[0] > 1:

@@ -388,6 +388,10 @@ def _machines(setup: Setup) -> Iterator[Rule]:
     wrong = model and not model.endswith(".npz")
     yield "cluster.model", f"cluster.model = {shown(model)} is no .npz file: {MODEL_ADVICE}" if wrong else ""
 
+    power, idle = setup.cluster.power_w, gpu.idle_w if gpu else 0.0
+    mistake = f"cluster.power_w = {power:g} is no more than the {idle:g} W of an idle GPU" if power else ""
+    yield "cluster.power_w cluster.gpu", mistake if power and power <= idle else ""
+
     name, known = setup.train.framework, framework_names()
     mistake = "" if name in known else f"train.framework = {shown(name)} is not known: {did_you_mean(name, known)}"
     yield "train.framework", mistake

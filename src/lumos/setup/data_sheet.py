@@ -27,7 +27,8 @@ from lumos.setup.messages import mistakes_of, one_of, shown
 ADVICE = "give a data sheet in TOML, as in docs/gpus.md"
 _MOST_BYTES = 1 << 20
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "fp4"]
-Rate = Annotated[float, Field(gt=0, le=1e6)]
+Rate = Annotated[float, Field(ge=1e-3, le=1e6)]
+Power = Annotated[float, Field(ge=1, le=1e5)]
 Family = Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4", "other"]
 
 
@@ -39,23 +40,23 @@ class DataSheet(BaseModel):
     like: Annotated[str, Field(max_length=100)] = ""
     name: Annotated[str, Field(max_length=100)] = ""  # for people; reports show the file's name
     # What a chip is.
-    memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None  # as torch reports it
-    hbm_tb_s: Annotated[float, Field(gt=0, le=1e4)] | None = None
+    memory_gib: Annotated[float, Field(ge=0.1, le=1e5)] | None = None  # as torch reports it
+    hbm_tb_s: Annotated[float, Field(ge=1e-3, le=1e4)] | None = None
     peak_tflops: dict[Precision, Rate] = {}  # dense; with `like`, those that differ
-    power_w: Annotated[float, Field(gt=0, le=1e5)] | None = None  # the limit of the board
+    power_w: Power | None = None  # the limit of the board
     sms: Annotated[int, Field(ge=1, le=1 << 16)] | None = None  # multiprocessors, or compute units
-    l2_mb: Annotated[float, Field(gt=0, le=1e6)] | None = None  # the last cache before memory
-    clock_ghz: Annotated[float, Field(gt=0, le=100)] | None = None  # the highest
+    l2_mb: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None  # the last cache before memory
+    clock_ghz: Annotated[float, Field(ge=0.01, le=100)] | None = None  # the highest
     # Its family, and the machine around it.
     family: Family | None = None
-    idle_w: Annotated[float, Field(gt=0, le=1e5)] | None = None
+    idle_w: Power | None = None
     nvlink_gb_s: Annotated[float, Field(ge=0, le=1e6)] | None = None  # one direction, or Infinity Fabric; 0: none
     nvlink_domain: Annotated[int, Field(ge=1, le=1 << 20)] | None = None  # GPUs that it joins
     pcie_gb_s: Rate | None = None  # one direction
     host_gb_s: Annotated[float, Field(ge=0, le=1e6)] | None = None  # to the host's memory, where that is not by PCIe
     inter_gb_s: Rate | None = None  # of one GPU's adapter, one direction: Gbit/s / 8
     gpus_per_node: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
-    price: Annotated[float, Field(gt=0, le=1e9)] | None = None  # of an hour, in any currency
+    price: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None  # of an hour, in any currency
     source: Annotated[str, Field(max_length=10_000)] = ""
 
     @property

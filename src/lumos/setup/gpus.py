@@ -121,6 +121,8 @@ def _of_data_sheet(path: Path) -> Gpu:
     below = find_gpu(sheet.like) if sheet.like and not is_file_name(sheet.like) else None
     if sheet.like and below is None:
         raise InputError(f"{path}: like = {sheet.like!r} is not a known GPU: {did_you_mean(sheet.like, gpu_names())}")
+    if sheet.power_w and sheet.power_w <= (sheet.idle_w or (below.idle_w if below else 0.0)):
+        raise InputError(f"{path}: power_w = {sheet.power_w:g} is no more than the power of an idle GPU: give both")
     if below is not None:
         peaks: Mapping[str, float] = MappingProxyType(dict(below.peak_tflops) | sheet.peaks)
         return replace(below, **sheet.facts, name=str(path), like=below.name, aliases=(), peak_tflops=peaks)

@@ -285,9 +285,9 @@ class Cluster(Section):
     inter_gb_s: Bandwidth | None = None  # per GPU, one direction
     fabric: Fabric = "infiniband"  # between nodes; RoCE counts as InfiniBand
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
-    hbm_tb_s: Annotated[float, Field(gt=0, le=1e4)] | None = None
-    power_w: Annotated[float, Field(gt=0, le=1e5)] | None = None  # the power limit of the board
-    peak_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None  # dense, of bf16; other precisions in proportion
+    hbm_tb_s: Annotated[float, Field(ge=1e-3, le=1e4)] | None = None
+    power_w: Annotated[float, Field(ge=1, le=1e5)] | None = None  # the power limit of the board
+    peak_tflops: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None  # dense, of bf16; other precisions in proportion
     host: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # its speed, relative to a typical host, or to that of `model`
 
     DERIVED: ClassVar[tuple[str, ...]] = ("gpu", "gpus_per_node")
@@ -346,7 +346,6 @@ def _chip(gpu: Gpu, hbm_tb_s: float | None, power_w: float | None, bf16: float |
         changes["hbm_gb_s"] = hbm_tb_s * 1e3
     if power_w:
         changes["tdp_w"] = power_w
-        changes["idle_w"] = min(gpu.idle_w, power_w)
     if bf16:
         half = gpu.peak_tflops.get("bf16") or gpu.peak_tflops["fp16"]
         changes["peak_tflops"] = MappingProxyType({key: rate * bf16 / half for key, rate in gpu.peak_tflops.items()})
