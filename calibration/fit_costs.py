@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lumos.cost.hardware_model import encode
-from lumos.measure.fit import Sample, Verdict, fit
+from lumos.measure.fit import Verdict, fit
+from lumos.measure.fit_samples import Sample
 from lumos.measure.operator_rows import operator_of
 from lumos.measure.published_samples import published_rows
 from lumos.measure.sample_grid import COLLECTIVES

@@ -43,7 +43,6 @@ from lumos.cost.prices import BlockTime, Prices, time_of, timeline, warmth
 from lumos.cost.trees import Trees
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.measure.fit_samples import read_samples
 from lumos.measure.operator_rows import SIZES, operator_of, operators_of, read_rows
 from lumos.model_file import unpacked
 from lumos.prediction.power import drawn_w
@@ -807,87 +806,15 @@ def test_cost_reads_standard_input_and_shows_a_table(tmp_path: Path) -> None:
         (("cost", "rows.json", "--gpu", "h200", "-o", "rows.json"), "-o rows.json: that is the input itself"),
         (("cost", "rows.json", "--model", "rows.json"), "rows.json: not a model file"),
         (("cost", "rows.json", "--model", "none.npz"), "none.npz: cannot be read (No such file or directory)"),
-        (("fit", "rows.json", "-o", "m.npz"), "rows.json"),
-        (("fit", "few.jsonl", "-o", "m.npz"), "no family could be fitted (gelu: fewer than 40 samples)"),
-        (("fit", "few.jsonl", "-o", "m.json"), "-o m.json: the extension must name the format; use .npz"),
-        (("fit", "other.jsonl", "-o", "m.npz"), "samples of 'Abacus', a GPU that is not known"),
         (("sample", "-o", "s.txt"), "-o s.txt: the extension must name the format; use .jsonl"),
         (("sample", "-o", "s.jsonl", "--only", "gem"), "--only gem: not known"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_mistake_is_refused_in_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    if arguments[0] == "fit":
-        pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
-    gelu = {"op": "gelu", "t": 64, "h": 64, "us": 3.0}
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
-    for name, gpu in (("few", "NVIDIA H200"), ("other", "Abacus")):
-        write_lines(tmp_path / f"{name}.jsonl", [{"gpu": gpu}, gelu])
     before = sorted(tmp_path.iterdir())
     done = lumos(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert words in done.stderr
     assert sorted(tmp_path.iterdir()) == before
-
-
-def write_lines(path: Path, values: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
-    return path
-
-
-def test_without_scikit_learn_fitting_says_what_to_install(tmp_path: Path) -> None:
-    write_lines(tmp_path / "s.jsonl", [{"gpu": "h200"}, {"op": "gelu", "t": 64, "h": 64, "us": 3.0}])
-    code = "import sys; sys.modules['sklearn'] = None; sys.argv = ['lumos', 'fit', 's.jsonl', '-o', 'm.npz'];"
-    command = [sys.executable, "-c", code + "from lumos.cli.main import main; main()"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "lumos: fitting needs scikit-learn: pip install 'lumos-sim[fit]'\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("hello\n", "s.jsonl:2: not JSON"),
-        ("[]\n", "s.jsonl:2: not a row of samples"),
-        ('{"op": "gelu", "t": 64, "h": 64, "us": -3.0}\n', "s.jsonl:2: us = -3.0 is no time"),
-        ('{"op": "gelu", "t": 64, "h": 64, "us": NaN}\n', "s.jsonl:2: us = nan is no time"),
-        ('{"op": "gelu", "t": 64, "us": 3.0}\n', "s.jsonl:2: h is missing"),
-        ('{"op": "gelu", "t": 64, "h": 64, "error": "out of memory"}\n', "no samples of operators"),
-        ('{"op": "gelu", "t"', "no samples of operators"),
-    ],
-)
-def test_a_wrong_line_among_samples_is_named(tmp_path: Path, line: str, words: str) -> None:
-    path = tmp_path / "s.jsonl"
-    path.write_text('{"gpu": "h200"}\n' + line)
-    with pytest.raises(InputError, match=words.replace(".", r"\.")):
-        read_samples([path])
-
-
-def test_what_was_sampled_is_fitted_and_priced(tmp_path: Path) -> None:
-    """A GPU on which a product takes a microsecond and its roofline twice, noise apart: the model must say so."""
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
-    draw, gpu = np.random.default_rng(0), gpu_named("h200")
-    samples: list[dict[str, Any]] = [{"gpu": "NVIDIA H200"}]
-    for name, count in (("gemm", 150), ("gelu", 60), ("silu", 20), ("add", 60)):
-        for _ in range(count):
-            row = {"op": name, "layout": "TN"} | {size: int(draw.integers(4, 128)) * 64 for size in SIZES[name]}
-            operator = operator_of(row, "row")
-            noise = draw.lognormal(0, 2.0 if name == "add" else 0.01)
-            samples.append(row | {"us": 1 + 2 * roofline_us(operator, chip_of(gpu, "bf16")) * noise})
-    write_lines(tmp_path / "s.jsonl", samples)
-    done = lumos("fit", "s.jsonl", "-o", "m.npz", "--gpu", "h100", "--json", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    answer = json.loads(done.stdout)
-    families = {part["family"]: part for part in answer["families"]}
-    assert (answer["gpu"], answer["model"]) == ("h100", "m.npz")
-    assert families["silu"]["refused"] == "fewer than 40 samples"
-    assert families["silu"]["error_pct"] is None
-    assert "on held-out shapes" in families["add"]["refused"]
-    assert max(families[name]["error_pct"] for name in ("gemm_tn", "gelu")) < 10
-    assert answer["warnings"] == ["refused; the shipped model is used for add, silu"]
-    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
-    priced = json.loads(lumos("cost", "rows.json", "--model", "m.npz", "--json", cwd=tmp_path).stdout)
-    base = roofline_us(operator_of(ROWS[0], "row"), chip_of(gpu_named("h100"), "bf16"))
-    assert priced["gpu"] == "h100"
-    assert priced["rows"][0]["us"] == pytest.approx(2 * base, rel=0.1)
-    assert priced["warnings"] == ["h100 was not sampled for rms_norm, sdpa_fwd: the corrections of h200 are used"]

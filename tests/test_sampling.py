@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos.errors import InputError, OptionError
-from lumos.measure.fit import read_samples
+from lumos.measure.fit_samples import read_samples
 from lumos.measure.operator_rows import operator_of
 from lumos.measure.sample import Sampled, SamplePlan, sample, sample_machine
 from lumos.measure.sample_grid import COLLECTIVE_BYTES, COLLECTIVES, COUNTS, Row, collective_rows, rows
@@ -117,7 +117,7 @@ def test_a_run_that_was_killed_while_writing_is_resumed(tmp_path: Path, data: st
     path.write_bytes(whole[: data.draw(st.integers(header, len(whole)))])
     sample(grid, path, timer=FakeGpu())
     assert sorted(keys([{k: v for k, v in row.items() if k != "us"} for row in lines(path)[1:]])) == sorted(keys(grid))
-    assert len(read_samples(path)[1]) == len(grid)
+    assert len(read_samples([path]).operators) == len(grid)
 
 
 def test_no_time_left_is_nothing_measured(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_what_cannot_be_measured_is_reported_and_not_tried_again(tmp_path: Path)
     assert sample(grid, path, timer=FakeGpu(fails_at=3)) == Sampled(len(grid), 0)
     assert lines(path)[3]["error"] == "out of memory"
     assert sample(grid, path, timer=FakeGpu()) == Sampled(0, 0)
-    assert len(read_samples(path)[1]) == len(grid) - 1
+    assert len(read_samples([path]).operators) == len(grid) - 1
     failed = [part for part in sample_answer(path, 0, 0)["operators"] if part["failed"]]
     assert [(part["op"], part["why"]) for part in failed] == [(grid[2]["op"], "out of memory")]
 
@@ -222,7 +222,7 @@ def test_collectives_among_samples_are_not_fitted_as_operators(tmp_path: Path) -
     sample(rows(0.002), path, timer=FakeGpu())
     with path.open("a") as file:
         file.write(json.dumps({"op": "all_reduce", "bytes": 1024, "ranks": 2, "us": 9.0}) + "\n")
-    assert len(read_samples(path)[1]) == len(rows(0.002))
+    assert len(read_samples([path]).operators) == len(rows(0.002))
 
 
 @needs_torch

@@ -1,4 +1,4 @@
-"""`lumos fit`: a cost model from samples."""
+"""`lumos fit`: a model file from samples."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ import typer
 
 from lumos.cli.options import AsJson
 from lumos.cli.terminal import deliver, progress_bar
-from lumos.cost.hardware_model import encode
 from lumos.files import check_output, whole_file
-from lumos.measure.fit import fit, read_samples, regressor, sampled_gpu
+from lumos.measure.fit import regressor
+from lumos.measure.fit_machine import fit_machine
 from lumos.report.terminal.costs import fit_answer, show_fit
 
 
 def fit_command(
-    samples: Annotated[Path, typer.Argument(help="A file that lumos sample wrote.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The .npz file to write, for lumos cost --model.")],
-    gpu: Annotated[str, typer.Option(help="The GPU, instead of the one that the samples name.")] = "",
+    samples: Annotated[
+        list[Path], typer.Argument(help="Files that lumos sample wrote, or folders of published samples, of one GPU.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The model file (.npz) to write, for --model.")],
+    gpu: Annotated[
+        str, typer.Option(help="What was sampled, where the samples do not say: the name of a GPU, or a data sheet.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Fit a cost model to samples (needs the extra [fit])."""
-    check_output(output, samples, (".npz",))
+    """Fit a model of a machine to its samples (needs the extra [fit])."""
+    for path in samples:
+        check_output(output, path, (".npz",))
     regressor()  # without scikit-learn, reading samples would be in vain
-    name, rows = read_samples(samples)
-    chosen = sampled_gpu(samples, name, gpu)
     with progress_bar() as progress:
-        regressors, verdicts = fit(chosen, rows, progress)
-    answer = fit_answer(samples, chosen.name, output, verdicts)
+        machine = fit_machine(samples, gpu, progress)
     with whole_file(output) as file:
-        file.write(encode(chosen.name, regressors))
-    deliver(answer, show_fit, as_json)
+        file.write(machine.content)
+    deliver(fit_answer(machine, output), show_fit, as_json)

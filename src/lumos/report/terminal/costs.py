@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,8 +15,7 @@ from rich.text import Text
 from lumos.analysis.about import About
 from lumos.analysis.about_machine import AboutMachine
 from lumos.cost.operator_model import CostModel
-from lumos.errors import InputError
-from lumos.measure.fit import Verdict
+from lumos.measure.fit_machine import FittedMachine
 from lumos.measure.operator_rows import SIZES
 from lumos.measure.sample_file import lines_of
 from lumos.program.operators import Operator
@@ -23,6 +23,8 @@ from lumos.report import about_tables
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 
 _MOST_ROWS = 60
+_MOST_ADVICE = 3  # families of which is said what more rows would buy
+_WORTHWHILE_PCT = 0.5
 
 Answer = dict[str, Any]
 
@@ -106,28 +108,48 @@ def show_samples(answer: Answer, console: Console) -> None:
     console.print(Group(table, Text(done)))
 
 
-def fit_answer(samples: Path, gpu: str, model: Path, verdicts: list[Verdict]) -> Answer:
-    """The verdict on every family; InputError where none could be fitted."""
-    refused = [verdict for verdict in verdicts if verdict.refused]
-    if len(refused) == len(verdicts):
-        why = "; ".join(f"{v.family}: {v.refused}" for v in refused[:3]) + ("; …" if len(refused) > 3 else "")
-        raise InputError(f"{samples}: no family could be fitted ({why}); sample more with `lumos sample`")
-    warnings = []
+def fit_answer(machine: FittedMachine, model: Path) -> Answer:
+    """The verdict on every family of operators and every other part, and what more rows would buy."""
+    gpu = machine.gpu
+    warnings = list(machine.warnings)
+    if gpu.assumed:
+        warnings.append(f"not known of {gpu.shown}, and assumed: {', '.join(gpu.assumed)}")
+    refused = [verdict.family for verdict in machine.families if verdict.refused]
     if refused:
-        names = ", ".join(verdict.family for verdict in refused)
-        warnings.append(f"refused; the shipped model is used for {names}")
-    families = [verdict.as_dict() for verdict in verdicts]
-    return {"gpu": gpu, "model": str(model), "families": families, "warnings": warnings}
+        instead = "a bare roofline is used" if gpu.is_cpu else "the shipped model is used"
+        warnings.append(f"refused; {instead} for {', '.join(refused)}")
+    return {
+        "gpu": gpu.shown, "model": str(model), "peak_tflops": dict(gpu.peak_tflops), "hbm_gb_s": gpu.hbm_gb_s,
+        "families": [verdict.as_dict() for verdict in machine.families],
+        "sections": [section.as_dict() for section in machine.sections], "warnings": warnings,
+        "finer_grid": list(_finer_grid(machine)),
+    }  # fmt: skip
+
+
+def _finer_grid(machine: FittedMachine) -> Iterator[str]:
+    """What twice the rows would buy, of the families where that is most."""
+    kept = [v for v in machine.families if not v.refused and isfinite(v.twice_pct)]
+    gain = {v.family: v.error_pct - v.twice_pct for v in kept}
+    for v in sorted(kept, key=lambda v: -gain[v.family])[:_MOST_ADVICE]:
+        if gain[v.family] >= _WORTHWHILE_PCT:
+            yield f"twice the rows would bring {v.family} from {v.error_pct:.1f} to about {v.twice_pct:.1f} %"
 
 
 def show_fit(answer: Answer, console: Console) -> None:
-    """The accuracy of each family as a table."""
-    table = make_table("error on held-out shapes, %", "family", "rows", "mean", "median", "refused")
+    """The accuracy of each family and of each other part as tables."""
+    table = make_table("operators: error on held-out shapes, %", "family", "rows", "mean", "median", "refused")
     for part in answer["families"]:
         mean, middle = ("" if part[key] is None else f"{part[key]:.1f}" for key in ("error_pct", "median_pct"))
         table.add_row(part["family"], f"{part['rows']:,}", mean, middle, part["refused"])
-    written = Text(f"{answer['model']}: cost model of {answer['gpu']}")
-    console.print(Group(table, written, *notes(answer["warnings"])))
+    others = make_table("the rest of the machine", "part", "rows", "error, %", "")
+    for part in answer["sections"]:
+        error = "" if part["error_pct"] is None else f"{part['error_pct']:.1f}"
+        said = f"refused: {part['refused']}" if part["refused"] else part["note"]
+        others.add_row(part["section"], f"{part['rows']:,}" if part["rows"] else "", error, Text(said))
+    written = Text(f"{answer['model']}: model of {answer['gpu']}; use it with --model")
+    more = [Text(f"{line}: lumos sample --scale 2") for line in answer["finer_grid"]]
+    tables = [table] if answer["families"] else []
+    console.print(Group(*tables, others, written, *more, *notes(answer["warnings"])))
 
 
 def show_about(found: About, console: Console) -> None:

@@ -1,0 +1,110 @@
+"""Fit machine: a model file from samples, with a verdict on each of its parts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lumos.cost.hardware_model import encode
+from lumos.cost.operator_model import Regressor
+from lumos.data_files import read_table
+from lumos.errors import InputError
+from lumos.measure.fit import Verdict, fit
+from lumos.measure.fit_facts import described, facts_of
+from lumos.measure.fit_in_step import host_section, in_step_section
+from lumos.measure.fit_network import network_facts
+from lumos.measure.fit_samples import Samples, check_units, read_samples
+from lumos.measure.fit_sections import Section, missing, power_section, profiler_section
+from lumos.setup.gpus import Gpu, gpu_named
+
+Progress = Callable[[int, int, str], None]
+
+
+class FittedMachine(NamedTuple):
+    """A model file, not yet written, and what there is to say about it."""
+
+    gpu: Gpu
+    content: bytes
+    families: list[Verdict]
+    sections: list[Section]
+    warnings: list[str]
+
+
+def fit_machine(paths: Sequence[Path], asked: str = "", progress: Progress | None = None) -> FittedMachine:
+    """Everything that the samples tell of a machine; InputError where that is nothing."""
+    samples, place = read_samples(paths), str(paths[0])
+    gpu = described(samples, asked, place)
+    if facts_of(gpu) is None or asked:
+        samples = check_units(samples, gpu, place)
+    regressors, families = fit(gpu, samples.operators, progress)
+    name = gpu.shown if facts_of(gpu) is None or asked else samples.gpu
+    common: dict[str, Any] = {"facts": facts_of(gpu), "isolation_us": _isolation_us(samples, gpu)}
+    sections = _sections(samples, encode(name, regressors, **common))
+    _refuse_nothing(place, regressors, families, sections)
+    common["provenance"] = _provenance(samples)
+    values = {section.name: section.values for section in sections}
+    return FittedMachine(gpu, encode(name, regressors, **common, **values), families, sections, samples.warnings)
+
+
+def _sections(samples: Samples, operators: bytes) -> list[Section]:
+    """All parts beside operators, priced with a model file that has operators alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "operators.npz"
+        path.write_bytes(operators)
+        gpu, model = gpu_named(str(path)), str(path)
+        others = samples.others
+        return [
+            _network(samples),
+            host_section(others["host"], model),
+            profiler_section(others["profiler"]),
+            power_section(others["power"], gpu, _limit_w(samples)),
+            in_step_section(others["step"], model),
+        ]
+
+
+def _network(samples: Samples) -> Section:
+    if not samples.collectives:
+        return missing("network", "the links of its GPUs are assumed to be as fast as usual")
+    node = samples.about.get("gpus_per_node")
+    facts = network_facts(samples.collectives, node if isinstance(node, int) and 1 <= node <= 1 << 10 else 0)
+    if facts is None:
+        return Section("network", len(samples.collectives), None, refused="no collective has enough samples")
+    refused = facts.get("refused", [])
+    note = f"not believed: {refused[0]}" + (f", and {len(refused) - 1} more" if refused[1:] else "") if refused else ""
+    return Section("network", len(samples.collectives), facts, facts["error_pct"], note=note)
+
+
+def _isolation_us(samples: Samples, gpu: Gpu) -> float:
+    """What timing an operator alone adds to it: a pair of events on a GPU, nothing on a CPU."""
+    added = read_table("operator_costs.json")["isolation_us"]
+    published = any("torch" not in file for file in samples.files)  # spans of a profiler
+    return 0.0 if gpu.is_cpu or published else float(added["h200"])
+
+
+def _limit_w(samples: Samples) -> float | None:
+    device = samples.about.get("device")
+    limit = device.get("power_limit_w") if isinstance(device, dict) else None
+    return float(limit) if isinstance(limit, int | float) and limit > 0 else None
+
+
+def _refuse_nothing(
+    place: str, regressors: dict[str, Regressor], families: list[Verdict], sections: list[Section]
+) -> None:
+    if regressors or any(section.values for section in sections):
+        return
+    why = [f"{verdict.family}: {verdict.refused}" for verdict in families]
+    why += [f"{section.name}: {section.refused}" for section in sections if section.refused]
+    said = "; ".join(why[:3]) + ("; …" if len(why) > 3 else "")
+    raise InputError(f"{place}: nothing could be fitted ({said}); sample more with `lumos sample`")
+
+
+def _provenance(samples: Samples) -> dict[str, Any]:
+    try:
+        release = version("lumos-sim")
+    except PackageNotFoundError:
+        release = ""
+    return {"samples": samples.files, "lumos": release, "fitted": datetime.now(UTC).date().isoformat()}
