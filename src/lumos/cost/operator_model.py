@@ -21,7 +21,7 @@ from lumos.cost.trees import Trees
 from lumos.data_files import data_file, read_table
 from lumos.errors import InputError, OptionError
 from lumos.model_file import CORRUPT, Arrays, ModelFile, read_model_file, unpacked
-from lumos.program.operators import Operator
+from lumos.program.operators import BYTES, Operator
 from lumos.setup.gpus import Gpu, gpu_named
 
 _FAMILY = {"gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm"}
@@ -153,6 +153,8 @@ class CostModel:
     def _equivalent(self, operator: Operator) -> Equivalent:
         """Sampled operators that do the same work; empty where there are none."""
         equivalent = _equivalent_of(operator)
+        if operator.kind == "stream" and "copy" not in self.regressors:
+            equivalent = [(_copy(operator, "fp32"), 1.0)]
         return equivalent if all(self._key(part) for part, _ in equivalent) else []
 
     def _key(self, operator: Operator) -> str:
@@ -184,13 +186,17 @@ def _equivalent_of(operator: Operator) -> Equivalent:
         experts, tokens, n, k = shape
         return [(Operator("gemm_tn", (max(1, tokens // experts), n, k), dtype), float(experts))]
     if kind == "stream":
-        width = 4096
-        rows = max(1, round(shape[0] / (2 * 2 * width)))
-        return [(Operator("copy", (rows, width), "bf16"), 1.0)]
+        return [(_copy(operator, "bf16"), 1.0)]
     if kind in _CHAINS:
         name, factor = _CHAINS[kind]
         return [(Operator(name, shape, dtype), factor)]
     return []
+
+
+def _copy(stream: Operator, dtype: str) -> Operator:
+    """A copy that reads and writes as many bytes."""
+    width = 4096
+    return Operator("copy", (max(1, round(stream.shape[0] / (2 * BYTES[dtype] * width))), width), dtype)
 
 
 @cache
