@@ -24,12 +24,16 @@ examples/neox/NAME.toml --model FILE`; nothing was fitted on the runs."""
 H200 = """
 Models of transformers trained on one GPU. In-step factors were fitted on our own steps (`calibration/fit_steps.py`),
 none of which is in the table; the speed of the reference host is the middle of the hosts we saw, these included."""
+PAIRS = """
+Published runs of one source that differ in nothing but the GPU: the ratio of their step times, predicted against
+measured. Sources are held out as above; what was assumed of a run is the same on both GPUs."""
 MEMORY = """
 Peak memory, and whether a run fits."""
 SECTIONS = [
     ("Published runs", "truth.py", "truth", PUBLISHED),
     ("Ten runs from their own samples", "ten_runs.py", "operators", TEN),
     ("One H200", "h200_forecasts.py", "", H200),
+    ("GPUs compared", "gpu_pairs.py", "truth", PAIRS),
     ("Memory", "memory.py", "", MEMORY),
 ]
 
