@@ -410,6 +410,25 @@ def test_inside_a_step_a_kernel_costs_its_isolated_time_at_the_clock_and_the_cac
     assert (warmth(operator, gpu.l2_mb) == 1) == (operator.tensor_bytes > 2 * gpu.l2_mb * 1e6)
 
 
+@given(st.lists(st.sampled_from(("add", "gather", "gelu")), min_size=1, max_size=12), st.floats(0, 300), st.booleans())
+def test_after_the_host_has_waited_a_block_takes_what_host_or_gpu_take_at_least_and_both_at_most(
+    names: list[str], host_us: float, syncs: bool
+) -> None:
+    """It waits for the GPU before the first operator; where it never does, it is always ahead."""
+    prices = Prices(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), host_us, 2.0)
+    works = {"add": BlockOp(Operator("add", (1024, 1024))), "gelu": BlockOp(Operator("gelu", (64, 64)), launches=4)}
+    works["gather"] = BlockOp(Collective("all_gather", 1e6, Group(4, 4)))
+    block = [works[name] for name in names]
+    gpu = time_of(block, prices).us
+    found = time_of([block[0]._replace(syncs=syncs), *block[1:]], prices)
+    if not syncs:
+        assert found.us == gpu
+        return
+    last = 4 if names[-1] == "gelu" else 2 if names[-1] == "gather" else 1  # launches, of which the first may start it
+    assert max(gpu, found.host_us - last * host_us) <= found.us * (1 + 1e-9)
+    assert found.us <= (gpu + found.host_us + host_us + prices.launch_us) * (1 + 1e-9)
+
+
 def test_collectives_run_beside_operators_until_somebody_waits() -> None:
     """Two collectives that nobody waits for, one after the other on the network; the last operator joins them."""
     prices = Prices(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), 30.0, 0.5)

@@ -506,6 +506,54 @@ def test_fsdp_fetches_its_weights_from_the_host_before_every_gather() -> None:
     assert here < there < here + copies + mine / 1e3
 
 
+def test_inputs_that_are_kept_in_parts_are_gathered_before_they_are_recomputed() -> None:
+    """DeepSpeed's partition_activations: an eighth is kept on each of eight tensor ranks."""
+    whole = setup_of("gpt3-13b", {"recompute": "full", "framework": "neox"}, tp=8, dp=1)
+    parts = whole.replaced({"train.partition_activations": True})
+    layers = [TransformerLayer(Program(setup).layout) for setup in (whole, parts)]
+    names = [[op.name for op in layer.recomputed() if isinstance(op.work, Collective)] for layer in layers]
+    assert names[1] == ["gather input", *names[0]]
+    assert layers[1].memory.kept == layers[0].memory.kept / 8 == 4096 * 5120 * 2 / 8
+    assert simulate_step(parts).us > simulate_step(whole).us
+    kept_whole = whole.replaced({"train.recompute": "none"})
+    assert simulate_step(kept_whole.replaced({"train.partition_activations": True})).us == simulate_step(kept_whole).us
+
+
+def test_gpt_neox_reduces_gradients_beside_the_backward_pass_unless_there_are_stages() -> None:
+    """DeepSpeed's pipeline reduces once all is done, and all gradients on every rank: twice what scattering sends."""
+    alone = setup_of("gpt3-13b", {"framework": "neox", "microbatches": 4}, dp=8, zero=1)
+    stages = alone.replaced({"parallel.pp": 4, "cluster.gpus": 32})
+    assert [assembled(setup, prices_of(setup)).overlaps for setup in (alone, stages)] == [True, False]
+    assert Program(stages).sharding.reduction == "all_reduce"
+    assert nodes(simulate_step(stages), "reduce") == 0
+    other = stages.replaced({"train.framework": "megatron-deepspeed", "parallel.dp_overlap": True})
+    assert assembled(other, prices_of(other)).overlaps
+
+
+def test_a_layer_that_gpt_neox_recomputes_starts_with_an_idle_gpu() -> None:
+    """The host waits for the GPU at every checkpoint, so its own time is part of the layer, on any GPU."""
+    setup = setup_of("gpt3-13b", {"framework": "neox", "recompute": "full"}, tp=2, dp=1)
+    layer, prices = TransformerLayer(Program(setup).layout), prices_of(setup)
+    block = layer.forward()
+    assert [op.syncs for op in block] == [True, *[False] * (len(block) - 1)]
+    first = next(row for row in timeline(block, prices) if row.end_us > row.start_us)
+    assert first.start_us >= prices.host_us * framework_named("neox").checkpoint_launches
+    slow = setup.replaced({"cluster.host": 0.5})
+    assert simulate_step(slow).us > simulate_step(setup).us
+    kept = TransformerLayer(Program(setup.replaced({"train.recompute": "none"})).layout)
+    assert not any(op.syncs for op in kept.forward())
+
+
+def test_tensor_ranks_of_gpt_neox_send_parts_to_the_next_stage_and_gather_them() -> None:
+    setup = setup_of("gpt3-13b", {"framework": "neox", "microbatches": 4}, tp=4, pp=2, dp=1)
+    prices, layout = prices_of(setup), Program(setup).layout
+    whole = layout.activation_bytes
+    sent = prices.collective_us(Collective("p2p", whole / 4, layout.pp))
+    gathered = prices.collective_us(Collective("all_gather", whole, layout.tp))
+    lags = simulate_step(setup).graph.edges.lag
+    assert lags.max() == pytest.approx(1e3 * (sent + gathered))
+
+
 MODULES = ("core_attn", "layernorm", "mlp", "moe_act", "mla_up_proj", "moe", "shared_experts")
 
 
@@ -514,6 +562,7 @@ def asked_for(draw: st.DrawFn) -> dict[str, Any]:
     """Recomputation, offloading, experts and context parallelism that differ from what is usual."""
     chosen = {
         "train.recompute_layers": st.none() | st.integers(0, 9), "train.recompute_group": st.integers(1, 3),
+        "train.partition_activations": st.booleans(),
         "train.recompute_modules": st.lists(st.sampled_from(MODULES), max_size=3) | st.just(["operators"]),
         "train.offload_optimizer": st.sampled_from((0.0, 0.3, 1.0)), "train.offload_layers": st.integers(0, 2),
         "train.offload_weights": st.booleans(), "train.offload_overlap": st.booleans(),

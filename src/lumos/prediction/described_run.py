@@ -21,6 +21,7 @@ from lumos.trace.steps import Steps, find_steps
 from lumos.trace.trace import Trace
 
 _PATH_KIND = {Track.HOST: "operator", Track.COMPUTE: "compute"}
+_ROUNDING = 1e-9  # of a block
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,21 @@ class DescribedRun(Run):
         return spent
 
     def _operators_on_path(self) -> list[tuple[str, str, float]]:
-        """(kind, name, nanoseconds) of what decides inside the blocks on the path."""
-        rows, found = self.rows, dict[tuple[str, int], float]()
+        """(kind, name, nanoseconds) of what decides inside the blocks on the path; where the GPU waits, the host."""
+        rows, found, waited = self.rows, dict[tuple[str, int], float](), 0.0
         for role, part, nodes in rows.groups:
             ns = float(self._spent[nodes].sum())
             if ns > 0:
                 inside = rows.inside(role, part)
-                for track, label, share in zip(inside.track, inside.label, inside.decisive(), strict=True):
+                shares = inside.decisive()
+                idle = 1 - float(shares.sum())
+                waited += idle * ns if idle > _ROUNDING and inside.size else 0.0
+                for track, label, share in zip(inside.track, inside.label, shares, strict=True):
                     key = (_PATH_KIND.get(Track(track), "comm"), int(label))
                     found[key] = found.get(key, 0.0) + share * ns
         labels, names = list(rows.labels.rows), list(rows.labels.names)
-        return [(kind, names[labels[label][0]], ns) for (kind, label), ns in found.items()]
+        host = [("operator", "host", waited)] if waited else []
+        return host + [(kind, names[labels[label][0]], ns) for (kind, label), ns in found.items()]
 
     def _blocks_on_path(self) -> Iterator[tuple[str, int, float]]:
         structure = self.step.structure

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from lumos.change.calibration import CalibratedPrices, ChangedBlocks, us_of
 from lumos.cost.aten_work import base_name, matrix_operator
 from lumos.cost.prices import Prices
+from lumos.cost.sampled_network import SampledNetwork
 from lumos.prediction.step_trace import DATA_PARALLEL, data_parallel_message
 from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
@@ -70,7 +71,8 @@ def _none_of(prices: Prices, calls: _Calls) -> OperatorTime:
 
 def _source_of(prices: Prices, work: Work) -> str:
     if isinstance(work, Collective):
-        return "modelled"
+        network = prices.network
+        return "fitted" if isinstance(network, SampledNetwork) and network.covers(work.group) else "modelled"
     sampled_on = prices.model.sampled_on(work)
     if not sampled_on:
         return "roofline"

@@ -264,14 +264,16 @@ class StepTrace:
 
     def _timed(self, block: Repeated) -> tuple[_Inside, float]:
         with self.step.prices.inside(block.key):
-            rows = [row for row in timeline(block.build(), self.step.prices) if row.end_us > row.start_us]
+            issued = timeline(block.build(), self.step.prices)
+        length = max((row.end_us for row in issued), default=0.0)  # the host may be the last to be done
+        rows = [row for row in issued if row.end_us > row.start_us]
         if not rows:
-            return _NOTHING, 0.0
+            return _NOTHING, length
         start, end = np.array([row.start_us for row in rows]), np.array([row.end_us for row in rows])
         talks = np.array([isinstance(row.op.work, Collective) for row in rows])
         labels = [self.labels.add(row.op.name or row.op.work.kind, message_of(row.op.work)) for row in rows]
         tracks = np.where(talks, Track.COMMUNICATION, Track.COMPUTE)
-        return _Inside(start, end, tracks, np.array(labels)), float(end.max())
+        return _Inside(start, end, tracks, np.array(labels)), length
 
     def _intervals(self, full: _Inside, what: str) -> _Inside:
         """Operators without a pause between them as one row; collectives as they are."""
