@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console, Group
+from rich.text import Text
 
 from lumos.report.gpu_comparisons import (
     bounds_table,
@@ -58,7 +59,8 @@ def show_search(answer: Answer, console: Console) -> None:
 def show_gpus(answer: Answer, console: Console) -> None:
     """One run on several GPUs."""
     tables = (rendered(table, 64) for table in (time_table(answer), resources_table(answer), bounds_table(answer)))
-    console.print(Group(summary(run_text(answer), gpu_cards(answer)), *tables, *notes(gpu_notes(answer))))
+    title = Text(run_text(answer), style="bold")
+    console.print(Group(title, summary("", gpu_cards(answer)), *tables, *notes(gpu_notes(answer))))
 
 
 def _keys(rows: Sequence[Answer]) -> list[str]:
