@@ -46,10 +46,9 @@ def _loss(s: RankLayout) -> Block:
     elif s.framework.loss == "sharded":
         block = [_fp32_stream(s, "sharded loss", "loss")]
     else:
-        block = [
-            ops.op(s, "cast_f32", tokens, vocab, name="logits to fp32"),
-            ops.op(s, "cross_entropy", tokens, vocab, dtype="fp32", launches=ops.launches_of("eager loss")),
-        ]
+        cast = [] if _is_wide(s) else [ops.op(s, "cast_f32", tokens, vocab, name="logits to fp32")]
+        launches = ops.launches_of("eager loss")
+        block = [*cast, ops.op(s, "cross_entropy", tokens, vocab, dtype="fp32", launches=launches)]
     return [*block, *ops.collective("all_reduce", 4.0 * 3 * tokens, s.tp, name="loss reduce")]
 
 
@@ -60,10 +59,14 @@ def _loss_backward(s: RankLayout) -> Block:
         return [ops.op(s, "cross_entropy_bwd", tokens, vocab, dtype="bf16", launches=launches)]
     if s.framework.loss == "sharded":
         return [_fp32_stream(s, "sharded loss grad", "loss grad")]
-    return [
-        ops.op(s, "cross_entropy_bwd", tokens, vocab, dtype="fp32", launches=ops.launches_of("eager loss grad")),
-        ops.stream(s, "logit grads to bf16", tokens * vocab),
-    ]
+    cast = [] if _is_wide(s) else [ops.stream(s, "logit grads to bf16", tokens * vocab)]
+    launches = ops.launches_of("eager loss grad")
+    return [ops.op(s, "cross_entropy_bwd", tokens, vocab, dtype="fp32", launches=launches), *cast]
+
+
+def _is_wide(s: RankLayout) -> bool:
+    """Logits are fp32 as they come: there is nothing to cast."""
+    return s.element == 4
 
 
 def _fp32_stream(s: RankLayout, row: str, name: str) -> BlockOp:
