@@ -37,8 +37,7 @@ _IMPOSSIBLE = 1.5  # times the peak: faster than any product can be
 _LARGE_US = 20.0  # by the roofline: from here on, launching a kernel does not matter
 _SLOW, _FAST = 300.0, 0.1  # times the roofline, as the middle of all rows: the times are in another unit
 _FACTS = ("gpu", "torch", "cuda", "driver", "date", "host")
-_USUAL = 1.5  # times the roofline
-_SECONDS = 1 / 300  # of the shortest possible time; milliseconds are less wrong
+_SECONDS = 300.0  # times what no chip has yet: too fast even for milliseconds
 _SLOWEST = 1e-5  # TFLOP/s
 _PEAKS = {"CPU": {"fp32": 30.0, "other": 400.0}, "GPU": {"fp32": 2e3, "other": 1e5}}  # TFLOP/s that nothing has yet
 
@@ -229,7 +228,7 @@ def check_rates(samples: Samples, peaks: Mapping[str, float], place: str) -> Non
         most = _PEAKS[device]["fp32" if dtype == "fp32" else "other"]
         if peak > most:
             said = f"{dtype} products reach {peak:,.0f} TFLOP/s, which no {device} does"
-            raise InputError(f"{place}: {said}: us looks like {_too_small(most / peak)}")
+            raise InputError(f"{place}: {said}: us looks like {_too_small(peak > _SECONDS * most)}")
         if peak < _SLOWEST:
             said = f"{dtype} products reach {1e6 * peak:.3g} MFLOP/s at most"
             raise InputError(f"{place}: {said}: us looks like nanoseconds; write microseconds")
@@ -242,9 +241,9 @@ def _refuse_units(ratio: float, peak: str, place: str) -> None:
         raise InputError(f"{place}: {said}: us looks like nanoseconds; write microseconds")
     if ratio < _FAST:
         said = f"operators are {1 / ratio:,.0f} times as fast as at {peak}"
-        raise InputError(f"{place}: {said}: us looks like {_too_small(ratio / _USUAL)}")
+        raise InputError(f"{place}: {said}: us looks like {_too_small(ratio < _FAST / _SECONDS / 10)}")
 
 
-def _too_small(ratio: float) -> str:
-    """The unit of times that are this many times as long as they can be at least, and what to do about it."""
-    return "seconds; multiply it by 1e6" if ratio < _SECONDS else "milliseconds; multiply it by 1,000"
+def _too_small(very: bool) -> str:
+    """The unit of times that are too short to be true, and what to do about it."""
+    return "seconds; multiply it by 1e6" if very else "milliseconds; multiply it by 1,000"
