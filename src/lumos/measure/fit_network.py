@@ -38,10 +38,9 @@ def network_facts(rows: Iterable[tuple[str, Mapping[str, Any]]], gpus_per_node: 
     samples = {key: found for key, found in samples.items() if len(found[0]) >= _FEWEST}
     kept = {key: _sane(key, samples) for key in samples}
     for key, (size, _) in kept.items():
-        if not len(size):
-            refused.append(f"{_named(key)}: all of it, beside the all-reduce of the same ranks")
-        elif len(size) < len(samples[key][0]):
-            refused.append(f"{_named(key)}: beyond {size[-1] / 1e9:.2f} GB, beside the all-reduce of the same ranks")
+        if len(size) < len(samples[key][0]):
+            where = f"beyond {size[-1] / 1e9:.2f} GB it does" if len(size) else "its bandwidth does"
+            refused.append(f"{_named(key)}: {where} not go with the all-reduce of the same ranks")
     kept = {key: found for key, found in kept.items() if len(found[0])}
     if not kept:
         return None
