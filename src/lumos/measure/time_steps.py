@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lumos.measure.time_operators import DTYPES, error_of
+from lumos.measure.time_operators import DTYPES, cpu_clock, error_of
 from lumos.measure.time_power import Wattmeter
 
 Row = dict[str, Any]
@@ -152,14 +152,15 @@ def _back_to_back(step: TrainingStep, seconds: float | None = None) -> Row:
     """On a GPU the mean of all steps, with one wait in every few so that the host stays ahead; on a CPU the fastest."""
     step.wait()
     wanted = _SUSTAINED_S[step.device] if seconds is None else seconds
-    ends = [time.perf_counter()]
+    clock = cpu_clock() if step.device == "cpu" else time.perf_counter
+    ends = [clock()]
     while len(ends) <= _FEWEST_STEPS or ends[-1] - ends[0] < wanted:
         step()
         if len(ends) % 4 == 0:
             step.wait()
-        ends.append(time.perf_counter())
+        ends.append(clock())
     step.wait()
-    mean = (time.perf_counter() - ends[0]) / (len(ends) - 1)
+    mean = (clock() - ends[0]) / (len(ends) - 1)
     fastest = min(end - begin for begin, end in pairwise(ends))
     return {"us": round(1e6 * (mean if step.device == "cuda" else fastest), 1)}
 
