@@ -40,7 +40,7 @@ _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}  #
 _SEARCH = "Which TP, PP, CP, EP, DP, ZeRO, micro-batch, recomputation and schedule are best, and do they fit?"
 _MERGE = "Merge the shards of a search or a score into the answer that one run without --shard would have given."
 _CAPTURE = "Record a training script, or dry-run it on a machine without a GPU."
-_SAMPLE = "Measure operators on this machine's GPU (needs torch), as input for lumos fit."
+_SAMPLE = "Measure this machine's GPUs or its CPU (needs torch), as input for lumos fit."
 _ABOUT = "Which GPUs, models and frameworks are known, how old are the shipped costs, and how far off were they?"
 COMMANDS = {
     "replay": _Command("replay_command", "Is the graph right, and where does the time go?"),

@@ -84,9 +84,9 @@ class Team:
                 "gloo", init_method=method, rank=world.rank, world_size=world.size, timeout=_JOIN
             )
         except (RuntimeError, ValueError, OSError) as problem:
-            why = (str(problem).splitlines() or [""])[0][:150]
+            why = words_of(problem)
             raise OptionError(f"rank {world.rank} of {world.size} did not find the others ({why})") from None
-        names = self.gathered(socket.gethostname())
+        names = self.gathered(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
         self.hosts = list(dict.fromkeys(names))
         counts = {host: names.count(host) for host in self.hosts}
         self.nodes, self.per_node = len(self.hosts), counts[self.hosts[0]]
@@ -112,6 +112,12 @@ class Team:
         """End in order: nobody is missed from here on."""
         self.watch.stop()
         distributed.destroy_process_group()
+
+
+def words_of(problem: BaseException) -> str:
+    """What gloo or NCCL has to say, without the places in their sources and advice for their developers."""
+    text = re.sub(r"\[[^\]]*\]:?\d*", "", (str(problem).splitlines() or [type(problem).__name__])[0])
+    return " ".join(text.partition(". ")[0].split()).strip(": ")[:150]
 
 
 class _Watch:
@@ -177,7 +183,7 @@ class _Watch:
     def _end(self) -> None:
         why = self.failure() if self._rank == 0 else ""
         if self._rank == 0:
-            sys.stderr.write(f"error: {why or 'the other ranks are gone'}; the same command resumes\n")
+            sys.stderr.write(f"lumos: {why or 'the other ranks are gone'}; the same command resumes\n")
             sys.stderr.flush()
         os._exit(2)
 
@@ -220,8 +226,7 @@ def run_follower(world: World, device: str, work: Work) -> int:
         team.leave()
     except (LumosError, RuntimeError, OSError) as problem:
         if team is not None:
-            why = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
-            team.watch.report(f"rank {world.rank} failed ({why})")
+            team.watch.report(f"rank {world.rank} failed ({words_of(problem)})")
         return 2
     return 0
 

@@ -249,7 +249,7 @@ def run_sampling(
 def _lead(
     plan: SamplePlan, world: World, output: Path, collectives: bool, progress: Progress | None
 ) -> tuple[Sampled, SamplePlan]:
-    from lumos.measure.ranks import Team, use_gpu
+    from lumos.measure.ranks import Team, use_gpu, words_of
 
     use_gpu(world.local_rank, plan.device)
     team = Team(world, plan.device)
@@ -264,7 +264,7 @@ def _lead(
         team.watch.report(str(problem))
         raise
     except RuntimeError as problem:  # of gloo or NCCL: another rank is gone
-        why = team.watch.failure() or f"another rank is gone ({(str(problem).splitlines() or [''])[0][:150]})"
+        why = team.watch.failure() or f"another rank is gone ({words_of(problem)})"
         raise OptionError(f"{why}; the same command resumes") from None
     team.leave()
     return done, plan

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,32 +45,43 @@ _MEASURED = frozenset({"us", "error", "watts", "clock_mhz", "launches"})  # what
 class SampleFile:
     """The rows of a file, and a place to append new ones."""
 
-    def __init__(self, file: TextIO, done: set[Key]) -> None:
-        self._file, self._done = file, done
+    def __init__(self, path: Path, file: TextIO, done: set[Key]) -> None:
+        self._path, self._file, self._done = path, file, done
 
     def missing(self, rows: Iterable[Row]) -> list[Row]:
         """Those of the rows that the file does not have yet."""
         return [row for row in rows if _key(row) not in self._done]
 
     def add(self, row: Row) -> None:
-        """Append a row, and hand it to the operating system."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """Append a row, and hand it to the operating system; OptionError where that takes no more."""
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
         self._done.add(_key(row))
 
 
 @contextmanager
 def open_samples(path: Path, about: Row) -> Iterator[SampleFile]:
-    """The samples of the GPU that `about` describes, to append to; InputError for a file of anything else."""
+    """The samples of the machine that `about` describes, to append to; InputError for a file of anything else."""
     try:
         done = _checked(path, about) if path.exists() else set()
-        with path.open("a", encoding="utf-8") as file:
-            samples = SampleFile(file, done)
-            if file.tell() == 0:
-                samples.add(about)
-            yield samples
+        file = path.open("a", encoding="utf-8")
     except OSError as error:
-        raise OptionError(f"-o {path}: cannot be written ({error.strerror})") from None
+        raise _unwritable(path, error) from None
+    try:
+        samples = SampleFile(path, file, done)
+        if file.tell() == 0:
+            samples.add(about)
+        yield samples
+    finally:
+        with suppress(OSError):  # every row was flushed, or its failure reported
+            file.close()
+
+
+def _unwritable(path: Path, error: OSError) -> OptionError:
+    return OptionError(f"-o {path}: cannot be written ({error.strerror}); make room for it, or name another file")
 
 
 def _checked(path: Path, about: Row) -> set[Key]:

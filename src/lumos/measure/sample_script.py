@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         answer = sample_as_told(plan, given.output, given.collectives, PlainProgress(given.seconds), _say)
     except LumosError as problem:
         if not is_follower():
-            _say(f"error: {problem}")
+            _say(f"lumos: {problem}")
         return 2
     except KeyboardInterrupt:
         if not is_follower():

@@ -13,7 +13,7 @@ from typing import Any
 from lumos.data_files import read_table
 from lumos.measure.sample import Sampled, SamplePlan
 from lumos.measure.sample_file import lines_of
-from lumos.measure.sample_grid import COLLECTIVES, SECTIONS, Row
+from lumos.measure.sample_grid import COLLECTIVES, SECTIONS, Row, grid_of
 
 Answer = dict[str, Any]
 
@@ -68,7 +68,7 @@ def _notes(answer: Answer, plan: SamplePlan) -> Iterator[str]:
             "command resumes"
         )
     if plan.device == "cuda" and not plan.only:
-        yield from _finer(parts)
+        yield from _finer(parts, sum(grid_of(plan.device)["counts"].values()))
     if not plan.only and not any(parts[name]["rows"] for name in COLLECTIVES if name in parts):
         yield (
             "no collectives: they need several GPUs. All of a node are used by default; on several nodes start every "
@@ -82,20 +82,22 @@ def _notes(answer: Answer, plan: SamplePlan) -> Iterator[str]:
     yield f"next: lumos fit {answer['file']} -o model.npz"
 
 
-def _finer(parts: dict[str, Answer]) -> Iterator[str]:
-    """The error that a grid of this size had on an H200, and the whole grid."""
-    operators = [part for name, part in parts.items() if _order(name)[0] == 2]
-    have, whole = sum(part["rows"] + part["failed"] for part in operators), sum(part["grid"] for part in operators)
-    if not have or not whole:
+def _finer(parts: dict[str, Answer], whole: int) -> Iterator[str]:
+    """The error that so many rows had on an H200, and the usual grid."""
+    have = sum(part["rows"] + part["failed"] for name, part in parts.items() if _order(name)[0] == 2)
+    if not have:
         return
     table, share = read_table("sample_grid.json")["finer"], have / whole
     names = [name for name in table if name not in ("source", "share")]
     at_all = ", ".join(f"{name} {table[name][-1]:g} %" for name in names)
-    if share >= 0.995:
-        yield f"the whole grid: on an H200 its errors on other shapes were {at_all}; --scale 2 measures twice as much"
+    if share > 0.95:
+        yield f"the usual grid: on an H200 its errors on other shapes are {at_all}; --scale 2 measures twice as much"
         return
     here = ", ".join(f"{name} {_at(share, table['share'], table[name]):.1f} %" for name in names)
-    yield f"{100 * share:.0f} % of the grid: on an H200 such a part had errors of {here}; the whole grid {at_all}"
+    yield (
+        f"{100 * share:.1f} % of the usual grid: on an H200 so many rows have errors on other shapes of about {here}; "
+        f"all of it {at_all}"
+    )
 
 
 def _at(share: float, shares: list[float], errors: list[float]) -> float:

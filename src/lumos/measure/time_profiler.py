@@ -3,7 +3,7 @@
 | what | microseconds |
 |---|---|
 | operator | more for one operator without a kernel, while it is recorded with its shapes |
-| call | more for one call of CUDA's runtime (recording an event) |
+| call | more for one call of CUDA's runtime, such as a launch |
 | kernel | more from the start of one kernel to the start of the next, back to back |
 | step_fresh | a launch-bound training step in a process that was never profiled |
 | step_recorded, step_recorded_no_shapes | the same while it is recorded, with and without shapes |
@@ -17,6 +17,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
@@ -51,6 +52,7 @@ def measured_profiler(rows: list[Row], model: Row, device: str) -> list[Row]:
 
 def _measure(pipe: Connection, model: Row, device: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
+    warnings.simplefilter("ignore")  # torch's, about events that are thrown away here
     try:
         pipe.send(_all(model, device))
     except (RuntimeError, AttributeError, ValueError, ImportError) as problem:
@@ -69,7 +71,10 @@ def _all(model: Row, device: str) -> dict[str, float]:
     with _profiler(device, shapes=False):
         found["step_recorded_no_shapes"] = _step_us(step)
     found["step_stopped"] = _step_us(step)
-    return found | {name: max(0.0, during[name] - before[name]) for name in before}
+    more = {name: max(0.0, during[name] - before[name]) for name in before}
+    if "launch" in more:  # an operator and the call in it
+        more["call"] = max(0.0, more.pop("launch") - more["operator"])
+    return found | more
 
 
 def _profiler(device: str, shapes: bool) -> AbstractContextManager[Any]:
@@ -92,14 +97,15 @@ def _step_us(step: Any) -> float:
 
 
 def _micro(device: str) -> dict[str, float]:
-    """Microseconds of one operator, one call and one kernel, as things are now."""
+    """Microseconds of one operator, of one that launches a kernel, and from kernel to kernel, as things are now."""
     import torch
 
     one, two, out = (torch.ones(1) for _ in range(3))
     found = {"operator": _call_us(lambda: torch.add(one, two, out=out))}
     if device == "cuda":
-        event, small = torch.cuda.Event(), torch.ones(1, device="cuda")
-        found |= {"call": _call_us(event.record), "kernel": _kernel_us(lambda: small.add_(1))}
+        small = torch.ones(1, device="cuda")
+        found |= {"launch": _call_us(lambda: small.add_(1)), "kernel": _kernel_us(lambda: small.add_(1))}
+        torch.cuda.synchronize()
     return found
 
 
