@@ -1,4 +1,4 @@
-"""The answers of `lumos cost`, `lumos sample` and `lumos fit`, and their tables."""
+"""The answers of `lumos cost` and `lumos fit`, and their tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console, Group
@@ -17,7 +16,6 @@ from lumos.analysis.about_machine import AboutMachine
 from lumos.cost.operator_model import CostModel
 from lumos.measure.fit_machine import FittedMachine
 from lumos.measure.operator_rows import SIZES
-from lumos.measure.sample_file import lines_of
 from lumos.program.operators import Operator
 from lumos.report import about_tables
 from lumos.report.terminal.style import make_table, notes, rendered, summary
@@ -73,39 +71,6 @@ def show_costs(answer: Answer, console: Console) -> None:
     if len(rows) > _MOST_ROWS:
         table.caption = f"first {_MOST_ROWS} of {len(rows):,} rows; --json lists all"
     console.print(Group(table, *notes(answer["warnings"])))
-
-
-def sample_answer(path: Path, measured: int, left: int) -> Answer:
-    """What a sample file contains, with the number of rows that were measured now and that are left."""
-    times: dict[str, list[float]] = defaultdict(list)
-    failed: dict[str, list[str]] = defaultdict(list)
-    gpu = ""
-    for _, row in lines_of(path):
-        if "gpu" in row:
-            gpu = str(row["gpu"])
-        elif "us" in row:
-            times[row["op"]].append(row["us"])
-        else:
-            failed[row["op"]].append(str(row.get("error")))
-    operators = [
-        {
-            "op": name, "rows": len(times[name]), "failed": len(failed[name]),
-            "median_us": round(median(times[name]), 3) if times[name] else None,
-            "why": max(failed[name], key=failed[name].count, default=""),
-        }
-        for name in sorted({*times, *failed})
-    ]  # fmt: skip
-    return {"gpu": gpu, "file": str(path), "measured": measured, "left": left, "operators": operators}
-
-
-def show_samples(answer: Answer, console: Console) -> None:
-    """The contents of a sample file as a table."""
-    table = make_table(f"samples of {answer['gpu']}", "op", "rows", "median µs", "failed", "why")
-    for part in answer["operators"]:
-        middle = "" if part["median_us"] is None else f"{part['median_us']:,.1f}"
-        table.add_row(part["op"], f"{part['rows']:,}", middle, str(part["failed"] or ""), Text(part["why"]))
-    done = f"{answer['file']}: {answer['measured']:,} new rows, {answer['left']:,} left"
-    console.print(Group(table, Text(done)))
 
 
 def fit_answer(machine: FittedMachine, model: Path) -> Answer:
