@@ -74,7 +74,7 @@ def profiler_section(rows: Sequence[Row]) -> Section:
         return Section("profiler", len(rows), None, refused="no step that was timed both with and without recording")
     fresh, stopped = (found.get(name, 0.0) / 1e3 for name in ("step_fresh", "step_stopped"))
     if fresh > _DEARER * stopped or min(shares.values()) < _LEAST_SHARE:
-        said = f"a step took {fresh:.1f} ms before recording and {stopped:.1f} ms after it, on a machine that was not idle"
+        said = f"a step took {fresh:.1f} ms before recording and {stopped:.1f} ms after it: the machine was not idle"
         return Section("profiler", len(rows), None, refused=said)
     values |= {key: round(min(share, 1.0), 3) for key, share in shares.items()}
     # The shipped bounds lie well above what a warm loop shows; a loop that shows more raises them.
@@ -105,8 +105,8 @@ def power_section(rows: Sequence[Row], gpu: Gpu, limit_w: float | None) -> Secti
     idle_w = median(idle)
     try:
         loops = _loops(rows, idle_w, gpu)
-    except InputError as error:
-        return Section("power", len(rows), None, refused=str(error))
+    except InputError as wrong:
+        return Section("power", len(rows), None, refused=str(wrong).splitlines()[0])
     if len(loops) < _FEWEST_LOOPS:
         return Section("power", len(rows), None, refused=f"fewer than {_FEWEST_LOOPS} loops of operators")
     usual = _usual(gpu)
@@ -159,15 +159,21 @@ def _solved(loops: Sequence[_Loop], usual: Mapping[str, float]) -> dict[str, flo
     """The energies that explain the loops, none of them negative.
 
     Every loop is one equation in units of its own energy, every constant one more that holds it to the usual value.
+    A constant that would be negative is zero, and the others are solved for again.
     """
-    from scipy.optimize import nnls
-
     names = list(usual)
     scale = np.array([usual[name] for name in names])
     measured: Floats = np.array([[loop.parts.get(name, 0.0) for name in names] for loop in loops]) * scale
     measured /= np.array([[loop.joules] for loop in loops])
     rows = np.vstack([measured, np.sqrt(_PRIOR_WEIGHT) * np.eye(len(names))])
-    factors, _ = nnls(rows, np.concatenate([np.ones(len(loops)), np.full(len(names), np.sqrt(_PRIOR_WEIGHT))]))
+    wanted = np.concatenate([np.ones(len(loops)), np.full(len(names), np.sqrt(_PRIOR_WEIGHT))])
+    factors, free = np.zeros(len(names)), np.ones(len(names), bool)
+    while free.any():
+        found = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]
+        if (found >= 0).all():
+            factors[free] = found
+            break
+        free[np.flatnonzero(free)[found.argmin()]] = False
     return dict(zip(names, (factors * scale).tolist(), strict=True))
 
 
