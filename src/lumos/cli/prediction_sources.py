@@ -131,9 +131,10 @@ class OfTrace:
 
     def on(self, machine: Machine | None, tariff: Tariff) -> Prediction:
         asked = self._asked if machine is None else plain_on(self._asked, machine)[0]
+        traced = self._calibrated  # first: what it lacks is said better than what is to change
         wanted = changed(self._inferred, asked, self._stated)
         return predict(
-            self._calibrated, setup=wanted.setup, notes=tuple(wanted.notes), tariff=tariff, inferred=self._inferred
+            traced, setup=wanted.setup, notes=tuple(wanted.notes), tariff=tariff, inferred=self._inferred
         )
 
     def left_out(self, machine: Machine) -> list[str]:

@@ -289,7 +289,8 @@ def costs_from(found: Prediction) -> str:
     model = None if found.prices is None else found.prices.model
     if traced >= 0.5 or model is None:
         return "the trace"
-    return f"samples of {model.sampled}, scaled" if model.transferred else f"samples of {model.sampled}"
+    whose = "the model file" if model.measured_on is not None else f"samples of {model.sampled}"
+    return f"{whose}, scaled" if model.transferred else whose
 
 
 def _advice(found: Prediction) -> str:
