@@ -252,6 +252,42 @@ def test_a_traced_run_is_read_once_and_put_on_every_gpu(run: Run, monkeypatch: p
     assert rows[0]["gpus"] == 64
 
 
+def test_a_dry_run_is_put_on_every_gpu(run: Run, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="dry runs need torch, the extra [dry]")
+    from lumos.dry_run.recorded_step import write_recording
+
+    def train() -> None:
+        net = torch.nn.Linear(4096, 4096).cuda()
+        optimizer = torch.optim.AdamW(net.parameters())
+        for _ in range(3):
+            net(torch.randn(8192, 4096, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    write_recording(tmp_path / "rank0.dry.json.gz", lumos.dry_run(train))
+    rows = answer_of(run, "predict", "--from", tmp_path, "--gpu", "a100,h200")["gpus"]
+    alone = [answer_of(run, "predict", "--from", tmp_path, "--gpu", row["gpu"])["step_ms"] for row in rows]
+    assert [row["step_ms"] for row in rows] == alone
+    assert all(sum(row["bound_ms"].values()) == pytest.approx(row["step_ms"], rel=1e-3) for row in rows)
+    assert rows[1]["speedup"] is None or rows[1]["speedup"] > 1
+
+
+def test_the_code_of_a_config_is_run_once_for_all_gpus(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="dry runs of a config.json need transformers, the extra [dry]")
+    from lumos.dry_run import from_config
+
+    calls, record = [], from_config._recorded
+    monkeypatch.setattr(from_config, "_recorded", lambda *given: calls.append(given) or record(*given))
+    few = json.loads((ROOT / "examples/config.json").read_text()) | {"num_hidden_layers": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in few.items() if key != "layer_types"}))
+    rows = answer_of(run, "predict", path, "--gpu", "a100,h200", "--set", "train.seq=512")["gpus"]
+    assert len(calls) == 1
+    assert rows[0]["step_ms"] > rows[1]["step_ms"]
+
+
 # ---------------------------------------------------------------------- forms of the answer
 def test_the_json_has_these_keys(run: Run) -> None:
     answer = answer_of(run, "predict", SMALL, "--gpu", "h200,a100")
