@@ -301,7 +301,8 @@ def test_the_ten_runs_are_predicted_by_the_command_line(models: Path, site: str,
         measured = 1e3 * run.measured[ten_runs.SITES.index(site)]
         errors.append(abs(100 * (answer["step_ms"] / measured - 1)))
         low, high = answer["interval_ms"]
-        assert low < measured < high
+        assert low < measured < high < 1.5 * low, "the network is known, also where tensor ranks are on several nodes"
+        assert answer["source"]["fitted"] > 0.8, "collectives included"
     assert np.mean(errors) <= most
 
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 from math import exp, log, sqrt
 from typing import NamedTuple
 
+from lumos.cost.sampled_network import SampledNetwork
 from lumos.data_files import read_table
+from lumos.program.operators import Group
 from lumos.setup.setup import Setup
 from lumos.step.step import Step
 
@@ -45,17 +47,24 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
     setup = step.setup
     gpus, node = setup.cluster.gpus, setup.cluster.gpus_per_node
     model = step.prices.model
+    spread = setup.parallel.tp > max(node, setup.cluster.accelerator.nvlink_domain)
     return {
         "always": 1.0,
         "transferred": float(model.transferred),
         "other_family": float(model.gpu.family not in ("hopper", "ampere", "blackwell")),
         "nodes": float(gpus > node),
-        "spread_tensor": float(setup.parallel.tp > max(node, setup.cluster.accelerator.nvlink_domain)),
+        "spread_tensor": float(spread and not _is_sampled(step, step.assembly.layout.tp)),
         "pipeline": float(setup.parallel.pp > 1),
         "host": min(1.0, step.host_share),
         "experts": float(setup.model.experts > 0),
         "assumed": float(min(assumptions, 2)) / 2,
     }
+
+
+def _is_sampled(step: Step, group: Group) -> bool:
+    """Whether collectives were timed on the links that a group uses."""
+    network = step.prices.network
+    return isinstance(network, SampledNetwork) and network.covers(group)
 
 
 def changed_spread(traced: Setup, step: Step, without_communication: bool, growth: float = 1.0) -> Spread:
