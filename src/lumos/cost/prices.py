@@ -17,7 +17,7 @@ import numpy as np
 from lumos.cost.energy import joules_for
 from lumos.cost.in_step import InStepFactors
 from lumos.cost.network import Network
-from lumos.cost.operator_model import CostModel
+from lumos.cost.operator_model import CostModel, chip_of
 from lumos.data_files import read_table
 from lumos.program.block import Block, BlockOp
 from lumos.program.operators import Collective, Operator
@@ -89,7 +89,7 @@ class Prices:
         factor = self.factors.matrix if operator.is_matrix else self.factors.stream
         us = alone * factor * warmth(operator, self.model.gpu.l2_mb)
         if operator.is_matrix and operator.dtype != "fp32" and self.factors.sustained < 1:
-            us = max(us, operator.flops / (1e6 * self.factors.sustained * self.model.gpu.peak(operator.dtype)))
+            us = max(us, operator.flops / (self.factors.sustained * chip_of(self.model.gpu, operator.dtype).peak))
         return float(us + self.factors.launch_gap_us)
 
     def collective_us(self, collective: Collective) -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 from lumos.cost.prices import Prices
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.bill import Bill, Tariff
+from lumos.prediction.carried_over import carried_over, transfer_note, transfer_part
 from lumos.prediction.interval import dry_spread
 from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime
@@ -96,11 +96,8 @@ class DryPrediction(Prediction):
     @cached_property
     def warnings(self) -> list[str]:
         found, model = list(self.notes), self.dry.prices.model
-        if model.transferred:
-            found.append(
-                f"no samples for {model.gpu.shown}: its costs are those of {Path(model.sampled).name} scaled by its "
-                "own peaks, and the interval is wider"
-            )
+        if note := transfer_note(model, carried_over(model, self.all_operators)):
+            found.append(note)
         if self.setup is not None:
             found += machine_notes(self.setup, model, self.all_operators)
         if self.host_bound:
@@ -113,5 +110,6 @@ class DryPrediction(Prediction):
 def dry_prediction(recording: Recording, setup: Setup, notes: tuple[str, ...], tariff: Tariff) -> DryPrediction:
     """Predict a recorded step on the cluster of a setup."""
     step = DryStep(setup, recording, prices_of(setup))
-    spread = dry_spread(step.prices.model.transferred, step.host_us / max(step.busy_us, 1.0))
+    transferred = transfer_part(carried_over(step.prices.model, step.operators))
+    spread = dry_spread(transferred, step.host_us / max(step.busy_us, 1.0))
     return DryPrediction(step.run, spread, setup, notes=(*notes, *recording.assumptions), tariff=tariff, dry=step)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from lumos.cost.sampled_network import SampledNetwork
 from lumos.data_files import read_table
+from lumos.prediction.carried_over import carried_over, transfer_part
+from lumos.prediction.operator_times import operator_times
 from lumos.program.operators import Group
 from lumos.setup.setup import Setup
 from lumos.step.step import Step
@@ -50,7 +52,7 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
     spread = setup.parallel.tp > max(node, setup.cluster.accelerator.nvlink_domain)
     return {
         "always": 1.0,
-        "transferred": float(model.transferred),
+        "transferred": transfer_part(carried_over(model, operator_times(step))),
         "other_family": float(model.gpu.family not in ("hopper", "ampere", "blackwell")),
         "nodes": float(gpus > node),
         "spread_tensor": float(spread and not _is_sampled(step, step.assembly.layout.tp)),
@@ -97,8 +99,8 @@ def scaled_spread(profiler_error_pct: float) -> Spread:
     return Spread(1 - error, 1 + error)
 
 
-def dry_spread(transferred: bool, host_share: float) -> Spread:
-    """Of a dry run on one GPU; wider on a GPU without samples and where the host decides."""
+def dry_spread(transferred: float, host_share: float) -> Spread:
+    """Of a dry run on one GPU; wider by what rests on samples of another (transfer_part) and where the host decides."""
     table = read_table("uncertainty.json")
     parts = table["variance"]
     variance = table["dry_run"] + parts["transferred"] * transferred + parts["host"] * float(host_share > 1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswer
@@ -19,6 +18,7 @@ from lumos.errors import OptionError
 from lumos.graph.critical_path import PathSummary
 from lumos.graph.scaling import Scale, scaled_durations
 from lumos.prediction.bill import Bill, Tariff
+from lumos.prediction.carried_over import carried_over, transfer_note
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.interval import Spread, changed_spread, described_spread, scaled_spread
 from lumos.prediction.machine_notes import machine_notes
@@ -240,11 +240,8 @@ class Prediction:
         on_host = self.step.host_update_us / 1e3 if self.step else 0.0
         if on_host:
             found.append(f"the host updates its parameters in {on_host:,.1f} ms, copies included")
-        if model is not None and model.transferred:
-            found.append(
-                f"no samples for {gpu}: its costs are those of {Path(model.sampled).name} scaled by its own peaks, and "
-                "the interval is wider"
-            )
+        if model is not None and (note := transfer_note(model, carried_over(model, self.all_operators))):
+            found.append(note)
         if model is not None:
             found += machine_notes(self.setup, model, self.all_operators)
         if self.is_of_cpu:
