@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from lumos import read_setup
 from lumos.cli.main import app
 from lumos.cost.hardware_model import encode
 from lumos.cost.in_step import in_step_factors
@@ -319,3 +320,10 @@ def test_without_the_sampled_network_the_runs_between_nodes_are_far_off(models: 
     done = CliRunner().invoke(app, ["predict", str(run.path), "--set", "cluster.gpu=a100", "--json"])
     assert json.loads(done.stdout)["step_ms"] < 0.5e3 * run.measured[0]
     assert ten_runs.predicted_s(run, models / "Perlmutter.npz") == pytest.approx(run.measured[0], rel=0.05)
+
+
+def test_a_model_file_says_how_many_gpus_a_node_has_unless_the_setup_does(models: Path) -> None:
+    path, file = ten_runs.RUNS[0].path, f"cluster.model={models / 'Perlmutter.npz'}"
+    assert (read_setup(path, [file]).cluster.gpu, read_setup(path, [file]).cluster.gpus_per_node) == ("a100", 4)
+    assert read_setup(path, [file, "cluster.gpus_per_node=8"]).cluster.gpus_per_node == 8
+    assert read_setup(path, [file, "cluster.gpu=h100"]).cluster.gpus_per_node == 8
