@@ -25,7 +25,7 @@ from torch import distributed
 from lumos.errors import LumosError, OptionError
 
 _JOIN = timedelta(minutes=5)  # for all processes to appear, and for any one of them to answer
-_BEAT_S, _SILENT_S, _GRACE_S = 0.5, 60.0, 3.0
+_BEAT_S, _SILENT_S, _GRACE_S = 0.5, 20.0, 3.0
 _PORT, _PORTS = 29400, 500  # for Slurm, which hands out none: by the number of the job
 _FAILED = "failed"
 

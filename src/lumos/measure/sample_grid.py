@@ -37,7 +37,12 @@ def grid_of(device: str) -> Grid:
 
 def operators_of(device: str) -> list[str]:
     """The names of the operators that are sampled."""
-    return sorted({key.partition(":")[0] for key in grid_of(device)["counts"]})
+    return sorted({_operator_of(key) for key in grid_of(device)["counts"]})
+
+
+def _operator_of(key: str) -> str:
+    """The operator of a key of the counts: of "gemm/head:bf16" it is gemm."""
+    return key.partition(":")[0].partition("/")[0]
 
 
 def rows(scale: float = 1.0, only: frozenset[str] = frozenset(), seed: int = 0, device: str = "cuda") -> list[Row]:
@@ -45,12 +50,12 @@ def rows(scale: float = 1.0, only: frozenset[str] = frozenset(), seed: int = 0, 
     placed: list[tuple[float, Row]] = []
     grid = grid_of(device)
     for key, count in grid["counts"].items():
-        operator, _, dtype = key.partition(":")
-        if only and operator not in only:
+        kind, _, dtype = key.partition(":")
+        if only and _operator_of(key) not in only:
             continue
         draw = random.Random(f"{seed}:{key}")
         wanted, pace = max(1, round(count * scale)), 1.0 if key == grid["most_rows"] else _EARLY
-        for place, row in enumerate(_distinct(grid, operator, dtype or "bf16", wanted, draw)):
+        for place, row in enumerate(_distinct(grid, kind, dtype or "bf16", wanted, draw)):
             placed.append((pace * (place + draw.random()) / wanted, row))
     return [row for _, row in sorted(placed, key=lambda item: item[0])]
 
@@ -130,10 +135,10 @@ def _unless_one(**values: int) -> Row:
     return {name: value for name, value in values.items() if value != 1}
 
 
-def _distinct(grid: Grid, operator: str, dtype: str, wanted: int, draw: random.Random) -> Iterator[Row]:
+def _distinct(grid: Grid, kind: str, dtype: str, wanted: int, draw: random.Random) -> Iterator[Row]:
     seen: set[tuple[tuple[str, int | str], ...]] = set()
     for _ in range(20 * wanted):
-        row: Row = {"op": operator, **_SHAPES.get(operator, _plane)(grid, draw), "dtype": dtype}
+        row: Row = {"op": _operator_of(kind), **_SHAPES.get(kind, _plane)(grid, draw), "dtype": dtype}
         key = tuple(sorted(row.items()))
         if key not in seen and _affordable(grid, row):
             seen.add(key)
@@ -195,8 +200,19 @@ def _gemm(grid: Grid, draw: random.Random) -> Row:
     tokens = _tokens(grid, draw)
     if draw.random() < 0.5:
         inner, outer = outer, inner
+    return _product(layout, tokens, outer, inner)
+
+
+def _product(layout: str, tokens: int, outer: int, inner: int) -> Row:
+    """A linear layer (TN), the gradient of its input (NN), or that of its weight (NT)."""
     m, n, k = {"TN": (tokens, outer, inner), "NN": (tokens, inner, outer), "NT": (outer, inner, tokens)}[layout]
     return {"m": m, "n": n, "k": k, "layout": layout}
+
+
+def _head(grid: Grid, draw: random.Random) -> Row:
+    """The output layer: few shapes of all, but each costs as much as several layers."""
+    vocabulary = draw.choice(grid["odd_vocabularies" if draw.random() < 0.5 else "vocabularies"])
+    return _product(draw.choice(_LAYOUTS), _tokens(grid, draw), vocabulary, draw.choice(grid["widths"]))
 
 
 def _heads(grid: Grid, draw: random.Random) -> Row:
@@ -232,7 +248,7 @@ def _experts(grid: Grid, draw: random.Random) -> Row:
 
 
 _SHAPES: dict[str, Callable[[Grid, random.Random], Row]] = {
-    "gemm": _gemm, "bmm": _unfused, "sdpa_fwd": _heads, "sdpa_bwd": _heads, "rotary_fwd": _unfused,
+    "gemm": _gemm, "gemm/head": _head, "bmm": _unfused, "sdpa_fwd": _heads, "sdpa_bwd": _heads, "rotary_fwd": _unfused,
     "rotary_bwd": _unfused, "softmax_fwd": _unfused, "softmax_bwd": _unfused, "cross_entropy": _logits,
     "cross_entropy_bwd": _logits, "embedding": _lookup, "embedding_bwd": _lookup, "adamw_fused": _parameters,
     "grouped_gemm": _experts,

@@ -70,6 +70,7 @@ def sample_as_told(
 ) -> dict[str, Any]:
     """Everything after the options were read: the answer of rank 0; other ranks follow, and end the process."""
     check_output(output, None, (".jsonl",))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: NCCL's advice is not for users
     device = device_of(plan.device)
     if device == "cpu" and plan.device == "auto" and note is not None and not is_follower():
         note(_CPU_NOTE)

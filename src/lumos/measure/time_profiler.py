@@ -27,7 +27,7 @@ from typing import Any
 Row = dict[str, Any]
 Call = Callable[[], object]
 
-_ROUNDS, _CALLS, _STEPS, _KERNELS = 5, 200, 15, 300
+_TURNS, _ROUNDS, _CALLS, _STEPS, _KERNELS = 3, 5, 200, 12, 300
 _SLEEP_CYCLES = 60_000_000  # about 30 ms, in which the host queues all kernels
 _LONGEST_S = 120.0
 
@@ -65,11 +65,13 @@ def _all(model: Row, device: str) -> dict[str, float]:
     step = TrainingStep(model, device)
     _step_us(step)
     found = {"step_fresh": _step_us(step)}
-    before = _micro(device)
-    with _profiler(device, shapes=True):
-        found["step_recorded"], during = _step_us(step), _micro(device)
-    with _profiler(device, shapes=False):
-        found["step_recorded_no_shapes"] = _step_us(step)
+    before = during = _micro(device)
+    recorded: dict[bool, list[float]] = {True: [], False: []}
+    for shapes in (True, False) * _TURNS:  # in turns: the host is not always equally fast
+        with _profiler(device, shapes):
+            recorded[shapes].append(_step_us(step))
+            during = _micro(device) if shapes else during
+    found |= {"step_recorded": median(recorded[True]), "step_recorded_no_shapes": median(recorded[False])}
     found["step_stopped"] = _step_us(step)
     more = {name: max(0.0, during[name] - before[name]) for name in before}
     if "launch" in more:  # an operator and the call in it
