@@ -96,7 +96,7 @@ class DryPrediction(Prediction):
     @cached_property
     def warnings(self) -> list[str]:
         found, model = list(self.notes), self.dry.prices.model
-        if note := transfer_note(model, carried_over(model, self.all_operators)):
+        if note := transfer_note(model.gpu.shown, model, carried_over(model, self.all_operators)):
             found.append(note)
         if self.setup is not None:
             found += machine_notes(self.setup, model, self.all_operators)

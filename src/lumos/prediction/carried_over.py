@@ -68,7 +68,7 @@ def transfer_part(parts: Sequence[CarriedOver]) -> float:
     return sum((part.share * part.error_pct / _UNIT_PCT) ** 2 for part in parts)
 
 
-def transfer_note(model: CostModel, parts: Sequence[CarriedOver]) -> str:
+def transfer_note(gpu: str, model: CostModel, parts: Sequence[CarriedOver]) -> str:
     """A sentence on what rests on what; "" where all that matters was sampled on the GPU, or a model file says it."""
     told = [part for part in parts if part.share >= _WORTH_SAYING and part.sampled]
     if not told or (model.measured_on is not None and not model.transferred):
@@ -79,6 +79,6 @@ def transfer_note(model: CostModel, parts: Sequence[CarriedOver]) -> str:
     errors = [f"{first.error_pct:.0f} % in {first.group} ({first.share:.0%} of this step's operators)"]
     errors += [f"{part.error_pct:.0f} % in {part.group} ({part.share:.0%})" for part in others]
     return (
-        f"{begin} {model.gpu.shown}: costs of {' and '.join(names)} are scaled by its peaks, and the interval is "
+        f"{begin} {gpu}: costs of {' and '.join(names)} are scaled by its peaks, and the interval is "
         f"wider. Sampled GPUs that were left out and predicted so were off by {', '.join(errors)}"
     )

@@ -240,7 +240,7 @@ class Prediction:
         on_host = self.step.host_update_us / 1e3 if self.step else 0.0
         if on_host:
             found.append(f"the host updates its parameters in {on_host:,.1f} ms, copies included")
-        if model is not None and (note := transfer_note(model, carried_over(model, self.all_operators))):
+        if model is not None and (note := transfer_note(gpu, model, carried_over(model, self.all_operators))):
             found.append(note)
         if model is not None:
             found += machine_notes(self.setup, model, self.all_operators)
