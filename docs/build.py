@@ -21,7 +21,7 @@ from markdown_it.token import Token
 
 DOCS = Path(__file__).resolve().parent
 _GROUPS = {
-    "Start": ("index", "tutorial", "howto", "own_script", "gpus"),
+    "Start": ("index", "tutorial", "howto", "own_script", "gpus", "your_hardware"),
     "Understand": ("concepts", "design"),
     "Reference": ("commands", "setup", "capture", "reports", "scoring", "api"),
     "Accuracy": ("accuracy", "changes", "forecasts", "dry_runs", "searches", "energy", "files"),
