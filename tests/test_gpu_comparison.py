@@ -336,6 +336,13 @@ def test_the_page_draws_what_bounds_each_gpu_and_escapes_names(small: Setup, tmp
     assert "memory bandwidth" in text
 
 
+def test_a_notebook_shows_the_tables(small: Setup) -> None:
+    text = compare_gpus(small, ["h200", "a100"])._repr_html_()
+    assert "what bounds the step, %" in text
+    assert "samples of a100" in text
+    assert "<svg" not in text
+
+
 # ---------------------------------------------------------------------- searches
 @pytest.fixture(scope="module")
 def searched() -> dict[str, Any]:

@@ -110,6 +110,12 @@ class GpuComparison:
             warnings=[*self.notes, *self._too_close(rows)],
         )  # fmt: skip
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from lumos.report.html.notebook import gpus_snippet
+
+        return gpus_snippet(self)
+
     def _best(self, rows: Sequence[GpuAnswer], key: str, less: bool) -> list[int]:
         """The rows with the best value of a key, among those that can run."""
         values = {i: getattr(rows[i], key) for i, run in enumerate(self.runs) if run.counts}

@@ -163,8 +163,8 @@ def gpu_notes(answer: Answer) -> list[str]:
             same = re.sub(rf"(?<![\w.-]){re.escape(row['gpu'])}(?![\w.-])", "it", text)
             by_text.setdefault(same, []).append(label_of(row))
     common = {text for text in predicted(answer)[0]["warnings"] if len(by_text.get(text, ())) == len(predicted(answer))}
-    own = [text if text in common else f"{', '.join(on)}: {text}" for text, on in by_text.items()]
-    return [*refusals(answer), *own]
+    first = sorted(by_text, key=lambda text: not text.startswith("does not fit"))
+    return [*refusals(answer), *(text if text in common else f"{', '.join(by_text[text])}: {text}" for text in first)]
 
 
 def flat_rows(answer: Answer) -> list[dict[str, Any]]:

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from lumos.analysis.comparison import Comparison
 from lumos.analysis.replay import Replay
+from lumos.prediction.gpu_comparison import GpuComparison
 from lumos.prediction.prediction import Prediction
 from lumos.report.html.comparison_page import comparison_page
+from lumos.report.html.gpu_page import gpu_page
 from lumos.report.html.page import Page, environment
 from lumos.report.html.parts import breakdown_section, path_section
 from lumos.report.html.prediction_page import prediction_summary
@@ -33,6 +35,11 @@ def prediction_snippet(found: Prediction) -> str:
 def comparison_snippet(found: Comparison) -> str:
     page = comparison_page(found)
     return _snippet(replace(page, sections=[s for s in page.sections if s.title != "Ranks"]))
+
+
+def gpus_snippet(found: GpuComparison) -> str:
+    """Cards, what bounds the step on each GPU, time, memory and money."""
+    return _snippet(gpu_page(found.as_dict()))
 
 
 def _snippet(page: Page) -> str:
