@@ -39,7 +39,7 @@ from lumos.measure.sample_grid import (
     rows,
     section_rows,
 )
-from lumos.measure.sample_script import MODULES, parser, write_script
+from lumos.measure.sample_script import MODULES, main, parser, write_script
 from lumos.measure.sample_summary import summary_of, text_of
 from lumos.program.rank_layout import RankLayout
 from lumos.program.transformer_layer import TransformerLayer
@@ -228,6 +228,7 @@ def test_progress_names_the_operator_at_work(tmp_path: Path) -> None:
         (SamplePlan(seconds=math.nan), "--seconds nan: give a number"),
         (SamplePlan(seconds=-3), "--seconds -3: give a number"),
         (SamplePlan(only=frozenset({"p2p"})), "--only p2p: collectives need more than one GPU"),
+        (SamplePlan(only=frozenset({"power"}), device="cpu"), "--only power: cannot be measured on a CPU"),
     ],
 )
 def test_an_impossible_plan_is_refused(plan: SamplePlan, words: str) -> None:
@@ -372,6 +373,23 @@ def test_mistakes_in_the_options_of_the_one_file_end_in_one_line(tmp_path: Path)
     assert (done.returncode, len(told)) == (2, 1)
     assert told[0].startswith("lumos: -o nowhere/s.jsonl: the folder nowhere does not exist")
     assert [path.name for path in tmp_path.iterdir()] == ["sample.pyz"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-o", "s.jsonl", "--seconds", "abc"], "argument --seconds: invalid float value: 'abc'"),
+        ([], "the following arguments are required: -o/--output"),
+        (["-o", "s.jsonl", "--sekunds", "3"], "unrecognized arguments: --sekunds 3"),
+    ],
+)
+def test_an_option_of_the_one_file_that_is_none_ends_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"lumos: {words}; --help lists the options\n"
 
 
 def test_both_front_ends_have_the_same_options() -> None:

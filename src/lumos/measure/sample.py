@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from lumos.errors import OptionError
+from lumos.errors import LumosError, OptionError
 from lumos.measure.sample_file import SampleFile, open_samples
 from lumos.measure.sample_grid import COLLECTIVES, SECTIONS, Row, collective_rows, layout_of, operators_of, rows
 from lumos.measure.sample_grid import section_rows as rows_of_sections
@@ -74,6 +74,8 @@ class SamplePlan(NamedTuple):
         """Itself, once the machine is known, or OptionError."""
         if self.gpus_per_node * self.nodes < 2 and self.only and self.only <= set(COLLECTIVES):
             raise OptionError(f"--only {','.join(sorted(self.only))}: collectives need more than one GPU")
+        if not self.everything():
+            raise OptionError(f"--only {','.join(sorted(self.only))}: cannot be measured on a CPU; leave it out")
         return self
 
     def operators(self) -> list[Row]:
@@ -260,7 +262,7 @@ def _lead(
             plan = plan._replace(gpus_per_node=team.per_node, nodes=team.nodes)
         done = sample_machine(plan.checked_for_ranks(), output, progress, timer, team)
         team.shared(None)
-    except OptionError as problem:
+    except LumosError as problem:
         team.watch.report(str(problem))
         raise
     except RuntimeError as problem:  # of gloo or NCCL: another rank is gone

@@ -14,7 +14,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lumos.data_files import data_file
 from lumos.errors import LumosError, printable
@@ -85,11 +85,16 @@ def sample_as_told(
     return summary_of(output, done, plan)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A mistake ends in one line, as everywhere."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, "" if is_follower() else f"lumos: {message}; --help lists the options\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The options of `lumos sample`, but for --script."""
-    found = argparse.ArgumentParser(
-        prog="sample.pyz", description="Measure this machine (needs torch), as input for lumos fit."
-    )
+    found = _Parser(prog="sample.pyz", description="Measure this machine (needs torch), as input for lumos fit.")
     found.add_argument("-o", "--output", type=Path, required=True, help="The .jsonl file to append rows to.")
     found.add_argument("--device", default="auto", help="cuda or cpu; by default cuda where torch sees a GPU.")
     found.add_argument("--scale", type=float, default=1.0, help="How many shapes: a factor on the usual number.")
