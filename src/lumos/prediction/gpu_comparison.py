@@ -21,7 +21,7 @@ from lumos.setup.setup_files import PlainSetup
 
 _GIB = float(1 << 30)
 _FAMILIES = {
-    "matmuls": ("gemm", "linear", "bmm", "grouped"), "attention": ("sdpa", "softmax"),
+    "matmuls": ("gemm", "linear", "bmm", "grouped"), "attention": ("sdpa", "softmax", "neox_softmax", "neox_fillmask"),
     "optimizer": ("adamw", "neox_optimizer"), "loss": ("cross_entropy", "neox_loss"),
 }  # fmt: skip
 _LESS_IS_BETTER = {"step_ms": True, "tokens_per_s": False, "tokens_per_s_per_gpu": False, "mfu": False,
