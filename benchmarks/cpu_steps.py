@@ -1,7 +1,7 @@
 """How well `lumos sample`, `lumos fit` and `lumos predict` describe training on this machine's own CPU.
 
     python benchmarks/cpu_steps.py measure STEPS.jsonl    measure small models of transformers: minutes on idle cores
-    python benchmarks/cpu_steps.py score STEPS.jsonl MODEL.npz [SETUP_FOLDER]
+    python benchmarks/cpu_steps.py score STEPS.jsonl MODEL.npz
 
 The models are those of the transformers library, trained eagerly with torch's fused AdamW: code that Lumos did not
 write, at sizes that `lumos sample` does not measure as whole steps. A time is the fastest of many steps, because other
@@ -106,9 +106,36 @@ def measure(path: Path, seconds: float = SECONDS) -> None:
         path.write_text("".join(json.dumps(each) + "\n" for each in known.values()))
 
 
+def setup_of(case: dict[str, Any], model: str) -> Any:
+    """The same model as a setup, on the machine of a model file."""
+    from lumos.setup.setup import Setup
+
+    gpt2 = case["kind"] == "gpt2"
+    decoder = {key: case[key] for key in ("layers", "hidden", "ffn", "heads", "vocab")}
+    decoder |= {"kv_heads": case["kv"], "gated": not gpt2, "tied": gpt2}
+    train = {key: case[key] for key in ("seq", "micro_batch")} | {"microbatches": 1, "precision": case["dtype"]}
+    return Setup.model_validate({"model": decoder, "train": train, "cluster": {"model": model, "gpus": 1}})
+
+
+def score(steps: Path, model: str) -> None:
+    """Predicted against measured steps, and the mean error by precision."""
+    from lumos import predict
+
+    errors: dict[str, list[float]] = {}
+    for case in map(json.loads, steps.read_text().splitlines()):
+        step_ms = predict(setup_of(case, model)).step_ms
+        error = 100 * (1e3 * step_ms / case["us"] - 1)
+        errors.setdefault(case["dtype"], []).append(abs(error))
+        print(f"{case['name']:34} measured {case['us'] / 1e3:9.2f} ms, predicted {step_ms:9.2f} ms, {error:+6.1f} %")
+    for dtype, found in errors.items():
+        print(f"{dtype}: mean error {sum(found) / len(found):.1f} %, worst {max(found):.1f} % of {len(found)}")
+
+
 def main(task: str, *paths: str) -> None:
     if task == "measure":
         measure(Path(paths[0]), *map(float, paths[1:]))
+    else:
+        score(Path(paths[0]), paths[1])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -355,7 +356,7 @@ BAD: dict[str, tuple[Content, str]] = {
     "seconds": (text(*rows_in(1e-6, H200)), "us looks like seconds; multiply it by 1e6"),
     "nanoseconds": (text(*rows_in(1e3, H200)), "us looks like nanoseconds"),
     "milliseconds of an unknown GPU": (
-        text(*rows_in(1e-3, {"gpu": "Abacus"})), "TFLOP/s, which no GPU does: us looks like milliseconds; multiply it by 1,000",
+        text(*rows_in(1e-3, {"gpu": "Abacus"})), "TFLOP/s, which no GPU does: us looks like milliseconds; multiply",
     ),
     "milliseconds of a CPU": (
         text(*rows_in(1e-3, CPU, "cpu", "fp32")), "which no CPU does: us looks like milliseconds; multiply it by 1,000",
@@ -463,3 +464,60 @@ def test_without_scikit_learn_fitting_says_what_to_install(tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "lumos: fitting needs scikit-learn: pip install 'lumos-sim[fit]'\n"
+
+
+# ---------------------------------------------------------------------- this machine
+SAMPLE = """
+import json, sys
+from collections import Counter
+from pathlib import Path
+from lumos.measure.operator_rows import operator_of
+from lumos.measure.sample import device_timer, sample
+from lumos.measure.sample_file import open_samples
+from lumos.measure.sample_grid import rows, section_rows
+from lumos.measure.time_steps import measured_step
+
+def is_small(row):
+    operator = operator_of(row, "row")
+    return row["dtype"] == "fp32" and operator.flops < 4e7 and operator.bytes < 4e6
+
+families, grid = Counter(), []
+for row in filter(is_small, rows(2.0, only=frozenset(sys.argv[3].split(",")), device="cpu")):
+    families[row["op"]] += 1
+    if families[row["op"]] <= (72 if row["op"] == "gemm" else 24):
+        grid.append(row)
+timer = device_timer("cpu")
+sample(grid, Path(sys.argv[1]), timer=timer)
+with open_samples(Path(sys.argv[1]), timer.about) as file:
+    for row in timer.section("host", section_rows("cpu", frozenset({"host"}))):
+        file.add(row)
+print(json.dumps(measured_step(json.loads(sys.argv[2]), "cpu", None)))
+"""
+FAMILIES = (
+    "gemm", "sdpa_fwd", "sdpa_bwd", "norm_eager_fwd", "norm_eager_bwd", "rotary_fwd", "rotary_bwd", "silu", "silu_bwd",
+    "mul", "copy", "cross_entropy", "cross_entropy_bwd", "embedding", "embedding_bwd", "adamw_fused",
+)  # fmt: skip
+
+
+def test_a_cpu_is_sampled_fitted_and_its_training_step_predicted(tmp_path: Path) -> None:
+    """A few seconds on one thread; benchmarks/cpu_steps.py has the error on idle cores and whole models."""
+    pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+    model = {"layers": 3, "hidden": 128, "ffn": 320, "heads": 4, "vocab": 600}
+    train = {"seq": 96, "micro_batch": 2}
+    decoder = json.dumps({**model, **train, "dtype": "fp32"})
+    command = [sys.executable, "-c", SAMPLE, "s.jsonl", decoder, ",".join(FAMILIES)]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # cores that tests share would make threads wait for each other
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    measured_ms = json.loads(done.stdout)["us"] / 1e3
+    fitting = lumos("fit", "s.jsonl", "-o", "cpu.npz", "--json", cwd=tmp_path)
+    assert (fitting.returncode, fitting.stderr) == (0, "")
+    answer = json.loads(fitting.stdout)
+    assert {part["family"] for part in answer["families"] if not part["refused"]} >= {"gemm:fp32", "sdpa_bwd:fp32"}
+    sections = {"model": model, "train": {**train, "microbatches": 1, "precision": "fp32"}, "cluster": {"gpus": 1}}
+    with (tmp_path / "run.toml").open("w") as file:
+        for name, part in sections.items():
+            file.write("\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in part.items()), ""]))
+    predicting = lumos("predict", "run.toml", "--model", "cpu.npz", "--json", cwd=tmp_path)
+    assert (predicting.returncode, predicting.stderr) == (0, "")
+    assert json.loads(predicting.stdout)["step_ms"] == pytest.approx(measured_ms, rel=0.4)

@@ -45,37 +45,52 @@ class _Measured(NamedTuple):
     rest: float
 
 
-def in_step_section(rows: Sequence[Row], model: str) -> Section:
+def in_step_section(rows: Sequence[Row], host: Sequence[Row], model: str) -> Section:
     """Factors on isolated costs that make the sampled steps come out; error_pct is that of steps left out.
 
-    `model` is the path of a model file with the operators of the machine.
+    `model` is the path of a model file with the operators of the machine. `host` are the rows of tiny steps, which tell
+    what passes between two operators of a CPU.
     """
     gpu = gpu_named(model)
-    if not rows:
-        usually = "a step is the sum of its operators" if gpu.is_cpu else "the factors of its family are used"
-        return missing("in_step", usually)
-    if len(rows) < _FEWEST_STEPS:
-        return Section("in_step", len(rows), None, refused=f"fewer than {_FEWEST_STEPS} whole steps")
-    usual = usual_factors(gpu)
     try:
+        usual = replace(usual_factors(gpu), launch_gap_us=_gap_us(host, model)) if gpu.is_cpu else usual_factors(gpu)
         steps = [_measured(row, model, usual) for row in rows]
     except (LumosError, KeyError, TypeError) as wrong:
         return Section("in_step", len(rows), None, refused=f"a step cannot be described: {str(wrong).splitlines()[0]}")
+    gap = {"launch_gap_us": round(usual.launch_gap_us, 3)}
+    found = _factors(steps, usual)
+    if found.values is not None:
+        return found._replace(values={**found.values, **gap})
+    if gpu.is_cpu and usual.launch_gap_us:  # which holds by itself: steps are the sum of their operators and these gaps
+        why = found.refused or "no whole steps were sampled"
+        said = f"{usual.launch_gap_us:.1f} µs between two operators; factors of 1, because of: {why}"
+        return found._replace(values={"matrix": 1.0, "stream": 1.0, **gap, "error_pct": None}, refused="", note=said)
+    if not rows:
+        usually = "a step is the sum of its operators" if gpu.is_cpu else "the factors of its family are used"
+        return missing("in_step", usually)
+    return found
+
+
+def _factors(steps: Sequence[_Measured], usual: InStepFactors) -> Section:
+    """What the steps say, and whether to believe it."""
+    count = len(steps)
+    if count < _FEWEST_STEPS:
+        return Section("in_step", count, None, refused=f"fewer than {_FEWEST_STEPS} whole steps")
     matrix, stream = _solved(steps, usual)
-    left_out = [_solved([*steps[:i], *steps[i + 1 :]], usual) for i in range(len(steps))]
+    left_out = [_solved([*steps[:i], *steps[i + 1 :]], usual) for i in range(count)]
     errors = [abs(_us(step, *found) / step.us - 1) for step, found in zip(steps, left_out, strict=True)]
     error = 100 * mean(errors)
+    alone = 100 * mean(abs(_us(step, usual.matrix, usual.stream) / step.us - 1) for step in steps)
     said = f"matrix {matrix:.3f}, stream {stream:.3f}"
     if error > _LARGEST_ERROR_PCT:
-        return Section("in_step", len(rows), None, error, f"{said}: {error:.0f} % off on steps that are left out")
+        return Section("in_step", count, None, error, f"{said}: {error:.0f} % off on steps that are left out")
     if not all(_SANE[0] <= factor <= _SANE[1] for factor in (matrix, stream)):
-        return Section("in_step", len(rows), None, error, f"{said}: beyond {_SANE[0]:g} to {_SANE[1]:g}")
-    alone = 100 * mean(abs(_us(step, usual.matrix, usual.stream) / step.us - 1) for step in steps)
-    values = {
-        "matrix": round(matrix, 4), "stream": round(stream, 4), "launch_gap_us": usual.launch_gap_us,
-        "error_pct": round(error, 2),
-    }  # fmt: skip
-    return Section("in_step", len(rows), values, error, note=f"{said}; without them {alone:.1f} % off")
+        return Section("in_step", count, None, error, f"{said}: beyond {_SANE[0]:g} to {_SANE[1]:g}")
+    if error > alone:
+        why = f"{said}: {error:.1f} % off on steps that are left out, and {alone:.1f} % without these factors"
+        return Section("in_step", count, None, error, why)
+    values = {"matrix": round(matrix, 4), "stream": round(stream, 4), "error_pct": round(error, 2)}
+    return Section("in_step", count, values, error, note=f"{said}; without them {alone:.1f} % off")
 
 
 def usual_factors(gpu: Gpu) -> InStepFactors:
@@ -89,11 +104,8 @@ def host_section(rows: Sequence[Row], model: str) -> Section:
     if not rows:
         return missing("host", "a typical host is assumed")
     if gpu_named(model).is_cpu:
-        return Section("host", len(rows), None, note="not needed: operators of a CPU are timed with their dispatch")
-    steps: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        steps[tuple(row.get(size) for size in (*_SIZES, "dtype"))].append(row)
-    whole = [parts for parts in steps.values() if {row.get("what") for row in parts} >= _PARTS]
+        return Section("host", len(rows), None, note="none beside a CPU: in_step has what passes between operators")
+    whole = _whole(rows)
     if not whole:
         return Section("host", len(rows), None, refused="no step with its forward pass, backward pass and optimizer")
     try:
@@ -106,6 +118,24 @@ def host_section(rows: Sequence[Row], model: str) -> Section:
     note = f"{middle:.1f} µs a launch, {usual:g} on a typical host"
     values = {"launch_us": round(middle, 3), "error_pct": None if error is None else round(error, 2)}
     return Section("host", len(rows), values, error, note=note)
+
+
+def _whole(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of every tiny step that was timed from forward pass to optimizer."""
+    steps: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        steps[tuple(row.get(size) for size in (*_SIZES, "dtype"))].append(row)
+    return [parts for parts in steps.values() if {row.get("what") for row in parts} >= _PARTS]
+
+
+def _gap_us(rows: Sequence[Row], model: str) -> float:
+    """What passes between two operators of a CPU: Python and autograd, which tiny steps mostly consist of."""
+    gaps = []
+    for parts in _whole(rows):
+        setup, factors = _setup(parts[0], model), usual_factors(gpu_named(model))
+        operators, more = (_step_us(setup, replace(factors, launch_gap_us=gap), 0.0) for gap in (0.0, 1.0))
+        gaps.append((_AROUND * sum(row["us"] for row in parts) - operators) / (more - operators))
+    return max(0.0, median(gaps)) if gaps else 0.0
 
 
 # ---------------------------------------------------------------------- described steps

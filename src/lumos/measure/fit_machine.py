@@ -62,7 +62,7 @@ def _sections(samples: Samples, operators: bytes) -> list[Section]:
             host_section(others["host"], model),
             profiler_section(others["profiler"]),
             power_section(others["power"], gpu, _limit_w(samples)),
-            in_step_section(others["step"], model),
+            in_step_section(others["step"], others["host"], model),
         ]
 
 

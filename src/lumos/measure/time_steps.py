@@ -184,15 +184,16 @@ def measured_host(rows: list[Row], device: str) -> list[Row]:
 def _issuing(step: TrainingStep) -> dict[str, float]:
     """Median microseconds of the host in each part of a step, with the GPU idle when it begins."""
     found: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
+    clock = cpu_clock() if step.device == "cpu" else time.perf_counter
     for _ in range(_HOST_ROUNDS):
         step.wait()
-        start = time.perf_counter()
+        start = clock()
         loss = step.forward()
-        middle = time.perf_counter()
+        middle = clock()
         loss.backward()
-        late = time.perf_counter()
+        late = clock()
         step.update()
-        end = time.perf_counter()
+        end = clock()
         for name, seconds in zip(found, (middle - start, late - middle, end - late), strict=True):
             found[name].append(seconds * 1e6)
     step.wait()
