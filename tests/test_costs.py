@@ -426,6 +426,7 @@ def test_after_the_host_has_waited_a_block_takes_what_host_or_gpu_take_at_least_
         return
     last = 4 if names[-1] == "gelu" else 2 if names[-1] == "gather" else 1  # launches, of which the first may start it
     assert max(gpu, found.host_us - last * host_us) <= found.us * (1 + 1e-9)
+    assert found.waited_us == pytest.approx(found.us - gpu)
     assert found.us <= (gpu + found.host_us + host_us + prices.launch_us) * (1 + 1e-9)
 
 
@@ -446,7 +447,7 @@ def test_collectives_run_beside_operators_until_somebody_waits() -> None:
     assert found.joules == pytest.approx(joules)
     assert time_of([waited, BlockOp(add)], prices).us == pytest.approx(sent + one)
     assert time_of([beside], prices).us == pytest.approx(sent), "a block ends with its last collective"
-    assert time_of([], prices) == BlockTime() == (0, 0, 0, 0, 0)
+    assert time_of([], prices) == BlockTime() == (0, 0, 0, 0, 0, 0)
     assert prices.operator_us(Operator("stream", (0,))) == 0
     assert found + found == pytest.approx(found.times(2))
 

@@ -51,6 +51,7 @@ class BlockTime(NamedTuple):
     compute_us: float = 0.0
     communication_us: float = 0.0  # all of it, hidden or not
     joules: float = 0.0  # over those of an idle GPU, at the highest clock
+    waited_us: float = 0.0  # of `us`, for a host that had waited for the GPU and no longer runs ahead
 
     def __add__(self, other: BlockTime) -> BlockTime:  # type: ignore[override]
         return BlockTime(*(a + b for a, b in zip(self, other, strict=True)))
@@ -164,4 +165,6 @@ def time_of(block: Block, prices: Prices) -> BlockTime:
         else:
             compute += cost
             joules += prices.joules.operator(op.work, cost)
-    return BlockTime(end, prices.host_us * launches, compute, communication, joules)
+    ahead = [op._replace(syncs=False) for op in block]
+    waited = end - time_of(ahead, prices).us if any(op.syncs for op in block) else 0.0
+    return BlockTime(end, prices.host_us * launches, compute, communication, joules, waited)

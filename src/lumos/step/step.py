@@ -123,11 +123,19 @@ class Step:
     @cached_property
     def host_cost(self) -> float:
         """The share of the step that a host without any delay would save."""
-        if not self.plan.hosted:
+        left = np.array([self._without_host(role) for role in self.structure.roles])
+        if (left == 1).all():
             return 0.0
-        hosted = np.array([role.what.startswith("host") for role in self.structure.roles])
-        free = np.where(hosted[self.structure.node_role], 0.0, self.graph.duration)
-        return 1 - simulate(self.graph, free).span / self.times.span
+        return 1 - simulate(self.graph, left[self.structure.node_role] * self.graph.duration).span / self.times.span
+
+    def _without_host(self, role: Role) -> float:
+        """The share of a node's time that would be left if the host had no delay."""
+        if role.what.startswith("host"):
+            return 0.0
+        if role.what not in ("forward", "backward", "weights"):
+            return 1.0
+        block: BlockTime = getattr(self.chunks[role.stage][role.chunk], role.what)
+        return 1 - block.waited_us / block.us if block.waited_us else 1.0
 
 
 def simulate_step(
