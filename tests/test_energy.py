@@ -311,6 +311,16 @@ def test_a_capped_gpu_takes_longer_for_no_more_energy(name: str, one: float, oth
     assert (low.energy_j or 0) <= (high.energy_j or 0) * (1 + 1e-9)
 
 
+def test_an_answer_under_another_limit_is_less_certain_by_half_of_what_the_limit_changes() -> None:
+    run = described(cluster__gpu="h200", train__cuda_graphs=True)
+    usual, less = predict(run), predict(run.replaced({"cluster.power_w": 450.0}))
+    wider = math.log(less.interval_ms[1] / less.step_ms) ** 2 - math.log(usual.interval_ms[1] / usual.step_ms) ** 2
+    assert math.sqrt(wider) == pytest.approx(0.5 * math.log(less.step_ms / usual.step_ms), rel=0.3)
+    (told,) = [text for text in less.warnings if "power limit" in text]
+    assert told.startswith("no run was measured under a power limit of 450 W (usual for h200: 700 W)")
+    assert not [text for text in usual.warnings if "power limit" in text]
+
+
 def test_the_usual_power_limit_may_be_stated() -> None:
     run = described(cluster__gpu="b200")
     stated = run.replaced({"cluster.power_w": gpu_named("b200").tdp_w})

@@ -13,7 +13,7 @@ from lumos.prediction.carried_over import carried_over, transfer_note, transfer_
 from lumos.prediction.interval import dry_spread
 from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime
-from lumos.prediction.power import Energy
+from lumos.prediction.power import Energy, limit_note, limit_part
 from lumos.prediction.prediction import Prediction, memory_words
 from lumos.program.memory import Memory
 from lumos.setup.setup import Setup
@@ -96,8 +96,8 @@ class DryPrediction(Prediction):
     @cached_property
     def warnings(self) -> list[str]:
         found, model = list(self.notes), self.dry.prices.model
-        if note := transfer_note(model.gpu.shown, model, carried_over(model, self.all_operators)):
-            found.append(note)
+        carried = carried_over(model, self.all_operators)
+        found += filter(None, (transfer_note(model.gpu.shown, model, carried), limit_note(model.gpu)))
         if self.setup is not None:
             found += machine_notes(self.setup, model, self.all_operators)
         if self.host_bound:
@@ -111,5 +111,6 @@ def dry_prediction(recording: Recording, setup: Setup, notes: tuple[str, ...], t
     """Predict a recorded step on the cluster of a setup."""
     step = DryStep(setup, recording, prices_of(setup))
     transferred = transfer_part(carried_over(step.prices.model, step.operators))
-    spread = dry_spread(transferred, step.host_us / max(step.busy_us, 1.0))
+    power = limit_part(setup.cluster.accelerator, step.operators, max(step.busy_us, step.host_us))
+    spread = dry_spread(transferred, step.host_us / max(step.busy_us, 1.0), power)
     return DryPrediction(step.run, spread, setup, notes=(*notes, *recording.assumptions), tariff=tariff, dry=step)

@@ -15,11 +15,15 @@ from lumos.cost.sampled_network import SampledNetwork
 from lumos.data_files import read_table
 from lumos.prediction.carried_over import carried_over, transfer_part
 from lumos.prediction.operator_times import operator_times
+from lumos.prediction.power import limit_part
 from lumos.program.operators import Group
 from lumos.setup.setup import Setup
 from lumos.step.step import Step
 
-PARTS = ("always", "transferred", "other_family", "nodes", "spread_tensor", "pipeline", "host", "experts", "assumed")
+PARTS = (
+    "always", "transferred", "other_family", "nodes", "spread_tensor", "pipeline", "host", "experts", "assumed",
+    "power",
+)  # fmt: skip
 
 
 class Spread(NamedTuple):
@@ -48,11 +52,11 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
     """What makes a step hard to predict, each between 0 and about 1."""
     setup = step.setup
     gpus, node = setup.cluster.gpus, setup.cluster.gpus_per_node
-    model = step.prices.model
+    model, rows = step.prices.model, operator_times(step)
     spread = setup.parallel.tp > max(node, setup.cluster.accelerator.nvlink_domain)
     return {
         "always": 1.0,
-        "transferred": transfer_part(carried_over(model, operator_times(step))),
+        "transferred": transfer_part(carried_over(model, rows)),
         "other_family": float(model.gpu.family not in ("hopper", "ampere", "blackwell")),
         "nodes": float(gpus > node),
         "spread_tensor": float(spread and not _is_sampled(step, step.assembly.layout.tp)),
@@ -60,6 +64,7 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
         "host": min(1.0, step.host_share),
         "experts": float(setup.model.experts > 0),
         "assumed": float(min(assumptions, 2)) / 2,
+        "power": limit_part(setup.cluster.accelerator, rows, step.us),
     }
 
 
@@ -99,9 +104,10 @@ def scaled_spread(profiler_error_pct: float) -> Spread:
     return Spread(1 - error, 1 + error)
 
 
-def dry_spread(transferred: float, host_share: float) -> Spread:
-    """Of a dry run on one GPU; wider by what rests on samples of another (transfer_part) and where the host decides."""
+def dry_spread(transferred: float, host_share: float, power: float = 0.0) -> Spread:
+    """Of a dry run on one GPU; wider by `transfer_part`, by `limit_part`, and where the host decides."""
     table = read_table("uncertainty.json")
     parts = table["variance"]
     variance = table["dry_run"] + parts["transferred"] * transferred + parts["host"] * float(host_share > 1.0)
+    variance += parts["power"] * power
     return Spread.around(exp(table["scale"] * sqrt(variance)))

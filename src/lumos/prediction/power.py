@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import log
 
 from lumos.cost.energy import Joules
-from lumos.setup.gpus import Gpu
+from lumos.cost.in_step import in_step_factors
+from lumos.prediction.operator_times import OperatorTime
+from lumos.program.operators import Operator
+from lumos.setup.gpus import Gpu, gpu_named
 from lumos.step.step import Assembly, Step
 
 
@@ -101,3 +105,26 @@ def _network_w(step: Step, gpu: Gpu, joules: Joules) -> float:
     """Power while data-parallel ranks communicate: their links are busy all the time."""
     gb_s = gpu.inter_gb_s if step.assembly.layout.dp.nodes > 1 else gpu.local_gb_s
     return joules.talking_w + joules.wire * gb_s * 1e9
+
+
+def limit_part(gpu: Gpu, rows: Sequence[OperatorTime], step_us: float) -> float:
+    """How much a power limit other than the usual one changes a step: the logarithm of its time, squared."""
+    usual = gpu_named(gpu.base)
+    if gpu.tdp_w == usual.tdp_w:
+        return 0.0
+    now, before = in_step_factors(gpu), in_step_factors(usual)
+    matrix, stream = log(now.matrix / before.matrix), log(now.stream / before.stream)
+    operators = [(row.work, row.ms) for row in rows if isinstance(row.work, Operator)]
+    longer_us = 1e3 * sum(ms * (matrix if work.is_matrix else stream) for work, ms in operators)
+    return (longer_us / max(step_us, 1e-9)) ** 2
+
+
+def limit_note(gpu: Gpu) -> str:
+    """What is not known of a GPU under another power limit than its usual one; "" under the usual one."""
+    usual = gpu_named(gpu.base)
+    if gpu.tdp_w == usual.tdp_w:
+        return ""
+    return (
+        f"no run was measured under a power limit of {gpu.tdp_w:,.0f} W (usual for {usual.shown}: {usual.tdp_w:,.0f} "
+        "W): the clock follows from energies measured on h200, and half of what it changes is in the interval"
+    )

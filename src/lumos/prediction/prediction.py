@@ -23,7 +23,7 @@ from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.interval import Spread, changed_spread, described_spread, scaled_spread
 from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime, operator_times
-from lumos.prediction.power import Energy, energy_of
+from lumos.prediction.power import Energy, energy_of, limit_note
 from lumos.program.flops import hardware_flops, model_flops, utilisation
 from lumos.program.memory import Memory, memory_of
 from lumos.setup.constraints import warnings_in
@@ -240,9 +240,9 @@ class Prediction:
         on_host = self.step.host_update_us / 1e3 if self.step else 0.0
         if on_host:
             found.append(f"the host updates its parameters in {on_host:,.1f} ms, copies included")
-        if model is not None and (note := transfer_note(gpu, model, carried_over(model, self.all_operators))):
-            found.append(note)
         if model is not None:
+            carried = carried_over(model, self.all_operators)
+            found += filter(None, (transfer_note(gpu, model, carried), limit_note(model.gpu)))
             found += machine_notes(self.setup, model, self.all_operators)
         if self.is_of_cpu:
             found.append("peak, power and memory of a CPU are not known: no MFU and no energy; give cluster.memory_gib")
