@@ -216,6 +216,13 @@ def test_a_data_sheet_brings_its_price_and_is_named_by_its_file(run: Run, tmp_pa
     assert [row["price_per_gpu_hour"] for row in rows] == [None, 4.5]
 
 
+def test_two_data_sheets_of_one_name_are_refused(small: Setup, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    sheets = [str(sheet(folder, 'like = "h200"\n')) for folder in (tmp_path, tmp_path / "other")]
+    with pytest.raises(OptionError, match="rename one of the two files"):
+        compare_gpus(small, sheets)
+
+
 def test_twice_the_bandwidth_buys_only_what_memory_bounds(small: Setup, tmp_path: Path) -> None:
     setup = small.replaced({"train.micro_batch": 16, "train.global_batch": 16})  # the GPU decides
     usual, faster = compare_gpus(setup, ["h200", str(sheet(tmp_path, 'like = "h200"\nhbm_tb_s = 9.6\n'))]).answer.gpus

@@ -56,8 +56,13 @@ def machine_named(name: str) -> Machine:
 
 
 def machines_named(names: Sequence[str]) -> list[Machine]:
-    """Each once, in this order; an unknown name is a mistake."""
-    return list(dict.fromkeys(machine_named(name) for name in names))
+    """Each once, in this order; an unknown name is a mistake, and so are two files that reports could not tell apart."""
+    found = list(dict.fromkeys(machine_named(name) for name in names))
+    by_label = {machine.label: machine for machine in found}
+    for machine in found:
+        if by_label[machine.label] != machine:
+            raise OptionError(f"--gpu {machine.name} and {by_label[machine.label].name}: rename one of the two files")
+    return found
 
 
 @dataclass(frozen=True)
