@@ -56,7 +56,7 @@ def machine_named(name: str) -> Machine:
 
 
 def machines_named(names: Sequence[str]) -> list[Machine]:
-    """Each once, in this order; an unknown name is a mistake, and so are two files that reports could not tell apart."""
+    """Each once, in this order; an unknown name is a mistake, and so are two files of one name."""
     found = list(dict.fromkeys(machine_named(name) for name in names))
     by_label = {machine.label: machine for machine in found}
     for machine in found:
