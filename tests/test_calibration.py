@@ -28,6 +28,7 @@ import fit_host  # noqa: E402
 import fit_in_step  # noqa: E402
 import fit_profiler  # noqa: E402
 import fit_steps  # noqa: E402
+import fit_transfer  # noqa: E402
 import fit_uncertainty  # noqa: E402
 import fit_warmth  # noqa: E402
 from shipped import ship, shipped, unpack_records  # noqa: E402
@@ -120,6 +121,34 @@ def test_published_runs_give_the_shipped_variances(shared_data: Path) -> None:
     fitted = dict(zip(fit_uncertainty.PARTS, variance, strict=True)) | fit_uncertainty.BY_HAND
     assert table["variance"] == pytest.approx(fitted, rel=0.15)
     assert table["scale"] == pytest.approx(scale, rel=0.05)
+
+
+def test_gpus_that_were_left_out_give_the_shipped_errors_of_transfer(
+    shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On A100 by samples of H200, of a few shapes: matmuls within the error that answers tell, bare rooflines not."""
+    monkeypatch.setattr(fit_transfer, "ROWS", 150)
+    kept = ("gemm", "sdpa", "neox_add")
+    samples = {
+        "h200": list(fit_transfer.h200_samples()),
+        "a100": list(fit_transfer.published_samples(shared_data / "operators/Perlmutter")),
+    }
+    samples = {gpu: [s for s in rows if s.operator.kind.startswith(kept)] for gpu, rows in samples.items()}
+    found = {cell.family: cell for cell in fit_transfer.cells(samples) if cell.target == "a100"}
+    told = shipped("transfer.json")["error_pct"]
+    for family in ("gemm", "neox_add_fwd", "sdpa_fwd"):
+        cell = found[family]
+        error = cell.sources["h200"]
+        assert cell.own_pct < error.mean < cell.roofline.mean
+        assert error.mean < 1.5 * told[cell.group]["other"]
+    assert found["gemm"].sources["h200"].mean == pytest.approx(told["matmuls"]["other"], rel=0.4)
+
+
+def test_the_page_and_the_answers_tell_the_same_errors_of_transfer() -> None:
+    page = (ROOT / "docs/transfer.md").read_text("utf-8")
+    table = shipped("transfer.json")["error_pct"]
+    for group in table.keys() - {"roofline"}:
+        assert f"| {group} | {table[group]['same']:.1f} | {table[group]['other']:.1f} |" in page
 
 
 def test_recorded_steps_give_the_shipped_warmth_of_the_cache() -> None:

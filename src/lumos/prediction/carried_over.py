@@ -71,14 +71,14 @@ def transfer_part(parts: Sequence[CarriedOver]) -> float:
 def transfer_note(gpu: str, model: CostModel, parts: Sequence[CarriedOver]) -> str:
     """A sentence on what rests on what; "" where all that matters was sampled on the GPU, or a model file says it."""
     told = [part for part in parts if part.share >= _WORTH_SAYING and part.sampled]
-    if not told or (model.measured_on is not None and not model.transferred):
+    if not model.transferred and (not told or model.measured_on is not None):
         return ""
-    names = list(dict.fromkeys(Path(part.sampled).name for part in told))
+    names = list(dict.fromkeys(Path(part.sampled).name for part in told)) or [Path(model.sampled).name]
     begin = "no samples for" if model.transferred else "not everything was sampled on"
+    text = f"{begin} {gpu}: costs of {' and '.join(names)} are scaled by its peaks, and the interval is wider"
+    if not told:  # all is anchored in a trace
+        return text
     first, *others = told
     errors = [f"{first.error_pct:.0f} % in {first.group} ({first.share:.0%} of this step's operators)"]
     errors += [f"{part.error_pct:.0f} % in {part.group} ({part.share:.0%})" for part in others]
-    return (
-        f"{begin} {gpu}: costs of {' and '.join(names)} are scaled by its peaks, and the interval is "
-        f"wider. Sampled GPUs that were left out and predicted so were off by {', '.join(errors)}"
-    )
+    return f"{text}. Sampled GPUs that were left out and predicted so were off by {', '.join(errors)}"
