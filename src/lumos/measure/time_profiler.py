@@ -27,7 +27,7 @@ from typing import Any
 Row = dict[str, Any]
 Call = Callable[[], object]
 
-_TURNS, _ROUNDS, _CALLS, _STEPS, _KERNELS = 3, 5, 200, 12, 300
+_TURNS, _ROUNDS, _CALLS, _STEPS, _KERNELS = 2, 5, 200, 10, 300
 _SLEEP_CYCLES = 60_000_000  # about 30 ms, in which the host queues all kernels
 _LONGEST_S = 120.0
 
