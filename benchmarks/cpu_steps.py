@@ -1,11 +1,12 @@
 """How well `lumos sample`, `lumos fit` and `lumos predict` describe training on this machine's own CPU.
 
-    python benchmarks/cpu_steps.py measure STEPS.jsonl    measure small models of transformers: minutes on idle cores
-    python benchmarks/cpu_steps.py score STEPS.jsonl MODEL.npz
+    python benchmarks/cpu_steps.py measure STEPS.jsonl [SECONDS]    small models of transformers, SECONDS each
+    python benchmarks/cpu_steps.py score STEPS.jsonl MODEL.npz      predicted against measured steps
 
 The models are those of the transformers library, trained eagerly with torch's fused AdamW: code that Lumos did not
-write, at sizes that `lumos sample` does not measure as whole steps. A time is the fastest of many steps, because other
-programs on the machine only ever add to it.
+write, at sizes that `lumos sample` does not measure as whole steps. Steps and samples must be taken alike: on idle
+cores, or on one thread (OMP_NUM_THREADS=1), whose time is then counted without other programs. A time is the fastest of
+many steps, because all else on the machine only ever adds to it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def model_of(case: Case) -> Any:
     import torch
     import transformers
 
+    transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     if case.kind == "gpt2":
         config: Any = transformers.GPT2Config(
@@ -80,17 +82,20 @@ def measured_us(case: Case, seconds: float = SECONDS) -> dict[str, float]:
     """The fastest and the median step, in microseconds."""
     import torch
 
+    from lumos.measure.time_operators import cpu_clock
+
+    clock = cpu_clock()
     model = model_of(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(case.vocab, (case.micro_batch, case.seq))
     times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < FEWEST:
-        start = time.perf_counter()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or len(times) < FEWEST:
+        start = clock()
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        times.append(1e6 * (time.perf_counter() - start))
+        times.append(1e6 * (clock() - start))
     kept = sorted(times[2:])
     return {"us": round(kept[0], 1), "median_us": round(kept[len(kept) // 2], 1), "steps": len(times)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from lumos.measure.fit_samples import read_samples
 from lumos.measure.operator_rows import SIZES, operator_of
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
+from lumos.setup.setup_files import read_setup
 from lumos.step.step import simulate_step
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
@@ -38,6 +40,7 @@ def lumos(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=120)
 
 
+ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 H200 = {"gpu": "NVIDIA H200", "torch": "2.11", "cuda": "13.0", "date": "2026-11-16"}
 GELU = {"op": "gelu", "t": 64, "h": 64, "us": 3.0}
@@ -293,7 +296,7 @@ def loops(scale: float = 1.0) -> list[Row]:
 @pytest.mark.parametrize("scale", [0.7, 1.0, 1.4])
 def test_loops_give_the_energy_of_what_ran_in_them(tmp_path: Path, scale: float) -> None:
     machine = fit_machine([write(tmp_path / "s.jsonl", [H200, *loops(scale)])])
-    found, shipped = header(machine)["power"], json.loads(Path("src/lumos/data/energy.json").read_text())
+    found, shipped = header(machine)["power"], json.loads((ROOT / "src/lumos/data/energy.json").read_text())
     for key in ("memory_pj", "active_w"):
         assert found[key] == pytest.approx(scale * shipped[key], rel=0.1), key
     for dtype in ("bf16", "fp32"):
@@ -484,7 +487,7 @@ def is_small(row):
 families, grid = Counter(), []
 for row in filter(is_small, rows(2.0, only=frozenset(sys.argv[3].split(",")), device="cpu")):
     families[row["op"]] += 1
-    if families[row["op"]] <= (72 if row["op"] == "gemm" else 24):
+    if families[row["op"]] <= (48 if row["op"] == "gemm" else 18):
         grid.append(row)
 timer = device_timer("cpu")
 sample(grid, Path(sys.argv[1]), timer=timer)
@@ -500,24 +503,24 @@ FAMILIES = (
 
 
 def test_a_cpu_is_sampled_fitted_and_its_training_step_predicted(tmp_path: Path) -> None:
-    """A few seconds on one thread; benchmarks/cpu_steps.py has the error on idle cores and whole models."""
+    """The commands of docs/your_hardware.md, with a few seconds of sampling on one thread.
+
+    benchmarks/cpu_steps.py has the error on idle cores, of whole models.
+    """
     pytest.importorskip("torch", reason="torch is not installed: pip install torch")
-    model = {"layers": 3, "hidden": 128, "ffn": 320, "heads": 4, "vocab": 600}
-    train = {"seq": 96, "micro_batch": 2}
-    decoder = json.dumps({**model, **train, "dtype": "fp32"})
-    command = [sys.executable, "-c", SAMPLE, "s.jsonl", decoder, ",".join(FAMILIES)]
+    page = (ROOT / "docs/your_hardware.md").read_text()
+    following = page.partition("lumos sample --device cpu -o cpu.jsonl\n")[2].splitlines()
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    setup = read_setup(ROOT / "examples/small-cpu.toml")
+    decoder = {key: getattr(setup.model, key) for key in ("layers", "hidden", "ffn", "heads", "vocab")}
+    decoder |= {"seq": setup.train.seq, "micro_batch": setup.train.micro_batch, "dtype": setup.train.precision}
+    command = [sys.executable, "-c", SAMPLE, "cpu.jsonl", json.dumps(decoder), ",".join(FAMILIES)]
     alone = os.environ | {"OMP_NUM_THREADS": "1"}  # cores that tests share would make threads wait for each other
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=alone, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
+    fitting, predicting = (lumos(*line.split()[1:], "--json", cwd=tmp_path) for line in following[:2])
+    assert (fitting.returncode, fitting.stderr, predicting.returncode, predicting.stderr) == (0, "", 0, "")
+    families = {part["family"]: part["refused"] for part in json.loads(fitting.stdout)["families"]}
+    assert families["gemm:fp32"] == families["sdpa_bwd:fp32"] == ""
     measured_ms = json.loads(done.stdout)["us"] / 1e3
-    fitting = lumos("fit", "s.jsonl", "-o", "cpu.npz", "--json", cwd=tmp_path)
-    assert (fitting.returncode, fitting.stderr) == (0, "")
-    answer = json.loads(fitting.stdout)
-    assert {part["family"] for part in answer["families"] if not part["refused"]} >= {"gemm:fp32", "sdpa_bwd:fp32"}
-    sections = {"model": model, "train": {**train, "microbatches": 1, "precision": "fp32"}, "cluster": {"gpus": 1}}
-    with (tmp_path / "run.toml").open("w") as file:
-        for name, part in sections.items():
-            file.write("\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in part.items()), ""]))
-    predicting = lumos("predict", "run.toml", "--model", "cpu.npz", "--json", cwd=tmp_path)
-    assert (predicting.returncode, predicting.stderr) == (0, "")
     assert json.loads(predicting.stdout)["step_ms"] == pytest.approx(measured_ms, rel=0.4)
