@@ -52,7 +52,7 @@ COMMANDS = {
     "score": _Command("score_command", "How accurate are the predictions for measured runs?"),
     "cost": _Command("cost_command", "How long do single operators take, isolated and from a cold cache?"),
     "sample": _Command("sample_command", _SAMPLE),
-    "fit": _Command("fit_command", "Fit a cost model to samples (needs the extra [fit])."),
+    "fit": _Command("fit_command", "Fit a model of a machine to its samples (needs the extra [fit])."),
     "capture": _Command("capture_command", _CAPTURE, _PASS_ON),
     "check": _Command("check_command", "What does a trace lack, for which answers, and how is it recorded?"),
     "about": _Command("about_command", _ABOUT),
