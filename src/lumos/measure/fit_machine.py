@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lumos.cost.hardware_model import encode
+from lumos.cost.hardware_model import encode, hardware_model
 from lumos.cost.operator_model import Regressor
 from lumos.data_files import read_table
 from lumos.errors import InputError
@@ -38,8 +38,7 @@ def fit_machine(paths: Sequence[Path], asked: str = "", progress: Progress | Non
     """Everything that the samples tell of a machine; InputError where that is nothing."""
     samples, place = read_samples(paths), str(paths[0])
     gpu = described(samples, asked, place)
-    if facts_of(gpu) is None or asked:
-        samples = check_units(samples, gpu, place)
+    samples = check_units(samples, gpu, place)
     regressors, families = fit(gpu, samples.operators, progress)
     name = gpu.shown if facts_of(gpu) is None or asked else samples.gpu
     common: dict[str, Any] = {"facts": facts_of(gpu), "isolation_us": _isolation_us(samples, gpu)}
@@ -56,6 +55,7 @@ def _sections(samples: Samples, operators: bytes) -> list[Section]:
         path = Path(folder) / "operators.npz"
         path.write_bytes(operators)
         gpu, model = gpu_named(str(path)), str(path)
+        hardware_model(model).operators(gpu)  # whatever is written can be read
         others = samples.others
         return [
             _network(samples),

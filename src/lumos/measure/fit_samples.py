@@ -29,11 +29,12 @@ from lumos.setup.gpus import Gpu, find_gpu
 
 OTHER_ROWS = ("host", "profiler", "power", "step")
 _WAY_OUT = "name files that `lumos sample` wrote"
-_LONGEST_US = 1e9
+_SHORTEST_US, _LONGEST_US = 1e-9, 1e9
 _MOST_WATTS = 1e5
 _CONTRADICTION = 4.0  # one time of a row over another one of it
 _FEW_CONTRADICTIONS = 0.05  # of the rows that were measured more than once: noise
 _IMPOSSIBLE = 1.5  # times the peak: faster than any product can be
+_CACHED = 100.0  # times the bandwidth of the memory: faster than any cache makes an operator
 _LARGE_US = 20.0  # by the roofline: from here on, launching a kernel does not matter
 _SLOW, _FAST = 300.0, 0.1  # times the roofline, as the middle of all rows: the times are in another unit
 _FACTS = ("gpu", "torch", "cuda", "driver", "date", "host")
@@ -151,7 +152,7 @@ def _provenance(path: Path, header: Row, rows: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------- single rows
 def _time(place: str, row: Row) -> float:
     us = row["us"]
-    if not isinstance(us, int | float) or isinstance(us, bool) or not 0 < us < _LONGEST_US:
+    if not isinstance(us, int | float) or isinstance(us, bool) or not _SHORTEST_US <= us < _LONGEST_US:
         raise InputError(f"{place}: us = {us!r:.60} is no time; measure it again, or remove the line")
     return float(us)
 
@@ -194,10 +195,7 @@ def _spread(times: Sequence[tuple[str, float]]) -> float:
 
 # ---------------------------------------------------------------------- all rows together
 def check_units(samples: Samples, gpu: Gpu, place: str) -> Samples:
-    """The samples without rows that no hardware can reach; InputError where all of them are like that.
-
-    `gpu` has the rates that the rows are compared with; measured rates are compared with what no chip has yet.
-    """
+    """The samples without rows that a GPU cannot reach; InputError where most of them are like that."""
     kept: list[Sample] = []
     wrong: list[Sample] = []
     ratios = []
@@ -206,17 +204,17 @@ def check_units(samples: Samples, gpu: Gpu, place: str) -> Samples:
         bound = roofline_us(operator, chip_of(gpu, operator.dtype))
         if bound > _LARGE_US:
             ratios.append(sample.us / bound)
-        impossible = operator.is_matrix and bound > _LARGE_US and sample.us < bound / _IMPOSSIBLE
-        (wrong if impossible else kept).append(sample)
+        most = _IMPOSSIBLE if operator.is_matrix else _CACHED
+        (wrong if bound > _LARGE_US and sample.us < bound / most else kept).append(sample)
     if ratios:
         _refuse_units(float(np.median(ratios)), f"the rates of {gpu.shown}", place)
     if len(wrong) > len(kept):
-        said = f"{len(wrong)} products are faster than the peak of {gpu.shown}"
+        said = f"{len(wrong)} rows are faster than {gpu.shown} can be"
         raise InputError(f"{place}: {said}; name the GPU that was sampled with --gpu")
     if not wrong:
         return samples
     example = wrong[0]
-    said = f"{len(wrong)} products were left out: faster than the peak of {gpu.shown}, as {example.operator.kind} "
+    said = f"rows left out because {gpu.shown} cannot be so fast: {len(wrong)}, as {example.operator.kind} "
     said += f"{'×'.join(map(str, example.operator.shape))} in {example.us:g} us"
     return samples._replace(operators=kept, warnings=[*samples.warnings, said])
 
