@@ -40,8 +40,8 @@ Written by `make accuracy`. Joules of training steps on one H200, by the board's
 on a host of speed 1. A step is bound by the GPU where the board draws more than {BUSY_W:.0f} W. Five
 constants are fitted; the form of the model was tuned on all these steps.
 
-What is not measured: any GPU but the H200, on which an operation at the peak is taken to draw the same share of the
-power, and a byte the same energy; collectives, which are priced as copies by small kernels and a recalled figure for
+What is not measured: any GPU but the H200, on which an operation is taken to cost the same energy, or at the peak the
+same share of the power where that is more, and a byte the same energy; power limits other than the usual one; collectives, which are priced as copies by small kernels and a recalled figure for
 the links; and the rest of the machine, which `--pue` may stand for: a node of eight H100 drew 8.4 kW at most (arXiv
 2412.08602), where its GPUs may draw 5.6. Left out are our steps that no setup describes (models written by hand,
 experts in a Python loop, the optimizer without fused kernels). The preset says 124 W idle; one board drew 119 W before
