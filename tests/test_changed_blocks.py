@@ -27,6 +27,7 @@ from lumos.change.change import calibrated_prices, calibrated_step, exposed_us, 
 from lumos.change.cut import CutBlock, CutOp
 from lumos.change.sizes import Sizes
 from lumos.cost.aten_prices import AtenPrices
+from lumos.cost.in_step import in_step_factors
 from lumos.data_files import read_table
 from lumos.program.block import BlockOp
 from lumos.program.operators import Collective, Group, Operator
@@ -100,6 +101,24 @@ def test_an_operator_that_does_not_change_keeps_its_time_beside_one_that_does() 
     wider = changed(setup(**{"model.vocab": 64000}), MATMUL)
     assert wider.us("forward", MATMUL) == MATMUL.us
     assert wider.us("head", MATMUL._replace(op=matmul(T, H, 32000))) != MATMUL.us
+
+
+def test_a_lower_power_limit_slows_matmuls_of_a_trace_and_leaves_what_moves_data() -> None:
+    """600 W leave an H200 469 W above idle: enough for memory-bound kernels, which draw 462 W."""
+    less = setup(**{"cluster.power_w": 600.0})
+    ratio = in_step_factors(less.cluster.accelerator).matrix / in_step_factors(setup().cluster.accelerator).matrix
+    assert ratio > 1.08
+    found = changed(less, MATMUL)
+    assert found.us("forward", MATMUL) == pytest.approx(MATMUL.us * ratio, rel=0.05)
+    assert found.us("forward", SILU) == pytest.approx(SILU.us, rel=0.02)
+
+
+def test_faster_memory_speeds_up_what_moves_data_and_the_update_of_a_trace() -> None:
+    faster = changed(setup(**{"cluster.hbm_tb_s": 9.6}), SILU, weights=WEIGHTS)
+    assert faster.us("forward", SILU) < 0.8 * SILU.us
+    update = CutOp(SILU.op, Work.STREAM, 1.0, 5000.0, 1.0)
+    assert faster.us("optimizer", update) == pytest.approx(0.5 * update.us, rel=0.05)
+    assert changed(setup(), SILU, weights=WEIGHTS).us("optimizer", update) == pytest.approx(update.us)
 
 
 def test_an_operator_that_changes_is_its_price_times_what_the_trace_says_of_it() -> None:

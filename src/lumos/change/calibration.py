@@ -282,7 +282,7 @@ class ChangedBlocks:
             return 0.0
         if name == "optimizer":
             fixed = min(op.us, op.kernels * _TABLE["update"]["kernel_us"])
-            return float(fixed + (op.us - fixed) * self._optimizer_growth * self._memory_growth)
+            return float(fixed + (op.us - fixed) * self._optimizer_growth)
         if self.on_cpu or not op.op.inputs or self.calibration.mode == "factors":
             return op.us * self._described_growth(name, op.work)
         calls = op.calls * (self._peers if op.per_peer else 1.0)
@@ -305,7 +305,8 @@ class ChangedBlocks:
         gap = self.was.prices.factors.launch_gap_us
         was, now = max(before - gap, _SHORTEST_US), max(after - gap, _SHORTEST_US)
         each = op.us / op.calls
-        if self.calibration.mode == "trace" or not was / _OTHER_KERNEL < each < was * _OTHER_KERNEL:
+        known = new == op.op and self._same_base  # the same kernel under another limit, or with other memory
+        if known or self.calibration.mode == "trace" or not was / _OTHER_KERNEL < each < was * _OTHER_KERNEL:
             return float(calls * now * each / was)
         return float(calls * now * drawn(op, was, now, usual, self._far))
 
@@ -325,6 +326,11 @@ class ChangedBlocks:
     def _same_gpu(self) -> bool:
         """The same chip under the same power limit."""
         return self.target.cluster.chip == self.calibration.traced.cluster.chip
+
+    @property
+    def _same_base(self) -> bool:
+        """The same kind of GPU, whatever was changed of it."""
+        return self.target.cluster.chip.base == self.calibration.traced.cluster.chip.base
 
     @cached_property
     def _memory_growth(self) -> float:
@@ -356,7 +362,7 @@ class ChangedBlocks:
             return self._described_growth("optimizer", Work.STREAM)
         kinds = _TABLE["update"]
         kind = kinds[self._update_kind(self.target)] / kinds[self._update_kind(before)]
-        return float(new / old * kind * _update_shards(before) / _update_shards(self.target))
+        return float(new / old * kind * self._memory_growth * _update_shards(before) / _update_shards(self.target))
 
     def _update_kind(self, setup: Setup) -> str:
         """One fused kernel after another over whole tensors or over FSDP's shards; DTensors one by one."""

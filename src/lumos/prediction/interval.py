@@ -17,6 +17,7 @@ from lumos.prediction.carried_over import carried_over, transfer_part
 from lumos.prediction.operator_times import operator_times
 from lumos.prediction.power import limit_part
 from lumos.program.operators import Group
+from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.step.step import Step
 
@@ -52,7 +53,9 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
     """What makes a step hard to predict, each between 0 and about 1."""
     setup = step.setup
     gpus, node = setup.cluster.gpus, setup.cluster.gpus_per_node
-    model, rows = step.prices.model, operator_times(step)
+    model, gpu = step.prices.model, setup.cluster.accelerator
+    complete = not model.transferred and model.fallback is None and gpu.tdp_w == gpu_named(gpu.base).tdp_w
+    rows = [] if complete else operator_times(step)
     spread = setup.parallel.tp > max(node, setup.cluster.accelerator.nvlink_domain)
     return {
         "always": 1.0,
@@ -64,7 +67,7 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
         "host": min(1.0, step.host_share),
         "experts": float(setup.model.experts > 0),
         "assumed": float(min(assumptions, 2)) / 2,
-        "power": limit_part(setup.cluster.accelerator, rows, step.us),
+        "power": limit_part(gpu, rows, step.us),
     }
 
 
