@@ -282,6 +282,14 @@ def test_less_power_never_makes_a_kernel_faster(name: str, one: float, other: fl
     assert low.sustained <= high.sustained <= 1
 
 
+@given(st.sampled_from(gpu_names()), st.floats(0, 1e5), st.floats(0, 1e5))
+def test_any_limit_and_any_idle_power_leave_some_clock(name: str, watts: float, idle: float) -> None:
+    gpu = replace(gpu_named(name), tdp_w=watts, idle_w=idle)
+    assert 0 < clock_of(gpu).core <= 1
+    assert 0 < in_step_factors(gpu).matrix < 1e7
+    assert all(joules >= 0 for joules in joules_for(gpu).flop.values())
+
+
 @pytest.mark.parametrize("name", gpu_names())
 def test_power_beyond_the_highest_clock_changes_nothing(name: str) -> None:
     plenty = 5 * gpu_named(name).tdp_w

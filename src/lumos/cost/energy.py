@@ -23,7 +23,7 @@ from lumos.program.operators import BYTES, Collective, Operator
 from lumos.setup.gpus import Gpu, gpu_named
 
 _MEASURED_AS = {"mxfp8": "fp8", "nvfp4": "fp8", "fp16": "bf16"}  # precisions that were not measured
-_LEAST_SHARE = 0.02  # of a power limit that is near the idle power, left to the work: the slowest answer
+_LEAST_SHARE = 0.02  # of a power limit near the idle power, left to the work
 _PASSES = {"all_reduce": 2.0}  # of a tensor over the wire, in a ring; other collectives send it once
 
 
@@ -107,7 +107,7 @@ def joules_from(table: Mapping[str, Any], gpu: Gpu, measured_on: Gpu | None = No
 
 def _power(rated: Gpu, home: Gpu) -> float:
     """What a GPU may draw above idle, at the power limit that it is sold with, over that of the GPU measured."""
-    return (rated.tdp_w - rated.idle_w) / (home.tdp_w - home.idle_w)
+    return _above_idle_w(rated, rated.tdp_w) / _above_idle_w(home, home.tdp_w)
 
 
 def _dearer(rated: Gpu, home: Gpu, dtype: str, known: str) -> float:
@@ -131,7 +131,7 @@ def clock_of(gpu: Gpu) -> Clock:
     """
     table = read_table("energy.json")
     home, rated = gpu_named(table["gpu"]), gpu_named(gpu.base)
-    spare_w = _spare_w(gpu, table)
+    spare_w = _above_idle_w(gpu, table["limit_share"] * gpu.tdp_w)
     active_w = table["active_w"] * _power(rated, home)
     flop_pj = table["flop_pj"]["bf16"] * _dearer(rated, home, "bf16", "bf16")
     matmul_w = active_w + table["matmul_reach"] * flop_pj * 1e-6 * chip_of(gpu, "bf16").peak
@@ -139,12 +139,13 @@ def clock_of(gpu: Gpu) -> Clock:
     if core < floor:
         core = floor * spare_w / (matmul_w * floor ** _exponent())
     stream_w = active_w + table["stream_reach"] * table["memory_pj"] * 1e-3 * rated.hbm_gb_s
-    return Clock(min(1.0, core), max(1.0, stream_w / spare_w) / max(1.0, stream_w / _spare_w(rated, table)))
+    usual_w = _above_idle_w(rated, table["limit_share"] * rated.tdp_w)
+    return Clock(min(1.0, core), max(1.0, stream_w / spare_w) / max(1.0, stream_w / usual_w))
 
 
-def _spare_w(gpu: Gpu, table: Mapping[str, Any]) -> float:
-    """What the power limit leaves above idle."""
-    return float(max(table["limit_share"] * gpu.tdp_w - gpu.idle_w, _LEAST_SHARE * gpu.tdp_w))
+def _above_idle_w(gpu: Gpu, limit_w: float) -> float:
+    """What a limit leaves to the work of a GPU: something, even where a file says that it idles at its limit."""
+    return max(limit_w - gpu.idle_w, _LEAST_SHARE * limit_w, 1.0)
 
 
 def _exponent() -> float:
