@@ -274,6 +274,12 @@ def test_recording_costs_what_steps_say_with_and_without_it(tmp_path: Path) -> N
     assert (found["operator_us"], found["call_us"], found["kernel_gap_us"]) == (10.0, 6.0, 0.4)
 
 
+def test_recording_may_cost_an_operator_nothing(tmp_path: Path) -> None:
+    times = {"operator": 0.0, "step_fresh": 500.0, "step_recorded": 1000.0, "step_stopped": 600.0}
+    rows = [{"op": "profiler", "what": what, "us": us} for what, us in times.items()]
+    assert header(fit_machine([write(tmp_path / "s.jsonl", [H200, *rows])]))["profiler"]["kept_share"] == 0.6
+
+
 def loops(scale: float = 1.0) -> list[Row]:
     """An H200 whose work costs `scale` times the shipped energies, at the highest clock throughout."""
     from lumos.cost.energy import joules_for

@@ -159,7 +159,7 @@ def _time(place: str, row: Row) -> float:
 
 def _checked(place: str, row: Row) -> Row:
     """A row that is no operator and no collective, with numbers where numbers belong."""
-    if "us" in row:
+    if "us" in row and not (row["op"] == "profiler" and row["us"] == 0):  # what recording adds may be nothing
         _time(place, row)
     watts = row.get("watts", 1.0)
     if not isinstance(watts, int | float) or isinstance(watts, bool) or not 0 < watts < _MOST_WATTS:
