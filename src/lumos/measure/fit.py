@@ -20,6 +20,7 @@ FOLDS = 5
 _FEWEST_SAMPLES = 16  # of a family
 _FEW_SAMPLES = 600  # of a family: below, its error is that over several folds
 _SMALL_FOLDS = 3
+_ROBUST_SAMPLES = 100  # of a CPU, which other programs disturb: from here on outliers count less
 _FEWER_SAMPLES = 200  # of a family: below, small trees err less
 _LARGEST_ERROR_PCT = 25.0  # on held-out shapes: from here on, the model of another GPU is better
 # There is no other model of a CPU. In the middle of all shapes: where tensors outgrow what malloc keeps, times jump
@@ -90,7 +91,7 @@ def _fit_family(gpu: Gpu, name: str, samples: list[Sample]) -> tuple[Regressor |
     rows = np.array([features(s.operator, chip) for s, chip in zip(samples, chips, strict=True)])
     base = np.array([roofline_us(s.operator, chip) for s, chip in zip(samples, chips, strict=True)])
     target = np.log(np.array([s.us for s in samples]) / base)
-    errors, errors_of_half = _held_out(rows, target)
+    errors, errors_of_half = _held_out(rows, target, gpu.is_cpu)
     error, half = float(errors.mean()), float(errors_of_half.mean())
     verdict = Verdict(name, len(samples), error, float(np.median(errors)), "", error * min(1.0, error / half))
     refused = verdict.median_pct > _LARGEST_CPU_ERROR_PCT if gpu.is_cpu else error > _LARGEST_ERROR_PCT
@@ -98,17 +99,19 @@ def _fit_family(gpu: Gpu, name: str, samples: list[Sample]) -> tuple[Regressor |
         return None, verdict._replace(refused=f"error of {error:.0f} % on held-out shapes")
     sizes = np.array([s.operator.shape for s in samples], float)
     least, most = tuple(sizes.min(0).tolist()), tuple(sizes.max(0).tolist())
-    return Regressor(_grown(rows, target), round(error, 3), len(samples), least, most), verdict
+    return Regressor(_grown(rows, target, gpu.is_cpu), round(error, 3), len(samples), least, most), verdict
 
 
-def _grown(rows: Floats, target: Floats) -> Trees:
-    """As many and as large trees as so many rows can tell."""
+def _grown(rows: Floats, target: Floats, disturbed: bool) -> Trees:
+    """As many and as large trees as so many rows can tell; `disturbed` rows may be far too slow, some of them."""
+    robust = disturbed and len(rows) >= _ROBUST_SAMPLES
     if len(rows) < _FEWER_SAMPLES:
-        return grow(rows, target, rounds=80, leaves=4, rate=0.12)
-    return grow(rows, target, rounds=160 if len(rows) < _FEW_SAMPLES else 320 if len(rows) < 3000 else 640)
+        return grow(rows, target, rounds=80, leaves=4, rate=0.12, robust=robust)
+    rounds = 160 if len(rows) < _FEW_SAMPLES else 320 if len(rows) < 3000 else 640
+    return grow(rows, target, rounds, robust=robust)
 
 
-def _held_out(rows: Floats, target: Floats) -> tuple[Floats, Floats]:
+def _held_out(rows: Floats, target: Floats, disturbed: bool) -> tuple[Floats, Floats]:
     """Errors in percent on shapes that were held apart, with all the others to learn from, and with half of them.
 
     Large families lose one fold of shapes; small ones lose every fold in turn.
@@ -121,15 +124,17 @@ def _held_out(rows: Floats, target: Floats) -> tuple[Floats, Floats]:
         held = fold == held_fold
         learnt = np.flatnonzero(~held)
         for errors, some in zip(found, (learnt, learnt[::2]), strict=True):
-            guess = _grown(rows[some], target[some])(rows[held])
+            guess = _grown(rows[some], target[some], disturbed)(rows[held])
             errors.append(100 * np.abs(np.exp(guess - target[held]) - 1))
     return np.concatenate(found[0]), np.concatenate(found[1])
 
 
-def grow(rows: Floats, target: Floats, rounds: int = 600, leaves: int = 24, rate: float = 0.06) -> Trees:
+def grow(
+    rows: Floats, target: Floats, rounds: int = 600, leaves: int = 24, rate: float = 0.06, robust: bool = False
+) -> Trees:
     """Boosted trees for `target`; since that is a logarithm, they minimise the relative error."""
     model = regressor()(
-        loss="absolute_error" if len(rows) >= _MANY else "squared_error", max_iter=rounds, learning_rate=rate,
+        loss="absolute_error" if robust or len(rows) >= _MANY else "squared_error", max_iter=rounds, learning_rate=rate,
         max_leaf_nodes=leaves, min_samples_leaf=max(2, min(12, len(rows) // 60)), l2_regularization=_L2,
         max_features=0.5, early_stopping=False, random_state=0,
     )  # fmt: skip

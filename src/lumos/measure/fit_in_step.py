@@ -29,6 +29,7 @@ from lumos.step.step import simulate_step
 _FEWEST_STEPS = 4
 _LARGEST_ERROR_PCT = 10.0
 _SANE = (0.5, 2.0)  # of a factor
+_HELPFUL = 0.8  # of the error without factors: below, they explain more than noise
 _SLOW_US = 1e6
 _PRIOR_WEIGHT = 0.002  # of the usual factors, beside one measured step
 _AROUND = 1.13  # host time of a decoder of transformers over that of the sampled one, tiny, torch 2.13, 2026-11-16
@@ -86,7 +87,7 @@ def _factors(steps: Sequence[_Measured], usual: InStepFactors) -> Section:
         return Section("in_step", count, None, error, f"{said}: {error:.0f} % off on steps that are left out")
     if not all(_SANE[0] <= factor <= _SANE[1] for factor in (matrix, stream)):
         return Section("in_step", count, None, error, f"{said}: beyond {_SANE[0]:g} to {_SANE[1]:g}")
-    if error > alone:
+    if error > _HELPFUL * alone:
         why = f"{said}: {error:.1f} % off on steps that are left out, and {alone:.1f} % without these factors"
         return Section("in_step", count, None, error, why)
     values = {"matrix": round(matrix, 4), "stream": round(stream, 4), "error_pct": round(error, 2)}
