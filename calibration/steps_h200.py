@@ -1,9 +1,9 @@
 """Clean training steps on one GPU: time, peak memory and energy, one process a case. No profiler anywhere.
 
-python3 calibration/steps_h200.py OUTPUT.jsonl SECONDS [later]
+python3 calibration/steps_h200.py OUTPUT.jsonl SECONDS [later|small]
 
-`later`: other models, measured beside the samples of `lumos sample` to judge a model file (benchmarks/own_hardware.py);
-nothing was fitted on them.
+`later` and `small`: other models, measured beside the samples of `lumos sample` to judge a model file
+(benchmarks/own_hardware.py); nothing was fitted on them.
 """
 
 from __future__ import annotations
@@ -66,6 +66,17 @@ LATER = [
     Case("compile_l6_h3072_b4", "llama", Shape(6, 3072, 8192, 24, 32000, 2048, 4), compile=True),
 ]
 
+SMALL = [  # which the host decides
+    Case("llama_l5_h1024_s512_b2", "llama", Shape(5, 1024, 2816, 8, 32000, 512, 2)),
+    Case("llama_l16_h896_s1024_b1_gqa", "llama", Shape(16, 896, 4864, 14, 151936, 1024, 1, kv=2)),
+    Case("llama_l10_h1536_s1024_b1", "llama", Shape(10, 1536, 4096, 12, 32000, 1024, 1)),
+    Case("gpt2_l12_h768_s512_b2", "gpt2", Shape(12, 768, 3072, 12, 50257, 512, 2)),
+    Case("gpt2_l20_h1024_s512_b2", "gpt2", Shape(20, 1024, 4096, 16, 50257, 512, 2)),
+    Case("llama_l8_h1280_s512_b2_ckpt", "llama", Shape(8, 1280, 3456, 10, 32000, 512, 2), checkpoint=True),
+    Case("llama_l4_h768_s512_b1_accum4", "llama", Shape(4, 768, 2048, 12, 32000, 512, 1), accum=4),
+]
+SETS = {"": CASES, "later": LATER, "small": SMALL}
+
 
 class EnergyCounter:
     """The board's own counter of millijoules, read through the driver's library."""
@@ -124,7 +135,7 @@ def main(output: str, seconds: str, which: str = "") -> None:
     end = time.monotonic() + float(seconds)
     lines = Path(output).read_text().splitlines() if Path(output).exists() else []
     known = {json.loads(line)["name"] for line in lines}
-    for case in (case for case in (LATER if which else CASES) if case.name not in known):
+    for case in (case for case in SETS[which] if case.name not in known):
         left = end - time.monotonic()
         if left < 20:
             print(f"{case.name}: no time left", flush=True)
@@ -141,7 +152,7 @@ def main(output: str, seconds: str, which: str = "") -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--case":
-        chosen = next(case for case in (*CASES, *LATER) if case.name == sys.argv[2])
+        chosen = next(case for cases in SETS.values() for case in cases if case.name == sys.argv[2])
         result = run_case(replace(chosen))
         with Path(sys.argv[3]).open("a") as file:
             file.write(json.dumps(result) + "\n")

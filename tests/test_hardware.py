@@ -104,7 +104,7 @@ WRONG_SHEETS = {
     "an unknown precision": ({"like": "h100", "peak_tflops": {"fp7": 1}}, "peak_tflops.fp7 is not known: use fp32"),
     "one peak for all": ({"like": "h100", "peak_tflops": 989}, "peak_tflops = 989 is no table"),
     "nothing but power": ({"power_w": 500}, "memory_gib is missing: give it, or name a known GPU"),
-    "less power than idle": ({"like": "h100", "power_w": 100}, "power_w = 100 is no more than the power of an idle GPU"),
+    "less power than idle": ({"like": "h100", "power_w": 100}, "power_w = 100 is no more than the power of an idle"),
     "no half precision": (WHOLE | {"peak_tflops": {"fp32": 60}}, "neither bf16 nor fp16"),
 }
 

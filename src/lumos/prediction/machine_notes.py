@@ -51,8 +51,8 @@ def _beyond(name: str, model: CostModel, rows: Sequence[OperatorTime]) -> list[s
     work = max(far, key=lambda item: item[1])[0]
     shape = " × ".join(map(str, work.shape))
     return [
-        f"{share:.0%} of the operators' time is of shapes far from those sampled for {name}, as {work.kind} of {shape}: "
-        "their prices are extrapolated"
+        f"{share:.0%} of the operators' time is of shapes far from those sampled for {name}, as {work.kind} of "
+        f"{shape}: their prices are extrapolated"
     ]
 
 

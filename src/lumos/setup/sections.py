@@ -287,7 +287,7 @@ class Cluster(Section):
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
     hbm_tb_s: Annotated[float, Field(ge=1e-3, le=1e4)] | None = None
     power_w: Annotated[float, Field(ge=1, le=1e5)] | None = None  # the power limit of the board
-    peak_tflops: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None  # dense, of bf16; other precisions in proportion
+    peak_tflops: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None  # dense, of bf16; others in proportion
     host: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # its speed, relative to a typical host, or to that of `model`
 
     DERIVED: ClassVar[tuple[str, ...]] = ("gpu", "gpus_per_node")
