@@ -4,9 +4,9 @@
     lumos fit calibration/ten_minutes_h200.jsonl -o ten_minutes.npz
     python benchmarks/own_hardware.py ten_minutes.npz [STEPS.jsonl ...]
 
-Steps are files of calibration/steps_h200.py. Nothing was fitted on steps_later_h200.jsonl, measured on the machine of the
-ten minutes right after them, nor on steps_small_h200.jsonl, which the host decides: its own host was sampled before them
-(calibration/host_later_h200.jsonl), and takes the place of that in the model file.
+Steps are files of calibration/steps_h200.py. Nothing was fitted on steps_later_h200.jsonl, measured on the machine of
+the ten minutes right after them, nor on steps_small_h200.jsonl, which the host decides: its own host was sampled before
+them (calibration/host_later_h200.jsonl), and takes the place of that in the model file.
 """
 
 from __future__ import annotations
