@@ -43,7 +43,8 @@ constants are fitted; the form of the model was tuned on all these steps.
 What is not measured: any GPU but the H200, on which an operation is taken to cost the same energy, or at the peak the
 same share of the power where that is more, and a byte the same energy; power limits other than the usual one;
 collectives, which are priced as copies by small kernels and a recalled figure for the links; and the rest of the
-machine, which `--pue` may stand for: a node of eight H100 drew 8.4 kW at most (arXiv 2412.08602), where its GPUs may draw 5.6. Left out are our steps that no setup describes (models written by hand,
+machine, which `--pue` may stand for: a node of eight H100 drew 8.4 kW at most (arXiv 2412.08602), where its GPUs may
+draw 5.6. Left out are our steps that no setup describes (models written by hand,
 experts in a Python loop, the optimizer without fused kernels). The preset says 124 W idle; one board drew 119 W before
 its work and 122 W after it. Published for another model of power, of whole nodes: 11.4 % mean (arXiv 2506.14551).
 """
