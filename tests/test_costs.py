@@ -8,8 +8,6 @@ import io
 import json
 import lzma
 import math
-import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -23,6 +21,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from commands import lumos_here as lumos
 from lumos.cli.cost_command import cost_command
 from lumos.cost.energy import Joules, joules_from, work_of
 from lumos.cost.features import Chip, features, roofline_us
@@ -780,11 +779,6 @@ def test_prices_that_rest_on_less_than_samples_are_marked() -> None:
 
 
 # The command line
-
-
-def lumos(*arguments: str, cwd: Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lumos.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=stdin, check=False, timeout=120)
 
 
 ROWS = [

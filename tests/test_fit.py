@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import lumos_here as lumos
 from lumos.cost.features import roofline_us
 from lumos.cost.hardware_model import hardware_model
 from lumos.cost.operator_model import chip_of
@@ -34,11 +35,6 @@ from lumos.step.step import simulate_step
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'lumos-sim[fit]'")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-def lumos(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lumos.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=120)
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import lumos_here as lumos
 from lumos.analysis.replay import Replay, replay
 from lumos.change.infer import Inferred
 from lumos.change.infer.completion import changed, complete
@@ -399,11 +398,6 @@ def test_whatever_stands_in_the_arguments_the_inference_does_not_fail(
 
 
 # The command
-
-
-def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lumos.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 def _completed(found: dict[str, Any], **overrides: str) -> SetupReading:

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from commands import lumos_here
 from lumos import predict, search
 from lumos.cli.merge_command import merged
 from lumos.data_files import read_table
@@ -775,8 +776,7 @@ def test_a_search_from_a_trace_is_anchored_in_it(shared_data: Path) -> None:
 
 # ---------------------------------------------------------------------- the command line
 def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lumos.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    return lumos_here(*arguments, cwd=ROOT)
 
 
 SMALL = ("examples/one-h200.toml", "--gpus", "8", "--workers", "1", "--top", "3")

@@ -71,10 +71,10 @@ def sample_as_told(
     """Everything after the options were read: the answer of rank 0; other ranks follow, and end the process."""
     check_output(output, None, (".jsonl",))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: NCCL's advice is not for users
-    device = device_of(plan.device)
-    if device == "cpu" and plan.device == "auto" and note is not None and not is_follower():
-        note(_CPU_NOTE)
+    device, was_asked = device_of(plan.device), plan.device != "auto"
     plan = plan._replace(device=device).checked()
+    if device == "cpu" and not was_asked and note is not None and not is_follower():
+        note(_CPU_NOTE)
     if is_follower():
         from lumos.measure.ranks import run_follower, world_of
 
