@@ -12,14 +12,14 @@ import sqlite3
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 import lumos as lumos_package
+from commands import lumos_here as lumos
 from lumos.errors import InputError
 from lumos.trace.read import host_memory as memory
 from lumos.trace.read import json_slices
@@ -28,12 +28,6 @@ from lumos.trace.read.kineto import read_kineto
 from support import header, json_text, op, training_run, write_bytes, write_trace
 
 ONE_GPU = Path(__file__).resolve().parents[1] / "examples/one-h200.toml"
-
-
-def lumos(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The real command line, in a process of its own."""
-    command = [sys.executable, "-m", "lumos.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=120)
 
 
 def everything_in(folder: Path) -> set[str]:
@@ -246,20 +240,9 @@ MISTAKES = (
 )
 
 
-Lines = dict[str, Future[str]]
-
-
-@pytest.fixture(scope="module")
-def lines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lines]:
-    """The answers to all mistakes that this session is to try, side by side: each costs the start of a process."""
-    asked = [i.callspec.params.get("mistake") for i in request.session.items if hasattr(i, "callspec")]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {m.name: pool.submit(m.line, tmp_path_factory.mktemp("mistake")) for m in asked if m is not None}
-
-
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_a_mistake_is_refused_in_one_line(lines: Lines, mistake: Mistake) -> None:
-    line = lines[mistake.name].result()
+def test_a_mistake_is_refused_in_one_line(tmp_path: Path, mistake: Mistake) -> None:
+    line = mistake.line(tmp_path)
     assert mistake.value in line
     assert mistake.way_out in line
 
@@ -493,7 +476,7 @@ def test_files_keep_their_permissions_and_links(tmp_path: Path) -> None:
 
 PATHS = (  # every option and argument that takes a file; {} is the path
     "replay {}", "replay rank0.json --profiler-costs {}", "predict {}", "predict --from {}", "check {}", "score {}",
-    "merge {}", "cost {} --gpu h200", "cost rows.json --model {}", "convert {} -o x.et", "fit {} -o x.npz",
+    "merge {}", "about {}", "cost {} --gpu h200", "cost rows.json --model {}", "convert {} -o x.et", "fit {} -o x.npz",
     "convert rank0.json --et {} -o x.et", "search {} --gpus 2",
 )  # fmt: skip
 
@@ -508,8 +491,7 @@ def test_pipes_and_devices_are_refused_wherever_a_path_is_taken(tmp_path: Path, 
         os.mkfifo(endless)
         os.symlink(endless, tmp_path / "setup.toml")  # beside a trace, which `check` looks at
         assert lumos("check", "rank0.json", cwd=tmp_path).returncode == 0
-    with ThreadPoolExecutor(2) as pool:
-        told = list(pool.map(lambda text: refusal(tmp_path, *text.format(endless, endless).split()), PATHS))
+    told = [refusal(tmp_path, *text.format(endless, endless).split()) for text in PATHS]
     assert all(str(endless) in line for line in told)
 
 

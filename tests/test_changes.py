@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commands import lumos_here as lumos
 from lumos.analysis.kernel_labels import Phase, Work, label
 from lumos.analysis.replay import replay
 from lumos.change.change import CalibratedRun, changed_step
@@ -286,11 +285,6 @@ def test_the_load_of_a_run_is_the_share_of_its_step_that_matmuls_ran_and_bubbles
 
 
 # The command line and measured runs
-
-
-def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lumos.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_a_set_without_the_setup_is_one_line(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from commands import lumos_here
 from lumos.cli.emission import read_emission
 from lumos.data_files import read_table
 from lumos.errors import LumosError, OptionError
@@ -382,8 +382,7 @@ def test_all_sizes_of_a_model_stand_for_a_name_that_is_not_known(tmp_path: Path)
 
 
 def lumos(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lumos.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    return lumos_here(*arguments, cwd=ROOT)
 
 
 SEARCH = (
