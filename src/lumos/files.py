@@ -50,6 +50,14 @@ def read_file(path: Path, most: int, advice: str, place: str = "") -> bytes:
     return content
 
 
+def stamp_of(path: Path) -> int:
+    """When a file was last changed: whether it has to be read again. 0 where reading it will say what is wrong."""
+    try:
+        return path.stat().st_mtime_ns
+    except (OSError, ValueError):
+        return 0
+
+
 def form_of(path: Path, forms: Sequence[str] = FORMS) -> str:
     """The format that a file name asks for."""
     for form in sorted(forms, key=len, reverse=True):

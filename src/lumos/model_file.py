@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lumos.errors import InputError
-from lumos.files import read_file
+from lumos.files import read_file, stamp_of
 
 ADVICE = "name a file that `lumos fit` wrote"
 _MOST_BYTES = 1 << 27  # of a file, and of its contents
@@ -50,11 +50,7 @@ class ModelFile:
 
 def read_model_file(path: Path) -> ModelFile:
     """A file of the user, read again where it has changed."""
-    try:
-        stamp = path.stat().st_mtime_ns
-    except (OSError, ValueError):
-        stamp = 0  # reading it will say what is wrong
-    return _read(path, stamp)
+    return _read(path, stamp_of(path))
 
 
 @lru_cache(maxsize=8)

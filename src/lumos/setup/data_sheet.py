@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lumos.errors import InputError
-from lumos.files import read_file
+from lumos.files import read_file, stamp_of
 from lumos.setup.messages import mistakes_of, one_of, shown
 
 ADVICE = "give a data sheet in TOML, as in docs/gpus.md"
@@ -81,11 +81,7 @@ NEEDED = ("memory_gib", "hbm_tb_s", "peak_tflops", "power_w", "sms", "l2_mb", "c
 
 def read_data_sheet(path: Path) -> DataSheet:
     """A checked data sheet, read again where the file has changed; InputError with every mistake in it, one a line."""
-    try:
-        stamp = path.stat().st_mtime_ns
-    except (OSError, ValueError):
-        stamp = 0  # reading it will say what is wrong
-    return _read(path, stamp)
+    return _read(path, stamp_of(path))
 
 
 @lru_cache(maxsize=64)
