@@ -286,6 +286,21 @@ def test_samples_of_another_cpu_are_not_mixed_in(tmp_path: Path) -> None:
         sample(rows(0.004), path, timer=here)
 
 
+def test_samples_of_one_thread_and_of_two_are_not_mixed(tmp_path: Path) -> None:
+    one, two, here = tmp_path / "one.jsonl", tmp_path / "two.jsonl", FakeGpu("cpu")
+    here.about |= {"host": "a CPU", "device": {"sms": 1}}
+    sample(rows(0.002), one, timer=here)
+    before = one.read_bytes()
+    here.about |= {"device": {"sms": 2}}
+    said = r"holds samples of cpu \(a CPU, OMP_NUM_THREADS=1\), and this is cpu \(a CPU, OMP_NUM_THREADS=2\)"
+    with pytest.raises(InputError, match=said):
+        sample(rows(0.004), one, timer=here)
+    assert one.read_bytes() == before
+    sample(rows(0.002), two, timer=here)
+    with pytest.raises(InputError, match=r"two\.jsonl: samples of a CPU with 2 threads, and .*one\.jsonl has those of 1"):
+        read_samples([one, two])
+
+
 # The answer
 
 

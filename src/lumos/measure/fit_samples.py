@@ -22,7 +22,7 @@ from lumos.errors import InputError
 from lumos.files import open_file
 from lumos.measure.operator_rows import operator_of
 from lumos.measure.published_samples import published_files, published_rows
-from lumos.measure.sample_file import Row, lines_of
+from lumos.measure.sample_file import Row, lines_of, threads_of
 from lumos.measure.sample_grid import COLLECTIVES
 from lumos.program.operators import Operator
 from lumos.setup.gpus import Gpu, find_gpu
@@ -129,6 +129,9 @@ def _same_gpu(about: Row, header: Row, path: Path, first: Path) -> None:
     if about and about["gpu"] == "cpu" and about.get("host") != header.get("host"):
         hosts = f"{str(header.get('host'))[:60]}, and {first} has those of {str(about.get('host'))[:60]}"
         raise InputError(f"{path}: samples of {hosts}; fit one CPU at a time")
+    if about and about["gpu"] == "cpu" and threads_of(about) != threads_of(header):
+        threads = f"{threads_of(header)} threads, and {first} has those of {threads_of(about)}"
+        raise InputError(f"{path}: samples of a CPU with {threads}; fit one number of threads at a time")
 
 
 def _is_same(one: str, other: str) -> bool:

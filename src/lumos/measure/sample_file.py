@@ -97,8 +97,18 @@ def _checked(path: Path, about: Row) -> set[Key]:
 
 
 def _machine(about: Row) -> str:
-    """What must not be mixed: GPUs of different names, and CPUs, which are all called "cpu", of different hosts."""
-    return f"{about['gpu']} ({about['host']})" if about["gpu"] == "cpu" and "host" in about else str(about["gpu"])
+    """What must not be mixed: GPUs of different names; of CPUs, which are all called "cpu", hosts and threads."""
+    if about["gpu"] != "cpu" or "host" not in about:
+        return str(about["gpu"])
+    threads = threads_of(about)
+    return f"cpu ({about['host']}" + (f", OMP_NUM_THREADS={threads})" if threads else ")")
+
+
+def threads_of(about: Row) -> int:
+    """With how many threads a CPU was sampled; 0 where the header does not say."""
+    device = about.get("device")
+    threads = device.get("sms") if isinstance(device, dict) else 0
+    return threads if isinstance(threads, int) else 0
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, Row]]:
