@@ -15,6 +15,8 @@ import pytest
 import lumos
 from lumos.analysis.answers import GpuAnswer, GpuComparisonAnswer
 from lumos.cli import main as cli
+from lumos.cost.hardware_model import encode
+from lumos.cost.operator_model import cost_model
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.gpu_comparison import bound_ms, compare_gpus
@@ -188,6 +190,26 @@ def test_gpus_that_predictions_cannot_tell_apart_are_named(small: Setup) -> None
     (note,) = compare_gpus(small, ["a100", "b200", "gb200"]).answer.warnings
     assert note.startswith("b200 and gb200 are within 12 % of the fastest")
     assert compare_gpus(small, ["a100", "h200"]).answer.warnings == []
+
+
+def model_file(folder: Path, name: str = "my.npz", **sections: Any) -> str:
+    """What `lumos fit` writes of an H200."""
+    path = folder / name
+    path.write_bytes(encode("h200", cost_model("h200").regressors, isolation_us=2.8, **sections))
+    return str(path)
+
+
+def test_a_note_says_which_gpu_has_a_sampled_host(small: Setup, tmp_path: Path) -> None:
+    quick = model_file(tmp_path, host={"launch_us": 19.0, "error_pct": 3.0})
+    (note,) = compare_gpus(small, [quick, "a100"]).answer.warnings
+    assert note.startswith("hosts differ (my.npz: a sampled host, 2.00 times as fast as a typical one; a100: a typical")
+    without = model_file(tmp_path, "plain.npz")
+    assert compare_gpus(small, [without, "a100"]).answer.warnings == []
+
+
+def test_a_model_file_for_all_gpus_gives_them_one_host(run: Run, tmp_path: Path) -> None:
+    quick = model_file(tmp_path, host={"launch_us": 19.0, "error_pct": 3.0})
+    assert answer_of(run, "predict", SMALL, "--gpu", "h200,a100", "--model", quick)["warnings"] == []
 
 
 # ---------------------------------------------------------------------- prices, data sheets, keys of the cluster

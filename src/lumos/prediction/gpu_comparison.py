@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lumos.analysis.answers import GpuAnswer, GpuComparisonAnswer
+from lumos.cost.hardware_model import hardware_model
 from lumos.data_files import read_table
 from lumos.errors import LumosError, OptionError
 from lumos.prediction.bill import Tariff
@@ -112,7 +113,7 @@ class GpuComparison:
         return GpuComparisonAnswer(
             model=shown.setup.model.name if shown.setup is not None else "", parameters=shown.parameters,
             tokens_per_step=shown.tokens, gpus=rows, same_speed=self._same_speed(),
-            warnings=[*self.notes, *self._too_close(rows)],
+            warnings=[*self.notes, *self._other_hosts(), *self._too_close(rows)],
         )  # fmt: skip
 
     def _repr_html_(self) -> str:
@@ -143,6 +144,19 @@ class GpuComparison:
             speed = None if least is None else least.tokens_per_s
             found.append({"gpu": name, "gpus": None if least is None else least.gpus, "tokens_per_s": speed})
         return found
+
+    def _other_hosts(self) -> list[str]:
+        """A note on GPUs whose hosts were measured, beside others: their steps differ by their hosts too."""
+        speeds = {run.machine.label: _sampled_host(run) for run in self.runs if run.found and not run.found.is_of_cpu}
+        if len(set(speeds.values())) < 2:
+            return []
+        sampled = [
+            f"{label}: a sampled host, {speed:.2f} times as fast as a typical one"
+            for label, speed in speeds.items()
+            if speed is not None
+        ]
+        typical = [f"{label}: a typical host" for label, speed in speeds.items() if speed is None]
+        return [f"hosts differ ({'; '.join([*sampled, *typical])}): where the host decides, ratios are of hosts too"]
 
     def _too_close(self, rows: Sequence[GpuAnswer]) -> list[str]:
         """A note on GPUs whose order predictions cannot tell."""
@@ -185,6 +199,14 @@ class GpuComparison:
     def _first_speed(self) -> float | None:
         """Tokens per second of the first GPU that could be predicted, to which the others are compared."""
         return next((run.tokens_per_s for run in self.runs if run.found is not None), None)
+
+
+def _sampled_host(run: OnGpu) -> float | None:
+    """How fast the host is that was measured with this GPU, relative to a typical one; None where none was."""
+    setup = None if run.found is None else run.found.setup
+    path = (setup.cluster.model if setup else "") or run.machine.keys.get("model")
+    machine = hardware_model(path) if path else None
+    return machine.host_speed if machine and machine.section("host") else None
 
 
 def compare_gpus(
