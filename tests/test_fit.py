@@ -23,7 +23,7 @@ from commands import lumos_here as lumos
 from lumos.cost.features import roofline_us
 from lumos.cost.hardware_model import hardware_model
 from lumos.cost.operator_model import chip_of
-from lumos.errors import InputError
+from lumos.errors import InputError, OptionError
 from lumos.measure.fit_facts import described
 from lumos.measure.fit_machine import FittedMachine, fit_machine
 from lumos.measure.fit_samples import read_samples
@@ -191,6 +191,14 @@ def test_a_gpu_can_be_named_or_described_where_its_samples_do_not(tmp_path: Path
     assert header(machine)["facts"]["hbm_gb_s"] == 4000
     (tmp_path / "m.npz").write_bytes(machine.content)
     assert gpu_named(str(tmp_path / "m.npz")).hbm_gb_s == 4000
+
+
+def test_samples_of_one_known_gpu_are_not_fitted_as_another(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.jsonl", [H200, *timed({"gelu": 60})])
+    for other in ("a100", "cpu"):
+        with pytest.raises(OptionError, match=rf"--gpu {other}: .*s\.jsonl has samples of NVIDIA H200; leave --gpu out"):
+            fit_machine([path], other)
+    assert header(fit_machine([path], "H200-SXM"))["gpu"] == "h200"
 
 
 # ---------------------------------------------------------------------- sections
@@ -438,7 +446,21 @@ def test_rows_faster_than_the_peak_are_left_out_and_named(tmp_path: Path) -> Non
     fast = {"op": "gemm", "m": 8192, "n": 8192, "k": 8192, "layout": "TN", "dtype": "bf16", "us": 300.0}
     machine = fit_machine([write(tmp_path / "s.jsonl", [H200, *timed({"gemm": 60}), fast])])
     assert [verdict.rows for verdict in machine.families] == [60]
-    assert machine.warnings == ["rows left out because h200 cannot be so fast: 1, as gemm_tn 8192×8192×8192 in 300 us"]
+    assert machine.warnings == ["rows left out because h200 cannot be so fast: 1 of 61, as gemm_tn 8192×8192×8192 in 300 us"]
+
+
+def test_a_file_with_many_rows_that_are_too_fast_is_doubted(tmp_path: Path) -> None:
+    rows = [row | {"us": row["us"] / 4 if i % 4 == 0 else row["us"]} for i, row in enumerate(timed({"gemm": 80}))]
+    machine = fit_machine([write(tmp_path / "s.jsonl", [H200, *rows])])
+    assert "with so many, the rest is doubtful too: was it h200?" in " ".join(machine.warnings)
+
+
+@pytest.mark.parametrize(("slower", "reached"), [(10, "10 %"), (4, "25 %"), (2, "")])
+def test_matmuls_far_below_what_the_gpu_reaches_are_noted(tmp_path: Path, slower: float, reached: str) -> None:
+    rows = [H200, *timed({"gemm": 60}, slower=slower)]
+    warnings = fit_machine([write(tmp_path / "s.jsonl", rows)]).warnings
+    said = [f"the best bf16 matmuls reach {reached} of the rates of h200, where 70 to 90 % are usual: was the GPU busy"]
+    assert [warning.partition(", slowed down")[0] for warning in warnings] == (said if reached else [])
 
 
 @pytest.mark.parametrize("extreme", [{"t": 1 << 39, "h": 1 << 39, "us": 0.001}, {"t": 1, "h": 1, "us": 9e8}])

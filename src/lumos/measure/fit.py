@@ -94,8 +94,9 @@ def _fit_family(gpu: Gpu, name: str, samples: list[Sample]) -> tuple[Regressor |
     errors, errors_of_half = _held_out(rows, target, gpu.is_cpu)
     error, half = float(errors.mean()), float(errors_of_half.mean())
     verdict = Verdict(name, len(samples), error, float(np.median(errors)), "", error * min(1.0, error / half))
-    refused = verdict.median_pct > _LARGEST_CPU_ERROR_PCT if gpu.is_cpu else error > _LARGEST_ERROR_PCT
-    if refused:
+    if gpu.is_cpu and verdict.median_pct > _LARGEST_CPU_ERROR_PCT:
+        return None, verdict._replace(refused=f"median error of {verdict.median_pct:.0f} % on held-out shapes")
+    if not gpu.is_cpu and error > _LARGEST_ERROR_PCT:
         return None, verdict._replace(refused=f"error of {error:.0f} % on held-out shapes")
     sizes = np.array([s.operator.shape for s in samples], float)
     least, most = tuple(sizes.min(0).tolist()), tuple(sizes.max(0).tolist())

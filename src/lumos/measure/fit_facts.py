@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lumos.errors import InputError
+from lumos.errors import InputError, OptionError
 from lumos.measure.fit_samples import Sample, Samples, check_rates
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named, is_file_name
 
@@ -28,9 +28,15 @@ _KEPT_WARM_MB = 0.001  # the cache of a CPU: its samples are warm, and prices mu
 
 def described(samples: Samples, asked: str, place: str) -> Gpu:
     """The GPU of samples: as asked for, as the samples name it, or as they show it; InputError where none will do."""
-    if asked:
-        return gpu_named(asked)
     found = None if is_file_name(samples.gpu) else find_gpu(samples.gpu)
+    if asked:
+        gpu = gpu_named(asked)
+        if found is not None and found != gpu and not is_file_name(asked):
+            raise OptionError(
+                f"--gpu {asked}: {place} has samples of {samples.gpu[:60]}; leave --gpu out, and to price {gpu.name} with "
+                "them set cluster.gpu beside --model"
+            )
+        return gpu
     return found if found is not None and not found.is_cpu else _measured(samples, place)
 
 

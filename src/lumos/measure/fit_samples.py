@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -36,6 +36,10 @@ _FEW_CONTRADICTIONS = 0.05  # of the rows that were measured more than once: noi
 _IMPOSSIBLE = 1.5  # times the peak: faster than any product can be
 _CACHED = 100.0  # times the bandwidth of the memory: faster than any cache makes an operator
 _LARGE_US = 20.0  # by the roofline: from here on, launching a kernel does not matter
+_WEAK = 1 / 3  # of the roofline, that the best matmuls reach: below, it is another GPU, or a machine that was busy
+_BEST_SHARE = 0.98  # of the matmuls are slower than the best
+_FEWEST_MATMULS = 10
+_MANY_WRONG = 0.05  # of the rows, faster than the GPU can be: more than noise
 _SLOW, _FAST = 300.0, 0.1  # times the roofline, as the middle of all rows: the times are in another unit
 _FACTS = ("gpu", "torch", "cuda", "driver", "date", "host")
 _SECONDS = 300.0  # times what no chip has yet: too fast even for milliseconds
@@ -214,12 +218,35 @@ def check_units(samples: Samples, gpu: Gpu, place: str) -> Samples:
     if len(wrong) > len(kept):
         said = f"{len(wrong)} rows are faster than {gpu.shown} can be"
         raise InputError(f"{place}: {said}; name the GPU that was sampled with --gpu")
+    notes = [*samples.warnings, *_too_fast(wrong, len(samples.operators), gpu), *_too_slow(kept, gpu)]
+    return samples._replace(operators=kept, warnings=notes)
+
+
+def _too_fast(wrong: Sequence[Sample], total: int, gpu: Gpu) -> Iterator[str]:
+    """A note on rows that were left out."""
     if not wrong:
-        return samples
-    example = wrong[0]
-    said = f"rows left out because {gpu.shown} cannot be so fast: {len(wrong)}, as {example.operator.kind} "
-    said += f"{'×'.join(map(str, example.operator.shape))} in {example.us:g} us"
-    return samples._replace(operators=kept, warnings=[*samples.warnings, said])
+        return
+    (operator, us), share = wrong[0], len(wrong) / total
+    said = f"rows left out because {gpu.shown} cannot be so fast: {len(wrong):,} of {total:,}, as {operator.kind} "
+    said += f"{'×'.join(map(str, operator.shape))} in {us:g} us"
+    doubt = f"; with so many, the rest is doubtful too: was it {gpu.shown}?" if share > _MANY_WRONG else ""
+    yield said + doubt
+
+
+def _too_slow(samples: Iterable[Sample], gpu: Gpu) -> Iterator[str]:
+    """A note for each precision in which even the best matmuls are far from what the GPU reaches."""
+    reached: dict[str, list[float]] = defaultdict(list)
+    for operator, us in samples:
+        bound = roofline_us(operator, chip_of(gpu, operator.dtype))
+        if operator.kind.startswith("gemm") and bound > _LARGE_US:
+            reached[operator.dtype].append(bound / us)
+    for dtype, shares in reached.items():
+        best = float(np.quantile(shares, _BEST_SHARE))
+        if len(shares) >= _FEWEST_MATMULS and best < _WEAK:
+            yield (
+                f"the best {dtype} matmuls reach {100 * best:.0f} % of the rates of {gpu.shown}, where 70 to 90 % are "
+                "usual: was the GPU busy, slowed down, or another one?"
+            )
 
 
 def check_rates(samples: Samples, peaks: Mapping[str, float], place: str) -> None:
