@@ -19,6 +19,7 @@ from lumos.errors import InputError, OptionError
 from lumos.model_file import packed
 from lumos.prediction.prediction import predict
 from lumos.setup import read_setup
+from lumos.setup.constraints import check
 from lumos.setup.gpus import find_gpu, gpu_named
 from lumos.setup.presets import preset_named
 from lumos.setup.sections import Cluster, Parallel, Train
@@ -104,7 +105,7 @@ WRONG_SHEETS = {
     "an unknown precision": ({"like": "h100", "peak_tflops": {"fp7": 1}}, "peak_tflops.fp7 is not known: use fp32"),
     "one peak for all": ({"like": "h100", "peak_tflops": 989}, "peak_tflops = 989 is no table"),
     "nothing but power": ({"power_w": 500}, "memory_gib is missing: give it, or name a known GPU"),
-    "less power than idle": ({"like": "h100", "power_w": 100}, "power_w = 100 is no more than the power of an idle"),
+    "less power than idle": ({"like": "h100", "power_w": 100}, "power_w = 100 is less than 1.5 times the 115 W"),
     "no half precision": (WHOLE | {"peak_tflops": {"fp32": 60}}, "neither bf16 nor fp16"),
 }
 
@@ -134,6 +135,19 @@ def test_what_is_no_data_sheet_is_refused(tmp_path: Path, content: bytes) -> Non
 def test_a_missing_data_sheet_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none\.toml: cannot be read"):
         gpu_named(str(tmp_path / "none.toml"))
+
+
+def test_a_smaller_node_in_a_data_sheet_is_a_smaller_nvlink_domain(tmp_path: Path) -> None:
+    gpu = sheet(tmp_path, {"like": "h200", "gpus_per_node": 4})
+    assert setup(gpu=gpu).cluster.accelerator.nvlink_domain == 4
+    assert step_ms(gpu=gpu) == pytest.approx(step_ms(gpu="h200", gpus_per_node=4))
+
+
+def test_a_domain_of_one_gpu_is_no_nvlink(tmp_path: Path) -> None:
+    alone, pairs, all_eight = (step_ms(gpu="h200", nvlink_domain=domain) for domain in (1, 2, 8))
+    assert alone > pairs * 0.99 > all_eight * 0.99
+    assert setup(gpu=sheet(tmp_path, {"like": "h200", "nvlink_domain": 1})).cluster.accelerator.nvlink_gb_s == 0
+    assert setup(gpu="gh200", gpus_per_node=4).cluster.accelerator.nvlink_domain == 4
 
 
 # ---------------------------------------------------------------------- model files
@@ -235,3 +249,34 @@ def test_about_says_what_a_model_file_knows(tmp_path: Path) -> None:
     assert parts == {"collectives": False, "host": True, "profiler": False, "power": False, "whole steps": False}
     assert "launch_us 19" in CliRunner().invoke(app, ["about", path]).stdout
     assert hardware_model(path).missing == ["network", "profiler", "power", "in_step"]
+
+
+def test_a_model_file_named_as_the_gpu_is_its_model(tmp_path: Path) -> None:
+    path = model_file(tmp_path, in_step={"matrix": 1.3, "stream": 1.0, "launch_gap_us": 2.0})
+    named = setup(gpu=path)
+    assert (named.cluster.gpu, named.cluster.model) == ("h200", path)
+    assert step_ms(gpu=path) == step_ms(model=path) != step_ms(gpu="h200")
+
+
+@pytest.mark.parametrize(("measured", "wanted"), [("cpu", "h200"), ("h200", "cpu")])
+def test_what_was_measured_on_a_cpu_says_nothing_of_a_gpu(tmp_path: Path, measured: str, wanted: str) -> None:
+    facts = FACTS | {"family": "cpu"} if measured == "cpu" else None
+    path = model_file(tmp_path, measured, facts=facts)
+    with pytest.raises(OptionError, match="says nothing of"):
+        check(setup(model=path, gpu=wanted))
+
+
+def test_a_step_that_a_sampled_host_decides_has_a_narrower_interval_and_names_its_host(tmp_path: Path) -> None:
+    tiny = {"model.layers": 24, "model.hidden": 256, "model.heads": 4, "model.ffn": 512, "model.vocab": 1000}
+    path = model_file(tmp_path, host={"launch_us": 38.0, "error_pct": None})
+    typical, sampled = (predict(setup(**cluster).replaced(tiny)) for cluster in ({}, {"model": path}))
+    assert typical.host_bound
+    assert sampled.step_ms == pytest.approx(typical.step_ms)
+    assert sampled.spread.high < typical.spread.high
+    assert any("taken to be that of my.npz" in text for text in sampled.warnings)
+
+
+def test_families_that_a_model_file_of_a_known_gpu_lacks_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "part.npz"
+    path.write_bytes(encode("h200", {"gemm": cost_model("h200").regressors["gemm"]}, isolation_us=2.8))
+    assert any(text.startswith("part.npz has no samples of") for text in predict(setup(model=str(path))).warnings)

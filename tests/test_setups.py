@@ -270,6 +270,8 @@ def test_frameworks_are_named_in_the_package() -> None:
 
 # Mistakes
 
+H200_COSTS = str(Path(__file__).resolve().parents[1] / "src/lumos/data/costs/h200.npz")
+
 MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"model": SMALL | {"heads": 12}}, "model.heads = 12 does not divide model.hidden = 2048"),
     ({"model": SMALL | {"kv_heads": 3}}, "model.kv_heads = 3 does not divide model.heads = 16: use 1, 2, 4, 8 or 16"),
@@ -344,7 +346,8 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"parallel": {"dp": 1 << 20, "tp": 2}}, "cluster.gpus = 2097152 is out of range"),
     ({"train": {"seq": 2048, "microbatches": 1 << 20}, "parallel": {"dp": 32}}, "train.global_batch = 33554432 is out"),
     ({"cluster": {"gpu": "h20"}}, 'cluster.gpu = "h20" is not known: did you mean h200?'),
-    ({"cluster": {"gpu": "h100", "power_w": 100}}, "cluster.power_w = 100 is no more than the 115 W of an idle GPU"),
+    ({"cluster": {"gpu": "h100", "power_w": 100}}, "cluster.power_w = 100 is less than 1.5 times the 115 W of"),
+    ({"cluster": {"model": H200_COSTS, "gpu": "cpu"}}, "was measured on h200, and says nothing of a CPU"),
     ({"cluster": {"model": "my.bin"}}, 'cluster.model = "my.bin" is no .npz file: name a file that `lumos fit` wrote'),
     ({"train": {"seq": 2048, "framework": "megatrn"}}, "did you mean megatron?"),
     (

@@ -46,6 +46,8 @@ def cost_command(
       neox_...                                what GPT-NeoX runs for it, sizes as above; optimizers: layers width ranks
     """
     check_output(output, rows, (".json", ".csv"))
+    if gpu.endswith(".npz") and model is None:
+        gpu, model = "", Path(gpu)
     if not gpu and model is None:
         raise OptionError("--gpu is missing: give a name, as in --gpu h200, or a --model file")
     costs = cost_model(gpu) if model is None else read_cost_model(model, gpu)

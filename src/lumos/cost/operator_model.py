@@ -111,9 +111,13 @@ class CostModel:
 
     def sampled_on(self, operator: Operator) -> str:
         """The GPU whose samples the price of an operator rests on; "" for a roofline estimate."""
-        if self._key(operator) or self._equivalent(operator):
+        if self.has_samples_of(operator):
             return self.sampled
         return self.fallback.sampled_on(operator) if self.fallback is not None else ""
+
+    def has_samples_of(self, operator: Operator) -> bool:
+        """Whether its own samples price an operator, and not those of the fallback or a roofline."""
+        return bool(self._key(operator) or self._equivalent(operator))
 
     def covers(self, operator: Operator) -> bool:
         """Whether an operator is like those that were sampled; a family without samples says nothing of it."""
@@ -262,6 +266,8 @@ def fitted_model(file: ModelFile, gpu: Gpu) -> CostModel:
     if not isinstance(added, int | float) or not 0 <= added < 1e3:
         raise file.refused("isolation_us is no time")
     measured_on = gpu_named(file.place)
+    if measured_on.is_cpu != gpu.is_cpu:
+        raise OptionError(f"{file.place}: measured on {measured_on.shown}, and says nothing of {gpu.shown}")
     return CostModel(gpu, measured_on.name, regressors_of(file), fallback, float(added), measured_on)
 
 

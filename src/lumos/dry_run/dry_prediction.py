@@ -14,7 +14,7 @@ from lumos.prediction.interval import dry_spread
 from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime
 from lumos.prediction.power import Energy, limit_note, limit_part
-from lumos.prediction.prediction import Prediction, memory_words
+from lumos.prediction.prediction import Prediction, host_words, memory_words
 from lumos.program.memory import Memory
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of
@@ -100,8 +100,8 @@ class DryPrediction(Prediction):
         found += filter(None, (transfer_note(model.gpu.shown, model, carried), limit_note(model.gpu)))
         if self.setup is not None:
             found += machine_notes(self.setup, model, self.all_operators)
-        if self.host_bound:
-            found.append("the host decides this step: cluster.host = 1 is a typical host, and hosts differ by a third")
+        if self.host_bound and self.setup is not None:
+            found.append(host_words(self.setup))
         if self.fits is False:
             found.append(f"does not fit: {memory_words(self.memory)}; recompute, or use smaller micro-batches")
         return found

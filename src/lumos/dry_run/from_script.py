@@ -48,11 +48,11 @@ def predict_recording(recording: Recording, changes: Sequence[str] = (), tariff:
             f"run lumos capture --dry --world {gpus} again"
         )
     notes = []
-    if "gpu" not in cluster:
+    if "gpu" not in cluster and not cluster.get("model"):
         met = find_gpu(recording.made_by.get("gpu", ""))
         cluster["gpu"] = met.name if met else "h100"
         notes.append(f"cluster.gpu is not given: assuming {cluster['gpu']}{', which the script found' if met else ''}")
-    train = {"seq": 1, "precision": _precision(recording, str(cluster["gpu"]))}
+    train = {"seq": 1, "precision": _precision(recording, str(cluster.get("gpu") or cluster.get("model")))}
     sections = {"model": STAND_IN, "train": train, "parallel": {"dp": recording.world}, "cluster": cluster}
     reading = plain.checked(sections)
     version = recording.made_by.get("torch", "")

@@ -19,7 +19,7 @@ from lumos.prediction.power import limit_part
 from lumos.program.operators import Group
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
-from lumos.step.step import Step
+from lumos.step.step import Step, host_was_measured
 
 PARTS = (
     "always", "transferred", "other_family", "nodes", "spread_tensor", "pipeline", "host", "experts", "assumed",
@@ -64,7 +64,7 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
         "nodes": float(gpus > node),
         "spread_tensor": float(spread and not _is_sampled(step, step.assembly.layout.tp)),
         "pipeline": float(setup.parallel.pp > 1),
-        "host": min(1.0, step.host_share),
+        "host": 0.0 if host_was_measured(setup) else min(1.0, step.host_share),  # fitted on hosts that nobody sampled
         "experts": float(setup.model.experts > 0),
         "assumed": float(min(assumptions, 2)) / 2,
         "power": limit_part(gpu, rows, step.us),

@@ -32,7 +32,7 @@ def _operators(rows: Sequence[OperatorTime]) -> list[tuple[Operator, float]]:
 def _unsampled(name: str, model: CostModel, rows: Sequence[OperatorTime]) -> list[str]:
     """Families that the shipped models, or a roofline, stand in for."""
     operators = _operators(rows)
-    other = [(work.kind, ms) for work, ms in operators if model.sampled_on(work) != model.sampled]
+    other = [(work.kind, ms) for work, ms in operators if not model.has_samples_of(work)]
     share = sum(ms for _, ms in other) / max(sum(ms for _, ms in operators), 1e-12)
     if share < _WORTH_SAYING:
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswer
@@ -28,7 +29,7 @@ from lumos.program.flops import hardware_flops, model_flops, utilisation
 from lumos.program.memory import Memory, memory_of
 from lumos.setup.constraints import warnings_in
 from lumos.setup.setup import SECTIONS, Setup
-from lumos.step.step import Step, simulate_step
+from lumos.step.step import Step, host_was_measured, simulate_step
 from lumos.trace.trace import Trace
 
 NO_PRICES = Tariff()
@@ -245,11 +246,12 @@ class Prediction:
             found += filter(None, (transfer_note(gpu, model, carried), limit_note(model.gpu)))
             found += machine_notes(self.setup, model, self.all_operators)
         if self.is_of_cpu:
-            found.append("peak, power and memory of a CPU are not known: no MFU and no energy; give cluster.memory_gib")
+            memory = "" if self.fits is not None else "; give cluster.memory_gib to know whether it fits"
+            found.append(f"peak and power of a CPU are not known: no MFU and no energy{memory}")
         elif self.step is not None and not self.step.prices.joules.measured:
             found.append(f"no power measurements for {gpu}: its energy is that of h200 scaled by peaks and power limit")
         if self.host_bound:
-            found.append("the host decides this step: cluster.host = 1 is a typical host, and hosts differ by a third")
+            found.append(host_words(self.setup))
         if self.fits is False and self.memory is not None:
             found.append(f"does not fit: {memory_words(self.memory)}; recompute, shard or split more")
         return found
@@ -286,6 +288,13 @@ class Prediction:
         from lumos.report.html.notebook import prediction_snippet
 
         return prediction_snippet(self)
+
+
+def host_words(setup: Setup) -> str:
+    """Whose host decides a step."""
+    if host_was_measured(setup):
+        return f"the host decides this step: it is taken to be that of {Path(setup.cluster.model).name}"
+    return "the host decides this step: cluster.host = 1 is a typical host, and hosts differ by a third"
 
 
 def memory_words(memory: Memory) -> str:

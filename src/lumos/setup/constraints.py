@@ -15,7 +15,7 @@ from lumos.errors import OptionError
 from lumos.model_file import ADVICE as MODEL_ADVICE
 from lumos.schedules import names, schedule_named
 from lumos.setup.frameworks import framework_names
-from lumos.setup.gpus import find_gpu, gpu_names
+from lumos.setup.gpus import LEAST_POWER, Gpu, find_gpu, gpu_names, too_little_power
 from lumos.setup.messages import did_you_mean, divisors_of, mistakes_of, named, one_of, shown
 from lumos.setup.sections import Model, Parallel, Section, Train
 from lumos.setup.setup import KEYS, SECTIONS, Setup
@@ -389,8 +389,11 @@ def _machines(setup: Setup) -> Iterator[Rule]:
     yield "cluster.model", f"cluster.model = {shown(model)} is no .npz file: {MODEL_ADVICE}" if wrong else ""
 
     power, idle = setup.cluster.power_w, gpu.idle_w if gpu else 0.0
-    mistake = f"cluster.power_w = {power:g} is no more than the {idle:g} W of an idle GPU" if power else ""
-    yield "cluster.power_w cluster.gpu", mistake if power and power <= idle else ""
+    mistake = f"cluster.{too_little_power(power, idle)}" if power and power < LEAST_POWER * idle else ""
+    if power and gpu and gpu.is_cpu:
+        mistake = f"cluster.power_w = {power:g}: the power of a CPU is not known: leave it out"
+    yield "cluster.power_w cluster.gpu", mistake
+    yield "cluster.model cluster.gpu", _moved_too_far(model, gpu) if model and not wrong and gpu else ""
 
     name, known = setup.train.framework, framework_names()
     mistake = "" if name in known else f"train.framework = {shown(name)} is not known: {did_you_mean(name, known)}"
@@ -401,6 +404,15 @@ def _machines(setup: Setup) -> Iterator[Rule]:
         what = f'is not supported by cluster.gpu = "{gpu.name}": use {one_of(gpu.precisions)}'
         mistake = f'train.precision = "{precision}" {what}'
     yield "train.precision cluster.gpu", mistake
+
+
+def _moved_too_far(model: str, gpu: Gpu) -> str:
+    """What was measured of a CPU says nothing of a GPU, and the other way round."""
+    measured = find_gpu(model)
+    if measured is None or measured.is_cpu == gpu.is_cpu:
+        return ""
+    of, on = ("a CPU", gpu.shown) if measured.is_cpu else (measured.shown, "a CPU")
+    return f"cluster.model = {shown(model)} was measured on {of}, and says nothing of {on}: leave one of them out"
 
 
 def _needs(model: Model, keys: Sequence[str], what: str) -> str:

@@ -44,7 +44,7 @@ class DataSheet(BaseModel):
     hbm_tb_s: Annotated[float, Field(ge=1e-3, le=1e4)] | None = None
     peak_tflops: dict[Precision, Rate] = {}  # dense; with `like`, those that differ
     power_w: Power | None = None  # the limit of the board
-    sms: Annotated[int, Field(ge=1, le=1 << 16)] | None = None  # multiprocessors, or compute units
+    sms: Annotated[int, Field(ge=4, le=1 << 16)] | None = None  # multiprocessors, or compute units
     l2_mb: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None  # the last cache before memory
     clock_ghz: Annotated[float, Field(ge=0.01, le=100)] | None = None  # the highest
     # Its family, and the machine around it.

@@ -103,6 +103,14 @@ def gpu_named(name: str) -> Gpu:
     return gpu
 
 
+LEAST_POWER = 1.5  # times the idle power: boards allow no lower limit
+
+
+def too_little_power(power: float, idle: float) -> str:
+    """Why a power limit is refused."""
+    return f"power_w = {power:g} is less than {LEAST_POWER:g} times the {idle:g} W of the idle GPU"
+
+
 def is_file_name(name: str) -> bool:
     """Whether a GPU is named by a file: a data sheet or a model file."""
     return name.endswith(_FILES)
@@ -121,11 +129,17 @@ def _of_data_sheet(path: Path) -> Gpu:
     below = find_gpu(sheet.like) if sheet.like and not is_file_name(sheet.like) else None
     if sheet.like and below is None:
         raise InputError(f"{path}: like = {sheet.like!r} is not a known GPU: {did_you_mean(sheet.like, gpu_names())}")
-    if sheet.power_w and sheet.power_w <= (sheet.idle_w or (below.idle_w if below else 0.0)):
-        raise InputError(f"{path}: power_w = {sheet.power_w:g} is no more than the power of an idle GPU: give both")
+    power, idle = (given or usual for given, usual in (
+        (sheet.power_w, below.tdp_w if below else 0.0), (sheet.idle_w, below.idle_w if below else 0.0),
+    ))  # fmt: skip
+    if power < LEAST_POWER * idle:
+        raise InputError(f"{path}: {too_little_power(power, idle)}; give power_w and idle_w of the board")
     if below is not None:
         peaks: Mapping[str, float] = MappingProxyType(dict(below.peak_tflops) | sheet.peaks)
-        return replace(below, **sheet.facts, name=str(path), like=below.name, aliases=(), peak_tflops=peaks)
+        facts = sheet.facts
+        if below.nvlink_domain == below.gpus_per_node:  # NVLink joins a node, of whatever size
+            facts = {"nvlink_domain": facts.get("gpus_per_node", below.nvlink_domain), **facts}
+        return replace(below, **facts, name=str(path), like=below.name, aliases=(), peak_tflops=peaks)
     return _described(path, sheet)
 
 

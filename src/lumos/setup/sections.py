@@ -292,6 +292,15 @@ class Cluster(Section):
 
     DERIVED: ClassVar[tuple[str, ...]] = ("gpu", "gpus_per_node")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _measured(cls, given: Any) -> Any:
+        """A model file that is named as the GPU is the model of that GPU."""
+        gpu = given.get("gpu") if isinstance(given, dict) else None
+        if not isinstance(gpu, str) or not gpu.endswith(".npz") or given.get("model", "") not in ("", gpu):
+            return given
+        return {key: value for key, value in given.items() if key != "gpu"} | {"model": gpu}
+
     @classmethod
     def derived(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The node that was measured, or the GPU's usual one; an unknown GPU is refused by the constraints."""
@@ -356,15 +365,23 @@ def _chip(gpu: Gpu, hbm_tb_s: float | None, power_w: float | None, bf16: float |
 def _accelerator(
     gpu: Gpu, node: int, nvlink_gb_s: float | None, domain: int | None, inter_gb_s: float | None, gib: float | None
 ) -> Gpu:
-    joins_nodes = gpu.nvlink_domain > gpu.gpus_per_node  # NVLink ends at the node, except where it joins a rack
+    joined = domain or _joined(gpu, node)
     return dataclasses.replace(
         gpu,
         gpus_per_node=node,
-        nvlink_gb_s=nvlink_gb_s or gpu.nvlink_gb_s,
-        nvlink_domain=domain or (gpu.nvlink_domain if joins_nodes else min(gpu.nvlink_domain, node)),
+        nvlink_gb_s=0.0 if joined == 1 < node else nvlink_gb_s or gpu.nvlink_gb_s,
+        nvlink_domain=joined,
         inter_gb_s=inter_gb_s or gpu.inter_gb_s,
         memory_gib=gib or gpu.memory_gib,
     )
+
+
+def _joined(gpu: Gpu, node: int) -> int:
+    """GPUs that NVLink joins in nodes of this size: it ends at the node, except where it joins a rack."""
+    if gpu.nvlink_domain > gpu.gpus_per_node:
+        return gpu.nvlink_domain
+    alone = gpu.nvlink_domain == gpu.gpus_per_node == 1  # in its usual node
+    return node if alone else min(gpu.nvlink_domain, node)
 
 
 def as_count(value: object) -> int:

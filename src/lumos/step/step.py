@@ -219,6 +219,11 @@ def _host_us(setup: Setup, framework: Framework) -> float:
     return framework.host_us * drag / host_speed(setup)
 
 
+def host_was_measured(setup: Setup) -> bool:
+    """Whether the model file of a setup knows the host."""
+    return bool(setup.cluster.model) and hardware_model(setup.cluster.model).section("host") is not None
+
+
 def host_speed(setup: Setup) -> float:
     """Of the host, relative to the typical one."""
     machine = hardware_model(setup.cluster.model) if setup.cluster.model else None
