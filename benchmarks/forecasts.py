@@ -20,9 +20,9 @@ sweep; the class of its network (EFA) is an inference. A table below gives the s
 measured by others on the same rows (calculon, llm-analysis); bars are ours."""
 TEN = """
 The runs of arXiv 2509.22832, predicted by `lumos fit` on that paper's operator and NCCL samples and `lumos predict
-examples/neox/NAME.toml --model FILE`. Nothing was fitted on the runs, but three details of GPT-NeoX that change little were
-left out with their errors in view. Without samples of the cluster, networks are taken to be InfiniBand: what that costs on
-Perlmutter, whose network is slower in these groups, is in the last column."""
+examples/neox/NAME.toml --model FILE`. Nothing was fitted on the runs, but three details of GPT-NeoX that change little
+were left out with their errors in view. Without samples of the cluster, networks are taken to be InfiniBand: what that
+costs on Perlmutter, whose network is slower in these groups, is in the last column."""
 H200 = """
 Models of transformers trained on one GPU. In-step factors were fitted on our own steps (`calibration/fit_steps.py`),
 none of which is in the table; the speed of the reference host is the middle of the hosts we saw, these included."""

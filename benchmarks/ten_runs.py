@@ -61,7 +61,8 @@ def _fitted(operators: Path, folder: Path) -> None:
 
 def show(models: Path) -> None:
     """The table, with the model files SITE.npz of a folder."""
-    print("| site | run (PP-TP-DP) | measured s | predicted s | error % | published error % | without samples, error % |")
+    errors = "error % | published error % | without samples, error %"
+    print(f"| site | run (PP-TP-DP) | measured s | predicted s | {errors} |")
     print("|---|---|---|---|---|---|---|")
     means = []
     for index, site in enumerate(SITES):
