@@ -171,13 +171,29 @@ def test_a_gpu_that_nobody_knows_is_what_its_samples_show(tmp_path: Path) -> Non
     assert facts["peak_tflops"]["bf16"] == pytest.approx(known.peak("bf16") / 1.6, rel=0.2)
     assert facts["hbm_gb_s"] == pytest.approx(known.hbm_gb_s / 1.6, rel=0.2)
     assert facts["source"].startswith("measured")
-    assert {"idle_w", "inter_gb_s", "l2_mb"} <= set(facts["assumed"])
+    assert {"idle_w = 97.5", "inter_gb_s = 50", "l2_mb = 48", "gpus_per_node = 8"} <= set(facts["assumed"])
     (tmp_path / "m.npz").write_bytes(machine.content)
     run = {"layers": 4, "hidden": 2048, "ffn": 8192, "heads": 16, "vocab": 32000}
     cluster = {"model": str(tmp_path / "m.npz"), "gpus": 1}
     setup = Setup.model_validate({"model": run, "train": {"seq": 2048, "microbatches": 1}, "cluster": cluster})
     assert setup.cluster.accelerator.memory_gib == 100
     assert simulate_step(setup).us > 0
+
+
+def test_links_that_were_not_sampled_are_stated_with_their_values(tmp_path: Path) -> None:
+    """One GPU alone says nothing about links, nor how many GPUs its node has."""
+    rows = [{"gpu": "Abacus 9000", "gpus_per_node": 1, "nodes": 1}, *timed({"gemm": 60, "copy": 40, "add": 20})]
+    machine = fit_machine([write(tmp_path / "s.jsonl", rows)])
+    assert section(machine, "network").note == (
+        "not sampled: assumed: PCIe of 63 GB/s, no NVLink, nodes of 1, 50 GB/s between them; set cluster.nvlink_gb_s, "
+        "nvlink_domain, gpus_per_node and inter_gb_s"
+    )
+    said = header(machine)["facts"]["assumed"]
+    assert {"nvlink_gb_s = 0", "nvlink_domain = 1", "pcie_gb_s = 63", "gpus_per_node = 1 (as sampled)"} <= set(said)
+    known = fit_machine([write(tmp_path / "s.jsonl", [H200, *timed({"gelu": 60})])])
+    assert section(known, "network").note == (
+        "not sampled: the usual links: NVLink of 450 GB/s, nodes of 8, 50 GB/s between them"
+    )
 
 
 def test_a_gpu_can_be_named_or_described_where_its_samples_do_not(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A CPU, and a GPU that nobody has described yet, have no data sheet. Their peaks are then the best that the samples
 reached, which is all that a cost model needs: it corrects whatever roofline it was fitted with. What is not known from
-samples either is assumed, and named in `Gpu.assumed`.
+samples either is assumed, and stands with its value in `Gpu.assumed`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _cpu(reported: Mapping[str, float], peaks: dict[str, float], bandwidth: floa
         usual, memory_gib=reported.get("memory_gib", usual.memory_gib),
         clock_ghz=reported.get("clock_ghz", usual.clock_ghz), peak_tflops=MappingProxyType(peaks), hbm_gb_s=bandwidth,
         sms=int(reported.get("sms", 1)), l2_mb=_KEPT_WARM_MB, gpus_per_node=1,
-        assumed=("tdp_w", "idle_w", "network"), source=source,
+        assumed=(f"inter_gb_s = {usual.inter_gb_s:g}",), source=source,
     )  # fmt: skip
 
 
@@ -104,15 +104,19 @@ def _unknown_gpu(
     power = reported.get("tdp_w", 500.0)
     assumed: dict[str, Any] = {
         "memory_gib": 80.0, "sms": 128, "l2_mb": 48.0, "clock_ghz": 1.8, "tdp_w": power, "idle_w": 0.15 * power,
-        "nvlink_gb_s": 0.0, "pcie_gb_s": 63.0, "inter_gb_s": 50.0, "gpus_per_node": 8,
+        "nvlink_gb_s": 0.0, "nvlink_domain": 1, "pcie_gb_s": 63.0, "inter_gb_s": 50.0, "gpus_per_node": 8,
     }  # fmt: skip
-    wide = peaks.get("bf16") or peaks.get("fp16") or max(peaks.values())
-    missing = () if "fp32" in peaks else ("peak_tflops.fp32",)
-    peaks.setdefault("fp32", wide * _FP32_SHARE)
     given = {key: int(value) if key in ("sms", "gpus_per_node") else value for key, value in reported.items()}
+    said = [f"{key} = {value:g}" for key, value in assumed.items() if key not in given]
+    if given.get("gpus_per_node") == 1:  # one GPU was sampled: how many its node has is not known
+        said.append("gpus_per_node = 1 (as sampled)")
+    if "fp32" not in peaks:
+        wide = peaks.get("bf16") or peaks.get("fp16") or max(peaks.values())
+        peaks["fp32"] = wide * _FP32_SHARE
+        said.append(f"peak_tflops.fp32 = {peaks['fp32']:.3g}")
     return Gpu(
         **{**assumed, **given}, name=name, family="other", hbm_gb_s=bandwidth, peak_tflops=MappingProxyType(peaks),
-        nvlink_domain=1, assumed=tuple(key for key in assumed if key not in given) + missing, source=source,
+        assumed=tuple(said), source=source,
     )  # fmt: skip
 
 

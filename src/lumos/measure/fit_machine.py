@@ -58,7 +58,7 @@ def _sections(samples: Samples, operators: bytes) -> list[Section]:
         hardware_model(model).operators(gpu)  # whatever is written can be read
         others = samples.others
         return [
-            _network(samples),
+            _network(samples, gpu),
             host_section(others["host"], model),
             profiler_section(others["profiler"]),
             power_section(others["power"], gpu, _limit_w(samples)),
@@ -66,9 +66,9 @@ def _sections(samples: Samples, operators: bytes) -> list[Section]:
         ]
 
 
-def _network(samples: Samples) -> Section:
+def _network(samples: Samples, gpu: Gpu) -> Section:
     if not samples.collectives:
-        return missing("network", "the links of its GPUs are assumed to be as fast as usual")
+        return missing("network", _links(gpu))
     node = samples.about.get("gpus_per_node")
     facts = network_facts(samples.collectives, node if isinstance(node, int) and 1 <= node <= 1 << 10 else 0)
     if facts is None:
@@ -76,6 +76,17 @@ def _network(samples: Samples) -> Section:
     refused = facts.get("refused", [])
     note = f"not believed: {refused[0]}" + (f", and {len(refused) - 1} more" if refused[1:] else "") if refused else ""
     return Section("network", len(samples.collectives), facts, facts["error_pct"], note=note)
+
+
+def _links(gpu: Gpu) -> str:
+    """What predictions take the links of a GPU to be where no collective was sampled."""
+    if gpu.is_cpu:
+        return "what processes of a CPU send each other is a guess"
+    near = f"NVLink of {gpu.nvlink_gb_s:g} GB/s" if gpu.nvlink_gb_s else f"PCIe of {gpu.pcie_gb_s:g} GB/s, no NVLink"
+    links = f"{near}, nodes of {gpu.gpus_per_node}, {gpu.inter_gb_s:g} GB/s between them"
+    if not gpu.assumed:
+        return f"the usual links: {links}"
+    return f"assumed: {links}; set cluster.nvlink_gb_s, nvlink_domain, gpus_per_node and inter_gb_s"
 
 
 def _isolation_us(samples: Samples, gpu: Gpu) -> float:
