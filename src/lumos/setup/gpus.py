@@ -99,7 +99,8 @@ def gpu_named(name: str) -> Gpu:
     gpu = find_gpu(name)
     if gpu is None:
         known = did_you_mean(name, gpu_names())
-        raise OptionError(f"GPU {name[:100]!r} is not known: {known} Or name a data sheet, as in my_gpu.toml")
+        stop = "" if known.endswith("?") else "."
+        raise OptionError(f"GPU {name[:100]!r} is not known: {known}{stop} Or name a data sheet, as in my_gpu.toml")
     return gpu
 
 
