@@ -163,6 +163,14 @@ def test_a_run_that_is_refused_everywhere_ends_in_one_line(run: Run) -> None:
     (["--gpu", "h100,none.toml"], "none.toml: cannot be read"),
     (["--gpu", "h100,h200", "--price", "h100=2"], "--price has none for h200"),
     (["--gpu", "h100,h200", "--price", "h100"], "'h100' is not a price"),
+    (["--gpu", "h100,h200", "--price", "h100=3,h200=4,h100=5"], "has two prices for h100, 3 and 5: give one"),
+    (["--gpu", "h100,h200", "--price", "3,4"], "has two prices for GPUs without a price of their own, 3 and 4"),
+    (["--gpu", "h100,h200", "--price", "3,a100=5"], "--price a100=5: the run is not put on it: leave it out"),
+    (["--gpu", "h100,h200", "--price", "zz=5"], "--price: GPU 'zz' is not known"),
+    (["--gpu", "h200,zz"], "rtx4090. Or name a data sheet"),
+    (["--gpu", ","], "--gpu names none"),
+    (["--gpu", ""], "--gpu names none"),
+    (["--gpu", "h200,H200"], "names one GPU only: add another, or name h200 once"),
     (["--gpu", "h100,h200", "--set", "cluster.gpu=a100"], "leave one of them out"),
     (["--gpu", "h100,h200", "--emit", "megatron"], "files are written for one GPU"),
     (["--gpu", "h100,h200", "-o", "x.trace.json"], "cannot be written as .trace.json"),
@@ -223,10 +231,43 @@ def test_each_gpu_has_its_own_price(run: Run) -> None:
 
 
 def test_one_gpu_takes_its_price_by_name_too(run: Run) -> None:
-    plain, named = (answer_of(run, "predict", SMALL, "--price", price)["bill"] for price in ("3", "h200=3,a100=1"))
+    plain, named = (answer_of(run, "predict", SMALL, "--price", price)["bill"] for price in ("3", "H200=3"))
     assert plain == named
     code, _, err = run("predict", SMALL, "--price", "a100=1")
-    assert (code, "--price has none for h200" in err) == (2, True)
+    assert (code, "--price a100=1: the run is not put on it: leave it out, or price h200\n" in err) == (2, True)
+
+
+def test_a_price_for_all_others_stands_beside_that_of_one(run: Run) -> None:
+    rows = answer_of(run, "predict", SMALL, "--gpu", "a100,h200,b200", "--price", "h200=3,4")["gpus"]
+    assert [row["price_per_gpu_hour"] for row in rows] == [4, 3, 4]
+
+
+def test_a_model_file_has_the_price_of_its_gpu(run: Run, tmp_path: Path) -> None:
+    mine = model_file(tmp_path)
+    rows = answer_of(run, "predict", SMALL, "--gpu", f"{mine},b200", "--price", "h200=3,b200=5")["gpus"]
+    assert [row["price_per_gpu_hour"] for row in rows] == [3, 5]
+    rows = answer_of(run, "predict", SMALL, "--gpu", f"{mine},h200", "--price", f"h200=3,{mine}=2")["gpus"]
+    assert [row["price_per_gpu_hour"] for row in rows] == [2, 3]
+    assert answer_of(run, "predict", SMALL, "--model", mine, "--price", "h200=3")["bill"]["price_per_gpu_hour"] == 3
+
+
+def test_only_among_several_prices_one_is_the_cheapest(run: Run, tmp_path: Path) -> None:
+    mine = sheet(tmp_path, 'like = "h200"\nprice = 4.5\n')
+    code, out, _ = run("predict", SMALL, "--gpu", f"h200,{mine}")
+    assert code == 0
+    assert "cheapest" not in out
+    assert "cheapest" in run("predict", SMALL, "--gpu", f"h200,{mine}", "--price", "h200=3")[1]
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--gpu", ","], "--gpu names none"),
+    (["--gpu", ""], "--gpu names none"),
+    (["--gpu", "h200", "--price", "a100=5,3"], "--price a100=5: the run is not put on it: leave it out, or price h200"),
+])  # fmt: skip
+def test_a_search_refuses_gpus_and_prices_that_name_nothing(run: Run, arguments: list[str], said: str) -> None:
+    code, out, err = run("search", SMALL, "--gpus", "8", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
 
 
 def test_a_data_sheet_brings_its_price_and_is_named_by_its_file(run: Run, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, KwhPrice, Model, Output, Price, ProfilerCosts, Pue, Tokens, TraceOptions
 from lumos.cli.prediction_sources import Described, OfConfig, OfScript, OfTrace, Source
-from lumos.cli.several_gpus import COMPARED, compare_sources, deliver_comparison
+from lumos.cli.several_gpus import COMPARED, compare_sources, deliver_comparison, listed_gpus
 from lumos.cli.terminal import deliver
 from lumos.dry_run.dry_files import dry_files
 from lumos.errors import OptionError
@@ -24,7 +24,7 @@ from lumos.export.chrome_traces import write_timeline
 from lumos.export.launch_files import LaunchFiles
 from lumos.files import FORMS, check_output, write_csv
 from lumos.prediction.bill import Tariff, read_prices, read_tariff
-from lumos.prediction.gpu_comparison import machine_named, tariff_on
+from lumos.prediction.gpu_comparison import machine_of, tariffs_on
 from lumos.prediction.prediction import Prediction, predict
 from lumos.report.predictions import flat_row
 from lumos.report.terminal.show import show_launch, show_prediction
@@ -43,8 +43,8 @@ def predict_command(
         list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE of the setup, as in parallel.tp=4. Repeatable.")
     ] = None,
     gpu: Annotated[
-        str, typer.Option(help="The GPU: short for --set cluster.gpu=GPU. Several, with commas, are compared.")
-    ] = "",
+        str | None, typer.Option(help="The GPU: short for --set cluster.gpu=GPU. Several, with commas, are compared.")
+    ] = None,
     gpus: Annotated[str, typer.Option(help="How many: short for --set cluster.gpus=N.")] = "",
     model: Model = None,
     scale: Annotated[
@@ -67,7 +67,7 @@ def predict_command(
 
     From a trace: with some parts faster or slower (--scale), or in another configuration (--set, or a setup).
     """
-    names = [name.strip() for name in gpu.split(",") if name.strip()]
+    names = listed_gpus(gpu)
     check_output(output, source or setup, COMPARED if len(names) > 1 else FORMS)
     short = (("gpu", names[0] if len(names) == 1 else ""), ("gpus", gpus), ("model", model))
     cluster = [f"cluster.{key}={value}" for key, value in short if value]
@@ -88,8 +88,8 @@ def predict_command(
         return
     found = _described(run, emission, tariff) if emission and isinstance(run, Described) else run.on(None, tariff)
     if found.setup is not None:
-        machine = machine_named(found.setup.cluster.model or found.setup.cluster.gpu)
-        found = replace(found, tariff=tariff_on(machine, tariff, prices))
+        machine = machine_of(found.setup)
+        found = replace(found, tariff=tariffs_on([machine], tariff, prices)[machine])
     launch = None
     if emission is not None:
         found, launch = emission.of_prediction(found)

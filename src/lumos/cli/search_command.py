@@ -17,11 +17,12 @@ from lumos.change.infer.infer import infer
 from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
 from lumos.cli.options import Address, AsJson, EngineName, KwhPrice, Model, Pue, Shard, Tokens, Workers
+from lumos.cli.several_gpus import listed_gpus
 from lumos.cli.terminal import deliver, progress_bar
 from lumos.errors import OptionError
 from lumos.export.launch_files import LaunchFiles
 from lumos.files import check_output, write_csv, write_parquet
-from lumos.prediction.bill import read_prices, read_tariff
+from lumos.prediction.bill import check_prices, read_prices, read_tariff
 from lumos.report.html.page import write_page
 from lumos.report.html.parts import with_launch
 from lumos.report.html.search_page import search_page
@@ -48,7 +49,7 @@ Searched = tuple[Setup, tuple[str, ...]]
 Argument, Option = typer.Argument, typer.Option
 SetupPath = Annotated[Path | None, Argument(help="The run: a setup, a Hugging Face config.json, a Megatron script.")]
 Gpus = Annotated[str, Option(help="The number of GPUs, or several numbers with commas.")]
-GpuTypes = Annotated[str, Option(help="GPU types or data sheets, with commas, to be compared; by default the setup's.")]
+GpuTypes = Annotated[str | None, Option(help="GPUs or data sheets to compare, with commas; the setup's by default.")]
 Fixed = Annotated[list[str] | None, Option("--set", help="SECTION.KEY=VALUE, not to be varied. Repeatable.")]
 Vary = Annotated[list[str] | None, Option(help="SECTION.KEY=A,B,…: these values and no others. Repeatable.")]
 Minimise = Annotated[str, Option(help="What to minimise: time, cost, energy or gpus.")]
@@ -67,7 +68,7 @@ Output = Annotated[Path | None, Option("-o", "--output", help="Also write it: .j
 def search_command(
     setup: SetupPath = None,
     gpus: Gpus = "",
-    gpu: GpuTypes = "",
+    gpu: GpuTypes = None,
     model: Model = None,
     fixed: Fixed = None,
     vary: Vary = None,
@@ -98,7 +99,7 @@ def search_command(
     """
     check_output(output, setup, (".json", ".csv", ".parquet", ".html"))
     fixed = [*(fixed or []), *([f"cluster.model={model}"] if model else [])]
-    choices = _choices(fixed, vary or [], gpus, gpu)
+    choices = _choices(fixed, vary or [], gpus, ",".join(listed_gpus(gpu)))
     wanted = _objective(objective, price, kwh_price, pue, tokens, deadline)
     part, emission = read_shard(shard), read_emission(emit)
     if emission and shard:
@@ -150,8 +151,9 @@ def _objective(name: str, price: str, kwh_price: str, pue: str, tokens: str, dea
 
 
 def _with_sheet_prices(wanted: Objective, types: Iterable[str]) -> Objective:
-    """With the prices that data sheets give, where all GPUs have one then."""
+    """With the prices that data sheets give, where all GPUs have one then; the price of another GPU is a mistake."""
     prices, gpus = dict(wanted.gpu_hour), [gpu_named(name) for name in types]
+    check_prices(prices, [gpu.name for gpu in gpus])
     if "" in prices:
         return wanted
     prices = {gpu.name: gpu.price for gpu in gpus if gpu.price is not None} | prices

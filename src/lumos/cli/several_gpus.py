@@ -7,13 +7,23 @@ from pathlib import Path
 
 from lumos.cli.prediction_sources import Source
 from lumos.cli.terminal import deliver, progress_bar
+from lumos.errors import OptionError
 from lumos.files import write_csv
 from lumos.prediction.bill import Tariff
-from lumos.prediction.gpu_comparison import GpuComparison, Machine, compared, machines_named, tariff_on
+from lumos.prediction.gpu_comparison import GpuComparison, Machine, compared, machines_named, tariffs_on
 from lumos.report.gpu_comparisons import flat_rows
 from lumos.report.terminal.show_searches import show_gpus
 
+_UNNAMED = "--gpu names none: give a GPU, as in h200, or a file that describes one; several with commas"
 COMPARED = (".html", ".json", ".csv")  # formats of a comparison
+
+
+def listed_gpus(text: str | None) -> list[str]:
+    """The names in --gpu; none where it is not given, a mistake where it is and has none."""
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    if text is not None and not names:
+        raise OptionError(_UNNAMED)
+    return names
 
 
 def compare_sources(
@@ -21,7 +31,10 @@ def compare_sources(
 ) -> GpuComparison:
     """One run on each of the named GPUs."""
     machines = machines_named(names)
-    tariffs = {machine: tariff_on(machine, tariff, prices) for machine in machines}
+    if len(machines) < 2:
+        once = machines[0].name
+        raise OptionError(f"--gpu {','.join(names)[:100]} names one GPU only: add another, or name {once} once")
+    tariffs = tariffs_on(machines, tariff, prices)
     with progress_bar() as progress:
         return compared(machines, lambda machine: run.on(machine, tariffs[machine]), _notes(run, machines), progress)
 

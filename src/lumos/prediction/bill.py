@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, nan
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from lumos.errors import OptionError
 from lumos.setup.gpus import gpu_named, is_file_name
+from lumos.setup.messages import one_of
 
 _JOULES_PER_KWH = 3.6e6
 _HOUR_S, _DAY_S = 3600.0, 86400.0
@@ -43,16 +45,41 @@ def read_tariff(price: str = "", kwh_price: str = "", pue: str = "", tokens: str
 
 
 def read_prices(text: str) -> dict[str, float]:
-    """Prices of a GPU-hour as --price gives them: by the name of the GPU or its file; "" is the price of all others."""
+    """Prices of a GPU-hour as --price gives them: by the name of the GPU or its file; "" is the price of all others.
+
+    `3` is one for all; `h200=3,my_gpu.toml=4` has one for each; `h200=3,4` one for the H200 and another for the rest.
+    """
     found: dict[str, float] = {}
     for part in text.split(",") if text else ():
         name, equals, amount = part.rpartition("=")
         price = read_tariff(amount.strip()).gpu_hour
         if price is None:
             raise OptionError(f"--price {text[:100]!r}: give a number, or GPU=NUMBER for each type of GPU")
-        name = name.strip()
-        found[(name if is_file_name(name) else gpu_named(name).name) if equals else ""] = price
+        key = _priced(name.strip()) if equals else ""
+        if key in found:
+            whose = key or "GPUs without a price of their own"
+            both = f"{found[key]:g} and {price:g}"
+            raise OptionError(f"--price {text[:100]!r} has two prices for {whose}, {both}: give one")
+        found[key] = price
     return found
+
+
+def _priced(name: str) -> str:
+    """The one name of a GPU in --price, or the path of its file."""
+    if is_file_name(name):
+        return str(Path(name))
+    try:
+        return gpu_named(name).name
+    except OptionError as error:
+        raise OptionError(f"--price: {error}") from None
+
+
+def check_prices(prices: Mapping[str, float], names: Sequence[str]) -> None:
+    """Refuse a price of a GPU that the run is not put on: it would be ignored."""
+    other = next((name for name in prices if name and name not in names), "")
+    if other:
+        used = one_of(list(dict.fromkeys(names)))
+        raise OptionError(f"--price {other}={prices[other]:g}: the run is not put on it: leave it out, or price {used}")
 
 
 def _number(

@@ -12,7 +12,7 @@ from lumos.analysis.answers import GpuAnswer, GpuComparisonAnswer
 from lumos.cost.hardware_model import hardware_model
 from lumos.data_files import read_table
 from lumos.errors import LumosError, OptionError
-from lumos.prediction.bill import Tariff
+from lumos.prediction.bill import Tariff, check_prices
 from lumos.prediction.prediction import NO_PRICES, Prediction, memory_words, predict
 from lumos.setup.constraints import check
 from lumos.setup.gpus import Gpu, gpu_named, is_file_name
@@ -53,7 +53,13 @@ class Machine(NamedTuple):
 def machine_named(name: str) -> Machine:
     """The machine of that name or file, or an error that says what is wrong with it."""
     gpu = gpu_named(name)
-    return Machine(name if is_file_name(name) else gpu.name, gpu)
+    return Machine(str(Path(name)) if is_file_name(name) else gpu.name, gpu)
+
+
+def machine_of(setup: Setup) -> Machine:
+    """What a setup states that it runs on."""
+    cluster = setup.cluster
+    return Machine(str(Path(cluster.model or cluster.gpu)), gpu_named(cluster.gpu))
 
 
 def machines_named(names: Sequence[str]) -> list[Machine]:
@@ -123,10 +129,10 @@ class GpuComparison:
         return gpus_snippet(self)
 
     def _best(self, rows: Sequence[GpuAnswer], key: str, less: bool) -> list[int]:
-        """The rows with the best value of a key, among those that can run."""
-        values = {i: getattr(rows[i], key) for i, run in enumerate(self.runs) if run.counts}
-        known = {index: value for index, value in values.items() if value is not None}
-        if not known:
+        """The rows with the best value of a key, among those that can run; none where there is nothing to compare."""
+        values = {index: value for index, row in enumerate(rows) if (value := getattr(row, key)) is not None}
+        known = {index: value for index, value in values.items() if self.runs[index].counts}
+        if len(values) < 2 or not known:
             return []
         best = min(known.values()) if less else max(known.values())
         return [index for index, value in known.items() if abs(value - best) <= _AS_GOOD * best]
@@ -222,7 +228,7 @@ def compare_gpus(
     """
     own, stated = setup.cluster.model or setup.cluster.gpu, setup.cluster.stated()
     machines = machines_named(gpus)
-    tariffs = {machine: tariff_on(machine, tariff, prices or {}) for machine in machines}
+    tariffs = tariffs_on(machines, tariff, prices or {})
 
     def on(machine: Machine) -> Prediction:
         again = {} if machine.name == own else {key: empty for key, empty in OF_GPU.items() if key in stated}
@@ -272,14 +278,23 @@ def plain_on(plain: PlainSetup, machine: Machine) -> tuple[PlainSetup, list[str]
     return plain._replace(sections=plain.sections | {"cluster": kept | machine.keys}), left_out
 
 
-def tariff_on(machine: Machine, tariff: Tariff, prices: Mapping[str, float]) -> Tariff:
-    """The tariff with the price of this GPU: its own, that for all, or the one on its data sheet."""
-    price = prices.get(machine.name, prices.get("", machine.gpu.price))
-    if prices and price is None:
-        raise OptionError(
-            f"--price has none for {machine.label}: give {machine.name}=NUMBER too, or one number for all"
-        )
-    return tariff if price is None else replace(tariff, gpu_hour=price)
+def tariffs_on(machines: Sequence[Machine], tariff: Tariff, prices: Mapping[str, float]) -> dict[Machine, Tariff]:
+    """The tariff of each machine, with the price of a GPU-hour there; a price that is that of none is a mistake.
+
+    The price is that of the machine's own name, of the GPU that its model file was measured on, of all others (""), or
+    that on its data sheet.
+    """
+    check_prices(prices, [name for machine in machines for name in (machine.name, machine.gpu.name)])
+    found = {}
+    for machine in machines:
+        usual = prices.get("", machine.gpu.price)
+        price = prices.get(machine.name, prices.get(machine.gpu.name, usual))
+        if prices and price is None:
+            raise OptionError(
+                f"--price has none for {machine.label}: give {machine.name}=NUMBER too, or one number for all"
+            )
+        found[machine] = tariff if price is None else replace(tariff, gpu_hour=price)
+    return found
 
 
 def bound_ms(found: Prediction) -> dict[str, float]:
