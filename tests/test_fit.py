@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import lumos_here as lumos
+from lumos.analysis.about_machine import about_machine
 from lumos.cost.features import roofline_us
 from lumos.cost.hardware_model import hardware_model
 from lumos.cost.operator_model import chip_of
@@ -292,6 +294,24 @@ def test_recording_costs_what_steps_say_with_and_without_it(tmp_path: Path) -> N
     shares = (found["kept_share"], found["no_shapes_kept_share"], found["fresh_kept_share"])
     assert shares == (0.6, 0.75, 0.5)
     assert (found["operator_us"], found["call_us"], found["kernel_gap_us"]) == (10.0, 6.0, 0.4)
+
+
+def test_no_error_is_shown_of_the_profiler_which_none_was_measured_of(tmp_path: Path) -> None:
+    times = {"step_fresh": 500.0, "step_recorded": 1000.0, "step_stopped": 600.0}
+    rows = [{"op": "profiler", "what": what, "us": us} for what, us in times.items()]
+    (tmp_path / "m.npz").write_bytes(fit_machine([write(tmp_path / "s.jsonl", [H200, *rows])]).content)
+    (part,) = [part for part in about_machine(str(tmp_path / "m.npz")).parts if part.part == "profiler"]
+    assert (part.measured, part.error_pct) == (True, None)
+
+
+def test_about_a_cpu_says_nothing_of_watts_or_of_gpus(tmp_path: Path) -> None:
+    machine = fit_machine([write(tmp_path / "s.jsonl", rows_in(1.0, CPU, "cpu", "fp32"))])
+    (tmp_path / "m.npz").write_bytes(machine.content)
+    done = lumos("about", "m.npz", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^CPU +m\.npz +0\.05\d* fp32 TFLOP/s, \d+ GB/s *$", done.stdout, re.M), done.stdout
+    assert "none: the power of a CPU is not known" in done.stdout
+    assert not re.search(r"\d W|GPU|typical|scaled by peaks", done.stdout)
 
 
 def test_recording_may_cost_an_operator_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,12 @@ _WORDS = {
     "power": ("power", "that of an H200, scaled by peaks and power limit"),
     "in_step": ("whole steps", "differ from their operators as those of the nearest measured GPU"),
 }
+_CPU_WORDS = {  # what differs on a CPU, where nothing stands in for what was not sampled
+    "network": "what processes send each other is a guess",
+    "host": "none: operators of a CPU are timed with their dispatch",
+    "power": "none: the power of a CPU is not known",
+    "in_step": "taken as the sum of their operators",
+}
 
 
 @dataclass(frozen=True)
@@ -81,15 +87,20 @@ def about_machine(path: str) -> AboutMachine:
 
 def _facts(gpu: Gpu) -> dict[str, Any]:
     names = ("memory_gib", "hbm_gb_s", "sms", "l2_mb", "clock_ghz", "tdp_w", "gpus_per_node")
-    return {"peak_tflops": dict(gpu.peak_tflops), **{name: getattr(gpu, name) for name in names}}
+    facts = {name: getattr(gpu, name) for name in names}
+    if gpu.is_cpu:  # placeholders: it has no board, and its cache is not described
+        facts |= {"tdp_w": None, "l2_mb": None}
+    return {"peak_tflops": dict(gpu.peak_tflops), **facts}
 
 
 def _part(machine: HardwareModel, name: str) -> MeasuredPart:
     title, usual = _WORDS[name]
     found = machine.section(name)
     if found is None:
-        return MeasuredPart(title, False, None, f"not sampled: {usual}")
-    error = found.get("error_pct")
+        said = _CPU_WORDS.get(name, usual) if machine.gpu.is_cpu else usual
+        return MeasuredPart(title, False, None, said if said.startswith("none") else f"not sampled: {said}")
+    # That of the profiler is the interval of the package's recordings: none were measured on this machine.
+    error = found.get("error_pct") if name != "profiler" else None
     number = float(error) if isinstance(error, int | float) and not isinstance(error, bool) else None
     return MeasuredPart(title, True, number, _held(name, found))
 

@@ -33,10 +33,13 @@ def _ago(days: int) -> str:
 
 def machine_cards(found: AboutMachine) -> list[Card]:
     rows, facts = sum(one.rows for one in found.families), found.facts
-    peak = facts["peak_tflops"].get("bf16") or max(facts["peak_tflops"].values())
+    peaks = facts["peak_tflops"]
+    dtype = next((name for name in ("bf16", "fp16") if name in peaks), max(peaks, key=peaks.__getitem__))
     measured = [one.part for one in found.parts if one.measured]
+    rates = f"{peaks[dtype]:,.0f} {dtype} TFLOP/s" if peaks[dtype] >= 10 else f"{peaks[dtype]:.2g} {dtype} TFLOP/s"
+    power = f", {facts['tdp_w']:,.0f} W" if facts["tdp_w"] else ""  # a CPU's is not known
     return [
-        Card("GPU", found.gpu, f"{peak:,.0f} TFLOP/s, {facts['hbm_gb_s']:,.0f} GB/s, {facts['tdp_w']:,.0f} W"),
+        Card("GPU" if facts["tdp_w"] else "CPU", found.gpu, f"{rates}, {facts['hbm_gb_s']:,.0f} GB/s{power}"),
         Card("samples", f"{rows:,}", f"of {len(found.families)} families of operators"),
         Card("also measured", ", ".join(measured) or "nothing", ""),
         Card("fitted", found.fitted or "not stated", f"by lumos {found.lumos}" if found.lumos else ""),
