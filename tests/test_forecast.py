@@ -163,7 +163,7 @@ def test_what_was_not_sampled_on_a_sampled_gpu_rests_on_another() -> None:
 def test_an_answer_says_which_part_of_it_carries_over_how_well() -> None:
     (told,) = [text for text in predict(described(cluster__gpu="b200")).warnings if "no samples" in text]
     matmuls = next(part for part in carried("b200") if part.group == "matmuls")
-    assert f"off by {matmuls.error_pct:.0f} % in matmuls ({matmuls.share:.0%} of this step's operators)" in told
+    assert f"off by {matmuls.error_pct:.0f} % in matmuls ({100 * matmuls.share:.0f} % of this step's operators)" in told
     assert not [text for text in predict(described(cluster__gpu="h200")).warnings if "sampled" in text]
 
 

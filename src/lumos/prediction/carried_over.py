@@ -79,6 +79,6 @@ def transfer_note(gpu: str, model: CostModel, parts: Sequence[CarriedOver]) -> s
     if not told:  # all is anchored in a trace
         return text
     first, *others = told
-    errors = [f"{first.error_pct:.0f} % in {first.group} ({first.share:.0%} of this step's operators)"]
-    errors += [f"{part.error_pct:.0f} % in {part.group} ({part.share:.0%})" for part in others]
+    errors = [f"{first.error_pct:.0f} % in {first.group} ({100 * first.share:.0f} % of this step's operators)"]
+    errors += [f"{part.error_pct:.0f} % in {part.group} ({100 * part.share:.0f} %)" for part in others]
     return f"{text}. Sampled GPUs that were left out and predicted so were off by {', '.join(errors)}"

@@ -38,7 +38,8 @@ def _unsampled(name: str, model: CostModel, rows: Sequence[OperatorTime]) -> lis
         return []
     kinds = list(dict.fromkeys(kind for kind, _ in sorted(other, key=lambda item: -item[1])))
     listed = ", ".join(kinds[:4]) + (" and others" if len(kinds) > 4 else "")
-    return [f"{name} has no samples of {listed}: {share:.0%} of the operators' time has the package's own prices"]
+    time = f"{100 * share:.0f} % of the operators' time"
+    return [f"{name} has no samples of {listed}: {time} has the package's own prices"]
 
 
 def _beyond(name: str, model: CostModel, rows: Sequence[OperatorTime]) -> list[str]:
@@ -51,7 +52,7 @@ def _beyond(name: str, model: CostModel, rows: Sequence[OperatorTime]) -> list[s
     work = max(far, key=lambda item: item[1])[0]
     shape = " × ".join(map(str, work.shape))
     return [
-        f"{share:.0%} of the operators' time is of shapes far from those sampled for {name}, as {work.kind} of "
+        f"{100 * share:.0f} % of the operators' time is of shapes far from those sampled for {name}, as {work.kind} of "
         f"{shape}: their prices are extrapolated"
     ]
 

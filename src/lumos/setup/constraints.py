@@ -92,7 +92,7 @@ def warnings_in(setup: Setup) -> list[str]:
         (shard and not parallel.zero, f"parallel.shard = {shard} has no effect with parallel.zero = 0"),
         (gpus > node and gpus % node, f"cluster.gpus = {gpus} is not a whole number of nodes of {node}"),
         (parallel.cp_type and parallel.cp == 1, "parallel.cp_type has no effect with parallel.cp = 1"),
-        (tp > reach, f"parallel.tp = {tp} reaches beyond the {reach} GPUs of a node"),
+        (tp > reach, f"parallel.tp = {tp} reaches beyond a node of {reach} GPU{'s' * (reach > 1)}"),
     )
     certain = [sentence for applies, sentence in doubts if applies]
     if gpu.assumed:
