@@ -21,6 +21,7 @@ from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.gpu_comparison import bound_ms, compare_gpus
 from lumos.prediction.prediction import predict
+from lumos.report.gpu_comparisons import time_table
 from lumos.report.html.gpu_page import gpu_page
 from lumos.report.html.page import render
 from lumos.search.search import search
@@ -218,6 +219,24 @@ def test_a_note_says_which_gpu_has_a_sampled_host(small: Setup, tmp_path: Path) 
 def test_a_model_file_for_all_gpus_gives_them_one_host(run: Run, tmp_path: Path) -> None:
     quick = model_file(tmp_path, host={"launch_us": 19.0, "error_pct": 3.0})
     assert answer_of(run, "predict", SMALL, "--gpu", "h200,a100", "--model", quick)["warnings"] == []
+
+
+def test_the_power_limit_is_that_of_the_board(run: Run) -> None:
+    arguments = ("predict", LARGE, "--gpu", "h100,b200")
+    rows = answer_of(run, *arguments)["gpus"]
+    assert [row["power_limit_w"] for row in rows] == [700, 1000]
+    assert all(row["at_power_limit"] and 0.95 * row["power_limit_w"] < row["watts_per_gpu"] for row in rows)
+    rows = answer_of(run, *arguments, "--set", "cluster.power_w=500")["gpus"]
+    assert [row["power_limit_w"] for row in rows] == [500, 500]
+
+
+def test_a_very_slow_gpu_has_a_speed_above_zero(small: Setup, tmp_path: Path) -> None:
+    slow = sheet(tmp_path, 'like = "h200"\nhbm_tb_s = 0.01\npeak_tflops = {bf16 = 0.1, fp32 = 0.1}\n')
+    answer = compare_gpus(small, ["h200", str(slow)]).as_dict()
+    column = [column.title for column in time_table(answer).columns].index("speed, h200 = 1")
+    first, second = (cells[column].text for _, cells in time_table(answer).body())
+    assert first == "1.00"
+    assert 0 < float(second) < 0.01
 
 
 # ---------------------------------------------------------------------- prices, data sheets, keys of the cluster

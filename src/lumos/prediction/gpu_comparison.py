@@ -194,7 +194,7 @@ class GpuComparison:
             reserve_gib=None if memory is None else memory.reserve / _GIB,
             available_gib=None if memory is None else memory.usable / _GIB,
             fits=found.fits, advice=_advice(found), energy_j=found.energy_j,
-            power_limit_w=None if energy is None else energy.most_w,
+            power_limit_w=None if energy is None else _limit_w(run.machine, found),
             at_power_limit=None if energy is None else bool(energy.at_limit),
             bound_ms=parts, bound_by=max(parts, key=lambda name: parts[name]), operators=family_shares(found),
             costs_from=costs_from(found), source=found.source, configuration=configuration,
@@ -205,6 +205,11 @@ class GpuComparison:
     def _first_speed(self) -> float | None:
         """Tokens per second of the first GPU that could be predicted, to which the others are compared."""
         return next((run.tokens_per_s for run in self.runs if run.found is not None), None)
+
+
+def _limit_w(machine: Machine, found: Prediction) -> float:
+    """The power limit of the board. What it draws when held there is a little less."""
+    return (found.setup.cluster.accelerator if found.setup is not None else machine.gpu).tdp_w
 
 
 def _sampled_host(run: OnGpu) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lumos.report.table import BEST, Card, Column, Row, Table
@@ -81,9 +82,10 @@ def time_table(answer: Answer) -> Table:
     first = first_of(answer)
     titles = {
         "step_ms": Column("step", form=ms_text), "interval": Column("80 % interval"),
-        "speedup": Column(f"speed, {first} = 1", 2), "tokens_per_s_per_gpu": Column("tokens/s/GPU", form=rate_text),
-        "mfu": Column("MFU, %", 1), "bound_by": Column("bound by"), "costs_from": Column("operator times from"),
-        "remark": Column("remark"),
+        "speedup": Column(f"speed, {first} = 1", form=partial(_at_least, digits=2)),
+        "tokens_per_s_per_gpu": Column("tokens/s/GPU", form=rate_text),
+        "mfu": Column("MFU, %", form=partial(_at_least, digits=1)), "bound_by": Column("bound by"),
+        "costs_from": Column("operator times from"), "remark": Column("remark"),
     }  # fmt: skip
     rows = []
     for row in answer["gpus"]:
@@ -190,6 +192,11 @@ def _without_empty(caption: str, columns: Sequence[Column], rows: Sequence[Row],
     shown = [Row([row.values[i] for i in kept], best=[kept.index(i) for i in row.best if i in kept]) for row in rows]
     told = f"{BEST} the best of its column" if marks and any(row.best for row in rows) else ""
     return Table(caption, [columns[i] for i in kept], shown, told)
+
+
+def _at_least(value: float, digits: int) -> str:
+    """A number with so many digits, and with more where it would be no more than zero: 1.86, 0.0041."""
+    return number_text(value, digits) if value >= 10**-digits else rate_text(value)
 
 
 def _sum(*values: float | None) -> float | None:
