@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import lumos_here
 from lumos.errors import InputError, OptionError
 from lumos.measure.fit_samples import read_samples
 from lumos.measure.operator_rows import operator_of
@@ -39,7 +40,7 @@ from lumos.measure.sample_grid import (
     rows,
     section_rows,
 )
-from lumos.measure.sample_script import MODULES, main, parser, write_script
+from lumos.measure.sample_script import MODULES, PlainProgress, main, parser, write_script
 from lumos.measure.sample_summary import summary_of, text_of
 from lumos.program.rank_layout import RankLayout
 from lumos.program.transformer_layer import TransformerLayer
@@ -420,6 +421,51 @@ def test_both_front_ends_have_the_same_options() -> None:
 def test_a_script_cannot_be_written_over_samples(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"s\.jsonl: the extension must name the format; use \.pyz"):
         write_script(tmp_path / "s.jsonl")
+
+
+def test_mistakes_about_the_script_name_its_option(tmp_path: Path) -> None:
+    for arguments, words in (
+        (("out/s.pyz",), "--script out/s.pyz: the folder out does not exist"),
+        (("s.txt",), "--script s.txt: the extension must name the format; use .pyz"),
+        (("s.pyz", "--only", "gemm"), "--script s.pyz: writes the sampler and measures nothing; leave the other options"),
+        (("s.pyz", "--seconds", "9"), "--script s.pyz: writes the sampler and measures nothing"),
+        (("s.pyz", "-o", "s.jsonl"), "--script s.pyz: writes the sampler and measures nothing"),
+    ):
+        done = lumos_here("sample", "--script", *arguments, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert words in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("front_end", ["lumos sample", "sample.pyz"])
+def test_an_interrupted_run_says_how_much_there_is_and_how_to_go_on(
+    tmp_path: Path, front_end: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(plan: SamplePlan, output: Path, *_: object) -> None:
+        sample(rows(0.002)[:7], output, timer=FakeGpu())
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lumos.measure.sample_script.sample_as_told", stop)
+    monkeypatch.setattr("lumos.cli.sample_command.sample_as_told", stop)
+    if front_end == "sample.pyz":
+        code, told = main(["-o", "s.jsonl"]), capsys.readouterr().err
+    else:
+        done = lumos_here("sample", "-o", "s.jsonl")
+        code, told = done.returncode, done.stderr
+    assert (code, told) == (130, "lumos: interrupted; 7 rows in s.jsonl: the same command resumes\n")
+
+
+def test_the_time_left_is_told_once_a_resumed_run_has_a_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    tell = PlainProgress(math.inf)
+    tell(501, 1000, "add")
+    now[0] += 10
+    tell(511, 1000, "add")
+    assert capsys.readouterr().err == "add: 501 of 1,000\nadd: 511 of 1,000, 8 min left\n"
 
 
 @without_torch

@@ -15,7 +15,7 @@ from lumos.cli.options import AsJson
 from lumos.cli.terminal import deliver, progress_bar
 from lumos.errors import LumosError, OptionError
 from lumos.measure.sample import SamplePlan
-from lumos.measure.sample_script import PlainProgress, chosen, is_follower, sample_as_told, write_script
+from lumos.measure.sample_script import PlainProgress, chosen, interrupted, is_follower, sample_as_told, write_script
 from lumos.measure.sample_summary import text_of
 
 
@@ -35,16 +35,19 @@ def sample_command(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine's GPUs or its CPU (needs torch), as input for lumos fit."""
+    plan = SamplePlan(scale, chosen(only), seed, seconds, device)
     if script is not None:
-        if output is not None:
-            raise OptionError(f"--script {script}: writes the sampler and measures nothing; leave -o out")
+        if output is not None or collectives is not None or plan != SamplePlan(device="auto"):
+            raise OptionError(
+                f"--script {script}: writes the sampler and measures nothing; leave the other options out, and give "
+                "them to the sampler where it runs"
+            )
         write_script(script)
         told = f"{script}: copy it to the machine, and run there: python {script.name} -o samples.jsonl"
         deliver({"script": str(script)}, lambda _, console: console.print(Text(told)), as_json)
         return
     if output is None:
         raise OptionError("name the file to append rows to: -o samples.jsonl")
-    plan = SamplePlan(scale, chosen(only), seed, seconds, device)
     try:
         with progress_bar() as progress:
             answer = sample_as_told(plan, output, collectives, progress or PlainProgress(seconds), _note)
@@ -52,6 +55,10 @@ def sample_command(
         if is_follower():
             raise typer.Exit(2) from None
         raise
+    except KeyboardInterrupt:
+        if not is_follower():
+            _note(f"lumos: {interrupted(output)}")
+        raise typer.Exit(130) from None
     deliver(answer, _show, as_json)
 
 

@@ -33,7 +33,9 @@ def progress_bar() -> Iterator[Reporter | None]:
         task = bar.add_task("reading", total=None)
 
         def show(done: int, total: int, what: str = "reading") -> None:
-            bar.update(task, completed=done, total=total, description=what)
+            if total != bar.tasks[task].total:  # a new part, perhaps resumed: what was done before shows no rate
+                bar.reset(task, completed=done, total=total)
+            bar.update(task, completed=done, description=what)
 
         yield show
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lumos.data_files import data_file
-from lumos.errors import LumosError, printable
+from lumos.errors import LumosError, OptionError, printable
 from lumos.files import check_output, whole_file
 from lumos.measure.sample import SamplePlan, device_of, follow, run_sampling
 from lumos.measure.sample_summary import summary_of, text_of
@@ -37,7 +37,10 @@ _CPU_NOTE = "torch sees no GPU here: the CPU is sampled"
 
 def write_script(path: Path) -> None:
     """Write the sampler as one file that `python FILE.pyz -o samples.jsonl` runs."""
-    check_output(path, None, (".pyz",))
+    try:
+        check_output(path, None, (".pyz",))
+    except OptionError as problem:
+        raise OptionError(str(problem).replace("-o ", "--script ", 1)) from None
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("__main__.py", _MAIN)
@@ -53,6 +56,15 @@ def _source(name: str) -> Any:
     from importlib import resources
 
     return resources.files("lumos").joinpath(*name.split("/"))
+
+
+def interrupted(output: Path) -> str:
+    """What to say after Ctrl-C."""
+    try:
+        rows = max(0, output.read_bytes().count(b"\n") - 1)
+    except OSError:
+        return "interrupted; nothing was measured yet"
+    return f"interrupted; {rows:,} rows in {output}: the same command resumes"
 
 
 def chosen(only: str) -> frozenset[str]:
@@ -121,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if not is_follower():
-            _say("interrupted: what was measured is kept, and the same command resumes")
+            _say(f"lumos: {interrupted(given.output)}")
         return 130
     print(json.dumps(answer, indent=2) if given.json else printable(text_of(answer)))
     return 0
@@ -142,14 +154,17 @@ class PlainProgress:
 
     def __call__(self, done: int, total: int, what: str) -> None:
         now = time.monotonic()
-        if self._part[0] != total:
+        if self._part[0] != total or done <= self._part[3]:
             self._part = (total, what, now, done)
         if now - self._told < self._EVERY_S and done < total:
             return
         self._told = now
         _, _, begin, first = self._part
-        left = (total - done) * (now - begin) / max(1, done - first)
-        _say(f"{what}: {done:,} of {total:,}, {_span(max(0.0, min(left, self._end - now)))} left")
+        told = f"{what}: {done:,} of {total:,}"
+        if first < done < total:  # one row, the first of a resumed part as well, does not show a rate
+            left = (total - done) * (now - begin) / (done - first)
+            told += f", {_span(max(0.0, min(left, self._end - now)))} left"
+        _say(told)
 
 
 def _span(seconds: float) -> str:
