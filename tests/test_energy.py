@@ -544,3 +544,58 @@ def test_a_trace_has_no_bill(capsys: pytest.CaptureFixture[str], monkeypatch: py
     code, _, err = asked(capsys, monkeypatch, "predict", "--from", example, "--price", "2")
     assert code == 2
     assert err.startswith("lumos: --price")
+
+
+def rated(name: str, peak: float = 1.0, power: float = 1.0, hbm: float = 1.0) -> dict[str, float]:
+    """Keys of a setup that multiply what a GPU usually has."""
+    gpu = gpu_named(name)
+    return {
+        "cluster.peak_tflops": peak * gpu.peak("bf16"), "cluster.power_w": power * gpu.tdp_w,
+        "cluster.hbm_tb_s": hbm * gpu.hbm_gb_s / 1e3,
+    }  # fmt: skip
+
+
+factor = st.floats(0.2, 20)
+
+
+@given(
+    st.sampled_from(["h200", "h100", "b200", "a100", "mi300x"]), st.booleans(), st.sampled_from(["bf16", "fp16"]),
+    st.tuples(factor, st.floats(0.35, 3), factor), st.tuples(st.floats(1, 20), st.floats(1, 3), st.floats(1, 20)),
+)  # fmt: skip
+@settings(max_examples=40)
+def test_no_step_gets_longer_with_a_higher_peak_more_power_or_faster_memory(
+    name: str, large: bool, precision: str, have: tuple[float, float, float], more: tuple[float, float, float]
+) -> None:
+    """Tensor cores beyond what the power feeds run at a constant rate, and what waits for memory does not notice."""
+    width = 4096 if large else 1024
+    run = described(cluster__gpu=name, train__cuda_graphs=True, train__precision=precision, model__hidden=width,
+                    model__ffn=2 * width)  # fmt: skip
+    before = predict(run.replaced(rated(name, *have))).step_ms
+    for place in range(3):
+        changed = [value * (more[place] if place == at else 1) for at, value in enumerate(have)]
+        assert predict(run.replaced(rated(name, *changed))).step_ms <= before * (1 + 1e-3)
+
+
+def test_a_hundred_times_the_peak_at_the_same_power_is_no_slower() -> None:
+    run = described(cluster__gpu="h200", train__cuda_graphs=True)
+    usual, double, absurd = (predict(run.replaced(rated("h200", peak))).step_ms for peak in (1, 2, 100))
+    assert 0.6 * usual < absurd <= double < 0.95 * usual
+
+
+@pytest.mark.parametrize("like", ['like = "h200"\n', ""])
+def test_a_higher_peak_in_a_data_sheet_slows_nothing_down(tmp_path: Path, like: str) -> None:
+    """Whether the sheet begins with a known GPU or gives all facts; only the rate of bf16 differs."""
+    facts = "memory_gib = 140\nhbm_tb_s = 4.8\npower_w = 700\nsms = 132\nl2_mb = 50\nclock_ghz = 1.98\n"
+    steps = []
+    for peak in (989, 2500, 10_000):
+        sheet = tmp_path / f"gpu{peak}.toml"
+        sheet.write_text(f"{like}{facts}[peak_tflops]\nbf16 = {peak}\nfp32 = 67\n")
+        steps.append(predict(described(cluster__gpu=str(sheet), train__cuda_graphs=True)).step_ms)
+    assert steps[2] <= steps[1] * (1.0 if like else 1.1) < steps[0]  # a new GPU has the noise of carried-over samples
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_memory_bound_kernels_slow_down_no_further_than_the_floor_of_the_clock(name: str) -> None:
+    gpu = gpu_named(name)
+    usual, least = in_step_factors(gpu), in_step_factors(capped(name, 1.2 * gpu.idle_w))
+    assert usual.stream < least.stream <= usual.stream / 0.5 + 1e-9

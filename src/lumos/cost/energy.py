@@ -17,10 +17,10 @@ from functools import cache
 from math import log2
 from typing import Any, NamedTuple
 
-from lumos.cost.operator_model import chip_of
+from lumos.cost.operator_model import chip_of, rated_gpu
 from lumos.data_files import read_table
 from lumos.program.operators import BYTES, Collective, Operator
-from lumos.setup.gpus import Gpu, gpu_named
+from lumos.setup.gpus import Gpu, gpu_named, is_file_name
 
 _MEASURED_AS = {"mxfp8": "fp8", "nvfp4": "fp8", "fp16": "bf16"}  # precisions that were not measured
 _LEAST_SHARE = 0.02  # of a power limit near the idle power, left to the work
@@ -88,10 +88,12 @@ def joules_for(gpu: Gpu) -> Joules:
 
 def joules_from(table: Mapping[str, Any], gpu: Gpu, measured_on: Gpu | None = None) -> Joules:
     """The energies of a table in the form of data/energy.json, moved to a GPU."""
-    home, rated = measured_on or gpu_named(table["gpu"]), gpu_named(gpu.base)
+    home, rated = measured_on or gpu_named(table["gpu"]), rated_gpu(gpu)
     power = _power(rated, home)
     # Under another power limit than the usual one, the clock and with it the energy of an operation are others too.
-    cheaper = (clock_of(gpu).core / clock_of(rated).core) ** (_exponent() - 1) if gpu.tdp_w != rated.tdp_w else 1.0
+    floor = read_table("energy.json")["clock_floor"]
+    slower = max(clock_of(gpu).core, floor) / max(clock_of(rated).core, floor)
+    cheaper = slower ** (_exponent() - 1) if gpu.tdp_w != rated.tdp_w else 1.0
     flop = {}
     for dtype in BYTES:
         known = _MEASURED_AS.get(dtype, dtype)
@@ -127,20 +129,71 @@ def clock_of(gpu: Gpu) -> Clock:
 
     At the highest clock, matmuls would draw more than most boards may. Power falls with a power of the clock (2.0,
     measured on H200), as the voltage falls with it; below a floor of the voltage, it falls with the clock alone. What
-    only moves data does not need the clock: it slows down where it would draw more than the limit by itself.
+    only moves data does not need the clock: it slows down where it would draw more than the limit by itself, and no
+    further than the clock's floor.
     """
     table = read_table("energy.json")
-    home, rated = gpu_named(table["gpu"]), gpu_named(gpu.base)
+    home, rated = gpu_named(table["gpu"]), rated_gpu(gpu)
     spare_w = _above_idle_w(gpu, table["limit_share"] * gpu.tdp_w)
-    active_w = table["active_w"] * _power(rated, home)
-    flop_pj = table["flop_pj"]["bf16"] * _dearer(rated, home, "bf16", "bf16")
-    matmul_w = active_w + table["matmul_reach"] * flop_pj * 1e-6 * chip_of(gpu, "bf16").peak
-    core, floor = (spare_w / matmul_w) ** (1 / _exponent()), float(table["clock_floor"])
+    stream_w = table["active_w"] * _power(rated, home)
+    stream_w += table["stream_reach"] * table["memory_pj"] * 1e-3 * rated.hbm_gb_s
+    usual_w = _above_idle_w(rated, table["limit_share"] * rated.tdp_w)
+    slower = max(1.0, stream_w / spare_w) / max(1.0, stream_w / usual_w)
+    return Clock(_core(gpu, chip_of(gpu, "bf16").peak), min(slower, 1 / table["clock_floor"]))
+
+
+def _core(gpu: Gpu, peak: float) -> float:
+    """The clock at which bf16 matmuls fit under the power limit of a GPU, if its tensor cores had this peak.
+
+    A higher peak lowers the clock by less than it gains: `peak * _core(gpu, peak)` never falls.
+    """
+    table = read_table("energy.json")
+    home, rated = gpu_named(table["gpu"]), rated_gpu(gpu)
+    power, floor = _power(rated, home), float(table["clock_floor"])
+    spare_w = _above_idle_w(gpu, table["limit_share"] * gpu.tdp_w)
+    dearer = 1.0 if _is_new(gpu) else _dearer(rated, home, "bf16", "bf16")
+    fed = max(peak, _fed_peak(gpu)) if _is_new(gpu) else peak
+    matmul_w = table["active_w"] * power + table["matmul_reach"] * table["flop_pj"]["bf16"] * 1e-6 * dearer * fed
+    core = float((spare_w / matmul_w) ** (1 / _exponent()))
     if core < floor:
         core = floor * spare_w / (matmul_w * floor ** _exponent())
-    stream_w = active_w + table["stream_reach"] * table["memory_pj"] * 1e-3 * rated.hbm_gb_s
-    usual_w = _above_idle_w(rated, table["limit_share"] * rated.tdp_w)
-    return Clock(min(1.0, core), max(1.0, stream_w / spare_w) / max(1.0, stream_w / usual_w))
+    return min(1.0, core)
+
+
+def _is_new(gpu: Gpu) -> bool:
+    """Whether a GPU is like no other that is known: its own peak is then not the one that factors were measured at."""
+    return is_file_name(gpu.base)
+
+
+def _fed_peak(gpu: Gpu) -> float:
+    """The bf16 peak that factors of a step belong to: that of a known GPU, or what the power of a new one feeds."""
+    home, rated = gpu_named(read_table("energy.json")["gpu"]), rated_gpu(gpu)
+    return chip_of(home, "bf16").peak * _power(rated, home) if _is_new(gpu) else chip_of(rated, "bf16").peak
+
+
+def relief_of(operator: Operator, gpu: Gpu) -> float:
+    """The slowdown by the clock of a matmul or attention, over that of bf16 matmuls that keep the tensor cores busy.
+
+    It is 1 on a known GPU at its usual limit, where factors were measured over all matmuls. With a higher peak, those
+    that wait for memory draw no more power than before: their clock is that of the peak that just suffices them, and
+    never below the floor. So more peak, power or bandwidth does not slow any of them down.
+    """
+    rated = rated_gpu(gpu)
+    if gpu.tdp_w == rated.tdp_w and gpu.peak_tflops == rated.peak_tflops and not _is_new(gpu):
+        return 1.0
+    chip, like = chip_of(gpu, operator.dtype), _reference(gpu)
+    peak = chip_of(like, "bf16").peak * chip.peak / chip_of(like, operator.dtype).peak  # in terms of bf16
+    compute_us, memory_us = operator.flops / chip.peak, operator.bytes / chip.bandwidth
+    enough = max(_fed_peak(gpu), peak * compute_us / max(memory_us, 1e-9))
+    floor, start_us = read_table("energy.json")["clock_floor"], read_table("operator_costs.json")["shortest_us"]
+    slowed = max(compute_us / _core(gpu, peak), memory_us / max(_core(gpu, enough), floor))
+    slowed += start_us / max(_core(gpu, _fed_peak(gpu)), floor)
+    return float(slowed * clock_of(gpu).core / (max(compute_us, memory_us) + start_us))
+
+
+def _reference(gpu: Gpu) -> Gpu:
+    """The GPU whose precisions stand in a usual relation to each other."""
+    return gpu_named(read_table("energy.json")["gpu"]) if _is_new(gpu) else rated_gpu(gpu)
 
 
 def _above_idle_w(gpu: Gpu, limit_w: float) -> float:

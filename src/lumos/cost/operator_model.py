@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lumos.data_files import data_file, read_table
 from lumos.errors import InputError, OptionError
 from lumos.model_file import CORRUPT, Arrays, ModelFile, read_model_file, unpacked
 from lumos.program.operators import BYTES, Operator
-from lumos.setup.gpus import Gpu, gpu_named
+from lumos.setup.gpus import Gpu, find_gpu, gpu_named
 
 _FAMILY = {"gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm"}
 _STORED = {"mxfp8": "fp8", "nvfp4": "fp8"}  # sampled formats that stand for others
@@ -134,7 +134,8 @@ class CostModel:
         """Operators of one family: their rooflines, corrected by its trees."""
         regressor = self.regressors[key]
         chips = [chip_of(self.gpu, operator.dtype) for operator in operators]
-        rows = np.array([features(operator, chip) for operator, chip in zip(operators, chips, strict=True)])
+        usual = [_usual_chip(self.gpu, operator.dtype) for operator in operators]
+        rows = np.array([features(operator, chip) for operator, chip in zip(operators, usual, strict=True)])
         if regressor.width > rows.shape[1]:
             raise InputError(f"the cost model for {self.sampled} does not fit {key}; fit it again with `lumos fit`")
         base = np.array([roofline_us(operator, chip) for operator, chip in zip(operators, chips, strict=True)])
@@ -210,6 +211,22 @@ def chip_of(gpu: Gpu, dtype: str) -> Chip:
     while not gpu.supports(dtype):
         dtype = wider[dtype]
     return Chip(gpu.peak(dtype) * 1e6, gpu.peak_tflops["fp32"] * 1e6, gpu.hbm_gb_s * 1e3, gpu.sms, gpu.l2_mb * 1e6)
+
+
+@lru_cache(maxsize=256)
+def rated_gpu(gpu: Gpu) -> Gpu:
+    """A GPU with the rates and the power that it is sold with: the known one that a data sheet or a setup changes."""
+    return find_gpu(gpu.base) or gpu
+
+
+@cache
+def _usual_chip(gpu: Gpu, dtype: str) -> Chip:
+    """What the correction of a roofline depends on: with other rates than the usual ones, it stays as it is.
+
+    Otherwise the noise of the trees could make an operator slower at a higher peak.
+    """
+    usual = chip_of(rated_gpu(gpu), dtype)
+    return chip_of(gpu, dtype)._replace(peak=usual.peak, vector=usual.vector, bandwidth=usual.bandwidth)
 
 
 def rates_of(gpu: Gpu) -> tuple[Any, ...]:

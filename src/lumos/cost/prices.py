@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from lumos.cost.energy import joules_for
+from lumos.cost.energy import joules_for, relief_of
 from lumos.cost.in_step import InStepFactors
 from lumos.cost.network import Network
 from lumos.cost.operator_model import CostModel, chip_of
@@ -87,7 +87,8 @@ class Prices:
             return 0.0
         model = self.flash_model if self.flash_model and operator.kind.startswith("sdpa") else self.model
         alone = max(model.us(operator) - model.isolation_us, read_table("step.json")["shortest_us"])
-        factor = self.factors.matrix if operator.is_matrix else self.factors.stream
+        matrix = operator.is_matrix
+        factor = self.factors.matrix * relief_of(operator, self.model.gpu) if matrix else self.factors.stream
         us = alone * factor * warmth(operator, self.model.gpu.l2_mb)
         if operator.is_matrix and operator.dtype != "fp32" and self.factors.sustained < 1:
             us = max(us, operator.flops / (self.factors.sustained * chip_of(self.model.gpu, operator.dtype).peak))
