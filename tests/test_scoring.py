@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos.cli import main as cli
-from lumos.errors import InputError
+from lumos.cost.hardware_model import encode
+from lumos.cost.operator_model import cost_model
+from lumos.errors import InputError, OptionError
 from lumos.score.measured_runs import Run, read_rows, run_of, runs_of
 from lumos.score.score import Score, rank_correlation, score
+from lumos.setup.gpus import gpu_named
 
 ROW = {
     "id": "llama", "source": "lab", "model_name": "Llama 8B", "n_layers": "32", "hidden": "4096", "ffn_hidden": "14336",
@@ -321,6 +325,59 @@ def test_groups_that_cannot_be_ranked_are_left_out() -> None:
     assert math.isnan(rank_correlation([]))
     assert math.isnan(rank_correlation(group([1, 2], [2, 1])))
     assert math.isnan(rank_correlation(group([1, 1, 1], [1, 2, 3])))
+
+
+# With a model file
+
+
+SMALL = {
+    "n_layers": "2", "hidden": "256", "ffn_hidden": "1024", "n_heads": "4", "n_kv_heads": "4", "head_dim": "64",
+    "vocab": "1000", "seq_len": "128", "n_gpus": "1", "gpus_per_node": "1", "tp": "1", "global_batch": "1",
+    "precision": "fp32", "framework": "PyTorch",
+}  # fmt: skip
+
+
+def model_file(path: Path, gpu: str, **sections: Any) -> str:
+    path.write_bytes(encode(gpu, cost_model("h200").regressors, isolation_us=2.8, **sections))
+    return str(path)
+
+
+def facts_of(gpu: str, **changes: Any) -> dict[str, Any]:
+    known = gpu_named(gpu)
+    facts = {f.name: getattr(known, f.name) for f in fields(known) if f.name not in ("aliases", "assumed")}
+    return facts | {"peak_tflops": dict(known.peak_tflops)} | changes
+
+
+@pytest.mark.parametrize(("own", "like", "stated"), [
+    ("cpu", "cpu", "cpu"), ("cpu", "cpu", "CPU"), ("NVIDIA X1", "h200", "nvidia x1"),
+])  # fmt: skip
+def test_rows_on_a_machine_that_only_its_model_file_knows_are_predicted_with_it(
+    tmp_path: Path, own: str, like: str, stated: str
+) -> None:
+    path = model_file(tmp_path / "my.npz", own, facts=facts_of(like))
+    row = ROW | SMALL | {"gpu": stated}
+    assert run_of(row, "row 1", path).setup.cluster.model == path
+    found = score([row, ROW], model=path)
+    assert [(item.id, item.predicted > 0) for item in found.scored] == [("llama", True), ("llama", True)]
+    assert (found.scored[0].fits is None) == (own == "cpu")
+    assert found.scored[1] == score([ROW]).scored[0]
+    assert score([row]).scored == ()
+
+
+def test_rows_on_another_gpu_are_predicted_without_the_model_file(tmp_path: Path) -> None:
+    path = model_file(tmp_path / "my.npz", "a100")
+    clusters = [run_of(ROW | {"gpu": gpu, "gpu_mem_gb": gib}, "row 1", path).setup.cluster for gpu, gib in (
+        ("A100", "80"), ("A100", "40"), ("H100", "80"),
+    )]  # fmt: skip
+    assert [(cluster.gpu, cluster.model) for cluster in clusters] == [("a100", path), ("a100-40", ""), ("h100", "")]
+
+
+def test_a_model_file_that_no_row_needs_is_refused(tmp_path: Path) -> None:
+    path = model_file(tmp_path / "my.npz", "h200")
+    with pytest.raises(OptionError, match=r"my\.npz was fitted on h200, on which no row of the table ran"):
+        score([ROW, ROW | {"gpu": "none.toml"}], model=path)
+    with pytest.raises(InputError, match=r"my\.csv"):
+        score([ROW], model=str(write_table(tmp_path / "my.csv", [ROW])))
 
 
 # The command line

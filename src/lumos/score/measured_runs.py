@@ -19,15 +19,17 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
 from lumos.data_files import read_table
 from lumos.errors import InputError, LumosError
 from lumos.files import read_file
+from lumos.model_file import read_model_file
 from lumos.setup.constraints import checked_setup
 from lumos.setup.frameworks import Framework, framework_named, framework_names
-from lumos.setup.gpus import find_gpu
+from lumos.setup.gpus import Gpu, find_gpu, gpu_named
 from lumos.setup.importers.foreign_file import Findings
 from lumos.setup.setup import Setup
 
@@ -68,18 +70,18 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def runs_of(rows: list[Row]) -> Iterator[Run | tuple[str, str]]:
-    """Every row as a Run, or (id, reason) where it describes none."""
+def runs_of(rows: list[Row], model: str = "") -> Iterator[Run | tuple[str, str]]:
+    """Every row as a Run, or (id, reason) where it describes none; `model` is a model file for the runs on its GPU."""
     for number, row in enumerate(rows, 1):
         name = row.get("id") or f"row {number}"
         try:
-            yield run_of(row, name)
+            yield run_of(row, name, model)
         except LumosError as problem:
             yield name, str(problem).splitlines()[0][:200]
 
 
-def run_of(row: Row, name: str) -> Run:
-    """The Run that a row describes."""
+def run_of(row: Row, name: str, model: str = "") -> Run:
+    """The Run that a row describes, on the machine of a model file where it ran on the GPU of that file."""
     empty = [column for column in _NEEDED if not row.get(column, "").strip()]
     empty = empty or [column for column in _NEEDED if not _int(row, column)]
     if empty:
@@ -87,7 +89,7 @@ def run_of(row: Row, name: str) -> Run:
     found = Findings()
     found.values |= {place: number for place, column in _TABLE["numbers"].items() if (number := _int(row, column))}
     framework = framework_named(_framework(row, found))
-    for put in (_put_model, _put_train, _put_parallel, _put_cluster):
+    for put in (_put_model, _put_train, _put_parallel, partial(_put_cluster, model=model)):
         put(found, row, framework)
     setup = checked_setup(found.reading().sections)
     seconds = _number(row, "step_time_s", math.nan)
@@ -184,13 +186,30 @@ def _put_parallel(found: Findings, row: Row, framework: Framework) -> None:
     }
 
 
-def _put_cluster(found: Findings, row: Row, framework: Framework) -> None:
-    values, gpu = found.values, find_gpu(row["gpu"].strip())
+def measured_gpu(row: Row, model: str) -> Gpu | None:
+    """The GPU of a model file, where the row's run was on one of that kind: of that name, or both a CPU."""
+    stated, measured = _stated_gpu(row), gpu_named(model)
+    if stated is None:
+        own = str(read_model_file(Path(model)).header["gpu"])
+        return measured if row["gpu"].strip().casefold() == own.casefold() else None
+    return measured if stated.name == measured.name or (stated.is_cpu and measured.is_cpu) else None
+
+
+def _stated_gpu(row: Row) -> Gpu | None:
+    """The known GPU that a row names."""
+    is_small = row.get("gpu_mem_gb", "").strip() == "40"
+    gpu = find_gpu(row["gpu"].strip())
+    return find_gpu("a100-40") if gpu and gpu.name == "a100" and is_small else gpu
+
+
+def _put_cluster(found: Findings, row: Row, framework: Framework, model: str) -> None:
+    values, measured = found.values, measured_gpu(row, model) if model else None
+    gpu = measured or _stated_gpu(row)
     if gpu is None:
         raise InputError(f"GPU {row['gpu'][:60]!r} is not known")
-    if gpu.name == "a100" and row.get("gpu_mem_gb", "").strip() == "40":
-        gpu = find_gpu("a100-40") or gpu
     values["cluster.gpu"] = gpu.name
+    if measured:
+        values["cluster.model"] = model
     node = values.get("cluster.gpus_per_node", gpu.gpus_per_node)
     network = _gbps_per_gpu(row, node)
     if network:

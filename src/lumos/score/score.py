@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.errors import InputError, LumosError
+from lumos.cost.hardware_model import hardware_model
+from lumos.errors import InputError, LumosError, OptionError
 from lumos.prediction.prediction import predict
 from lumos.program.memory import memory_of
-from lumos.score.measured_runs import Run, runs_of
-from lumos.setup.gpus import gpu_named
+from lumos.score.measured_runs import Run, measured_gpu, runs_of
 from lumos.workers import Engine, Here, Job
 
 _FEWEST_TO_RANK = 3  # configurations of one model on one number of GPUs
@@ -35,7 +35,7 @@ class Scored(NamedTuple):
     predicted: float
     low: float
     high: float
-    fits: bool
+    fits: bool | None  # None where it is not known, as on a CPU
     peak_gib: float
     notes: tuple[str, ...]
 
@@ -94,7 +94,7 @@ def score(
     >>> score(read_rows(Path("runs.csv"))).as_dict()["mape"]   # doctest: +SKIP
     """
     if model:
-        gpu_named(model)  # a file that is none is refused before anything is predicted
+        _check_model(model, rows)
     named = [{**row, "id": row.get("id") or f"row {number}"} for number, row in enumerate(rows, 1)]
     mine = named[shard[0] :: shard[1]]
     chunks = [mine[i : i + _ROWS_PER_CHUNK] for i in range(0, len(mine), _ROWS_PER_CHUNK)]
@@ -111,22 +111,34 @@ def score(
     return Score(len(mine), tuple(scored), tuple(refused))
 
 
+def _check_model(model: str, rows: Sequence[Row]) -> None:
+    """Refuse, before anything is predicted, a model file that is none or that no row needs."""
+    own = hardware_model(model).gpu
+    if not any(_ran_on(row, model) for row in rows):
+        name = "a CPU" if own.is_cpu else hardware_model(model).file.header["gpu"]
+        raise OptionError(f"--model {model} was fitted on {name}, on which no row of the table ran: leave it out")
+
+
+def _ran_on(row: Row, model: str) -> bool:
+    try:
+        return measured_gpu(row, model) is not None
+    except LumosError:
+        return False  # its GPU is refused with the row
+
+
 def score_rows(model: str, rows: list[Row]) -> list[Scored | Refused]:
     """Predict some rows; a job for an engine."""
-    return [_scored(run, model) if isinstance(run, Run) else run for run in runs_of(rows)]
+    return [_scored(run) if isinstance(run, Run) else run for run in runs_of(rows, model)]
 
 
-def _scored(run: Run, model: str) -> Scored | Refused:
+def _scored(run: Run) -> Scored | Refused:
     try:
-        setup = run.setup
-        if model and gpu_named(model).name == setup.cluster.gpu:
-            setup = setup.replaced({"cluster.model": model})
-        found = predict(setup, notes=run.notes)
-        memory, (low, high) = memory_of(setup), found.interval_ms
+        found = predict(run.setup, notes=run.notes)
+        memory, (low, high) = memory_of(run.setup), found.interval_ms
         seconds = run.seconds if run.seconds == run.seconds else None
         return Scored(
             run.id, run.source, run.model, run.gpus, seconds, found.step_ms / 1e3, low / 1e3, high / 1e3,
-            memory.fits, memory.gib()["peak"], tuple(run.notes),
+            found.fits, memory.gib()["peak"], tuple(run.notes),
         )  # fmt: skip
     except LumosError as problem:
         return run.id, str(problem).splitlines()[0]
