@@ -30,6 +30,7 @@ from lumos.measure.fit_facts import described
 from lumos.measure.fit_machine import FittedMachine, fit_machine
 from lumos.measure.fit_samples import read_samples
 from lumos.measure.operator_rows import SIZES, operator_of
+from lumos.measure.sample_grid import rows as grid_rows
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_setup
@@ -124,6 +125,16 @@ def test_a_finer_grid_is_said_to_buy_more_where_half_of_it_was_much_worse(tmp_pa
     assert family["twice_pct"] < family["error_pct"]
     said = f"twice the rows would bring gemm from {family['error_pct']:.1f} to about {family['twice_pct']:.1f} %"
     assert answer["finer_grid"] == [said]
+
+
+def test_more_rows_are_those_of_the_usual_grid_until_it_is_finished(tmp_path: Path) -> None:
+    rows, path = [row for row in grid_rows() if row["op"] in ("gelu", "mul")], tmp_path / "s.jsonl"
+    measured = [row | {"us": 5.0 + row["t"] * row["h"] / 1e6} for row in rows]
+    assert fit_machine([write(path, [H200, *measured])]).more == "lumos sample --scale 2"
+    failed = [row | {"error": "out of memory"} for row in rows[400:]]
+    assert fit_machine([write(path, [H200, *measured[:400], *failed])]).more == "lumos sample --scale 2"
+    some = fit_machine([write(path, [H200, *measured[:400]])]).more
+    assert some == f"lumos sample -o {path} goes on, 80 % of the usual grid is there"
 
 
 def test_samples_of_one_gpu_may_come_in_several_files(tmp_path: Path) -> None:

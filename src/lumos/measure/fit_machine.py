@@ -13,13 +13,16 @@ from lumos.cost.hardware_model import encode, hardware_model
 from lumos.cost.operator_model import Regressor
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.measure.fit import Verdict, fit
+from lumos.measure.fit import Verdict, family_of, fit
 from lumos.measure.fit_facts import described, facts_of
 from lumos.measure.fit_in_step import host_section, in_step_section
 from lumos.measure.fit_network import network_facts
 from lumos.measure.fit_samples import Samples, check_units, read_samples
 from lumos.measure.fit_sections import Section, missing, power_section, profiler_section
+from lumos.measure.sample_grid import grid_of
 from lumos.setup.gpus import Gpu, gpu_named
+
+_WHOLE_GRID = 0.97  # of its rows: the rest may have been lost
 
 Progress = Callable[[int, int, str], None]
 
@@ -32,6 +35,7 @@ class FittedMachine(NamedTuple):
     families: list[Verdict]
     sections: list[Section]
     warnings: list[str]
+    more: str = ""  # the command that measures more rows
 
 
 def fit_machine(paths: Sequence[Path], asked: str = "", progress: Progress | None = None) -> FittedMachine:
@@ -46,7 +50,8 @@ def fit_machine(paths: Sequence[Path], asked: str = "", progress: Progress | Non
     _refuse_nothing(place, regressors, families, sections)
     common["provenance"] = _provenance(samples)
     values = {section.name: section.values for section in sections}
-    return FittedMachine(gpu, encode(name, regressors, **common, **values), families, sections, samples.warnings)
+    content = encode(name, regressors, **common, **values)
+    return FittedMachine(gpu, content, families, sections, samples.warnings, _more(samples, paths[0]))
 
 
 def _sections(samples: Samples, operators: bytes) -> list[Section]:
@@ -87,6 +92,18 @@ def _links(gpu: Gpu) -> str:
     if not gpu.assumed:
         return f"the usual links: {links}"
     return f"assumed: {links}; set cluster.nvlink_gb_s, nvlink_domain, gpus_per_node and inter_gb_s"
+
+
+def _more(samples: Samples, path: Path) -> str:
+    """The command that measures more: the rest of the usual grid where that is not finished, or a finer one."""
+    counts = grid_of("cpu" if samples.gpu == "cpu" else "cuda")["counts"]
+    sampled = {family_of(sample.operator).partition(":")[0] for sample in samples.operators}
+    whole = sum(count for key, count in counts.items() if key.replace("/", ":").partition(":")[0] in sampled)
+    others = len(samples.collectives) + sum(map(len, samples.others.values()))
+    tried = sum(file["rows"] for file in samples.files) - others  # with those that failed
+    if path.is_dir() or tried >= _WHOLE_GRID * whole:
+        return "lumos sample --scale 2"
+    return f"lumos sample -o {path} goes on, {100 * tried / whole:.0f} % of the usual grid is there"
 
 
 def _isolation_us(samples: Samples, gpu: Gpu) -> float:

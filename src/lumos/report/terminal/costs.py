@@ -87,7 +87,7 @@ def fit_answer(machine: FittedMachine, model: Path) -> Answer:
         "gpu": gpu.shown, "model": str(model), "peak_tflops": dict(gpu.peak_tflops), "hbm_gb_s": gpu.hbm_gb_s,
         "families": [verdict.as_dict() for verdict in machine.families],
         "sections": [section.as_dict() for section in machine.sections], "warnings": warnings,
-        "finer_grid": list(_finer_grid(machine)),
+        "finer_grid": list(_finer_grid(machine)), "more": machine.more,
     }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def show_fit(answer: Answer, console: Console) -> None:
         said = f"refused: {part['refused']}" if part["refused"] else part["note"]
         others.add_row(part["section"], f"{part['rows']:,}" if part["rows"] else "", error, Text(said))
     written = Text(f"{answer['model']}: model of {answer['gpu']}; use it with --model")
-    more = [Text(f"{line}: lumos sample --scale 2") for line in answer["finer_grid"]]
+    more = [Text(f"{line}: {answer['more']}") for line in answer["finer_grid"]]
     tables = [table] if answer["families"] else []
     console.print(Group(*tables, others, written, *more, *notes(answer["warnings"])))
 
