@@ -599,3 +599,17 @@ def test_memory_bound_kernels_slow_down_no_further_than_the_floor_of_the_clock(n
     gpu = gpu_named(name)
     usual, least = in_step_factors(gpu), in_step_factors(capped(name, 1.2 * gpu.idle_w))
     assert usual.stream < least.stream <= usual.stream / 0.5 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("peak", "power", "told"),
+    [(1, 1, ""), (1, 0.9, ""), (1, 2, ""), (5, 1, "700 W leaves matmuls 25 %"), (1, 0.5, "350 W leaves matmuls 45 %")],
+)
+def test_an_answer_says_when_the_power_limit_holds_the_tensor_cores_back(peak: float, power: float, told: str) -> None:
+    warnings = predict(described(cluster__gpu="h200").replaced(rated("h200", peak, power))).warnings
+    assert [told in text for text in warnings if "leaves matmuls" in text] == ([True] if told else [])
+
+
+def test_a_known_gpu_as_it_is_sold_has_no_note_on_its_power_limit() -> None:
+    assert clock_of(gpu_named("b200")).core < 0.7
+    assert not [text for text in predict(described(cluster__gpu="b200")).warnings if "power limit of" in text]

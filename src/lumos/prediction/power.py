@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log
 
-from lumos.cost.energy import Joules
+from lumos.cost.energy import Joules, clock_of
 from lumos.cost.in_step import in_step_factors
+from lumos.cost.operator_model import chip_of, rated_gpu
 from lumos.prediction.operator_times import OperatorTime
 from lumos.program.operators import Operator
-from lumos.setup.gpus import Gpu, gpu_named
+from lumos.setup.gpus import Gpu, is_file_name
 from lumos.step.step import Assembly, Step
 
 
@@ -70,6 +71,7 @@ def drawn_w(idle_w: float, work_w: float, most_w: float) -> float:
     return max(idle_w, min(idle_w + work_w, most_w))
 
 
+_LOW_CLOCK = 0.7  # of the highest: below it, an answer says that the power limit binds
 _DATA_PARALLEL = ("gather", "reduce", "reduce rest", "publish")
 
 
@@ -109,7 +111,7 @@ def _network_w(step: Step, gpu: Gpu, joules: Joules) -> float:
 
 def limit_part(gpu: Gpu, rows: Sequence[OperatorTime], step_us: float) -> float:
     """How much a power limit other than the usual one changes a step: the logarithm of its time, squared."""
-    usual = gpu_named(gpu.base)
+    usual = rated_gpu(gpu)
     if gpu.tdp_w == usual.tdp_w:
         return 0.0
     now, before = in_step_factors(gpu), in_step_factors(usual)
@@ -120,11 +122,23 @@ def limit_part(gpu: Gpu, rows: Sequence[OperatorTime], step_us: float) -> float:
 
 
 def limit_note(gpu: Gpu) -> str:
-    """What is not known of a GPU under another power limit than its usual one; "" under the usual one."""
-    usual = gpu_named(gpu.base)
-    if gpu.tdp_w == usual.tdp_w:
-        return ""
-    return (
-        f"no run was measured under a power limit of {gpu.tdp_w:,.0f} W (usual for {usual.shown}: {usual.tdp_w:,.0f} "
-        "W): the clock follows from energies measured on h200, and half of what it changes is in the interval"
-    )
+    """What is not known of a GPU under another power limit than its usual one, and how far a limit slows it down.
+
+    "" for a known GPU as it is sold.
+    """
+    usual = rated_gpu(gpu)
+    found = []
+    if gpu.tdp_w != usual.tdp_w:
+        found.append(
+            f"no run was measured under a power limit of {gpu.tdp_w:,.0f} W (usual for {usual.shown}: "
+            f"{usual.tdp_w:,.0f} W): the clock follows from energies measured on h200, and half of what it changes is "
+            "in the interval"
+        )
+    clock, is_sold_so = clock_of(gpu).core, gpu.peak_tflops == usual.peak_tflops and not is_file_name(gpu.base)
+    if clock < _LOW_CLOCK and not gpu.is_cpu and (found or not is_sold_so):
+        peak = chip_of(gpu, "bf16").peak * 1e-6
+        found.append(
+            f"the power limit of {gpu.tdp_w:,.0f} W leaves matmuls {100 * clock:.0f} % of their peak: at most "
+            f"{clock * peak:,.0f} of {peak:,.0f} TFLOP/s in bf16"
+        )
+    return "; ".join(found)
