@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import io
 import json
+import lzma
 import os
 import re
 import shutil
@@ -30,6 +32,7 @@ from lumos.measure.fit_facts import described
 from lumos.measure.fit_machine import FittedMachine, fit_machine
 from lumos.measure.fit_samples import read_samples
 from lumos.measure.operator_rows import SIZES, operator_of
+from lumos.measure.sample_file import open_samples
 from lumos.measure.sample_grid import rows as grid_rows
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
@@ -448,6 +451,47 @@ def test_bad_samples_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
     assert words in message
     assert "\n" not in message
     assert message.startswith(str(path))
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "xz": lzma.compress,
+    "gz": gzip.compress,
+    "two streams of xz": lambda content: lzma.compress(content[:99]) + b"\0" * 4 + lzma.compress(content[99:]),
+    "two of gzip": lambda content: gzip.compress(content[:99]) + gzip.compress(content[99:]),
+    "a mark of the byte order": lambda content: b"\xef\xbb\xbf" + content,
+}
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+def test_packed_samples_are_read_as_they_are(tmp_path: Path, packer: str) -> None:
+    plain = write(tmp_path / "s.jsonl", [H200, *MANY])
+    other = tmp_path / "s.jsonl.packed"
+    other.write_bytes(PACKERS[packer](plain.read_bytes()))
+    assert read_samples([other]).operators == read_samples([plain]).operators
+
+
+@pytest.mark.parametrize("pack", [lzma.compress, gzip.compress])
+def test_packed_samples_that_are_cut_or_too_large_are_refused(
+    tmp_path: Path, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lumos.measure.sample_file._MOST_BYTES", 1 << 20)
+    path = tmp_path / "s.jsonl.packed"
+    whole = pack(text(H200, *MANY)().encode())
+    for content in (whole[: len(whole) // 2], whole[:20] + b"\xff" * 40 + whole[60:]):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"packed: cannot be decompressed, perhaps cut short; copy it again"):
+            read_samples([path])
+    path.write_bytes(pack(b" " * ((1 << 20) + 1)))
+    with pytest.raises(InputError, match=r"packed: larger than 1 MiB once decompressed"):
+        read_samples([path])
+
+
+def test_nothing_is_appended_to_packed_samples(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(packed := gzip.compress(text(H200, *MANY)().encode()))
+    with pytest.raises(InputError, match="not text"), open_samples(path, H200):
+        pass
+    assert path.read_bytes() == packed
 
 
 @pytest.mark.parametrize("content", [b"\x00\xff" * 500, b"\x80\n", b"\x89PNG\r\n\x1a\n" * 9])

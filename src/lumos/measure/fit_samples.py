@@ -102,7 +102,7 @@ def _read(path: Path) -> tuple[Row, list[Placed]]:
         rows = list(published_rows(path))
     else:
         _refuse_model(path)
-        rows = list(lines_of(path))
+        rows = list(lines_of(path, unpack=True))
     if not rows:
         raise InputError(f"{path}: empty; {_WAY_OUT}")
     header = rows[0][1]

@@ -25,7 +25,9 @@ which the next run cuts off before it continues.
 
 from __future__ import annotations
 
+import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,6 +40,8 @@ Row = dict[str, Any]
 Key = tuple[tuple[str, str], ...]
 
 _MOST_BYTES = 1 << 28
+_MOST_MEMORY = 1 << 28  # that decompressing may take
+_XZ, _GZIP = b"\xfd7zXZ\0", b"\x1f\x8b"
 _WAY_OUT = "name a file that `lumos sample` wrote"
 _MEASURED = frozenset({"us", "error", "watts", "clock_mhz", "launches"})  # what does not tell one row from another
 
@@ -111,10 +115,16 @@ def threads_of(about: Row) -> int:
     return threads if isinstance(threads, int) else 0
 
 
-def lines_of(path: Path) -> Iterator[tuple[str, Row]]:
-    """(place, row) of a sample file, without half a line at its end; InputError where it is none."""
+def lines_of(path: Path, unpack: bool = False) -> Iterator[tuple[str, Row]]:
+    """(place, row) of a sample file, without half a line at its end; InputError where it is none.
+
+    With `unpack`, the file may be compressed by xz or gzip, whatever it is called: nothing can be appended to it then.
+    """
+    content = read_file(path, _MOST_BYTES, _WAY_OUT)
+    if unpack and content.startswith((_XZ, _GZIP)):
+        content = _unpacked(content, path)
     try:
-        lines = read_file(path, _MOST_BYTES, _WAY_OUT).decode().split("\n")[:-1]
+        lines = content.decode("utf-8-sig").split("\n")[:-1]
     except UnicodeDecodeError:
         raise InputError(f"{path}: not text; {_WAY_OUT}") from None
     if not lines and path.stat().st_size:
@@ -130,6 +140,28 @@ def lines_of(path: Path) -> Iterator[tuple[str, Row]]:
         if number == 1 and "gpu" not in row:
             raise InputError(f"{place}: does not name the GPU; {_WAY_OUT}")
         yield place, row
+
+
+def _unpacked(content: bytes, path: Path) -> bytes:
+    import gzip  # here, since not every Python that samples has both
+    import lzma
+
+    found = b""
+    try:
+        if content.startswith(_GZIP):
+            with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+                found = file.read(_MOST_BYTES + 1)
+        while content.startswith(_XZ) and len(found) <= _MOST_BYTES:
+            stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_MEMORY)
+            found += stream.decompress(content, _MOST_BYTES + 1 - len(found))
+            if not stream.eof and len(found) <= _MOST_BYTES:
+                raise EOFError
+            content = stream.unused_data.lstrip(b"\0")
+    except (lzma.LZMAError, EOFError, OSError, zlib.error):
+        raise InputError(f"{path}: cannot be decompressed, perhaps cut short; copy it again") from None
+    if len(found) > _MOST_BYTES:
+        raise InputError(f"{path}: larger than {_MOST_BYTES >> 20} MiB once decompressed; {_WAY_OUT}")
+    return found
 
 
 def _key(row: Row) -> Key:
