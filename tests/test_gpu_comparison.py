@@ -221,6 +221,12 @@ def test_a_model_file_for_all_gpus_gives_them_one_host(run: Run, tmp_path: Path)
     assert answer_of(run, "predict", SMALL, "--gpu", "h200,a100", "--model", quick)["warnings"] == []
 
 
+def test_a_node_of_one_gpu_is_no_plural(small: Setup) -> None:
+    changes = {"cluster.gpus": 2, "parallel.tp": 2, "cluster.gpus_per_node": 1}
+    (row,) = compare_gpus(small.replaced({**changes, "cluster.gpu": "l40s"}), ["l40s"]).answer.gpus
+    assert "parallel.tp = 2 reaches beyond a node of 1 GPU" in row.warnings
+
+
 def test_the_power_limit_is_that_of_the_board(run: Run) -> None:
     arguments = ("predict", LARGE, "--gpu", "h100,b200")
     rows = answer_of(run, *arguments)["gpus"]
