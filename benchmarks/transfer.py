@@ -51,14 +51,16 @@ In words:
 
 - **Matmuls carry over**, between generations too: what decides is how their tiles fill the chip, and that enters as
   ratios. Gradients of linear layers by H200 are 11 % off, because there they are two samples, and one elsewhere.
-- **Memory-bound kernels carry over where they are the same code** (additions, activations: 4 to 11 % from H200 to
+- **Memory-bound kernels carry over where they are the same code** (additions, activations: {alike} % from H200 to
   GH200 and back, 6 to 22 % to A100). Operators of GPT-NeoX that are several kernels do so less; gradients of
   layer norms and embeddings do not carry over between A100 and GH200 at all, as other kernels run there.
 - **Attention depends on its library more than on the GPU**: A100 and H200 predict each other within 9 to 16 %. The
   published samples of GH200 are of kernels that were not written for it, 30 to 60 % from all others.
 - **Batched matmuls carry over within a generation alone**: on A100 they run half as fast for their roofline.
-- Nothing is known of fp8, fp32 and tf32, fused optimizers and grouped matmuls: H200 alone has samples of them. A bare
-  roofline would be off by a third to a half.
+- **Grouped matmuls do not carry over**: {grouped} % off. H200 alone has samples of them; those of single matmuls on
+  the other GPUs stand in.
+- Nothing is known of fp8, fp32, tf32 and fused optimizers: H200 alone has samples of them. A bare roofline is off by
+  {roofline} % on average over a family.
 - Averaging two sources helps a little: see the line below. It is not done. It gains a point for matmuls, most of the
   rest comes from attention kernels of other libraries, and beyond the shapes of the smaller set prices would jump.
 """
@@ -80,6 +82,10 @@ with the square of the clock: both are measured on loops of one H200 (`calibrati
 costs the same energy on other GPUs, or more where a board has more power for its peak. From this follows the clock of
 every GPU and every power limit (`cluster.power_w`), and the factor on matmuls inside a step moves with it from the GPU
 that it was measured on. H100 and A100 keep factors of their own at their usual limit.
+
+No peak, power or bandwidth makes a step longer: tensor cores beyond what the power feeds run at a constant rate, what
+waits for memory draws no more for a higher peak, and memory-bound kernels slow down no further than the floor of the
+clock (half of the highest; assumed).
 
 """
 RUNS = """
@@ -128,6 +134,25 @@ def operator_section(found: Sequence[Cell]) -> str:
         if missing:
             text.append(f"Not sampled elsewhere: {', '.join(missing)}.\n")
     return "\n".join(text)
+
+
+def words(found: Sequence[Cell]) -> str:
+    """What the tables say, with the ranges of errors that they have."""
+    same_code = ("add", "gelu", "gelu_bwd", "neox_add_fwd", "neox_add_bwd", "neox_gelu_fwd", "neox_gelu_bwd")
+    pairs = {"h200": "gh200", "gh200": "h200"}
+    alike = [
+        cell.sources[pairs[cell.target]].mean
+        for cell in found
+        if cell.family in same_code and pairs.get(cell.target) in cell.sources
+    ]
+    grouped = [errors.mean for cell in found if cell.family == "grouped_gemm" for errors in cell.sources.values()]
+    roofline = [cell.roofline.mean for cell in found if cell.sources]
+    return WORDS.format(alike=_range(alike), grouped=_range(grouped), roofline=_range(roofline))
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = (round(value, 1) for value in (min(values), max(values)))  # as the tables have them
+    return f"{low:.0f} to {high:.0f}"
 
 
 def blend_line(found: Sequence[Cell]) -> str:
@@ -247,7 +272,7 @@ def run_section(truth: Path) -> str:
                 ratios = [simulate_step(run.setup, factors).us / 1e6 / run.seconds for run in chosen]
                 line.append(f"{100 * mean(abs(r - 1) for r in ratios):.1f} ({100 * (median(ratios) - 1):+.0f})")
             held = inside.get((name, kept), [])
-            rows.append([*line, f"{100 * mean(held):.0f} of {len(held)}" if held else ""])
+            rows.append([*line, f"{100 * mean(held):.0f} ({len(held)} run{'s' * (len(held) != 1)})" if held else ""])
     head = ["GPU", "runs", "rows", *(f"{rule}: mean error % (median)" for rule in rules), "inside the 80 % interval, %"]
     return RUNS + table(head, rows) + (
         "\nH100 has a factor of its own, fitted on published runs. The last column counts pretraining alone, and of "
@@ -275,7 +300,7 @@ def page(data: Path) -> Iterator[str]:
     found = list(cells(samples))
     yield INTRODUCTION
     yield operator_section(found)
-    yield WORDS + blend_line(found)
+    yield words(found) + blend_line(found)
     errors = table_of(found)
     known = {name: value for name, value in errors.items() if name != "roofline"}
     rows = [f"| {name} | {value['same']:.1f} | {value['other']:.1f} |" for name, value in known.items()]

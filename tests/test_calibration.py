@@ -152,6 +152,16 @@ def test_the_page_and_the_answers_tell_the_same_errors_of_transfer() -> None:
         assert f"| {group} | {table[group]['same']:.1f} | {table[group]['other']:.1f} |" in page
 
 
+def test_the_page_on_transfer_says_in_words_what_its_tables_have() -> None:
+    page = (ROOT / "docs/transfer.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    (grouped,) = [row for row in rows if row[0] == "grouped_gemm"]
+    low, high = sorted(float(cell.split()[0]) for cell in grouped[3:5])
+    assert f"**Grouped matmuls do not carry over**: {low:.0f} to {high:.0f} % off" in page
+    rooflines = [int(row[6]) for row in rows if len(row) == 7 and row[6].isdigit()]
+    assert f"{min(rooflines)} to {max(rooflines)} % on average over a family" in page
+
+
 def test_recorded_steps_give_the_shipped_warmth_of_the_cache() -> None:
     """The smaller a tensor, the more of it is in the cache, and the sooner its kernels are done."""
     table = shipped("step.json")
