@@ -33,8 +33,8 @@ def described(samples: Samples, asked: str, place: str) -> Gpu:
         gpu = gpu_named(asked)
         if found is not None and found != gpu and not is_file_name(asked):
             raise OptionError(
-                f"--gpu {asked}: {place} has samples of {samples.gpu[:60]}; leave --gpu out, and to price {gpu.name} with "
-                "them set cluster.gpu beside --model"
+                f"--gpu {asked}: {place} has samples of {samples.gpu[:60]}; leave --gpu out, and to price "
+                f"{gpu.name} with them set cluster.gpu beside --model"
             )
         return gpu
     return found if found is not None and not found.is_cpu else _measured(samples, place)

@@ -35,7 +35,7 @@ class FittedMachine(NamedTuple):
     families: list[Verdict]
     sections: list[Section]
     warnings: list[str]
-    more: str = ""  # the command that measures more rows
+    more: str = ""  # how to measure more rows
 
 
 def fit_machine(paths: Sequence[Path], asked: str = "", progress: Progress | None = None) -> FittedMachine:
@@ -95,7 +95,7 @@ def _links(gpu: Gpu) -> str:
 
 
 def _more(samples: Samples, path: Path) -> str:
-    """The command that measures more: the rest of the usual grid where that is not finished, or a finer one."""
+    """How to measure more rows: the rest of the usual grid where that is not finished, or a finer one."""
     counts = grid_of("cpu" if samples.gpu == "cpu" else "cuda")["counts"]
     sampled = {family_of(sample.operator).partition(":")[0] for sample in samples.operators}
     whole = sum(count for key, count in counts.items() if key.replace("/", ":").partition(":")[0] in sampled)
@@ -103,7 +103,7 @@ def _more(samples: Samples, path: Path) -> str:
     tried = sum(file["rows"] for file in samples.files) - others  # with those that failed
     if path.is_dir() or tried >= _WHOLE_GRID * whole:
         return "lumos sample --scale 2"
-    return f"lumos sample -o {path} goes on, {100 * tried / whole:.0f} % of the usual grid is there"
+    return f"the same lumos sample goes on ({100 * tried / whole:.0f} % of the usual grid are there)"
 
 
 def _isolation_us(samples: Samples, gpu: Gpu) -> float:
