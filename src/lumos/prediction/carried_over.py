@@ -75,6 +75,8 @@ def transfer_note(gpu: str, model: CostModel, parts: Sequence[CarriedOver]) -> s
         return ""
     names = list(dict.fromkeys(Path(part.sampled).name for part in told)) or [Path(model.sampled).name]
     begin = "no samples for" if model.transferred else "not everything was sampled on"
+    if model.transferred and gpu in names:
+        begin = "no samples with these rates of"
     text = f"{begin} {gpu}: costs of {' and '.join(names)} are scaled by its peaks, and the interval is wider"
     if not told:  # all is anchored in a trace
         return text
