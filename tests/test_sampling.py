@@ -368,15 +368,18 @@ def lonely(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @needs_torch
 def test_one_file_samples_where_nothing_but_torch_is_installed(tmp_path: Path) -> None:
-    done = lonely(tmp_path, "-o", "s.jsonl", "--only", "add,host", "--scale", "0.02")
+    done = lonely(tmp_path, "-o", "s.jsonl", "--only", "add,host,profiler", "--scale", "0.02")
     assert (done.returncode, "strange: []" in done.stderr) == (0, True), done.stderr
     assert "torch sees no GPU here: the CPU is sampled" in done.stderr
+    assert "profiler" in done.stdout
     header, *found = lines(tmp_path / "s.jsonl")
     assert header["gpu"] == "cpu"
     assert header["host"]
     assert header["device"]["sms"] >= 1
-    assert Counter(row["op"] for row in found) == {"host": 3, "add": 2}
-    assert all(row["us"] > 0 for row in found)
+    assert Counter(row["op"] for row in found) == {"host": 3, "profiler": 5, "add": 2}
+    times = {row["what"]: row["us"] for row in found if row["op"] == "profiler"}
+    assert times["step_fresh"] > 0
+    assert all(row["us"] > 0 for row in found if row["op"] != "profiler")
 
 
 @needs_torch
