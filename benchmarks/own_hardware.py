@@ -1,12 +1,11 @@
 """A model file from ten minutes of sampling, beside what the package ships: whole models and operators held apart.
 
-    xz -dk calibration/ten_minutes_h200.jsonl.xz
-    lumos fit calibration/ten_minutes_h200.jsonl -o ten_minutes.npz
-    python benchmarks/own_hardware.py ten_minutes.npz [STEPS.jsonl ...]
+    python benchmarks/own_hardware.py [MODEL.npz STEPS.jsonl ...]
 
-Steps are files of calibration/steps_h200.py. Nothing was fitted on steps_later_h200.jsonl, measured on the machine of
-the ten minutes right after them, nor on steps_small_h200.jsonl, which the host decides: its own host was sampled before
-them (calibration/host_later_h200.jsonl), and takes the place of that in the model file.
+Without arguments it fits calibration/ten_minutes_h200.jsonl.xz, and prints the figures of docs/your_hardware.md. Steps
+are files of calibration/steps_h200.py. Nothing was fitted on steps_later_h200.jsonl, measured on the machine of the ten
+minutes right after them, nor on steps_small_h200.jsonl, which the host decides: its own host was sampled before them
+(calibration/host_later_h200.jsonl), and takes the place of the other in the model file.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import json
 import lzma
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 
 from change_cases import setup_of
 from lumos.cost.operator_model import cost_model, read_cost_model
+from lumos.measure.fit_machine import fit_machine
 from lumos.measure.operator_rows import operator_of
 from lumos.prediction.prediction import predict
 from lumos.setup.setup import Setup
@@ -80,10 +81,30 @@ def show_operators(model: Path) -> None:
         print(f"| {name} | {len(values)} | {means[0]:.1f} | {means[1]:.1f} |")
 
 
-def main(model: str, *steps: str) -> None:
-    for path in steps or ("../shared/data/h200/single/measured.json", str(CALIBRATION / "steps_later_h200.jsonl")):
-        show_steps(model, Path(path))
-    show_operators(Path(model))
+def fitted(folder: Path) -> tuple[Path, Path]:
+    """Model files of the ten minutes: with the host that they sampled, and with that of host_later_h200.jsonl."""
+    ten = CALIBRATION / "ten_minutes_h200.jsonl.xz"
+    rows = lzma.decompress(ten.read_bytes()).decode().splitlines()
+    later = (CALIBRATION / "host_later_h200.jsonl").read_text().splitlines()[1:]
+    moved = folder / "other_host.jsonl"
+    moved.write_text("\n".join([row for row in rows if '"op": "host"' not in row] + later) + "\n")
+    models = folder / "ten_minutes.npz", folder / "other_host.npz"
+    for samples, model in zip((ten, moved), models, strict=True):
+        model.write_bytes(fit_machine([samples]).content)
+    return models
+
+
+def main(model: str = "", *steps: str) -> None:
+    if model:
+        for path in steps:
+            show_steps(model, Path(path))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        ten, other_host = fitted(Path(folder))
+        show_steps(str(ten), CALIBRATION / "steps_later_h200.jsonl")
+        show_steps(str(ten), CALIBRATION / "steps_small_h200.jsonl")  # with the host of another machine
+        show_steps(str(other_host), CALIBRATION / "steps_small_h200.jsonl")
+        show_operators(ten)
 
 
 if __name__ == "__main__":

@@ -646,3 +646,14 @@ def test_a_cpu_is_sampled_fitted_and_its_training_step_predicted(tmp_path: Path)
     assert families["gemm:fp32"] == families["sdpa_bwd:fp32"] == ""
     measured_ms = json.loads(done.stdout)["us"] / 1e3
     assert json.loads(predicting.stdout)["step_ms"] == pytest.approx(measured_ms, rel=0.4)
+
+
+def test_a_file_that_was_cut_off_and_one_without_operators_are_said_to_be_so(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl"
+    rows = lzma.decompress((ROOT / "calibration/ten_minutes_h200.jsonl.xz").read_bytes()).decode().splitlines()
+    path.write_text("\n".join([rows[0], *(row for row in rows[:60] if '"op": "host"' in row), rows[80][:20]]))
+    told = fit_machine([path]).warnings
+    assert told == [
+        f"{path}: the last line is cut off, and left out",
+        "no operators were sampled: predictions use those of the package",
+    ]

@@ -51,7 +51,8 @@ def fit_machine(paths: Sequence[Path], asked: str = "", progress: Progress | Non
     common["provenance"] = _provenance(samples)
     values = {section.name: section.values for section in sections}
     content = encode(name, regressors, **common, **values)
-    return FittedMachine(gpu, content, families, sections, samples.warnings, _more(samples, paths[0]))
+    none = [] if samples.operators else ["no operators were sampled: predictions use those of the package"]
+    return FittedMachine(gpu, content, families, sections, samples.warnings + none, _more(samples, paths[0]))
 
 
 def _sections(samples: Samples, operators: bytes) -> list[Section]:

@@ -7,6 +7,7 @@ contradictory times. All of these are found here, and end in an InputError.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
@@ -22,7 +23,7 @@ from lumos.errors import InputError
 from lumos.files import open_file
 from lumos.measure.operator_rows import operator_of
 from lumos.measure.published_samples import published_files, published_rows
-from lumos.measure.sample_file import Row, lines_of, threads_of
+from lumos.measure.sample_file import PACKED, Row, lines_of, threads_of
 from lumos.measure.sample_grid import COLLECTIVES
 from lumos.program.operators import Operator
 from lumos.setup.gpus import Gpu, find_gpu
@@ -93,7 +94,18 @@ def read_samples(paths: Sequence[Path]) -> Samples:
         files.append(_provenance(path, header, len(rows)))
     if not operators and not collectives and not any(others.values()):
         raise InputError(f"{paths[0]}: no samples in it; {_WAY_OUT}")
-    return Samples(str(about["gpu"]), about, _without_repeats(operators), collectives, others, files, [])
+    cut = [f"{path}: the last line is cut off, and left out" for path in paths if _is_cut(path)]
+    return Samples(str(about["gpu"]), about, _without_repeats(operators), collectives, others, files, cut)
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether a plain file ends within a line, as after a run that was killed or a copy that was interrupted."""
+    if path.is_dir():
+        return False
+    with path.open("rb") as file:
+        packed = file.read(8).startswith(PACKED)
+        file.seek(-1, os.SEEK_END)
+        return not packed and file.read(1) != b"\n"
 
 
 def _read(path: Path) -> tuple[Row, list[Placed]]:

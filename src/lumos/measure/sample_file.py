@@ -41,7 +41,7 @@ Key = tuple[tuple[str, str], ...]
 
 _MOST_BYTES = 1 << 28
 _MOST_MEMORY = 1 << 28  # that decompressing may take
-_XZ, _GZIP = b"\xfd7zXZ\0", b"\x1f\x8b"
+_XZ, _GZIP = PACKED = b"\xfd7zXZ\0", b"\x1f\x8b"
 _WAY_OUT = "name a file that `lumos sample` wrote"
 _MEASURED = frozenset({"us", "error", "watts", "clock_mhz", "launches"})  # what does not tell one row from another
 
@@ -121,7 +121,7 @@ def lines_of(path: Path, unpack: bool = False) -> Iterator[tuple[str, Row]]:
     With `unpack`, the file may be compressed by xz or gzip, whatever it is called: nothing can be appended to it then.
     """
     content = read_file(path, _MOST_BYTES, _WAY_OUT)
-    if unpack and content.startswith((_XZ, _GZIP)):
+    if unpack and content.startswith(PACKED):
         content = _unpacked(content, path)
     try:
         lines = content.decode("utf-8-sig").split("\n")[:-1]
