@@ -94,7 +94,9 @@ def steps(cases: list[Row], output: Path, stop: float, profile: bool) -> None:
         began = time.monotonic()
         try:
             row = case | _trained(case, profile)
-            shown = f"{1e3 * row['step_s_median']:9.2f} ms {row['peak_mem_alloc'] / 2**30:7.2f} GiB" if profile else "blind"
+            shown = (
+                f"{1e3 * row['step_s_median']:9.2f} ms {row['peak_mem_alloc'] / 2**30:7.2f} GiB" if profile else "blind"
+            )
             print(f"{case['name']:24s} {shown} {row['attention']} {time.monotonic() - began:.0f} s", flush=True)
         except Exception as error:
             row = case | {"error": f"{type(error).__name__}: {error}"[:500]}
