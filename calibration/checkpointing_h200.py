@@ -89,7 +89,7 @@ class Float8Matmul(torch.autograd.Function):
         ctx.rows = rows
         a, a_scale = to_float8(x, torch.float8_e4m3fn, (1,) if rows else None)
         b, b_scale = to_float8(weight, torch.float8_e4m3fn, (1,) if rows else None)
-        b_scale = b_scale.t() if rows else b_scale
+        b_scale = b_scale.reshape(1, -1) if rows else b_scale
         return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     @staticmethod
@@ -103,7 +103,7 @@ class Float8Matmul(torch.autograd.Function):
         inputs = torch._scaled_mm(g, columns, g_scale, w_scale, out_dtype=torch.bfloat16, use_fast_accum=False)
         if rows:
             g, g_scale = to_float8(grad, kind, (0,))
-            g_scale = g_scale.t()
+            g_scale = g_scale.reshape(-1, 1)
         y, y_scale = to_float8(x, torch.float8_e4m3fn, (0,) if rows else None)
         left, right = g.t().contiguous(), y.t().contiguous().t()
         weights = torch._scaled_mm(left, right, g_scale, y_scale, out_dtype=torch.bfloat16, use_fast_accum=False)
