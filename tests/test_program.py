@@ -850,7 +850,7 @@ def test_gelu_written_out_is_eight_operators_and_eleven_gradients() -> None:
 
 def test_experts_in_a_loop_launch_for_each_and_make_gradients_as_large_as_all_of_them() -> None:
     """Mixtral on one GPU: the gradient of one expert's slice of the weights is a tensor of zeros for all eight."""
-    looped, grouped = (layout_of("mixtral-8x7b", framework) for framework in ("torchtitan", "megatron"))
+    looped, grouped = (layout_of("mixtral-8x7b", framework) for framework in ("megatron-2021", "megatron"))
     copies, width, hidden = 2 * 2048, 14336, 4096
     at_once = 2 * 2 * copies * width + 2 * copies * hidden
     assert expert_gradient_bytes(grouped) == at_once
@@ -858,6 +858,22 @@ def test_experts_in_a_loop_launch_for_each_and_make_gradients_as_large_as_all_of
     for layout, launches in ((grouped, 1), (looped, 5 * 8)):
         experts = [op for op in moe(layout) if op.name.startswith("experts ")]
         assert {op.launches for op in experts} == {launches}
+
+
+def test_eager_experts_run_a_kernel_for_every_line_of_their_code() -> None:
+    """transformers runs no fused kernel between router and residual: sort, masks, weights, sums, each over all copies."""
+    eager, fused = (layout_of("mixtral-8x7b", framework) for framework in ("pytorch", "megatron"))
+    copies, inner, hidden = 2 * 2048, 2 * 14336, 4096
+    forward = {op.name: op for op in moe(eager)}
+    assert forward["experts activation"].work.bytes == round(10.8 * 2 * copies * 14336)
+    cleared = [op.work.bytes for op in moe(eager) if op.name == "clear rows"]
+    assert cleared == [6 * 2 * copies * hidden, 8 * 2 * copies * inner, 8 * 2 * copies * hidden]
+    longer = {op.name: op for op in moe(layout_of("mixtral-8x7b", "pytorch", train__seq=4096))}
+    assert forward["sort choices"].work.bytes == longer["sort choices"].work.bytes
+    assert sum(op.launches for op in moe(eager)) > 2 * sum(op.launches for op in moe(fused))
+    assert {"clear rows", "weigh rows", "sort choices"}.isdisjoint(op.name for op in moe(fused))
+    compiled = layout_of("mixtral-8x7b", "pytorch", train__compile=True)
+    assert "clear rows" not in {op.name for op in moe(compiled)}
 
 
 def test_experts_activate_every_copy_and_keep_no_state_without_an_optimizer() -> None:

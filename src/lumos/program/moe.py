@@ -32,12 +32,12 @@ def moe(s: RankLayout) -> Block:
 def moe_inside(s: RankLayout) -> Block:
     """The same without norm and residual."""
     return [
-        *_router(s, 1),
-        *_exchange(s, "dispatch"),
+        *_router(s),
+        *_dispatch(s),
         *_copies_moved(s, "all_gather", "experts gather"),
-        *_grouped_matmuls(s, backward=False),
+        *_experts(s),
         *_copies_moved(s, "reduce_scatter", "experts scatter"),
-        *_exchange(s, "combine"),
+        *_combine(s),
         *shared(s),
         *_result_joined(s, "experts reduce"),
     ]
@@ -47,12 +47,12 @@ def moe_backward(s: RankLayout) -> Block:
     """The same in reverse; every grouped matmul has two gradients."""
     return [
         *ops.residual_backward(s),
-        *_exchange(s, "combine grad"),
+        *_combine_backward(s),
         *_copies_moved(s, "all_gather", "experts gather grads"),
-        *_grouped_matmuls(s, backward=True),
+        *_experts_backward(s),
         *_copies_moved(s, "reduce_scatter", "experts scatter grads"),
-        *_exchange(s, "dispatch grad"),
-        *_router(s, 2),
+        *_dispatch_backward(s),
+        *_router_backward(s),
         *_shared_backward(s),
         *_result_joined(s, "experts grad reduce"),
         *ops.norm_backward(s),
@@ -97,52 +97,154 @@ def _result_joined(s: RankLayout, name: str) -> Block:
     return ops.collective(kind, s.activation_bytes, s.tp, name=name)
 
 
-def _router(s: RankLayout, gradients: int) -> Block:
+# ---------------------------------------------------------------------- router
+def _router(s: RankLayout) -> Block:
     """Logits and top-k; logits and probabilities are kept in fp32."""
-    tokens, experts = s.spread_tokens, s.model.experts
+    choices = s.spread_tokens * s.model.experts
+    row = "top-k" if s.fused else "eager top-k"
+    return [_logits(s), ops.stream(s, row, choices, name="top-k", saves=8.0 * choices)]
+
+
+def _router_backward(s: RankLayout) -> Block:
+    choices = s.spread_tokens * s.model.experts
+    if s.fused:
+        return [*[_logits(s)] * 2, ops.stream(s, "top-k", choices, count=2)]
+    return [*[_logits(s)] * 2, ops.stream(s, "eager top-k grad", choices, name="top-k grad")]
+
+
+def _logits(s: RankLayout) -> BlockOp:
     dtype = "fp32" if s.precision == "fp32" else "bf16"
-    matmul = ops.op(s, "gemm_tn", tokens, experts, s.model.hidden, dtype=dtype)
-    choice = ops.stream(s, "top-k", tokens * experts, count=gradients, saves=8.0 * tokens * experts)
-    return [*[matmul] * gradients, choice if gradients == 1 else choice._replace(saves=0.0)]
+    return ops.op(s, "gemm_tn", s.spread_tokens, s.model.experts, s.model.hidden, dtype=dtype, name="router")
 
 
-def _exchange(s: RankLayout, name: str) -> Block:
+# ---------------------------------------------------------------------- between the order of tokens and of experts
+def _dispatch(s: RankLayout) -> Block:
+    """Copies of the tokens, in the order of their experts, on the ranks that hold these."""
+    if s.fused:
+        return _exchanged(s, "dispatch")
     copies = _sent(s)
-    return [
-        ops.op(s, "permute", copies, s.model.hidden, launches=ops.launches_of("dispatch permute")),
-        *ops.collective("all_to_all", float(copies * s.model.hidden * s.element), s.ep, name=f"experts {name}"),
-        ops.op(s, "permute", copies, s.model.hidden),
-    ]
+    order = ops.stream(s, "sort choices", copies)
+    return [order, _permuted(s, copies), *_sent_over(s, copies, "dispatch")]
 
 
-def _grouped_matmuls(s: RankLayout, backward: bool) -> Block:
+def _combine(s: RankLayout) -> Block:
+    """What the experts return, weighted, in the order of the tokens, and added up."""
+    if s.fused:
+        return _exchanged(s, "combine")
+    copies = _sent(s)
+    size = float(copies * s.model.hidden)
+    weighed, added = ops.stream(s, "weigh rows", size), ops.stream(s, "add up copies", size)
+    return [*_sent_over(s, copies, "combine"), weighed, _permuted(s, copies, "fp32"), added]
+
+
+def _combine_backward(s: RankLayout) -> Block:
+    if s.fused:
+        return _exchanged(s, "combine grad")
+    copies = _sent(s)
+    rows = ("add up copies grad", "scatter rows", "weigh rows grad")
+    spread = [ops.stream(s, row, float(copies * s.model.hidden)) for row in rows]
+    return [*spread, *_sent_over(s, copies, "combine grad")]
+
+
+def _dispatch_backward(s: RankLayout) -> Block:
+    if s.fused:
+        return _exchanged(s, "dispatch grad")
+    copies = _sent(s)
+    return [*_sent_over(s, copies, "dispatch grad"), ops.stream(s, "scatter rows", float(copies * s.model.hidden))]
+
+
+def _exchanged(s: RankLayout, name: str) -> Block:
+    """Permuted by one kernel before the exchange, and by another after it."""
+    copies = _sent(s)
+    first = _permuted(s, copies)._replace(launches=ops.launches_of("dispatch permute"))
+    return [first, *_sent_over(s, copies, name), _permuted(s, copies)]
+
+
+def _permuted(s: RankLayout, copies: int, dtype: str = "") -> BlockOp:
+    return ops.op(s, "permute", copies, s.model.hidden, dtype=dtype)
+
+
+def _sent_over(s: RankLayout, copies: int, name: str) -> Block:
+    return ops.collective("all_to_all", float(copies * s.model.hidden * s.element), s.ep, name=f"experts {name}")
+
+
+# ---------------------------------------------------------------------- experts
+def _experts(s: RankLayout) -> Block:
     """The experts of one rank over the copies sent to them.
 
     Kept: the copies as the experts read them, what the experts return (for the gradient of the weights that scale it),
     and the inside of the MLP.
     """
-    m, copies, ffn = s.model, routed_copies(s), expert_width(s)
+    copies, (up, down) = routed_copies(s), _grouped_matmuls(s)
+    saves = float(copies * (s.linear_element + s.element) * s.model.hidden)
+    return [
+        *_cleared(s, "clear rows", s.model.hidden),
+        up._replace(saves=saves),
+        *_bias(s, "expert bias", s.inward * expert_width(s)),
+        *_cleared(s, "clear rows of a copy", s.inward * expert_width(s)),
+        *experts_activation(s),
+        down,
+        *_bias(s, "expert bias", s.model.hidden),
+        *_cleared(s, "clear rows of a copy", s.model.hidden),
+    ]
+
+
+def _experts_backward(s: RankLayout) -> Block:
+    up, down = _grouped_matmuls(s)
+    inner = s.inward * expert_width(s)
+    return [
+        *_cleared(s, "clear rows of a copy", s.model.hidden),
+        *_bias_backward(s),
+        down,
+        down._replace(weight_gradient=True),
+        *experts_activation(s, backward=True),
+        *_cleared(s, "clear rows of a copy", inner),
+        *_bias_backward(s),
+        up,
+        up._replace(weight_gradient=True),
+        *_cleared(s, "clear rows of a copy", s.model.hidden),
+    ]
+
+
+def _grouped_matmuls(s: RankLayout) -> tuple[BlockOp, BlockOp]:
+    """Those before and after the activation; where experts run in a loop, each has its own."""
+    copies, ffn, hidden = routed_copies(s), expert_width(s), s.model.hidden
     launches = 1 if s.framework.grouped_experts else ops.launches_of("expert loop") * local_experts(s)
-    saves = 0.0 if backward else float(copies * (s.linear_element + s.element) * m.hidden)
-    up, down = (
-        BlockOp(Operator("grouped_gemm", (local_experts(s), copies, n, k), s.train.precision), launches, name=name)
-        for n, k, name in ((s.inward * ffn, m.hidden, "experts up"), (m.hidden, ffn, "experts down"))
-    )
-    inner = [op._replace(launches=launches) for op in experts_activation(s, backward)]
-    if not backward:
-        return [up._replace(saves=saves), down, *inner]
-    matmuls = [up, up._replace(weight_gradient=True), down, down._replace(weight_gradient=True)]
-    return [*matmuls, *inner]
+    up = Operator("grouped_gemm", (local_experts(s), copies, s.inward * ffn, hidden), s.train.precision)
+    down = Operator("grouped_gemm", (local_experts(s), copies, hidden, ffn), s.train.precision)
+    return BlockOp(up, launches, name="experts up"), BlockOp(down, launches, name="experts down")
+
+
+def _cleared(s: RankLayout, row: str, width: int) -> Block:
+    """Rows of other ranks' experts, which a grouped matmul leaves as they are."""
+    if s.fused or not s.framework.clears_experts:
+        return []
+    return [ops.stream(s, row, float(routed_copies(s) * width), name="clear rows")]
+
+
+def _bias(s: RankLayout, row: str, width: int) -> Block:
+    return [] if s.fused or not s.model.bias else [ops.stream(s, row, float(routed_copies(s) * width))]
+
+
+def _bias_backward(s: RankLayout) -> Block:
+    if s.fused or not s.model.bias:
+        return []
+    return [ops.stream(s, "expert bias grad", routed_copies(s) / local_experts(s))]
 
 
 def experts_activation(s: RankLayout, backward: bool = False) -> Block:
     """The activation function of the experts; it stands for all that they keep of their inner width."""
     size = routed_copies(s) * expert_width(s)
-    row = f"{'gated' if s.model.gated else 'plain'} activation{' grad' if backward else ''}"
+    launches = 1 if s.framework.grouped_experts else ops.launches_of("expert loop") * local_experts(s)
+    row = f"{'gated' if s.model.gated else 'plain'} activation"
+    if s.model.gated and not s.fused and not s.framework.fused_activation:
+        row += " of halves"
     kept = 0.0 if backward else activation_bytes(s) * size
-    return [ops.stream(s, row, size, name="experts activation", saves=kept)]
+    part = ops.stream(s, row + " grad" * backward, size, name="experts activation", saves=kept)
+    return [part._replace(launches=launches * part.launches)]
 
 
+# ---------------------------------------------------------------------- shared experts
 def _shared_width(s: RankLayout) -> int:
     return max(1, s.model.shared_experts * s.model.expert_ffn // s.parallel.tp)
 

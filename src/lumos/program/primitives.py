@@ -24,7 +24,7 @@ def op(
 def stream(s: RankLayout, row: str, elements: float, name: str = "", saves: float = 0.0, count: float = 1.0) -> BlockOp:
     """A memory-bound operator, as the row of `layer_operators.toml` says, `count` times over."""
     facts = read_table("layer_operators.toml")[row]
-    size = round(count * facts["passes"] * elements * s.element)
+    size = round(count * (facts.get("passes", 0.0) * elements * s.element + facts.get("bytes", 0.0)))
     launches = round(facts.get("launches", 1) * max(1.0, count))
     return BlockOp(Operator("stream", (size,), s.precision), launches, name=name or row, saves=saves)
 

@@ -56,6 +56,7 @@ class Framework:
     optimizer_traffic: float = 28.0  # bytes read and written for one parameter
     optimizer_launches: int = 60  # 0: by the tensors it updates, half a launch each
     grouped_experts: bool = False
+    clears_experts: bool = False  # rows that no expert worked on are set to zero after every grouped matmul
     host_us: float = 35.0  # of the host for one launch, with all the Python around it, on the reference host
     pipeline_drag: float = 0.0  # with several stages, the host's time grows by this for every further tensor rank
     collective_launches: float = 2.0  # launches that a collective costs the host
