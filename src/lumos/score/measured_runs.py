@@ -9,6 +9,9 @@ Empty columns get defaults that depend on the framework alone, never on the row:
 | sequence_parallel | the framework's: on for Megatron-Core and nanotron where tp > 1 |
 | network between nodes | what the row's text states; else the GPU's usual one, and EFA for nanotron |
 | attention | the framework's, unless the row's text names flash or unfused attention |
+
+What no column can say of a model (latent attention, shared experts, norms of queries and keys) is that of the preset
+whose name the row's model has, where hidden size, heads and experts are the same.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from lumos.setup.constraints import checked_setup
 from lumos.setup.frameworks import Framework, framework_named, framework_names
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named
 from lumos.setup.importers.foreign_file import Findings
+from lumos.setup.presets import find_preset
 from lumos.setup.setup import Setup
 
 _TABLE = read_table("measured_runs.toml")
@@ -151,6 +155,21 @@ def _put_model(found: Findings, row: Row, _: Framework) -> None:
     else:
         values.pop("model.top_k", None)
         values.pop("model.expert_ffn", None)
+    _put_what_has_no_column(found, row)
+
+
+def _put_what_has_no_column(found: Findings, row: Row) -> None:
+    """Of a published model that the row names; "deepseek-v3 (w/o MTP)" names deepseek-v3."""
+    preset = find_preset(row.get("model_name", "").partition(" (")[0])
+    if preset is None:
+        return
+    keys, values = preset.keys, found.values
+    same = ("hidden", "heads", "experts")
+    if any(keys.get(key, 0) != values.get(f"model.{key}", 0) for key in same):
+        return
+    values |= {f"model.{key}": keys[key] for key in _TABLE["without_column"] if key in keys}
+    if keys.get("kv_lora_rank"):  # columns state the width of a value as that of a head
+        values.pop("model.head_dim", None)
 
 
 def _put_train(found: Findings, row: Row, framework: Framework) -> None:
