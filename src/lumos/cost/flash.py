@@ -28,9 +28,12 @@ class OlderKernels:
 
 @cache
 def flash_kernels(gpu: Gpu, generation: str) -> OlderKernels | None:
-    """Flash attention of a generation on a GPU; None where the GPU's own samples are of that generation."""
+    """Flash attention of a generation on a GPU; None where the GPU's own samples are of that generation.
+
+    Frameworks that run FlashAttention 2 on Hopper take cuDNN's kernels on Blackwell.
+    """
     newer = gpu.family in ("hopper", "blackwell")
-    if generation == "native" or (not newer and generation == "flash-2"):
+    if generation == "native" or (generation == "flash-2" and gpu.family != "hopper"):
         return None
     older = gpu_named("a100")
     speed = gpu.sms * gpu.clock_ghz / (older.sms * older.clock_ghz) if newer else 1.0

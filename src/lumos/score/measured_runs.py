@@ -4,7 +4,8 @@ Empty columns get defaults that depend on the framework alone, never on the row:
 
 | empty column | default |
 |---|---|
-| recompute | none |
+| recompute | none; what "selective" keeps is the framework's, unless the row names layers or operators |
+| compile | off, unless the row's text names it |
 | zero | the framework's: 1 for Megatron-Core, 3 for llm-foundry and torchtitan, else 0 |
 | sequence_parallel | the framework's: on for Megatron-Core and nanotron where tp > 1 |
 | network between nodes | what the row's text states; else the GPU's usual one, and EFA for nanotron |
@@ -172,20 +173,69 @@ def _put_what_has_no_column(found: Findings, row: Row) -> None:
         values.pop("model.head_dim", None)
 
 
-def _put_train(found: Findings, row: Row, framework: Framework) -> None:
+def _says(row: Row, what: str) -> bool | None:
+    """Whether the text of a row asks for something, or rules it out; None where it is silent."""
+    facts = _TABLE["texts"][what]
+    stated = _flag(row, what)
+    if stated is not None:
+        return stated
+    text = " | ".join(row.get(column, "") for column in facts["columns"])
+    return next((answer for answer in (False, True) if re.search(facts["yes" if answer else "no"], text, re.I)), None)
+
+
+def _number_in(row: Row, column: str) -> float:
+    """A number that has a column of its own, or is in the text of another; 0 where it is not stated."""
+    facts = _TABLE["numbers_in_text"][column]
+    text = " | ".join(row.get(other, "") for other in facts["columns"])
+    found = re.search(facts["pattern"], text, re.I)
+    return _number(row, column, float(found[1]) if found else 0.0)
+
+
+def _put_precision(found: Findings, row: Row) -> None:
     precision = row.get("precision", "").strip().lower() or "bf16"
     if precision not in _TABLE["precisions"]:
         plain = next((p for p in _TABLE["plain_precisions"] if precision.startswith(p)), None)
         if plain is None:
             raise InputError(f"precision {precision[:40]!r} is not known")
-        found.note(f"precision {precision[:40]!r} is predicted as {plain}")
+        scaling = _TABLE["scalings"].get(precision.removeprefix(plain).strip(" -_"))
+        if scaling and plain == "fp8":
+            found.values["train.fp8_scaling"] = scaling
+        else:
+            found.note(f"precision {precision[:40]!r} is predicted as {plain}")
         precision = plain
+    found.values["train.precision"] = precision
+
+
+def _put_recompute(found: Findings, row: Row, framework: Framework) -> None:
+    """What is recomputed: whole layers, all or every n-th, or what the framework calls selective."""
+    recompute, every = row.get("recompute", "").strip() or "none", round(_number_in(row, "recompute_every"))
+    found.values["train.recompute"] = recompute
+    by_operator = _says(row, "by_operator")
+    if recompute == "selective" and by_operator:
+        found.values["train.recompute_modules"] = ("operators",)
+    elif recompute == "selective" and (every or by_operator is False or framework.selective == "layers"):
+        found.values["train.recompute"] = "full"
+        found.values |= {"train.recompute_every": every} if every else _share_of_layers(found, row)
+
+
+def _share_of_layers(found: Findings, row: Row) -> dict[str, int]:
+    """How many layers are recomputed: as the row's HFU has it, which counts them and MFU does not, or every second."""
+    useful, all_of_it = _number(row, "mfu"), _number(row, "hfu")
+    if not useful or all_of_it <= useful:
+        found.note("which layers are recomputed is not stated: assuming every second")
+        return {"train.recompute_every": 2}
+    share = min(1.0, 3 * (all_of_it / useful - 1))  # a forward pass is a third of a step
+    return {"train.recompute_layers": round(share * found.values["model.layers"])}
+
+
+def _put_train(found: Findings, row: Row, framework: Framework) -> None:
+    _put_precision(found, row)
+    _put_recompute(found, row, framework)
     text = row.get("attention_impl", "").lower()
     unfused = "no flash" in text or "unfused" in text
     found.values |= {
-        "train.precision": precision,
         "train.framework": framework.name,
-        "train.recompute": row.get("recompute", "").strip() or "none",
+        "train.compile": bool(_says(row, "compile")) and not framework.fused,
         "train.attention": "unfused" if unfused else "flash" if "flash" in text else "",
         "train.mode": row.get("train_mode", "").strip() or "pretrain",
         "train.cuda_graphs": "CUDA_GRAPH=1" in row.get("overlap_or_graph_flags", ""),
@@ -197,9 +247,11 @@ def _put_parallel(found: Findings, row: Row, framework: Framework) -> None:
     overlap = re.search(r"TP_COMM_OVERLAP=(\w+)", row.get("overlap_or_graph_flags", ""))
     if values["parallel.pp"] == 1:
         values.pop("parallel.vpp", None)
+    if values.get("parallel.cp", 1) > 1 and framework.cp_type != "p2p":
+        values["parallel.cp_type"] = framework.cp_type
     values |= {
         "parallel.zero": _int(row, "zero", framework.zero),
-        "parallel.tp_overlap": None if overlap is None else overlap[1].lower() in ("true", "1"),
+        "parallel.tp_overlap": _says(row, "async_tp") if overlap is None else overlap[1].lower() in ("true", "1"),
         "parallel.sequence_parallel": (framework.sequence_parallel if split is None else split)
         and values["parallel.tp"] > 1,
     }
@@ -227,6 +279,12 @@ def _put_cluster(found: Findings, row: Row, framework: Framework, model: str) ->
     if gpu is None:
         raise InputError(f"GPU {row['gpu'][:60]!r} is not known")
     values["cluster.gpu"] = gpu.name
+    board = _TABLE["boards"].get(gpu.name, {})
+    usual = board if row.get("gpu_mem_gb", "").strip() in board.get("gpu_mem_gb", ()) else {}
+    for key in ("power_w", "hbm_tb_s"):
+        stated = _number_in(row, key) or usual.get(key)
+        if stated:
+            values[f"cluster.{key}"] = float(stated)
     if measured:
         values["cluster.model"] = model
     node = values.get("cluster.gpus_per_node", gpu.gpus_per_node)

@@ -18,7 +18,9 @@ class Framework:
     aliases: tuple[str, ...] = ()  # regular expressions for its names in tables of measured runs, beside `name`
     stands_for: tuple[str, ...] = ()  # the same for frameworks that Lumos does not describe and that work most like it
     attention: str = "flash"
-    flash: str = "native"  # flash kernels: the GPU's best (native), or FlashAttention 1 or 2 with ampere's instructions
+    # Flash kernels: the GPU's best (native), or FlashAttention 1 or 2 with Ampere's instructions; frameworks that have
+    # FlashAttention 2 leave it for cuDNN's kernels on Blackwell.
+    flash: str = "native"
     compiled_flash: str = ""  # the same in compiled models; "": as `flash`
     network: str = ""  # of the clusters it is usually measured on, where a run does not say: "" or efa
     fused: bool = False  # element-wise chains are one kernel
@@ -33,6 +35,7 @@ class Framework:
     joins_qkv: bool = False  # one matmul for query, key and value
     joins_gate: bool = False  # one matmul for both inward halves of a gated MLP
     dropout: bool = False
+    selective: str = "core_attn"  # what selective recomputation runs again, where a setup does not name it
     accumulates_fp32: bool = False  # weight gradients are added to a buffer of fp32
     fused_accumulation: bool = False  # by the matmul itself
     fp16_in_fp16: bool = False  # gradients of fp16, unlike those of bf16, are added up and reduced as they are
@@ -41,6 +44,7 @@ class Framework:
     overlaps_sharded: bool = True  # … also where the optimizer's state is divided (ZeRO 1 and 2)
     overlaps_in_pipeline: bool = True  # … also where there are several stages
     sequence_parallel: bool = False
+    cp_type: str = "p2p"  # how its context-parallel ranks attend, where a measured run does not say
     sends_parts: bool = False  # every tensor rank sends its part of the activations to the next stage, which gathers
     balances: bool = False  # layers are dealt to stages by their work, the head's included; else evenly
     zero: int = 0

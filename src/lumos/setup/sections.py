@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from lumos import schedules
 from lumos.data_files import read_table
 from lumos.model_file import read_model_file
+from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named, is_file_name
 
 # Bounds keep a typing mistake, or a hostile file, from asking for more than a machine can hold.
@@ -210,8 +211,9 @@ class Train(Section):
     microbatches: MaybeSize = 0
     global_batch: MaybeSize = 0
     precision: Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = "bf16"
+    fp8_scaling: Literal["tensor", "row"] = "tensor"  # one factor for a whole tensor, or one for every row
     recompute: Literal["none", "selective", "full"] = "none"
-    recompute_modules: Annotated[tuple[Module, ...], Field(strict=False, max_length=8)] = ()  # selective; (): core_attn
+    recompute_modules: Annotated[tuple[Module, ...], Field(strict=False, max_length=8)] = ()  # selective; (): as usual
     recompute_layers: Count | None = None  # full: only the first so many layers of every virtual stage; None: all
     recompute_every: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: only every n-th layer
     recompute_group: Annotated[int, Field(ge=1, le=1 << 14)] = 1  # full: layers from one kept input to the next
@@ -236,8 +238,8 @@ class Train(Section):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What selective recomputation runs again."""
-        return self.recompute_modules or ("core_attn",)
+        """What selective recomputation runs again: as given, or as the framework has it."""
+        return self.recompute_modules or (framework_named(self.framework).selective,)
 
 
 class Parallel(Section):
@@ -283,7 +285,13 @@ class Cluster(Section):
     nvlink_gb_s: Bandwidth | None = None  # per GPU, one direction
     nvlink_domain: Degree | None = None
     inter_gb_s: Bandwidth | None = None  # per GPU, one direction
-    fabric: Fabric = "infiniband"  # between nodes; RoCE counts as InfiniBand
+    fabric: Fabric = "infiniband"  # between nodes
+    leaf_gpus: MaybeDegree = 0  # whose adapters are on one leaf switch; 0: no switch is narrower than the adapters
+    rail_aligned: bool = False  # the GPUs of a node are on different leaf switches, those of one index on the same
+    oversubscription: Annotated[float, Field(ge=1, le=1e3)] = 1.0  # adapters below a leaf / its links to the spine
+    sharp: bool = False  # the switches between nodes reduce (InfiniBand)
+    nvls: bool | None = None  # the NVLink switch reduces; None: where the GPU's does
+    nvswitch: bool | None = None  # a switch joins the GPUs of a domain, not links of pairs; None: as usual for the GPU
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
     hbm_tb_s: Annotated[float, Field(ge=1e-3, le=1e4)] | None = None
     power_w: Annotated[float, Field(ge=1, le=1e5)] | None = None  # the power limit of the board
@@ -331,7 +339,7 @@ class Cluster(Section):
 
 OF_GPU: Mapping[str, Any] = MappingProxyType({
     "gpus_per_node": 0, "nvlink_gb_s": None, "nvlink_domain": None, "memory_gib": None, "hbm_tb_s": None,
-    "power_w": None, "peak_tflops": None,
+    "power_w": None, "peak_tflops": None, "nvls": None, "nvswitch": None,
 })  # fmt: skip
 """Keys of a cluster that say something of its own GPU, and the values that stand for those of any other."""
 
