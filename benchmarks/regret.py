@@ -21,15 +21,32 @@ import numpy as np
 from lumos.data_files import read_table
 from lumos.score.measured_runs import Run
 from lumos.setup import frameworks
-from truth import Rows, predictions
 
-SWEEP = "nanotron-playbook-sweep"
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "calibration"))
+
+from published import SWEEP, predictions  # noqa: E402
+
+Rows = dict[str, list[tuple[Run, float]]]
 SHARES = (1.0, 0.85, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4)
 CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
 BARS = {"vtrain-multi-node": "1.3", f"{SWEEP}, stable": "5"}
 STALL_S = 0.3  # for every turn of a pipeline: far beyond what any message takes
 
 Group = tuple[str, int, int]
+
+
+def predicted(folder: Path) -> Rows:
+    """(run, predicted seconds) of every dense pretraining run, by source; of the sweep all and the stable ones."""
+    rows: Rows = defaultdict(list)
+    for one in predictions(folder):
+        if one.source != SWEEP:
+            rows[one.source].append((one.run, one.seconds))
+            continue
+        rows[f"{SWEEP}, all"].append((one.run, one.seconds))
+        if not one.is_erratic:
+            rows[f"{SWEEP}, stable"].append((one.run, one.seconds))
+    return rows
 
 
 def groups_of(rows: list[tuple[Run, float]]) -> dict[Group, list[tuple[Run, float]]]:
@@ -46,7 +63,7 @@ def sweep_predictions(folder: Path) -> tuple[Rows, dict[str, float]]:
     tried = {}
     for share in SHARES:
         fabrics["efa"]["beside"] = share
-        tried[share] = predictions(folder)
+        tried[share] = predicted(folder)
     fabrics["efa"]["beside"] = shipped
     models = sorted({run.model for run, _ in tried[1.0][f"{SWEEP}, all"]})
     best = {}

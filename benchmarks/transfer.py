@@ -25,7 +25,7 @@ sys.path.insert(0, str(HERE.parent / "calibration"))
 
 from fit_energy import TOP_MHZ, operator_in, read_rows  # noqa: E402
 from fit_transfer import PUBLISHED, Cell, Errors, cells, families_of, relation, samples_of, table_of  # noqa: E402
-from fit_uncertainty import by_source, fit, residuals  # noqa: E402
+from fit_uncertainty import held_out, residuals  # noqa: E402
 from lumos.cost.energy import clock_of  # noqa: E402
 from lumos.cost.features import features, roofline_us  # noqa: E402
 from lumos.cost.in_step import in_step_factors  # noqa: E402
@@ -37,6 +37,7 @@ from lumos.score.measured_runs import Run, runs_of  # noqa: E402
 from lumos.score.measured_runs import read_rows as read_runs  # noqa: E402
 from lumos.setup.gpus import Gpu, gpu_named  # noqa: E402
 from lumos.step.step import simulate_step  # noqa: E402
+from published import predictions  # noqa: E402
 
 INTRODUCTION = """# What carries over from one GPU to another
 
@@ -282,16 +283,13 @@ def run_section(truth: Path) -> str:
 
 def coverage(truth: Path) -> dict[tuple[str, bool], list[bool]]:
     """Whether each run was inside its interval, by GPU and whether it has experts."""
-    parts, logs, sources, runs = residuals(truth)
-    weights = by_source(sources)
-    inside = np.zeros(len(logs), bool)
-    for name in set(sources):
-        held = sources == name
-        variance, scale = fit(parts[~held], logs[~held], weights[~held])
-        inside[held] = np.abs(logs[held]) <= scale * np.sqrt(parts[held] @ variance)
+    rows = predictions(truth)
     found: dict[tuple[str, bool], list[bool]] = defaultdict(list)
-    for run, is_inside in zip(runs, inside, strict=True):
-        found[run.setup.cluster.gpu, bool(run.setup.model.experts)].append(bool(is_inside))
+    for row, spread in zip(rows, held_out(residuals(rows)), strict=True):
+        low, high = spread.of(row.seconds)
+        setup = row.run.setup
+        if setup.train.mode == "pretrain":
+            found[setup.cluster.gpu, bool(setup.model.experts)].append(low <= row.run.seconds <= high)
     return found
 
 

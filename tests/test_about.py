@@ -56,8 +56,14 @@ def test_every_constant_with_a_source_is_listed_with_it() -> None:
 
 
 def test_the_interval_of_the_simplest_run_is_the_narrowest() -> None:
-    first, *others = (one["pct"] for one in FOUND.intervals)
-    assert 5 < first < min(others)
+    first, *others = (one for one in FOUND.intervals if one["part"] in read_table("uncertainty.json")["variance"])
+    assert 5 < first["pct"] <= min(one["pct"] for one in others)
+    assert 0 > first["low_pct"] >= max(one["low_pct"] for one in others)
+
+
+def test_the_interval_under_a_framework_without_published_runs_is_the_widest() -> None:
+    by_part = {one["part"]: one["pct"] for one in FOUND.intervals}
+    assert by_part["unseen"] == max(by_part[name] for name in (*read_table("uncertainty.json")["frameworks"], "unseen"))
 
 
 @pytest.mark.parametrize("form", ["html", "csv", "json"])

@@ -25,15 +25,14 @@ from lumos.setup.presets import preset_named, preset_names
 _TABLES = ("operator_costs", "aten_costs", "in_step", "step", "memory", "energy", "host_costs", "uncertainty", "change")
 _NOT_FITTED = ("assumed", "documented", "by hand")
 _INTERVALS = {  # words for the parts of data/uncertainty.json
-    "always": "one node, a GPU with samples of its own",
+    "always": "the GPU always computes, and has samples of its own",
     "transferred": "and costs of another GPU, scaled",
     "other_family": "and a GPU of a family that no run was measured on",
-    "nodes": "and several nodes",
-    "spread_tensor": "and tensor parallelism across nodes",
-    "pipeline": "and pipeline stages",
-    "host": "and a step that the host decides",
+    "waiting": "and a step that only waits: for network, host or other stages",
     "experts": "and a mixture of experts",
+    "fine_tuning": "and fine-tuning",
     "assumed": "and values that had to be assumed",
+    "power": "and another power limit than the usual one",
 }
 
 
@@ -99,7 +98,7 @@ class About:
     frameworks: list[dict[str, Any]]  # name, aliases
     fabrics: list[dict[str, Any]]  # name, source
     costs: list[KnownCosts]
-    intervals: list[dict[str, Any]]  # of a described step: words, pct
+    intervals: list[dict[str, Any]]  # of a described step: words, pct upwards and low_pct downwards
     profiler_error_pct: float
     provenance: list[Provenance]
     newest: str
@@ -172,12 +171,21 @@ def _known_costs(name: str, gpu: str, when: str, today: date, families: list[Cos
 
 
 def _intervals() -> Iterator[dict[str, Any]]:
-    """How wide the 80 % interval of a described step is, with each thing that makes it harder to predict."""
+    """How wide the 80 % interval of a described step is: by what makes it harder to predict, and by framework."""
     table = read_table("uncertainty.json")
     always = table["variance"]["always"]
+
+    def row(part: str, words: str, variance: float, width: float = 1.0) -> dict[str, Any]:
+        size = sqrt(variance) * width
+        low, high = (100 * (exp(table[end] * size) - 1) for end in ("low", "high"))
+        return {"part": part, "words": words, "pct": high, "low_pct": low}
+
     for part, variance in table["variance"].items():
-        total = always if part == "always" else always + variance
-        yield {"part": part, "words": _INTERVALS.get(part, part), "pct": 100 * (exp(table["scale"] * sqrt(total)) - 1)}
+        yield row(part, _INTERVALS[part], always if part == "always" else always + variance)
+    for name, known in table["frameworks"].items():
+        words = f"the first of these under {name}, with {known['publications']} published"
+        yield row(name, words, always, known["width"])
+    yield row("unseen", "the same under a framework without published runs", always, table["unseen"])
 
 
 def _provenance() -> Iterator[Provenance]:

@@ -1,30 +1,31 @@
 """The 80 % interval of a predicted step: how far off it may be, from how far off predictions of measured runs were.
 
-For a described run, the variance of the logarithm of measured over predicted time is a sum of parts, one for each
-thing that makes a run harder to predict. The parts are fitted on published runs, each source held out in turn
-(calibration/fit_uncertainty.py), and scaled so that 80 % of the runs are inside. For a change to a traced run, the
-interval is that of measured changes; for a traced run with other durations, it is the error of the profiler's cost.
+For a described run, the logarithm of measured over predicted time has a variance that is a sum of parts, one for each
+thing that makes a run harder to predict, and a width that depends on the framework: some are known from several
+publications, others from none. Both are fitted on published runs; which multiples of the resulting spread hold 80 % of
+the runs is read off runs whose publication was left out of the fit (calibration/fit_uncertainty.py). As more runs are
+slower than predicted than faster, the interval reaches further up than down.
+
+For a change to a traced run, the interval is that of measured changes; for a traced run with other durations, it is the
+error of the profiler's cost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import exp, log, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lumos.cost.sampled_network import SampledNetwork
 from lumos.data_files import read_table
 from lumos.prediction.carried_over import carried_over, transfer_part
 from lumos.prediction.operator_times import operator_times
 from lumos.prediction.power import limit_part
-from lumos.program.operators import Group
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, host_was_measured
 
-PARTS = (
-    "always", "transferred", "other_family", "nodes", "spread_tensor", "pipeline", "host", "experts", "assumed",
-    "power",
-)  # fmt: skip
+PARTS = ("always", "transferred", "other_family", "waiting", "experts", "fine_tuning", "assumed", "power")
 
 
 class Spread(NamedTuple):
@@ -44,37 +45,76 @@ class Spread(NamedTuple):
 
 def described_spread(step: Step, assumptions: int = 0) -> Spread:
     """Of a described run, some of whose values had to be assumed."""
-    table = read_table("uncertainty.json")
-    variance = sum(table["variance"][name] * value for name, value in parts_of(step, assumptions).items())
-    return Spread.around(exp(table["scale"] * sqrt(variance)))
+    return spread_of(read_table("uncertainty.json"), parts_of(step, assumptions), step.setup.train.framework)
+
+
+def spread_of(table: Mapping[str, Any], parts: Mapping[str, float], framework: str) -> Spread:
+    """The interval of a run that is as hard to predict as its parts and its framework make it."""
+    size = size_of(table, parts, framework)
+    return Spread(exp(table["low"] * size), exp(table["high"] * size))
+
+
+def size_of(table: Mapping[str, Any], parts: Mapping[str, float], framework: str) -> float:
+    """The typical size of the logarithm of measured over predicted time."""
+    return sqrt(sum(table["variance"][name] * value for name, value in parts.items())) * width_of(table, framework)
+
+
+def width_of(table: Mapping[str, Any], framework: str) -> float:
+    """How much wider than usual the interval is under a framework; as wide as it gets where no run was published."""
+    widest: float = table["unseen"]
+    return min(widest, float(table["frameworks"].get(framework, {}).get("width", widest)))
 
 
 def parts_of(step: Step, assumptions: int) -> dict[str, float]:
     """What makes a step hard to predict, each between 0 and about 1."""
-    setup = step.setup
-    gpus, node = setup.cluster.gpus, setup.cluster.gpus_per_node
-    model, gpu = step.prices.model, setup.cluster.accelerator
+    setup, model = step.setup, step.prices.model
+    gpu = setup.cluster.accelerator
     complete = not model.transferred and model.fallback is None and gpu.tdp_w == gpu_named(gpu.base).tdp_w
     rows = [] if complete else operator_times(step)
-    spread = setup.parallel.tp > max(node, setup.cluster.accelerator.nvlink_domain)
     return {
         "always": 1.0,
         "transferred": transfer_part(carried_over(model, rows)),
-        "other_family": float(model.gpu.family not in ("hopper", "ampere", "blackwell")),
-        "nodes": float(gpus > node),
-        "spread_tensor": float(spread and not _is_sampled(step, step.assembly.layout.tp)),
-        "pipeline": float(setup.parallel.pp > 1),
-        "host": 0.0 if host_was_measured(setup) else min(1.0, step.host_share),  # fitted on hosts that nobody sampled
+        "other_family": float(model.gpu.family not in read_table("uncertainty.json")["families"]),
+        "waiting": 0.0 if _waits_were_sampled(step) else waiting_share(step),
         "experts": float(setup.model.experts > 0),
+        "fine_tuning": float(setup.train.mode != "pretrain"),
         "assumed": float(min(assumptions, 2)) / 2,
         "power": limit_part(gpu, rows, step.us),
     }
 
 
-def _is_sampled(step: Step, group: Group) -> bool:
-    """Whether collectives were timed on the links that a group uses."""
-    network = step.prices.network
-    return isinstance(network, SampledNetwork) and network.covers(group)
+def waiting_share(step: Step) -> float:
+    """The share of the step in which the busiest stage computes nothing: it waits for network, host or other stages."""
+    repeats = step.setup.train.microbatches
+    computing = max(
+        repeats * sum(block.compute_us for chunk in chunks for block in chunk.blocks) + step.role_us("optimizer", stage)
+        for stage, chunks in enumerate(step.chunks)
+    )
+    return max(0.0, 1 - computing / step.us)
+
+
+def _waits_were_sampled(step: Step) -> bool:
+    """Whether a model file has the host, and the collectives of the groups that the run has."""
+    layout, network = step.assembly.layout, step.prices.network
+    groups = [group for group in (layout.tp, layout.dp, layout.pp) if group.size > 1]
+    sampled = isinstance(network, SampledNetwork) and all(map(network.covers, groups))
+    return host_was_measured(step.setup) and (sampled or not groups)
+
+
+def basis_of(setup: Setup) -> str:
+    """What the interval of a described run rests on, in a sentence."""
+    table = read_table("uncertainty.json")
+    framework, family = setup.train.framework, setup.cluster.accelerator.family
+    counts = {
+        framework: table["frameworks"].get(framework, {}).get("publications", 0),
+        f"{family} GPUs": table["families"].get(family, 0),
+    }
+    known = ", ".join(f"{count} source{'s' * (count > 1)} of {name}" for name, count in counts.items() if count)
+    lacking = " or ".join(name for name, count in counts.items() if not count)
+    if lacking:
+        rest = f", and rests on {known}" if known else ""
+        return f"no published runs of {lacking}: the 80 % interval is wider{rest}"
+    return f"the 80 % interval rests on published runs: {known}"
 
 
 def changed_spread(traced: Setup, step: Step, without_communication: bool, growth: float = 1.0) -> Spread:
@@ -110,7 +150,7 @@ def scaled_spread(profiler_error_pct: float) -> Spread:
 def dry_spread(transferred: float, host_share: float, power: float = 0.0) -> Spread:
     """Of a dry run on one GPU; wider by `transfer_part`, by `limit_part`, and where the host decides."""
     table = read_table("uncertainty.json")
-    parts = table["variance"]
-    variance = table["dry_run"] + parts["transferred"] * transferred + parts["host"] * float(host_share > 1.0)
-    variance += parts["power"] * power
-    return Spread.around(exp(table["scale"] * sqrt(variance)))
+    dry = table["dry_run"]
+    variance = dry["always"] + dry["transferred"] * transferred + dry["host"] * float(host_share > 1.0)
+    variance += table["variance"]["power"] * power
+    return Spread.around(exp(dry["scale"] * sqrt(variance)))

@@ -21,7 +21,7 @@ from lumos.graph.scaling import Scale, scaled_durations
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note
 from lumos.prediction.described_run import DescribedRun
-from lumos.prediction.interval import Spread, changed_spread, described_spread, scaled_spread
+from lumos.prediction.interval import Spread, basis_of, changed_spread, described_spread, scaled_spread
 from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime, operator_times
 from lumos.prediction.power import Energy, energy_of, limit_note
@@ -252,6 +252,8 @@ class Prediction:
             found.append(f"no power measurements for {gpu}: its energy is that of h200 scaled by peaks and power limit")
         if self.host_bound:
             found.append(host_words(self.setup))
+        if self.step is not None and self.traced is None and not self.is_of_cpu:
+            found.append(basis_of(self.setup))
         if self.fits is False and self.memory is not None:
             found.append(f"does not fit: {memory_words(self.memory)}; recompute, shard or split more")
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 from lumos.analysis.about import About
 from lumos.analysis.about_machine import AboutMachine
@@ -14,17 +15,21 @@ def about_cards(found: About) -> list[Card]:
     ages = [one.age_days for one in found.costs]
     kinds = [one.kind for one in found.provenance]
     fitted = f"{kinds.count('fitted')} fitted by scripts, {kinds.count('assumed')} assumed"
-    base = next(one["pct"] for one in found.intervals if one["part"] == "always")
+    base = next(one for one in found.intervals if one["part"] == "always")
     return [
         Card("version", found.version, f"data of {found.oldest} to {found.newest}"),
         Card("GPUs", str(len(found.gpus)), f"with samples of their own: {own}; the others are scaled by their peaks"),
         Card("models", str(len(found.models)), "published sizes, as model.preset"),
         Card("frameworks", str(len(found.frameworks)), ", ".join(one["name"] for one in found.frameworks)),
         Card("cost models", str(len(found.costs)), f"the oldest was fitted {_ago(max(ages, default=0))}"),
-        Card("described step", f"± {base:.0f} %", "80 % interval of the simplest run; measured runs, held out"),
+        Card("described step", _ends(base), "80 % interval of the simplest run; measured runs, held out"),
         Card("traced step", f"± {found.profiler_error_pct:.0f} %", "80 % interval of the step without the profiler"),
         Card("constants", str(len(kinds)), f"with their sources: {fitted}, the rest documented or by hand"),
     ]
+
+
+def _ends(interval: dict[str, Any]) -> str:
+    return f"−{-interval['low_pct']:.0f} to +{interval['pct']:.0f} %"
 
 
 def _ago(days: int) -> str:
@@ -105,8 +110,9 @@ def families_table(found: About) -> Table:
 
 
 def intervals_table(found: About) -> Table:
-    rows = [Row([one["words"], one["pct"]]) for one in found.intervals]
-    return Table("80 % interval of described steps, from measured runs", [Column("run"), Column("±, %", 1)], rows)
+    rows = [Row([one["words"], one["low_pct"], one["pct"]]) for one in found.intervals]
+    columns = [Column("run"), Column("from, %", 1), Column("to, %", 1)]
+    return Table("80 % interval of described steps, from measured runs", columns, rows)
 
 
 def models_table(found: About) -> Table:
