@@ -12,18 +12,13 @@ from lumos.setup.gpus import Gpu, gpu_named
 
 @dataclass(frozen=True)
 class InStepFactors:
-    """Factors on isolated costs inside a training step, and the share of their peak that networks reach there."""
+    """Factors on isolated costs inside a training step."""
 
     matrix: float  # time of matmuls and attention inside a step, over the same kernels alone
     sustained: float  # of the tensor cores' peak, held for a whole step: beyond it the power limit lowers the clock
     stream: float  # the same factor for memory-bound kernels
     launch_gap_us: float  # between two kernels of one stream
-    inside_share: float  # of the NVLink bandwidth, reached by a ring
-    inside_start_us: float  # of a collective inside a node
-    inside_step_us: float  # for every member of a ring inside a node
     penalty: float  # time of collectives inside a step, over the same collectives alone
-    exchange_share: float  # of the ring's bandwidth, reached by all-to-all
-    exchange_serial: float  # share of the shorter of its two parts, inside and between nodes, that is not overlapped
 
 
 @lru_cache(maxsize=256)

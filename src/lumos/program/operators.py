@@ -65,13 +65,19 @@ class Operator(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The ranks of a collective: how many, and how many of them share a node (an NVLink domain)."""
+    """The ranks of a collective: how many, and how many of them share each link.
+
+    `inside` of them are in one NVLink domain. Where the network between domains has several tiers (PCIe, leaf
+    switches, spine), `above` has the members in one unit of each but the last, from the inside out.
+    """
 
     size: int
     inside: int
+    above: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> int:
+        """NVLink domains that have members: nodes, unless NVLink joins a rack or only a part of a node."""
         return -(-self.size // self.inside)
 
 

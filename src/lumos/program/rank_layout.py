@@ -24,9 +24,22 @@ class RankLayout:
         joined = gpu.nvlink_domain if gpu.nvlink_domain > 1 else gpu.gpus_per_node  # by NVLink, or by PCIe alone
         return max(1, min(joined, self.setup.cluster.gpus))
 
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """Ranks in one unit of every tier above the domain, but for the last, which joins all: a node, a leaf.
+
+        The same tiers as those of `lumos.cost.network`. With rails, a leaf switch has one adapter of each node, so that
+        what leaves a node stays below the spine among as many nodes as a leaf has adapters.
+        """
+        cluster = self.setup.cluster
+        gpu = cluster.accelerator
+        node = (gpu.gpus_per_node,) if 1 < gpu.nvlink_domain < gpu.gpus_per_node else ()
+        below = cluster.leaf_gpus * (gpu.gpus_per_node if cluster.rail_aligned else 1)
+        return (*node, below) if below else node
+
     def group(self, size: int, stride: int) -> Group:
-        """Ranks `stride` apart."""
-        return Group(size, max(1, min(size, self.domain // stride)) if stride <= self.domain else 1)
+        """Ranks `stride` apart, and how many of them share each tier."""
+        return Group(size, _held(size, stride, self.domain), tuple(_held(size, stride, unit) for unit in self.units))
 
     @cached_property
     def tp(self) -> Group:
@@ -248,3 +261,8 @@ class RankLayout:
     def fused(self) -> bool:
         """Whether element-wise chains run as one kernel: by hand, or by the compiler."""
         return self.framework.fused or self.train.compile
+
+
+def _held(size: int, stride: int, unit: int) -> int:
+    """How many of `size` ranks, `stride` apart, are in one unit of so many neighbouring ranks."""
+    return max(1, min(size, unit // stride))

@@ -181,7 +181,7 @@ def _network(
     setup: Setup, gpu: Gpu, factors: InStepFactors, machine: HardwareModel | None
 ) -> Network | SampledNetwork:
     """The collectives that were sampled, where the cluster is theirs; else those of the GPU and its fabric."""
-    usual = network_of(_wired(setup, gpu), setup.cluster.fabric, factors)
+    usual = network_of(_wired(setup, gpu), setup.cluster.fabric, factors, setup.cluster)
     stated = setup.cluster.nvlink_gb_s or setup.cluster.inter_gb_s or setup.cluster.nvlink_domain
     if machine is None or stated or machine.gpu.name != setup.cluster.gpu:
         return usual
