@@ -50,6 +50,7 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
             "preset": "mixtral-8x7b", "parallel__tp": 4, "parallel__sequence_parallel": True, "parallel__dp": 4,
             "parallel__ep": 4, "parallel__etp": 2,
         },
+        MOE | {"parallel__dispatcher": "flex", "parallel__ep_overlap": True},
         {"train__recompute": "selective", "train__optimizer": "sgd", "train__attention": "unfused"},
         {"train__recompute": "selective", "train__recompute_modules": ("core_attn", "layernorm", "mlp")},
         {"train__recompute": "full", "train__recompute_layers": 4},

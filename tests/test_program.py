@@ -860,6 +860,40 @@ def test_experts_in_a_loop_launch_for_each_and_make_gradients_as_large_as_all_of
         assert {op.launches for op in experts} == {launches}
 
 
+def test_a_flexible_dispatcher_sends_a_token_once_to_every_place_that_has_experts_for_it() -> None:
+    """16 ranks on two nodes, two experts a token: 1.5 nodes on average, not two copies."""
+    keys = {"parallel__ep": 8, "parallel__dp": 16, "model__experts": 16, "model__top_k": 2, "parallel__etp": 1}
+    spread = {"cluster__gpus_per_node": 4, "cluster__nvlink_domain": 4}
+
+    def sent(**changes: Any) -> set[float]:
+        block = moe(layout_of("mixtral-8x7b", **keys, **changes))
+        return {round(op.work.bytes / 2 / 4096 / 2048, 6) for op in block if isinstance(op.work, Collective)}
+
+    assert sent() == sent(**spread) == {2.0}
+    assert sent(**spread, parallel__dispatcher="flex") == {1.5}
+    assert sent(parallel__dispatcher="flex") == {8 * (1 - (7 / 8) ** 2)}  # one node: once to every rank
+
+
+def test_exchanges_beside_another_micro_batch_cost_only_what_the_layer_does_not_hide() -> None:
+    keys = {"parallel__ep": 8, "parallel__dp": 8}
+    waiting, beside = (TransformerLayer(layout_of("mixtral-8x7b", **keys, parallel__ep_overlap=on), sparse=True)
+                       for on in (False, True))  # fmt: skip
+    for before, after in ((waiting.forward(), beside.forward()), (waiting.backward(), beside.backward())):
+        assert [op.name for op in after[:2]] == [op.name for op in before if isinstance(op.work, Collective)]
+        assert sorted(op.name for op in after) == sorted(op.name for op in before)
+        assert not any(op.waits for op in after[:2])
+
+
+def test_experts_in_8_bits_cast_what_they_read_and_add_to_gradients_of_all_their_weights() -> None:
+    layout = layout_of("mixtral-8x7b", train__precision="fp8")
+    copies, width, hidden = 2 * 2048, 14336, 4096
+    casts = [op.work.bytes for op in moe(layout) if op.name == "experts cast"]
+    assert casts == [1.5 * 2 * copies * hidden, 1.5 * 2 * copies * width]
+    added = {op.name: op.work.bytes for op in moe_backward(layout) if op.name.endswith("accumulate")}
+    weights = 8 * width * hidden
+    assert added == {"experts down accumulate": 6 * weights, "experts up accumulate": 2 * 6 * weights}
+
+
 def test_eager_experts_run_a_kernel_for_every_line_of_their_code() -> None:
     """transformers runs no fused kernel between router and residual: sort, masks, weights, sums, each over all copies."""
     eager, fused = (layout_of("mixtral-8x7b", framework) for framework in ("pytorch", "megatron"))

@@ -130,10 +130,11 @@ def timeline(block: Block, prices: Prices) -> list[Row]:
     """When each operator and collective of a block runs.
 
     Operators run one after the other. A collective runs beside them, one at a time, unless the next operator waits for
-    it or an operator joins all that are left running. The host issues all of it ahead of time, until it waits for the
-    GPU: from there on nothing starts before its first launch.
+    it or an operator joins all that are left running; what experts exchange for another micro-batch holds up no other
+    collective. The host issues all of it ahead of time, until it waits for the GPU: from there on nothing starts before
+    its first launch.
     """
-    now = network = 0.0
+    now = network = exchanged = 0.0
     launched: float | None = None  # when the host has issued all so far, once it has waited
     rows = []
     for op in block:
@@ -142,7 +143,11 @@ def timeline(block: Block, prices: Prices) -> list[Row]:
         if launched is not None:
             now = max(now, launched + prices.host_us + prices.launch_us)
             launched += prices.host_us * prices.launches(op)
-        if isinstance(op.work, Collective):
+        if isinstance(op.work, Collective) and op.work.kind == "all_to_all" and not op.waits:
+            begin = max(exchanged, now)
+            exchanged = begin + prices.collective_us(op.work)
+            rows.append(Row(op, begin, exchanged))
+        elif isinstance(op.work, Collective):
             begin = max(network, now)
             network = begin + prices.collective_us(op.work)
             rows.append(Row(op, begin, network))

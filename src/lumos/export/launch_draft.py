@@ -90,6 +90,8 @@ def _effective_parallelism(setup: Setup, framework: Framework) -> dict[str, Any]
     by_itself = None if framework.tp_overlap else False  # beside the backward pass, which only a default can ask for
     return {
         "parallel.etp": layout.expert_tp if setup.model.experts else 0,
+        "parallel.dispatcher": (parallel.dispatcher or framework.dispatcher) if setup.model.experts else "",
+        "parallel.ep_overlap": layout.ep_overlap if parallel.ep > 1 else None,
         "parallel.cp_type": (parallel.cp_type or "p2p") if parallel.cp > 1 else "",
         "parallel.cp_inner": layout.cp_heads if parallel.cp_type == "a2a+p2p" else 0,
         "parallel.zero": zero,

@@ -20,7 +20,7 @@ from math import ceil
 from lumos.program import primitives as ops
 from lumos.program.block import Block, BlockOp
 from lumos.program.mlp import activation, activation_bytes, activation_gradient_bytes, dense
-from lumos.program.operators import Operator
+from lumos.program.operators import Collective, Operator
 from lumos.program.rank_layout import RankLayout
 
 
@@ -57,6 +57,16 @@ def moe_backward(s: RankLayout) -> Block:
         *_result_joined(s, "experts grad reduce"),
         *ops.norm_backward(s),
     ]
+
+
+def exchanges_first(block: Block) -> Block:
+    """A layer whose exchanges run beside the work of another micro-batch: they have all of its time.
+
+    In the steady state of 1F1B, the forward pass of one micro-batch alternates with the backward pass of another, and
+    each works while the other exchanges (Megatron-Core, combined_1f1b): what counts is which of both takes longer.
+    """
+    free = [op for op in block if isinstance(op.work, Collective) and op.work.kind == "all_to_all" and not op.waits]
+    return [*free, *(op for op in block if op not in free)] if free else block
 
 
 def _copies(s: RankLayout, tokens: float) -> int:
@@ -124,48 +134,65 @@ def _dispatch(s: RankLayout) -> Block:
         return _exchanged(s, "dispatch")
     copies = _sent(s)
     order = ops.stream(s, "sort choices", copies)
-    return [order, _permuted(s, copies), *_sent_over(s, copies, "dispatch")]
+    return [order, _permuted(s, copies), *_sent_over(s, "dispatch")]
 
 
 def _combine(s: RankLayout) -> Block:
     """What the experts return, weighted, in the order of the tokens, and added up."""
     if s.fused:
-        return _exchanged(s, "combine")
+        return _exchanged(s, "combine")[::-1]
     copies = _sent(s)
     size = float(copies * s.model.hidden)
     weighed, added = ops.stream(s, "weigh rows", size), ops.stream(s, "add up copies", size)
-    return [*_sent_over(s, copies, "combine"), weighed, _permuted(s, copies, "fp32"), added]
+    return [*_sent_over(s, "combine"), weighed, _permuted(s, copies, "fp32"), added]
 
 
 def _combine_backward(s: RankLayout) -> Block:
     if s.fused:
         return _exchanged(s, "combine grad")
-    copies = _sent(s)
     rows = ("add up copies grad", "scatter rows", "weigh rows grad")
-    spread = [ops.stream(s, row, float(copies * s.model.hidden)) for row in rows]
-    return [*spread, *_sent_over(s, copies, "combine grad")]
+    spread = [ops.stream(s, row, float(_sent(s) * s.model.hidden)) for row in rows]
+    return [*spread, *_sent_over(s, "combine grad")]
 
 
 def _dispatch_backward(s: RankLayout) -> Block:
     if s.fused:
-        return _exchanged(s, "dispatch grad")
-    copies = _sent(s)
-    return [*_sent_over(s, copies, "dispatch grad"), ops.stream(s, "scatter rows", float(copies * s.model.hidden))]
+        return _exchanged(s, "dispatch grad")[::-1]
+    return [*_sent_over(s, "dispatch grad"), ops.stream(s, "scatter rows", float(_sent(s) * s.model.hidden))]
 
 
 def _exchanged(s: RankLayout, name: str) -> Block:
-    """Permuted by one kernel before the exchange, and by another after it."""
-    copies = _sent(s)
-    first = _permuted(s, copies)._replace(launches=ops.launches_of("dispatch permute"))
-    return [first, *_sent_over(s, copies, name), _permuted(s, copies)]
+    """To the experts: permuted by fused kernels, before the exchange by rank and after it by expert.
+
+    What sends a token once for all experts of a rank (DeepEP, HybridEP) makes the copies where they arrive.
+    """
+    moved = _sent_over(s, name)
+    first = _permuted(s, _sent(s))._replace(launches=ops.launches_of("dispatch permute"))
+    if s.sends_once and moved:
+        return [*moved, first]
+    return [first, *moved, _permuted(s, _sent(s))]
 
 
 def _permuted(s: RankLayout, copies: int, dtype: str = "") -> BlockOp:
     return ops.op(s, "permute", copies, s.model.hidden, dtype=dtype)
 
 
-def _sent_over(s: RankLayout, copies: int, name: str) -> Block:
-    return ops.collective("all_to_all", float(copies * s.model.hidden * s.element), s.ep, name=f"experts {name}")
+def _sent_over(s: RankLayout, name: str) -> Block:
+    """Beside the work of another micro-batch, where it is asked for."""
+    size = float(_sent_copies(s) * s.model.hidden * s.element)
+    return ops.collective("all_to_all", size, s.ep, waits=not s.ep_overlap, name=f"experts {name}")
+
+
+def _sent_copies(s: RankLayout) -> float:
+    """Copies that leave for the experts of all ranks: one for every expert that is asked, or fewer.
+
+    DeepEP and HybridEP send a token once to every node, where NVLink spreads it, or to every rank of a node. Of n places,
+    k choices among many experts hit n (1 - (1 - 1/n)^k).
+    """
+    if not s.sends_once:
+        return _sent(s)
+    places, k = (s.ep.nodes if s.ep.nodes > 1 else s.ep.size), s.model.top_k
+    return _sent(s) / k * places * (1 - (1 - 1 / places) ** k)
 
 
 # ---------------------------------------------------------------------- experts
@@ -179,10 +206,12 @@ def _experts(s: RankLayout) -> Block:
     saves = float(copies * (s.linear_element + s.element) * s.model.hidden)
     return [
         *_cleared(s, "clear rows", s.model.hidden),
+        *_cast(s, "linear cast", s.model.hidden),
         up._replace(saves=saves),
         *_bias(s, "expert bias", s.inward * expert_width(s)),
         *_cleared(s, "clear rows of a copy", s.inward * expert_width(s)),
         *experts_activation(s),
+        *_cast(s, "linear cast", expert_width(s)),
         down,
         *_bias(s, "expert bias", s.model.hidden),
         *_cleared(s, "clear rows of a copy", s.model.hidden),
@@ -195,15 +224,31 @@ def _experts_backward(s: RankLayout) -> Block:
     return [
         *_cleared(s, "clear rows of a copy", s.model.hidden),
         *_bias_backward(s),
+        *_cast(s, "linear grad cast", s.model.hidden),
         down,
-        down._replace(weight_gradient=True),
+        *_weight_gradients(s, down),
         *experts_activation(s, backward=True),
         *_cleared(s, "clear rows of a copy", inner),
         *_bias_backward(s),
+        *_cast(s, "linear grad cast", inner),
         up,
-        up._replace(weight_gradient=True),
+        *_weight_gradients(s, up),
         *_cleared(s, "clear rows of a copy", s.model.hidden),
     ]
+
+
+def _cast(s: RankLayout, row: str, width: int) -> Block:
+    """Of what the experts read, to 8 bits."""
+    return [ops.stream(s, row, float(routed_copies(s) * width), name=f"experts {row[7:]}")] if s.eight_bit else []
+
+
+def _weight_gradients(s: RankLayout, matmul: BlockOp) -> Block:
+    """Of a grouped matmul; every micro-batch adds to those of all experts of the rank, however few tokens they got."""
+    if s.train.mode == "lora":
+        return []
+    experts, _, n, k = matmul.work.shape  # type: ignore[union-attr]
+    block = [matmul, *ops.accumulated(s, experts * n * k, matmul.name, 1)]
+    return [op._replace(weight_gradient=True) for op in block]
 
 
 def _grouped_matmuls(s: RankLayout) -> tuple[BlockOp, BlockOp]:

@@ -77,13 +77,13 @@ def linear_backward(s: RankLayout, m: int, n: int, k: int, name: str, count: int
     if s.train.mode == "lora":  # only the adapters have weight gradients, and they are small
         return inputs, []
     weights = [op(s, "gemm_nt", n // count, k, m, dtype=dtype, name=f"{name} wgrad")] * count
-    weights += _accumulate(s, n * k, name, count)
+    weights += accumulated(s, n * k, name, count)
     if s.model.bias:
         weights.append(stream(s, "linear bias grad", m * n, name=f"{name} bias grad"))
     return inputs, [part._replace(weight_gradient=True) for part in weights]
 
 
-def _accumulate(s: RankLayout, weights: int, name: str, count: int) -> Block:
+def accumulated(s: RankLayout, weights: int, name: str, count: int) -> Block:
     """A weight gradient added to those of the micro-batches before."""
     if s.framework.accumulates_fp32:
         facts = read_table("layer_operators.toml")[

@@ -227,6 +227,17 @@ class RankLayout:
         return bool(self.parallel.tp_overlap) and self.parallel.tp > 1
 
     @cached_property
+    def sends_once(self) -> bool:
+        """A token goes once to every place that holds experts for it, not once for every expert."""
+        return (self.parallel.dispatcher or self.framework.dispatcher) == "flex"
+
+    @cached_property
+    def ep_overlap(self) -> bool:
+        """Exchanges between experts run beside the work of another micro-batch."""
+        chosen = self.parallel.ep_overlap
+        return self.framework.ep_overlap if chosen is None else chosen
+
+    @cached_property
     def zero(self) -> int:
         """The stage of ZeRO that memory and time see.
 

@@ -9,7 +9,7 @@ from lumos.program import primitives as ops
 from lumos.program.attention import attention, attention_backward, keys_and_values_bytes
 from lumos.program.block import Block, saved_bytes
 from lumos.program.mlp import activation_gradient_bytes, mlp, mlp_backward
-from lumos.program.moe import expert_gradient_bytes, moe, moe_backward
+from lumos.program.moe import exchanges_first, expert_gradient_bytes, moe, moe_backward
 from lumos.program.rank_layout import RankLayout
 from lumos.program.recomputation import Again, ByOperator, by_operator, recomputed_parts
 
@@ -34,12 +34,13 @@ class TransformerLayer:
     def forward(self) -> Block:
         s = self.layout
         more = ops.host_only(s, s.framework.layer_launches + s.gather_launches)
-        return [*self._boundary(), *attention(s), *(moe(s) if self.sparse else mlp(s)), *more]
+        return exchanges_first([*self._boundary(), *attention(s), *(moe(s) if self.sparse else mlp(s)), *more])
 
     def backward(self) -> Block:
         s = self.layout
         more = ops.host_only(s, 2 * s.framework.layer_launches + s.gather_launches)
-        return [*(moe_backward(s) if self.sparse else mlp_backward(s)), *attention_backward(s), *more]
+        second = moe_backward(s) if self.sparse else mlp_backward(s)
+        return exchanges_first([*second, *attention_backward(s), *more])
 
     def recomputed(self) -> Block:
         """What is run again before the backward pass, and so is not kept."""

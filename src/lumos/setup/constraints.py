@@ -303,9 +303,22 @@ def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:
         mistake = _must_divide("parallel.etp", etp, "parallel.dp * cp * tp / ep", ranks // ep)
     yield f"parallel.etp {keys}", mistake
 
+    exchange, mistake = ", ".join(_given_for_experts(parallel)), ""
+    if exchange and not model.experts:
+        mistake = f"{exchange}: needs experts, and model.experts = 0; remove it"
+    yield "parallel.dispatcher parallel.ep_overlap model.experts", mistake
+
     shard = parallel.shard
     mistake = _must_divide("parallel.shard", shard, "parallel.dp", parallel.dp) if shard else ""
     yield "parallel.shard parallel.dp", mistake
+
+
+def _given_for_experts(parallel: Parallel) -> Iterator[str]:
+    """Keys that only experts have a use for, as the user gave them."""
+    if parallel.dispatcher == "flex":
+        yield 'parallel.dispatcher = "flex"'
+    if parallel.ep_overlap:
+        yield "parallel.ep_overlap = true"
 
 
 def _context(model: Model, parallel: Parallel) -> Iterator[Rule]:

@@ -259,8 +259,11 @@ class Parallel(Section):
     schedule: Schedule = "1f1b"  # derived: interleaved where vpp > 1
     stage_layers: Annotated[tuple[Count, ...], Field(strict=False, max_length=1 << 14)] = ()  # (): as even as possible
     shard: MaybeDegree = 0  # replicas that share one copy of the weights, gradients or state; 0: all of dp
+    dispatcher: Literal["", "all_to_all", "flex"] = ""  # how tokens reach their experts; "": the framework's default
+    no_sync: bool = False  # ZeRO 3 reduces gradients after the last micro-batch alone, and keeps them whole until then
     tp_overlap: bool | None = None  # None: the framework's default
     dp_overlap: bool | None = None
+    ep_overlap: bool | None = None
 
     DERIVED: ClassVar[tuple[str, ...]] = ("schedule",)
 
