@@ -134,10 +134,11 @@ class _Stages:
 
     def _logit_bytes(self) -> float:
         """Of one logit between the loss and its backward pass."""
-        by_loss = read_table("memory.json")["logit_bytes"]
-        if self.layout.train.compile:
-            return float(by_loss["compiled"])
-        return float(self.framework.logit_bytes or by_loss[self.framework.loss])
+        by_loss, framework = read_table("memory.json")["logit_bytes"], self.framework
+        divided = self.layout.parallel.tp > 1 and framework.splits_vocab and framework.loss == "eager"
+        if self.layout.train.compile and framework.compiled_logit_bytes < by_loss["eager"]:
+            return float(framework.compiled_logit_bytes or by_loss["compiled"])
+        return float(framework.logit_bytes or by_loss["divided" if divided else framework.loss])
 
     def memory(self, index: int) -> StageMemory:
         """The worst moment of one stage."""
@@ -262,6 +263,11 @@ class _Stage:
             total += sharding.low * whole + common.framework.reduce_bytes * self.trained
         elif sharding.gathers == "every pass":
             total += sharding.low * self._root()  # stays gathered from forward to backward
+            total += sharding.low * min(common.framework.live_parameters, whole)
+        if sharding.accumulates_whole:
+            total += common.framework.reduce_bytes * self.trained
+        if sharding.replicas > 1:
+            total += common.framework.bucket_buffers * 1e6 * common.framework.bucket_mb
         if common.joins_outputs:
             # A buffer for every micro-batch and neighbour, and the outputs of the last stage.
             neighbours = (not self.first) + (not self.last)

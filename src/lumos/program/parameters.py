@@ -213,8 +213,14 @@ class Sharding:
     def reduces_every_microbatch(self) -> bool:
         """Gradients are reduced after every micro-batch, not after the last alone."""
         if self.gathers != "never":
-            return self.gathers == "every pass"
+            return self.gathers == "every pass" and not self.accumulates_whole
         return self.layout.framework.reduces_always
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Gradients that ZeRO 3 would divide are added up whole, and divided after the last micro-batch (`no_sync`)."""
+        asked = self.layout.parallel.no_sync and self.gathers == "every pass"
+        return asked and self.layout.train.microbatches > 1
 
     @property
     def reduction(self) -> str:

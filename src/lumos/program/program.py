@@ -52,7 +52,8 @@ class Program:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.framework = framework_named(setup.train.framework, setup.train.precision)
+        train = setup.train
+        self.framework = framework_named(train.framework, train.precision, train.reduce_precision)
         self.layout = RankLayout(setup, self.framework)
         self._held: dict[int, Parameters] = {}  # by the first of the stages that hold the same
 
@@ -269,7 +270,7 @@ class _KeyedLayout:
         t, p = layout.train, layout.parallel
         self.key = (
             layout.model, t.micro_batch, t.seq, t.precision, t.recompute, t.recompute_modules,
-            t.partition_activations, t.compile, t.framework,
+            t.partition_activations, t.compile, t.framework, t.fp8_scaling,
             t.attention, t.mode, t.imbalance, p.tp, p.cp, p.cp_type, layout.cp_heads,
             p.sequence_parallel, p.ep, layout.expert_tp,
         )  # fmt: skip

@@ -132,13 +132,17 @@ def _flag(row: Row, column: str) -> bool | None:
 
 
 def _framework(row: Row, found: Findings) -> str:
-    """The framework whose name or alias is the longest in the row's text; plain PyTorch where there is none."""
+    """The framework whose name or alias is the longest in the row's text; plain PyTorch where there is none.
+
+    An alias may go on in the framework's version, where a release of its own is described.
+    """
+    text, name_ends = f"{row['framework']} {row.get('framework_version', '')}".lower(), len(row["framework"])
     matches = [
         (len(match[0]), exact, framework.name)
         for framework in map(framework_named, framework_names())
         for exact, patterns in ((True, (framework.name, *framework.aliases)), (False, framework.stands_for))
         for pattern in patterns
-        if framework.name != _OTHERS and (match := re.search(pattern, row["framework"].lower()))
+        if framework.name != _OTHERS and (match := re.search(pattern, text)) and match.start() < name_ends
     ]
     _, exact, name = max(matches, default=(0, False, _OTHERS))
     if not exact:
@@ -236,6 +240,7 @@ def _put_train(found: Findings, row: Row, framework: Framework) -> None:
     found.values |= {
         "train.framework": framework.name,
         "train.compile": bool(_says(row, "compile")) and not framework.fused,
+        "train.reduce_precision": {True: "fp32", False: "bf16", None: ""}[_says(row, "reduces_fp32")],
         "train.attention": "unfused" if unfused else "flash" if "flash" in text else "",
         "train.mode": row.get("train_mode", "").strip() or "pretrain",
         "train.cuda_graphs": "CUDA_GRAPH=1" in row.get("overlap_or_graph_flags", ""),
@@ -251,6 +256,7 @@ def _put_parallel(found: Findings, row: Row, framework: Framework) -> None:
         values["parallel.cp_type"] = framework.cp_type
     values |= {
         "parallel.zero": _int(row, "zero", framework.zero),
+        "parallel.no_sync": bool(_says(row, "no_sync")),
         "parallel.tp_overlap": _says(row, "async_tp") if overlap is None else overlap[1].lower() in ("true", "1"),
         "parallel.sequence_parallel": (framework.sequence_parallel if split is None else split)
         and values["parallel.tp"] > 1,

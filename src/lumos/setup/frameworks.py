@@ -35,7 +35,9 @@ class Framework:
     joins_qkv: bool = False  # one matmul for query, key and value
     joins_gate: bool = False  # one matmul for both inward halves of a gated MLP
     dropout: bool = False
-    selective: str = "core_attn"  # what selective recomputation runs again, where a setup does not name it
+    # What selective recomputation runs again, where a setup does not name it: a module, "operators" (torchtitan's rule)
+    # or "layers" (some layers, and those whole).
+    selective: str = "core_attn"
     accumulates_fp32: bool = False  # weight gradients are added to a buffer of fp32
     fused_accumulation: bool = False  # by the matmul itself
     fp16_in_fp16: bool = False  # gradients of fp16, unlike those of bf16, are added up and reduced as they are
@@ -53,6 +55,7 @@ class Framework:
     zero2_with_pipeline: bool = False  # DeepSpeed refuses it; FSDP2 has it: reshard_after_forward="never"
     reduces_always: bool = False  # gradients are reduced after every micro-batch, not after the last alone
     scatters: bool = True  # ZeRO 1 and 2 reduce-scatter gradients; else they are all-reduced
+    keeps_last_gathered: bool = False  # ZeRO 3: the last layer stays gathered between its forward and backward pass
     bucket_mb: float = 0.0  # gradients are reduced in parts of this size; 0: as one, or as the layers end
     reduce_bytes: int = 2  # of one gradient on the network
     gather_bytes: int = 2  # of one weight on the network
@@ -77,11 +80,14 @@ class Framework:
     dtensor_updates: float = 0.0  # for one tensor that the optimizer updates
     # What it keeps in memory beyond that.
     logit_bytes: float = 0.0  # of one logit between the loss and its backward pass; 0: as `loss` has it
+    compiled_logit_bytes: float = 0.0  # the same where train.compile is on; 0: as other compiled models
     kept_logit_bytes: float = 0.0  # of the micro-batch before, not released yet
     half_gradients: bool = False  # 16-bit gradients of all weights lie beside the fp32 buffer
     gradient_buffer_fp32: bool = False
     keeps_gathered: bool = False  # sequence parallel: linear layers keep their gathered input, not the divided one
     keeps_outputs: bool = False  # the last stage keeps the logits of all micro-batches, to join them
+    bucket_buffers: int = 0  # buffers of `bucket_mb` that gradients are copied to before their reduction
+    live_parameters: float = 0.0  # ZeRO 3: gathered parameters that may stay for their next use
     gradient_buckets: bool = False  # DistributedDataParallel: one more copy of the gradients
 
     def reduces_beside(self, zero: int, pp: int) -> bool:
@@ -91,15 +97,16 @@ class Framework:
 
 
 @cache
-def framework_named(name: str, precision: str = "") -> Framework:
-    """The framework of that name as it trains in a precision, or OptionError."""
+def framework_named(name: str, precision: str = "", reduced_in: str = "") -> Framework:
+    """The framework of that name as it trains in a precision and reduces gradients in one, or OptionError."""
     tables = _tables()
     if name not in tables:
         raise OptionError(f"framework {name[:100]!r} is not known: use one of {', '.join(tables)}")
     found = tables[name]
-    if found.fp16_in_fp16 and precision == "fp16":
+    low = reduced_in == "bf16" or (not reduced_in and precision == "fp16")
+    if found.fp16_in_fp16 and low:  # gradients are reduced as they are added up
         return replace(found, accumulates_fp32=False, gradient_buffer_fp32=False, reduce_bytes=2)
-    return found
+    return replace(found, reduce_bytes=2 if low else 4) if reduced_in else found
 
 
 def framework_names() -> tuple[str, ...]:

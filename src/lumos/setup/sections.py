@@ -212,6 +212,7 @@ class Train(Section):
     global_batch: MaybeSize = 0
     precision: Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = "bf16"
     fp8_scaling: Literal["tensor", "row"] = "tensor"  # one factor for a whole tensor, or one for every row
+    reduce_precision: Literal["", "bf16", "fp32"] = ""  # of gradients on the network; "": as the framework has it
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: Annotated[tuple[Module, ...], Field(strict=False, max_length=8)] = ()  # selective; (): as usual
     recompute_layers: Count | None = None  # full: only the first so many layers of every virtual stage; None: all
@@ -261,6 +262,7 @@ class Parallel(Section):
     shard: MaybeDegree = 0  # replicas that share one copy of the weights, gradients or state; 0: all of dp
     dispatcher: Literal["", "all_to_all", "flex"] = ""  # how tokens reach their experts; "": the framework's default
     no_sync: bool = False  # ZeRO 3 reduces gradients after the last micro-batch alone, and keeps them whole until then
+    order: Literal["tp-cp-dp-pp", "tp-cp-pp-dp"] = "tp-cp-dp-pp"  # of ranks, from neighbours to those farthest apart
     tp_overlap: bool | None = None  # None: the framework's default
     dp_overlap: bool | None = None
     ep_overlap: bool | None = None
@@ -326,6 +328,12 @@ class Cluster(Section):
     def shown(self) -> str:
         """The GPU in a report: as it was named, or its file without the folder."""
         return Path(self.gpu).name if is_file_name(self.gpu) else self.gpu
+
+    @property
+    def states_network(self) -> bool:
+        """Whether links differ from those of the GPU and its node, so that what was sampled on them does not hold."""
+        links = (self.nvlink_gb_s, self.nvlink_domain, self.inter_gb_s, self.nvls, self.nvswitch)
+        return any(value is not None for value in links) or self.oversubscription > 1 or self.sharp
 
     @property
     def chip(self) -> Gpu:
