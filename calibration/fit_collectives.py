@@ -69,7 +69,7 @@ class Model:
         tiers = (*usual.tiers[:-1], Tier(usual.tiers[-1].bandwidth, hop))
         fabric: Fabric = replace(usual.fabric, **of_fabric)  # type: ignore[arg-type]
         known: Habits = replace(habits(), **of_habits)  # type: ignore[arg-type]
-        return replace(usual, tiers=tiers, fabric=fabric, habits=known, penalty=1.0, _known={})
+        return replace(usual, tiers=tiers, fabric=fabric, habits=known, penalty=1.0)
 
 
 def rows() -> Iterator[Row]:

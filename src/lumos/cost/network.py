@@ -98,7 +98,9 @@ class Network:
     penalty: float = 1.0  # of training, against a benchmark
     beside: float = 1.0  # share of the bandwidth between nodes that is left while kernels run at the same time
     habits: Habits = field(default_factory=habits, repr=False)
-    _known: dict[tuple[str, Group], tuple[Line, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[tuple[str, Group], tuple[Line, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def us(self, collective: Collective) -> float:
         """The time of a collective once all its ranks have arrived, in microseconds."""

@@ -11,7 +11,11 @@ from lumos.setup.setup import Setup
 
 
 class RankLayout:
-    """One rank's part. Groups are laid out as Megatron does: tensor, context, data, pipeline, from the inside out."""
+    """One rank's part. Groups are laid out from the inside out: tensor, context, data, pipeline.
+
+    So do Megatron, torchtitan, DeepSpeed and nanotron; `parallel.order` can exchange the last two, as Megatron's
+    --use-tp-pp-dp-mapping does.
+    """
 
     def __init__(self, setup: Setup, framework: Framework) -> None:
         self.setup, self.framework = setup, framework
@@ -38,8 +42,17 @@ class RankLayout:
         return (*node, below) if below else node
 
     def group(self, size: int, stride: int) -> Group:
-        """Ranks `stride` apart, and how many of them share each tier."""
-        return Group(size, _held(size, stride, self.domain), tuple(_held(size, stride, unit) for unit in self.units))
+        """Ranks of one pipeline stage, `stride` apart among them, and how many of them share each tier."""
+        inside, *above = (_held(size, stride, self._of_stage(unit)) for unit in (self.domain, *self.units))
+        return Group(size, inside, tuple(above))
+
+    def _of_stage(self, unit: int) -> int:
+        """Ranks of one pipeline stage among so many neighbours."""
+        p = self.parallel
+        if p.order == "tp-cp-dp-pp":
+            return unit
+        near = p.tp * p.cp
+        return max(unit // (near * p.pp) * near, min(unit, near))
 
     @cached_property
     def tp(self) -> Group:
@@ -117,7 +130,10 @@ class RankLayout:
     @cached_property
     def pp(self) -> Group:
         """Two neighbouring stages."""
-        return self.group(2, self.parallel.tp * self.parallel.cp * self.parallel.dp)
+        p = self.parallel
+        stride = p.tp * p.cp * (p.dp if p.order == "tp-cp-dp-pp" else 1)
+        inside, *above = (_held(2, stride, unit) for unit in (self.domain, *self.units))
+        return Group(2, inside, tuple(above))
 
     @cached_property
     def sequences(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.model_file import ADVICE as MODEL_ADVICE
 from lumos.schedules import names, schedule_named
@@ -81,6 +82,7 @@ def rules(setup: Setup) -> Iterator[Rule]:
     yield from _context(setup.model, setup.parallel)
     yield from _pipeline(setup.model, setup.train, setup.parallel)
     yield from _machines(setup)
+    yield from _networks(setup)
 
 
 def warnings_in(setup: Setup) -> list[str]:
@@ -378,6 +380,27 @@ def _pipeline(model: Model, train: Train, parallel: Parallel) -> Iterator[Rule]:
         fits = [number for number in near if not schedule.problem(pp, vpp, number)]
         mistake += f": use {one_of(fits)}" if fits else ""
     yield "parallel.schedule parallel.pp parallel.vpp train.microbatches", mistake
+
+
+def _networks(setup: Setup) -> Iterator[Rule]:
+    """Leaf switches, rails, and what switches reduce."""
+    cluster = setup.cluster
+    leaf, node, mistake = cluster.leaf_gpus, cluster.gpus_per_node, ""
+    if leaf and leaf < node and not cluster.rail_aligned:
+        mistake = (
+            f"cluster.leaf_gpus = {leaf} is less than a node of {node}: if the GPUs of a node are on several leaf "
+            f"switches, set cluster.rail_aligned = true, else at least {node}"
+        )
+    yield "cluster.leaf_gpus cluster.gpus_per_node cluster.rail_aligned", mistake
+    mistake = "cluster.rail_aligned = true needs cluster.leaf_gpus: the GPUs whose adapters are on one leaf switch"
+    yield "cluster.rail_aligned cluster.leaf_gpus", mistake if cluster.rail_aligned and not leaf else ""
+    mistake = f'cluster.sharp = true is done by InfiniBand switches, not by cluster.fabric = "{cluster.fabric}"'
+    yield "cluster.sharp cluster.fabric", mistake if cluster.sharp and cluster.fabric != "infiniband" else ""
+    gpu = find_gpu(cluster.gpu)
+    mistake = ""
+    if cluster.nvls and gpu and gpu.family not in read_table("network.json")["nvls_share"]:
+        mistake = f'cluster.nvls = true: the NVLink switch of cluster.gpu = "{gpu.name}" does not reduce: leave it out'
+    yield "cluster.nvls cluster.gpu", mistake
 
 
 def _machines(setup: Setup) -> Iterator[Rule]:

@@ -182,8 +182,7 @@ def _network(
 ) -> Network | SampledNetwork:
     """The collectives that were sampled, where the cluster is theirs; else those of the GPU and its fabric."""
     usual = network_of(_wired(setup, gpu), setup.cluster.fabric, factors, setup.cluster)
-    stated = setup.cluster.nvlink_gb_s or setup.cluster.inter_gb_s or setup.cluster.nvlink_domain
-    if machine is None or stated or machine.gpu.name != setup.cluster.gpu:
+    if machine is None or setup.cluster.states_network or machine.gpu.name != setup.cluster.gpu:
         return usual
     return machine.network(usual, setup.cluster.gpus_per_node)
 
@@ -198,7 +197,7 @@ def shape_of(setup: Setup) -> Hashable:
     return (
         setup.model, t.model_copy(update={"microbatches": added, "global_batch": 0}), cluster,
         p.tp, p.cp, p.cp_type, p.cp_inner, p.sequence_parallel, p.tp_overlap, p.pp > 1, sharded, experts,
-        p.pp if t.offload_layers else 0,
+        p.pp if t.offload_layers else 0, p.order,
     )  # fmt: skip
 
 
