@@ -28,7 +28,6 @@ from lumos.cost.features import Chip, features, roofline_us
 from lumos.cost.flash import OlderKernels, flash_kernels
 from lumos.cost.hardware_model import encode
 from lumos.cost.in_step import in_step_factors
-from lumos.cost.network import Network, Tier, network_of
 from lumos.cost.operator_model import (
     CostModel,
     Regressor,
@@ -40,7 +39,6 @@ from lumos.cost.operator_model import (
 )
 from lumos.cost.prices import BlockTime, Prices, time_of, timeline, warmth
 from lumos.cost.trees import Trees
-from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.measure.operator_rows import SIZES, operator_of, operators_of, read_rows
 from lumos.model_file import unpacked
@@ -49,10 +47,12 @@ from lumos.program.block import BlockOp
 from lumos.program.operators import KINDS, Collective, Group, Operator
 from lumos.report.terminal.costs import cost_answer
 from lumos.setup.gpus import gpu_named, gpu_names
+from plain_network import plain_network
 
 SAMPLED = ("h200", "a100", "gh200")
 MATRIX = ("gemm", "bmm", "grouped_gemm", "sdpa_fwd", "sdpa_bwd")
 laws = settings(max_examples=150)
+NETWORK = plain_network(100.0, 10.0)
 
 
 def sizes(most: int = 1 << 40) -> st.SearchStrategy[int]:
@@ -68,101 +68,6 @@ def rows(draw: st.DrawFn, names: tuple[str, ...] = tuple(SIZES), most: int = 1 <
     row: dict[str, Any] = {"op": name} | {size: draw(sizes(most)) for size in SIZES[name]}
     row["dtype"] = draw(st.sampled_from(("bf16", "fp16", "fp32", "tf32", "fp8")))
     return row | ({"layout": draw(st.sampled_from(("TN", "NN", "NT")))} if name == "gemm" else {})
-
-
-# Collectives: values by hand, on a network whose numbers are all different
-
-INSIDE, BETWEEN = Tier(bandwidth=100.0, start_us=3.0, tree_us=5.0, ring_us=7.0), Tier(10.0, 11.0, 13.0, 17.0)
-NETWORK = Network(INSIDE, BETWEEN, penalty=2.0, exchange_share=0.5, exchange_serial=0.25)
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
-groups = st.integers(0, 5).flatmap(
-    lambda inside: st.integers(0, 6).map(lambda nodes: Group((1 << inside) * (1 << nodes), 1 << inside))
-)
-
-
-def collective_us(kind: str, ranks: int, inside: int, size: float = 1000.0, network: Network = NETWORK) -> float:
-    return network.us(Collective(kind, size, Group(ranks, inside)))
-
-
-def test_a_ring_inside_a_node_passes_all_but_one_part_of_the_tensor() -> None:
-    """penalty · (start + passes · (n - 1) · step + passes · (n - 1) / n · bytes / bandwidth)."""
-    assert collective_us("all_reduce", 4, 4) == pytest.approx(2 * (3 + 2 * 3 * 7 + 2 * 3 / 4 * 1000 / 100))
-    for kind in ("all_gather", "reduce_scatter"):
-        assert collective_us(kind, 4, 4) == pytest.approx(2 * (3 + 3 * 7 + 3 / 4 * 1000 / 100))
-
-
-def test_between_nodes_an_all_reduce_is_a_tree_and_the_others_are_rings() -> None:
-    """On four nodes of four ranks: a tree has log2(4) levels, up and down; a ring has 15 steps."""
-    tree = 2 * (3 + 2 * 3 * 7 + 11 + 2 * 2 * 13 + 2 * 15 / 16 * 1000 / 40)
-    ring = 2 * (3 + 3 * 7 + 11 + 15 * 17 + 15 / 16 * 1000 / 40)
-    assert collective_us("all_reduce", 16, 4) == pytest.approx(tree)
-    assert collective_us("all_gather", 16, 4) == pytest.approx(ring)
-    assert collective_us("reduce_scatter", 16, 4) == pytest.approx(ring)
-
-
-def test_every_rank_of_a_node_brings_its_adapter_up_to_the_links_inside() -> None:
-    """Bytes per microsecond between nodes: 10 for every rank in a node, at most the 100 that reach them inside."""
-
-    def bandwidth(ranks: int, inside: int, network: Network = NETWORK) -> float:
-        more, less = (collective_us("all_gather", ranks, inside, size, network) for size in (2e6, 1e6))
-        return 2 * (ranks - 1) / ranks * 1e6 / (more - less)
-
-    assert bandwidth(4, 2) == pytest.approx(20)
-    assert bandwidth(32, 16) == pytest.approx(100)
-    wide = Network(INSIDE, Tier(80.0, 0, 0, 0), penalty=2.0)
-    assert bandwidth(4, 2, wide) == pytest.approx(100), "two adapters bring more than the links inside take"
-    alone = Network(Tier(5.0, 0, 0, 0), BETWEEN, penalty=2.0)
-    assert bandwidth(2, 1, alone) == pytest.approx(10), "one rank in a node does not use the links inside"
-
-
-def test_a_message_takes_one_hop_of_its_tier() -> None:
-    assert collective_us("p2p", 2, 2) == pytest.approx(2 * (3 + 5 + 1000 / 100))
-    assert collective_us("p2p", 2, 1) == pytest.approx(2 * (11 + 13 + 1000 / 10))
-
-
-def test_all_to_all_sends_inside_and_between_nodes_at_once() -> None:
-    """Of eight ranks three share the node: 3/8 of the bytes inside, 4/8 between, each at half the bandwidth.
-
-    The longer part takes its time, and a quarter of the shorter one is not hidden behind it.
-    """
-    local, remote = 1000 * 3 / 8 / (100 * 0.5), 1000 * 4 / 8 / (10 * 0.5)
-    assert collective_us("all_to_all", 8, 4) == pytest.approx(2 * (3 + 11 + remote + 0.25 * local))
-    assert collective_us("all_to_all", 4, 4) == pytest.approx(2 * (3 + 1000 * 3 / 4 / 50)), "nobody outside"
-    fast = Network(INSIDE, Tier(1000.0, 11.0, 13.0, 17.0), 2.0, 0.5, 0.25)
-    slower, quicker = 1000 * 3 / 8 / 50, 1000 * 4 / 8 / 500
-    assert collective_us("all_to_all", 8, 4, network=fast) == pytest.approx(2 * (14 + slower + 0.25 * quicker))
-
-
-@pytest.mark.parametrize("kind", COLLECTIVES)
-def test_nothing_to_send_and_nobody_to_send_to_cost_nothing(kind: str) -> None:
-    assert collective_us(kind, 1, 1) == 0
-    assert collective_us(kind, 8, 8, size=0) == 0
-    assert collective_us(kind, 2, 2, size=1.0) > 0
-
-
-@laws
-@given(st.sampled_from(COLLECTIVES), groups, st.floats(1, 1e12), st.floats(1, 100))
-def test_more_bytes_never_take_less_time(kind: str, group: Group, size: float, factor: float) -> None:
-    assert NETWORK.us(Collective(kind, size * factor, group)) >= NETWORK.us(Collective(kind, size, group))
-
-
-@laws
-@given(groups, st.floats(1e6, 1e12))
-def test_a_large_all_reduce_moves_what_a_scatter_and_a_gather_move(group: Group, size: float) -> None:
-    network = Network(Tier(100.0, 0, 0, 0), Tier(10.0, 0, 0, 0))
-    reduce, scatter, gather = (
-        network.us(Collective(kind, size, group)) for kind in ("all_reduce", "reduce_scatter", "all_gather")
-    )
-    assert reduce == pytest.approx(scatter + gather)
-
-
-def test_a_network_is_the_links_of_a_gpu_at_the_share_that_training_reaches() -> None:
-    gpu, factors, fabric = gpu_named("h100"), in_step_factors(gpu_named("h100")), read_table("fabrics.toml")["efa"]
-    network = network_of(gpu, "efa", factors)
-    assert network.inside == Tier(450e3 * factors.inside_share, factors.inside_start_us, 0.0, factors.inside_step_us)
-    assert network.between == Tier(50e3 * fabric["share"], fabric["start_us"], fabric["tree_us"], fabric["ring_us"])
-    assert (network.penalty, network.beside) == (factors.penalty, fabric["beside"])
-    assert (network.exchange_share, network.exchange_serial) == (factors.exchange_share, factors.exchange_serial)
 
 
 # Energy: values by hand

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from graphs import scaled, simulate_reference
 from lumos.cli import main as cli
 from lumos.cost.in_step import in_step_factors
-from lumos.cost.network import Network, Tier, network_of
+from lumos.cost.network import Network, network_of
 from lumos.data_files import read_table
 from lumos.errors import LumosError
 from lumos.graph.simulate import simulate
@@ -41,8 +41,9 @@ from lumos.program.program import Program
 from lumos.setup import Setup, gpu_named, gpu_names, mistakes_in, preset_named, preset_names
 from lumos.setup.frameworks import framework_names
 from lumos.step.step import Assembly, Step, prices_of, simulate_step
+from plain_network import plain_network
 
-FREE = Network(Tier(1e15, 0.0, 0.0, 0.0), Tier(1e15, 0.0, 0.0, 0.0))
+FREE = plain_network(1e15, 1e15)
 A_TRIFLE = 1.002  # fitted costs and the moment from which a host counts are not smooth
 
 DENSE = tuple(name for name in preset_names() if not preset_named(name).model.experts)
@@ -463,7 +464,7 @@ def test_sharded_weights_are_gathered_twice_and_reduced_once_for_every_micro_bat
     assert len(nodes(step, "reduce")) == 32 * microbatches
     network = network_of(gpu_named("h200"), "infiniband", in_step_factors(gpu_named("h200")))
     gathered = sum(step.graph.duration[node] for node in nodes(step, "gather")) / 1e9
-    bandwidth = network.inside.bandwidth * 1e6 / network.penalty
+    bandwidth = network.near(8) * network.habits.inside_share * 1e6 / network.penalty
     least = 2 * microbatches * 2 * setup.model.parameters() * 7 / 8 / bandwidth
     assert least < gathered < 1.2 * least
 

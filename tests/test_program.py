@@ -18,7 +18,7 @@ from lumos.program.embedding_head import embedding, head, head_backward, optimiz
 from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
 from lumos.program.moe import expert_gradient_bytes, moe, moe_backward
 from lumos.program.muon import Matrices, expert_matrices, layer_matrices, orthogonalised
-from lumos.program.operators import Collective, Operator
+from lumos.program.operators import Collective, Group, Operator
 from lumos.program.parameters import RankParameters, chunks_of, layers_of
 from lumos.program.program import Program
 from lumos.program.rank_layout import RankLayout
@@ -315,13 +315,13 @@ def test_one_rank_talks_to_nobody() -> None:
     ],
 )
 def test_groups_are_laid_out_from_the_inside_out(changes: dict[str, Any], group: str, wanted: tuple[int, int]) -> None:
-    assert getattr(layout_of(**changes), group) == wanted
+    assert getattr(layout_of(**changes), group) == Group(*wanted)
 
 
 def test_whole_experts_are_spread_over_tensor_parallel_ranks_first() -> None:
     layout = layout_of("qwen3-30b-a3b", parallel__tp=8, parallel__ep=8)
     assert layout.expert_tp == 1
-    assert layout.ep == (8, 8), "one node holds them all"
+    assert layout.ep == Group(8, 8), "one node holds them all"
     assert layout.expert_dp.size == 1
 
 
@@ -333,8 +333,8 @@ def test_replicas_of_experts_are_fewer_than_of_the_rest() -> None:
 
 def test_some_replicas_may_share_one_copy() -> None:
     layout = layout_of(parallel__dp=64, parallel__zero=3, parallel__shard=8)
-    assert layout.sharing == ((8, 8), (8, 1))
-    assert layout_of(parallel__dp=64, parallel__zero=3).sharing == ((64, 8), (1, 1))
+    assert layout.sharing == (Group(8, 8), Group(8, 1))
+    assert layout_of(parallel__dp=64, parallel__zero=3).sharing == (Group(64, 8), Group(1, 1))
 
 
 def test_a_sharding_group_counts_replicas_and_holds_all_ranks_of_their_contexts() -> None:

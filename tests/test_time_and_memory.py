@@ -24,6 +24,7 @@ from lumos.schedules import Phase
 from lumos.setup import Setup, mistakes_in, preset_named
 from lumos.setup.frameworks import framework_named
 from lumos.step.step import Step, assembled, prices_of, shape_of, simulate_step
+from plain_network import PLAIN_HABITS, plain_network
 from test_memory import setups
 
 SEVENTY_B = {"seq": 4096, "framework": "torchtitan", "global_batch": 256, "recompute": "selective"}
@@ -146,7 +147,7 @@ def test_a_zero_bubble_schedule_delays_the_weight_gradients_and_nothing_else(rec
 def test_the_context_exchange_ends_before_the_mlp_begins() -> None:
     setup = setup_of("llama3-8b", {"framework": "megatron"}, cp=8, dp=2)
     prices = prices_of(setup)
-    slow = dataclasses.replace(prices.network, inside=dataclasses.replace(prices.network.inside, bandwidth=1e2))
+    slow = dataclasses.replace(prices.network, tiers=(Tier(1e2), *prices.network.tiers[1:]))
     prices.network = slow
     for phase in ("forward", "backward"):
         block = getattr(TransformerLayer(Program(setup).layout), phase)()
@@ -188,7 +189,7 @@ def test_selective_recomputation_drops_attention_and_runs_it_again() -> None:
 
 
 # ---------------------------------------------------------------------- times by hand
-PLAIN = Network(Tier(1e5, 0, 0, 0), Tier(1e4, 0, 0, 0))
+PLAIN = plain_network(1e5, 1e4)
 """100 GB/s inside a node and 10 GB/s for each GPU between nodes, without latencies."""
 
 
@@ -256,7 +257,8 @@ def test_experts_are_reduced_among_their_own_replicas() -> None:
 
 
 def test_buckets_have_a_latency_each() -> None:
-    slow = dataclasses.replace(PLAIN, inside=dataclasses.replace(PLAIN.inside, start_us=100.0))
+    late_start = PLAIN_HABITS.protocols[0] | {"base_us": 100.0}
+    slow = dataclasses.replace(PLAIN, habits=dataclasses.replace(PLAIN_HABITS, protocols=(late_start,)))
     keys = {"train.framework": "nanotron", "parallel.dp": 8, "parallel.zero": 0, "parallel.dp_overlap": False}
     quick, late = (step_of(network=network, **keys).role_us("reduce rest", 0) for network in (PLAIN, slow))
     buckets = 4 * setup_of("llama3-8b", {}).model.parameters(2048) / 25e6
@@ -354,7 +356,7 @@ def spans(step: Step, what: str) -> list[tuple[float, float]]:
 
 
 def test_fsdp_gathers_at_most_two_units_ahead_and_before_it_reduces() -> None:
-    fast = dataclasses.replace(PLAIN, inside=Tier(1e9, 0, 0, 0))
+    fast = dataclasses.replace(PLAIN, tiers=(Tier(1e9), *PLAIN.tiers[1:]))
     step = step_of(network=fast, **{"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3})
     gathers, forward = spans(step, "gather"), spans(step, "forward")
     backward, reductions = spans(step, "backward"), spans(step, "reduce")
