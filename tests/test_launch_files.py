@@ -33,6 +33,8 @@ MOE = {"preset": "mixtral-8x7b", "parallel__ep": 8, "parallel__dp": 8}
 PIPELINE = {"parallel__pp": 4, "train__microbatches": 8}
 
 # Configurations that a tool can launch exactly as they are.
+BY_MODULE = {"train__recompute": "selective", "train__recompute_modules": ("core_attn",)}
+NO_SYNC = {"parallel__dp": 8, "parallel__zero": 3, "parallel__no_sync": True, "train__microbatches": 4}
 LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("megatron", "megatron"): [
         {},
@@ -62,6 +64,7 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"train__precision": "mxfp8", "cluster__gpu": "b200"},
         {"train__precision": "nvfp4", "cluster__gpu": "b200"},
         {"train__precision": "fp16"},
+        {"train__reduce_precision": "bf16", "parallel__dp": 8},
         {"train__precision": "fp32", "cluster__gpu": "a100"},
         PIPELINE,
         {**PIPELINE, "parallel__vpp": 2, "parallel__schedule": "interleaved"},
@@ -93,6 +96,8 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"parallel__dp": 8, "parallel__zero": 3, "train__offload_optimizer": 1.0, "train__offload_weights": True},
         {"parallel__dp": 8, "parallel__zero": 2, "train__offload_optimizer": 1.0},
         {"train__precision": "fp8", "train__recompute": "none"},
+        {"train__precision": "fp8", "train__fp8_scaling": "row", "train__reduce_precision": "bf16"},
+        {"train__recompute": "selective"},
         {"train__precision": "mxfp8", "cluster__gpu": "b200"},
         {**PIPELINE, "parallel__dp": 2, "parallel__zero": 2},
         {**PIPELINE, "parallel__dp": 2, "parallel__zero": 3, "train__micro_batch": 2},
@@ -285,7 +290,8 @@ def test_what_does_not_read_back_the_same_is_named(
         ("megatron", "nanotron", {}, "train.framework = nanotron: Megatron runs other kernels"),
         ("torchtitan", "torchtitan", {"parallel__dp": 8, "parallel__zero": 1}, "parallel.zero = 1: torchtitan shards"),
         ("torchtitan", "torchtitan", {"parallel__tp": 2}, "parallel.sequence_parallel = false: torchtitan has tensor"),
-        ("torchtitan", "torchtitan", {"train__recompute": "selective"}, "train.recompute_modules = [core_attn]: "),
+        ("torchtitan", "torchtitan", BY_MODULE, "train.recompute_modules = [core_attn]: "),
+        ("torchtitan", "torchtitan", NO_SYNC, "parallel.no_sync = true: torchtitan reduces gradients after every"),
         ("megatron", "megatron", {"train__recompute": "full", "train__recompute_every": 2}, "train.recompute_every = "),
         ("torchtitan", "torchtitan", {"train__precision": "fp16"}, "train.precision = fp16: torchtitan has no key"),
         ("torchtitan", "torchtitan", {"preset": "gpt3-1.3b"}, "the model: torchtitan has no such flavor"),

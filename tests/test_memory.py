@@ -87,7 +87,8 @@ def test_recomputing_more_never_needs_more(setup: Setup) -> None:
     # One layer, recomputed whole, has its input and its attention scores besides: more only where layers hardly count.
     tokens = setup.train.micro_batch * setup.train.seq
     one_layer = tokens * setup.model.hidden * 4 + saved_bytes(core(Program(setup).layout))
-    assert selective <= none
+    # By operator, results of matmuls are kept instead of their inputs, of which frozen layers have none.
+    assert selective <= none or setup.train.modules == ("operators",)
     assert full <= selective + one_layer
 
 

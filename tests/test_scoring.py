@@ -94,12 +94,71 @@ def test_a_row_becomes_the_setup_it_describes() -> None:
         ("nanotron v0.5", "nanotron"),
         ("GPT-NeoX", "neox"),
         ("torchtitan", "torchtitan"),
+        ("fms-fsdp", "fms-fsdp"),
+        ("DeepSpeed", "deepspeed"),
     ],
 )
 def test_frameworks_are_recognised(text: str, name: str) -> None:
     run = one(framework=text)
     assert run.setup.train.framework == name
     assert run.notes == ()
+
+
+def test_a_release_that_differs_is_recognised_by_the_version_of_the_framework() -> None:
+    assert one(framework="torchtitan", framework_version="9dec370 (2024-12-26)").setup.train.framework == "torchtitan-2024"
+    assert one(framework="torchtitan", framework_version="v0.2 (2025)").setup.train.framework == "torchtitan"
+    assert one(framework="NeMo", framework_version="torchtitan 2024").setup.train.framework == "megatron"
+
+
+@pytest.mark.parametrize(
+    ("columns", "compiled"),
+    [
+        ({"compile": "true"}, True),
+        ({"compile": "false", "notes": "torch.compile"}, False),
+        ({"overlap_or_graph_flags": "FSDP + torch.compile + Float8"}, True),
+        ({"framework_version": "no compile"}, False),
+        ({"notes": "eager, without torch.compile"}, False),
+        ({}, False),
+    ],
+)
+def test_compilation_is_read_from_its_column_or_from_the_text(columns: dict[str, str], compiled: bool) -> None:
+    assert one(framework="torchtitan", **columns).setup.train.compile is compiled
+
+
+def test_a_board_is_as_the_row_states_it() -> None:
+    stated = one(power_w="500", hbm_tb_s="2.4").setup.cluster
+    assert (stated.power_w, stated.hbm_tb_s) == (500.0, 2.4)
+    noted = one(notes="HBM2e with 2.4 TB/s, limited to 500 W").setup.cluster
+    assert (noted.power_w, noted.hbm_tb_s) == (500.0, 2.4)
+    of_96_gb = one(gpu_mem_gb="96").setup.cluster
+    assert (of_96_gb.power_w, of_96_gb.hbm_tb_s) == (500.0, 2.4)
+    assert (one().setup.cluster.power_w, one().setup.cluster.hbm_tb_s) == (None, None)
+
+
+def test_selective_recomputation_is_what_the_framework_or_the_row_calls_it() -> None:
+    def train(**columns: str) -> tuple[str, tuple[str, ...], int]:
+        found = one(recompute="selective", **columns).setup.train
+        return found.recompute, found.modules if found.recompute == "selective" else (), found.recompute_every
+
+    assert train() == ("selective", ("core_attn",), 1)
+    assert train(framework="torchtitan") == ("selective", ("operators",), 1)
+    assert train(framework="torchtitan", activation_recompute="selective (every 3 layers)") == ("full", (), 3)
+    assert train(framework="torchtitan", activation_recompute="selective layer") == ("full", (), 2)
+    assert train(framework="fms-fsdp") == ("full", (), 2)
+    assert one(recompute="selective", framework="fms-fsdp", mfu="0.6", hfu="0.7").setup.train.recompute_layers == 16
+
+
+def test_the_row_says_how_gradients_are_reduced_and_which_collectives_are_overlapped() -> None:
+    run = one(framework="torchtitan", overlap_or_graph_flags="async TP, no_sync, reduce_dtype=fp32", zero="3")
+    assert (run.setup.parallel.tp_overlap, run.setup.parallel.no_sync) == (True, True)
+    assert run.setup.train.reduce_precision == "fp32"
+    foundry = one(framework="llm-foundry", overlap_or_graph_flags="mp_mode=PURE;act_cpu_offload=False")
+    assert (foundry.setup.train.reduce_precision, foundry.setup.parallel.tp_overlap) == ("bf16", None)
+
+
+def test_scales_of_rows_are_told_from_scales_of_tensors() -> None:
+    assert one(precision="fp8-rowwise").setup.train.fp8_scaling == "row"
+    assert one(precision="fp8-tensorwise").setup.train.fp8_scaling == one(precision="fp8").setup.train.fp8_scaling
 
 
 def test_numbers_may_be_written_as_tables_write_them() -> None:
@@ -134,10 +193,9 @@ def test_a_network_that_is_not_stated_is_noted() -> None:
     [
         ({"framework": "MyTrainer 3000"}, "'MyTrainer 3000' is predicted as pytorch"),
         ({"framework": "NeMo AutoModel (PyTorch FSDP2)"}, "predicted as torchtitan"),
-        ({"framework": "fms-fsdp"}, "predicted as torchtitan"),
         ({"framework": "MaxText"}, "predicted as torchtitan"),
         ({"framework": ""}, "framework"),
-        ({"precision": "fp8-rowwise"}, "fp8-rowwise"),
+        ({"precision": "fp8-blockwise"}, "fp8-blockwise"),
         ({"precision": "bf16-mixed"}, "bf16-mixed"),
     ],
 )

@@ -71,6 +71,8 @@ def effective(setup: Setup) -> dict[str, Any]:
     by_layer = train.recompute == "full"
     return values | _effective_parallelism(setup, framework) | {
         "model.kv_heads": model.heads if model.latent else model.kv_heads,
+        "train.fp8_scaling": train.fp8_scaling if train.precision == "fp8" else "",
+        "train.reduce_precision": train.reduce_precision or ("fp32" if framework.reduce_bytes == 4 else "bf16"),
         "train.recompute_modules": sorted(set(train.modules)) if train.recompute == "selective" else [],
         "train.recompute_layers": train.recompute_layers if by_layer else None,
         "train.recompute_every": train.recompute_every if by_layer else 1,
@@ -95,6 +97,7 @@ def _effective_parallelism(setup: Setup, framework: Framework) -> dict[str, Any]
         "parallel.cp_type": (parallel.cp_type or "p2p") if parallel.cp > 1 else "",
         "parallel.cp_inner": layout.cp_heads if parallel.cp_type == "a2a+p2p" else 0,
         "parallel.zero": zero,
+        "parallel.no_sync": parallel.no_sync and zero == 3 and setup.train.microbatches > 1,
         "parallel.shard": (parallel.shard or parallel.dp) if zero else 0,
         "parallel.stage_layers": layers_of(setup, framework.balances),
         "parallel.schedule": parallel.schedule if parallel.pp > 1 else "1f1b",

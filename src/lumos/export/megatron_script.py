@@ -91,6 +91,7 @@ def _wanted(setup: Setup) -> dict[str, Any]:
         **{f"model.{key}": not model.latent or not getattr(model, key) for key in latent},
         **{f"model.{key}": not model.experts for key in experts},
         "train.attention": not train.attention,
+        "train.reduce_precision": not train.reduce_precision,
         "parallel.cp": parallel.cp == 1,
         "parallel.ep": parallel.ep == 1,
         "parallel.etp": values["parallel.etp"] in (0, parallel.tp),

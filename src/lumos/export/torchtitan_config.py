@@ -25,6 +25,7 @@ _CONFIG = "config.toml"
 _REASONS = {
     "model.preset": "torchtitan has no such flavor: register the model, then name it here",
     "train.recompute_modules": "torchtitan's selective recomputation is by operator",
+    "parallel.no_sync": "torchtitan reduces gradients after every micro-batch",
     "parallel.sequence_parallel": "torchtitan has tensor and sequence parallelism together",
     "parallel.zero": "torchtitan shards weights, gradients and state together, and always with context parallelism",
     "parallel.dp_overlap": "FSDP and DDP overlap by themselves",
@@ -36,10 +37,13 @@ _REASONS = {
 def torchtitan_config(setup: Setup) -> Draft:
     """The TOML of a setup, and the script that starts torchtitan with it."""
     keys = _model(setup) | _training(setup) | _parallelism(setup) | _stages(setup)
-    tables: dict[str, dict[str, Any]] = {}
+    tables: dict[str, Any] = {}
     for name, value in keys.items():
-        section, _, key = name.partition(".")
-        tables.setdefault(section, {})[key] = value
+        *sections, key = name.split(".")
+        table = tables
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[key] = value
     text = tomli_w.dumps(tables)
     start = script(setup, f"{TORCHRUN}-m torchtitan.train --job.config_file {_CONFIG}")
     found = Findings()
@@ -86,12 +90,14 @@ def _training(setup: Setup) -> dict[str, Any]:
         "training.dataset": FILL_IN,
         "optimizer.lr": FILL_IN,
     }
-    for key in ("optimizer", "recompute", "precision"):
+    for key in ("optimizer", "recompute", "precision", "reduce_precision"):
         option, meanings = _TABLES["choices"][f"train.{key}"]
         words = [word for word, meaning in meanings.items() if meaning == getattr(train, key)]
         words = [word for word in words if word not in _WRITING["only_read_words"]]
         if words:
             keys[option] = words[0]
+    if train.precision == "fp8" and train.fp8_scaling == "row":
+        keys[_TABLES["combined"]["fp8_recipe"][0]] = "rowwise"
     by_layer = train.recompute == "full" and train.recompute_every > 1
     if by_layer:
         keys[_TABLES["choices"]["train.recompute"][0]] = "selective"

@@ -152,6 +152,13 @@ def _precision(found: Findings, given: Mapping[str, Any]) -> None:
         found.values["train.precision"] = "mxfp8"
     elif any(name in fp8 for name in names) or _switch(found, given, "float8") or given.get("training.fp8_linear"):
         found.values["train.precision"] = "fp8"
+    name, recipe = _first(given, _COMBINED["fp8_recipe"])
+    if recipe is not None and found.values.get("train.precision") == "fp8":
+        meanings = _TABLES["fp8_recipes"]
+        if recipe in meanings:
+            found.values["train.fp8_scaling"] = meanings[recipe]
+        else:
+            found.note(f"{name} = {shown(recipe)} is not known: use {one_of(list(meanings))}", "train.fp8_scaling")
     unknown = [name for name in names if name not in (*fp8, *mxfp8)]
     if unknown:
         found.note(f"model.converters: {shown(', '.join(unknown))} is not modelled", "train.precision")
