@@ -14,9 +14,8 @@ HERE = Path(__file__).parent
 PUBLISHED = """
 Step times of published training runs, dense pretraining. Every source is predicted with constants fitted without it
 (`calibration/fit_in_step.py`); three constants are fitted in all, and the second table says what each is worth. What
-frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources and tuned on these runs. Two
-numbers, nanotron's `pipeline_drag` and the share of EFA that is left beside kernels, were fitted on nanotron's own
-sweep; the class of its network (EFA) is an inference. A table below gives the sweep's errors without them. Peers are as
+frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources and tuned on these runs. The
+class of nanotron's network (EFA) is an inference. Peers are as
 measured by others on the same rows (calculon, llm-analysis); bars are ours."""
 TEN = """
 The runs of arXiv 2509.22832, predicted by `lumos fit` on that paper's operator and NCCL samples and `lumos predict

@@ -4,15 +4,13 @@
 
 For every group of measured runs of one model, number of GPUs and batch: the measured step time of the configuration
 with the shortest predicted one, over the shortest measured. Constants of conditions come from the other sources
-(calibration/held_out.json), the one of the sweep's network from the sweep's other model; nanotron's pipeline_drag was
-fitted on the sweep itself, and a row leaves it out.
+(calibration/held_out.json), the one of the sweep's network from the sweep's other model.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from math import log
 from pathlib import Path
 
@@ -20,7 +18,6 @@ import numpy as np
 
 from lumos.data_files import read_table
 from lumos.score.measured_runs import Run
-from lumos.setup import frameworks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "calibration"))
@@ -80,18 +77,6 @@ def sweep_predictions(folder: Path) -> tuple[Rows, dict[str, float]]:
     return found, best
 
 
-def without_drag(folder: Path) -> list[tuple[Run, float]]:
-    """The stable rows with nothing of the framework's that was fitted on them."""
-    tables = frameworks._tables()
-    known = tables["nanotron"]
-    tables["nanotron"] = replace(known, pipeline_drag=0.0)
-    frameworks.framework_named.cache_clear()
-    rows, _ = sweep_predictions(folder)
-    tables["nanotron"] = known
-    frameworks.framework_named.cache_clear()
-    return rows[f"{SWEEP}, stable"]
-
-
 def _loss(run: Run, seconds: float) -> float:
     return min(CLIP, abs(log(seconds / run.seconds)))
 
@@ -126,9 +111,6 @@ def main(folder: str) -> None:
     found = [regret(part) for part in groups_of(sound).values()]
     print(f"| {SWEEP}, all that did not stall | {len(found)} | {np.mean(found):.1f} | {np.median(found):.1f} | "
           f"{max(found):.1f} | |")  # fmt: skip
-    found = [regret(part) for part in groups_of(without_drag(Path(folder))).values()]
-    print(f"| {SWEEP}, stable, without `pipeline_drag` | {len(found)} | {np.mean(found):.1f} | "
-          f"{np.median(found):.1f} | {max(found):.1f} | |")  # fmt: skip
     lost = [row for row in rows[f"{SWEEP}, all"] if stalled(*row)]
     extra = [1e3 * (run.seconds - s) / (run.setup.train.microbatches + run.setup.parallel.pp - 1) for run, s in lost
              if run.setup.parallel.pp > 2]  # fmt: skip

@@ -63,11 +63,11 @@ class Framework:
     optimizer_traffic: float = 28.0  # bytes read and written for one parameter
     optimizer_launches: int = 60  # 0: by the tensors it updates, half a launch each
     grouped_experts: bool = False
+    expert_launches: float = 0.0  # of the host, for one expert in a grouped matmul; 0: one launch for all
     dispatcher: str = "all_to_all"  # how tokens reach their experts: all_to_all, or flex (DeepEP, HybridEP)
     ep_overlap: bool = False  # exchanges between experts run beside the work of another micro-batch
     clears_experts: bool = False  # rows that no expert worked on are set to zero after every grouped matmul
     host_us: float = 35.0  # of the host for one launch, with all the Python around it, on the reference host
-    pipeline_drag: float = 0.0  # with several stages, the host's time grows by this for every further tensor rank
     collective_launches: float = 2.0  # launches that a collective costs the host
     checkpoint_launches: float = 15.0  # launches that keeping and restoring one recomputed layer costs the host
     syncs_checkpoints: bool = False  # the host waits for the GPU before it runs a layer that is kept or restored

@@ -213,9 +213,7 @@ def _host_us(setup: Setup, framework: Framework) -> float:
     sampled_with_host = bool(setup.cluster.model) and setup.cluster.accelerator.is_cpu
     if setup.train.cuda_graphs or sampled_with_host:
         return 0.0
-    p = setup.parallel
-    drag = 1 + framework.pipeline_drag * (p.tp - 1) if p.pp > 1 else 1.0
-    return framework.host_us * drag / host_speed(setup)
+    return framework.host_us / host_speed(setup)
 
 
 def host_was_measured(setup: Setup) -> bool:
