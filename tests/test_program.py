@@ -259,6 +259,17 @@ def test_tensor_parallel_layers_reduce_twice_each_way(framework: str) -> None:
     assert kinds(layer.backward()) == {"all_reduce": 2}
 
 
+@pytest.mark.parametrize(("framework", "again"), [("megatron", 2), ("nanotron", 0), ("torchtitan", 0)])
+def test_what_linear_layers_keep_gathered_is_not_gathered_again(framework: str, again: int) -> None:
+    divided = {"parallel__tp": 4, "parallel__sequence_parallel": True}
+    layout = layout_of(framework=framework, **divided)
+    layer = TransformerLayer(layout)
+    assert sum(op.name == "gather inputs again" for op in layer.backward()) == again
+    whole = layout.tokens * layout.model.hidden * layout.element
+    kept = sum(op.saves for op in layer.forward() if op.name in ("rms_norm", "norm_eager_fwd"))
+    assert (kept > 2 * whole) == (again == 0)  # of both norms: the gathered output, or a part of it
+
+
 def test_divided_sequences_are_gathered_and_scattered_in_pairs() -> None:
     layer = TransformerLayer(layout_of(parallel__tp=8, parallel__sequence_parallel=True))
     assert kinds(layer.forward()) == {"all_gather": 2, "reduce_scatter": 2}

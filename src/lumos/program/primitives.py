@@ -163,8 +163,9 @@ def _norm_saves(s: RankLayout) -> float:
 
 def norm_output_bytes(s: RankLayout) -> float:
     """What the linear layers after a norm keep: its output, one tensor for all. The compiler makes it anew."""
-    tokens = s.tokens if s.framework.keeps_gathered else s.spread_tokens
-    return 0.0 if s.train.compile else float(s.linear_element * tokens * s.model.hidden)
+    gathered = s.framework.keeps_gathered and s.splits_sequences
+    tokens = s.tokens if gathered else s.spread_tokens
+    return 0.0 if s.train.compile and not gathered else float(s.linear_element * tokens * s.model.hidden)
 
 
 def residual(s: RankLayout, extra_bytes: float = 0.0) -> Block:
@@ -220,7 +221,7 @@ def before_reduce(s: RankLayout, block: Block, name: str) -> Block:
 
 def gradients_overlapped(s: RankLayout, inputs: Block, weights: Block) -> Block:
     """The input gradient's reduction, behind the weight gradient where the framework overlaps them."""
-    again = gather(s, waits=not s.tp_overlap, name="gather inputs again")
+    again = [] if s.framework.keeps_gathered else gather(s, waits=not s.tp_overlap, name="gather inputs again")
     if not s.tp_overlap:
         return [*again, *inputs, *weights, *reduce(s, name="grad reduce")]
     return [*again, *inputs, *reduce(s, waits=False, name="grad reduce"), *weights, *join(s)]

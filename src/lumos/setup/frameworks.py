@@ -55,7 +55,6 @@ class Framework:
     zero2_with_pipeline: bool = False  # DeepSpeed refuses it; FSDP2 has it: reshard_after_forward="never"
     reduces_always: bool = False  # gradients are reduced after every micro-batch, not after the last alone
     scatters: bool = True  # ZeRO 1 and 2 reduce-scatter gradients; else they are all-reduced
-    keeps_last_gathered: bool = False  # ZeRO 3: the last layer stays gathered between its forward and backward pass
     bucket_mb: float = 0.0  # gradients are reduced in parts of this size; 0: as one, or as the layers end
     reduce_bytes: int = 2  # of one gradient on the network
     gather_bytes: int = 2  # of one weight on the network
@@ -84,7 +83,7 @@ class Framework:
     kept_logit_bytes: float = 0.0  # of the micro-batch before, not released yet
     half_gradients: bool = False  # 16-bit gradients of all weights lie beside the fp32 buffer
     gradient_buffer_fp32: bool = False
-    keeps_gathered: bool = False  # sequence parallel: linear layers keep their gathered input, not the divided one
+    keeps_gathered: bool = False  # sequence parallel: linear layers keep their gathered input, and need not gather again
     keeps_outputs: bool = False  # the last stage keeps the logits of all micro-batches, to join them
     bucket_buffers: int = 0  # buffers of `bucket_mb` that gradients are copied to before their reduction
     live_parameters: float = 0.0  # ZeRO 3: gathered parameters that may stay for their next use
