@@ -3,10 +3,10 @@
     python calibration/fit_uncertainty.py TRUTH_FOLDER
 
 The logarithm of measured over predicted time is modelled as a spread with two causes. What makes a run hard to predict
-(`PARTS`) adds up to a variance. The framework multiplies the spread by a width, which is drawn towards the usual one
-the more the fewer publications there are; where there are none, it is the largest of all. The ends of the interval, in
-units of that spread, are quantiles over runs whose publication was left out of the fit: so they hold what a fit cannot
-know of machines that it has not seen. Every run is predicted with constants fitted without its publication
+(`PARTS`) adds up to a variance. Framework and family of GPUs multiply the spread by a width each, drawn towards the
+usual one the more the fewer publications there are; where there are none, it is the largest of all. The ends of the
+interval, in units of that spread, are quantiles over runs whose publication was left out of the fit: so they hold what
+a fit cannot know of machines that it has not seen. Every run is predicted with constants fitted without its publication
 (held_out.json).
 
 Writes src/lumos/data/uncertainty.json, and prints how often the interval holds for publications that were left out, and
@@ -29,13 +29,13 @@ from published import Predicted, predictions
 from shipped import ship, shipped
 
 MOST = 0.5  # of the logarithm of measured over predicted, beyond which an error counts no further: erratic runs
-LIKE = 1.0  # for how many publications the usual width counts
+LIKE = 2.0  # for how many publications the usual width counts
 FEW = 5.0  # rows with which a publication counts half
 BIAS = 3.0  # the same as LIKE, for the mean error of a framework
 ENDS = (0.1, 0.9)
 BY_HAND = {"other_family": 0.03, "power": 0.1}  # no published run on such a GPU, or under such a limit
 LEAST = {"assumed": 0.005}  # published runs lack little but the name of a usual network; other values matter more
-FAMILY = 2  # publications from which a family of GPUs is known
+FEWEST = {"frameworks": 1, "families": 2}  # publications from which one is known
 
 Table = dict[str, Any]
 
@@ -72,13 +72,13 @@ def fit(rows: Sequence[Residual]) -> Table:
 def held_out(rows: Sequence[Residual]) -> list[Spread]:
     """The interval of every run, fitted without its publication."""
     tables = {name: fit([row for row in rows if row.publication != name]) for name in _publications(rows)}
-    return [spread_of(tables[row.publication], row.parts, row.framework) for row in rows]
+    return [spread_of(tables[row.publication], row.parts, row.framework, row.family) for row in rows]
 
 
 def bias_of(rows: Sequence[Residual]) -> dict[str, float]:
     """By framework, the mean over publications of their median error, drawn towards none."""
     found = {}
-    for framework, groups in _by_framework(rows).items():
+    for framework, groups in _grouped(rows, "frameworks").items():
         counted = [(float(np.median([row.log_error for row in group])), _weight(group)) for group in groups]
         found[framework] = sum(value * weight for value, weight in counted) / (BIAS + sum(w for _, w in counted))
     return found
@@ -91,19 +91,31 @@ def corrected(rows: Sequence[Residual]) -> list[Residual]:
 
 
 def _spreads(rows: Sequence[Residual]) -> Table:
-    """Variances of the parts, then the width of every framework."""
-    table: Table = {"variance": _variances(rows), "frameworks": {}, "unseen": 1.0}
+    """Variances of the parts, then the width of every framework, then that of every family of GPUs."""
+    table: Table = {"variance": _variances(rows), "unseen": {}}
+    for kind in FEWEST:
+        table[kind], table["unseen"][kind] = {}, 1.0
+    for kind in FEWEST:
+        table[kind] = _widths(table, rows, kind)
+        table["unseen"][kind] = max((known["width"] for known in table[kind].values()), default=1.0)
+    return table
+
+
+def _widths(table: Table, rows: Sequence[Residual], kind: str) -> dict[str, dict[str, float]]:
+    """How much more than usual the runs under every framework, or on every family of GPUs, spread."""
     sizes = {
-        framework: [(log(_middle(table, group)), _weight(group)) for group in groups]
-        for framework, groups in _by_framework(rows).items()
+        name: [(log(_middle(table, group)), _weight(group)) for group in groups]
+        for name, groups in _grouped(rows, kind).items()
     }
     usual = float(np.mean([size for found in sizes.values() for size, _ in found]))
-    for framework, found in sizes.items():
-        total = sum((size - usual) * weight for size, weight in found)
-        width = exp(total / (LIKE + sum(weight for _, weight in found)))
-        table["frameworks"][framework] = {"width": round(width, 3), "publications": len(found)}
-    table["unseen"] = max(known["width"] for known in table["frameworks"].values())
-    return table
+    return {
+        name: {
+            "width": round(exp(sum((size - usual) * w for size, w in found) / (LIKE + sum(w for _, w in found))), 3),
+            "publications": len(found),
+        }
+        for name, found in sizes.items()
+        if len(found) >= FEWEST[kind]
+    }
 
 
 def _variances(rows: Sequence[Residual]) -> dict[str, float]:
@@ -133,21 +145,22 @@ def _middle(table: Table, group: Sequence[Residual]) -> float:
 
 
 def _size(table: Table, row: Residual) -> float:
-    return size_of(table, row.parts, row.framework)
+    return size_of(table, row.parts, row.framework, row.family)
 
 
 def _publications(rows: Sequence[Residual]) -> list[str]:
     return sorted({row.publication for row in rows})
 
 
-def _by_framework(rows: Sequence[Residual]) -> dict[str, list[list[Residual]]]:
-    """The runs of every framework, one group for each publication."""
+def _grouped(rows: Sequence[Residual], kind: str) -> dict[str, list[list[Residual]]]:
+    """The runs of every framework or family, one group for each publication."""
     groups: dict[tuple[str, str], list[Residual]] = {}
     for row in rows:
-        groups.setdefault((row.framework, row.publication), []).append(row)
+        name = row.framework if kind == "frameworks" else row.family
+        groups.setdefault((name, row.publication), []).append(row)
     found: dict[str, list[list[Residual]]] = {}
-    for (framework, _), group in sorted(groups.items()):
-        found.setdefault(framework, []).append(group)
+    for (name, _), group in sorted(groups.items()):
+        found.setdefault(name, []).append(group)
     return found
 
 
@@ -166,12 +179,6 @@ def _quantiles(values: np.ndarray, weights: np.ndarray, shares: tuple[float, ...
     order = np.argsort(values)
     reached = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
     return [float(np.interp(share, reached, values[order])) for share in shares]
-
-
-def families_of(rows: Sequence[Residual]) -> dict[str, int]:
-    """In how many publications there are runs on a family of GPUs, for families that are known."""
-    counts = Counter(family for family, _ in {(row.family, row.publication) for row in rows})
-    return {family: count for family, count in sorted(counts.items()) if count >= FAMILY}
 
 
 def show(rows: Sequence[Predicted], found: Sequence[Residual]) -> None:
@@ -195,8 +202,7 @@ def show(rows: Sequence[Predicted], found: Sequence[Residual]) -> None:
 def main(folder: str) -> None:
     rows = predictions(Path(folder))
     found = residuals(rows)
-    table = fit(found)
-    ship("uncertainty.json", table | {"families": families_of(found)})
+    ship("uncertainty.json", fit(found))
     show(rows, found)
     print(shipped("uncertainty.json"))
 

@@ -125,11 +125,12 @@ def test_what_makes_a_run_hard_to_predict_adds_to_its_variance(
     step = simulate_step(described(preset, **keys, train__cuda_graphs=True, train__framework="megatron"))
     found = parts_of(step, assumptions)
     assert tuple(found) == PARTS
-    assert found.pop("waiting") == waiting_share(step)
+    assert found.pop("waiting") == waiting_share(step) ** 2
     assert {name: value for name, value in found.items() if value} == {"always": 1} | parts
     table = read_table("uncertainty.json")
     variance = sum(table["variance"][name] * value for name, value in parts_of(step, assumptions).items())
-    size = math.sqrt(variance) * table["frameworks"]["megatron"]["width"]
+    family = table["families"].get(step.setup.cluster.accelerator.family, {"width": table["unseen"]["families"]})
+    size = math.sqrt(variance) * table["frameworks"]["megatron"]["width"] * family["width"]
     low, high = described_spread(step, assumptions)
     assert (math.log(low), math.log(high)) == pytest.approx((table["low"] * size, table["high"] * size))
     assert low < 1 < high
@@ -139,7 +140,7 @@ def test_a_run_that_waits_for_network_pipeline_or_host_is_harder_to_predict() ->
     """By hand: two stages and two micro-batches leave a stage idle for a third of the step, as good as exactly."""
 
     def waits(preset: str = "llama3-8b", **changes: Any) -> float:
-        return parts_of(simulate_step(described(preset, cluster__gpu="h200", **changes)), 0)["waiting"]
+        return math.sqrt(parts_of(simulate_step(described(preset, cluster__gpu="h200", **changes)), 0)["waiting"])
 
     alone = waits(train__framework="megatron", train__microbatches=2)
     assert alone == pytest.approx(0, abs=0.02)
@@ -151,11 +152,23 @@ def test_a_run_that_waits_for_network_pipeline_or_host_is_harder_to_predict() ->
 
 def test_no_framework_is_predicted_less_surely_than_one_without_published_runs() -> None:
     table = read_table("uncertainty.json")
-    unseen = width_of(table, "never heard of")
-    assert {name for name in framework_names() if width_of(table, name) > unseen} == set()
-    assert width_of(table, "megatron") < unseen  # of which several sources were published
+    unseen = width_of(table, "frameworks", "never heard of")
+    assert {name for name in framework_names() if width_of(table, "frameworks", name) > unseen} == set()
+    assert width_of(table, "frameworks", "megatron") < unseen  # of which several sources were published
     one_source = table | {"frameworks": {"rare": {"width": 9.0, "publications": 1}}}
-    assert width_of(one_source, "rare") == unseen
+    assert width_of(one_source, "frameworks", "rare") == unseen
+
+
+def test_no_family_of_gpus_is_predicted_less_surely_than_one_without_published_runs() -> None:
+    """A family that nobody measured is as wide as the worst that was, and wider by a part of its own."""
+    table = read_table("uncertainty.json")
+    families = {gpu_named(name).family for name in gpu_names()}
+    unseen = width_of(table, "families", "never heard of")
+    assert {name for name in families if width_of(table, "families", name) > unseen} == set()
+    for name in families - {*table["families"], "cpu"}:
+        gpu = next(gpu for gpu in gpu_names() if gpu_named(gpu).family == name)
+        setup = described(cluster__gpu=gpu, train__precision=gpu_named(gpu).precisions[0])
+        assert parts_of(simulate_step(setup), 0)["other_family"] == 1
 
 
 @pytest.mark.parametrize("framework", ["megatron", "neox"])
@@ -173,7 +186,9 @@ def test_an_answer_says_how_many_published_sources_its_interval_rests_on() -> No
         (text,) = [text for text in predict(described(**changes)).warnings if "80 % interval" in text]
         return text
 
-    count, on = table["frameworks"]["megatron"]["publications"], table["families"]["hopper"]
+    count, on = (
+        table[kind][name]["publications"] for kind, name in (("frameworks", "megatron"), ("families", "hopper"))
+    )
     known = f"the 80 % interval rests on published runs: {count} sources of megatron, {on} sources of hopper GPUs"
     assert told(cluster__gpu="h100", train__framework="megatron") == known
     lacks = f"no published runs of neox: the 80 % interval is wider, and rests on {on} sources of hopper GPUs"

@@ -185,7 +185,7 @@ def _intervals() -> Iterator[dict[str, Any]]:
     for name, known in table["frameworks"].items():
         words = f"the first of these under {name}, with {known['publications']} published"
         yield row(name, words, always, known["width"])
-    yield row("unseen", "the same under a framework without published runs", always, table["unseen"])
+    yield row("unseen", "the same under a framework without published runs", always, table["unseen"]["frameworks"])
 
 
 def _provenance() -> Iterator[Provenance]:

@@ -1,10 +1,10 @@
 """The 80 % interval of a predicted step: how far off it may be, from how far off predictions of measured runs were.
 
 For a described run, the logarithm of measured over predicted time has a variance that is a sum of parts, one for each
-thing that makes a run harder to predict, and a width that depends on the framework: some are known from several
-publications, others from none. Both are fitted on published runs; which multiples of the resulting spread hold 80 % of
-the runs is read off runs whose publication was left out of the fit (calibration/fit_uncertainty.py). As more runs are
-slower than predicted than faster, the interval reaches further up than down.
+thing that makes a run harder to predict, and a width that depends on the framework and the family of GPUs: some are
+known from several publications, others from none. Both are fitted on published runs. Which multiples of the resulting
+spread hold 80 % of the runs is read off runs whose publication was left out of the fit; they differ upwards and
+downwards (calibration/fit_uncertainty.py).
 
 For a change to a traced run, the interval is that of measured changes; for a traced run with other durations, it is the
 error of the profiler's cost.
@@ -45,37 +45,41 @@ class Spread(NamedTuple):
 
 def described_spread(step: Step, assumptions: int = 0) -> Spread:
     """Of a described run, some of whose values had to be assumed."""
-    return spread_of(read_table("uncertainty.json"), parts_of(step, assumptions), step.setup.train.framework)
+    setup = step.setup
+    names = setup.train.framework, setup.cluster.accelerator.family
+    return spread_of(read_table("uncertainty.json"), parts_of(step, assumptions), *names)
 
 
-def spread_of(table: Mapping[str, Any], parts: Mapping[str, float], framework: str) -> Spread:
-    """The interval of a run that is as hard to predict as its parts and its framework make it."""
-    size = size_of(table, parts, framework)
+def spread_of(table: Mapping[str, Any], parts: Mapping[str, float], framework: str, family: str) -> Spread:
+    """The interval of a run that is as hard to predict as its parts, its framework and its GPUs make it."""
+    size = size_of(table, parts, framework, family)
     return Spread(exp(table["low"] * size), exp(table["high"] * size))
 
 
-def size_of(table: Mapping[str, Any], parts: Mapping[str, float], framework: str) -> float:
+def size_of(table: Mapping[str, Any], parts: Mapping[str, float], framework: str, family: str) -> float:
     """The typical size of the logarithm of measured over predicted time."""
-    return sqrt(sum(table["variance"][name] * value for name, value in parts.items())) * width_of(table, framework)
+    variance = sum(table["variance"][name] * value for name, value in parts.items())
+    return sqrt(variance) * width_of(table, "frameworks", framework) * width_of(table, "families", family)
 
 
-def width_of(table: Mapping[str, Any], framework: str) -> float:
-    """How much wider than usual the interval is under a framework; as wide as it gets where no run was published."""
-    widest: float = table["unseen"]
-    return min(widest, float(table["frameworks"].get(framework, {}).get("width", widest)))
+def width_of(table: Mapping[str, Any], kind: str, name: str) -> float:
+    """How much wider than usual the interval is under a framework or on a family of GPUs; widest if never measured."""
+    widest: float = table["unseen"][kind]
+    known = table[kind].get(name)
+    return widest if known is None else min(widest, float(known["width"]))
 
 
 def parts_of(step: Step, assumptions: int) -> dict[str, float]:
-    """What makes a step hard to predict, each between 0 and about 1."""
+    """What makes a step hard to predict, each between 0 and about 1; shares are squared, as variances are."""
     setup, model = step.setup, step.prices.model
     gpu = setup.cluster.accelerator
     complete = not model.transferred and model.fallback is None and gpu.tdp_w == gpu_named(gpu.base).tdp_w
     rows = [] if complete else operator_times(step)
     return {
         "always": 1.0,
-        "transferred": transfer_part(carried_over(model, rows)),
+        "transferred": min(1.0, transfer_part(carried_over(model, rows))),
         "other_family": float(model.gpu.family not in read_table("uncertainty.json")["families"]),
-        "waiting": 0.0 if _waits_were_sampled(step) else waiting_share(step),
+        "waiting": 0.0 if _waits_were_sampled(step) else waiting_share(step) ** 2,
         "experts": float(setup.model.experts > 0),
         "fine_tuning": float(setup.train.mode != "pretrain"),
         "assumed": float(min(assumptions, 2)) / 2,
@@ -107,7 +111,7 @@ def basis_of(setup: Setup) -> str:
     framework, family = setup.train.framework, setup.cluster.accelerator.family
     counts = {
         framework: table["frameworks"].get(framework, {}).get("publications", 0),
-        f"{family} GPUs": table["families"].get(family, 0),
+        f"{family} GPUs": table["families"].get(family, {}).get("publications", 0),
     }
     known = ", ".join(f"{count} source{'s' * (count > 1)} of {name}" for name, count in counts.items() if count)
     lacking = " or ".join(name for name, count in counts.items() if not count)
