@@ -125,7 +125,7 @@ def test_a_message_inside_a_node_gets_few_channels_up_to_some_size() -> None:
     )
     assert small == pytest.approx(9.3 + (1 << 24) / 85e3)
     assert edge == half == pytest.approx(9.3 + (1 << 26) / 85e3)
-    assert full == pytest.approx(9.3 + (1 << 32) / (900e3 * 0.8))
+    assert full == pytest.approx(9.3 + (1 << 32) / (900e3 * here.habits.exchange_share))
 
 
 def test_boards_of_four_have_no_switch() -> None:
@@ -264,15 +264,15 @@ def test_a_search_can_ask_for_many_prices() -> None:
 
 
 # ---------------------------------------------------------------------- published collectives
-def test_collectives_of_sources_held_apart_are_within_a_seventh() -> None:
-    """Tables of RDMA networks that nothing was fitted on (docs/networks.md): 13 % on average, none biased by 35 %."""
+def test_collectives_of_sources_held_apart_are_within_an_eighth() -> None:
+    """Tables of RDMA networks that nothing was fitted on (docs/networks.md): 11 % on average, none biased by 35 %."""
     model = fit_collectives.Model({})
     rows = [
         row for row in fit_collectives.rows()
         if not row.is_fitted and row.source != "perlmutter" and row.collective.bytes >= fit_collectives.SMALLEST
     ]  # fmt: skip
     assert len({row.table for row in rows}) >= 14
-    assert fit_collectives.mean_error(model, rows) < 0.14
+    assert fit_collectives.mean_error(model, rows) < 0.12
     for table in {row.table for row in rows}:
         errors = [model.error(row) for row in rows if row.table == table]
         assert abs(sum(errors) / len(errors)) < math.log(1.35), table

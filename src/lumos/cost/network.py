@@ -39,10 +39,11 @@ class Tier:
 
 
 class Line(NamedTuple):
-    """One way to run a collective: `start_us`, and `us_per_byte` of the whole tensor."""
+    """One way to run a collective: `start_us`, `us_per_byte` of the whole tensor, and `fill` (see `Habits`)."""
 
     start_us: float
     us_per_byte: float
+    fill: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Habits:
     nvls_us: float  # latency of a reduction by the NVLink switch
     nvls_member_us: float  # and for each member, all of which meet before and after
     sharp_us: float  # the same by the switches between nodes
+    plateau: float  # latency of the simple protocol's rings between domains, over the sum of their steps
     overhead_us: float  # of the host's proxy for each step of a ring that leaves the domain
     send_us: float  # of a message inside a domain
     send_far_us: float  # of a message to another domain
@@ -112,11 +114,7 @@ class Network:
             lines = self._known[kind, group] = tuple(self._lines(kind, group))
         if kind == "p2p" and group.inside > 1:
             return self.penalty * self._near_message(size, *lines)
-        if group.nodes > 1:
-            fill = self.habits.fill_between
-        else:
-            fill = self.habits.fill_exchange if kind == "all_to_all" else self.habits.fill_inside
-        return self.penalty * min(_piped(line, size, fill) for line in lines)
+        return self.penalty * min(_piped(line, size) for line in lines)
 
     @property
     def inside(self) -> Tier:
@@ -170,16 +168,20 @@ class Network:
             share = self.fabric.tree_share if kind == "all_reduce" else self.fabric.ring_share
             bandwidth = min(bandwidth, self.far(group) * share)
             near_us = max(near_us, self.habits.overhead_us)
-        far_us = protocol["tree_far_us" if group.inside == 1 else "ring_far_us"] + self._hop_us(group)
-        steps = passes * (group.size - 1) - far_steps
-        start = protocol["base_us"] + steps * near_us + far_steps * far_us
-        return Line(start, moved / (bandwidth * protocol["share"]))
+        far_us = protocol["tree_far_us" if group.inside == 1 else "ring_far_us"]
+        steps_us = (passes * (group.size - 1) - far_steps) * near_us + far_steps * far_us
+        if group.nodes > 1 and protocol is self.habits.protocols[-1]:
+            steps_us *= self.habits.plateau
+        start = protocol["base_us"] + steps_us + far_steps * self._hop_us(group)
+        fill = self.habits.fill_inside if group.nodes == 1 else 0.0  # a ring moves all of its chunks at every step
+        return Line(start, moved / (bandwidth * protocol["share"]), fill)
 
     def _tree(self, group: Group, protocol: dict[str, float]) -> Line:
         """Two binary trees of domains, each with half of the tensor; inside a domain a chain."""
         near = self._chain(group, protocol)
         up_and_down = 2 * ceil(log2(group.nodes)) * (protocol["tree_far_us"] + self._hop_us(group))
-        return Line(near.start_us + up_and_down, max(near.us_per_byte, self._tree_us(group) / protocol["share"]))
+        rate = max(near.us_per_byte, self._tree_us(group) / protocol["share"])
+        return Line(near.start_us + up_and_down, rate, self.habits.fill_between)
 
     def _chain(self, group: Group, protocol: dict[str, float]) -> Line:
         """From one member of a domain to the next, and back."""
@@ -201,16 +203,18 @@ class Network:
         near = None
         if self.nvls and group.inside > 2:
             meeting = group.inside * self.habits.nvls_member_us
-            near = Line(self.habits.nvls_us + meeting, self._chain_us(group) / self.nvls)
+            near = Line(self.habits.nvls_us + meeting, self._chain_us(group) / self.nvls, self.habits.fill_inside)
         if near and group.nodes == 1:
             yield near
         elif near and self.fabric.trees:
             rounds = 2 * ceil(log2(group.nodes)) * (simple["tree_far_us"] + hop_us)
-            yield Line(near.start_us + rounds, max(near.us_per_byte, self._tree_us(group)))
+            rate = max(near.us_per_byte, self._tree_us(group))
+            yield Line(near.start_us + rounds, rate, self.habits.fill_between)
         if self.sharp and group.nodes > 1:
             near = near or self._chain(group, simple)
             once = 1 / (self.far(group) * self.fabric.tree_share)
-            yield Line(near.start_us + self.habits.sharp_us + hop_us, max(near.us_per_byte, once))
+            start = near.start_us + self.habits.sharp_us + hop_us
+            yield Line(start, max(near.us_per_byte, once), self.habits.fill_between)
 
     def _message(self, group: Group) -> Line:
         """From one rank to another, while all other ranks do the same."""
@@ -232,17 +236,18 @@ class Network:
         for held, tier in self._left(group):
             width = self._of_gpu(tier, self.fabric.most_send_gb_s) * self.fabric.send_share
             parts.append((size - held) / size / width)
-        start = self.habits.send_us + (here - 1) * self.habits.peer_us
+        start, fill = self.habits.send_us + (here - 1) * self.habits.peer_us, self.habits.fill_exchange
         if size > here:
+            fill = self.habits.fill_between
             far = self.habits.send_far_us - self.habits.send_us + self._hop_us(group)
             start += far + (size - here) * self.habits.peer_far_us
-        return Line(start, max(parts))
+        return Line(start, max(parts), fill)
 
 
-def _piped(line: Line, size: float, fill: float) -> float:
+def _piped(line: Line, size: float) -> float:
     """Latency and transfer, and what a pipeline of chunks loses between both: large chunks fill it late."""
     transfer = size * line.us_per_byte
-    return line.start_us + transfer + fill * sqrt(line.start_us * transfer)
+    return line.start_us + transfer + line.fill * sqrt(line.start_us * transfer)
 
 
 def network_of(gpu: Gpu, fabric: str, factors: InStepFactors, cluster: Cluster | None = None) -> Network:
