@@ -33,7 +33,7 @@ def cost_command(
       linear_bwd                              m n k: both gradients of the linear layer whose forward pass is gemm
       bmm                                     b h s d: the scores of unfused attention
       batched_gemm batched_gemm_bwd           batch m n k: any product of `batch` pairs of matrices, and its gradients
-      grouped_gemm                            e t n k: t tokens over e experts
+      grouped_gemm                            e t n k, and layout: t tokens over e experts, and its gradients
       sdpa_fwd sdpa_bwd                       b h s d: causal flash attention
       rotary_fwd rotary_bwd                   b h s d
       softmax_fwd softmax_bwd                 b h s

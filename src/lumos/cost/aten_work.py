@@ -158,10 +158,12 @@ def _is_transposed(tensor: TensorInfo) -> bool:
 
 def _grouped(op: RecordedOp) -> Operator:
     a, b = op.inputs[:2]
-    if len(b.shape) == 3:  # tokens times the weights of their expert
-        return Operator("grouped_gemm", (b.shape[0], a.shape[0], b.shape[2], a.shape[1]), _dtype(a))
-    experts = op.outputs[0].shape[0]  # the gradient of the weights
-    return Operator("grouped_gemm", (experts, a.shape[1], b.shape[1], a.shape[0]), _dtype(a))
+    if len(b.shape) == 2:  # the gradient of the weights
+        return Operator("grouped_gemm_nt", (op.outputs[0].shape[0], a.shape[1], a.shape[0], b.shape[1]), _dtype(a))
+    experts, inward, outward = b.shape  # tokens times the weights of their expert
+    if _is_transposed(b):
+        return Operator("grouped_gemm", (experts, a.shape[0], outward, inward), _dtype(a))
+    return Operator("grouped_gemm_nn", (experts, a.shape[0], inward, outward), _dtype(a))
 
 
 def _attention(op: RecordedOp) -> Operator:

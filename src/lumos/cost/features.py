@@ -24,6 +24,7 @@ class Chip(NamedTuple):
 
 
 _LAYOUTS = ("gemm_tn", "gemm_nn", "gemm_nt")
+_GROUPED = ("grouped_gemm", "grouped_gemm_nn", "grouped_gemm_nt")
 _TILES = ((128, 128), (128, 256), (256, 128), (192, 192), (64, 256), (256, 256), (320, 128), (64, 64))
 
 
@@ -53,7 +54,8 @@ def features(operator: Operator, chip: Chip) -> list[float]:
         return [*common, *logs, *_tile_features(m, n, batch, chip), *_remainders(m, n, k)]
     if operator.kind.startswith("sdpa"):
         return [*common, *logs, *_attention_features(operator.shape, chip)]
-    return [*common, *logs, *_remainders(*operator.shape), log2(prod(operator.shape))]
+    plain = [*common, *logs, *_remainders(*operator.shape), log2(prod(operator.shape))]
+    return [*plain, *_grouped_features(operator, chip)] if operator.kind in _GROUPED else plain
 
 
 def _gemm_features(shape: tuple[int, ...], chip: Chip) -> list[float]:
@@ -62,6 +64,15 @@ def _gemm_features(shape: tuple[int, ...], chip: Chip) -> list[float]:
         *_tile_features(m, n, 1, chip), *_remainders(m, n, k), log2(m / n), log2(k) - 0.5 * log2(m * n),
         float(k), float(n), float(m),
     ]  # fmt: skip
+
+
+def _grouped_features(operator: Operator, chip: Chip) -> list[float]:
+    """Tokens of one expert, which its tiles are filled with or, for gradients of weights, go through in depth."""
+    experts, tokens, n, k = operator.shape
+    each = ceil(tokens / experts)
+    rows, columns = {"grouped_gemm": (each, n), "grouped_gemm_nn": (each, k)}.get(operator.kind, (n, k))
+    layout = [float(operator.kind == other) for other in _GROUPED]
+    return [log2(tokens / experts), *_tile_features(rows, columns, experts, chip), *layout]
 
 
 def _tile_features(m: int, n: int, batch: int, chip: Chip) -> list[float]:

@@ -26,7 +26,10 @@ _LARGEST_ERROR_PCT = 25.0  # on held-out shapes: from here on, the model of anot
 # There is no other model of a CPU. In the middle of all shapes: where tensors outgrow what malloc keeps, times jump
 # tenfold, and single shapes on the wrong side of that say little about the rest.
 _LARGEST_CPU_ERROR_PCT = 60.0
-_FAMILY = {"gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm"}
+_FAMILY = {
+    "gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm", "grouped_gemm_nn": "grouped_gemm",
+    "grouped_gemm_nt": "grouped_gemm",
+}  # fmt: skip
 _MANY = 2000  # rows from which on outliers are tolerated, and several threads pay off
 _L2 = 0.1
 

@@ -27,7 +27,7 @@ _EXAMPLE = '{"op": "gemm", "m": 4096, "n": 4096, "k": 4096}'
 _MOST_BYTES = 1 << 28  # of a file of rows
 _LARGEST = 1 << 40  # of a size
 
-_NOT_IN_ROWS = {"gemm_tn", "gemm_nn", "gemm_nt", "bmm_bwd", "stream"}
+_NOT_IN_ROWS = {"gemm_tn", "gemm_nn", "gemm_nt", "grouped_gemm_nn", "grouped_gemm_nt", "bmm_bwd", "stream"}
 _BATCHED = {"batched_gemm": "bmm", "batched_gemm_bwd": "bmm_bwd"}
 _SIZES = read_table("operator_names.toml")["row_sizes"]
 
@@ -48,8 +48,9 @@ def operator_of(row: Any, place: str) -> Operator:
         raise InputError("\n".join(f"{place}: {mistake}" for mistake in mistakes))
     name, dtype = row["op"], row.get("dtype", "bf16")
     sizes = tuple(row[size] for size in SIZES[name])
-    if name == "gemm":
-        return Operator(f"gemm_{row.get('layout', 'TN').lower()}", sizes, dtype)
+    if name in ("gemm", "grouped_gemm"):
+        kind = f"{name}_{row.get('layout', 'TN').lower()}"
+        return Operator("grouped_gemm" if kind == "grouped_gemm_tn" else kind, sizes, dtype)
     if name == "bmm":
         batch, heads, seq, head = sizes
         return Operator("bmm", (batch * heads, seq, seq, head), dtype)

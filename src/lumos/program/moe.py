@@ -131,7 +131,7 @@ def _logits(s: RankLayout) -> BlockOp:
 def _dispatch(s: RankLayout) -> Block:
     """Copies of the tokens, in the order of their experts, on the ranks that hold these."""
     if s.fused:
-        return _exchanged(s, "dispatch")
+        return [*_counted(s), *_exchanged(s, "dispatch")]
     copies = _sent(s)
     order = ops.stream(s, "sort choices", copies)
     return [order, _permuted(s, copies), *_sent_over(s, "dispatch")]
@@ -144,7 +144,7 @@ def _combine(s: RankLayout) -> Block:
     copies = _sent(s)
     size = float(copies * s.model.hidden)
     weighed, added = ops.stream(s, "weigh rows", size), ops.stream(s, "add up copies", size)
-    return [*_sent_over(s, "combine"), weighed, _permuted(s, copies, "fp32"), added]
+    return [*_sent_over(s, "combine"), weighed, _permuted(s, copies), added]
 
 
 def _combine_backward(s: RankLayout) -> Block:
@@ -166,15 +166,26 @@ def _exchanged(s: RankLayout, name: str) -> Block:
 
     What sends a token once for all experts of a rank (DeepEP, HybridEP) makes the copies where they arrive.
     """
-    moved = _sent_over(s, name)
-    first = _permuted(s, _sent(s))._replace(launches=ops.launches_of("dispatch permute"))
+    moved, permuted = _sent_over(s, name), _permuted(s, _sent(s))
     if s.sends_once and moved:
-        return [*moved, first]
-    return [first, *moved, _permuted(s, _sent(s))]
+        return [*moved, permuted]
+    return [permuted, *moved, *([permuted] if moved and local_experts(s) > 1 else [])]
 
 
-def _permuted(s: RankLayout, copies: int, dtype: str = "") -> BlockOp:
-    return ops.op(s, "permute", copies, s.model.hidden, dtype=dtype)
+def _counted(s: RankLayout) -> Block:
+    """How many tokens every rank and expert gets: counted, gathered, and waited for by the host.
+
+    It needs the sizes for what it sends, and for the matmul of every expert where each is a call of its own.
+    """
+    counted = ops.stream(s, "count tokens", s.spread_tokens * s.model.experts)
+    sizes = ops.collective("all_gather", 8.0 * s.model.experts * s.ep.size, s.ep, name="experts counts")
+    needed = s.ep.size > 1 or s.framework.expert_launches > 0
+    known = ops.host_only(s, ops.launches_of("known counts")) if needed else []
+    return [counted, *sizes, *(op._replace(syncs=True) for op in known)]
+
+
+def _permuted(s: RankLayout, copies: int) -> BlockOp:
+    return ops.op(s, "permute", copies, s.model.hidden)
 
 
 def _sent_over(s: RankLayout, name: str) -> Block:
@@ -186,8 +197,8 @@ def _sent_over(s: RankLayout, name: str) -> Block:
 def _sent_copies(s: RankLayout) -> float:
     """Copies that leave for the experts of all ranks: one for every expert that is asked, or fewer.
 
-    DeepEP and HybridEP send a token once to every node, where NVLink spreads it, or to every rank of a node. Of n places,
-    k choices among many experts hit n (1 - (1 - 1/n)^k).
+    DeepEP and HybridEP send a token once to every node, where NVLink spreads it, or to every rank of a node. Of n
+    places, k choices among many experts hit n (1 - (1 - 1/n)^k).
     """
     if not s.sends_once:
         return _sent(s)
@@ -225,14 +236,12 @@ def _experts_backward(s: RankLayout) -> Block:
         *_cleared(s, "clear rows of a copy", s.model.hidden),
         *_bias_backward(s),
         *_cast(s, "linear grad cast", s.model.hidden),
-        down,
-        *_weight_gradients(s, down),
+        *_gradients(s, down),
         *experts_activation(s, backward=True),
         *_cleared(s, "clear rows of a copy", inner),
         *_bias_backward(s),
         *_cast(s, "linear grad cast", inner),
-        up,
-        *_weight_gradients(s, up),
+        *_gradients(s, up),
         *_cleared(s, "clear rows of a copy", s.model.hidden),
     ]
 
@@ -242,22 +251,35 @@ def _cast(s: RankLayout, row: str, width: int) -> Block:
     return [ops.stream(s, row, float(routed_copies(s) * width), name=f"experts {row[7:]}")] if s.eight_bit else []
 
 
-def _weight_gradients(s: RankLayout, matmul: BlockOp) -> Block:
-    """Of a grouped matmul; every micro-batch adds to those of all experts of the rank, however few tokens they got."""
+def _gradients(s: RankLayout, matmul: BlockOp) -> Block:
+    """Of the tokens and of the weights of a grouped matmul.
+
+    Every micro-batch adds to the gradients of all experts of the rank, however few tokens they got.
+    """
+    forward = matmul.work
+    assert isinstance(forward, Operator)
+    inputs = matmul._replace(work=forward._replace(kind="grouped_gemm_nn"))
     if s.train.mode == "lora":
-        return []
-    experts, _, n, k = matmul.work.shape  # type: ignore[union-attr]
-    block = [matmul, *ops.accumulated(s, experts * n * k, matmul.name, 1)]
-    return [op._replace(weight_gradient=True) for op in block]
+        return [inputs]
+    experts, _, n, k = forward.shape
+    weights = matmul._replace(work=forward._replace(kind="grouped_gemm_nt"))
+    later = [weights, *ops.accumulated(s, experts * n * k, matmul.name, 1)]
+    return [inputs, *(op._replace(weight_gradient=True) for op in later)]
 
 
 def _grouped_matmuls(s: RankLayout) -> tuple[BlockOp, BlockOp]:
     """Those before and after the activation; where experts run in a loop, each has its own."""
     copies, ffn, hidden = routed_copies(s), expert_width(s), s.model.hidden
-    launches = 1 if s.framework.grouped_experts else ops.launches_of("expert loop") * local_experts(s)
+    launches = _expert_launches(s)
     up = Operator("grouped_gemm", (local_experts(s), copies, s.inward * ffn, hidden), s.train.precision)
     down = Operator("grouped_gemm", (local_experts(s), copies, hidden, ffn), s.train.precision)
     return BlockOp(up, launches, name="experts up"), BlockOp(down, launches, name="experts down")
+
+
+def _expert_launches(s: RankLayout) -> int:
+    """Of the host, for a grouped matmul: one, or some for every expert where they run one after the other."""
+    each = s.framework.expert_launches if s.framework.grouped_experts else ops.launches_of("expert loop")
+    return max(1, round(each * local_experts(s)))
 
 
 def _cleared(s: RankLayout, row: str, width: int) -> Block:

@@ -7,7 +7,8 @@ An Operator is one thing a GPU does, with the shape that one rank sees:
 | gemm_tn, gemm_nn, gemm_nt | m, n, k | (m, k) times (k, n): forward, input and weight gradient of a linear |
 | linear_bwd | m, n, k | both gradients of a linear layer whose forward is gemm_tn of this shape |
 | bmm | batch, m, n, k | a batched product |
-| grouped_gemm | experts, t, n, k | t tokens over that many experts |
+| grouped_gemm | experts, t, n, k | t tokens over that many experts, each with weights of n × k |
+| grouped_gemm_nn, grouped_gemm_nt | experts, t, n, k | its gradients: of the tokens, and of the weights |
 | sdpa_fwd, sdpa_bwd | b, h, s, d | causal flash attention |
 | softmax_fwd, softmax_bwd | b, h, s | over square causal scores |
 | rotary_fwd, rotary_bwd | b, h, s, d | unfused rotary positions of one tensor |
@@ -89,9 +90,9 @@ class Collective(NamedTuple):
     group: Group
 
 
-MATRIX = frozenset(
-    {"gemm_tn", "gemm_nn", "gemm_nt", "linear_bwd", "bmm", "bmm_bwd", "grouped_gemm", "sdpa_fwd", "sdpa_bwd"}
-)
+_GROUPED = frozenset({"grouped_gemm", "grouped_gemm_nn", "grouped_gemm_nt"})
+MATRIX = _GROUPED | {"gemm_tn", "gemm_nn", "gemm_nt", "linear_bwd", "bmm", "bmm_bwd", "sdpa_fwd", "sdpa_bwd"}
+
 
 Work = tuple[Callable[..., float], Callable[..., float]]
 
@@ -138,9 +139,10 @@ def _optimizer(end: bool) -> Work:
 _WORK: dict[str, Work] = {
     "gemm_tn": _matmul(), "gemm_nn": _matmul(), "gemm_nt": _matmul(), "linear_bwd": _matmul(2.0),
     "bmm": _batched(1.0), "bmm_bwd": _batched(2.0),
-    "grouped_gemm": (
-        lambda e, t, n, k: 2.0 * t * n * k, lambda size, e, t, n, k: size * (t * k + t * n + e * n * k)
-    ),
+    **{
+        kind: (lambda e, t, n, k: 2.0 * t * n * k, lambda size, e, t, n, k: size * (t * k + t * n + e * n * k))
+        for kind in _GROUPED
+    },
     "sdpa_fwd": (lambda b, h, s, d: 2.0 * b * h * s * s * d, lambda size, b, h, s, d: size * 4.0 * b * h * s * d),
     "sdpa_bwd": (lambda b, h, s, d: 5.0 * b * h * s * s * d, lambda size, b, h, s, d: size * 8.0 * b * h * s * d),
     "softmax_fwd": _scores(2.0), "softmax_bwd": _scores(3.0),
