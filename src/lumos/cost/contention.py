@@ -1,0 +1,117 @@
+"""Contention: what a communication kernel costs the kernels beside it, and what they cost it.
+
+NCCL runs on the GPU's own multiprocessors (SMs): a block of threads for each channel, which stays until the collective
+has ended. Measured on an H200 (calibration/contention_h200.py), what that costs other kernels depends on their kind:
+
+- Matmuls lose whole rounds. Their tiles fill the SMs round after round; if a few SMs are taken, the last tiles need a
+  round more, and cuBLAS's persistent kernels, which count on every SM, one or two more. How much the communication
+  moves does not matter. A matmul that leaves enough SMs free loses nothing.
+- Attention loses about the share of the SMs that are taken.
+- Memory-bound kernels lose that share too, and the bandwidth that the communication moves.
+
+The communication itself is slower where it is bound by its SMs, that is, inside an NVLink domain: the clock falls.
+Between nodes the adapters decide, and it loses nothing.
+
+The tables are in data/contention.json (calibration/fit_contention.py). GPUs without persistent matmuls (before Hopper)
+lose the rounds that their tiles need on fewer SMs, which nobody has measured for this project.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lumos.data_files import read_table
+from lumos.program.operators import Collective, Group, Operator
+from lumos.setup.gpus import Gpu
+
+_TILES = ((256, 128), (128, 256), (320, 128), (192, 192))  # rows and columns that one block of a matmul computes
+_PERSISTENT = ("hopper", "blackwell")  # families whose matmuls start one block for each SM
+_MOVED = {"all_reduce": 3.0, "all_gather": 2.0, "reduce_scatter": 3.0, "all_to_all": 2.0, "p2p": 2.0}
+
+
+class Beside(NamedTuple):
+    """A communication kernel, as the kernels beside it see it."""
+
+    blocks: int  # SMs that it holds: NCCL's channels
+    gb_s: float  # of memory that it reads and writes
+    inside: bool  # it stays in an NVLink domain, where its SMs bound it
+
+
+def kernel_of(collective: Collective, us: float) -> Beside:
+    """The kernel of a collective that takes so long."""
+    channels = channels_of(collective.kind, collective.group)
+    return Beside(channels, _MOVED[collective.kind] * collective.bytes / max(us, 1e-9) / 1e3, collective.group.nodes == 1)
+
+
+def channels_of(kind: str, group: Group) -> int:
+    """NCCL's channels: all that the links of a domain can use, or a few for every adapter that the group has."""
+    table = read_table("contention.json")["channels"]
+    if kind == "p2p":
+        return int(table["message"])
+    if group.nodes == 1:
+        return int(table["domain"])
+    return int(min(table["most_between"], table["adapter"] * group.inside))
+
+
+@lru_cache(maxsize=1 << 16)
+def slowdown(operator: Operator, beside: Beside, gpu: Gpu) -> float:
+    """Time of a kernel beside the communication, over its time alone."""
+    if gpu.is_cpu or beside.blocks <= 0:
+        return 1.0
+    table = read_table("contention.json")
+    blocks = min(beside.blocks * table["sms"] / gpu.sms, max(table["blocks"]))
+    if operator.kind.startswith("sdpa"):
+        return float(np.interp(blocks, table["blocks"], table["attention"]))
+    if operator.is_matrix:
+        return _matmul(_tiles(operator, gpu.sms), beside.blocks, blocks, gpu, table)
+    bandwidth = min(1.0, beside.gb_s / gpu.hbm_gb_s)
+    return float(np.interp(blocks, table["blocks"], table["memory"]) + table["bandwidth"] * bandwidth)
+
+
+def _matmul(tiles: float, taken: int, blocks: float, gpu: Gpu, table: dict[str, Any]) -> float:
+    left = max(1, gpu.sms - 2 * taken)  # clusters of two blocks: a taken SM keeps its neighbour from them
+    rounds = ceil(tiles / gpu.sms)
+    if gpu.family not in _PERSISTENT:
+        return ceil(tiles / max(1, gpu.sms - taken)) / rounds
+    if tiles <= left:
+        return 1.0
+    known = np.array(table["matmul"])
+    each = [np.interp(rounds, table["rounds"], column) for column in known.T]
+    return float(np.interp(blocks, table["blocks"], each))
+
+
+@lru_cache(maxsize=1 << 16)
+def _tiles(operator: Operator, sms: int) -> float:
+    """Of a matmul, all its batches and experts; of two that stand for one operator, the mean."""
+    if operator.kind.startswith("grouped_gemm"):
+        experts, tokens, n, k = operator.shape
+        if operator.kind == "grouped_gemm_nt":  # of weights: as many as there are experts
+            return experts * _of_one(n, k, sms, experts)
+        return experts * _of_one(ceil(tokens / experts), n, sms, experts)
+    if operator.kind.startswith("bmm"):
+        batch, m, n, k = operator.shape
+        return batch * _of_one(m, n, sms, batch)
+    m, n, k = operator.shape
+    if operator.kind == "linear_bwd":
+        return (_of_one(m, k, sms) + _of_one(n, k, sms)) / 2
+    return _of_one(m, n, sms)
+
+
+def _of_one(m: int, n: int, sms: int, count: int = 1) -> float:
+    """Tiles of the shape that takes the least time."""
+    found = [(ceil(m / rows) * ceil(n / columns), rows * columns) for rows, columns in _TILES]
+    return min(found, key=lambda tiles: ceil(count * tiles[0] / sms) * tiles[1])[0]
+
+
+def kept_rate(operators: tuple[tuple[Operator, float], ...]) -> float:
+    """The share of its speed that communication inside a domain keeps beside these operators, weighted by their time."""
+    table = read_table("contention.json")["kept"]
+    total = sum(us for _, us in operators)
+    if not total:
+        return 1.0
+    kinds = ((table["attention" if o.kind.startswith("sdpa") else "matmul" if o.is_matrix else "memory"], us) for o, us in operators)
+    return float(sum(share * us for share, us in kinds) / total)
