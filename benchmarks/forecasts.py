@@ -12,11 +12,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PUBLISHED = """
-Step times of published training runs, dense pretraining. Every source is predicted with constants fitted without it
-(`calibration/fit_in_step.py`); three constants are fitted in all, and the second table says what each is worth. What
-frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources and tuned on these runs. The
-class of nanotron's network (EFA) is an inference. Peers are as
-measured by others on the same rows (calculon, llm-analysis); bars are ours."""
+Step times of published training runs: dense pretraining, mixtures of experts and fine-tuning, each a source of its own.
+Every source is predicted with constants and intervals fitted without the publication that it is from
+(`calibration/fit_in_step.py`, `calibration/fit_uncertainty.py`); three constants are fitted in all, and the second table
+says what each is worth. What frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources and
+documentation, with these runs in view. The class of nanotron's network (EFA) is an inference. Bias is that of the
+geometric mean of predicted over measured time: negative where Lumos is too fast. Peers are as measured by others on the
+same rows (calculon, llm-analysis); bars are ours."""
 TEN = """
 The runs of arXiv 2509.22832, predicted by `lumos fit` on that paper's operator and NCCL samples and `lumos predict
 examples/neox/NAME.toml --model FILE`. Nothing was fitted on the runs, but three details of GPT-NeoX that change little
@@ -31,7 +33,7 @@ measured. Sources are held out as above; what was assumed of a run is the same o
 MEMORY = """
 Peak memory, and whether a run fits."""
 SECTIONS = [
-    ("Published runs", "truth.py", "truth", PUBLISHED),
+    ("Published runs", "truth.py --constants", "truth", PUBLISHED),
     ("Ten runs from their own samples", "ten_runs.py", "operators", TEN),
     ("One H200", "h200_forecasts.py", "", H200),
     ("GPUs compared", "gpu_pairs.py", "truth", PAIRS),
@@ -40,7 +42,8 @@ SECTIONS = [
 
 
 def section(title: str, script: str, folder: str, words: str, data: Path) -> str:
-    arguments = [sys.executable, str(HERE / script)] + ([str(data / folder)] if folder else [])
+    name, *options = script.split()
+    arguments = [sys.executable, str(HERE / name), *options] + ([str(data / folder)] if folder else [])
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=HERE.parent)
     return f"## {title}\n{words}\n\n{done.stdout.strip()}\n"
 

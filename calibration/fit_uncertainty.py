@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.prediction.interval import PARTS, Spread, size_of, spread_of
+from lumos.prediction.interval import PARTS, UNKNOWN, Spread, framework_of, size_of, spread_of
 from published import Predicted, predictions
 from shipped import ship, shipped
 
@@ -51,11 +51,12 @@ class Residual(NamedTuple):
 
 
 def residuals(rows: Sequence[Predicted]) -> list[Residual]:
-    return [
-        Residual(row.publication, setup.train.framework, setup.cluster.accelerator.family, row.parts, row.log_error)
-        for row in rows
-        for setup in (row.run.setup,)
-    ]
+    found = []
+    for row in rows:
+        framework = framework_of(row.run.setup, row.run.notes)
+        family = row.run.setup.cluster.accelerator.family
+        found.append(Residual(row.publication, framework, family, row.parts, row.log_error))
+    return found
 
 
 def fit(rows: Sequence[Residual]) -> Table:
@@ -114,7 +115,7 @@ def _widths(table: Table, rows: Sequence[Residual], kind: str) -> dict[str, dict
             "publications": len(found),
         }
         for name, found in sizes.items()
-        if len(found) >= FEWEST[kind]
+        if len(found) >= FEWEST[kind] and name != UNKNOWN
     }
 
 

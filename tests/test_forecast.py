@@ -131,7 +131,7 @@ def test_what_makes_a_run_hard_to_predict_adds_to_its_variance(
     variance = sum(table["variance"][name] * value for name, value in parts_of(step, assumptions).items())
     family = table["families"].get(step.setup.cluster.accelerator.family, {"width": table["unseen"]["families"]})
     size = math.sqrt(variance) * table["frameworks"]["megatron"]["width"] * family["width"]
-    low, high = described_spread(step, assumptions)
+    low, high = described_spread(step, ["assumed"] * assumptions)
     assert (math.log(low), math.log(high)) == pytest.approx((table["low"] * size, table["high"] * size))
     assert low < 1 < high
 
@@ -174,7 +174,7 @@ def test_no_family_of_gpus_is_predicted_less_surely_than_one_without_published_r
 @pytest.mark.parametrize("framework", ["megatron", "neox"])
 def test_more_assumptions_never_make_the_interval_narrower(framework: str) -> None:
     step = simulate_step(described(cluster__gpu="h100", train__framework=framework))
-    spreads = [described_spread(step, assumptions) for assumptions in range(4)]
+    spreads = [described_spread(step, ["assumed"] * count) for count in range(4)]
     assert all(a.low >= b.low and a.high <= b.high for a, b in pairwise(spreads))
     assert spreads[1].high > spreads[0].high
 

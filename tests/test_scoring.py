@@ -156,6 +156,41 @@ def test_the_row_says_how_gradients_are_reduced_and_which_collectives_are_overla
     assert (foundry.setup.train.reduce_precision, foundry.setup.parallel.tp_overlap) == ("bf16", None)
 
 
+MIXTURE = {
+    "model_name": "qwen3-30b-a3b", "n_layers": "48", "hidden": "2048", "n_heads": "32", "n_kv_heads": "4",
+    "head_dim": "128", "moe_experts": "128", "moe_topk": "8", "moe_ffn_hidden": "768", "ep": "8", "tp": "1", "pp": "1",
+    "n_gpus": "8", "framework": "Megatron-Bridge/NeMo 26.04 NeMo Container", "precision": "mxfp8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted"),
+    [
+        ({"gpu": "B200"}, ("", None, False)),
+        ({"gpu": "GB200"}, ("flex", None, False)),
+        ({"gpu": "H100", "precision": "fp8"}, ("flex", None, False)),
+        ({"gpu": "GB200", "framework": "Megatron-Bridge/NeMo 26.06 NeMo Container"}, ("flex", True, True)),
+        ({"gpu": "GB200", "overlap_or_graph_flags": "alltoall; moe_a2a_overlap=1"}, ("all_to_all", True, False)),
+        ({"gpu": "B200", "framework": "Megatron-LM", "notes": "with DeepEP"}, ("flex", None, False)),
+        ({"gpu": "GB200", "framework": "Megatron-LM"}, ("", None, False)),
+    ],
+)
+def test_tokens_reach_experts_as_the_row_says_or_as_its_suite_is_known_to_run(
+    columns: dict[str, str], wanted: tuple[str, bool | None, bool]
+) -> None:
+    setup = one(**MIXTURE | columns).setup
+    assert (setup.parallel.dispatcher, setup.parallel.ep_overlap, setup.train.cuda_graphs) == wanted
+
+
+def test_what_no_column_states_is_that_of_the_model_that_the_row_names() -> None:
+    assert one(**MIXTURE | {"gpu": "B200"}).setup.model.qk_norm
+    assert not one(**MIXTURE | {"gpu": "B200", "hidden": "4096"}).setup.model.qk_norm, "another model of that name"
+    latent = {"model_name": "deepseek-v3 (w/o MTP)", "hidden": "7168", "n_heads": "128", "n_kv_heads": "128",
+              "moe_experts": "256", "moe_ffn_hidden": "2048", "n_layers": "61"}  # fmt: skip
+    model = one(**MIXTURE | latent | {"gpu": "GB200"}).setup.model
+    assert (model.kv_lora_rank, model.shared_experts, model.dense_layers, model.head_dim) == (512, 1, 3, 192)
+
+
 def test_scales_of_rows_are_told_from_scales_of_tensors() -> None:
     assert one(precision="fp8-rowwise").setup.train.fp8_scaling == "row"
     assert one(precision="fp8-tensorwise").setup.train.fp8_scaling == one(precision="fp8").setup.train.fp8_scaling
@@ -348,8 +383,9 @@ def test_a_score_says_how_far_off_it_was_by_source() -> None:
     assert answer["mape"] == pytest.approx(sum(errors) / 3)
     assert answer["median"] == pytest.approx(sorted(errors)[1])
     assert answer["by_source"]["x"] == pytest.approx(
-        {"n": 2, "mape": sum(errors[:2]) / 2, "median": sum(errors[:2]) / 2, "spearman": None}
-    )
+        {"n": 2, "mape": sum(errors[:2]) / 2, "median": sum(errors[:2]) / 2, "spearman": None,
+         "bias": 100 * (seconds / 10 - 1), "inside_interval": 0}
+    )  # fmt: skip
     assert answer["refused"] == [{"id": "d", "reason": "GPU 'MI999' is not known"}]
     assert 0 <= answer["inside_interval"] <= 1
 
@@ -456,7 +492,7 @@ def test_score_writes_what_was_measured_and_predicted(
     assert run(monkeypatch, "score", "runs.csv", "--json", "-o", "out.csv") == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer.keys() >= {"rows", "predicted", "mape", "median", "by_source"}
-    assert answer["by_source"]["lab"].keys() == {"n", "mape", "median", "spearman"}
+    assert answer["by_source"]["lab"].keys() == {"n", "mape", "median", "bias", "spearman", "inside_interval"}
     with (tmp_path / "out.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert row.keys() >= {"id", "measured", "predicted"}

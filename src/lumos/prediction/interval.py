@@ -12,7 +12,7 @@ error of the profiler's cost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import exp, log, sqrt
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, host_was_measured
 
+UNKNOWN = "its framework"
+STANDS_IN = "is predicted as"  # in notes of rows that name a framework or a precision that is not known
 PARTS = ("always", "transferred", "other_family", "waiting", "experts", "fine_tuning", "assumed", "power")
 
 
@@ -43,11 +45,15 @@ class Spread(NamedTuple):
         return self.low * step_ms, self.high * step_ms
 
 
-def described_spread(step: Step, assumptions: int = 0) -> Spread:
-    """Of a described run, some of whose values had to be assumed."""
-    setup = step.setup
-    names = setup.train.framework, setup.cluster.accelerator.family
-    return spread_of(read_table("uncertainty.json"), parts_of(step, assumptions), *names)
+def described_spread(step: Step, notes: Sequence[str] = ()) -> Spread:
+    """Of a described run; `notes` are what had to be assumed of it."""
+    names = framework_of(step.setup, notes), step.setup.cluster.accelerator.family
+    return spread_of(read_table("uncertainty.json"), parts_of(step, len(notes)), *names)
+
+
+def framework_of(setup: Setup, notes: Sequence[str]) -> str:
+    """The framework of a run; none that is known where the stated one had to be replaced."""
+    return UNKNOWN if any(STANDS_IN in note for note in notes) else setup.train.framework
 
 
 def spread_of(table: Mapping[str, Any], parts: Mapping[str, float], framework: str, family: str) -> Spread:
@@ -105,10 +111,10 @@ def _waits_were_sampled(step: Step) -> bool:
     return host_was_measured(step.setup) and (sampled or not groups)
 
 
-def basis_of(setup: Setup) -> str:
+def basis_of(setup: Setup, notes: Sequence[str] = ()) -> str:
     """What the interval of a described run rests on, in a sentence."""
     table = read_table("uncertainty.json")
-    framework, family = setup.train.framework, setup.cluster.accelerator.family
+    framework, family = framework_of(setup, notes), setup.cluster.accelerator.family
     counts = {
         framework: table["frameworks"].get(framework, {}).get("publications", 0),
         f"{family} GPUs": table["families"].get(family, {}).get("publications", 0),

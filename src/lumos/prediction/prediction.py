@@ -253,7 +253,7 @@ class Prediction:
         if self.host_bound:
             found.append(host_words(self.setup))
         if self.step is not None and self.traced is None and not self.is_of_cpu:
-            found.append(basis_of(self.setup))
+            found.append(basis_of(self.setup, self.notes))
         if self.fits is False and self.memory is not None:
             found.append(f"does not fit: {memory_words(self.memory)}; recompute, shard or split more")
         return found
@@ -375,7 +375,7 @@ def _changed(
 def predicted_step(step: Step, notes: tuple[str, ...] = (), tariff: Tariff = NO_PRICES) -> Prediction:
     """The prediction for a step that was simulated already."""
     assumed = _assumed(notes, step.setup)
-    spread = described_spread(step, len(assumed))
+    spread = described_spread(step, assumed)
     return Prediction(DescribedRun(step), spread, step.setup, notes=assumed, tariff=tariff)
 
 

@@ -54,7 +54,7 @@ class Score:
     refused: tuple[Refused, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Errors in percent: mean (mape), median and rank correlation, over all runs and by source."""
+        """Errors in percent: mean (mape), median, bias; rank correlation; share inside the interval; all, by source."""
         by_source: dict[str, list[Scored]] = defaultdict(list)
         for item in self.scored:
             if item.measured is not None:
@@ -64,7 +64,6 @@ class Score:
             "rows": self.rows,
             "predicted": len(self.scored),
             **_summary(measured),
-            "inside_interval": _inside(measured),
             "by_source": {name: _summary(part) for name, part in sorted(by_source.items())},
             "refused": [{"id": name, "reason": reason} for name, reason in self.refused],
         }
@@ -160,23 +159,19 @@ def merged_score(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _summary(items: Sequence[Scored]) -> dict[str, Any]:
+    """Of some runs; `bias` is that of the geometric mean of predicted over measured, negative if they are too fast."""
     if not items:
-        return {"n": 0, "mape": None, "median": None, "spearman": None}
-    errors = 100 * np.abs([item.error for item in items])
+        return {"n": 0} | dict.fromkeys(("mape", "median", "bias", "spearman", "inside_interval"))
+    errors = np.array([item.error for item in items])
     rank = rank_correlation([(i.model, i.gpus, i.measured or 0.0, i.predicted) for i in items])
     return {
         "n": len(items),
-        "mape": float(errors.mean()),
-        "median": float(np.median(errors)),
+        "mape": 100 * float(np.abs(errors).mean()),
+        "median": 100 * float(np.median(np.abs(errors))),
+        "bias": 100 * float(np.expm1(np.log1p(errors).mean())),
         "spearman": rank if rank == rank else None,
+        "inside_interval": float(np.mean([i.measured is not None and i.low <= i.measured <= i.high for i in items])),
     }
-
-
-def _inside(items: Sequence[Scored]) -> float | None:
-    """The share of runs inside their 80 % interval."""
-    if not items:
-        return None
-    return float(np.mean([i.measured is not None and i.low <= i.measured <= i.high for i in items]))
 
 
 def rank_correlation(rows: Sequence[tuple[str, int, float, float]]) -> float:

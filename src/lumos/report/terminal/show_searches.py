@@ -72,10 +72,14 @@ def _keys(rows: Sequence[Answer]) -> list[str]:
 def show_score(answer: Answer, console: Console) -> None:
     """Errors by source, and what was refused."""
     title = f"{answer['predicted']} of {answer['rows']} rows predicted"
-    table = make_table(title, "source", "rows", "mean error, %", "median, %", "rank correlation")
+    heads = ("mean error, %", "median, %", "bias, %", "rank correlation", "in the interval, %")
+    table = make_table(title, "source", "rows", *heads)
     for name, part in [*answer["by_source"].items(), ("all", answer)]:
-        cells = [part["mape"], part["median"], part["spearman"]]
-        table.add_row(name, str(part["n"]), *("" if c is None else f"{c:.2f}" for c in cells))
+        inside = part["inside_interval"]
+        cells = [part["mape"], part["median"], part["bias"], part["spearman"], None if inside is None else 100 * inside]
+        forms = ("{:.2f}", "{:.2f}", "{:+.2f}", "{:.2f}", "{:.0f}")
+        shown = ("" if cell is None else form.format(cell) for form, cell in zip(forms, cells, strict=True))
+        table.add_row(name, str(part["n"]), *shown)
     reasons = Counter(row["reason"] for row in answer["refused"])
     inside, more = answer["inside_interval"], len(reasons) - _MOST_REASONS
     remarks = [] if inside is None else [f"{100 * inside:.0f} % of the measured runs are inside their 80 % interval"]
