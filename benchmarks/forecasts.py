@@ -14,9 +14,9 @@ HERE = Path(__file__).parent
 PUBLISHED = """
 Step times of published training runs: dense pretraining, mixtures of experts and fine-tuning, each a source of its own.
 Every source is predicted with constants and intervals fitted without the publication that it is from
-(`calibration/fit_in_step.py`, `calibration/fit_uncertainty.py`); three constants are fitted in all, and the second table
-says what each is worth. What frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources and
-documentation, with these runs in view. The class of nanotron's network (EFA) is an inference. Bias is that of the
+(`calibration/fit_in_step.py`, `calibration/fit_uncertainty.py`). Three constants are fitted in all, and the second
+table says what each is worth. What frameworks do is data (`src/lumos/data/frameworks.toml`), written from their sources
+and documentation with these runs in view. The class of nanotron's network (EFA) is an inference. Bias is that of the
 geometric mean of predicted over measured time: negative where Lumos is too fast. Peers are as measured by others on the
 same rows (calculon, llm-analysis); bars are ours."""
 TEN = """
