@@ -8,7 +8,7 @@ Empty columns get defaults that depend on the framework alone, never on the row:
 | compile | off, unless the row's text names it |
 | zero | the framework's: 1 for Megatron-Core, 3 for llm-foundry and torchtitan, else 0 |
 | sequence_parallel | the framework's: on for Megatron-Core and nanotron where tp > 1 |
-| network between nodes | what the row's text states; else the GPU's usual one, and EFA for nanotron |
+| network between nodes | what the row's text states, or its publication is known for; else the GPU's usual one |
 | attention | the framework's, unless the row's text names flash or unfused attention |
 
 What no column can say of a model (latent attention, shared experts, norms of queries and keys) is that of the preset
@@ -295,11 +295,19 @@ def _put_cluster(found: Findings, row: Row, framework: Framework, model: str) ->
         values["cluster.model"] = model
     node = values.get("cluster.gpus_per_node", gpu.gpus_per_node)
     network = _gbps_per_gpu(row, node)
+    values |= _fabric(row)
     if network:
         values["cluster.inter_gb_s"] = network / 8
     elif values["cluster.gpus"] > node:
-        values["cluster.fabric"] = framework.network or "infiniband"
         found.note("the network between nodes is not stated")
+
+
+def _fabric(row: Row) -> dict[str, str]:
+    """The kind of network between nodes, where the row names it, or its publication is known to have run on it."""
+    for known in _TABLE["fabrics"]:
+        if all(re.search(pattern, row.get(column, ""), re.I) for column, pattern in known["where"].items()):
+            return {"cluster.fabric": known["fabric"]}
+    return {}
 
 
 def _gbps_per_gpu(row: Row, node: int) -> float:

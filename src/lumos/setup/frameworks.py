@@ -22,7 +22,6 @@ class Framework:
     # FlashAttention 2 leave it for cuDNN's kernels on Blackwell.
     flash: str = "native"
     compiled_flash: str = ""  # the same in compiled models; "": as `flash`
-    network: str = ""  # of the clusters it is usually measured on, where a run does not say: "" or efa
     fused: bool = False  # element-wise chains are one kernel
     fused_norm: bool = False
     fused_rotary: bool = False
