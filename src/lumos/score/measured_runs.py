@@ -94,7 +94,7 @@ def run_of(row: Row, name: str, model: str = "") -> Run:
     found = Findings()
     found.values |= {place: number for place, column in _TABLE["numbers"].items() if (number := _int(row, column))}
     framework = framework_named(_framework(row, found))
-    for put in (_put_model, _put_train, _put_parallel, partial(_put_cluster, model=model)):
+    for put in (_put_model, _put_train, _put_parallel, _put_experts, partial(_put_cluster, model=model)):
         put(found, row, framework)
     setup = checked_setup(found.reading().sections)
     seconds = _number(row, "step_time_s", math.nan)
@@ -261,6 +261,20 @@ def _put_parallel(found: Findings, row: Row, framework: Framework) -> None:
         "parallel.sequence_parallel": (framework.sequence_parallel if split is None else split)
         and values["parallel.tp"] > 1,
     }
+
+
+def _put_experts(found: Findings, row: Row, _: Framework) -> None:
+    """How tokens reach their experts: as the row says, or else as its suite of benchmarks is known to run."""
+    if not found.values.get("model.experts"):
+        return
+    for recipe in _TABLE["recipes"]:
+        if all(re.search(pattern, row.get(column, ""), re.I) for column, pattern in recipe["where"].items()):
+            found.values |= recipe["keys"]
+    flex, overlap = _says(row, "flex"), _says(row, "ep_overlap")
+    if flex is not None:
+        found.values["parallel.dispatcher"] = "flex" if flex else "all_to_all"
+    if overlap is not None:
+        found.values["parallel.ep_overlap"] = overlap
 
 
 def measured_gpu(row: Row, model: str) -> Gpu | None:
