@@ -130,7 +130,6 @@ def test_a_tier_without_samples_is_that_of_the_usual_network() -> None:
     assert one_node().us(far) == usual().us(far)
     assert not one_node().covers(far.group)
     assert one_node().covers(Group(8, 8))
-    assert one_node().beside == usual().beside
 
 
 DAMAGE: list[dict[str, Any]] = [

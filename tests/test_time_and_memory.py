@@ -310,14 +310,6 @@ def test_gradients_of_the_embedding_are_reduced_with_the_last_unit() -> None:
     assert step_of(**keys, **{"model.layers": 5}).plan.units == 5
 
 
-def test_reductions_between_nodes_beside_kernels_get_a_share_of_the_bandwidth() -> None:
-    half = dataclasses.replace(PLAIN, beside=0.5)
-    for gpus, factor in ((8, 1), (16, 2)):
-        keys = {"train.framework": "megatron", "parallel.dp": gpus, "parallel.zero": 0, "parallel.dp_overlap": True}
-        whole, shared = (step_of(network=network, **keys).role_us("reduce", 0) for network in (PLAIN, half))
-        assert shared == pytest.approx(factor * whole)
-
-
 def test_activations_go_to_the_next_stage_over_the_link_between_nodes() -> None:
     keys = {"train.framework": "megatron", "parallel.pp": 2, "parallel.tp": 8, "parallel.dp": 1,
             "parallel.sequence_parallel": False}  # fmt: skip

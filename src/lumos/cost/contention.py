@@ -44,7 +44,9 @@ class Beside(NamedTuple):
 def kernel_of(collective: Collective, us: float) -> Beside:
     """The kernel of a collective that takes so long."""
     channels = channels_of(collective.kind, collective.group)
-    return Beside(channels, _MOVED[collective.kind] * collective.bytes / max(us, 1e-9) / 1e3, collective.group.nodes == 1)
+    return Beside(
+        channels, _MOVED[collective.kind] * collective.bytes / max(us, 1e-9) / 1e3, collective.group.nodes == 1
+    )
 
 
 def channels_of(kind: str, group: Group) -> int:
@@ -107,11 +109,6 @@ def _of_one(m: int, n: int, sms: int, count: int = 1) -> float:
     return min(found, key=lambda tiles: ceil(count * tiles[0] / sms) * tiles[1])[0]
 
 
-def kept_rate(operators: tuple[tuple[Operator, float], ...]) -> float:
-    """The share of its speed that communication inside a domain keeps beside these operators, weighted by their time."""
-    table = read_table("contention.json")["kept"]
-    total = sum(us for _, us in operators)
-    if not total:
-        return 1.0
-    kinds = ((table["attention" if o.kind.startswith("sdpa") else "matmul" if o.is_matrix else "memory"], us) for o, us in operators)
-    return float(sum(share * us for share, us in kinds) / total)
+def kept_rate() -> float:
+    """The share of its speed that communication inside a domain keeps beside the matmuls of a pass."""
+    return float(read_table("contention.json")["kept"]["matmul"])

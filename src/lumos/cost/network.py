@@ -98,7 +98,6 @@ class Network:
     nvls: float = 0.0  # share of a domain's bandwidth that all-reduce reaches in the NVLink switch; 0: it cannot
     sharp: bool = False  # switches between nodes reduce
     penalty: float = 1.0  # of training, against a benchmark
-    beside: float = 1.0  # share of the bandwidth between nodes that is left while kernels run at the same time
     habits: Habits = field(default_factory=habits, repr=False)
     _known: dict[tuple[str, Group], tuple[Line, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -269,7 +268,6 @@ def network_of(gpu: Gpu, fabric: str, factors: InStepFactors, cluster: Cluster |
         nvls,
         bool(cluster and cluster.sharp),
         factors.penalty,
-        facts["beside"],
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from lumos.cost.contention import Beside, kernel_of, slowdown
 from lumos.cost.energy import joules_for, relief_of
 from lumos.cost.in_step import InStepFactors
 from lumos.cost.network import Network
@@ -78,6 +79,7 @@ class Prices:
         self.host_us, self.collective_launches = host_us, collective_launches
         self.joules = joules_for(model.gpu)
         self.flash_model: Priced | None = None  # for attention kernels of an older generation
+        self.overlap_blocks = 0  # SMs of collectives beside the operators of a block; 0: NCCL's channels
         self._blocks: dict[Hashable, BlockTime] = {}
         self._kept: dict[Hashable, Any] = {}
 
@@ -97,6 +99,17 @@ class Prices:
     def collective_us(self, collective: Collective) -> float:
         """One collective, once all its ranks have arrived."""
         return self.network.us(collective)
+
+    def running(self, collective: Collective, us: float) -> Beside:
+        """A collective of a block that takes so long, as the operators beside it see it."""
+        kernel = kernel_of(collective, us)
+        return kernel._replace(blocks=self.overlap_blocks) if self.overlap_blocks else kernel
+
+    def disturbed_us(self, key: Hashable, build: Callable[[], Block], beside: Beside) -> float:
+        """How much longer the operators of a block take if this communication runs beside all of them."""
+        with self.inside(key):
+            operators = [op.work for op in build() if not isinstance(op.work, Collective)]
+            return sum(self.operator_us(work) * (slowdown(work, beside, self.model.gpu) - 1) for work in operators)
 
     def launches(self, op: BlockOp) -> float:
         """Of the host, for one operator or collective."""
@@ -131,10 +144,11 @@ def timeline(block: Block, prices: Prices) -> list[Row]:
 
     Operators run one after the other. A collective runs beside them, one at a time, unless the next operator waits for
     it or an operator joins all that are left running; what experts exchange for another micro-batch holds up no other
-    collective. The host issues all of it ahead of time, until it waits for the GPU: from there on nothing starts before
-    its first launch.
+    collective. Operators are slower beside a collective. The host issues all of it ahead of time, until it waits for
+    the GPU: from there on nothing starts before its first launch.
     """
     now = network = exchanged = 0.0
+    beside: list[tuple[float, Beside]] = []  # collectives that nobody waits for, and when they end
     launched: float | None = None  # when the host has issued all so far, once it has waited
     rows = []
     for op in block:
@@ -144,19 +158,34 @@ def timeline(block: Block, prices: Prices) -> list[Row]:
             now = max(now, launched + prices.host_us + prices.launch_us)
             launched += prices.host_us * prices.launches(op)
         if isinstance(op.work, Collective) and op.work.kind == "all_to_all" and not op.waits:
-            begin = max(exchanged, now)
-            exchanged = begin + prices.collective_us(op.work)
+            begin, cost = max(exchanged, now), prices.collective_us(op.work)
+            exchanged = begin + cost
+            beside.append((exchanged, prices.running(op.work, cost)))
             rows.append(Row(op, begin, exchanged))
         elif isinstance(op.work, Collective):
-            begin = max(network, now)
-            network = begin + prices.collective_us(op.work)
+            begin, cost = max(network, now), prices.collective_us(op.work)
+            network = begin + cost
             rows.append(Row(op, begin, network))
-            now = network if op.waits else now
+            if op.waits:
+                now = network
+            else:
+                beside.append((network, prices.running(op.work, cost)))
         else:
             begin = max(now, network) if op.joins else now
-            now = begin + prices.operator_us(op.work)
+            beside = [(until, kernel) for until, kernel in beside if until > begin]
+            now = _end_beside(begin, op.work, beside, prices)
             rows.append(Row(op, begin, now))
     return rows
+
+
+def _end_beside(begin: float, work: Operator, beside: list[tuple[float, Beside]], prices: Prices) -> float:
+    """When an operator ends: slower until the collectives beside it are over, by as much as the worst of them."""
+    alone = prices.operator_us(work)
+    if not beside:
+        return begin + alone
+    factor = max(slowdown(work, kernel, prices.model.gpu) for _, kernel in beside)
+    covered = max(until for until, _ in beside) - begin
+    return begin + min(alone * factor, alone + covered * (1 - 1 / factor))
 
 
 def time_of(block: Block, prices: Prices) -> BlockTime:

@@ -89,11 +89,6 @@ class SampledNetwork:
     usual: Network | None = None  # for tiers that were not sampled
     crowded: bool = True
 
-    @property
-    def beside(self) -> float:
-        """The share of the bandwidth between nodes that is left while kernels run beside; it was not sampled."""
-        return self.usual.beside if self.usual else 1.0
-
     def us(self, collective: Collective) -> float:
         """The time of a collective, once all its ranks have arrived."""
         kind, size, group = collective

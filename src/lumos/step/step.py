@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lumos.cost.contention import Beside, kept_rate, kernel_of
 from lumos.cost.flash import flash_kernels
 from lumos.cost.hardware_model import HardwareModel, hardware_model
 from lumos.cost.in_step import InStepFactors, in_step_factors
@@ -25,6 +26,7 @@ from lumos.cost.sampled_network import SampledNetwork
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.graph.graph import Graph
+from lumos.graph.overlap import Side, contended
 from lumos.graph.simulate import Times, simulate
 from lumos.program.operators import Collective, Group
 from lumos.program.parameters import Chunk, Parameters
@@ -35,6 +37,8 @@ from lumos.setup.gpus import Gpu
 from lumos.setup.setup import Setup
 from lumos.step.host_link import HostLink, host_link
 from lumos.step.structure import Plan, Role, StepStructure, step_structure
+
+_PASSES, _TRANSFERS = ("forward", "backward", "weights"), ("gather", "reduce")
 
 
 class StepTooLargeError(OptionError):
@@ -177,9 +181,7 @@ def prices_of(
     return prices
 
 
-def _network(
-    setup: Setup, gpu: Gpu, factors: InStepFactors, machine: HardwareModel | None
-) -> Network | SampledNetwork:
+def _network(setup: Setup, gpu: Gpu, factors: InStepFactors, machine: HardwareModel | None) -> Network | SampledNetwork:
     """The collectives that were sampled, where the cluster is theirs; else those of the GPU and its fabric."""
     usual = network_of(_wired(setup, gpu), setup.cluster.fabric, factors, setup.cluster)
     if machine is None or setup.cluster.states_network or machine.gpu.name != setup.cluster.gpu:
@@ -237,7 +239,9 @@ class Assembly:
     def step(self) -> Step:
         """Simulated."""
         graph = self.graph()
-        return Step(self.setup, self.plan, self.structure, graph, simulate(graph), self.chunks, self.prices, self)
+        between = self._contention() if self._beside else None
+        graph, times = (graph, simulate(graph)) if between is None else contended(graph, *between)
+        return Step(self.setup, self.plan, self.structure, graph, times, self.chunks, self.prices, self)
 
     # ------------------------------------------------------------------ what each stage runs
     @cached_property
@@ -357,6 +361,56 @@ class Assembly:
         lags = np.array([0.0, self._link_us(), read_table("step.json")["launch_us"]]) * 1e3
         return self.structure.filled(durations, lags)
 
+    # ------------------------------------------------------------------ what runs at the same time
+    def _contention(self) -> tuple[Side, Side] | None:
+        """Passes, and what the network does for data-parallel ranks beside them; None where neither disturbs."""
+        roles, known = self.structure.roles, dict[Hashable, float]()
+        speed = np.ones(len(roles))
+        for index, role in enumerate(roles):
+            key = (role.what, self.program.like[role.stage], role.chunk)
+            if key not in known:
+                known[key] = self._speed_beside(role)
+            speed[index] = known[key]
+        if (speed == 1).all():
+            return None
+        stage = np.array([role.stage for role in roles])[self.structure.node_role]
+
+        def side(whats: tuple[str, ...]) -> Side:
+            nodes = np.flatnonzero(np.array([role.what in whats for role in roles])[self.structure.node_role])
+            return Side(nodes, stage[nodes], speed[self.structure.node_role[nodes]])
+
+        return side(_PASSES), side(_TRANSFERS)
+
+    def _speed_beside(self, role: Role) -> float:
+        """What a pass keeps of its speed beside the network's work, and that beside passes."""
+        beside = self._disturbing
+        if beside is None or (role.what not in _PASSES and role.what not in _TRANSFERS):
+            return 1.0
+        if role.what in _TRANSFERS:
+            return kept_rate() if beside.inside else 1.0
+        us = getattr(self.chunks[role.stage][role.chunk], role.what).us
+        blocks = self.program.blocks(self.program.chunks[role.stage][role.chunk], Phase[role.what.upper()])
+        more = sum(block.times * self._disturbed_us(block, beside) for block in blocks)
+        return us / (us + more) if us > 0 else 1.0
+
+    def _disturbed_us(self, block: Repeated, beside: Beside) -> float:
+        return self.prices.kept(
+            ("disturbed", block.key, beside), lambda: self.prices.disturbed_us(block.key, block.build, beside)
+        )
+
+    @cached_property
+    def _disturbing(self) -> Beside | None:
+        """The kernel of the collective that runs beside passes; None where there is none."""
+        near = self.layout.sharing[0] if self.program.sharding.zero else self.layout.dp
+        kind = "all_gather" if self.gathers != "never" else self.program.sharding.reduction
+        size = 1e8  # of any large one: its rate is what counts
+        if near.size < 2:
+            near, kind = self.layout.dp, "all_reduce"
+        if near.size < 2 or self.setup.cluster.accelerator.is_cpu:
+            return None
+        found = kernel_of(Collective(kind, size, near), self.prices.collective_us(Collective(kind, size, near)))
+        return found._replace(gb_s=round(found.gb_s, -1))
+
     # ------------------------------------------------------------------ what no schedule can beat
     def bound_us(self) -> float:
         """A time that the simulated step cannot be below, found without building or simulating its graph.
@@ -457,7 +511,7 @@ class Assembly:
         alone = self._data_parallel_us(sharding.reduction, part, self.framework.reduce_bytes)
         mine_alone = part.common / sharding.shards + part.experts / sharding.expert_shards
         copy = self._shard_copy_us(mine_alone * sharding.gradients)
-        return copy + alone / (self.prices.network.beside if self.layout.dp.nodes > 1 else 1.0)
+        return copy + alone
 
     @cached_property
     def host(self) -> HostLink:
@@ -498,7 +552,8 @@ class Assembly:
             return reduce + self._shard_copy_us(sharding.updated(chunk.parameters) * sharding.gradients / self.units)
         if what == "reduce rest" and not self._beside:
             trained = sharding.trained(self.program.stage_parameters(stage))
-            return self._data_parallel_us(sharding.reduction, trained, framework.reduce_bytes)
+            times = self.setup.train.microbatches if sharding.reduces_every_microbatch else 1
+            return times * self._data_parallel_us(sharding.reduction, trained, framework.reduce_bytes)
         if what == "optimizer":
             return self._optimizer(stage).us
         if what == "publish" and sharding.zero in (1, 2):
