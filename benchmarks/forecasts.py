@@ -22,8 +22,8 @@ same rows (calculon, llm-analysis); bars are ours."""
 TEN = """
 The runs of arXiv 2509.22832, predicted by `lumos fit` on that paper's operator and NCCL samples and `lumos predict
 examples/neox/NAME.toml --model FILE`. Nothing was fitted on the runs, but three details of GPT-NeoX that change little
-were left out with their errors in view. Without samples of the cluster, networks are taken to be InfiniBand: what that
-costs on Perlmutter, whose network is slower in these groups, is in the last column."""
+were left out with their errors in view. The last column is without a model file of the cluster: A100 with
+`cluster.fabric = "sockets"`, since NCCL ran over TCP on Perlmutter, and GH200 on InfiniBand."""
 H200 = """
 Models of transformers trained on one GPU. In-step factors were fitted on our own steps (`calibration/fit_steps.py`),
 none of which is in the table; the speed of the reference host is the middle of the hosts we saw, these included."""
