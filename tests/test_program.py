@@ -16,7 +16,7 @@ from lumos.program.attention import core
 from lumos.program.block import Block
 from lumos.program.embedding_head import embedding, head, head_backward, optimizer
 from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
-from lumos.program.moe import expert_gradient_bytes, moe, moe_backward
+from lumos.program.moe import busiest_rank, expert_gradient_bytes, moe, moe_backward
 from lumos.program.muon import Matrices, expert_matrices, layer_matrices, orthogonalised
 from lumos.program.operators import Collective, Group, Operator
 from lumos.program.parameters import RankParameters, chunks_of, layers_of
@@ -125,12 +125,21 @@ def test_context_parallel_ranks_share_the_work(cp: int, attention: str) -> None:
         assert kinds(getattr(shared, phase)()) == {"all_gather": 1}, "keys and values go round"
 
 
-def test_an_unbalanced_router_makes_the_busiest_expert_slower() -> None:
-    even, uneven = (
-        matrix_flops(TransformerLayer(layout_of("mixtral-8x7b", train__imbalance=value), sparse=True).forward())
-        for value in (1.0, 1.5)
-    )
-    assert uneven > 1.3 * even
+def test_the_busiest_rank_decides_how_long_an_unbalanced_router_takes() -> None:
+    """One expert a rank: the busiest expert; several experts of a rank even out; one rank has all of them."""
+
+    def flops(**changes: Any) -> float:
+        return matrix_flops(TransformerLayer(layout_of("qwen3-30b-a3b", **changes), sparse=True).forward())
+
+    def slower(ep: int) -> float:
+        spread = {"parallel__ep": ep, "parallel__dp": max(ep, 1)}
+        return flops(**spread, train__imbalance=1.5) / flops(**spread)
+
+    assert slower(1) == 1.0
+    assert 1.0 < slower(8) < slower(32) < slower(128)
+    assert busiest_rank(128, 128, 1.5) == pytest.approx(1.5)
+    assert busiest_rank(128, 8, 1.5) == pytest.approx(1 + 0.5 * 1.43 / 2.62 / 4, abs=0.01)
+    assert busiest_rank(8, 2, 1000.0) == 2.0, "it cannot get more than there is"
 
 
 def test_adapters_leave_no_weight_gradients() -> None:

@@ -193,6 +193,8 @@ def _matrix_work(op: RecordedOp, operator: Operator) -> Work:
         features = (*map(_log, operator.shape), *layout, *tiles, gcd(8, n, k), gcd(8, m), _log(operator.flops),
                     _log(operator.bytes))  # fmt: skip
         return Work("bmm", operator.bytes, 0.0, 0.0, features, operator)
+    if operator.kind.startswith("grouped_gemm"):
+        return Work("grouped_gemm", operator.bytes, 0.0, 0.0, (), operator)
     if operator.dtype in ("fp32", "tf32"):
         m, n, k = operator.shape
         squares = [_log(-(-m // size) * -(-n // size)) for size in (64, 128, 256)]
