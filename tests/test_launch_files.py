@@ -27,7 +27,7 @@ from test_forecast import described, setups
 ROOT = Path(__file__).resolve().parents[1]
 MEGATRON = read_table("megatron_options.toml")
 TORCHTITAN = read_table("torchtitan_keys.toml")
-FRAMEWORKS = {"megatron": "megatron", "torchtitan": "torchtitan", "deepspeed": "pytorch"}
+FRAMEWORKS = {"megatron": "megatron", "torchtitan": "torchtitan", "deepspeed": "deepspeed"}
 PAIRS = [*FRAMEWORKS.items(), ("deepspeed", "megatron-deepspeed")]
 MOE = {"preset": "mixtral-8x7b", "parallel__ep": 8, "parallel__dp": 8}
 PIPELINE = {"parallel__pp": 4, "train__microbatches": 8}
@@ -226,7 +226,7 @@ def test_a_deepspeed_json_reads_back_with_the_model_and_the_machines(tmp_path: P
         "parallel__zero": 3, "parallel__shard": 4}, {"train__precision": "fp32", "parallel__dp_overlap": False},
         {"parallel__zero": 2, "train__offload_optimizer": 0.5, "train__offload_overlap": True},
     ):  # fmt: skip
-        setup = setup_of("pytorch", {"parallel__dp": 8, "train__micro_batch": 2, "train__microbatches": 3} | changes)
+        setup = setup_of("deepspeed", {"parallel__dp": 8, "train__micro_batch": 2, "train__microbatches": 3} | changes)
         launch = launch_files(setup, "deepspeed")
         assert left_out_keys(launch) == set()
         assert launch.overrides[:2] == ("model.preset=llama3-8b", "train.seq=2048")
@@ -295,9 +295,9 @@ def test_what_does_not_read_back_the_same_is_named(
         ("megatron", "megatron", {"train__recompute": "full", "train__recompute_every": 2}, "train.recompute_every = "),
         ("torchtitan", "torchtitan", {"train__precision": "fp16"}, "train.precision = fp16: torchtitan has no key"),
         ("torchtitan", "torchtitan", {"preset": "gpt3-1.3b"}, "the model: torchtitan has no such flavor"),
-        ("deepspeed", "pytorch", PIPELINE, "parallel.pp = 4: DeepSpeed's JSON cannot say it"),
-        ("deepspeed", "pytorch", {"train__recompute": "full"}, "train.recompute = full: DeepSpeed's JSON cannot say"),
-        ("deepspeed", "pytorch", {"parallel__tp": 2, "parallel__zero": 3, "parallel__dp": 2}, "parallel.tp = 2: DeepS"),
+        ("deepspeed", "deepspeed", PIPELINE, "parallel.pp = 4: DeepSpeed's JSON cannot say it"),
+        ("deepspeed", "deepspeed", {"train__recompute": "full"}, "train.recompute = full: DeepSpeed's JSON cannot say"),
+        ("deepspeed", "deepspeed", {"parallel__tp": 2, "parallel__zero": 3, "parallel__dp": 2}, "parallel.tp = 2: De"),
         ("deepspeed", "megatron-deepspeed", {"parallel__cp": 2}, "parallel.cp = 2: Megatron-DeepSpeed has no option"),
     ],
 )  # fmt: skip

@@ -27,7 +27,7 @@ _REASONS = {
     "parallel.pp": f"{_OF_SCRIPT}; train.framework = megatron-deepspeed has options for it",
     "parallel.tp": "DeepSpeed divides tensors with ZeRO 0, 1 and 2 alone",
     "parallel.shard": "DeepSpeed has groups of replicas (MiCS) with ZeRO 3 alone",
-    "train.framework": "DeepSpeed's JSON is for a script in PyTorch, or for Megatron-DeepSpeed",
+    "train.framework": "DeepSpeed reduces gradients and updates weights in its own way",
 }
 _MICS = "parallel.shard is mics_shard_size: the model must be made under deepspeed.zero.MiCS_Init"
 

@@ -28,7 +28,6 @@ _WRITERS: Mapping[str, Callable[[Setup], Draft]] = {
     "megatron": megatron_script, "torchtitan": torchtitan_config, "deepspeed": deepspeed_config,
 }  # fmt: skip
 TOOLS = tuple(_WRITERS)
-_FRAMEWORKS = {"deepspeed": "pytorch"}  # of a setup that does not state its own; others are called as the tool is
 _NOT_SETTINGS = ("cluster.", "train.imbalance")  # facts about machines and load, which no configuration can set
 
 
@@ -102,7 +101,7 @@ def suited_to(setup: Setup, tool: str) -> Setup:
     """The setup in the tool's own framework, unless it states another one."""
     if "framework" in setup.train.model_fields_set:
         return setup
-    return setup.replaced({"train.framework": _FRAMEWORKS.get(tool, tool)})
+    return setup.replaced({"train.framework": tool})
 
 
 def values_it_has(setup: Setup, tool: str) -> dict[str, list[Any]]:

@@ -15,8 +15,6 @@ from lumos.program.rank_layout import RankLayout
 def attention(s: RankLayout) -> Block:
     """The forward pass of a layer's first half."""
     out = ops.linear(s, s.tokens, s.model.hidden, _out_width(s), "out", saves=_output_saves(s))
-    # One of the two norms' outputs stays in compiled layers, by difference over layers of a compiled model.
-    compiled = s.residual_bytes if s.train.compile else 0.0
     return [
         *ops.norm(s),
         *ops.after_gather(s, projections(s)),
@@ -24,7 +22,7 @@ def attention(s: RankLayout) -> Block:
         *rotary(s),
         *core(s),
         *(out if s.model.parallel_residual else ops.before_reduce(s, out, "attention reduce")),
-        *ops.residual(s, compiled),
+        *ops.residual(s),
     ]
 
 
@@ -51,7 +49,8 @@ def projections(s: RankLayout) -> Block:
         sizes = _latent_sizes(s)
         block = [part for n, k, name in sizes for part in ops.linear(s, s.tokens, n, k, name)]
         return [block[0]._replace(saves=_latent_saves(s)), *block[1:]]
-    saves = float(s.element * s.tokens * _qkv_width(s))
+    kept = 3 * s.heads * m.head_dim if s.framework.keeps_repeated else _qkv_width(s)
+    saves = float(s.element * s.tokens * kept)
     if s.framework.joins_qkv:
         return ops.linear(s, s.tokens, _qkv_width(s), m.hidden, "qkv", saves=saves)
     return [

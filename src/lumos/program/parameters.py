@@ -214,7 +214,8 @@ class Sharding:
         """Gradients are reduced after every micro-batch, not after the last alone."""
         if self.gathers != "never":
             return self.gathers == "every pass" and not self.accumulates_whole
-        return self.layout.framework.reduces_always
+        framework = self.layout.framework
+        return framework.reduces_always or (framework.reduces_divided and self.zero == 2)
 
     @property
     def accumulates_whole(self) -> bool:

@@ -162,21 +162,23 @@ def _norm_saves(s: RankLayout) -> float:
 
 
 def norm_output_bytes(s: RankLayout) -> float:
-    """What the linear layers after a norm keep: its output, one tensor for all. The compiler makes it anew."""
+    """What the linear layers after a norm keep: its output, one tensor for all.
+
+    Compiled code keeps it, too: torch's partitioner does not make anew what a matmul of the backward pass reads.
+    """
     gathered = s.framework.keeps_gathered and s.splits_sequences
-    tokens = s.tokens if gathered else s.spread_tokens
-    return 0.0 if s.train.compile and not gathered else float(s.linear_element * tokens * s.model.hidden)
+    return float(s.linear_element * (s.tokens if gathered else s.spread_tokens) * s.model.hidden)
 
 
-def residual(s: RankLayout, extra_bytes: float = 0.0) -> Block:
+def residual(s: RankLayout) -> Block:
     """The addition to the residual stream, after dropout where the framework has it, which keeps its mask."""
     elements = s.spread_tokens * s.model.hidden
     if s.framework.chains:
-        return [chain(s, "add", False, s.spread_tokens, s.model.hidden, saves=extra_bytes)]
-    added = stream(s, "residual", elements, saves=extra_bytes)
+        return [chain(s, "add", False, s.spread_tokens, s.model.hidden)]
+    added = stream(s, "residual", elements)
     if not s.framework.dropout:
         return [added]
-    return [_widened(added, stream(s, "residual dropout", elements), saves=extra_bytes + elements)]
+    return [_widened(added, stream(s, "residual dropout", elements), saves=elements)]
 
 
 def residual_backward(s: RankLayout) -> Block:

@@ -53,6 +53,7 @@ class Framework:
     keeps_weights_in_pipeline: bool = False  # ZeRO 3 with pipeline stages: gathered once a step, not in every pass
     zero2_with_pipeline: bool = False  # DeepSpeed refuses it; FSDP2 has it: reshard_after_forward="never"
     reduces_always: bool = False  # gradients are reduced after every micro-batch, not after the last alone
+    reduces_divided: bool = False  # … where ZeRO 2 divides them
     scatters: bool = True  # ZeRO 1 and 2 reduce-scatter gradients; else they are all-reduced
     bucket_mb: float = 0.0  # gradients are reduced in parts of this size; 0: as one, or as the layers end
     reduce_bytes: int = 2  # of one gradient on the network
@@ -83,6 +84,7 @@ class Framework:
     half_gradients: bool = False  # 16-bit gradients of all weights lie beside the fp32 buffer
     gradient_buffer_fp32: bool = False
     keeps_gathered: bool = False  # sequence parallel: linear layers keep their gathered input, and need not gather again
+    keeps_repeated: bool = False  # keys and values are kept as they are repeated for the queries that share them
     keeps_outputs: bool = False  # the last stage keeps the logits of all micro-batches, to join them
     bucket_buffers: int = 0  # buffers of `bucket_mb` that gradients are copied to before their reduction
     live_parameters: float = 0.0  # ZeRO 3: gathered parameters that may stay for their next use

@@ -52,6 +52,7 @@ def read_deepspeed(table: Mapping[str, Any], beside: Beside) -> Reading:
 
 def _deepspeed(keys: Keys, found: Findings) -> None:
     names = _DEEPSPEED_KEYS
+    found.values["train.framework"] = "deepspeed"
     keys.put_number("parallel.zero", *names["parallel.zero"], least=0)
     for place in ("parallel.tp", "train.micro_batch"):
         keys.put_number(place, *names[place])
@@ -191,11 +192,11 @@ def _sharded(keys: Keys, found: Findings, beside: Beside) -> None:
         if table is not None and is_deepspeed(table):
             sharding = Findings()
             _deepspeed(Keys(table, sharding), sharding)
-            moved = ("parallel.", "train.offload_")
+            moved = ("parallel.", "train.offload_", "train.framework")
             found.values |= {key: value for key, value in sharding.values.items() if key.startswith(moved)}
             found.notes += sharding.notes
         elif in_name:
-            found.values["parallel.zero"] = int(in_name[1])
+            found.values |= {"parallel.zero": int(in_name[1]), "train.framework": "deepspeed"}
             offloads = "offload" in Path(path).name.casefold()
             if offloads:
                 found.values |= {"train.offload_optimizer": 1.0, "train.offload_overlap": True}
@@ -205,6 +206,6 @@ def _sharded(keys: Keys, found: Findings, beside: Beside) -> None:
         else:
             found.mistake("parallel.zero", f"{shown(path)} is not next to this file: --set parallel.zero=STAGE")
     elif on_host or any(keys.first(name)[1] for name in _FSDP):
-        found.values["parallel.zero"] = 3
+        found.values |= {"parallel.zero": 3, "parallel.no_sync": True}  # accelerate: sync_each_batch is off by default
         if on_host == "true" or "offload" in str(keys.first("fsdp")[1]):
             found.values |= {"train.offload_weights": True, "train.offload_optimizer": 1.0}
