@@ -150,7 +150,7 @@ def _logits(s: RankLayout) -> BlockOp:
 # ---------------------------------------------------------------------- between the order of tokens and of experts
 def _dispatch(s: RankLayout) -> Block:
     """Copies of the tokens, in the order of their experts, on the ranks that hold these."""
-    if s.fused:
+    if _permutes_fused(s):
         return [*_counted(s), *_exchanged(s, "dispatch")]
     copies = _sent(s)
     order = ops.stream(s, "sort choices", copies)
@@ -159,7 +159,7 @@ def _dispatch(s: RankLayout) -> Block:
 
 def _combine(s: RankLayout) -> Block:
     """What the experts return, weighted, in the order of the tokens, and added up."""
-    if s.fused:
+    if _permutes_fused(s):
         return _exchanged(s, "combine")[::-1]
     copies = _sent(s)
     size = float(copies * s.model.hidden)
@@ -168,7 +168,7 @@ def _combine(s: RankLayout) -> Block:
 
 
 def _combine_backward(s: RankLayout) -> Block:
-    if s.fused:
+    if _permutes_fused(s):
         return _exchanged(s, "combine grad")
     rows = ("add up copies grad", "scatter rows", "weigh rows grad")
     spread = [ops.stream(s, row, float(_sent(s) * s.model.hidden)) for row in rows]
@@ -176,9 +176,14 @@ def _combine_backward(s: RankLayout) -> Block:
 
 
 def _dispatch_backward(s: RankLayout) -> Block:
-    if s.fused:
+    if _permutes_fused(s):
         return _exchanged(s, "dispatch grad")[::-1]
     return [*_sent_over(s, "dispatch grad"), ops.stream(s, "scatter rows", float(_sent(s) * s.model.hidden))]
+
+
+def _permutes_fused(s: RankLayout) -> bool:
+    """By the framework, or by a dispatcher that brings its own kernels into any framework."""
+    return s.fused or (s.sends_once and s.ep.size > 1)
 
 
 def _exchanged(s: RankLayout, name: str) -> Block:
@@ -304,7 +309,7 @@ def _expert_launches(s: RankLayout) -> int:
 
 def _cleared(s: RankLayout, row: str, width: int) -> Block:
     """Rows of other ranks' experts, which a grouped matmul leaves as they are."""
-    if s.fused or not s.framework.clears_experts:
+    if _permutes_fused(s) or not s.framework.clears_experts:
         return []
     return [ops.stream(s, row, float(routed_copies(s) * width), name="clear rows")]
 
