@@ -198,3 +198,25 @@ def test_a_gpu_with_half_the_bandwidth_is_slower_for_everything() -> None:
         op("sort.default", tensor(1 << 20, dtype="fp32"), out=(tensor(1 << 20, dtype="fp32"),)),
     ):
         assert there.of(one).us > here.of(one).us
+
+
+def test_grouped_matmuls_are_told_from_their_gradients_by_the_layout_of_the_weights() -> None:
+    """Weights of 8 experts as (8, n, k), read transposed forward; 100 tokens of k = 64 become n = 128."""
+    x, gradient = tensor(100, 64), tensor(100, 128)
+    weights = tensor(8, 128, 64)
+    turned = TensorInfo((8, 64, 128), "bf16", (8192, 1, 64), 2)
+    forward = op("_grouped_mm.default", x, turned, out=(gradient,))
+    inputs = op("_grouped_mm.default", gradient, weights, out=(x,))
+    of_weights = op("_grouped_mm.default", tensor(128, 100), x, out=(weights,))
+    kinds = [matrix_operator(one) for one in (forward, inputs, of_weights)]
+    assert [one.kind for one in kinds if one] == ["grouped_gemm", "grouped_gemm_nn", "grouped_gemm_nt"]
+    assert {one.shape for one in kinds if one} == {(8, 100, 128, 64)}
+    assert {works_of(one)[0].family for one in (forward, inputs, of_weights)} == {"grouped_gemm"}
+
+
+def test_the_gradient_of_one_expert_of_many_is_zeros_and_a_copy_of_it() -> None:
+    part, whole = tensor(256, 64), tensor(8, 256, 64)
+    zeros, copy = works_of(op("select_backward.default", part, out=(whole,)))
+    assert (zeros.family, zeros.bytes) == ("fill", whole.bytes)
+    assert copy.family.startswith("copy") and copy.bytes == 2 * part.bytes
+    assert len(works_of(op("select_backward.default", tensor(8, 64), out=(whole,)))) == 1, "not next to each other"
