@@ -218,5 +218,6 @@ def test_the_gradient_of_one_expert_of_many_is_zeros_and_a_copy_of_it() -> None:
     part, whole = tensor(256, 64), tensor(8, 256, 64)
     zeros, copy = works_of(op("select_backward.default", part, out=(whole,)))
     assert (zeros.family, zeros.bytes) == ("fill", whole.bytes)
-    assert copy.family.startswith("copy") and copy.bytes == 2 * part.bytes
+    assert copy.family.startswith("copy")
+    assert copy.bytes == 2 * part.bytes
     assert len(works_of(op("select_backward.default", tensor(8, 64), out=(whole,)))) == 1, "not next to each other"

@@ -98,7 +98,7 @@ def works_of(op: RecordedOp) -> list[Work]:
         return found
     if name.startswith(("convolution", "cudnn_convolution", "_convolution")):
         return _convolution(op, name)
-    if name == "select_backward" and op.inputs[0].shape == op.outputs[0].shape[1:]:  # zeros, and one part of them copied
+    if name == "select_backward" and op.inputs[0].shape == op.outputs[0].shape[1:]:  # zeros, and a part of them copied
         part = _contiguous(op.inputs[0])
         zeros = op._replace(name="aten.zeros.default", inputs=())
         return [work_of(zeros), work_of(op._replace(name="aten.clone.default", inputs=op.inputs[:1], outputs=(part,)))]
