@@ -29,16 +29,23 @@ from shipped import ship
 HERE = Path(__file__).parent
 GPU = gpu_named("h200")
 BLOCKS = [0, 1, 2, 4, 8, 12, 16, 24, 32, 48]
+LENGTHS = [30, 100, 300, 1000, 3000]
 ROUNDS = [1, 2, 3, 4, 5, 6, 8, 12, 24, 48]
 FOLDS = 5
-SHORTEST_US = 30.0  # shorter kernels were timed with the pauses between them
+WAITED = 1.3  # time of a call over that of its kernels: beyond, the host did not launch fast enough
 Row = dict[str, Any]
 
 
 def rows_of(name: str) -> list[Row]:
     path = HERE / name
     text = lzma.open(path, "rt").read() if path.suffix == ".xz" else path.read_text()
-    return [row for row in map(json.loads, text.splitlines()) if "us" in row and row["us"] >= SHORTEST_US]
+    return [row for row in map(json.loads, text.splitlines()) if "us" in row and not _waited(row)]
+
+
+def _waited(row: Row) -> bool:
+    """Whether what was timed is the host, not the kernel."""
+    busy = sum(kernel["us"] for kernel in row.get("kernels", ()))
+    return bool(busy) and row["us"] > WAITED * busy
 
 
 def operator_of(row: Row) -> Operator:
@@ -73,6 +80,16 @@ def matmul_table(rows: list[Row]) -> list[list[float]]:
     return table
 
 
+def by_length(rows: list[Row]) -> list[list[float]]:
+    """Mean slowdown of matmuls by their time alone and blocks, for those whose shape is not known."""
+    table = []
+    for low, high in zip([0.0, *LENGTHS[:-1]], [*LENGTHS[1:], np.inf], strict=True):  # from one knot to the next but one
+        some = [row for row in rows if low <= row["us"] <= high]
+        means = [[us / r["us"] for r in some for n, p, us, *_ in r["beside"] if n == b and not p] for b in BLOCKS[1:]]
+        table.append([1.0, *(round(float(v), 3) for v in np.maximum.accumulate([np.mean(m) for m in means]))])
+    return table
+
+
 def lines(rows: list[Row], kind: str) -> tuple[list[float], float]:
     """Slowdown by blocks, and for all of the memory's bandwidth, by least squares."""
     moves = kind == "memory"
@@ -95,6 +112,7 @@ def fitted(rows: list[Row]) -> dict[str, Any]:
     }
     return {
         "blocks": BLOCKS, "rounds": ROUNDS, "matmul": matmul_table(by["matmul"]),
+        "us": LENGTHS, "matmul_by_us": by_length(by["matmul"]),
         "attention": lines(by["attention"], "attention")[0], "memory": memory, "bandwidth": bandwidth, "kept": kept,
     }  # fmt: skip
 

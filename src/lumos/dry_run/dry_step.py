@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lumos.analysis.overlapped_kernels import sides
 from lumos.analysis.run import TracedRun
 from lumos.cost.aten_prices import AtenPrices, Price
 from lumos.cost.aten_work import base_name, runs_kernel
@@ -21,6 +22,7 @@ from lumos.cost.prices import Prices
 from lumos.data_files import read_table
 from lumos.dry_run.recorded_step import Recording
 from lumos.graph.from_trace.build import build
+from lumos.graph.overlap import contended
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy
 from lumos.program.memory import Memory, StageMemory, reserve_of, workspaces_of
@@ -89,7 +91,9 @@ class DryStep:
     def run(self) -> TracedRun:
         """The step as simulated."""
         execution = build(self.trace)
-        return TracedRun(execution, find_steps(execution.trace), execution.graph)
+        between = sides(execution, execution.graph)
+        graph = execution.graph if between is None else contended(execution.graph, *between)[0]
+        return TracedRun(execution, find_steps(execution.trace), graph)
 
     @property
     def busy_us(self) -> float:

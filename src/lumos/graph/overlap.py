@@ -18,7 +18,7 @@ _SETTLED = 1e-4  # of the run's length
 
 
 class Side(NamedTuple):
-    """Nodes that disturb those of another side in the same `place`, a GPU; those of one side do not overlap there."""
+    """Nodes that disturb those of another side in the same `place`, a GPU."""
 
     nodes: Ints
     place: Ints
@@ -40,6 +40,14 @@ def contended(graph: Graph, kernels: Side, transfers: Side) -> tuple[Graph, Time
     return graph.with_times(duration, graph.gap), times
 
 
+def alone(graph: Graph, kernels: Side, transfers: Side) -> Floats:
+    """What durations that were recorded beside each other would be alone: the reverse of `contended`."""
+    times, duration = simulate(graph), graph.duration.copy()
+    for mine, theirs in ((kernels, transfers), (transfers, kernels)):
+        duration[mine.nodes] *= 1 - overlapped(times, mine, theirs) * (1 - mine.speed)
+    return duration
+
+
 def overlapped(times: Times, mine: Side, theirs: Side) -> Floats:
     """The share of each of my nodes during which one of theirs runs in the same place."""
     if not len(theirs.nodes):
@@ -48,6 +56,8 @@ def overlapped(times: Times, mine: Side, theirs: Side) -> Floats:
     order = np.lexsort((times.start[theirs.nodes], theirs.place))
     shift = theirs.place[order] * apart
     begin, end = times.start[theirs.nodes][order] + shift, times.end[theirs.nodes][order] + shift
+    end = np.maximum.accumulate(end)
+    begin = np.maximum(begin, np.concatenate([begin[:1], end[:-1]]))  # where two of them run at once, they count once
     ran = np.cumsum(end - begin)
     moments = np.column_stack([begin, end]).ravel()
     total = np.column_stack([ran - (end - begin), ran]).ravel()

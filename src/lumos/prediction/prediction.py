@@ -10,6 +10,7 @@ from typing import Any
 
 from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswer
 from lumos.analysis.breakdown import Breakdown, moved_breakdown
+from lumos.analysis.overlapped_kernels import sides
 from lumos.analysis.replay import Replay
 from lumos.analysis.run import Run, TracedRun
 from lumos.change.change import CalibratedRun, beyond_us, changed_step
@@ -17,6 +18,7 @@ from lumos.change.infer import Inferred
 from lumos.cost.prices import Prices
 from lumos.errors import OptionError
 from lumos.graph.critical_path import PathSummary
+from lumos.graph.overlap import alone, contended
 from lumos.graph.scaling import Scale, scaled_durations
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note
@@ -388,6 +390,10 @@ def _assumed(notes: Sequence[str], setup: Setup) -> tuple[str, ...]:
 def _scaled(run: Replay, scale: Sequence[Scale | str]) -> Prediction:
     scales = [Scale.parse(one) if isinstance(one, str) else one for one in scale]
     graph = run.clean_graph
-    duration = scaled_durations(run.execution, graph.duration, scales)
+    between = sides(run.execution, graph)
+    recorded = graph.duration if between is None else alone(graph, *between)
+    duration = scaled_durations(run.execution, recorded, scales)
+    if between is not None:
+        duration = contended(graph.with_times(duration, graph.gap), *between)[0].duration
     simulated = TracedRun(run.execution, run.marks, graph, duration)
     return Prediction(simulated, scaled_spread(run.cost.error_pct), replayed=run, scales=tuple(scales))
