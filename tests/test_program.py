@@ -561,6 +561,36 @@ def test_context_parallel_ranks_exchange_keys_and_values_and_their_gradients_bes
     assert sizes(layer.backward()) == {"context exchange": ("all_gather", 2 * exchanged)}
 
 
+def test_torchtitan_gathers_repeated_keys_and_adds_up_results_in_fp32() -> None:
+    layer = TransformerLayer(layout_of(framework="torchtitan", parallel__cp=4, parallel__cp_type="all_gather"))
+    repeated = 2.0 * 2048 * 2 * 32 * 128  # keys and values of the whole sequence, for each of 32 queries
+    assert sizes(layer.forward()) == {"context gather": ("all_gather", repeated)}
+    assert sizes(layer.backward())["context reduce"] == ("reduce_scatter", 2 * repeated)
+    assert {"context parts", "context parts grad"} <= names([*layer.forward(), *layer.backward()])
+    alone = TransformerLayer(layout_of(framework="torchtitan"))
+    assert not {"context parts", "context parts grad"} & names([*alone.forward(), *alone.backward()])
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
+def test_the_output_matrix_stays_in_16_bits(framework: str) -> None:
+    layout = layout_of(framework=framework, train__precision="fp8", cluster__gpu="h100")
+    dtypes = {op.name: op.work.dtype for op in [*head(layout), *head_backward(layout)] if isinstance(op.work, Operator)}
+    assert {dtypes[name] for name in ("head", "head dgrad", "head wgrad")} == {"bf16"}
+    assert not {"head cast", "head grad cast"} & set(dtypes)
+    inner = {op.work.dtype for op in TransformerLayer(layout).forward() if op.name == "down"}
+    assert inner == {"fp8"}
+
+
+def test_scales_that_are_found_anew_cost_more_than_those_of_the_step_before() -> None:
+    kept, anew = (
+        TransformerLayer(layout_of(framework=name, train__precision="fp8", cluster__gpu="h100"))
+        for name in ("megatron", "torchtitan")
+    )
+    assert "down weight cast" not in names(kept.forward())
+    assert {"down cast", "down weight cast"} <= names(anew.forward())
+    assert {"down grad cast", "down weight cast", "down cast"} <= names(anew.backward())
+
+
 # What a layer keeps for each token, in bytes: h hidden, q queries, k keys (and as many values), a heads, f inner width
 
 
@@ -574,8 +604,10 @@ def test_context_parallel_ranks_exchange_keys_and_values_and_their_gradients_bes
         ({"framework": "megatron"}, "2 * (4*h + 4) + 2*(q + 2*k) + 2*q + 4*a + 6*f"),
         # in 8 bits, linear layers keep their inputs in 8 bits, and that of the output projection besides attention's
         ({"framework": "megatron", "train__precision": "fp8"}, "2 * (3*h + 4) + 2*(q + 2*k) + 3*q + 4*a + 5*f"),
-        # compiled: outputs of norms are made anew, but one; so is the product of gate and up
-        ({"framework": "pytorch", "train__compile": True}, "2 * (2*h + 4) + 2*h + 2*(q + 2*k) + 2*q + 4*a + 4*f"),
+        # compiled: silu is made anew; what matmuls of the backward pass read is not
+        ({"framework": "pytorch", "train__compile": True}, "2 * (4*h + 4) + 2*(q + 2*k) + 2*q + 4*a + 6*f"),
+        # torchtitan repeats keys and values for their queries; torchao keeps inputs in 16 bits
+        ({"framework": "torchtitan", "train__precision": "fp8"}, "2 * (4*h + 4) + 2*3*q + 2*q + 4*a + 8*f"),
         ({"framework": "megatron", "model__qk_norm": True},
          "2 * (4*h + 4) + 2*(q + k) + 2*(q + 2*k) + 2*q + 4*a + 6*f"),
         ({"framework": "pytorch", "model__qk_norm": True},

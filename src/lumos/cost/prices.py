@@ -87,10 +87,15 @@ class Prices:
         """One operator: its isolated cost without the timer's own, under the conditions of a step."""
         if operator.kind == "stream" and operator.shape[0] == 0:
             return 0.0
-        model = self.flash_model if self.flash_model and operator.kind.startswith("sdpa") else self.model
+        older = self.flash_model if operator.kind.startswith("sdpa") else None
+        model = older or self.model
         alone = max(model.us(operator) - model.isolation_us, read_table("step.json")["shortest_us"])
-        matrix = operator.is_matrix
-        factor = self.factors.matrix * relief_of(operator, self.model.gpu) if matrix else self.factors.stream
+        if older:  # at half of the rate, it does not reach the power limit: as fast in a step as alone on an H200
+            factor = 1.0
+        elif operator.is_matrix:
+            factor = self.factors.matrix * relief_of(operator, self.model.gpu)
+        else:
+            factor = self.factors.stream
         us = alone * factor * warmth(operator, self.model.gpu.l2_mb)
         if operator.is_matrix and operator.dtype != "fp32" and self.factors.sustained < 1:
             us = max(us, operator.flops / (self.factors.sustained * chip_of(self.model.gpu, operator.dtype).peak))

@@ -195,13 +195,14 @@ def _exchanged(s: RankLayout, kernels: Block, backward: bool = False) -> Block:
 
     a2a+p2p exchanges heads among near ranks, and keys and values in a ring among far ones. A ring is priced as one
     all-gather; the result needs the last part, so attention ends no sooner than the exchange. Known error: only the
-    default, a ring, was compared with measured runs; torchtitan hides a cp-th of its all-gather.
+    default, a ring, and torchtitan's all-gather were compared with measured runs.
     """
     heads, ring = s.cp_exchange
     keys = keys_and_values_bytes(s)
     if s.parallel.cp_type == "all_gather":
-        after = ops.collective("reduce_scatter", keys, s.cp, name="context reduce") if backward else []
-        return [*ops.collective("all_gather", keys, s.cp, name="context gather"), *kernels, *after]
+        parts, gradients = (_added_up(s, backward), 2 * keys) if s.framework.cp_in_parts else ([], keys)  # in fp32
+        after = ops.collective("reduce_scatter", gradients, s.cp, name="context reduce") if backward else []
+        return [*ops.collective("all_gather", keys, s.cp, name="context gather"), *kernels, *parts, *after]
     copies = 2.0 if backward else 1.0
     exchange = ops.collective("all_gather", copies * keys, ring, waits=False, name="context exchange")
     inside = [*exchange, *kernels, *ops.join(s)] if exchange else kernels
@@ -216,9 +217,16 @@ def _exchanged(s: RankLayout, kernels: Block, backward: bool = False) -> Block:
     ]
 
 
+def _added_up(s: RankLayout, backward: bool) -> Block:
+    """Attention to the keys of one rank after the other: what is added to the results so far, in fp32."""
+    elements = (s.parallel.cp - 1) * s.tokens * s.heads * s.model.head_dim
+    return [ops.stream(s, f"context parts{' grad' if backward else ''}", elements)] if elements else []
+
+
 def keys_and_values_bytes(s: RankLayout) -> float:
-    """Of all ranks among which the sequence is divided, for the heads of one."""
-    return 2.0 * s.tokens * s.parallel.cp * s.kv_heads // s.cp_heads * s.model.head_dim * s.element
+    """Of all ranks among which the sequence is divided, for the heads of one, as they are exchanged."""
+    heads = s.heads if s.framework.keeps_repeated else s.kv_heads
+    return 2.0 * s.tokens * s.parallel.cp * heads // s.cp_heads * s.model.head_dim * s.element
 
 
 def _kernel_heads(s: RankLayout) -> int:

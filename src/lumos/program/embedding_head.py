@@ -30,11 +30,12 @@ def embedding_backward(s: RankLayout) -> Block:
 
 def head(s: RankLayout) -> Block:
     """Final norm, output matrix and loss."""
-    return [*ops.norm(s), *ops.gather(s), *ops.linear(s, s.tokens, s.vocab, s.model.hidden, "head"), *_loss(s)]
+    output = ops.linear(s, s.tokens, s.vocab, s.model.hidden, "head", wide=True)
+    return [*ops.norm(s), *ops.gather(s), *output, *_loss(s)]
 
 
 def head_backward(s: RankLayout) -> Block:
-    inputs, weights = ops.linear_backward(s, s.tokens, s.vocab, s.model.hidden, "head")
+    inputs, weights = ops.linear_backward(s, s.tokens, s.vocab, s.model.hidden, "head", wide=True)
     reduction = ops.reduce(s, name="head grad reduce")
     return [*_loss_backward(s), *inputs, *weights, *reduction, *ops.norm_backward(s)]
 

@@ -57,26 +57,54 @@ def collective(kind: str, size: float, group: Group, waits: bool = True, name: s
 
 
 # ---------------------------------------------------------------------- linear layers
-def linear(s: RankLayout, m: int, n: int, k: int, name: str, count: int = 1, saves: float = 0.0) -> Block:
-    """The forward pass of a linear layer of n × k, as `count` equal matmuls where the framework does not join them."""
-    cast = [stream(s, "linear cast", m * k, name=f"{name} cast")] if s.eight_bit else []
-    matmul = op(s, "gemm_tn", m, n // count, k, dtype=s.train.precision, name=name)
+def linear(
+    s: RankLayout, m: int, n: int, k: int, name: str, count: int = 1, saves: float = 0.0, wide: bool = False
+) -> Block:
+    """The forward pass of a linear layer of n × k, as `count` equal matmuls where the framework does not join them.
+
+    `wide`: it runs in 16 bits where others run in 8, as the output matrix does in every framework.
+    """
+    casts = _casts(s, m * k, n * k, name) if s.eight_bit and not wide else []
+    matmul = op(s, "gemm_tn", m, n // count, k, dtype=_linear_dtype(s, wide), name=name)
     matmuls = [matmul._replace(saves=saves), *[matmul] * (count - 1)]
     if s.model.bias and not s.fused and not s.framework.fused_bias:
         matmuls.append(stream(s, "linear bias", m * n, name=f"{name} bias"))
-    return cast + matmuls
+    return [*casts, *matmuls]
 
 
-def linear_backward(s: RankLayout, m: int, n: int, k: int, name: str, count: int = 1) -> tuple[Block, Block]:
+def _linear_dtype(s: RankLayout, wide: bool) -> str:
+    return s.precision if wide and s.eight_bit else s.train.precision
+
+
+def _casts(s: RankLayout, inputs: int, weights: int, name: str) -> Block:
+    """To 8 bits: the input and, where scales are not kept from step to step, the weights."""
+    if s.framework.fused:
+        return [stream(s, "linear cast", inputs, name=f"{name} cast")]
+    return [
+        stream(s, "dynamic cast", inputs, name=f"{name} cast"),
+        stream(s, "dynamic weight cast", weights, name=f"{name} weight cast"),
+    ]
+
+
+def linear_backward(
+    s: RankLayout, m: int, n: int, k: int, name: str, count: int = 1, wide: bool = False
+) -> tuple[Block, Block]:
     """(input gradient, weight gradient) of a linear layer."""
-    dtype = s.train.precision
-    inputs = [stream(s, "linear grad cast", m * n, name=f"{name} grad cast")] if s.eight_bit else []
+    dtype, low = _linear_dtype(s, wide), s.eight_bit and not wide
+    dynamic = low and not s.framework.fused
+    inputs: Block = []
+    if low:
+        row = "dynamic grad cast" if dynamic else "linear grad cast"
+        inputs.append(stream(s, row, m * n, name=f"{name} grad cast"))
+    if dynamic:
+        inputs.append(stream(s, "dynamic weight cast", n * k, name=f"{name} weight cast"))
     inputs += [op(s, "gemm_nn", m, k, n // count, dtype=dtype, name=f"{name} dgrad")] * count
     if count > 1:
         inputs.append(stream(s, "linear grad sum", m * k, name=f"{name} sum", count=count - 1))
     if s.train.mode == "lora":  # only the adapters have weight gradients, and they are small
         return inputs, []
-    weights = [op(s, "gemm_nt", n // count, k, m, dtype=dtype, name=f"{name} wgrad")] * count
+    weights = [stream(s, "dynamic cast again", m * k, name=f"{name} cast")] if dynamic else []
+    weights += [op(s, "gemm_nt", n // count, k, m, dtype=dtype, name=f"{name} wgrad")] * count
     weights += accumulated(s, n * k, name, count)
     if s.model.bias:
         weights.append(stream(s, "linear bias grad", m * n, name=f"{name} bias grad"))

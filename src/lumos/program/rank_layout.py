@@ -199,8 +199,11 @@ class RankLayout:
 
     @cached_property
     def linear_element(self) -> int:
-        """Bytes of one element of a linear layer's input, as it is kept for the backward pass."""
-        return 1 if self.eight_bit else self.element
+        """Bytes of one element of a linear layer's input, as it is kept for the backward pass.
+
+        Transformer Engine keeps the copy in 8 bits; torchao keeps the input, and casts it again.
+        """
+        return 1 if self.eight_bit and self.framework.fused else self.element
 
     @cached_property
     def activation_bytes(self) -> float:

@@ -22,7 +22,7 @@ class Framework:
     # FlashAttention 2 leave it for cuDNN's kernels on Blackwell.
     flash: str = "native"
     compiled_flash: str = ""  # the same in compiled models; "": as `flash`
-    fused: bool = False  # element-wise chains are one kernel
+    fused: bool = False  # element-wise chains are one kernel, and 8-bit linear layers are those of Transformer Engine
     fused_norm: bool = False
     fused_rotary: bool = False
     fused_activation: bool = False
@@ -46,6 +46,7 @@ class Framework:
     overlaps_in_pipeline: bool = True  # … also where there are several stages
     sequence_parallel: bool = False
     cp_type: str = "p2p"  # how its context-parallel ranks attend, where a measured run does not say
+    cp_in_parts: bool = False  # all_gather: ranks attend to the keys of one rank after the other, and add up in fp32
     sends_parts: bool = False  # every tensor rank sends its part of the activations to the next stage, which gathers
     balances: bool = False  # layers are dealt to stages by their work, the head's included; else evenly
     zero: int = 0
@@ -83,7 +84,7 @@ class Framework:
     kept_logit_bytes: float = 0.0  # of the micro-batch before, not released yet
     half_gradients: bool = False  # 16-bit gradients of all weights lie beside the fp32 buffer
     gradient_buffer_fp32: bool = False
-    keeps_gathered: bool = False  # sequence parallel: linear layers keep their gathered input, and need not gather again
+    keeps_gathered: bool = False  # sequence parallel: linear layers keep their gathered input, not a part of it
     keeps_repeated: bool = False  # keys and values are kept as they are repeated for the queries that share them
     keeps_outputs: bool = False  # the last stage keeps the logits of all micro-batches, to join them
     bucket_buffers: int = 0  # buffers of `bucket_mb` that gradients are copied to before their reduction
