@@ -216,6 +216,11 @@ def test_a_network_that_is_stated_counts(column: str, text: str, gbit: float) ->
     assert run.notes == ()
 
 
+def test_plain_pytorch_is_known_by_its_name() -> None:
+    assert (one(framework="PyTorch, transformers").setup.train.framework, one(framework="PyTorch").notes) == ("pytorch", ())
+    assert one(framework="PyTorch FSDP2").setup.train.framework != "pytorch", "which is told apart by what stands for it"
+
+
 def test_a_network_that_is_not_stated_is_noted() -> None:
     assert any("network" in note for note in one(n_gpus="64").notes)
 

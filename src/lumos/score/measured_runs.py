@@ -144,7 +144,7 @@ def _framework(row: Row, found: Findings) -> str:
         for pattern in patterns
         if framework.name != _OTHERS and (match := re.search(pattern, text)) and match.start() < name_ends
     ]
-    _, exact, name = max(matches, default=(0, False, _OTHERS))
+    _, exact, name = max(matches, default=(0, _OTHERS in text, _OTHERS))
     if not exact:
         found.note(f"framework {row['framework'][:60]!r} is predicted as {name}")
     return name
