@@ -14,7 +14,27 @@ from typing import Any
 
 import pytest
 
+from lumos import predict
+from lumos.score.measured_runs import read_rows
+from lumos.score.score import score as score_rows
+from lumos.setup import Setup, preset_named
+
+ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data/accuracy"
+PUBLISHED_PCT = {  # of calibration/published_runs.csv: nothing is fitted on it
+    "fms-fsdp": 9.0,
+    "kempnerforge": 12.0,
+    "torchtitan-docs-2024": 9.0,
+    "torchtitan-h100-2024-12": 11.0,
+    "torchtitan-async-tp-2025-06": 17.0,
+    "torchtitan-trainy-h200": 12.0,
+}
+CHECKPOINTING = {
+    "none": {},
+    "op": {"recompute": "selective"},
+    "layer": {"recompute": "full", "recompute_every": 2},
+    "full": {"recompute": "full"},
+}
 MOST_PCT = {  # mean error of a source's step times
     "bigscience-bloom-prequel": 18.0,
     "korthikanti-2205.05198-table5": 11.0,
@@ -76,3 +96,39 @@ def test_peak_memory_on_one_h200_is_within_two_percent(scored: dict[str, Any]) -
     assert errors.keys() == measured.keys()
     assert sum(errors.values()) / len(errors) < 0.005
     assert max(errors.values()) < 0.02
+
+
+def test_published_runs_of_pytorch_s_frameworks_are_as_near_as_they_were() -> None:
+    found = score_rows(read_rows(ROOT / "calibration/published_runs.csv"))
+    assert found.refused == ()
+    by_source: dict[str, list[float]] = {}
+    for row in found.scored:
+        by_source.setdefault(row.source, []).append(100 * abs(row.predicted / row.measured - 1))
+    errors = {source: sum(values) / len(values) for source, values in by_source.items()}
+    assert {source: errors[source] for source, most in PUBLISHED_PCT.items() if errors[source] > most} == {}
+
+
+def _one_rank(case: dict[str, Any]) -> Setup:
+    """A rank of eight whose peers answer at once; the loss of the measured script is eager even in compiled models."""
+    train = {"seq": case["seq"], "micro_batch": case["micro"], "microbatches": case["accum"]}
+    train |= {"framework": "torchtitan-2024" if case["compiled"] else "torchtitan", "compile": case["compiled"]}
+    train |= CHECKPOINTING[case["checkpoint"]]
+    if case["float8"]:
+        train |= {"precision": "fp8", "fp8_scaling": case["float8"]}
+    model = dict(preset_named("llama3-8b").keys) | {"layers": case["layers"]}
+    parallel = {"dp": 8, "zero": 3, "no_sync": not case["sync"]}
+    return Setup(model=model, train=train, parallel=parallel, cluster={"gpu": "h200", "nvlink_gb_s": 1e6})  # type: ignore[arg-type]
+
+
+def test_every_kind_of_checkpointing_takes_the_time_and_keeps_the_memory_that_was_measured_on_an_h200() -> None:
+    results = json.loads((ROOT / "calibration/checkpointing_h200.json").read_text())["results"]
+    times, peaks = {}, {}
+    for row in results:
+        if row["case"]["backend"] == "flash":  # as torchtitan asks for
+            answer = predict(_one_rank(row["case"]))
+            times[row["case"]["name"]] = abs(answer.step_ms / 1e3 / row["step_s"] - 1)
+            peaks[row["case"]["name"]] = abs(answer.memory.peak / row["peak"] - 1)
+    assert len(times) == 13
+    assert sum(times.values()) / len(times) < 0.04
+    assert max(times.values()) < 0.075
+    assert max(peaks.values()) < 0.04
