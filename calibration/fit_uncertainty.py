@@ -7,7 +7,7 @@ The logarithm of measured over predicted time is modelled as a spread with two c
 usual one the more the fewer publications there are; where there are none, it is the largest of all. The ends of the
 interval, in units of that spread, are quantiles over runs whose publication was left out of the fit: so they hold what
 a fit cannot know of machines that it has not seen. Every run is predicted with constants fitted without its publication
-(held_out.json).
+(held_out.json). Runs that their own repetition does not confirm are judged by the interval, but not fitted on.
 
 Writes src/lumos/data/uncertainty.json, and prints how often the interval holds for publications that were left out, and
 whether it would help to correct predictions by the mean error of their framework.
@@ -28,7 +28,7 @@ from lumos.prediction.interval import PARTS, UNKNOWN, Spread, framework_of, size
 from published import Predicted, predictions
 from shipped import ship, shipped
 
-MOST = 0.5  # of the logarithm of measured over predicted, beyond which an error counts no further: erratic runs
+MOST = 0.3  # of the logarithm of measured over predicted, beyond which an error counts no further
 LIKE = 2.0  # for how many publications the usual width counts
 FEW = 5.0  # rows with which a publication counts half
 BIAS = 3.0  # the same as LIKE, for the mean error of a framework
@@ -48,6 +48,7 @@ class Residual(NamedTuple):
     family: str
     parts: dict[str, float]
     log_error: float  # of measured over predicted
+    is_erratic: bool = False  # no other run of it agrees: it says more about that day than about the prediction
 
 
 def residuals(rows: Sequence[Predicted]) -> list[Residual]:
@@ -55,12 +56,13 @@ def residuals(rows: Sequence[Predicted]) -> list[Residual]:
     for row in rows:
         framework = framework_of(row.run.setup, row.run.notes)
         family = row.run.setup.cluster.accelerator.family
-        found.append(Residual(row.publication, framework, family, row.parts, row.log_error))
+        found.append(Residual(row.publication, framework, family, row.parts, row.log_error, row.is_erratic))
     return found
 
 
 def fit(rows: Sequence[Residual]) -> Table:
-    """The table of intervals: variances, widths of frameworks, and the ends in units of the spread."""
+    """The table of intervals: variances, widths, and the ends in units of the spread; erratic runs are left out."""
+    rows = [row for row in rows if not row.is_erratic]
     scaled: list[float] = []
     for name in _publications(rows):
         table = _spreads([row for row in rows if row.publication != name])
@@ -79,7 +81,7 @@ def held_out(rows: Sequence[Residual]) -> list[Spread]:
 def bias_of(rows: Sequence[Residual]) -> dict[str, float]:
     """By framework, the mean over publications of their median error, drawn towards none."""
     found = {}
-    for framework, groups in _grouped(rows, "frameworks").items():
+    for framework, groups in _grouped([row for row in rows if row.framework != UNKNOWN], "frameworks").items():
         counted = [(float(np.median([row.log_error for row in group])), _weight(group)) for group in groups]
         found[framework] = sum(value * weight for value, weight in counted) / (BIAS + sum(w for _, w in counted))
     return found

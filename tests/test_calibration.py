@@ -176,6 +176,12 @@ def test_the_interval_of_a_source_does_not_depend_on_the_source() -> None:
     assert fit_uncertainty.held_out(rows)[len(first)] != fit_uncertainty.held_out(worse)[len(first)]
 
 
+def test_runs_that_nobody_could_repeat_do_not_widen_the_interval() -> None:
+    rows = simulated_sources(1, 8, {"one": 1.0, "other": 1.0})
+    lost = [row._replace(log_error=2.0, is_erratic=True) for row in rows[::2]]
+    assert fit_uncertainty.fit([*rows, *lost]) == fit_uncertainty.fit(rows)
+
+
 def test_a_correction_by_framework_is_judged_on_sources_it_was_not_made_from() -> None:
     """By hand: a framework whose four sources are all 20 % too fast is corrected; a single source is not, by itself."""
     parts = dict.fromkeys(fit_uncertainty.PARTS, 0.0) | {"always": 1.0}
