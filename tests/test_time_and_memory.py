@@ -209,6 +209,11 @@ def step_of(preset: str = "llama3-8b", network: Network = PLAIN, **changes: Any)
     return simulate_step(setup, network=network)
 
 
+def undisturbed(step: Step) -> Step:
+    """The same step before kernels and communication that run at the same time have slowed each other."""
+    return dataclasses.replace(step, graph=step.assembly.graph())
+
+
 @pytest.mark.parametrize(
     ("zero", "collective", "published"), [(0, "all_reduce", 0), (1, "reduce_scatter", 2)]
 )  # fmt: skip
@@ -233,8 +238,8 @@ def test_weights_are_published_behind_the_first_forward_pass_where_communication
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_fsdp_gathers_in_16_bits_and_reduces_in_fp32(microbatches: int) -> None:
-    step = step_of(**{"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3,
-                      "train.microbatches": microbatches})  # fmt: skip
+    step = undisturbed(step_of(**{"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3,
+                                  "train.microbatches": microbatches}))  # fmt: skip
     parameters = step.setup.model.parameters(2048)
     gather, reduce = ring_us("all_gather", 2 * parameters, 8), ring_us("reduce_scatter", 4 * parameters, 8)
     assert step.role_us("gather", 0) == pytest.approx(2 * microbatches * gather, rel=1e-6)
@@ -244,7 +249,8 @@ def test_fsdp_gathers_in_16_bits_and_reduces_in_fp32(microbatches: int) -> None:
 
 def test_replicas_of_divided_weights_reduce_their_part_with_each_other() -> None:
     """Two groups of four GPUs divide the weights: reduce-scatter among four, all-reduce of a quarter between two."""
-    step = step_of(**{"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3, "parallel.shard": 4})
+    keys = {"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3, "parallel.shard": 4}
+    step = undisturbed(step_of(**keys))
     parameters = step.setup.model.parameters(2048)
     assert step.role_us("gather", 0) == pytest.approx(2 * ring_us("all_gather", 2 * parameters, 4), rel=1e-6)
     wanted = ring_us("reduce_scatter", 4 * parameters, 4) + ring_us("all_reduce", parameters, 2)
@@ -298,7 +304,7 @@ def test_gradients_are_reduced_beside_the_backward_pass_where_the_framework_does
 
 def test_gradients_of_the_embedding_are_reduced_with_the_last_unit() -> None:
     keys = {"train.framework": "megatron", "parallel.dp": 8, "parallel.zero": 0, "parallel.dp_overlap": True}
-    step = step_of(**keys)
+    step = undisturbed(step_of(**keys))
     model, units = step.setup.model, step.plan.units
     assert units == 12, "of 32 layers: no more parts than that"
     table = model.vocab * model.hidden
@@ -399,16 +405,16 @@ SLOW_LINKS = {"parallel.pp": 4, "parallel.tp": 8, "parallel.dp": 1, "parallel.se
         ({"parallel.pp": 4, "parallel.vpp": 2, "parallel.dp": 1, "train.microbatches": 8}, 0.99),
         (SLOW_LINKS | {"train.microbatches": 1}, 1.0),
         (SLOW_LINKS | {"train.microbatches": 8}, 0.95),
-        ({"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3}, 1.0),
+        ({"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3}, 0.8),
         ({"train.framework": "torchtitan", "parallel.dp": 16, "parallel.zero": 3, "train.microbatches": 3}, 1.0),
         ({"train.framework": "torchtitan", "parallel.dp": 16, "parallel.zero": 3, "train.seq": 256}, 1.0),
         ({"parallel.dp": 16, "parallel.zero": 0, "train.seq": 256, "parallel.dp_overlap": True}, 0.98),
-        ({"parallel.dp": 8, "parallel.zero": 0, "parallel.dp_overlap": True}, 0.9),
+        ({"parallel.dp": 8, "parallel.zero": 0, "parallel.dp_overlap": True}, 0.8),
     ],
     ids=str,
 )  # fmt: skip
 def test_the_bound_is_the_step_where_little_overlaps(keys: dict[str, Any], least: float) -> None:
-    """Nothing but the last micro-batches of a pipeline with slow links, and what overlap hides, is left out of it."""
+    """Left out are the last micro-batches of a pipeline with slow links, and what kernels lose beside communication."""
     step = step_of(**({"train.framework": "megatron"} | keys))
     assert least * (1 - 1e-4) <= step.assembly.bound_us() / step.us <= 1 + 1e-9
 
