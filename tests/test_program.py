@@ -16,6 +16,7 @@ from lumos.program.attention import core
 from lumos.program.block import Block
 from lumos.program.embedding_head import embedding, head, head_backward, optimizer
 from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
+from lumos.program.flops import model_flops
 from lumos.program.moe import busiest_rank, expert_gradient_bytes, moe, moe_backward
 from lumos.program.muon import Matrices, expert_matrices, layer_matrices, orthogonalised
 from lumos.program.operators import Collective, Group, Operator
@@ -123,6 +124,22 @@ def test_context_parallel_ranks_share_the_work(cp: int, attention: str) -> None:
             matrix_flops(getattr(alone, phase)()), rel=0.001
         )
         assert kinds(getattr(shared, phase)()) == {"all_gather": 1}, "keys and values go round"
+
+
+def test_kernels_skip_what_a_sliding_window_hides_where_the_framework_has_such_kernels() -> None:
+    """A window of a quarter of the sequence hides (3/4)² of the causal scores; every second layer has one."""
+
+    def scores(framework: str = "megatron", **changes: Any) -> float:
+        layout = layout_of("llama3-8b", framework, **changes)
+        return sum(op.flops for op in operators(TransformerLayer(layout).forward()) if op.kind == "sdpa_fwd")
+
+    windows = {"model__window": 512, "model__window_pattern": 2}
+    assert scores(**windows) == pytest.approx(scores() * (1 - 9 / 16 / 2), rel=1e-3)
+    assert scores(model__window=512) == pytest.approx(scores() * 7 / 16, rel=1e-3)
+    assert scores(model__window=4096) == scores(), "longer than the sequence"
+    assert scores("pytorch", **windows) == scores("pytorch"), "a mask over the whole square"
+    full, windowed = (model_flops(layout_of("llama3-8b", **changes).setup) for changes in ({}, windows))
+    assert full - windowed == pytest.approx(3 * 2048 * 32 * 2048 * 4096 * 2 * 9 / 32, rel=1e-6)
 
 
 def test_the_busiest_rank_decides_how_long_an_unbalanced_router_takes() -> None:

@@ -140,7 +140,7 @@ def core(s: RankLayout) -> Block:
     if s.attention == "unfused":
         return _unfused_core(s)
     lse = 4.0 * s.tokens * s.heads  # log-sum-exp in fp32
-    kernel = ops.op(s, "sdpa_fwd", s.sequences, _kernel_heads(s), *_span(s, _head_size(s)), saves=lse)
+    kernel = ops.op(s, "sdpa_fwd", s.sequences, _kernel_heads(s), *_seen(s, _head_size(s)), saves=lse)
     block = [*_repeated(s, "repeat keys and values"), *_exchanged(s, [kernel])]
     if not s.framework.joins_qkv:
         block.append(_copy(s))
@@ -151,7 +151,7 @@ def core_backward(s: RankLayout) -> Block:
     if s.attention == "unfused":
         return _unfused_core_backward(s)
     launches = ops.launches_of("attention grad")
-    kernel = ops.op(s, "sdpa_bwd", s.sequences, _kernel_heads(s), *_span(s, _head_size(s)), launches=launches)
+    kernel = ops.op(s, "sdpa_bwd", s.sequences, _kernel_heads(s), *_seen(s, _head_size(s)), launches=launches)
     block = [*_exchanged(s, [kernel], backward=True), *_repeated(s, "repeat keys and values grad")]
     if not s.framework.joins_qkv:
         block.append(_copy(s))
@@ -253,3 +253,10 @@ def _head_size(s: RankLayout) -> int:
 def _span(s: RankLayout, head: int) -> tuple[int, int]:
     """(sequence, head) of the attention kernels; ranks that divide the sequence do their share of the square."""
     return round(s.train.seq / (s.parallel.cp // s.cp_heads) ** 0.5), head
+
+
+def _seen(s: RankLayout, head: int) -> tuple[int, int]:
+    """The same for kernels that skip what a window hides: the square with as much work as an average layer has."""
+    seq, head = _span(s, head)
+    hidden = s.model.hidden_scores(s.train.seq) if s.framework.skips_windows else 0.0
+    return max(1, round(seq * (1 - hidden) ** 0.5)), head

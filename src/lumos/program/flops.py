@@ -28,11 +28,11 @@ def _matmul_flops(setup: Setup) -> float:
 
 
 def _scores_flops(setup: Setup) -> float:
-    """Of one layer's attention, for one token: scores and values, the causal half."""
-    m = setup.model
+    """Of an average layer's attention, for one token: scores and values, the causal half, inside of windows."""
+    m, seq = setup.model, setup.train.seq
     query = m.qk_nope_head_dim + m.qk_rope_head_dim if m.latent else m.head_dim
     value = m.v_head_dim if m.latent else m.head_dim
-    return float(setup.train.seq * m.heads * (query + value))
+    return float(seq * (1 - m.hidden_scores(seq)) * m.heads * (query + value))
 
 
 def model_flops(setup: Setup) -> float:

@@ -210,6 +210,9 @@ def _model(model: Model) -> Iterator[Rule]:
         mistake = f"model.top_k = {model.top_k} of model.experts = {model.experts}: use 1 to {model.experts}"
     yield "model.experts model.top_k model.shared_experts", mistake
 
+    mistake = "" if model.window else _needs(model, ("window_pattern",), "model.window: set it,")
+    yield "model.window model.window_pattern", mistake
+
     dense, layers = model.dense_layers, model.layers
     mistake = "" if dense <= layers else f"model.dense_layers = {dense} is more than model.layers = {layers}: use fewer"
     yield "model.layers model.dense_layers", mistake

@@ -103,6 +103,8 @@ class Model(Section):
     qk_norm: bool = False
     parallel_residual: bool = False
     activation: Literal["silu", "gelu", "relu", "relu2"] = "silu"  # derived: silu if gated, else gelu
+    window: MaybeSize = 0  # tokens that a layer with a sliding window attends to; 0: all layers attend to all
+    window_pattern: Count = 0  # every n-th layer has no window; 0: all have it
     q_lora_rank: MaybeSize = 0
     kv_lora_rank: MaybeSize = 0  # more than 0: multi-head latent attention
     qk_nope_head_dim: MaybeSize = 0
@@ -136,6 +138,13 @@ class Model(Section):
             "qkv_bias": bias,
             "activation": "silu" if gated else "gelu",
         }
+
+    def hidden_scores(self, seq: int) -> float:
+        """The share of the causal attention scores of an average layer that sliding windows hide."""
+        if not 0 < self.window < seq:
+            return 0.0
+        windowed = 1 - 1 / self.window_pattern if self.window_pattern else 1.0
+        return windowed * (1 - self.window / seq) ** 2
 
     @property
     def latent(self) -> bool:
