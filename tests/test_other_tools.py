@@ -260,6 +260,7 @@ def test_a_deepspeed_file_asks_for_the_model(tmp_path: Path) -> None:
     reading = read(tmp_path, text, "ds.json", "model.preset=llama3-8b", "train.seq=4096", "cluster.gpus=16")
     train, parallel = reading.setup.train, reading.setup.parallel
     assert (train.micro_batch, train.microbatches, train.precision, parallel.zero, parallel.dp) == (4, 2, "bf16", 3, 16)
+    assert train.framework == "deepspeed"
     assert (train.offload_optimizer, train.offload_overlap, train.offload_weights) == (1.0, True, False)
     assert any("on the host is assumed" in note for note in reading.notes)
 
@@ -300,6 +301,10 @@ def test_axolotl_and_llama_factory(tmp_path: Path) -> None:
     assert (setup.model.name, setup.train.mode, setup.train.seq) == ("llama3-8b", "lora", 8192)
     assert (setup.train.micro_batch, setup.train.microbatches, setup.train.recompute) == (2, 8, "full")
     assert (setup.parallel.zero, setup.train.optimizer, setup.parallel.dp) == (2, "adamw", 8)
+    assert setup.train.framework == "deepspeed"
+    sharded = AXOLOTL.replace("deepspeed: deepspeed_configs/zero2.json", "fsdp_version: 2")
+    setup = read(tmp_path, sharded, "fsdp.yml", "cluster.gpus=8").setup
+    assert (setup.parallel.zero, setup.parallel.no_sync, setup.train.framework) == (3, True, "pytorch")
     (tmp_path / "ds_z3_config.json").write_text(json.dumps(DEEPSPEED))
     reading = read(tmp_path, FACTORY, "factory.yaml")
     setup = reading.setup

@@ -648,6 +648,13 @@ def test_megatron_defaults_are_those_of_gpt() -> None:
             "train.recompute_modules",
             ["moe_act"],
         ),
+        ("--num-experts 8 --hidden-size 64 --moe-layer-recompute", "train.recompute_modules", ["moe"]),
+        ("--grad-reduce-in-bf16 --bf16", "train.reduce_precision", "bf16"),
+        (
+            "--num-experts 8 --hidden-size 64 --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
+            "train.imbalance",
+            1.5,
+        ),
         ("--num-experts 8 --hidden-size 64 --expert-tensor-parallel-size 2", "parallel.etp", 2),
         ("--num-experts 8 --hidden-size 64 --tensor-model-parallel-size 4", "parallel.etp", 4),  # its default
         ("--context-parallel-size 4 --cp-comm-type a2a", "parallel.cp_type", "a2a"),

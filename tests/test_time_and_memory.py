@@ -247,6 +247,31 @@ def test_fsdp_gathers_in_16_bits_and_reduces_in_fp32(microbatches: int) -> None:
     assert step.role_us("publish", 0) == 0
 
 
+@pytest.mark.parametrize(("zero", "times"), [(0, 1), (1, 1), (2, 3)])
+def test_deepspeed_divides_gradients_after_every_micro_batch_and_does_not_overlap_that(zero: int, times: int) -> None:
+    step = undisturbed(step_of(**{"train.framework": "deepspeed", "parallel.dp": 8, "parallel.zero": zero,
+                                  "train.microbatches": 3}))  # fmt: skip
+    kind = "reduce_scatter" if zero else "all_reduce"
+    reduce = ring_us(kind, 2 * step.setup.model.parameters(2048), 8)
+    assert step.role_us("reduce rest", 0) == pytest.approx(times * reduce, rel=1e-6)
+    assert nodes(step, "reduce") == 0
+
+
+def test_gradients_that_are_not_synchronised_are_reduced_once_and_kept_whole() -> None:
+    keys = {"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3, "train.microbatches": 4}
+    always, last = (undisturbed(step_of(**keys | {"parallel.no_sync": value})) for value in (False, True))
+    assert always.role_us("reduce", 0) == pytest.approx(4 * last.role_us("reduce", 0), rel=1e-6)
+    assert always.role_us("gather", 0) == pytest.approx(last.role_us("gather", 0), rel=1e-6)
+    whole = 4 * always.setup.model.parameters(2048)
+    assert memory_of(last.setup).peak - memory_of(always.setup).peak == pytest.approx(whole, rel=1e-6)
+
+
+def test_gradients_are_reduced_in_the_precision_that_is_asked_for() -> None:
+    keys = {"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3}
+    wide, low = (undisturbed(step_of(**keys | {"train.reduce_precision": name})) for name in ("fp32", "bf16"))
+    assert wide.role_us("reduce", 0) == pytest.approx(2 * low.role_us("reduce", 0), rel=1e-6)
+
+
 def test_replicas_of_divided_weights_reduce_their_part_with_each_other() -> None:
     """Two groups of four GPUs divide the weights: reduce-scatter among four, all-reduce of a quarter between two."""
     keys = {"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3, "parallel.shard": 4}

@@ -205,6 +205,22 @@ def _experts(found: Findings, options: Options) -> None:
         values.setdefault("parallel.etp", tp)  # Megatron's default
     every = _word(options, "expert-interval", "2") if is_deepspeed else "1"
     _dense_layers(found, "".join(options.get("moe-layer-freq") or [every]).replace(" ", ""))
+    _capacity(found, options)
+    if "moe-shared-expert-overlap" in options and values.get("model.shared_experts"):
+        found.note("--moe-shared-expert-overlap is not modelled: assuming that shared experts run after the exchange")
+
+
+def _capacity(found: Findings, options: Options) -> None:
+    """Experts that are filled up to a capacity all have as much to do as the busiest."""
+    word = _word(options, "moe-expert-capacity-factor")
+    if not word:
+        return
+    factor = float(word) if re.fullmatch(r"\d{1,4}(\.\d{0,12})?", word, re.ASCII) else 0.0
+    if factor < 1:
+        wrong = f"--moe-expert-capacity-factor {shown(word)} is not a number of 1 or more"
+        found.note(f"{wrong}: assuming that no token is dropped", "train.imbalance")
+    elif "moe-pad-expert-input-to-capacity" in options:
+        found.values["train.imbalance"] = factor
 
 
 def _deepspeed_experts(found: Findings, options: Options) -> None:
@@ -373,6 +389,8 @@ def _recomputation(found: Findings, options: Options) -> None:
             found.values[places[method]] = _number(options.get("recompute-num-layers") or ["1"])
     elif how == "full" and method:
         found.note(f"--recompute-method {shown(method)} is not known: use block or uniform", *places.values())
+    if "moe-layer-recompute" in options and how in (None, "none"):  # the name of recompute_modules = moe until 2025
+        found.values |= {"train.recompute": "selective", "train.recompute_modules": ["moe"]}
     if how != "selective" or "recompute-modules" not in options:
         return
     words = re.split(r"[\s,'\"\[\]()]+", " ".join(options["recompute-modules"]))
