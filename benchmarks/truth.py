@@ -174,11 +174,11 @@ def main() -> None:
     answer["means"] = totals(sources)
     answer["missed"] = list(missed(answer["sources"], answer["means"]))
     show(answer, before)
+    if options.json:
+        runs = [one.as_dict() for one in rows]
+        options.json.write_text(json.dumps(answer | {"runs": runs}, indent=1) + "\n")
     if options.constants:
         show_constants(options.folder, answer["means"]["dense"])
-    if options.json:
-        answer["runs"] = [one.as_dict() for one in rows]
-        options.json.write_text(json.dumps(answer, indent=1) + "\n")
 
 
 if __name__ == "__main__":
