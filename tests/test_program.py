@@ -16,7 +16,6 @@ from lumos.program.attention import core
 from lumos.program.block import Block
 from lumos.program.embedding_head import embedding, head, head_backward, optimizer
 from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
-from lumos.program.flops import model_flops
 from lumos.program.moe import busiest_rank, expert_gradient_bytes, moe, moe_backward
 from lumos.program.muon import Matrices, expert_matrices, layer_matrices, orthogonalised
 from lumos.program.operators import Collective, Group, Operator
@@ -596,6 +595,19 @@ def test_the_output_matrix_stays_in_16_bits(framework: str) -> None:
     assert not {"head cast", "head grad cast"} & set(dtypes)
     inner = {op.work.dtype for op in TransformerLayer(layout).forward() if op.name == "down"}
     assert inner == {"fp8"}
+
+
+def test_inputs_with_one_factor_are_gathered_in_8_bits_and_those_with_factors_of_rows_are_not() -> None:
+    keys = {"parallel__tp": 4, "parallel__sequence_parallel": True, "cluster__gpu": "h100"}
+    wide, tensor, row = (
+        TransformerLayer(layout_of(framework="torchtitan", **keys, **more)).forward()
+        for more in ({}, {"train__precision": "fp8"}, {"train__precision": "fp8", "train__fp8_scaling": "row"})
+    )
+    gathered = [sizes(block)["gather sequence"] for block in (wide, tensor, row)]
+    assert gathered[1] == ("all_gather", gathered[0][1] / 2)
+    assert gathered[2] == gathered[0]
+    cast = {name: op.work for name, block in (("tensor", tensor), ("row", row)) for op in block if op.name == "q cast"}
+    assert cast["row"].shape[0] == 4 * cast["tensor"].shape[0], "a rank casts its part, or what was gathered"
 
 
 def test_scales_that_are_found_anew_cost_more_than_those_of_the_step_before() -> None:

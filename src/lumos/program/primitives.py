@@ -64,7 +64,7 @@ def linear(
 
     `wide`: it runs in 16 bits where others run in 8, as the output matrix does in every framework.
     """
-    casts = _casts(s, m * k, n * k, name) if s.eight_bit and not wide else []
+    casts = _casts(s, m, n, k, name) if s.eight_bit and not wide else []
     matmul = op(s, "gemm_tn", m, n // count, k, dtype=_linear_dtype(s, wide), name=name)
     matmuls = [matmul._replace(saves=saves), *[matmul] * (count - 1)]
     if s.model.bias and not s.fused and not s.framework.fused_bias:
@@ -76,14 +76,24 @@ def _linear_dtype(s: RankLayout, wide: bool) -> str:
     return s.precision if wide and s.eight_bit else s.train.precision
 
 
-def _casts(s: RankLayout, inputs: int, weights: int, name: str) -> Block:
+def _casts(s: RankLayout, m: int, n: int, k: int, name: str) -> Block:
     """To 8 bits: the input and, where scales are not kept from step to step, the weights."""
     if s.framework.fused:
-        return [stream(s, "linear cast", inputs, name=f"{name} cast")]
+        return [stream(s, "linear cast", m * k, name=f"{name} cast")]
+    tokens = m // s.parallel.tp if _is_gathered_low(s, k) else m
     return [
-        stream(s, "dynamic cast", inputs, name=f"{name} cast"),
-        stream(s, "dynamic weight cast", weights, name=f"{name} weight cast"),
+        stream(s, "dynamic cast", tokens * k, name=f"{name} cast"),
+        stream(s, "dynamic weight cast", n * k, name=f"{name} weight cast"),
     ]
+
+
+def _is_gathered_low(s: RankLayout, k: int) -> bool:
+    """Whether an input of this width is gathered in 8 bits: a rank casts its part, with one factor for all of them.
+
+    torchao's Float8ColwiseParallel does so; it has no such gather for factors of rows.
+    """
+    scaled = s.eight_bit and not s.framework.fused and s.train.fp8_scaling == "tensor"
+    return scaled and s.splits_sequences and k == s.model.hidden
 
 
 def linear_backward(
@@ -103,7 +113,8 @@ def linear_backward(
         inputs.append(stream(s, "linear grad sum", m * k, name=f"{name} sum", count=count - 1))
     if s.train.mode == "lora":  # only the adapters have weight gradients, and they are small
         return inputs, []
-    weights = [stream(s, "dynamic cast again", m * k, name=f"{name} cast")] if dynamic else []
+    again = "transpose again" if _is_gathered_low(s, k) else "dynamic cast again"
+    weights = [stream(s, again, m * k, name=f"{name} cast")] if dynamic else []
     weights += [op(s, "gemm_nt", n // count, k, m, dtype=dtype, name=f"{name} wgrad")] * count
     weights += accumulated(s, n * k, name, count)
     if s.model.bias:
@@ -224,9 +235,10 @@ def _widened(one: BlockOp, other: BlockOp, saves: float = 0.0) -> BlockOp:
 
 
 # ---------------------------------------------------------------------- tensor parallelism
-def gather(s: RankLayout, waits: bool = True, name: str = "gather sequence") -> Block:
-    """What a column-parallel linear layer needs before it: the whole sequence, where it was divided."""
-    return collective("all_gather", s.activation_bytes, s.tp, waits, name) if s.splits_sequences else []
+def gather(s: RankLayout, waits: bool = True, name: str = "gather sequence", low: bool = False) -> Block:
+    """What a column-parallel linear layer needs before it: the whole sequence, where it was divided; `low`: in 8 bits."""
+    size = s.activation_bytes / (s.element if low else 1)
+    return collective("all_gather", size, s.tp, waits, name) if s.splits_sequences else []
 
 
 def reduce(s: RankLayout, waits: bool = True, name: str = "reduce") -> Block:
@@ -237,9 +249,10 @@ def reduce(s: RankLayout, waits: bool = True, name: str = "reduce") -> Block:
 
 def after_gather(s: RankLayout, block: Block) -> Block:
     """Matmuls that need the whole sequence: after it is gathered, or in step with the gathering."""
+    low = _is_gathered_low(s, s.model.hidden)
     if not s.tp_overlap_forward:
-        return [*gather(s), *block]
-    return [*gather(s, waits=False), *block, *join(s)]
+        return [*gather(s, low=low), *block]
+    return [*gather(s, waits=False, low=low), *block, *join(s)]
 
 
 def before_reduce(s: RankLayout, block: Block, name: str) -> Block:
