@@ -88,13 +88,25 @@ def test_two_nodes_need_only_half_of_what_a_ring_sends_between_them_if_they_are_
 
 
 def test_a_ring_has_a_step_for_every_rank_and_a_tree_one_for_every_doubling_of_nodes() -> None:
-    slow = {"base_us": 3.0, "ring_us": 5.0, "tree_us": 7.0, "ring_far_us": 11.0, "tree_far_us": 13.0, "share": 1.0}
+    """What leaves the domain sets the pace of the whole ring: every step waits for the slowest link."""
+    slow = PLAIN_HABITS.protocols[0] | {"base_us": 3.0, "ring_us": 5.0, "tree_us": 7.0, "tree_far_us": 13.0}
     habits = dataclasses.replace(PLAIN_HABITS, protocols=(slow,))
-    rings, trees = (plain_network(1e15, 1e15, habits=habits, fabric=Fabric(trees=trees)) for trees in (False, True))
-    assert us(rings, "all_gather", Group(16, 4)) == pytest.approx(3 + 12 * 5 + 3 * 11)
-    assert us(rings, "all_reduce", Group(16, 4)) == pytest.approx(3 + 24 * 5 + 6 * 11)
+    rings, trees = (
+        plain_network(1e15, 1e15, habits=habits, fabric=Fabric(trees=trees, relay_us=17.0)) for trees in (False, True)
+    )
+    assert us(rings, "all_gather", Group(4, 4)) == pytest.approx(3 + 3 * 5)
+    assert us(rings, "all_gather", Group(16, 4)) == pytest.approx(3 + 15 * 17)
+    assert us(rings, "all_reduce", Group(16, 4)) == pytest.approx(3 + 30 * 17)
     assert us(trees, "all_reduce", Group(16, 4)) == pytest.approx(3 + 2 * 3 * 7 + 2 * 2 * 13)
-    assert us(rings, "all_gather", Group(4, 1)) == pytest.approx(3 + 3 * 13), "a ring of single GPUs hides nothing"
+
+
+def test_a_crowded_fabric_slows_all_reduce_with_the_number_of_nodes() -> None:
+    crowded = plain_network(1e9, ADAPTER, fabric=Fabric(crowding=0.5))
+    for nodes, factor in ((2, 1), (8, 2), (32, 4)):
+        sent = 1 if nodes == 2 else 2
+        tree = sent * 1000 / 80 * factor
+        ring = 2 * (1 - 1 / (8 * nodes)) * 1000 / 80
+        assert us(crowded, "all_reduce", Group(8 * nodes, 8)) == pytest.approx(min(tree, ring))
 
 
 def test_small_messages_have_little_latency_and_large_ones_all_the_bandwidth() -> None:

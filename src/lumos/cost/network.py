@@ -39,24 +39,25 @@ class Tier:
 
 
 class Line(NamedTuple):
-    """One way to run a collective: `start_us`, `us_per_byte` of the whole tensor, and `fill` (see `Habits`)."""
+    """One way to run a collective, up to a size: its latency, and its time for one byte of the whole tensor."""
 
     start_us: float
     us_per_byte: float
-    fill: float = 0.0
+    fill: float = 0.0  # see `Habits`
+    most_bytes: float = float("inf")
 
 
 @dataclass(frozen=True)
 class Habits:
     """What NCCL does on any cluster; data/network.json has the values and where they are from."""
 
-    protocols: tuple[dict[str, float], ...]  # low latency, low latency in 128 bytes, simple
-    inside_share: float  # of a domain's bandwidth, reached by rings
+    protocols: tuple[dict[str, float], ...]  # low latency (LL), the same in 128 bytes (LL128), simple
+    inside_share: float  # of a domain's bandwidth, reached by rings that stay in it
+    through_share: float  # the same, of rings and chains that go on to other domains
     exchange_share: float  # the same of sends and receives, as in all-to-all
     nvls_us: float  # latency of a reduction by the NVLink switch
     nvls_member_us: float  # and for each member, all of which meet before and after
     sharp_us: float  # the same by the switches between nodes
-    plateau: float  # latency of the simple protocol's rings between domains, over the sum of their steps
     overhead_us: float  # of the host's proxy for each step of a ring that leaves the domain
     send_us: float  # of a message inside a domain
     send_far_us: float  # of a message to another domain
@@ -79,13 +80,15 @@ class Fabric:
     most_gb_s: float = float("inf")  # of one GPU, whatever the adapter has: what the host copies
     most_send_gb_s: float = float("inf")
     trees: bool = True  # whether all-reduce uses trees between nodes
+    relay_us: float = 0.0  # of every step of a ring that leaves the domain
+    crowding: float = 0.0  # all-reduce takes longer by this power of half the number of domains
 
 
 @cache
-def habits() -> Habits:
-    """The values of data/network.json."""
+def habits(family: str = "") -> Habits:
+    """The values of data/network.json, with those of a family of GPUs in their place."""
     table = read_table("network.json")
-    return Habits(tuple(table["protocols"].values()), **table["habits"])
+    return Habits(tuple(table["protocols"].values()), **table["habits"] | table["of_family"].get(family, {}))
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Network:
             lines = self._known[kind, group] = tuple(self._lines(kind, group))
         if kind == "p2p" and group.inside > 1:
             return self.penalty * self._near_message(size, *lines)
-        return self.penalty * min(_piped(line, size) for line in lines)
+        return self.penalty * min(_piped(line, size) for line in lines if size <= line.most_bytes)
 
     @property
     def inside(self) -> Tier:
@@ -150,30 +153,31 @@ class Network:
             yield self._exchange(group)
         else:
             for protocol in self.habits.protocols:
-                yield self._ring(kind, group, protocol)
+                if group.nodes == 1 or protocol["far_bytes"]:
+                    yield self._ring(kind, group, protocol)
                 if kind == "all_reduce" and group.nodes > 1 and self.fabric.trees:
                     yield self._tree(group, protocol)
             if kind == "all_reduce":
                 yield from self._in_switches(group)
 
     def _ring(self, kind: str, group: Group, protocol: dict[str, float]) -> Line:
-        """Every rank passes on what it has; the steps between domains are slower than those inside."""
-        passes, near_us = _PASSES[kind], protocol["ring_us"]
-        moved = passes * (group.size - 1) / group.size
-        bandwidth = self.near(group.inside) * self.habits.inside_share if group.inside > 1 else float("inf")
-        far_steps = 0.0
-        if group.nodes > 1:
-            far_steps = passes * (group.nodes - 1)
-            share = self.fabric.tree_share if kind == "all_reduce" else self.fabric.ring_share
-            bandwidth = min(bandwidth, self.far(group) * share)
-            near_us = max(near_us, self.habits.overhead_us)
-        far_us = protocol["tree_far_us" if group.inside == 1 else "ring_far_us"]
-        steps_us = (passes * (group.size - 1) - far_steps) * near_us + far_steps * far_us
-        if group.nodes > 1 and protocol is self.habits.protocols[-1]:
-            steps_us *= self.habits.plateau
-        start = protocol["base_us"] + steps_us + far_steps * self._hop_us(group)
-        fill = self.habits.fill_inside if group.nodes == 1 else 0.0  # a ring moves all of its chunks at every step
-        return Line(start, moved / (bandwidth * protocol["share"]), fill)
+        """Every rank passes on what it has; one that leaves the domain is as fast as its slowest link."""
+        passes = _PASSES[kind]
+        steps, moved = passes * (group.size - 1), passes * (group.size - 1) / group.size
+        near = self.near(group.inside)
+        if group.nodes == 1:
+            start, rate = protocol["base_us"] + steps * protocol["ring_us"], near * self.habits.inside_share
+            return Line(start, moved / (rate * protocol["share"]), self.habits.fill_inside)
+        near = near * self.habits.through_share if group.inside > 1 else float("inf")
+        share = self.fabric.tree_share if kind == "all_reduce" else self.fabric.ring_share
+        bandwidth = min(near, self.far(group) * share)
+        if protocol is self.habits.protocols[-1]:
+            return Line(protocol["base_us"] + steps * self.fabric.relay_us, moved / bandwidth)
+        far_steps = passes * (group.nodes - 1)
+        far_us = protocol["tree_far_us" if group.inside == 1 else "ring_far_us"] + self._hop_us(group)
+        near_us = max(protocol["ring_us"], self.habits.overhead_us)
+        start = protocol["base_us"] + (steps - far_steps) * near_us + far_steps * far_us
+        return Line(start, moved / (bandwidth * protocol["share"]), 0.0, protocol["far_bytes"])
 
     def _tree(self, group: Group, protocol: dict[str, float]) -> Line:
         """Two binary trees of domains, each with half of the tensor; inside a domain a chain."""
@@ -185,7 +189,7 @@ class Network:
     def _chain(self, group: Group, protocol: dict[str, float]) -> Line:
         """From one member of a domain to the next, and back."""
         start = protocol["base_us"] + 2 * (group.inside - 1) * protocol["tree_us"]
-        rate = self.habits.inside_share * protocol["share"]
+        rate = self.habits.through_share * protocol["share"]
         return Line(start, self._chain_us(group) / rate if group.inside > 1 else 0.0)
 
     def _chain_us(self, group: Group) -> float:
@@ -194,7 +198,8 @@ class Network:
 
     def _tree_us(self, group: Group) -> float:
         """The same of the adapters: a domain in the middle sends the tensor twice, one of only two domains once."""
-        return (1.0 if group.nodes == 2 else 2.0) / (self.far(group) * self.fabric.tree_share)
+        crowd = (group.nodes / 2) ** self.fabric.crowding
+        return (1.0 if group.nodes == 2 else 2.0) * crowd / (self.far(group) * self.fabric.tree_share)
 
     def _in_switches(self, group: Group) -> Iterator[Line]:
         """Reductions by the NVLink switch of each domain, and by the switches between nodes."""
@@ -255,6 +260,7 @@ def network_of(gpu: Gpu, fabric: str, factors: InStepFactors, cluster: Cluster |
     reached = Fabric(
         facts["ring_share"], facts["tree_share"], facts["send_share"],
         facts.get("most_gb_s", float("inf")), facts.get("most_send_gb_s", float("inf")), facts.get("trees", True),
+        facts["relay_us"], facts.get("crowding", 0.0),
     )  # fmt: skip
     switched = _is_switched(gpu) if cluster is None or cluster.nvswitch is None else cluster.nvswitch
     shares: dict[str, float] = read_table("network.json")["nvls_share"]
@@ -268,6 +274,7 @@ def network_of(gpu: Gpu, fabric: str, factors: InStepFactors, cluster: Cluster |
         nvls,
         bool(cluster and cluster.sharp),
         factors.penalty,
+        habits(gpu.family),
     )
 
 
