@@ -15,6 +15,8 @@ from lumos.program.rank_layout import RankLayout
 def attention(s: RankLayout) -> Block:
     """The forward pass of a layer's first half."""
     out = ops.linear(s, s.tokens, s.model.hidden, _out_width(s), "out", saves=_output_saves(s))
+    # One of the two norms' outputs stays in models that are compiled whole, by difference over their layers.
+    kept = s.residual_bytes if s.makes_anew else 0.0
     return [
         *ops.norm(s),
         *ops.after_gather(s, projections(s)),
@@ -22,7 +24,7 @@ def attention(s: RankLayout) -> Block:
         *rotary(s),
         *core(s),
         *(out if s.model.parallel_residual else ops.before_reduce(s, out, "attention reduce")),
-        *ops.residual(s),
+        *ops.residual(s, kept),
     ]
 
 

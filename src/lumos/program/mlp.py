@@ -66,9 +66,9 @@ def activation(s: RankLayout, tokens: int, ffn: int, backward: bool = False) -> 
 def activation_bytes(s: RankLayout) -> float:
     """Kept for one token and one unit of the inner width: 8 eager Llama, 10 eager GPT-2, 6 fused and gated."""
     e, gated = float(s.element), s.model.gated
-    if s.train.mode == "lora":
-        # The inputs of the activation. Adapters sit beside attention (as in MLPerf's fine-tuning): the frozen linear
-        # layers of the MLP keep no input.
+    if s.makes_anew or s.train.mode == "lora":
+        # The inputs of the activation; its output is made anew. Adapters sit beside attention (as in MLPerf's
+        # fine-tuning): the frozen linear layers of the MLP keep no input.
         return 2 * e if gated else e
     if gated:
         # gate, up, and the product that the last linear layer reads; eager: also silu(gate), which the product reads.

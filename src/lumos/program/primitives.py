@@ -201,23 +201,21 @@ def _norm_saves(s: RankLayout) -> float:
 
 
 def norm_output_bytes(s: RankLayout) -> float:
-    """What the linear layers after a norm keep: its output, one tensor for all.
-
-    Compiled code keeps it, too: torch's partitioner does not make anew what a matmul of the backward pass reads.
-    """
+    """What the linear layers after a norm keep: its output, one tensor for all."""
     gathered = s.framework.keeps_gathered and s.splits_sequences
-    return float(s.linear_element * (s.tokens if gathered else s.spread_tokens) * s.model.hidden)
+    tokens = s.tokens if gathered else s.spread_tokens
+    return 0.0 if s.makes_anew and not gathered else float(s.linear_element * tokens * s.model.hidden)
 
 
-def residual(s: RankLayout) -> Block:
+def residual(s: RankLayout, extra_bytes: float = 0.0) -> Block:
     """The addition to the residual stream, after dropout where the framework has it, which keeps its mask."""
     elements = s.spread_tokens * s.model.hidden
     if s.framework.chains:
-        return [chain(s, "add", False, s.spread_tokens, s.model.hidden)]
-    added = stream(s, "residual", elements)
+        return [chain(s, "add", False, s.spread_tokens, s.model.hidden, saves=extra_bytes)]
+    added = stream(s, "residual", elements, saves=extra_bytes)
     if not s.framework.dropout:
         return [added]
-    return [_widened(added, stream(s, "residual dropout", elements), saves=elements)]
+    return [_widened(added, stream(s, "residual dropout", elements), saves=extra_bytes + elements)]
 
 
 def residual_backward(s: RankLayout) -> Block:
@@ -236,7 +234,7 @@ def _widened(one: BlockOp, other: BlockOp, saves: float = 0.0) -> BlockOp:
 
 # ---------------------------------------------------------------------- tensor parallelism
 def gather(s: RankLayout, waits: bool = True, name: str = "gather sequence", low: bool = False) -> Block:
-    """What a column-parallel linear layer needs before it: the whole sequence, where it was divided; `low`: in 8 bits."""
+    """What a column-parallel linear layer needs before it: the whole sequence, if it is divided (`low`: in 8 bits)."""
     size = s.activation_bytes / (s.element if low else 1)
     return collective("all_gather", size, s.tp, waits, name) if s.splits_sequences else []
 

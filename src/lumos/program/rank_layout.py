@@ -288,6 +288,15 @@ class RankLayout:
         return self.framework.dtensor_launches if self.parallel.tp > 1 and not self.train.compile else (0.0, 0.0)
 
     @cached_property
+    def makes_anew(self) -> bool:
+        """Whether compiled code makes anew what matmuls of the backward pass read: norms and activations, not matmuls.
+
+        It does where the whole model is compiled, and keeps all of it where layers are compiled one by one (peaks on an
+        H200: compile_base, and calibration/checkpointing_h200.json).
+        """
+        return self.train.compile and not self.framework.compiles_blocks
+
+    @cached_property
     def fused(self) -> bool:
         """Whether element-wise chains run as one kernel: by hand, or by the compiler."""
         return self.framework.fused or self.train.compile

@@ -86,6 +86,7 @@ class Framework:
     half_gradients: bool = False  # 16-bit gradients of all weights lie beside the fp32 buffer
     gradient_buffer_fp32: bool = False
     keeps_gathered: bool = False  # sequence parallel: linear layers keep their gathered input, not a part of it
+    compiles_blocks: bool = False  # layer by layer, not the whole model: what matmuls of the backward pass read is kept
     keeps_repeated: bool = False  # keys and values are kept as they are repeated for the queries that share them
     keeps_outputs: bool = False  # the last stage keeps the logits of all micro-batches, to join them
     bucket_buffers: int = 0  # buffers of `bucket_mb` that gradients are copied to before their reduction
