@@ -64,6 +64,7 @@ class _ChunkBound(NamedTuple):
 
     forward: float  # of one micro-batch, after the stage has waited for it
     backward: float
+    passes: float  # what is computed for one micro-batch
     turns: float  # all turns of one micro-batch, each right after another one
     early: float  # by which the very first turn may be shorter: weights are gathered while its input is awaited
     reduce: float  # one unit's gradients, beside the turns
@@ -75,6 +76,9 @@ class _StageBound(NamedTuple):
     """The least that a stage takes whatever the others do, in microseconds."""
 
     first: _ChunkBound
+    passes: float  # what is computed for one micro-batch
+    lost: float  # at least, beside every microsecond of communication
+    network: float  # all communication beside passes
     turns: float  # of one micro-batch
     path: float  # one micro-batch, forward and backward, through all chunks
     tail: float  # once its last turn is over
@@ -393,6 +397,11 @@ class Assembly:
         more = sum(block.times * self._disturbed_us(block, beside) for block in blocks)
         return us / (us + more) if us > 0 else 1.0
 
+    def _passes_of(self, stage: int) -> list[Role]:
+        """The passes of a stage that compute anything."""
+        roles = [Role(what, stage, chunk) for chunk in range(len(self.program.chunks[stage])) for what in _PASSES]
+        return [role for role in roles if getattr(self.chunks[stage][role.chunk], role.what).us > 0]
+
     def _disturbed_us(self, block: Repeated, beside: Beside) -> float:
         return self.prices.kept(
             ("disturbed", block.key, beside), lambda: self.prices.disturbed_us(block.key, block.build, beside)
@@ -425,8 +434,10 @@ class Assembly:
         before = after = longest = 0.0
         for index, stage in enumerate(stages):
             first, back = stage.first, after + stages[0].tail if index and not schedule.splits_backward else 0.0
-            turns = before + count * stage.turns - first.early
-            longest = max(longest, turns + max(stage.tail, back), stage.other)
+            turns, after_turns = before + count * stage.turns - first.early, max(stage.tail, back)
+            # Communication runs beside passes, and slows them, but for what fits before the first and after the last.
+            beside = stage.lost * max(0.0, stage.network - before - after_turns)
+            longest = max(longest, max(turns, before + count * stage.passes + beside) + after_turns, stage.other)
             before, after = before + first.forward + link, after + first.backward + link
         path = sum(stage.path for stage in stages)
         links = 2 * link * schedule.links(self.setup.parallel.pp, self.setup.parallel.vpp)
@@ -438,16 +449,20 @@ class Assembly:
         end = update.us + self._network_us("publish", stage)
         if self._beside:
             rest = min(chunk.reduce for chunk, _ in chunks)
-            network = sum(times * chunk.network for chunk, times in chunks) + end
+            network = sum(times * chunk.network for chunk, times in chunks)
+            lost = 1 - max(self._speed_beside(role) for role in self._passes_of(stage))
         else:
-            rest, network = self._network_us("reduce rest", stage), 0.0
+            rest, network, lost = self._network_us("reduce rest", stage), 0.0, 0.0
         issued = self.setup.train.microbatches * sum(times * chunk.host for chunk, times in chunks)
         return _StageBound(
             first=chunks[0][0],
+            passes=sum(times * chunk.passes for chunk, times in chunks),
+            lost=lost,
+            network=network,
             turns=sum(times * chunk.turns for chunk, times in chunks),
             path=sum(times * (chunk.forward + chunk.backward) for chunk, times in chunks),
             tail=rest + end,
-            other=max(network, issued + update.host_us if self._hosted else 0.0),
+            other=max(network + end if network else 0.0, issued + update.host_us if self._hosted else 0.0),
         )
 
     def _chunk_bound(self, stage: int, chunk: ChunkTime) -> _ChunkBound:
@@ -459,11 +474,13 @@ class Assembly:
         host = sum(block.host_us for block in chunk.blocks)
         forward, backward, weights = (block.us for block in chunk.blocks)
         if self.gathers != "every pass":
-            return _ChunkBound(forward, backward, forward + backward + weights, 0.0, reduce, network, host)
+            computed = forward + backward + weights
+            return _ChunkBound(forward, backward, computed, computed, 0.0, reduce, network, host)
         beside = 0.0 if self.program.schedule.splits_backward else reduce
         waited = self._gathered_us(forward, gather, 0.0, 2), self._gathered_us(backward, gather, beside, 2)
         in_row = self._gathered_us(forward, gather, 0.0, 1), self._gathered_us(backward, gather, beside, 1)
-        return _ChunkBound(*waited, sum(in_row) + weights, in_row[0] - waited[0], reduce, network, host)
+        computed, early = forward + backward + weights, in_row[0] - waited[0]
+        return _ChunkBound(*waited, computed, sum(in_row) + weights, early, reduce, network, host)
 
     def _gathered_us(self, us: float, gather: float, reduce: float, ahead: int) -> float:
         """The least time of a turn that gathers every unit before it runs, at most two ahead, and reduces it after.
