@@ -151,7 +151,7 @@ def lumos_us(topology: Topology, kind: str, ideal: bool) -> float:
             send_us=step, send_far_us=step, peer_us=0.0, peer_far_us=0.0, fill_inside=0.0, fill_between=0.0,
             fill_exchange=0.0,
         )  # fmt: skip
-        network = Network(tiers, Fabric(trees=False), habits=full)
+        network = Network(tiers, Fabric(trees=False, relay_us=step), habits=full)
     return network.us(Collective(kind, float(SIZES[kind]), topology.group))
 
 

@@ -277,7 +277,7 @@ def test_a_search_can_ask_for_many_prices() -> None:
 
 # ---------------------------------------------------------------------- published collectives
 def test_collectives_of_sources_held_apart_are_within_an_eighth() -> None:
-    """Tables of RDMA networks that nothing was fitted on (docs/networks.md): 11 % on average, none biased by 35 %."""
+    """Tables of RDMA networks that nothing was fitted on (docs/networks.md): 10 % on average, none biased by 35 %."""
     model = fit_collectives.Model({})
     rows = [
         row for row in fit_collectives.rows()
