@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import lumos_here
+from lumos import read_setup
 from lumos.cost.in_step import in_step_factors
 from lumos.cost.network import Fabric, Network, Tier, network_of
 from lumos.data_files import read_table
@@ -320,6 +321,17 @@ def test_an_engineers_what_ifs_have_the_expected_sign() -> None:
     assert step_ms(inter_gb_s=25.0) > usual
     assert step_ms(fabric="sockets") > 2 * usual
     assert step_ms(fabric="efa") > usual
+
+
+def test_megatrons_other_order_of_ranks_is_read(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    sizes = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --padded-vocab-size 1024"
+    ranks = "--world-size 32 --pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 32"
+    orders = []
+    for option in ("", " --use-tp-pp-dp-mapping"):
+        script.write_text(f"torchrun pretrain_gpt.py {sizes} {ranks}{option}\n")
+        orders.append(read_setup(script).parallel.order)
+    assert orders == ["tp-cp-dp-pp", "tp-cp-pp-dp"]
 
 
 def test_the_command_line_takes_the_keys_and_names_the_way_out_of_mistakes() -> None:
