@@ -141,6 +141,27 @@ def test_kernels_skip_what_a_sliding_window_hides_where_the_framework_has_such_k
     assert full - windowed == pytest.approx(3 * 2048 * 32 * 2048 * 4096 * 2 * 9 / 32, rel=1e-6)
 
 
+def test_attention_with_sinks_is_unfused_where_the_framework_has_no_kernel_for_it() -> None:
+    eager, fused = (TransformerLayer(layout_of("gpt-oss-20b", name), sparse=True) for name in ("pytorch", "megatron"))
+    for block, row in ((eager.forward(), "sink in scores"), (eager.backward(), "sink in scores grad")):
+        (sink,) = [op for op in block if op.name == row]
+        assert sink.work.bytes == {"sink in scores": 21, "sink in scores grad": 25}[row] * 2 * 64 * 2048**2
+    assert not any(op.kind.startswith("sdpa") for op in operators(eager.forward()))
+    assert any(op.kind == "sdpa_fwd" for op in operators(fused.forward()))
+    asked = TransformerLayer(layout_of("gpt-oss-20b", "pytorch", train__attention="flash"), sparse=True)
+    assert any(op.kind == "sdpa_fwd" for op in operators(asked.forward()))
+
+
+def test_eager_experts_of_gpt_oss_keep_four_results_more_than_a_gated_activation() -> None:
+    plain, clamped = (
+        saved_bytes(moe(layout_of("gpt-oss-20b", "pytorch", model__activation=name)))
+        for name in ("silu", "clamped_silu")
+    )
+    assert clamped - plain == 4 * 2 * (4 * 2048) * 2880
+    fused = [saved_bytes(moe(layout_of("gpt-oss-20b", model__activation=name))) for name in ("silu", "clamped_silu")]
+    assert fused[0] == fused[1]
+
+
 def test_the_busiest_rank_decides_how_long_an_unbalanced_router_takes() -> None:
     """One expert a rank: the busiest expert; several experts of a rank even out; one rank has all of them."""
 

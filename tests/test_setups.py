@@ -318,8 +318,10 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
         "parallel.etp = 4 does not divide parallel.dp * cp * tp / ep = 2: use 1 or 2",
     ),
     ({"model": SMALL | {"window_pattern": 2}}, "model.window_pattern = 2 needs model.window: set it, or "),
-    ({"parallel": {"dispatcher": "flex", "ep_overlap": True}},
-     'parallel.dispatcher = "flex", parallel.ep_overlap = true: needs experts, and model.experts = 0; remove it'),
+    (
+        {"parallel": {"dispatcher": "flex", "ep_overlap": True}},
+        'parallel.dispatcher = "flex", parallel.ep_overlap = true: needs experts, and model.experts = 0; remove it',
+    ),
     ({"parallel": {"cp": 2, "cp_inner": 2}}, 'parallel.cp_inner = 2 needs parallel.cp_type = "a2a+p2p"'),
     ({"parallel": {"cp": 4, "cp_type": "a2a+p2p", "cp_inner": 3}}, "parallel.cp_inner = 3 does not divide parallel.cp"),
     (

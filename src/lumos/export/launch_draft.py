@@ -79,7 +79,7 @@ def effective(setup: Setup) -> dict[str, Any]:
         "train.recompute_group": train.recompute_group if by_layer else 1,
         "train.partition_activations": RankLayout(setup, framework).divides_inputs,
         "train.offload_overlap": train.offload_overlap and train.offload_optimizer > 0,
-        "train.attention": train.attention or framework.attention,
+        "train.attention": RankLayout(setup, framework).attention,
         "train.imbalance": train.imbalance if model.experts else 1.0,
     }  # fmt: skip
 

@@ -170,7 +170,8 @@ def _unfused_core(s: RankLayout) -> Block:
         dropout = [ops.stream(s, "attention dropout", batch * seq * seq, saves=(1 + s.element) * s.scores)]
     scores = ops.op(s, "bmm", batch, seq, seq, size, name="scores")
     values = ops.op(s, "bmm", batch, seq, size, seq, name="values")
-    return [*_exchanged(s, [scores, softmax, *dropout, values]), _copy(s)]
+    sink = _with_sink(s, "sink in scores", batch * seq * seq)
+    return [*_exchanged(s, [scores, *sink, softmax, *dropout, values]), _copy(s)]
 
 
 def _unfused_core_backward(s: RankLayout) -> Block:
@@ -181,10 +182,16 @@ def _unfused_core_backward(s: RankLayout) -> Block:
         ops.op(s, "softmax_bwd", s.sequences, _kernel_heads(s), seq),
         ops.op(s, "bmm_bwd", batch, seq, seq, size, launches=launches, name="scores grad"),
     ]
+    block[2:2] = _with_sink(s, "sink in scores grad", batch * seq * seq)
     if s.framework.dropout:
         block.insert(1, ops.stream(s, "attention dropout", batch * seq * seq, name="attention dropout grad"))
     copies = ops.stream(s, "attention copies grad", s.tokens * s.heads * s.model.head_dim)
     return [*_exchanged(s, block, backward=True), copies]
+
+
+def _with_sink(s: RankLayout, row: str, scores: float) -> Block:
+    """What a sink and a mask add to unfused attention, kernel by kernel, where the model has sinks."""
+    return [ops.stream(s, row, scores)] if s.model.sinks and not s.fused else []
 
 
 def _exchanged(s: RankLayout, kernels: Block, backward: bool = False) -> Block:

@@ -330,10 +330,15 @@ def experts_activation(s: RankLayout, backward: bool = False) -> Block:
     launches = 1 if s.framework.grouped_experts else ops.launches_of("expert loop") * local_experts(s)
     row = f"{'gated' if s.model.gated else 'plain'} activation"
     if s.model.gated and not s.fused and not s.framework.fused_activation:
-        row += " of halves"
-    kept = 0.0 if backward else activation_bytes(s) * size
+        row = "clamped activation of halves" if _clamped(s) else "gated activation of halves"
+    kept = 0.0 if backward else (activation_bytes(s) + (4.0 * s.element if _clamped(s) else 0.0)) * size
     part = ops.stream(s, row + " grad" * backward, size, name="experts activation", saves=kept)
     return [part._replace(launches=launches * part.launches)]
+
+
+def _clamped(s: RankLayout) -> bool:
+    """GPT-OSS in eager kernels, which keep four results more: both clamped halves, the sigmoid, and up + 1."""
+    return s.model.activation == "clamped_silu" and not s.fused and not s.framework.fused_activation
 
 
 # ---------------------------------------------------------------------- shared experts

@@ -233,7 +233,8 @@ class RankLayout:
 
     @cached_property
     def attention(self) -> str:
-        return self.train.attention or self.framework.attention
+        unfused = self.model.sinks and not self.framework.fuses_sinks
+        return self.train.attention or ("unfused" if unfused else self.framework.attention)
 
     @cached_property
     def tp_overlap(self) -> bool:

@@ -62,6 +62,7 @@ class Framework:
     state_precision: str = "training"  # of weights and optimizer state: training, mixed, fp32
     optimizer_traffic: float = 28.0  # bytes read and written for one parameter
     optimizer_launches: int = 60  # 0: by the tensors it updates, half a launch each
+    fuses_sinks: bool = True  # flash attention with a sink in the softmax; else attention is unfused
     skips_windows: bool = True  # attention with a sliding window computes the window alone, not the whole square
     grouped_experts: bool = False
     expert_launches: float = 0.0  # of the host, for one expert in a grouped matmul; 0: one launch for all

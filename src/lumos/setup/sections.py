@@ -102,7 +102,8 @@ class Model(Section):
     qkv_bias: bool = False  # derived: bias
     qk_norm: bool = False
     parallel_residual: bool = False
-    activation: Literal["silu", "gelu", "relu", "relu2"] = "silu"  # derived: silu if gated, else gelu
+    activation: Literal["silu", "gelu", "relu", "relu2", "clamped_silu"] = "silu"  # derived: silu if gated, else gelu
+    sinks: bool = False  # a logit of each head takes part in the softmax of its scores (GPT-OSS)
     window: MaybeSize = 0  # tokens that a layer with a sliding window attends to; 0: all layers attend to all
     window_pattern: Count = 0  # every n-th layer has no window; 0: all have it
     q_lora_rank: MaybeSize = 0
