@@ -10,6 +10,7 @@ from lumos.program.attention import attention, attention_backward, keys_and_valu
 from lumos.program.block import Block, saved_bytes
 from lumos.program.mlp import activation_gradient_bytes, mlp, mlp_backward
 from lumos.program.moe import exchanges_first, expert_gradient_bytes, moe, moe_backward
+from lumos.program.operators import Collective, Operator
 from lumos.program.rank_layout import RankLayout
 from lumos.program.recomputation import Again, ByOperator, by_operator, recomputed_parts
 
@@ -19,6 +20,10 @@ class LayerMemory(NamedTuple):
 
     kept: float  # between forward and backward pass
     backward: float  # alive at the worst moment of the backward pass, beyond `kept`
+
+
+def _is_heavy(work: Operator | Collective) -> bool:
+    return isinstance(work, Collective) or work.is_matrix
 
 
 class TransformerLayer:
@@ -48,12 +53,24 @@ class TransformerLayer:
         if self.recompute == "none":
             return []
         if self.recompute == "full":
-            again = [*self._gathered_input(), *self.forward()]
+            again = [*self._gathered_input(), *self._needed(self.forward())]
         elif self._policy is not None:
-            again = self._policy.block
+            again = self._needed(self._policy.block)
         else:
             again, count = self._parts.block, self._parts.checkpoints
         return [*again, *([] if self._boundary() else ops.host_only(s, count * s.framework.checkpoint_launches))]
+
+    def _needed(self, block: Block) -> Block:
+        """What is run again of a block: all of it, or all before the matmul or collective whose result nobody keeps.
+
+        PyTorch stops there, and compiled code has nothing else; Megatron's and nanotron's checkpoints run all of it.
+        """
+        s = self.layout
+        if not (s.framework.stops_early or s.train.compile):
+            return block
+        kept = max((index for index, op in enumerate(block) if op.saves), default=-1) + 1
+        ends = next((i for i in range(kept, len(block)) if _is_heavy(block[i].work)), len(block))
+        return [*block[:ends], *(op for op in block[ends:] if op.name == "host")]
 
     def _boundary(self) -> Block:
         """Where a checkpoint begins, the host may wait for the GPU, and then does what keeping a layer takes."""

@@ -71,6 +71,7 @@ class Framework:
     clears_experts: bool = False  # rows that no expert worked on are set to zero after every grouped matmul
     host_us: float = 35.0  # of the host for one launch, with all the Python around it, on the reference host
     collective_launches: float = 2.0  # launches that a collective costs the host
+    stops_early: bool = False  # a recomputed layer ends where nothing more is needed: before its last matmul
     checkpoint_launches: float = 15.0  # launches that keeping and restoring one recomputed layer costs the host
     syncs_checkpoints: bool = False  # the host waits for the GPU before it runs a layer that is kept or restored
     gather_launches: float = 30.0  # launches that gathering a layer's weights costs the host, forward and backward each
