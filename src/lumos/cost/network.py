@@ -198,7 +198,7 @@ class Network:
 
     def _tree_us(self, group: Group) -> float:
         """The same of the adapters: a domain in the middle sends the tensor twice, one of only two domains once."""
-        crowd = (group.nodes / 2) ** self.fabric.crowding
+        crowd: float = (group.nodes / 2) ** self.fabric.crowding
         return (1.0 if group.nodes == 2 else 2.0) * crowd / (self.far(group) * self.fabric.tree_share)
 
     def _in_switches(self, group: Group) -> Iterator[Line]:
