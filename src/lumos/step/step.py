@@ -392,20 +392,31 @@ class Assembly:
             return 1.0
         if role.what in _TRANSFERS:
             return kept_rate() if beside.inside else 1.0
-        us = getattr(self.chunks[role.stage][role.chunk], role.what).us
-        blocks = self.program.blocks(self.program.chunks[role.stage][role.chunk], Phase[role.what.upper()])
+        return self._speeds(self.program.chunks[role.stage][role.chunk])[_PASSES.index(role.what)]
+
+    def _speeds(self, chunk: Chunk) -> tuple[float, ...]:
+        """What each pass of a chunk keeps of its speed beside communication; worked out once, as prices are."""
+        beside = self._disturbing
+        if beside is None:
+            return 1.0, 1.0, 1.0
+        key = ("speeds", chunk, self.program.schedule.splits_backward, beside)
+        return self.prices.kept(key, lambda: tuple(self._speed(chunk, phase, beside) for phase in Phase))
+
+    def _least_lost(self, chunk: Chunk) -> float:
+        """What a pass of a chunk loses at least for every microsecond of communication beside it."""
+        passes = zip(self._speeds(chunk), self._chunk_time(chunk).blocks, strict=True)
+        return min((1 - speed for speed, block in passes if block.us > 0), default=0.0)
+
+    def _speed(self, chunk: Chunk, phase: Phase, beside: Beside) -> float:
+        us = self._chunk_time(chunk).blocks[phase].us
+        blocks = self.program.blocks(chunk, phase)
         more = sum(block.times * self._disturbed_us(block, beside) for block in blocks)
         return us / (us + more) if us > 0 else 1.0
 
-    def _passes_of(self, stage: int) -> list[Role]:
-        """The passes of a stage that compute anything."""
-        roles = [Role(what, stage, chunk) for chunk in range(len(self.program.chunks[stage])) for what in _PASSES]
-        return [role for role in roles if getattr(self.chunks[stage][role.chunk], role.what).us > 0]
-
     def _disturbed_us(self, block: Repeated, beside: Beside) -> float:
-        return self.prices.kept(
-            ("disturbed", block.key, beside), lambda: self.prices.disturbed_us(block.key, block.build, beside)
-        )
+        """How much longer a block takes beside communication, priced once."""
+        key = ("disturbed", block.key, beside)
+        return self.prices.kept(key, lambda: self.prices.disturbed_us(block.key, block.build, beside))
 
     @cached_property
     def _disturbing(self) -> Beside | None:
@@ -418,7 +429,7 @@ class Assembly:
         if near.size < 2 or self.setup.cluster.accelerator.is_cpu:
             return None
         found = kernel_of(Collective(kind, size, near), self.prices.collective_us(Collective(kind, size, near)))
-        return found._replace(gb_s=round(found.gb_s, -1))
+        return found._replace(gb_s=round(found.gb_s, -2))  # few different ones, which are priced once
 
     # ------------------------------------------------------------------ what no schedule can beat
     def bound_us(self) -> float:
@@ -450,7 +461,7 @@ class Assembly:
         if self._beside:
             rest = min(chunk.reduce for chunk, _ in chunks)
             network = sum(times * chunk.network for chunk, times in chunks)
-            lost = 1 - max(self._speed_beside(role) for role in self._passes_of(stage))
+            lost = min(self._least_lost(chunk) for chunk in set(self.program.chunks[stage]))
         else:
             rest, network, lost = self._network_us("reduce rest", stage), 0.0, 0.0
         issued = self.setup.train.microbatches * sum(times * chunk.host for chunk, times in chunks)
