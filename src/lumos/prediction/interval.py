@@ -85,7 +85,7 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
         "always": 1.0,
         "transferred": min(1.0, transfer_part(carried_over(model, rows))),
         "other_family": float(model.gpu.family not in read_table("uncertainty.json")["families"]),
-        "waiting": 0.0 if _waits_were_sampled(step) else waiting_share(step) ** 2,
+        "waiting": _unsampled_waiting(step) ** 2,
         "experts": float(setup.model.experts > 0),
         "fine_tuning": float(setup.train.mode != "pretrain"),
         "assumed": float(min(assumptions, 2)) / 2,
@@ -103,12 +103,16 @@ def waiting_share(step: Step) -> float:
     return max(0.0, 1 - computing / step.us)
 
 
-def _waits_were_sampled(step: Step) -> bool:
-    """Whether a model file has the host, and the collectives of the groups that the run has."""
+def _unsampled_waiting(step: Step) -> float:
+    """What is left of it without what a model file knows: the host, or the collectives of the groups that there are."""
+    waits = waiting_share(step)
+    if not step.setup.cluster.model:
+        return waits
     layout, network = step.assembly.layout, step.prices.network
     groups = [group for group in (layout.tp, layout.dp, layout.pp) if group.size > 1]
-    sampled = isinstance(network, SampledNetwork) and all(map(network.covers, groups))
-    return host_was_measured(step.setup) and (sampled or not groups)
+    if isinstance(network, SampledNetwork) and all(map(network.covers, groups)):
+        waits = min(waits, step.host_cost)
+    return max(0.0, waits - step.host_cost) if host_was_measured(step.setup) else waits
 
 
 def basis_of(setup: Setup, notes: Sequence[str] = ()) -> str:
