@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import csv
 import json
+import lzma
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 
-from lumos import predict
+from lumos import predict, read_setup
 from lumos.score.measured_runs import read_rows
 from lumos.score.score import score as score_rows
 from lumos.setup import Setup, preset_named
@@ -132,3 +134,27 @@ def test_every_kind_of_checkpointing_takes_the_time_and_keeps_the_memory_that_wa
     assert sum(times.values()) / len(times) < 0.04
     assert max(times.values()) < 0.075
     assert max(peaks.values()) < 0.04
+
+
+def test_mixtures_of_experts_on_one_h200_are_described_as_they_were_measured(tmp_path: Path) -> None:
+    """Mixtral, Qwen3, OLMoE, GPT-OSS and DeepSeek-V3 of real widths (calibration/moe_h200.py), half of them blind."""
+    steps, memory = [], []
+    for file in ("moe_h200.json.xz", "moe_blind_h200.json.xz"):
+        with lzma.open(ROOT / "calibration" / file, "rt") as opened:
+            rows = json.load(opened)["results"]
+        for row in rows:
+            if row["experts"] != "grouped_mm":  # a description has no loop over experts
+                continue
+            path = tmp_path / "config.json"
+            path.write_text(json.dumps(row["config"]))
+            again = "full" if row["checkpointing"] else "none"
+            keys = {"seq": row["seq"], "micro_batch": row["batch"], "recompute": again}
+            changes = [*(f"train.{key}={value}" for key, value in keys.items()), "cluster.gpu=h200", "cluster.gpus=1"]
+            predicted = predict(read_setup(path, changes))
+            assert predicted.memory is not None
+            steps.append(100 * abs(predicted.step_ms / 1e3 / row["step_s_median"] - 1))
+            memory.append(100 * abs(predicted.memory.peak / row["peak_mem_alloc"] - 1))
+    assert len(steps) == 14
+    assert mean(steps) < 4.5
+    assert max(steps) < 11
+    assert mean(memory) < 1.5
