@@ -196,6 +196,15 @@ def test_nemo(tmp_path: Path) -> None:
     assert not any("vocabulary" in note for note in read(tmp_path, NEMO, "a.yaml", "model.vocab=32000").notes)
 
 
+def test_nemo_says_how_tokens_reach_their_experts(tmp_path: Path) -> None:
+    more = (
+        "model:\n  num_moe_experts: 8\n  moe_router_topk: 2\n  expert_model_parallel_size: 8\n"
+        "  moe_token_dispatcher_type: flex\n  overlap_moe_expert_parallel_comm: true\n"
+    )
+    parallel = read(tmp_path, NEMO.replace("model:\n", more, 1), "a.yaml").setup.parallel
+    assert (parallel.ep, parallel.dispatcher, parallel.ep_overlap) == (8, "flex", True)
+
+
 def test_references_in_a_nemo_file_are_worked_out(tmp_path: Path) -> None:
     text = NEMO.replace("ffn_hidden_size: 11008", "ffn_hidden_size: ${multiply:4, ${.hidden_size}}")
     text = text.replace("encoder_seq_length: 4096", "encoder_seq_length: ${training.model.max_position_embeddings}")
