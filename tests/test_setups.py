@@ -354,6 +354,10 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"cluster": {"gpu": "h100", "power_w": 100}}, "cluster.power_w = 100 is less than 1.5 times the 115 W of"),
     ({"cluster": {"model": H200_COSTS, "gpu": "cpu"}}, "was measured on h200, and says nothing of a CPU"),
     ({"cluster": {"model": "my.bin"}}, 'cluster.model = "my.bin" is no .npz file: name a file that `lumos fit` wrote'),
+    ({"cluster": {"leaf_gpus": 4}}, "cluster.leaf_gpus = 4 is less than a node of 8: if the GPUs of a node are on several"),
+    ({"cluster": {"rail_aligned": True}}, "cluster.rail_aligned = true needs cluster.leaf_gpus"),
+    ({"cluster": {"sharp": True, "fabric": "efa"}}, "cluster.sharp = true is done by InfiniBand switches, not by"),
+    ({"cluster": {"gpu": "a100", "nvls": True}}, 'cluster.nvls = true: the NVLink switch of cluster.gpu = "a100" does not'),
     ({"train": {"seq": 2048, "framework": "megatrn"}}, "did you mean megatron?"),
     (
         {"train": {"seq": 2048, "precision": "fp8"}, "cluster": {"gpu": "a100"}},
@@ -652,6 +656,8 @@ def test_megatron_defaults_are_those_of_gpt() -> None:
         ),
         ("--num-experts 8 --hidden-size 64 --moe-layer-recompute", "train.recompute_modules", ["moe"]),
         ("--grad-reduce-in-bf16 --bf16", "train.reduce_precision", "bf16"),
+        ("--use-distributed-optimizer --overlap-grad-reduce", "parallel.gather_overlap", False),
+        ("--use-distributed-optimizer --overlap-param-gather", "parallel.gather_overlap", True),
         (
             "--num-experts 8 --hidden-size 64 --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
             "train.imbalance",
