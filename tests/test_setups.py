@@ -354,10 +354,10 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"cluster": {"gpu": "h100", "power_w": 100}}, "cluster.power_w = 100 is less than 1.5 times the 115 W of"),
     ({"cluster": {"model": H200_COSTS, "gpu": "cpu"}}, "was measured on h200, and says nothing of a CPU"),
     ({"cluster": {"model": "my.bin"}}, 'cluster.model = "my.bin" is no .npz file: name a file that `lumos fit` wrote'),
-    ({"cluster": {"leaf_gpus": 4}}, "cluster.leaf_gpus = 4 is less than a node of 8: if the GPUs of a node are on several"),
+    ({"cluster": {"leaf_gpus": 4}}, "cluster.leaf_gpus = 4 is less than a node of 8: if the GPUs of a node"),
     ({"cluster": {"rail_aligned": True}}, "cluster.rail_aligned = true needs cluster.leaf_gpus"),
     ({"cluster": {"sharp": True, "fabric": "efa"}}, "cluster.sharp = true is done by InfiniBand switches, not by"),
-    ({"cluster": {"gpu": "a100", "nvls": True}}, 'cluster.nvls = true: the NVLink switch of cluster.gpu = "a100" does not'),
+    ({"cluster": {"gpu": "a100", "nvls": True}}, 'cluster.nvls = true: the NVLink switch of cluster.gpu = "a100"'),
     ({"train": {"seq": 2048, "framework": "megatrn"}}, "did you mean megatron?"),
     (
         {"train": {"seq": 2048, "precision": "fp8"}, "cluster": {"gpu": "a100"}},
