@@ -62,6 +62,11 @@ def channels_of(kind: str, group: Group) -> int:
     return int(min(table["most_between"], table["adapter"] * group.inside))
 
 
+def userbuffers_blocks() -> int:
+    """What Transformer Engine's kernels hold for communication beside matmuls."""
+    return int(read_table("contention.json")["channels"]["userbuffers"])
+
+
 @lru_cache(maxsize=1 << 16)
 def slowdown(operator: Operator, beside: Beside, gpu: Gpu) -> float:
     """Time of a kernel beside the communication, over its time alone."""

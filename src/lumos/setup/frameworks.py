@@ -41,6 +41,7 @@ class Framework:
     fused_accumulation: bool = False  # by the matmul itself
     fp16_in_fp16: bool = False  # gradients of fp16, unlike those of bf16, are added up and reduced as they are
     tp_overlap: bool = False
+    userbuffers: bool = False  # … by Transformer Engine's own kernels, which hold fewer multiprocessors than NCCL's
     dp_overlap: bool = False
     overlaps_sharded: bool = True  # … also where the optimizer's state is divided (ZeRO 1 and 2)
     overlaps_in_pipeline: bool = True  # … also where there are several stages

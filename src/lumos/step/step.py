@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.cost.contention import Beside, kept_rate, kernel_of
+from lumos.cost.contention import Beside, kept_rate, kernel_of, userbuffers_blocks
 from lumos.cost.flash import flash_kernels
 from lumos.cost.hardware_model import HardwareModel, hardware_model
 from lumos.cost.in_step import InStepFactors, in_step_factors
@@ -182,6 +182,7 @@ def prices_of(
     flash = (framework.compiled_flash if setup.train.compile else "") or framework.flash
     prices.flash_model = None if gpu.is_cpu else flash_kernels(chip, flash)
     prices.joules = (machine.joules(chip) if machine else None) or prices.joules
+    prices.overlap_blocks = userbuffers_blocks() if framework.userbuffers else 0
     return prices
 
 
@@ -596,7 +597,8 @@ class Assembly:
 
     def _hidden_us(self, stage: int) -> float:
         """How long weights can be gathered behind the first forward pass after an update (ZeRO 1 and 2)."""
-        if not self.overlaps:
+        asked = self.setup.parallel.gather_overlap
+        if not (self.overlaps if asked is None else asked):
             return 0.0
         forward = sum(n * max(c.forward.us, c.forward.host_us) for c, n in self.distinct_chunks(stage))
         return float(read_table("step.json")["hidden_share"] * forward)
