@@ -11,6 +11,7 @@ from lumos.program.rank_layout import RankLayout
 from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import is_file_name
 from lumos.setup.importers.foreign_file import Reading
+from lumos.setup.sections import Parallel
 from lumos.setup.setup import SECTIONS, Setup
 
 FILL_IN = "FILL_IN"  # marks what a setup does not know
@@ -84,6 +85,12 @@ def effective(setup: Setup) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _gathers_beside(parallel: Parallel, overlaps: bool) -> bool:
+    """Whether updated weights are gathered behind the next forward pass."""
+    reduces = overlaps if parallel.dp_overlap is None else parallel.dp_overlap
+    return reduces if parallel.gather_overlap is None else parallel.gather_overlap
+
+
 def _effective_parallelism(setup: Setup, framework: Framework) -> dict[str, Any]:
     parallel, layout = setup.parallel, RankLayout(setup, framework)
     shared = parallel.dp * parallel.cp > 1
@@ -104,6 +111,7 @@ def _effective_parallelism(setup: Setup, framework: Framework) -> dict[str, Any]
         "parallel.sequence_parallel": parallel.sequence_parallel and parallel.tp > 1,
         "parallel.tp_overlap": (by_itself if parallel.tp_overlap is None else parallel.tp_overlap)
         if parallel.tp > 1 else None,
+        "parallel.gather_overlap": _gathers_beside(parallel, overlaps) if zero in (1, 2) else None,
         "parallel.dp_overlap": (overlaps if parallel.dp_overlap is None else parallel.dp_overlap)
         if shared and zero < 3 else None,
     }  # fmt: skip

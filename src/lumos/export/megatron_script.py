@@ -174,7 +174,7 @@ def _parallel(setup: Setup) -> Iterable[str]:
         yield from _WRITING["fsdp"]
     if parallel.zero == 3:
         yield "overlap-grad-reduce"
-    if parallel.zero == 3 or (parallel.zero and values["parallel.dp_overlap"]):
+    if parallel.zero == 3 or (parallel.zero and values["parallel.gather_overlap"]):
         yield "overlap-param-gather"
     groups = parallel.dp // parallel.shard if parallel.shard else 1
     if parallel.zero and groups > 1:

@@ -275,6 +275,7 @@ class Parallel(Section):
     order: Literal["tp-cp-dp-pp", "tp-cp-pp-dp"] = "tp-cp-dp-pp"  # of ranks, from neighbours to those farthest apart
     tp_overlap: bool | None = None  # None: the framework's default
     dp_overlap: bool | None = None
+    gather_overlap: bool | None = None  # ZeRO 1, 2: updated weights behind the next forward pass; None: as dp_overlap
     ep_overlap: bool | None = None
 
     DERIVED: ClassVar[tuple[str, ...]] = ("schedule",)

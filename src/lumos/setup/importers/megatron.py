@@ -375,6 +375,8 @@ def _overlap(found: Findings, options: Options) -> None:
         values.setdefault("parallel.zero", 1)  # whole matrices are shared out among the replicas
     if values.get("parallel.zero") == 3:
         values["parallel.dp_overlap"] = True  # sharded weights are prefetched
+    elif values.get("parallel.zero"):
+        values["parallel.gather_overlap"] = "overlap-param-gather" in options
 
 
 def _recomputation(found: Findings, options: Options) -> None:
