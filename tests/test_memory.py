@@ -231,6 +231,17 @@ def test_whole_experts_are_kept_where_a_rank_has_several() -> None:
     assert weights[1] > 6 * weights[8] > weights[64]
 
 
+def test_experts_have_their_gradients_by_the_time_unfused_attention_goes_back() -> None:
+    """Two layers of many experts: in the last one, the scores of attention lie beside the gradients of its experts."""
+    moe = LLAMA | {"layers": 2, "experts": 64, "top_k": 1, "expert_ffn": 2048, "vocab": 1000}
+    setup = make(moe, {"seq": 8192, "attention": "unfused"})
+    at_peak = memory_of(setup).at_peak
+    experts = 2 * 64 * 3 * LLAMA["hidden"] * 2048  # bytes of one layer
+    assert at_peak.phase == "last layer"
+    assert at_peak.gradients > 2 * experts
+    assert at_peak.activations > 2 * 2 * 32 * 8192**2  # scores of 32 heads, and their gradients
+
+
 def test_memory_is_reported_in_gib() -> None:
     memory = memory_of(make(LLAMA, {"seq": 4096}))
     report = memory.gib()

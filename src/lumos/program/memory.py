@@ -186,6 +186,12 @@ class _Stage:
             self._memory("last layer", after, one_left, work + half),
             self._memory("optimizer", gradients, 0.0, always + half + self._at_the_end()),
         ]
+        if whole and not self.chunks[0].dense and not sharding.frozen:  # by then its experts have their gradients
+            parameters = common.program.parameters
+            to_come = parameters.sparse + (parameters.embedding if self.first else 0.0)
+            left = one_left - layer.backward + layer.attention
+            there = max(gradients - sharding.gradients * to_come, 0.0)
+            phases.append(self._memory("last layer", there, left, work + half))
         if self.last:
             phases.append(self._memory("loss", before, kept, always + self._loss()))
         return phases

@@ -20,6 +20,7 @@ class LayerMemory(NamedTuple):
 
     kept: float  # between forward and backward pass
     backward: float  # alive at the worst moment of the backward pass, beyond `kept`
+    attention: float = 0.0  # the same of attention, which goes back last; less than 0 where the rest is free by then
 
 
 def _is_heavy(work: Operator | Collective) -> bool:
@@ -35,6 +36,8 @@ class TransformerLayer:
     def __init__(self, layout: RankLayout, sparse: bool = False, recompute: str = "") -> None:
         self.layout, self.sparse = layout, sparse
         self.recompute = recompute or layout.train.recompute
+        if self.recompute == "selective" and layout.train.modules == ("layers",):
+            self.recompute = "full"  # of those layers that are chosen
 
     def forward(self) -> Block:
         s = self.layout
@@ -106,16 +109,18 @@ class TransformerLayer:
         """
         s = self.layout
         everything = saved_bytes(self.forward())
-        working = self._working_bytes(everything)
+        second, attention = self._working_bytes(everything)
+        working = max(second, attention)
         if self.recompute != "full" and self._policy is None:
-            return LayerMemory(everything - self._parts.attention - self._parts.rest, working)
+            return LayerMemory(everything - self._parts.attention - self._parts.rest, working, attention)
         # A norm that keeps its input as it is keeps the input of the layer: not twice.
         shared = 0.0 if ops.norm_copies_input(s) or s.divides_inputs else s.residual_bytes
         kept, read = self._policy[1:] if self._policy is not None else (0.0, 0.0)
-        return LayerMemory(s.kept_input_bytes + kept, everything + working - shared - read)
+        again = everything - shared - read
+        return LayerMemory(s.kept_input_bytes + kept, again + working, again + attention)
 
-    def _working_bytes(self, everything: float) -> float:
-        """What the backward pass adds at its worst moment."""
+    def _working_bytes(self, everything: float) -> tuple[float, float]:
+        """What the backward pass adds at the worst moment of the second half, and of attention."""
         s = self.layout
         inner = (
             expert_gradient_bytes(s)
@@ -131,4 +136,4 @@ class TransformerLayer:
         scores = 2 * s.element * s.scores if s.attention == "unfused" else 0.0  # gradients around the softmax
         # Keys and values of all context-parallel ranks, and their gradients.
         gathered = 2 * keys_and_values_bytes(s) if s.parallel.cp > 1 and s.parallel.cp_type == "all_gather" else 0.0
-        return max(working, self._parts.attention + scores + gathered - freed)
+        return working, self._parts.attention + scores + gathered - freed
