@@ -19,7 +19,9 @@ from lumos.program.memory import MIB, Memory, StageMemory, memory_of
 from lumos.program.program import Program
 from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import gpu_named
+from lumos.setup.presets import preset_named
 from lumos.setup.setup import Setup
+from lumos.step.step import simulate_step
 
 GIB = 1 << 30
 FRAMEWORKS = ("pytorch", "torchtitan", "megatron", "megatron-2021", "megatron-deepspeed", "llm-foundry", "nanotron")
@@ -474,3 +476,14 @@ def test_offloaded_layers_keep_nothing_and_the_next_is_fetched_ahead() -> None:
     peaks = [peak_with(offload_layers=layers).at_peak.activations for layers in (0, 2, 8)]
     assert peaks[0] - peaks[1] == pytest.approx(2 * kept - kept)
     assert peaks[1] - peaks[2] == pytest.approx(6 * kept)
+
+
+def test_selective_recomputation_of_whole_layers_is_of_every_second() -> None:
+    """As fms-fsdp has it: the same time and memory as recompute_every = 2."""
+    keys = {"train.framework": "fms-fsdp", "parallel.dp": 8, "parallel.zero": 3}
+    setup = Setup(model=dict(preset_named("llama2-7b").keys), train={"seq": 4096}).replaced(keys)  # type: ignore[arg-type]
+    selective = setup.replaced({"train.recompute": "selective"})
+    every = setup.replaced({"train.recompute": "full", "train.recompute_every": 2})
+    assert memory_of(selective).at_peak == memory_of(every).at_peak
+    assert memory_of(selective).peak < memory_of(setup).peak
+    assert simulate_step(selective).us == simulate_step(every).us

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lumos.data_files import read_table
-from lumos.program.parameters import recomputed_layers
+from lumos.program.parameters import recomputed_layers, recomputes_every
 from lumos.program.program import Program
 from lumos.program.transformer_layer import LayerMemory
 from lumos.setup.gpus import gpu_named
@@ -221,7 +221,7 @@ class _Stage:
         a recomputed layer is made anew, what they kept is free.
         """
         fetched = layer.kept if self.common.program.offloaded_share else 0.0  # from the host, ahead of its turn
-        if not (self._recomputed and self._plain) or self.train.recompute_every > 1:
+        if not (self._recomputed and self._plain) or recomputes_every(self.train) > 1:
             return layer.backward + fetched
         on_gpu = 1 - self.common.program.offloaded_share
         free = on_gpu * min(self.common.program.plain_kept_bytes(chunk) for chunk in self.chunks)

@@ -38,6 +38,12 @@ class Chunk(NamedTuple):
         return self.dense + self.sparse
 
 
+def recomputes_every(train: Train) -> int:
+    """Every n-th layer is recomputed: as given, or every second where selective recomputation is of whole layers."""
+    by_layer = train.recompute == "selective" and train.modules == ("layers",)
+    return 2 if by_layer else train.recompute_every
+
+
 def recomputed_layers(train: Train, chunk: Chunk) -> tuple[int, int]:
     """The dense and the sparse layers of a virtual stage of which something is recomputed.
 
@@ -45,11 +51,12 @@ def recomputed_layers(train: Train, chunk: Chunk) -> tuple[int, int]:
     """
     if train.recompute == "none":
         return 0, 0
-    if train.recompute == "selective":
+    every = recomputes_every(train)
+    if train.recompute == "selective" and every == 1:
         return chunk.dense, chunk.sparse
-    if train.recompute_every > 1:
-        dense = chunk.dense // train.recompute_every
-        return dense, chunk.layers // train.recompute_every - dense
+    if every > 1:
+        dense = chunk.dense // every
+        return dense, chunk.layers // every - dense
     most = chunk.layers if train.recompute_layers is None else train.recompute_layers
     dense = min(chunk.dense, most)
     return dense, min(chunk.sparse, most - dense)
