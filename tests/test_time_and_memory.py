@@ -266,6 +266,17 @@ def test_gradients_that_are_not_synchronised_are_reduced_once_and_kept_whole() -
     assert memory_of(last.setup).peak - memory_of(always.setup).peak == pytest.approx(whole, rel=1e-6)
 
 
+def test_updated_weights_are_gathered_behind_the_next_forward_pass_only_where_that_is_asked_for() -> None:
+    keys = {"train.framework": "megatron", "parallel.dp": 8, "parallel.zero": 1}
+    usual, beside, alone = (
+        undisturbed(step_of(**keys | more)).role_us("publish", 0)
+        for more in ({}, {"parallel.gather_overlap": True}, {"parallel.gather_overlap": False})
+    )
+    assert usual == beside < alone
+    parameters = step_of(**keys).setup.model.parameters(2048)
+    assert alone == pytest.approx(ring_us("all_gather", 2 * parameters, 8), rel=1e-6)
+
+
 def test_gradients_are_reduced_in_the_precision_that_is_asked_for() -> None:
     keys = {"train.framework": "torchtitan", "parallel.dp": 8, "parallel.zero": 3}
     wide, low = (undisturbed(step_of(**keys | {"train.reduce_precision": name})) for name in ("fp32", "bf16"))
