@@ -134,9 +134,10 @@ def _flag(row: Row, column: str) -> bool | None:
 def _framework(row: Row, found: Findings) -> str:
     """The framework whose name or alias is the longest in the row's text; plain PyTorch where there is none.
 
-    An alias may go on in the framework's version, where a release of its own is described.
+    An alias may go on in the framework's version or the name of the source, where a release of its own is described.
     """
-    text, name_ends = f"{row['framework']} {row.get('framework_version', '')}".lower(), len(row["framework"])
+    name_ends = len(row["framework"])
+    text = " ".join(row.get(column, "") for column in ("framework", "framework_version", "source")).lower()
     matches = [
         (len(match[0]), exact, framework.name)
         for framework in map(framework_named, framework_names())
@@ -224,8 +225,11 @@ def _put_recompute(found: Findings, row: Row, framework: Framework) -> None:
 
 def _share_of_layers(found: Findings, row: Row) -> dict[str, int]:
     """How many layers are recomputed: as the row's HFU has it, which counts them and MFU does not, or every second."""
-    useful, all_of_it = _number(row, "mfu"), _number(row, "hfu")
-    if not useful or all_of_it <= useful:
+    try:
+        useful, all_of_it = _number(row, "mfu"), _number(row, "hfu")
+    except InputError:  # as text: "46 %"
+        useful = all_of_it = 0.0
+    if useful <= 0 or all_of_it <= useful:
         found.note("which layers are recomputed is not stated: assuming every second")
         return {"train.recompute_every": 2}
     share = min(1.0, 3 * (all_of_it / useful - 1))  # a forward pass is a third of a step
