@@ -3,20 +3,18 @@
     python benchmarks/regret.py TRUTH_FOLDER
 
 For every group of measured runs of one model, number of GPUs and batch: the measured step time of the configuration
-with the shortest predicted one, over the shortest measured. Constants of conditions come from the other sources
-(calibration/held_out.json), the one of the sweep's network from the sweep's other model.
+with the shortest predicted one, over the shortest measured. Constants come from the other sources
+(calibration/held_out.json).
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from math import log
 from pathlib import Path
 
 import numpy as np
 
-from lumos.data_files import read_table
 from lumos.score.measured_runs import Run
 
 HERE = Path(__file__).parent
@@ -25,8 +23,6 @@ sys.path.insert(0, str(HERE.parent / "calibration"))
 from published import SWEEP, predictions  # noqa: E402
 
 Rows = dict[str, list[tuple[Run, float]]]
-SHARES = (1.0, 0.85, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4)
-CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
 BARS = {"vtrain-multi-node": "1.3", f"{SWEEP}, stable": "5"}
 STALL_S = 0.3  # for every turn of a pipeline: far beyond what any message takes
 
@@ -53,34 +49,6 @@ def groups_of(rows: list[tuple[Run, float]]) -> dict[Group, list[tuple[Run, floa
     return {group: part for group, part in found.items() if len(part) > 1}
 
 
-def sweep_predictions(folder: Path) -> tuple[Rows, dict[str, float]]:
-    """The sweep, each of its models with the share of the network that fits the other best."""
-    fabrics = read_table("fabrics.toml")
-    shipped = fabrics["efa"]["beside"]
-    tried = {}
-    for share in SHARES:
-        fabrics["efa"]["beside"] = share
-        tried[share] = predicted(folder)
-    fabrics["efa"]["beside"] = shipped
-    models = sorted({run.model for run, _ in tried[1.0][f"{SWEEP}, all"]})
-    best = {}
-    for model in models:
-        others = {
-            share: [r for r in rows[f"{SWEEP}, stable"] if r[0].model != model and r[0].setup.parallel.zero == 0]
-            for share, rows in tried.items()
-        }
-        best[model] = min(SHARES, key=lambda share: np.mean([_loss(run, s) for run, s in others[share]]))
-    found: Rows = dict(tried[1.0])
-    for part in ("stable", "all"):
-        name = f"{SWEEP}, {part}"
-        found[name] = [row for model in models for row in tried[best[model]][name] if row[0].model == model]
-    return found, best
-
-
-def _loss(run: Run, seconds: float) -> float:
-    return min(CLIP, abs(log(seconds / run.seconds)))
-
-
 def regret(part: list[tuple[Run, float]]) -> float:
     chosen = min(part, key=lambda row: row[1])[0]
     return 100 * (chosen.seconds / min(run.seconds for run, _ in part) - 1)
@@ -101,7 +69,7 @@ def show(name: str, groups: dict[Group, list[tuple[Run, float]]]) -> None:
 
 
 def main(folder: str) -> None:
-    rows, shares = sweep_predictions(Path(folder))
+    rows = predicted(Path(folder))
     print("| source | groups | mean regret, % | median, % | worst, % | bar |\n|---|---|---|---|---|---|")
     for name in (f"{SWEEP}, all", f"{SWEEP}, stable", "vtrain-multi-node", "vtrain-single-node"):
         found = [regret(part) for part in groups_of(rows[name]).values()]
@@ -117,8 +85,6 @@ def main(folder: str) -> None:
     low, high = np.percentile(extra, 10), np.percentile(extra, 90)
     print(f"\n{len(lost)} of {len(rows[f'{SWEEP}, all'])} runs of the sweep stalled: with over two stages they ran "
           f"{low:.0f} to {high:.0f} ms longer for every turn, whatever the model, the micro-batch and the division.")
-    listed = ", ".join(f"{share:g} for {model}" for model, share in shares.items())
-    print(f"Share of the network beside kernels, fitted on the sweep's other model: {listed}.")
     show("vTrain", groups_of(rows["vtrain-multi-node"]))
     show("sweep, stable", groups_of(rows[f"{SWEEP}, stable"]))
 

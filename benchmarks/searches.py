@@ -10,8 +10,8 @@ from forecasts import write_page
 REGRET = """
 For every group of published runs of one model, number of GPUs and batch: the measured step time of the configuration
 that we rank first, over the best measured. The constants of `in_step.json` are those fitted without the group's
-source, the share of the network beside kernels is that of the sweep's other model. **What nanotron overlaps was tuned
-on these figures**; what other frameworks do was tuned on the runs of docs/forecasts.md.
+source. **What nanotron overlaps was tuned on these figures**; what other frameworks do was tuned on the runs of
+docs/forecasts.md.
 Runs of the sweep are erratic: `stable` ones were repeated with agreeing times. Where even those stalled (512 GPUs), the
 choice among them cannot be predicted. vTrain has three groups; in one of them we rank the third first."""
 CHOICES = """

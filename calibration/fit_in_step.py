@@ -24,6 +24,7 @@ from shipped import ship
 
 HERE = Path(__file__).parent
 TABLES = ("measured_runs.csv", "nanotron_sweep.csv", "vtrain_single_node.csv")
+PUBLISHED = HERE / "published_runs.csv"
 ROWS = 40  # of each source
 CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
 START = {"ampere.sustained": 0.8, "h100.matrix": 1.15, "all.penalty": 1.1}
@@ -34,8 +35,8 @@ WORTH = 4e-4  # of the logarithm: what a step must improve; sources that do not 
 def chosen_runs(folder: Path) -> dict[str, list[Run]]:
     """Up to ROWS dense pretraining runs of every source; MLPerf's rounds count as one."""
     by_source: dict[str, list[Run]] = {}
-    for table in TABLES:
-        for run in runs_of(read_rows(folder / table)):
+    for table in (*(folder / name for name in TABLES), PUBLISHED):
+        for run in runs_of(read_rows(table)):
             if isinstance(run, Run) and is_scored(run):
                 by_source.setdefault(source_of(run), []).append(run)
     draw = random.Random(0)

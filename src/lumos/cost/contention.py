@@ -62,6 +62,11 @@ def channels_of(kind: str, group: Group) -> int:
     return int(min(table["most_between"], table["adapter"] * group.inside))
 
 
+def rounds_of(operator: Operator, gpu: Gpu) -> int:
+    """How often the tiles of a matmul fill the SMs, the last time perhaps in part."""
+    return ceil(_tiles(operator, gpu.sms) / gpu.sms)
+
+
 def userbuffers_blocks() -> int:
     """What Transformer Engine's kernels hold for communication beside matmuls."""
     return int(read_table("contention.json")["channels"]["userbuffers"])
@@ -94,12 +99,18 @@ def _matmul(tiles: float, taken: int, blocks: float, gpu: Gpu, table: dict[str, 
     return float(np.interp(blocks, table["blocks"], each))
 
 
-def usual_slowdown(kind: str, us: Floats, blocks: float) -> Floats:
-    """The same of kernels that are known by their kind (matmul, attention, memory) and their time alone."""
+def usual_slowdown(kind: str, us: Floats, blocks: float, gpu: Gpu | None = None) -> Floats:
+    """The same of kernels that are known by their kind (matmul, attention, memory) and their time alone.
+
+    Without a GPU, it is taken to be one with persistent matmuls.
+    """
     table = read_table("contention.json")
+    if kind == "matmul" and gpu is not None and gpu.family not in _PERSISTENT:
+        return np.full(len(us), gpu.sms / max(1.0, gpu.sms - blocks))
+    scaled = blocks * table["sms"] / gpu.sms if gpu is not None else blocks
     if kind != "matmul":
-        return np.full(len(us), float(np.interp(blocks, table["blocks"], table[kind])))
-    each = np.array([np.interp(blocks, table["blocks"], row) for row in table["matmul_by_us"]])
+        return np.full(len(us), float(np.interp(scaled, table["blocks"], table[kind])))
+    each = np.array([np.interp(scaled, table["blocks"], row) for row in table["matmul_by_us"]])
     return np.asarray(np.interp(np.log(np.maximum(us, 1e-3)), np.log(table["us"]), each))
 
 
