@@ -399,6 +399,7 @@ def operators(output: Path, stop: float) -> None:
             if time.monotonic() > stop:
                 break
             lead = 6_000_000 if row["op"] == "loop" else 600_000  # so that the host is ahead of all launches
+            answer: Row
             try:
                 answer = {"us": round(timer(_CALLS[row["op"]](row, "cuda"), lead), 2)}
             except Exception as error:
