@@ -2,7 +2,7 @@
 
     python calibration/fit_in_step.py TRUTH_FOLDER
 
-Writes three factors of src/lumos/data/in_step.json and calibration/held_out.json: for every source, the factors fitted
+Writes two factors of src/lumos/data/in_step.json and calibration/held_out.json: for every source, the factors fitted
 on all the others, with which benchmarks/truth.py scores it. What was measured on a GPU (hopper.matrix, launch gaps) is
 left as it is; there is no factor for a family of GPUs without published runs, such as AMD's.
 """
@@ -27,7 +27,7 @@ TABLES = ("measured_runs.csv", "nanotron_sweep.csv", "vtrain_single_node.csv")
 PUBLISHED = HERE / "published_runs.csv"
 ROWS = 40  # of each source
 CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
-START = {"ampere.sustained": 0.8, "h100.matrix": 1.15, "all.penalty": 1.1}
+START = {"ampere.sustained": 0.8, "all.penalty": 1.1}
 STEPS = (0.08, 0.03)
 WORTH = 4e-4  # of the logarithm: what a step must improve; sources that do not depend on a factor must not pull it
 
@@ -61,8 +61,6 @@ def factors_with(run: Run, values: dict[str, float]) -> InStepFactors:
     changes = {"penalty": values["all.penalty"]}
     if gpu.family == "ampere":
         changes["sustained"] = values["ampere.sustained"]
-    if gpu.name == "h100":
-        changes["matrix"] = values["h100.matrix"]
     return replace(known, **changes)
 
 

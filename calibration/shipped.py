@@ -28,7 +28,7 @@ def shipped(name: str) -> dict[str, Any]:
 def ship(name: str, values: dict[str, Any], folder: Path = DATA) -> None:
     """Put fitted values into a table and date those that changed; what is not named keeps its value.
 
-    A value inside a section is named with a dot: `ship("in_step.json", {"h100.matrix": 1.18})`.
+    A value inside a section is named with a dot: `ship("in_step.json", {"ampere.sustained": 0.8})`.
     """
     table: dict[str, Any] = json.loads((folder / name).read_text("utf-8"))
     sources = table.pop("sources")

@@ -72,13 +72,13 @@ def test_every_fabric_says_where_its_numbers_are_from(fabric: dict[str, Any]) ->
 def test_shipping_a_fitted_value_dates_it_and_leaves_the_rest(tmp_path: Path) -> None:
     text = (ROOT / "src/lumos/data/in_step.json").read_text()
     (tmp_path / "in_step.json").write_text(text)
-    unchanged = {"h100.matrix": shipped("in_step.json")["h100"]["matrix"]}
+    unchanged = {"ampere.sustained": shipped("in_step.json")["ampere"]["sustained"]}
     ship("in_step.json", unchanged, tmp_path)
     assert (tmp_path / "in_step.json").read_text() == text
-    ship("in_step.json", {"h100.matrix": 2.0}, tmp_path)
+    ship("in_step.json", {"ampere.sustained": 2.0}, tmp_path)
     changed, before = json.loads((tmp_path / "in_step.json").read_text()), json.loads(text)
-    assert changed["h100"] == before["h100"] | {"matrix": 2.0}
-    assert changed["sources"]["h100.matrix"]["date"] > "2026"
+    assert changed["ampere"] == before["ampere"] | {"sustained": 2.0}
+    assert changed["sources"]["ampere.sustained"]["date"] > "2026"
     assert changed["all"] == before["all"]
 
 
