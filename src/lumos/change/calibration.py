@@ -97,6 +97,7 @@ class Calibration:
     gpu_bound: bool = False  # the traced run is: what is left is the wait for its host where it begins and ends
     load: float = 0.0  # share of the recorded step that matmuls and attention ran
     shared: bool = False  # ranks share a GPU, so that kernels take longer than their prices say
+    beside: bool = False  # kernels were recorded beside communication: what they lost to it is in their times
     mode: str = "drawn"  # one of MODES
 
     @property

@@ -70,6 +70,7 @@ def calibrated_prices(changed: ChangedBlocks) -> Prices:
     def make(*arguments: Any) -> CalibratedPrices:
         prices = kind(*arguments)
         prices.changed = changed
+        prices.contends = not changed.calibration.beside
         return prices
 
     return prices_of(setup, model=changed.now.prices.model, make_prices=make)
@@ -247,6 +248,7 @@ class CalibratedRun:
         found = Calibration(
             self.setup, self.blocks, self.weights, networks=networks, data_parallel=self._data_parallel(),
             link=self._link(), load=self.recorded_load, shared=self.slowdown > _SHARED, mode=self.mode,
+            beside=self.setup.cluster.gpus > 1 and not self.silent,
         )  # fmt: skip
         if self.silent:
             found = found.with_communication(0.0)

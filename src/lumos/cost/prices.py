@@ -79,6 +79,7 @@ class Prices:
         self.host_us, self.collective_launches = host_us, collective_launches
         self.joules = joules_for(model.gpu)
         self.flash_model: Priced | None = None  # for attention kernels of an older generation
+        self.contends = True  # kernels and communication beside each other; not where measured prices hold it already
         self.overlap_blocks = 0  # SMs of collectives beside the operators of a block; 0: NCCL's channels
         self._blocks: dict[Hashable, BlockTime] = {}
         self._kept: dict[Hashable, Any] = {}
@@ -186,7 +187,7 @@ def timeline(block: Block, prices: Prices) -> list[Row]:
 def _end_beside(begin: float, work: Operator, beside: list[tuple[float, Beside]], prices: Prices) -> float:
     """When an operator ends: slower until the collectives beside it are over, by as much as the worst of them."""
     alone = prices.operator_us(work)
-    if not beside:
+    if not beside or not prices.contends:
         return begin + alone
     factor = max(slowdown(work, kernel, prices.model.gpu) for _, kernel in beside)
     covered = max(until for until, _ in beside) - begin

@@ -244,7 +244,7 @@ class Assembly:
     def step(self) -> Step:
         """Simulated."""
         graph = self.graph()
-        between = self._contention() if self._beside else None
+        between = self._contention() if self._beside and self.prices.contends else None
         graph, times = (graph, simulate(graph)) if between is None else contended(graph, *between)
         return Step(self.setup, self.plan, self.structure, graph, times, self.chunks, self.prices, self)
 
@@ -422,6 +422,8 @@ class Assembly:
     @cached_property
     def _disturbing(self) -> Beside | None:
         """The kernel of the collective that runs beside passes; None where there is none."""
+        if not self.prices.contends:
+            return None
         near = self.layout.sharing[0] if self.program.sharding.zero else self.layout.dp
         kind = "all_gather" if self.gathers != "never" else self.program.sharding.reduction
         size = 1e8  # of any large one: its rate is what counts
