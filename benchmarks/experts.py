@@ -56,7 +56,7 @@ unless all is in CUDA graphs.
 **Imbalance.** `train.imbalance` is the load of the busiest expert over the mean. The busiest rank decides, and experts
 of one rank even out: with loads drawn from a normal distribution it is 1 + (imbalance - 1) z(ranks) / z(experts) /
 sqrt(experts per rank), z(n) being the expected largest of n standard normal numbers. One rank alone loses nothing.
-Routers that were not trained yet gave the busiest expert 1.2 to 11 times the mean in the runs below.
+Routers that were not trained yet gave the busiest expert 1.2 to 15 times the mean in the runs below.
 
 **GPT-OSS** in transformers has unfused attention, with a mask and a sink (`model.sinks`), and a clamped activation in
 seven kernels; Megatron has both in fused kernels, and skips what its sliding windows hide (`model.window`).
