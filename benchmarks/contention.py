@@ -45,7 +45,7 @@ long as they overlap, in described steps, in dry runs and in what-ifs on traces 
 
 ## One kernel beside a copy of n blocks
 
-Measured on an H200 by [contention_h200.py](../calibration/contention_h200.py): a kernel of n blocks of 512 threads
+Measured on an H200 by `calibration/contention_h200.py`: a kernel of n blocks of 512 threads
 copies memory while a stream of equal kernels runs. Mean slowdown of matmuls by the rounds that their tiles need on 132
 SMs, measured / as predicted:
 """

@@ -42,11 +42,11 @@ MOST_PCT = {  # mean error of a source's step times
     "korthikanti-2205.05198-table5": 11.0,
     "mlperf-training": 13.5,
     "mosaicml-llm-foundry": 9.5,
-    "nemo-24.07-perf": 7.0,
-    "nemo-megatron-bridge-perf": 19.5,
-    "nvidia-dgxc-benchmarking": 5.0,
+    "nemo-24.07-perf": 9.5,
+    "nemo-megatron-bridge-perf": 12.5,
+    "nvidia-dgxc-benchmarking": 6.0,
     "vtrain-multi-node": 10.5,
-    "nanotron-playbook-sweep": 17.0,
+    "nanotron-playbook-sweep": 31.0,
     "one-h200": 5.2,
 }
 

@@ -37,6 +37,7 @@ BY_MODULE = {"train__recompute": "selective", "train__recompute_modules": ("core
 NO_SYNC = {"parallel__dp": 8, "parallel__zero": 3, "parallel__no_sync": True, "train__microbatches": 4}
 LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("megatron", "megatron"): [
+        {"parallel__tp": 2, "parallel__pp": 2, "parallel__dp": 4, "parallel__order": "tp-cp-pp-dp"},
         {},
         {"parallel__tp": 4, "parallel__sequence_parallel": True, "parallel__dp": 16, "parallel__zero": 1},
         {"parallel__tp": 4, "parallel__sequence_parallel": True, "parallel__tp_overlap": True},

@@ -73,7 +73,9 @@ def test_tasks_of_a_lane_never_overlap(run: Replay) -> None:
 
 @pytest.mark.parametrize("what", ["compute", "comm", "cpu"])
 def test_making_something_faster_never_makes_the_run_longer(run: Replay, what: str) -> None:
-    assert predict(run, [Scale(what, 0.5)]).run.times.span <= simulate(run.clean_graph).span + 1
+    span = simulate(run.clean_graph).span
+    # Kernels beside communication are simulated until the run's length settles, to a ten-thousandth.
+    assert predict(run, [Scale(what, 0.5)]).run.times.span <= span * (1 + 1e-4) + 1
 
 
 def test_the_breakdown_adds_up_to_the_step(run: Replay) -> None:
