@@ -83,12 +83,14 @@ GATHERS = ("never", "every pass", "once")
 
 @pytest.mark.parametrize(("gathers", "always", "hosted"), list(product(GATHERS, (False, True), (False, True))))
 @settings(max_examples=40)
-@given(shapes(), st.integers(1, 3), st.booleans())
+@given(shapes(), st.integers(1, 3), st.booleans(), st.booleans())
 def test_no_structure_waits_for_itself(
-    gathers: str, always: bool, hosted: bool, shape: tuple[str, int, int, int], units: int, overlapped: bool
-) -> None:
+    gathers: str, always: bool, hosted: bool,
+    shape: tuple[str, int, int, int], units: int, overlapped: bool, in_turn: bool,
+) -> None:  # fmt: skip
     beside = overlapped or gathers != "never"
     plan = plan_of(shape, units=units, gathers=gathers, overlapped=beside, reduces_always=always, hosted=hosted)
+    plan = plan._replace(in_turn=in_turn and gathers != "never")
     structure = step_structure(plan)
     assert sorted(structure.graph.order) == list(range(len(structure.graph)))
     blocks = [turn for turn, role in zip(structure.node_turn, structure.node_role, strict=True)

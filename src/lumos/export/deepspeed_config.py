@@ -59,8 +59,9 @@ def _table(setup: Setup) -> dict[str, Any]:
         "fp16": train.precision == "fp16",
         "parallel.zero": parallel.zero,
     }
-    if parallel.zero < 3:
+    if parallel.zero < 3 or parallel.dp_overlap is False:
         wanted["parallel.dp_overlap"] = bool(values["parallel.dp_overlap"])
+    if parallel.zero < 3:
         if parallel.tp > 1 and train.framework != "megatron-deepspeed":
             wanted["parallel.tp"] = parallel.tp
     elif parallel.shard not in (0, parallel.dp):

@@ -112,6 +112,6 @@ def _effective_parallelism(setup: Setup, framework: Framework) -> dict[str, Any]
         "parallel.tp_overlap": (by_itself if parallel.tp_overlap is None else parallel.tp_overlap)
         if parallel.tp > 1 else None,
         "parallel.gather_overlap": _gathers_beside(parallel, overlaps) if zero in (1, 2) else None,
-        "parallel.dp_overlap": (overlaps if parallel.dp_overlap is None else parallel.dp_overlap)
-        if shared and zero < 3 else None,
+        "parallel.dp_overlap": (zero == 3 or overlaps if parallel.dp_overlap is None else parallel.dp_overlap)
+        if shared else None,
     }  # fmt: skip

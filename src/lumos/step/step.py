@@ -332,7 +332,7 @@ class Assembly:
         always = self._beside and self.program.sharding.reduces_every_microbatch
         return Plan(
             self.program.schedule.name, p.pp, p.vpp, self.setup.train.microbatches, self.units, self.gathers,
-            self._beside, self._hosted, always,
+            self._beside, self._hosted, always, self.gathers != "never" and p.dp_overlap is False,
         )  # fmt: skip
 
     @cached_property
@@ -528,7 +528,7 @@ class Assembly:
             what = role.what.removeprefix("host ")
             host: BlockTime = self._optimizer(role.stage) if what == "optimizer" else getattr(chunk, what)
             return host.host_us
-        if role.what == "reduce" and self.overlaps:
+        if role.what == "reduce":
             return self._reduced_beside_us(role, chunk)
         return self._network_us(role.what, role.stage, chunk)
 
@@ -590,7 +590,8 @@ class Assembly:
         if what == "publish" and sharding.zero in (1, 2):
             trained = sharding.trained(self.program.stage_parameters(stage))
             gather = self._data_parallel_us("all_gather", trained, framework.gather_bytes)
-            return max(gather - self._hidden_us(stage), 0.0)
+            hidden = min(gather, self._hidden_us(stage))  # beside a forward pass, which it slows
+            return gather - hidden * self._speeds(self.program.chunks[stage][0])[Phase.FORWARD]
         return 0.0
 
     def _shard_copy_us(self, size: float) -> float:

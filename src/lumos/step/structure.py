@@ -57,6 +57,7 @@ class Plan(NamedTuple):
     overlapped: bool  # gradients are reduced beside the backward pass, unit by unit
     hosted: bool  # the host has a lane
     reduces_always: bool = False  # after every micro-batch, not after the last alone
+    in_turn: bool = False  # gathers and reductions wait for compute, and compute for them: nothing runs beside passes
 
     @property
     def order(self) -> Schedule:
@@ -222,10 +223,12 @@ class _Table:
     def network_order(self) -> tuple[Nodes, Nodes]:
         """Places of gathers and reductions on the network's lane (-1: none).
 
-        One network serves both, and the next unit is gathered before the last one is reduced, as FSDP does it.
+        One network serves both, and the next unit is gathered before the last one is reduced, as FSDP does it; what is
+        done in turn is reduced first.
         """
+        after = 1 if self.plan.in_turn else 3
         cut_before: Nodes = np.cumsum(self.unit_cut, axis=1) - self.unit_cut
-        keys = np.stack([2 * cut_before, 2 * cut_before + 3], axis=-1).reshape(self.plan.pp, -1)
+        keys = np.stack([2 * cut_before, 2 * cut_before + after], axis=-1).reshape(self.plan.pp, -1)
         there = np.stack([self.gathers, self.reduced], axis=-1).reshape(self.plan.pp, -1)
         order = np.argsort(np.where(there, keys, np.iinfo(np.int64).max), axis=1, kind="stable")
         places = np.empty_like(order)
@@ -330,8 +333,12 @@ def _add_edges(draft: _Draft, table: _Table) -> None:
     gathers, reductions = (draft.node(1, places) for places in table.network_order)
     draft.wait(computed[table.gathers], gathers[table.gathers])
     draft.wait(reductions[table.reduced], computed[table.reduced])
-    ahead = table.gathers[:, 2:]  # at most two gathered units ahead: memory, as FSDP limits it
-    draft.wait(gathers[:, 2:][ahead], computed[:, :-2][ahead])
+    units = 1 if plan.in_turn else 2  # gathered ahead, at most: memory, as FSDP limits it
+    ahead = table.gathers[:, units:]
+    draft.wait(gathers[:, units:][ahead], computed[:, :-units][ahead])
+    if plan.in_turn:
+        before = table.reduced[:, :-1]
+        draft.wait(computed[:, 1:][before], reductions[:, :-1][before])
     optimizer = draft.node(0, table.units + 1)
     if table.reduced.any():
         draft.wait(optimizer, np.where(table.reduced, reductions, -1).max(axis=1))
