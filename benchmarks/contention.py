@@ -55,7 +55,7 @@ TRACED = """
 The same kernel beside NCCL and alone, in runs of others. NCCL held 24 of 132 SMs on H100 and 8 of 80 on V100. Shapes
 are not known here: a matmul is taken to be the usual one of its length, and a kernel of Triton's to be memory-bound.
 """
-OPEN = """Not measured: communication over NVLink beside kernels (a copy stands for it), and GPUs other than H200.
+OPEN = """Not measured by us: communication over NVLink beside kernels (a copy stands for it), and GPUs other than H200.
 """
 
 
@@ -163,13 +163,14 @@ def page(folder: Path) -> str:
     head = ["| data | kernels | cases | mean error, % | bias, % |", "|---|---|---|---|---|"]
     measured = error_rows("fitted on the others", held_out(rows))
     errors(rows, fitted(rows))  # the tables of all rows again
-    kinds = ", ".join(
-        f"{sum(kind_of(row) == kind for row in rows)} {kind}" for kind in ("matmul", "attention", "memory")
-    )
+    counts = [sum(kind_of(row) == kind for row in rows) for kind in ("matmul", "attention", "memory")]
+    kinds = "{} matmuls, {} attention kernels and {} memory-bound kernels".format(*counts)
     told = f"""
-Errors of the slowdown, {kinds} kernels. Blind ones have other shapes and other numbers of blocks, and were looked at
-once, after the tables were fixed. NCCL: two processes share the GPU and reduce over sockets with 1 to 16 channels each;
-two of their blocks share an SM. Nothing was fitted on them.
+Matmuls of one round vary most: whether they need a second one depends on the tile that cuBLAS picks, which is guessed
+here. Errors of the slowdown, over {kinds}. Blind kernels
+have other shapes and other numbers of blocks, and were looked at once, after the tables were fixed. NCCL: two processes
+share the GPU and reduce over sockets with 1 to 16 channels each; two of their blocks share an SM. Nothing was fitted on
+them.
 """
     return "\n".join([
         HEAD, *by_rounds(rows), told, *head, *measured, *error_rows("blind", errors(blind, {})),

@@ -78,6 +78,12 @@ def test_making_something_faster_never_makes_the_run_longer(run: Replay, what: s
     assert predict(run, [Scale(what, 0.5)]).run.times.span <= span * (1 + 1e-4) + 1
 
 
+@pytest.mark.parametrize("what", ["compute", "comm"])
+def test_making_something_slower_never_makes_the_step_shorter(run: Replay, what: str) -> None:
+    """Not even where it moves work from one step into the next, whose window then is the longer one."""
+    assert predict(run, [Scale(what, 1.5)]).step_ms >= run.clean_ms * (1 - 1e-4) - 1e-6
+
+
 def test_the_breakdown_adds_up_to_the_step(run: Replay) -> None:
     parts = run.as_dict()["breakdown"]["recorded"]
     assert sum(parts.values()) == pytest.approx(run.recorded_steps.mean, abs=0.01)

@@ -41,6 +41,10 @@ class Breakdown:
     def step_ms(self) -> float:
         return self.exposed_compute_ms + self.exposed_comm_ms + self.overlapped_ms + self.other_ms
 
+    def times(self, factor: float) -> Breakdown:
+        """All parts, longer by a factor."""
+        return Breakdown(*(value * factor for value in asdict(self).values()))
+
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
 

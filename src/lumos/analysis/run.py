@@ -83,6 +83,22 @@ class TracedRun(Run):
     marks: StepMarks
     graph: Graph
     duration: Floats | None = None  # of every node, where they are not the graph's own
+    # Of a what-if: the typical step of the run as it was recorded, over its mean. Slower kernels may move work from one
+    # step into the next, so that one step gets shorter while the run gets longer: their mean tells what changed.
+    typical_share: float | None = None
+
+    @cached_property
+    def step_ms(self) -> float:
+        """The step of the run, in milliseconds."""
+        return self.steps.typical if self.typical_share is None else self.typical_share * self.steps.mean
+
+    @cached_property
+    def breakdown_by_rank(self) -> dict[int, Breakdown]:
+        """Where the step of every rank goes."""
+        if self.typical_share is None:
+            return breakdown_by_rank(self.trace, self.steps, typical_weights(self.steps))
+        parts = breakdown_by_rank(self.trace, self.steps)
+        return {rank: part.times(self.typical_share) for rank, part in parts.items()}
 
     @cached_property
     def origin(self) -> int:

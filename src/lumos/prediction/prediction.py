@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,10 @@ class Prediction:
     @cached_property
     def step_ms(self) -> float:
         """The predicted step, without a profiler."""
-        return self.run.us / 1e3 if isinstance(self.run, DescribedRun) else self.run.steps.typical
+        run = self.run
+        if isinstance(run, DescribedRun):
+            return run.us / 1e3
+        return run.step_ms if isinstance(run, TracedRun) else run.steps.typical
 
     @property
     def baseline_ms(self) -> float | None:
@@ -94,8 +97,12 @@ class Prediction:
     @cached_property
     def baseline_breakdown(self) -> Breakdown | None:
         """Where the traced step goes, without the profiler."""
-        replayed = self.replayed
-        return None if replayed is None else replayed.clean_run.breakdown
+        if self.replayed is None:
+            return None
+        clean = self.replayed.clean_run
+        if isinstance(self.run, TracedRun):
+            clean = replace(clean, typical_share=self.run.typical_share)
+        return clean.breakdown
 
     @property
     def bubble(self) -> float:
@@ -395,5 +402,7 @@ def _scaled(run: Replay, scale: Sequence[Scale | str]) -> Prediction:
     duration = scaled_durations(run.execution, recorded, scales)
     if between is not None:
         duration = contended(graph.with_times(duration, graph.gap), *between)[0].duration
-    simulated = TracedRun(run.execution, run.marks, graph, duration)
+    steps = run.clean_steps
+    share = steps.typical / steps.mean if steps.mean else 1.0
+    simulated = TracedRun(run.execution, run.marks, graph, duration, share)
     return Prediction(simulated, scaled_spread(run.cost.error_pct), replayed=run, scales=tuple(scales))
