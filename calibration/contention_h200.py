@@ -2,10 +2,12 @@
 
     PYTHONPATH=calibration python3 calibration/contention_h200.py copies OUT_FOLDER [SECONDS]
     PYTHONPATH=calibration python3 calibration/contention_h200.py nccl OUT_FOLDER [SECONDS]
+    PYTHONPATH=calibration python3 calibration/contention_h200.py steps OUT_FOLDER
 
-`copies`: a kernel of n blocks of 512 threads, as NCCL's channels are, copies HBM until it is told to stop, at full speed
-or with pauses; beside it runs a stream of equal kernels. `nccl`: two processes share the GPU under MPS and reduce a
-large tensor over loopback sockets with 2 to 16 channels each, while one of them runs the same streams of kernels.
+`copies`: a kernel of n blocks of 512 threads, as NCCL's channels are, copies HBM until it is told to stop, at full
+speed or with pauses; beside it runs a stream of equal kernels. `nccl`: two processes share the GPU under MPS and reduce
+a large tensor over loopback sockets with 1 to 16 channels each, while one of them runs the same streams of kernels.
+`steps`: whole training steps beside the copy.
 
 One JSON line for each kernel beside one copy: its time alone and beside, the copy's rate alone and beside (GB/s, read
 and written). Kernels of the seed DEVELOPMENT are for fitting; those of the seed BLIND go to a file of their own.
@@ -26,8 +28,8 @@ from typing import Any
 
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # loading a kernel waits for all that runs, the copy included
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402, N812
+import torch
+import torch.nn.functional as F  # noqa: N812
 
 DEVELOPMENT, BLIND = 16, 17  # seeds
 BLOCKS = {DEVELOPMENT: (1, 2, 4, 8, 12, 16, 24, 32, 48), BLIND: (3, 6, 10, 14, 20, 28, 40)}
@@ -115,8 +117,16 @@ def matmul(layout: str, m: int, n: int, k: int, dtype: str = "bf16") -> Run:
     element = 2 if dtype == "bf16" else 1
     sets = []
     for _ in range(copies_of(element * (m * k + n * k) + 2 * m * n)):
-        a = torch.randn(k, m, device="cuda").to(kind).t() if layout == "NT" else torch.randn(m, k, device="cuda").to(kind)
-        b = torch.randn(n, k, device="cuda").to(kind).t() if layout == "TN" else torch.randn(k, n, device="cuda").to(kind)
+        a = (
+            torch.randn(k, m, device="cuda").to(kind).t()
+            if layout == "NT"
+            else torch.randn(m, k, device="cuda").to(kind)
+        )
+        b = (
+            torch.randn(n, k, device="cuda").to(kind).t()
+            if layout == "TN"
+            else torch.randn(k, n, device="cuda").to(kind)
+        )
         sets.append((a, b, torch.empty(m, n, device="cuda", dtype=torch.bfloat16)))
     if dtype == "fp8":
         one = torch.ones((), device="cuda")
@@ -171,7 +181,9 @@ def kernels(seed: int) -> Iterator[tuple[dict[str, Any], Callable[[], Run]]]:
     """What is measured: a description and how to make it."""
     draw = random.Random(seed)
     count = {DEVELOPMENT: 240, BLIND: 60}[seed]
-    known = [("TN", 4096, 4096, 4096), ("TN", 4096, 14336, 4096), ("TN", 8192, 8192, 8192)] if seed == DEVELOPMENT else []
+    known = (
+        [("TN", 4096, 4096, 4096), ("TN", 4096, 14336, 4096), ("TN", 8192, 8192, 8192)] if seed == DEVELOPMENT else []
+    )
     for index in range(count):
         if index < len(known):
             layout, m, n, k = known[index]
@@ -186,10 +198,19 @@ def kernels(seed: int) -> Iterator[tuple[dict[str, Any], Callable[[], Run]]]:
         yield dict(op="gemm", layout=layout, m=m, n=n, k=k, dtype="bf16"), lambda a=(layout, m, n, k): matmul(*a)
     for _ in range(count // 10):
         m, n, k = 2048 * draw.randint(1, 8), draw.choice(WIDTHS), draw.choice(WIDTHS)
-        yield dict(op="gemm", layout="TN", m=m, n=n, k=k, dtype="fp8"), lambda a=("TN", m, n, k): matmul(*a, dtype="fp8")
+        yield (
+            dict(op="gemm", layout="TN", m=m, n=n, k=k, dtype="fp8"),
+            lambda a=("TN", m, n, k): matmul(*a, dtype="fp8"),
+        )
     for _ in range(count // 12):
         heads, seq = draw.choice((8, 16, 32, 40, 64)), draw.choice((1024, 2048, 4096, 8192))
-        shape = dict(batch=draw.randint(1, 4), heads=heads, kv=heads // draw.choice((1, 1, 4, 8)), seq=seq, dim=draw.choice((64, 128, 128)))
+        shape = dict(
+            batch=draw.randint(1, 4),
+            heads=heads,
+            kv=heads // draw.choice((1, 1, 4, 8)),
+            seq=seq,
+            dim=draw.choice((64, 128, 128)),
+        )
         for backward in (False, True):
             what = dict(op="sdpa", backward=backward, **shape)
             yield what, lambda a=(shape, backward): attention(**a[0], backward=a[1])
@@ -274,7 +295,60 @@ def shown(row: dict[str, Any]) -> str:
     head = " ".join(str(v) for k, v in row.items() if k not in ("us", "first_us", "beside", "kernels", "error"))
     if "error" in row:
         return f"{head}: {row['error'][:80]}"
-    return f"{head}: {row['us']:.1f} us; " + " ".join(f"{n}{'p' if p else ''}:{us / row['us']:.2f}" for n, p, us, *_ in row["beside"])
+    return f"{head}: {row['us']:.1f} us; " + " ".join(
+        f"{n}{'p' if p else ''}:{us / row['us']:.2f}" for n, p, us, *_ in row["beside"]
+    )
+
+
+# ---------------------------------------------------------------------- whole steps
+STEPS = {  # layers, hidden, ffn, heads, vocab, seq, micro-batch of a decoder
+    "l4_h4096_s4096_b1": (4, 4096, 14336, 32, 32000, 4096, 1),
+    "l6_h2048_s2048_b8": (6, 2048, 5632, 16, 32000, 2048, 8),
+    "l2_h8192_s4096_b1": (2, 8192, 28672, 64, 32000, 4096, 1),
+    "l5_h3072_s2048_b4": (5, 3072, 8192, 24, 32000, 2048, 4),
+}
+STEP_BLOCKS = (0, 4, 16, 24, 0)
+
+
+def measure_steps(folder: Path) -> None:
+    """Training steps beside the copy kernel, which runs through all of a step."""
+    from models import Shape, build_model, token_loss
+
+    beside, rows = Beside(), []
+    for name, sizes in STEPS.items():
+        shape = Shape(*sizes)
+        model = build_model("plain", shape, "cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        tokens = torch.randint(0, shape.vocab, (shape.mbs, shape.seq), device="cuda")
+
+        def step() -> None:
+            token_loss(model(tokens), tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(6):
+            step()
+        torch.cuda.synchronize()
+        for blocks in STEP_BLOCKS:
+            times, rates = [], []
+            for _ in range(8):
+                if blocks:
+                    beside.start(blocks, 0)
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                before = beside.done.clone()
+                begin.record()
+                step()
+                end.record()
+                after = beside.done.clone()
+                end.synchronize()
+                times.append(begin.elapsed_time(end))
+                rates.append(float((after - before).sum()) / times[-1] / 1e6)
+                beside.end()
+            middle = len(times) // 2
+            rows.append({"name": name, "blocks": blocks, "ms": sorted(times)[middle], "gb_s": sorted(rates)[middle]})
+            print(rows[-1], flush=True)
+            (folder / "contention_steps_h200.json").write_text(json.dumps(rows, indent=1))
+        del model, optimizer
 
 
 # ---------------------------------------------------------------------- two processes, real NCCL
@@ -326,15 +400,34 @@ def nccl_rank(folder: Path, channels: int, limit_s: float) -> None:
         work.wait()
         torch.cuda.synchronize()
         if run is not None:
-            rows.append({**what, "channels": channels, "us": alone, "beside_us": us, "still": still,
-                         "nccl_s": time.perf_counter() - since, "nccl_alone_s": alone_s})
+            rows.append(
+                {
+                    **what,
+                    "channels": channels,
+                    "us": alone,
+                    "beside_us": us,
+                    "still": still,
+                    "nccl_s": time.perf_counter() - since,
+                    "nccl_alone_s": alone_s,
+                }
+            )
     if rank == 0:
         with (folder / "contention_nccl_h200.jsonl").open("a") as out:
-            out.write(json.dumps({"channels": channels, "bytes": size * 2, "alone_s": alone_s, "kernels": grids}) + "\n")
+            out.write(
+                json.dumps({"channels": channels, "bytes": size * 2, "alone_s": alone_s, "kernels": grids}) + "\n"
+            )
             out.writelines(json.dumps(row) + "\n" for row in rows)
         for row in rows:
-            print(channels, row["op"], row.get("m", row.get("rows", row.get("seq"))), row.get("n", ""), row.get("k", ""),
-                  f"{row['us']:.1f} us, beside {row['beside_us'] / row['us']:.2f}", row["still"], flush=True)
+            print(
+                channels,
+                row["op"],
+                row.get("m", row.get("rows", row.get("seq"))),
+                row.get("n", ""),
+                row.get("k", ""),
+                f"{row['us']:.1f} us, beside {row['beside_us'] / row['us']:.2f}",
+                row["still"],
+                flush=True,
+            )
     dist.destroy_process_group()
 
 
@@ -364,6 +457,8 @@ def main(what: str, folder: str, *rest: str) -> None:
     place.mkdir(parents=True, exist_ok=True)
     if what == "rank":
         nccl_rank(place, int(rest[0]), float(rest[1]))
+    elif what == "steps":
+        measure_steps(place)
     elif what == "nccl":
         measure_nccl(place, float(rest[0]) if rest else 120.0)
     else:
