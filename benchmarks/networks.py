@@ -147,7 +147,7 @@ def lumos_us(topology: Topology, kind: str, ideal: bool) -> float:
         step = 2 * HOP_NS / 1e3
         simple |= dict.fromkeys(("ring_us", "tree_us", "ring_far_us", "tree_far_us"), step)
         full = replace(
-            habits(), protocols=(simple,), inside_share=1.0, through_share=1.0, exchange_share=1.0, overhead_us=0.0,
+            habits(), protocols=(simple,), inside_share=1.0, gather_share=1.0, exchange_share=1.0, overhead_us=0.0,
             send_us=step, send_far_us=step, peer_us=0.0, peer_far_us=0.0, fill_inside=0.0, fill_between=0.0,
             fill_exchange=0.0,
         )  # fmt: skip

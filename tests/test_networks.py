@@ -240,14 +240,24 @@ def test_an_oversubscription_of_one_changes_nothing_and_more_is_never_faster(
 
 
 @laws
-@given(st.sampled_from(("a100", "h100", "b200")), st.sampled_from(KINDS), st.integers(1, 3), st.integers(0, 5),
-       st.floats(1e3, 1e11))  # fmt: skip
+@given(gpus, fabrics, st.booleans(), st.sampled_from(KINDS), st.integers(1, 4), st.integers(0, 5), st.floats(1e3, 1e11))
 def test_the_same_ranks_on_more_nodes_are_never_faster(
-    gpu: str, kind: str, inside: int, nodes: int, size: float
+    gpu: str, fabric: str, reduces: bool, kind: str, inside: int, nodes: int, size: float
 ) -> None:
-    here, ranks = network(gpu), (1 << inside) * (1 << nodes)
+    here, ranks = network(gpu, fabric), (1 << inside) * (1 << nodes)
+    here = here if reduces else dataclasses.replace(here, nvls=0.0)
     near, far = (us(here, kind, Group(ranks, held), size) for held in (1 << inside, 1 << (inside - 1)))
     assert far >= near * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100", "h200", "b200"])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("fabric", read_table("fabrics.toml"))
+def test_a_second_node_is_never_faster_however_wide_its_adapters(gpu: str, kind: str, fabric: str) -> None:
+    """Rings that go on to other nodes are bound by the same links inside as those that stay."""
+    here = network(gpu, fabric, inter_gb_s=1000.0)
+    one, two = (us(here, kind, Group(size, 8), 544e6) for size in (8, 16))
+    assert two >= one
 
 
 @laws

@@ -52,8 +52,8 @@ class Habits:
     """What NCCL does on any cluster; data/network.json has the values and where they are from."""
 
     protocols: tuple[dict[str, float], ...]  # low latency (LL), the same in 128 bytes (LL128), simple
-    inside_share: float  # of a domain's bandwidth, reached by rings that stay in it
-    through_share: float  # the same, of rings and chains that go on to other domains
+    inside_share: float  # of a domain's bandwidth, reached by all-reduce, whether it stays in the domain or goes on
+    gather_share: float  # the same of gathers and scatters
     exchange_share: float  # the same of sends and receives, as in all-to-all
     nvls_us: float  # latency of a reduction by the NVLink switch
     nvls_member_us: float  # and for each member, all of which meet before and after
@@ -164,11 +164,11 @@ class Network:
         """Every rank passes on what it has; one that leaves the domain is as fast as its slowest link."""
         passes = _PASSES[kind]
         steps, moved = passes * (group.size - 1), passes * (group.size - 1) / group.size
-        near = self.near(group.inside)
+        reached = self.habits.inside_share if kind == "all_reduce" else self.habits.gather_share
+        near = self.near(group.inside) * reached if group.inside > 1 else float("inf")
         if group.nodes == 1:
-            start, rate = protocol["base_us"] + steps * protocol["ring_us"], near * self.habits.inside_share
-            return Line(start, moved / (rate * protocol["share"]), self.habits.fill_inside)
-        near = near * self.habits.through_share if group.inside > 1 else float("inf")
+            start = protocol["base_us"] + steps * protocol["ring_us"]
+            return Line(start, moved / (near * protocol["share"]), self.habits.fill_inside)
         share = self.fabric.tree_share if kind == "all_reduce" else self.fabric.ring_share
         bandwidth = min(near, self.far(group) * share)
         if protocol is self.habits.protocols[-1]:
@@ -189,7 +189,7 @@ class Network:
     def _chain(self, group: Group, protocol: dict[str, float]) -> Line:
         """From one member of a domain to the next, and back."""
         start = protocol["base_us"] + 2 * (group.inside - 1) * protocol["tree_us"]
-        rate = self.habits.through_share * protocol["share"]
+        rate = self.habits.inside_share * protocol["share"]
         return Line(start, self._chain_us(group) / rate if group.inside > 1 else 0.0)
 
     def _chain_us(self, group: Group) -> float:
