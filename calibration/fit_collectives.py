@@ -30,8 +30,8 @@ SMALLEST = 1 << 18  # bytes: training has few smaller messages
 STEPS = (0.8, 0.93, 0.98, 1.02, 1.07, 1.25)
 MOST_SHARE = 0.95  # of a link: headers and flow control take the rest
 FITTED_HABITS = (
-    "inside_share", "gather_share", "exchange_share", "nvls_us", "nvls_member_us", "peer_us", "peer_far_us", "peer_gb_s",
-    "fill_inside", "fill_between", "fill_exchange",
+    "inside_share", "gather_share", "exchange_share", "nvls_us", "nvls_member_us", "peer_us", "peer_far_us",
+    "peer_gb_s", "fill_inside", "fill_between", "fill_exchange",
 )  # fmt: skip
 FITTED_FABRICS = ("ring_share", "tree_share", "send_share", "relay_us", "crowding", "hop_us", "most_gb_s")
 Constants = dict[tuple[str, str], float]  # of ("habits" or a fabric, name)

@@ -12,9 +12,9 @@ PLAIN_HABITS = Habits(
         dict.fromkeys(("base_us", "ring_us", "tree_us", "ring_far_us", "tree_far_us"), 0.0)
         | {"share": 1.0, "far_bytes": math.inf},
     ),
-    inside_share=1.0, gather_share=1.0, exchange_share=1.0, nvls_us=0.0, nvls_member_us=0.0, sharp_us=0.0, overhead_us=0.0,
-    send_us=0.0, send_far_us=0.0, peer_us=0.0, peer_far_us=0.0, peer_gb_s=math.inf, peer_bytes=0.0, fill_inside=0.0,
-    fill_between=0.0, fill_exchange=0.0,
+    inside_share=1.0, gather_share=1.0, exchange_share=1.0, nvls_us=0.0, nvls_member_us=0.0, sharp_us=0.0,
+    overhead_us=0.0, send_us=0.0, send_far_us=0.0, peer_us=0.0, peer_far_us=0.0, peer_gb_s=math.inf, peer_bytes=0.0,
+    fill_inside=0.0, fill_between=0.0, fill_exchange=0.0,
 )  # fmt: skip
 RINGS = Fabric(trees=False)
 
