@@ -179,6 +179,41 @@ def test_the_busiest_rank_decides_how_long_an_unbalanced_router_takes() -> None:
     assert busiest_rank(8, 2, 1000.0) == 2.0, "it cannot get more than there is"
 
 
+def test_experts_that_are_filled_up_to_a_capacity_work_on_send_and_keep_as_much() -> None:
+    """On one rank too, and however many experts a rank has: none of it evens out."""
+    for ep in (1, 8):
+        keys = {"parallel__ep": ep, "parallel__dp": ep}
+        plain, filled = (moe(layout_of("qwen3-30b-a3b", **keys, train__capacity=factor)) for factor in (1.0, 1.5))
+        assert plain == moe(layout_of("qwen3-30b-a3b", **keys))
+        assert exchanged(filled) == [1.5 * size for size in exchanged(plain)]
+        assert len(exchanged(plain)) == (2 if ep > 1 else 0)
+        few, more = ([op.shape[1] for op in operators(x) if op.kind == "grouped_gemm"] for x in (plain, filled))
+        assert more == [1.5 * copies for copies in few] != []
+        assert saved_bytes(filled) > 1.3 * saved_bytes(plain)
+
+
+def exchanged(block: Block) -> list[float]:
+    return [op.work.bytes for op in block if isinstance(op.work, Collective) and op.work.kind == "all_to_all"]
+
+
+def test_a_dispatcher_that_gathers_gives_every_rank_all_tokens_of_its_group() -> None:
+    layer = TransformerLayer(
+        layout_of("mixtral-8x7b", parallel__ep=8, parallel__dp=8, parallel__dispatcher="all_gather"), sparse=True
+    )
+    sent = {
+        op.name: (op.work.kind, op.work.bytes)
+        for op in (*layer.forward(), *layer.backward())
+        if isinstance(op.work, Collective) and op.name != "experts counts"
+    }
+    everything = 8 * 2048 * 4096 * 2.0
+    assert sent == {
+        "experts dispatch": ("all_gather", everything),
+        "experts combine": ("reduce_scatter", everything),
+        "experts combine grad": ("all_gather", everything),
+        "experts dispatch grad": ("reduce_scatter", everything),
+    }
+
+
 def test_adapters_leave_no_weight_gradients() -> None:
     full, adapters = (TransformerLayer(layout_of(train__mode=mode)) for mode in ("pretrain", "lora"))
     assert any("wgrad" in name for name in names(full.backward()))
@@ -1002,9 +1037,11 @@ def test_a_flexible_dispatcher_sends_a_token_once_to_every_place_that_has_expert
 
 
 def test_exchanges_beside_another_micro_batch_cost_only_what_the_layer_does_not_hide() -> None:
-    keys = {"parallel__ep": 8, "parallel__dp": 8}
+    keys = {"parallel__ep": 8, "parallel__dp": 8, "train__microbatches": 2}
     waiting, beside = (TransformerLayer(layout_of("mixtral-8x7b", **keys, parallel__ep_overlap=on), sparse=True)
                        for on in (False, True))  # fmt: skip
+    alone = layout_of("mixtral-8x7b", **keys | {"train__microbatches": 1}, parallel__ep_overlap=True)
+    assert TransformerLayer(alone, sparse=True).forward() == waiting.forward(), "there is no other micro-batch"
     for before, after in ((waiting.forward(), beside.forward()), (waiting.backward(), beside.backward())):
         assert [op.name for op in after[:2]] == [op.name for op in before if op.work.kind == "all_to_all"]
         assert sorted(op.name for op in after) == sorted(op.name for op in before)

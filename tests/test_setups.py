@@ -317,7 +317,19 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
         {"model": MOE, "parallel": {"etp": 4, "ep": 4, "dp": 8}},
         "parallel.etp = 4 does not divide parallel.dp * cp * tp / ep = 2: use 1 or 2",
     ),
-    ({"model": SMALL | {"window_pattern": 2}}, "model.window_pattern = 2 needs model.window: set it, or "),
+    (
+        {"model": SMALL | {"window_pattern": 2}},
+        "model.window_pattern = 2 needs model.window: set it, or model.window_pattern = 0",
+    ),
+    (
+        {"model": MOE, "train": {"seq": 2048, "imbalance": 4.5}},
+        "train.imbalance = 4.5 is out of range: it must be at most 4, where one expert gets every token",
+    ),
+    ({"model": MOE, "train": {"seq": 2048, "capacity": 5.0}}, "train.capacity = 5 is out of range: it must be at most"),
+    (
+        {"model": MOE, "parallel": {"dispatcher": "all_gather", "ep_overlap": True}},
+        'parallel.ep_overlap = true needs parallel.dispatcher = "all_to_all" or "flex", and it is "all_gather"',
+    ),
     (
         {"parallel": {"dispatcher": "flex", "ep_overlap": True}},
         'parallel.dispatcher = "flex", parallel.ep_overlap = true: needs experts, and model.experts = 0; remove it',
@@ -406,6 +418,17 @@ def test_what_is_pointless_is_a_warning() -> None:
     assert warnings_in(small(cluster={"gpus": 12})) == ["cluster.gpus = 12 is not a whole number of nodes of 8"]
     assert warnings_in(small(parallel={"tp": 16})) != []
     assert warnings_in(small(cluster={"gpus": 16})) == []
+    assert warnings_in(small(train={"seq": 2048, "imbalance": 1.5, "capacity": 2.0})) == [
+        "train.imbalance has no effect with model.experts = 0",
+        "train.capacity has no effect with model.experts = 0",
+    ]
+    assert warnings_in(small(model=MOE, train={"seq": 2048, "imbalance": 1.5})) == []
+    filled = small(model=MOE, train={"seq": 2048, "imbalance": 1.5, "capacity": 2.0})
+    assert warnings_in(filled) == ["train.imbalance has no effect with train.capacity: every expert is filled up to it"]
+    beside = {"ep": 8, "dp": 8, "ep_overlap": True}
+    alone = warnings_in(small(model=MOE, train={"seq": 2048, "microbatches": 1}, parallel=beside))
+    assert [line for line in alone if line.startswith("parallel.ep_overlap has no effect with train.microbatches = 1")]
+    assert warnings_in(small(model=MOE, train={"seq": 2048, "microbatches": 2}, parallel=beside)) == []
 
 
 def test_all_mistakes_are_listed_together(tmp_path: Path) -> None:
@@ -660,9 +683,12 @@ def test_megatron_defaults_are_those_of_gpt() -> None:
         ("--use-distributed-optimizer --overlap-param-gather", "parallel.gather_overlap", True),
         (
             "--num-experts 8 --hidden-size 64 --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
-            "train.imbalance",
+            "train.capacity",
             1.5,
         ),
+        ("--num-experts 8 --hidden-size 64", "parallel.dispatcher", "all_gather"),  # its default
+        ("--num-experts 8 --hidden-size 64 --moe-token-dispatcher-type allgather", "parallel.dispatcher", "all_gather"),
+        ("--num-experts 8 --hidden-size 64 --moe-token-dispatcher-type alltoall", "parallel.dispatcher", "all_to_all"),
         ("--num-experts 8 --hidden-size 64 --expert-tensor-parallel-size 2", "parallel.etp", 2),
         ("--num-experts 8 --hidden-size 64 --tensor-model-parallel-size 4", "parallel.etp", 4),  # its default
         ("--context-parallel-size 4 --cp-comm-type a2a", "parallel.cp_type", "a2a"),
@@ -920,7 +946,7 @@ def sound_setups(draw: st.DrawFn) -> Setup:
         "seq": 2048,
         "microbatches": pp * draw(ways),
         "micro_batch": draw(ways),
-        "imbalance": draw(st.floats(1, 9)),
+        "imbalance": draw(st.floats(1, 4)),
     }
     cluster = {"gpu": "h100", "host": draw(st.floats(0.1, 10.0)), "memory_gib": draw(st.none() | st.floats(1, 99))}
     return small(model=model, train=train, parallel=shape, cluster=cluster)

@@ -27,7 +27,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "cluster.gpus": (1,), "train.precision": ("bf16", "fp16", "fp32"),
     "train.recompute": ("none", "full"), "train.framework": ("pytorch",), "train.mode": ("pretrain",),
     "train.optimizer": ("adamw", "adam", "sgd"), "train.attention": ("",), "train.cuda_graphs": (False,),
-    "train.imbalance": (1.0,),
+    "train.imbalance": (1.0,), "train.capacity": (0.0,),
 }  # fmt: skip
 _DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "stage_layers")
 _OFFLINE = {

@@ -89,15 +89,29 @@ def _largest_of(count: int) -> float:
 
 
 def _copies(s: RankLayout, tokens: float) -> int:
-    """Copies of tokens, one for every expert that is asked, on the busiest rank: the others wait for it."""
-    busiest = busiest_rank(s.model.experts, s.parallel.ep, s.train.imbalance)
+    """Copies of tokens, one for every expert that is asked, on the busiest rank: the others wait for it.
+
+    Experts that are filled up to a capacity all have equally many: zeros stand in for tokens that did not come.
+    """
+    busiest = s.train.capacity or busiest_rank(s.model.experts, s.parallel.ep, s.train.imbalance)
     return max(1, ceil(tokens * s.model.top_k * busiest))
+
+
+def _own_tokens(s: RankLayout) -> float:
+    """Tokens that one rank brings to its expert group."""
+    tp = s.parallel.tp
+    return s.spread_tokens if s.splits_sequences else s.tokens * min(s.expert_tp, tp) / tp
 
 
 def _sent(s: RankLayout) -> int:
     """Copies that one rank exchanges with the others of its expert group."""
-    tp = s.parallel.tp
-    return _copies(s, s.spread_tokens if s.splits_sequences else s.tokens * min(s.expert_tp, tp) / tp)
+    return _copies(s, _own_tokens(s))
+
+
+def gathered_bytes(s: RankLayout) -> float:
+    """The tokens of all ranks of an expert group, where each of them gets all; else 0."""
+    all_of_them = _own_tokens(s) * s.ep.size * s.model.hidden * s.element
+    return all_of_them if s.gathers_tokens and s.ep.size > 1 else 0.0
 
 
 def routed_copies(s: RankLayout) -> int:
@@ -115,8 +129,12 @@ def local_experts(s: RankLayout) -> int:
 
 
 def _copies_moved(s: RankLayout, kind: str, name: str) -> Block:
-    """Experts that are cut see the copies of all ranks that they are cut for."""
-    return ops.collective(kind, float(routed_copies(s) * s.model.hidden * s.element), s.expert_gather, name=name)
+    """Experts that are cut see the copies of all ranks that they are cut for, or their tokens before these are copied.
+
+    Tokens are those of all expert groups: a gather among expert-parallel ranks comes before.
+    """
+    rows = s.tokens / s.parallel.tp * s.expert_tp * s.ep.size if s.gathers_tokens else routed_copies(s)
+    return ops.collective(kind, float(rows * s.model.hidden * s.element), s.expert_gather, name=name)
 
 
 def _result_joined(s: RankLayout, name: str) -> Block:
@@ -189,10 +207,10 @@ def _permutes_fused(s: RankLayout) -> bool:
 def _exchanged(s: RankLayout, name: str) -> Block:
     """To the experts: permuted by fused kernels, before the exchange by rank and after it by expert.
 
-    What sends a token once for all experts of a rank (DeepEP, HybridEP) makes the copies where they arrive.
+    What sends a token once for all experts of a rank (DeepEP, HybridEP, a gather) makes the copies where they arrive.
     """
     moved, permuted = _sent_over(s, name), _permuted(s, _sent(s))
-    if s.sends_once and moved:
+    if (s.sends_once or s.gathers_tokens) and moved:
         return [*moved, permuted]
     return [permuted, *moved, *([permuted] if moved and local_experts(s) > 1 else [])]
 
@@ -214,7 +232,10 @@ def _permuted(s: RankLayout, copies: int) -> BlockOp:
 
 
 def _sent_over(s: RankLayout, name: str) -> Block:
-    """Beside the work of another micro-batch, where it is asked for."""
+    """Beside the work of another micro-batch, where it is asked for; or gathered, and added up on the way back."""
+    if s.gathers_tokens:
+        kind = "all_gather" if name in ("dispatch", "combine grad") else "reduce_scatter"
+        return ops.collective(kind, gathered_bytes(s), s.ep, name=f"experts {name}")
     size = float(_sent_copies(s) * s.model.hidden * s.element)
     return ops.collective("all_to_all", size, s.ep, waits=not s.ep_overlap, name=f"experts {name}")
 

@@ -271,8 +271,8 @@ class _KeyedLayout:
         self.key = (
             layout.model, t.micro_batch, t.seq, t.precision, t.recompute, t.recompute_modules,
             t.partition_activations, t.compile, t.framework, t.fp8_scaling,
-            t.attention, t.mode, t.imbalance, p.tp, p.cp, p.cp_type, layout.cp_heads,
-            p.sequence_parallel, p.ep, layout.expert_tp,
+            t.attention, t.mode, t.imbalance, t.capacity, p.tp, p.cp, p.cp_type, layout.cp_heads,
+            p.sequence_parallel, p.ep, layout.expert_tp, layout.gathers_tokens,
         )  # fmt: skip
 
     def __hash__(self) -> int:

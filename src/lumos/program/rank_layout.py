@@ -249,13 +249,23 @@ class RankLayout:
     @cached_property
     def sends_once(self) -> bool:
         """A token goes once to every place that holds experts for it, not once for every expert."""
-        return (self.parallel.dispatcher or self.framework.dispatcher) == "flex"
+        return self.dispatcher == "flex"
+
+    @cached_property
+    def gathers_tokens(self) -> bool:
+        """Every expert-parallel rank gets all tokens of its group, and adds its experts' results to all of them."""
+        return self.dispatcher == "all_gather"
+
+    @cached_property
+    def dispatcher(self) -> str:
+        return self.parallel.dispatcher or self.framework.dispatcher
 
     @cached_property
     def ep_overlap(self) -> bool:
-        """Exchanges between experts run beside the work of another micro-batch."""
+        """Exchanges between experts run beside the work of another micro-batch, where there is one."""
         chosen = self.parallel.ep_overlap
-        return self.framework.ep_overlap if chosen is None else chosen
+        wanted = self.framework.ep_overlap if chosen is None else chosen
+        return wanted and self.train.microbatches > 1 and not self.gathers_tokens
 
     @cached_property
     def zero(self) -> int:

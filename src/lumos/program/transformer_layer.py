@@ -9,7 +9,7 @@ from lumos.program import primitives as ops
 from lumos.program.attention import attention, attention_backward, keys_and_values_bytes
 from lumos.program.block import Block, saved_bytes
 from lumos.program.mlp import activation_gradient_bytes, mlp, mlp_backward
-from lumos.program.moe import exchanges_first, expert_gradient_bytes, moe, moe_backward
+from lumos.program.moe import exchanges_first, expert_gradient_bytes, gathered_bytes, moe, moe_backward
 from lumos.program.operators import Collective, Operator
 from lumos.program.rank_layout import RankLayout
 from lumos.program.recomputation import Again, ByOperator, by_operator, recomputed_parts
@@ -130,6 +130,8 @@ class TransformerLayer:
         working = inner + s.residual_bytes  # and the gradient of the residual stream
         if s.splits_sequences:
             working += s.activation_bytes  # gathered over the tensor-parallel ranks
+        if self.sparse:
+            working += gathered_bytes(s)
         working += self._parts.rest  # made anew for the second half, which goes back first
         # By the time attention goes back, what the second half kept is free.
         freed = everything - saved_bytes(attention(s)) - self._parts.rest

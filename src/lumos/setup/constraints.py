@@ -79,6 +79,7 @@ def rules(setup: Setup) -> Iterator[Rule]:
     yield from _recomputation(setup.train)
     yield from _offloading(setup.model, setup.train, setup.parallel)
     yield from _tensor_and_experts(setup.model, setup.parallel)
+    yield from _routing(setup.model, setup.train, setup.parallel)
     yield from _context(setup.model, setup.parallel)
     yield from _pipeline(setup.model, setup.train, setup.parallel)
     yield from _machines(setup)
@@ -89,17 +90,29 @@ def warnings_in(setup: Setup) -> list[str]:
     """One sentence for everything that is allowed but probably not intended."""
     parallel, gpus, gpu = setup.parallel, setup.cluster.gpus, setup.cluster.accelerator
     tp, shard, node, reach = parallel.tp, parallel.shard, gpu.gpus_per_node, max(gpu.nvlink_domain, gpu.gpus_per_node)
+    alone = parallel.ep_overlap and setup.train.microbatches == 1
     doubts = (
         (parallel.sequence_parallel and tp == 1, "parallel.sequence_parallel has no effect with parallel.tp = 1"),
         (shard and not parallel.zero, f"parallel.shard = {shard} has no effect with parallel.zero = 0"),
         (gpus > node and gpus % node, f"cluster.gpus = {gpus} is not a whole number of nodes of {node}"),
         (parallel.cp_type and parallel.cp == 1, "parallel.cp_type has no effect with parallel.cp = 1"),
+        (alone, "parallel.ep_overlap has no effect with train.microbatches = 1: no other micro-batch has work to do"),
         (tp > reach, f"parallel.tp = {tp} reaches beyond a node of {reach} GPU{'s' * (reach > 1)}"),
     )
     certain = [sentence for applies, sentence in doubts if applies]
     if gpu.assumed:
         certain.append(f"{gpu.shown} does not give all of its machine: assuming {', '.join(gpu.assumed)}")
+    certain += _unused_by_experts(setup.model, setup.train)
     return [*certain, *_without_effect(setup.model, setup.train), *_assumed(setup.train)]
+
+
+def _unused_by_experts(model: Model, train: Train) -> Iterator[str]:
+    """Keys about the load of experts that change nothing."""
+    if not model.experts:
+        given = {"imbalance": train.imbalance > 1, "capacity": train.capacity > 0}
+        yield from (f"train.{key} has no effect with model.experts = 0" for key in given if given[key])
+    elif train.capacity and train.imbalance > 1:
+        yield "train.imbalance has no effect with train.capacity: every expert is filled up to it"
 
 
 def _assumed(train: Train) -> list[str]:
@@ -210,8 +223,8 @@ def _model(model: Model) -> Iterator[Rule]:
         mistake = f"model.top_k = {model.top_k} of model.experts = {model.experts}: use 1 to {model.experts}"
     yield "model.experts model.top_k model.shared_experts", mistake
 
-    mistake = "" if model.window else _needs(model, ("window_pattern",), "model.window: set it,")
-    yield "model.window model.window_pattern", mistake
+    mistake = f"model.window_pattern = {model.window_pattern} needs model.window: set it, or model.window_pattern = 0"
+    yield "model.window model.window_pattern", mistake if model.window_pattern and not model.window else ""
 
     dense, layers = model.dense_layers, model.layers
     mistake = "" if dense <= layers else f"model.dense_layers = {dense} is more than model.layers = {layers}: use fewer"
@@ -318,10 +331,23 @@ def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:
     yield "parallel.shard parallel.dp", mistake
 
 
+def _routing(model: Model, train: Train, parallel: Parallel) -> Iterator[Rule]:
+    """An expert can get every token at most, which is experts / top_k times the mean."""
+    most = model.experts / max(model.top_k, 1) or float("inf")
+    for key, load in (("imbalance", train.imbalance), ("capacity", train.capacity)):
+        limit = f"{most:g}, where one expert gets every token (model.experts / top_k)"
+        mistake = f"train.{key} = {load:g} is out of range: it must be at most {limit}"
+        yield f"train.{key} model.experts model.top_k", mistake if load > most else ""
+
+    mistake = 'parallel.ep_overlap = true needs parallel.dispatcher = "all_to_all" or "flex", and it is "all_gather"'
+    gathers = parallel.dispatcher == "all_gather" and parallel.ep_overlap
+    yield "parallel.dispatcher parallel.ep_overlap", f"{mistake}: change one of them" if gathers else ""
+
+
 def _given_for_experts(parallel: Parallel) -> Iterator[str]:
     """Keys that only experts have a use for, as the user gave them."""
-    if parallel.dispatcher == "flex":
-        yield 'parallel.dispatcher = "flex"'
+    if parallel.dispatcher in ("flex", "all_gather"):
+        yield f'parallel.dispatcher = "{parallel.dispatcher}"'
     if parallel.ep_overlap:
         yield "parallel.ep_overlap = true"
 

@@ -125,7 +125,7 @@ def _sentence(place: str, key: str, detail: Any, known: Sequence[str]) -> str:
     stated = f"{place} = {shown(detail['input'])}"
     if error == "literal_error":
         choices = [choice.strip("'") for choice in str(context["expected"]).replace(" or ", ", ").split(", ")]
-        return f"{stated} is not known: use {one_of([choice or repr('') for choice in choices])}"
+        return f"{stated} is not known: use {one_of([choice for choice in choices if choice])}"
     if error in _BOUNDS:
         words, name = _BOUNDS[error]
         return f"{stated} is out of range: it must be {words} {context[name]}"

@@ -239,6 +239,7 @@ class Train(Section):
     attention: Literal["", "flash", "unfused"] = ""  # "": the framework's default
     mode: Literal["pretrain", "lora", "sft"] = "pretrain"
     imbalance: Annotated[float, Field(ge=1, le=1e4)] = 1.0  # load of the busiest expert / mean load
+    capacity: Annotated[float, Field(ge=0, le=1e4)] = 0.0  # experts are filled up to so many times the mean; 0: are not
     cuda_graphs: bool = False
 
     @field_validator("recompute_modules", mode="before")
@@ -270,7 +271,7 @@ class Parallel(Section):
     schedule: Schedule = "1f1b"  # derived: interleaved where vpp > 1
     stage_layers: Annotated[tuple[Count, ...], Field(strict=False, max_length=1 << 14)] = ()  # (): as even as possible
     shard: MaybeDegree = 0  # replicas that share one copy of the weights, gradients or state; 0: all of dp
-    dispatcher: Literal["", "all_to_all", "flex"] = ""  # how tokens reach their experts; "": the framework's default
+    dispatcher: Literal["", "all_to_all", "flex", "all_gather"] = ""  # of tokens to experts; "": the framework's
     no_sync: bool = False  # ZeRO 3 reduces gradients after the last micro-batch alone, and keeps them whole until then
     order: Literal["tp-cp-dp-pp", "tp-cp-pp-dp"] = "tp-cp-dp-pp"  # of ranks, from neighbours to those farthest apart
     tp_overlap: bool | None = None  # None: the framework's default

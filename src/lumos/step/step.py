@@ -197,7 +197,8 @@ def _network(setup: Setup, gpu: Gpu, factors: InStepFactors, machine: HardwareMo
 def shape_of(setup: Setup) -> Hashable:
     """What the prices of a setup depend on: setups of one shape can share them, blocks that were priced included."""
     p, t, cluster = setup.parallel, setup.train, setup.cluster
-    experts = (p.ep, p.etp, p.dp, p.pp, p.dispatcher, p.ep_overlap) if setup.model.experts else ()
+    exchange = (p.dispatcher, p.ep_overlap, t.microbatches > 1)
+    experts = (p.ep, p.etp, p.dp, p.pp, *exchange) if setup.model.experts else ()
     sharded = p.zero == 3 and p.dp * p.cp > 1
     framework = framework_named(t.framework, t.precision)
     added = 0 if framework.accumulates_fp32 else t.microbatches  # to gradients, but for the first

@@ -206,21 +206,31 @@ def _experts(found: Findings, options: Options) -> None:
     every = _word(options, "expert-interval", "2") if is_deepspeed else "1"
     _dense_layers(found, "".join(options.get("moe-layer-freq") or [every]).replace(" ", ""))
     _capacity(found, options)
+    _dispatcher(found, options)
     if "moe-shared-expert-overlap" in options and values.get("model.shared_experts"):
         found.note("--moe-shared-expert-overlap is not modelled: assuming that shared experts run after the exchange")
 
 
 def _capacity(found: Findings, options: Options) -> None:
-    """Experts that are filled up to a capacity all have as much to do as the busiest."""
+    """Experts that are filled up to a capacity; one that only drops tokens has no effect where routers balance."""
     word = _word(options, "moe-expert-capacity-factor")
     if not word:
         return
     factor = float(word) if re.fullmatch(r"\d{1,4}(\.\d{0,12})?", word, re.ASCII) else 0.0
-    if factor < 1:
-        wrong = f"--moe-expert-capacity-factor {shown(word)} is not a number of 1 or more"
-        found.note(f"{wrong}: assuming that no token is dropped", "train.imbalance")
-    elif "moe-pad-expert-input-to-capacity" in options:
-        found.values["train.imbalance"] = factor
+    pads = "moe-pad-expert-input-to-capacity" in options
+    if factor and pads:
+        found.values["train.capacity"] = factor
+    elif factor < 1:
+        wanted = "more than 0" if pads else "1 or more"
+        wrong = f"--moe-expert-capacity-factor {shown(word)} is not a number of {wanted}"
+        found.note(f"{wrong}: assuming that no token is dropped", "train.capacity")
+
+
+def _dispatcher(found: Findings, options: Options) -> None:
+    """Megatron's default gathers the tokens of all ranks; what cannot be had with it speaks for all-to-all."""
+    others = ("moe-expert-capacity-factor", "overlap-moe-expert-parallel-comm", "moe-shared-expert-overlap")
+    if not any(name in options for name in others) and found.values.get("train.framework") != "megatron-deepspeed":
+        found.values.setdefault("parallel.dispatcher", "all_gather")
 
 
 def _deepspeed_experts(found: Findings, options: Options) -> None:
