@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,29 +196,32 @@ def kernels(seed: int) -> Iterator[tuple[dict[str, Any], Callable[[], Run]]]:
                 m, k = k, m
         if 2.0 * m * n * k > 6e12:
             continue
-        yield dict(op="gemm", layout=layout, m=m, n=n, k=k, dtype="bf16"), lambda a=(layout, m, n, k): matmul(*a)
+        yield (
+            {"op": "gemm", "layout": layout, "m": m, "n": n, "k": k, "dtype": "bf16"},
+            lambda a=(layout, m, n, k): matmul(*a),
+        )
     for _ in range(count // 10):
         m, n, k = 2048 * draw.randint(1, 8), draw.choice(WIDTHS), draw.choice(WIDTHS)
         yield (
-            dict(op="gemm", layout="TN", m=m, n=n, k=k, dtype="fp8"),
+            {"op": "gemm", "layout": "TN", "m": m, "n": n, "k": k, "dtype": "fp8"},
             lambda a=("TN", m, n, k): matmul(*a, dtype="fp8"),
         )
     for _ in range(count // 12):
         heads, seq = draw.choice((8, 16, 32, 40, 64)), draw.choice((1024, 2048, 4096, 8192))
-        shape = dict(
-            batch=draw.randint(1, 4),
-            heads=heads,
-            kv=heads // draw.choice((1, 1, 4, 8)),
-            seq=seq,
-            dim=draw.choice((64, 128, 128)),
-        )
+        shape = {
+            "batch": draw.randint(1, 4),
+            "heads": heads,
+            "kv": heads // draw.choice((1, 1, 4, 8)),
+            "seq": seq,
+            "dim": draw.choice((64, 128, 128)),
+        }
         for backward in (False, True):
             what = dict(op="sdpa", backward=backward, **shape)
             yield what, lambda a=(shape, backward): attention(**a[0], backward=a[1])
     for what in ("add", "silu", "gelu", "cast", "rms_norm", "layer_norm", "softmax", "transpose", "adamw"):
         for _ in range(3 if seed == DEVELOPMENT else 1):
             rows, width = draw.choice((1024, 2048, 4096, 8192, 16384)), draw.choice(WIDTHS[2:14])
-            yield dict(op=what, rows=rows, width=width), lambda a=(what, rows, width): stream_kernel(*a)
+            yield {"op": what, "rows": rows, "width": width}, lambda a=(what, rows, width): stream_kernel(*a)
 
 
 def launched(run: Run) -> list[dict[str, Any]]:
@@ -310,6 +314,12 @@ STEPS = {  # layers, hidden, ffn, heads, vocab, seq, micro-batch of a decoder
 STEP_BLOCKS = (0, 4, 16, 24, 0)
 
 
+def _train(model: Any, optimizer: Any, tokens: torch.Tensor, loss: Callable[..., torch.Tensor]) -> None:
+    loss(model(tokens), tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def measure_steps(folder: Path) -> None:
     """Training steps beside the copy kernel, which runs through all of a step."""
     from models import Shape, build_model, token_loss
@@ -321,11 +331,7 @@ def measure_steps(folder: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         tokens = torch.randint(0, shape.vocab, (shape.mbs, shape.seq), device="cuda")
 
-        def step() -> None:
-            token_loss(model(tokens), tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+        step = partial(_train, model, optimizer, tokens, token_loss)
         for _ in range(6):
             step()
         torch.cuda.synchronize()
@@ -348,7 +354,7 @@ def measure_steps(folder: Path) -> None:
             rows.append({"name": name, "blocks": blocks, "ms": sorted(times)[middle], "gb_s": sorted(rates)[middle]})
             print(rows[-1], flush=True)
             (folder / "contention_steps_h200.json").write_text(json.dumps(rows, indent=1))
-        del model, optimizer
+        del model, optimizer, step
 
 
 # ---------------------------------------------------------------------- two processes, real NCCL
@@ -368,7 +374,7 @@ def nccl_rank(folder: Path, channels: int, limit_s: float) -> None:
     torch.cuda.synchronize()
     alone_s = time.perf_counter() - since
     grids = launched(lambda _: dist.all_reduce(tensor))
-    chosen = [pair for pair in kernels(DEVELOPMENT)][::9][:34]
+    chosen = list(kernels(DEVELOPMENT))[::9][:34]
     rows = []
     for what, make in chosen:
         go = torch.tensor([int(rank == 0 and time.monotonic() - begun < limit_s)], dtype=torch.int32)

@@ -23,7 +23,10 @@ from lumos.cost import contention
 from lumos.cost.contention import Beside
 from lumos.data_files import read_table
 from lumos.program.operators import Operator
+from lumos.schedules import Phase
+from lumos.setup import Setup
 from lumos.setup.gpus import gpu_named
+from lumos.step.step import simulate_step
 from shipped import ship
 
 HERE = Path(__file__).parent
@@ -32,13 +35,19 @@ BLOCKS = [0, 1, 2, 4, 8, 12, 16, 24, 32, 48]
 LENGTHS = [30, 100, 300, 1000, 3000]
 ROUNDS = [1, 2, 3, 4, 5, 6, 8, 12, 24, 48]
 FOLDS = 5
+STEPS = {  # as calibration/contention_h200.py measured them: layers, hidden, ffn, heads, vocab, seq, micro-batch
+    "l4_h4096_s4096_b1": (4, 4096, 14336, 32, 32000, 4096, 1),
+    "l6_h2048_s2048_b8": (6, 2048, 5632, 16, 32000, 2048, 8),
+    "l2_h8192_s4096_b1": (2, 8192, 28672, 64, 32000, 4096, 1),
+    "l5_h3072_s2048_b4": (5, 3072, 8192, 24, 32000, 2048, 4),
+}
 WAITED = 1.3  # time of a call over that of its kernels: beyond, the host did not launch fast enough
 Row = dict[str, Any]
 
 
 def rows_of(name: str) -> list[Row]:
     path = HERE / name
-    text = lzma.open(path, "rt").read() if path.suffix == ".xz" else path.read_text()
+    text = lzma.decompress(path.read_bytes()).decode() if path.suffix == ".xz" else path.read_text()
     return [row for row in map(json.loads, text.splitlines()) if "us" in row and not _waited(row)]
 
 
@@ -83,7 +92,7 @@ def matmul_table(rows: list[Row]) -> list[list[float]]:
 def by_length(rows: list[Row]) -> list[list[float]]:
     """Mean slowdown of matmuls by their time alone and blocks, for those whose shape is not known."""
     table = []
-    for low, high in zip([0.0, *LENGTHS[:-1]], [*LENGTHS[1:], np.inf], strict=True):  # from one knot to the next but one
+    for low, high in zip([0.0, *LENGTHS[:-1]], [*LENGTHS[1:], np.inf], strict=True):  # around every knot
         some = [row for row in rows if low <= row["us"] <= high]
         means = [[us / r["us"] for r in some for n, p, us, *_ in r["beside"] if n == b and not p] for b in BLOCKS[1:]]
         table.append([1.0, *(round(float(v), 3) for v in np.maximum.accumulate([np.mean(m) for m in means]))])
@@ -132,12 +141,13 @@ def errors(rows: list[Row], table: dict[str, Any]) -> dict[str, list[float]]:
 def show(title: str, found: dict[str, list[float]]) -> None:
     for kind, values in found.items():
         size = 100 * np.abs(values)
-        print(f"{title:24s} {kind:10s} {len(size):5d} cases: mean {size.mean():4.1f} %, median {np.median(size):4.1f} %, "
-              f"bias {100 * np.mean(values):+.1f} %")
+        middle, bias = np.median(size), 100 * np.mean(values)
+        print(f"{title:24s} {kind:10s} {len(size):5d} cases: mean {size.mean():4.1f} %, median {middle:4.1f} %, "
+              f"bias {bias:+.1f} %")  # fmt: skip
 
 
 def nccl_errors(table: dict[str, Any]) -> dict[str, list[float]]:
-    """Real NCCL kernels of two processes on one GPU; two of their blocks (288 threads, 104 KB) share a multiprocessor."""
+    """Real NCCL kernels of two processes on one GPU; two of their blocks (288 threads, 104 KB) share an SM."""
     read_table("contention.json").update(table)
     contention.slowdown.cache_clear()
     found = defaultdict(list)
@@ -145,6 +155,31 @@ def nccl_errors(table: dict[str, Any]) -> dict[str, list[float]]:
         if "op" in row and row["still"]:
             said = contention.slowdown(operator_of(row), Beside(row["channels"], 0.0, True), GPU)
             found[f"{kind_of(row)} {row['channels']}"].append(said / (row["beside_us"] / row["us"]) - 1)
+    return found
+
+
+def step_slowdowns() -> list[tuple[str, int, float, float]]:
+    """Whole training steps beside a copy: name, blocks, slowdown measured and predicted."""
+    measured = json.loads((HERE / "contention_steps_h200.json").read_text())
+    found = []
+    for name in dict.fromkeys(row["name"] for row in measured):
+        rows = [row for row in measured if row["name"] == name]
+        alone = float(np.mean([row["ms"] for row in rows if not row["blocks"]]))
+        layers, hidden, ffn, heads, vocab, seq, batch = STEPS[name]
+        setup = Setup(
+            model={"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, "vocab": vocab},
+            train={"seq": seq, "micro_batch": batch}, cluster={"gpu": "h200"},
+        )  # type: ignore[arg-type]  # fmt: skip
+        step = simulate_step(setup)
+        program, prices = step.assembly.program, step.prices
+        blocks = [block for phase in Phase for block in program.blocks(program.chunks[0][0], phase)]
+        blocks.append(program.optimizer(0))
+        total = sum(block.times * prices.block(block.key, block.build).us for block in blocks)
+        for row in rows:
+            if row["blocks"]:
+                beside = Beside(row["blocks"], row["gb_s"], True)
+                more = sum(block.times * prices.disturbed_us(block.key, block.build, beside) for block in blocks)
+                found.append((name, row["blocks"], row["ms"] / alone, 1 + more / total))
     return found
 
 
