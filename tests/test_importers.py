@@ -789,6 +789,44 @@ def test_a_torchtitan_key(tmp_path: Path, keys: str, place: str, value: object) 
     assert getattr(getattr(setup, section), key) == value
 
 
+TITAN_HSDP = """
+[model]
+name = "llama3"
+flavor = "8B"
+[parallelism]
+data_parallel_replicate_degree = 8
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+"""
+
+
+def test_copies_of_the_weights_divide_whatever_replicas_there_are(tmp_path: Path) -> None:
+    path = written(tmp_path, TITAN_HSDP, "titan.toml")
+    reading = read_setup_with_notes(path, ["cluster.gpus=128"])
+    assert (reading.setup.parallel.dp, reading.setup.parallel.shard) == (64, 8)
+    assert not any("one copy for all" in note for note in reading.notes)
+    assert any("one copy for all; set cluster.gpus" in note for note in read_setup_with_notes(path, []).notes)
+    assert read_setup(path, ["cluster.gpus=128", "parallel.shard=4"]).parallel.shard == 4
+    setup = written(tmp_path, f'torchtitan = "{path.name}"\n[cluster]\ngpus = 32\n', "run.toml")
+    assert read_setup(setup).parallel.shard == 2
+
+
+def test_what_torchtitan_gathers_in_8_bits_is_noted_and_not_ignored(tmp_path: Path) -> None:
+    text = "[model]\nname = 'llama3'\nflavor = '8B'\nconverters = ['float8']\n[training]\nsteps = 1\n"
+    name = "float8.enable_fsdp_float8_all_gather = true"
+    for table, noted in (("[float8]\nenable_fsdp_float8_all_gather = true", True), ("", False)):
+        notes = read_setup_with_notes(written(tmp_path, text + table, "titan.toml"), []).notes
+        assert any(name in note and "gathered in 16 bits" in note for note in notes) == noted
+
+
+def test_recomputation_of_every_0th_layer_is_that_of_all_and_noted(tmp_path: Path) -> None:
+    keys = "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '0'"
+    path = written(tmp_path, f"[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nsteps = 1\n{keys}", "titan.toml")
+    reading = read_setup_with_notes(path, [])
+    assert (reading.setup.train.recompute, reading.setup.train.recompute_every) == ("full", 1)
+    assert any("recomputes every layer" in note for note in reading.notes)
+
+
 @pytest.mark.parametrize(
     ("name", "flavour", "layers"),
     [

@@ -262,6 +262,35 @@ def test_a_gated_mlp_of_gpt_neox_is_narrower_than_stated(tmp_path: Path) -> None
     )
 
 
+def deepspeed(folder: Path, **zero: object) -> SetupReading:
+    text = json.dumps(DEEPSPEED | {"zero_optimization": {"stage": 3, **zero}})
+    return read(folder, text, "ds.json", "model.preset=llama3-8b", "train.seq=4096", "cluster.gpus=16")
+
+
+def test_groups_of_mics_divide_everything_and_those_of_hpz_are_noted(tmp_path: Path) -> None:
+    assert deepspeed(tmp_path, mics_shard_size=8).setup.parallel.shard == 8
+    second = deepspeed(tmp_path, zero_hpz_partition_size=8)
+    assert second.setup.parallel.shard == 0, "gradients and state stay divided over all ranks"
+    assert any("zero_hpz_partition_size = 8" in note for note in second.notes)
+    assert any("no second copy" in note for note in second.notes)
+
+
+@pytest.mark.parametrize(
+    ("key", "usual", "other"),
+    [
+        ("zero_quantized_weights", False, True), ("stage3_max_live_parameters", 1e9, 1e7),
+        ("stage3_prefetch_bucket_size", "auto", 1e6), ("reduce_bucket_size", 5e8, 2e8),
+    ],
+)  # fmt: skip
+def test_keys_of_zero_that_are_not_modelled_are_noted_unless_they_have_their_default(
+    tmp_path: Path, key: str, usual: object, other: object
+) -> None:
+    assert not any(key in note for note in deepspeed(tmp_path, **{key: usual}).notes)
+    assert sum(key in note and "not modelled" in note for note in deepspeed(tmp_path, **{key: other}).notes) == 1
+    needs = {"stage": 2, key: other}
+    assert any(key in note for note in deepspeed(tmp_path, **needs).notes) == (key == "reduce_bucket_size")
+
+
 def test_a_deepspeed_file_asks_for_the_model(tmp_path: Path) -> None:
     text = json.dumps(DEEPSPEED)
     said = refused(tmp_path, text, "ds.json")

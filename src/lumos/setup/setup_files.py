@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from lumos.setup.importers.any_file import read_any, read_config, toml_value
 from lumos.setup.importers.foreign_file import GPU_KEYS, Reading, Sections
 from lumos.setup.messages import nearest, place_of, shown, size_text
 from lumos.setup.presets import preset_named
-from lumos.setup.sections import Model, Section
+from lumos.setup.sections import Model, Section, as_count
 from lumos.setup.setup import KEYS, SECTIONS, Setup
 from lumos.setup.stated_size import size_doubt
 
@@ -92,7 +93,7 @@ def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
     """The values of a file that need not be complete; without a file, the overrides alone."""
     changes = _parsed(overrides)
     reading = _read(path) if path is not None else Reading({})
-    sections = _layered(reading.sections, changes)
+    sections, assumed = _grouped(_layered(reading.sections, changes), reading.copies)
     folder = path.parent if path is not None else Path()
     model, notes, mistakes = _model_from(sections.get("model", {}), folder)
     where = place_of(path) if path is not None else ""
@@ -100,7 +101,7 @@ def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
     if any(mistake.place.startswith("model.") for mistake in left):
         model = None  # it could not be read, and a mistake says so
     stated = (*(mistake.sentence for mistake in left), *mistakes)
-    remarks = reading.remarks(where, partial(_corrects, changes))
+    remarks = (*reading.remarks(where, partial(_corrects, changes)), *(f"{where}: {sentence}" for sentence in assumed))
     plain = PlainSetup(sections | {"model": model}, changes, (*remarks, *notes), stated, where)
     is_given = any(_has(changes, key) for key in GPU_KEYS)
     if not changes.get("model"):
@@ -155,6 +156,19 @@ def _read(path: Path) -> Reading:
         raise InputError(f"{place_of(path)}: {base} = {shown(other)}: {error}") from None
     left = tuple(mistake for mistake in below.mistakes if not _corrects(content, mistake.place))
     return below._replace(sections=_layered(below.sections, content), mistakes=left)
+
+
+def _grouped(sections: Sections, copies: int) -> tuple[Sections, tuple[str, ...]]:
+    """With the replicas that share one of so many copies of the weights; a note where their number is not known."""
+    parallel, cluster = sections.get("parallel"), sections.get("cluster", {})
+    if copies < 2 or not isinstance(parallel, dict) or not isinstance(cluster, dict) or "shard" in parallel:
+        return sections, ()
+    replica = math.prod(as_count(parallel.get(key)) or 1 for key in ("tp", "pp", "cp"))
+    replicas = as_count(parallel.get("dp")) or as_count(cluster.get("gpus")) // replica
+    if replicas:
+        return {**sections, "parallel": {**parallel, "shard": max(replicas // copies, 1)}}, ()
+    sizes = f"{copies} copies of the weights, and the number of replicas is not given"
+    return sections, (f"{sizes}: assuming one copy for all; set cluster.gpus or parallel.shard",)
 
 
 def _with_files_beside(reading: Reading, folder: Path) -> Reading:

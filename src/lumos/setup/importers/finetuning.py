@@ -75,6 +75,23 @@ def _deepspeed(keys: Keys, found: Findings) -> None:
     put_offloading(keys, found)
     if keys.is_on("activation_checkpointing.cpu_checkpointing"):
         found.note("activation_checkpointing.cpu_checkpointing is not modelled")
+    _note_not_modelled(keys, found)
+
+
+def _note_not_modelled(keys: Keys, found: Findings) -> None:
+    """One note on the keys of ZeRO that change a step, are not modelled and do not have their default."""
+    if not found.values.get("parallel.zero"):
+        return
+    table = _DEEPSPEED_KEYS["not_modelled"]
+    usual = {key: value for key, value in table.items() if key != "of_stage3"}
+    if found.values.get("parallel.zero") == 3:
+        usual |= table["of_stage3"]
+    given = {key: keys.first(f"zero_optimization.{key}")[1] for key in usual}
+    named = [f"{key} = {shown(value)}" for key, value in given.items() if value not in (None, usual[key])]
+    if named:
+        found.note(f"zero_optimization: not modelled, assuming DeepSpeed's defaults: {listed(named)}")
+    if (given.get("zero_hpz_partition_size") or 1) != 1:
+        found.note("hpZ: weights are assumed to be gathered over all ranks in both passes, and to have no second copy")
 
 
 def put_offloading(keys: Keys, found: Findings) -> None:

@@ -41,6 +41,7 @@ class Reading(NamedTuple):
     not_recognised: tuple[str, ...] = ()  # keys or options that are neither used nor known to be irrelevant
     model_names: tuple[str, ...] | None = None  # may state the size of the model; None: no name does
     stored_parameters: int = 0  # in the weights next to a config.json; 0 where there are none
+    copies: int = 0  # of divided weights: parallel.shard follows from them and the replicas; 0: the file does not say
 
     def remarks(self, where: str, is_set: Callable[[str], bool] = lambda _: False) -> tuple[str, ...]:
         """The notes that still hold, with the name of the file; keys that were not recognised are one note."""
@@ -56,6 +57,7 @@ class Findings:
         self.values: dict[str, Any] = {}  # by "section.key"
         self.notes: list[Note] = []
         self.mistakes: list[Mistake] = []
+        self.copies = 0  # of divided weights, where their number is given and not the ranks that share one
 
     def note(self, sentence: str, *keys: str) -> None:
         """Note something that holds until one of these keys of a setup is set."""
@@ -77,7 +79,8 @@ class Findings:
         for place, value in self.values.items():
             section, _, key = place.partition(".")
             sections.setdefault(section, {})[key] = value
-        return Reading(sections, tuple(self.notes), tuple(self.mistakes), tuple(not_recognised))
+        notes, mistakes = tuple(self.notes), tuple(self.mistakes)
+        return Reading(sections, notes, mistakes, tuple(not_recognised), copies=self.copies)
 
 
 def shared_experts(found: Findings, shared: int, width: int, experts: int) -> int:

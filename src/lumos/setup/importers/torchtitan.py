@@ -159,6 +159,9 @@ def _precision(found: Findings, given: Mapping[str, Any]) -> None:
             found.values["train.fp8_scaling"] = meanings[recipe]
         else:
             found.note(f"{name} = {shown(recipe)} is not known: use {one_of(list(meanings))}", "train.fp8_scaling")
+    name, gathers_low = _first(given, _COMBINED["fp8_gather"])
+    if gathers_low is True and found.values.get("train.precision") == "fp8":
+        found.note(f"{name} = true is not modelled: weights are gathered in 16 bits, twice as many bytes as with it")
     unknown = [name for name in names if name not in (*fp8, *mxfp8)]
     if unknown:
         found.note(f"model.converters: {shown(', '.join(unknown))} is not modelled", "train.precision")
@@ -238,7 +241,7 @@ def _sharding(found: Findings, given: Mapping[str, Any]) -> None:
     """FSDP, hybrid FSDP or DDP, and how many replicas there are where that is given."""
     shard, replicate = _number(found, given, "shard"), _number(found, given, "replicate") or 1
     shard = -1 if shard is None else shard
-    tp, pp, cp = (found.values.get(f"parallel.{key}", 1) for key in ("tp", "pp", "cp"))
+    pp, cp = (found.values.get(f"parallel.{key}", 1) for key in ("pp", "cp"))
     sharded = shard not in (0, 1) or cp > 1
     policy = given.get("parallelism.fsdp_reshard_after_forward", "default")
     keeps = policy == "never" or (policy == "default" and pp > 1)
@@ -251,13 +254,10 @@ def _sharding(found: Findings, given: Mapping[str, Any]) -> None:
     elif "cluster.gpus" not in found.values:
         found.note_gpus()
     if replicate > 1 and sharded:
-        replicas = as_count(found.values.get("cluster.gpus")) // (tp * pp * cp)
-        group = shard if shard > 0 else replicas // replicate
-        if group:
-            found.values["parallel.shard"] = group
+        if shard > 0:
+            found.values["parallel.shard"] = shard
         else:
-            what = f"data_parallel_replicate_degree = {replicate}: the file does not give the size of a sharding group"
-            found.note(f"{what}: assuming one group of all replicas; set parallel.shard", "parallel.shard")
+            found.copies = replicate  # among which the replicas are divided, once their number is known
 
 
 def _recompute(found: Findings, given: Mapping[str, Any]) -> None:
@@ -273,7 +273,10 @@ def _recompute(found: Findings, given: Mapping[str, Any]) -> None:
     if option == "op":
         found.values["train.recompute_modules"] = ["operators"]
     elif option.isascii() and option.isdigit() and len(option) < 5:
-        found.values |= {"train.recompute": "full", "train.recompute_every": max(int(option), 1)}  # 0: every layer
+        found.values |= {"train.recompute": "full", "train.recompute_every": max(int(option), 1)}
+        if not int(option):
+            every = f'{name} = "0" recomputes every layer, as in torchtitan'
+            found.note(every, "train.recompute", "train.recompute_every")
     else:
         keys = ("train.recompute", "train.recompute_modules", "train.recompute_every")
         found.note(f'{name} = {shown(option)} is not known: use "op" or a number of layers; assuming "op"', *keys)
