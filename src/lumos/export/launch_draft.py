@@ -81,7 +81,8 @@ def effective(setup: Setup) -> dict[str, Any]:
         "train.partition_activations": RankLayout(setup, framework).divides_inputs,
         "train.offload_overlap": train.offload_overlap and train.offload_optimizer > 0,
         "train.attention": RankLayout(setup, framework).attention,
-        "train.imbalance": train.imbalance if model.experts else 1.0,
+        "train.imbalance": train.imbalance if model.experts and not train.capacity else 1.0,
+        "train.capacity": train.capacity if model.experts else 0.0,
     }  # fmt: skip
 
 

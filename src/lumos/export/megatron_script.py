@@ -136,6 +136,9 @@ def _model(setup: Setup) -> Iterable[str]:
     yield from _WRITING["experts"]
     if model.shared_experts:
         yield f"moe-shared-expert-intermediate-size {model.shared_experts * model.expert_ffn}"
+    if setup.train.capacity:
+        yield f"moe-expert-capacity-factor {setup.train.capacity}"
+        yield "moe-pad-expert-input-to-capacity"
     if model.dense_layers:
         yield f'moe-layer-freq "([0]*{model.dense_layers}+[1]*{model.moe_layers})"'
 
