@@ -9,8 +9,8 @@ has ended. Measured on an H200 (calibration/contention_h200.py), what that costs
 - Attention loses about the share of the SMs that are taken.
 - Memory-bound kernels lose that share too, and the bandwidth that the communication moves.
 
-The communication itself is slower where it is bound by its SMs, that is, inside an NVLink domain: the clock falls.
-Between nodes the adapters decide, and it loses nothing.
+The communication itself is slower where it is bound by its SMs, that is, by the links of an NVLink domain: the clock
+falls. Between nodes it loses that only where those links and not the adapters bind it (`Network.kept`).
 
 The tables are in data/contention.json (calibration/fit_contention.py). GPUs without persistent matmuls (before Hopper)
 lose the share of the SMs that are taken: 1.10 to 1.14 in public traces of V100s, of whose 80 SMs NCCL held 8.
@@ -41,7 +41,7 @@ class Beside(NamedTuple):
 
     blocks: int  # SMs that it holds: NCCL's channels
     gb_s: float  # of memory that it reads and writes
-    inside: bool  # it stays in an NVLink domain, where its SMs bound it
+    inside: bool  # it stays in an NVLink domain
 
 
 def kernel_of(collective: Collective, us: float) -> Beside:

@@ -16,7 +16,7 @@ data/fabrics.toml; docs/networks.md has the errors).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, log2, sqrt
 from typing import Any, NamedTuple
@@ -117,6 +117,17 @@ class Network:
         if kind == "p2p" and group.inside > 1:
             return self.penalty * self._near_message(size, *lines)
         return self.penalty * min(_piped(line, size) for line in lines if size <= line.most_bytes)
+
+    def kept(self, collective: Collective, share: float) -> float:
+        """What a collective keeps of its speed where its kernels move this share of what a domain's links would give.
+
+        That is all of it where the adapters bind it, and the share itself where the links inside do.
+        """
+        if collective.group.nodes == 1:
+            return share
+        inside = replace(self.inside, bandwidth=share * self.inside.bandwidth)
+        slower = replace(self, tiers=(inside, *self.tiers[1:]))
+        return self.us(collective) / slower.us(collective)
 
     @property
     def inside(self) -> Tier:

@@ -101,6 +101,12 @@ class SampledNetwork:
         table, start, ratio = found
         return start + (table.at(size, start) - start) * ratio
 
+    def kept(self, collective: Collective, share: float) -> float:
+        """What a collective keeps of its speed beside kernels; between nodes by the model of such links."""
+        if collective.group.nodes == 1:
+            return share
+        return self.usual.kept(collective, share) if self.usual else 1.0
+
     def covers(self, group: Group) -> bool:
         """Whether the tier that a group communicates over was sampled."""
         return any((key.nodes == 1) == (group.nodes == 1) for key in self.tables)

@@ -393,7 +393,7 @@ class Assembly:
         if beside is None or (role.what not in _PASSES and role.what not in _TRANSFERS):
             return 1.0
         if role.what in _TRANSFERS:
-            return kept_rate() if beside.inside else 1.0
+            return self._kept_beside
         return self._speeds(self.program.chunks[role.stage][role.chunk])[_PASSES.index(role.what)]
 
     def _speeds(self, chunk: Chunk) -> tuple[float, ...]:
@@ -423,17 +423,27 @@ class Assembly:
     @cached_property
     def _disturbing(self) -> Beside | None:
         """The kernel of the collective that runs beside passes; None where there is none."""
-        if not self.prices.contends:
+        collective = self._beside_passes
+        if collective is None or not self.prices.contends:
             return None
+        found = kernel_of(collective, self.prices.collective_us(collective))
+        return found._replace(gb_s=round(found.gb_s, -2))  # few different ones, which are priced once
+
+    @cached_property
+    def _kept_beside(self) -> float:
+        """What that collective keeps of its speed."""
+        return self.prices.network.kept(self._beside_passes, kept_rate()) if self._beside_passes else 1.0
+
+    @cached_property
+    def _beside_passes(self) -> Collective | None:
+        """What data-parallel ranks do beside passes, of any large size: its rate is what counts."""
         near = self.layout.sharing[0] if self.program.sharding.zero else self.layout.dp
         kind = "all_gather" if self.gathers != "never" else self.program.sharding.reduction
-        size = 1e8  # of any large one: its rate is what counts
         if near.size < 2:
             near, kind = self.layout.dp, "all_reduce"
         if near.size < 2 or self.setup.cluster.accelerator.is_cpu:
             return None
-        found = kernel_of(Collective(kind, size, near), self.prices.collective_us(Collective(kind, size, near)))
-        return found._replace(gb_s=round(found.gb_s, -2))  # few different ones, which are priced once
+        return Collective(kind, 1e8, near)
 
     # ------------------------------------------------------------------ what no schedule can beat
     def bound_us(self) -> float:
