@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "calibration"))
 
 import fit_aten  # noqa: E402
+import fit_contention  # noqa: E402
 import fit_energy  # noqa: E402
 import fit_host  # noqa: E402
 import fit_in_step  # noqa: E402
@@ -99,6 +100,11 @@ def test_published_runs_give_the_shipped_in_step_factors(shared_data: Path) -> N
     for key, value in fitted.items():
         section, _, name = key.partition(".")
         assert table[section][name] == pytest.approx(value, rel=0.035), key  # one step of the search
+
+
+def test_measured_slowdowns_give_the_shipped_tables_of_contention() -> None:
+    fitted, table = fit_contention.fitted(fit_contention.rows_of("contention_h200.jsonl.xz")), shipped("contention.json")
+    assert {key: table[key] for key in fitted} == fitted
 
 
 def test_our_own_steps_on_h200_are_as_well_described_as_by_any_factors() -> None:
