@@ -26,6 +26,7 @@ _KNOWN = {
 }
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 _MOST_LAYERS = 1 << 14
+_LONGEST_WINDOW = 1 << 20  # longer ones hide nothing
 _LIMITED, _SPARSE = _TABLES["attention_layers"]["limited"], _TABLES["attention_layers"]["sparse"]
 _WAY_OUT = (
     "lumos predict dry-runs its own code for one GPU (with torch and transformers installed); "
@@ -46,8 +47,8 @@ def model_keys(content: object) -> Reading:
     keys |= _sizes(config, found)
     keys |= _experts(config, keys, found)
     keys |= _style(config, keys, found)
+    keys |= _windows(config, keys, found)
     _note_missing(keys, found)
-    _note_attention(config, found)
     if config.get("num_nextn_predict_layers") or config.get("num_mtp_layers"):
         found.note("multi-token prediction is not modelled, and its parameters are not counted", "model.preset")
     found.values |= {f"model.{key}": value for key, value in (keys | {"name": _name(config)}).items()}
@@ -143,19 +144,47 @@ def _refuse_other_layers(config: dict[str, Any]) -> None:
         raise InputError(f"layer_types: {count}, which cannot be described: {_WAY_OUT}")
 
 
-def _note_attention(config: dict[str, Any], found: Findings) -> None:
-    """Say where a layer does not attend to all tokens."""
+def _windows(config: dict[str, Any], sizes: Mapping[str, Any], found: Findings) -> dict[str, int]:
+    """Sliding windows of all layers, or of all but every n-th; a note where layers do not attend to all otherwise."""
     kinds = config.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else []
     limited = sum(kind in _LIMITED for kind in kinds)
     where = f" in {limited} of {len(kinds)} layers" if kinds else ""
+    keys: dict[str, int] = {}
     for name in ("sliding_window", "attention_chunk_size"):
         size = config.get(name)
-        if size and config.get("use_sliding_window", True) and (limited or not kinds):
-            found.note(f"{name} = {shown(size)}{where} is not modelled: assuming full attention", "model.preset")
+        if not size or not config.get("use_sliding_window", True) or not (limited or not kinds):
+            continue
+        pattern = _window_pattern(config, sizes, len(kinds), limited) if name == "sliding_window" else None
+        if pattern == 1:
+            continue
+        if pattern is not None and type(size) is int and 0 < size < _LONGEST_WINDOW:
+            keys = {"window": size, "window_pattern": pattern}
+        else:
+            sentence = f"{name} = {shown(size)}{where} is not modelled: assuming full attention"
+            found.note(sentence, "model.preset", "model.window")
     if any(kind in _SPARSE for kind in kinds) or config.get("index_topk"):
         sentence = "sparse attention is not modelled, and its index is not counted: assuming full attention"
         found.note(sentence, "model.preset")
+    return keys
+
+
+def _window_pattern(config: Mapping[str, Any], sizes: Mapping[str, Any], layers: int, limited: int) -> int | None:
+    """Which layers have no window: 0 for none of them, n for every n-th (1 for all), None where it is neither.
+
+    Of `layers` kinds that are listed, so many are `limited`; where none is listed, the model's type tells.
+    """
+    if layers:
+        full = layers - limited
+        step = round(layers / full) if full else 0
+        return step if not full or (step > 1 and full in (layers // step, -(-layers // step))) else None
+    first = config.get("max_window_layers")  # of Qwen: the layers before it have no window
+    if first is not None:
+        return 0 if first == 0 else 1 if as_count(first) >= sizes.get("layers", 0) else None
+    stated = config.get("sliding_window_pattern")
+    if stated is not None:
+        return stated if type(stated) is int and 0 < stated <= _MOST_LAYERS else None
+    return int(_TABLES["window_patterns"].get(config.get("model_type"), 0))
 
 
 def _sizes(config: dict[str, Any], found: Findings) -> dict[str, int]:

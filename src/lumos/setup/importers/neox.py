@@ -67,7 +67,7 @@ def _style(keys: Keys, found: Findings) -> None:
     found.values["model.qkv_bias"] = keys.is_on("use_bias_in_attn_linear") is not False
     keys.is_on("use_bias_in_norms")
     if keys.number("model.layers", "sliding_window_width"):
-        found.note("sliding_window_width is not modelled: assuming full attention")
+        found.note("sliding_window_width is not modelled: assuming full attention", "model.window")
     attention = str(keys.first("attention_config")[1]).casefold()
     if "flash" in attention:
         found.values["train.attention"] = "flash"
