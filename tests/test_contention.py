@@ -190,7 +190,7 @@ def test_gathers_behind_a_pass_cost_it_time_although_they_are_hidden() -> None:
 
 def test_gathers_that_leave_a_node_are_disturbed_like_those_that_stay_where_its_links_bind_them() -> None:
     """Steps of FSDP on one node and on two are alike, where the adapters give as much as NVLink does."""
-    assert step_ms(8) < step_ms(16) * 1.005
+    assert step_ms(8) < step_ms(16) * 1.01
 
 
 def test_communication_between_nodes_keeps_its_speed_where_the_adapters_bind_it() -> None:
