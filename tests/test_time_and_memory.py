@@ -395,6 +395,17 @@ def test_a_host_that_decides_is_simulated_and_what_it_costs_is_said() -> None:
     assert free.host_share == free.host_cost == 0
 
 
+def test_a_host_decides_where_the_gpu_would_be_hardly_faster_without_it() -> None:
+    """Both GPUs wait for the same host, which the slower one would almost keep up with; a third one is slower still."""
+    setup = setup_of("llama2-13b", {"framework": "megatron", "microbatches": 8}, tp=8, dp=1, zero=1)
+    slower, faster, slowest = (predict(setup.replaced({"cluster.gpu": gpu})) for gpu in ("b200", "gb200", "h200"))
+    assert slower.step_ms == pytest.approx(faster.step_ms, rel=1e-4)
+    assert slower.step is not None
+    assert 0 < slower.step.host_cost < 0.05
+    assert (slower.host_bound, faster.host_bound, slowest.host_bound) == (True, True, False)
+    assert any("the host decides this step" in note for note in slower.warnings)
+
+
 # ---------------------------------------------------------------------- order
 def spans(step: Step, what: str) -> list[tuple[float, float]]:
     """Start and end of the nodes of a role, in order."""

@@ -126,8 +126,8 @@ class Prediction:
 
     @cached_property
     def host_bound(self) -> bool | None:
-        """Whether the step gets shorter with a faster host, and not by a trifle."""
-        return None if self.step is None else self.step.host_cost > _HOST_BOUND
+        """Whether the step keeps the host's pace, or gets shorter with a faster host, and not by a trifle."""
+        return None if self.step is None else self.step.host_cost > _HOST_BOUND or self.step.host_decides
 
     @property
     def is_dry(self) -> bool:

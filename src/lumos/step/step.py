@@ -39,6 +39,7 @@ from lumos.step.host_link import HostLink, host_link
 from lumos.step.structure import Plan, Role, StepStructure, step_structure
 
 _PASSES, _TRANSFERS = ("forward", "backward", "weights"), ("gather", "reduce")
+_LITTLE = 0.01  # by which a host is made slower, to see whether it decides
 
 
 class StepTooLargeError(OptionError):
@@ -131,19 +132,29 @@ class Step:
     @cached_property
     def host_cost(self) -> float:
         """The share of the step that a host without any delay would save."""
-        left = np.array([self._without_host(role) for role in self.structure.roles])
-        if (left == 1).all():
-            return 0.0
-        return 1 - simulate(self.graph, left[self.structure.node_role] * self.graph.duration).span / self.times.span
+        return 1 - self._with_host(0.0)
 
-    def _without_host(self, role: Role) -> float:
-        """The share of a node's time that would be left if the host had no delay."""
-        if role.what.startswith("host"):
-            return 0.0
-        if role.what not in ("forward", "backward", "weights"):
+    @cached_property
+    def host_decides(self) -> bool:
+        """Whether the step keeps the host's pace: one that is slower by a little delays it by half of that or more."""
+        return self.host_cost > 0 and self._with_host(1 + _LITTLE) > 1 + _LITTLE / 2
+
+    def _with_host(self, delay: float) -> float:
+        """The step relative to this one if the host took `delay` times as long for all it does."""
+        parts = np.array([self._hosts_part(role) for role in self.structure.roles])
+        if not parts.any():
             return 1.0
+        changed = (1 + (delay - 1) * parts)[self.structure.node_role] * self.graph.duration
+        return simulate(self.graph, changed).span / self.times.span
+
+    def _hosts_part(self, role: Role) -> float:
+        """The share of a node's time that the host takes."""
+        if role.what.startswith("host"):
+            return 1.0
+        if role.what not in _PASSES:
+            return 0.0
         block: BlockTime = getattr(self.chunks[role.stage][role.chunk], role.what)
-        return 1 - block.waited_us / block.us if block.waited_us else 1.0
+        return block.waited_us / block.us if block.waited_us else 0.0
 
 
 def simulate_step(
