@@ -376,6 +376,47 @@ def test_keys_of_a_config_are_used_or_of_no_concern_or_listed_in_one_note(tmp_pa
     assert len(note.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("stated", "window"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"] * 16}, (128, 2)),
+        ({"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5 + ["sliding_attention"] * 2}, (128, 6)),
+        ({"layer_types": ["sliding_attention"] * 32}, (128, 0)),
+        ({"layer_types": ["full_attention"] * 32}, (0, 0)),
+        ({"model_type": "mistral"}, (128, 0)),
+        ({"model_type": "gemma2"}, (128, 2)),
+        ({"sliding_window_pattern": 4}, (128, 4)),
+        ({"use_sliding_window": True, "max_window_layers": 0}, (128, 0)),
+        ({"use_sliding_window": True, "max_window_layers": 32}, (0, 0)),
+        ({"use_sliding_window": False}, (0, 0)),
+    ],
+)
+def test_a_config_gives_its_sliding_windows(stated: dict[str, Any], window: tuple[int, int]) -> None:
+    reading = model_keys(PUBLISHED["Llama-2-7b"][0] | {"sliding_window": 128} | stated)
+    keys = reading.sections["model"]
+    assert (keys.get("window", 0), keys.get("window_pattern", 0)) == window
+    assert not any("attention" in note.text for note in reading.notes)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"layer_types": ["full_attention"] * 20 + ["sliding_attention"] * 12},
+        {"use_sliding_window": True, "max_window_layers": 20},
+        {"sliding_window_pattern": "LLLG"},
+        {"sliding_window": "long"},
+    ],
+)
+def test_windows_that_are_not_modelled_are_a_note_until_a_window_is_set(tmp_path: Path, stated: dict[str, Any]) -> None:
+    config = PUBLISHED["Llama-2-7b"][0] | {"sliding_window": 128} | stated
+    path = written(tmp_path, json.dumps(config), "config.json")
+    reading = read_setup_with_notes(path, ["train.seq=64"])
+    assert reading.setup.model.window == 0
+    assert [note for note in reading.notes if "is not modelled: assuming full attention" in note]
+    chosen = read_setup_with_notes(path, ["train.seq=64", "model.window=128", "model.window_pattern=2"])
+    assert not [note for note in chosen.notes if "attention" in note]
+
+
 def test_mistakes_in_a_config_are_listed_together_and_can_be_overridden(tmp_path: Path) -> None:
     wrong = {"hidden_size": "4096", "num_hidden_layers": 3.5, "vocab_size": -1, "num_key_value_heads": [8]}
     path = written(tmp_path, json.dumps(PUBLISHED["Llama-2-7b"][0] | wrong), "config.json")

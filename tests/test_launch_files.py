@@ -56,6 +56,7 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         },
         MOE | {"parallel__dispatcher": "flex", "parallel__ep_overlap": True, "train__microbatches": 2},
         MOE | {"parallel__dispatcher": "all_gather"},
+        MOE | {"model__window": 128, "model__window_pattern": 2},
         MOE | {"parallel__dispatcher": "all_to_all", "train__capacity": 1.5},
         {"train__recompute": "selective", "train__optimizer": "sgd", "train__attention": "unfused"},
         {"train__recompute": "selective", "train__recompute_modules": ("core_attn", "layernorm", "mlp")},

@@ -528,9 +528,13 @@ def test_gpt_oss_120b_as_megatron_has_it(tmp_path: Path) -> None:
     --glu-linear-offset 1.0 --softmax-type learnable --activation-func-clamp-value 7.0 --window-attn-skip-freq 2"""
     reading = read(tmp_path, script, "gpt-oss-120b.sh", "cluster.gpus=8")
     assert billions(reading.setup) == pytest.approx(116.83, rel=0.001)
-    assert [note.partition(": ")[2] for note in reading.notes] == [
-        '--window-size "127,0" is not modelled: assuming full attention'
-    ]
+    assert (reading.setup.model.window, reading.setup.model.window_pattern) == (128, 2)
+    assert reading.notes == ()
+    odd = script.replace("skip-freq 2", "skip-freq ([0]*6+[1]*30)")
+    (note,) = read(tmp_path, odd, "gpt-oss-120b.sh", "cluster.gpus=8").notes
+    assert '--window-size "127,0" with --window-attn-skip-freq' in note
+    assert "is not modelled: assuming full attention" in note
+    assert read(tmp_path, odd, "gpt-oss-120b.sh", "cluster.gpus=8", "model.window=128").notes == ()
 
 
 def test_notes_vanish_when_set_answers_them(tmp_path: Path) -> None:
@@ -541,7 +545,7 @@ def test_notes_vanish_when_set_answers_them(tmp_path: Path) -> None:
     half = script.replace("--bf16", "")
     assert any("fp32, as Megatron does" in note for note in read(tmp_path, half, "a.sh").notes)
     assert not any("fp32" in note for note in read(tmp_path, half, "a.sh", "train.precision=bf16").notes)
-    odd = f"{script} --window-size 8,0 --vocab-size 127 --normalization Odd"
+    odd = f"{script} --window-size 8,8 --vocab-size 127 --normalization Odd"
     assert len(read(tmp_path, odd, "a.sh", "cluster.gpus=1").notes) == 3
     assert read(tmp_path, odd, "a.sh", "cluster.gpus=1", "model.preset=llama3-8b").notes == ()
 

@@ -128,6 +128,10 @@ def _model(setup: Setup) -> Iterable[str]:
         yield "multi-latent-attention"
     if model.gated and model.activation == "gelu":
         yield "quick-geglu"
+    if model.window:
+        yield f"window-size {model.window - 1},0"
+    if model.window_pattern:
+        yield f"window-attn-skip-freq {model.window_pattern}"
     share = gcd(model.vocab // setup.parallel.tp, _TABLES["vocabulary"]["divisible_by"])
     yield f"vocab-size {model.vocab}"
     yield f"make-vocab-size-divisible-by {share if model.vocab % setup.parallel.tp == 0 else 1}"

@@ -21,6 +21,7 @@ from lumos.setup.sections import Module, as_count
 from lumos.setup.stated_size import preset_of
 
 _TABLES = read_table("megatron_options.toml")
+_SKIPPED = "window-attn-skip-freq"
 _MOST = 5000  # arguments, or layers
 _REPEATED = (re.compile(r"\(([^()]*)\)\*(\d{1,5})", re.ASCII), re.compile(r"([Etm|L])\*(\d{1,5})", re.ASCII))
 _VARIABLE = re.compile(r"\$\{?(\w{0,60})[^}\s]{0,60}\}?|\$\(\)")
@@ -48,7 +49,7 @@ def read_megatron(script: Script) -> Reading:
     found.values |= _TABLES["defaults"]
     _put_options(found, options)
     rules = (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _recomputation, _offloading)
-    for rule in (*rules, _context, _not_modelled):
+    for rule in (*rules, _context, _windows, _not_modelled):
         rule(found, options)
     put_cluster(found, script)
     _instances(found, options)
@@ -453,10 +454,20 @@ def _context(found: Findings, options: Options) -> None:
         found.values["parallel.cp_inner"] = inner
 
 
+def _windows(found: Findings, options: Options) -> None:
+    """Tokens before and after each one that a layer with a window attends to; every n-th layer has none."""
+    words, skipped = ",".join(options.get("window-size") or []), _word(options, _SKIPPED, "0")
+    if not words:
+        return
+    before = re.fullmatch(r"\(?(\d{1,6}),0\)?", words.replace(" ", ""), re.ASCII)
+    if before and skipped.isascii() and skipped.isdigit() and len(skipped) < 5:
+        found.values |= {"model.window": int(before[1]) + 1, "model.window_pattern": int(skipped)}
+    else:
+        what = f"--window-size {shown(words)}" + (f" with --{_SKIPPED} {shown(skipped)}" if _SKIPPED in options else "")
+        found.note(f"{what} is not modelled: assuming full attention", "model.preset", "model.window")
+
+
 def _not_modelled(found: Findings, options: Options) -> None:
-    if options.get("window-size"):
-        window = shown(_word(options, "window-size"))
-        found.note(f"--window-size {window} is not modelled: assuming full attention", "model.preset")
     if _count(options, "mtp-num-layers"):
         sentence = "--mtp-num-layers: multi-token prediction is not modelled, and its parameters are not counted"
         found.note(sentence, "model.preset")
