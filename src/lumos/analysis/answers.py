@@ -114,6 +114,7 @@ class PredictionAnswer(Answer, frozen=True, kw_only=True):
     breakdown: Breakdown
     baseline_breakdown: Breakdown | None  # of the traced step, without the profiler
     bubble: float  # share of the step that the GPU is idle
+    contention_ms: float | None  # of the step, because passes and communication beside them slow each other
     host_bound: bool | None
     energy_j: float | None  # of all GPUs, one step
     bill: dict[str, Any] | None

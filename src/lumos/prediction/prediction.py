@@ -20,6 +20,7 @@ from lumos.errors import OptionError
 from lumos.graph.critical_path import PathSummary
 from lumos.graph.overlap import alone, contended
 from lumos.graph.scaling import Scale, scaled_durations
+from lumos.graph.simulate import simulate
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note
 from lumos.prediction.described_run import DescribedRun
@@ -108,6 +109,15 @@ class Prediction:
     def bubble(self) -> float:
         """The share of the step in which a GPU is idle: it waits for other stages or for its host."""
         return self.breakdown.other_ms / self.step_ms if self.step_ms else 0.0
+
+    @cached_property
+    def contention_ms(self) -> float | None:
+        """What the step loses because passes and communication beside them slow each other; None for a traced run."""
+        step = self.step
+        if step is None:
+            return None
+        alone = simulate(step.assembly.graph()).span / 1e3
+        return max(0.0, step.us - alone) / 1e3
 
     @property
     def critical_path(self) -> PathSummary:

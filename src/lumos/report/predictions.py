@@ -31,12 +31,17 @@ _UNDERSTOOD = {
 _PRICES = {"price_per_gpu_hour": "a GPU-hour", "price_per_kwh": "a kWh"}
 _MOST_MODULES = 20
 _DAY_MS = 86400e3
+_WORTH_SAYING = 0.01  # of the step: what contention must cost to be shown
 
 
 def prediction_cards(found: Prediction) -> list[Card]:
     low, high = found.interval_ms
     cards = [Card("predicted step", ms_text(found.step_ms), f"{ms_text(low)} – {ms_text(high)} (80 % interval)")]
     base = found.baseline_ms
+    if (found.contention_ms or 0.0) >= _WORTH_SAYING * found.step_ms:
+        share = 100 * (found.contention_ms or 0.0) / found.step_ms
+        words = f"{share:.1f} % of the step: kernels and communication beside each other are slower"
+        cards.append(Card("contention", ms_text(found.contention_ms or 0.0), words))
     if base:
         cards += [
             Card("as recorded", ms_text(base), "without the profiler"),
