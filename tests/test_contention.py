@@ -200,16 +200,18 @@ def test_communication_between_nodes_keeps_its_speed_where_the_adapters_bind_it(
     assert plain_network(100.0, 1.0).kept(Collective("all_gather", 1e9, Group(8, 8)), 0.8) == 0.8
 
 
-def test_an_answer_says_what_contention_costs() -> None:
-    stated = ("model.preset=llama2-7b", "train.seq=4096", "train.framework=torchtitan", "parallel.zero=3")
-    keys = [word for key in (*stated, "cluster.gpu=h200") for word in ("--set", key)]
+def test_an_answer_says_what_contention_costs(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.toml"
+    path.write_text(
+        '[model]\npreset = "llama2-7b"\n[train]\nseq = 4096\nframework = "torchtitan"\n'
+        '[parallel]\nzero = 3\n[cluster]\ngpu = "h200"\n'
+    )
     alone, shared = (
-        json.loads(lumos_here("predict", "--set", f"cluster.gpus={gpus}", *keys, "--json").stdout)
-        for gpus in (1, 8)
+        json.loads(lumos_here("predict", str(path), "--gpus", gpus, "--json").stdout) for gpus in ("1", "8")
     )
     assert alone["contention_ms"] == 0
     assert 0.01 < shared["contention_ms"] / shared["step_ms"] < 0.25
-    assert "contention" in lumos_here("predict", "--set", "cluster.gpus=8", *keys).stdout
+    assert "contention" in lumos_here("predict", str(path), "--gpus", "8").stdout
 
 
 def test_a_collective_inside_a_block_slows_the_operators_beside_it() -> None:
