@@ -22,7 +22,7 @@ from lumos.prediction.prediction import predict
 from lumos.program.operators import Collective, Group
 from lumos.program.rank_layout import RankLayout
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
-from lumos.setup.constraints import checked_setup
+from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.frameworks import framework_named
 from plain_network import PLAIN_HABITS, plain_network
 
@@ -331,6 +331,43 @@ def test_an_engineers_what_ifs_have_the_expected_sign() -> None:
     assert step_ms(inter_gb_s=25.0) > usual
     assert step_ms(fabric="sockets") > 2 * usual
     assert step_ms(fabric="efa") > usual
+
+
+@pytest.mark.parametrize("fabric", ["tcpxo", "slingshot"])
+def test_a_fabric_with_adapters_of_its_own_has_their_bandwidth_unless_another_is_stated(fabric: str) -> None:
+    """A3 Mega and Cray systems have 200 Gbit/s a GPU, whatever else H100 has elsewhere."""
+    assert network("h100", fabric).tiers[-1].bandwidth == 25e3
+    assert network("h100", fabric, inter_gb_s=50.0).tiers[-1].bandwidth == 50e3
+    gather = Collective("all_gather", 1e9, Group(64, 8))
+    assert network("h100", fabric).us(gather) > 1.3 * network("h100", "infiniband").us(gather)
+    [note] = warnings_in(described(fabric=fabric))
+    assert "25 GB/s a GPU, not the 50 of h100: set cluster.inter_gb_s" in note
+    assert not warnings_in(described(fabric=fabric, inter_gb_s=50.0))
+    assert not warnings_in(described({"dp": 8}, fabric=fabric)), "nothing leaves the node"
+    assert not warnings_in(described(gpu="a100", fabric=fabric)), "as usual for it"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"fabric": "sockets", "inter_gb_s": 100.0}, "cluster.inter_gb_s = 100 has no effect above 3"),
+        ({"leaf_gpus": 12}, "cluster.leaf_gpus = 12 is not a whole number of nodes of 8"),
+        ({"nvlink_domain": 6}, "cluster.nvlink_domain = 6 and nodes of 8 do not divide each other"),
+        ({"nvlink_domain": 12}, "cluster.nvlink_domain = 12 and nodes of 8 do not divide each other"),
+    ],
+)
+def test_networks_that_nobody_builds_are_noted(keys: dict[str, Any], said: str) -> None:
+    [note] = warnings_in(described(**keys))
+    assert note.startswith(said)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"fabric": "sockets", "inter_gb_s": 1.0}, {"leaf_gpus": 32}, {"leaf_gpus": 12, "rail_aligned": True},
+     {"nvlink_domain": 72}, {"gpu": "gb200"}, {"nvlink_domain": 4}],
+)  # fmt: skip
+def test_usual_networks_are_not_noted(keys: dict[str, Any]) -> None:
+    assert not warnings_in(described(**keys))
 
 
 def test_megatrons_other_order_of_ranks_is_read(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from math import gcd
+from math import gcd, inf
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,10 +15,10 @@ from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.model_file import ADVICE as MODEL_ADVICE
 from lumos.schedules import names, schedule_named
-from lumos.setup.frameworks import framework_names
+from lumos.setup.frameworks import framework_named, framework_names
 from lumos.setup.gpus import LEAST_POWER, Gpu, find_gpu, gpu_names, too_little_power
 from lumos.setup.messages import did_you_mean, divisors_of, mistakes_of, named, one_of, shown
-from lumos.setup.sections import Model, Parallel, Section, Train
+from lumos.setup.sections import Cluster, Model, Parallel, Section, Train
 from lumos.setup.setup import KEYS, SECTIONS, Setup
 
 _MOST_GPUS = 1 << 20
@@ -103,7 +103,26 @@ def warnings_in(setup: Setup) -> list[str]:
     if gpu.assumed:
         certain.append(f"{gpu.shown} does not give all of its machine: assuming {', '.join(gpu.assumed)}")
     certain += _unused_by_experts(setup.model, setup.train)
+    certain += _unusual_networks(setup.cluster)
+    certain += _unused_by_sharding(setup)
     return [*certain, *_without_effect(setup.model, setup.train), *_assumed(setup.train)]
+
+
+def _unused_by_sharding(setup: Setup) -> Iterator[str]:
+    """Keys about ZeRO and factors of 8-bit values that change nothing, and stages of ZeRO that the framework lacks."""
+    parallel, train, framework = setup.parallel, setup.train, framework_named(setup.train.framework)
+    zero = f"parallel.zero = {parallel.zero}"
+    if parallel.no_sync and parallel.zero != 3:
+        yield f"parallel.no_sync has no effect with {zero}: it is about gradients that ZeRO 3 divides"
+    if parallel.gather_overlap is not None and parallel.zero not in (1, 2):
+        yield f"parallel.gather_overlap has no effect with {zero}: it is about weights that ZeRO 1 and 2 update in parts"
+    if parallel.zero and parallel.zero not in framework.zeros and parallel.dp * parallel.cp > 1:
+        has = one_of([str(stage) for stage in framework.zeros])
+        yield f'{zero}: train.framework = "{framework.name}" has {has}; predicted as if it had that stage too'
+    if train.fp8_scaling == "row" and train.precision != "fp8":
+        yield f'train.fp8_scaling has no effect with train.precision = "{train.precision}": it needs "fp8"'
+    elif train.fp8_scaling == "row" and framework.fused:
+        yield f'train.fp8_scaling has no effect with train.framework = "{framework.name}": its layers have one for a tensor'
 
 
 def _unused_by_experts(model: Model, train: Train) -> Iterator[str]:
@@ -113,6 +132,25 @@ def _unused_by_experts(model: Model, train: Train) -> Iterator[str]:
         yield from (f"train.{key} has no effect with model.experts = 0" for key in given if given[key])
     elif train.capacity and train.imbalance > 1:
         yield "train.imbalance has no effect with train.capacity: every expert is filled up to it"
+
+
+def _unusual_networks(cluster: Cluster) -> Iterator[str]:
+    """Bandwidths that are not the GPU's usual ones or change nothing, and units that do not divide each other."""
+    gpu, usual, table = cluster.accelerator, find_gpu(cluster.gpu), read_table("fabrics.toml")[cluster.fabric]
+    domain, node, leaf, stated = gpu.nvlink_domain, gpu.gpus_per_node, cluster.leaf_gpus, cluster.inter_gb_s
+    fabric, most = f'cluster.fabric = "{cluster.fabric}"', table.get("most_send_gb_s", inf)
+    leaves = cluster.gpus > max(domain, node)
+    if leaves and usual and not stated and gpu.inter_gb_s != usual.inter_gb_s:
+        rates = f"{gpu.inter_gb_s:g} GB/s a GPU, not the {usual.inter_gb_s:g} of {usual.shown}"
+        yield f"{fabric} is assumed to have {rates}: set cluster.inter_gb_s if yours differs"
+    if leaves and stated and stated > most:
+        yield f"cluster.inter_gb_s = {stated:g} has no effect above {most:g}: with {fabric} the host moves no more"
+    if leaf % node and not cluster.rail_aligned:
+        unlike = f"cluster.leaf_gpus = {leaf} is not a whole number of nodes of {node}"
+        yield f"{unlike}: assuming a leaf for every {leaf} ranks"
+    if max(domain, node) % min(domain, node):
+        unlike = f"cluster.nvlink_domain = {domain} and nodes of {node} do not divide each other"
+        yield f"{unlike}: assuming a domain for every {domain} ranks"
 
 
 def _assumed(train: Train) -> list[str]:
@@ -147,6 +185,11 @@ def _without_effect(model: Model, train: Train) -> list[str]:
         "moe": model.moe_layers, "moe_act": model.moe_layers, "shared_experts": model.shared_experts,
         "mla_up_proj": model.latent, "mlp": model.moe_layers < model.layers,
     }  # fmt: skip
+    if train.recompute == "full" and train.recompute_every > model.layers:
+        found.append(
+            f"train.recompute_every = {train.recompute_every} is more than model.layers = {model.layers}: "
+            "no layer is recomputed"
+        )
     absent = [name for name in train.recompute_modules if not has.get(name, True)]
     return [*found, *(f"train.recompute_modules: the model has no {name} to recompute" for name in absent)]
 

@@ -301,7 +301,7 @@ class Cluster(Section):
     gpus_per_node: MaybeDegree = 0  # derived: that of `model`, or the GPU's usual node
     nvlink_gb_s: Bandwidth | None = None  # per GPU, one direction
     nvlink_domain: Degree | None = None
-    inter_gb_s: Bandwidth | None = None  # per GPU, one direction
+    inter_gb_s: Bandwidth | None = None  # per GPU, one direction; None: that of the fabric if it has one, or of the GPU
     fabric: Fabric = "infiniband"  # between nodes
     leaf_gpus: MaybeDegree = 0  # whose adapters are on one leaf switch; 0: no switch is narrower than the adapters
     rail_aligned: bool = False  # the GPUs of a node are on different leaf switches, those of one index on the same
@@ -355,8 +355,9 @@ class Cluster(Section):
     @property
     def accelerator(self) -> Gpu:
         """The GPU as it is in this cluster, with this section's values in place of the usual ones."""
+        between = self.inter_gb_s or read_table("fabrics.toml")[self.fabric].get("gb_s")
         return _accelerator(
-            self.chip, self.gpus_per_node, self.nvlink_gb_s, self.nvlink_domain, self.inter_gb_s, self.memory_gib
+            self.chip, self.gpus_per_node, self.nvlink_gb_s, self.nvlink_domain, between, self.memory_gib
         )
 
 
