@@ -431,6 +431,38 @@ def test_what_is_pointless_is_a_warning() -> None:
     assert warnings_in(small(model=MOE, train={"seq": 2048, "microbatches": 2}, parallel=beside)) == []
 
 
+@pytest.mark.parametrize(
+    ("train", "parallel", "said"),
+    [
+        ({"fp8_scaling": "row"}, {}, 'train.fp8_scaling has no effect with train.precision = "bf16": it needs "fp8"'),
+        (
+            {"fp8_scaling": "row", "precision": "fp8", "framework": "megatron"},
+            {},
+            'train.fp8_scaling has no effect with train.framework = "megatron"',
+        ),
+        ({"fp8_scaling": "row", "precision": "fp8", "framework": "torchtitan"}, {}, ""),
+        ({}, {"dp": 8, "zero": 1, "no_sync": True}, "parallel.no_sync has no effect with parallel.zero = 1"),
+        ({}, {"dp": 8, "zero": 3, "no_sync": True}, ""),
+        ({}, {"dp": 8, "gather_overlap": True}, "parallel.gather_overlap has no effect with parallel.zero = 0"),
+        ({}, {"dp": 8, "zero": 3, "gather_overlap": False}, "parallel.gather_overlap has no effect"),
+        ({}, {"dp": 8, "zero": 2, "gather_overlap": True}, ""),
+        ({"recompute": "full", "recompute_every": 9}, {}, "train.recompute_every = 9 is more than model.layers = 8"),
+        ({"recompute": "full", "recompute_every": 8}, {}, ""),
+        (
+            {"framework": "megatron"},
+            {"dp": 8, "zero": 2},
+            'unusual with train.framework = "megatron": usual is 0, 1 or 3',
+        ),
+        ({"framework": "deepspeed"}, {"dp": 8, "zero": 2}, ""),
+    ],
+)
+def test_keys_without_an_effect_on_sharding_are_warnings(
+    train: dict[str, Any], parallel: dict[str, Any], said: str
+) -> None:
+    found = warnings_in(small(train={"seq": 2048} | train, parallel=parallel))
+    assert [said in line for line in found] == ([True] if said else [])
+
+
 def test_all_mistakes_are_listed_together(tmp_path: Path) -> None:
     path = toml(
         tmp_path,

@@ -115,14 +115,14 @@ def _unused_by_sharding(setup: Setup) -> Iterator[str]:
     if parallel.no_sync and parallel.zero != 3:
         yield f"parallel.no_sync has no effect with {zero}: it is about gradients that ZeRO 3 divides"
     if parallel.gather_overlap is not None and parallel.zero not in (1, 2):
-        yield f"parallel.gather_overlap has no effect with {zero}: it is about weights that ZeRO 1 and 2 update in parts"
+        yield f"parallel.gather_overlap has no effect with {zero}: it is about weights that ZeRO 1 and 2 update"
     if parallel.zero and parallel.zero not in framework.zeros and parallel.dp * parallel.cp > 1:
-        has = one_of([str(stage) for stage in framework.zeros])
-        yield f'{zero}: train.framework = "{framework.name}" has {has}; predicted as if it had that stage too'
+        usual = one_of([str(stage) for stage in framework.zeros])
+        yield f'{zero} is unusual with train.framework = "{framework.name}": usual is {usual}'
     if train.fp8_scaling == "row" and train.precision != "fp8":
         yield f'train.fp8_scaling has no effect with train.precision = "{train.precision}": it needs "fp8"'
     elif train.fp8_scaling == "row" and framework.fused:
-        yield f'train.fp8_scaling has no effect with train.framework = "{framework.name}": its layers have one for a tensor'
+        yield f'train.fp8_scaling has no effect with train.framework = "{framework.name}": it scales whole tensors'
 
 
 def _unused_by_experts(model: Model, train: Train) -> Iterator[str]:
