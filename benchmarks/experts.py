@@ -30,8 +30,9 @@ INTRODUCTION = """# Mixtures of experts
 Written by `make accuracy`. What a layer with experts costs, where that is in the code, and how far off it is.
 
 ```sh
-lumos predict examples/llama3-70b.toml --set model.preset=qwen3-30b-a3b --set parallel.ep=8 \\
-  --set parallel.dispatcher=flex --set parallel.ep_overlap=true
+lumos predict examples/llama3-70b.toml --set model.preset=qwen3-30b-a3b --set cluster.gpus=64 \\
+  --set parallel.tp=2 --set parallel.pp=1 --set parallel.vpp=1 --set parallel.cp=1 \\
+  --set parallel.ep=8 --set parallel.dispatcher=flex --set parallel.ep_overlap=true
 ```
 
 ## The model
@@ -51,17 +52,20 @@ unless all is in CUDA graphs.
 
 **Exchanges.** `parallel.dispatcher = "all_to_all"` sends a copy of a token for every expert that it asks; `"flex"`
 (DeepEP, HybridEP) once to every node, or to every rank of a node: of n places, k choices hit n (1 - (1 - 1/n)^k).
-`parallel.ep_overlap` runs them beside the work of another micro-batch: the longer of both counts.
+`"all_gather"`, the default of Megatron's scripts, gathers the tokens of all ranks on each, and adds up the results on the
+way back. `parallel.ep_overlap` runs exchanges beside the work of another micro-batch: the longer of both counts. With a
+single micro-batch it has no effect.
 
 **Imbalance.** `train.imbalance` is the load of the busiest expert over the mean. The busiest rank decides, and experts
 of one rank even out: with loads drawn from a normal distribution it is 1 + (imbalance - 1) z(ranks) / z(experts) /
 sqrt(experts per rank), z(n) being the expected largest of n standard normal numbers. One rank alone loses nothing.
-Routers that were not trained yet gave the busiest expert 1.2 to 15 times the mean in the runs below.
+Routers that were not trained yet gave the busiest expert 1.2 to 15 times the mean in the runs below. With
+`train.capacity`, every expert is filled up to so many times the mean: all ranks work on, send and keep that much.
 
 **GPT-OSS** in transformers has unfused attention, with a mask and a sink (`model.sinks`), and a clamped activation in
 seven kernels; Megatron has both in fused kernels, and skips what its sliding windows hide (`model.window`).
 
-**Not modelled**: multi-token prediction, capacity factors, overlap of shared experts.
+**Not modelled**: multi-token prediction, capacity factors that only drop tokens, overlap of shared experts.
 
 """
 PUBLISHED = """
