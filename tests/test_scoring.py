@@ -218,12 +218,39 @@ def test_a_network_that_is_stated_counts(column: str, text: str, gbit: float) ->
 
 
 def test_plain_pytorch_is_known_by_its_name() -> None:
-    assert (one(framework="PyTorch, transformers").setup.train.framework, one(framework="PyTorch").notes) == ("pytorch", ())
-    assert one(framework="PyTorch FSDP2").setup.train.framework != "pytorch", "which is told apart by what stands for it"
+    assert one(framework="PyTorch, transformers").setup.train.framework == "pytorch"
+    assert one(framework="PyTorch").notes == ()
+    assert one(framework="PyTorch FSDP2").setup.train.framework != "pytorch", "told apart by what stands for it"
 
 
-def test_a_network_that_is_not_stated_is_noted() -> None:
-    assert any("network" in note for note in one(n_gpus="64").notes)
+@pytest.mark.parametrize("text", ["", "EFA", "IB NDR", "RoCE", "sockets"])
+def test_a_bandwidth_that_is_not_stated_is_noted_with_what_is_assumed(text: str) -> None:
+    notes = one(n_gpus="64", interconnect_inter=text).notes
+    assert notes == ("the bandwidth between nodes is not stated: assuming 400 Gbit/s of h100",)
+    assert one(n_gpus="8", interconnect_inter=text).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "fabric"),
+    [
+        ("", "infiniband"), ("IB NDR", "infiniband"), ("Infiniband, Ethernet", "infiniband"), ("EFA", "efa"),
+        ("RoCE v2", "roce"), ("Slingshot 11", "slingshot"), ("tcpxo", "tcpxo"), ("GPUDirect-TCPXO", "tcpxo"),
+        ("sockets", "sockets"), ("NET/Socket", "sockets"), ("TCP", "sockets"), ("TCP/IP over Ethernet", "sockets"),
+        ("Ethernet 100G", "roce"), ("8x BlueField-3 B3140 400GbE", "roce"),
+        ("8x ConnectX-7 400Gb/s, Management: 100Gb/s Ethernet NIC", "infiniband"),
+    ],
+)  # fmt: skip
+def test_the_kind_of_network_that_a_row_names_counts(text: str, fabric: str) -> None:
+    assert one(n_gpus="64", interconnect_inter=text).setup.cluster.fabric == fabric
+
+
+def test_ethernet_may_be_either_of_two_networks_and_tcpxo_has_a_bandwidth_of_its_own() -> None:
+    notes = one(n_gpus="64", interconnect_inter="Ethernet", inter_gbps_per_gpu="100").notes
+    assert notes == ("Ethernet is not said to be RoCE or TCP: assuming RoCE",)
+    *_, note = one(n_gpus="64", interconnect_inter="Ethernet 100G").notes
+    assert note == "the bandwidth between nodes is that of a node or of a GPU: assuming 400 Gbit/s of h100"
+    notes = one(n_gpus="64", interconnect_inter="tcpxo").notes
+    assert notes == ("the bandwidth between nodes is not stated: assuming 200 Gbit/s of tcpxo",)
 
 
 # What is not known

@@ -313,18 +313,28 @@ def _put_cluster(found: Findings, row: Row, framework: Framework, model: str) ->
         values["cluster.model"] = model
     node = values.get("cluster.gpus_per_node", gpu.gpus_per_node)
     network = _gbps_per_gpu(row, node)
-    values |= _fabric(row)
+    fabric = _fabric(row)
+    if fabric:
+        values["cluster.fabric"] = fabric["fabric"]
     if network:
         values["cluster.inter_gb_s"] = network / 8
-    elif values["cluster.gpus"] > node:
-        found.note("the network between nodes is not stated")
+    if values["cluster.gpus"] <= node:
+        return
+    if fabric.get("note"):
+        found.note(fabric["note"])
+    if not network:
+        own = read_table("fabrics.toml")[fabric["fabric"]].get("gb_s") if fabric else None
+        rate = f"{8 * own:g} Gbit/s of {fabric['fabric']}" if own else f"{8 * gpu.inter_gb_s:g} Gbit/s of {gpu.shown}"
+        has_number = re.search(r"\d\s*G", row.get("interconnect_inter", ""))
+        state = "that of a node or of a GPU" if has_number else "not stated"
+        found.note(f"the bandwidth between nodes is {state}: assuming {rate}")
 
 
 def _fabric(row: Row) -> dict[str, str]:
-    """The kind of network between nodes, where the row names it, or its publication is known to have run on it."""
+    """The kind of network between nodes, where a row or its publication names it, and what that leaves open."""
     for known in _TABLE["fabrics"]:
         if all(re.search(pattern, row.get(column, ""), re.I) for column, pattern in known["where"].items()):
-            return {"cluster.fabric": known["fabric"]}
+            return {key: known[key] for key in ("fabric", "note") if key in known}
     return {}
 
 
