@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,14 @@ def section(title: str, script: str, folder: str, words: str, data: Path) -> str
     name, *options = script.split()
     arguments = [sys.executable, str(HERE / name), *options] + ([str(data / folder)] if folder else [])
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=HERE.parent)
-    return f"## {title}\n{words}\n\n{done.stdout.strip()}\n"
+    return f"## {title}\n{words}\n\n{_as_part(done.stdout.strip())}\n"
+
+
+def _as_part(text: str) -> str:
+    """What a script prints, as a part of a page: a page of its own loses its title, and its headings go one deeper."""
+    if not text.startswith("# "):
+        return text
+    return re.sub(r"^(#+ )", r"#\1", text.partition("\n")[2].strip(), flags=re.MULTILINE)
 
 
 def write_page(title: str, sections: list[tuple[str, str, str, str]]) -> None:

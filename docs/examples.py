@@ -5,6 +5,7 @@
     ```text          what the commands or Python before it print, under the same heading, shortened:
                      a line of … stands for any lines, … at the end of a line for the rest of the line
     > …              words or rows of another page, verbatim; the last line names it: > — [accuracy](accuracy.md)
+                     or a part of it: accuracy.md#reading; after "The worst first:", as many rows as are quoted
 
 `python docs/examples.py` lists what is out of date; `--refresh` writes the current output and quotes into the pages.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -28,7 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 _FAILS = re.compile(r"#\s*exits with (\d+)\s*$")
-_SOURCE = re.compile(r"^— \[[^\]]*\]\(([\w./-]+\.md)(?:#[\w-]*)?\)$")
+_SOURCE = re.compile(r"^— \[[^\]]*\]\(([\w./-]+\.md)(?:#([\w-]*))?\)$")
+_WORST = "The worst first:"  # before a quote of rows that are chosen and sorted by their third column
 _OWN_PROCESS = ("python ", "lumos capture ")  # start processes, and take long
 _NOT_RUN = ("make ", "pip ", "git ")  # set up what tests have already
 
@@ -59,6 +62,8 @@ class Quote:
     page: Path
     source: Path
     lines: list[tuple[int, str]]
+    anchor: str = ""  # of the heading that they stand under; "": anywhere in the page
+    worst: bool = False  # rows of a table, those with the largest mean errors first
 
     @property
     def name(self) -> str:
@@ -107,14 +112,16 @@ def quotes_of(page: Path) -> list[Quote]:
     """The quotes of a page from other pages."""
     found: list[Quote] = []
     lines: list[tuple[int, str]] = []
+    before = ""
     for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
         if not line.startswith(">"):
-            lines = []
+            lines, before = [], line or before
             continue
         text = line[1:].strip()
         source = _SOURCE.match(text)
         if source and lines:
-            found.append(Quote(page, (page.parent / source[1]).resolve(), lines))
+            path, worst = (page.parent / source[1]).resolve(), before.endswith(_WORST)
+            found.append(Quote(page, path, lines, source[2] or "", worst))
             lines = []
         elif text:
             lines.append((number, text))
@@ -219,9 +226,37 @@ def _says(line: str, wanted: str) -> bool:
 
 
 def stale_quotes(quote: Quote) -> list[tuple[int, str]]:
-    """The quoted lines that the other page does not have."""
-    source = plain(quote.source.read_text("utf-8"))
+    """The quoted lines that the other page does not have, or not under that heading, or not among the worst."""
+    if quote.worst:
+        rows = _worst_rows(quote)
+        return [line for line, row in zip(quote.lines, rows, strict=True) if plain(line[1]) != plain(row)]
+    source = plain("\n".join(quoted_part(quote)))
     return [(number, text) for number, text in quote.lines if plain(text) not in source]
+
+
+def quoted_part(quote: Quote) -> list[str]:
+    """The lines of the other page that a quote may be of: those under the heading it names, sub-headings included."""
+    lines = quote.source.read_text("utf-8").splitlines()
+    if not quote.anchor:
+        return lines
+    begin = next((i for i, line in enumerate(lines) if line.startswith("#") and _anchor_of(line) == quote.anchor), None)
+    if begin is None:
+        return []
+    level = len(lines[begin]) - len(lines[begin].lstrip("#"))
+    ends = (i for i, line in enumerate(lines[begin + 1 :], begin + 1) if re.match(rf"#{{1,{level}}} ", line))
+    return lines[begin : next(ends, len(lines))]
+
+
+def _anchor_of(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
+def _worst_rows(quote: Quote) -> list[str]:
+    """Of the first table in the part that is quoted, as many rows as are quoted, the largest mean error first."""
+    part = quoted_part(quote)
+    begin = next(i for i, line in enumerate(part) if line.startswith("|---")) + 1
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), part[begin:]))
+    return sorted(rows, key=lambda row: -float(row.split("|")[3]))[: len(quote.lines)]
 
 
 def _nearest(text: str, lines: list[str]) -> str:
@@ -249,9 +284,9 @@ def changes_of(page: Path) -> dict[int, str]:
         elif example.language == "python" and page.name != "capture.md":  # later blocks may need it
             printed_by(example, namespace)
     for quote in quotes_of(page):
-        lines = quote.source.read_text("utf-8").splitlines()
+        rows = dict(zip((number for number, _ in quote.lines), _worst_rows(quote), strict=True)) if quote.worst else {}
         for number, text in stale_quotes(quote):
-            near = _nearest(text, lines)
+            near = rows.get(number) or _nearest(text, quoted_part(quote))
             changes[number] = f"> {near}" if near else ""
     return changes
 

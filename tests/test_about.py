@@ -66,6 +66,14 @@ def test_the_interval_under_a_framework_without_published_runs_is_the_widest() -
     assert by_part["unseen"] == max(by_part[name] for name in (*read_table("uncertainty.json")["frameworks"], "unseen"))
 
 
+def test_an_interval_says_how_many_publications_it_rests_on() -> None:
+    counts = {name: known["publications"] for name, known in read_table("uncertainty.json")["frameworks"].items()}
+    words = {one["part"]: one["words"] for one in FOUND.intervals}
+    assert 1 in counts.values()
+    for name, count in counts.items():
+        assert words[name].endswith(f"under {name}, with {count} {'publication' if count == 1 else 'publications'}")
+
+
 @pytest.mark.parametrize("form", ["html", "csv", "json"])
 def test_the_answer_exists_as_table_and_file(form: str, tmp_path: Path) -> None:
     path = tmp_path / f"about.{form}"

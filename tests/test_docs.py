@@ -147,6 +147,29 @@ def test_quotes_are_word_for_word(page: Path) -> None:
         assert examples.stale_quotes(quote) == [], f"not in {quote.source.name}; python docs/examples.py --refresh"
 
 
+def test_a_quote_is_of_the_part_that_it_names(tmp_path: Path) -> None:
+    """Lines that differ in numbers alone are found under their own heading, not under the first that has one."""
+    (tmp_path / "errors.md").write_text("# Errors\n\n## One, alone\n\nmean 1 %\n\n## Two (both)\n\nmean 2 %\n")
+    page = tmp_path / "page.md"
+    page.write_text("> mean 1 %\n>\n> — [two](errors.md#two-both)\n")
+    assert examples.stale_quotes(examples.quotes_of(page)[0]) == [(1, "mean 1 %")]
+    assert examples.changes_of(page) == {1: "> mean 2 %"}
+
+
+def test_the_worst_rows_are_chosen_and_sorted(tmp_path: Path) -> None:
+    rows = "".join(f"| {name} | 9 | {error} |\n" for name, error in (("a", 3.1), ("b", 20.5), ("c", 7.0)))
+    (tmp_path / "errors.md").write_text(f"# Errors\n\n| source | rows | mean |\n|---|---|---|\n{rows}\nAll.\n")
+    page = tmp_path / "page.md"
+    page.write_text("The worst first:\n\n> | c | 9 | 7.0 |\n> | a | 9 | 3.1 |\n>\n> — [errors](errors.md)\n")
+    assert examples.changes_of(page) == {3: "> | b | 9 | 20.5 |", 4: "> | c | 9 | 7.0 |"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_one_title(page: Path) -> None:
+    headings = [content[0] for _, language, content in examples.fences(page) if language == "#"]
+    assert sum(heading.startswith("# ") for heading in headings) == 1
+
+
 def test_errors_are_quoted_and_not_retold() -> None:
     quoted = {quote.source.name for quote in examples.quotes_of(DOCS / "concepts.md")}
     assert {"accuracy.md", "changes.md", "energy.md", "forecasts.md"} <= quoted

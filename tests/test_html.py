@@ -346,6 +346,8 @@ def test_a_hundred_thousand_tasks_become_few_boxes_that_count_them() -> None:
     assert sum(drawn.chart.count) == 100_000
     assert "100,000 tasks in" in drawn.words
     assert "share a paler box" in drawn.words
+    for ns, shown in ((512.3, "0.51"), (5_123.0, "5.1"), (51_230.0, "51"), (512_300.0, "510"), (5_123_000.0, "5,100")):
+        assert f"neighbours shorter than {shown} µs share" in drawn._replace(too_short_ns=ns).words
 
 
 def test_a_task_that_can_be_seen_keeps_its_own_box_among_thousands_that_cannot() -> None:

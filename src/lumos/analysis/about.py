@@ -183,7 +183,8 @@ def _intervals() -> Iterator[dict[str, Any]]:
     for part, variance in table["variance"].items():
         yield row(part, _INTERVALS[part], always if part == "always" else always + variance)
     for name, known in table["frameworks"].items():
-        words = f"the first of these under {name}, with {known['publications']} published"
+        count = known["publications"]
+        words = f"the first of these under {name}, with {count} publication{'s' * (count > 1)}"
         yield row(name, words, always, known["width"])
     yield row("unseen", "the same under a framework without published runs", always, table["unseen"]["frameworks"])
 

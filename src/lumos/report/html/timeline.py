@@ -94,10 +94,9 @@ class Drawn(NamedTuple):
         boxes = len(self.chart.lane)
         words = [f"{self.tasks:,} tasks in {boxes:,} boxes"]
         if self.tasks > boxes:
-            words.append(
-                f"neighbours shorter than {self.too_short_ns / 1e3:,.2g} µs share a paler box in the colour of what "
-                "takes most of it"
-            )
+            short = self.too_short_ns / 1e3
+            shown = f"{float(f'{short:.2g}'):,.0f}" if short >= 10 else f"{short:.2g}"
+            words.append(f"neighbours shorter than {shown} µs share a paler box in the colour of what takes most of it")
         if self.lanes > len(self.chart.lanes):
             words.append(f"{len(self.chart.lanes)} of {self.lanes} lanes, those of the critical path first")
         return "; ".join(words) + ". Drag to zoom, double-click to go back."
