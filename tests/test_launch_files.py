@@ -229,6 +229,7 @@ def test_values_that_no_file_can_hold_are_named_for_lumos_predict(tmp_path: Path
 def test_a_deepspeed_json_reads_back_with_the_model_and_the_machines(tmp_path: Path) -> None:
     for changes in ({"parallel__zero": 3}, {"parallel__zero": 2, "parallel__tp": 2, "train__precision": "fp16"}, {
         "parallel__zero": 3, "parallel__shard": 4}, {"train__precision": "fp32", "parallel__dp_overlap": False},
+        {"parallel__zero": 3, "parallel__dp_overlap": False},
         {"parallel__zero": 2, "train__offload_optimizer": 0.5, "train__offload_overlap": True},
     ):  # fmt: skip
         setup = setup_of("deepspeed", {"parallel__dp": 8, "train__micro_batch": 2, "train__microbatches": 3} | changes)
