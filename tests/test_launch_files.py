@@ -42,6 +42,7 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"parallel__tp": 4, "parallel__sequence_parallel": True, "parallel__dp": 16, "parallel__zero": 1},
         {"parallel__tp": 4, "parallel__sequence_parallel": True, "parallel__tp_overlap": True},
         {"parallel__dp": 4, "parallel__dp_overlap": False},
+        {"parallel__dp": 16, "cluster__sharp": True},
         {"parallel__dp": 8, "parallel__zero": 1, "parallel__shard": 2},
         {"parallel__dp": 8, "parallel__zero": 1, "parallel__gather_overlap": False},
         {"parallel__dp": 8, "parallel__zero": 2},

@@ -370,15 +370,16 @@ def test_usual_networks_are_not_noted(keys: dict[str, Any]) -> None:
     assert not warnings_in(described(**keys))
 
 
-def test_megatrons_other_order_of_ranks_is_read(tmp_path: Path) -> None:
+def test_megatrons_other_order_of_ranks_and_switches_that_reduce_are_read(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     sizes = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --padded-vocab-size 1024"
     ranks = "--world-size 32 --pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 32"
-    orders = []
-    for option in ("", " --use-tp-pp-dp-mapping"):
+    found = []
+    for option in ("", " --use-tp-pp-dp-mapping", " --use-sharp"):
         script.write_text(f"torchrun pretrain_gpt.py {sizes} {ranks}{option}\n")
-        orders.append(read_setup(script).parallel.order)
-    assert orders == ["tp-cp-dp-pp", "tp-cp-pp-dp"]
+        setup = read_setup(script)
+        found.append((setup.parallel.order, setup.cluster.sharp))
+    assert found == [("tp-cp-dp-pp", False), ("tp-cp-pp-dp", False), ("tp-cp-dp-pp", True)]
 
 
 def test_the_command_line_takes_the_keys_and_names_the_way_out_of_mistakes() -> None:

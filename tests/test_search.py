@@ -802,7 +802,8 @@ def test_every_form_is_written(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--vary", "parallel.tb=2"), "parallel.tb"), (("--vary", "parallel.tp"), "SECTION.KEY=A,B"),
+        (("--vary", "parallel.tb=2"), "did you mean parallel.tp?"), (("--vary", "parallel.tp"), "SECTION.KEY=A,B"),
+        (("--vary", "cluster.fabric=efa,roce"), "use --set, one search for each value"),
         (("--vary", "parallel.tp=x"), "parallel.tp"), (("--vary", "parallel.tp="), "names no value"),
         (("--vary", "parallel.tp=2", "--set", "parallel.tp=4"), "twice"), (("--gpus", "zero"), "cluster.gpus"),
         (("--gpu", "h1000"), "h1000"), (("--objective", "joy"), "joy"), (("--objective", "gpus"), "--deadline"),

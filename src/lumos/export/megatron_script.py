@@ -183,6 +183,8 @@ def _parallel(setup: Setup) -> Iterable[str]:
         yield "overlap-grad-reduce"
     if parallel.zero == 3 or (parallel.zero and values["parallel.gather_overlap"]):
         yield "overlap-param-gather"
+    if setup.cluster.sharp:
+        yield "use-sharp"
     groups = parallel.dp // parallel.shard if parallel.shard else 1
     if parallel.zero and groups > 1:
         yield f"num-distributed-optimizer-instances {groups}"

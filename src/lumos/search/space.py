@@ -25,7 +25,7 @@ from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import gpu_named
 from lumos.setup.messages import did_you_mean
 from lumos.setup.sections import OF_GPU, Parallel
-from lumos.setup.setup import Setup
+from lumos.setup.setup import KEYS, Setup
 
 LAYOUT = ("cluster.gpu", "cluster.gpus", "parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep")
 VARIANT = (
@@ -321,6 +321,8 @@ def checked_choices(setup: Setup, choices: Mapping[str, Sequence[Any]]) -> dict[
     for key, values in choices.items():
         if key in DERIVED:
             raise OptionError(f"{key} follows from other keys: fix or vary {DERIVED[key]} instead")
+        if key not in AXES and key in KEYS:
+            raise OptionError(f"--vary {key}: a search cannot vary this key: use --set, one search for each value")
         if key not in AXES:
             raise OptionError(f"--vary {key}: a search cannot vary this key: {did_you_mean(key, AXES)}")
         if not values:
