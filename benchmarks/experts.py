@@ -52,9 +52,9 @@ unless all is in CUDA graphs.
 
 **Exchanges.** `parallel.dispatcher = "all_to_all"` sends a copy of a token for every expert that it asks; `"flex"`
 (DeepEP, HybridEP) once to every node, or to every rank of a node: of n places, k choices hit n (1 - (1 - 1/n)^k).
-`"all_gather"`, the default of Megatron's scripts, gathers the tokens of all ranks on each, and adds up the results on the
-way back. `parallel.ep_overlap` runs exchanges beside the work of another micro-batch: the longer of both counts. With a
-single micro-batch it has no effect.
+`"all_gather"`, the default of Megatron's scripts, gathers the tokens of all ranks on each, and adds up the results on
+the way back. `parallel.ep_overlap` runs exchanges beside the work of another micro-batch: the longer of both counts.
+With a single micro-batch it has no effect.
 
 **Imbalance.** `train.imbalance` is the load of the busiest expert over the mean. The busiest rank decides, and experts
 of one rank even out: with loads drawn from a normal distribution it is 1 + (imbalance - 1) z(ranks) / z(experts) /
