@@ -213,6 +213,7 @@ WHAT_IFS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("`cluster.nvls=false`", {"cluster.nvls": False}),
     ("`cluster.fabric=roce`", {"cluster.fabric": "roce"}),
     ("`cluster.fabric=efa`", {"cluster.fabric": "efa"}),
+    ("`cluster.fabric=tcpxo`, 25 GB/s a GPU", {"cluster.fabric": "tcpxo"}),
     ("`cluster.fabric=sockets`", {"cluster.fabric": "sockets"}),
 )
 
@@ -244,10 +245,19 @@ def collectives_section() -> Iterator[str]:
         where = found[0][0].fabric if group.nodes > 1 else "one domain"
         cells = ("check" if held else "fit", source, where, kind.replace("_", "-"))
         yield "| " + " | ".join(cells) + f" | {group.size}, {group.inside} | {len(errors)} | {mean:.0f} | {bias:+.0f} |"
-    rdma = [row for row in chosen if not row.is_fitted and row.source != "perlmutter"]
-    fit = [row for row in chosen if row.is_fitted]
-    both = (100 * math.expm1(fit_collectives.mean_error(model, part)) for part in (fit, rdma))
-    yield "\nMean over tables: {:.0f} % on those fitted, **{:.0f} %** on RDMA networks held apart.".format(*both)
+    held = [row for row in chosen if not row.is_fitted]
+    parts = (
+        [row for row in chosen if row.is_fitted],
+        held,
+        [row for row in held if row.source != "perlmutter"],
+        [row for row in held if row.source == "perlmutter" and row.collective.group.nodes > 1],
+        [row for row in held if row.source == "perlmutter" and row.collective.group.nodes == 1],
+    )
+    means = [100 * math.expm1(fit_collectives.mean_error(model, part)) for part in parts]
+    yield (
+        "\nMean over tables: {:.0f} % on those fitted, {:.0f} % on all held apart: **{:.0f} %** on RDMA networks and "
+        "their nodes, {:.0f} % on the sockets of Perlmutter, and {:.0f} % on gathers inside its boards.".format(*means)
+    )
 
 
 def page(answers: Mapping[str, Any]) -> str:
