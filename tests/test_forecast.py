@@ -480,7 +480,7 @@ def test_sharded_weights_are_gathered_twice_and_reduced_once_for_every_micro_bat
     assert len(nodes(step, "reduce")) == 32 * microbatches
     network = network_of(gpu_named("h200"), "infiniband", in_step_factors(gpu_named("h200")))
     gathered = sum(step.assembly.graph().duration[node] for node in nodes(step, "gather")) / 1e9
-    bandwidth = network.near(8) * network.habits.inside_share * 1e6 / network.penalty
+    bandwidth = network.near(8) * network.habits.gather_share * 1e6 / network.penalty
     least = 2 * microbatches * 2 * setup.model.parameters() * 7 / 8 / bandwidth
     assert least < gathered < 1.2 * least
 
