@@ -103,7 +103,8 @@ def test_published_runs_give_the_shipped_in_step_factors(shared_data: Path) -> N
 
 
 def test_measured_slowdowns_give_the_shipped_tables_of_contention() -> None:
-    fitted, table = fit_contention.fitted(fit_contention.rows_of("contention_h200.jsonl.xz")), shipped("contention.json")
+    fitted = fit_contention.fitted(fit_contention.rows_of("contention_h200.jsonl.xz"))
+    table = shipped("contention.json")
     assert {key: table[key] for key in fitted} == fitted
 
 
