@@ -193,6 +193,19 @@ def test_gathers_that_leave_a_node_are_disturbed_like_those_that_stay_where_its_
     assert step_ms(8) < step_ms(16) * 1.01
 
 
+def test_replicas_of_a_divided_copy_reduce_at_the_rate_of_their_adapters() -> None:
+    """Eight nodes with a copy each: after the scatter inside a node, slow adapters decide, whatever runs beside."""
+    setup = Setup(
+        model=dict(preset_named("llama2-7b").keys), train={"seq": 4096, "framework": "torchtitan"},
+        parallel={"dp": 64, "zero": 3, "shard": 8}, cluster={"gpu": "h200", "inter_gb_s": 1.0},
+    )  # type: ignore[arg-type]  # fmt: skip
+    step = simulate_step(setup)
+    kinds = np.array([role.what for role in step.structure.roles])[step.structure.node_role]
+    longer = step.graph.duration / np.maximum(step.assembly.graph().duration, 1e-9)
+    assert longer[kinds == "reduce"].max() < 1.05
+    assert longer[kinds == "gather"].max() > 1.1
+
+
 def test_communication_between_nodes_keeps_its_speed_where_the_adapters_bind_it() -> None:
     gather = Collective("all_gather", 1e9, Group(16, 8))
     kept = [plain_network(100.0, adapter).kept(gather, 0.8) for adapter in (1.0, 90 / 8, 100.0)]

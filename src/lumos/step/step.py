@@ -404,7 +404,7 @@ class Assembly:
         if beside is None or (role.what not in _PASSES and role.what not in _TRANSFERS):
             return 1.0
         if role.what in _TRANSFERS:
-            return self._kept_beside
+            return self._kept_beside[_TRANSFERS.index(role.what)]
         return self._speeds(self.program.chunks[role.stage][role.chunk])[_PASSES.index(role.what)]
 
     def _speeds(self, chunk: Chunk) -> tuple[float, ...]:
@@ -441,9 +441,17 @@ class Assembly:
         return found._replace(gb_s=round(found.gb_s, -2))  # few different ones, which are priced once
 
     @cached_property
-    def _kept_beside(self) -> float:
-        """What that collective keeps of its speed."""
-        return self.prices.network.kept(self._beside_passes, kept_rate()) if self._beside_passes else 1.0
+    def _kept_beside(self) -> tuple[float, float]:
+        """What gathers and reductions keep of their speed; groups that divide one copy reduce with the others, too."""
+        first, network, (near, far) = self._beside_passes, self.prices.network, self.layout.sharing
+        if first is None:
+            return 1.0, 1.0
+        gather = network.kept(first, kept_rate())
+        if first.group != near or far.size < 2:
+            return gather, gather
+        then = Collective("all_reduce", first.bytes / near.size, far)
+        alone = network.us(first), network.us(then)
+        return gather, sum(alone) / (alone[0] / gather + alone[1] / network.kept(then, kept_rate()))
 
     @cached_property
     def _beside_passes(self) -> Collective | None:
