@@ -552,6 +552,13 @@ def test_overrides_are_toml_values_or_bare_words(run_toml: Path) -> None:
     assert setup.parallel.stage_layers == (32,)
 
 
+def test_a_value_that_is_to_be_derived_leaves_what_it_follows_from(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npreset = "llama3-8b"\n[train]\nseq = 4096\n[parallel]\ndp = 8\n[cluster]\ngpus = 8\n')
+    assert read_setup(path, ["parallel.dp=0"]).cluster.gpus == 8
+    assert read_setup(path, ["parallel.dp=4"]).cluster.gpus == 4
+
+
 def test_an_override_replaces_what_follows_from_it(tmp_path: Path) -> None:
     body = "".join(f"{key} = {value}\n" for key, value in SMALL.items())
     path = toml(

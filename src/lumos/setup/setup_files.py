@@ -225,7 +225,9 @@ def _layered(below: Sections, above: Sections) -> Sections:
         below.pop("model", None)
     for pair in _ONE_FOLLOWS:
         for stated, other in (pair, pair[::-1]):
-            if _has(above, stated) and not _has(above, other) and _has(below, other):
+            section, _, key = stated.partition(".")
+            derived = _has(above, stated) and above[section][key] == 0  # it is to follow from the other, which stays
+            if _has(above, stated) and not derived and not _has(above, other) and _has(below, other):
                 section, _, key = other.partition(".")
                 del below[section][key]
     both_tables = {name for name in above if isinstance(below.get(name), dict) and isinstance(above[name], dict)}
