@@ -351,7 +351,8 @@ def measure_steps(folder: Path) -> None:
                 rates.append(float((after - before).sum()) / times[-1] / 1e6)
                 beside.end()
             middle = len(times) // 2
-            rows.append({"name": name, "blocks": blocks, "ms": sorted(times)[middle], "gb_s": sorted(rates)[middle]})
+            told = {"name": name, "sizes": sizes, "blocks": blocks}
+            rows.append(told | {"ms": sorted(times)[middle], "gb_s": sorted(rates)[middle]})
             print(rows[-1], flush=True)
             (folder / "contention_steps_h200.json").write_text(json.dumps(rows, indent=1))
         del model, optimizer, step

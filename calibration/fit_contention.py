@@ -35,12 +35,6 @@ BLOCKS = [0, 1, 2, 4, 8, 12, 16, 24, 32, 48]
 LENGTHS = [30, 100, 300, 1000, 3000]
 ROUNDS = [1, 2, 3, 4, 5, 6, 8, 12, 24, 48]
 FOLDS = 5
-STEPS = {  # as calibration/contention_h200.py measured them: layers, hidden, ffn, heads, vocab, seq, micro-batch
-    "l4_h4096_s4096_b1": (4, 4096, 14336, 32, 32000, 4096, 1),
-    "l6_h2048_s2048_b8": (6, 2048, 5632, 16, 32000, 2048, 8),
-    "l2_h8192_s4096_b1": (2, 8192, 28672, 64, 32000, 4096, 1),
-    "l5_h3072_s2048_b4": (5, 3072, 8192, 24, 32000, 2048, 4),
-}
 WAITED = 1.3  # time of a call over that of its kernels: beyond, the host did not launch fast enough
 Row = dict[str, Any]
 
@@ -165,7 +159,7 @@ def step_slowdowns() -> list[tuple[str, int, float, float]]:
     for name in dict.fromkeys(row["name"] for row in measured):
         rows = [row for row in measured if row["name"] == name]
         alone = float(np.mean([row["ms"] for row in rows if not row["blocks"]]))
-        layers, hidden, ffn, heads, vocab, seq, batch = STEPS[name]
+        layers, hidden, ffn, heads, vocab, seq, batch = rows[0]["sizes"]
         setup = Setup(
             model={"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, "vocab": vocab},
             train={"seq": seq, "micro_batch": batch}, cluster={"gpu": "h200"},

@@ -31,9 +31,9 @@ from lumos.setup.gpus import Gpu
 
 Floats = NDArray[np.float64]
 
-_TILES = ((256, 128), (128, 256), (320, 128), (192, 192))  # rows and columns that one block of a matmul computes
+# Rows and columns that one block of a matmul computes, as the names of cuBLAS's kernels on an H200 have them.
+_TILES = ((256, 128), (128, 256), (320, 128), (192, 192))
 _PERSISTENT = ("hopper", "blackwell")  # families whose matmuls start one block for each SM
-_MOVED = {"all_reduce": 3.0, "all_gather": 2.0, "reduce_scatter": 3.0, "all_to_all": 2.0, "p2p": 2.0}
 
 
 class Beside(NamedTuple):
@@ -46,10 +46,9 @@ class Beside(NamedTuple):
 
 def kernel_of(collective: Collective, us: float) -> Beside:
     """The kernel of a collective that takes so long."""
-    channels = channels_of(collective.kind, collective.group)
-    return Beside(
-        channels, _MOVED[collective.kind] * collective.bytes / max(us, 1e-9) / 1e3, collective.group.nodes == 1
-    )
+    kind, size, group = collective
+    moved = read_table("contention.json")["moved"][kind] * size
+    return Beside(channels_of(kind, group), moved / max(us, 1e-9) / 1e3, group.nodes == 1)
 
 
 def channels_of(kind: str, group: Group) -> int:
