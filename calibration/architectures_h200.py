@@ -292,8 +292,8 @@ def build(name: str, config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str,
     return model, {"input_ids": ids, "labels": ids}
 
 
-def profiled(step: Any) -> list[dict[str, Any]]:
-    """GPU time of one step by operator and input shapes."""
+def profiled(step: Any, most: int = 150) -> list[dict[str, Any]]:
+    """GPU time of one step by operator and input shapes, the longest first."""
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds, record_shapes=True) as found:
         step()
@@ -303,7 +303,7 @@ def profiled(step: Any) -> list[dict[str, Any]]:
         for e in found.key_averages(group_by_input_shape=True)
         if e.self_device_time_total > 0 and e.key.startswith("aten::")
     ]
-    return sorted(rows, key=lambda row: -row["us"])[:150]
+    return sorted(rows, key=lambda row: -row["us"])[:most]
 
 
 def measure(name: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ import torch
 import transformers
 from torch.nn import functional
 
+from architectures_h200 import profiled
+
 Row = dict[str, Any]
 Call = Callable[[], Any]
 
@@ -143,7 +145,7 @@ def _trained(case: Row, profile: bool) -> Row:
         "peak_mem_alloc": peak,
         "peak_mem_reserved": reserved,
         "tokens_by_expert": {"before": before, "after": _loads(model, ids)},
-        "operators": _profiled(step) if profile else [],
+        "operators": profiled(step, 200) if profile else [],
     }
 
 
@@ -175,20 +177,6 @@ def _loads(model: torch.nn.Module, ids: torch.Tensor) -> list[list[int]]:
     for hook in hooks:
         hook.remove()
     return found
-
-
-def _profiled(step: Call) -> list[Row]:
-    """GPU time of one step by operator and input shapes."""
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds, record_shapes=True) as found:
-        step()
-        torch.cuda.synchronize()
-    rows = [
-        {"op": e.key, "shapes": str(e.input_shapes), "calls": e.count, "us": round(e.self_device_time_total, 1)}
-        for e in found.key_averages(group_by_input_shape=True)
-        if e.self_device_time_total > 0 and e.key.startswith("aten::")
-    ]
-    return sorted(rows, key=lambda row: -row["us"])[:200]
 
 
 _HIDDEN = (1024, 1536, 2048, 2880, 4096, 5120, 6144, 7168)

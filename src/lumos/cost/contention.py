@@ -13,7 +13,7 @@ The communication itself is slower where it is bound by its SMs, that is, by the
 falls. Between nodes it loses that only where those links and not the adapters bind it (`Network.kept`).
 
 The tables are in data/contention.json (calibration/fit_contention.py). GPUs without persistent matmuls (before Hopper)
-lose the share of the SMs that are taken: 1.10 to 1.14 in public traces of V100s, of whose 80 SMs NCCL held 8.
+lose the share of the SMs that are taken: 1.01 to 1.15 in public traces of V100s, of whose 80 SMs NCCL held 8.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def rules(setup: Setup) -> Iterator[Rule]:
     yield from _batch(setup.train, setup.parallel)
     yield from _recomputation(setup.train)
     yield from _offloading(setup.model, setup.train, setup.parallel)
-    yield from _tensor_and_experts(setup.model, setup.parallel)
+    yield from _tensor(setup.model, setup.parallel)
+    yield from _experts(setup.model, setup.parallel)
     yield from _routing(setup.model, setup.train, setup.parallel)
     yield from _context(setup.model, setup.parallel)
     yield from _pipeline(setup.model, setup.train, setup.parallel)
@@ -325,7 +326,7 @@ def _offloading(model: Model, train: Train, parallel: Parallel) -> Iterator[Rule
     yield "train.offload_layers model.layers parallel.pp", mistake
 
 
-def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:
+def _tensor(model: Model, parallel: Parallel) -> Iterator[Rule]:
     tp, ep, heads, kv_heads = parallel.tp, parallel.ep, model.heads, model.kv_heads
     yield "parallel.tp model.heads", _must_divide("parallel.tp", tp, "model.heads", heads)
 
@@ -342,6 +343,13 @@ def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:
     keys = "parallel.tp parallel.ep model.layers model.dense_layers model.ffn model.expert_ffn model.experts"
     yield f"parallel.etp {keys}", mistake
 
+    shard = parallel.shard
+    mistake = _must_divide("parallel.shard", shard, "parallel.dp", parallel.dp) if shard else ""
+    yield "parallel.shard parallel.dp", mistake
+
+
+def _experts(model: Model, parallel: Parallel) -> Iterator[Rule]:
+    tp, ep = parallel.tp, parallel.ep
     mistake = f"parallel.ep = {ep} needs experts, and model.experts = 0: use 1" if ep > 1 else ""
     mistake = _must_divide("parallel.ep", ep, "model.experts", model.experts) if model.experts else mistake
     yield "parallel.ep model.experts", mistake
@@ -368,10 +376,6 @@ def _tensor_and_experts(model: Model, parallel: Parallel) -> Iterator[Rule]:
     if exchange and not model.experts:
         mistake = f"{exchange}: needs experts, and model.experts = 0; remove it"
     yield "parallel.dispatcher parallel.ep_overlap model.experts", mistake
-
-    shard = parallel.shard
-    mistake = _must_divide("parallel.shard", shard, "parallel.dp", parallel.dp) if shard else ""
-    yield "parallel.shard parallel.dp", mistake
 
 
 def _routing(model: Model, train: Train, parallel: Parallel) -> Iterator[Rule]:
