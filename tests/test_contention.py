@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from commands import lumos_here
 from graphs import graphs
+from lumos.analysis.overlapped_kernels import chip_of
 from lumos.cost.contention import Beside, channels_of, kernel_of, slowdown, usual_slowdown
 from lumos.cost.prices import timeline
 from lumos.graph.graph import Edges, Graph, make_graph
@@ -264,3 +265,11 @@ def test_a_traced_matmul_gets_faster_where_a_change_takes_communication_away(tmp
         for scale in ("comm=1", "comm=0")
     )
     assert same - without == pytest.approx(0.3, abs=0.1), "a millisecond beside NCCL is about 0.7 alone"
+
+
+def test_a_trace_whose_gpu_is_called_like_a_file_reads_no_file(tmp_path: Path) -> None:
+    sheet = tmp_path / "gpu.toml"
+    sheet.write_text("not a data sheet")
+    assert chip_of(str(sheet), ["volta_sgemm_128x64_tn"]).name == "a100"
+    assert chip_of("", ["nvjet_tst_256x128"]).name == "h100"
+    assert chip_of("NVIDIA H200", []).name == "h200"

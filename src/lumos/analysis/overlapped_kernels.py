@@ -18,7 +18,7 @@ from lumos.graph.from_trace.build import Execution
 from lumos.graph.graph import Floats, Graph
 from lumos.graph.overlap import Side
 from lumos.program.operators import Group
-from lumos.setup.gpus import Gpu, find_gpu, gpu_named
+from lumos.setup.gpus import Gpu, gpu_called, gpu_named
 from lumos.trace.names import Kind
 
 _PERSISTENT = re.compile("nvjet|sm90|sm100")
@@ -47,7 +47,9 @@ def _slowdowns(execution: Execution, us: Floats, names: np.ndarray, transfers: n
         key: np.array([re.search(texts[key], name) is not None for name in execution.trace.names], bool)[names]
         for key in ("attention", "matrix")
     }
-    blocks, gpu = _usual_blocks(execution, transfers), chip_of(execution.trace.headers[0].gpu, execution.trace.names)
+    trace = execution.trace
+    named = trace.headers[0].gpu if trace.headers else ""
+    blocks, gpu = _usual_blocks(execution, transfers), chip_of(named, trace.names)
     found = usual_slowdown("memory", us, blocks, gpu)
     for kind, mask in (("matmul", is_a["matrix"]), ("attention", is_a["attention"])):
         found[mask] = usual_slowdown(kind, us[mask], blocks, gpu)
@@ -56,8 +58,7 @@ def _slowdowns(execution: Execution, us: Floats, names: np.ndarray, transfers: n
 
 def chip_of(name: str, kernels: Iterable[str]) -> Gpu:
     """The GPU of a trace, or where its name says nothing, one of the generation that its matmuls are compiled for."""
-    found = find_gpu(name) if name else None
-    return found or gpu_named("h100" if any(_PERSISTENT.search(kernel) for kernel in kernels) else "a100")
+    return gpu_called(name) or gpu_named("h100" if any(_PERSISTENT.search(kernel) for kernel in kernels) else "a100")
 
 
 def _usual_blocks(execution: Execution, transfers: np.ndarray) -> float:

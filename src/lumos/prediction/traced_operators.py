@@ -35,7 +35,7 @@ from lumos.errors import InputError
 from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.prediction.traced_modules import Modules, ModuleTime, module_times
 from lumos.program.recorded_op import RecordedOp, TensorInfo
-from lumos.setup.gpus import Gpu, find_gpu
+from lumos.setup.gpus import Gpu, gpu_called
 from lumos.trace.trace import Trace
 
 RECORD_SHAPES = (
@@ -228,7 +228,7 @@ def traced_operators(run: Replay) -> TracedOperators:
         raise InputError(f"{path}: no kernel of {step} was recorded with its launch; choose another step with --step")
     calls = list(_calls(trace, labels, owners_of(trace, labels, ops, any_op=True)))
     named = header.gpu if header is not None else ""
-    device, gpu = ("CPU", None) if is_cpu_run(trace) else ("GPU", find_gpu(named))
+    device, gpu = ("CPU", None) if is_cpu_run(trace) else ("GPU", gpu_called(named))
     rows = _rows(calls, gpu, is_causal(ops))
     modules = Modules(ops.ops)
     times = module_times([(modules.of(one.op), one.phase, one.us) for one in calls]) if modules.known else []

@@ -125,6 +125,11 @@ def find_gpu(name: str) -> Gpu | None:
     return by_alias.get(name) or by_alias.get(_normalized(name))
 
 
+def gpu_called(name: str) -> Gpu | None:
+    """The GPU of that name or alias, never of a file: for names in traces, which must not make us read files."""
+    return None if is_file_name(name) else find_gpu(name)
+
+
 def _of_data_sheet(path: Path) -> Gpu:
     sheet = read_data_sheet(path)
     below = find_gpu(sheet.like) if sheet.like and not is_file_name(sheet.like) else None

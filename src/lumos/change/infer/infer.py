@@ -18,7 +18,7 @@ from lumos.change.infer.parallelism import Parallelism
 from lumos.change.infer.widths import Widths, kv_heads
 from lumos.change.traced_ops import OpType, TracedOp, read_ops
 from lumos.graph.from_trace.cpu_device import is_cpu_run
-from lumos.setup.gpus import find_gpu
+from lumos.setup.gpus import gpu_called
 from lumos.trace.trace import Header
 
 _MOST_RANKS = 16  # whose files are read again,
@@ -96,7 +96,7 @@ class _Inference:
     def _cluster(self) -> Findings:
         found: Findings = {}
         name = next((header.gpu for header in self.run.execution.trace.headers if header.gpu), "")
-        gpu = find_gpu(name)
+        gpu = gpu_called(name)
         if self._on_cpu:
             found["cluster.gpu"] = Inferred("cpu", "operators run on the host, and there is no GPU activity")
         elif gpu is not None:
