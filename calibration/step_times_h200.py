@@ -3,8 +3,8 @@
     python3 calibration/step_times_h200.py --out DIR [--set development|blind] [--budget-s 400]
 
 Training runs of one process, then jobs of two to four ranks that share the GPU (NCCL over loopback sockets, under MPS).
-Each records clean steps, profiled steps (saved as a trace) and clean steps again. A step ends when the host has read its
-loss, or has waited for the GPU, as in a user's loop; its time is the distance between two such ends.
+Each records clean steps, profiled steps (saved as a trace) and clean steps again. A step ends when the host has read
+the loss, or has waited for the GPU, as in a user's loop; its time is the distance between two such ends.
 
     steps.json    of every run and rank: milliseconds of each step by the host's clock, before, while and after it is
                   recorded, and by CUDA events after; whether figures may be fitted on the run ("fit") or not ("judge")
