@@ -1,0 +1,282 @@
+"""The graph of an operation table: every worker of every step, with its passes, messages and collectives.
+
+An operation is two nodes: its launch, which waits for what it depends on and then as long as its host took, and its
+work. Operations of several workers (a send and its receive, a collective) meet in a node of their own between the two:
+
+    worker 0, passes     [launch][forward  ]
+    worker 0, sends                   └──►[launch]──┐      ┌►[transfer]
+                                                 [meeting]
+    worker 1, receives   [launch]───────────────────┘      └►[transfer]
+    worker 1, passes                                             └──►[launch][forward  ]
+
+Steps do not wait for one another: each begins at time zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lumos.errors import CycleError, InputError
+from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Rule, make_graph
+from lumos.trace.read.operation_table import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
+
+_LANES = 6  # of a worker in a step: passes and what closes the step, four kinds of messages, collectives of replicas
+_CLOCK_S = 5e-5  # operations of one worker are in order up to this
+_AFTER_GRADIENTS = ("optimizer-clip-main-grad", "optimizer")
+_NS = 1e9
+
+
+@dataclass(frozen=True)
+class OperationGraph:
+    """A graph, and where the operations of the table are in it; times are nanoseconds."""
+
+    graph: Graph
+    launch: Ints  # the node of each row's launch
+    work: Ints  # the node of each row's work
+    meets: Bools  # rows that wait for other workers
+    delay: Floats  # recorded: from when a row could have begun to when it did
+    duration: Floats  # recorded: without the waiting for others
+    step_nodes: Ints  # nodes of step i are step_nodes[i] … step_nodes[i + 1] - 1, meetings aside
+    warnings: tuple[str, ...]
+
+
+def operation_graph(table: OperationTable) -> OperationGraph:
+    """What waits for what in the job of a table: `simulate(operation_graph(table).graph)` replays all its steps."""
+    lane = (table.step_index * len(table.workers) + table.worker) * _LANES + _lane_of_type(table)[table.kind]
+    order = np.argsort(lane, kind="stable")
+    place = np.empty(len(table), np.int64)
+    place[order] = np.arange(len(table))
+    launch, work = 2 * place, 2 * place + 1
+    warnings: list[str] = []
+    passes = _Passes(table)
+    messages = _messages(table, passes, warnings)
+    waits = np.concatenate([messages.waits, _first_backward(table, passes), _replica_waits(table, passes)], axis=1)
+    meeting = _meetings(table, messages.meeting)
+    meets = meeting >= 0
+    count = int(meeting.max(initial=-1)) + 1
+    hub = 2 * len(table) + meeting[meets]
+    edges = Edges.join([
+        Edges.of(work[waits[0]], launch[waits[1]], Rule.EVENT),
+        Edges.of(launch[meets], hub, Rule.COLLECTIVE),
+        Edges.of(hub, work[meets], Rule.COLLECTIVE),
+    ])  # fmt: skip
+    _, size = np.unique(lane, return_counts=True)
+    first = np.concatenate([[0], np.cumsum(2 * size), 2 * len(table) + 1 + np.arange(count)])
+    delay, duration = _launch_delay(table, waits, order, lane), _without_waiting(table, meeting)
+    nodes = np.zeros(2 * len(table) + count)
+    nodes[launch], nodes[work] = delay, duration
+    graph = make_graph(first, nodes, edges)
+    try:
+        _ = graph.order
+    except CycleError:
+        raise InputError(
+            f"{table.name}: the order of its operations contradicts itself, so that no worker could go on; check that "
+            "seq_id, mc and mb_id of passes and the order of messages (start_ts) belong to one pipeline schedule"
+        ) from None
+    ends = np.concatenate([[0], np.cumsum(2 * np.bincount(table.step_index))])
+    return OperationGraph(graph, launch, work, meets, delay, duration, ends, tuple(warnings))
+
+
+def _lane_of_type(table: OperationTable) -> Ints:
+    """The lane of each type: messages of one kind are a stream, and so are collectives that overlap with passes."""
+    lane = {name: 1 + number for number, name in enumerate(MESSAGES)}
+    lane |= {"params-all-gather": 5, "grads-reduce-scatter": 5}
+    return np.array([lane.get(name, 0) for name in table.types])
+
+
+class _Passes:
+    """Forward and backward passes of each worker in each step; rows of a table are in this order."""
+
+    def __init__(self, table: OperationTable) -> None:
+        self.cell = table.step_index * len(table.workers) + table.worker  # one worker in one step
+        self.cells = int(self.cell.max()) + 1
+        self.rows = [np.flatnonzero(table.of_type(name)) for name in COMPUTE]
+        self.first = [np.searchsorted(self.cell[rows], np.arange(self.cells + 1)) for rows in self.rows]
+
+
+@dataclass(frozen=True)
+class _Messages:
+    waits: Ints  # (2, n): the second row waits for the first
+    meeting: Ints  # number of the meeting of each row; -1 without
+
+
+def _messages(table: OperationTable, passes: _Passes, warnings: list[str]) -> _Messages:
+    """Which pass each message belongs to, and which send belongs to which receive."""
+    waits: list[Ints] = []
+    of_pass = np.full(len(table), -1)
+    for name in MESSAGES:
+        kind = int(name.startswith("backward"))
+        rows, matched, before = _matched_passes(table, passes, name, kind)
+        of_pass[rows] = matched
+        if name.endswith("send"):
+            waits.append(np.stack((matched, rows)))
+        else:
+            waits.append(np.stack((rows, matched)))
+            known = before >= 0
+            waits.append(np.stack((before[known], rows[known])))
+    meeting, alone = _paired(table, of_pass)
+    if alone:
+        warnings.append(f"{alone:,} messages have no counterpart in the table: they keep their recorded time")
+    return _Messages(np.concatenate(waits, axis=1), meeting)
+
+
+def _matched_passes(table: OperationTable, passes: _Passes, name: str, kind: int) -> tuple[Ints, Ints, Ints]:
+    """Messages of one kind, the pass of each, and the pass before that (-1 for the first).
+
+    The n-th send belongs to the n-th pass. Profilers also record messages that carry nothing: a receive after the last
+    pass has begun, a send before the first has ended. The first receive of the first stage may be missing.
+    """
+    rows = np.flatnonzero(table.of_type(name))
+    first = passes.first[kind]
+    own = passes.rows[kind]
+    count = np.diff(first)
+    cell = passes.cell[rows]
+    rows, cell = rows[count[cell] > 0], cell[count[cell] > 0]
+    if name.endswith("recv"):
+        real = table.start[rows] <= table.start[own[first[cell + 1] - 1]] + _CLOCK_S
+    else:
+        real = table.end[rows] >= table.end[own[first[cell]]] - _CLOCK_S
+    rows, cell = rows[real], cell[real]
+    have = np.bincount(cell, minlength=passes.cells)
+    number = np.arange(len(rows)) - np.searchsorted(cell, cell)
+    if name.endswith("recv"):
+        number += (have[cell] + 1 == count[cell]).astype(np.int64)
+    fits = number < count[cell]
+    rows, cell, number = rows[fits], cell[fits], number[fits]
+    matched = own[first[cell] + number]
+    before = np.where(number > 0, own[np.maximum(first[cell] + number - 1, 0)], -1)
+    return rows, matched, before
+
+
+def _paired(table: OperationTable, of_pass: Ints) -> tuple[Ints, int]:
+    """The meeting of each message, and how many that should have one do not.
+
+    A send of one virtual stage meets the receive of the next, of the same micro-batch, or where micro-batches are not
+    known, in the same order.
+    """
+    rows = np.flatnonzero(of_pass >= 0)
+    of_pass = of_pass[rows]
+    name = np.array(table.types)[table.kind[rows]]
+    backward, send = np.char.startswith(name, "backward"), np.char.endswith(name, "send")
+    place = table.chunk[of_pass] * table.pp + table.stage[of_pass]
+    sender = np.where(send, place, np.where(backward, place + 1, place - 1))
+    peer = np.where(backward, sender - 1, sender + 1)
+    real = (np.minimum(sender, peer) >= 0) & (np.maximum(sender, peer) < table.vpp * table.pp)
+    rows, of_pass, backward, send, sender = rows[real], of_pass[real], backward[real], send[real], sender[real]
+    best, most = np.full(len(table), -1), 0
+    where = (table.step_index[rows], table.dp_rank[rows], backward, sender)
+    for number in (table.micro_batch[of_pass], _number_within((*where, send))):
+        _, key, count = np.unique(np.stack((*where, number)), axis=1, return_inverse=True, return_counts=True)
+        key = np.ravel(key)
+        sends = np.bincount(key, weights=send, minlength=len(count))
+        pair = ((count == 2) & (sends == 1))[key]
+        if int(pair.sum()) > most:
+            most = int(pair.sum())
+            best = np.full(len(table), -1)
+            best[rows[pair]] = np.unique(key[pair], return_inverse=True)[1]
+        if most == len(rows):
+            break
+    return best, len(rows) - most
+
+
+def _number_within(columns: tuple[Ints | Bools, ...]) -> Ints:
+    """The how-manieth row of its group each row is."""
+    _, group = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    group = np.ravel(group)
+    order = np.argsort(group, kind="stable")
+    number = np.empty(len(group), np.int64)
+    number[order] = np.arange(len(group)) - np.searchsorted(group[order], group[order])
+    return number
+
+
+def _first_backward(table: OperationTable, passes: _Passes) -> Ints:
+    """The first messages of the backward pass are issued in the warm-up: two passes before the first backward."""
+    every = np.sort(np.concatenate(passes.rows))
+    number = np.arange(len(every)) - np.searchsorted(passes.cell[every], passes.cell[every])
+    place = np.zeros(len(table), np.int64)
+    place[every] = np.arange(len(every))
+    begins = _lookup(passes.rows[1], passes.cell, passes.cells, last=False)
+    begins[begins >= 0] = place[begins[begins >= 0]]
+    early = (begins >= 0) & (number[begins] >= 2)
+    waited = np.where(early, every[begins - 2], -1)
+    messages = [np.flatnonzero(table.of_type(name)) for name in ("backward-send", "backward-recv")]
+    firsts = [_lookup(rows, passes.cell, passes.cells, last=False) for rows in messages]
+    return np.concatenate([_where_known(waited, first) for first in firsts], axis=1)
+
+
+def _replica_waits(table: OperationTable, passes: _Passes) -> Ints:
+    """Passes wait for their parameters, gradients for their passes, and what closes the step for the gradients."""
+    cell, cells = passes.cell, passes.cells
+    slot, slots = cell * table.vpp + np.maximum(table.chunk, 0), cells * table.vpp  # one chunk of a worker in a step
+    gathers, scatters = (np.flatnonzero(table.of_type(name)) for name in REPLICA_COLLECTIVES[:2])
+    waits = [
+        _where_known(_lookup(gathers, slot, slots, last=True), _lookup(passes.rows[0], slot, slots, last=False)),
+        _where_known(_lookup(passes.rows[1], slot, slots, last=True), _lookup(scatters, slot, slots, last=False)),
+    ]
+    late = table.of_type(*_AFTER_GRADIENTS)
+    closing = (_lane_of_type(table)[table.kind] == 0) & ~table.of_type(*COMPUTE)
+    begun, done = (_lookup(scatters, cell, cells, last=last) for last in (False, True))
+    if _gradients_overlap(table, passes, begun):
+        after = np.flatnonzero(closing & ~table.of_type("gc"))
+    else:
+        after = np.flatnonzero(late)
+        waits.append(_where_known(_lookup(np.flatnonzero(closing & ~late), cell, cells, last=True), begun))
+    waits.append(_where_known(done, _lookup(after, cell, cells, last=False)))
+    return np.concatenate(waits, axis=1)
+
+
+def _gradients_overlap(table: OperationTable, passes: _Passes, begun: Ints) -> bool:
+    """Whether gradients are reduced while passes still run, or after all of them and what follows them."""
+    if "separate-grads-all-reduce" in table.types:
+        return True
+    last = _lookup(np.sort(np.concatenate(passes.rows)), passes.cell, passes.cells, last=True)
+    both = (begun >= 0) & (last >= 0)
+    return bool(np.any(table.start[begun[both]] < table.start[last[both]] - _CLOCK_S))
+
+
+def _lookup(rows: Ints, key: Ints, size: int, last: bool) -> Ints:
+    """For every key, the first or last of some rows that has it; -1 where none has."""
+    found = np.full(size, -1)
+    ordered = rows if last else rows[::-1]
+    found[key[ordered]] = ordered  # the last assignment stays
+    return found
+
+
+def _where_known(source: Ints, target: Ints) -> Ints:
+    return np.stack((source, target))[:, (source >= 0) & (target >= 0)]
+
+
+def _meetings(table: OperationTable, messages: Ints) -> Ints:
+    """The meeting of each row: that of its message, or of its collective; -1 for work of one worker alone."""
+    meeting = messages.copy()
+    replicas = table.of_type(*REPLICA_COLLECTIVES)
+    ends = table.of_type("embedding-grads-all-reduce")
+    everyone = table.of_type("optimizer-clip-main-grad")
+    rows = np.flatnonzero(replicas | ends | everyone)
+    stage = np.where(replicas, table.stage, -1)
+    replica = np.where(ends, table.dp_rank, -1)
+    columns = (table.step_index, table.kind, table.sequence, stage, replica)
+    _, number = np.unique(np.stack([c[rows] for c in columns]), axis=1, return_inverse=True)
+    meeting[rows] = int(messages.max(initial=-1)) + 1 + np.ravel(number)
+    return meeting
+
+
+def _without_waiting(table: OperationTable, meeting: Ints) -> Floats:
+    """Durations; of what meets others, from when the last of them has arrived: the transfer."""
+    meets = meeting >= 0
+    arrived = np.zeros(int(meeting.max(initial=-1)) + 1)
+    np.maximum.at(arrived, meeting[meets], table.start[meets])
+    duration = table.duration.copy()
+    duration[meets] = np.maximum(table.end[meets] - arrived[meeting[meets]], 0.0)
+    return duration * _NS
+
+
+def _launch_delay(table: OperationTable, waits: Ints, order: Ints, lane: Ints) -> Floats:
+    """From the end of what a row waits for, or the beginning of its step, to its start."""
+    ready = np.zeros(len(table))
+    np.maximum.at(ready, waits[1], table.end[waits[0]])
+    same = lane[order[1:]] == lane[order[:-1]]
+    np.maximum.at(ready, order[1:][same], table.end[order[:-1][same]])
+    return np.maximum(table.start - ready, 0.0) * _NS
