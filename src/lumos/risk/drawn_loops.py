@@ -1,0 +1,126 @@
+"""The inner loops of Monte Carlo steps, compiled: the pace of ranks that meet, and steps whose times are drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lumos.graph.compiled_loops import compiled
+
+Array = NDArray[Any]
+
+
+@compiled
+def slowest_paces(
+    logs: Array, most: int, log_share: Array, low: float, high: float, points: Array, mean: Array, cv: Array
+) -> tuple[Array, Array]:
+    """How fast ranks that meet in every pass are together: (factor, row of a table of factors to draw from).
+
+    `logs` has the logarithm of every rank's own factor, (groups, ranks). A pass of a rank has another factor, whose
+    logarithm is distributed as `log_share` says: logarithms of the share below each of its equidistant points between
+    `low` and `high`. The slowest rank of each pass decides; its distribution is described by its mean and its relative
+    spread. Rows are distributions of the slowest of so many equal ranks, of which `mean` and `cv` are known; the last
+    row is that of `most` equal ranks. `points`: where the distribution is worked out, above the slowest rank's own.
+    """
+    groups, ranks = logs.shape
+    factor, row = np.empty(groups), np.zeros(groups, np.int32)
+    scale = (len(log_share) - 1) / (high - low) if high > low else 0.0
+    for g in range(groups):
+        top, bottom = logs[g].max(), logs[g].min()
+        if scale == 0.0 or ranks == 1 or top == bottom:
+            factor[g] = np.exp(top)
+            row[g] = most if ranks > 1 and top == bottom else 0
+            continue
+        below, first, second = 0.0, 0.0, 0.0
+        for p in range(len(points)):
+            total = 0.0
+            for k in range(ranks):
+                place = (top + points[p] - logs[g, k] - low) * scale
+                if place < len(log_share) - 1:
+                    at = max(0, int(place))
+                    total += log_share[at] + max(0.0, place - at) * (log_share[at + 1] - log_share[at])
+            share = np.exp(total)
+            value = np.exp(points[max(0, p - 1)] / 2 + points[p] / 2)
+            first += (share - below) * value
+            second += (share - below) * value * value
+            below = share
+        spread = np.sqrt(max(0.0, second / below - (first / below) ** 2)) / (first / below)
+        best = 0
+        for r in range(1, most + 1):
+            if abs(cv[r] - spread) < abs(cv[best] - spread):
+                best = r
+        row[g], factor[g] = best, np.exp(top) * first / below / mean[best]
+    return factor, row
+
+
+@compiled
+def drawn_spans(
+    order: Array, is_first: Array, duration: Array, gap: Array, incoming: Array, source: Array, lag: Array,
+    from_start: Array, place: Array, parts: Array, meets: Array, link: Array, micro: Array,
+    pace: Array, row: Array, apart: Array, pause: Array, paused: Array, work: Array, tables: Array, inner: float,
+    states: Array, shared: Array, lanes: int,
+) -> Array:  # fmt: skip
+    """The length of a run in several scenarios at once, whose replicas are lanes: `lanes` columns a scenario.
+
+    Of every node: its stage (`place`), the shares of its time that GPU, host and communication inside it take (`parts`;
+    none of them: a collective), whether replicas meet in it, its micro-batch. Of every stage and column: the factor on
+    all GPU time (`pace`), the row of `tables` for a pass, factors on communication inside passes and on messages
+    (`apart`), a pause and the node it is in. `work`: factors of micro-batches. The last two tables are those of collectives and of hosts. `states` and
+    `shared` are the random numbers of columns and scenarios, and are changed.
+    """
+    columns = pace.shape[1]
+    scenarios = columns // lanes
+    end, took, time = np.zeros((len(duration), columns)), np.zeros((len(duration), columns)), np.zeros(columns)
+    chance, longest = np.zeros(columns), np.zeros(scenarios)
+    collectives, hosts = len(tables) - 2, len(tables) - 1
+    multiplier, increment, bits = np.uint64(6364136223846793005), np.uint64(1442695040888963407), np.uint64(52)
+    for node in order:
+        stage, length = place[node], duration[node]
+        gpu, host, within = parts[node, 0], parts[node, 1], parts[node, 2]
+        for w in range(columns):
+            time[w] = gap[node] if is_first[node] else end[node - 1, w] + gap[node]
+        for edge in range(incoming[node], incoming[node + 1]):
+            other = source[edge]
+            for w in range(columns):
+                late = lag[edge]
+                if link[edge]:
+                    states[w] = states[w] * multiplier + increment
+                    late *= tables[collectives, states[w] >> bits] * max(apart[1, stage, w], apart[1, place[other], w])
+                reached = end[other, w] - took[other, w] if from_start[edge] else end[other, w]
+                time[w] = max(time[w], reached + late)
+        if gpu + host + within > 0.0:
+            for w in range(columns):
+                states[w] = states[w] * multiplier + increment
+                factor = 1.0
+                if gpu > 0.0:
+                    mine = pace[stage, w] * tables[row[stage, w], states[w] >> bits]
+                    if micro[node] >= 0:
+                        mine *= work[micro[node], w]
+                    factor += gpu * (mine - 1.0)
+                    if paused[stage, w] == node:
+                        time[w] += pause[stage, w]
+                if host > 0.0:
+                    factor += host * (tables[hosts, states[w] >> bits] - 1.0)
+                if within > 0.0:
+                    factor += within * (inner * apart[0, stage, w] - 1.0)
+                took[node, w] = length * factor
+                end[node, w] = time[w] + took[node, w]
+            continue
+        for s in range(scenarios):
+            shared[s] = shared[s] * multiplier + increment
+            chance[s] = tables[collectives, shared[s] >> bits] if meets[node] > 0 else 1.0
+            if meets[node] == 2:
+                latest = 0.0
+                for w in range(s * lanes, (s + 1) * lanes):
+                    latest = max(latest, time[w])
+                for w in range(s * lanes, (s + 1) * lanes):
+                    time[w] = latest
+            for w in range(s * lanes, (s + 1) * lanes):
+                took[node, w] = length * chance[s]
+                end[node, w] = time[w] + took[node, w]
+    for node in range(len(duration)):
+        for w in range(columns):
+            longest[w // lanes] = max(longest[w // lanes], end[node, w])
+    return longest

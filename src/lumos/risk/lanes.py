@@ -1,0 +1,181 @@
+"""Lanes: a step's graph with all that it takes to draw its times, and the ranks that each part of it stands for.
+
+One rank stands for a stage in the graph of a described step. Ranks that meet inside every pass (tensor, context and
+expert parallelism, weights that are gathered for every pass) go at the pace of the slowest of them: they stay one lane.
+Data-parallel replicas are lanes of their own, which meet in reductions and in gathers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lumos.graph.graph import Floats, Graph
+from lumos.risk.slow import Slow
+from lumos.setup.setup import Setup
+from lumos.step.step import Step
+
+_PASSES = ("forward", "backward", "weights")
+_COLLECTIVES = ("gather", "reduce", "reduce rest", "publish")
+_LINK = 1  # the class of lags to the next stage
+WITHIN, MESSAGES = 0, 1
+"""Rows of `Lanes.apart`."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The graph of one replica, or of several that meet inside passes; all replicas are alike but for what is drawn."""
+
+    graph: Graph
+    place: NDArray[np.int32]  # the stage of every node
+    parts: Floats  # (nodes, 3): shares of its time that GPU, host, and communication inside it take
+    meets: NDArray[np.uint8]  # 0: no collective, 1: a collective of one lane, 2: one in which all lanes meet
+    link: NDArray[np.bool_]  # edges that are messages to another stage
+    micro: NDArray[np.int32]  # the micro-batch of every node; -1: of none
+    lanes: int
+    merged: int  # replicas in a lane
+    inside: int  # ranks of one stage of one replica
+    fixed_ms: float = 0.0  # of the step, and not of its graph
+    order: str = "tp-cp-dp-pp"
+
+    @property
+    def stages(self) -> int:
+        return int(self.place.max(initial=0)) + 1
+
+    @property
+    def ranks(self) -> int:
+        """In a lane and stage."""
+        return self.merged * self.inside
+
+    @property
+    def gpus(self) -> int:
+        return self.lanes * self.stages * self.ranks
+
+    def where(self, rank: int) -> tuple[int, int, int]:
+        """(lane, stage, place in the lane's stage) of a rank of the job."""
+        replicas = self.lanes * self.merged
+        rest, inside = divmod(rank, self.inside)
+        stage, replica = divmod(rest, replicas)
+        if self.order != "tp-cp-dp-pp":
+            replica, stage = divmod(rest, self.stages)
+        lane, within = divmod(replica, self.merged)
+        return min(lane, self.lanes - 1), stage, within * self.inside + inside
+
+    def rank_logs(self, slow: tuple[Slow, ...], spread: bool) -> Floats:
+        """(lanes, stages, ranks): logarithms of the factors of slow ranks; of a share of them if it is not drawn."""
+        logs = np.zeros((self.lanes, self.stages, self.ranks))
+        for one in slow:
+            if one.rank is not None:
+                logs[self.where(one.rank)] += np.log(one.factor)
+            if one.share and spread:
+                count = round(one.share * self.gpus)
+                for rank in (np.arange(count) * self.gpus // max(count, 1)).tolist():
+                    logs[self.where(rank)] += np.log(one.factor)
+        return logs
+
+    def apart(self, slow: tuple[Slow, ...]) -> Floats:
+        """(2, lanes, stages): factors on communication inside passes and on messages, from slow links."""
+        factors = np.ones((2, self.lanes, self.stages))
+        for one in slow:
+            if one.rank is not None or one.share:
+                continue
+            lane, stage, _ = self.where(one.link) if one.link is not None else (slice(None), slice(None), 0)
+            for row, group in ((WITHIN, "tp"), (MESSAGES, "pp")):
+                if one.group in ("", group) and (one.group or self.leaves[row]):
+                    factors[row, lane, stage] *= one.factor
+        return factors
+
+    leaves: tuple[bool, bool, bool] = (True, True, True)  # whether each goes between nodes: inside passes, messages, dp
+
+    def slow_graph(self, slow: tuple[Slow, ...]) -> Graph:
+        """The graph with collectives of replicas as slow links make them: all of their ranks wait for the slowest."""
+        duration = self.graph.duration.copy()
+        for one in slow:
+            if one.rank is not None or one.share or one.group not in ("", "dp") or not (one.group or self.leaves[2]):
+                continue
+            hit = self.meets > 0
+            if one.link is not None:
+                hit &= self.place == self.where(one.link)[1]
+            duration[hit] *= one.factor
+        return self.graph.with_times(duration, self.graph.gap)
+
+
+def lanes_of(step: Step, fixed_ms: float = 0.0) -> Lanes:
+    """Of a described or changed step."""
+    structure, setup = step.structure, step.setup
+    roles, node_role = structure.roles, structure.node_role
+    merged = _merged(step)
+    lanes = max(1, setup.parallel.dp // merged)
+    parts = np.array([_parts(step, index) for index in range(len(roles))])[node_role]
+    gathers_alone = step.assembly.gathers == "every pass"
+    meets = np.array([_meets(role.what, lanes, gathers_alone) for role in roles], np.uint8)[node_role]
+    turns = structure.turns.reshape(-1, 3)
+    micro = np.where(structure.turn_index >= 0, turns[structure.turn_index, 1], -1).astype(np.int32)
+    return Lanes(
+        step.graph,
+        np.array([role.stage for role in roles], np.int32)[node_role],
+        parts, meets, structure.lag_class == _LINK, micro, lanes, merged,
+        setup.parallel.tp * setup.parallel.cp, fixed_ms, setup.parallel.order, _leaving(step),
+    )  # fmt: skip
+
+
+def _merged(step: Step) -> int:
+    """Replicas that meet inside every pass: they share experts, or gather each other's weights for it."""
+    layout, parallel = step.assembly.layout, step.setup.parallel
+    inside = parallel.tp * parallel.cp
+    together = ceil(parallel.ep * layout.expert_tp / inside) if step.setup.model.experts and parallel.ep > 1 else 1
+    if step.assembly.gathers == "every pass" or step.plan.in_turn:
+        together = max(together, layout.sharing[0].size // parallel.cp)
+    return min(max(1, together), parallel.dp)
+
+
+def _meets(what: str, lanes: int, gathers_alone: bool) -> int:
+    if what not in _COLLECTIVES:
+        return 0
+    return 1 if lanes == 1 or (what == "gather" and gathers_alone) else 2
+
+
+def _parts(step: Step, index: int) -> tuple[float, float, float]:
+    """What the time of a role consists of."""
+    role = step.structure.roles[index]
+    if role.what.startswith("host"):
+        return 0.0, 1.0, 0.0
+    if role.what == "optimizer":
+        return 1.0, 0.0, 0.0
+    if role.what not in _PASSES:
+        return 0.0, 0.0, 0.0
+    block = getattr(step.chunks[role.stage][role.chunk], role.what)
+    if block.us <= 0:
+        return 1.0, 0.0, 0.0
+    waited = min(1.0, block.waited_us / block.us)
+    computed = min(1.0 - waited, block.compute_us / block.us)
+    return computed, waited, max(0.0, 1.0 - waited - computed)
+
+
+def _leaving(step: Step) -> tuple[bool, bool, bool]:
+    """Whether communication inside passes, messages of stages and that of replicas go between nodes."""
+    layout = step.assembly.layout
+    near = (layout.tp, layout.cp, layout.ep)
+    return any(group.size > group.inside for group in near), layout.pp.size > layout.pp.inside, \
+        layout.dp.size > layout.dp.inside  # fmt: skip
+
+
+def rank_words(setup: Setup, rank: int) -> str:
+    """Whom a slow rank delays."""
+    p = setup.parallel
+    inside = p.tp * p.cp
+    rest = rank // inside
+    stage, replica = divmod(rest, p.dp)
+    if p.order != "tp-cp-dp-pp":
+        replica, stage = divmod(rest, p.pp)
+    found = []
+    if inside > 1:
+        found.append(f"{inside - 1} other rank(s) of its stage in every pass")
+    if p.pp > 1:
+        found.append(f"{p.pp - 1} other stage(s) of replica {replica}")
+    if p.dp > 1:
+        found.append(f"{p.dp - 1} other replica(s) at the end of the step")
+    return f"stage {stage}, replica {replica}: delays " + (", ".join(found) or "nobody else")
