@@ -376,6 +376,10 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
         'train.precision = "fp8" is not supported by cluster.gpu = "a100": use fp32, tf32, fp16 or bf16',
     ),
     ({"train": {"seq": 2048}, "cluster": {"gpu": "v100"}}, 'train.precision = "bf16" is not supported'),
+    (
+        {"reliability": {"rates": "llama3", "mtbf_job_hours": 3.0}},
+        "reliability.rates and reliability.mtbf_job_hours each say how often the job fails: leave out all but one",
+    ),
 ]
 
 

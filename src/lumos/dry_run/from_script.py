@@ -15,9 +15,10 @@ from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import NO_PRICES
 from lumos.setup.gpus import find_gpu
+from lumos.setup.setup import SECTIONS, STEP_SECTIONS
 from lumos.setup.setup_files import read_plain
 
-_FREE = ("cluster",)  # sections that a dry run leaves open
+_FREE = ("cluster", *(name for name in SECTIONS if name not in STEP_SECTIONS))  # sections that a dry run leaves open
 
 
 def predict_script(path: Path, changes: Sequence[str], tariff: Tariff) -> DryPrediction:
@@ -54,6 +55,7 @@ def predict_recording(recording: Recording, changes: Sequence[str] = (), tariff:
         notes.append(f"cluster.gpu is not given: assuming {cluster['gpu']}{', which the script found' if met else ''}")
     train = {"seq": 1, "precision": _precision(recording, str(cluster.get("gpu") or cluster.get("model")))}
     sections = {"model": STAND_IN, "train": train, "parallel": {"dp": recording.world}, "cluster": cluster}
+    sections |= {name: plain.sections[name] for name in _FREE[1:] if name in plain.sections}
     reading = plain.checked(sections)
     version = recording.made_by.get("torch", "")
     notes = [*reading.notes, *notes, f"dry run of rank {recording.rank} of {recording.world}: torch {version}"]

@@ -12,7 +12,7 @@ from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import is_file_name
 from lumos.setup.importers.foreign_file import Reading
 from lumos.setup.sections import Parallel
-from lumos.setup.setup import SECTIONS, Setup
+from lumos.setup.setup import STEP_SECTIONS, Setup
 
 FILL_IN = "FILL_IN"  # marks what a setup does not know
 
@@ -65,7 +65,7 @@ def effective(setup: Setup) -> dict[str, Any]:
     Two setups with the same effective values are the same run: a framework's default is as good as the value itself.
     """
     model, train = setup.model, setup.train
-    values = {f"{name}.{key}": value for name in SECTIONS for key, value in getattr(setup, name)}
+    values = {f"{name}.{key}": value for name in STEP_SECTIONS for key, value in getattr(setup, name)}
     for key in ("model.name", "train.microbatches", "parallel.dp"):  # a label, and what follows from others
         del values[key]
     framework = framework_named(train.framework, train.precision)

@@ -22,7 +22,7 @@ from lumos.files import whole_file
 from lumos.setup.messages import did_you_mean
 from lumos.setup.presets import find_preset
 from lumos.setup.sections import Model
-from lumos.setup.setup import SECTIONS, Setup
+from lumos.setup.setup import STEP_SECTIONS, Setup
 
 _WRITERS: Mapping[str, Callable[[Setup], Draft]] = {
     "megatron": megatron_script, "torchtitan": torchtitan_config, "deepspeed": deepspeed_config,
@@ -115,7 +115,8 @@ def values_it_has(setup: Setup, tool: str) -> dict[str, list[Any]]:
 
 def _read_back(setup: Setup, draft: Draft) -> tuple[Setup, tuple[str, ...]]:
     """The setup that the files describe, and what had to be added to them: machines, load, perhaps the model."""
-    sections = {name: dict(draft.reading.sections.get(name, {})) for name in SECTIONS}
+    others = {name: getattr(setup, name) for name in setup.stated_sections if name not in STEP_SECTIONS}
+    sections = {name: dict(draft.reading.sections.get(name, {})) for name in STEP_SECTIONS} | others
     added: list[str] = []
     if any(mistake.place.startswith("model.") for mistake in draft.reading.mistakes):
         sections["model"] = setup.model.stated()

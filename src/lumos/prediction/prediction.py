@@ -31,7 +31,7 @@ from lumos.prediction.power import Energy, energy_of, limit_note
 from lumos.program.flops import hardware_flops, model_flops, utilisation
 from lumos.program.memory import Memory, memory_of
 from lumos.setup.constraints import warnings_in
-from lumos.setup.setup import SECTIONS, Setup
+from lumos.setup.setup import STEP_SECTIONS, Setup
 from lumos.step.step import Step, host_was_measured, simulate_step
 from lumos.trace.trace import Trace
 
@@ -301,8 +301,12 @@ class Prediction:
         """The setup that the answer is for; of a dry run its cluster alone, as its model is a stand-in."""
         if self.setup is None:
             return None
-        names = ("cluster",) if self.is_dry else tuple(SECTIONS)
-        return {name: getattr(self.setup, name).model_dump(mode="json") for name in names}
+        hidden = ("model", "train", "parallel") if self.is_dry else ()
+        names = [name for name in self.setup.stated_sections if name not in hidden]
+        return {
+            name: getattr(self.setup, name).model_dump(mode="json", exclude_unset=name not in STEP_SECTIONS)
+            for name in names
+        }
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -18,6 +18,7 @@ from lumos.schedules import names, schedule_named
 from lumos.setup.frameworks import framework_named, framework_names
 from lumos.setup.gpus import LEAST_POWER, Gpu, find_gpu, gpu_names, too_little_power
 from lumos.setup.messages import did_you_mean, divisors_of, mistakes_of, named, one_of, shown
+from lumos.setup.reliability import Reliability
 from lumos.setup.sections import Cluster, Model, Parallel, Section, Train
 from lumos.setup.setup import KEYS, SECTIONS, Setup
 
@@ -85,6 +86,7 @@ def rules(setup: Setup) -> Iterator[Rule]:
     yield from _pipeline(setup.model, setup.train, setup.parallel)
     yield from _machines(setup)
     yield from _networks(setup)
+    yield from _failures(setup.reliability)
 
 
 def warnings_in(setup: Setup) -> list[str]:
@@ -477,6 +479,13 @@ def _networks(setup: Setup) -> Iterator[Rule]:
     if cluster.nvls and gpu and gpu.family not in read_table("network.json")["nvls_share"]:
         mistake = f'cluster.nvls = true: the NVLink switch of cluster.gpu = "{gpu.name}" does not reduce: leave it out'
     yield "cluster.nvls cluster.gpu", mistake
+
+
+def _failures(reliability: Reliability) -> Iterator[Rule]:
+    keys = [key for key in ("rates", "mtbf_gpu_hours", "mtbf_job_hours") if getattr(reliability, key)]
+    names = " and ".join(f"reliability.{key}" for key in keys)
+    mistake = f"{names} each say how often the job fails: leave out all but one" if len(keys) > 1 else ""
+    yield "reliability.rates reliability.mtbf_gpu_hours reliability.mtbf_job_hours", mistake
 
 
 def _machines(setup: Setup) -> Iterator[Rule]:

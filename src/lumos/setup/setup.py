@@ -1,4 +1,4 @@
-"""Setup: the description of a whole training run. Model + Train + Parallel + Cluster."""
+"""Setup: the description of a whole training run. Model + Train + Parallel + Cluster, and what may happen to it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from lumos.errors import OptionError
 from lumos.setup.messages import did_you_mean, mistakes_of
+from lumos.setup.reliability import Reliability
 from lumos.setup.sections import Cluster, Model, Parallel, Section, Train, as_count
 
-SECTIONS: Mapping[str, type[Section]] = {"model": Model, "train": Train, "parallel": Parallel, "cluster": Cluster}
+STEP_SECTIONS: Mapping[str, type[Section]] = {"model": Model, "train": Train, "parallel": Parallel, "cluster": Cluster}
+SECTIONS: Mapping[str, type[Section]] = {**STEP_SECTIONS, "reliability": Reliability}
+"""All sections. Those beyond STEP_SECTIONS change nothing in a step, and are in no answer unless they are stated."""
 KEYS = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)
 
 _Values = Section | dict[str, Any]
@@ -32,6 +35,7 @@ class Setup(BaseModel):
     train: Train
     parallel: Parallel = Parallel()
     cluster: Cluster = Cluster()
+    reliability: Reliability = Reliability()
 
     @model_validator(mode="before")
     @classmethod
@@ -58,6 +62,11 @@ class Setup(BaseModel):
     def tokens(self) -> int:
         """Tokens in one step, over all replicas."""
         return self.train.global_batch * self.train.seq
+
+    @property
+    def stated_sections(self) -> list[str]:
+        """The sections of the step, and of the others those that say something."""
+        return [name for name in SECTIONS if name in STEP_SECTIONS or getattr(self, name).model_fields_set]
 
     def replaced(self, changes: Mapping[str, Any]) -> Setup:
         """A copy with other values: `setup.replaced({"parallel.tp": 2})`. Only types are checked.

@@ -124,7 +124,7 @@ def _refuse_too_few(setup: Setup, where: str) -> None:
 
 def write_setup(setup: Setup) -> str:
     """The setup as TOML that reads back equal. Values that follow from others are omitted."""
-    return tomli_w.dumps({name: _written(name, getattr(setup, name)) for name in SECTIONS})
+    return tomli_w.dumps({name: _written(name, getattr(setup, name)) for name in setup.stated_sections})
 
 
 def _written(name: str, section: Section) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _written(name: str, section: Section) -> dict[str, Any]:
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)
         needed = key in stated if key in section.DERIVED else value != field.default
-        if key not in _NEVER_WRITTEN and (needed or key in _ALWAYS_WRITTEN[name]):
+        if key not in _NEVER_WRITTEN and (needed or key in _ALWAYS_WRITTEN.get(name, ())):
             written[key] = value
     return written
 

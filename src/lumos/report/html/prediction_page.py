@@ -19,7 +19,7 @@ from lumos.report.html.roofline import roofline_section
 from lumos.report.html.timeline import run_timeline
 from lumos.report.table import Column, Row, Table
 from lumos.report.wording import ms_text, title_of
-from lumos.setup.setup import SECTIONS, Setup
+from lumos.setup.setup import Setup
 
 _UNDERSTOOD = "Phases and layers as they were recognised; what is predicted rests on these times."
 
@@ -105,7 +105,7 @@ def setup_section(setup: Setup) -> Section:
     """Every value, so that the report says what it is about."""
     rows = [
         Row([f"{name}.{key}", predictions.value_text(value)])
-        for name in SECTIONS
+        for name in setup.stated_sections
         for key, value in getattr(setup, name).stated().items()
         if value not in (None, "", (), [])
     ]
