@@ -42,6 +42,12 @@ class compiled:  # noqa: N801 - a decorator
         return answer
 
 
+def compiled_into(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A part of compiled functions of the same file: numba compiles it together with them."""
+    part: Callable[..., Any] = njit(nogil=True)(function)
+    return part
+
+
 topological_order = compiled(loops.topological_order)
 forward_pass = compiled(loops.forward_pass)
 cut_into_segments = compiled(loops.cut_into_segments)
