@@ -52,7 +52,8 @@ class Failures:
 def failures_of(reliability: Reliability, gpus: int, gpus_per_node: int) -> Failures:
     """What interrupts a job of so many GPUs; nothing, where the section does not say how often."""
     table = read_table("failures.toml")
-    found, causes, source = table["rates"].get(reliability.rates), (), ""
+    found, source = table["rates"].get(reliability.rates), ""
+    causes: tuple[Cause, ...] = ()
     if found is not None:
         causes = _published(found, gpus, gpus_per_node)
         source = f"{reliability.rates}: {' '.join(found['source'].split())}"

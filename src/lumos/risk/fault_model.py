@@ -1,10 +1,10 @@
 """FaultModel: how a job fails and goes on; the time that its run is expected to take, and the best checkpoint interval.
 
-Failures are a Poisson process: those of thousands of parts that fail independently add up to one, whatever each part does
-alone. They strike while the processes of the job run, also while it restarts. An attempt runs from a restart to the next
-failure, and keeps the work up to the last checkpoint that was complete. With the rate L of failures, the training T
-between checkpoints, the pause S for one, the time D until it is complete (0 where the pause waits for that), detection F
-and the restart R:
+Failures are a Poisson process: those of thousands of parts that fail independently add up to one, whatever each part
+does alone. They strike while the processes of the job run, also while it restarts. An attempt runs from a restart to the
+next failure, and keeps the work up to the last checkpoint that was complete. With the rate L of failures, the training T
+between checkpoints, the pause S for one, the time D until it is complete (0 where the pause waits for that), detection
+F and the restart R:
 
     work kept by an attempt   T exp(-L D) / (exp(L (T + S)) - 1)
     time of an attempt        1 / L + F exp(L R) + (exp(L R) - 1) / L

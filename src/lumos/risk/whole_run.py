@@ -1,0 +1,372 @@
+"""WholeRun: days and money of a run to a token budget, with failures, as distributions over thousands of drawn runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lumos.errors import OptionError
+from lumos.prediction.bill import Tariff
+from lumos.prediction.prediction import NO_PRICES, Prediction
+from lumos.risk.failures import Failures
+from lumos.risk.fault_model import ALWAYS, FaultModel
+from lumos.risk.job import Job, fault_model_of
+from lumos.setup.reliability import Reliability
+
+Floats = NDArray[np.float64]
+
+DRAWS = 4000
+DAY_S, HOUR_S, MINUTE_S = 86400.0, 3600.0, 60.0
+_EVENTS = 4e6  # failures in all drawn runs of one setting: beyond it, fewer runs are drawn
+_FEWEST = 200
+_LEAST_SHARE = 1e-3  # of a run that is productive: less is a run that does not end
+_TENTH = 1.2815515594  # standard deviations: a tenth of a normal distribution is beyond it
+_MOST_ATTEMPTS = 200_000
+_J_PER_KWH = 3.6e6
+
+
+@dataclass(frozen=True)
+class DrawnRuns:
+    """Runs of one setting: a row a run, in seconds by part, and how often what happened."""
+
+    parts: Floats
+    counts: NDArray[np.int64]
+
+    @property
+    def total_s(self) -> Floats:
+        return np.asarray(self.parts.sum(axis=1))
+
+
+def draw_runs(model: FaultModel, work_s: Floats, interval_s: float, seed: int = 0) -> DrawnRuns:
+    """Simulate a run for each amount of work (seconds of training), with a checkpoint after every interval."""
+    runs, _ = _simulated(model, work_s, interval_s, seed, 0, 0)
+    return runs
+
+
+def _simulated(
+    model: FaultModel, work_s: Floats, interval_s: float, seed: int, first: int, rows: int
+) -> tuple[DrawnRuns, Floats]:
+    """The runs, numbered from `first`, and at most `rows` attempts of the first of them."""
+    from lumos.risk.run_loops import COUNTS, PARTS, simulate_runs  # numba, for which other answers do not wait
+
+    runs = DrawnRuns(np.zeros((len(work_s), len(PARTS))), np.zeros((len(work_s), len(COUNTS)), np.int64))
+    log = np.zeros((rows, len(PARTS)))
+    used = simulate_runs(
+        np.ascontiguousarray(work_s, np.float64), first, seed,
+        np.array([model.node_rate, model.other_rate, model.planned_rate]),
+        np.array([model.detection_s, model.restart_s, model.pause_s, model.lag_s, model.repair_s]),
+        np.array([model.spares, model.replicas, model.lost_replicas]),
+        float(interval_s), runs.parts, runs.counts, log,
+    )  # fmt: skip
+    return runs, log[:used]
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A run to its last token. What is drawn: failures, how far off the prediction is, how much steps vary.
+
+    >>> run = whole_run(predict(setup, tariff=Tariff(tokens=15e12)))      # doctest: +SKIP
+    >>> run.as_dict()["days"]["p90"]                                      # doctest: +SKIP
+    """
+
+    job: Job
+    reliability: Reliability
+    factors: Mapping[str, Floats]  # of the step, by what it is that makes it differ from the predicted one
+    tariff: Tariff = NO_PRICES
+    joules_per_step: float | None = None
+    idle_w: float = 0.0  # of a GPU
+    deadline_days: float | None = None
+    seed: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    # ------------------------------------------------------------------ how it fails
+    @cached_property
+    def _faults(self) -> tuple[FaultModel, Failures]:
+        return fault_model_of(self.reliability, self.job)
+
+    @property
+    def model(self) -> FaultModel:
+        return self._faults[0]
+
+    @property
+    def failures(self) -> Failures:
+        return self._faults[1]
+
+    @cached_property
+    def best_interval_s(self) -> float:
+        """The training between two checkpoints with which the run is expected to end first."""
+        return self.model.best_interval_s(self.job.work_s, self.job.step_s)
+
+    @property
+    def interval_s(self) -> float:
+        """The stated one, or the best; not longer than the run."""
+        stated = self.reliability.checkpoint_minutes
+        return min(self.best_interval_s if stated is None else MINUTE_S * stated, self.job.work_s)
+
+    @property
+    def expected_s(self) -> float:
+        """Of the predicted step, with failures; spares and repairs are left out."""
+        return self.model.expected_s(self.job.work_s, self.interval_s)
+
+    # ------------------------------------------------------------------ what is drawn
+    @property
+    def draws(self) -> int:
+        failures = self.model.failure_rate * self.expected_s
+        return int(np.clip(_EVENTS / max(failures, 1.0), _FEWEST, DRAWS))
+
+    def work_s(self, without: str = "") -> Floats:
+        """Seconds of training of every drawn run, without one of the factors."""
+        total = np.full(self.draws, self.job.work_s)
+        for name, factor in self.factors.items():
+            if name != without:
+                total = total * factor[: self.draws]
+        return total
+
+    @cached_property
+    def runs(self) -> DrawnRuns:
+        return draw_runs(self.model, self.work_s(), self.interval_s, self.seed)
+
+    @cached_property
+    def days(self) -> Floats:
+        """Of every drawn run, from the first step to the last checkpoint."""
+        return self.runs.total_s / DAY_S
+
+    @property
+    def effective(self) -> Floats:
+        """Effective training time of every drawn run: productive over all of it."""
+        return np.asarray(self.work_s() / self.runs.total_s)
+
+    @property
+    def held_gpus(self) -> int:
+        """GPUs that are paid for: those of the job, and its spares."""
+        return self.job.gpus + max(self.model.spares, 0) * self.job.gpus_per_node
+
+    def gpu_hours(self, total_s: Floats) -> Floats:
+        return total_s / HOUR_S * self.held_gpus
+
+    def kwh(self, work_s: Floats, total_s: Floats) -> Floats | None:
+        """Of all GPUs, with what the site draws besides: at work as in the predicted step, idle otherwise."""
+        if self.joules_per_step is None:
+            return None
+        idle = self.held_gpus * self.idle_w
+        joules = work_s * (self.joules_per_step / self.job.step_s - self.job.gpus * self.idle_w) + total_s * idle
+        return np.asarray(joules * self.tariff.pue / _J_PER_KWH)
+
+    def money(self, work_s: Floats, total_s: Floats) -> Floats | None:
+        """None without a price."""
+        tariff, kwh = self.tariff, self.kwh(work_s, total_s)
+        if tariff.gpu_hour is None and tariff.kwh is None:
+            return None
+        energy = 0.0 if kwh is None or tariff.kwh is None else tariff.kwh * kwh
+        return np.asarray((tariff.gpu_hour or 0.0) * self.gpu_hours(total_s) + energy)
+
+    @property
+    def trained_s(self) -> Floats:
+        """Seconds in which the GPUs worked: also what was lost, and what took longer with fewer replicas."""
+        return np.asarray(self.runs.parts[:, [0, 1, 6]].sum(axis=1))
+
+    # ------------------------------------------------------------------ what follows
+    def typical_attempts(self) -> Floats:
+        """The run whose length is nearest to the median, a row an attempt: seconds by part (`run_loops.PARTS`)."""
+        number = int(np.argmin(np.abs(self.days - np.median(self.days))))
+        work = self.work_s()[number : number + 1]
+        return _simulated(self.model, work, self.interval_s, self.seed, number, _MOST_ATTEMPTS)[1]
+
+    def causes(self) -> list[dict[str, Any]]:
+        """What makes the 90th percentile longer than the predicted run, and what it would be without each."""
+        p90 = float(np.quantile(self.days, 0.9))
+        without = {
+            name: draw_runs(self.model, self.work_s(name), self.interval_s, self.seed).total_s for name in self.factors
+        }
+        without["failures and checkpoints"] = self.work_s()
+        rows = [{"name": name, "p90_days": float(np.quantile(total, 0.9) / DAY_S)} for name, total in without.items()]
+        return sorted(
+            ({**row, "costs_days": p90 - float(row["p90_days"])} for row in rows), key=lambda row: -row["costs_days"]
+        )
+
+    def what_it_buys(self) -> list[dict[str, Any]]:
+        """The same runs with one thing changed: days and money that it saves (or costs, where it is less than 0)."""
+        rows = []
+        for words, changes in _alternatives(self.reliability, self.model, self.failures):
+            other = replace(self, reliability=self.reliability.with_values(changes))
+            money, now = other.mean_money, self.mean_money
+            rows.append({
+                "what": words,
+                "set": [f"reliability.{key}={_toml(value)}" for key, value in changes.items()],
+                "mean_days": float(other.days.mean()),
+                "days_saved": float(self.days.mean() - other.days.mean()),
+                "p90_days_saved": float(np.quantile(self.days, 0.9) - np.quantile(other.days, 0.9)),
+                "money_saved": None if money is None or now is None else now - money,
+                "effective_training_time": float(other.effective.mean()),
+            })  # fmt: skip
+        return rows
+
+    @property
+    def mean_money(self) -> float | None:
+        money = self.money(self.trained_s, self.runs.total_s)
+        return None if money is None else float(money.mean())
+
+    # ------------------------------------------------------------------ as JSON
+    def as_dict(self) -> dict[str, Any]:
+        """`run` in the answer of `lumos predict --json`."""
+        work, total, counts = self.work_s(), self.runs.total_s, self.runs.counts
+        plain, spent = self.money(work, work), self.money(self.trained_s, total)
+        deadline = self.deadline_days
+        return {
+            "draws": self.draws,
+            "seed": self.seed,
+            "steps": self.job.steps,
+            "days": quantiles(self.days),
+            "days_without_failures": quantiles(work / DAY_S),
+            "effective_training_time": quantiles(self.effective, falling=True),
+            "interruptions": quantiles(counts[:, 0] + counts[:, 1]),
+            "gpu_hours": quantiles(self.gpu_hours(total)),
+            "gpu_hours_without_failures": quantiles(work / HOUR_S * self.job.gpus),
+            "money": None if spent is None else quantiles(spent),
+            "money_without_failures": None if plain is None else quantiles(plain),
+            "deadline": None
+            if deadline is None
+            else {"days": deadline, "probability": float((self.days <= deadline).mean())},
+            "mean_days_by_part": self.mean_days_by_part,
+            "failures": self._failures_answer(),
+            "checkpoints": self._checkpoints_answer(),
+            "causes": self.causes(),
+            "buys": self.what_it_buys(),
+        }
+
+    @property
+    def mean_days_by_part(self) -> dict[str, float]:
+        """Where the days of the mean run go; they add up to it."""
+        from lumos.risk.run_loops import PARTS
+
+        return dict(zip(PARTS, (self.runs.parts.mean(axis=0) / DAY_S).tolist(), strict=True))
+
+    def _failures_answer(self) -> dict[str, Any]:
+        model, failures = self.model, self.failures
+        return {
+            "mtbf_job_hours": None if not model.failure_rate else failures.mtbf_hours,
+            "mtbf_gpu_hours": None if not model.failure_rate else failures.mtbf_hours * self.job.gpus,
+            "detection_minutes": model.detection_s / MINUTE_S,
+            "restart_minutes": model.restart_s / MINUTE_S,
+            "spare_nodes": None if model.spares == ALWAYS else model.spares,
+            "repair_hours": model.repair_s / HOUR_S,
+            "elastic": bool(model.replicas),
+            "causes": [
+                {
+                    "name": one.name, "hours_between": 1 / one.per_hour, "takes_node": one.takes_node,
+                    "planned": one.planned,
+                }
+                for one in failures.causes
+            ],
+            "source": failures.source,
+        }  # fmt: skip
+
+    def _checkpoints_answer(self) -> dict[str, Any]:
+        model, work = self.model, self.job.work_s
+        return {
+            "gb": self.reliability.checkpoint_gb or self.job.checkpoint_gb,
+            "write_seconds": model.lag_s or model.pause_s,
+            "pause_seconds": model.pause_s,
+            "asynchronous": self.reliability.async_checkpoints,
+            "interval_minutes": self.interval_s / MINUTE_S,
+            "interval_steps": max(round(self.interval_s / self.job.step_s), 1),
+            "best_interval_minutes": self.best_interval_s / MINUTE_S,
+            "young_minutes": None if not model.failure_rate else model.young_s / MINUTE_S,
+            "expected_days": self.expected_s / DAY_S,
+            "expected_days_at_best": model.expected_s(work, self.best_interval_s) / DAY_S,
+        }
+
+
+def whole_run(
+    found: Prediction, step_factors: Floats | None = None, deadline_days: float | None = None, seed: int = 0
+) -> WholeRun:
+    """The run to the token budget of a prediction, which fails as the section `[reliability]` of its setup says.
+
+    `step_factors`: how much longer the steps of each drawn run are than the predicted one (`StepRisk.run_factors`).
+    """
+    job = Job.of(found)
+    assert found.setup is not None  # Job.of refuses it
+    factors = {"prediction error": _errors(job, seed)}
+    if step_factors is not None:
+        factors["variation of steps"] = np.asarray(step_factors, np.float64)[:DRAWS]
+    run = WholeRun(
+        job, found.setup.reliability, factors, found.tariff, found.energy_j, found.setup.cluster.accelerator.idle_w,
+        deadline_days, seed,
+    )  # fmt: skip
+    _refuse_endless(run)
+    return run
+
+
+def _errors(job: Job, seed: int) -> Floats:
+    """Steps over the predicted one as the 80 % interval has them: half of them above it, log-normal to either side."""
+    low, high = (np.log(end / job.step_s) / _TENTH for end in job.interval_s)
+    score = np.random.default_rng([seed, 17]).standard_normal(DRAWS)
+    return np.asarray(np.exp(np.where(score > 0, score * high, score * -low)))
+
+
+def _refuse_endless(run: WholeRun) -> None:
+    share = run.job.work_s / run.expected_s
+    if share >= _LEAST_SHARE:
+        return
+    between = run.failures.mtbf_hours * 60
+    model, stated = run.model, run.reliability.checkpoint_minutes
+    interval = f"checkpoints are {stated:g} minutes apart" if stated else f"one takes {model.pause_s / 60:.3g} minutes"
+    raise OptionError(
+        f"the run would not end: the job fails every {between:.3g} minutes, a restart takes "
+        f"{model.restart_s / 60:.3g} and {interval}. Hours between failures are those of one GPU "
+        "(reliability.mtbf_gpu_hours) or of the job (reliability.mtbf_job_hours)"
+    )
+
+
+def quantiles(values: NDArray[Any], falling: bool = False) -> dict[str, float]:
+    """Mean and percentiles. Of what is better if more (`falling`), p90 is reached or exceeded by 90 % of the runs."""
+    at = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    found = {name: float(np.quantile(values, 1 - one if falling else one)) for name, one in at.items()}
+    return {"mean": float(values.mean()), **found}
+
+
+def _alternatives(reliability: Reliability, model: FaultModel, failures: Failures) -> list[tuple[str, dict[str, Any]]]:
+    """What could be changed, in words and as keys of `[reliability]`."""
+    if not model.failure_rate and not model.planned_rate:
+        return []
+    write = model.lag_s or model.pause_s
+    restart = failures.restart_s / MINUTE_S
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("checkpoints and their reading twice as fast", {"checkpoint_seconds": write / 2}),
+        ("half the restart", {"restart_minutes": restart / 2}),
+        ("half the detection", {"detection_minutes": failures.detection_s / MINUTE_S / 2}),
+        ("failures half as often", _half_as_often(reliability)),
+    ]
+    if not reliability.async_checkpoints:
+        rows.insert(1, ("asynchronous checkpoints", {"async_checkpoints": True}))
+    if reliability.checkpoint_minutes is not None:
+        rows.insert(0, ("the best checkpoint interval", {"checkpoint_minutes": None}))
+    if not model.node_rate:
+        return [row for row in rows if row[1]]
+    if reliability.spare_nodes is None:
+        rows.append(("no spare nodes: the job waits for repairs", {"spare_nodes": 0}))
+        rows.append(("no spare nodes, but elastic", {"spare_nodes": 0, "elastic": True}))
+        rows.append(("only ten spare nodes", {"spare_nodes": 10}))
+    else:
+        rows.append(("ten more spare nodes", {"spare_nodes": reliability.spare_nodes + 10}))
+        if not reliability.elastic:
+            rows.append(("elastic: fewer replicas until a node is back", {"elastic": True}))
+    return [row for row in rows if row[1]]
+
+
+def _half_as_often(reliability: Reliability) -> dict[str, Any]:
+    for key in ("mtbf_gpu_hours", "mtbf_job_hours"):
+        if getattr(reliability, key):
+            return {key: 2 * getattr(reliability, key)}
+    return {}
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.6g}" if isinstance(value, float) else "0" if value is None else str(value)
