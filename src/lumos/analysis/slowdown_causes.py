@@ -1,0 +1,297 @@
+"""Causes of a slowdown, told apart: each with the time that it costs, its evidence, and what mending it would give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from lumos.analysis.slowdown import Slowdown
+from lumos.graph.graph import Bools, Floats, Ints
+
+_NOTABLE = 0.01  # of the step: less is no cause
+_WORTH_A_LINE = 0.05  # per cent that a fix gains
+_SLOWER = 1.05  # times its peers: less is noise
+_PERSISTENT = 0.75  # of the steps
+_CORRELATED = 0.9  # the paper's criterion for sequence lengths
+_FEWEST_PAIRS = 8
+_MOST_WORKERS = 3
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a job is slow. `kind` is one of slow worker, long stage, sequence lengths, uneven passes, transient,
+    communication, host, launch delays and garbage collection."""
+
+    kind: str
+    name: str
+    gain_ms: float  # of the mean step, if it were mended
+    gain_pct: float
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Fix:
+    """What the mean step would be if something were mended."""
+
+    name: str
+    step_ms: float
+    gain_ms: float
+    gain_pct: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A slowdown, its causes and its fixes, those that gain most first."""
+
+    slowdown: Slowdown
+    causes: tuple[Cause, ...]
+    fixes: tuple[Fix, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer of `lumos stragglers --json`."""
+        found = {"causes": [asdict(one) for one in self.causes], "fixes": [asdict(one) for one in self.fixes]}
+        return self.slowdown.as_dict() | found
+
+
+def diagnose(found: Slowdown, layers: int = 0) -> Diagnosis:
+    """The causes of a slowdown; with the layers of the model, how many of them to move between stages."""
+    look = _Look(found, layers)
+    causes = [
+        *look.slow_workers(), *look.long_stage(), *look.uneven_passes(), *look.transient(), *look.communication(),
+        *look.host(), *look.delays(),
+    ]  # fmt: skip
+    fixes = [*(fix for fix in look.fixes if fix.gain_pct >= _WORTH_A_LINE), *look.usual_fixes()]
+    return Diagnosis(
+        found,
+        tuple(sorted(causes, key=lambda one: -one.gain_ms)),
+        tuple(sorted(fixes, key=lambda one: -one.gain_ms)),
+    )
+
+
+class _Look:
+    """Looks for one cause after the other, and collects what mending them would give."""
+
+    def __init__(self, found: Slowdown, layers: int) -> None:
+        self.found, self.job, self.layers = found, found.job, layers
+        self.base = float(found.base_ms.mean())
+        self.fixes: list[Fix] = []
+        self.passes = self.job.of_type(*self.job.passes)
+        shape = (len(self.job.workers), len(self.job.steps))
+        flat = self.job.worker * shape[1] + self.job.step
+        total = np.bincount(flat[self.passes], self.job.took[self.passes], shape[0] * shape[1])
+        self.busy = total.reshape(shape)  # nanoseconds of passes, by worker and step
+        self.stage = np.array([-1 if w.stage is None else w.stage for w in self.job.workers])
+
+    def _gain(self, durations: Floats, name: str) -> float:
+        """Milliseconds that a scenario is faster than the job as it ran; it is kept as a fix."""
+        step_ms = float(self.job.step_ms([durations])[0].mean())
+        gain = self.base - step_ms
+        self.fixes.append(Fix(name, step_ms, gain, 100 * gain / self.base))
+        return gain
+
+    def _cause(self, kind: str, name: str, gain_ms: float, evidence: str) -> Iterator[Cause]:
+        if gain_ms >= _NOTABLE * self.base:
+            yield Cause(kind, name, gain_ms, 100 * gain_ms / self.base, evidence)
+
+    def slow_workers(self) -> Iterator[Cause]:
+        """Workers that are slower than their peers in most steps."""
+        if not self.job.passes:
+            yield from self._slow_ranks()
+            return
+        ratio = self._against_peers()
+        for worker in self.found.slowest[:_MOST_WORKERS].tolist():
+            slower = ratio[worker]
+            if not np.median(slower) >= _SLOWER or np.mean(slower >= _SLOWER) < _PERSISTENT:
+                continue
+            one, mine = self.job.workers[worker], (self.job.worker == worker) & self.passes
+            label = f"{one.label} (rank {one.rank})"
+            durations = np.where(mine, self.job.took / float(slower.mean()), self.job.took)
+            gain = self._gain(durations, f"{label} as fast as the other replicas of its stage")
+            evidence = (
+                f"its passes take {slower.mean():.2f} times as long as those of the same stage elsewhere, in "
+                f"{int((slower >= _SLOWER).sum())} of {len(slower)} steps: look at this machine"
+            )
+            yield from self._cause("slow worker", label, gain, evidence)
+
+    def _against_peers(self) -> Floats:
+        """Passes of each worker and step, over the median of the same stage in other replicas; nan without any."""
+        ratio = np.full(self.busy.shape, np.nan)
+        for worker, stage in enumerate(self.stage):
+            peers = np.flatnonzero((self.stage == stage) & (np.arange(len(self.stage)) != worker))
+            if len(peers):
+                usual = np.median(self.busy[peers], axis=0)
+                ratio[worker] = self.busy[worker] / np.where(usual > 0, usual, np.nan)
+        return ratio
+
+    def _slow_ranks(self) -> Iterator[Cause]:
+        """Ranks of traces: those that slow the job down by themselves."""
+        for worker in self.found.slowest[:_MOST_WORKERS].tolist():
+            alone = self.found.alone[worker]
+            if np.isnan(alone).any() or np.mean(alone >= 1 + _NOTABLE) < _PERSISTENT:
+                continue
+            rank = self.job.workers[worker].rank
+            gain = self._gain(self.job.fixing(self.job.worker == worker), f"rank {rank} like the others")
+            why = self.job.why.get(rank, "it takes longer than the others")
+            yield from self._cause("slow worker", f"rank {rank}", gain, why)
+
+    def long_stage(self) -> Iterator[Cause]:
+        """A stage that takes longer than the others in every replica: layers, or the head and its loss."""
+        stages = np.unique(self.stage[self.stage >= 0])
+        if len(stages) < 2:
+            return
+        mean = self.busy.mean(axis=1)
+        usual = np.array([np.median(mean[self.stage == stage]) for stage in stages])
+        longest = int(np.argmax(usual))
+        others = float(np.median(np.delete(usual, longest)))
+        everywhere = bool(np.all(mean[self.stage == stages[longest]] >= _SLOWER * others))
+        if others <= 0 or usual[longest] < _SLOWER * others or not everywhere:
+            return
+        name = f"stage {stages[longest]}" + (" (the last)" if longest == len(stages) - 1 else "")
+        excess = float(usual[longest] - usual.mean()) / others
+        gain = self._gain(self._balanced(stages), "work divided evenly among the stages")
+        replicas = int((self.stage == stages[longest]).sum())
+        where = f"in all {replicas} replicas" if replicas > 1 else "in the only replica, so that it may be its machine"
+        evidence = (
+            f"its passes take {usual[longest] / others:.2f} times as long as those of the median stage, {where}: move "
+            f"{self._move(excess, len(stages))} to the others"
+        )
+        yield from self._cause("long stage", name, gain, evidence)
+
+    def _move(self, excess: float, stages: int) -> str:
+        """How much of a stage has to go elsewhere, in layers if their number is known."""
+        if self.layers:
+            count = max(round(excess * self.layers / stages), 1)
+            return f"about {count} of the model's {self.layers} layers (what {excess:.2f} of a stage's work amounts to)"
+        return f"{excess:.2f} of what another stage does (--layers N gives it in layers)"
+
+    def _balanced(self, stages: Ints) -> Floats:
+        """Durations with passes scaled so that every stage takes the mean of all."""
+        job, durations = self.job, self.job.took.copy()
+        place = self.stage[job.worker]
+        for name in job.passes:
+            kind = job.of_type(name)
+            usual = np.array([np.median(job.took[kind & (place == stage)]) for stage in stages])
+            for stage, median in zip(stages, usual, strict=True):
+                if median > 0:
+                    durations[kind & (place == stage)] *= usual.mean() / median
+        return durations
+
+    def uneven_passes(self) -> Iterator[Cause]:
+        """Passes of one worker that differ: by the lengths of their sequences if forward and backward agree."""
+        job = self.job
+        if job.backward_of is None or not self.passes.any():
+            return
+        gain = self._gain(self._even(), "micro-batches of equal work")
+        found = self._correlation()
+        if found is None:
+            return
+        correlation, spread = found
+        text = (
+            f"passes of one worker vary by {100 * spread:.0f} %, and forward and backward passes of a micro-batch have "
+            f"a correlation of {correlation:.2f}"
+        )
+        if correlation >= _CORRELATED:
+            yield from self._cause(
+                "sequence lengths", "sequence lengths", gain, f"{text}: pack or sort sequences so that they cost alike"
+            )
+        else:
+            yield from self._cause("uneven passes", "uneven passes", gain, f"{text}: not by sequence lengths")
+
+    def _even(self) -> Floats:
+        """Durations in which all passes of a step, stage and type are alike, but for what is usual for their worker."""
+        job, durations = self.job, self.job.took.copy()
+        rows = np.flatnonzero(self.passes)
+        kind, worker = job.kind[rows], job.worker[rows]
+        stage = np.maximum(self.stage[worker], 0)
+        of_worker = _group_mean(kind * len(job.workers) + worker, job.took[rows])
+        of_stage = _group_mean(kind * (int(stage.max()) + 1) + stage, job.took[rows])
+        usual = np.where(of_stage > 0, of_worker / np.where(of_stage > 0, of_stage, 1.0), 1.0)
+        usual = np.where(usual > 0, usual, 1.0)
+        cell = (kind * (int(stage.max()) + 1) + stage) * len(job.steps) + job.step[rows]
+        durations[rows] = usual * _group_mean(cell, job.took[rows] / usual)
+        return durations
+
+    def _correlation(self) -> tuple[float, float] | None:
+        """Of forward with backward passes of one worker, and how much forward passes vary: medians over workers."""
+        job = self.job
+        forward = np.flatnonzero(job.backward_of >= 0) if job.backward_of is not None else np.zeros(0, np.int64)
+        found: list[tuple[float, float]] = []
+        for worker in range(len(job.workers)):
+            mine = forward[job.worker[forward] == worker]
+            if len(mine) < _FEWEST_PAIRS or job.backward_of is None:
+                continue
+            x, y = job.took[mine], job.took[job.backward_of[mine]]
+            if x.std() > 0 and y.std() > 0:
+                found.append((float(np.corrcoef(x, y)[0, 1]), float(x.std() / x.mean())))
+        return (float(np.median([c for c, _ in found])), float(np.median([s for _, s in found]))) if found else None
+
+    def transient(self) -> Iterator[Cause]:
+        """Few steps that take longer than the others."""
+        base, usual = self.found.base_ms, float(np.median(self.found.base_ms))
+        slow = base >= _SLOWER * usual
+        if not slow.any() or slow.mean() > 1 - _PERSISTENT:
+            return
+        gain = float((base[slow] - usual).sum() / len(base))
+        named = [self.job.steps[i] for i in np.flatnonzero(slow)[:_MOST_NAMED]]
+        more = " …" if slow.sum() > _MOST_NAMED else ""
+        worst = int(np.argmax(np.nan_to_num(self.found.alone[:, slow]).mean(axis=1)))
+        evidence = (
+            f"{int(slow.sum())} of {len(base)} steps ({', '.join(named)}{more}) take "
+            f"{base[slow].mean() / usual:.2f} times as long as the median one; there "
+            f"{self.job.workers[worst].label} costs most"
+        )
+        self.fixes.append(Fix("no slow steps", self.base - gain, gain, 100 * gain / self.base))
+        yield from self._cause("transient", "some steps", gain, evidence)
+
+    def communication(self) -> Iterator[Cause]:
+        """Transfers that take longer than usual."""
+        slow = {name: value for name, value in self.found.by_type.items() if name in self.job.communication}
+        if slow:
+            gain = self._gain(self.job.fixing(self.job.of_type(*slow)), "all transfers as fast as the median one")
+            worst = max(slow, key=lambda name: slow[name])
+            evidence = f"transfers, not counting the waiting for others; {worst} alone: {slow[worst]:.3f}"
+            yield from self._cause("communication", "communication", gain, evidence)
+
+    def host(self) -> Iterator[Cause]:
+        """Work of hosts, of traces; garbage collection, of tables."""
+        for kind, name in (("host", "host"), ("garbage collection", "gc")):
+            if name in self.found.by_type and (self.job.took[self.job.of_type(name)] > 0).any():
+                gain = self._gain(self.job.fixing(self.job.of_type(name)), f"{kind} alike everywhere")
+                yield from self._cause(
+                    kind, kind, gain, f"with it alone, the slowdown is {self.found.by_type[name]:.3f}"
+                )
+
+    def delays(self) -> Iterator[Cause]:
+        """Time in which an operation could have begun and did not."""
+        gain = float(self.job.recorded_ms.mean()) - self.base
+        if self.job.delays_ms:
+            self.fixes.append(Fix("no delays of launches", self.base, gain, 100 * gain / self.base))
+            worst = max(self.job.delays_ms, key=lambda name: self.job.delays_ms[name])
+            evidence = (
+                "operations begin later than they could, as where a host is slow or loads data; those before "
+                f"{worst} alone cost {self.job.delays_ms[worst]:.1f} ms"
+            )
+            yield from self._cause("launch delays", "launch delays", gain, evidence)
+
+    def usual_fixes(self) -> Iterator[Fix]:
+        """The worst worker, the last stage, and everything, at the ideal durations."""
+        job, worst = self.job, int(self.found.slowest[0])
+        scenarios: dict[str, Bools] = {f"{job.workers[worst].label} ideal": job.worker == worst} if job.passes else {}
+        stages = np.unique(self.stage[self.stage >= 0])
+        if len(stages) > 1:
+            scenarios["the last stage ideal"] = self.stage[job.worker] == stages[-1]
+        scenarios["everything ideal"] = np.ones(len(job.kind), bool)
+        found = job.step_ms([job.fixing(rows) for rows in scenarios.values()])
+        for name, steps in zip(scenarios, found, strict=True):
+            gain = self.base - float(steps.mean())
+            yield Fix(name, float(steps.mean()), gain, 100 * gain / self.base)
+
+
+def _group_mean(group: Ints, value: Floats) -> Floats:
+    """For every value, the mean of its group."""
+    _, number = np.unique(group, return_inverse=True)
+    return np.asarray((np.bincount(number, value) / np.bincount(number))[number])

@@ -1,0 +1,224 @@
+"""Jobs for the analysis of slowdowns: from an operation table, and from traces of several ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lumos.analysis.replay import Replay
+from lumos.analysis.slowdown import Job, Worker
+from lumos.errors import InputError
+from lumos.graph.from_operations import OperationGraph, operation_graph
+from lumos.graph.graph import Floats, Ints
+from lumos.graph.simulate import simulate, simulate_many
+from lumos.trace.names import Kind, is_step
+from lumos.trace.read.operation_table import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
+
+_JOINED = {name: f"{name.split('-')[0]}-pp-comm" for name in MESSAGES}  # a send and its receive are one transfer
+_COMMUNICATION = (
+    *MESSAGES, *REPLICA_COLLECTIVES, "layernorm-grads-all-reduce", "embedding-grads-all-reduce",
+    "optimizer-clip-main-grad",
+)  # fmt: skip
+_KINDS = {Kind.COMPUTE: "compute", Kind.COMM: "communication", Kind.COPY: "copies", Kind.CPU: "host"}
+_MS = 1e-6  # a nanosecond
+_MOST_SEGMENTS = 1023
+
+
+def job_of_table(table: OperationTable) -> Job:
+    """The job of an operation table, without steps that some worker does not have."""
+    table, notes = _whole_steps(table)
+    found = operation_graph(table)
+    types = tuple(dict.fromkeys(_JOINED.get(name, name) for name in table.types))
+    kind = np.array([types.index(_JOINED.get(name, name)) for name in table.types])[table.kind]
+    recorded = np.zeros(len(table.steps))
+    np.maximum.at(recorded, table.step_index, table.end)
+    ranks = np.zeros(len(table.workers), np.int64)
+    ranks[table.worker] = table.rank
+    return Job(
+        name=table.name, types=types, kind=kind,
+        workers=tuple(Worker(int(r), *w) for r, w in zip(ranks, table.workers, strict=True)), worker=table.worker,
+        steps=tuple(str(step) for step in table.steps), step=table.step_index,
+        took=found.duration, ideal=_usual(table, found.duration),
+        recorded_ms=1e3 * recorded, replayed_ms=_steps(found, found.duration[None], found.delay)[0],
+        simulate=lambda durations: _steps(found, durations),
+        communication=tuple(dict.fromkeys(_JOINED.get(name, name) for name in _COMMUNICATION)),
+        warnings=(*table.warnings, *notes, *found.warnings), gpus=len(table.workers) * table.tp,
+        passes=COMPUTE, backward_of=_backward_of(table), delays_ms=_delays(table, found),
+    )  # fmt: skip
+
+
+def _whole_steps(table: OperationTable) -> tuple[OperationTable, list[str]]:
+    """The steps in which every worker takes part."""
+    cells = np.unique(np.stack((table.step_index, table.worker)), axis=1)
+    present = np.bincount(cells[0], minlength=len(table.steps))
+    notes = []
+    if len(table.workers) < table.dp * table.pp:
+        notes.append(
+            f"{len(table.workers)} of {table.dp * table.pp} workers (dp_rank, stage) are in the table: messages and "
+            "collectives with the others keep their recorded time"
+        )
+    whole = present == present.max()
+    if not whole.all():
+        dropped = table.steps[~whole]
+        shown = ", ".join(str(step) for step in dropped[:5]) + (" …" if len(dropped) > 5 else "")
+        notes.append(f"{len(dropped)} of {len(table.steps)} steps lack some workers and were left out: {shown}")
+        table = table.select(whole[table.step_index])
+    return table, notes
+
+
+def _usual(table: OperationTable, duration: Floats) -> Floats:
+    """What every operation takes in the ideal job: the mean of its type, of transfers the median."""
+    usual = np.zeros(len(table.types))
+    for kind, name in enumerate(table.types):
+        mine = duration[table.kind == kind]
+        if len(mine):
+            usual[kind] = np.median(mine) if name in _COMMUNICATION else mine.mean()
+    return usual[table.kind]
+
+
+def _backward_of(table: OperationTable) -> Ints:
+    """Of each forward pass, the backward pass of the same micro-batch on the same worker; -1 where none is known."""
+    passes = np.flatnonzero(table.of_type(*COMPUTE) & (table.micro_batch >= 0))
+    columns = (table.step_index, table.worker, table.chunk, table.micro_batch)
+    _, key = np.unique(np.stack([c[passes] for c in columns]), axis=1, return_inverse=True)
+    key, backward = np.ravel(key), table.of_type("backward-compute")[passes]
+    partner = np.full(int(key.max(initial=-1)) + 1, -1)
+    partner[key[backward]] = passes[backward]
+    found = np.full(len(table), -1)
+    found[passes[~backward]] = partner[key[~backward]]
+    return found
+
+
+def _delays(table: OperationTable, found: OperationGraph) -> dict[str, float]:
+    """Milliseconds of the mean step that delays of launches cost, those before operations of each type alone."""
+    kinds = [kind for kind in range(len(table.types)) if found.delay[table.kind == kind].any()]
+    only = [found.delay * 0, *(np.where(table.kind == kind, found.delay, 0.0) for kind in kinds)]
+    means = [float(_steps(found, found.duration[None], delay).mean()) for delay in only]
+    return {table.types[kind]: mean - means[0] for kind, mean in zip(kinds, means[1:], strict=True)}
+
+
+def _steps(found: OperationGraph, durations: Floats, delay: Floats | None = None) -> Floats:
+    """Milliseconds of every step: to the end of its last operation."""
+    nodes = np.zeros((len(durations), len(found.graph)))
+    nodes[:, found.work] = durations
+    if delay is not None:
+        nodes[:, found.launch] = delay
+    ends = simulate_many(found.graph, nodes) if len(nodes) > 1 else simulate(found.graph, nodes[0]).end[None]
+    ends = ends[:, : found.step_nodes[-1]]  # without meetings, which are of all steps
+    return np.asarray(np.maximum.reduceat(ends, found.step_nodes[:-1], axis=1) * _MS)
+
+
+def job_of_run(run: Replay) -> Job:
+    """The job of traces of several ranks: tasks of the same name and place in the step are compared.
+
+    What a rank runs more than the others has no counterpart there; in the ideal job it is shared by all ranks.
+    """
+    execution, nodes = run.execution, run.execution.nodes
+    if len(run.marks.ranks) * len(run.marks.names) < 2:
+        raise InputError("a trace of one rank and one step has nothing to be compared with; give a folder of ranks")
+    size, graph = len(nodes), execution.graph
+    step = _step_of_nodes(run)
+    column = np.searchsorted(np.array(run.marks.ranks), nodes.rank)
+    took = graph.duration[:size]
+    gap = (graph.gap + graph.frozen)[:size]
+    task = _alike(run, step)
+    cells = len(run.marks.ranks) * len(run.marks.names)
+    transfers = (nodes.kind == Kind.COMM) & (step >= 0)
+    ideal = np.where(transfers, _least_transfer(run, task, took), _shared_mean(task, took, step, cells))
+    ideal_gap = np.where(graph.is_first[:size], gap, _shared_mean(task, gap, step, cells))
+
+    def steps(durations: Floats) -> Floats:
+        return np.array([_read_steps(run, one[:size], one[size:]) for one in durations])
+
+    number = {int(kind): place for place, kind in enumerate(_KINDS)}
+    kinds = np.array([number.get(kind, -1) for kind in range(256)])[nodes.kind]
+    return Job(
+        name=f"{len(run.marks.ranks)} ranks", types=tuple(_KINDS.values()),
+        kind=np.tile(np.where(step >= 0, kinds, -1), 2),
+        workers=tuple(Worker(rank) for rank in run.marks.ranks), worker=np.tile(column, 2),
+        steps=run.marks.names, step=np.tile(step, 2),
+        took=np.concatenate([took, gap]), ideal=np.concatenate([ideal, ideal_gap]),
+        recorded_ms=run.recorded_steps.milliseconds, replayed_ms=run.simulated_steps.milliseconds,
+        simulate=steps, communication=("communication",), warnings=run.execution.warnings, gpus=len(run.marks.ranks),
+        why={one.rank: one.why for one in run.stragglers},
+    )  # fmt: skip
+
+
+def _read_steps(run: Replay, duration: Floats, gap: Floats) -> Floats:
+    """Milliseconds of every step with other durations, and other gaps before tasks."""
+    graph = run.execution.graph
+    durations, gaps = graph.duration.copy(), graph.gap.copy()
+    durations[: len(duration)] = duration
+    gaps[: len(gap)] = gap - graph.frozen[: len(gap)]
+    times = simulate(graph.with_times(durations, gaps))
+    return run.marks.read(run.execution.retime(times)).milliseconds
+
+
+def _step_of_nodes(run: Replay) -> Ints:
+    """The step that each node belongs to: in which its thread ran it, or launched it; -1 before the first."""
+    nodes, trace, marks = run.execution.nodes, run.execution.trace, run.marks
+    if (marks.note < 0).all():
+        return np.zeros(len(nodes), np.int64)
+    launched = nodes.launch_of_node
+    when = np.where(launched >= 0, trace.start[launched], nodes.start)
+    step = np.full(len(nodes), -1)
+    for column, rank in enumerate(marks.ranks):
+        mine = nodes.rank == rank
+        begins = trace.start[marks.note[:, column]]
+        order = np.argsort(begins, kind="stable")
+        at = np.searchsorted(begins[order], when[mine], "right") - 1
+        step[mine] = np.where(at >= 0, order[np.maximum(at, 0)], -1)
+    return step
+
+
+def _alike(run: Replay, step: Ints) -> Ints:
+    """A number for each node, which the nodes share that do the same on other ranks and in other steps.
+
+    That is: the n-th task of its name; a call is cut into segments by the calls within it, which are told apart.
+    """
+    nodes, trace = run.execution.nodes, run.execution.trace
+    first_of = {name: place for place, name in reversed(list(enumerate(_plain(n) for n in trace.names)))}
+    plain = np.array([first_of[_plain(name)] for name in trace.names] or [0])
+    known = nodes.row >= 0
+    name = np.where(known, plain[trace.name[nodes.row]], len(trace.names))
+    segment = np.where(known, np.arange(len(nodes)) - nodes.first_node[nodes.row], 0)
+    what = _numbered(name, np.clip(segment, 0, _MOST_SEGMENTS))
+    cell = _numbered(what, nodes.rank.astype(np.int64), step + 1)
+    order = np.lexsort((nodes.start, cell))
+    place = np.empty(len(nodes), np.int64)
+    place[order] = np.arange(len(nodes)) - np.searchsorted(cell[order], cell[order])
+    return _numbered(what, place)
+
+
+def _plain(name: str) -> str:
+    """A name that is the same in every step."""
+    return "step" if is_step(name) else name
+
+
+def _numbered(*columns: Ints) -> Ints:
+    """A number for each combination of values that occurs."""
+    key = np.unique(columns[0], return_inverse=True)[1].astype(np.int64)
+    for column in columns[1:]:
+        values, other = np.unique(column, return_inverse=True)
+        key = np.unique(key * len(values) + other, return_inverse=True)[1].astype(np.int64)
+    return key
+
+
+def _shared_mean(task: Ints, value: Floats, step: Ints, cells: int) -> Floats:
+    """The mean over all ranks and steps of what is alike; who does not do it counts as zero."""
+    inside = step >= 0
+    total = np.bincount(task, weights=value * inside)
+    return np.where(inside, total[task] / cells, value)
+
+
+def _least_transfer(run: Replay, task: Ints, took: Floats) -> Floats:
+    """For transfers: the shortest of all ranks, which did not wait for anyone; the median of the steps."""
+    value = took.copy()
+    for meeting in run.execution.rendezvous:
+        transfers = run.execution.nodes.last_node[meeting.rows]
+        transfers = transfers[transfers >= 0]
+        if len(transfers):
+            value[transfers] = value[transfers].min()
+    order = np.lexsort((value, task))
+    first = np.searchsorted(task[order], np.arange(int(task.max(initial=0)) + 2))
+    middle = np.minimum((first[:-1] + np.maximum(first[1:] - 1, first[:-1])) // 2, len(order) - 1)
+    return value[order[middle]][task]
