@@ -56,24 +56,49 @@ def slowest_paces(
 
 
 @compiled
+def pass_sums(
+    order: Array, duration: Array, place: Array, parts: Array, fresh: Array, row: Array, tables: Array, states: Array
+) -> Array:
+    """(stages, columns): GPU time of all passes as `drawn_spans` draws them, over that without what is drawn."""
+    drawn, plain, held = np.zeros(row.shape), np.zeros(len(row)), np.zeros(row.shape, np.int64)
+    multiplier, increment, bits = np.uint64(6364136223846793005), np.uint64(1442695040888963407), np.uint64(52)
+    state = states.copy()
+    for node in order:
+        work, stage = duration[node] * parts[node, 0], place[node]
+        if parts[node, 0] + parts[node, 1] + parts[node, 2] > 0.0:
+            plain[stage] += work
+            for w in range(row.shape[1]):
+                if fresh[node]:
+                    state[w] = state[w] * multiplier + increment
+                if fresh[node] and parts[node, 0] > 0.0:
+                    held[stage, w] = state[w] >> bits
+                drawn[stage, w] += work * tables[row[stage, w], held[stage, w]]
+    for stage in range(len(row)):
+        for w in range(row.shape[1]):
+            drawn[stage, w] = drawn[stage, w] / plain[stage] if plain[stage] > 0.0 else 1.0
+    return drawn
+
+
+@compiled
 def drawn_spans(
     order: Array, is_first: Array, duration: Array, gap: Array, incoming: Array, source: Array, lag: Array,
-    from_start: Array, place: Array, parts: Array, meets: Array, link: Array, micro: Array,
-    pace: Array, row: Array, apart: Array, pause: Array, paused: Array, work: Array, tables: Array, inner: float,
-    states: Array, shared: Array, lanes: int,
+    from_start: Array, place: Array, parts: Array, fresh: Array, meets: Array, link: Array, micro: Array,
+    pace: Array, row: Array, apart: Array, pause: Array, paused: Array, work: Array, hosted: Array, tables: Array,
+    inner: float, states: Array, messages: Array, shared: Array, lanes: int, near: int,
 ) -> Array:  # fmt: skip
     """The length of a run in several scenarios at once, whose replicas are lanes: `lanes` columns a scenario.
 
     Of every node: its stage (`place`), the shares of its time that GPU, host and communication inside it take (`parts`;
-    none of them: a collective), whether replicas meet in it, its micro-batch. Of every stage and column: the factor on
-    all GPU time (`pace`), the row of `tables` for a pass, factors on communication inside passes and on messages
-    (`apart`), a pause and the node it is in. `work`: factors of micro-batches. The last two tables are those of collectives and of hosts. `states` and
-    `shared` are the random numbers of columns and scenarios, and are changed.
+    none of them: a collective), whether it begins a pass (`fresh`: what is drawn for a pass holds for all its parts), who
+    meets in it (1: nobody, 2: all lanes, 3: `near` neighbouring ones), its micro-batch.
+    Of every stage and column: the factor on all GPU time (`pace`), the row of `tables` for a pass, factors on
+    communication inside passes and on messages (`apart`), a pause and the node it is in. Of every column: factors on
+    micro-batches (`work`) and on the host. The last two tables are those of collectives and of hosts. `states` and
+    `messages` are the random numbers of columns, `shared` those of scenarios; they are changed.
     """
     columns = pace.shape[1]
-    scenarios = columns // lanes
     end, took, time = np.zeros((len(duration), columns)), np.zeros((len(duration), columns)), np.zeros(columns)
-    chance, longest = np.zeros(columns), np.zeros(scenarios)
+    longest, held = np.zeros(columns // lanes), np.zeros(pace.shape, np.int64)
     collectives, hosts = len(tables) - 2, len(tables) - 1
     multiplier, increment, bits = np.uint64(6364136223846793005), np.uint64(1442695040888963407), np.uint64(52)
     for node in order:
@@ -86,40 +111,43 @@ def drawn_spans(
             for w in range(columns):
                 late = lag[edge]
                 if link[edge]:
-                    states[w] = states[w] * multiplier + increment
-                    late *= tables[collectives, states[w] >> bits] * max(apart[1, stage, w], apart[1, place[other], w])
+                    messages[w] = messages[w] * multiplier + increment
+                    far = max(apart[1, stage, w], apart[1, place[other], w])
+                    late *= tables[collectives, messages[w] >> bits] * far
                 reached = end[other, w] - took[other, w] if from_start[edge] else end[other, w]
                 time[w] = max(time[w], reached + late)
         if gpu + host + within > 0.0:
             for w in range(columns):
-                states[w] = states[w] * multiplier + increment
+                if fresh[node]:
+                    states[w] = states[w] * multiplier + increment
                 factor = 1.0
                 if gpu > 0.0:
-                    mine = pace[stage, w] * tables[row[stage, w], states[w] >> bits]
+                    if fresh[node]:
+                        held[stage, w] = states[w] >> bits
+                    mine = pace[stage, w] * tables[row[stage, w], held[stage, w]]
                     if micro[node] >= 0:
                         mine *= work[micro[node], w]
                     factor += gpu * (mine - 1.0)
                     if paused[stage, w] == node:
                         time[w] += pause[stage, w]
                 if host > 0.0:
-                    factor += host * (tables[hosts, states[w] >> bits] - 1.0)
+                    factor += host * (hosted[w] * tables[hosts, states[w] >> bits] - 1.0)
                 if within > 0.0:
                     factor += within * (inner * apart[0, stage, w] - 1.0)
                 took[node, w] = length * factor
                 end[node, w] = time[w] + took[node, w]
             continue
-        for s in range(scenarios):
-            shared[s] = shared[s] * multiplier + increment
-            chance[s] = tables[collectives, shared[s] >> bits] if meets[node] > 0 else 1.0
-            if meets[node] == 2:
-                latest = 0.0
-                for w in range(s * lanes, (s + 1) * lanes):
-                    latest = max(latest, time[w])
-                for w in range(s * lanes, (s + 1) * lanes):
-                    time[w] = latest
-            for w in range(s * lanes, (s + 1) * lanes):
-                took[node, w] = length * chance[s]
-                end[node, w] = time[w] + took[node, w]
+        group = 1 if meets[node] < 2 else (lanes if meets[node] == 2 else near)
+        for first in range(0, columns, group):
+            if meets[node] > 0 and (group > 1 or first % lanes == 0):
+                shared[first // lanes] = shared[first // lanes] * multiplier + increment
+            latest = 0.0
+            for w in range(first, first + group):
+                latest = max(latest, time[w])
+            chance = tables[collectives, shared[first // lanes] >> bits] if meets[node] > 0 else 1.0
+            for w in range(first, first + group):
+                took[node, w] = length * chance
+                end[node, w] = latest + took[node, w]
     for node in range(len(duration)):
         for w in range(columns):
             longest[w // lanes] = max(longest[w // lanes], end[node, w])

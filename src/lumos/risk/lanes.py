@@ -21,6 +21,8 @@ from lumos.step.step import Step
 _PASSES = ("forward", "backward", "weights")
 _COLLECTIVES = ("gather", "reduce", "reduce rest", "publish")
 _LINK = 1  # the class of lags to the next stage
+_FEWEST = 4  # lanes that are simulated, however large the graph of one is
+MOST_NODES = 60_000  # of all lanes of a step that are simulated one by one
 WITHIN, MESSAGES = 0, 1
 """Rows of `Lanes.apart`."""
 
@@ -32,12 +34,16 @@ class Lanes:
     graph: Graph
     place: NDArray[np.int32]  # the stage of every node
     parts: Floats  # (nodes, 3): shares of its time that GPU, host, and communication inside it take
-    meets: NDArray[np.uint8]  # 0: no collective, 1: a collective of one lane, 2: one in which all lanes meet
+    fresh: NDArray[np.bool_]  # whether a node begins a pass, or is all of it
+    meets: NDArray[np.uint8]  # 0: no collective, 1: one of a lane alone, 2: all lanes meet, 3: neighbouring ones do
     link: NDArray[np.bool_]  # edges that are messages to another stage
     micro: NDArray[np.int32]  # the micro-batch of every node; -1: of none
     lanes: int
-    merged: int  # replicas in a lane
+    merged: int  # replicas in a lane: they meet inside every pass
     inside: int  # ranks of one stage of one replica
+    near: int = 1  # neighbouring lanes that gather each other's weights
+    gathered: int = 1  # of the replicas in a lane, those that meet because they gather each other's weights
+    simulated: int = 1  # lanes that are simulated: all, or those that are likely to be last
     fixed_ms: float = 0.0  # of the step, and not of its graph
     order: str = "tp-cp-dp-pp"
 
@@ -53,6 +59,12 @@ class Lanes:
     @property
     def gpus(self) -> int:
         return self.lanes * self.stages * self.ranks
+
+    def weights(self, part: int, stage: int) -> Floats:
+        """What GPU (0) or host (1) take for each pass of a stage."""
+        mine = (self.place == stage) & (self.parts[:, part] > 0)
+        work = (self.parts[:, part] * self.graph.duration)[mine]
+        return np.bincount(np.maximum(np.cumsum(self.fresh[mine]) - 1, 0), work) if len(work) else np.ones(1)
 
     def where(self, rank: int) -> tuple[int, int, int]:
         """(lane, stage, place in the lane's stage) of a rank of the job."""
@@ -103,39 +115,58 @@ class Lanes:
         return self.graph.with_times(duration, self.graph.gap)
 
 
-def lanes_of(step: Step, fixed_ms: float = 0.0) -> Lanes:
-    """Of a described or changed step."""
+def lanes_of(step: Step, fixed_ms: float = 0.0, most: int = MOST_NODES) -> Lanes:
+    """Of a described or changed step. Replicas that gather weights for every pass are one lane if there are too many."""
     structure, setup = step.structure, step.setup
     roles, node_role = structure.roles, structure.node_role
-    merged = _merged(step)
+    merged, near = _merged(step), _near(step)
+    near = max(1, near // merged)
+    gathered = near if setup.parallel.dp // merged * len(step.graph) > most else 1
+    merged, near = merged * gathered, near // gathered
     lanes = max(1, setup.parallel.dp // merged)
     parts = np.array([_parts(step, index) for index in range(len(roles))])[node_role]
-    gathers_alone = step.assembly.gathers == "every pass"
-    meets = np.array([_meets(role.what, lanes, gathers_alone) for role in roles], np.uint8)[node_role]
+    meets = np.array([_meets(role.what, lanes, _near(step), near) for role in roles], np.uint8)[node_role]
     turns = structure.turns.reshape(-1, 3)
     micro = np.where(structure.turn_index >= 0, turns[structure.turn_index, 1], -1).astype(np.int32)
     return Lanes(
-        step.graph,
-        np.array([role.stage for role in roles], np.int32)[node_role],
-        parts, meets, structure.lag_class == _LINK, micro, lanes, merged,
-        setup.parallel.tp * setup.parallel.cp, fixed_ms, setup.parallel.order, _leaving(step),
+        graph=step.graph, place=np.array([role.stage for role in roles], np.int32)[node_role], parts=parts,
+        fresh=_fresh(step), meets=meets,
+        link=structure.lag_class == _LINK, micro=micro, lanes=lanes, merged=merged,
+        inside=setup.parallel.tp * setup.parallel.cp, near=near, gathered=gathered, simulated=min(lanes, max(_FEWEST, most // len(step.graph))), fixed_ms=fixed_ms,
+        order=setup.parallel.order, leaves=_leaving(step),
     )  # fmt: skip
 
 
+def _fresh(step: Step) -> NDArray[np.bool_]:
+    """Parts of one pass follow each other on a lane."""
+    turn = step.structure.turn_index
+    same = np.concatenate([[False], (turn[1:] == turn[:-1]) & (turn[1:] >= 0)])
+    return np.asarray(~same | step.graph.is_first)
+
+
 def _merged(step: Step) -> int:
-    """Replicas that meet inside every pass: they share experts, or gather each other's weights for it."""
+    """Replicas that meet inside every pass because they share experts."""
     layout, parallel = step.assembly.layout, step.setup.parallel
-    inside = parallel.tp * parallel.cp
-    together = ceil(parallel.ep * layout.expert_tp / inside) if step.setup.model.experts and parallel.ep > 1 else 1
-    if step.assembly.gathers == "every pass" or step.plan.in_turn:
-        together = max(together, layout.sharing[0].size // parallel.cp)
-    return min(max(1, together), parallel.dp)
+    if not step.setup.model.experts or parallel.ep == 1:
+        return 1
+    return min(max(1, ceil(parallel.ep * layout.expert_tp / (parallel.tp * parallel.cp))), parallel.dp)
 
 
-def _meets(what: str, lanes: int, gathers_alone: bool) -> int:
+def _near(step: Step) -> int:
+    """Replicas that gather each other's weights for every pass."""
+    if step.assembly.gathers != "every pass":
+        return 1
+    return min(max(1, step.assembly.layout.sharing[0].size // step.setup.parallel.cp), step.setup.parallel.dp)
+
+
+def _meets(what: str, lanes: int, gather: int, near: int) -> int:
     if what not in _COLLECTIVES:
         return 0
-    return 1 if lanes == 1 or (what == "gather" and gathers_alone) else 2
+    if lanes == 1:
+        return 1
+    if what == "gather" and gather > 1:
+        return 3 if near > 1 else 1
+    return 2
 
 
 def _parts(step: Step, index: int) -> tuple[float, float, float]:
