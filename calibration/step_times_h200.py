@@ -96,14 +96,17 @@ DEVELOPMENT = [
     _ranks("fsdp3", "judge", "fsdp", 3, Shape(3, 640, 1792, 10, 8192, 512, 2)),
 ]
 BLIND = [
-    Run("blind_llama_gpu", "judge", "llama", Shape(4, 2560, 6912, 20, 24000, 1024, 6)),
-    Run("blind_llama_mid", "judge", "llama", Shape(4, 1280, 3456, 10, 16000, 1024, 3)),
-    Run("blind_gpt2_host", "judge", "gpt2", Shape(5, 640, 2560, 10, 8192, 384, 1)),
-    Run("blind_compiled", "judge", "gpt2", Shape(4, 896, 3584, 14, 16384, 768, 4), compile=True),
-    Run("blind_loader", "judge", "llama", Shape(3, 896, 2432, 7, 16000, 768, 3), data="loader"),
-    Run("blind_experts", "judge", "mixtral", Shape(3, 640, 1280, 5, 8000, 384, 2, kv=5), traced_steps=10),
-    Run("blind_simple", "judge", "plain_simple", Shape(3, 1280, 3456, 10, 16000, 768, 4)),
-    Run("blind_sgd", "judge", "llama", Shape(2, 1792, 4864, 14, 16000, 1536, 3), optimizer="sgd"),
+    # Decided by the GPU.
+    Run("blind_llama_gpu", "judge", "llama", Shape(2, 2560, 6912, 20, 24000, 2048, 4)),
+    Run("blind_gpt2_gpu", "judge", "gpt2", Shape(3, 1536, 6144, 24, 16384, 1024, 8)),
+    Run("blind_compiled", "judge", "gpt2", Shape(3, 1280, 5120, 20, 24576, 1024, 8), compile=True),
+    Run("blind_simple", "judge", "plain_simple", Shape(2, 2048, 5632, 16, 16000, 1024, 6)),
+    Run("blind_sgd", "judge", "llama", Shape(2, 1792, 4864, 14, 16000, 2048, 6), optimizer="sgd"),
+    # Decided by the host.
+    Run("blind_gpt2_host", "judge", "gpt2", Shape(4, 640, 2560, 10, 8192, 384, 1)),
+    Run("blind_loader", "judge", "llama", Shape(2, 896, 2432, 7, 16000, 768, 3), data="loader"),
+    Run("blind_experts", "judge", "mixtral", Shape(2, 640, 1280, 5, 8000, 384, 2, kv=5), traced_steps=10),
+    # Several ranks.
     _ranks("blind_ddp3", "judge", "ddp", 3, Shape(3, 896, 2432, 14, 6144, 384, 2), bucket_mb=12),
     _ranks("blind_ddp2", "judge", "ddp", 2, Shape(4, 1024, 2816, 16, 8192, 768, 2)),
     _ranks("blind_fsdp2", "judge", "fsdp", 2, Shape(4, 896, 2432, 14, 8192, 384, 3)),
