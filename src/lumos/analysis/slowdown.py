@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from lumos.analysis.run import TracedRun
 from lumos.graph.graph import Bools, Floats, Ints
 
 _SLOWEST_SHARE = 0.03  # of the workers, for `mw`
@@ -60,6 +61,8 @@ class Job:
     backward_of: Ints | None = None  # of every forward pass: its backward pass; -1 for all else
     delays_ms: dict[str, float] = field(default_factory=dict)  # what delays before operations of a type cost a step
     why: dict[int, str] = field(default_factory=dict)  # what a replay says of a rank
+    ideal_spans: Callable[[], tuple[Floats, Floats]] | None = None  # of a table: start and end of every operation
+    ideal_run: Callable[[], TracedRun] | None = None  # of traces
 
     def step_ms(self, scenarios: Sequence[Floats]) -> Floats:
         """The steps of some scenarios, each the durations of all operations."""

@@ -156,8 +156,8 @@ class _Look:
         replicas = int((self.stage == stages[longest]).sum())
         where = f"in all {replicas} replicas" if replicas > 1 else "in the only replica, so that it may be its machine"
         evidence = (
-            f"its passes take {usual[longest] / others:.2f} times as long as those of the median stage, {where}: move "
-            f"{self._move(excess, len(stages))} to the others"
+            f"its passes take {usual[longest] / others:.2f} times as long as those of other stages, {where}: move "
+            f"{self._move(excess, len(stages))} away"
         )
         yield from self._cause("long stage", name, gain, evidence)
 
@@ -165,8 +165,8 @@ class _Look:
         """How much of a stage has to go elsewhere, in layers if their number is known."""
         if self.layers:
             count = max(round(excess * self.layers / stages), 1)
-            return f"about {count} of the model's {self.layers} layers (what {excess:.2f} of a stage's work amounts to)"
-        return f"{excess:.2f} of what another stage does (--layers N gives it in layers)"
+            return f"about {count} of the {self.layers} layers ({excess:.2f} of a stage)"
+        return f"{excess:.2f} of a stage's work (--layers N: in layers)"
 
     def _balanced(self, stages: Ints) -> Floats:
         """Durations with passes scaled so that every stage takes the mean of all."""

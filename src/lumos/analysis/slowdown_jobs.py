@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lumos.analysis.replay import Replay
+from lumos.analysis.run import TracedRun
 from lumos.analysis.slowdown import Job, Worker
 from lumos.errors import InputError
 from lumos.graph.from_operations import OperationGraph, operation_graph
@@ -42,6 +43,7 @@ def job_of_table(table: OperationTable) -> Job:
         simulate=lambda durations: _steps(found, durations),
         communication=tuple(dict.fromkeys(_JOINED.get(name, name) for name in _COMMUNICATION)),
         warnings=(*table.warnings, *notes, *found.warnings), gpus=len(table.workers) * table.tp,
+        ideal_spans=lambda: _spans(found, _usual(table, found.duration), table.step_index),
         passes=COMPUTE, backward_of=_backward_of(table), delays_ms=_delays(table, found),
     )  # fmt: skip
 
@@ -107,6 +109,16 @@ def _steps(found: OperationGraph, durations: Floats, delay: Floats | None = None
     return np.asarray(np.maximum.reduceat(ends, found.step_nodes[:-1], axis=1) * _MS)
 
 
+def _spans(found: OperationGraph, durations: Floats, step: Ints) -> tuple[Floats, Floats]:
+    """When every operation starts and ends, one step after the other; what meets others starts when it arrives."""
+    nodes = np.zeros(len(found.graph))
+    nodes[found.work] = durations
+    times = simulate(found.graph, nodes)
+    lengths = np.maximum.reduceat(times.end[: found.step_nodes[-1]], found.step_nodes[:-1])
+    begins = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])[step]
+    return begins + times.end[found.launch], begins + times.end[found.work]
+
+
 def job_of_run(run: Replay) -> Job:
     """The job of traces of several ranks: tasks of the same name and place in the step are compared.
 
@@ -127,7 +139,7 @@ def job_of_run(run: Replay) -> Job:
     ideal_gap = np.where(graph.is_first[:size], gap, _shared_mean(task, gap, step, cells))
 
     def steps(durations: Floats) -> Floats:
-        return np.array([_read_steps(run, one[:size], one[size:]) for one in durations])
+        return np.array([_with_times(run, one[:size], one[size:]).steps.milliseconds for one in durations])
 
     number = {int(kind): place for place, kind in enumerate(_KINDS)}
     kinds = np.array([number.get(kind, -1) for kind in range(256)])[nodes.kind]
@@ -139,18 +151,18 @@ def job_of_run(run: Replay) -> Job:
         took=np.concatenate([took, gap]), ideal=np.concatenate([ideal, ideal_gap]),
         recorded_ms=run.recorded_steps.milliseconds, replayed_ms=run.simulated_steps.milliseconds,
         simulate=steps, communication=("communication",), warnings=run.execution.warnings, gpus=len(run.marks.ranks),
+        ideal_run=lambda: _with_times(run, ideal, ideal_gap),
         why={one.rank: one.why for one in run.stragglers},
     )  # fmt: skip
 
 
-def _read_steps(run: Replay, duration: Floats, gap: Floats) -> Floats:
-    """Milliseconds of every step with other durations, and other gaps before tasks."""
+def _with_times(run: Replay, duration: Floats, gap: Floats) -> TracedRun:
+    """The run with other durations, and other gaps before tasks."""
     graph = run.execution.graph
     durations, gaps = graph.duration.copy(), graph.gap.copy()
     durations[: len(duration)] = duration
     gaps[: len(gap)] = gap - graph.frozen[: len(gap)]
-    times = simulate(graph.with_times(durations, gaps))
-    return run.marks.read(run.execution.retime(times)).milliseconds
+    return TracedRun(run.execution, run.marks, graph.with_times(durations, gaps))
 
 
 def _step_of_nodes(run: Replay) -> Ints:

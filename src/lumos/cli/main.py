@@ -45,6 +45,7 @@ _ABOUT = "Which GPUs, models and frameworks are known, how old are the shipped c
 COMMANDS = {
     "replay": _Command("replay_command", "Is the graph right, and where does the time go?"),
     "predict": _Command("predict_command", "What would this run do: from its description, or from a trace?"),
+    "stragglers": _Command("stragglers_command", "Who slows the job down, why, and what would mending it give?"),
     "compare": _Command("compare_command", "Why does one run take longer than another?"),
     "convert": _Command("convert_command", "Write a run in another format: Chakra, Kineto or Perfetto."),
     "search": _Command("search_command", _SEARCH),

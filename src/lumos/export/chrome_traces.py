@@ -19,6 +19,7 @@ import orjson
 from isal import igzip
 
 from lumos.analysis.run import Run
+from lumos.analysis.slowdown import Job
 from lumos.files import whole_file
 from lumos.graph.graph import Graph, Rule
 from lumos.graph.simulate import Times
@@ -130,6 +131,29 @@ def _number(label: str) -> int | str:
 def write_timeline(path: Path, run: Run) -> None:
     """Write a simulated run, traced or described, with the arrows of the edges that decided."""
     _write(path, {"schemaVersion": 1, "displayTimeUnit": "ms", "lumosTimeline": 1}, _timeline_events(run))
+
+
+def write_ideal(path: Path, job: Job) -> None:
+    """Write a job without stragglers: of an operation table, one process a worker and one track a type."""
+    if job.ideal_run is not None:
+        write_timeline(path, job.ideal_run())
+    else:
+        _write(path, {"schemaVersion": 1, "displayTimeUnit": "ms", "lumosTimeline": 1}, _operation_events(job))
+
+
+def _operation_events(job: Job) -> Iterator[Event]:
+    for number, worker in enumerate(job.workers):
+        shown = {"process_name": {"name": worker.label}, "process_sort_index": {"sort_index": number}}
+        yield from ({"ph": "M", "name": name, "pid": number, "args": args} for name, args in shown.items())
+    start, end = job.ideal_spans() if job.ideal_spans is not None else (job.took * 0, job.took)
+    tracks = [0 if name in job.passes else 1 + kind for kind, name in enumerate(job.types)]
+    columns = zip(job.kind.tolist(), job.worker.tolist(), job.step.tolist(), strict=True)
+    for row, (kind, worker, step) in enumerate(columns):
+        yield {
+            "ph": "X", "cat": "operation", "name": job.types[kind], "pid": worker, "tid": tracks[kind],
+            "ts": float(start[row]) / 1e3, "dur": float(end[row] - start[row]) / 1e3,
+            "args": {"step": job.steps[step]},
+        }  # fmt: skip
 
 
 def _timeline_events(run: Run) -> Iterator[Event]:

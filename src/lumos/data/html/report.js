@@ -232,7 +232,30 @@
     };
   }
 
-  const makers = { bars, lines, scatter, timeline };
+  function heat(spec) {
+    const wide = spec.columns.length;
+    const rows = spec.labels.map((_, i) => i).filter((i) => keepsText(spec.labels[i]));
+    const z = rows.map((i) => spec.values.slice(i * wide, (i + 1) * wide));
+    const text = rows.map((i, at) => z[at].map((value, j) => `${plain(spec.labels[i])}, ${plain(spec.columns[j])}<br>${number(value ?? 0)} ${plain(spec.unit)}`));
+    const ticks = rows.map((i) => clipped(spec.labels[i], 44));
+    const every = Math.max(1, Math.ceil(wide / 24));
+    const shown = spec.columns.map((_, j) => j).filter((j) => j % every === 0);
+    const named = (values, texts) => ({ tickvals: values, ticktext: texts.map(plain), showgrid: false, zeroline: false });
+    return {
+      data: [{
+        type: "heatmap", z, text, hoverinfo: "text", xgap: 1, ygap: 1, zmin: spec.low, zmax: spec.high, showscale: false,
+        colorscale: [[0, colour("grid")], [1, colour("worse")]],
+      }],
+      size: rows.length,
+      layout: layout({
+        height: 90 + Math.min(22, Math.max(8, 640 / Math.max(rows.length, 1))) * rows.length,
+        xaxis: { title: { text: plain(spec.x_title) }, ...named(shown, shown.map((j) => spec.columns[j])) },
+        yaxis: { autorange: "reversed", ...named(rows.map((_, at) => at), ticks) },
+      }, ticks),
+    };
+  }
+
+  const makers = { bars, lines, scatter, timeline, heat };
   const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "toImage"] };
 
   function draw(index) {

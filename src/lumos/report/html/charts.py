@@ -110,6 +110,21 @@ class Scatter(Drawn):
 
 
 @dataclass(frozen=True)
+class HeatMap(Drawn):
+    """Cells in rows and columns, the darker the higher; `values` are row by row."""
+
+    x_title: str
+    y_title: str
+    columns: Sequence[str]
+    labels: Sequence[str]  # of the rows
+    values: Numbers
+    low: float  # at this and below, a cell is empty
+    high: float
+    unit: str = ""
+    type: str = "heat"
+
+
+@dataclass(frozen=True)
 class LaneView(Drawn):
     """A lane of a timeline."""
 
@@ -137,7 +152,7 @@ class Timeline(Drawn):
     type: str = "timeline"
 
 
-Chart = Bars | Lines | Scatter | Timeline
+Chart = Bars | Lines | Scatter | HeatMap | Timeline
 
 
 def rounded(values: Numbers) -> list[float | int | None]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from lumos.report.html.charts import Bars, Chart, Lines, Points, Scatter, Series, Timeline
+from lumos.report.html.charts import Bars, Chart, HeatMap, Lines, Points, Scatter, Series, Timeline
 from lumos.report.table import short
 from lumos.report.wording import rate_text
 
@@ -60,6 +60,8 @@ def svg_of(chart: Chart) -> Markup:
         return _flat_bars(chart) if len(chart.labels) <= _MOST_FLAT else _upright_bars(chart)
     if isinstance(chart, Lines):
         return _lines(chart)
+    if isinstance(chart, HeatMap):
+        return _heat_map(chart)
     return _scatter(chart) if isinstance(chart, Scatter) else _timeline(chart)
 
 
@@ -91,6 +93,15 @@ class _Picture:
                 x, y, max(width, 0.0), max(height, 0.0), _variable(colour), inner
             )
         )
+
+    def cell(self, x: float, y: float, width: float, height: float, strength: float, title: str) -> None:
+        """A cell of a heat map, from the colour of the grid to that of what is worse."""
+        self.rect(x, y, width, height, "grid", "" if strength > 0 else title)
+        if strength > 0:
+            inner = Markup("<title>{}</title>").format(title) if title else ""
+            place = Markup('x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"').format(x, y, width, height)
+            shape = Markup('<rect {} style="fill:{};fill-opacity:{:.2f}">{}</rect>')
+            self.parts.append(shape.format(place, _variable("worse"), strength, inner))
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", turned: bool = False) -> None:
         turn = Markup(' transform="rotate(-90 {:.1f} {:.1f})"').format(x, y) if turned else ""
@@ -272,6 +283,33 @@ def _dots(picture: _Picture, part: Points, pairs: list[tuple[float, float]], xs:
         title = Markup("<title>{}</title>").format(part.texts[index].replace(" | ", "\n")) if titled else ""
         shape = Markup('<circle cx="{}" cy="{}" r="{:.1f}" style="fill:{};fill-opacity:.75">{}</circle>')
         picture.parts.append(shape.format(xs.at(x), ys.at(y), size / 2, _variable(part.colour), title))
+
+
+# ---------------------------------------------------------------------- cells
+def _heat_map(chart: HeatMap) -> Markup:
+    """Cells over one another: what is high is strong in colour, what is not known is left out."""
+    picture = _Picture([])
+    labels = [short(label, _LONGEST_LABEL) for label in chart.labels]
+    left = 40 + _LETTER * max((len(label) for label in labels), default=0)
+    wide = (WIDTH - _RIGHT - left) / max(len(chart.columns), 1)
+    row = min(22.0, max(8.0, 640 / max(len(labels), 1)))
+    values = np.asarray(chart.values, float).reshape(len(labels), len(chart.columns))
+    titled = values.size <= _MOST_TITLES
+    for i, label in enumerate(labels):
+        y = picture.top + i * row
+        if row >= 11:
+            picture.text(left - 8, y + row / 2 + 4, label, "end")
+        for j in np.flatnonzero(np.isfinite(values[i])).tolist():
+            strength = min(max((values[i, j] - chart.low) / ((chart.high - chart.low) or 1.0), 0.0), 1.0)
+            title = f"{label}, {chart.columns[j]}: {rate_text(float(values[i, j]))} {chart.unit}".rstrip()
+            picture.cell(left + j * wide, y, wide - 0.6, row - 0.6, strength, title if titled else "")
+    bottom = picture.top + row * max(len(labels), 1)
+    every = max(1, ceil(len(chart.columns) * (12 + _LETTER * max(map(len, chart.columns), default=1)) / (WIDTH - left)))
+    for j in range(0, len(chart.columns), every):
+        picture.text(left + (j + 0.5) * wide, bottom + 16, short(chart.columns[j], 24), "middle")
+    picture.text((left + WIDTH - _RIGHT) / 2, bottom + 34, chart.x_title, "middle")
+    picture.text(14, (picture.top + bottom) / 2, chart.y_title, "middle", turned=True)
+    return picture.done(bottom + 42)
 
 
 # ---------------------------------------------------------------------- the timeline

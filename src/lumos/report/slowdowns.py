@@ -1,0 +1,103 @@
+"""Slowdowns by stragglers as cards and tables, for terminal and page."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lumos.analysis.slowdown import Slowdown
+from lumos.analysis.slowdown_causes import Diagnosis
+from lumos.report.table import Card, Column, Row, Table, Value, left_out, ms_columns
+from lumos.report.wording import ms_text, number_text
+
+MOST_ROWS = 200
+_SLOWDOWN = Column("slowdown", 3, bar=True)
+
+
+def slowdown_cards(found: Diagnosis) -> list[Card]:
+    lost, job = found.slowdown, found.slowdown.job
+    base, ideal = float(lost.base_ms.mean()), float(lost.ideal_ms.mean())
+    off = f"{number_text(lost.error_pct, 2, signed=True)} % from the recorded one, worst step "
+    cards = [
+        Card("recorded step", ms_text(float(job.recorded_ms.mean())), f"mean of {len(job.steps)}"),
+        Card(
+            "simulated step",
+            ms_text(float(job.replayed_ms.mean())),
+            f"{off}{number_text(lost.worst_error_pct, 2, signed=True)} %",
+        ),
+        Card("ideal step", ms_text(ideal), "if all workers, stages and steps were alike"),
+        Card("slowdown", f"{lost.slowdown:.3f}", f"{ms_text(base - ideal)} a step by stragglers"),
+    ]
+    if lost.launch_slowdown > 1 + 1e-9:
+        text = "by launches that came later than they could"
+        cards.append(Card("slowdown by delays", f"{lost.launch_slowdown:.3f}", text))
+    if lost.mw is not None:
+        cards.append(
+            Card(
+                "slowest 3 % of workers", f"{number_text(100 * lost.mw, 0)} %", "of the lost time, if they were mended"
+            )
+        )
+    if lost.ms is not None:
+        cards.append(Card("last stage", f"{number_text(100 * lost.ms, 0)} %", "of the lost time, if it were mended"))
+    return cards
+
+
+def causes_table(found: Diagnosis) -> Table:
+    rows = [Row([c.kind, c.name, c.gain_ms, c.gain_pct, c.evidence]) for c in found.causes]
+    (cost,) = ms_columns(("costs, ms",), rows)
+    columns = [Column("cause"), Column("where"), cost, Column("of the step, %", 1, bar=True), Column("evidence")]
+    return Table("why it is slow", columns, rows, "" if rows else "nothing that costs 1 % of the step")
+
+
+def fixes_table(found: Diagnosis) -> Table:
+    rows = [Row([fix.name, fix.step_ms, fix.gain_ms, fix.gain_pct]) for fix in found.fixes]
+    step, gain = ms_columns(("step, ms", "gain, ms"), rows)
+    return Table("what mending it would give", [Column("if"), step, gain, Column("gain, %", 1, bar=True)], rows)
+
+
+def types_table(lost: Slowdown) -> Table:
+    rows = [Row([name, value]) for name, value in lost.by_type.items()]
+    return Table("slowdown by type of operation", [Column("only these as recorded"), _SLOWDOWN], rows)
+
+
+def workers_table(lost: Slowdown) -> Table:
+    """The slowest first; of jobs with stages, the published estimate and the worker simulated alone."""
+    rows = []
+    for worker in lost.slowest[:MOST_ROWS].tolist():
+        one, alone = lost.job.workers[worker], lost.alone_slowdown(worker)
+        why = lost.job.why.get(one.rank, "")
+        places: list[Value] = (
+            [] if one.stage is None else [str(one.dp_rank), str(one.stage), float(lost.of_worker[worker])]
+        )
+        rows.append(Row([str(one.rank), *places, alone, *([why] if lost.job.why else [])], rank=str(one.rank)))
+    several = bool(lost.by_stage)
+    places_columns = [Column("dp rank"), Column("stage"), _SLOWDOWN] if several else []
+    exact = Column("alone" if several else "slowdown", 3, bar=not several)
+    columns = [Column("rank"), *places_columns, exact, *([Column("why")] if lost.job.why else [])]
+    return Table("slowdown by worker", columns, rows, left_out(MOST_ROWS, lost.job.workers))
+
+
+def places_tables(lost: Slowdown) -> list[Table]:
+    """By stage and by replica, where a job has them."""
+    found = []
+    for title, word, values in (
+        ("slowdown by stage", "stage", lost.by_stage),
+        ("slowdown by replica", "dp rank", lost.by_dp_rank),
+    ):
+        if len(values) > 1:
+            rows = [Row([str(place), value]) for place, value in sorted(values.items())]
+            found.append(Table(title, [Column(word), _SLOWDOWN], rows[:MOST_ROWS], left_out(MOST_ROWS, rows)))
+    return found
+
+
+def steps_table(lost: Slowdown) -> Table:
+    """Every step, with the worker that costs it most."""
+    job, rows = lost.job, []
+    slowdown = lost.base_ms / np.where(lost.ideal_ms > 0, lost.ideal_ms, np.nan)
+    for step, name in enumerate(job.steps[:MOST_ROWS]):
+        known = np.nan_to_num(lost.alone[:, step])
+        worst = job.workers[int(np.argmax(known))]
+        times = [float(job.recorded_ms[step]), float(job.replayed_ms[step]), float(lost.ideal_ms[step])]
+        rows.append(Row([name, *times, float(slowdown[step]), worst.label, float(known.max())]))
+    times_columns = ms_columns(("recorded, ms", "simulated, ms", "ideal, ms"), rows)
+    columns = [Column("step"), *times_columns, _SLOWDOWN, Column("costs most"), Column("alone", 3)]
+    return Table("steps", columns, rows, left_out(MOST_ROWS, job.steps))
