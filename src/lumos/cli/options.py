@@ -48,6 +48,16 @@ class TraceOptions:
     address: Address = ""
 
 
+@dataclass(frozen=True)
+class ReliabilityOptions:
+    """How a run fails, and when it should have ended; `[reliability]` of a setup says more."""
+
+    mtbf: Annotated[
+        str, typer.Option(help="With --tokens: GPU-hours between failures, as in 50000, or published rates: llama3, ….")
+    ] = ""
+    deadline: Annotated[str, typer.Option(help="With --tokens: days in which the run should end: how likely?")] = ""
+
+
 def with_options_apart(command: Callable[..., None]) -> Callable[..., None]:
     """The same command for typer, which knows no groups: in place of one, it has the options of the group."""
     signature = inspect.signature(command, eval_str=True)

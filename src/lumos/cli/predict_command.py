@@ -14,8 +14,20 @@ from rich.console import Console
 from lumos.analysis.replay import Replay
 from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
-from lumos.cli.options import AsJson, KwhPrice, Model, Output, Price, ProfilerCosts, Pue, Tokens, TraceOptions
+from lumos.cli.options import (
+    AsJson,
+    KwhPrice,
+    Model,
+    Output,
+    Price,
+    ProfilerCosts,
+    Pue,
+    ReliabilityOptions,
+    Tokens,
+    TraceOptions,
+)
 from lumos.cli.prediction_sources import Described, OfConfig, OfScript, OfTrace, Source
+from lumos.cli.run_failures import asked_run, failure_changes
 from lumos.cli.several_gpus import COMPARED, compare_sources, deliver_comparison, listed_gpus
 from lumos.cli.terminal import deliver
 from lumos.dry_run.dry_files import dry_files
@@ -27,9 +39,11 @@ from lumos.prediction.bill import Tariff, read_prices, read_tariff
 from lumos.prediction.gpu_comparison import machine_of, tariffs_on
 from lumos.prediction.prediction import Prediction, predict
 from lumos.report.predictions import flat_row
-from lumos.report.terminal.show import show_launch, show_prediction
+from lumos.report.terminal.show import show_launch, show_prediction, show_run
+from lumos.risk.whole_run import WholeRun
 
 _ALL = TraceOptions()
+_NO_FAILURES = ReliabilityOptions()
 
 
 def predict_command(
@@ -61,6 +75,7 @@ def predict_command(
     kwh_price: KwhPrice = "",
     pue: Pue = "",
     tokens: Tokens = "",
+    reliability: ReliabilityOptions = _NO_FAILURES,
     emit: Emit = "",
 ) -> None:
     """What would this run do: from its description, or from a trace?
@@ -71,7 +86,8 @@ def predict_command(
     check_output(output, source or setup, COMPARED if len(names) > 1 else FORMS)
     short = (("gpu", names[0] if len(names) == 1 else ""), ("gpus", gpus), ("model", model))
     cluster = [f"cluster.{key}={value}" for key, value in short if value]
-    changes, scale, emission = [*cluster, *(changes or [])], scale or [], read_emission(emit)
+    changes = [*cluster, *failure_changes(reliability, tokens, names), *(changes or [])]
+    scale, emission = scale or [], read_emission(emit)
     prices, tariff = read_prices(price), read_tariff("", kwh_price, pue, tokens)
     priced, reads = bool(prices) or tariff != Tariff(), options != _ALL or profiler_costs is not None
     _refuse(setup, source, [*changes, *names], scale, reads, priced)
@@ -80,7 +96,7 @@ def predict_command(
         raise OptionError("--emit needs the setup of a run: name a setup file, or what is to change with --set")
     load = partial(load_run, source or Path(), options, profiler_costs)
     if source is not None and not names and not setup and not changes and not dry_files(source):
-        _deliver(predict(load(), scale), None, as_json, output)
+        _deliver(predict(load(), scale), None, None, as_json, output)
         return
     run = _source(setup, source, changes, scale, describe or emission is not None, load)
     if len(names) > 1:
@@ -93,7 +109,7 @@ def predict_command(
     launch = None
     if emission is not None:
         found, launch = emission.of_prediction(found)
-    _deliver(found, launch, as_json, output)
+    _deliver(found, launch, asked_run(found, reliability), as_json, output)
     if emission is not None:
         emission.write(launch)
 
@@ -123,19 +139,25 @@ def _source(
     return OfScript(source, changes)
 
 
-def _deliver(found: Prediction, launch: LaunchFiles | None, as_json: bool, output: Path | None) -> None:
-    answer = found.as_dict() | ({"launch": launch.as_dict()} if launch else {})
+def _deliver(
+    found: Prediction, launch: LaunchFiles | None, run: WholeRun | None, as_json: bool, output: Path | None
+) -> None:
+    answer = (
+        found.as_dict() | ({"launch": launch.as_dict()} if launch else {}) | ({"run": run.as_dict()} if run else {})
+    )
     writers = {
         ".csv": lambda to: write_csv(to, [flat_row(answer)]),
-        ".html": lambda to: _write_page(to, found, launch),
+        ".html": lambda to: _write_page(to, found, launch, run),
         ".trace.json": lambda to: write_timeline(to, found.run),
         ".trace.json.gz": lambda to: write_timeline(to, found.run),
     }
-    deliver(answer, lambda _, to: _show(found, launch, to), as_json, output, writers)
+    deliver(answer, lambda _, to: _show(found, launch, run, to), as_json, output, writers)
 
 
-def _show(found: Prediction, launch: LaunchFiles | None, to: Console) -> None:
+def _show(found: Prediction, launch: LaunchFiles | None, run: WholeRun | None, to: Console) -> None:
     show_prediction(found, to)
+    if run is not None:
+        show_run(run, to)
     if launch is not None:
         show_launch(launch, to)
 
@@ -168,9 +190,10 @@ def _described(run: Described, emission: Emission, tariff: Tariff) -> Prediction
     return predict(suited, notes=(*reading.notes, *notes), tariff=tariff)
 
 
-def _write_page(path: Path, found: Prediction, launch: LaunchFiles | None) -> None:
+def _write_page(path: Path, found: Prediction, launch: LaunchFiles | None, run: WholeRun | None) -> None:
     from lumos.report.html.page import write_page  # jinja2, for which an answer without a page does not wait
     from lumos.report.html.parts import with_launch
     from lumos.report.html.prediction_page import prediction_page
+    from lumos.report.html.run_view import with_run
 
-    write_page(path, with_launch(prediction_page(found), launch))
+    write_page(path, with_launch(with_run(prediction_page(found), run), launch))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -39,6 +39,8 @@ class Reliability(Section):
     spare_nodes: Annotated[int, Field(ge=0, le=1 << 20)] | None = None  # that wait for a failure; None: always one more
     repair_hours: Annotated[float, Field(ge=0, le=1e5)] | None = None  # until a failed node is back
     elastic: bool = False  # without a spare, train on with fewer replicas until the node is back
+
+    DERIVED: ClassVar[tuple[str, ...]] = ("rates", "mtbf_gpu_hours", "mtbf_job_hours", "checkpoint_minutes")
 
     @property
     def is_stated(self) -> bool:

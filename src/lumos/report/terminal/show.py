@@ -17,9 +17,10 @@ from lumos.errors import printable
 from lumos.export.launch_files import LaunchFiles
 from lumos.prediction.prediction import Prediction
 from lumos.prediction.traced_operators import TracedOperators
-from lumos.report import operator_rates, predictions, replays
+from lumos.report import operator_rates, predictions, replays, runs
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 from lumos.report.wording import title_of
+from lumos.risk.whole_run import WholeRun
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 80  # characters of the utilisation
@@ -84,6 +85,13 @@ def show_prediction(found: Prediction, console: Console) -> None:
         tables += [predictions.understood_table(found.traced.understood), predictions.inferred_table(found.inferred)]
     parts = [summary(title, predictions.prediction_cards(found)), *([summary("cost", costs)] if costs else [])]
     console.print(Group(*parts, *(rendered(table, 64) for table in tables), *notes(found.warnings)))
+
+
+def show_run(run: WholeRun, console: Console) -> None:
+    """The whole run with failures."""
+    title = f"the whole run, {run.job.steps:,} steps: {run.draws:,} runs drawn"
+    tables = (rendered(table) for table in runs.run_tables(run))
+    console.print(Group(summary(title, runs.run_cards(run)), *tables, *notes(runs.run_notes(run))))
 
 
 def show_launch(launch: LaunchFiles, console: Console) -> None:
