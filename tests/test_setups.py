@@ -380,6 +380,7 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
         {"reliability": {"rates": "llama3", "mtbf_job_hours": 3.0}},
         "reliability.rates and reliability.mtbf_job_hours each say how often the job fails: leave out all but one",
     ),
+    ({"variability": {"slow": ("rank=9,factor=2",)}}, "variability.slow = rank=9,factor=2: the job has ranks 0 to"),
 ]
 
 

@@ -88,12 +88,12 @@ def drawn_spans(
 ) -> Array:  # fmt: skip
     """The length of a run in several scenarios at once, whose replicas are lanes: `lanes` columns a scenario.
 
-    Of every node: its stage (`place`), the shares of its time that GPU, host and communication inside it take (`parts`;
-    none of them: a collective), whether it begins a pass (`fresh`: what is drawn for a pass holds for all its parts), who
-    meets in it (1: nobody, 2: all lanes, 3: `near` neighbouring ones), its micro-batch.
-    Of every stage and column: the factor on all GPU time (`pace`), the row of `tables` for a pass, factors on
-    communication inside passes and on messages (`apart`), a pause and the node it is in. Of every column: factors on
-    micro-batches (`work`) and on the host. The last two tables are those of collectives and of hosts. `states` and
+    Of every node: its stage (`place`), the shares of its time that GPU, host and communication inside it take
+    (`parts`; none of them: a collective), whether it begins a pass (`fresh`: what is drawn for a pass holds for all
+    its parts), who meets in it (1: nobody, 2: all lanes, 3: `near` neighbouring ones), its micro-batch. Of every
+    stage and column: the factor on all GPU time (`pace`), the row of `tables` for a pass, factors on communication
+    inside passes and on messages (`apart`), a pause and the node it is in. Of every column: factors on micro-
+    batches (`work`) and on the host. The last two tables are those of collectives and of hosts. `states` and
     `messages` are the random numbers of columns, `shared` those of scenarios; they are changed.
     """
     columns = pace.shape[1]

@@ -13,10 +13,15 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from lumos.analysis.run import TracedRun
+from lumos.errors import OptionError
 from lumos.graph.graph import Floats, Graph
-from lumos.risk.slow import Slow
+from lumos.graph.simulate import simulate
+from lumos.prediction.prediction import Prediction
 from lumos.setup.setup import Setup
+from lumos.setup.slow import Slow
 from lumos.step.step import Step
+from lumos.trace.names import Kind
 
 _PASSES = ("forward", "backward", "weights")
 _COLLECTIVES = ("gather", "reduce", "reduce rest", "publish")
@@ -64,7 +69,8 @@ class Lanes:
         """What GPU (0) or host (1) take for each pass of a stage."""
         mine = (self.place == stage) & (self.parts[:, part] > 0)
         work = (self.parts[:, part] * self.graph.duration)[mine]
-        return np.bincount(np.maximum(np.cumsum(self.fresh[mine]) - 1, 0), work) if len(work) else np.ones(1)
+        passes = np.maximum(np.cumsum(self.fresh[mine]) - 1, 0)
+        return np.bincount(passes, work).astype(np.float64) if len(work) else np.ones(1)
 
     def where(self, rank: int) -> tuple[int, int, int]:
         """(lane, stage, place in the lane's stage) of a rank of the job."""
@@ -116,7 +122,7 @@ class Lanes:
 
 
 def lanes_of(step: Step, fixed_ms: float = 0.0, most: int = MOST_NODES) -> Lanes:
-    """Of a described or changed step. Replicas that gather weights for every pass are one lane if there are too many."""
+    """Of a described or changed step. Replicas that gather weights for every pass become one lane if they are many."""
     structure, setup = step.structure, step.setup
     roles, node_role = structure.roles, structure.node_role
     merged, near = _merged(step), _near(step)
@@ -132,7 +138,8 @@ def lanes_of(step: Step, fixed_ms: float = 0.0, most: int = MOST_NODES) -> Lanes
         graph=step.graph, place=np.array([role.stage for role in roles], np.int32)[node_role], parts=parts,
         fresh=_fresh(step), meets=meets,
         link=structure.lag_class == _LINK, micro=micro, lanes=lanes, merged=merged,
-        inside=setup.parallel.tp * setup.parallel.cp, near=near, gathered=gathered, simulated=min(lanes, max(_FEWEST, most // len(step.graph))), fixed_ms=fixed_ms,
+        inside=setup.parallel.tp * setup.parallel.cp, near=near, gathered=gathered,
+        simulated=min(lanes, max(_FEWEST, most // len(step.graph))), fixed_ms=fixed_ms,
         order=setup.parallel.order, leaves=_leaving(step),
     )  # fmt: skip
 
@@ -192,6 +199,28 @@ def _leaving(step: Step) -> tuple[bool, bool, bool]:
     near = (layout.tp, layout.cp, layout.ep)
     return any(group.size > group.inside for group in near), layout.pp.size > layout.pp.inside, \
         layout.dp.size > layout.dp.inside  # fmt: skip
+
+
+def lanes_of_rank(found: Prediction) -> Lanes:
+    """Of a run of which one rank was recorded: all ranks are like it, and meet in its collectives."""
+    run = found.run
+    if found.setup is None or not isinstance(run, TracedRun) or not found.is_dry:
+        raise OptionError("--risk needs a described run, a dry run, or a trace with what is to change (--set)")
+    graph = run.graph if run.duration is None else run.graph.with_times(run.duration, run.graph.gap)
+    kind, size = graph.kind, len(graph)
+    host, collective = kind == Kind.CPU, kind == Kind.COMM
+    parts = np.zeros((size, 3))
+    parts[:, 0], parts[:, 1] = ~host & ~collective, host
+    times = simulate(graph)
+    segment = np.searchsorted(np.sort(times.start[collective]), times.start, side="right")
+    before = np.concatenate([[-1], segment[:-1]])
+    return Lanes(
+        graph=graph, place=np.zeros(size, np.int32), parts=parts,
+        fresh=np.asarray((segment != before) | graph.is_first),
+        meets=collective.astype(np.uint8), link=np.zeros(len(graph.edges), bool), micro=np.full(size, -1, np.int32),
+        lanes=1, merged=found.setup.cluster.gpus, inside=1, gathered=found.setup.cluster.gpus,
+        fixed_ms=found.step_ms - times.span / 1e6,
+    )  # fmt: skip
 
 
 def rank_words(setup: Setup, rank: int) -> str:

@@ -1,305 +1,223 @@
-"""Monte Carlo over a step: thousands of steps whose times are drawn, and what they say of the risk.
-
-What is drawn for every rank and step is drawn for all of them. Where ranks meet in every pass, the slowest of each pass
-is drawn from its own distribution (order statistics), not rank by rank.
-"""
+"""Monte Carlo over a step: its distribution, what makes it wide, and what slow parts of a cluster cost."""
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lumos.errors import OptionError
 from lumos.graph.graph import Floats
-from lumos.graph.simulate import simulate
-from lumos.risk.lanes import Lanes
-from lumos.risk.slow import Slow
-from lumos.risk.variability import PROBABILITIES, SCORES, Spread, Variability
+from lumos.prediction.described_run import DescribedRun
+from lumos.prediction.prediction import Prediction, predicted_step
+from lumos.risk.drawn_steps import DRAWS, drawn_ms
+from lumos.risk.lanes import Lanes, lanes_of, lanes_of_rank, rank_words
+from lumos.risk.variability import CAUSES, Variability, usual_variability
+from lumos.setup.slow import Slow, read_slow
+from lumos.step.step import Step
 
-DRAWS = 10_000
-_CHUNK = 200  # scenarios whose scalars are drawn together
-_WIDTH = 32  # columns that are simulated together, at least
-_ENTRIES = 4096  # of a table of factors to draw from: 12 bits
-_SHARES = 1024
-_RATIO = 1.3  # between the numbers of ranks that have tables
-_POINTS = 32
-_GPU, _STEP, _JOB, _SHARE, _PAUSES, _MICRO, _SEEDS, _HOST, _SHARED, _MEANS = range(10)  # kinds of draws, each of its own random numbers
-
-
-def drawn_ms(
-    lanes: Lanes, variability: Variability, slow: tuple[Slow, ...] = (), draws: int = DRAWS, seed: int = 0, same: int = 1
-) -> Floats:
-    """The lengths of so many steps. GPUs stay the same for `same` of them in a row."""
-    engine = _Engine(lanes, variability, slow, seed, same)
-    sizes = [min(_CHUNK, draws - first) for first in range(0, draws, _CHUNK)]
-    workers = min(len(sizes), os.cpu_count() or 1)
-    if workers < 2:
-        return np.concatenate([engine.chunk(*one) for one in enumerate(sizes)])
-    with ThreadPoolExecutor(workers) as pool:
-        return np.concatenate(list(pool.map(engine.chunk, range(len(sizes)), sizes)))
+_FEW_DRAWS = 1000  # for each cause: the same draws as the first of all
+_MOST_WORK = 4e9  # nodes that are simulated: beyond it, fewer steps are drawn
+_FEWEST_DRAWS = 500
+_FLEETS, _STEPS = 400, 4  # drawn runs at most, and steps of each, that say how runs differ
+_WORDS = {
+    "gpu": "GPUs differ",
+    "step": "steps of one GPU differ",
+    "kernel": "passes of one step differ",
+    "microbatch": "micro-batches differ in work",
+    "collective": "collectives differ",
+    "host": "hosts differ from pass to pass",
+    "job": "whole steps differ",
+    "pauses": "ranks pause now and then",
+}
 
 
-class _Tables:
-    """Factors of single passes, collectives and hosts as tables that a random number points into."""
+class DrawnSteps(Protocol):
+    """Something whose steps can be drawn."""
 
-    def __init__(self, lanes: Lanes, variability: Variability) -> None:
-        u = (np.arange(_ENTRIES) + 0.5) / _ENTRIES
-        self.folded = lanes.merged > 1 and not variability.microbatch.is_none
-        self.count = lanes.merged if self.folded else lanes.ranks
-        logs = _of_replicas(variability, lanes.inside) if self.folded else variability.kernel.logs
-        counts = _counts(self.count)
-        passes = [np.exp(np.interp(u ** (1 / n), PROBABILITIES, logs)) for n in counts]
-        collective = variability.collective.slowest_of(lanes.inside, u)
-        host = variability.host.slowest_of(lanes.ranks // lanes.gathered, u)
-        self.host = _Mean.of(host, lanes.weights(1, 0)) if lanes.gathered > 1 else None
-        same = np.ones(_ENTRIES)
-        self.rows = np.array([*passes, same, collective, host if self.host is None else same])
-        self.most = len(counts) - 1
-        self.mean = self.rows.mean(axis=1)
-        self.cv = self.rows.std(axis=1) / self.mean
-        self.low, self.high = float(logs[0]), float(logs[-1])
-        at = np.linspace(self.low, self.high, _SHARES)
-        self.log_share = np.log(np.maximum(np.interp(at, logs, PROBABILITIES), 1e-300))
-        bottom, top = np.interp([-4.0, 5.0], SCORES, logs)
-        self.points = np.linspace(bottom, top, _POINTS)
-        self.inner = float(np.mean(variability.collective.at(u)))
-
-    def paces(self, logs: Floats) -> tuple[Floats, NDArray[np.int32]]:
-        """Of groups of ranks with these factors, (groups, ranks): factor and row."""
-        from lumos.risk.drawn_loops import slowest_paces
-
-        found: tuple[Floats, NDArray[np.int32]] = slowest_paces(
-            logs, self.most, self.log_share, self.low, self.high, self.points, self.mean, self.cv
-        )
-        return found
+    def drawn_ms(self, variability: Variability, draws: int, seed: int, without: str = "") -> Floats:
+        """Lengths of so many steps, with the same random numbers `without` one of the causes."""
+        ...
 
 
 @dataclass(frozen=True)
-class _Mean:
-    """A weighted mean of independent factors, about lognormal: exactly so for one, and for many."""
+class LaneSteps:
+    """Steps of a described run."""
 
-    mean: float
-    sigma: float
+    lanes: Lanes
+    slow: tuple[Slow, ...] = ()
 
-    @classmethod
-    def of(cls, factors: Floats, weights: Floats) -> _Mean:
-        """Of factors as a table has them."""
-        mean, total = float(factors.mean()), float(weights.sum())
-        share = float((weights**2).sum()) / total**2 if total else 1.0
-        sigma = float(np.sqrt(np.log1p(share * (factors.std() / mean) ** 2)))
-        return cls(mean, sigma)
-
-    def at(self, scores: Floats) -> Floats:
-        """Drawn from normal numbers."""
-        return np.asarray(self.mean * np.exp(self.sigma * scores - self.sigma**2 / 2))
-
-    def slowest_of(self, count: int, u: Floats) -> Floats:
-        return self.at(np.interp(u ** (1 / count), PROBABILITIES, SCORES))
+    def drawn_ms(self, variability: Variability, draws: int, seed: int, without: str = "", same: int = 1) -> Floats:
+        drawn = variability.without(without) if without else variability
+        return drawn_ms(self.lanes, drawn, self.slow, draws, seed, same)
 
 
-def _counts(most: int) -> list[float]:
-    """Numbers of ranks that have tables: 1, and so on to the most."""
-    found = [1.0]
-    while found[-1] * _RATIO < most:
-        found.append(found[-1] * _RATIO)
-    return [*found, float(most)] if most > 1 else found
+class Cause(NamedTuple):
+    """One variance, and the step without it."""
+
+    name: str
+    words: str
+    mean_ms: float  # of the step without it
+    p90_ms: float
+    share: float  # of what the 90th percentile is above the typical step, that goes away with it
 
 
-def _of_replicas(variability: Variability, inside: int) -> Floats:
-    """Of a replica: the slowest of its ranks in a pass, times the work of the micro-batch; logarithms of quantiles."""
-    u = (np.arange(_SHARES) + 0.5) / _SHARES
-    kernel = np.log(variability.kernel.slowest_of(inside, u))
-    work = np.log(variability.microbatch.at(u))
-    return np.quantile((kernel[:, None] + work[None, :]).ravel(), PROBABILITIES)
+@dataclass(frozen=True)
+class StepRisk:
+    """Thousands of drawn steps.
 
+    >>> step_risk(predict(setup)).percentile(90)          # doctest: +SKIP
+    """
 
-class _Engine:
-    """Draws and simulates steps, chunk by chunk; a chunk has its own random numbers, whoever works on it."""
+    steps: DrawnSteps = field(repr=False)
+    typical_ms: float  # the predicted step
+    variability: Variability
+    draws: int = DRAWS
+    seed: int = 0
+    slow: tuple[dict[str, Any], ...] = ()  # what each slow part costs, as in the JSON
+    ranks: int = 1
 
-    def __init__(self, lanes: Lanes, variability: Variability, slow: tuple[Slow, ...], seed: int, same: int) -> None:
-        self.lanes, self.variability, self.slow, self.seed, self.same = lanes, variability, slow, seed, same
-        self.tables = _Tables(lanes, variability)
-        self.graph = lanes.slow_graph(slow)
-        self.rank_logs = lanes.rank_logs(slow, spread=False)
-        self.apart = lanes.apart(slow)
-        self.share = next((one for one in slow if one.share), None)
-        order = self.graph.order  # worked out here, before threads share it
-        edges = self.graph.edges
-        self.fixed = (
-            order, self.graph.is_first, self.graph.duration, self.graph.gap + self.graph.frozen, self.graph.incoming,
-            edges.source, edges.lag + edges.frozen, edges.from_start, lanes.place, lanes.parts, lanes.fresh,
-            lanes.meets, lanes.link,
-        )  # fmt: skip
-        works = lanes.parts[:, 0] > 0
-        self.microbatches = int(lanes.micro.max(initial=-1)) + 1
-        weights = [lanes.weights(0, stage) for stage in range(lanes.stages)]
-        self.busy = np.array([one.sum() for one in weights])
-        self.shares = np.array([(one**2).sum() / max(one.sum(), 1e-9) ** 2 for one in weights])
-        self.idle = max(0.0, simulate(self.graph).span - self.busy.max())
-        u = (np.arange(_ENTRIES) + 0.5) / _ENTRIES
-        self.loads = _Mean.of(variability.microbatch.at(u), np.ones(max(1, self.microbatches)))
-        self.passes = [np.flatnonzero(works & (lanes.place == stage)) for stage in range(lanes.stages)]
+    @cached_property
+    def step_ms(self) -> Floats:
+        """Of every drawn step."""
+        return self.steps.drawn_ms(self.variability, self.draws, self.seed)
 
-    def chunk(self, number: int, size: int) -> Floats:
-        """Lengths of the steps of one chunk, in milliseconds."""
-        drawn = self._scalars(number, size)
-        if self.lanes.simulated < self.lanes.lanes:
-            drawn = self._likely_last(number, drawn)
-        drawn.work = self._work(number, drawn)
-        block = max(1, _WIDTH // self.lanes.simulated)
-        blocks = (slice(first, first + block) for first in range(0, size, block))
-        lengths = np.concatenate([self._simulated(drawn, at) for at in blocks])
-        job = self.variability.job.at(self._random(number, _JOB).random(size))
-        return np.asarray((lengths / 1e6 + self.lanes.fixed_ms) * job)
+    @property
+    def mean_ms(self) -> float:
+        return float(self.step_ms.mean())
 
-    def _scalars(self, number: int, size: int) -> _Drawn:
-        """What is drawn once a step for every lane and stage."""
-        pace, row = self._paces(number, size)
-        pause, paused = self._pauses(number, size)
-        lanes = self.lanes.lanes
-        states = self._random(number, _SEEDS).integers(0, 1 << 63, (size, lanes, 2), np.uint64)
-        shared = self._random(number, _SHARED).integers(0, 1 << 63, size, np.uint64)
-        apart = np.broadcast_to(self.apart, (size, *self.apart.shape))
-        return _Drawn(pace, row, pause, paused, self._hosted(number, size), apart, states, shared)
+    @property
+    def p90_ms(self) -> float:
+        return self.percentile(90)
 
-    def _likely_last(self, number: int, drawn: _Drawn) -> _Drawn:
-        """The lanes alone that are likely to be the last, by all that is known before their passes are drawn.
+    def percentile(self, percent: float) -> float:
+        """So many percent of the steps are not longer, in milliseconds."""
+        return float(np.quantile(self.step_ms, percent / 100))
 
-        What the passes of a lane differ by on average is drawn first, for all lanes; single passes of those that are
-        kept are drawn later, and moved to this average.
+    @cached_property
+    def causes(self) -> list[Cause]:
+        """What each variance costs, the most expensive first: the same draws without it."""
+        few = min(self.draws, _FEW_DRAWS)
+        together = self.step_ms[:few]
+        base, excess = float(np.quantile(together, 0.9)), self.percentile(90) - self.typical_ms
+        found = []
+        for name in self._present:
+            alone = self.steps.drawn_ms(self.variability, few, self.seed, name)
+            saved, less = base - float(np.quantile(alone, 0.9)), float(together.mean() - alone.mean())
+            share = saved / excess if excess > 0 else 0.0
+            found.append(Cause(name, self._words(name), self.mean_ms - less, self.percentile(90) - saved, share))
+        return sorted(found, key=lambda one: one.p90_ms)
+
+    @property
+    def _present(self) -> list[str]:
+        names = [name for name in CAUSES if not self.variability.spread(name).is_none]
+        return names if self.variability.pauses.is_none else [*names, "pauses"]
+
+    def _words(self, name: str) -> str:
+        slowest = f" (the slowest of {self.ranks:,} decides)" if name == "gpu" and self.ranks > 1 else ""
+        return _WORDS[name] + slowest
+
+    def run_factors(self, runs: int) -> Floats:
+        """Of so many drawn runs: the mean step of a run over the predicted one.
+
+        GPUs stay the same in a run; what changes from step to step is averaged. A few steps are drawn for each of some
+        hundred sets of GPUs; the part of their difference that is due to single steps is taken out again.
         """
-        random = self._random(number, _MEANS)
-        sigma = np.sqrt(np.log1p(self.shares * self.tables.cv[drawn.row] ** 2))
-        drawn.mean = np.exp(sigma * random.standard_normal(sigma.shape) - sigma**2 / 2)
-        slow = self.busy * drawn.pace * self.tables.mean[drawn.row] * drawn.mean
-        score = slow.max(axis=-1) + self.idle * (slow / np.maximum(self.busy, 1.0)).mean(axis=-1)
-        if self.variability.microbatch.is_none or self.tables.folded:
-            drawn.load = np.ones(score.shape)
-        else:
-            drawn.load = self.loads.at(random.standard_normal(score.shape))
-        score = score * drawn.load * drawn.hosted + drawn.pause.sum(axis=-1)
-        score = np.where((drawn.apart != 1).any(axis=(-3, -1)), np.inf, score)
-        return drawn.kept(np.argpartition(-score, self.lanes.simulated - 1, axis=1)[:, : self.lanes.simulated])
+        if not isinstance(self.steps, LaneSteps):
+            return np.full(runs, self.mean_ms / self.typical_ms)
+        fleets = max(2, min(_FLEETS, self.draws // _STEPS))
+        drawn = self.steps.drawn_ms(self.variability, fleets * _STEPS, self.seed + 1, same=_STEPS)
+        sets = drawn.reshape(fleets, _STEPS)
+        means, within = sets.mean(axis=1), float(sets.var(axis=1, ddof=1).mean()) / _STEPS
+        total = float(means.var(ddof=1))
+        kept = np.sqrt(max(0.0, total - within) / total) if total > 0 else 0.0
+        factors = np.sort((drawn.mean() + kept * (means - drawn.mean())) / self.typical_ms)
+        places = np.random.default_rng([self.seed, runs]).random(runs) * (fleets - 1)
+        return np.asarray(np.interp(places, np.arange(fleets), factors))
 
-    def _random(self, number: int, kind: int) -> np.random.Generator:
-        return np.random.default_rng([self.seed, number, kind])
-
-    def _paces(self, number: int, size: int) -> tuple[Floats, NDArray[np.int32]]:
-        """(scenarios, lanes, stages): how slow the ranks of each are, and the row of the table for their passes."""
-        lanes, shape = self.lanes, self.rank_logs.shape
-        fleets = -(-size // self.same)
-        logs = np.repeat(self._drawn(number, _GPU, self.variability.gpu, fleets), self.same, axis=0)[:size]
-        logs = logs + self._drawn(number, _STEP, self.variability.step, size) + self.rank_logs
-        if self.share is not None:
-            hit = self._random(number, _SHARE).random((fleets, *shape)) < self.share.share
-            logs = logs + np.repeat(hit, self.same, axis=0)[:size] * np.log(self.share.factor)
-        if self.tables.folded:
-            logs = logs.reshape(*logs.shape[:-1], lanes.merged, lanes.inside).max(axis=-1)
-        flat = np.ascontiguousarray(logs.reshape(-1, logs.shape[-1]))
-        pace, row = self.tables.paces(flat)
-        return pace.reshape(size, *shape[:2]), row.reshape(size, *shape[:2])
-
-    def _drawn(self, number: int, kind: int, spread: Spread, size: int) -> Floats:
-        """Logarithms of the factors of all ranks."""
-        if spread.is_none:
-            return np.zeros((size, 1, 1, 1))
-        scores = self._random(number, kind).standard_normal((size, *self.rank_logs.shape))
-        return spread.logs_at_scores(scores)
-
-    def _pauses(self, number: int, size: int) -> tuple[Floats, NDArray[np.int64]]:
-        """(scenarios, lanes, stages): how long the ranks of each pause in the step, in nanoseconds, and before which node."""
-        shape = (size, *self.rank_logs.shape[:2])
-        pauses, nanoseconds = self.variability.pauses, np.zeros(shape)
-        if pauses.is_none:
-            return nanoseconds, np.full(shape, -1, np.int64)
-        random = self._random(number, _PAUSES)
-        count = random.binomial(self.lanes.ranks, min(1.0, pauses.probability), shape)
-        places = random.random(shape)
-        for index in range(int(count.max(initial=0))):
-            nanoseconds += (count > index) * pauses.spread.at(random.random(shape)) * pauses.ms * 1e6
-        nodes = [nodes[(places[..., stage] * len(nodes)).astype(int)] for stage, nodes in enumerate(self.passes)]
-        return nanoseconds, np.stack(nodes, axis=-1)
-
-    def _work(self, number: int, drawn: _Drawn) -> Floats:
-        """(scenarios, lanes, micro-batches): how much work each micro-batch of a replica is; nothing if all are alike."""
-        size, lanes = drawn.pace.shape[:2]
-        if self.variability.microbatch.is_none:
-            return np.ones((size, lanes, 0))
-        if self.tables.folded:
-            return self._folded(number, drawn)
-        work = self.variability.microbatch.at(self._random(number, _MICRO).random((size, lanes, self.microbatches)))
-        if drawn.load is not None:
-            work = work * (drawn.load / work.mean(axis=-1))[..., None]
-        return work
-
-    def _folded(self, number: int, drawn: _Drawn) -> Floats:
-        """The same where replicas meet in every pass: the slowest decides, by its ranks and by its work together."""
-        size, lanes = drawn.pace.shape[:2]
-        row = drawn.row.max(axis=-1)[..., None]
-        drawn.row = np.full_like(drawn.row, len(self.tables.rows) - 3)  # nothing is left to draw for single passes
-        drawn.mean = None
-        return self.tables.rows[row, self._random(number, _MICRO).integers(0, _ENTRIES, (size, lanes, self.microbatches))]
-
-    def _hosted(self, number: int, size: int) -> Floats:
-        """(scenarios, lanes): how slow the slowest of the hosts is that run ahead of each other in a lane."""
-        if self.tables.host is None:
-            return np.ones((size, self.lanes.lanes))
-        u = self._random(number, _HOST).random((size, self.lanes.lanes))
-        return self.tables.host.slowest_of(self.lanes.gathered, u)
-
-    def _simulated(self, drawn: _Drawn, at: slice) -> Floats:
-        """Lengths of a few scenarios at once, whose lanes are columns."""
-        from lumos.risk.drawn_loops import drawn_spans, pass_sums
-
-        lanes, states = self.lanes, drawn.states[at]
-        pace, row = _columns(drawn.pace[at]), _columns(drawn.row[at])
-        apart = np.stack([_columns(drawn.apart[at, part]) for part in (0, 1)])
-        passes, messages = states[..., 0].ravel(), states[..., 1].ravel()
-        order, duration = self.fixed[0], self.fixed[2]
-        if drawn.mean is not None:
-            sums = pass_sums(order, duration, lanes.place, lanes.parts, lanes.fresh, row, self.tables.rows, passes)
-            pace = pace * self.tables.mean[row] * _columns(drawn.mean[at]) / sums
-        work = drawn.work[at]
-        micro = self.lanes.micro if work.shape[-1] else np.full_like(self.lanes.micro, -1)
-        found: Floats = drawn_spans(
-            *self.fixed, micro, pace, row, apart, _columns(drawn.pause[at]), _columns(drawn.paused[at]), _columns(work),
-            drawn.hosted[at].ravel(), self.tables.rows, self.tables.inner, passes, messages, drawn.shared[at].copy(),
-            self.lanes.simulated, self.lanes.near,
-        )  # fmt: skip
-        return found
+    def as_dict(self) -> dict[str, Any]:
+        """`risk` of the JSON."""
+        step = {"mean": self.mean_ms, **{f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)}}
+        pauses = self.variability.pauses
+        return {
+            "draws": self.draws,
+            "seed": self.seed,
+            "step_ms": {**step, "typical": self.typical_ms},
+            "causes": [one._asdict() for one in self.causes],
+            "variability": self.variability.sigmas,
+            "pauses": None if pauses.is_none else {"probability": pauses.probability, "ms": pauses.ms},
+            "source": self.variability.source,
+            "slow": [dict(one) for one in self.slow],
+        }
 
 
-@dataclass
-class _Drawn:
-    """What was drawn for the steps of a chunk: (scenarios, lanes, stages), or as noted."""
+def step_risk(
+    what: Prediction | Step,
+    variability: Variability | None = None,
+    slow: Sequence[str] = (),
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> StepRisk:
+    """The risk of a step that was predicted without slow parts.
 
-    pace: Floats
-    row: NDArray[np.int32]
-    pause: Floats
-    paused: NDArray[np.int64]
-    hosted: Floats  # (scenarios, lanes)
-    apart: Floats  # (scenarios, 2, lanes, stages)
-    states: NDArray[np.uint64]  # (scenarios, lanes, 2)
-    shared: NDArray[np.uint64]  # (scenarios,)
-    mean: Floats | None = None  # of the passes; None: as they are drawn
-    load: Floats | None = None  # (scenarios, lanes): mean work of the micro-batches; None: as they are drawn
-    work: Floats = field(default_factory=lambda: np.ones((0, 0, 0)))
-
-    def kept(self, lanes: NDArray[np.int64]) -> _Drawn:
-        """Some of the lanes of every scenario."""
-        of_stages = lanes[..., None]
-        names = ("pace", "row", "pause", "paused", "mean", "states")
-        three = {name: np.take_along_axis(getattr(self, name), of_stages, axis=1) for name in names}
-        two = {name: np.take_along_axis(getattr(self, name), lanes, axis=1) for name in ("hosted", "load")}
-        apart = np.take_along_axis(self.apart, lanes[:, None, :, None], axis=2)
-        return replace(self, **three, **two, apart=apart)
+    `variability` is what was learned of the cluster; what the setup states comes first. `slow` is as `--slow` gives it,
+    beside that of the setup.
+    """
+    found = predicted_step(what) if isinstance(what, Step) else what
+    lanes, setup = lanes_of_prediction(found), found.setup
+    parts = _slow_parts(found, slow, lanes)
+    typical = float(drawn_ms(lanes, Variability(), parts, 1)[0]) if parts else found.step_ms
+    most = max(_FEWEST_DRAWS, int(_MOST_WORK / max(1, len(lanes.graph) * lanes.simulated)))
+    stated = {} if setup is None else setup.variability.stated_sigmas
+    differs = (variability or usual_variability()).stated(stated)
+    costs = tuple(_slow_costs(found, lanes, parts))
+    return StepRisk(LaneSteps(lanes, parts), typical, differs, min(draws, most), seed, costs, lanes.gpus)
 
 
-def _columns(values: NDArray[Any]) -> NDArray[Any]:
-    """(scenarios, lanes, stages) as (stages, columns)."""
-    scenarios, lanes, stages = values.shape
-    return np.ascontiguousarray(values.reshape(scenarios * lanes, stages).T)
+def lanes_of_prediction(found: Prediction) -> Lanes:
+    """What is simulated for a prediction."""
+    if isinstance(found.run, DescribedRun):
+        return lanes_of(found.run.step, found.run.fixed_us / 1e3)
+    return lanes_of_rank(found)
+
+
+def slowed(found: Prediction, slow: Sequence[str] = ()) -> tuple[Prediction, list[dict[str, Any]]]:
+    """The prediction with its slow parts, of its setup and of `slow`, and what each costs. All others wait for them."""
+    stated = found.setup.variability.slow if found.setup is not None else ()
+    if not stated and not slow:
+        return found, []
+    if not isinstance(found.run, DescribedRun):
+        raise OptionError("--slow needs a described run: a setup, or a trace with what is to change (--set)")
+    lanes = lanes_of_prediction(found)
+    parts = _slow_parts(found, slow, lanes)
+    before, after = (float(drawn_ms(lanes, Variability(), one, 1)[0]) for one in ((), parts))
+    run = replace(found.run, fixed_us=found.run.fixed_us + (after - before) * 1e3)
+    return replace(found, run=run), _slow_costs(found, lanes, parts)
+
+
+def _slow_parts(found: Prediction, texts: Sequence[str], lanes: Lanes) -> tuple[Slow, ...]:
+    """What is slow, by the setup and by the command line."""
+    stated = found.setup.variability.slow if found.setup is not None else ()
+    return read_slow([*stated, *texts], lanes.gpus)
+
+
+def _slow_costs(found: Prediction, lanes: Lanes, slow: tuple[Slow, ...]) -> list[dict[str, Any]]:
+    """Of every slow part: what it alone adds to the step, and whom it delays."""
+    rows = []
+    for one in slow:
+        fast, delayed = (float(drawn_ms(lanes, Variability(), parts, 1)[0]) for parts in ((), (one,)))
+        rows.append({
+            "slow": one.text, "words": one.words, "delay_ms": delayed - fast, "step_ms": delayed,
+            "delays": _delays(found, one),
+        })  # fmt: skip
+    return rows
+
+
+def _delays(found: Prediction, one: Slow) -> str:
+    rank = one.rank if one.rank is not None else one.link
+    if rank is None or found.setup is None or found.is_dry:
+        return "all ranks"
+    return rank_words(found.setup, rank)

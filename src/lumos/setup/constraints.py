@@ -21,6 +21,7 @@ from lumos.setup.messages import did_you_mean, divisors_of, mistakes_of, named, 
 from lumos.setup.reliability import Reliability
 from lumos.setup.sections import Cluster, Model, Parallel, Section, Train
 from lumos.setup.setup import KEYS, SECTIONS, Setup
+from lumos.setup.slow import read_slow
 
 _MOST_GPUS = 1 << 20
 _LARGEST_BATCH = 1 << 24
@@ -87,6 +88,7 @@ def rules(setup: Setup) -> Iterator[Rule]:
     yield from _machines(setup)
     yield from _networks(setup)
     yield from _failures(setup.reliability)
+    yield from _slow_parts(setup)
 
 
 def warnings_in(setup: Setup) -> list[str]:
@@ -486,6 +488,15 @@ def _failures(reliability: Reliability) -> Iterator[Rule]:
     names = " and ".join(f"reliability.{key}" for key in keys)
     mistake = f"{names} each say how often the job fails: leave out all but one" if len(keys) > 1 else ""
     yield "reliability.rates reliability.mtbf_gpu_hours reliability.mtbf_job_hours", mistake
+
+
+def _slow_parts(setup: Setup) -> Iterator[Rule]:
+    mistake = ""
+    try:
+        read_slow(setup.variability.slow, setup.cluster.gpus, "variability.slow =")
+    except OptionError as error:
+        mistake = str(error)
+    yield "variability.slow cluster.gpus", mistake
 
 
 def _machines(setup: Setup) -> Iterator[Rule]:

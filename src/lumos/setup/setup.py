@@ -11,9 +11,12 @@ from lumos.errors import OptionError
 from lumos.setup.messages import did_you_mean, mistakes_of
 from lumos.setup.reliability import Reliability
 from lumos.setup.sections import Cluster, Model, Parallel, Section, Train, as_count
+from lumos.setup.variability import StatedVariability
 
 STEP_SECTIONS: Mapping[str, type[Section]] = {"model": Model, "train": Train, "parallel": Parallel, "cluster": Cluster}
-SECTIONS: Mapping[str, type[Section]] = {**STEP_SECTIONS, "reliability": Reliability}
+SECTIONS: Mapping[str, type[Section]] = {
+    **STEP_SECTIONS, "reliability": Reliability, "variability": StatedVariability,
+}  # fmt: skip
 """All sections. Those beyond STEP_SECTIONS change nothing in a step, and are in no answer unless they are stated."""
 KEYS = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)
 
@@ -36,6 +39,7 @@ class Setup(BaseModel):
     parallel: Parallel = Parallel()
     cluster: Cluster = Cluster()
     reliability: Reliability = Reliability()
+    variability: StatedVariability = StatedVariability()
 
     @model_validator(mode="before")
     @classmethod

@@ -49,56 +49,56 @@ class Slow:
         return f"{what.get(self.group, 'all communication')}{through}: {self.factor:g} times as long"
 
 
-def read_slow(texts: Sequence[str], gpus: int) -> tuple[Slow, ...]:
-    """What these texts name, in a job of so many GPUs."""
-    found = tuple(_read_one(text, gpus) for text in texts)
+def read_slow(texts: Sequence[str], gpus: int, option: str = "--slow") -> tuple[Slow, ...]:
+    """What these texts name, in a job of so many GPUs; `option` is where they are given."""
+    found = tuple(_read_one(text, gpus, f"{option} {text[:100]}") for text in texts)
     for what in ("rank", "link"):
         named = [getattr(one, what) for one in found if getattr(one, what) is not None and not one.group]
         twice = next((one for one in named if named.count(one) > 1), None)
         if twice is not None:
-            raise OptionError(f"--slow {what}={twice} is given twice: state one factor for it")
+            raise OptionError(f"{option} {what}={twice} is given twice: state one factor for it")
     if sum(bool(one.share) for one in found) > 1:
-        raise OptionError("--slow share=… is given twice: state one share of slow GPUs")
+        raise OptionError(f"{option} share=… is given twice: state one share of slow GPUs")
     return found
 
 
-def _read_one(text: str, gpus: int) -> Slow:
+def _read_one(text: str, gpus: int, where: str) -> Slow:
     parts = [part.partition("=") for part in text.split(",")]
     values: dict[str, str] = {}
     for name, equals, value in ((n.strip(), e, v.strip()) for n, e, v in parts):
         if not equals or name not in _KEYS:
-            raise OptionError(f"--slow {text[:100]}: {did_you_mean(name[:50], _KEYS)}; write {_FORMS}")
+            raise OptionError(f"{where}: {did_you_mean(name[:50], _KEYS)}; write {_FORMS}")
         if name in values:
-            raise OptionError(f"--slow {text[:100]}: {name} is given twice")
+            raise OptionError(f"{where}: {name} is given twice")
         values[name] = value
     kinds = [name for name in ("rank", "link", "share") if name in values]
     alone = kinds == ["link"] or not kinds
     if "factor" not in values or len(kinds) > 1 or (not kinds and "group" not in values):
-        raise OptionError(f"--slow {text[:100]}: names one slow thing and its factor: write {_FORMS}")
+        raise OptionError(f"{where}: names one slow thing and its factor: write {_FORMS}")
     if "group" in values and (not alone or values["group"] not in _GROUPS):
-        raise OptionError(f"--slow {text[:100]}: group is dp, tp or pp, alone or with a link")
-    found: dict[str, Any] = {"factor": _number(text, "factor", values["factor"], _MOST)}
+        raise OptionError(f"{where}: group is dp, tp or pp, alone or with a link")
+    found: dict[str, Any] = {"factor": _number(where, "factor", values["factor"], _MOST)}
     for name in ("rank", "link"):
         if name in values:
-            found[name] = _rank(text, name, values[name], gpus)
+            found[name] = _rank(where, name, values[name], gpus)
     if "share" in values:
-        found["share"] = _number(text, "share", values["share"], 1.0)
+        found["share"] = _number(where, "share", values["share"], 1.0)
     return Slow(**found, group=values.get("group", ""))
 
 
-def _number(text: str, name: str, value: str, most: float) -> float:
+def _number(where: str, name: str, value: str, most: float) -> float:
     try:
         number = float(value)
     except ValueError:
-        raise OptionError(f"--slow {text[:100]}: {name} is not a number: {value[:50]}") from None
+        raise OptionError(f"{where}: {name} is not a number: {value[:50]}") from None
     if not 0 < number <= most:
-        raise OptionError(f"--slow {text[:100]}: {name} must be above 0 and at most {most:g}")
+        raise OptionError(f"{where}: {name} must be above 0 and at most {most:g}")
     return number
 
 
-def _rank(text: str, name: str, value: str, gpus: int) -> int:
+def _rank(where: str, name: str, value: str, gpus: int) -> int:
     if not value.isdecimal() or len(value) > 9:
-        raise OptionError(f"--slow {text[:100]}: {name} is the number of a rank, from 0 to {gpus - 1}")
+        raise OptionError(f"{where}: {name} is the number of a rank, from 0 to {gpus - 1}")
     if int(value) >= gpus:
-        raise OptionError(f"--slow {text[:100]}: the job has ranks 0 to {gpus - 1}")
+        raise OptionError(f"{where}: the job has ranks 0 to {gpus - 1}")
     return int(value)
