@@ -39,6 +39,7 @@ from lumos.prediction.bill import Tariff, read_prices, read_tariff
 from lumos.prediction.gpu_comparison import machine_of, tariffs_on
 from lumos.prediction.prediction import Prediction, predict
 from lumos.report.predictions import flat_row
+from lumos.report.runs import run_row
 from lumos.report.terminal.show import show_launch, show_prediction, show_run
 from lumos.risk.whole_run import WholeRun
 
@@ -146,7 +147,7 @@ def _deliver(
         found.as_dict() | ({"launch": launch.as_dict()} if launch else {}) | ({"run": run.as_dict()} if run else {})
     )
     writers = {
-        ".csv": lambda to: write_csv(to, [flat_row(answer)]),
+        ".csv": lambda to: write_csv(to, [flat_row(answer) | run_row(answer.get("run"))]),
         ".html": lambda to: _write_page(to, found, launch, run),
         ".trace.json": lambda to: write_timeline(to, found.run),
         ".trace.json.gz": lambda to: write_timeline(to, found.run),

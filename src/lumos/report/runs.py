@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from lumos.report.table import Card, Column, Row, Table
 from lumos.report.wording import money_text, ms_text, number_text, si_text
 from lumos.risk.whole_run import DAY_S, HOUR_S, MINUTE_S, WholeRun, quantiles
@@ -130,8 +133,33 @@ def run_tables(run: WholeRun) -> list[Table]:
 
 
 def run_notes(run: WholeRun) -> list[str]:
-    """Where the rates are from, and what to know about the answer."""
-    return [f"failures: {run.failures.source}", *run.notes] if run.failures.causes else list(run.notes)
+    """Where the rates are from, and what is assumed."""
+    if not run.failures.causes:
+        return []
+    stated, model = run.reliability, run.model
+    assumed = [
+        (
+            stated.storage_gb_s is None and stated.checkpoint_seconds is None,
+            f"checkpoints in {ms_text(1e3 * model.write_s)}",
+        ),
+        (stated.spare_nodes is None and model.node_rate, "a replacement at once for every node that fails"),
+        (stated.detection_minutes is None, f"{ms_text(1e3 * model.detection_s)} until a failure is noticed"),
+        (stated.restart_minutes is None, f"restarts in {ms_text(1e3 * model.restart_s)}"),
+    ]
+    words = ", ".join(text for applies, text in assumed if applies)
+    source = run.failures.source.partition(". ")[0]
+    return [f"failures: {source}", *([f"assumed: {words}; state others in [reliability]"] if words else [])]
+
+
+def run_row(answer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`run` of the answer as columns of a CSV file."""
+    row: dict[str, Any] = {}
+    for key, value in (answer or {}).items():
+        if isinstance(value, Mapping):
+            row |= {f"run_{key}_{name}": one for name, one in value.items() if isinstance(one, bool | int | float)}
+        elif isinstance(value, int | float):
+            row[f"run_{key}"] = value
+    return row
 
 
 def _days(days: float) -> str:

@@ -1,10 +1,10 @@
 """FaultModel: how a job fails and goes on; the time that its run is expected to take, and the best checkpoint interval.
 
 Failures are a Poisson process: those of thousands of parts that fail independently add up to one, whatever each part
-does alone. They strike while the processes of the job run, also while it restarts. An attempt runs from a restart to the
-next failure, and keeps the work up to the last checkpoint that was complete. With the rate L of failures, the training T
-between checkpoints, the pause S for one, the time D until it is complete (0 where the pause waits for that), detection
-F and the restart R:
+does alone. They strike while the processes of the job run, also while it restarts. An attempt runs from a restart to
+the next failure, and keeps the work up to the last checkpoint that was complete. With the rate L of failures, the
+training T between checkpoints, the pause S for one, the time D until it is complete (0 where the pause waits for that),
+detection F and the restart R:
 
     work kept by an attempt   T exp(-L D) / (exp(L (T + S)) - 1)
     time of an attempt        1 / L + F exp(L R) + (exp(L R) - 1) / L
@@ -26,6 +26,7 @@ Floats = NDArray[np.float64]
 
 ALWAYS = -1  # of spares: there is always one more
 _HIGHEST = 700.0  # exponents beyond it overflow: what they stand for never happens
+_LEAST = 1e-250  # what is less would overflow when divided by
 _TRIED = 600  # intervals
 
 
@@ -50,6 +51,11 @@ class FaultModel:
         return self.node_rate + self.other_rate
 
     @property
+    def write_s(self) -> float:
+        """To write a checkpoint: training waits for all of it, or for a copy alone."""
+        return self.lag_s or self.pause_s
+
+    @property
     def young_s(self) -> float:
         """Young's interval, where the simulation starts from."""
         return sqrt(2 * self.pause_s / self.failure_rate) if self.failure_rate else float("inf")
@@ -60,14 +66,14 @@ class FaultModel:
         every, period = failing + planned, training_s + self.pause_s
         if every == 0:
             return period
-        kept_after_failure = training_s * _exp(-every * self.lag_s) / np.maximum(_expm1(every * period), 1e-300)
-        kept_after_stop = _expm1(-every * training_s) / (every * np.minimum(_expm1(-every * period), -1e-300))
+        kept_after_failure = training_s * _exp(-every * self.lag_s) / np.maximum(_expm1(every * period), _LEAST)
+        kept_after_stop = _expm1(-every * training_s) / (every * np.minimum(_expm1(-every * period), -_LEAST))
         share = planned / every
         kept = (1 - share) * kept_after_failure + share * kept_after_stop
         tries = float(_expm1(np.float64(failing * self.restart_s)))  # restarts that fail, for one that does not
         restart = tries / failing if failing else self.restart_s
         down = restart + self.detection_s * (tries + 1 - share) + share * (self.pause_s + self.lag_s)
-        return training_s * (1 / every + down) / np.maximum(kept, 1e-300)
+        return training_s * (1 / every + down) / np.maximum(kept, _LEAST)
 
     def expected_s(self, work_s: float, interval_s: float) -> float:
         """The expected length of a run of so much work with a checkpoint after every interval, and at the end."""

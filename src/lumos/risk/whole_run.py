@@ -269,7 +269,7 @@ class WholeRun:
         model, work = self.model, self.job.work_s
         return {
             "gb": self.reliability.checkpoint_gb or self.job.checkpoint_gb,
-            "write_seconds": model.lag_s or model.pause_s,
+            "write_seconds": model.write_s,
             "pause_seconds": model.pause_s,
             "asynchronous": self.reliability.async_checkpoints,
             "interval_minutes": self.interval_s / MINUTE_S,
@@ -314,11 +314,13 @@ def _refuse_endless(run: WholeRun) -> None:
         return
     between = run.failures.mtbf_hours * 60
     model, stated = run.model, run.reliability.checkpoint_minutes
-    interval = f"checkpoints are {stated:g} minutes apart" if stated else f"one takes {model.pause_s / 60:.3g} minutes"
+    interval = (
+        f"checkpoints are {stated:g} minutes apart" if stated else f"a checkpoint {model.pause_s / 60:.3g} minutes"
+    )
     raise OptionError(
         f"the run would not end: the job fails every {between:.3g} minutes, a restart takes "
-        f"{model.restart_s / 60:.3g} and {interval}. Hours between failures are those of one GPU "
-        "(reliability.mtbf_gpu_hours) or of the job (reliability.mtbf_job_hours)"
+        f"{model.restart_s / 60:.3g} minutes, {interval}; reliability.mtbf_gpu_hours are hours of one GPU, "
+        "reliability.mtbf_job_hours those of the whole job"
     )
 
 
@@ -333,10 +335,9 @@ def _alternatives(reliability: Reliability, model: FaultModel, failures: Failure
     """What could be changed, in words and as keys of `[reliability]`."""
     if not model.failure_rate and not model.planned_rate:
         return []
-    write = model.lag_s or model.pause_s
     restart = failures.restart_s / MINUTE_S
     rows: list[tuple[str, dict[str, Any]]] = [
-        ("checkpoints and their reading twice as fast", {"checkpoint_seconds": write / 2}),
+        ("checkpoints twice as fast", {"checkpoint_seconds": model.write_s / 2}),
         ("half the restart", {"restart_minutes": restart / 2}),
         ("half the detection", {"detection_minutes": failures.detection_s / MINUTE_S / 2}),
         ("failures half as often", _half_as_often(reliability)),
@@ -348,13 +349,13 @@ def _alternatives(reliability: Reliability, model: FaultModel, failures: Failure
     if not model.node_rate:
         return [row for row in rows if row[1]]
     if reliability.spare_nodes is None:
-        rows.append(("no spare nodes: the job waits for repairs", {"spare_nodes": 0}))
+        rows.append(("no spare nodes: wait for repairs", {"spare_nodes": 0}))
         rows.append(("no spare nodes, but elastic", {"spare_nodes": 0, "elastic": True}))
-        rows.append(("only ten spare nodes", {"spare_nodes": 10}))
+        rows.append(("ten spare nodes, paid for", {"spare_nodes": 10}))
     else:
         rows.append(("ten more spare nodes", {"spare_nodes": reliability.spare_nodes + 10}))
         if not reliability.elastic:
-            rows.append(("elastic: fewer replicas until a node is back", {"elastic": True}))
+            rows.append(("elastic: go on with fewer replicas", {"elastic": True}))
     return [row for row in rows if row[1]]
 
 
