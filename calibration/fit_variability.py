@@ -6,7 +6,7 @@ Only runs that are marked "fit" count (step_times_h200.py marks them before anyt
 steps is read off their traces; two of them came back without traces, and are small models that only a host can slow.
 
     host         steps that the host decides, without pauses: mean quantiles over the runs
-    collective   the same for ranks that share the GPU and talk over loopback sockets: NVLink and InfiniBand are steadier
+    collective   the same for ranks that share the GPU and talk over loopback sockets; NVLink is steadier
     step         kernels of a GPU in one step: sum over the step in the trace, and medians of six blocks of clean steps
     kernel       kernels of the forward pass against those of the backward pass, in traces
     pauses       single steps far above the others

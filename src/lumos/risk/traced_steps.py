@@ -9,7 +9,7 @@ in that file ("traced"). A trace of one step has its spreads alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,11 +21,15 @@ from lumos.graph.simulate import simulate_many
 from lumos.risk.recurring_tasks import HOST, KERNEL, PARTS, TRANSFER, RecurringTasks, recurring_tasks
 from lumos.risk.variability import Pauses, Variability
 
-_TRUST = read_table("variability.json")["traced"]
 _NEIGHBOURS = 5  # steps whose median is the level of the host
 _CELLS = 4_000_000  # nodes times scenarios that are simulated together
 _WORK = 400_000_000  # nodes times scenarios at most
 CAUSES_OF_PART = {HOST: "host", KERNEL: "step", TRANSFER: "collective"}
+
+
+def trusted(part: str) -> float:
+    """n0 of one of `PARTS`: how many recorded steps count as much as the usual figures."""
+    return float(read_table("variability.json")["traced"][part])
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class TracedSteps:
     """A replayed trace whose steps can be drawn."""
 
     replay: Replay
+    scale: Floats | None = None  # on the duration of every node: a what-if
+    alone: bool = False  # whether the spreads that are drawn from count alone, and what the trace showed does not
 
     @cached_property
     def tasks(self) -> RecurringTasks:
@@ -42,13 +48,17 @@ class TracedSteps:
     def weights(self) -> Floats:
         """Of what the recorded steps showed, for each of `PARTS`; nothing for a single step."""
         steps = self.tasks.steps
-        trusted = np.array([_TRUST[name] for name in PARTS], np.float64)
-        return steps / (steps + trusted) if steps > 1 else np.zeros(len(PARTS))
+        trust = np.array([trusted(name) for name in PARTS])
+        return np.zeros(len(PARTS)) if self.alone or steps < 2 else steps / (steps + trust)
+
+    @property
+    def most_draws(self) -> int:
+        """Steps that are drawn within a few seconds."""
+        return max(1, _WORK // max(len(self.tasks.graph), 1)) * self.tasks.steps
 
     def drawn_ms(self, variability: Variability, draws: int, seed: int, without: str = "") -> Floats:
         """Lengths of so many steps; `without` one cause: a name of a spread, or "pauses"."""
-        scenarios = -(-draws // self.tasks.steps)
-        scenarios = max(1, min(scenarios, _WORK // max(len(self.tasks.graph), 1)))
+        scenarios = -(-min(draws, self.most_draws) // self.tasks.steps)
         batch = max(1, _CELLS // max(len(self.tasks.graph), 1))
         random = np.random.default_rng(seed)
         graph = self._graph(without)
@@ -66,7 +76,7 @@ class TracedSteps:
     def _graph(self, without: str) -> Graph:
         """The graph with its differences between steps as far as they count; none of the part that is left out."""
         tasks = self.tasks
-        graph, typical = self._settled_graph, tasks.typical_graph
+        graph, typical = self.settled.graph, tasks.typical_graph
         share = np.sqrt(self.weights)[tasks.part]
         for part, cause in CAUSES_OF_PART.items():
             if cause == without:
@@ -80,11 +90,11 @@ class TracedSteps:
         return moved.with_lags(lag)
 
     @cached_property
-    def _settled_graph(self) -> Graph:
+    def settled(self) -> RecurringTasks:
         """Without the drift of the host while it was recorded: the first steps of a recording are often slow."""
         tasks = self.tasks
         if tasks.steps < 2 * _NEIGHBOURS:
-            return tasks.graph
+            return tasks
         share = tasks.share(HOST)
         reach = _NEIGHBOURS // 2
         level = np.array([
@@ -93,7 +103,7 @@ class TracedSteps:
         ])  # fmt: skip
         level = np.concatenate([level, np.ones((1, tasks.ranks))])  # outside of all steps
         host = np.where(tasks.part == HOST, level[tasks.step, tasks.rank], 1.0)
-        return tasks.graph.with_times(tasks.graph.duration / host, tasks.graph.gap)
+        return replace(tasks, graph=tasks.graph.with_times(tasks.graph.duration / host, tasks.graph.gap))
 
     def _durations(
         self, graph: Graph, variability: Variability, size: int, random: np.random.Generator, without: str
@@ -105,7 +115,8 @@ class TracedSteps:
             u = random.random((size, tasks.steps))
             if cause != without:
                 factors[:, part, :-1] = variability.spread(cause).scaled(np.sqrt(1.0 - self.weights[part])).at(u)
-        duration = graph.duration * factors[:, tasks.part, tasks.step]  # step -1 is the last column
+        usual = graph.duration if self.scale is None else graph.duration * self.scale
+        duration = usual * factors[:, tasks.part, tasks.step]  # step -1 is the last column
         if without != "pauses":
             self._pause(duration, variability.pauses, random)
         return duration

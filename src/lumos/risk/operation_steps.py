@@ -1,0 +1,240 @@
+"""Drawn steps of a job of which there is an operation table: passes are taken apart into what makes them differ, and
+put together again from other draws.
+
+The logarithm of a pass is the sum of its usual time (by type, stage and virtual stage), of its worker's factor, of its
+step's, of both together, of its micro-batch (shared by the stages of a replica: lengths of sequences), and of a rest.
+Workers that were not seen are drawn from the others; those that were keep what was learned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lumos.graph.from_operations import OperationGraph, operation_graph
+from lumos.graph.graph import Bools, Floats, Ints
+from lumos.graph.simulate import simulate_many
+from lumos.risk.variability import NONE, Pauses, Spread, Variability
+from lumos.trace.read.operation_table import COMPUTE, MESSAGES, OperationTable
+
+_FAR = 5.0  # robust standard deviations from which on a worker is an exception, not one of the others
+_LEAST_FAR = 0.03
+_PAUSE_S = 0.001
+_TRANSFER = 0.1  # quantile of the times of a collective that is without waiting
+_BATCH = 4_000_000  # nodes times scenarios that are simulated together
+_STEPS_TO_TRUST = 10.0  # recorded steps that count as much as the drawn ones
+_NS = 1e9
+
+
+@dataclass(frozen=True)
+class PassFactors:
+    """Logarithms of what the passes of a table differ by; not a number where nothing was seen."""
+
+    usual: Floats  # of every row that is a pass, seen or not
+    worker: Floats  # of every worker
+    step: Floats  # of every step
+    worker_step: Floats  # (workers, steps)
+    micro_batch: Floats  # of every micro-batch of every replica and step that was seen
+    rest: Floats  # of every pass that was seen
+
+    @cached_property
+    def is_exception(self) -> Bools:
+        """Workers that are far slower or faster than the others."""
+        middle = np.nanmedian(self.worker)
+        far = np.abs(self.worker - middle)
+        return np.asarray(far > max(_FAR * 1.4826 * np.nanmedian(far), _LEAST_FAR))
+
+
+@dataclass(frozen=True)
+class OperationSteps:
+    """The steps of a table, learned from the rows that are `seen`."""
+
+    table: OperationTable
+    seen: Bools
+
+    @cached_property
+    def passes(self) -> Ints:
+        """Rows of forward and backward passes."""
+        return np.flatnonzero(self.table.of_type(*COMPUTE) & (self.table.duration > 0))
+
+    @cached_property
+    def factors(self) -> PassFactors:
+        table, rows = self.table, self.passes
+        seen = self.seen[rows]
+        left = np.where(seen, np.log(table.duration[rows]), np.nan)
+        kind = _numbered(table.kind[rows], table.stage[rows], table.chunk[rows])
+        worker, step = table.worker[rows], table.step_index[rows]
+        usual = _usual(kind, worker, left)[kind]
+        left = left - usual
+        of_worker = _medians_of(worker, left, len(table.workers))
+        left = left - of_worker[worker]
+        of_step = _medians_of(step, left, len(table.steps))
+        left = left - of_step[step]
+        both = worker * len(table.steps) + step
+        of_both = _medians_of(both, left, len(table.workers) * len(table.steps))
+        left = left - of_both[both]
+        batch = _numbered(step, table.dp_rank[rows], table.micro_batch[rows])
+        of_batch = np.bincount(batch[seen], left[seen], batch.max(initial=0) + 1) / np.maximum(
+            np.bincount(batch[seen], minlength=batch.max(initial=0) + 1), 1
+        )
+        rest = (left - of_batch[batch])[seen]
+        return PassFactors(
+            usual, of_worker, of_step, of_both.reshape(len(table.workers), -1), of_batch[np.unique(batch[seen])], rest
+        )
+
+    @cached_property
+    def variability(self) -> Variability:
+        """What was learned, for other runs; a worker that is an exception is left out."""
+        found, table = self.factors, self.table
+        others = found.worker[~found.is_exception & ~np.isnan(found.worker)]
+        left_out = int((found.is_exception & ~np.isnan(found.worker)).sum())
+        text = f"learned from {table.name}: {len(others)} workers, {int((~np.isnan(found.step)).sum())} steps"
+        if left_out:
+            slow = float(np.exp(np.nanmax(np.abs(found.worker))))
+            text += (
+                f"; {left_out} that {'is' if left_out == 1 else 'are'} up to {slow:.2f} times slower left out (--slow)"
+            )
+        return Variability(
+            gpu=_spread(others), step=_spread(found.worker_step), kernel=_spread(found.rest),
+            microbatch=_spread(found.micro_batch), collective=self._collective, job=_spread(found.step),
+            pauses=self._pauses, source=text,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ other operations
+    @cached_property
+    def _others(self) -> Floats:
+        """Of every row that is no pass: its usual time without waiting, in seconds.
+
+        Who comes last to a message or collective does not wait: its time is the transfer.
+        """
+        table = self.table
+        usual = np.zeros(len(table))
+        messages = table.of_type(*MESSAGES)
+        groups = [messages, *(table.of_type(name) for name in table.types if name not in (*MESSAGES, *COMPUTE))]
+        for rows in groups:
+            times = table.duration[rows & self.seen]
+            usual[rows] = float(np.quantile(times, _TRANSFER)) if len(times) else 0.0
+        return usual
+
+    @property
+    def _collective(self) -> Spread:
+        """Of transfers of the same kind, those that waited aside: the faster half, mirrored."""
+        table, logs = self.table, []
+        for number, name in enumerate(table.types):
+            times = table.duration[(table.kind == number) & self.seen]
+            times = times[times > 0]
+            if ("reduce" in name or "gather" in name) and len(times) > 1:
+                log = np.log(np.sort(times)[: len(times) // 4 + 1])
+                logs.append(log - log.mean())
+        return _spread(np.concatenate(logs)) if logs else NONE
+
+    @property
+    def _pauses(self) -> Pauses:
+        table = self.table
+        gc = table.duration[table.of_type("gc") & self.seen]
+        long = gc[gc > _PAUSE_S]
+        if not len(long):
+            return Pauses()
+        return Pauses(len(long) / len(gc), 1e3 * float(np.median(long)), _spread(np.log(long)))
+
+    # ------------------------------------------------------------------ steps
+    @cached_property
+    def recorded(self) -> Floats:
+        """Lengths of the steps of which workers were seen, by their clocks, in seconds."""
+        table = self.table
+        end = np.zeros(len(table.steps))
+        np.maximum.at(end, table.step_index[self.seen], table.end[self.seen])
+        return end[np.unique(table.step_index[self.seen])]
+
+    @cached_property
+    def _one_step(self) -> tuple[Ints, OperationGraph]:
+        """The rows of one step, and their graph: all steps have the same."""
+        first = self.table.step_index[np.argmax(self.seen)]
+        rows = self.table.step_index == first
+        return np.flatnonzero(rows), operation_graph(self.table.select(rows))
+
+    def drawn(self, draws: int, seed: int, without: str = "") -> Floats:
+        """Lengths of so many steps in seconds, at the level and with the spread of the recorded ones."""
+        random = np.random.default_rng(seed)
+        rows, graph = self._one_step
+        batch = max(1, _BATCH // len(graph.graph))
+        found = []
+        for first in range(0, draws, batch):
+            size = min(batch, draws - first)
+            duration = np.zeros((size, len(graph.graph)))
+            duration[:, graph.work] = _NS * self._durations(rows, size, random, without)
+            found.append(simulate_many(graph.graph, duration).max(axis=1) / _NS)
+        return _settled(np.concatenate(found), self.recorded)
+
+    def _durations(self, rows: Ints, size: int, random: np.random.Generator, without: str) -> Floats:
+        """(scenarios, rows of the step), in seconds."""
+        table, found, learned = (
+            self.table,
+            self.factors,
+            self.variability.without(without) if without else self.variability,
+        )
+        duration = np.repeat(self._others[rows][None], size, axis=0)
+        duration *= learned.collective.at(random.random(duration.shape))
+        place = np.full(len(table), -1)
+        place[self.passes] = np.arange(len(self.passes))
+        chosen = np.flatnonzero(place[rows] >= 0)
+        passes = rows[chosen]
+        known = np.where(np.isnan(found.worker), 0.0, found.worker)
+        log = np.repeat((found.usual[place[passes]] + known[table.worker[passes]])[None], size, axis=0)
+        shape = (size, len(table.workers))
+        strangers = np.isnan(found.worker) * np.log(learned.gpu.at(random.random(shape)))
+        log += strangers[:, table.worker[passes]]
+        log += np.log(learned.step.at(random.random(shape)))[:, table.worker[passes]]
+        log += np.log(learned.job.at(random.random((size, 1))))
+        batch = _numbered(table.dp_rank[passes], table.micro_batch[passes])
+        log += np.log(learned.microbatch.at(random.random((size, batch.max(initial=0) + 1))))[:, batch]
+        log += np.log(learned.kernel.at(random.random(log.shape)))
+        duration[:, chosen] = np.exp(log)
+        return duration
+
+
+def _settled(drawn: Floats, recorded: Floats) -> Floats:
+    """Drawn steps at the level of the recorded ones, and with a spread between both: single operations cannot know
+    what goes together, such as micro-batches that make up for each other."""
+    logs, seen = np.log(drawn), np.log(recorded)
+    middle, wide, narrow = float(np.median(logs)), _sigma(logs), _sigma(seen)
+    target = np.sqrt((_STEPS_TO_TRUST * wide**2 + len(seen) * narrow**2) / (_STEPS_TO_TRUST + len(seen)))
+    return np.asarray(np.exp(np.median(seen) + (logs - middle) * (target / wide if wide > 0 else 1.0)))
+
+
+def _sigma(logs: Floats) -> float:
+    low, high = np.quantile(logs, [0.16, 0.84])
+    return float(high - low) / 2
+
+
+def _spread(logs: Floats) -> Spread:
+    """Of logarithms, as observed; none of fewer than three."""
+    logs = logs[~np.isnan(logs)]
+    return Spread.of(np.exp(logs)) if len(logs) > 2 and float(logs.std()) > 0 else NONE
+
+
+def _numbered(*columns: Ints) -> Ints:
+    """A number for every different row of some columns."""
+    _, number = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    return np.ravel(number)
+
+
+def _usual(kind: Ints, worker: Ints, logs: Floats) -> Floats:
+    """Of every kind: the median of its workers' medians; of two in the middle the faster, as the other may be slow."""
+    workers = int(worker.max(initial=0)) + 1
+    medians = _medians_of(kind * workers + worker, logs, (int(kind.max(initial=0)) + 1) * workers)
+    return np.asarray(np.nanquantile(medians.reshape(-1, workers), 0.5, axis=1, method="lower"))
+
+
+def _medians_of(group: Ints, values: Floats, size: int = 0) -> Floats:
+    """Of every group, over what is a number; not a number where there is none."""
+    answer = np.full(max(size, int(group.max(initial=-1)) + 1), np.nan)
+    known = ~np.isnan(values)
+    group, values = group[known], values[known]
+    order = np.lexsort((values, group))
+    for part in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+        if len(part):
+            answer[group[part[0]]] = np.median(values[part])
+    return answer
