@@ -10,9 +10,10 @@ from lumos.graph.graph import Floats
 from lumos.report.html.charts import Bars, Line, Lines, Series
 from lumos.report.html.page import Figure, Page, Section
 from lumos.report.runs import PART_NAMES, run_cards, run_notes, run_tables
+from lumos.report.wording import ms_text
 from lumos.risk.whole_run import DAY_S, HOUR_S, WholeRun
 
-_BARS = 60  # at most, over the run
+_PERIODS = 60  # of the run that is drawn over time
 _POINTS = 100
 _COLOURS = {  # in the order of run_loops.PARTS
     "productive": "compute", "lost": "unexplained", "detection": "wait", "restart": "comm", "checkpoints": "optimizer",
@@ -36,7 +37,7 @@ def run_section(run: WholeRun) -> Section:
     )
     figures = [Figure("runs that have ended by this day", _ends(run))]
     if run.failures.causes:
-        figures.append(Figure("one drawn run, the one of median length: hours of every period", _periods(run)))
+        figures += _periods(run)
     return Section("The whole run", text, figures, run_tables(run))
 
 
@@ -53,17 +54,22 @@ def _ends(run: WholeRun) -> Lines:
     return Lines("days", "% of runs", lines)
 
 
-def _periods(run: WholeRun) -> Bars:
-    """Hours by part in equal periods of one run: days, or several of them."""
+def _periods(run: WholeRun) -> list[Figure]:
+    """Where the hours of one run went, period by period; then without its training, which hides the rest."""
     attempts = run.typical_attempts()
-    days = max(int(np.ceil(attempts.sum() / DAY_S)), 1)
-    each = -(-days // _BARS)
-    hours = hours_by_period(attempts, each * DAY_S)
-    labels = [f"day {1 + each * i}" + (f"–{each * (i + 1)}" if each > 1 else "") for i in range(len(hours))]
+    total = float(attempts.sum())
+    hours = hours_by_period(attempts, total / _PERIODS)[:_PERIODS]
+    size, unit = (DAY_S, "day") if total > 3 * DAY_S else (HOUR_S, "hour")
+    ends = [f"{total * i / _PERIODS / size:.1f}" for i in range(_PERIODS + 1)]
+    labels = [f"{unit} {ends[i]} to {ends[i + 1]}" for i in range(_PERIODS)]
     series = [
         Series(PART_NAMES[name], _COLOURS[name], hours[:, i]) for i, name in enumerate(_COLOURS) if hours[:, i].any()
     ]
-    return Bars(labels, series, "hours")
+    title = f"one drawn run, of median length, {ms_text(1e3 * total)}"
+    figures = [Figure(title, Bars(labels, series, "hours"))]
+    if len(series) > 1:
+        figures.append(Figure(f"{title}: all but training", Bars(labels, series[1:], "hours")))
+    return figures
 
 
 def hours_by_period(attempts: Floats, period_s: float) -> Floats:
@@ -74,7 +80,7 @@ def hours_by_period(attempts: Floats, period_s: float) -> Floats:
     groups = ((0, 4, 6), (1,), (5,), (2,), (3,))
     lengths = np.column_stack([attempts[:, group].sum(axis=1) for group in groups])
     ends = np.cumsum(lengths.ravel()).reshape(lengths.shape)
-    edges = np.arange(0.0, ends[-1, -1] + period_s, period_s)
+    edges = np.arange(np.ceil(ends[-1, -1] / period_s - 1e-9) + 1) * period_s
     found = np.zeros((len(edges) - 1, attempts.shape[1]))
     for place, group in enumerate(groups):
         times = np.column_stack([ends[:, place] - lengths[:, place], ends[:, place]]).ravel()
