@@ -125,29 +125,40 @@ def _messages(table: OperationTable, passes: _Passes, warnings: list[str]) -> _M
 def _matched_passes(table: OperationTable, passes: _Passes, name: str, kind: int) -> tuple[Ints, Ints, Ints]:
     """Messages of one kind, the pass of each, and the pass before that (-1 for the first).
 
-    The n-th send belongs to the n-th pass. Profilers also record messages that carry nothing: a receive after the last
-    pass has begun, a send before the first has ended. The first receive of the first stage may be missing.
+    The n-th message belongs to the n-th pass, or if there are only as many as passes with a neighbour on that side, to
+    the n-th of these. Profilers also record messages that carry nothing: a receive after the last pass has begun, a
+    send before the first has ended. The first receive of the first stage may be missing.
     """
+    receives = name.endswith("recv")
+    rows, cell, own, first = _carrying(table, passes, name, kind)
+    have, count = np.bincount(cell, minlength=passes.cells), np.diff(first)
+    number = np.arange(len(rows)) - np.searchsorted(cell, cell)
+    ends = 0 if receives == (kind == 0) else table.vpp * table.pp - 1  # the virtual stage without such a neighbour
+    place = table.chunk[own] * table.pp + table.stage[own]
+    needing = np.flatnonzero(place != ends)
+    bounds = np.searchsorted(passes.cell[own[needing]], np.arange(passes.cells + 1))
+    exact = ((have == np.diff(bounds)) & (have != count))[cell]
+    if receives:
+        number += (~exact & (have + 1 == count)[cell]).astype(np.int64)
+    fits = number < count[cell]
+    rows, cell, number, exact = rows[fits], cell[fits], number[fits], exact[fits]
+    at = first[cell] + number
+    at[exact] = needing[bounds[cell[exact]] + number[exact]]
+    before = np.where(at > first[cell], own[np.maximum(at - 1, 0)], -1)
+    return rows, own[at], before
+
+
+def _carrying(table: OperationTable, passes: _Passes, name: str, kind: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Messages of one kind that may carry something and their cells; passes of that kind, and where cells begin."""
     rows = np.flatnonzero(table.of_type(name))
-    first = passes.first[kind]
-    own = passes.rows[kind]
-    count = np.diff(first)
+    own, first = passes.rows[kind], passes.first[kind]
+    rows = rows[np.diff(first)[passes.cell[rows]] > 0]
     cell = passes.cell[rows]
-    rows, cell = rows[count[cell] > 0], cell[count[cell] > 0]
     if name.endswith("recv"):
         real = table.start[rows] <= table.start[own[first[cell + 1] - 1]] + _CLOCK_S
     else:
         real = table.end[rows] >= table.end[own[first[cell]]] - _CLOCK_S
-    rows, cell = rows[real], cell[real]
-    have = np.bincount(cell, minlength=passes.cells)
-    number = np.arange(len(rows)) - np.searchsorted(cell, cell)
-    if name.endswith("recv"):
-        number += (have[cell] + 1 == count[cell]).astype(np.int64)
-    fits = number < count[cell]
-    rows, cell, number = rows[fits], cell[fits], number[fits]
-    matched = own[first[cell] + number]
-    before = np.where(number > 0, own[np.maximum(first[cell] + number - 1, 0)], -1)
-    return rows, matched, before
+    return rows[real], cell[real], own, first
 
 
 def _paired(table: OperationTable, of_pass: Ints) -> tuple[Ints, int]:

@@ -1,0 +1,442 @@
+"""Stragglers: slowdowns of jobs whose answer is known, by construction or as published, and their causes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commands import lumos_here
+from lumos import read_job, replay
+from lumos.analysis.slowdown import Slowdown, slowdown
+from lumos.analysis.slowdown_causes import Cause, Diagnosis, diagnose
+from lumos.analysis.slowdown_jobs import job_of_run, job_of_table
+from lumos.trace.read.operation_table import is_operation_table, read_operation_table
+from synthetic_jobs import Job, Pass
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "src/lumos/data/example"
+
+
+def of(job: Job, folder: Path, layers: int = 0) -> Diagnosis:
+    """What is said about a synthetic job."""
+    return diagnose(slowdown(job_of_table(read_operation_table(job.write(folder / "job.parquet")))), layers)
+
+
+def lost(frame: polars.DataFrame, folder: Path) -> Slowdown:
+    path = folder / "some.parquet"
+    frame.write_parquet(path)
+    return slowdown(job_of_table(read_operation_table(path)))
+
+
+def kinds(found: Diagnosis) -> list[str]:
+    return [cause.kind for cause in found.causes]
+
+
+def first(found: Diagnosis) -> Cause:
+    assert found.causes
+    return found.causes[0]
+
+
+# ---------------------------------------------------------------------- as published
+@pytest.fixture(scope="module", params=["AR", "ST"])
+def published(request: pytest.FixtureRequest, shared_data: Path) -> tuple[Diagnosis, dict[str, Any], dict[str, float]]:
+    """A job of the paper, what Lumos says of it, and what was published."""
+    folder, name = shared_data / "public/straggler_jobs", request.param
+    if not folder.is_dir():
+        pytest.skip("the jobs of the paper are not among the shared measurements")
+    told = json.loads((folder / f"result-{name}.json").read_text())
+    shares = {key: json.loads((folder / f"{key.lower()}-{name}.json").read_text())[key] for key in ("Ms", "Mw")}
+    found = diagnose(slowdown(job_of_table(read_operation_table(folder / f"trace-{name}.parquet"))), layers=32)
+    return found, told, shares
+
+
+def test_slowdowns_are_those_that_were_published(published: Any) -> None:
+    found, told, shares = published
+    ours, answer = found.slowdown, found.as_dict()
+    assert ours.slowdown == pytest.approx(told["blocking_slowdown"], rel=1e-4)
+    assert ours.launch_slowdown == pytest.approx(told["launch_slowdown"], rel=1e-4)
+    assert ours.by_type == pytest.approx(told["blocking_decompose_by_optype"], abs=1e-3)
+    stages = {int(key): value for key, value in told["blocking_decompose_by_stage"].items()}
+    replicas = {int(key): value for key, value in told["blocking_decompose_by_dp_rank"].items()}
+    assert ours.by_stage == pytest.approx(stages, abs=1e-3)
+    assert ours.by_dp_rank == pytest.approx(replicas, abs=1e-3)
+    for row in answer["by_worker"]:
+        assert row["slowdown"] == pytest.approx(min(stages[row["stage"]], replicas[row["dp_rank"]]), abs=1e-3)
+    steps = {row["step"]: row["slowdown"] for row in answer["steps"]}
+    assert steps == pytest.approx(told["blocking_step_slowdown"], abs=2e-3)
+    assert answer["ms"] == pytest.approx(shares["Ms"], abs=1e-3)
+    assert answer["mw"] == pytest.approx(shares["Mw"], abs=1e-3)
+
+
+def test_every_step_is_replayed_within_one_and_a_half_percent(published: Any) -> None:
+    ours: Slowdown = published[0].slowdown
+    assert abs(ours.error_pct) < 0.01
+    assert abs(ours.worst_error_pct) < 0.01
+    without_delays = ours.base_ms / ours.job.recorded_ms - 1  # what the graph explains by itself
+    assert np.abs(without_delays).mean() < 0.02
+
+
+def test_the_causes_are_those_that_the_jobs_are_known_for(published: Any) -> None:
+    found, told, _ = published
+    cause = first(found)
+    if told["job_meta"]["trial_name"] == "AR":
+        assert (cause.kind, cause.name) == ("slow worker", "dp 0, stage 0 (rank 0)")
+        assert 45 < cause.gain_pct < 55
+    else:
+        assert (cause.kind, cause.name) == ("long stage", "stage 3 (the last)")
+        assert "move about 4 of the 32 layers" in cause.evidence
+
+
+# ---------------------------------------------------------------------- known by construction
+SHAPES = [
+    {}, {"pp": 1}, {"dp": 1, "pp": 4}, {"pp": 4, "microbatches": 8}, {"pp": 4, "empty": True}, {"pp": 2, "vpp": 2},
+    {"pp": 4, "vpp": 2, "microbatches": 8, "empty": True}, {"pp": 4, "vpp": 3, "microbatches": 8},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_pipeline_of_any_shape_is_replayed_exactly(shape: dict[str, Any], tmp_path: Path) -> None:
+    job = Job(**shape, cost=lambda p: 1 + hash(p) % 7 / 5)
+    found = slowdown(job_of_table(read_operation_table(job.write(tmp_path / "job.parquet"))))
+    expected = [1e3 * job.step_seconds(step) for step in range(job.steps)]
+    assert found.base_ms.tolist() == pytest.approx(expected, rel=1e-9)  # the graph alone, without recorded delays
+    assert found.job.warnings == ()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_ideal_job_is_the_one_whose_passes_all_take_the_mean(shape: dict[str, Any], tmp_path: Path) -> None:
+    job = Job(**shape, cost=lambda p: 3.0 if (p.replica, p.stage) == (0, 0) else 1.0)
+    found = slowdown(job_of_table(read_operation_table(job.write(tmp_path / "job.parquet"))))
+    mean = 1 + 2 / (job.dp * job.pp)
+    assert found.ideal_ms.mean() == pytest.approx(1e3 * replace(job, cost=lambda p: mean).step_seconds(), rel=1e-9)
+
+
+def test_a_worker_that_is_twice_as_slow_is_found_and_what_mending_it_gives(tmp_path: Path) -> None:
+    job = Job(dp=4, pp=2, microbatches=8, steps=4, cost=lambda p: 2.0 if (p.replica, p.stage) == (2, 1) else 1.0)
+    found = of(job, tmp_path)
+    cause = first(found)
+    assert (cause.kind, cause.name) == ("slow worker", "dp 2, stage 1 (rank 6)")
+    assert "2.00 times" in cause.evidence
+    assert "4 of 4 steps" in cause.evidence
+    healthy = replace(job, cost=lambda p: 1.0)
+    assert cause.gain_ms == pytest.approx(1e3 * (job.step_seconds() - healthy.step_seconds()), rel=1e-9)
+    assert found.as_dict()["by_worker"][0]["rank"] == 6
+    assert found.slowdown.mw == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_long_last_stage_is_found_and_how_many_layers_to_move(tmp_path: Path) -> None:
+    job = Job(dp=2, pp=4, microbatches=8, cost=lambda p: 1.8 if p.stage == 3 else 1.0)
+    found = of(job, tmp_path, layers=40)
+    cause = first(found)
+    assert (cause.kind, cause.name) == ("long stage", "stage 3 (the last)")
+    assert "move about 6 of the 40 layers" in cause.evidence  # 0.6 of a stage of ten layers
+    even = replace(job, cost=lambda p: 1.2)
+    assert cause.gain_ms == pytest.approx(1e3 * (job.step_seconds() - even.step_seconds()), rel=1e-9)
+    assert "slow worker" not in kinds(found)
+
+
+def by_length(p: Pass) -> float:
+    return 1 + (7 * p.microbatch + 11 * p.replica + 5 * p.step) % 13 / 6
+
+
+def by_chance(p: Pass) -> float:
+    return 1 + hash(p) % 13 / 6
+
+
+def test_sequence_lengths_are_told_from_other_variation_by_the_backward_passes(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"dp": 4, "pp": 2, "microbatches": 8, "steps": 6}
+    by_sequence, random = (of(Job(**shape, cost=cost), tmp_path) for cost in (by_length, by_chance))
+    assert first(by_sequence).kind == "sequence lengths"
+    assert "correlation of 1.00" in first(by_sequence).evidence
+    assert "sequence lengths" not in kinds(random)
+    assert "uneven passes" in kinds(random)
+
+
+def test_a_disturbance_of_one_step_is_transient_and_no_slow_worker(tmp_path: Path) -> None:
+    job = Job(dp=4, pp=2, steps=8, cost=lambda p: 3.0 if (p.replica, p.stage, p.step) == (1, 0, 5) else 1.0)
+    found = of(job, tmp_path)
+    cause = next(one for one in found.causes if one.kind == "transient")
+    assert "1 of 8 steps (15)" in cause.evidence
+    assert "dp 1, stage 0 costs most" in cause.evidence
+    assert "slow worker" not in kinds(found)
+
+
+def test_time_in_which_a_host_does_not_launch_is_a_delay_and_no_slowdown(tmp_path: Path) -> None:
+    paused = Job(pause=lambda p: 0.5 if p.microbatch == 2 and not p.backward else 0.0)
+    found, usual = of(paused, tmp_path), of(Job(), tmp_path)
+    assert first(found).kind == "launch delays"
+    assert "forward-compute" in first(found).evidence
+    assert found.slowdown.slowdown == pytest.approx(usual.slowdown.slowdown)
+    assert abs(found.slowdown.error_pct) < 1e-9
+
+
+def test_slow_transfers_are_communication(tmp_path: Path) -> None:
+    frame = Job(dp=2, pp=1, steps=8).frame()
+    slow = (polars.col("optype") == "grads-reduce-scatter") & (polars.col("step") % 4 == 0)
+    late = polars.col("optype").is_in(["optimizer", "optimizer-clip-main-grad"]) & (polars.col("step") % 4 == 0)
+    frame = frame.with_columns(
+        polars.when(slow).then(polars.col("duration") + 5).otherwise(polars.col("duration")).alias("duration"),
+        polars.when(late).then(polars.col("start_ts") + 5).otherwise(polars.col("start_ts")).alias("start_ts"),
+    )
+    found = diagnose(lost(frame, tmp_path))
+    cause = next(one for one in found.causes if one.kind == "communication")
+    assert cause.gain_ms == pytest.approx(5e3 / 4, rel=1e-6)
+    assert "grads-reduce-scatter" in cause.evidence
+
+
+# ---------------------------------------------------------------------- laws
+@settings(max_examples=12)
+@given(dp=st.integers(1, 3), pp=st.integers(1, 3), batches=st.integers(1, 4), cost=st.floats(0.01, 100))
+def test_a_job_whose_workers_are_alike_loses_nothing(
+    tmp_path: Path, dp: int, pp: int, batches: int, cost: float
+) -> None:
+    found = of(Job(dp=dp, pp=pp, microbatches=batches, cost=lambda p: cost), tmp_path)
+    assert found.slowdown.slowdown == pytest.approx(1)
+    assert [cause.kind for cause in found.causes] == []
+    assert found.slowdown.mw is None
+
+
+@settings(max_examples=12)
+@given(chosen=st.integers(0, 3), factor=st.floats(1.1, 20))
+def test_mending_a_worker_never_makes_a_step_longer_nor_shorter_than_without_it(
+    tmp_path: Path, chosen: int, factor: float
+) -> None:
+    job = Job(dp=2, pp=2, cost=lambda p: factor if 2 * p.replica + p.stage == chosen else 1.0)
+    found = of(job, tmp_path)
+    healthy = 1e3 * replace(job, cost=lambda p: 1.0).step_seconds()
+    assert found.slowdown.slowdown >= 1
+    assert found.slowdown.job.workers[int(found.slowdown.slowest[0])][1:] == divmod(chosen, 2)
+    mended = next(fix for fix in found.fixes if fix.name.endswith("the other replicas of its stage"))
+    assert healthy * (1 - 1e-9) <= mended.step_ms <= found.slowdown.base_ms.mean()
+
+
+@settings(max_examples=8)
+@given(order=st.permutations(range(3)), seed=st.integers(0, 10**6))
+def test_the_numbers_of_replicas_and_the_order_of_rows_mean_nothing(
+    tmp_path: Path, order: list[int], seed: int
+) -> None:
+    frame = Job(dp=3, pp=2, cost=lambda p: 1 + hash((p, seed)) % 5 / 4).frame()
+    renamed = frame.with_columns(polars.col("dp_rank").replace(dict(enumerate(order)))).sample(
+        fraction=1.0, shuffle=True, seed=seed
+    )
+    before, after = lost(frame, tmp_path), lost(renamed, tmp_path)
+    assert after.slowdown == pytest.approx(before.slowdown)
+    assert after.by_type == pytest.approx(before.by_type)
+    assert {order[rank]: value for rank, value in before.by_dp_rank.items()} == pytest.approx(after.by_dp_rank)
+
+
+# ---------------------------------------------------------------------- tables as people write them
+def test_csv_compressed_or_not_says_what_parquet_says(tmp_path: Path) -> None:
+    job = Job(cost=lambda p: 1 + p.stage)
+    parquet, plain = job.write(tmp_path / "a.parquet"), job.write(tmp_path / "b.csv")
+    packed = tmp_path / "c.csv.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert all(map(is_operation_table, (parquet, plain, packed)))
+    found = [slowdown(job_of_table(read_operation_table(path))).as_dict() for path in (parquet, plain, packed)]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    "missing", [["rank"], ["seq_id"], ["mc", "gmc"], ["mb_id"], ["rank", "seq_id", "mc", "gmc", "mb_id"]], ids=str
+)
+def test_columns_that_follow_from_others_may_be_missing(missing: list[str], tmp_path: Path) -> None:
+    frame = Job(dp=2, pp=4, microbatches=6, cost=lambda p: 1 + hash(p) % 3).frame()
+    whole, less = lost(frame, tmp_path), lost(frame.drop(missing), tmp_path)
+    assert less.slowdown == whole.slowdown
+    assert less.by_type == whole.by_type
+    assert less.job.warnings == ()
+
+
+def test_a_table_by_rank_alone_is_of_replicas(tmp_path: Path) -> None:
+    frame = Job(dp=4, pp=1, cost=lambda p: 1 + p.replica).frame().drop("dp_rank", "stage")
+    assert list(lost(frame, tmp_path).by_dp_rank)[:2] == [3, 2]
+
+
+def test_ranks_of_one_tensor_parallel_group_count_once(tmp_path: Path) -> None:
+    frame = Job(cost=lambda p: 1 + p.stage).frame()
+    both = polars.concat([frame.with_columns((polars.col("rank") * 2 + i).alias("rank")) for i in (0, 1)])
+    found = lost(both, tmp_path)
+    assert found.slowdown == lost(frame, tmp_path).slowdown
+    assert "tensor parallelism" in found.job.warnings[0]
+
+
+def test_times_may_count_from_any_moment(tmp_path: Path) -> None:
+    frame = Job().frame()
+    later = frame.with_columns(polars.col("start_ts") + 1.7e9 + 100 * polars.col("step"))
+    assert lost(later, tmp_path).slowdown == pytest.approx(lost(frame, tmp_path).slowdown, rel=1e-6)
+
+
+def test_steps_that_lack_workers_are_left_out_and_workers_that_lack_everywhere_are_named(tmp_path: Path) -> None:
+    frame = Job(dp=2, pp=2, steps=3).frame()
+    some = frame.filter(~((polars.col("step") == 11) & (polars.col("dp_rank") == 1)))
+    found = lost(some, tmp_path)
+    assert found.job.steps == ("10", "12")
+    assert "1 of 3 steps lack some workers" in found.job.warnings[0]
+    less = lost(frame.filter(~((polars.col("stage") == 1) & (polars.col("dp_rank") == 1))), tmp_path)
+    assert "3 of 4 workers" in less.job.warnings[0]
+    assert "no counterpart" in less.job.warnings[1]
+
+
+def test_an_operation_of_another_kind_is_work_of_its_worker(tmp_path: Path) -> None:
+    frame = Job(steps=1).frame().with_columns(polars.col("optype").cast(polars.String))
+    loading = frame.filter(polars.col("optype") == "gc").with_columns(
+        polars.lit("data-loading").alias("optype"),
+        polars.lit(0.0).alias("start_ts"),
+        polars.lit(0.02).alias("duration"),
+    )
+    found = lost(polars.concat([frame, loading]), tmp_path)
+    assert "data-loading" in found.by_type
+    assert "'data-loading' is not a type that Lumos knows" in found.job.warnings[0]
+
+
+def spoilt(change: Callable[[polars.DataFrame], polars.DataFrame]) -> polars.DataFrame:
+    return change(Job(steps=1).frame().with_columns(polars.col("optype").cast(polars.String)))
+
+
+def value(column: str, text: Any) -> Callable[[polars.DataFrame], polars.DataFrame]:
+    """One value of a column, in its third row."""
+    place = polars.int_range(polars.len()) == 2
+    return lambda frame: frame.with_columns(polars.when(place).then(text).otherwise(polars.col(column)).alias(column))
+
+
+BAD = {
+    "no column optype": spoilt(lambda f: f.drop("optype")),
+    "no column that names the worker": spoilt(lambda f: f.drop("rank", "dp_rank", "stage")),
+    "did you mean 'forward-compute'": spoilt(value("optype", polars.lit("foward-compute"))),
+    "unknown types of operations": spoilt(
+        lambda f: f.with_columns(("kind " + polars.int_range(polars.len()).cast(polars.String)).alias("optype"))
+    ),
+    "no row of optype forward-compute": spoilt(lambda f: f.filter(polars.col("optype") == "gc")),
+    "duration is missing in 1 rows, first in row 3": spoilt(value("duration", polars.lit(None))),
+    "start_ts is missing in 1 rows": spoilt(value("start_ts", polars.lit(float("nan")))),
+    "duration -1 is negative": spoilt(value("duration", polars.lit(-1.0))),
+    "step 0.5 is not a whole number": spoilt(value("step", polars.lit(0.5))),
+    "stage -1 is not": spoilt(value("stage", polars.lit(-1))),
+    "dp_rank 2147483648 is not": spoilt(value("dp_rank", polars.lit(2**31))),
+    "duration 'soon' is not a number": spoilt(
+        lambda f: value("duration", polars.lit("soon"))(f.with_columns(polars.col("duration").cast(polars.String)))
+    ),
+    "has no rows": spoilt(lambda f: f.head(0)),
+    "occurs 2 times in step 10": spoilt(lambda f: polars.concat([f, f])),
+    "single precision": spoilt(lambda f: f.with_columns((polars.col("start_ts") + 1.7e9).cast(polars.Float32))),
+    "optype is Int64": spoilt(lambda f: f.with_columns(polars.lit(1, polars.Int64).alias("optype"))),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_table_that_cannot_be_right_is_refused_in_one_line(message: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.parquet"
+    BAD[message].write_parquet(path)
+    done = lumos_here("stragglers", path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert str(path) in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "content", [b"PAR1", b"PAR1" + b"\0" * 100 + b"PAR1", b"optype,step\n1,2,3\n", b"optype,\xff\n"]
+)
+def test_a_damaged_table_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "job.table"
+    path.write_bytes(content)
+    done = lumos_here("stragglers", path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_an_order_that_no_pipeline_has_is_refused(tmp_path: Path) -> None:
+    frame = Job(pp=2, steps=1).frame()
+    swapped = frame.with_columns(
+        polars.when((polars.col("mb_id") >= 0) & (polars.col("stage") == 1)).then(3 - polars.col("mb_id"))
+        .otherwise(polars.col("mb_id")).alias("mb_id")
+    )  # fmt: skip
+    path = tmp_path / "job.parquet"
+    swapped.write_parquet(path)
+    done = lumos_here("stragglers", path)
+    assert done.returncode == 2
+    assert "contradicts itself" in done.stderr
+
+
+# ---------------------------------------------------------------------- traces
+def test_the_slow_rank_of_a_trace_is_the_one_that_a_replay_names() -> None:
+    run = replay(read_job(EXAMPLE))
+    found = diagnose(slowdown(job_of_run(run)))
+    answer = found.as_dict()
+    assert answer["by_worker"][0]["rank"] == run.stragglers[0].rank == 2
+    assert answer["by_worker"][0]["why"] == run.stragglers[0].why
+    assert (first(found).kind, first(found).name, first(found).evidence) == (
+        "slow worker",
+        "rank 2",
+        run.stragglers[0].why,
+    )
+    assert 1.1 < answer["slowdown"] < 1.3
+    assert answer["simulated_ms"] == pytest.approx(run.simulated_steps.mean)
+    assert found.slowdown.base_ms.tolist() == pytest.approx(run.simulated_steps.milliseconds.tolist())
+
+
+def test_ranks_that_do_the_same_slow_nobody_down() -> None:
+    run = replay(read_job(EXAMPLE, "rank[013]*"))
+    with_all = slowdown(job_of_run(replay(read_job(EXAMPLE))))
+    without = slowdown(job_of_run(run))
+    assert without.slowdown < with_all.slowdown
+    assert np.ptp(without.of_worker) < 0.5 * np.ptp(with_all.of_worker)
+
+
+# ---------------------------------------------------------------------- the command
+KEYS = {"slowdown", "recorded_ms", "simulated_ms", "error_pct", "ideal_ms", "workers", "steps", "by_type", "by_worker",
+        "by_stage", "by_dp_rank", "mw", "ms", "causes", "fixes", "warnings"}  # fmt: skip
+
+
+def test_the_command_answers_as_table_json_csv_page_and_timeline(tmp_path: Path) -> None:
+    path = Job(dp=2, pp=2, cost=lambda p: 1.0 + (p.replica == 1)).write(tmp_path / "trace-x.parquet")
+    (tmp_path / "meta-x.yaml").write_text("dp_size: 2\npp_size: 3\ntp_size: 8\n")
+    done = lumos_here("stragglers", path, "--json")
+    answer = json.loads(done.stdout)
+    assert set(answer) >= KEYS
+    assert answer["gpus"] == 32
+    assert answer["warnings"] == ["meta-x.yaml states pp_size 3, the table has 2: the table counts"]
+    shown = lumos_here("stragglers", tmp_path, "-o", tmp_path / "x.html")  # the only table of the folder
+    assert "why it is slow" in shown.stdout
+    page = (tmp_path / "x.html").read_text()
+    assert "slowdown by worker and step" in page
+    assert "slowdown by replica and stage" in page
+    assert page.count("times the ideal step</title></rect>") == 4 * 2 + 4  # every cell says its value
+    lumos_here("stragglers", path, "-o", tmp_path / "x.csv")
+    assert (tmp_path / "x.csv").read_text().startswith("rank,dp_rank,stage,slowdown,alone\n")
+    lumos_here("stragglers", path, "-o", tmp_path / "x.trace.json")
+    events = json.loads((tmp_path / "x.trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    end = max(event["ts"] + event["dur"] for event in spans)
+    assert end / 1e3 == pytest.approx(answer["ideal_ms"] * len(answer["steps"]), rel=1e-6)
+
+
+def test_one_step_of_a_table_can_be_asked_for(tmp_path: Path) -> None:
+    path = Job(steps=3).write(tmp_path / "job.parquet")
+    answer = json.loads(lumos_here("stragglers", path, "--step", "11", "--json").stdout)
+    assert [row["step"] for row in answer["steps"]] == ["11"]
+    for arguments, message in (
+        (("--step", "7"), "no such step; this table has 10, 11, 12"),
+        (("--match", "x"), "this option is for traces"),
+        (("--layers", "-1"), "--layers -1"),
+    ):
+        done = lumos_here("stragglers", path, *arguments)
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+def test_a_folder_of_several_tables_asks_which(tmp_path: Path) -> None:
+    for name in ("a.parquet", "b.csv"):
+        Job(steps=1).write(tmp_path / name)
+    done = lumos_here("stragglers", tmp_path)
+    assert done.returncode == 2
+    assert "name one of them" in done.stderr
