@@ -91,12 +91,15 @@ def of_kernels(run: Recorded) -> tuple[float, float]:
     return float(np.log(tasks.share(KERNEL)).std()), passes(tasks, lane)
 
 
+def drift_of(run: Recorded) -> float:
+    """How far medians of blocks of clean steps differ."""
+    return float(np.std([np.median(block) for block in np.array_split(logs(run), BLOCKS)]))
+
+
 def fitted(runs: list[Recorded]) -> dict[str, Any]:
     by_name = {run.name: run for run in runs if run.use == "fit"}
     alone = [of_kernels(by_name[name]) for name in (*GPU_RUNS, *HOST_RUNS) if by_name[name].is_traced]
-    drift = [
-        float(np.std([np.median(block) for block in np.array_split(logs(by_name[name]), BLOCKS)])) for name in GPU_RUNS
-    ]
+    drift = [drift_of(by_name[name]) for name in GPU_RUNS]
     return {
         "step": round(float(np.hypot(alone[0][0], np.mean(drift))), 4),
         "kernel": round(float(np.nanmean([one[1] for one in alone])), 4),
@@ -126,10 +129,8 @@ def text_of(table: dict[str, Any]) -> str:
     """Two levels of keys, one value a line."""
     parts = []
     for name, part in table.items():
-        inner = ",\n".join(
-            f"  {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in part.items()
-        )
-        parts.append(f" {json.dumps(name)}: {{\n{inner}\n }}")
+        lines = [f"  {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in part.items()]
+        parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 

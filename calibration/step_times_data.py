@@ -3,7 +3,7 @@
     python3 calibration/step_times_data.py FOLDER calibration/step_times_h200.tar.xz
 
 Of the traces, the archive keeps what a replay reads: arrows between events, indices of events and sequence numbers are
-left out, and long names of kernels are cut. Replays of both differ by less than a thousandth.
+left out, and long names of kernels are cut. Replays of both are the same.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 HERE = Path(__file__).parent
 DEVELOPMENT, BLIND = HERE / "step_times_h200.tar.xz", HERE / "step_times_blind_h200.tar.xz"
 STEPS = "steps.json"
-_DROPPED = ("External id", "Record function id", "Ev Idx", "Sequence number", "Fwd thread id", "Context", "Trace name",
-            "grid", "block", "registers per thread", "shared memory", "blocks per SM", "warps per SM",
-            "est. achieved occupancy %", "cbid", "priority", "context", "queued", "bytes", "memory bandwidth (GB/s)")  # fmt: skip
+_DROPPED = (
+    "External id", "Record function id", "Ev Idx", "Sequence number", "Fwd thread id", "Context", "Trace name", "grid",
+    "block", "registers per thread", "shared memory", "blocks per SM", "warps per SM", "est. achieved occupancy %",
+    "cbid", "priority", "context", "queued", "bytes", "memory bandwidth (GB/s)",
+)  # fmt: skip
 _LONGEST_NAME = 90
 Floats = NDArray[np.float64]
 

@@ -31,7 +31,7 @@ _LONGEST_MS = 8.64e7  # a day
 
 
 def read_step_times(path: Path) -> tuple[Floats, int]:
-    """Milliseconds as (ranks, steps), of steps that all ranks have, and how many slow ones at the start are left out."""
+    """Milliseconds as (ranks, steps), of steps that all ranks have; how many slow ones at the start were left out."""
     text = read_file(path, _MOST_BYTES, _ADVICE)
     try:
         decoded = text.decode("utf-8-sig")
