@@ -35,6 +35,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import polars
+
 import mutations as m
 from lumos.cli import terminal
 from lumos.cli.main import app
@@ -227,7 +229,9 @@ def trace_commands(chance: Random, folder: Path) -> None:
     step = ["--step", chance.choice(["0", "1", "99", "#1", "x"])] if chance.random() < 0.1 else []
     show, output = chance.choice([["--json"], []]), chance.choice(WRITES)
     written = ["-o", output] if output else []
-    match chance.randrange(6):
+    match chance.randrange(7):
+        case 6:
+            run(folder, "stragglers", path, *step, *show, *written)
         case 0 | 1:
             run(folder, "replay", path, *step, *show, *written)
         case 2:
@@ -365,6 +369,19 @@ def tables(chance: Random, folder: Path) -> None:
     run(folder, "score", "runs.csv", *chance.choice([["--json"], []]))
 
 
+def operation_tables(chance: Random, folder: Path) -> None:
+    text = (ROOT / "examples/operations.csv").read_bytes()
+    name, mutate = "operations.csv", chance.choice([m.mutated_text, m.mutated_text, m.damaged])
+    content = mutate(chance, text)
+    if chance.random() < 0.3:
+        packed = io.BytesIO()
+        polars.read_csv(text).write_parquet(packed)
+        name, content = "operations.parquet", m.damaged(chance, packed.getvalue())
+    (folder / name).write_bytes(content)
+    output = chance.choice(WRITES)
+    run(folder, "stragglers", name, *chance.choice([["--json"], []]), *(["-o", output] if output else []))
+
+
 def costs(chance: Random, folder: Path) -> None:
     rows, model = (ROOT / "examples/operators.json").read_bytes(), made_once("cost", cost_file) / "model.npz"
     packed = model.read_bytes()
@@ -438,7 +455,7 @@ def profiler_costs(chance: Random, folder: Path) -> None:
 TARGETS: tuple[tuple[Callable[[Random, Path], None], int], ...] = (
     (trace_commands, 40), (convert_and_back, 15), (chakra, 10), (setups, 25), (numbers_of_setups, 25), (searches, 10),
     (journals, 10), (merges, 15), (tables, 10), (costs, 10), (profiler_costs, 5), (changed_runs, 3),
-    (data_sheets, 8), (model_headers, 8), (samples, 3),
+    (data_sheets, 8), (model_headers, 8), (samples, 3), (operation_tables, 15),
 )  # fmt: skip
 
 

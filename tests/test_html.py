@@ -29,6 +29,9 @@ from browser import Page as Tab
 from lumos import Scale, read_job, replay
 from lumos.analysis.comparison import Comparison
 from lumos.analysis.replay import Replay
+from lumos.analysis.slowdown import slowdown
+from lumos.analysis.slowdown_causes import diagnose
+from lumos.analysis.slowdown_jobs import job_of_table
 from lumos.cli.main import app
 from lumos.prediction.prediction import Prediction, predict
 from lumos.report.html.allocations import thinned
@@ -40,6 +43,7 @@ from lumos.report.html.page import Page, Section, render, write_page
 from lumos.report.html.prediction_page import prediction_page
 from lumos.report.html.replay_page import replay_page
 from lumos.report.html.search_page import search_page
+from lumos.report.html.slowdown_page import slowdown_page
 from lumos.report.html.svg import svg_of
 from lumos.report.html.timeline import MOST_BOXES, Lanes, Tasks, draw_timeline
 from lumos.report.html.timeline import Path as CriticalPath
@@ -58,6 +62,7 @@ from lumos.report.wording import (
     si_text,
 )
 from lumos.setup import read_setup
+from lumos.trace.read.operation_table import read_operation_table
 from support import call, header, kernel, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,7 +106,7 @@ def search_answer() -> dict[str, Any]:
     }  # fmt: skip
 
 
-KINDS = ("replay", "prediction", "forecast", "comparison", "search")
+KINDS = ("replay", "prediction", "forecast", "comparison", "search", "stragglers")
 
 
 @cache
@@ -114,6 +119,8 @@ def page_of(kind: str) -> Page:
         return prediction_page(described())
     if kind == "search":
         return search_page(search_answer())
+    if kind == "stragglers":
+        return slowdown_page(diagnose(slowdown(job_of_table(read_operation_table(ROOT / "examples/operations.csv")))))
     return comparison_page(Comparison(example(), example_but_one()))
 
 

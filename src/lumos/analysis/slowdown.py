@@ -125,7 +125,8 @@ class Slowdown:
     @property
     def worst_error_pct(self) -> float:
         """Of the step that is replayed worst."""
-        errors = 100 * (self.job.replayed_ms / self.job.recorded_ms - 1)
+        recorded = self.job.recorded_ms
+        errors = 100 * np.where(recorded > 0, self.job.replayed_ms / np.where(recorded > 0, recorded, 1.0) - 1, 0.0)
         return float(errors[np.argmax(np.abs(errors))])
 
     def as_dict(self) -> dict[str, Any]:

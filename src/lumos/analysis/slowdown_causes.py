@@ -144,7 +144,7 @@ class _Look:
         if len(stages) < 2:
             return
         mean = self.busy.mean(axis=1)
-        usual = np.array([np.median(mean[self.stage == stage]) for stage in stages])
+        usual = np.array([_typical(mean[self.stage == stage]) for stage in stages])
         longest = int(np.argmax(usual))
         others = float(np.median(np.delete(usual, longest)))
         everywhere = bool(np.all(mean[self.stage == stages[longest]] >= _SLOWER * others))
@@ -174,10 +174,11 @@ class _Look:
         place = self.stage[job.worker]
         for name in job.passes:
             kind = job.of_type(name)
-            usual = np.array([np.median(job.took[kind & (place == stage)]) for stage in stages])
-            for stage, median in zip(stages, usual, strict=True):
-                if median > 0:
-                    durations[kind & (place == stage)] *= usual.mean() / median
+            mean = _worker_mean(job.worker[kind], job.took[kind], len(job.workers))
+            usual = np.array([_typical(mean[self.stage == stage]) for stage in stages])
+            for stage, own in zip(stages, usual, strict=True):
+                if own > 0:
+                    durations[kind & (place == stage)] *= usual.mean() / own
         return durations
 
     def uneven_passes(self) -> Iterator[Cause]:
@@ -289,6 +290,16 @@ class _Look:
         for name, steps in zip(scenarios, found, strict=True):
             gain = self.base - float(steps.mean())
             yield Fix(name, float(steps.mean()), gain, 100 * gain / self.base)
+
+
+def _typical(values: Floats) -> float:
+    """The lower median: of two replicas the faster one, as what is out of order is slower."""
+    return float(np.sort(values)[(len(values) - 1) // 2])
+
+
+def _worker_mean(worker: Ints, value: Floats, workers: int) -> Floats:
+    """The mean by worker; 0 for who has none."""
+    return np.asarray(np.bincount(worker, value, workers) / np.maximum(np.bincount(worker, minlength=workers), 1))
 
 
 def _group_mean(group: Ints, value: Floats) -> Floats:
