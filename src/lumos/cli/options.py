@@ -58,6 +58,20 @@ class ReliabilityOptions:
     deadline: Annotated[str, typer.Option(help="With --tokens: days in which the run should end: how likely?")] = ""
 
 
+@dataclass(frozen=True)
+class RiskOptions:
+    """How much steps differ, and what is slow; `[variability]` of a setup says more."""
+
+    risk: Annotated[
+        bool, typer.Option("--risk", help="Draw steps whose times differ: p50, p90, p99, and what makes them differ.")
+    ] = False
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(help="rank=7,factor=1.3, or link=7,…, group=dp,…, share=0.01,… (of all GPUs). Repeatable."),
+    ] = None
+    draws: Annotated[int, typer.Option(help="Steps that --risk draws.")] = 10_000
+
+
 def with_options_apart(command: Callable[..., None]) -> Callable[..., None]:
     """The same command for typer, which knows no groups: in place of one, it has the options of the group."""
     signature = inspect.signature(command, eval_str=True)

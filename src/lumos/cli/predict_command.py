@@ -23,10 +23,12 @@ from lumos.cli.options import (
     ProfilerCosts,
     Pue,
     ReliabilityOptions,
+    RiskOptions,
     Tokens,
     TraceOptions,
 )
 from lumos.cli.prediction_sources import Described, OfConfig, OfScript, OfTrace, Source
+from lumos.cli.risk_of_step import AskedRisk, asked_risk, refuse_risk
 from lumos.cli.run_failures import asked_run, failure_changes
 from lumos.cli.several_gpus import COMPARED, compare_sources, deliver_comparison, listed_gpus
 from lumos.cli.terminal import deliver
@@ -39,12 +41,14 @@ from lumos.prediction.bill import Tariff, read_prices, read_tariff
 from lumos.prediction.gpu_comparison import machine_of, tariffs_on
 from lumos.prediction.prediction import Prediction, predict
 from lumos.report.predictions import flat_row
+from lumos.report.risks import risk_row
 from lumos.report.runs import run_row
-from lumos.report.terminal.show import show_launch, show_prediction, show_run
+from lumos.report.terminal.show import show_launch, show_prediction, show_risk, show_run
 from lumos.risk.whole_run import WholeRun
 
 _ALL = TraceOptions()
 _NO_FAILURES = ReliabilityOptions()
+_NO_RISK = RiskOptions()
 
 
 def predict_command(
@@ -76,6 +80,7 @@ def predict_command(
     kwh_price: KwhPrice = "",
     pue: Pue = "",
     tokens: Tokens = "",
+    risks: RiskOptions = _NO_RISK,
     reliability: ReliabilityOptions = _NO_FAILURES,
     emit: Emit = "",
 ) -> None:
@@ -93,11 +98,13 @@ def predict_command(
     priced, reads = bool(prices) or tariff != Tariff(), options != _ALL or profiler_costs is not None
     _refuse(setup, source, [*changes, *names], scale, reads, priced)
     _refuse_several(names, changes, emission)
+    refuse_risk(risks, names)
     if emission and source is not None and not setup and not changes:
         raise OptionError("--emit needs the setup of a run: name a setup file, or what is to change with --set")
     load = partial(load_run, source or Path(), options, profiler_costs)
     if source is not None and not names and not setup and not changes and not dry_files(source):
-        _deliver(predict(load(), scale), None, None, as_json, output)
+        found, asked = asked_risk(predict(load(), scale), risks)
+        _deliver(found, None, asked, None, as_json, output)
         return
     run = _source(setup, source, changes, scale, describe or emission is not None, load)
     if len(names) > 1:
@@ -110,7 +117,8 @@ def predict_command(
     launch = None
     if emission is not None:
         found, launch = emission.of_prediction(found)
-    _deliver(found, launch, asked_run(found, reliability), as_json, output)
+    found, asked = asked_risk(found, risks)
+    _deliver(found, launch, asked, asked_run(found, reliability, asked.run_factors), as_json, output)
     if emission is not None:
         emission.write(launch)
 
@@ -141,22 +149,23 @@ def _source(
 
 
 def _deliver(
-    found: Prediction, launch: LaunchFiles | None, run: WholeRun | None, as_json: bool, output: Path | None
-) -> None:
-    answer = (
-        found.as_dict() | ({"launch": launch.as_dict()} if launch else {}) | ({"run": run.as_dict()} if run else {})
-    )
+    found: Prediction, launch: LaunchFiles | None, asked: AskedRisk, run: WholeRun | None, as_json: bool,
+    output: Path | None,
+) -> None:  # fmt: skip
+    more = asked.as_dict() | ({"run": run.as_dict()} if run else {})
+    answer = found.as_dict() | ({"launch": launch.as_dict()} if launch else {}) | more
     writers = {
-        ".csv": lambda to: write_csv(to, [flat_row(answer) | run_row(answer.get("run"))]),
-        ".html": lambda to: _write_page(to, found, launch, run),
+        ".csv": lambda to: write_csv(to, [flat_row(answer) | risk_row(more.get("risk")) | run_row(more.get("run"))]),
+        ".html": lambda to: _write_page(to, found, launch, asked, run),
         ".trace.json": lambda to: write_timeline(to, found.run),
         ".trace.json.gz": lambda to: write_timeline(to, found.run),
     }
-    deliver(answer, lambda _, to: _show(found, launch, run, to), as_json, output, writers)
+    deliver(answer, lambda _, to: _show(found, launch, asked, run, to), as_json, output, writers)
 
 
-def _show(found: Prediction, launch: LaunchFiles | None, run: WholeRun | None, to: Console) -> None:
+def _show(found: Prediction, launch: LaunchFiles | None, asked: AskedRisk, run: WholeRun | None, to: Console) -> None:
     show_prediction(found, to)
+    show_risk(asked.risk, asked.slow, to)
     if run is not None:
         show_run(run, to)
     if launch is not None:
@@ -191,10 +200,14 @@ def _described(run: Described, emission: Emission, tariff: Tariff) -> Prediction
     return predict(suited, notes=(*reading.notes, *notes), tariff=tariff)
 
 
-def _write_page(path: Path, found: Prediction, launch: LaunchFiles | None, run: WholeRun | None) -> None:
+def _write_page(
+    path: Path, found: Prediction, launch: LaunchFiles | None, asked: AskedRisk, run: WholeRun | None
+) -> None:
     from lumos.report.html.page import write_page  # jinja2, for which an answer without a page does not wait
     from lumos.report.html.parts import with_launch
     from lumos.report.html.prediction_page import prediction_page
+    from lumos.report.html.risk_view import with_risk
     from lumos.report.html.run_view import with_run
 
-    write_page(path, with_launch(with_run(prediction_page(found), run), launch))
+    page = with_risk(prediction_page(found), asked.risk, asked.slow)
+    write_page(path, with_launch(with_run(page, run), launch))

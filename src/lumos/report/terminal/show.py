@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -17,9 +18,10 @@ from lumos.errors import printable
 from lumos.export.launch_files import LaunchFiles
 from lumos.prediction.prediction import Prediction
 from lumos.prediction.traced_operators import TracedOperators
-from lumos.report import operator_rates, predictions, replays, runs
+from lumos.report import operator_rates, predictions, replays, risks, runs
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 from lumos.report.wording import title_of
+from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.whole_run import WholeRun
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -85,6 +87,16 @@ def show_prediction(found: Prediction, console: Console) -> None:
         tables += [predictions.understood_table(found.traced.understood), predictions.inferred_table(found.inferred)]
     parts = [summary(title, predictions.prediction_cards(found)), *([summary("cost", costs)] if costs else [])]
     console.print(Group(*parts, *(rendered(table, 64) for table in tables), *notes(found.warnings)))
+
+
+def show_risk(risk: StepRisk | None, slow: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """The distribution of the step, and what slow parts of the cluster cost; nothing where neither was asked for."""
+    parts: list[RenderableType] = [rendered(risks.slow_table(slow))] if slow else []
+    if risk is not None:
+        parts += [summary(f"risk of the step: {risk.draws:,} steps drawn", risks.risk_cards(risk))]
+        parts += [rendered(risks.causes_table(risk)), *notes(risks.risk_notes(risk))]
+    if parts:
+        console.print(Group(*parts))
 
 
 def show_run(run: WholeRun, console: Console) -> None:

@@ -1,0 +1,59 @@
+"""--risk and --slow of `lumos predict`: the distribution of the step, and slow parts of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lumos.cli.options import RiskOptions
+from lumos.cli.terminal import busy
+from lumos.errors import OptionError
+from lumos.graph.graph import Floats
+from lumos.prediction.prediction import Prediction
+from lumos.risk.monte_carlo import StepRisk, slowed, step_risk
+from lumos.risk.whole_run import DRAWS as RUNS
+
+_MOST_DRAWS = 1_000_000
+
+
+class AskedRisk(NamedTuple):
+    """What --risk and --slow add to an answer."""
+
+    risk: StepRisk | None = None
+    slow: Sequence[dict[str, Any]] = ()
+
+    @property
+    def run_factors(self) -> Floats | None:
+        """Of drawn runs: their mean step over the predicted one."""
+        return None if self.risk is None else self.risk.run_factors(RUNS)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Keys of the JSON."""
+        found = {} if self.risk is None else {"risk": self.risk.as_dict()}
+        return found | ({"slow": list(self.slow)} if self.slow else {})
+
+
+def refuse_risk(options: RiskOptions, gpus: list[str]) -> None:
+    """Refuse --risk and --slow where several GPUs are compared."""
+    if len(gpus) > 1 and (options.risk or options.slow):
+        given = "--risk" if options.risk else "--slow"
+        raise OptionError(f"{given} and --gpu {','.join(gpus)[:100]}: steps are drawn for one GPU; name one")
+    _draws(options)
+
+
+def asked_risk(found: Prediction, options: RiskOptions) -> tuple[Prediction, AskedRisk]:
+    """The prediction with its slow parts, and the risk of its step, as far as they were asked for."""
+    texts = options.slow or []
+    changed, costs = slowed(found, texts)
+    if not options.risk:
+        return changed, AskedRisk(None, costs)
+    with busy("drawing steps"):
+        risk = step_risk(found, slow=texts, draws=_draws(options))
+        _ = risk.causes
+    return changed, AskedRisk(risk, costs)
+
+
+def _draws(options: RiskOptions) -> int:
+    if not 1 <= options.draws <= _MOST_DRAWS:
+        raise OptionError(f"--draws {options.draws}: draw 1 to {_MOST_DRAWS:,} steps, 10,000 as usual")
+    return options.draws
