@@ -96,8 +96,8 @@ def drawn_spans(
     batches (`work`) and on the host. The last two tables are those of collectives and of hosts. `states` and
     `messages` are the random numbers of columns, `shared` those of scenarios; they are changed.
     """
-    columns = pace.shape[1]
-    end, took, time = np.zeros((len(duration), columns)), np.zeros((len(duration), columns)), np.zeros(columns)
+    columns, nodes = pace.shape[1], len(duration)
+    end, begin, time = np.empty((nodes, columns)), np.empty((nodes, columns)), np.empty(columns)
     longest, held = np.zeros(columns // lanes), np.zeros(pace.shape, np.int64)
     collectives, hosts = len(tables) - 2, len(tables) - 1
     multiplier, increment, bits = np.uint64(6364136223846793005), np.uint64(1442695040888963407), np.uint64(52)
@@ -107,23 +107,26 @@ def drawn_spans(
         for w in range(columns):
             time[w] = gap[node] if is_first[node] else end[node - 1, w] + gap[node]
         for edge in range(incoming[node], incoming[node + 1]):
-            other = source[edge]
-            for w in range(columns):
-                late = lag[edge]
-                if link[edge]:
+            other, late = source[edge], lag[edge]
+            reached = begin[other] if from_start[edge] else end[other]
+            if link[edge]:
+                for w in range(columns):
                     messages[w] = messages[w] * multiplier + increment
                     far = max(apart[1, stage, w], apart[1, place[other], w])
-                    late *= tables[collectives, messages[w] >> bits] * far
-                reached = end[other, w] - took[other, w] if from_start[edge] else end[other, w]
-                time[w] = max(time[w], reached + late)
+                    time[w] = max(time[w], reached[w] + late * far * tables[collectives, messages[w] >> bits])
+            else:
+                for w in range(columns):
+                    time[w] = max(time[w], reached[w] + late)
         if gpu + host + within > 0.0:
-            for w in range(columns):
-                if fresh[node]:
+            if fresh[node]:
+                for w in range(columns):
                     states[w] = states[w] * multiplier + increment
+            if fresh[node] and gpu > 0.0:
+                for w in range(columns):
+                    held[stage, w] = states[w] >> bits
+            for w in range(columns):
                 factor = 1.0
                 if gpu > 0.0:
-                    if fresh[node]:
-                        held[stage, w] = states[w] >> bits
                     mine = pace[stage, w] * tables[row[stage, w], held[stage, w]]
                     if micro[node] >= 0:
                         mine *= work[micro[node], w]
@@ -134,21 +137,21 @@ def drawn_spans(
                     factor += host * (hosted[w] * tables[hosts, states[w] >> bits] - 1.0)
                 if within > 0.0:
                     factor += within * (inner * apart[0, stage, w] - 1.0)
-                took[node, w] = length * factor
-                end[node, w] = time[w] + took[node, w]
-            continue
-        group = 1 if meets[node] < 2 else (lanes if meets[node] == 2 else near)
-        for first in range(0, columns, group):
-            if meets[node] > 0 and (group > 1 or first % lanes == 0):
-                shared[first // lanes] = shared[first // lanes] * multiplier + increment
-            latest = 0.0
-            for w in range(first, first + group):
-                latest = max(latest, time[w])
-            chance = tables[collectives, shared[first // lanes] >> bits] if meets[node] > 0 else 1.0
-            for w in range(first, first + group):
-                took[node, w] = length * chance
-                end[node, w] = latest + took[node, w]
-    for node in range(len(duration)):
-        for w in range(columns):
-            longest[w // lanes] = max(longest[w // lanes], end[node, w])
+                begin[node, w] = time[w]
+                end[node, w] = time[w] + length * factor
+        else:
+            group = 1 if meets[node] < 2 else (lanes if meets[node] == 2 else near)
+            for first in range(0, columns, group):
+                if meets[node] > 0 and (group > 1 or first % lanes == 0):
+                    shared[first // lanes] = shared[first // lanes] * multiplier + increment
+                latest = 0.0
+                for w in range(first, first + group):
+                    latest = max(latest, time[w])
+                chance = tables[collectives, shared[first // lanes] >> bits] if meets[node] > 0 else 1.0
+                for w in range(first, first + group):
+                    begin[node, w] = latest
+                    end[node, w] = latest + length * chance
+        if node == nodes - 1 or is_first[node + 1]:  # the last of a lane
+            for w in range(columns):
+                longest[w // lanes] = max(longest[w // lanes], end[node, w])
     return longest
