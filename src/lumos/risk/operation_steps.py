@@ -34,17 +34,12 @@ class PassFactors:
 
     usual: Floats  # of every row that is a pass, seen or not
     worker: Floats  # of every worker
+    is_exception: Bools  # workers that are far slower or faster than the others: they count for themselves alone
     step: Floats  # of every step
     worker_step: Floats  # (workers, steps)
     micro_batch: Floats  # of every micro-batch of every replica and step that was seen
     rest: Floats  # of every pass that was seen
-
-    @cached_property
-    def is_exception(self) -> Bools:
-        """Workers that are far slower or faster than the others."""
-        middle = np.nanmedian(self.worker)
-        far = np.abs(self.worker - middle)
-        return np.asarray(far > max(_FAR * 1.4826 * np.nanmedian(far), _LEAST_FAR))
+    own_rest: dict[int, Floats]  # of an exception: of its passes, micro-batches included
 
 
 @dataclass(frozen=True)
@@ -69,20 +64,22 @@ class OperationSteps:
         usual = _usual(kind, worker, left)[kind]
         left = left - usual
         of_worker = _medians_of(worker, left, len(table.workers))
+        exception = _far(of_worker)
         left = left - of_worker[worker]
-        of_step = _medians_of(step, left, len(table.steps))
+        others = np.where(exception[worker], np.nan, left)
+        of_step = _means_of(step, others, len(table.steps))
         left = left - of_step[step]
         both = worker * len(table.steps) + step
-        of_both = _medians_of(both, left, len(table.workers) * len(table.steps))
+        of_both = _means_of(both, left, len(table.workers) * len(table.steps))
         left = left - of_both[both]
+        others = np.where(exception[worker], np.nan, left)
         batch = _numbered(step, table.dp_rank[rows], table.micro_batch[rows])
-        of_batch = np.bincount(batch[seen], left[seen], batch.max(initial=0) + 1) / np.maximum(
-            np.bincount(batch[seen], minlength=batch.max(initial=0) + 1), 1
-        )
-        rest = (left - of_batch[batch])[seen]
+        of_batch = _means_of(batch, others, int(batch.max(initial=-1)) + 1)
+        own = {int(one): left[(worker == one) & seen] for one in np.flatnonzero(exception)}
         return PassFactors(
-            usual, of_worker, of_step, of_both.reshape(len(table.workers), -1), of_batch[np.unique(batch[seen])], rest
-        )
+            usual, of_worker, exception, of_step, of_both.reshape(len(table.workers), -1),
+            of_batch[~np.isnan(of_batch)], others - of_batch[batch], own,
+        )  # fmt: skip
 
     @cached_property
     def variability(self) -> Variability:
@@ -96,11 +93,26 @@ class OperationSteps:
             text += (
                 f"; {left_out} that {'is' if left_out == 1 else 'are'} up to {slow:.2f} times slower left out (--slow)"
             )
+        steps = found.worker_step[~found.is_exception]
         return Variability(
-            gpu=_spread(others), step=_spread(found.worker_step), kernel=_spread(found.rest),
+            gpu=_spread(others), step=_spread(steps.ravel()).scaled(self._own_share), kernel=_spread(found.rest),
             microbatch=_spread(found.micro_batch), collective=self._collective, job=_spread(found.step),
             pauses=self._pauses, source=text,
         )  # fmt: skip
+
+    def _worker_steps(self, without: str) -> Spread:
+        """Of the steps of a worker, the mean of its passes' differences included."""
+        found = self.factors
+        return NONE if without == "step" else _spread(found.worker_step[~found.is_exception].ravel())
+
+    @property
+    def _own_share(self) -> float:
+        """Of the differences between steps of a worker: what is not the mean of its passes' differences."""
+        found, table = self.factors, self.table
+        passes = len(self.passes) / (len(table.workers) * len(table.steps))
+        total = float(np.nanvar(found.worker_step[~found.is_exception]))
+        of_passes = (float(np.var(found.micro_batch)) + float(np.nanvar(found.rest))) / max(passes, 1.0)
+        return float(np.sqrt(max(0.0, 1 - of_passes / total))) if total > 0 else 0.0
 
     # ------------------------------------------------------------------ other operations
     @cached_property
@@ -170,28 +182,28 @@ class OperationSteps:
 
     def _durations(self, rows: Ints, size: int, random: np.random.Generator, without: str) -> Floats:
         """(scenarios, rows of the step), in seconds."""
-        table, found, learned = (
-            self.table,
-            self.factors,
-            self.variability.without(without) if without else self.variability,
-        )
+        table, found = self.table, self.factors
+        learned = self.variability.without(without) if without else self.variability
         duration = np.repeat(self._others[rows][None], size, axis=0)
         duration *= learned.collective.at(random.random(duration.shape))
         place = np.full(len(table), -1)
         place[self.passes] = np.arange(len(self.passes))
         chosen = np.flatnonzero(place[rows] >= 0)
         passes = rows[chosen]
-        known = np.where(np.isnan(found.worker), 0.0, found.worker)
-        log = np.repeat((found.usual[place[passes]] + known[table.worker[passes]])[None], size, axis=0)
-        shape = (size, len(table.workers))
-        strangers = np.isnan(found.worker) * np.log(learned.gpu.at(random.random(shape)))
-        log += strangers[:, table.worker[passes]]
-        log += np.log(learned.step.at(random.random(shape)))[:, table.worker[passes]]
-        log += np.log(learned.job.at(random.random((size, 1))))
+        worker = table.worker[passes]
+        of_worker = np.repeat(np.where(np.isnan(found.worker), 0.0, found.worker)[None], size, axis=0)
+        of_worker += np.isnan(found.worker) * np.log(learned.gpu.at(random.random(of_worker.shape)))
+        of_worker += np.log(self._worker_steps(without).at(random.random(of_worker.shape)))
+        of_worker += np.log(learned.job.at(random.random((size, 1))))
         batch = _numbered(table.dp_rank[passes], table.micro_batch[passes])
-        log += np.log(learned.microbatch.at(random.random((size, batch.max(initial=0) + 1))))[:, batch]
-        log += np.log(learned.kernel.at(random.random(log.shape)))
-        duration[:, chosen] = np.exp(log)
+        rest = np.log(learned.microbatch.at(random.random((size, batch.max(initial=0) + 1))))[:, batch]
+        rest += np.log(learned.kernel.at(random.random(rest.shape)))
+        for one, logs in found.own_rest.items():
+            steps = found.step + found.worker_step[one]
+            of_worker[:, one] = found.worker[one] + random.choice(steps[~np.isnan(steps)], size)
+            rest[:, worker == one] = random.choice(logs, (size, int((worker == one).sum())))
+        rest -= _means(worker, rest)[:, worker]  # what a worker's passes have in common is its step's already
+        duration[:, chosen] = np.exp(found.usual[place[passes]] + of_worker[:, worker] + rest)
         return duration
 
 
@@ -226,6 +238,26 @@ def _usual(kind: Ints, worker: Ints, logs: Floats) -> Floats:
     workers = int(worker.max(initial=0)) + 1
     medians = _medians_of(kind * workers + worker, logs, (int(kind.max(initial=0)) + 1) * workers)
     return np.asarray(np.nanquantile(medians.reshape(-1, workers), 0.5, axis=1, method="lower"))
+
+
+def _means(group: Ints, logs: Floats) -> Floats:
+    """(scenarios, groups): logarithms of mean factors."""
+    size = int(group.max(initial=0)) + 1
+    member = np.equal.outer(group, np.arange(size)).astype(np.float64)
+    return np.asarray(np.log(np.maximum(np.exp(logs) @ member, 1e-300) / np.maximum(member.sum(axis=0), 1)))
+
+
+def _far(worker: Floats) -> Bools:
+    """Workers far from the others."""
+    away = np.abs(worker - np.nanmedian(worker))
+    return np.asarray(away > max(_FAR * 1.4826 * float(np.nanmedian(away)), _LEAST_FAR))
+
+
+def _means_of(group: Ints, logs: Floats, size: int) -> Floats:
+    """Of every group: the logarithm of the mean factor, as the sum of times is what counts."""
+    known = ~np.isnan(logs)
+    total, count = np.bincount(group[known], np.exp(logs[known]), size), np.bincount(group[known], minlength=size)
+    return np.where(count > 0, np.log(np.maximum(total, 1e-300) / np.maximum(count, 1)), np.nan)
 
 
 def _medians_of(group: Ints, values: Floats, size: int = 0) -> Floats:

@@ -21,6 +21,7 @@ from lumos.graph.simulate import simulate_many
 from lumos.risk.recurring_tasks import HOST, KERNEL, PARTS, TRANSFER, RecurringTasks, recurring_tasks
 from lumos.risk.variability import Pauses, Variability
 
+_LITTLE = 0.05
 _NEIGHBOURS = 5  # steps whose median is the level of the host
 _CELLS = 4_000_000  # nodes times scenarios that are simulated together
 _WORK = 400_000_000  # nodes times scenarios at most
@@ -71,6 +72,16 @@ class TracedSteps:
         job = Variability().job if without == "job" else variability.job
         lengths = np.concatenate(found)
         return np.asarray((lengths * job.at(random.random(lengths.shape))).ravel()[:draws])
+
+    def sensitivity(self) -> dict[str, float]:
+        """By how many percent the step gets longer if a part of the work does by one: of `PARTS`."""
+        tasks, graph = self.tasks, self.tasks.typical_graph
+        slower = np.stack(
+            [graph.duration * np.where(tasks.part == part, 1 + _LITTLE, 1.0) for part in range(len(PARTS))]
+        )
+        duration = np.concatenate([graph.duration[None], slower])
+        length = self._lengths(simulate_many(graph, duration), duration).mean(axis=1)
+        return dict(zip(PARTS, ((length[1:] / length[0] - 1) / _LITTLE).tolist(), strict=True))
 
     # ------------------------------------------------------------------ durations
     def _graph(self, without: str) -> Graph:
