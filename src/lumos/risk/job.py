@@ -74,7 +74,8 @@ def fault_model_of(reliability: Reliability, job: Job) -> tuple[FaultModel, Fail
     """How a job fails and goes on, and the rates by cause that this rests on."""
     usual = read_table("failures.toml")["defaults"]
     failures = failures_of(reliability, job.gpus, job.gpus_per_node)
-    bandwidth = reliability.storage_gb_s or usual["storage_gb_s_per_gpu"] * job.gpus
+    shared = max(usual["storage_gb_s_per_gpu"] * job.gpus, usual["least_storage_gb_s"])
+    bandwidth = reliability.storage_gb_s or shared
     size = reliability.checkpoint_gb or job.checkpoint_gb
     write = size / bandwidth if reliability.checkpoint_seconds is None else reliability.checkpoint_seconds
     copy = min(size / (usual["snapshot_gb_s_per_gpu"] * job.gpus), write)

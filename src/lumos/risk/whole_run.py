@@ -338,8 +338,8 @@ def _alternatives(reliability: Reliability, model: FaultModel, failures: Failure
     restart = failures.restart_s / MINUTE_S
     rows: list[tuple[str, dict[str, Any]]] = [
         ("checkpoints twice as fast", {"checkpoint_seconds": model.write_s / 2}),
-        ("half the restart", {"restart_minutes": restart / 2}),
-        ("half the detection", {"detection_minutes": failures.detection_s / MINUTE_S / 2}),
+        ("restarts twice as fast", {"restart_minutes": restart / 2}),
+        ("failures noticed twice as fast", {"detection_minutes": failures.detection_s / MINUTE_S / 2}),
         ("failures half as often", _half_as_often(reliability)),
     ]
     if not reliability.async_checkpoints:
