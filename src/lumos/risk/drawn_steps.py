@@ -48,6 +48,12 @@ def drawn_ms(
         return np.concatenate(list(pool.map(engine.chunk, range(len(sizes)), sizes)))
 
 
+def typical_ms(lanes: Lanes, slow: tuple[Slow, ...] = ()) -> float:
+    """The step in which nothing differs but what is slow; a share of slow GPUs is spread evenly over the ranks."""
+    engine = _Engine(lanes, Variability(), slow, 0, 1, spread=True)
+    return float(engine.chunk(0, 1)[0])
+
+
 class _Tables:
     """Factors of single passes, collectives and hosts as tables that a random number points into."""
 
@@ -125,13 +131,15 @@ def _of_replicas(variability: Variability, inside: int) -> Floats:
 class _Engine:
     """Draws and simulates steps, chunk by chunk; a chunk has its own random numbers, whoever works on it."""
 
-    def __init__(self, lanes: Lanes, variability: Variability, slow: tuple[Slow, ...], seed: int, same: int) -> None:
+    def __init__(
+        self, lanes: Lanes, variability: Variability, slow: tuple[Slow, ...], seed: int, same: int, spread: bool = False
+    ) -> None:
         self.lanes, self.variability, self.slow, self.seed, self.same = lanes, variability, slow, seed, same
         self.tables = _Tables(lanes, variability)
         self.graph = lanes.slow_graph(slow)
-        self.rank_logs = lanes.rank_logs(slow, spread=False)
+        self.rank_logs = lanes.rank_logs(slow, spread)
         self.apart = lanes.apart(slow)
-        self.share = next((one for one in slow if one.share), None)
+        self.share = next((one for one in slow if one.share and not spread), None)
         order = self.graph.order  # worked out here, before threads share it
         edges = self.graph.edges
         self.fixed = (

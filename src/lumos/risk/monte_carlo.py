@@ -13,7 +13,7 @@ from lumos.errors import OptionError
 from lumos.graph.graph import Floats
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import Prediction, predicted_step
-from lumos.risk.drawn_steps import DRAWS, drawn_ms
+from lumos.risk.drawn_steps import DRAWS, drawn_ms, typical_ms
 from lumos.risk.lanes import Lanes, lanes_of, lanes_of_rank, rank_words
 from lumos.risk.variability import CAUSES, Variability, usual_variability
 from lumos.setup.slow import Slow, read_slow
@@ -169,7 +169,7 @@ def step_risk(
     found = predicted_step(what) if isinstance(what, Step) else what
     lanes, setup = lanes_of_prediction(found), found.setup
     parts = _slow_parts(found, slow, lanes)
-    typical = float(drawn_ms(lanes, Variability(), parts, 1)[0]) if parts else found.step_ms
+    typical = typical_ms(lanes, parts) if parts else found.step_ms
     most = max(_FEWEST_DRAWS, int(_MOST_WORK / max(1, len(lanes.graph) * lanes.simulated)))
     stated = {} if setup is None else setup.variability.stated_sigmas
     differs = (variability or usual_variability()).stated(stated)
@@ -193,7 +193,7 @@ def slowed(found: Prediction, slow: Sequence[str] = ()) -> tuple[Prediction, lis
         raise OptionError("--slow needs a described run: a setup, or a trace with what is to change (--set)")
     lanes = lanes_of_prediction(found)
     parts = _slow_parts(found, slow, lanes)
-    before, after = (float(drawn_ms(lanes, Variability(), one, 1)[0]) for one in ((), parts))
+    before, after = (typical_ms(lanes, one) for one in ((), parts))
     run = replace(found.run, fixed_us=found.run.fixed_us + (after - before) * 1e3)
     return replace(found, run=run), _slow_costs(found, lanes, parts)
 
@@ -208,7 +208,7 @@ def _slow_costs(found: Prediction, lanes: Lanes, slow: tuple[Slow, ...]) -> list
     """Of every slow part: what it alone adds to the step, and whom it delays."""
     rows = []
     for one in slow:
-        fast, delayed = (float(drawn_ms(lanes, Variability(), parts, 1)[0]) for parts in ((), (one,)))
+        fast, delayed = (typical_ms(lanes, parts) for parts in ((), (one,)))
         rows.append({
             "slow": one.text, "words": one.words, "delay_ms": delayed - fast, "step_ms": delayed,
             "delays": _delays(found, one),
