@@ -65,7 +65,7 @@ class Job:
 
     def step_seconds(self, step: int = 0) -> float:
         """How long a step takes."""
-        return max(row["start_ts"] + row["duration"] for row in _Step(self, step).rows())
+        return float(max(row["start_ts"] + row["duration"] for row in _Step(self, step).rows()))
 
 
 class _Step:

@@ -315,7 +315,7 @@ BAD = {
     "unknown types of operations": spoilt(
         lambda f: f.with_columns(("kind " + polars.int_range(polars.len()).cast(polars.String)).alias("optype"))
     ),
-    "no row of optype forward-compute": spoilt(lambda f: f.filter(polars.col("optype") == "gc")),
+    "no row of optype forward-compute": spoilt(lambda f: f.filter(polars.col("optype") == "optimizer")),
     "duration is missing in 1 rows, first in row 3": spoilt(value("duration", polars.lit(None))),
     "start_ts is missing in 1 rows": spoilt(value("start_ts", polars.lit(float("nan")))),
     "duration -1 is negative": spoilt(value("duration", polars.lit(-1.0))),
@@ -325,6 +325,9 @@ BAD = {
     "duration 'soon' is not a number": spoilt(
         lambda f: value("duration", polars.lit("soon"))(f.with_columns(polars.col("duration").cast(polars.String)))
     ),
+    "mc 3e+08 is not below": spoilt(value("mc", polars.lit(300_000_000))),
+    "longer than thirty years": spoilt(value("duration", polars.lit(1e300))),
+    "no operation takes any time": spoilt(lambda f: f.with_columns(polars.lit(0.0).alias("duration"))),
     "has no rows": spoilt(lambda f: f.head(0)),
     "occurs 2 times in step 10": spoilt(lambda f: polars.concat([f, f])),
     "single precision": spoilt(lambda f: f.with_columns((polars.col("start_ts") + 1.7e9).cast(polars.Float32))),

@@ -210,8 +210,8 @@ def _first_backward(table: OperationTable, passes: _Passes) -> Ints:
     place[every] = np.arange(len(every))
     begins = _lookup(passes.rows[1], passes.cell, passes.cells, last=False)
     begins[begins >= 0] = place[begins[begins >= 0]]
-    early = (begins >= 0) & (number[begins] >= 2)
-    waited = np.where(early, every[begins - 2], -1)
+    early = (begins >= 0) & (number[np.maximum(begins, 0)] >= 2)
+    waited = np.where(early, every[np.maximum(begins - 2, 0)], -1)
     messages = [np.flatnonzero(table.of_type(name)) for name in ("backward-send", "backward-recv")]
     firsts = [_lookup(rows, passes.cell, passes.cells, last=False) for rows in messages]
     return np.concatenate([_where_known(waited, first) for first in firsts], axis=1)

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +48,8 @@ _COLUMNS = (*_NUMBERS, "optype", "start_ts", "duration")
 _DOCUMENTED = "docs/stragglers.md describes the columns"
 _MOST_OTHER_TYPES = 16
 _MOST_WORKERS = 1 << 20
+_MOST_CHUNKS = 1 << 12
+_LONGEST_S = 1e9  # thirty years
 _LONGEST_STEP_S = 86400.0
 _COARSEST_S = 1e-3
 _BYTES_A_ROW = 600  # in memory: columns, graph and some scenarios
@@ -149,6 +154,8 @@ def read_operation_table(path: Path) -> OperationTable:
     if np.any(duration < 0):
         row = int(np.argmax(duration < 0))
         raise InputError(f"{path}: row {row + 1}: duration {duration[row]:g} is negative; it is end minus start")
+    if not duration.any():
+        raise InputError(f"{path}: no operation takes any time; duration is end minus start, in seconds")
     types, kind = _types(path, frame)
     warnings: list[str] = [
         f"{name!r} is not a type that Lumos knows: it counts as work of its worker, in its recorded order"
@@ -174,6 +181,8 @@ def _table(
     begin = np.full(int(first.max()) + 1, np.inf)
     np.minimum.at(begin, first, start)
     start = start - begin[first]
+    if float((start + duration[order]).max()) > _LONGEST_S:
+        raise InputError(f"{path}: a step lasts longer than thirty years; start_ts and duration are seconds")
     if float((start + duration[order]).max()) > _LONGEST_STEP_S:
         warnings.append("a step lasts longer than a day: are the times in seconds?")
     table = OperationTable(
@@ -289,13 +298,16 @@ def _whole_numbers(path: Path, frame: DataFrame, name: str) -> Ints:
     values = column.fill_null(np.nan).to_numpy()
     missing = np.isnan(values)
     if name in ("seq_id", "mc", "gmc", "mb_id"):
-        values = np.where(missing, -1.0, values)
+        values = np.where(missing | (values < 0), -1.0, values)
     else:
         _refuse_missing(path, missing, name)
     wrong = ~np.isfinite(values) | (values != np.round(values)) | (np.abs(values) >= 2.0**53)
     if wrong.any():
         row = int(np.argmax(wrong))
         raise InputError(f"{path}: row {row + 1}: {name} {values[row]:g} is not a whole number; {_DOCUMENTED}")
+    if name == "mc" and values.max() >= _MOST_CHUNKS:
+        row = int(np.argmax(values))
+        raise InputError(f"{path}: row {row + 1}: mc {values[row]:g} is not below {_MOST_CHUNKS:,}; {_DOCUMENTED}")
     return np.asarray(values, np.int64)
 
 
@@ -339,11 +351,12 @@ def _frame(path: Path) -> DataFrame:
     advice = "cut the table to fewer steps"
     try:
         if parquet:
-            table = polars.scan_parquet(path)
-            names = [name for name in table.collect_schema().names() if name in _COLUMNS]
-            rows = int(table.select(polars.len()).collect().item())
-            require_memory(path, rows * _BYTES_A_ROW, advice)
-            return table.select(names).collect()
+            with _without_panics():
+                table = polars.scan_parquet(path)
+                names = [name for name in table.collect_schema().names() if name in _COLUMNS]
+                rows = int(table.select(polars.len()).collect().item())
+                require_memory(path, rows * _BYTES_A_ROW, advice)
+                return table.select(names).collect()
         limit = available_bytes() // _MEMORY_PER_TEXT
         with open_bytes(path) as source:
             text = source.read(limit + 1)
@@ -354,6 +367,24 @@ def _frame(path: Path) -> DataFrame:
     except (polars.exceptions.PolarsError, polars.exceptions.PanicException, OSError, *BAD_GZIP) as error:  # type: ignore[misc]
         problem = str(error).strip().split("\n")[0][:200]
         raise InputError(f"{path}: not a readable Parquet or CSV table ({problem}); {_DOCUMENTED}") from None
+
+
+@contextmanager
+def _without_panics() -> Iterator[None]:
+    """Without what the reader of Parquet prints about damaged files; the error that it raises is enough."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is nothing to print to
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _tensor_parallel(path: Path, dp_rank: Ints, stage: Ints, warnings: list[str]) -> int:
