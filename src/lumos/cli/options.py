@@ -70,6 +70,10 @@ class RiskOptions:
         typer.Option(help="rank=7,factor=1.3, or link=7,…, group=dp,…, share=0.01,… (of all GPUs). Repeatable."),
     ] = None
     draws: Annotated[int, typer.Option(help="Steps that --risk draws.")] = 10_000
+    variability: Annotated[
+        Path | None,
+        typer.Option(help="With --risk: learn how much times differ from a trace, an operation table or step times."),
+    ] = None
 
 
 def with_options_apart(command: Callable[..., None]) -> Callable[..., None]:

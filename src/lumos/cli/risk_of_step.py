@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lumos.analysis.run import TracedRun
+from lumos.cli.loading import load_run
 from lumos.cli.options import RiskOptions
 from lumos.cli.terminal import busy
 from lumos.errors import OptionError
 from lumos.graph.graph import Floats
 from lumos.prediction.prediction import Prediction
+from lumos.risk.learn import learn, learn_trace, traced_risk
 from lumos.risk.monte_carlo import StepRisk, slowed, step_risk
 from lumos.risk.whole_run import DRAWS as RUNS
 
@@ -38,6 +41,8 @@ def refuse_risk(options: RiskOptions, gpus: list[str]) -> None:
     if len(gpus) > 1 and (options.risk or options.slow):
         given = "--risk" if options.risk else "--slow"
         raise OptionError(f"{given} and --gpu {','.join(gpus)[:100]}: steps are drawn for one GPU; name one")
+    if options.variability is not None and not options.risk:
+        raise OptionError(f"--variability {options.variability}: it says how much steps differ: add --risk")
     _draws(options)
 
 
@@ -47,8 +52,14 @@ def asked_risk(found: Prediction, options: RiskOptions) -> tuple[Prediction, Ask
     changed, costs = slowed(found, texts)
     if not options.risk:
         return changed, AskedRisk(None, costs)
+    learned = None if options.variability is None else learn(options.variability, load_run)
     with busy("drawing steps"):
-        risk = step_risk(found, slow=texts, draws=_draws(options))
+        if isinstance(found.run, TracedRun):
+            risk = traced_risk(found, learned, _draws(options))
+        else:
+            if learned is None and found.traced is not None:
+                learned = learn_trace(found.traced.run)
+            risk = step_risk(found, learned, texts, _draws(options))
         _ = risk.causes
     return changed, AskedRisk(risk, costs)
 

@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 
 from lumos.analysis.replay import Replay
+from lumos.analysis.run import TracedRun
 from lumos.errors import InputError
 from lumos.files import read_file
 from lumos.graph.graph import Floats
+from lumos.prediction.prediction import Prediction
+from lumos.risk.drawn_steps import DRAWS
+from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.operation_steps import OperationSteps
-from lumos.risk.recurring_tasks import HOST, KERNEL, PARTS, TRANSFER, RecurringTasks
+from lumos.risk.recurring_tasks import KERNEL, TRANSFER, RecurringTasks
 from lumos.risk.step_times import read_step_times
-from lumos.risk.traced_steps import CAUSES_OF_PART, TracedSteps, trusted
+from lumos.risk.traced_steps import CAUSES_OF_PART, TracedSteps
 from lumos.risk.variability import CAUSES, NONE, Spread, Variability, usual_variability
 from lumos.trace.read.formats import Form, form_of, head_of
 from lumos.trace.read.operation_table import is_operation_table, read_operation_table
@@ -67,23 +71,38 @@ def _spread(logs: Floats) -> Spread:
 
 
 # ---------------------------------------------------------------------- traces
-def learn_trace(replay: Replay, name: str) -> Variability:
-    """From a trace, for a run that is described: what its steps and ranks showed, and the usual figures."""
-    usual, tasks = usual_variability(), TracedSteps(replay).settled
+def learn_trace(replay: Replay, name: str = "the trace") -> Variability:
+    """From a trace: what its steps and ranks showed, weighed against the usual figures."""
+    usual, steps = usual_variability(), TracedSteps(replay)
+    tasks = steps.tasks
     if tasks.steps < 2:
         return replace(usual, source=f"{name} has a single step, which shows no variance; {usual.source}")
-    found: dict[str, Any] = {}
-    for part in (HOST, KERNEL, TRANSFER):
-        share = np.log(tasks.share(part))
-        if share.any():
-            weight = tasks.steps / (tasks.steps + trusted(PARTS[part]))
-            cause = CAUSES_OF_PART[part]
-            found[cause] = _mixed(usual.spread(cause), float(share.std()), weight)
+    found: dict[str, Any] = {
+        cause: _mixed(usual.spread(cause), float(steps.shown[part]), float(steps.weights[part]))
+        for part, cause in CAUSES_OF_PART.items()
+        if steps.shown[part] > 0
+    }
     gpu = _rank_factors(tasks)
     if gpu is not None:
         found["gpu"] = _mixed(usual.gpu, float(gpu.std()), len(gpu) / (len(gpu) + _RANKS_TO_TRUST))
     of = f"{tasks.steps} steps" + (f" of {tasks.ranks} ranks" if tasks.ranks > 1 else " of one rank")
-    return replace(usual, **found, source=f"learned from {name}: {of}, weighed against {usual.source}")
+    return replace(usual, **found, source=f"learned from {name}: {of}, weighed against usual figures ({usual.source})")
+
+
+def traced_risk(found: Prediction, learned: Variability | None = None, draws: int = DRAWS, seed: int = 0) -> StepRisk:
+    """The risk of a traced step, perhaps scaled. Its ranks and passes stay as recorded: GPUs are not drawn."""
+    run, replayed = found.run, found.replayed
+    assert isinstance(run, TracedRun)
+    assert replayed is not None
+    recorded = replayed.clean_graph.duration
+    scale = None
+    if found.scales and run.duration is not None:
+        scale = np.where(recorded > 0, run.duration / np.maximum(recorded, 1e-9), 1.0)
+    steps = TracedSteps(replayed, scale)
+    differs = replace(learned or learn_trace(replayed), gpu=NONE, kernel=NONE, microbatch=NONE)
+    if steps.tasks.ranks == 1 and not steps.shown[TRANSFER]:
+        differs = replace(differs, collective=NONE)
+    return StepRisk(steps, found.step_ms, differs, min(draws, steps.most_draws), seed, (), steps.tasks.ranks)
 
 
 def _rank_factors(tasks: RecurringTasks) -> Floats | None:

@@ -25,6 +25,7 @@ _PAUSE_S = 0.001
 _TRANSFER = 0.1  # quantile of the times of a collective that is without waiting
 _BATCH = 4_000_000  # nodes times scenarios that are simulated together
 _STEPS_TO_TRUST = 10.0  # recorded steps that count as much as the drawn ones
+_WRONG_LEVEL = 0.1  # logarithm
 _NS = 1e9
 
 
@@ -208,11 +209,14 @@ class OperationSteps:
 
 
 def _settled(drawn: Floats, recorded: Floats) -> Floats:
-    """Drawn steps at the level of the recorded ones, and with a spread between both: single operations cannot know
-    what goes together, such as micro-batches that make up for each other."""
+    """Drawn steps at the level of the recorded ones, and with a spread between both.
+
+    If they miss that level by far, what decides the steps was not seen, and the recorded spread counts alone.
+    """
     logs, seen = np.log(drawn), np.log(recorded)
     middle, wide, narrow = float(np.median(logs)), _sigma(logs), _sigma(seen)
-    target = np.sqrt((_STEPS_TO_TRUST * wide**2 + len(seen) * narrow**2) / (_STEPS_TO_TRUST + len(seen)))
+    trust = _STEPS_TO_TRUST if abs(middle - float(np.median(seen))) < _WRONG_LEVEL else 0.0
+    target = np.sqrt((trust * wide**2 + len(seen) * narrow**2) / (trust + len(seen)))
     return np.asarray(np.exp(np.median(seen) + (logs - middle) * (target / wide if wide > 0 else 1.0)))
 
 

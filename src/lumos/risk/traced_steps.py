@@ -2,9 +2,12 @@
 steps cannot show.
 
 A trace of a dozen steps is a fraction of a second of a run: it shows how steps differ from their neighbours, not how
-the host drifts over minutes. With n recorded steps, what they showed has the weight n / (n + n0), and the spreads of
-`data/variability.json` or of the user the rest; variances add up. n0 differs for hosts, kernels and collectives, and is
-in that file ("traced"). A trace of one step has its spreads alone.
+the host drifts over minutes. With n recorded steps, what they showed has the weight n / (n + n0), and the usual figures
+have the rest; variances add up. n0 differs for hosts, kernels and collectives, and is in `data/variability.json`
+("traced"). A trace of one step has the usual figures alone.
+
+The recorded differences stay in the graph as far as they count, each at its own task; the rest of a spread is drawn,
+one factor for each part of the work in each step.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from lumos.data_files import read_table
 from lumos.graph.graph import Bools, Floats, Graph, Ints
 from lumos.graph.simulate import simulate_many
 from lumos.risk.recurring_tasks import HOST, KERNEL, PARTS, TRANSFER, RecurringTasks, recurring_tasks
-from lumos.risk.variability import Pauses, Variability
+from lumos.risk.variability import NONE, Pauses, Spread, Variability
 
 _LITTLE = 0.05
+_PAUSES, _JOB = 7, 8  # random numbers of their own; those of parts are 0 to 2
 _NEIGHBOURS = 5  # steps whose median is the level of the host
 _CELLS = 4_000_000  # nodes times scenarios that are simulated together
 _WORK = 400_000_000  # nodes times scenarios at most
@@ -39,7 +43,6 @@ class TracedSteps:
 
     replay: Replay
     scale: Floats | None = None  # on the duration of every node: a what-if
-    alone: bool = False  # whether the spreads that are drawn from count alone, and what the trace showed does not
 
     @cached_property
     def tasks(self) -> RecurringTasks:
@@ -50,7 +53,12 @@ class TracedSteps:
         """Of what the recorded steps showed, for each of `PARTS`; nothing for a single step."""
         steps = self.tasks.steps
         trust = np.array([trusted(name) for name in PARTS])
-        return np.zeros(len(PARTS)) if self.alone or steps < 2 else steps / (steps + trust)
+        return np.zeros(len(PARTS)) if steps < 2 else steps / (steps + trust)
+
+    @cached_property
+    def shown(self) -> Floats:
+        """Sigmas of what the recorded steps showed, for each of `PARTS`."""
+        return np.array([np.log(self.settled.share(part)).std() for part in range(len(PARTS))])
 
     @property
     def most_draws(self) -> int:
@@ -61,17 +69,17 @@ class TracedSteps:
         """Lengths of so many steps; `without` one cause: a name of a spread, or "pauses"."""
         scenarios = -(-min(draws, self.most_draws) // self.tasks.steps)
         batch = max(1, _CELLS // max(len(self.tasks.graph), 1))
-        random = np.random.default_rng(seed)
-        graph = self._graph(without)
+        carried, drawn = self._split(variability.without(without) if without else variability)
+        graph = self._graph(carried)
+        pauses = Pauses() if without == "pauses" else variability.pauses
         found = []
         for first in range(0, scenarios, batch):
-            size = min(batch, scenarios - first)
-            duration = self._durations(graph, variability, size, random, without)
+            duration = self._durations(graph, drawn, pauses, min(batch, scenarios - first), (seed, first))
             ends = simulate_many(graph, duration)
             found.append(self._lengths(ends, duration) / 1e6)
-        job = Variability().job if without == "job" else variability.job
-        lengths = np.concatenate(found)
-        return np.asarray((lengths * job.at(random.random(lengths.shape))).ravel()[:draws])
+        lengths = np.concatenate(found).ravel()[:draws]
+        job = NONE if without == "job" else variability.job
+        return np.asarray(lengths * job.at(np.random.default_rng([seed, _JOB]).random(len(lengths))))
 
     def sensitivity(self) -> dict[str, float]:
         """By how many percent the step gets longer if a part of the work does by one: of `PARTS`."""
@@ -84,15 +92,23 @@ class TracedSteps:
         return dict(zip(PARTS, ((length[1:] / length[0] - 1) / _LITTLE).tolist(), strict=True))
 
     # ------------------------------------------------------------------ durations
-    def _graph(self, without: str) -> Graph:
-        """The graph with its differences between steps as far as they count; none of the part that is left out."""
+    def _split(self, variability: Variability) -> tuple[Floats, list[Spread]]:
+        """Of every part's spread: the share of the recorded differences that stay in the graph, and what is drawn."""
+        carried, drawn = np.zeros(len(PARTS)), []
+        for part, cause in CAUSES_OF_PART.items():
+            spread, shown = variability.spread(cause), float(self.shown[part])
+            total = spread.sigma
+            if shown > 0:
+                carried[part] = min(float(np.sqrt(self.weights[part])), total / shown)
+            rest = np.sqrt(max(0.0, total**2 - (carried[part] * shown) ** 2))
+            drawn.append(spread.scaled(rest / total) if total > 0 else NONE)
+        return carried, drawn
+
+    def _graph(self, carried: Floats) -> Graph:
+        """The graph with these shares of the differences between its steps."""
         tasks = self.tasks
         graph, typical = self.settled.graph, tasks.typical_graph
-        share = np.sqrt(self.weights)[tasks.part]
-        for part, cause in CAUSES_OF_PART.items():
-            if cause == without:
-                share[tasks.part == part] = 0.0
-        share[tasks.task < 0] = 1.0
+        share = np.where(tasks.task >= 0, carried[tasks.part], 1.0)
         moved = graph.with_times(
             typical.duration + share * (graph.duration - typical.duration),
             typical.gap + share * (graph.gap - typical.gap),
@@ -116,20 +132,18 @@ class TracedSteps:
         host = np.where(tasks.part == HOST, level[tasks.step, tasks.rank], 1.0)
         return replace(tasks, graph=tasks.graph.with_times(tasks.graph.duration / host, tasks.graph.gap))
 
-    def _durations(
-        self, graph: Graph, variability: Variability, size: int, random: np.random.Generator, without: str
-    ) -> Floats:
-        """(scenarios, nodes): the graph's durations times what is drawn for every step, and pauses."""
+    def _durations(self, graph: Graph, drawn: list[Spread], pauses: Pauses, size: int, seed: tuple[int, int]) -> Floats:
+        """(scenarios, nodes): the graph's durations times what is drawn for every step, and pauses.
+
+        Every part has random numbers of its own, so that one can be left out and the others stay as they are.
+        """
         tasks = self.tasks
         factors = np.ones((size, len(PARTS), tasks.steps + 1))
-        for part, cause in CAUSES_OF_PART.items():
-            u = random.random((size, tasks.steps))
-            if cause != without:
-                factors[:, part, :-1] = variability.spread(cause).scaled(np.sqrt(1.0 - self.weights[part])).at(u)
+        for part, spread in enumerate(drawn):
+            factors[:, part, :-1] = spread.at(np.random.default_rng([*seed, part]).random((size, tasks.steps)))
         usual = graph.duration if self.scale is None else graph.duration * self.scale
         duration = usual * factors[:, tasks.part, tasks.step]  # step -1 is the last column
-        if without != "pauses":
-            self._pause(duration, variability.pauses, random)
+        self._pause(duration, pauses, np.random.default_rng([*seed, _PAUSES]))
         return duration
 
     def _pause(self, duration: Floats, pauses: Pauses, random: np.random.Generator) -> None:
