@@ -167,7 +167,7 @@ class _Engine:
         blocks = (slice(first, first + block) for first in range(0, size, block))
         lengths = np.concatenate([self._simulated(drawn, at) for at in blocks])
         job = self.variability.job.at(self._random(number, _JOB).random(size))
-        return np.asarray((lengths / 1e6 + self.lanes.fixed_ms) * job)
+        return np.asarray((lengths / 1e3 / 1e3 + self.lanes.fixed_ms) * job)
 
     def _scalars(self, number: int, size: int) -> _Drawn:
         """What is drawn once a step for every lane and stage."""
