@@ -121,7 +121,7 @@ def main() -> None:
     for key, value in found.items():
         if table["usual"].get(key) != value:
             table["usual"][key] = value
-            table["sources"][key]["date"] = datetime.now(UTC).date().isoformat()
+            table["sources"][f"usual.{key}"]["date"] = datetime.now(UTC).date().isoformat()
     path.write_text(text_of(table), "utf-8")
 
 

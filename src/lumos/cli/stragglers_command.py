@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from lumos.analysis.replay import Replay
 from lumos.analysis.slowdown import Job, slowdown
 from lumos.analysis.slowdown_causes import diagnose
 from lumos.analysis.slowdown_jobs import job_of_run, job_of_table
@@ -17,10 +19,16 @@ from lumos.cli.terminal import busy, deliver, progress_bar
 from lumos.errors import InputError, OptionError
 from lumos.export.chrome_traces import write_ideal
 from lumos.files import FORMS, check_output, write_csv
+from lumos.prediction.prediction import predict
 from lumos.report.html.page import write_page
+from lumos.report.html.risk_view import with_risk
 from lumos.report.html.slowdown_page import slowdown_page
+from lumos.report.terminal.show import show_risk
 from lumos.report.terminal.show_slowdowns import show_slowdown
-from lumos.trace.read.operation_table import is_operation_table, read_operation_table
+from lumos.risk.learn import traced_risk
+from lumos.risk.monte_carlo import StepRisk
+from lumos.risk.operation_steps import operation_risk
+from lumos.trace.read.operation_table import OperationTable, is_operation_table, read_operation_table
 
 _MOST_LAYERS = 1_000_000
 
@@ -31,6 +39,10 @@ def stragglers_command(
     ],
     options: TraceOptions,
     layers: Annotated[int, typer.Option(help="Layers of the model: then it is said how many of them to move.")] = 0,
+    risk: Annotated[
+        bool,
+        typer.Option("--risk", help="Also draw steps of the job: p50, p90, p99, and what makes them differ."),
+    ] = False,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -38,35 +50,58 @@ def stragglers_command(
     check_output(output, path, FORMS)
     if not 0 <= layers <= _MOST_LAYERS:
         raise OptionError(f"--layers {layers}: give the number of layers of the model, from 1 to {_MOST_LAYERS:,}")
-    job = _job(path, options)
+    read = _read(path, options)
+    job = _job(read, path)
     with progress_bar() as progress:
         lost = slowdown(job, progress)
     with busy("looking for causes"):
         found = diagnose(lost, layers)
+    asked = _risk(read) if risk else None
+    answer = found.as_dict() | ({} if asked is None else {"risk": asked.as_dict()})
     writers = {
         ".csv": lambda to: write_csv(to, found.as_dict()["by_worker"]),
-        ".html": lambda to: write_page(to, slowdown_page(found)),
+        ".html": lambda to: write_page(to, with_risk(slowdown_page(found), asked, ())),
         ".trace.json": lambda to: write_ideal(to, job),
         ".trace.json.gz": lambda to: write_ideal(to, job),
     }
-    deliver(found.as_dict(), lambda _, to: show_slowdown(found, to), as_json, output, writers)
+
+    def show(_: object, to: Console) -> None:
+        show_slowdown(found, to)
+        show_risk(asked, (), to)
+
+    deliver(answer, show, as_json, output, writers)
 
 
-def _job(path: Path, options: TraceOptions) -> Job:
+def _risk(read: OperationTable | Replay) -> StepRisk:
+    """The distribution of the steps of what was recorded."""
+    with busy("drawing steps"):
+        found = operation_risk(read) if isinstance(read, OperationTable) else traced_risk(predict(read))
+        _ = found.causes
+    return found
+
+
+def _job(read: OperationTable | Replay, path: Path) -> Job:
+    if isinstance(read, OperationTable):
+        with busy("building the graph of the table"):
+            return job_of_table(read)
+    return replace(job_of_run(read), name=path.name or str(path))
+
+
+def _read(path: Path, options: TraceOptions) -> OperationTable | Replay:
     """What is at a path: a table of operations, or traces."""
     table = _table_at(path)
     if table is None:
-        return replace(job_of_run(load_run(path, options)), name=path.name or str(path))
+        return load_run(path, options)
     given = {"--match": options.match, "--rank-pattern": options.rank_pattern, "--address": options.address}
     for name, value in given.items():
         if value:
             raise OptionError(f"{name} {value}: {table.name} is a table of operations; this option is for traces")
-    with busy("reading the table and building its graph"):
+    with busy("reading the table"):
         found = read_operation_table(table)
         if options.step:
             rows = found.step == _number(options.step, found.steps.tolist())
             found = found.select(rows)
-        return job_of_table(found)
+        return found
 
 
 def _number(text: str, steps: list[int]) -> int:

@@ -8,7 +8,7 @@ Workers that were not seen are drawn from the others; those that were keep what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,8 @@ import numpy as np
 from lumos.graph.from_operations import OperationGraph, operation_graph
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.simulate import simulate_many
+from lumos.risk.drawn_steps import DRAWS
+from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.variability import NONE, Pauses, Spread, Variability
 from lumos.trace.read.operation_table import COMPUTE, MESSAGES, OperationTable
 
@@ -26,6 +28,8 @@ _TRANSFER = 0.1  # quantile of the times of a collective that is without waiting
 _BATCH = 4_000_000  # nodes times scenarios that are simulated together
 _STEPS_TO_TRUST = 10.0  # recorded steps that count as much as the drawn ones
 _WRONG_LEVEL = 0.1  # logarithm
+_FIRST_DRAWS = 1000  # that tell the level
+_MOST = 25_000_000  # nodes times scenarios in all
 _NS = 1e9
 
 
@@ -85,26 +89,26 @@ class OperationSteps:
     @cached_property
     def variability(self) -> Variability:
         """What was learned, for other runs; a worker that is an exception is left out."""
-        found, table = self.factors, self.table
+        found = self.factors
         others = found.worker[~found.is_exception & ~np.isnan(found.worker)]
-        left_out = int((found.is_exception & ~np.isnan(found.worker)).sum())
-        text = f"learned from {table.name}: {len(others)} workers, {int((~np.isnan(found.step)).sum())} steps"
-        if left_out:
-            slow = float(np.exp(np.nanmax(np.abs(found.worker))))
-            text += (
-                f"; {left_out} that {'is' if left_out == 1 else 'are'} up to {slow:.2f} times slower left out (--slow)"
-            )
         steps = found.worker_step[~found.is_exception]
         return Variability(
             gpu=_spread(others), step=_spread(steps.ravel()).scaled(self._own_share), kernel=_spread(found.rest),
             microbatch=_spread(found.micro_batch), collective=self._collective, job=_spread(found.step),
-            pauses=self._pauses, source=text,
+            pauses=self._pauses, source=self.source("left out (name it with --slow)"),
         )  # fmt: skip
 
-    def _worker_steps(self, without: str) -> Spread:
-        """Of the steps of a worker, the mean of its passes' differences included."""
+    def source(self, exceptions: str) -> str:
+        """Where it comes from, and what becomes of workers that are exceptions."""
         found = self.factors
-        return NONE if without == "step" else _spread(found.worker_step[~found.is_exception].ravel())
+        known, steps = ~np.isnan(found.worker), int((~np.isnan(found.step)).sum())
+        left_out = int((found.is_exception & known).sum())
+        text = f"learned from {self.table.name}: {int(known.sum()) - left_out} workers, {steps} steps"
+        if not left_out:
+            return text
+        slow = float(np.exp(np.max(np.abs(found.worker[known]))))
+        who = "one worker that is" if left_out == 1 else f"{left_out} workers that are up to"
+        return f"{text}; {who} {slow:.2f} times slower {exceptions}"
 
     @property
     def _own_share(self) -> float:
@@ -162,62 +166,82 @@ class OperationSteps:
         return end[np.unique(table.step_index[self.seen])]
 
     @cached_property
-    def _one_step(self) -> tuple[Ints, OperationGraph]:
+    def one_step(self) -> tuple[Ints, OperationGraph]:
         """The rows of one step, and their graph: all steps have the same."""
         first = self.table.step_index[np.argmax(self.seen)]
         rows = self.table.step_index == first
         return np.flatnonzero(rows), operation_graph(self.table.select(rows))
 
-    def drawn(self, draws: int, seed: int, without: str = "") -> Floats:
-        """Lengths of so many steps in seconds, at the level and with the spread of the recorded ones."""
-        random = np.random.default_rng(seed)
-        rows, graph = self._one_step
+    def drawn_ms(self, variability: Variability, draws: int, seed: int, without: str = "") -> Floats:
+        """Lengths of so many steps, at the level and with the spread of the recorded ones."""
+        middle, stretch = self._level
+        logs = np.log(self._simulated(variability.without(without) if without else variability, draws, seed))
+        return np.asarray(1e3 * np.exp(float(np.median(np.log(self.recorded))) + stretch * (logs - middle)))
+
+    @cached_property
+    def _level(self) -> tuple[float, float]:
+        """The median of simulated steps, of logarithms, and what their distance from it is multiplied by.
+
+        That makes the spread one between that of simulated and recorded steps. If the simulated ones miss the level by
+        far, what decides the steps was not seen, and the recorded spread counts alone.
+        """
+        logs, seen = np.log(self._simulated(self.variability, _FIRST_DRAWS, 0)), np.log(self.recorded)
+        middle, wide, narrow = float(np.median(logs)), _sigma(logs), _sigma(seen)
+        trust = _STEPS_TO_TRUST if abs(middle - float(np.median(seen))) < _WRONG_LEVEL else 0.0
+        target = np.sqrt((trust * wide**2 + len(seen) * narrow**2) / (trust + len(seen)))
+        return middle, float(target) / wide if wide > 0 else 1.0
+
+    def _simulated(self, variability: Variability, draws: int, seed: int) -> Floats:
+        """Lengths of drawn steps in seconds, by the graph of the job."""
+        rows, graph = self.one_step
         batch = max(1, _BATCH // len(graph.graph))
         found = []
         for first in range(0, draws, batch):
             size = min(batch, draws - first)
             duration = np.zeros((size, len(graph.graph)))
-            duration[:, graph.work] = _NS * self._durations(rows, size, random, without)
+            duration[:, graph.work] = _NS * self._durations(rows, size, (seed, first), variability)
             found.append(simulate_many(graph.graph, duration).max(axis=1) / _NS)
-        return _settled(np.concatenate(found), self.recorded)
+        return np.concatenate(found)
 
-    def _durations(self, rows: Ints, size: int, random: np.random.Generator, without: str) -> Floats:
-        """(scenarios, rows of the step), in seconds."""
+    def _durations(self, rows: Ints, size: int, seed: tuple[int, int], drawn: Variability) -> Floats:
+        """(scenarios, rows of the step), in seconds. Every cause has random numbers of its own."""
         table, found = self.table, self.factors
-        learned = self.variability.without(without) if without else self.variability
+        random = [np.random.default_rng([*seed, kind]) for kind in range(7)]
         duration = np.repeat(self._others[rows][None], size, axis=0)
-        duration *= learned.collective.at(random.random(duration.shape))
+        duration *= drawn.collective.at(random[0].random(duration.shape))
         place = np.full(len(table), -1)
         place[self.passes] = np.arange(len(self.passes))
         chosen = np.flatnonzero(place[rows] >= 0)
         passes = rows[chosen]
         worker = table.worker[passes]
         of_worker = np.repeat(np.where(np.isnan(found.worker), 0.0, found.worker)[None], size, axis=0)
-        of_worker += np.isnan(found.worker) * np.log(learned.gpu.at(random.random(of_worker.shape)))
-        of_worker += np.log(self._worker_steps(without).at(random.random(of_worker.shape)))
-        of_worker += np.log(learned.job.at(random.random((size, 1))))
+        of_worker += np.isnan(found.worker) * np.log(drawn.gpu.at(random[1].random(of_worker.shape)))
+        steps = drawn.step.scaled(1 / self._own_share) if self._own_share > 0 else drawn.step
+        of_worker += np.log(steps.at(random[2].random(of_worker.shape)))
+        of_worker += np.log(drawn.job.at(random[3].random((size, 1))))
         batch = _numbered(table.dp_rank[passes], table.micro_batch[passes])
-        rest = np.log(learned.microbatch.at(random.random((size, batch.max(initial=0) + 1))))[:, batch]
-        rest += np.log(learned.kernel.at(random.random(rest.shape)))
+        rest = np.log(drawn.microbatch.at(random[4].random((size, batch.max(initial=0) + 1))))[:, batch]
+        rest += np.log(drawn.kernel.at(random[5].random(rest.shape)))
         for one, logs in found.own_rest.items():
-            steps = found.step + found.worker_step[one]
-            of_worker[:, one] = found.worker[one] + random.choice(steps[~np.isnan(steps)], size)
-            rest[:, worker == one] = random.choice(logs, (size, int((worker == one).sum())))
+            own = found.step + found.worker_step[one]
+            if drawn.is_none:
+                of_worker[:, one] += np.nanmedian(own)
+                continue
+            of_worker[:, one] = found.worker[one] + random[6].choice(own[~np.isnan(own)], size)
+            rest[:, worker == one] = random[6].choice(logs, (size, int((worker == one).sum())))
         rest -= _means(worker, rest)[:, worker]  # what a worker's passes have in common is its step's already
         duration[:, chosen] = np.exp(found.usual[place[passes]] + of_worker[:, worker] + rest)
         return duration
 
 
-def _settled(drawn: Floats, recorded: Floats) -> Floats:
-    """Drawn steps at the level of the recorded ones, and with a spread between both.
-
-    If they miss that level by far, what decides the steps was not seen, and the recorded spread counts alone.
-    """
-    logs, seen = np.log(drawn), np.log(recorded)
-    middle, wide, narrow = float(np.median(logs)), _sigma(logs), _sigma(seen)
-    trust = _STEPS_TO_TRUST if abs(middle - float(np.median(seen))) < _WRONG_LEVEL else 0.0
-    target = np.sqrt((trust * wide**2 + len(seen) * narrow**2) / (trust + len(seen)))
-    return np.asarray(np.exp(np.median(seen) + (logs - middle) * (target / wide if wide > 0 else 1.0)))
+def operation_risk(table: OperationTable, draws: int = DRAWS, seed: int = 0) -> StepRisk:
+    """The risk of a step of the job that a table records."""
+    steps = OperationSteps(table, np.ones(len(table), bool))
+    typical = float(steps.drawn_ms(Variability(), 1, seed)[0])
+    source = steps.source("drawn from its own steps")
+    differs = replace(steps.variability, gpu=NONE, source=source)  # workers are who they are
+    most = max(1, _MOST // max(len(steps.one_step[1].graph), 1))
+    return StepRisk(steps, typical, differs, min(draws, most), seed, (), table.tp * len(table.workers))
 
 
 def _sigma(logs: Floats) -> float:
