@@ -81,8 +81,10 @@ def test_every_step_is_replayed_within_one_and_a_half_percent(published: Any) ->
     ours: Slowdown = published[0].slowdown
     assert abs(ours.error_pct) < 0.01
     assert abs(ours.worst_error_pct) < 0.01
-    without_delays = ours.base_ms / ours.job.recorded_ms - 1  # what the graph explains by itself
-    assert np.abs(without_delays).mean() < 0.02
+    assert ours.held_out_error_pct is not None  # launched as in other steps: a prediction
+    assert ours.held_out_worst_pct is not None
+    assert abs(ours.held_out_error_pct) < 0.5
+    assert abs(ours.held_out_worst_pct) < 1.5
 
 
 def test_the_causes_are_those_that_the_jobs_are_known_for(published: Any) -> None:
@@ -131,6 +133,14 @@ def test_a_worker_that_is_twice_as_slow_is_found_and_what_mending_it_gives(tmp_p
     assert cause.gain_ms == pytest.approx(1e3 * (job.step_seconds() - healthy.step_seconds()), rel=1e-9)
     assert found.as_dict()["by_worker"][0]["rank"] == 6
     assert found.slowdown.mw == pytest.approx(1.0, abs=0.05)
+
+
+def test_workers_that_are_slow_at_the_same_time_are_mended_together(tmp_path: Path) -> None:
+    job = Job(dp=6, pp=2, steps=2, cost=lambda p: 2.0 if p.stage == 0 and p.replica in (1, 4) else 1.0)
+    cause = first(of(job, tmp_path))
+    assert cause.name == "dp 1, stage 0 (rank 1); dp 4, stage 0 (rank 4)"
+    healthy = replace(job, cost=lambda p: 1.0)
+    assert cause.gain_ms == pytest.approx(1e3 * (job.step_seconds() - healthy.step_seconds()), rel=1e-9)
 
 
 def test_a_long_last_stage_is_found_and_how_many_layers_to_move(tmp_path: Path) -> None:
@@ -215,7 +225,7 @@ def test_mending_a_worker_never_makes_a_step_longer_nor_shorter_than_without_it(
     healthy = 1e3 * replace(job, cost=lambda p: 1.0).step_seconds()
     assert found.slowdown.slowdown >= 1
     assert found.slowdown.job.workers[int(found.slowdown.slowest[0])][1:] == divmod(chosen, 2)
-    mended = next(fix for fix in found.fixes if fix.name.endswith("the other replicas of its stage"))
+    mended = next(fix for fix in found.fixes if fix.name.endswith("as the other replicas"))
     assert healthy * (1 - 1e-9) <= mended.step_ms <= found.slowdown.base_ms.mean()
 
 

@@ -61,6 +61,7 @@ class Job:
     backward_of: Ints | None = None  # of every forward pass: its backward pass; -1 for all else
     delays_ms: dict[str, float] = field(default_factory=dict)  # what delays before operations of a type cost a step
     why: dict[int, str] = field(default_factory=dict)  # what a replay says of a rank
+    held_out_ms: Floats | None = None  # steps replayed with the delays of other steps
     ideal_spans: Callable[[], tuple[Floats, Floats]] | None = None  # of a table: start and end of every operation
     ideal_run: Callable[[], TracedRun] | None = None  # of traces
 
@@ -125,9 +126,17 @@ class Slowdown:
     @property
     def worst_error_pct(self) -> float:
         """Of the step that is replayed worst."""
-        recorded = self.job.recorded_ms
-        errors = 100 * np.where(recorded > 0, self.job.replayed_ms / np.where(recorded > 0, recorded, 1.0) - 1, 0.0)
-        return float(errors[np.argmax(np.abs(errors))])
+        return _worst_pct(self.job.replayed_ms, self.job.recorded_ms)
+
+    @property
+    def held_out_error_pct(self) -> float | None:
+        """The same as `error_pct`, where the delays of launches are those of other steps."""
+        held_out = self.job.held_out_ms
+        return None if held_out is None else 100 * float(held_out.mean() / self.job.recorded_ms.mean() - 1)
+
+    @property
+    def held_out_worst_pct(self) -> float | None:
+        return None if self.job.held_out_ms is None else _worst_pct(self.job.held_out_ms, self.job.recorded_ms)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as `lumos stragglers --json` has them."""
@@ -139,6 +148,8 @@ class Slowdown:
             "simulated_ms": float(job.replayed_ms.mean()),
             "error_pct": self.error_pct,
             "worst_error_pct": self.worst_error_pct,
+            "held_out_error_pct": self.held_out_error_pct,
+            "held_out_worst_pct": self.held_out_worst_pct,
             "without_delays_ms": float(self.base_ms.mean()),
             "ideal_ms": float(self.ideal_ms.mean()),
             "gpus": job.gpus,
@@ -225,6 +236,13 @@ def _alone(several: _Scenarios, score: Floats, ideal: Floats) -> Floats:
     for worker, steps in zip(exact.tolist(), found, strict=True):
         alone[worker] = steps / np.where(ideal > 0, ideal, 1.0)
     return alone
+
+
+def _worst_pct(simulated: Floats, recorded: Floats) -> float:
+    """The largest difference of any step, in per cent."""
+    known = recorded > 0
+    errors = 100 * (simulated[known] / recorded[known] - 1)
+    return float(errors[np.argmax(np.abs(errors))]) if len(errors) else 0.0
 
 
 def _share(base: Floats, fixed: Floats, ideal: Floats) -> float | None:

@@ -103,19 +103,22 @@ class _Look:
             yield from self._slow_ranks()
             return
         ratio = self._against_peers()
-        for worker in self.found.slowest[:_MOST_WORKERS].tolist():
-            slower = ratio[worker]
-            if not np.median(slower) >= _SLOWER or np.mean(slower >= _SLOWER) < _PERSISTENT:
-                continue
-            one, mine = self.job.workers[worker], (self.job.worker == worker) & self.passes
-            label = f"{one.label} (rank {one.rank})"
-            durations = np.where(mine, self.job.took / float(slower.mean()), self.job.took)
-            gain = self._gain(durations, f"{label} as fast as the other replicas of its stage")
-            evidence = (
-                f"its passes take {slower.mean():.2f} times as long as those of the same stage elsewhere, in "
-                f"{int((slower >= _SLOWER).sum())} of {len(slower)} steps: look at this machine"
-            )
-            yield from self._cause("slow worker", label, gain, evidence)
+        often = np.mean(ratio >= _SLOWER, axis=1) >= _PERSISTENT
+        slow = [w for w in self.found.slowest.tolist() if often[w] and np.median(ratio[w]) >= _SLOWER]
+        if not slow:
+            return
+        durations = self.job.took.copy()
+        for worker in slow:
+            durations[(self.job.worker == worker) & self.passes] /= float(ratio[worker].mean())
+        named = [f"{self.job.workers[w].label} (rank {self.job.workers[w].rank})" for w in slow[:_MOST_WORKERS]]
+        more = f" and {len(slow) - _MOST_WORKERS} more" if len(slow) > _MOST_WORKERS else ""
+        name, slower = "; ".join(named) + more, ratio[slow]
+        gain = self._gain(durations, f"{name} as fast as the other replicas")
+        evidence = (
+            f"passes take {slower.mean():.2f} times as long as those of the same stage elsewhere, in "
+            f"{int(np.median((slower >= _SLOWER).sum(axis=1)))} of {slower.shape[1]} steps: look at the machine"
+        )
+        yield from self._cause("slow worker", name, gain, evidence)
 
     def _against_peers(self) -> Floats:
         """Passes of each worker and step, over the median of the same stage in other replicas; nan without any."""
@@ -234,7 +237,7 @@ class _Look:
         """Few steps that take longer than the others."""
         base, usual = self.found.base_ms, float(np.median(self.found.base_ms))
         slow = base >= _SLOWER * usual
-        if not slow.any() or slow.mean() > 1 - _PERSISTENT:
+        if not slow.any() or 2 * slow.sum() >= len(slow):
             return
         gain = float((base[slow] - usual).sum() / len(base))
         named = [self.job.steps[i] for i in np.flatnonzero(slow)[:_MOST_NAMED]]

@@ -40,7 +40,7 @@ def job_of_table(table: OperationTable) -> Job:
         steps=tuple(str(step) for step in table.steps), step=table.step_index,
         took=found.duration, ideal=_usual(table, found.duration),
         recorded_ms=1e3 * recorded, replayed_ms=_steps(found, found.duration[None], found.delay)[0],
-        simulate=lambda durations: _steps(found, durations),
+        simulate=lambda durations: _steps(found, durations), held_out_ms=_held_out(table, found),
         communication=tuple(dict.fromkeys(_JOINED.get(name, name) for name in _COMMUNICATION)),
         warnings=(*table.warnings, *notes, *found.warnings), gpus=len(table.workers) * table.tp,
         ideal_spans=lambda: _spans(found, _usual(table, found.duration), table.step_index),
@@ -98,6 +98,32 @@ def _delays(table: OperationTable, found: OperationGraph) -> dict[str, float]:
     return {table.types[kind]: mean - means[0] for kind, mean in zip(kinds, means[1:], strict=True)}
 
 
+def _held_out(table: OperationTable, found: OperationGraph) -> Floats | None:
+    """Milliseconds of every step, replayed with delays of launches that are usual in other steps.
+
+    Half of the steps take the median delays of the other half, of the same worker and operation: what is recorded of a
+    step itself then says nothing about when its operations are launched.
+    """
+    if len(table.steps) < 2:
+        return None
+    _, task = np.unique(np.stack((table.worker, table.kind, table.sequence)), axis=1, return_inverse=True)
+    half = table.step_index % 2
+    steps = np.zeros((2, len(table.steps)))
+    for mine in (0, 1):
+        others = np.flatnonzero(half != mine)
+        usual = _medians(np.ravel(task)[others], found.delay[others], int(task.max()) + 1)
+        steps[mine] = _steps(found, found.duration[None], usual[np.ravel(task)])[0]
+    return np.where(np.arange(len(table.steps)) % 2 == 0, steps[0], steps[1])
+
+
+def _medians(group: Ints, value: Floats, groups: int) -> Floats:
+    """The lower median of each group; 0 for an empty one."""
+    order = np.lexsort((value, group))
+    first = np.searchsorted(group[order], np.arange(groups + 1))
+    middle = (first[:-1] + np.maximum(first[1:] - 1, first[:-1])) // 2
+    return np.where(np.diff(first) > 0, value[order[np.minimum(middle, len(order) - 1)]], 0.0)
+
+
 def _steps(found: OperationGraph, durations: Floats, delay: Floats | None = None) -> Floats:
     """Milliseconds of every step: to the end of its last operation."""
     nodes = np.zeros((len(durations), len(found.graph)))
@@ -127,6 +153,7 @@ def job_of_run(run: Replay) -> Job:
     execution, nodes = run.execution, run.execution.nodes
     if len(run.marks.ranks) * len(run.marks.names) < 2:
         raise InputError("a trace of one rank and one step has nothing to be compared with; give a folder of ranks")
+    alone = ["a trace of one rank: only its steps are compared with one another"] if len(run.marks.ranks) == 1 else []
     size, graph = len(nodes), execution.graph
     step = _step_of_nodes(run)
     column = np.searchsorted(np.array(run.marks.ranks), nodes.rank)
@@ -150,7 +177,8 @@ def job_of_run(run: Replay) -> Job:
         steps=run.marks.names, step=np.tile(step, 2),
         took=np.concatenate([took, gap]), ideal=np.concatenate([ideal, ideal_gap]),
         recorded_ms=run.recorded_steps.milliseconds, replayed_ms=run.simulated_steps.milliseconds,
-        simulate=steps, communication=("communication",), warnings=run.execution.warnings, gpus=len(run.marks.ranks),
+        simulate=steps, communication=("communication",), gpus=len(run.marks.ranks),
+        warnings=(*run.execution.warnings, *alone),
         ideal_run=lambda: _with_times(run, ideal, ideal_gap),
         why={one.rank: one.why for one in run.stragglers},
     )  # fmt: skip
@@ -230,7 +258,4 @@ def _least_transfer(run: Replay, task: Ints, took: Floats) -> Floats:
         transfers = transfers[transfers >= 0]
         if len(transfers):
             value[transfers] = value[transfers].min()
-    order = np.lexsort((value, task))
-    first = np.searchsorted(task[order], np.arange(int(task.max(initial=0)) + 2))
-    middle = np.minimum((first[:-1] + np.maximum(first[1:] - 1, first[:-1])) // 2, len(order) - 1)
-    return value[order[middle]][task]
+    return _medians(task, value, int(task.max(initial=0)) + 1)[task]

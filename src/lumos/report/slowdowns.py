@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lumos.analysis.slowdown import Slowdown
+from lumos.analysis.slowdown import Job, Slowdown
 from lumos.analysis.slowdown_causes import Diagnosis
 from lumos.report.table import Card, Column, Row, Table, Value, left_out, ms_columns
 from lumos.report.wording import ms_text, number_text
@@ -13,17 +13,20 @@ MOST_ROWS = 200
 _SLOWDOWN = Column("slowdown", 3, bar=True)
 
 
+def size_text(job: Job) -> str:
+    counts = {"GPU": job.gpus, "worker": len(job.workers), "step": len(job.steps)}
+    return ", ".join(f"{count:,} {word}{'' if count == 1 else 's'}" for word, count in counts.items())
+
+
 def slowdown_cards(found: Diagnosis) -> list[Card]:
     lost, job = found.slowdown, found.slowdown.job
     base, ideal = float(lost.base_ms.mean()), float(lost.ideal_ms.mean())
-    off = f"{number_text(lost.error_pct, 2, signed=True)} % from the recorded one, worst step "
+    off = f"{number_text(lost.error_pct, 2, signed=True)} % from the recorded one"
+    if lost.held_out_error_pct is not None:
+        off += f"; {number_text(lost.held_out_error_pct, 2, signed=True)} % with delays of launches of other steps"
     cards = [
         Card("recorded step", ms_text(float(job.recorded_ms.mean())), f"mean of {len(job.steps)}"),
-        Card(
-            "simulated step",
-            ms_text(float(job.replayed_ms.mean())),
-            f"{off}{number_text(lost.worst_error_pct, 2, signed=True)} %",
-        ),
+        Card("simulated step", ms_text(float(job.replayed_ms.mean())), off),
         Card("ideal step", ms_text(ideal), "if all workers, stages and steps were alike"),
         Card("slowdown", f"{lost.slowdown:.3f}", f"{ms_text(base - ideal)} a step by stragglers"),
     ]

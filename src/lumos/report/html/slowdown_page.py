@@ -12,6 +12,7 @@ from lumos.report.slowdowns import (
     causes_table,
     fixes_table,
     places_tables,
+    size_text,
     slowdown_cards,
     steps_table,
     types_table,
@@ -46,10 +47,8 @@ def slowdown_page(found: Diagnosis) -> Page:
         Section("Steps", _STEPS, [Figure("step by step", _steps_chart(lost))], [steps_table(lost)]),
     ]  # fmt: skip
     title = f"Stragglers of {job.name}: {lost.slowdown:.2f} times the ideal step"
-    subtitle = f"{job.gpus} GPUs · {len(job.workers)} workers · {len(job.steps)} steps"
-    return Page(
-        title, subtitle, slowdown_cards(found), sections, list(job.warnings), [str(w.rank) for w in job.workers]
-    )
+    ranks = [str(worker.rank) for worker in job.workers]
+    return Page(title, size_text(job), slowdown_cards(found), sections, list(job.warnings), ranks)
 
 
 def _over_steps(lost: Slowdown) -> HeatMap:

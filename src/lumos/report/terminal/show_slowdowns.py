@@ -14,7 +14,7 @@ _FEW = 8
 def show_slowdown(found: Diagnosis, console: Console) -> None:
     """Who slows the job down, why, and what mending it would give."""
     lost, job = found.slowdown, found.slowdown.job
-    title = f"stragglers of {job.name}: {job.gpus} GPUs, {len(job.workers)} workers, {len(job.steps)} steps"
+    title = f"stragglers of {job.name}: {slowdowns.size_text(job)}"
     parts: list[RenderableType] = [summary(title, slowdowns.slowdown_cards(found))]
     parts += [rendered(slowdowns.causes_table(found)), rendered(slowdowns.fixes_table(found))]
     parts += [rendered(slowdowns.types_table(lost)), rendered(slowdowns.workers_table(lost), _FEW)]

@@ -188,7 +188,7 @@ def _table(
     table = OperationTable(
         path.name, types, kind[order], dp_rank[order], stage[order], rank[order], step, start, duration[order],
         numbers.get("seq_id", none)[order], numbers.get("mc", none)[order], numbers.get("mb_id", none)[order],
-        _tensor_parallel(path, dp_rank, stage, warnings), tuple(warnings),
+        _tensor_parallel(path, dp_rank, stage, rank[keep], warnings), tuple(warnings),
     )  # fmt: skip
     return _completed(path, table)
 
@@ -387,12 +387,12 @@ def _without_panics() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _tensor_parallel(path: Path, dp_rank: Ints, stage: Ints, warnings: list[str]) -> int:
-    """The tensor-parallel size that meta-NAME.yaml beside trace-NAME states; 1 without such a file."""
+def _tensor_parallel(path: Path, dp_rank: Ints, stage: Ints, rank: Ints, warnings: list[str]) -> int:
+    """The tensor-parallel size that meta-NAME.yaml beside trace-NAME states, or what ranks are multiples of."""
     stem = re.sub(r"\.(parquet|csv)(\.gz)?$", "", path.name)
     meta = path.parent / f"meta-{stem.removeprefix('trace-')}.yaml"
     if not meta.is_file():
-        return 1
+        return max(int(np.gcd.reduce(np.unique(rank))), 1)
     text = read_file(meta, 1 << 16, "it states dp_size, pp_size and tp_size").decode(errors="replace")
     sizes = {key: int(value) for key, value in re.findall(r"^(\w+)_size:\s*(\d{1,7})\s*$", text, re.MULTILINE)}
     for name, here in (("dp", int(dp_rank.max()) + 1), ("pp", int(stage.max()) + 1)):
