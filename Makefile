@@ -46,6 +46,7 @@ accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and w
 	$(BIN)/python benchmarks/contention.py -o docs/contention.md
 	$(BIN)/python benchmarks/experts.py -o docs/experts.md
 	$(BIN)/python benchmarks/goodput.py -o docs/goodput.md
+	$(BIN)/python benchmarks/stragglers.py -o docs/stragglers.md
 	$(BIN)/python benchmarks/files.py -o docs/files.md
 
 bench: $(VENV)/.dev  ## measure the speed beside HolisticTraceAnalysis

@@ -98,7 +98,8 @@ def overview(found: Found) -> Iterator[str]:
         yield f"| {name} | " + " | ".join(f"{error:+.2f} %" for error in errors) + " |"
     yield ""
     yield "With the recorded delays of launches, a replay shows only that the graph contradicts nothing. With the"
-    yield "median delays of the other half of the steps, it predicts. Slowdowns are measured without delays, as published."
+    yield "median delays of the other half of the steps, it predicts. Slowdowns are measured without delays, as"
+    yield "published."
     yield ""
 
 

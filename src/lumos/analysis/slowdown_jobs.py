@@ -113,7 +113,7 @@ def _held_out(table: OperationTable, found: OperationGraph) -> Floats | None:
         others = np.flatnonzero(half != mine)
         usual = _medians(np.ravel(task)[others], found.delay[others], int(task.max()) + 1)
         steps[mine] = _steps(found, found.duration[None], usual[np.ravel(task)])[0]
-    return np.where(np.arange(len(table.steps)) % 2 == 0, steps[0], steps[1])
+    return np.asarray(np.where(np.arange(len(table.steps)) % 2 == 0, steps[0], steps[1]))
 
 
 def _medians(group: Ints, value: Floats, groups: int) -> Floats:
