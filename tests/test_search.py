@@ -30,13 +30,15 @@ from lumos.prediction.power import energy_of
 from lumos.program.memory import memory_of
 from lumos.report.html.search_page import search_page
 from lumos.report.terminal.show_searches import show_search
+from lumos.risk.monte_carlo import step_risk
 from lumos.search import branch_and_bound
 from lumos.search.batch import suited, with_batch
 from lumos.search.branch_and_bound import Task, bound_layouts
 from lumos.search.estimator import Estimator
 from lumos.search.journal import open_journal
 from lumos.search.ranking import BOUNDS, Front, Objective, Simulated, promising
-from lumos.search.search import COLUMNS, SearchResult
+from lumos.search.search import COLUMNS, KEYS, SearchResult
+from lumos.search.shards import checked_part, merged_search
 from lumos.search.space import Space
 from lumos.setup import read_setup
 from lumos.setup.constraints import mistakes_in
@@ -192,7 +194,7 @@ bounded_rows = st.lists(
 @given(bounded_rows, st.integers(1, 5), st.integers(4, 16))
 @settings(max_examples=200)
 def test_what_is_given_up_could_not_have_mattered(rows: list[tuple[float, float, float]], top: int, wave: int) -> None:
-    truth = [Simulated(i, s, s, m, s, 0.0, s - b) for i, (s, m, b) in enumerate(rows)]
+    truth = [Simulated(i, s, s, m, s, 0.0, s - b, s, s) for i, (s, m, b) in enumerate(rows)]
     wanted = Front(top)
     wanted.add(truth)
     front = Front(top)
@@ -404,6 +406,63 @@ def test_cheaper_gpus_win_where_money_counts(llama: Setup) -> None:
 def test_a_price_of_energy_alone_is_all_that_is_paid(llama: Setup) -> None:
     found = search(llama, FEW, objective=Objective("cost", kwh=0.2)).as_dict()["results"][0]
     assert found["cost_per_mtoken"] == pytest.approx(1e6 * found["joules_per_token"] / 3.6e6 * 0.2)
+
+
+VERY_FEW = {"cluster.gpus": [8], "parallel.pp": [1], "parallel.tp": [1, 2, 8], "train.micro_batch": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def small() -> Setup:
+    return read_setup(ROOT / "examples/one-h200.toml", ["train.global_batch=32"])
+
+
+def test_by_risk_the_90th_percentile_decides(small: Setup) -> None:
+    found = search(small, VERY_FEW, objective=Objective(risk=True), top=4)
+    rows = found.results
+    assert [row["p90_ms"] for row in rows] == sorted(row["p90_ms"] for row in rows)
+    assert all(row["p90_ms"] >= row["step_ms"] for row in [*rows, *found.pareto])
+    assert rows[0]["value"] == pytest.approx(rows[0]["p90_ms"] / 1e3 / small.tokens)
+    best = step_risk(predict(small.replaced({key: rows[0][key] for key in KEYS})), draws=4000)
+    assert rows[0]["p90_ms"] / rows[0]["step_ms"] == pytest.approx(best.p90_ms / best.typical_ms, rel=0.01)
+    assert {row["p90_ms"] for row in search(small, VERY_FEW).results} == {None}
+
+
+def test_a_front_by_risk_has_what_is_slower_but_varies_less() -> None:
+    rows = [
+        Simulated(i, s, s, 1.0, 1.0, 0.0, s, late, s)
+        for i, (s, late) in enumerate([(1.0, 1.3), (1.1, 1.2), (1.2, 1.3)])
+    ]
+    front = Front(3)
+    front.add(rows)
+    assert [row.number for row in front.pareto] == [0, 1]
+
+
+def test_failures_make_runs_longer_and_dearer_and_large_jobs_most(small: Setup) -> None:
+    failing = small.replaced({"reliability.mtbf_gpu_hours": 500.0})
+    objective = Objective("cost", (("", 2.0),), tokens=1e12)
+    without, with_failures = (search(one, VERY_FEW, objective=objective).results[0] for one in (small, failing))
+    assert with_failures["step_ms"] == without["step_ms"]
+    assert 1.0 < with_failures["days"] / without["days"] < 2.0
+    assert with_failures["money"] / without["money"] == pytest.approx(with_failures["days"] / without["days"], rel=1e-6)
+    assert without["run_ms"] is None
+    assert with_failures["run_ms"] > with_failures["step_ms"]
+    spared = search(failing.replaced({"reliability.spare_nodes": 1}), VERY_FEW, objective=objective).results[0]
+    assert spared["money"] > 1.9 * without["money"], "a spare node of eight GPUs is paid for, too"
+
+
+def test_failures_without_a_length_of_the_run_are_noted(small: Setup) -> None:
+    failing = small.replaced({"reliability.rates": "llama3"})
+    assert any("add --tokens" in text for text in search(failing, VERY_FEW).warnings)
+
+
+def test_shards_by_risk_merge_into_the_whole(small: Setup) -> None:
+    objective = Objective(risk=True)
+    whole = search(small, VERY_FEW, objective=objective, top=3).as_dict()
+    parts = [search(small, VERY_FEW, objective=objective, top=3, shard=(i, 2)).as_dict() for i in range(2)]
+    one = merged_search([checked_part(part, "a part") for part in parts])
+    assert [row["p90_ms"] for row in one["results"]] == [row["p90_ms"] for row in whole["results"]]
+    assert one["risk"]
+    assert {row["number"] for row in one["pareto"]} == {row["number"] for row in whole["pareto"]}
 
 
 def test_what_a_forecast_warns_of_a_search_warns_of_too(found: SearchResult) -> None:
@@ -642,7 +701,7 @@ def test_a_full_disk_leaves_nothing_half_written(llama: Setup, tmp_path: Path, m
     journal = open_journal(tmp_path / "j", "question")
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(LumosError, match="No space left"):
-        journal.keep_wave(np.zeros(1, BOUNDS), [Simulated(1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)])
+        journal.keep_wave(np.zeros(1, BOUNDS), [Simulated(*[1] + [1.0] * 8)])
     assert [p.name for p in (tmp_path / "j").iterdir()] == ["question.txt"]
 
 

@@ -16,7 +16,19 @@ from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
 from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
-from lumos.cli.options import Address, AsJson, EngineName, KwhPrice, Model, Pue, Shard, Tokens, Workers
+from lumos.cli.options import (
+    Address,
+    AsJson,
+    EngineName,
+    KwhPrice,
+    Model,
+    Pue,
+    ReliabilityOptions,
+    Shard,
+    Tokens,
+    Workers,
+)
+from lumos.cli.run_failures import failure_changes
 from lumos.cli.several_gpus import listed_gpus
 from lumos.cli.terminal import deliver, progress_bar
 from lumos.errors import OptionError
@@ -57,6 +69,8 @@ Top = Annotated[int, Option(help="How many of the best configurations to show.")
 Memory = Annotated[float, Option(help="GiB of a GPU that may be used; all it has by default.")]
 Prices = Annotated[str, Option(help="The price of a GPU-hour: a number, or GPU=NUMBER for each type, with commas.")]
 Deadline = Annotated[float, Option(help="Days until all tokens must be trained on.")]
+ByRisk = Annotated[bool, Option("--risk", help="By the 90th percentile of drawn steps and runs, not by typical ones.")]
+Mtbf = Annotated[str, Option(help="With --tokens: GPU-hours between failures, or published rates: llama3, ….")]
 Trace = Annotated[Path | None, Option("--from", help="A trace of the run, to calibrate the predicted times with.")]
 JournalPath = Annotated[
     Path | None, Option(help="A folder for progress; the same command resumes an interrupted search.")
@@ -80,6 +94,8 @@ def search_command(
     pue: Pue = "",
     tokens: Tokens = "",
     deadline: Deadline = 0.0,
+    risk: ByRisk = False,
+    mtbf: Mtbf = "",
     source: Trace = None,
     engine: EngineName = "local",
     address: Address = "",
@@ -99,8 +115,9 @@ def search_command(
     """
     check_output(output, setup, (".json", ".csv", ".parquet", ".html"))
     fixed = [*(fixed or []), *([f"cluster.model={model}"] if model else [])]
+    fixed += failure_changes(ReliabilityOptions(mtbf), tokens, [])
     choices = _choices(fixed, vary or [], gpus, ",".join(listed_gpus(gpu)))
-    wanted = _objective(objective, price, kwh_price, pue, tokens, deadline)
+    wanted = replace(_objective(objective, price, kwh_price, pue, tokens, deadline), risk=risk)
     part, emission = read_shard(shard), read_emission(emit)
     if emission and shard:
         raise OptionError("--emit and --shard together: the best is known once the parts are merged; emit it then")

@@ -13,6 +13,7 @@ Answer = Mapping[str, Any]
 
 NUMBERS = {
     "step_ms": (Column("step, ms", 1, bar=True), 1.0),
+    "p90_ms": (Column("p90, ms", 1), 1.0),
     "tokens_per_s_per_gpu": (Column("tokens/s/GPU", 0), 1.0),
     "mfu": (Column("MFU, %", 1), 100.0),
     "memory_gib": (Column("memory, GiB", 1), 1.0),
@@ -24,7 +25,7 @@ NUMBERS = {
 _SHORT = {"sequence_parallel": "sp", "micro_batch": "mb", "microbatches": "n"}
 _FOLLOW = ("parallel.dp", "train.microbatches")  # from other keys: they need not be said
 _OF_CLUSTER = ("cluster.gpu", "cluster.gpus")
-_OF_CLUSTERS_BEST = ("step_ms", "memory_gib", "cost_per_mtoken", "days")
+_OF_CLUSTERS_BEST = ("step_ms", "p90_ms", "memory_gib", "cost_per_mtoken", "days")
 _MOST_ROWS = 500
 
 

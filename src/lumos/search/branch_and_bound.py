@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from lumos.data_files import read_table
 from lumos.prediction.power import energy_of
 from lumos.program.memory import Memory, memory_of
 from lumos.program.program import Program
 from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal
+from lumos.search.pace import Pace
 from lumos.search.ranking import BOUNDS, Bounds, Front, Objective, Simulated, promising
 from lumos.search.space import Candidate, Space
 from lumos.setup.setup import Setup
@@ -28,6 +30,7 @@ from lumos.workers import Engine, Job
 _BY_MEMORY, _BY_FAR = ("full", "selective", "none"), 1.05  # recomputation; more than any of them needs over the next
 _LAYOUTS_PER_CHUNK = 4
 _SIMULATIONS_PER_WAVE, _SIMULATIONS_PER_CHUNK = 64, 8
+_DRAWN_PER_CHUNK = 2
 
 Progress = Callable[[int, int, str], None]
 
@@ -56,7 +59,8 @@ class Task:
     def bounds(self, number: int, setup: Setup, program: Program, memory: float) -> tuple[float, ...]:
         """A row of BOUNDS."""
         seconds, joules = self.estimator.bound(setup, program)
-        value, cost = self.objective.value(setup, seconds, joules), self.objective.cost(setup, seconds, joules)
+        pace = Pace.least(setup, seconds, self.objective.steps(setup))
+        value, cost = self.objective.value(setup, pace, joules), self.objective.cost(setup, pace.run, joules)
         return number, value, seconds, memory, cost
 
     def simulated(self, number: int, memory: float, bound: float) -> Simulated:
@@ -65,11 +69,19 @@ class Task:
         try:
             step = self.estimator.step(setup)
         except StepTooLargeError:
-            return Simulated(number, inf, inf, memory, inf, inf, bound)
+            return Simulated(number, inf, inf, memory, inf, inf, bound, inf, inf)
         seconds = self.estimator.us(step) / 1e6
         joules = energy_of(step, seconds).joules
-        value, cost = self.objective.value(setup, seconds, joules), self.objective.cost(setup, seconds, joules)
-        return Simulated(number, value, seconds, memory, cost, joules, bound)
+        pace = Pace.of(step, seconds, self.objective.steps(setup))
+        value, cost = self.objective.value(setup, pace, joules), self.objective.cost(setup, pace.run, joules)
+        return Simulated(number, value, seconds, memory, cost, joules, bound, pace.p90, pace.run)
+
+    def drawn(self, row: Simulated) -> Simulated:
+        """The same configuration by risk: its step and its run are drawn."""
+        setup = self.space.setup_of(self.space.candidate(row.number))
+        pace = Pace.drawn(self.estimator.step(setup), row.seconds, self.objective.steps(setup))
+        value, cost = self.objective.value(setup, pace, row.joules), self.objective.cost(setup, pace.run, row.joules)
+        return row._replace(value=value, cost=cost, p90=pace.p90, run=pace.run)
 
 
 def bound_layouts(task: Task, layouts: Sequence[int]) -> tuple[int, Bounds]:
@@ -109,6 +121,11 @@ def simulate_candidates(task: Task, rows: Sequence[tuple[int, float, float]]) ->
     return [task.simulated(*row) for row in rows]
 
 
+def draw_candidates(task: Task, rows: Sequence[Simulated]) -> list[Simulated]:
+    """Simulated configurations by risk; a job for an engine."""
+    return [task.drawn(row) for row in rows]
+
+
 @dataclass
 class Search:
     """A search under way."""
@@ -122,6 +139,7 @@ class Search:
     fitting: int = 0
     least_seconds: float = inf  # lower bound on the step of any configuration that fits
     simulated: list[Simulated] = field(default_factory=list)
+    drawn: frozenset[int] = frozenset()  # numbers of the configurations whose steps were drawn, by risk
 
     @property
     def too_large(self) -> list[Simulated]:
@@ -133,6 +151,8 @@ class Search:
         rows = self._bounds()
         self.fitting, self.least_seconds = len(rows), float(rows["seconds"].min(initial=inf))
         self._simulate(rows[np.lexsort((rows["number"], rows["value"]))])
+        if self.task.objective.risk:
+            self._draw()
         return self
 
     def _bounds(self) -> Bounds:
@@ -166,6 +186,24 @@ class Search:
             self.simulated += found
             best = f"{self.front.best[0].seconds * 1e3:,.1f} ms" if self.front.best else "none"
             self._report(len(self.simulated), len(self.simulated) + len(rows), f"simulating; best {best}")
+
+    def _draw(self) -> None:
+        """Rank by risk: of all that are typically near the best, and of the Pareto front, steps are drawn."""
+        limits, front = read_table("search.toml")["risk"], self.front
+        ranked = sorted((row for row in self.simulated if row.value < inf), key=lambda row: (row.value, row.number))
+        worst = ranked[0].value * (1 + limits["slack"]) if ranked else 0.0
+        near = [row for index, row in enumerate(ranked) if row.value <= worst or index < front.top]
+        most = limits["most"]
+        chosen = list(dict.fromkeys([*near[:most], *front.pareto[:most], *front.leaders.values()]))
+        found: list[Simulated] = []
+        for part in self.engine.run(Job(draw_candidates, self.task), _chunks(chosen, _DRAWN_PER_CHUNK)):
+            found += part
+            self._report(len(found), len(chosen), "drawing steps")
+        by_number = {row.number: row for row in found}
+        self.drawn = frozenset(by_number)
+        self.simulated = [by_number.get(row.number, row) for row in self.simulated]
+        self.front = Front(front.top, front.family_of, front.cluster_of)
+        self.front.add(found)
 
     def _simulate_wave(self, wave: Bounds) -> list[Simulated]:
         chunks = _chunks(wave[["number", "memory", "seconds"]].tolist(), _SIMULATIONS_PER_CHUNK)

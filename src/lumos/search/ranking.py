@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lumos.data_files import read_table
 from lumos.errors import OptionError
+from lumos.search.pace import Pace
 from lumos.search.space import VARIANT_BITS
 from lumos.setup.setup import Setup
 
@@ -26,7 +27,7 @@ class Objective:
     """What a search minimises: step `time`, `cost`, `energy`, or the number of `gpus` that meet a deadline.
 
     All of them grow with the time and the energy of a step, so lower bounds on those give a lower bound on the
-    objective.
+    objective. By risk, the 90th percentile counts in place of the typical step or run.
 
     >>> Objective("cost", gpu_hour=(("h100", 2.0), ("h200", 2.6)))          # doctest: +SKIP
     """
@@ -36,23 +37,32 @@ class Objective:
     kwh: float = 0.0  # price of a kilowatt-hour, times the site's power usage effectiveness
     tokens: float = 0.0  # of the whole training run
     deadline_days: float = 0.0
+    risk: bool = False
 
-    def value(self, setup: Setup, seconds: float, joules: float) -> float:
+    def value(self, setup: Setup, pace: Pace, joules: float) -> float:
         """The objective of a step that takes so long and so much energy; inf where the deadline is missed."""
-        if self.deadline_days and self.days(setup, seconds) > self.deadline_days:
+        if self.deadline_days and self.days(setup, pace.run) > self.deadline_days:
             return inf
         if self.name == "cost":
-            return self.cost(setup, seconds, joules)
+            return self.cost(setup, pace.run, joules)
         if self.name == "energy":
             return joules / setup.tokens
         if self.name == "gpus":  # of equally many, the faster configuration
-            return setup.cluster.gpus + 0.5 * self.days(setup, seconds) / self.deadline_days
-        return seconds / setup.tokens
+            return setup.cluster.gpus + 0.5 * self.days(setup, pace.run) / self.deadline_days
+        return pace.p90 / setup.tokens
 
     def cost(self, setup: Setup, seconds: float, joules: float) -> float:
         """The price of a token; GPU-hours per token where no prices are given."""
-        hours = seconds * setup.cluster.gpus / 3600
-        return (hours * self.price(setup) + joules / 3.6e6 * self.kwh) / setup.tokens
+        return (self.gpu_hours(setup, seconds) * self.price(setup) + joules / 3.6e6 * self.kwh) / setup.tokens
+
+    def gpu_hours(self, setup: Setup, seconds: float) -> float:
+        """Of so many seconds on all GPUs, with the spare nodes of a run that may fail."""
+        waiting = setup.reliability.spare_nodes if self.counts_failures(setup) else None
+        return seconds * (setup.cluster.gpus + (waiting or 0) * setup.cluster.accelerator.gpus_per_node) / 3600
+
+    def counts_failures(self, setup: Setup) -> bool:
+        """Whether the run is as long as it is with its failures: how long that is depends on its tokens."""
+        return self.tokens > 0 and setup.reliability.is_stated
 
     def price(self, setup: Setup) -> float:
         """The price of a GPU-hour."""
@@ -63,9 +73,13 @@ class Objective:
     def priced(self) -> bool:
         return bool(self.gpu_hour or self.kwh)
 
+    def steps(self, setup: Setup) -> int:
+        """To the last token; 0 where it is not said how many there are."""
+        return ceil(self.tokens / setup.tokens)
+
     def days(self, setup: Setup, seconds: float) -> float:
-        """Until all tokens are trained on, without interruptions."""
-        return seconds * ceil(self.tokens / setup.tokens) / _SECONDS_PER_DAY
+        """Until all tokens are trained on, at so many seconds a step."""
+        return seconds * self.steps(setup) / _SECONDS_PER_DAY
 
     def check(self, gpu_types: Sequence[str]) -> None:
         """Raise OptionError for what a search over these types of GPU would lack."""
@@ -80,6 +94,8 @@ class Objective:
             raise OptionError("--objective gpus needs a deadline: add --deadline DAYS and --tokens COUNT")
         if self.deadline_days and not self.tokens:
             raise OptionError(f"--deadline {self.deadline_days:g} needs the tokens to train on: add --tokens COUNT")
+        if self.risk and self.name == "energy":
+            raise OptionError("--risk and --objective energy: only times are drawn; minimise time or cost")
         if not (0 <= self.deadline_days < 1e6 and 0 <= self.tokens < 1e30):
             raise OptionError("--deadline and --tokens must be numbers of days and tokens, more than 0")
 
@@ -94,6 +110,8 @@ class Simulated(NamedTuple):
     cost: float  # per token: money, or GPU-hours where GPUs have no price
     joules: float  # per step, all GPUs
     bound: float  # lower bound on its seconds
+    p90: float  # seconds, as `Pace` has them
+    run: float
 
 
 Bounds = NDArray[np.void]
@@ -103,7 +121,7 @@ BOUNDS = np.dtype([("number", "i8"), ("value", "f8"), ("seconds", "f8"), ("memor
 
 @dataclass
 class Front:
-    """The `top` best configurations and families, what no other beats in time, memory and cost, the best per cluster.
+    """The `top` best configurations and families, what no other beats, the best per cluster.
 
     A family lays the weights out in one way, and its members are nearly as good as its best: a prediction cannot tell
     them apart. `family_of` has the family of every layout (`Space.families`). Nothing here depends on the order in
@@ -113,6 +131,7 @@ class Front:
     top: int
     family_of: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     cluster_of: NDArray[np.int64] | None = None  # of every layout; None where the best on each cluster is not asked for
+    slack: float = 0.0  # how much worse than the best others may be and still matter, as a share
     best: list[Simulated] = field(default_factory=list)
     pareto: list[Simulated] = field(default_factory=list)
     relatives: dict[int, list[Simulated]] = field(default_factory=dict)  # all of each family, best first
@@ -122,7 +141,7 @@ class Front:
         """Take in configurations; those that miss the deadline, or are too large to simulate, never count."""
         new = [row for row in rows if row.value < inf]
         self.best = sorted({*self.best, *new}, key=_by_value)[: self.top]
-        self.pareto = pareto_front([*self.pareto, *new], lambda row: (row.seconds, row.memory, row.cost, row.number))
+        self.pareto = pareto_front([*self.pareto, *new], _axes)
         families = self._families([row.number for row in new]).tolist()
         for family, row in zip(families, new, strict=True):
             self.relatives.setdefault(family, []).append(row)
@@ -144,7 +163,7 @@ class Front:
 
         The others are beaten for certain, even if their times were equal to their bounds.
         """
-        worst = self.best[-1].value if len(self.best) == self.top else inf
+        worst = self.best[-1].value * (1 + self.slack) if len(self.best) == self.top else inf
         valid = np.isfinite(rows["value"])
         on_front = valid.copy()
         for row in self.pareto:
@@ -181,6 +200,11 @@ def tolerance() -> float:
     return float(read_table("search.toml")["families"]["tolerance"])
 
 
+def _axes(row: Simulated) -> tuple[float, ...]:
+    """Of the Pareto front: time, memory, cost and, by risk, the 90th percentile."""
+    return row.seconds, row.memory, row.cost, row.p90, row.number
+
+
 def _by_value(row: Simulated) -> tuple[float, int]:
     return row.value, row.number
 
@@ -204,11 +228,11 @@ def promising(rows: Bounds, most: int) -> NDArray[np.bool_]:
     return chosen
 
 
-def pareto_front(rows: Iterable[T], key: Callable[[T], tuple[float, float, float, int]]) -> list[T]:
-    """The rows that no other beats in (seconds, memory, cost, number), fastest first; of equals, the first."""
-    kept: list[tuple[T, float, float]] = []
+def pareto_front(rows: Iterable[T], key: Callable[[T], tuple[float, ...]]) -> list[T]:
+    """The rows that no other beats in (seconds, memory, …), fastest first; of equals, that of the least number."""
+    kept: list[tuple[T, tuple[float, ...]]] = []
     for row in sorted(rows, key=key):
-        _, memory, cost, _ = key(row)
-        if not any(least <= memory and cheapest <= cost for _, least, cheapest in kept):
-            kept.append((row, memory, cost))
-    return [row for row, _, _ in kept]
+        _, *others, _ = key(row)
+        if not any(all(mine <= other for mine, other in zip(least, others, strict=True)) for _, least in kept):
+            kept.append((row, tuple(others)))
+    return [row for row, _ in kept]

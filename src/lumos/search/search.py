@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.described_run import DescribedRun
@@ -29,8 +30,8 @@ from lumos.workers import Engine, Here, fingerprint
 Row = dict[str, Any]
 KEYS = (*AXES, "parallel.dp", "train.microbatches")
 COLUMNS = (
-    *KEYS, "step_ms", "bound_ms", "memory_gib", "tokens_per_s_per_gpu", "energy_j", "gpu_hours_per_mtoken",
-    "cost_per_mtoken", "pareto",
+    *KEYS, "step_ms", "p90_ms", "run_ms", "bound_ms", "memory_gib", "tokens_per_s_per_gpu", "energy_j",
+    "gpu_hours_per_mtoken", "cost_per_mtoken", "pareto",
 )  # fmt: skip
 COUNTS = ("evaluated", "fitting", "simulated", "too_large", "seconds")  # of an answer; those of shards are added up
 _PARTS = {
@@ -78,15 +79,21 @@ def search(
     task = Task(space, objective, estimator or Estimator(), memory_gib, shard, exhaustive)
     question = fingerprint(
         _version(), flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive,
-        sorted(holds_for_all),
+        sorted(holds_for_all), *_of_risk(setup),
     )  # fmt: skip
     begin = monotonic()
     kept = open_journal(journal, f"{question} {shard}")
-    front = Front(top, space.families, space.cluster_of if len(space.clusters) > 1 else None)
+    slack = read_table("search.toml")["risk"]["slack"] if objective.risk else 0.0
+    front = Front(top, space.families, space.cluster_of if len(space.clusters) > 1 else None, slack)
     found = Search(task, engine or Here(), kept, front, progress).run()
     if not found.valid and shard == (0, 1):
         raise OptionError(f"no combination is valid: {_first_mistake(setup, space.choices)}")
     return SearchResult(found, monotonic() - begin, question, batch, tuple(notes))
+
+
+def _of_risk(setup: Setup) -> list[str]:
+    """What the setup states of risk: nothing, where it states none."""
+    return [section.model_dump_json() for section in (setup.reliability, setup.variability) if section.model_fields_set]
 
 
 def _version() -> str:
@@ -143,7 +150,7 @@ class SearchResult:
 
     @cached_property
     def pareto(self) -> list[Row]:
-        """The Pareto front of time, memory and cost, from fast to slow."""
+        """The Pareto front of time, memory and cost, and by risk of the 90th percentile, from fast to slow."""
         return [self._row(found) for found in self.search.front.pareto]
 
     @cached_property
@@ -175,6 +182,7 @@ class SearchResult:
             "question": self.question,
             "shard": [index + 1, count],
             "objective": search.task.objective.name,
+            "risk": search.task.objective.risk,
             "parameters": search.task.space.setup.model.parameters(search.task.space.setup.train.seq),
             "active_parameters": search.task.space.setup.model.active_parameters(search.task.space.setup.train.seq),
             "global_batch": self.batch.as_dict(),
@@ -226,8 +234,10 @@ class SearchResult:
         predicted = self._prediction(setup)
         found += [text for text in predicted.warnings if text not in found]
         deadline = search.task.objective.deadline_days
-        days = search.task.objective.days(setup, best.seconds) if deadline else 0.0
+        days = search.task.objective.days(setup, best.run) if deadline else 0.0
         latest = days * predicted.interval_ms[1] / predicted.step_ms
+        if setup.reliability.is_stated and not search.task.objective.tokens:
+            found.append("failures do not count: how often a run fails depends on how long it is; add --tokens")
         if latest > deadline > 0:
             found.append(
                 f"the best takes {days:.1f} days, and with a probability of 10 % more than {latest:.1f}: the deadline "
@@ -256,15 +266,17 @@ class SearchResult:
 
     def _values(self, found: Simulated, setup: Setup) -> Row:
         """The searched keys of a configuration, and what its simulation gave."""
-        everything = flat(setup)
+        everything, objective, drawn = flat(setup), self.search.task.objective, found.number in self.search.drawn
         return {key: everything[key] for key in KEYS} | {
             "step_ms": found.seconds * 1e3,
+            "p90_ms": found.p90 * 1e3 if drawn else None,
+            "run_ms": found.run * 1e3 if drawn or objective.counts_failures(setup) else None,
             "bound_ms": found.bound * 1e3,
             "memory_gib": found.memory / 2**30,
             "tokens_per_s_per_gpu": setup.tokens / found.seconds / setup.cluster.gpus,
             "energy_j": found.joules,
-            "gpu_hours_per_mtoken": found.seconds * setup.cluster.gpus / 3600 / setup.tokens * 1e6,
-            "cost_per_mtoken": found.cost * 1e6 if self.search.task.objective.priced else None,
+            "gpu_hours_per_mtoken": objective.gpu_hours(setup, found.run) / setup.tokens * 1e6,
+            "cost_per_mtoken": found.cost * 1e6 if objective.priced else None,
         }
 
     def _row(self, found: Simulated) -> Row:
@@ -286,7 +298,7 @@ class SearchResult:
             "breakdown": predicted.breakdown.as_dict(),
             "bubble": predicted.bubble,
             "joules_per_token": found.joules / setup.tokens,
-            "days": objective.days(setup, found.seconds) if objective.tokens else None,
+            "days": objective.days(setup, found.run) if objective.tokens else None,
             "money": found.cost * objective.tokens if objective.tokens and objective.priced else None,
         }
 

@@ -44,7 +44,8 @@ class _Batch(TypedDict):
 
 
 _ROW: dict[str, Any] = _SETTINGS | {
-    "step_ms": _Positive, "bound_ms": _Positive, "memory_gib": _Number, "tokens_per_s_per_gpu": _Number,
+    "step_ms": _Positive, "p90_ms": _Positive | None, "run_ms": _Positive | None, "bound_ms": _Positive,
+    "memory_gib": _Number, "tokens_per_s_per_gpu": _Number,
     "energy_j": _Number, "gpu_hours_per_mtoken": _Number, "cost_per_mtoken": _Number | None, "number": _Count,
     "value": _Positive, "interval_ms": _Pair, "mfu": _Number | None, "breakdown": dict[str, _Any],
     "bubble": _Any | None, "joules_per_token": _Number, "days": _Number | None, "money": _Number | None,
@@ -55,7 +56,7 @@ _Family = TypedDict(  # type: ignore[misc]
     "_Family", _ROW | {"lost_by": _Text, "variants": list[dict[str, _Value]], "differ": dict[str, list[_Value]]}
 )
 _PART: dict[str, Any] = {
-    "kind": Literal["search"], "question": _Text, "shard": Shard, "objective": Literal[*OBJECTIVES],
+    "kind": Literal["search"], "question": _Text, "shard": Shard, "objective": Literal[*OBJECTIVES], "risk": bool,
     "parameters": _Count, "active_parameters": _Count, "global_batch": _Batch,
     "setup": dict[str, _Value | list[_Value]], "tried": dict[str, list[_Value]],
     **dict.fromkeys(COUNTS, _Count), "seconds": _Number, "top": Annotated[int, Meta(ge=1, le=1 << 32)],
@@ -87,7 +88,7 @@ def merged_search(parts: Sequence[Row]) -> Row:
         "results": _best(parts, "results"),
         "pareto": pareto_front(
             (row for part in parts for row in part["pareto"]),
-            lambda row: (row["step_ms"], row["memory_gib"], _cost(row), row["number"]),
+            lambda row: (row["step_ms"], row["memory_gib"], _cost(row), row["p90_ms"] or row["step_ms"], row["number"]),
         ),
         "best_by_gpu": _best_by_gpu(parts),
         "warnings": [text for text in first["warnings"] if all(text in part["warnings"] for part in parts)],

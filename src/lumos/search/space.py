@@ -157,7 +157,11 @@ class Space:
             parts[key] = self.setup.train.model_copy(update=changes | {"recompute_layers": layers})
         train = parts[key]
         cluster = self._clusters[gpu, gpus]
-        return Setup.model_construct(model=self.setup.model, train=train, parallel=parallel, cluster=cluster)
+        base = self.setup
+        return Setup.model_construct(
+            model=base.model, train=train, parallel=parallel, cluster=cluster, reliability=base.reliability,
+            variability=base.variability,
+        )  # fmt: skip
 
     def _parallel(
         self, gpus: int, tp: int, cp: int, pp: int, ep: int, vpp: int, schedule: str, zero: int, split: bool,

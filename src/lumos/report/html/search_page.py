@@ -32,7 +32,7 @@ from lumos.report.table import Card, Column, Row, Table
 _MOST_DOTS = 4000
 _MOST_BARS = 15
 _LONGEST_LABEL = 38  # characters beside a bar; longer ones would be cut
-_FIRST = ("step_ms", "memory_gib", "mfu")  # before the keys, so that they are seen on any screen
+_FIRST = ("step_ms", "p90_ms", "memory_gib", "mfu")  # before the keys, so that they are seen on any screen
 _SUBTITLE = (
     "model.name", "model.preset", "model.layers", "cluster.gpus", "cluster.gpu", "train.global_batch", "train.seq",
 )  # fmt: skip
@@ -69,7 +69,8 @@ def search_page(answer: Answer) -> Page:
 def _results(answer: Answer, best: Sequence[Answer], keys: Sequence[str]) -> Section:
     """The best configurations, and why the others lost."""
     said = [
-        f"ordered by {answer['objective']}: {answer['evaluated']:,} valid configurations got their memory and a lower "
+        f"ordered by {answer['objective']}{' at the 90th percentile' if answer.get('risk') else ''}: "
+        f"{answer['evaluated']:,} valid configurations got their memory and a lower "
         f"bound on their time, and {answer.get('simulated', 0):,} that might still be among the best were simulated",
         *families_note(answer),
     ]  # fmt: skip

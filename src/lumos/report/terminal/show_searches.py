@@ -31,7 +31,7 @@ from lumos.report.searches import (
 )
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 
-_OF_BEST = ("step_ms", "mfu", "memory_gib", "joules_per_token", "cost_per_mtoken", "days")
+_OF_BEST = ("step_ms", "p90_ms", "mfu", "memory_gib", "joules_per_token", "cost_per_mtoken", "days")
 _FEW, _MOST_ON_FRONT = 5, 12
 _MOST_REASONS = 5
 
@@ -42,8 +42,10 @@ def show_search(answer: Answer, console: Console) -> None:
     tables = []
     if best:
         priced = front[0]["cost_per_mtoken"] is not None
-        on_front = ("step_ms", "memory_gib", "cost_per_mtoken" if priced else "gpu_hours_per_mtoken")
-        caption, title = f"the best by {answer['objective']}", "Pareto front of time, memory and cost"
+        on_front = ("step_ms", "p90_ms", "memory_gib", "cost_per_mtoken" if priced else "gpu_hours_per_mtoken")
+        by_risk = answer.get("risk")
+        caption = f"the best by {answer['objective']}{', at the 90th percentile' if by_risk else ''}"
+        title = f"Pareto front of time, memory{', cost and risk' if by_risk else ' and cost'}"
         tables = [
             rendered(configurations_table(caption, best, _keys(best), _OF_BEST), len(best)),
             rendered(breakdowns_table(best[:_FEW], keys_of(best))),
