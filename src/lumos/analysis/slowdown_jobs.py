@@ -12,7 +12,7 @@ from lumos.graph.from_operations import OperationGraph, operation_graph
 from lumos.graph.graph import Floats, Ints
 from lumos.graph.simulate import simulate, simulate_many
 from lumos.trace.names import Kind, is_step
-from lumos.trace.read.operation_table import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
+from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
 
 _JOINED = {name: f"{name.split('-')[0]}-pp-comm" for name in MESSAGES}  # a send and its receive are one transfer
 _COMMUNICATION = (

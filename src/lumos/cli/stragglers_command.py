@@ -28,7 +28,8 @@ from lumos.report.terminal.show_slowdowns import show_slowdown
 from lumos.risk.learn import traced_risk
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.operation_steps import operation_risk
-from lumos.trace.read.operation_table import OperationTable, is_operation_table, read_operation_table
+from lumos.trace.operations import OperationTable
+from lumos.trace.read.operation_table import is_operation_table, read_operation_table
 
 _MOST_LAYERS = 1_000_000
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from lumos.errors import CycleError, InputError
 from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Rule, make_graph
-from lumos.trace.read.operation_table import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
+from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
 
 _LANES = 6  # of a worker in a step: passes and what closes the step, four kinds of messages, collectives of replicas
 _CLOCK_S = 5e-5  # operations of one worker are in order up to this

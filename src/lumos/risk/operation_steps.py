@@ -19,7 +19,7 @@ from lumos.graph.simulate import simulate_many
 from lumos.risk.drawn_steps import DRAWS
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.variability import NONE, Pauses, Spread, Variability
-from lumos.trace.read.operation_table import COMPUTE, MESSAGES, OperationTable
+from lumos.trace.operations import COMPUTE, MESSAGES, OperationTable
 
 _FAR = 5.0  # robust standard deviations from which on a worker is an exception, not one of the others
 _LEAST_FAR = 0.03
