@@ -32,6 +32,7 @@ from lumos.trace.read.operation_table import is_operation_table, read_operation_
 _RANKS_TO_TRUST = 8.0
 _SAME_WORK = 0.01  # ranks are compared if their numbers of kernels differ by no more
 _MOST_BYTES = 1 << 22
+_LONGEST_PAUSE_MS = 3.6e6
 _WIDEST = 3.0  # sigma of what a file may state
 
 
@@ -142,4 +143,6 @@ def _stated(path: Path) -> Variability:
         logs = found.spread(name).logs
         if not np.isfinite(logs).all() or found.spread(name).sigma > _WIDEST or (np.diff(logs) < 0).any():
             raise InputError(f"{path}: {name} is not a spread; {advice}")
+    if not 0 <= found.pauses.probability <= 1 or not 0 <= found.pauses.ms <= _LONGEST_PAUSE_MS:
+        raise InputError(f"{path}: pauses are a probability from 0 to 1, ms, and a spread; {advice}")
     return found

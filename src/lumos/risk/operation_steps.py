@@ -91,10 +91,11 @@ class OperationSteps:
         """What was learned, for other runs; a worker that is an exception is left out."""
         found = self.factors
         others = found.worker[~found.is_exception & ~np.isnan(found.worker)]
-        steps = found.worker_step[~found.is_exception]
+        steps, (of_worker, of_job) = found.worker_step[~found.is_exception], self._own_shares
         return Variability(
-            gpu=_spread(others), step=_spread(steps.ravel()).scaled(self._own_share), kernel=_spread(found.rest),
-            microbatch=_spread(found.micro_batch), collective=self._collective, job=_spread(found.step),
+            gpu=_spread(others), step=_spread(steps.ravel()).scaled(of_worker), kernel=_spread(found.rest),
+            microbatch=_spread(found.micro_batch), collective=self._collective,
+            job=_spread(found.step).scaled(of_job),
             pauses=self._pauses, source=self.source("left out (name it with --slow)"),
         )  # fmt: skip
 
@@ -110,14 +111,17 @@ class OperationSteps:
         who = "one worker that is" if left_out == 1 else f"{left_out} workers that are up to"
         return f"{text}; {who} {slow:.2f} times slower {exceptions}"
 
-    @property
-    def _own_share(self) -> float:
-        """Of the differences between steps of a worker: what is not the mean of its passes' differences."""
+    @cached_property
+    def _own_shares(self) -> tuple[float, float]:
+        """Of the differences between steps of a worker, and of the job: what is not the mean of its passes'."""
         found, table = self.factors, self.table
-        passes = len(self.passes) / (len(table.workers) * len(table.steps))
-        total = float(np.nanvar(found.worker_step[~found.is_exception]))
-        of_passes = (float(np.var(found.micro_batch)) + float(np.nanvar(found.rest))) / max(passes, 1.0)
-        return float(np.sqrt(max(0.0, 1 - of_passes / total))) if total > 0 else 0.0
+        work, rest = float(np.var(found.micro_batch)), float(np.nanvar(found.rest))
+        passes = len(self.passes) / len(table.steps)
+        batches = len(found.micro_batch) / max(1, int((~np.isnan(found.step)).sum()))
+        mine = float(np.nanvar(found.worker_step[~found.is_exception]))
+        of_worker = (work + rest) * len(table.workers) / max(passes, 1.0)
+        of_job = work / max(batches, 1.0) + rest / max(passes, 1.0)
+        return _left(mine, of_worker), _left(float(np.nanvar(found.step)), of_job)
 
     # ------------------------------------------------------------------ other operations
     @cached_property
@@ -216,9 +220,12 @@ class OperationSteps:
         worker = table.worker[passes]
         of_worker = np.repeat(np.where(np.isnan(found.worker), 0.0, found.worker)[None], size, axis=0)
         of_worker += np.isnan(found.worker) * np.log(drawn.gpu.at(random[1].random(of_worker.shape)))
-        steps = drawn.step.scaled(1 / self._own_share) if self._own_share > 0 else drawn.step
-        of_worker += np.log(steps.at(random[2].random(of_worker.shape)))
-        of_worker += np.log(drawn.job.at(random[3].random((size, 1))))
+        step, job = (
+            spread.scaled(1 / share) if share > 0 else spread
+            for spread, share in zip((drawn.step, drawn.job), self._own_shares, strict=True)
+        )
+        of_worker += np.log(step.at(random[2].random(of_worker.shape)))
+        of_worker += np.log(job.at(random[3].random((size, 1))))
         batch = _numbered(table.dp_rank[passes], table.micro_batch[passes])
         rest = np.log(drawn.microbatch.at(random[4].random((size, batch.max(initial=0) + 1))))[:, batch]
         rest += np.log(drawn.kernel.at(random[5].random(rest.shape)))
@@ -266,6 +273,11 @@ def _usual(kind: Ints, worker: Ints, logs: Floats) -> Floats:
     workers = int(worker.max(initial=0)) + 1
     medians = _medians_of(kind * workers + worker, logs, (int(kind.max(initial=0)) + 1) * workers)
     return np.asarray(np.nanquantile(medians.reshape(-1, workers), 0.5, axis=1, method="lower"))
+
+
+def _left(variance: float, of_passes: float) -> float:
+    """The share of a standard deviation that is left without part of its variance."""
+    return float(np.sqrt(max(0.0, 1 - of_passes / variance))) if variance > 0 else 0.0
 
 
 def _means(group: Ints, logs: Floats) -> Floats:

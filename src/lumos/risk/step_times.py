@@ -35,7 +35,8 @@ def read_step_times(path: Path) -> tuple[Floats, int]:
     text = read_file(path, _MOST_BYTES, _ADVICE)
     try:
         decoded = text.decode("utf-8-sig")
-        rows = _json_rows(path, json.loads(decoded)) if decoded.lstrip()[:1] in "[{" else _csv_rows(path, decoded)
+        is_json = decoded.lstrip().startswith(("[", "{"))
+        rows = _json_rows(path, json.loads(decoded)) if is_json else _csv_rows(decoded)
     except (UnicodeDecodeError, ValueError, RecursionError, csv.Error) as error:
         raise InputError(f"{path}: not a table ({str(error)[:100]}); {_ADVICE}") from None
     ranks: dict[str, dict[str, float]] = {}
@@ -58,7 +59,7 @@ def _warm_up(times: Floats) -> int:
     return int(np.argmax(usual))
 
 
-def _csv_rows(path: Path, text: str) -> list[dict[str, Any]]:
+def _csv_rows(text: str) -> list[dict[str, Any]]:
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     return [{str(key).strip().lower(): value for key, value in row.items()} for row in rows]
 
