@@ -24,6 +24,7 @@ from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, Opera
 
 _LANES = 6  # of a worker in a step: passes and what closes the step, four kinds of messages, collectives of replicas
 _CLOCK_S = 5e-5  # operations of one worker are in order up to this
+_SKEW_S = 0.01  # clocks of workers agree up to this
 _AFTER_GRADIENTS = ("optimizer-clip-main-grad", "optimizer")
 _NS = 1e9
 
@@ -275,12 +276,16 @@ def _meetings(table: OperationTable, messages: Ints) -> Ints:
 
 
 def _without_waiting(table: OperationTable, meeting: Ints) -> Floats:
-    """Durations; of what meets others, from when the last of them has arrived: the transfer."""
+    """Durations; of what meets others, from when the last of them has arrived: the transfer.
+
+    Where clocks of workers differ, transfers in one direction seem longer, in the other shorter or even negative. The
+    sum is right, so both are kept, up to what clocks differ by.
+    """
     meets = meeting >= 0
     arrived = np.zeros(int(meeting.max(initial=-1)) + 1)
     np.maximum.at(arrived, meeting[meets], table.start[meets])
     duration = table.duration.copy()
-    duration[meets] = np.maximum(table.end[meets] - arrived[meeting[meets]], 0.0)
+    duration[meets] = _within_skew(table.end[meets] - arrived[meeting[meets]])
     return duration * _NS
 
 
@@ -290,4 +295,9 @@ def _launch_delay(table: OperationTable, waits: Ints, order: Ints, lane: Ints) -
     np.maximum.at(ready, waits[1], table.end[waits[0]])
     same = lane[order[1:]] == lane[order[:-1]]
     np.maximum.at(ready, order[1:][same], table.end[order[:-1][same]])
-    return np.maximum(table.start - ready, 0.0) * _NS
+    return _within_skew(table.start - ready) * _NS
+
+
+def _within_skew(seconds: Floats) -> Floats:
+    """Times; what is more negative than clocks differ by is none."""
+    return np.where(seconds > -_SKEW_S, seconds, 0.0)
