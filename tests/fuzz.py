@@ -317,6 +317,21 @@ def changed_runs(chance: Random, folder: Path) -> None:
     run(folder, "predict", "setup.toml", "--from", str(source), "--set", change, *chance.choice([["--json"], []]))
 
 
+def failing_runs(chance: Random, folder: Path) -> None:
+    """Runs that fail at odd rates, with odd checkpoints, spares and deadlines."""
+    from lumos.setup.reliability import RATES, Reliability
+
+    options = ["--tokens", chance.choice(["1", "1e6", "1T", "15T", "1e18", "1e24", "x"])]
+    for key in chance.sample(list(Reliability.model_fields), chance.choice((1, 2, 3))):
+        options += ["--set", f"reliability.{key}={chance.choice(m.NUMBERS if chance.random() < 0.8 else m.VALUES)}"]
+    if chance.random() < 0.6:
+        options += ["--mtbf", chance.choice([*RATES, "101", "50000", "1e12", *m.VALUES])]
+    if chance.random() < 0.3:
+        options += ["--deadline", chance.choice([*m.NUMBERS, *m.VALUES])]
+    setup = ROOT / "examples/llama3-70b.toml"
+    run(folder, "predict", str(setup), *options, *chance.choice([["--json"], []]))
+
+
 def searches(chance: Random, folder: Path) -> None:
     """Searches with odd questions; bounded by a small space."""
     options = {
@@ -455,7 +470,7 @@ def profiler_costs(chance: Random, folder: Path) -> None:
 TARGETS: tuple[tuple[Callable[[Random, Path], None], int], ...] = (
     (trace_commands, 40), (convert_and_back, 15), (chakra, 10), (setups, 25), (numbers_of_setups, 25), (searches, 10),
     (journals, 10), (merges, 15), (tables, 10), (costs, 10), (profiler_costs, 5), (changed_runs, 3),
-    (data_sheets, 8), (model_headers, 8), (samples, 3), (operation_tables, 15),
+    (data_sheets, 8), (model_headers, 8), (samples, 3), (operation_tables, 15), (failing_runs, 10),
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def run_cards(run: WholeRun) -> list[Card]:
     counts = run.runs.counts
     cards = [
         Card(
-            "training time", f"{_days(days['p50'])}",
+            f"time{_with(run)}", f"{_days(days['p50'])}",
             f"median; {_days(days['p90'])} p90, {_days(days['p99'])} p99; without failures {_days(plain['p50'])}",
         ),
     ]  # fmt: skip
@@ -42,7 +42,7 @@ def run_cards(run: WholeRun) -> list[Card]:
             _checkpoint_card(run),
         ]  # fmt: skip
     hours = quantiles(run.gpu_hours(run.runs.total_s))
-    cards.append(Card("GPU-hours", f"{hours['p50']:,.0f}", f"{hours['p90']:,.0f} p90{_spares(run)}"))
+    cards.append(Card(f"GPU-hours{_with(run)}", f"{hours['p50']:,.0f}", f"{hours['p90']:,.0f} p90{_spares(run)}"))
     return [*cards, *_money_cards(run), *_deadline_cards(run)]
 
 
@@ -52,7 +52,7 @@ def _money_cards(run: WholeRun) -> list[Card]:
         return []
     spent, more = quantiles(money), money_text(float(money.mean() - plain.mean()))
     words = f"{money_text(spent['p90'])} p90, {money_text(spent['p99'])} p99; {more} for failures and checkpoints"
-    return [Card("money", money_text(spent["p50"]), words)]
+    return [Card(f"money{_with(run)}", money_text(spent["p50"]), words)]
 
 
 def _deadline_cards(run: WholeRun) -> list[Card]:
@@ -164,6 +164,11 @@ def run_row(answer: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _days(days: float) -> str:
     return ms_text(days * _DAY_MS)
+
+
+def _with(run: WholeRun) -> str:
+    """After what a prediction without failures also has."""
+    return " with failures" if run.failures.causes else ", drawn runs"
 
 
 def _spares(run: WholeRun) -> str:

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 ALWAYS = -1  # of spares: there is always one more
-_HIGHEST = 700.0  # exponents beyond it overflow: what they stand for never happens
-_LEAST = 1e-250  # what is less would overflow when divided by
+_HIGHEST = 200.0  # exponents beyond it stand for what never happens
+_LEAST = 1e-100  # seconds of work that is kept, where there is none
 _TRIED = 600  # intervals
 
 

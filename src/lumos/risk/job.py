@@ -37,8 +37,9 @@ class Job:
         if setup is None or bill is None:
             raise OptionError("failures need the setup of a run: name a setup file, or what is to change with --set")
         if bill.steps is None:
-            known = "--tokens N" if bill.tariff.tokens is None else "a prediction that knows the tokens of a step"
-            raise OptionError(f"how often a run fails depends on how long it is: add {known}, as in --tokens 15T")
+            if bill.tariff.tokens is None:
+                raise OptionError("how often a run fails depends on how long it is: add --tokens N, as in --tokens 15T")
+            raise OptionError("the tokens of a step are not known, and so neither is the number of steps")
         size = _DRY_BYTES * (found.parameters or 0) if found.is_dry else checkpoint_bytes(setup)
         cluster = setup.cluster
         return cls(

@@ -22,8 +22,9 @@ Floats = NDArray[np.float64]
 
 DRAWS = 4000
 DAY_S, HOUR_S, MINUTE_S = 86400.0, 3600.0, 60.0
-_EVENTS = 4e6  # failures in all drawn runs of one setting: beyond it, fewer runs are drawn
-_FEWEST = 200
+_EVENTS = 1.5e6  # failures in all drawn runs of one setting: beyond it, fewer runs are drawn
+_FEWEST = 100
+_MOST_FAILURES = 1e5  # of one run
 _LEAST_SHARE = 1e-3  # of a run that is productive: less is a run that does not end
 _TENTH = 1.2815515594  # standard deviations: a tenth of a normal distribution is beyond it
 _MOST_ATTEMPTS = 200_000
@@ -116,7 +117,7 @@ class WholeRun:
     # ------------------------------------------------------------------ what is drawn
     @property
     def draws(self) -> int:
-        failures = self.model.failure_rate * self.expected_s
+        failures = (self.model.failure_rate + self.model.planned_rate) * self.expected_s
         return int(np.clip(_EVENTS / max(failures, 1.0), _FEWEST, DRAWS))
 
     def work_s(self, without: str = "") -> Floats:
@@ -192,7 +193,7 @@ class WholeRun:
         """The same runs with one thing changed: days and money that it saves (or costs, where it is less than 0)."""
         rows = []
         for words, changes in _alternatives(self.reliability, self.model, self.failures):
-            other = replace(self, reliability=self.reliability.with_values(changes))
+            other = replace(self, reliability=self.reliability.model_copy(update=changes))
             money, now = other.mean_money, self.mean_money
             rows.append({
                 "what": words,
@@ -309,19 +310,23 @@ def _errors(job: Job, seed: int) -> Floats:
 
 
 def _refuse_endless(run: WholeRun) -> None:
-    share = run.job.work_s / run.expected_s
-    if share >= _LEAST_SHARE:
-        return
-    between = run.failures.mtbf_hours * 60
-    model, stated = run.model, run.reliability.checkpoint_minutes
-    interval = (
-        f"checkpoints are {stated:g} minutes apart" if stated else f"a checkpoint {model.pause_s / 60:.3g} minutes"
-    )
-    raise OptionError(
-        f"the run would not end: the job fails every {between:.3g} minutes, a restart takes "
-        f"{model.restart_s / 60:.3g} minutes, {interval}; reliability.mtbf_gpu_hours are hours of one GPU, "
-        "reliability.mtbf_job_hours those of the whole job"
-    )
+    """Refuse a run that does not end, or not before too many failures."""
+    model, stated, days = run.model, run.reliability.checkpoint_minutes, run.expected_s / DAY_S
+    if run.job.work_s / run.expected_s < _LEAST_SHARE:
+        apart = (
+            f"checkpoints are {stated:g} minutes apart" if stated else f"a checkpoint {model.pause_s / 60:.3g} minutes"
+        )
+        raise OptionError(
+            f"the run would not end: the job fails every {60 * run.failures.mtbf_hours:.3g} minutes, a restart takes "
+            f"{model.restart_s / 60:.3g} minutes, {apart}; reliability.mtbf_gpu_hours are hours of one GPU, "
+            "reliability.mtbf_job_hours those of the whole job"
+        )
+    failures = (model.failure_rate + model.planned_rate) * run.expected_s
+    if failures > _MOST_FAILURES:
+        raise OptionError(
+            f"--tokens {run.tariff.tokens:.6g} would take {days:,.0f} days with {failures:,.0f} interruptions, and "
+            f"{_MOST_FAILURES:,.0f} are drawn at most: give fewer tokens, or more GPUs"
+        )
 
 
 def quantiles(values: NDArray[Any], falling: bool = False) -> dict[str, float]:
