@@ -21,8 +21,11 @@ from lumos.schedules.one_forward_one_backward import SCHEDULE as ONE_F_ONE_B
 
 sys.setrecursionlimit(100_000)
 
-FIXED = {"params-all-gather": 0.02, "layernorm-grads-all-reduce": 0.001, "embedding-grads-all-reduce": 0.003,
-         "grads-reduce-scatter": 0.05, "optimizer-clip-main-grad": 0.004, "optimizer": 0.01}  # fmt: skip
+FIXED = {
+    "params-all-gather": 0.02, "layernorm-grads-all-reduce": 0.001, "embedding-grads-all-reduce": 0.003,
+    "grads-reduce-scatter": 0.05, "separate-grads-all-reduce": 0.006, "optimizer-clip-main-grad": 0.004,
+    "optimizer": 0.01,
+}  # fmt: skip
 NAMES = ("forward", "backward")
 
 
@@ -39,7 +42,11 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A job with a pipeline in each replica; `empty` records messages that carry nothing, as Megatron does."""
+    """A job with a pipeline in each replica.
+
+    `empty` records messages that carry nothing, as Megatron does; `overlapped` reduces the gradients of each virtual
+    stage as soon as they are complete, and those of what is shared apart.
+    """
 
     dp: int = 2
     pp: int = 2
@@ -49,6 +56,7 @@ class Job:
     cost: Callable[[Pass], float] = lambda p: 1.0
     transfer: float = 0.01
     empty: bool = False
+    overlapped: bool = False
     pause: Callable[[Pass], float] = lambda p: 0.0  # before a pass, by the host
 
     def frame(self) -> polars.DataFrame:
@@ -79,7 +87,7 @@ class _Step:
             for s in range(job.pp)
         ]
         self.of_kind = [[[t for t in turns if t[0] == kind] for kind in (False, True)] for turns in self.order]
-        for name in ("pass_end", "post", "meet", "closing_start", "closing_end"):
+        for name in ("pass_end", "post", "meet", "reduced", "closing_start", "closing_end"):
             setattr(self, name, cache(getattr(self, name)))
 
     def pass_start(self, r: int, s: int, i: int) -> float:
@@ -135,20 +143,34 @@ class _Step:
             waits.append(self.pass_end(r, s, first - 2))
         return max(waits)
 
+    def reduce_start(self, r: int, s: int, chunk: int) -> float:
+        """When the gradients of a virtual stage are complete, and those of the one before it reduced."""
+        last = max(i for i, turn in enumerate(self.order[s]) if turn[0] and turn[1] == chunk)
+        before = [self.reduced(s, chunk + 1)] if chunk + 1 < self.job.vpp else []
+        return max(self.pass_end(r, s, last), *before) if before else self.pass_end(r, s, last)
+
+    def reduced(self, s: int, chunk: int) -> float:
+        start = max(self.reduce_start(r, s, chunk) for r in range(self.job.dp))
+        return start + FIXED["grads-reduce-scatter"]
+
     def closing_types(self, s: int) -> list[str]:
         ends = ["embedding-grads-all-reduce"] if s in (0, self.job.pp - 1) else []
-        tail = ["grads-reduce-scatter", "optimizer-clip-main-grad", "optimizer"]
+        gradients = "separate-grads-all-reduce" if self.job.overlapped else "grads-reduce-scatter"
+        tail = [gradients, "optimizer-clip-main-grad", "optimizer"]
         return ["gc", "layernorm-grads-all-reduce", *ends, *tail]
 
     def closing_start(self, r: int, s: int, name: str) -> float:
         names = self.closing_types(s)
         at = names.index(name)
+        if self.job.overlapped and at == 1:
+            return max(self.closing_end(r, s, "gc"), self.reduced(s, 0))
         return self.closing_end(r, s, names[at - 1]) if at else self.pass_end(r, s, len(self.order[s]) - 1)
 
     def closing_end(self, r: int, s: int, name: str) -> float:
         everyone = [(q, t) for q in range(self.job.dp) for t in range(self.job.pp)]
         groups = {
             "grads-reduce-scatter": [(q, s) for q in range(self.job.dp)],
+            "separate-grads-all-reduce": [(q, s) for q in range(self.job.dp)],
             "embedding-grads-all-reduce": [(r, 0), (r, self.job.pp - 1)],
             "optimizer-clip-main-grad": everyone,
         }
@@ -179,6 +201,8 @@ class _Step:
                 for seq, (_, chunk, mb) in enumerate(self.recorded(kind, receives, s)):
                     where = (kind, receives, r, s, chunk, mb)
                     add(f"{NAMES[kind]}-{word}", self.post(*where), self.message_end(*where), seq)
+        for seq, chunk in enumerate(reversed(range(self.job.vpp)) if self.job.overlapped else ()):
+            add("grads-reduce-scatter", self.reduce_start(r, s, chunk), self.reduced(s, chunk), seq, chunk)
         for name in self.closing_types(s):
             add(name, self.closing_start(r, s, name), self.closing_end(r, s, name), 0, 0 if "scatter" in name else -1)
         return rows

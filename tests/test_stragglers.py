@@ -102,6 +102,7 @@ def test_the_causes_are_those_that_the_jobs_are_known_for(published: Any) -> Non
 SHAPES = [
     {}, {"pp": 1}, {"dp": 1, "pp": 4}, {"pp": 4, "microbatches": 8}, {"pp": 4, "empty": True}, {"pp": 2, "vpp": 2},
     {"pp": 4, "vpp": 2, "microbatches": 8, "empty": True}, {"pp": 4, "vpp": 3, "microbatches": 8},
+    {"pp": 2, "overlapped": True}, {"dp": 3, "pp": 4, "vpp": 2, "microbatches": 8, "overlapped": True, "empty": True},
 ]  # fmt: skip
 
 
@@ -373,6 +374,14 @@ def test_a_damaged_table_is_refused_in_one_line(content: bytes, tmp_path: Path) 
     path.write_bytes(content)
     done = lumos_here("stragglers", path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_a_table_whose_header_is_misspelt_is_told_which_column_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "job.csv"
+    path.write_text(Job(steps=1).write(tmp_path / "good.csv").read_text().replace("optype", "op_type"))
+    done = lumos_here("stragglers", path)
+    assert done.returncode == 2
+    assert "no column optype" in done.stderr
 
 
 def test_an_order_that_no_pipeline_has_is_refused(tmp_path: Path) -> None:

@@ -152,7 +152,8 @@ def job_of_run(run: Replay) -> Job:
     """
     execution, nodes = run.execution, run.execution.nodes
     if len(run.marks.ranks) * len(run.marks.names) < 2:
-        raise InputError("a trace of one rank and one step has nothing to be compared with; give a folder of ranks")
+        path = next((header.path for header in execution.trace.headers), "the trace")
+        raise InputError(f"{path}: one step of one rank, with nothing to compare it to; give the folder of all ranks")
     alone = ["a trace of one rank: only its steps are compared with one another"] if len(run.marks.ranks) == 1 else []
     size, graph = len(nodes), execution.graph
     step = _step_of_nodes(run)

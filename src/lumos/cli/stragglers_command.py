@@ -32,6 +32,7 @@ from lumos.trace.operations import OperationTable
 from lumos.trace.read.operation_table import is_operation_table, read_operation_table
 
 _MOST_LAYERS = 1_000_000
+_TABLES = (".parquet", ".csv", ".csv.gz")
 
 
 def stragglers_command(
@@ -115,11 +116,10 @@ def _number(text: str, steps: list[int]) -> int:
 def _table_at(path: Path) -> Path | None:
     """The table of operations at a path, or in the folder; None for what may be traces."""
     if path.is_file():
-        return path if is_operation_table(path) else None
+        return path if path.name.endswith(_TABLES) or is_operation_table(path) else None
     if not path.is_dir():
         return None
-    names = (".parquet", ".csv", ".csv.gz")
-    tables = [file for file in sorted(path.iterdir()) if file.name.endswith(names) and is_operation_table(file)]
+    tables = [file for file in sorted(path.iterdir()) if file.name.endswith(_TABLES) and is_operation_table(file)]
     if len(tables) > 1:
         shown = ", ".join(file.name for file in tables[:4])
         raise InputError(f"{path}: has {len(tables)} tables of operations ({shown}); name one of them")

@@ -29,6 +29,7 @@ _NEEDED = ("step", "optype", "start_ts", "duration")
 _COLUMNS = (*_NUMBERS, "optype", "start_ts", "duration")
 _DOCUMENTED = "docs/stragglers.md describes the columns"
 _MOST_OTHER_TYPES = 16
+_ENOUGH_COLUMNS = 4  # by which a table is known whose column of types is missing
 _MOST_WORKERS = 1 << 20
 _MOST_CHUNKS = 1 << 12
 _LONGEST_S = 1e9  # thirty years
@@ -45,8 +46,8 @@ def is_operation_table(path: Path) -> bool:
     head = head_of(path)
     if head is None or head.startswith(b"PAR1"):
         return head is not None
-    header = head.split(b"\n", 1)[0].lower()
-    return b"optype" in header and b"," in header and head[:1] not in b"{["
+    header = {name.strip().strip('"') for name in head.split(b"\n", 1)[0].decode(errors="replace").lower().split(",")}
+    return "optype" in header or len(header & set(_COLUMNS)) >= _ENOUGH_COLUMNS
 
 
 def read_operation_table(path: Path) -> OperationTable:
