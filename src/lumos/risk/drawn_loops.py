@@ -13,6 +13,20 @@ Array = NDArray[Any]
 
 
 @compiled
+def add_drawn(to: Array, scores: Array, logs: Array, furthest: float, times: int) -> None:
+    """Add to rows what is drawn for them: the value of `logs` at each score, between -furthest and furthest.
+
+    `times` rows of `to` share a row of scores.
+    """
+    scale = (len(logs) - 1) / (2 * furthest)
+    for row in range(len(to)):
+        for k in range(to.shape[1]):
+            place = min(max((scores[row // times, k] + furthest) * scale, 0.0), len(logs) - 1.001)
+            at = int(place)
+            to[row, k] += logs[at] + (place - at) * (logs[at + 1] - logs[at])
+
+
+@compiled
 def slowest_paces(
     logs: Array, most: int, log_share: Array, low: float, high: float, points: Array, mean: Array, cv: Array
 ) -> tuple[Array, Array]:
@@ -27,24 +41,36 @@ def slowest_paces(
     groups, ranks = logs.shape
     factor, row = np.empty(groups), np.zeros(groups, np.int32)
     scale = (len(log_share) - 1) / (high - low) if high > low else 0.0
+    bins = 128  # many ranks are counted by their factors
+    value, count = np.empty(max(bins, ranks)), np.ones(max(bins, ranks))
     for g in range(groups):
         top, bottom = logs[g].max(), logs[g].min()
         if scale == 0.0 or ranks == 1 or top == bottom:
             factor[g] = np.exp(top)
             row[g] = most if ranks > 1 and top == bottom else 0
             continue
+        kinds = ranks
+        if ranks > bins:
+            kinds, width = bins, (top - bottom) / bins
+            for k in range(bins):
+                count[k], value[k] = 0.0, bottom + (k + 0.5) * width
+            for k in range(ranks):
+                count[min(bins - 1, int((logs[g, k] - bottom) / width))] += 1.0
+        else:
+            for k in range(ranks):
+                value[k] = logs[g, k]
         below, first, second = 0.0, 0.0, 0.0
         for p in range(len(points)):
             total = 0.0
-            for k in range(ranks):
-                place = (top + points[p] - logs[g, k] - low) * scale
+            for k in range(kinds):
+                place = (top + points[p] - value[k] - low) * scale
                 if place < len(log_share) - 1:
                     at = max(0, int(place))
-                    total += log_share[at] + max(0.0, place - at) * (log_share[at + 1] - log_share[at])
+                    total += count[k] * (log_share[at] + max(0.0, place - at) * (log_share[at + 1] - log_share[at]))
             share = np.exp(total)
-            value = np.exp(points[max(0, p - 1)] / 2 + points[p] / 2)
-            first += (share - below) * value
-            second += (share - below) * value * value
+            length = np.exp(points[max(0, p - 1)] / 2 + points[p] / 2)
+            first += (share - below) * length
+            second += (share - below) * length * length
             below = share
         spread = np.sqrt(max(0.0, second / below - (first / below) ** 2)) / (first / below)
         best = 0

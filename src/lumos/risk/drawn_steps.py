@@ -21,10 +21,12 @@ from lumos.risk.variability import PROBABILITIES, SCORES, Spread, Variability
 from lumos.setup.slow import Slow
 
 DRAWS = 10_000
-_CHUNK = 200  # scenarios whose scalars are drawn together
+_CHUNK = 200  # scenarios whose scalars are drawn together, at most
+_MOST_DRAWN, _MOST_HELD = 4_000_000, 4_000_000  # numbers in memory at once: of ranks in a chunk, of nodes in a block
 _WIDTH = 32  # columns that are simulated together, at least
 _ENTRIES = 4096  # of a table of factors to draw from: 12 bits
 _SHARES = 1024
+_FIRST_CHOICE = 3  # times as many lanes as are simulated: chosen by their slowest ranks alone
 _RATIO = 1.3  # between the numbers of ranks that have tables
 _POINTS = 32
 _GPU, _STEP, _JOB, _SHARE, _PAUSES, _MICRO, _SEEDS, _HOST, _SHARED, _MEANS = range(10)  # draws with own random numbers
@@ -40,7 +42,8 @@ def drawn_ms(
 ) -> Floats:
     """The lengths of so many steps. GPUs stay the same for `same` of them in a row."""
     engine = _Engine(lanes, variability, slow, seed, same)
-    sizes = [min(_CHUNK, draws - first) for first in range(0, draws, _CHUNK)]
+    chunk = max(1, min(_CHUNK, _MOST_DRAWN // lanes.gpus) // same) * same
+    sizes = [min(chunk, draws - first) for first in range(0, draws, chunk)]
     workers = min(len(sizes), os.cpu_count() or 1)
     if workers < 2:
         return np.concatenate([engine.chunk(*one) for one in enumerate(sizes)])
@@ -160,10 +163,13 @@ class _Engine:
     def chunk(self, number: int, size: int) -> Floats:
         """Lengths of the steps of one chunk, in milliseconds."""
         drawn = self._scalars(number, size)
-        if self.lanes.simulated < self.lanes.lanes:
+        simulated = self.lanes.simulated
+        if simulated < self.lanes.lanes:
             drawn = self._likely_last(number, drawn)
+        else:
+            self._set_paces(drawn)
         drawn.work = self._work(number, drawn)
-        block = max(1, _WIDTH // self.lanes.simulated)
+        block = max(1, min(_WIDTH // simulated, _MOST_HELD // (simulated * len(self.graph))))
         blocks = (slice(first, first + block) for first in range(0, size, block))
         lengths = np.concatenate([self._simulated(drawn, at) for at in blocks])
         job = self.variability.job.at(self._random(number, _JOB).random(size))
@@ -171,13 +177,11 @@ class _Engine:
 
     def _scalars(self, number: int, size: int) -> _Drawn:
         """What is drawn once a step for every lane and stage."""
-        pace, row = self._paces(number, size)
         pause, paused = self._pauses(number, size)
-        lanes = self.lanes.lanes
-        states = self._random(number, _SEEDS).integers(0, 1 << 63, (size, lanes, 2), np.uint64)
+        states = self._random(number, _SEEDS).integers(0, 1 << 63, (size, self.lanes.lanes, 2), np.uint64)
         shared = self._random(number, _SHARED).integers(0, 1 << 63, size, np.uint64)
         apart = np.broadcast_to(self.apart, (size, *self.apart.shape))
-        return _Drawn(pace, row, pause, paused, self._hosted(number, size), apart, states, shared)
+        return _Drawn(self._logs(number, size), pause, paused, self._hosted(number, size), apart, states, shared)
 
     def _likely_last(self, number: int, drawn: _Drawn) -> _Drawn:
         """The lanes alone that are likely to be the last, by all that is known before their passes are drawn.
@@ -185,46 +189,64 @@ class _Engine:
         What the passes of a lane differ by on average is drawn first, for all lanes; single passes of those that are
         kept are drawn later, and moved to this average.
         """
-        random = self._random(number, _MEANS)
-        folded = self.tables.folded  # micro-batches differ, and a micro-batch is the same on all stages
-        shares = 1 / max(1, self.microbatches) if folded else self.shares
+        random, shape = self._random(number, _MEANS), drawn.logs.shape[:3]
+        drawn.scores, drawn.load = random.standard_normal(shape), np.ones(shape[:2])
+        if self.tables.folded:  # micro-batches differ, and a micro-batch is the same on all stages
+            drawn.scores = np.repeat(drawn.scores[..., :1], shape[2], axis=2)
+        elif not self.variability.microbatch.is_none:
+            drawn.load = self.loads.at(random.standard_normal(shape[:2]))
+        few, some = self.lanes.simulated, _FIRST_CHOICE * self.lanes.simulated
+        if some < shape[1]:  # by their slowest ranks, for a start
+            drawn.pace, drawn.row = np.exp(drawn.logs.max(axis=-1)), np.zeros(shape, np.int32)
+            drawn = drawn.kept(self._last(drawn, some))
+        self._set_paces(drawn)
+        drawn.mean = self._means(drawn)
+        return drawn.kept(self._last(drawn, few))
+
+    def _means(self, drawn: _Drawn) -> Floats:
+        """What the passes of every lane and stage differ by on average."""
+        shares = 1 / max(1, self.microbatches) if self.tables.folded else self.shares
         sigma = np.sqrt(np.log1p(shares * self.tables.cv[drawn.row] ** 2))
-        scores = random.standard_normal(sigma.shape)
-        drawn.mean = np.exp(sigma * (scores[..., :1] if folded else scores) - sigma**2 / 2)
-        slow = self.busy * drawn.pace * self.tables.mean[drawn.row] * drawn.mean
+        return np.asarray(np.exp(sigma * drawn.scores - sigma**2 / 2))
+
+    def _last(self, drawn: _Drawn, few: int) -> NDArray[np.int64]:
+        """The lanes of every scenario that are likely to be last."""
+        slow = self.busy * drawn.pace * self.tables.mean[drawn.row] * self._means(drawn)
         score = slow.max(axis=-1) + self.idle * (slow / np.maximum(self.busy, 1.0)).mean(axis=-1)
-        if self.variability.microbatch.is_none or self.tables.folded:
-            drawn.load = np.ones(score.shape)
-        else:
-            drawn.load = self.loads.at(random.standard_normal(score.shape))
         score = score * drawn.load * drawn.hosted + drawn.pause.sum(axis=-1)
         score = np.where((drawn.apart != 1).any(axis=(-3, -1)), np.inf, score)
-        return drawn.kept(np.argpartition(-score, self.lanes.simulated - 1, axis=1)[:, : self.lanes.simulated])
+        return np.argpartition(-score, few - 1, axis=1)[:, :few]
 
     def _random(self, number: int, kind: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, number, kind])
 
-    def _paces(self, number: int, size: int) -> tuple[Floats, NDArray[np.int32]]:
-        """(scenarios, lanes, stages): how slow the ranks of each are, and the row of the table for their passes."""
-        lanes, shape = self.lanes, self.rank_logs.shape
-        fleets = -(-size // self.same)
-        logs = np.repeat(self._drawn(number, _GPU, self.variability.gpu, fleets), self.same, axis=0)[:size]
-        logs = logs + self._drawn(number, _STEP, self.variability.step, size) + self.rank_logs
+    def _logs(self, number: int, size: int) -> Floats:
+        """(scenarios, lanes, stages, ranks): logarithms of the factors of ranks, or of replicas that meet in passes."""
+        lanes, shape, v = self.lanes, self.rank_logs.shape, self.variability
+        logs = np.repeat(self.rank_logs.reshape(1, -1), size, axis=0)
+        self._add(logs, number, _GPU, v.gpu, self.same)
+        self._add(logs, number, _STEP, v.step, 1)
         if self.share is not None:
-            hit = self._random(number, _SHARE).random((fleets, *shape)) < self.share.share
-            logs = logs + np.repeat(hit, self.same, axis=0)[:size] * np.log(self.share.factor)
-        if self.tables.folded:
-            logs = logs.reshape(*logs.shape[:-1], lanes.merged, lanes.inside).max(axis=-1)
-        flat = np.ascontiguousarray(logs.reshape(-1, logs.shape[-1]))
-        pace, row = self.tables.paces(flat)
-        return pace.reshape(size, *shape[:2]), row.reshape(size, *shape[:2])
+            hit = self._random(number, _SHARE).random((-(-size // self.same), logs.shape[1])) < self.share.share
+            logs += np.repeat(hit, self.same, axis=0)[:size] * np.log(self.share.factor)
+        if not self.tables.folded:
+            return logs.reshape(size, *shape)
+        return np.asarray(logs.reshape(size, *shape[:2], lanes.merged, lanes.inside).max(axis=-1))
 
-    def _drawn(self, number: int, kind: int, spread: Spread, size: int) -> Floats:
-        """Logarithms of the factors of all ranks."""
-        if spread.is_none:
-            return np.zeros((size, 1, 1, 1))
-        scores = self._random(number, kind).standard_normal((size, *self.rank_logs.shape))
-        return spread.logs_at_scores(scores)
+    def _add(self, logs: Floats, number: int, kind: int, spread: Spread, times: int) -> None:
+        """What is drawn for every rank, once for so many steps."""
+        from lumos.risk.drawn_loops import add_drawn
+
+        if not spread.is_none:
+            rows = -(-len(logs) // times)
+            scores = self._random(number, kind).standard_normal((rows, logs.shape[1]), np.float32)
+            add_drawn(logs, scores, spread.logs, SCORES[-1], times)
+
+    def _set_paces(self, drawn: _Drawn) -> None:
+        """How slow the ranks of every lane and stage are together, and the row of the table for their passes."""
+        shape = drawn.logs.shape
+        pace, row = self.tables.paces(np.ascontiguousarray(drawn.logs.reshape(-1, shape[-1])))
+        drawn.pace, drawn.row = pace.reshape(shape[:3]), row.reshape(shape[:3])
 
     def _pauses(self, number: int, size: int) -> tuple[Floats, NDArray[np.int64]]:
         """(scenarios, lanes, stages): how long the ranks of each pause, in nanoseconds, and before which node."""
@@ -248,7 +270,7 @@ class _Engine:
         if self.tables.folded:
             return self._folded(number, drawn)
         work = self.variability.microbatch.at(self._random(number, _MICRO).random((size, lanes, self.microbatches)))
-        if drawn.load is not None:
+        if drawn.load.size:
             work = work * (drawn.load / work.mean(axis=-1))[..., None]
         return work
 
@@ -293,30 +315,37 @@ class _Engine:
         return found
 
 
+def _nothing() -> NDArray[Any]:
+    return np.zeros(0)
+
+
 @dataclass
 class _Drawn:
     """What was drawn for the steps of a chunk: (scenarios, lanes, stages), or as noted."""
 
-    pace: Floats
-    row: NDArray[np.int32]
+    logs: Floats  # (scenarios, lanes, stages, ranks): of the factors of ranks
     pause: Floats
     paused: NDArray[np.int64]
     hosted: Floats  # (scenarios, lanes)
     apart: Floats  # (scenarios, 2, lanes, stages)
     states: NDArray[np.uint64]  # (scenarios, lanes, 2)
     shared: NDArray[np.uint64]  # (scenarios,)
+    pace: Floats = field(default_factory=_nothing)
+    row: NDArray[np.int32] = field(default_factory=_nothing)
+    scores: Floats = field(default_factory=_nothing)  # that the means of passes are drawn from
+    load: Floats = field(default_factory=_nothing)  # (scenarios, lanes): mean work of the micro-batches
     mean: Floats | None = None  # of the passes; None: as they are drawn
-    load: Floats | None = None  # (scenarios, lanes): mean work of the micro-batches; None: as they are drawn
-    work: Floats = field(default_factory=lambda: np.ones((0, 0, 0)))
+    work: Floats = field(default_factory=_nothing)  # (scenarios, lanes, micro-batches)
 
     def kept(self, lanes: NDArray[np.int64]) -> _Drawn:
         """Some of the lanes of every scenario."""
-        of_stages = lanes[..., None]
-        names = ("pace", "row", "pause", "paused", "mean", "states")
-        three = {name: np.take_along_axis(getattr(self, name), of_stages, axis=1) for name in names}
-        two = {name: np.take_along_axis(getattr(self, name), lanes, axis=1) for name in ("hosted", "load")}
-        apart = np.take_along_axis(self.apart, lanes[:, None, :, None], axis=2)
-        return replace(self, **three, **two, apart=apart)
+        found: dict[str, Any] = {"apart": np.take_along_axis(self.apart, lanes[:, None, :, None], axis=2)}
+        for name in ("logs", "pause", "paused", "hosted", "states", "pace", "row", "scores", "load", "mean"):
+            values = getattr(self, name)
+            if values is not None and values.size:
+                index = lanes.reshape(*lanes.shape, *(1,) * (values.ndim - 2))
+                found[name] = np.take_along_axis(values, index, axis=1)
+        return replace(self, **found)
 
 
 def _columns(values: NDArray[Any]) -> NDArray[Any]:

@@ -19,8 +19,8 @@ from lumos.risk.variability import CAUSES, Variability, usual_variability
 from lumos.setup.slow import Slow, read_slow
 from lumos.step.step import Step
 
-_FEW_DRAWS = 1000  # for each cause: the same draws as the first of all
-_MOST_WORK = 4e9  # nodes that are simulated: beyond it, fewer steps are drawn
+_FEW_DRAWS, _FEW_SHARE = 200, 0.1  # for each cause, at least: the same draws as the first of all
+_MOST_WORK = 1e9  # nodes that are simulated: beyond it, fewer steps are drawn
 _FEWEST_DRAWS = 500
 _FLEETS, _STEPS = 400, 4  # drawn runs at most, and steps of each, that say how runs differ
 _WORDS = {
@@ -100,7 +100,7 @@ class StepRisk:
     @cached_property
     def causes(self) -> list[Cause]:
         """What each variance costs, the most expensive first: the same draws without it."""
-        few = min(self.draws, _FEW_DRAWS)
+        few = min(self.draws, max(_FEW_DRAWS, round(_FEW_SHARE * self.draws)))
         together = self.step_ms[:few]
         base, excess = float(np.quantile(together, 0.9)), self.percentile(90) - self.typical_ms
         found = []

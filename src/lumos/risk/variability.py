@@ -70,14 +70,6 @@ class Spread:
         """The factors at these probabilities: `spread.at(random.random(n))` draws n factors."""
         return np.exp(np.interp(u, PROBABILITIES, self.logs))
 
-    def logs_at_scores(self, scores: Floats) -> Floats:
-        """Logarithms of the factors at so many standard deviations: drawn from normal numbers, faster than `at`."""
-        place = np.clip((scores + _FURTHEST) * ((_KNOTS - 1) / (2 * _FURTHEST)), 0.0, _KNOTS - 1.000001)
-        below = place.astype(np.int32)
-        step = np.diff(self.logs)
-        found: Floats = self.logs[below] + (place - below) * step[below]
-        return found
-
     def slowest_of(self, count: float | Floats, u: Floats) -> Floats:
         """The largest of `count` factors, where `u` is drawn for the largest."""
         return self.at(np.power(u, 1.0 / np.asarray(count, np.float64)))
