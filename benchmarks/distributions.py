@@ -122,7 +122,7 @@ class Judged:
 
 def judged(run: Recorded, use: str) -> Judged:
     steps = TracedSteps(replay(read_job(run.traces)))
-    drawn = steps.drawn_ms(learn_trace(steps.replay), DRAWS, 0)
+    drawn = steps.drawn_ms(learn_trace(steps.replay, whole_steps=True), DRAWS, 0)
     return Judged(run.name, use, decided_by(steps), drawn, run.clean, run.ms("before"))
 
 
@@ -203,7 +203,7 @@ def shared_traces(folder: Path) -> list[str]:
             [json.loads(path.read_text())["step_s"] for path in sorted(place.glob("rank?.json"))], axis=0
         )
         played = replay(read_job(place, "rank?.pt.trace.json.gz"))
-        drawn = TracedSteps(played).drawn_ms(learn_trace(played), DRAWS, 0)
+        drawn = TracedSteps(played).drawn_ms(learn_trace(played, whole_steps=True), DRAWS, 0)
         errors.append(100 * (ratio(drawn) - ratio(measured)))
         lines.append(
             f"| {place.name} | {len(measured)} | {ratio(drawn):.3f} | {ratio(measured):.3f} | {errors[-1]:+.1f} |"

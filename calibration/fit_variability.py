@@ -5,11 +5,15 @@
 Only runs that are marked "fit" count (step_times_h200.py marks them before anything is recorded). What decided their
 steps is read off their traces; two of them came back without traces, and are small models that only a host can slow.
 
-    host         steps that the host decides, without pauses: mean quantiles over the runs
-    collective   the same for ranks that share the GPU and talk over loopback sockets; NVLink is steadier
+For described runs ("usual"), of which every pass is drawn:
+    host         the host's work in one step against its neighbours, in traces
     step         kernels of a GPU in one step: sum over the step in the trace, and medians of six blocks of clean steps
     kernel       kernels of the forward pass against those of the backward pass, in traces
     pauses       single steps far above the others
+
+For traced runs ("traced"), of which whole steps are drawn, the drift over minutes included:
+    host         steps that the host decides, without pauses: mean quantiles over the runs
+    collective   the same for ranks that share the GPU and talk over loopback sockets
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from lumos import read_job, replay
-from lumos.risk.recurring_tasks import KERNEL, RecurringTasks, recurring_tasks
+from lumos.risk.recurring_tasks import HOST, KERNEL, RecurringTasks
+from lumos.risk.traced_steps import TracedSteps
 from shipped import DATA
 from step_times_data import DEVELOPMENT, Floats, Recorded, unpack
 
@@ -82,13 +87,14 @@ def passes(tasks: RecurringTasks, lane: Floats) -> float:
     return float(np.log(shares[0] / shares[1]).std() / np.sqrt(2)) if len(shares) > 1 else float("nan")
 
 
-def of_kernels(run: Recorded) -> tuple[float, float]:
-    """Standard deviations of a GPU's kernels from step to step, and of one pass against the other."""
+def of_trace(run: Recorded) -> tuple[float, float, float]:
+    """Standard deviations of the host and of kernels from step to step, and of kernels of one pass to the other."""
     played = replay(read_job(run.traces))
-    tasks, nodes = recurring_tasks(played), played.execution.nodes
+    steps, nodes = TracedSteps(played), played.execution.nodes
+    tasks = steps.tasks
     lane = np.full(len(tasks.graph), -1)
     lane[: len(nodes)] = np.where(nodes.launch_of_node >= 0, nodes.trace.lane[nodes.launch_of_node], -1)
-    return float(np.log(tasks.share(KERNEL)).std()), passes(tasks, lane)
+    return float(steps.shown[HOST]), float(steps.shown[KERNEL]), passes(tasks, lane)
 
 
 def drift_of(run: Recorded) -> float:
@@ -98,14 +104,15 @@ def drift_of(run: Recorded) -> float:
 
 def fitted(runs: list[Recorded]) -> dict[str, Any]:
     by_name = {run.name: run for run in runs if run.use == "fit"}
-    alone = [of_kernels(by_name[name]) for name in (*GPU_RUNS, *HOST_RUNS) if by_name[name].is_traced]
+    alone = [of_trace(by_name[name]) for name in (*GPU_RUNS, *HOST_RUNS) if by_name[name].is_traced]
     drift = [drift_of(by_name[name]) for name in GPU_RUNS]
     return {
-        "step": round(float(np.hypot(alone[0][0], np.mean(drift))), 4),
-        "kernel": round(float(np.nanmean([one[1] for one in alone])), 4),
-        "collective": quantiles([by_name[name] for name in COLLECTIVE_RUNS]),
-        "host": quantiles([by_name[name] for name in HOST_RUNS]),
-        "pauses": pauses(list(by_name.values())),
+        "usual.step": round(float(np.hypot(alone[0][1], np.mean(drift))), 4),
+        "usual.kernel": round(float(np.nanmean([one[2] for one in alone])), 4),
+        "usual.host": round(float(np.mean([one[0] for one in alone])), 3),
+        "usual.pauses": pauses(list(by_name.values())),
+        "traced.host": quantiles([by_name[name] for name in HOST_RUNS]),
+        "traced.collective": quantiles([by_name[name] for name in COLLECTIVE_RUNS]),
     }
 
 
@@ -113,15 +120,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = fitted(unpack(DEVELOPMENT, Path(folder)))
     for key, value in found.items():
-        print(f"{key:12}", value)
+        print(f"{key:18}", value)
     if "--write" not in sys.argv:
         return
     path = DATA / "variability.json"
     table = json.loads(path.read_text("utf-8"))
-    for key, value in found.items():
-        if table["usual"].get(key) != value:
-            table["usual"][key] = value
-            table["sources"][f"usual.{key}"]["date"] = datetime.now(UTC).date().isoformat()
+    for name, value in found.items():
+        section, _, key = name.partition(".")
+        if table[section].get(key) != value:
+            table[section][key] = value
+            table["sources"][name]["date"] = datetime.now(UTC).date().isoformat()
     path.write_text(text_of(table), "utf-8")
 
 

@@ -25,7 +25,7 @@ from lumos.risk.operation_steps import OperationSteps
 from lumos.risk.recurring_tasks import KERNEL, TRANSFER, RecurringTasks
 from lumos.risk.step_times import read_step_times
 from lumos.risk.traced_steps import CAUSES_OF_PART, TracedSteps
-from lumos.risk.variability import CAUSES, NONE, Spread, Variability, usual_variability
+from lumos.risk.variability import CAUSES, NONE, Spread, Variability, usual_of_traces, usual_variability
 from lumos.trace.read.formats import Form, form_of, head_of
 from lumos.trace.read.operation_table import is_operation_table, read_operation_table
 
@@ -72,9 +72,9 @@ def _spread(logs: Floats) -> Spread:
 
 
 # ---------------------------------------------------------------------- traces
-def learn_trace(replay: Replay, name: str = "the trace") -> Variability:
-    """From a trace: what its steps and ranks showed, weighed against the usual figures."""
-    usual, steps = usual_variability(), TracedSteps(replay)
+def learn_trace(replay: Replay, name: str = "the trace", whole_steps: bool = False) -> Variability:
+    """From a trace: what its steps and ranks showed, weighed against the usual figures, of passes or of whole steps."""
+    usual, steps = usual_of_traces() if whole_steps else usual_variability(), TracedSteps(replay)
     tasks = steps.tasks
     if tasks.steps < 2:
         return replace(usual, source=f"{name} has a single step, which shows no variance; {usual.source}")
@@ -100,7 +100,7 @@ def traced_risk(found: Prediction, learned: Variability | None = None, draws: in
     if found.scales and run.duration is not None:
         scale = np.where(recorded > 0, run.duration / np.maximum(recorded, 1e-9), 1.0)
     steps = TracedSteps(replayed, scale)
-    differs = replace(learned or learn_trace(replayed), gpu=NONE, kernel=NONE, microbatch=NONE)
+    differs = replace(learned or learn_trace(replayed, whole_steps=True), gpu=NONE, kernel=NONE, microbatch=NONE)
     if steps.tasks.ranks == 1 and not steps.shown[TRANSFER]:
         differs = replace(differs, collective=NONE)
     return StepRisk(steps, found.step_ms, differs, min(draws, steps.most_draws), seed, (), steps.tasks.ranks)

@@ -4,7 +4,7 @@ steps cannot show.
 A trace of a dozen steps is a fraction of a second of a run: it shows how steps differ from their neighbours, not how
 the host drifts over minutes. With n recorded steps, what they showed has the weight n / (n + n0), and the usual figures
 have the rest; variances add up. n0 differs for hosts, kernels and collectives, and is in `data/variability.json`
-("traced"). A trace of one step has the usual figures alone.
+("trust"). A trace of one step has the usual figures alone.
 
 The recorded differences stay in the graph as far as they count, each at its own task; the rest of a spread is drawn,
 one factor for each part of the work in each step.
@@ -34,7 +34,7 @@ CAUSES_OF_PART = {HOST: "host", KERNEL: "step", TRANSFER: "collective"}
 
 def trusted(part: str) -> float:
     """n0 of one of `PARTS`: how many recorded steps count as much as the usual figures."""
-    return float(read_table("variability.json")["traced"][part])
+    return float(read_table("variability.json")["trust"][part])
 
 
 @dataclass(frozen=True)

@@ -184,3 +184,10 @@ CAUSES = ("gpu", "step", "kernel", "microbatch", "collective", "host", "job")
 def usual_variability() -> Variability:
     """That of `data/variability.json`: for runs of which nothing was learned or stated."""
     return Variability.from_data(read_table("variability.json")["usual"])
+
+
+@lru_cache(maxsize=1)
+def usual_of_traces() -> Variability:
+    """The same for steps that are drawn as a whole: parts that drift over minutes differ by more than single passes."""
+    table = read_table("variability.json")
+    return Variability.from_data(table["usual"] | table["traced"])
