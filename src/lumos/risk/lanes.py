@@ -123,11 +123,11 @@ class Lanes:
 
 def lanes_of(step: Step, fixed_ms: float = 0.0, most: int = MOST_NODES) -> Lanes:
     """Of a described or changed step. Replicas that gather weights for every pass become one lane if they are many."""
-    structure, setup = step.structure, step.setup
+    structure, setup, size = step.structure, step.setup, len(step.graph)
     roles, node_role = structure.roles, structure.node_role
     merged, near = _merged(step), _near(step)
     near = max(1, near // merged)
-    gathered = near if setup.parallel.dp // merged * len(step.graph) > most else 1
+    gathered = near if setup.parallel.dp // merged * size > most else 1
     merged, near = merged * gathered, near // gathered
     lanes = max(1, setup.parallel.dp // merged)
     parts = np.array([_parts(step, index) for index in range(len(roles))])[node_role]
@@ -139,7 +139,7 @@ def lanes_of(step: Step, fixed_ms: float = 0.0, most: int = MOST_NODES) -> Lanes
         fresh=_fresh(step), meets=meets,
         link=structure.lag_class == _LINK, micro=micro, lanes=lanes, merged=merged,
         inside=setup.parallel.tp * setup.parallel.cp, near=near, gathered=gathered,
-        simulated=min(lanes, max(_FEWEST, most // len(step.graph))), fixed_ms=fixed_ms,
+        simulated=lanes if lanes * size <= most else min(lanes, max(_FEWEST, most // 2 // size)), fixed_ms=fixed_ms,
         order=setup.parallel.order, leaves=_leaving(step),
     )  # fmt: skip
 

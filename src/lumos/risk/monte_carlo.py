@@ -20,7 +20,7 @@ from lumos.setup.slow import Slow, read_slow
 from lumos.step.step import Step
 
 _FEW_DRAWS, _FEW_SHARE = 200, 0.1  # for each cause, at least: the same draws as the first of all
-_MOST_WORK = 1e9  # nodes that are simulated: beyond it, fewer steps are drawn
+_MOST_WORK = 5e8  # nodes that are simulated: beyond it, fewer steps are drawn
 _FEWEST_DRAWS = 500
 _FLEETS, _STEPS = 400, 4  # drawn runs at most, and steps of each, that say how runs differ
 _WORDS = {
