@@ -89,6 +89,14 @@ RUNS = (
         {"rates": "meta-rsc1", "storage_gb_s": 2000.0, "checkpoint_gb": 5682.0},
         "rates of meta-rsc1; its own 10 minutes (arXiv 2602.00277); checkpoints of Llama 3",
     ),
+    PublishedRun(
+        "Meta, fault-tolerant, about 100,000 GPUs", 100_000, 20.0, "80", 77, 83,
+        {
+            "rates": "meta-rsc1", "detection_minutes": 0.0, "restart_minutes": 3.0, "checkpoint_seconds": 0.0,
+            "checkpoint_minutes": 0.2,
+        },
+        "rates of meta-rsc1; its own stall of 3 minutes, and next to no lost work (arXiv 2602.00277)",
+    ),
 )  # fmt: skip
 
 PAGE = """

@@ -297,6 +297,28 @@ def test_mtbf_and_tokens_give_days_money_and_what_better_recovery_would_buy(tmp_
     assert float(next(csv.DictReader(table.open()))["run_days_p90"]) == pytest.approx(run["days"]["p90"])
 
 
+def test_another_configuration_of_a_traced_run_has_a_run_too() -> None:
+    trace = ROOT / "tests/data/capture/fake_world"
+    asked = ("--set", "model.layers=8", "--tokens", "1B", "--mtbf", "50000", "--json")
+    done = lumos_here("predict", trace / "setup.toml", "--from", trace, *asked)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["run"]["failures"]["mtbf_gpu_hours"] == pytest.approx(50_000)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("reliability.spare_nodes=4", "reliability.spare_nodes has no effect: how often the job fails is not stated"),
+        ("reliability.elastic=true", "reliability.elastic has no effect"),
+    ],
+)
+def test_what_has_no_effect_is_said(change: str, words: str) -> None:
+    assert any(words in one for one in answered("--set", change)["warnings"])
+    assert any("without reliability.spare_nodes" in one for one in answered(
+        "--set", "reliability.elastic=true", "--set", "reliability.rates=llama3"
+    )["warnings"])  # fmt: skip
+
+
 def test_hours_are_those_of_one_gpu_unless_they_are_said_to_be_of_the_job() -> None:
     of_gpu = answered("--tokens", "1T", "--mtbf", "51200")["run"]["failures"]
     of_job = answered("--tokens", "1T", "--set", "reliability.mtbf_job_hours=100")["run"]["failures"]
@@ -329,6 +351,7 @@ def test_mtbf_replaces_what_the_setup_says(tmp_path: Path) -> None:
         (("--tokens", "1T", "--mtbf", "llama3", "--gpu", "h100,b200"), "failures are drawn for one GPU"),
         (("--tokens", "1T", "--set", "reliability.mtbf_job_hours=0.01"), "the run would not end: the job fails every"),
         (("--tokens", "1T", "--set", "reliability.rates=llama4"), "reliability.rates"),
+        (("--tokens", "1e24", "--mtbf", "llama3"), "interruptions, and 100,000 are drawn at most: give fewer tokens"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: tuple[str, ...], words: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -71,8 +71,8 @@ def _simulated(
 class WholeRun:
     """A run to its last token. What is drawn: failures, how far off the prediction is, how much steps vary.
 
-    >>> run = whole_run(predict(setup, tariff=Tariff(tokens=15e12)))      # doctest: +SKIP
-    >>> run.as_dict()["days"]["p90"]                                      # doctest: +SKIP
+    >>> run = whole_run(predict(setup), tokens=15e12)      # doctest: +SKIP
+    >>> run.as_dict()["days"]["p90"]                       # doctest: +SKIP
     """
 
     job: Job
@@ -83,7 +83,6 @@ class WholeRun:
     idle_w: float = 0.0  # of a GPU
     deadline_days: float | None = None
     seed: int = 0
-    notes: tuple[str, ...] = field(default=())
 
     # ------------------------------------------------------------------ how it fails
     @cached_property
@@ -283,12 +282,20 @@ class WholeRun:
 
 
 def whole_run(
-    found: Prediction, step_factors: Floats | None = None, deadline_days: float | None = None, seed: int = 0
+    found: Prediction,
+    step_factors: Floats | None = None,
+    deadline_days: float | None = None,
+    seed: int = 0,
+    *,
+    tokens: float | None = None,
 ) -> WholeRun:
-    """The run to the token budget of a prediction, which fails as the section `[reliability]` of its setup says.
+    """The run to a token budget, which fails as the section `[reliability]` of the predicted setup says.
 
     `step_factors`: how much longer the steps of each drawn run are than the predicted one (`StepRisk.run_factors`).
+    `tokens`: to train on, in place of those of the prediction's tariff.
     """
+    if tokens is not None:
+        found = replace(found, tariff=replace(found.tariff, tokens=tokens))
     job = Job.of(found)
     assert found.setup is not None  # Job.of refuses it
     factors = {"prediction error": _errors(job, seed)}

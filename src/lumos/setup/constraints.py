@@ -104,7 +104,7 @@ def warnings_in(setup: Setup) -> list[str]:
         (alone, "parallel.ep_overlap has no effect with train.microbatches = 1: no other micro-batch has work to do"),
         (tp > reach, f"parallel.tp = {tp} reaches beyond a node of {reach} GPU{'s' * (reach > 1)}"),
     )
-    certain = [sentence for applies, sentence in doubts if applies]
+    certain = [sentence for applies, sentence in doubts if applies] + _unused_by_failures(setup.reliability)
     if gpu.assumed:
         certain.append(f"{gpu.shown} does not give all of its machine: assuming {', '.join(gpu.assumed)}")
     certain += _unused_by_experts(setup.model, setup.train)
@@ -497,6 +497,17 @@ def _slow_parts(setup: Setup) -> Iterator[Rule]:
     except OptionError as error:
         mistake = str(error)
     yield "variability.slow cluster.gpus", mistake
+
+
+def _unused_by_failures(reliability: Reliability) -> list[str]:
+    stated = sorted(reliability.model_fields_set)
+    if stated and not reliability.is_stated:
+        return [f"reliability.{stated[0]} has no effect: how often the job fails is not stated (reliability.rates)"]
+    always = reliability.spare_nodes is None
+    unused = [key for key in ("repair_hours", "elastic") if always and key in stated]
+    return [
+        f"reliability.{key} has no effect without reliability.spare_nodes: nodes are replaced at once" for key in unused
+    ]
 
 
 def _machines(setup: Setup) -> Iterator[Rule]:
