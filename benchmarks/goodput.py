@@ -102,7 +102,8 @@ RUNS = (
 PAGE = """
 Written by `benchmarks/goodput.py`. Effective training time: the share of the run in which training got ahead, without
 lost work, checkpoints, detection, restarts and waiting. Rates are counts that others published
-(`src/lumos/data/failures.toml`). Nothing was fitted on the outcomes.
+(`src/lumos/data/failures.toml`). Nothing was fitted on the outcomes; what is known of
+OPT-175B's restarts is from a part of its own run.
 
 | run | GPUs | published, % | predicted, % | taken from |
 |---|---|---|---|---|
