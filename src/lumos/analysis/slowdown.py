@@ -58,6 +58,7 @@ class Job:
     warnings: tuple[str, ...] = ()
     gpus: int = 0
     passes: tuple[str, ...] = ()  # types that are forward and backward passes
+    chunk: Ints | None = None  # virtual stage of every pass within its worker
     backward_of: Ints | None = None  # of every forward pass: its backward pass; -1 for all else
     delays_ms: dict[str, float] = field(default_factory=dict)  # what delays before operations of a type cost a step
     why: dict[int, str] = field(default_factory=dict)  # what a replay says of a rank

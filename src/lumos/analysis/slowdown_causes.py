@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ _SLOWER = 1.05  # times its peers: less is noise
 _PERSISTENT = 0.75  # of the steps
 _CORRELATED = 0.9  # the paper's criterion for sequence lengths
 _FEWEST_PAIRS = 8
+_VARIES = 0.01  # standard deviation of passes from which on they differ
 _MOST_WORKERS = 3
 _MOST_NAMED = 5
 
@@ -31,6 +33,7 @@ class Cause:
     gain_ms: float  # of the mean step, if it were mended
     gain_pct: float
     evidence: str
+    after: str = ""  # the cause that hides it, which has to be mended first
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,7 @@ def diagnose(found: Slowdown, layers: int = 0) -> Diagnosis:
     """The causes of a slowdown; with the layers of the model, how many of them to move between stages."""
     look = _Look(found, layers)
     causes = [
-        *look.slow_workers(), *look.long_stage(), *look.uneven_passes(), *look.transient(), *look.communication(),
-        *look.host(), *look.delays(),
+        *look.of_passes(), *look.slow_ranks(), *look.transient(), *look.communication(), *look.host(), *look.delays()
     ]  # fmt: skip
     fixes = [*(fix for fix in look.fixes if fix.gain_pct >= _WORTH_A_LINE), *look.usual_fixes()]
     return Diagnosis(
@@ -70,6 +72,16 @@ def diagnose(found: Slowdown, layers: int = 0) -> Diagnosis:
         tuple(sorted(causes, key=lambda one: -one.gain_ms)),
         tuple(sorted(fixes, key=lambda one: -one.gain_ms)),
     )
+
+
+class _Candidate(NamedTuple):
+    """A cause that shows in passes: what it is, and the factor on every operation that would mend it."""
+
+    kind: str
+    name: str
+    evidence: str
+    fix: str
+    factor: Floats
 
 
 class _Look:
@@ -93,32 +105,41 @@ class _Look:
         self.fixes.append(Fix(name, step_ms, gain, 100 * gain / self.base))
         return gain
 
-    def _cause(self, kind: str, name: str, gain_ms: float, evidence: str) -> Iterator[Cause]:
+    def _cause(self, kind: str, name: str, gain_ms: float, evidence: str, after: str = "") -> Iterator[Cause]:
         if gain_ms >= _NOTABLE * self.base:
-            yield Cause(kind, name, gain_ms, 100 * gain_ms / self.base, evidence)
+            yield Cause(kind, name, gain_ms, 100 * gain_ms / self.base, evidence, after)
 
-    def slow_workers(self) -> Iterator[Cause]:
+    def of_passes(self) -> Iterator[Cause]:
+        """Causes that show in passes; what costs nothing yet may do so once the others are mended."""
+        found = [*self.slow_workers(), *self.long_stage(), *self.uneven_passes()] if self.passes.any() else []
+        gains = [self._gain(self.job.took * one.factor, one.fix) for one in found]
+        listed = [one for one, gain in zip(found, gains, strict=True) if gain >= _NOTABLE * self.base]
+        mended = self.job.took * np.prod([one.factor for one in listed], axis=0) if listed else self.job.took
+        for one, gain in zip(found, gains, strict=True):
+            if one in listed:
+                yield from self._cause(one.kind, one.name, gain, one.evidence)
+            elif listed:
+                before, after = self.job.step_ms([mended, mended * one.factor]).mean(axis=1).tolist()
+                yield from self._cause(one.kind, one.name, before - after, one.evidence, after=listed[0].kind)
+
+    def slow_workers(self) -> Iterator[_Candidate]:
         """Workers that are slower than their peers in most steps."""
-        if not self.job.passes:
-            yield from self._slow_ranks()
-            return
         ratio = self._against_peers()
         often = np.mean(ratio >= _SLOWER, axis=1) >= _PERSISTENT
         slow = [w for w in self.found.slowest.tolist() if often[w] and np.median(ratio[w]) >= _SLOWER]
         if not slow:
             return
-        durations = self.job.took.copy()
+        factor = np.ones(len(self.job.took))
         for worker in slow:
-            durations[(self.job.worker == worker) & self.passes] /= float(ratio[worker].mean())
+            factor[(self.job.worker == worker) & self.passes] = 1 / float(ratio[worker].mean())
         named = [f"{self.job.workers[w].label} (rank {self.job.workers[w].rank})" for w in slow[:_MOST_WORKERS]]
         more = f" and {len(slow) - _MOST_WORKERS} more" if len(slow) > _MOST_WORKERS else ""
         name, slower = "; ".join(named) + more, ratio[slow]
-        gain = self._gain(durations, f"{name} as fast as the other replicas")
         evidence = (
             f"passes take {slower.mean():.2f} times as long as those of the same stage elsewhere, in "
             f"{int(np.median((slower >= _SLOWER).sum(axis=1)))} of {slower.shape[1]} steps: look at the machine"
         )
-        yield from self._cause("slow worker", name, gain, evidence)
+        yield _Candidate("slow worker", name, evidence, f"{name} as fast as the other replicas", factor)
 
     def _against_peers(self) -> Floats:
         """Passes of each worker and step, over the median of the same stage in other replicas; nan without any."""
@@ -130,9 +151,9 @@ class _Look:
                 ratio[worker] = self.busy[worker] / np.where(usual > 0, usual, np.nan)
         return ratio
 
-    def _slow_ranks(self) -> Iterator[Cause]:
+    def slow_ranks(self) -> Iterator[Cause]:
         """Ranks of traces: those that slow the job down by themselves."""
-        for worker in self.found.slowest[:_MOST_WORKERS].tolist():
+        for worker in self.found.slowest[:_MOST_WORKERS].tolist() if not self.job.passes else []:
             alone = self.found.alone[worker]
             if np.isnan(alone).any() or np.mean(alone >= 1 + _NOTABLE) < _PERSISTENT:
                 continue
@@ -141,7 +162,7 @@ class _Look:
             why = self.job.why.get(rank, "it takes longer than the others")
             yield from self._cause("slow worker", f"rank {rank}", gain, why)
 
-    def long_stage(self) -> Iterator[Cause]:
+    def long_stage(self) -> Iterator[_Candidate]:
         """A stage that takes longer than the others in every replica: layers, or the head and its loss."""
         stages = np.unique(self.stage[self.stage >= 0])
         if len(stages) < 2:
@@ -155,14 +176,13 @@ class _Look:
             return
         name = f"stage {stages[longest]}" + (" (the last)" if longest == len(stages) - 1 else "")
         excess = float(usual[longest] - usual.mean()) / others
-        gain = self._gain(self._balanced(stages), "work divided evenly among the stages")
         replicas = int((self.stage == stages[longest]).sum())
         where = f"in all {replicas} replicas" if replicas > 1 else "in the only replica, so that it may be its machine"
         evidence = (
             f"its passes take {usual[longest] / others:.2f} times as long as those of other stages, {where}: move "
             f"{self._move(excess, len(stages))} away"
         )
-        yield from self._cause("long stage", name, gain, evidence)
+        yield _Candidate("long stage", name, evidence, "work divided evenly among the stages", self._balanced(stages))
 
     def _move(self, excess: float, stages: int) -> str:
         """How much of a stage has to go elsewhere, in layers if their number is known."""
@@ -172,8 +192,8 @@ class _Look:
         return f"{excess:.2f} of a stage's work (--layers N: in layers)"
 
     def _balanced(self, stages: Ints) -> Floats:
-        """Durations with passes scaled so that every stage takes the mean of all."""
-        job, durations = self.job, self.job.took.copy()
+        """Factors on passes, by which every stage takes the mean of all."""
+        job, factor = self.job, np.ones(len(self.job.took))
         place = self.stage[job.worker]
         for name in job.passes:
             kind = job.of_type(name)
@@ -181,57 +201,63 @@ class _Look:
             usual = np.array([_typical(mean[self.stage == stage]) for stage in stages])
             for stage, own in zip(stages, usual, strict=True):
                 if own > 0:
-                    durations[kind & (place == stage)] *= usual.mean() / own
-        return durations
+                    factor[kind & (place == stage)] = usual.mean() / own
+        return factor
 
-    def uneven_passes(self) -> Iterator[Cause]:
+    def uneven_passes(self) -> Iterator[_Candidate]:
         """Passes of one worker that differ: by the lengths of their sequences if forward and backward agree."""
-        job = self.job
-        if job.backward_of is None or not self.passes.any():
-            return
-        gain = self._gain(self._even(), "micro-batches of equal work")
         found = self._correlation()
         if found is None:
             return
         correlation, spread = found
-        text = (
-            f"passes of one worker vary by {100 * spread:.0f} %, and forward and backward passes of a micro-batch have "
-            f"a correlation of {correlation:.2f}"
+        kind = "sequence lengths" if correlation >= _CORRELATED else "uneven passes"
+        advice = "pack or sort sequences so that they cost alike" if kind == "sequence lengths" else "not their lengths"
+        evidence = (
+            f"passes of one worker vary by {100 * spread:.0f} % in a step, and forward and backward passes of a "
+            f"micro-batch have a correlation of {correlation:.2f}: {advice}"
         )
-        if correlation >= _CORRELATED:
-            yield from self._cause(
-                "sequence lengths", "sequence lengths", gain, f"{text}: pack or sort sequences so that they cost alike"
-            )
-        else:
-            yield from self._cause("uneven passes", "uneven passes", gain, f"{text}: not by sequence lengths")
+        yield _Candidate(kind, kind, evidence, "micro-batches of equal work", self._even())
 
     def _even(self) -> Floats:
-        """Durations in which all passes of a step, stage and type are alike, but for what is usual for their worker."""
-        job, durations = self.job, self.job.took.copy()
-        rows = np.flatnonzero(self.passes)
-        kind, worker = job.kind[rows], job.worker[rows]
-        stage = np.maximum(self.stage[worker], 0)
-        of_worker = _group_mean(kind * len(job.workers) + worker, job.took[rows])
-        of_stage = _group_mean(kind * (int(stage.max()) + 1) + stage, job.took[rows])
-        usual = np.where(of_stage > 0, of_worker / np.where(of_stage > 0, of_stage, 1.0), 1.0)
-        usual = np.where(usual > 0, usual, 1.0)
-        cell = (kind * (int(stage.max()) + 1) + stage) * len(job.steps) + job.step[rows]
-        durations[rows] = usual * _group_mean(cell, job.took[rows] / usual)
-        return durations
+        """Factors that make passes of a step, stage and type alike, but for what is usual for their worker."""
+        job, factor = self.job, np.ones(len(self.job.took))
+        rows = np.flatnonzero(self.passes & (job.took > 0))
+        took, kind, worker = job.took[rows], self._kind_and_chunk[rows], job.worker[rows]
+        place = kind * (int(self.stage.max()) + 2) + self.stage[worker] + 1
+        usual = _group_mean(kind * len(job.workers) + worker, took) / _group_mean(place, took)
+        factor[rows] = usual * _group_mean(place * len(job.steps) + job.step[rows], took / usual) / took
+        return factor
+
+    @cached_property
+    def _kind_and_chunk(self) -> Ints:
+        """A number for each type and virtual stage of passes."""
+        chunk = np.zeros_like(self.job.kind) if self.job.chunk is None else self.job.chunk
+        return np.asarray(self.job.kind * (int(chunk.max()) + 1) + chunk)
 
     def _correlation(self) -> tuple[float, float] | None:
-        """Of forward with backward passes of one worker, and how much forward passes vary: medians over workers."""
+        """Of forward with backward passes of one worker in a step, and how much they vary: medians over workers.
+
+        None where most workers do not vary: lengths of sequences differ for all of them.
+        """
         job = self.job
         forward = np.flatnonzero(job.backward_of >= 0) if job.backward_of is not None else np.zeros(0, np.int64)
+        if job.backward_of is None or not len(forward):
+            return None
+        cell = (self._kind_and_chunk[forward] * len(job.workers) + job.worker[forward]) * len(job.steps) + job.step[
+            forward
+        ]
+        x, y = (
+            took / np.maximum(_group_mean(cell, took), 1e-9)
+            for took in (job.took[forward], job.took[job.backward_of[forward]])
+        )
         found: list[tuple[float, float]] = []
         for worker in range(len(job.workers)):
-            mine = forward[job.worker[forward] == worker]
-            if len(mine) < _FEWEST_PAIRS or job.backward_of is None:
-                continue
-            x, y = job.took[mine], job.took[job.backward_of[mine]]
-            if x.std() > 0 and y.std() > 0:
-                found.append((float(np.corrcoef(x, y)[0, 1]), float(x.std() / x.mean())))
-        return (float(np.median([c for c, _ in found])), float(np.median([s for _, s in found]))) if found else None
+            mine = job.worker[forward] == worker
+            if mine.sum() >= _FEWEST_PAIRS and min(x[mine].std(), y[mine].std()) >= _VARIES:
+                found.append((float(np.corrcoef(x[mine], y[mine])[0, 1]), float(x[mine].std())))
+        if 2 * len(found) < len(job.workers):
+            return None
+        return float(np.median([c for c, _ in found])), float(np.median([s for _, s in found]))
 
     def transient(self) -> Iterator[Cause]:
         """Few steps that take longer than the others."""

@@ -44,7 +44,8 @@ def job_of_table(table: OperationTable) -> Job:
         communication=tuple(dict.fromkeys(_JOINED.get(name, name) for name in _COMMUNICATION)),
         warnings=(*table.warnings, *notes, *found.warnings), gpus=len(table.workers) * table.tp,
         ideal_spans=lambda: _spans(found, _usual(table, found.duration), table.step_index),
-        passes=COMPUTE, backward_of=_backward_of(table), delays_ms=_delays(table, found),
+        passes=COMPUTE, chunk=np.maximum(table.chunk, 0), backward_of=_backward_of(table),
+        delays_ms=_delays(table, found),
     )  # fmt: skip
 
 

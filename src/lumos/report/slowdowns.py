@@ -45,7 +45,8 @@ def slowdown_cards(found: Diagnosis) -> list[Card]:
 
 
 def causes_table(found: Diagnosis) -> Table:
-    rows = [Row([c.kind, c.name, c.gain_ms, c.gain_pct, c.evidence]) for c in found.causes]
+    names = [f"{c.name}, once the {c.after} is mended" if c.after else c.name for c in found.causes]
+    rows = [Row([c.kind, name, c.gain_ms, c.gain_pct, c.evidence]) for c, name in zip(found.causes, names, strict=True)]
     (cost,) = ms_columns(("costs, ms",), rows)
     columns = [Column("cause"), Column("where"), cost, Column("of the step, %", 1, bar=True), Column("evidence")]
     return Table("why it is slow", columns, rows, "" if rows else "nothing that costs 1 % of the step")
