@@ -178,12 +178,12 @@ def settings() -> Iterator[FaultModel]:
 TRIED, RUNS_EACH = 60, 400
 
 
-def excess(model: FaultModel) -> tuple[float, float]:
+def excess(model: FaultModel, runs: int = RUNS_EACH) -> tuple[float, float]:
     """How much longer than with the best interval of a search, in per cent: Lumos' interval, and Young's."""
     work = 60 / model.failure_rate
     least = min(max(1.0, model.lag_s - model.pause_s), work)
     tried = [*np.geomspace(least, work, TRIED), model.best_interval_s(work), float(np.clip(model.young_s, least, work))]
-    works = np.full(RUNS_EACH, work)
+    works = np.full(runs, work)
     means = [
         float(draw_runs(model, works, interval).total_s.mean())
         for interval in tried
