@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import lumos_here
-from lumos import predict, read_setup
+from lumos import predict, read_setup, write_setup
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
@@ -329,6 +329,14 @@ def test_a_prediction_that_does_not_ask_for_failures_is_as_it_was() -> None:
     answer = answered("--tokens", "15T")
     assert "run" not in answer
     assert "reliability" not in answer["setup"]
+
+
+def test_a_setup_with_failures_is_written_and_read_back_equal(tmp_path: Path) -> None:
+    setup = read_setup(SETUP, ["reliability.rates=llama3", "reliability.spare_nodes=0", "reliability.elastic=true"])
+    path = tmp_path / "run.toml"
+    path.write_text(write_setup(setup))
+    assert read_setup(path) == setup
+    assert "reliability" not in write_setup(read_setup(SETUP))
 
 
 def test_mtbf_replaces_what_the_setup_says(tmp_path: Path) -> None:

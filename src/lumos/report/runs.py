@@ -36,7 +36,7 @@ def run_cards(run: WholeRun) -> list[Card]:
                 f"of the time; at least {100 * share['p90']:.1f} % in 9 of 10 runs",
             ),
             Card(
-                "interruptions", number_text(float((counts[:, 0] + counts[:, 1]).mean()), 0),
+                "interruptions", _count(float((counts[:, 0] + counts[:, 1]).mean())),
                 f"the job fails every {between}: once in {run.failures.mtbf_hours * run.job.gpus:,.0f} GPU-hours",
             ),
             _checkpoint_card(run),
@@ -164,6 +164,10 @@ def run_row(answer: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _days(days: float) -> str:
     return ms_text(days * _DAY_MS)
+
+
+def _count(mean: float) -> str:
+    return number_text(mean, 0 if mean >= 10 else 1)
 
 
 def _with(run: WholeRun) -> str:

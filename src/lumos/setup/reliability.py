@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -41,6 +41,10 @@ class Reliability(Section):
     elastic: bool = False  # without a spare, train on with fewer replicas until the node is back
 
     DERIVED: ClassVar[tuple[str, ...]] = ("rates", "mtbf_gpu_hours", "mtbf_job_hours", "checkpoint_minutes")
+
+    def stated(self) -> dict[str, Any]:
+        """The values that say something."""
+        return {key: value for key, value in super().stated().items() if value is not None and value != ""}
 
     @property
     def is_stated(self) -> bool:
