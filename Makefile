@@ -47,6 +47,7 @@ accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and w
 	$(BIN)/python benchmarks/experts.py -o docs/experts.md
 	$(BIN)/python benchmarks/distributions.py -o docs/distributions.md
 	$(BIN)/python benchmarks/goodput.py -o docs/goodput.md
+	$(BIN)/python benchmarks/risk_speed.py -o docs/risk.md
 	$(BIN)/python benchmarks/stragglers.py -o docs/stragglers.md
 	$(BIN)/python benchmarks/files.py -o docs/files.md
 
