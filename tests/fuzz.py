@@ -332,6 +332,29 @@ def failing_runs(chance: Random, folder: Path) -> None:
     run(folder, "predict", str(setup), *options, *chance.choice([["--json"], []]))
 
 
+def learned_spreads(chance: Random, folder: Path) -> None:
+    """Step times, spreads, operation tables and traces to learn from, mutated; and the risk of mutated traces."""
+    show = chance.choice([["--json"], [], ["-o", "answer.html"]])
+    few = ["--risk", "--draws", "40"]
+    match chance.randrange(4):
+        case 0:
+            rows = "".join(f"{step},{100 + step % 7},{step % 2}\n" for step in range(12))
+            (folder / "file").write_bytes(m.mutated_text(chance, b"step,ms,rank\n" + rows.encode()))
+        case 1:
+            stated = b'{"gpu": 0.01, "pauses": {"probability": 0.1, "ms": 5, "spread": 0.2}}'
+            shipped = (ROOT / "src/lumos/data/variability.json").read_bytes()
+            text = chance.choice([b"[10, 11, 12.5, 10, 300]", stated, shipped])
+            (folder / "file").write_bytes(chance.choice([m.mutated_json, m.mutated_json, m.damaged])(chance, text))
+        case 2:
+            (folder / "file").write_bytes(m.mutated_text(chance, (ROOT / "examples/operations.csv").read_bytes()))
+            run(folder, "stragglers", "file", "--risk", *show)
+        case _:
+            path = str(mutated_trace(chance, folder))
+            run(folder, "predict", "--from", path, *few, *show)
+            return
+    run(folder, "predict", str(ROOT / "examples/one-h200.toml"), *few, "--variability", "file", *show)
+
+
 def searches(chance: Random, folder: Path) -> None:
     """Searches with odd questions; bounded by a small space."""
     options = {
@@ -471,6 +494,7 @@ TARGETS: tuple[tuple[Callable[[Random, Path], None], int], ...] = (
     (trace_commands, 40), (convert_and_back, 15), (chakra, 10), (setups, 25), (numbers_of_setups, 25), (searches, 10),
     (journals, 10), (merges, 15), (tables, 10), (costs, 10), (profiler_costs, 5), (changed_runs, 3),
     (data_sheets, 8), (model_headers, 8), (samples, 3), (operation_tables, 15), (failing_runs, 10),
+    (learned_spreads, 15),
 )  # fmt: skip
 
 

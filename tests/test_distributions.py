@@ -26,6 +26,7 @@ from lumos.risk.variability import Pauses, Spread, Variability, usual_of_traces,
 from lumos.trace.operations import OperationTable
 from lumos.trace.read.operation_table import read_operation_table
 from lumos.trace.steps import keep_step
+from support import header, write_trace
 from synthetic_jobs import Job, Pass
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,6 +131,12 @@ def test_a_what_if_has_its_own_distribution(example: Replay) -> None:
     assert np.median(risk.step_ms) == pytest.approx(found.step_ms, rel=0.05)
 
 
+def test_a_trace_of_nothing_but_annotations_has_the_step_that_they_mark(tmp_path: Path) -> None:
+    mark = {"ph": "X", "cat": "user_annotation", "name": "forward", "pid": 1, "tid": 1, "ts": 10, "dur": 5000}
+    found = predict(replay(read_job(write_trace(tmp_path / "rank0.json", [mark], header(0)))))
+    assert traced_risk(found, Variability(), draws=5).step_ms == pytest.approx(5.0)
+
+
 def test_kernels_of_one_gpu_hardly_differ_from_step_to_step(recorded: dict[str, Recorded]) -> None:
     tasks = recurring_tasks(replay(read_job(recorded["llama_gpu"].traces)))
     assert float(np.log(tasks.share(KERNEL)).std()) < 0.005
@@ -198,6 +205,7 @@ def test_step_times_as_json(tmp_path: Path, content: str) -> None:
 @pytest.mark.parametrize(("content", "message"), [
     ("step,ms\n1,10\n2,-3\n3,4\n", "row 2: ms '-3' is not a step time"),
     ("step,ms\n1,10\n2,nan\n3,4\n", "row 2: ms 'nan' is not a step time"),
+    ("step,ms\n1,1e-320\n2,4\n3,4\n", "row 1: ms '1e-320' is not a step time"),
     ("step,loss\n1,2.5\n", "row 1 has no step time"),
     ("step,ms\n1,10\n", "fewer than 3 steps"),
     ("rank,step,ms\n0,1,10\n0,2,11\n1,3,10\n1,4,10\n", "fewer than 3 steps"),

@@ -27,7 +27,7 @@ _STEP = ("step", "iteration")
 _ADVICE = f"a table of step times has a column {', '.join(_MILLISECONDS)}, and perhaps step and rank (docs/risk.md)"
 _WARM_UP = 1.3  # times the median: slower steps at the beginning are left out
 _FEWEST = 3
-_LONGEST_MS = 8.64e7  # a day
+_SHORTEST_MS, _LONGEST_MS = 1e-3, 8.64e7  # a microsecond, a day
 
 
 def read_step_times(path: Path) -> tuple[Floats, int]:
@@ -86,6 +86,6 @@ def _milliseconds(path: Path, number: int, row: dict[str, Any]) -> float:
         value = float(row[name]) * _MILLISECONDS[name] if not isinstance(row[name], bool) else math.nan
     except (TypeError, ValueError):
         value = math.nan
-    if not 0 < value <= _LONGEST_MS:
+    if not _SHORTEST_MS <= value <= _LONGEST_MS:
         raise InputError(f"{path}: row {number + 1}: {name} {str(row[name])[:40]!r} is not a step time; {_ADVICE}")
     return value

@@ -168,6 +168,8 @@ class TracedSteps:
     def _lengths(self, ends: Floats, duration: Floats) -> Floats:
         """(scenarios, steps): as `StepMarks.read` has them, the mean over ranks, in nanoseconds."""
         first, last, gpu, on_gpu = self._marks
+        if not ends.shape[1]:  # a trace of nothing but annotations
+            return np.tile(1e6 * self.replay.clean_steps.milliseconds, (len(ends), 1))
         if first is None or last is None:
             span = ends.max(axis=1) - (ends - duration)[:, : len(self.replay.execution.nodes)].min(axis=1)
             return np.asarray(span[:, None])
