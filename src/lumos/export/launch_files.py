@@ -124,7 +124,7 @@ def _read_back(setup: Setup, draft: Draft) -> tuple[Setup, tuple[str, ...]]:
     if "seq" not in sections["train"]:
         sections["train"]["seq"] = setup.train.seq
         added.append(f"train.seq={setup.train.seq}")
-    back, meant = effective(Setup(**sections)), effective(setup)  # type: ignore[arg-type]
+    back, meant = effective(Setup(**sections)), effective(setup)
     for key in meant:
         if key.startswith(_NOT_SETTINGS) and meant[key] != back[key]:
             section, _, name = key.partition(".")
@@ -132,7 +132,7 @@ def _read_back(setup: Setup, draft: Draft) -> tuple[Setup, tuple[str, ...]]:
             added.append(f"{key}={_toml(meant[key])}")
     if "cluster.gpus" in [text.partition("=")[0] for text in added]:
         sections["parallel"].pop("dp", None)
-    return Setup(**sections), tuple(added)  # type: ignore[arg-type]
+    return Setup(**sections), tuple(added)
 
 
 def _model_overrides(model: Model) -> list[str]:
