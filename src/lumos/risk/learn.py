@@ -87,7 +87,7 @@ def learn_trace(replay: Replay, name: str = "the trace", whole_steps: bool = Fal
     if gpu is not None:
         found["gpu"] = _mixed(usual.gpu, float(gpu.std()), len(gpu) / (len(gpu) + _RANKS_TO_TRUST))
     of = f"{tasks.steps} steps" + (f" of {tasks.ranks} ranks" if tasks.ranks > 1 else " of one rank")
-    return replace(usual, **found, source=f"learned from {name}: {of}, weighed against usual figures ({usual.source})")
+    return replace(usual, **found, source=f"learned from {name}: {of}, weighed against figures {usual.source}")
 
 
 def traced_risk(found: Prediction, learned: Variability | None = None, draws: int = DRAWS, seed: int = 0) -> StepRisk:
