@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from math import expm1
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,82 @@ def test_formula_and_simulation_agree(model: FaultModel) -> None:
     interval = model.best_interval_s(work)
     drawn = runs_of(model, work, interval, 1000)
     assert model.expected_s(work, interval) == pytest.approx(drawn.mean(), rel=4e-3)
+
+
+def plain_run(model: FaultModel, work: float, interval: float, chance: Random) -> float:
+    """One run, piece by piece and with a list of repairs: no formula, nothing compiled. Training waits for checkpoints."""
+    repairs: list[float] = []  # when nodes are back
+    clock, saved, spares, missing = 0.0, 0.0, model.spares, 0
+    ran, fails_at = 0.0, chance.expovariate(model.node_rate)  # seconds in which processes ran
+
+    def run_for(seconds: float) -> bool:
+        """Let processes run; whether they got through without a failure."""
+        nonlocal clock, ran
+        done = min(seconds, fails_at - ran)
+        clock, ran = clock + done, ran + done
+        return done == seconds
+
+    def nodes_back() -> None:
+        nonlocal spares, missing
+        for back in [one for one in repairs if one <= clock]:
+            repairs.remove(back)
+            missing, spares = (missing - 1, spares) if missing else (missing, spares + 1)
+
+    def recover() -> None:
+        nonlocal clock, spares, missing, fails_at
+        while True:
+            fails_at = ran + chance.expovariate(model.node_rate)
+            nodes_back()
+            repairs.append(clock + model.repair_s)
+            if spares:
+                spares -= 1
+            elif missing + 1 < model.replicas:
+                missing += 1
+            else:
+                clock = max(clock, min(repairs))
+                repairs.remove(min(repairs))
+            clock += model.detection_s
+            if run_for(model.restart_s):
+                return
+
+    while saved < work - 1e-6:
+        nodes_back()
+        speed = 1 - missing / model.replicas if missing else 1.0
+        piece = min(interval, work - saved)
+        if run_for(piece / speed + model.pause_s):
+            saved += piece
+        else:
+            recover()
+    return clock
+
+
+@pytest.mark.parametrize("spares", [0, 1, 3])
+def test_runs_with_few_spares_are_those_of_a_plain_simulation(spares: int) -> None:
+    model = FaultModel(
+        node_rate=1 / (30 * HOUR_S), detection_s=300, restart_s=900, pause_s=60, spares=spares, repair_s=2 * DAY_S
+    )
+    chance, work = Random(spares), 30 * DAY_S
+    plain = np.array([plain_run(model, work, 7200.0, chance) for _ in range(600)])
+    compiled = runs_of(model, work, 7200.0, 2000)
+    assert compiled.mean() == pytest.approx(plain.mean(), rel=4 * plain.std() / plain.mean() / 600**0.5)
+    assert compiled.std() == pytest.approx(plain.std(), rel=0.15)
+
+
+def test_elastic_runs_are_those_of_a_plain_simulation_that_takes_nodes_back_without_a_restart() -> None:
+    model = FaultModel(
+        node_rate=1 / (30 * HOUR_S),
+        detection_s=300,
+        restart_s=900,
+        pause_s=60,
+        spares=0,
+        repair_s=2 * DAY_S,
+        replicas=16,
+    )
+    chance, work = Random(1), 30 * DAY_S
+    plain = np.array([plain_run(model, work, 7200.0, chance) for _ in range(400)])
+    compiled = draw_runs(model, np.full(2000, work), 7200.0)
+    stops = compiled.counts[:, 1].mean() * (model.restart_s + 2 * model.pause_s)  # what taking back costs
+    assert compiled.total_s.mean() - stops == pytest.approx(plain.mean(), rel=0.01)
 
 
 def test_without_detection_and_lag_the_formula_is_dalys() -> None:
