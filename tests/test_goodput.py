@@ -184,7 +184,7 @@ def test_formula_and_simulation_agree(model: FaultModel) -> None:
 
 
 def plain_run(model: FaultModel, work: float, interval: float, chance: Random) -> float:
-    """One run, piece by piece and with a list of repairs: no formula, nothing compiled. Training waits for checkpoints."""
+    """One run, piece by piece, with a list of repairs: no formula, nothing compiled. Training waits for checkpoints."""
     repairs: list[float] = []  # when nodes are back
     clock, saved, spares, missing = 0.0, 0.0, model.spares, 0
     ran, fails_at = 0.0, chance.expovariate(model.node_rate)  # seconds in which processes ran
