@@ -54,7 +54,7 @@ def asked_risk(found: Prediction, options: RiskOptions) -> tuple[Prediction, Ask
         return changed, AskedRisk(None, costs)
     learned = None if options.variability is None else learn(options.variability, load_run)
     with busy("drawing steps"):
-        if isinstance(found.run, TracedRun):
+        if isinstance(found.run, TracedRun) and found.replayed is not None:  # not of a dry run
             risk = traced_risk(found, learned, _draws(options))
         else:
             if learned is None and found.traced is not None:
