@@ -28,6 +28,7 @@ from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_setup
 from lumos.setup.slow import Slow, read_slow
 from lumos.step.step import Step, simulate_step
+from test_dry_step import gather, matmul, predicted
 
 ROOT = Path(__file__).parents[1]
 LARGE_EXAMPLE = ROOT / "examples/llama3-70b.toml"
@@ -331,6 +332,28 @@ def test_mistakes_about_risk_end_in_one_line(options: tuple[str, ...], sentence:
     assert found.returncode == 2
     assert found.stderr.startswith(sentence)
     assert found.stderr.count("\n") == 1
+
+
+def test_ranks_of_a_dry_run_are_alike_and_wait_for_the_slowest_in_its_collectives() -> None:
+    found = predicted(*[matmul() for _ in range(20)], gather(), matmul(after=(20,)))
+    gpus = Spread.lognormal(0.05)
+    risk = step_risk(found, Variability(gpu=gpus), draws=4000)
+    assert risk.ranks == 8
+    busy = sum(row.ms for row in found.all_operators if row.name != "all_gather")
+    slowest = float(np.median(gpus.slowest_of(8, np.linspace(0.0001, 0.9999, 2001))))
+    assert risk.percentile(50) == pytest.approx(found.step_ms + (slowest - 1) * busy, rel=0.02)
+    assert step_risk(found, Variability(), draws=2).step_ms.tolist() == pytest.approx([found.step_ms] * 2)
+
+
+def test_another_configuration_of_a_traced_run_has_a_risk_and_slow_ranks_too() -> None:  # its host decides
+    folder = ROOT / "tests/data/capture/fake_world"
+    command = ("predict", folder / "setup.toml", "--from", folder, "--set", "model.layers=8", "--json")
+    plain = json.loads(lumos_here(*command).stdout)
+    answer = json.loads(lumos_here(*command, "--risk", "--draws", 300, "--slow", "rank=3,factor=200").stdout)
+    assert answer["step_ms"] > plain["step_ms"]
+    assert answer["risk"]["step_ms"]["typical"] == pytest.approx(answer["step_ms"])
+    assert answer["risk"]["step_ms"]["p90"] > answer["step_ms"]
+    assert answer["risk"]["slow"] == answer["slow"]
 
 
 def test_ten_thousand_steps_of_512_gpus_take_a_few_seconds_of_two_cores() -> None:
