@@ -253,6 +253,11 @@ def test_two_factors_for_one_rank_are_refused() -> None:
         read_slow(["rank=3,factor=2", "rank=3,factor=1.5"], 8)
 
 
+def test_very_many_slow_parts_are_refused_with_another_way() -> None:
+    with pytest.raises(OptionError, match="--slow has 100 slow parts, at most 64: use share=… for many GPUs"):
+        read_slow([f"rank={rank},factor=2" for rank in range(100)], 512)
+
+
 # ---------------------------------------------------------------------- what a user sees
 def test_causes_are_the_step_without_each_variance_the_most_expensive_first() -> None:
     risk = step_risk(predict(JOBS["DDP"]), Variability(gpu=Spread.lognormal(0.1), job=Spread.lognormal(0.01)))

@@ -206,9 +206,9 @@ def _slow_parts(found: Prediction, texts: Sequence[str], lanes: Lanes) -> tuple[
 
 def _slow_costs(found: Prediction, lanes: Lanes, slow: tuple[Slow, ...]) -> list[dict[str, Any]]:
     """Of every slow part: what it alone adds to the step, and whom it delays."""
-    rows = []
+    rows, fast = [], typical_ms(lanes) if slow else 0.0
     for one in slow:
-        fast, delayed = (typical_ms(lanes, parts) for parts in ((), (one,)))
+        delayed = typical_ms(lanes, (one,))
         rows.append({
             "slow": one.text, "words": one.words, "delay_ms": delayed - fast, "step_ms": delayed,
             "delays": _delays(found, one),

@@ -13,6 +13,7 @@ _KEYS = ("rank", "link", "share", "group", "factor")
 _GROUPS = ("dp", "tp", "pp")
 _FORMS = "rank=7,factor=1.3, link=7,factor=2, group=dp,factor=1.5 or share=0.01,factor=1.2"
 _MOST = 1e3  # no larger factor
+_MOST_PARTS = 64
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Slow:
 
 def read_slow(texts: Sequence[str], gpus: int, option: str = "--slow") -> tuple[Slow, ...]:
     """What these texts name, in a job of so many GPUs; `option` is where they are given."""
+    if len(texts) > _MOST_PARTS:
+        raise OptionError(f"{option} has {len(texts):,} slow parts, at most {_MOST_PARTS}: use share=… for many GPUs")
     found = tuple(_read_one(text, gpus, f"{option} {text[:100]}") for text in texts)
     for what in ("rank", "link"):
         named = [getattr(one, what) for one in found if getattr(one, what) is not None and not one.group]

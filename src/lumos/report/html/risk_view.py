@@ -13,7 +13,7 @@ from lumos.report.html.page import Figure, Page, Section
 from lumos.report.risks import causes_table, risk_cards, risk_notes, slow_table
 from lumos.risk.monte_carlo import StepRisk
 
-_BINS = 80
+_BINS = 100
 
 
 def with_risk(page: Page, risk: StepRisk | None, slow: Sequence[Mapping[str, Any]]) -> Page:
@@ -33,7 +33,8 @@ def risk_section(risk: StepRisk) -> Section:
     """A histogram of the step, and the variances that make it wide."""
     text = (
         f"{risk.draws:,} steps were drawn. GPUs, steps, passes, collectives and hosts differ from the typical ones; "
-        "ranks that meet wait for the slowest. The typical step is the predicted one, in which nothing differs."
+        "ranks that meet wait for the slowest. The longest steps, at most 1 % of them, are not in the picture. "
+        "The typical step is the predicted one, in which nothing differs."
     )
     figures = [Figure("steps by their length, % of them", _histogram(risk))]
     if risk.causes:
@@ -44,8 +45,8 @@ def risk_section(risk: StepRisk) -> Section:
 
 
 def _histogram(risk: StepRisk) -> Scatter:
-    low, high = (float(edge) for edge in np.quantile(risk.step_ms, [0.0005, 0.9995]))
-    low, high = min(low, risk.typical_ms), max(high, risk.typical_ms)
+    low, middle, late, high = (float(edge) for edge in np.quantile(risk.step_ms, [0.001, 0.5, 0.9, 0.99]))
+    low, high = min(low, risk.typical_ms), max(high, middle + 3 * (late - middle), risk.typical_ms)
     count, edges = np.histogram(risk.step_ms, bins=_BINS, range=(low, high if high > low else low + 1e-3))
     share = 100 * count / len(risk.step_ms)
     x = np.repeat(edges, 2)
