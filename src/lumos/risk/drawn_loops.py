@@ -118,9 +118,9 @@ def drawn_spans(
     (`parts`; none of them: a collective), whether it begins a pass (`fresh`: what is drawn for a pass holds for all
     its parts), who meets in it (1: nobody, 2: all lanes, 3: `near` neighbouring ones), its micro-batch. Of every
     stage and column: the factor on all GPU time (`pace`), the row of `tables` for a pass, factors on communication
-    inside passes and on messages (`apart`), a pause and the node it is in. Of every column: factors on micro-
-    batches (`work`) and on the host. The last two tables are those of collectives and of hosts. `states` and
-    `messages` are the random numbers of columns, `shared` those of scenarios; they are changed.
+    inside passes and on messages (`apart`), a pause and the node it is in, and a factor on the host (`hosted`). Of
+    every column: factors on micro-batches (`work`). The last two tables are those of collectives and of hosts.
+    `states` and `messages` are the random numbers of columns, `shared` those of scenarios; they are changed.
     """
     columns, nodes = pace.shape[1], len(duration)
     end, begin, time = np.empty((nodes, columns)), np.empty((nodes, columns)), np.empty(columns)
@@ -160,7 +160,7 @@ def drawn_spans(
                     if paused[stage, w] == node:
                         time[w] += pause[stage, w]
                 if host > 0.0:
-                    factor += host * (hosted[w] * tables[hosts, states[w] >> bits] - 1.0)
+                    factor += host * (hosted[stage, w] * tables[hosts, states[w] >> bits] - 1.0)
                 if within > 0.0:
                     factor += within * (inner * apart[0, stage, w] - 1.0)
                 begin[node, w] = time[w]

@@ -69,7 +69,8 @@ class _Tables:
         passes = [np.exp(np.interp(u ** (1 / n), PROBABILITIES, logs)) for n in counts]
         collective = variability.collective.slowest_of(lanes.inside, u)
         host = variability.host.slowest_of(lanes.ranks // lanes.gathered, u)
-        self.host = _Mean.of(host, lanes.weights(1, 0)) if lanes.gathered > 1 else None
+        chosen = lanes.gathered > 1 or lanes.simulated < lanes.lanes  # hosts are drawn by their mean, not by pass
+        self.host = _Mean.of(host, lanes.weights(1, 0)) if chosen else None
         same = np.ones(_ENTRIES)
         self.rows = np.array([*passes, same, collective, host if self.host is None else same])
         self.most = len(counts) - 1
@@ -155,6 +156,7 @@ class _Engine:
         weights = [lanes.weights(0, stage) for stage in range(lanes.stages)]
         self.busy = np.array([one.sum() for one in weights])
         self.shares = np.array([(one**2).sum() / max(one.sum(), 1e-9) ** 2 for one in weights])
+        self.issued = np.array([lanes.weights(1, stage).sum() for stage in range(lanes.stages)])  # by hosts
         self.idle = max(0.0, simulate(self.graph).span - self.busy.max())
         u = (np.arange(_ENTRIES) + 0.5) / _ENTRIES
         self.loads = _Mean.of(variability.microbatch.at(u), np.ones(max(1, self.microbatches)))
@@ -212,8 +214,9 @@ class _Engine:
     def _last(self, drawn: _Drawn, few: int) -> NDArray[np.int64]:
         """The lanes of every scenario that are likely to be last."""
         slow = self.busy * drawn.pace * self.tables.mean[drawn.row] * self._means(drawn)
-        score = slow.max(axis=-1) + self.idle * (slow / np.maximum(self.busy, 1.0)).mean(axis=-1)
-        score = score * drawn.load * drawn.hosted + drawn.pause.sum(axis=-1)
+        idle = self.idle * (slow / np.maximum(self.busy, 1.0)).mean(axis=-1)
+        issued = (self.issued * drawn.hosted).max(axis=-1)
+        score = np.maximum((slow.max(axis=-1) + idle) * drawn.load, issued) + drawn.pause.sum(axis=-1)
         score = np.where((drawn.apart != 1).any(axis=(-3, -1)), np.inf, score)
         return np.argpartition(-score, few - 1, axis=1)[:, :few]
 
@@ -287,10 +290,11 @@ class _Engine:
         return work
 
     def _hosted(self, number: int, size: int) -> Floats:
-        """(scenarios, lanes): how slow the slowest of the hosts is that run ahead of each other in a lane."""
+        """(scenarios, lanes, stages): how slow the slowest of the hosts is that run ahead of each other in a lane."""
+        shape = (size, *self.rank_logs.shape[:2])
         if self.tables.host is None:
-            return np.ones((size, self.lanes.lanes))
-        u = self._random(number, _HOST).random((size, self.lanes.lanes))
+            return np.ones(shape)
+        u = self._random(number, _HOST).random(shape)
         return self.tables.host.slowest_of(self.lanes.gathered, u)
 
     def _simulated(self, drawn: _Drawn, at: slice) -> Floats:
@@ -309,7 +313,7 @@ class _Engine:
         micro = self.lanes.micro if work.shape[-1] else np.full_like(self.lanes.micro, -1)
         found: Floats = drawn_spans(
             *self.fixed, micro, pace, row, apart, _columns(drawn.pause[at]), _columns(drawn.paused[at]), _columns(work),
-            drawn.hosted[at].ravel(), self.tables.rows, self.tables.inner, passes, messages, drawn.shared[at].copy(),
+            _columns(drawn.hosted[at]), self.tables.rows, self.tables.inner, passes, messages, drawn.shared[at].copy(),
             self.lanes.simulated, self.lanes.near,
         )  # fmt: skip
         return found
@@ -326,7 +330,7 @@ class _Drawn:
     logs: Floats  # (scenarios, lanes, stages, ranks): of the factors of ranks
     pause: Floats
     paused: NDArray[np.int64]
-    hosted: Floats  # (scenarios, lanes)
+    hosted: Floats
     apart: Floats  # (scenarios, 2, lanes, stages)
     states: NDArray[np.uint64]  # (scenarios, lanes, 2)
     shared: NDArray[np.uint64]  # (scenarios,)
