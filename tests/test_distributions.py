@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars
 import pytest
 
 from commands import lumos_here
@@ -262,6 +263,17 @@ def test_half_of_workers_and_steps_give_the_distribution_of_the_others(tmp_path:
     recorded = recorded_steps(table)
     seen = (table.dp_rank % 2 == 1) & (table.step_index % 2 == 0)
     assert distance(seconds_of(OperationSteps(table, seen), 0), recorded[1::2]) < 0.2
+
+
+def test_garbage_collection_of_a_table_is_a_pause(tmp_path: Path) -> None:
+    """In every third step, each worker collects garbage for half a second."""
+    collects = (polars.col("optype").cast(polars.String) == "gc") & (polars.col("step") % 3 == 0)
+    frame = Job(dp=2, pp=2, steps=30).frame()
+    path = tmp_path / "job.csv"
+    frame.with_columns(duration=polars.when(collects).then(0.5).otherwise(polars.col("duration"))).write_csv(path)
+    pauses = everything(read_operation_table(path)).variability.pauses
+    assert pauses.probability == pytest.approx(1 / 3)
+    assert pauses.ms == pytest.approx(500)
 
 
 def test_drawn_steps_of_a_job_have_its_level(tmp_path: Path) -> None:

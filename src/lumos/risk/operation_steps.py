@@ -25,6 +25,8 @@ _FAR = 5.0  # robust standard deviations from which on a worker is an exception,
 _LEAST_FAR = 0.03
 _PAUSE_S = 0.001
 _TRANSFER = 0.1  # quantile of the times of a collective that is without waiting
+_FASTEST = 4  # one in so many
+_LEAST_SHARE = 0.05
 _BATCH = 4_000_000  # nodes times scenarios that are simulated together
 _STEPS_TO_TRUST = 10.0  # recorded steps that count as much as the drawn ones
 _WRONG_LEVEL = 0.1  # logarithm
@@ -107,9 +109,10 @@ class OperationSteps:
         text = f"learned from {self.table.name}: {int(known.sum()) - left_out} workers, {steps} steps"
         if not left_out:
             return text
-        slow = float(np.exp(np.max(np.abs(found.worker[known]))))
+        furthest = float(max(found.worker[known], key=abs))
         who = "one worker that is" if left_out == 1 else f"{left_out} workers that are up to"
-        return f"{text}; {who} {slow:.2f} times slower {exceptions}"
+        far = f"{np.exp(abs(furthest)):.2f} times {'slower' if furthest > 0 else 'faster'}"
+        return f"{text}; {who} {far} {exceptions}"
 
     @cached_property
     def _own_shares(self) -> tuple[float, float]:
@@ -141,13 +144,13 @@ class OperationSteps:
 
     @property
     def _collective(self) -> Spread:
-        """Of transfers of the same kind, those that waited aside: the faster half, mirrored."""
+        """Of collectives of the same type: of the fastest quarter, as the others may have waited for somebody."""
         table, logs = self.table, []
         for number, name in enumerate(table.types):
             times = table.duration[(table.kind == number) & self.seen]
             times = times[times > 0]
             if ("reduce" in name or "gather" in name) and len(times) > 1:
-                log = np.log(np.sort(times)[: len(times) // 4 + 1])
+                log = np.log(np.sort(times)[: len(times) // _FASTEST + 1])
                 logs.append(log - log.mean())
         return _spread(np.concatenate(logs)) if logs else NONE
 
@@ -210,9 +213,12 @@ class OperationSteps:
     def _durations(self, rows: Ints, size: int, seed: tuple[int, int], drawn: Variability) -> Floats:
         """(scenarios, rows of the step), in seconds. Every cause has random numbers of its own."""
         table, found = self.table, self.factors
-        random = [np.random.default_rng([*seed, kind]) for kind in range(7)]
+        random = [np.random.default_rng([*seed, kind]) for kind in range(8)]
         duration = np.repeat(self._others[rows][None], size, axis=0)
         duration *= drawn.collective.at(random[0].random(duration.shape))
+        gc = np.flatnonzero(table.of_type("gc")[rows])
+        hit = random[7].random((size, len(gc))) < drawn.pauses.probability
+        duration[:, gc] += hit * drawn.pauses.ms / 1e3 * drawn.pauses.spread.at(random[7].random(hit.shape))
         place = np.full(len(table), -1)
         place[self.passes] = np.arange(len(self.passes))
         chosen = np.flatnonzero(place[rows] >= 0)
@@ -220,10 +226,8 @@ class OperationSteps:
         worker = table.worker[passes]
         of_worker = np.repeat(np.where(np.isnan(found.worker), 0.0, found.worker)[None], size, axis=0)
         of_worker += np.isnan(found.worker) * np.log(drawn.gpu.at(random[1].random(of_worker.shape)))
-        step, job = (
-            spread.scaled(1 / share) if share > 0 else spread
-            for spread, share in zip((drawn.step, drawn.job), self._own_shares, strict=True)
-        )
+        pairs = zip((drawn.step, drawn.job), self._own_shares, strict=True)
+        step, job = (spread.scaled(1 / share) for spread, share in pairs)
         of_worker += np.log(step.at(random[2].random(of_worker.shape)))
         of_worker += np.log(job.at(random[3].random((size, 1))))
         batch = _numbered(table.dp_rank[passes], table.micro_batch[passes])
@@ -276,8 +280,8 @@ def _usual(kind: Ints, worker: Ints, logs: Floats) -> Floats:
 
 
 def _left(variance: float, of_passes: float) -> float:
-    """The share of a standard deviation that is left without part of its variance."""
-    return float(np.sqrt(max(0.0, 1 - of_passes / variance))) if variance > 0 else 0.0
+    """The share of a standard deviation that is left without part of its variance; never none, to scale back by."""
+    return float(np.sqrt(max(_LEAST_SHARE**2, 1 - of_passes / variance))) if variance > 0 else 1.0
 
 
 def _means(group: Ints, logs: Floats) -> Floats:

@@ -47,11 +47,6 @@ class RecurringTasks:
         return np.nanmedian(self.times, axis=1) if len(self.times) else np.zeros(0)
 
     @cached_property
-    def filled(self) -> Floats:
-        """`times` with the typical time where a step lacks the task."""
-        return np.where(np.isnan(self.times), self.typical[:, None], self.times)
-
-    @cached_property
     def typical_duration(self) -> Floats:
         """Of every node: that of its task, or its own."""
         return np.where(self.task >= 0, self.typical[self.task], self.graph.duration) if len(self.times) else (
