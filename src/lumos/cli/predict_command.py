@@ -118,7 +118,7 @@ def predict_command(
     if emission is not None:
         found, launch = emission.of_prediction(found)
     found, asked = asked_risk(found, risks)
-    _deliver(found, launch, asked, asked_run(found, reliability, asked.run_factors), as_json, output)
+    _deliver(found, launch, asked, asked_run(found, reliability, asked.run_factors(found)), as_json, output)
     if emission is not None:
         emission.write(launch)
 

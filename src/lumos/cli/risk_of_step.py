@@ -25,10 +25,9 @@ class AskedRisk(NamedTuple):
     risk: StepRisk | None = None
     slow: Sequence[dict[str, Any]] = ()
 
-    @property
-    def run_factors(self) -> Floats | None:
-        """Of drawn runs: their mean step over the predicted one."""
-        return None if self.risk is None else self.risk.run_factors(RUNS)
+    def run_factors(self, found: Prediction) -> Floats | None:
+        """Of drawn runs to a token budget, if there is one: their mean step over the predicted one."""
+        return None if self.risk is None or found.tariff.tokens is None else self.risk.run_factors(RUNS)
 
     def as_dict(self) -> dict[str, Any]:
         """Keys of the JSON."""
