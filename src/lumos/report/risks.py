@@ -18,11 +18,14 @@ _NAMES = {
 def risk_cards(risk: StepRisk) -> list[Card]:
     """The percentiles of the step."""
     typical = risk.typical_ms
-    cards = [Card("typical step", ms_text(typical), "as predicted: no GPU, step or collective differs")]
+    slow = ", with what is slow" if risk.slow else ""
+    cards = [Card("typical step", ms_text(typical), f"as predicted{slow}, of runs that differ as usual")]
     for percent, words in ((50, "half of the steps"), (90, "nine of ten steps"), (99, "99 of 100 steps")):
         value = risk.percentile(percent)
         cards.append(Card(f"p{percent}", ms_text(value), f"{change(value, typical)}; {words} are not longer"))
-    return [*cards, Card("mean", ms_text(risk.mean_ms), change(risk.mean_ms, typical))]
+    mean = Card("mean", ms_text(risk.mean_ms), change(risk.mean_ms, typical))
+    calm = Card("if nothing differed", ms_text(risk.calm_ms), change(risk.calm_ms, typical))
+    return [*cards, mean, *([] if risk.scale == 1 else [calm])]
 
 
 def causes_table(risk: StepRisk) -> Table:
@@ -55,7 +58,11 @@ def slow_table(slow: Sequence[Mapping[str, Any]]) -> Table:
 
 def risk_notes(risk: StepRisk) -> list[str]:
     """What the draws rest on."""
-    return [f"how much times differ: {risk.variability.source}"]
+    hidden = (
+        "the predicted step takes what is slow as slower than all others; drawn steps compare it with parts that differ "
+        "as usual, some of which are slow anyway: a little of the delay is hidden by them"
+    )
+    return [f"how much times differ: {risk.variability.source}", *([hidden] if risk.slow else [])]
 
 
 def risk_row(risk: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -62,7 +62,15 @@ class Cause(NamedTuple):
     words: str
     mean_ms: float  # of the step without it
     p90_ms: float
-    share: float  # of what the 90th percentile is above the typical step, that goes away with it
+    share: float  # of what the 90th percentile is above the step in which nothing differs, that goes away with it
+
+
+class _Predicted(NamedTuple):
+    """What a prediction is of: the step without slow parts, of runs that differ as usual."""
+
+    ms: float
+    steps: DrawnSteps
+    variability: Variability
 
 
 @dataclass(frozen=True)
@@ -79,11 +87,36 @@ class StepRisk:
     seed: int = 0
     slow: tuple[dict[str, Any], ...] = ()  # what each slow part costs, as in the JSON
     ranks: int = 1
+    predicted: _Predicted | None = None  # None: drawn steps are taken as they are
 
     @cached_property
     def step_ms(self) -> Floats:
         """Of every drawn step."""
+        return self.scale * self._unscaled_ms
+
+    @cached_property
+    def _unscaled_ms(self) -> Floats:
         return self.steps.drawn_ms(self.variability, self.draws, self.seed)
+
+    @cached_property
+    def scale(self) -> float:
+        """What the step would be if nothing differed, over the typical one.
+
+        Predictions rest on measured runs, in which GPUs and steps differed as usual, and are centred on them from 8 to
+        4,096 GPUs: the median of steps that differ as usual is the predicted step. What is stated or slow counts from
+        there.
+        """
+        usual = self.predicted
+        if usual is None:
+            return 1.0
+        same = usual.variability == self.variability and not self.slow
+        drawn = self._unscaled_ms if same else usual.steps.drawn_ms(usual.variability, self.draws, self.seed)
+        return usual.ms / float(np.median(drawn))
+
+    @property
+    def calm_ms(self) -> float:
+        """The step if nothing differed: shorter than the typical one, where somebody is always the slowest."""
+        return self.scale * self.typical_ms
 
     @property
     def mean_ms(self) -> float:
@@ -102,10 +135,10 @@ class StepRisk:
         """What each variance costs, the most expensive first: the same draws without it."""
         few = min(self.draws, max(_FEW_DRAWS, round(_FEW_SHARE * self.draws)))
         together = self.step_ms[:few]
-        base, excess = float(np.quantile(together, 0.9)), self.percentile(90) - self.typical_ms
+        base, excess = float(np.quantile(together, 0.9)), self.percentile(90) - self.calm_ms
         found = []
         for name in self._present:
-            alone = self.steps.drawn_ms(self.variability, few, self.seed, name)
+            alone = self.scale * self.steps.drawn_ms(self.variability, few, self.seed, name)
             saved, less = base - float(np.quantile(alone, 0.9)), float(together.mean() - alone.mean())
             share = saved / excess if excess > 0 else 0.0
             found.append(Cause(name, self._words(name), self.mean_ms - less, self.percentile(90) - saved, share))
@@ -129,7 +162,7 @@ class StepRisk:
         if not isinstance(self.steps, LaneSteps):
             return np.full(runs, self.mean_ms / self.typical_ms)
         fleets = max(2, min(_FLEETS, self.draws // _STEPS))
-        drawn = self.steps.drawn_ms(self.variability, fleets * _STEPS, self.seed + 1, same=_STEPS)
+        drawn = self.scale * self.steps.drawn_ms(self.variability, fleets * _STEPS, self.seed + 1, same=_STEPS)
         sets = drawn.reshape(fleets, _STEPS)
         means, within = sets.mean(axis=1), float(sets.var(axis=1, ddof=1).mean()) / _STEPS
         total = float(means.var(ddof=1))
@@ -145,7 +178,7 @@ class StepRisk:
         return {
             "draws": self.draws,
             "seed": self.seed,
-            "step_ms": {**step, "typical": self.typical_ms},
+            "step_ms": {**step, "typical": self.typical_ms, "calm": self.calm_ms},
             "causes": [one._asdict() for one in self.causes],
             "variability": self.variability.sigmas,
             "pauses": None if pauses.is_none else {"probability": pauses.probability, "ms": pauses.ms},
@@ -172,9 +205,12 @@ def step_risk(
     typical = typical_ms(lanes, parts) if parts else found.step_ms
     most = max(_FEWEST_DRAWS, int(_MOST_WORK / max(1, len(lanes.graph) * lanes.simulated)))
     stated = {} if setup is None else setup.variability.stated_sigmas
-    differs = (variability or usual_variability()).stated(stated)
+    usual, draws = variability or usual_variability(), min(draws, most)
     costs = tuple(_slow_costs(found, lanes, parts))
-    return StepRisk(LaneSteps(lanes, parts), typical, differs, min(draws, most), seed, costs, lanes.gpus)
+    predicted = _Predicted(found.step_ms, LaneSteps(lanes), usual)
+    return StepRisk(
+        LaneSteps(lanes, parts), typical, usual.stated(stated), draws, seed, costs, lanes.gpus, predicted
+    )  # fmt: skip
 
 
 def lanes_of_prediction(found: Prediction) -> Lanes:
