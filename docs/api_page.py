@@ -18,7 +18,7 @@ _GROUPS = {
     "Traces": ("read_job", "replay", "Replay", "compare", "Trace"),
     "Descriptions": ("read_setup", "write_setup", "Setup", "search"),
     "Recording": ("capture", "dry_run", "Recording"),
-    "Whole runs": ("whole_run", "WholeRun"),
+    "Risk": ("step_risk", "StepRisk", "whole_run", "WholeRun"),
     "Mistakes": ("LumosError",),
 }
 

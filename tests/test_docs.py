@@ -254,9 +254,9 @@ def test_every_command_is_explained() -> None:
     assert missing == []
 
 
-def test_there_is_a_way_for_each_of_nineteen_wishes() -> None:
+def test_there_is_a_way_for_each_of_twenty_wishes() -> None:
     sections = (DOCS / "howto.md").read_text("utf-8").split("\n## ")[1:]
-    assert len(sections) == 19
+    assert len(sections) == 20
     for section in sections:
         assert "\nlumos " in section or "```python" in section, section[:40]
         assert "```text" in section, section[:40]
@@ -276,9 +276,9 @@ def test_the_page_on_python_is_what_the_code_says() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(lumos.__all__) == [
-        "GpuComparison", "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "Trace", "capture",
-        "compare", "compare_gpus", "dry_run", "predict", "predict_recording", "read_job", "read_setup", "replay",
-        "search", "write_setup",
+        "GpuComparison", "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "StepRisk", "Trace",
+        "WholeRun", "capture", "compare", "compare_gpus", "dry_run", "predict", "predict_recording", "read_job", "read_setup", "replay",
+        "search", "step_risk", "whole_run", "write_setup",
     ]  # fmt: skip
     assert all(getattr(lumos, name) is not None for name in lumos.__all__)
 

@@ -23,7 +23,7 @@ from lumos.prediction.prediction import predict
 from lumos.risk.drawn_steps import drawn_ms, typical_ms
 from lumos.risk.lanes import Lanes, lanes_of
 from lumos.risk.monte_carlo import slowed, step_risk
-from lumos.risk.variability import CAUSES, Pauses, Spread, Variability, usual_variability
+from lumos.risk.variability import CAUSES, NONE, Pauses, Spread, Variability, usual_variability
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_setup
 from lumos.setup.slow import Slow, read_slow
@@ -269,14 +269,28 @@ def test_causes_are_the_step_without_each_variance_the_most_expensive_first() ->
 
 def test_runs_differ_by_their_gpus_and_not_by_single_steps() -> None:
     found = predict(JOBS["DDP"])
-    fleets = step_risk(found, Variability(gpu=Spread.lognormal(0.05))).run_factors(2000)
-    both = step_risk(found, Variability(gpu=Spread.lognormal(0.05), step=Spread.lognormal(0.05))).run_factors(2000)
-    steps = step_risk(found, Variability(step=Spread.lognormal(0.05))).run_factors(2000)
+    spread = Spread.lognormal(0.05)
+    risks = [
+        step_risk(found, Variability(gpu=gpu, step=step))
+        for gpu, step in ((spread, NONE), (spread, spread), (NONE, spread))
+    ]
+    fleets, both, steps = (risk.run_factors(2000) / risk.scale for risk in risks)
     assert steps.std() < 0.3 * fleets.std()
-    assert steps.mean() > 1.03  # the slowest of eight, in every step
+    assert steps.mean() > 1.03  # the slowest of eight, in every step, against a step in which nothing differs
     assert both.mean() > fleets.mean()
     assert 0.6 * fleets.std() < both.std() < 1.2 * fleets.std()
     np.testing.assert_array_equal(step_risk(found, Variability()).run_factors(10), np.ones(10))
+
+
+def test_the_median_of_steps_that_differ_as_usual_is_the_predicted_step() -> None:
+    found = predict(JOBS["DDP"])
+    usual = step_risk(found, draws=1000)
+    assert usual.percentile(50) == pytest.approx(found.step_ms)
+    assert usual.calm_ms < found.step_ms < usual.p90_ms
+    assert usual.run_factors(500).mean() == pytest.approx(1.0, abs=0.03)
+    calm, wild = (step_risk(predict(JOBS["DDP"].replaced({"variability.gpu": s})), draws=1000) for s in (0.0, 0.1))
+    assert calm.scale == wild.scale == usual.scale, "what is stated counts from the usual"
+    assert calm.percentile(50) < found.step_ms < wild.percentile(50)
 
 
 def test_what_a_setup_states_comes_before_what_is_usual() -> None:

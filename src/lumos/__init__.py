@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lumos.graph.scaling import Scale
     from lumos.prediction.gpu_comparison import GpuComparison, compare_gpus
     from lumos.prediction.prediction import Prediction, predict
+    from lumos.risk.monte_carlo import StepRisk, step_risk
     from lumos.risk.whole_run import WholeRun, whole_run
     from lumos.search.search import search
     from lumos.setup import Setup, read_setup, write_setup
@@ -37,13 +38,14 @@ _HOME = {
     "compare": "analysis.comparison", "compare_gpus": "prediction.gpu_comparison", "predict": "prediction.prediction",
     "predict_recording": "dry_run.from_script",
     "read_job": "trace.read.job", "read_setup": "setup", "replay": "analysis.replay", "search": "search.search",
-    "WholeRun": "risk.whole_run", "whole_run": "risk.whole_run", "write_setup": "setup",
+    "StepRisk": "risk.monte_carlo", "step_risk": "risk.monte_carlo", "WholeRun": "risk.whole_run",
+    "whole_run": "risk.whole_run", "write_setup": "setup",
 }  # fmt: skip
 
 __all__ = [
-    "GpuComparison", "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "Trace", "WholeRun",
-    "capture", "compare", "compare_gpus", "dry_run", "predict", "predict_recording", "read_job", "read_setup", "replay",
-    "search", "whole_run", "write_setup",
+    "GpuComparison", "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "StepRisk", "Trace",
+    "WholeRun", "capture", "compare", "compare_gpus", "dry_run", "predict", "predict_recording", "read_job", "read_setup",
+    "replay", "search", "step_risk", "whole_run", "write_setup",
 ]  # fmt: skip
 
 
