@@ -110,7 +110,7 @@ def fitted(runs: list[Recorded]) -> dict[str, Any]:
         "usual.step": round(float(np.hypot(alone[0][1], np.mean(drift))), 4),
         "usual.kernel": round(float(np.nanmean([one[2] for one in alone])), 4),
         "usual.host": round(float(np.mean([one[0] for one in alone])), 3),
-        "usual.pauses": pauses(list(by_name.values())),
+        "traced.pauses": pauses(list(by_name.values())),
         "traced.host": quantiles([by_name[name] for name in HOST_RUNS]),
         "traced.collective": quantiles([by_name[name] for name in COLLECTIVE_RUNS]),
     }

@@ -293,6 +293,37 @@ def test_the_median_of_steps_that_differ_as_usual_is_the_predicted_step() -> Non
     assert calm.percentile(50) < found.step_ms < wild.percentile(50)
 
 
+def test_a_step_in_which_nothing_differs_is_a_little_shorter_on_any_number_of_gpus() -> None:
+    for gpus in (8, 512, 16384):
+        found = predict(JOBS["DDP"].replaced({"cluster.gpus": gpus}))
+        risk = step_risk(found, draws=500)
+        assert 0.9 < risk.calm_ms / found.step_ms <= 1
+        assert risk.calm_ms > found.breakdown.exposed_compute_ms + found.breakdown.overlapped_ms
+
+
+def test_what_is_slow_delays_drawn_steps_as_it_delays_the_predicted_one() -> None:
+    found, slow = predict(JOBS["DDP"]), ["rank=5,factor=1.5"]
+    late, _ = slowed(found, slow)
+    assert step_risk(found, slow=slow, draws=2000).percentile(50) == pytest.approx(late.step_ms, rel=0.02)
+
+
+def test_a_slow_adapter_slows_nothing_inside_a_node() -> None:
+    found = predict(JOBS["TP, PP and DP"].replaced({"cluster.gpus": 16}))
+    assert slowed(found, ["link=0,factor=10,group=tp"])[1][0]["delay_ms"] == 0
+    assert slowed(found, ["link=0,factor=10"])[1][0]["delay_ms"] > 0, "replicas meet across nodes"
+    assert slowed(found, ["group=tp,factor=10"])[1][0]["delay_ms"] > 0.2 * found.step_ms
+
+
+def test_a_file_of_spreads_states_what_a_setup_states(tmp_path: Path) -> None:
+    write = tmp_path / "spreads.json"
+    write.write_text('{"gpu": 0.1}')
+    command = ("predict", ROOT / "examples/one-h200.toml", "--gpus", "8", "--risk", "--draws", "500", "--json")
+    by_file = json.loads(lumos_here(*command, "--variability", write).stdout)["risk"]
+    by_key = json.loads(lumos_here(*command, "--set", "variability.gpu=0.1").stdout)["risk"]
+    assert by_file["step_ms"] == by_key["step_ms"]
+    assert by_file["variability"] == by_key["variability"]
+
+
 def test_what_a_setup_states_comes_before_what_is_usual() -> None:
     setup = JOBS["DDP"].replaced({"variability.gpu": 0.2})
     risk = step_risk(predict(setup), draws=500)

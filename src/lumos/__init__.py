@@ -44,8 +44,8 @@ _HOME = {
 
 __all__ = [
     "GpuComparison", "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "StepRisk", "Trace",
-    "WholeRun", "capture", "compare", "compare_gpus", "dry_run", "predict", "predict_recording", "read_job", "read_setup",
-    "replay", "search", "step_risk", "whole_run", "write_setup",
+    "WholeRun", "capture", "compare", "compare_gpus", "dry_run", "predict", "predict_recording", "read_job",
+    "read_setup", "replay", "search", "step_risk", "whole_run", "write_setup",
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def risk_cards(risk: StepRisk) -> list[Card]:
         cards.append(Card(f"p{percent}", ms_text(value), f"{change(value, typical)}; {words} are not longer"))
     mean = Card("mean", ms_text(risk.mean_ms), change(risk.mean_ms, typical))
     calm = Card("if nothing differed", ms_text(risk.calm_ms), change(risk.calm_ms, typical))
-    return [*cards, mean, *([] if risk.scale == 1 else [calm])]
+    return [*cards, mean, *([] if risk.scale == 1 or risk.slow else [calm])]
 
 
 def causes_table(risk: StepRisk) -> Table:
@@ -58,11 +58,7 @@ def slow_table(slow: Sequence[Mapping[str, Any]]) -> Table:
 
 def risk_notes(risk: StepRisk) -> list[str]:
     """What the draws rest on."""
-    hidden = (
-        "the predicted step takes what is slow as slower than all others; drawn steps compare it with parts that differ "
-        "as usual, some of which are slow anyway: a little of the delay is hidden by them"
-    )
-    return [f"how much times differ: {risk.variability.source}", *([hidden] if risk.slow else [])]
+    return [f"how much times differ: {risk.variability.source}"]
 
 
 def risk_row(risk: Mapping[str, Any] | None) -> dict[str, Any]:

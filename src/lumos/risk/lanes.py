@@ -102,7 +102,7 @@ class Lanes:
                 continue
             lane, stage, _ = self.where(one.link) if one.link is not None else (slice(None), slice(None), 0)
             for row, group in ((WITHIN, "tp"), (MESSAGES, "pp")):
-                if one.group in ("", group) and (one.group or self.leaves[row]):
+                if one.group in ("", group) and (one.link is None or self.leaves[row]):
                     factors[row, lane, stage] *= one.factor
         return factors
 
@@ -112,7 +112,8 @@ class Lanes:
         """The graph with collectives of replicas as slow links make them: all of their ranks wait for the slowest."""
         duration = self.graph.duration.copy()
         for one in slow:
-            if one.rank is not None or one.share or one.group not in ("", "dp") or not (one.group or self.leaves[2]):
+            stays = one.link is not None and not self.leaves[2]
+            if one.rank is not None or one.share or one.group not in ("", "dp") or stays:
                 continue
             hit = self.meets > 0
             if one.link is not None:

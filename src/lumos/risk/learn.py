@@ -15,6 +15,7 @@ import numpy as np
 
 from lumos.analysis.replay import Replay
 from lumos.analysis.run import TracedRun
+from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.files import read_file
 from lumos.graph.graph import Floats
@@ -63,8 +64,9 @@ def learn_step_times(path: Path) -> Variability:
     text += f" of {ranks} ranks" if ranks > 1 else ", without telling causes apart"
     text += f", {late} slow ones at the beginning left out" if late else ""
     if ranks == 1:
-        return Variability(job=_spread(job), source=text)
-    return Variability(gpu=_spread(gpu), step=_spread((left - job).ravel()), job=_spread(job), source=text)
+        return Variability(job=_spread(job), source=text, whole_steps=True)
+    step = _spread((left - job).ravel())
+    return Variability(gpu=_spread(gpu), step=step, job=_spread(job), source=text, whole_steps=True)
 
 
 def _spread(logs: Floats) -> Spread:
@@ -128,13 +130,15 @@ def _states_spreads(head: bytes) -> bool:
 
 
 def _stated(path: Path) -> Variability:
-    """A file as `Variability.to_data` writes it: numbers are the sigmas of lognormal spreads."""
+    """A file as `Variability.to_data` writes it: numbers are the sigmas of lognormal spreads. The rest is as usual."""
     advice = f"give numbers from 0 to {_WIDEST:g} for some of {', '.join(CAUSES)}, as in data/variability.json"
     try:
         data = json.loads(read_file(path, _MOST_BYTES, advice))
         data = data["usual"] if isinstance(data.get("usual"), dict) else data
         unknown = [key for key in data if key not in (*CAUSES, "pauses", "source")]
-        found = Variability.from_data({"source": f"stated in {path.name}"} | data)
+        named = ", ".join(key for key in data if key != "source")
+        source = f"{named} as stated in {path.name}; else {usual_variability().source}"
+        found = Variability.from_data(read_table("variability.json")["usual"] | {"source": source} | data)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(f"{path}: not a file of spreads ({str(error)[:100]}); {advice}") from None
     if unknown:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -49,10 +49,15 @@ class LaneSteps:
 
     lanes: Lanes
     slow: tuple[Slow, ...] = ()
+    _drawn: dict[Hashable, Floats] = field(default_factory=dict, repr=False, compare=False)
 
     def drawn_ms(self, variability: Variability, draws: int, seed: int, without: str = "", same: int = 1) -> Floats:
-        drawn = variability.without(without) if without else variability
-        return drawn_ms(self.lanes, drawn, self.slow, draws, seed, same)
+        """Steps are drawn once for one question: the same ones say what is usual and what is asked."""
+        differs = variability.without(without) if without else variability
+        key = differs, draws, seed, same
+        if key not in self._drawn:
+            self._drawn[key] = drawn_ms(self.lanes, differs, self.slow, draws, seed, same)
+        return self._drawn[key]
 
 
 class Cause(NamedTuple):
@@ -63,14 +68,6 @@ class Cause(NamedTuple):
     mean_ms: float  # of the step without it
     p90_ms: float
     share: float  # of what the 90th percentile is above the step in which nothing differs, that goes away with it
-
-
-class _Predicted(NamedTuple):
-    """What a prediction is of: the step without slow parts, of runs that differ as usual."""
-
-    ms: float
-    steps: DrawnSteps
-    variability: Variability
 
 
 @dataclass(frozen=True)
@@ -87,31 +84,12 @@ class StepRisk:
     seed: int = 0
     slow: tuple[dict[str, Any], ...] = ()  # what each slow part costs, as in the JSON
     ranks: int = 1
-    predicted: _Predicted | None = None  # None: drawn steps are taken as they are
+    scale: float = 1.0  # what the step would be if nothing differed, over the typical one
 
     @cached_property
     def step_ms(self) -> Floats:
         """Of every drawn step."""
-        return self.scale * self._unscaled_ms
-
-    @cached_property
-    def _unscaled_ms(self) -> Floats:
-        return self.steps.drawn_ms(self.variability, self.draws, self.seed)
-
-    @cached_property
-    def scale(self) -> float:
-        """What the step would be if nothing differed, over the typical one.
-
-        Predictions rest on measured runs, in which GPUs and steps differed as usual, and are centred on them from 8 to
-        4,096 GPUs: the median of steps that differ as usual is the predicted step. What is stated or slow counts from
-        there.
-        """
-        usual = self.predicted
-        if usual is None:
-            return 1.0
-        same = usual.variability == self.variability and not self.slow
-        drawn = self._unscaled_ms if same else usual.steps.drawn_ms(usual.variability, self.draws, self.seed)
-        return usual.ms / float(np.median(drawn))
+        return self.scale * self.steps.drawn_ms(self.variability, self.draws, self.seed)
 
     @property
     def calm_ms(self) -> float:
@@ -198,6 +176,10 @@ def step_risk(
 
     `variability` is what was learned of the cluster; what the setup states comes first. `slow` is as `--slow` gives it,
     beside that of the setup.
+
+    Predictions rest on measured runs, in which GPUs and steps differed as usual, and are centred on them from 8 to
+    4,096 GPUs: the median of steps that differ as usual is the predicted step. What is learned, stated or slow counts
+    from there. Step times of the run itself say how far steps are from its own median.
     """
     found = predicted_step(what) if isinstance(what, Step) else what
     lanes, setup = lanes_of_prediction(found), found.setup
@@ -205,12 +187,15 @@ def step_risk(
     typical = typical_ms(lanes, parts) if parts else found.step_ms
     most = max(_FEWEST_DRAWS, int(_MOST_WORK / max(1, len(lanes.graph) * lanes.simulated)))
     stated = {} if setup is None else setup.variability.stated_sigmas
-    usual, draws = variability or usual_variability(), min(draws, most)
+    differs, draws = variability or usual_variability(), min(draws, most)
     costs = tuple(_slow_costs(found, lanes, parts))
-    predicted = _Predicted(found.step_ms, LaneSteps(lanes), usual)
-    return StepRisk(
-        LaneSteps(lanes, parts), typical, usual.stated(stated), draws, seed, costs, lanes.gpus, predicted
-    )  # fmt: skip
+    usual = differs if differs.whole_steps or differs.is_none else usual_variability()
+    plain = LaneSteps(lanes)
+    scale = found.step_ms / float(np.median(plain.drawn_ms(usual, draws, seed)))
+    # What is slow is so against the predicted pace, and not against that of a cluster in which nothing differs.
+    slower = tuple(replace(one, factor=one.factor / scale) for one in parts if one.factor != 1)
+    steps = LaneSteps(lanes, slower) if slower else plain
+    return StepRisk(steps, typical, differs.stated(stated), draws, seed, costs, lanes.gpus, scale)
 
 
 def lanes_of_prediction(found: Prediction) -> Lanes:

@@ -125,6 +125,7 @@ class Variability:
     job: Spread = NONE  # all ranks of one step together: what they share
     pauses: Pauses = Pauses()
     source: str = "none"  # where it comes from, in words
+    whole_steps: bool = False  # learned from the lengths of steps: what ranks waited for each other is in them
 
     @property
     def is_none(self) -> bool:
