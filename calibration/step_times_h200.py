@@ -1,6 +1,6 @@
 """Record how step times vary: traces of a dozen steps, and hundreds of steps of the same runs without the profiler.
 
-    python3 calibration/step_times_h200.py --out DIR [--set development|blind] [--budget-s 400]
+    python3 calibration/step_times_h200.py --out DIR [--set development|blind|last] [--budget-s 400]
 
 Training runs of one process, then jobs of two to four ranks that share the GPU (NCCL over loopback sockets, under MPS).
 Each records clean steps, profiled steps (saved as a trace) and clean steps again. A step ends when the host has read
@@ -113,7 +113,19 @@ BLIND = [
     _ranks("blind_tp2", "judge", "tp", 2, Shape(2, 1280, 3456, 20, 8192, 768, 2)),
     _ranks("blind_pp2", "judge", "pp", 2, Shape(4, 768, 2048, 12, 8192, 384, 2), microbatches=4),
 ]
-SETS = {"development": DEVELOPMENT, "blind": BLIND}
+LAST = [  # recorded once everything that draws steps was fixed
+    Run("last_llama_gpu", "judge", "llama", Shape(2, 3072, 8192, 24, 16000, 1024, 6)),
+    Run("last_gpt2_gpu", "judge", "gpt2", Shape(2, 2048, 8192, 32, 16384, 1024, 8)),
+    Run("last_mid", "judge", "llama", Shape(3, 1408, 3840, 11, 12000, 896, 4)),
+    Run("last_host", "judge", "llama", Shape(4, 448, 1216, 7, 6000, 320, 2)),
+    Run("last_compiled", "judge", "llama", Shape(2, 1536, 4096, 12, 12000, 1024, 5), compile=True),
+    _ranks("last_ddp2", "judge", "ddp", 2, Shape(2, 1152, 3072, 18, 6144, 640, 3)),
+    _ranks("last_ddp4", "judge", "ddp", 4, Shape(2, 640, 1792, 10, 6144, 384, 2)),
+    _ranks("last_fsdp2", "judge", "fsdp", 2, Shape(3, 1152, 3072, 18, 6144, 512, 2)),
+    _ranks("last_tp2", "judge", "tp", 2, Shape(3, 896, 2432, 14, 6144, 640, 3)),
+    _ranks("last_pp2", "judge", "pp", 2, Shape(4, 896, 2432, 14, 6144, 448, 2), microbatches=3),
+]
+SETS = {"development": DEVELOPMENT, "blind": BLIND, "last": LAST}
 
 
 class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
