@@ -27,7 +27,7 @@ from lumos.risk.traced_steps import TracedSteps  # noqa: E402
 from lumos.risk.variability import Spread  # noqa: E402
 from lumos.trace.operations import OperationTable  # noqa: E402
 from lumos.trace.read.operation_table import read_operation_table  # noqa: E402
-from step_times_data import BLIND, DEVELOPMENT, Recorded, unpack  # noqa: E402
+from step_times_data import BLIND, DEVELOPMENT, LAST, Recorded, unpack  # noqa: E402
 
 DRAWS, SPLITS = 4000, 24
 GOAL = 3.0
@@ -43,7 +43,8 @@ Recorded on one H200 by `calibration/step_times_h200.py`: a trace of 10 to 14 st
 process without a profiler. From the trace alone, `lumos predict --from TRACE --risk` says how far the 90th percentile
 is above the median; the error is the difference of these ratios, in points (%). The usual figures
 (`data/variability.json`) are fitted on the runs marked "fit". "judge": runs of the same recording that were set aside
-before it was made. "blind": a second recording, made after the method was fixed. "40 steps before": what 40 clean
+before it was made. "blind": a second recording, made after the method was fixed; how draws are put together was
+changed once more after it, so that the third, "last", is the one to judge by. "40 steps before": what 40 clean
 steps right before the trace say of those after it, which is as much as anyone who watches for a moment can know.
 
 """
@@ -157,7 +158,7 @@ def from_traces(runs: list[tuple[Recorded, str]]) -> list[str]:
         "| mean of 40 steps before |",
         "|---|---|---|---|---|---|",
     ]
-    for use in ("fit", "judge", "blind"):
+    for use in ("fit", "judge", "blind", "last"):
         for place in ("GPU", "host", "network", ""):
             title = f"{use}, decided by the {place}" if place else f"{use}, all"
             lines += summary(title, [one for one in found if one.use == use and place in ("", one.decided_by)])
@@ -305,8 +306,8 @@ def straggler_jobs(folder: Path) -> list[str]:
 def page(shared: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
         runs = [(run, run.use) for run in unpack(DEVELOPMENT, Path(folder) / "development")]
-        if BLIND.exists():
-            runs += [(run, "blind") for run in unpack(BLIND, Path(folder) / "blind")]
+        for use, archive in (("blind", BLIND), ("last", LAST)):
+            runs += [(run, use) for run in unpack(archive, Path(folder) / use)]
         lines = [HEAD, *from_traces(runs), TABLE, *from_tables(runs)]
     if shared.exists():
         lines += [TWO_STEPS, *shared_traces(shared)]
