@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,6 @@ from lumos.risk.lanes import Lanes, lanes_of
 from lumos.risk.monte_carlo import slowed, step_risk
 from lumos.risk.variability import CAUSES, NONE, Pauses, Spread, Variability, usual_variability
 from lumos.setup.setup import Setup
-from lumos.setup.setup_files import read_setup
 from lumos.setup.slow import Slow, read_slow
 from lumos.step.step import Step, simulate_step
 from test_dry_step import gather, matmul, predicted
@@ -294,9 +292,9 @@ def test_the_median_of_steps_that_differ_as_usual_is_the_predicted_step() -> Non
 
 
 def test_a_step_in_which_nothing_differs_is_a_little_shorter_on_any_number_of_gpus() -> None:
-    for gpus in (8, 512, 16384):
+    for gpus in (8, 4096):
         found = predict(JOBS["DDP"].replaced({"cluster.gpus": gpus}))
-        risk = step_risk(found, draws=500)
+        risk = step_risk(found, draws=300)
         assert 0.9 < risk.calm_ms / found.step_ms <= 1
         assert risk.calm_ms > found.breakdown.exposed_compute_ms + found.breakdown.overlapped_ms
 
@@ -404,11 +402,3 @@ def test_another_configuration_of_a_traced_run_has_a_risk_and_slow_ranks_too() -
     assert answer["risk"]["step_ms"]["typical"] == pytest.approx(answer["step_ms"])
     assert plain["step_ms"] < answer["risk"]["step_ms"]["p50"] < answer["risk"]["step_ms"]["p90"]
     assert answer["risk"]["slow"] == answer["slow"]
-
-
-def test_ten_thousand_steps_of_512_gpus_take_a_few_seconds_of_two_cores() -> None:
-    lanes = lanes_of(simulate_step(read_setup(LARGE_EXAMPLE)))
-    drawn_ms(lanes, REALISTIC, draws=1)  # compiled
-    begin = time.process_time()
-    drawn_ms(lanes, REALISTIC)
-    assert time.process_time() - begin < 10
