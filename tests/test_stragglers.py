@@ -275,6 +275,44 @@ def test_columns_that_follow_from_others_may_be_missing(missing: list[str], tmp_
     assert less.job.warnings == ()
 
 
+LACKING = {
+    "no forward-send, backward-send": "-send",
+    "no forward-recv, backward-recv": "-recv",
+    "no messages between stages": "-(send|recv)",
+    "no forward-send, forward-recv": "forward-(send|recv)",
+}
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.get("pp") != 1], ids=str)
+@pytest.mark.parametrize("note", LACKING)
+def test_without_messages_passes_wait_for_their_micro_batch_in_the_neighbouring_stage(
+    note: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    slow = {"steps": 1, "transfer": 0.0, "cost": lambda p: 2.0 if (p.replica, p.stage) == (0, 1) else 1.0}
+    frame = Job(**shape | slow).frame().with_columns(polars.col("optype").cast(polars.String))
+    whole, less = (lost(f, tmp_path) for f in (frame, frame.filter(~polars.col("optype").str.contains(LACKING[note]))))
+    assert less.base_ms.tolist() == pytest.approx(whole.base_ms.tolist(), rel=1e-9)
+    assert less.ideal_ms.tolist() == pytest.approx(whole.ideal_ms.tolist(), rel=1e-9)
+    assert less.launch_slowdown == pytest.approx(1)
+    assert [text for text in less.job.warnings if note in text]
+
+
+def test_without_messages_and_micro_batches_the_order_of_passes_counts(tmp_path: Path) -> None:
+    frame = Job(pp=2, vpp=2, transfer=0.0, cost=lambda p: 1 + p.stage).frame()
+    bare = frame.filter(~polars.col("optype").cast(polars.String).str.contains("-(send|recv)")).drop("mb_id")
+    assert lost(bare, tmp_path).slowdown == pytest.approx(lost(frame, tmp_path).slowdown)
+
+
+def test_passes_without_messages_that_contradict_their_stages_are_refused(tmp_path: Path) -> None:
+    frame = Job(pp=2, steps=1).frame()
+    path = tmp_path / "job.parquet"
+    bare = frame.filter(~polars.col("optype").cast(polars.String).str.contains("-(send|recv)"))
+    bare.with_columns((1 - polars.col("stage")).alias("stage")).write_parquet(path)
+    done = lumos_here("stragglers", path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "before it ends in stage" in done.stderr
+
+
 def test_a_table_by_rank_alone_is_of_replicas(tmp_path: Path) -> None:
     frame = Job(dp=4, pp=1, cost=lambda p: 1 + p.replica).frame().drop("dp_rank", "stage")
     assert list(lost(frame, tmp_path).by_dp_rank)[:2] == [3, 2]

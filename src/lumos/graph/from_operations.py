@@ -9,6 +9,9 @@ work. Operations of several workers (a send and its receive, a collective) meet 
     worker 1, receives   [launch]───────────────────┘      └►[transfer]
     worker 1, passes                                             └──►[launch][forward  ]
 
+A table may lack sends, receives or both. What these wait for then follows from the passes of the neighbouring stages, of
+the same micro-batch (`_neighbours`).
+
 Steps do not wait for one another: each begins at time zero.
 """
 
@@ -60,12 +63,13 @@ def operation_graph(table: OperationTable) -> OperationGraph:
     hub = 2 * len(table) + meeting[meets]
     edges = Edges.join([
         Edges.of(work[waits[0]], launch[waits[1]], Rule.EVENT),
+        Edges.of(work[messages.instead[0]], 2 * len(table) + messages.instead[1], Rule.EVENT),
         Edges.of(launch[meets], hub, Rule.COLLECTIVE),
         Edges.of(hub, work[meets], Rule.COLLECTIVE),
     ])  # fmt: skip
     _, size = np.unique(lane, return_counts=True)
     first = np.concatenate([[0], np.cumsum(2 * size), 2 * len(table) + 1 + np.arange(count)])
-    delay, duration = _launch_delay(table, waits, order, lane), _without_waiting(table, meeting)
+    delay, duration = _launch_delay(table, waits, order, lane), _without_waiting(table, meeting, messages.instead)
     nodes = np.zeros(2 * len(table) + count)
     nodes[launch], nodes[work] = delay, duration
     graph = make_graph(first, nodes, edges)
@@ -78,6 +82,14 @@ def operation_graph(table: OperationTable) -> OperationGraph:
         ) from None
     ends = np.concatenate([[0], np.cumsum(2 * np.bincount(table.step_index))])
     return OperationGraph(graph, launch, work, meets, delay, duration, ends, tuple(warnings))
+
+
+def meetings_of(table: OperationTable) -> Ints:
+    """The number of the meeting that each row is part of: a message or a collective; -1 for work of one worker alone.
+
+    Who comes last does not wait: the shortest time of a meeting's rows is the transfer.
+    """
+    return _meetings(table, _messages(table, _Passes(table), []).meeting)
 
 
 def _lane_of_type(table: OperationTable) -> Ints:
@@ -101,6 +113,7 @@ class _Passes:
 class _Messages:
     waits: Ints  # (2, n): the second row waits for the first
     meeting: Ints  # number of the meeting of each row; -1 without
+    instead: Ints  # (2, n): passes that stand for a message the table lacks, and the number of the meeting
 
 
 def _messages(table: OperationTable, passes: _Passes, warnings: list[str]) -> _Messages:
@@ -118,9 +131,108 @@ def _messages(table: OperationTable, passes: _Passes, warnings: list[str]) -> _M
             known = before >= 0
             waits.append(np.stack((before[known], rows[known])))
     meeting, alone = _paired(table, of_pass)
+    instead = [np.zeros((2, 0), np.int64)]
+    lacking = [kind for kind in (0, 1) if table.pp > 1 and not (meeting[table.of_type(*_names(kind))] >= 0).any()]
+    for kind in lacking:
+        derived = _without_counterparts(table, passes, of_pass, kind, meeting, warnings)
+        alone -= int(((derived.meeting >= 0) & (meeting < 0)).sum())
+        meeting = derived.meeting
+        waits.append(derived.waits)
+        instead.append(derived.instead)
+    if lacking:
+        warnings.append(_lacking(table, lacking))
     if alone:
         warnings.append(f"{alone:,} messages have no counterpart in the table: they keep their recorded time")
-    return _Messages(np.concatenate(waits, axis=1), meeting)
+    return _Messages(np.concatenate(waits, axis=1), meeting, np.concatenate(instead, axis=1))
+
+
+def _names(kind: int) -> tuple[str, str]:
+    """The send and the receive of forward (0) or backward (1) passes."""
+    send, receive = MESSAGES[2 * kind : 2 * kind + 2]
+    return send, receive
+
+
+def _lacking(table: OperationTable, kinds: list[int]) -> str:
+    """What is said of a table without sends, receives or both."""
+    missing = [name for kind in kinds for name in _names(kind) if not table.of_type(name).any()]
+    what = f"no {', '.join(missing)}" if missing else "no send has a receive"
+    if len(missing) == len(MESSAGES):
+        what = "no messages between stages"
+    bare = any(set(_names(kind)) <= set(missing) for kind in kinds)
+    transfers = "; transfers between them count as delays of launches" if bare else ""
+    return f"{what}: passes wait for the same micro-batch in the neighbouring stage instead{transfers}"
+
+
+def _without_counterparts(
+    table: OperationTable, passes: _Passes, of_pass: Ints, kind: int, meeting: Ints, warnings: list[str]
+) -> _Messages:
+    """Messages of one direction of which sends, receives or both lack, with what these would have waited for.
+
+    A missing send would have waited for its pass, a missing receive for the pass of the same kind before its own.
+    Where both lack, passes wait for one another.
+    """
+    own = passes.rows[kind]
+    sender, receiver = _neighbours(table, own, kind)
+    _require_order(table, sender, receiver, kind)
+    needing = _place(table, own, kind) > 0
+    if len(receiver) < int(needing.sum()):
+        alone = int(needing.sum()) - len(receiver)
+        warnings.append(f"{alone:,} {COMPUTE[kind]} passes lack that of the neighbouring stage: they wait for nobody")
+    send, receive, before = (np.full(len(table), -1) for _ in range(3))
+    for row_of, name in zip((send, receive), _names(kind), strict=True):
+        rows = np.flatnonzero(table.of_type(name) & (of_pass >= 0))
+        row_of[of_pass[rows]] = rows
+    same = passes.cell[own[1:]] == passes.cell[own[:-1]]
+    before[own[1:][same]] = own[:-1][same]
+    sent, received = send[sender] >= 0, receive[receiver] >= 0
+    source = np.where(sent, send[sender], sender)
+    waits = np.stack((source, receiver))[:, sent | ~received]
+    rows = np.concatenate([send[sender[sent]], receive[receiver[received]]])
+    other = np.concatenate([before[receiver[sent]], sender[received]])
+    meeting, first = meeting.copy(), int(meeting.max(initial=-1)) + 1
+    meeting[rows] = first + np.arange(len(rows))
+    return _Messages(waits, meeting, np.stack((other, meeting[rows]))[:, other >= 0])
+
+
+def _neighbours(table: OperationTable, own: Ints, kind: int) -> tuple[Ints, Ints]:
+    """Passes of one kind that another one needs, and those: of the same micro-batch in the next virtual stage.
+
+    Where micro-batches are not known, the order of passes tells.
+    """
+    place = _place(table, own, kind)
+    where = (table.step_index[own], table.dp_rank[own], place)
+    best = np.zeros((2, 0), np.int64)
+    for number in (table.micro_batch[own], _number_within(where)):
+        key = np.stack((*where[:2], number, place))
+        wanted = np.concatenate([key, key + np.array([[0], [0], [0], [1]])], axis=1)
+        _, group, count = np.unique(wanted, axis=1, return_inverse=True, return_counts=True)
+        group = np.ravel(group)
+        receiver, sender = (np.full(len(count), -1) for _ in range(2))
+        receiver[group[: len(own)]], sender[group[len(own) :]] = own, own
+        found = (count == 2) & (receiver >= 0) & (sender >= 0)
+        if int(found.sum()) > best.shape[1]:
+            best = np.stack((sender[found], receiver[found]))
+    return best[0], best[1]
+
+
+def _place(table: OperationTable, own: Ints, kind: int) -> Ints:
+    """How many virtual stages a micro-batch has passed before each of some passes; backward, from the last."""
+    place = table.chunk[own] * table.pp + table.stage[own]
+    return table.vpp * table.pp - 1 - place if kind else place
+
+
+def _require_order(table: OperationTable, sender: Ints, receiver: Ints, kind: int) -> None:
+    """Refuse passes that begin before those in the neighbouring stage that they need."""
+    early = table.end[sender] - table.start[receiver] > _SKEW_S
+    if 10 * int(early.sum()) <= len(early):
+        return
+    one, other = receiver[np.argmax(early)], sender[np.argmax(early)]
+    raise InputError(
+        f"{table.name}: no messages tell what passes wait for, and {COMPUTE[kind]} of micro-batch "
+        f"{table.micro_batch[one]} of dp_rank {table.dp_rank[one]}, step {table.step[one]}, begins in stage "
+        f"{table.stage[one]} before it ends in stage {table.stage[other]}; give sends and receives, or check stage, mc "
+        "and mb_id"
+    )
 
 
 def _matched_passes(table: OperationTable, passes: _Passes, name: str, kind: int) -> tuple[Ints, Ints, Ints]:
@@ -275,7 +387,7 @@ def _meetings(table: OperationTable, messages: Ints) -> Ints:
     return meeting
 
 
-def _without_waiting(table: OperationTable, meeting: Ints) -> Floats:
+def _without_waiting(table: OperationTable, meeting: Ints, instead: Ints) -> Floats:
     """Durations; of what meets others, from when the last of them has arrived: the transfer.
 
     Where clocks of workers differ, transfers in one direction seem longer, in the other shorter or even negative. The
@@ -284,6 +396,7 @@ def _without_waiting(table: OperationTable, meeting: Ints) -> Floats:
     meets = meeting >= 0
     arrived = np.zeros(int(meeting.max(initial=-1)) + 1)
     np.maximum.at(arrived, meeting[meets], table.start[meets])
+    np.maximum.at(arrived, instead[1], table.end[instead[0]])
     duration = table.duration.copy()
     duration[meets] = _within_skew(table.end[meets] - arrived[meeting[meets]])
     return duration * _NS
