@@ -224,7 +224,7 @@ def slowdown(job: Job, progress: Reporter | None = None) -> Slowdown:
     shares = [_share(base, steps, ideal) for steps in several.run(fixed)]
     return Slowdown(
         job, base, ideal, _descending(by_type), _descending(by_stage), _descending(by_replica), alone, of_worker,
-        mw=shares[0], ms=shares[1] if len(shares) > 1 else None, slowest=slowest,
+        mw=shares[0] if len(job.workers) > 1 else None, ms=shares[1] if len(shares) > 1 else None, slowest=slowest,
     )  # fmt: skip
 
 
@@ -249,7 +249,7 @@ def _worst_pct(simulated: Floats, recorded: Floats) -> float:
 def _share(base: Floats, fixed: Floats, ideal: Floats) -> float | None:
     """Which share of the lost time a fix wins back; None where nothing is lost."""
     lost = float(base.mean() - ideal.mean())
-    return float(base.mean() - fixed.mean()) / lost if abs(lost) > 1e-6 * float(base.mean()) else None
+    return float(base.mean() - fixed.mean()) / lost if lost > 1e-6 * float(base.mean()) else None
 
 
 def _descending(values: dict[Any, float]) -> dict[Any, float]:

@@ -31,7 +31,7 @@ class Cause:
     kind: str
     name: str
     gain_ms: float  # of the mean step, if it were mended
-    gain_pct: float
+    gain_pct: float  # of the recorded step
     evidence: str
     after: str = ""  # the cause that hides it, which has to be mended first
 
@@ -90,6 +90,7 @@ class _Look:
     def __init__(self, found: Slowdown, layers: int) -> None:
         self.found, self.job, self.layers = found, found.job, layers
         self.base = float(found.base_ms.mean())
+        self.whole = float(found.job.recorded_ms.mean())  # what percentages are of
         self.fixes: list[Fix] = []
         self.passes = self.job.of_type(*self.job.passes)
         shape = (len(self.job.workers), len(self.job.steps))
@@ -102,18 +103,18 @@ class _Look:
         """Milliseconds that a scenario is faster than the job as it ran; it is kept as a fix."""
         step_ms = float(self.job.step_ms([durations])[0].mean())
         gain = self.base - step_ms
-        self.fixes.append(Fix(name, step_ms, gain, 100 * gain / self.base))
+        self.fixes.append(Fix(name, step_ms, gain, 100 * gain / self.whole))
         return gain
 
     def _cause(self, kind: str, name: str, gain_ms: float, evidence: str, after: str = "") -> Iterator[Cause]:
-        if gain_ms >= _NOTABLE * self.base:
-            yield Cause(kind, name, gain_ms, 100 * gain_ms / self.base, evidence, after)
+        if gain_ms >= _NOTABLE * self.whole:
+            yield Cause(kind, name, gain_ms, 100 * gain_ms / self.whole, evidence, after)
 
     def of_passes(self) -> Iterator[Cause]:
         """Causes that show in passes; what costs nothing yet may do so once the others are mended."""
         found = [*self.slow_workers(), *self.long_stage(), *self.uneven_passes()] if self.passes.any() else []
         gains = [self._gain(self.job.took * one.factor, one.fix) for one in found]
-        listed = [one for one, gain in zip(found, gains, strict=True) if gain >= _NOTABLE * self.base]
+        listed = [one for one, gain in zip(found, gains, strict=True) if gain >= _NOTABLE * self.whole]
         mended = self.job.took * np.prod([one.factor for one in listed], axis=0) if listed else self.job.took
         for one, gain in zip(found, gains, strict=True):
             if one in listed:
@@ -274,7 +275,7 @@ class _Look:
             f"{base[slow].mean() / usual:.2f} times as long as the median one; there "
             f"{self.job.workers[worst].label} costs most"
         )
-        self.fixes.append(Fix("no slow steps", self.base - gain, gain, 100 * gain / self.base))
+        self.fixes.append(Fix("no slow steps", self.base - gain, gain, 100 * gain / self.whole))
         yield from self._cause("transient", "some steps", gain, evidence)
 
     def communication(self) -> Iterator[Cause]:
@@ -299,7 +300,7 @@ class _Look:
         """Time in which an operation could have begun and did not."""
         gain = float(self.job.recorded_ms.mean()) - self.base
         if self.job.delays_ms:
-            self.fixes.append(Fix("no delays of launches", self.base, gain, 100 * gain / self.base))
+            self.fixes.append(Fix("no delays of launches", self.base, gain, 100 * gain / self.whole))
             worst = max(self.job.delays_ms, key=lambda name: self.job.delays_ms[name])
             evidence = (
                 "operations begin later than they could, as where a host is slow or loads data; those before "
@@ -318,7 +319,7 @@ class _Look:
         found = job.step_ms([job.fixing(rows) for rows in scenarios.values()])
         for name, steps in zip(scenarios, found, strict=True):
             gain = self.base - float(steps.mean())
-            yield Fix(name, float(steps.mean()), gain, 100 * gain / self.base)
+            yield Fix(name, float(steps.mean()), gain, 100 * gain / self.whole)
 
 
 def _typical(values: Floats) -> float:

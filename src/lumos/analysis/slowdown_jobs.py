@@ -182,7 +182,7 @@ def job_of_run(run: Replay) -> Job:
         simulate=steps, communication=("communication",), gpus=len(run.marks.ranks),
         warnings=(*run.execution.warnings, *alone),
         ideal_run=lambda: _with_times(run, ideal, ideal_gap),
-        why={one.rank: one.why for one in run.stragglers},
+        why={} if alone else {one.rank: one.why for one in run.stragglers},
     )  # fmt: skip
 
 
@@ -215,13 +215,16 @@ def _step_of_nodes(run: Replay) -> Ints:
 def _alike(run: Replay, step: Ints) -> Ints:
     """A number for each node, which the nodes share that do the same on other ranks and in other steps.
 
-    That is: the n-th task of its name; a call is cut into segments by the calls within it, which are told apart.
+    That is: the n-th task of its name; a call is cut into segments by the calls within it, which are told apart. The
+    time between two calls of a thread is named after the second one.
     """
     nodes, trace = run.execution.nodes, run.execution.trace
     first_of = {name: place for place, name in reversed(list(enumerate(_plain(n) for n in trace.names)))}
     plain = np.array([first_of[_plain(name)] for name in trace.names] or [0])
     known = nodes.row >= 0
-    name = np.where(known, plain[trace.name[nodes.row]], len(trace.names))
+    following = np.append(nodes.row[1:], -1)
+    named = np.where(known, nodes.row, np.where(following >= 0, following, 0))
+    name = plain[trace.name[named]] + np.where(known, 0, len(trace.names) + (following < 0))
     segment = np.where(known, np.arange(len(nodes)) - nodes.first_node[nodes.row], 0)
     what = _numbered(name, np.clip(segment, 0, _MOST_SEGMENTS))
     cell = _numbered(what, nodes.rank.astype(np.int64), step + 1)

@@ -9,8 +9,8 @@ work. Operations of several workers (a send and its receive, a collective) meet 
     worker 1, receives   [launch]───────────────────┘      └►[transfer]
     worker 1, passes                                             └──►[launch][forward  ]
 
-A table may lack sends, receives or both. What these wait for then follows from the passes of the neighbouring stages, of
-the same micro-batch (`_neighbours`).
+A table may lack sends, receives or both. What these wait for then follows from the passes of the neighbouring stages,
+of the same micro-batch (`_neighbours`).
 
 Steps do not wait for one another: each begins at time zero.
 """
