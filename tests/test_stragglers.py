@@ -20,6 +20,7 @@ from lumos import read_job, replay
 from lumos.analysis.slowdown import Slowdown, slowdown
 from lumos.analysis.slowdown_causes import Cause, Diagnosis, diagnose
 from lumos.analysis.slowdown_jobs import job_of_run, job_of_table
+from lumos.report.slowdowns import slowdown_cards
 from lumos.trace.read.operation_table import is_operation_table, read_operation_table
 from synthetic_jobs import Job, Pass
 
@@ -187,6 +188,28 @@ def test_a_disturbance_of_one_step_is_transient_and_no_slow_worker(tmp_path: Pat
     assert "1 of 8 steps (15)" in cause.evidence
     assert "dp 1, stage 0 costs most" in cause.evidence
     assert kinds(found) == ["transient"]
+
+
+def test_of_steps_in_which_all_are_slow_nobody_is_named(tmp_path: Path) -> None:
+    found = of(Job(dp=4, pp=2, steps=8, cost=lambda p: 1.5 if p.step == 5 else 1.0), tmp_path)
+    assert kinds(found) == ["transient"]
+    assert "no worker stands out" in first(found).evidence
+
+
+def test_percentages_are_of_the_recorded_step(tmp_path: Path) -> None:
+    found = of(Job(dp=3, pause=lambda p: 0.5, cost=lambda p: 1 + (p.replica == 1)), tmp_path)
+    recorded = found.slowdown.job.recorded_ms.mean()
+    assert found.slowdown.launch_slowdown > 1.05
+    assert kinds(found) == ["slow worker", "launch delays"]
+    answer = found.as_dict()
+    for one in (*answer["causes"], *answer["fixes"]):
+        assert one["gain_pct"] == pytest.approx(100 * one["gain_ms"] / recorded)
+
+
+@pytest.mark.parametrize(("factor", "shown"), [(1.0, False), (1.001, False), (1.5, True)])
+def test_shares_of_lost_time_are_shown_where_some_is_lost(factor: float, shown: bool, tmp_path: Path) -> None:
+    job = Job(dp=4, cost=lambda p: factor if p.replica == 1 else 1.0)
+    assert ("last stage" in [card.label for card in slowdown_cards(of(job, tmp_path))]) == shown
 
 
 def test_time_in_which_a_host_does_not_launch_is_a_delay_and_no_slowdown(tmp_path: Path) -> None:
@@ -387,7 +410,7 @@ BAD = {
     "step 0.5 is not a whole number": spoilt(value("step", polars.lit(0.5))),
     "stage -1 is not": spoilt(value("stage", polars.lit(-1))),
     "dp_rank 2147483648 is not": spoilt(value("dp_rank", polars.lit(2**31))),
-    "duration 'soon' is not a number": spoilt(
+    "row 3: duration 'soon' is not a number": spoilt(
         lambda f: value("duration", polars.lit("soon"))(f.with_columns(polars.col("duration").cast(polars.String)))
     ),
     "mc 3e+08 is not below": spoilt(value("mc", polars.lit(300_000_000))),
@@ -420,6 +443,21 @@ def test_a_damaged_table_is_refused_in_one_line(content: bytes, tmp_path: Path) 
     path.write_bytes(content)
     done = lumos_here("stragglers", path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"), [("a.csv", " \n", "is empty"), ("a.parquet", "hello", "not a Parquet")]
+)
+def test_a_file_that_is_no_table_is_told_so(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    done = lumos_here("stragglers", tmp_path / name)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert message in done.stderr
+
+
+def test_times_that_look_like_milliseconds_are_asked_about(tmp_path: Path) -> None:
+    frame = Job(steps=1).frame().with_columns(polars.col("start_ts", "duration") * 1000)
+    assert "are the times in seconds?" in lost(frame, tmp_path).job.warnings[0]
 
 
 def test_a_table_whose_header_is_misspelt_is_told_which_column_lacks(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ _PERSISTENT = 0.75  # of the steps
 _CORRELATED = 0.9  # the paper's criterion for sequence lengths
 _FEWEST_PAIRS = 8
 _VARIES = 0.01  # standard deviation of passes from which on they differ
+_STANDS_OUT = 2.0  # times the median worker's cost of a step
 _MOST_WORKERS = 3
 _MOST_NAMED = 5
 
@@ -269,14 +270,22 @@ class _Look:
         gain = float((base[slow] - usual).sum() / len(base))
         named = [self.job.steps[i] for i in np.flatnonzero(slow)[:_MOST_NAMED]]
         more = " …" if slow.sum() > _MOST_NAMED else ""
-        worst = int(np.argmax(np.nan_to_num(self.found.alone[:, slow]).mean(axis=1)))
         evidence = (
             f"{int(slow.sum())} of {len(base)} steps ({', '.join(named)}{more}) take "
-            f"{base[slow].mean() / usual:.2f} times as long as the median one; there "
-            f"{self.job.workers[worst].label} costs most"
+            f"{base[slow].mean() / usual:.2f} times as long as the median one{self._worst_of(slow)}"
         )
         self.fixes.append(Fix("no slow steps", self.base - gain, gain, 100 * gain / self.whole))
         yield from self._cause("transient", "some steps", gain, evidence)
+
+    def _worst_of(self, steps: Bools) -> str:
+        """The worker that costs some steps most, if it costs them more than twice what the median worker does."""
+        cost = self.found.alone[:, steps].mean(axis=1) - 1
+        if np.isnan(cost).all() or len(cost) < 2:
+            return ""
+        worst = int(np.nanargmax(cost))
+        if cost[worst] < _STANDS_OUT * float(np.nanmedian(cost)):
+            return "; no worker stands out there"
+        return f"; there {self.job.workers[worst].label} costs most"
 
     def communication(self) -> Iterator[Cause]:
         """Transfers that take longer than usual."""

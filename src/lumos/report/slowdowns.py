@@ -10,6 +10,7 @@ from lumos.report.table import Card, Column, Row, Table, Value, left_out, ms_col
 from lumos.report.wording import ms_text, number_text
 
 MOST_ROWS = 200
+_WORTH_SHARING = 1.01  # slowdown from which on shares of the lost time mean something
 _SLOWDOWN = Column("slowdown", 3, bar=True)
 
 
@@ -34,6 +35,8 @@ def slowdown_cards(found: Diagnosis) -> list[Card]:
     if lost.launch_slowdown > 1 + 1e-9:
         text = "by launches that came later than they could"
         cards.append(Card("slowdown by delays", f"{lost.launch_slowdown:.3f}", text))
+    if base < ideal * _WORTH_SHARING:
+        return cards
     if lost.mw is not None:
         cards.append(
             Card(

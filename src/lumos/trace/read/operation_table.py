@@ -33,7 +33,7 @@ _ENOUGH_COLUMNS = 4  # by which a table is known whose column of types is missin
 _MOST_WORKERS = 1 << 20
 _MOST_CHUNKS = 1 << 12
 _LONGEST_S = 1e9  # thirty years
-_LONGEST_STEP_S = 86400.0
+_LONGEST_STEP_S = 3600.0
 _COARSEST_S = 1e-3
 _BYTES_A_ROW = 800  # in memory: columns, graph and some scenarios; measured on 1.9 million rows
 _MEMORY_PER_TEXT = 8  # times the size of a CSV file
@@ -93,7 +93,7 @@ def _table(
     if float((start + duration[order]).max()) > _LONGEST_S:
         raise InputError(f"{path}: a step lasts longer than thirty years; start_ts and duration are seconds")
     if float((start + duration[order]).max()) > _LONGEST_STEP_S:
-        warnings.append("a step lasts longer than a day: are the times in seconds?")
+        warnings.append("a step lasts longer than an hour: are the times in seconds?")
     table = OperationTable(
         path.name, types, kind[order], dp_rank[order], stage[order], rank[order], step, start, duration[order],
         numbers.get("seq_id", none)[order], numbers.get("mc", none)[order], numbers.get("mb_id", none)[order],
@@ -143,7 +143,8 @@ def _places(path: Path, numbers: dict[str, Ints]) -> tuple[Ints, Ints, Ints]:
     for name in ("dp_rank", "stage", "rank"):
         if name in numbers and not 0 <= int(numbers[name].min()) <= int(numbers[name].max()) < _MOST_WORKERS:
             row = int(np.argmax((numbers[name] < 0) | (numbers[name] >= _MOST_WORKERS)))
-            raise InputError(f"{path}: row {row + 1}: {name} {numbers[name][row]} is not below {_MOST_WORKERS:,}")
+            wrong, most = numbers[name][row], _MOST_WORKERS - 1
+            raise InputError(f"{path}: row {row + 1}: {name} {wrong} is not from 0 to {most:,}; {_DOCUMENTED}")
     stage = numbers.get("stage", np.zeros(size, np.int64))
     if "dp_rank" in numbers:
         dp_rank = numbers["dp_rank"]
@@ -241,8 +242,10 @@ def _cast(path: Path, frame: DataFrame, name: str, to: type) -> polars.Series:  
     try:
         return frame[name].cast(to)
     except polars.exceptions.PolarsError:
-        sample = frame[name].filter(frame[name].cast(to, strict=False).is_null() & frame[name].is_not_null())
-        raise InputError(f"{path}: {name} {str(sample[0])[:64]!r} is not a number; {_DOCUMENTED}") from None
+        wrong = (frame[name].cast(to, strict=False).is_null() & frame[name].is_not_null()).to_numpy()
+        row = int(np.argmax(wrong))
+        text = str(frame[name][row])[:64]
+        raise InputError(f"{path}: row {row + 1}: {name} {text!r} is not a number; {_DOCUMENTED}") from None
 
 
 def _refuse_missing(path: Path, missing: Bools, name: str) -> None:
@@ -271,8 +274,13 @@ def _frame(path: Path) -> DataFrame:
             text = source.read(limit + 1)
         if len(text) > limit:
             require_memory(path, len(text) * _MEMORY_PER_TEXT, advice)
+        if not text.strip():
+            raise InputError(f"{path}: is empty; {_DOCUMENTED}")
         frame = polars.read_csv(io.BytesIO(text), infer_schema_length=0)
-        return frame.select([name for name in frame.columns if name in _COLUMNS])
+        names = [name for name in frame.columns if name in _COLUMNS]
+        if path.suffix == ".parquet" and not names:
+            raise InputError(f"{path}: not a Parquet file, and no CSV with the columns of a table; {_DOCUMENTED}")
+        return frame.select(names)
     except (polars.exceptions.PolarsError, polars.exceptions.PanicException, OSError, *BAD_GZIP) as error:  # type: ignore[misc]
         problem = str(error).strip().split("\n")[0][:200]
         raise InputError(f"{path}: not a readable Parquet or CSV table ({problem}); {_DOCUMENTED}") from None
