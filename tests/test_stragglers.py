@@ -22,6 +22,7 @@ from lumos.analysis.slowdown_causes import Cause, Diagnosis, diagnose
 from lumos.analysis.slowdown_jobs import job_of_run, job_of_table
 from lumos.report.slowdowns import slowdown_cards
 from lumos.trace.read.operation_table import is_operation_table, read_operation_table
+from support import Event, call, header, kernel, memcpy, note, op, write_trace
 from synthetic_jobs import Job, Pass
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "src/lumos/data/example"
@@ -504,6 +505,43 @@ def test_ranks_that_do_the_same_slow_nobody_down() -> None:
     without = slowdown(job_of_run(run))
     assert without.slowdown < with_all.slowdown
     assert np.ptp(without.of_worker) < 0.5 * np.ptp(with_all.of_worker)
+
+
+def one_rank(steps: int = 4) -> list[Event]:
+    """Steps that are all alike: two threads beside the main one load and compute, and idle in between."""
+    events: list[Event] = []
+    for step in range(steps):
+        begin, number = 1000.0 * step, 10 * step + 1
+        events += [note(f"ProfilerStep#{step}", begin, 990), call("cudaMemcpyAsync", begin + 5, 10, number, tid=2)]
+        events += [
+            memcpy(begin + 20, 5, number),
+            op("first", begin + 30, 10, tid=3),
+            op("second", begin + 140, 60, tid=3),
+        ]
+        events += [
+            call("cudaLaunchKernel", begin + 150, 10, number + 1, tid=3),
+            kernel("gemm", begin + 170, 800, number + 1),
+        ]
+    return events
+
+
+def test_a_trace_of_one_rank_whose_steps_are_alike_loses_nothing(tmp_path: Path) -> None:
+    write_trace(tmp_path / "rank0.json", one_rank(), header(rank=0))
+    found = diagnose(slowdown(job_of_run(replay(read_job(tmp_path)))))
+    lost = found.slowdown
+    assert lost.slowdown == pytest.approx(1, abs=1e-3)
+    assert lost.ideal_ms.tolist() == pytest.approx(lost.job.recorded_ms.tolist(), rel=0.02)
+    assert (lost.mw, found.causes) == (None, ())
+    assert "why" not in found.as_dict()["by_worker"][0]  # there are no others to compare it with
+
+
+def test_a_job_that_is_faster_than_its_ideal_has_no_lost_time_to_share() -> None:
+    found = slowdown(job_of_run(replay(read_job(EXAMPLE))))
+    swapped = slowdown(replace(found.job, took=found.job.ideal, ideal=found.job.took))
+    assert swapped.slowdown < 1
+    assert swapped.mw is None
+    cards = {card.label: card.note for card in slowdown_cards(diagnose(swapped))}
+    assert cards["slowdown"] == "nothing lost to stragglers"
 
 
 # ---------------------------------------------------------------------- the command

@@ -25,11 +25,13 @@ def slowdown_cards(found: Diagnosis) -> list[Card]:
     off = f"{number_text(lost.error_pct, 2, signed=True)} % from the recorded one"
     if lost.held_out_error_pct is not None:
         off += f"; {number_text(lost.held_out_error_pct, 2, signed=True)} % with delays of launches of other steps"
-    by_stragglers = f"{ms_text(base - ideal)} a step by stragglers" if base >= ideal else "nothing lost to stragglers"
+    several = len(job.workers) > 1
+    alike, who = ("workers, stages and steps", "stragglers") if several else ("steps", "steps that differ")
+    by_stragglers = f"{ms_text(base - ideal)} a step by {who}" if base >= ideal else f"nothing lost to {who}"
     cards = [
         Card("recorded step", ms_text(float(job.recorded_ms.mean())), f"mean of {len(job.steps)}"),
         Card("simulated step", ms_text(float(job.replayed_ms.mean())), off),
-        Card("ideal step", ms_text(ideal), "if all workers, stages and steps were alike"),
+        Card("ideal step", ms_text(ideal), f"if all {alike} were alike"),
         Card("slowdown", f"{lost.slowdown:.3f}", by_stragglers),
     ]
     if lost.launch_slowdown > 1 + 1e-9:
