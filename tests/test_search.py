@@ -30,7 +30,7 @@ from lumos.prediction.power import energy_of
 from lumos.program.memory import memory_of
 from lumos.report.html.search_page import search_page
 from lumos.report.terminal.show_searches import show_search
-from lumos.risk.monte_carlo import step_risk
+from lumos.risk.monte_carlo import slowed, step_risk
 from lumos.search import branch_and_bound
 from lumos.search.batch import suited, with_batch
 from lumos.search.branch_and_bound import Task, bound_layouts
@@ -448,6 +448,19 @@ def test_failures_make_runs_longer_and_dearer_and_large_jobs_most(small: Setup) 
     assert with_failures["run_ms"] > with_failures["step_ms"]
     spared = search(failing.replaced({"reliability.spare_nodes": 1}), VERY_FEW, objective=objective).results[0]
     assert spared["money"] > 1.9 * without["money"], "a spare node of eight GPUs is paid for, too"
+
+
+def test_a_search_counts_what_a_setup_says_is_slow(small: Setup) -> None:
+    slow = small.replaced({"variability.slow": ["rank=3,factor=1.5"]})
+    best = search(slow, VERY_FEW, top=1).results[0]
+    chosen = slow.replaced({key: best[key] for key in KEYS})
+    assert best["step_ms"] == pytest.approx(slowed(predict(chosen))[0].step_ms)
+    assert best["step_ms"] > 1.1 * search(small, VERY_FEW, top=1).results[0]["step_ms"]
+
+
+def test_a_deadline_that_no_bound_meets_is_said(small: Setup) -> None:
+    found = search(small, VERY_FEW, objective=Objective(tokens=1e13, deadline_days=0.01))
+    assert found.warnings[-1].startswith("none of the configurations that fit meets the deadline")
 
 
 def test_failures_without_a_length_of_the_run_are_noted(small: Setup) -> None:

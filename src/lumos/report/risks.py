@@ -19,7 +19,7 @@ def risk_cards(risk: StepRisk) -> list[Card]:
     """The percentiles of the step."""
     typical = risk.typical_ms
     slow = ", with what is slow" if risk.slow else ""
-    cards = [Card("typical step", ms_text(typical), f"as predicted{slow}, of runs that differ as usual")]
+    cards = [Card("typical step", ms_text(typical), f"{risk.typical_words}{slow}")]
     for percent, words in ((50, "half of the steps"), (90, "nine of ten steps"), (99, "99 of 100 steps")):
         value = risk.percentile(percent)
         cards.append(Card(f"p{percent}", ms_text(value), f"{change(value, typical)}; {words} are not longer"))

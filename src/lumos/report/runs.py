@@ -20,7 +20,6 @@ _MINUTE_MS, _HOUR_MS, _DAY_MS = 1e3 * MINUTE_S, 1e3 * HOUR_S, 1e3 * DAY_S
 def run_cards(run: WholeRun) -> list[Card]:
     """Days, effective training time, failures, checkpoints, money, the deadline."""
     days, plain = quantiles(run.days), quantiles(run.work_s() / DAY_S)
-    counts = run.runs.counts
     cards = [
         Card(
             f"time{_with(run)}", f"{_days(days['p50'])}",
@@ -29,21 +28,27 @@ def run_cards(run: WholeRun) -> list[Card]:
     ]  # fmt: skip
     if run.model.failure_rate:
         share = quantiles(run.effective, falling=True)
-        between = ms_text(run.failures.mtbf_hours * _HOUR_MS)
         cards += [
             Card(
                 "effective training", f"{100 * share['mean']:.1f} %",
                 f"of the time; at least {100 * share['p90']:.1f} % in 9 of 10 runs",
             ),
-            Card(
-                "interruptions", _count(float((counts[:, 0] + counts[:, 1]).mean())),
-                f"the job fails every {between}: once in {run.failures.mtbf_hours * run.job.gpus:,.0f} GPU-hours",
-            ),
+            _interruptions_card(run),
             _checkpoint_card(run),
         ]  # fmt: skip
     hours = quantiles(run.gpu_hours(run.runs.total_s))
     cards.append(Card(f"GPU-hours{_with(run)}", f"{hours['p50']:,.0f}", f"{hours['p90']:,.0f} p90{_spares(run)}"))
     return [*cards, *_money_cards(run), *_deadline_cards(run)]
+
+
+def _interruptions_card(run: WholeRun) -> Card:
+    names = {"failures": "failures", "planned_stops": "planned stops", "returns": "to take nodes back"}
+    found = {words: run.runs.mean_count(name) for name, words in names.items()}
+    parts = ", ".join(f"{_count(mean)} {words}" for words, mean in found.items() if mean)
+    hours = run.failures.mtbf_hours
+    words = f"it fails every {ms_text(hours * _HOUR_MS)} of running, once in {hours * run.job.gpus:,.0f} GPU-hours"
+    several = sum(mean > 0 for mean in found.values()) > 1
+    return Card("interruptions", _count(sum(found.values())), f"{parts}; {words}" if several else words)
 
 
 def _money_cards(run: WholeRun) -> list[Card]:
@@ -69,13 +74,18 @@ def _checkpoint_card(run: WholeRun) -> Card:
     waits = f"training waits {ms_text(1e3 * model.pause_s)}"
     if model.lag_s:
         waits += f", complete {ms_text(1e3 * model.lag_s)} later"
-    words = f"{steps:,} steps; {size}, {waits}"
+    words = f"{steps_text(steps)}; {size}, {waits}"
     if run.reliability.checkpoint_minutes is None:
         words += "; the best interval"
     else:
         lost = (run.expected_s - model.expected_s(run.job.work_s, run.best_interval_s)) / DAY_S
         words += f"; the best is {ms_text(1e3 * run.best_interval_s)}, {_days(lost)} less"
     return Card("checkpoint every", ms_text(1e3 * run.interval_s), words)
+
+
+def steps_text(steps: int) -> str:
+    """1 step, 242 steps."""
+    return f"{steps:,} step{'s' * (steps != 1)}"
 
 
 def parts_table(run: WholeRun) -> Table:
@@ -113,10 +123,9 @@ def causes_table(run: WholeRun) -> Table:
 
 def failures_table(run: WholeRun) -> Table:
     """How often what interrupts the job, by cause."""
-    hours = float(run.runs.total_s.mean()) / HOUR_S
     rows = [
         Row([
-            one.name, 1 / one.per_hour, hours * one.per_hour,
+            one.name, 1 / one.per_hour, run.mean_in_run(one),
             "stop after a checkpoint" if one.planned else "node is replaced" if one.takes_node else "same nodes",
         ])
         for one in sorted(run.failures.causes, key=lambda one: -one.per_hour)

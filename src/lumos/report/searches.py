@@ -40,7 +40,7 @@ def search_cards(answer: Answer) -> list[Card]:
         Card("simulated", f"{answer.get('simulated', 0):,}", "all that bounds do not rule out"),
     ]
     if not answer["results"]:
-        return [*cards, Card("best", "none", "no configuration is valid and fits")]
+        return [*cards, Card("best", "none", "no configuration is valid, fits and meets the deadline")]
     best = answer["results"][0]
     return [*cards, Card("best step", ms_text(best["step_ms"]), label_of(best, keys_of([best])))]
 
@@ -56,6 +56,16 @@ def bound_note(answer: Answer) -> list[str]:
         f"{ms_text(bound)}; the best takes {ms_text(best)} (+{gap:.1f} %), {own_gap:.1f} % more than its own lower "
         "bound. Other values can be tried with --vary"
     ]
+
+
+def risk_note(answer: Answer) -> list[str]:
+    """What cost and days are of, where they are not of the typical step."""
+    rows = answer["results"]
+    if answer.get("risk"):
+        return ["p90: nine of ten steps are not longer; GPU-hours, cost and days: nine of ten runs do not need more"]
+    if rows and rows[0].get("run_ms") is not None:
+        return ["GPU-hours, cost and days are those of a run with its failures, on average; step, ms is without them"]
+    return []
 
 
 def keys_of(rows: Sequence[Answer]) -> list[str]:

@@ -78,13 +78,14 @@ class StepRisk:
     """
 
     steps: DrawnSteps = field(repr=False)
-    typical_ms: float  # the predicted step
+    typical_ms: float  # the predicted step, or what `typical_words` says
     variability: Variability
     draws: int = DRAWS
     seed: int = 0
     slow: tuple[dict[str, Any], ...] = ()  # what each slow part costs, as in the JSON
     ranks: int = 1
     scale: float = 1.0  # what the step would be if nothing differed, over the typical one
+    typical_words: str = "as predicted, of runs that differ as usual"  # what the typical step is
 
     @cached_property
     def step_ms(self) -> Floats:
@@ -189,9 +190,9 @@ def step_risk(
     stated = {} if setup is None else setup.variability.stated_sigmas
     differs, draws = variability or usual_variability(), min(draws, most)
     costs = tuple(_slow_costs(found, lanes, parts))
-    usual = differs if differs.whole_steps or differs.is_none else usual_variability()
+    usual = differs if differs.whole_steps else usual_variability()
     plain = LaneSteps(lanes)
-    scale = found.step_ms / float(np.median(plain.drawn_ms(usual, draws, seed)))
+    scale = found.step_ms / float(np.median(plain.drawn_ms(usual, max(draws, _FEWEST_DRAWS), seed)))
     # What is slow is so against the predicted pace, and not against that of a cluster in which nothing differs.
     slower = tuple(replace(one, factor=one.factor / scale) for one in parts if one.factor != 1)
     steps = LaneSteps(lanes, slower) if slower else plain

@@ -20,10 +20,11 @@ from lumos.program.memory import Memory, memory_of
 from lumos.program.program import Program
 from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal
-from lumos.search.pace import Pace
+from lumos.search.pace import Pace, slow_us
 from lumos.search.ranking import BOUNDS, Bounds, Front, Objective, Simulated, promising
 from lumos.search.space import Candidate, Space
 from lumos.setup.setup import Setup
+from lumos.setup.slow import read_slow
 from lumos.step.step import StepTooLargeError
 from lumos.workers import Engine, Job
 
@@ -59,6 +60,7 @@ class Task:
     def bounds(self, number: int, setup: Setup, program: Program, memory: float) -> tuple[float, ...]:
         """A row of BOUNDS."""
         seconds, joules = self.estimator.bound(setup, program)
+        seconds *= min([1.0, *(one.factor for one in read_slow(setup.variability.slow, setup.cluster.gpus))])
         pace = Pace.least(setup, seconds, self.objective.steps(setup))
         value, cost = self.objective.value(setup, pace, joules), self.objective.cost(setup, pace.run, joules)
         return number, value, seconds, memory, cost
@@ -70,7 +72,7 @@ class Task:
             step = self.estimator.step(setup)
         except StepTooLargeError:
             return Simulated(number, inf, inf, memory, inf, inf, bound, inf, inf)
-        seconds = self.estimator.us(step) / 1e6
+        seconds = (self.estimator.us(step) + slow_us(step)) / 1e6
         joules = energy_of(step, seconds).joules
         pace = Pace.of(step, seconds, self.objective.steps(setup))
         value, cost = self.objective.value(setup, pace, joules), self.objective.cost(setup, pace.run, joules)

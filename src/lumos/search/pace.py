@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lumos.graph.graph import Floats
+from lumos.prediction.prediction import predicted_step
 from lumos.risk.job import Job, checkpoint_bytes
-from lumos.risk.monte_carlo import step_risk
+from lumos.risk.monte_carlo import slowed, step_risk
 from lumos.risk.whole_run import WholeRun, draw_runs
 from lumos.setup.setup import Setup
 from lumos.step.step import Step
@@ -42,6 +43,14 @@ class Pace(NamedTuple):
         runs = _runs_s(step.setup, seconds, steps, risk.run_factors(_RUNS))
         p90 = seconds * risk.p90_ms / risk.typical_ms
         return cls(seconds, max(seconds, p90), max(typical.run, float(np.quantile(runs, _LATE))))
+
+
+def slow_us(step: Step) -> float:
+    """What the slow parts of the cluster, which a setup may name, add to a step."""
+    if not step.setup.variability.slow:
+        return 0.0
+    found = predicted_step(step)
+    return 1e3 * (slowed(found)[0].step_ms - found.step_ms)
 
 
 def expected_s(setup: Setup, seconds: float, steps: int) -> float:

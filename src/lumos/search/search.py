@@ -17,6 +17,7 @@ from lumos.prediction.bill import Tariff
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.gpu_comparison import GpuComparison, OnGpu, machine_named
 from lumos.prediction.prediction import Prediction, predicted_step
+from lumos.risk.monte_carlo import slowed
 from lumos.search.batch import Batch, with_batch
 from lumos.search.branch_and_bound import Progress, Search, Task
 from lumos.search.estimator import Estimator
@@ -225,7 +226,7 @@ class SearchResult:
             return [*found, f"none of {search.valid:,} valid configurations fits into memory: use more or larger GPUs"]
         if search.too_large:
             found.append(_too_large(search.too_large))
-        if not search.front.best and len(search.too_large) == len(search.simulated):
+        if not search.front.best and search.simulated and len(search.too_large) == len(search.simulated):
             return [*found, "no configuration could be simulated: use a smaller global batch"]
         if not search.front.best:
             return [*found, "none of the configurations that fit meets the deadline: allow more days, or more GPUs"]
@@ -253,7 +254,7 @@ class SearchResult:
         task = self.search.task
         price = task.objective.price(setup) if task.objective.priced else None
         tariff = Tariff(price, None, 1.0, task.objective.tokens or None)
-        return predicted_step(task.estimator.step(setup), tariff=tariff)
+        return slowed(predicted_step(task.estimator.step(setup), tariff=tariff))[0]
 
     def _whole_prediction(self, setup: Setup) -> Prediction:
         """The same with the price of energy, and with what a calibrated estimator adds once per step."""
@@ -262,7 +263,9 @@ class SearchResult:
         found = replace(found, tariff=Tariff(price, objective.kwh or None, 1.0, objective.tokens or None))
         step = found.step
         beyond = 0.0 if step is None else estimator.us(step) - step.us
-        return found if step is None or not beyond else replace(found, run=DescribedRun(step, beyond))
+        if not beyond or not isinstance(found.run, DescribedRun):
+            return found
+        return replace(found, run=replace(found.run, fixed_us=found.run.fixed_us + beyond))
 
     def _values(self, found: Simulated, setup: Setup) -> Row:
         """The searched keys of a configuration, and what its simulation gave."""

@@ -34,7 +34,7 @@ def risk_section(risk: StepRisk) -> Section:
     text = (
         f"{risk.draws:,} steps were drawn. GPUs, steps, passes, collectives and hosts differ from the typical ones; "
         "ranks that meet wait for the slowest. The longest steps, at most 1 % of them, are not in the picture. "
-        "The typical step is the predicted one, in which nothing differs."
+        f"The typical step is {ms_text(risk.typical_ms)}: {risk.typical_words}."
     )
     figures = [Figure("steps by their length, % of them", _histogram(risk))]
     if risk.causes:

@@ -21,6 +21,7 @@ from lumos.report.searches import (
     label_of,
     lost_table,
     number_of,
+    risk_note,
     search_cards,
     several_types,
     short,
@@ -73,6 +74,7 @@ def _results(answer: Answer, best: Sequence[Answer], keys: Sequence[str]) -> Sec
         f"{answer['evaluated']:,} valid configurations got their memory and a lower "
         f"bound on their time, and {answer.get('simulated', 0):,} that might still be among the best were simulated",
         *families_note(answer),
+        *risk_note(answer),
     ]  # fmt: skip
     same = [key for key in keys_of(best[:1]) if key not in keys]
     if best and same:

@@ -101,7 +101,7 @@ def show_risk(risk: StepRisk | None, slow: Sequence[Mapping[str, Any]], console:
 
 def show_run(run: WholeRun, console: Console) -> None:
     """The whole run with failures."""
-    title = f"the whole run, {run.job.steps:,} steps: {run.draws:,} runs drawn"
+    title = f"the whole run, {runs.steps_text(run.job.steps)}: {run.draws:,} runs drawn"
     tables = (rendered(table) for table in runs.run_tables(run))
     console.print(Group(summary(title, runs.run_cards(run)), *tables, *notes(runs.run_notes(run))))
 

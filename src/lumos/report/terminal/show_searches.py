@@ -26,6 +26,7 @@ from lumos.report.searches import (
     families_note,
     keys_of,
     lost_table,
+    risk_note,
     search_cards,
     several_types,
 )
@@ -53,7 +54,7 @@ def show_search(answer: Answer, console: Console) -> None:
             *(rendered(table, 64) for table in by_gpu_tables(answer)),
             rendered(configurations_table(title, front, _keys(front), on_front), _MOST_ON_FRONT),
         ]
-    remarks = [*families_note(answer), *bound_note(answer), *answer["warnings"]]
+    remarks = [*families_note(answer), *risk_note(answer), *bound_note(answer), *answer["warnings"]]
     remarks += refusals(answer["comparison"]) if several_types(answer) else []
     console.print(Group(summary("configurations", search_cards(answer)), *tables, *notes(remarks)))
 
