@@ -531,6 +531,7 @@ def test_a_trace_of_one_rank_whose_steps_are_alike_loses_nothing(tmp_path: Path)
     lost = found.slowdown
     assert lost.slowdown == pytest.approx(1, abs=1e-3)
     assert lost.ideal_ms.tolist() == pytest.approx(lost.job.recorded_ms.tolist(), rel=0.02)
+    assert (lost.job.ideal <= lost.job.took + 2000).all()  # nanoseconds; no idle time is taken for another one
     assert (lost.mw, found.causes) == (None, ())
     assert "why" not in found.as_dict()["by_worker"][0]  # there are no others to compare it with
 
