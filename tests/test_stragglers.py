@@ -447,7 +447,12 @@ def test_a_damaged_table_is_refused_in_one_line(content: bytes, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"), [("a.csv", " \n", "is empty"), ("a.parquet", "hello", "not a Parquet")]
+    ("name", "content", "message"),
+    [
+        ("a.csv", " \n", "is empty"),
+        ("a.parquet", "hello", "not a Parquet"),
+        ("a.toml", "[model]\nlayers = 8\n", "a TOML file"),
+    ],
 )
 def test_a_file_that_is_no_table_is_told_so(name: str, content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)

@@ -273,6 +273,7 @@ _OTHER_FORMATS = (  # how files begin that are none of ours
     (rb"SQLite format 3", "an SQLite file (Nsight Systems?), not a Kineto trace"),
     (rb"\x80|PK", "a pickle or zip file (a memory snapshot?), not a Kineto trace"),
     (rb"[^{\[]", "not JSON, so not a Kineto trace"),
+    (rb"\[[A-Za-z_][\w.]*\]\s*[\w#]", "a TOML file (a setup?), not a Kineto trace"),
     (rb"\[\s*[^\s{\]]", "a JSON list, but not of trace events (a memory timeline?)"),
 )
 
