@@ -23,12 +23,12 @@ from lumos.risk.learn import learn, learn_step_times, learn_trace, traced_risk
 from lumos.risk.operation_steps import OperationSteps, operation_risk
 from lumos.risk.recurring_tasks import KERNEL, recurring_tasks
 from lumos.risk.traced_steps import TracedSteps
-from lumos.risk.variability import Pauses, Spread, Variability, usual_of_traces, usual_variability
-from lumos.trace.operations import OperationTable
+from lumos.risk.variability import CAUSES, Pauses, Spread, Variability, usual_of_traces, usual_variability
+from lumos.trace.operations import REPLICA_COLLECTIVES, OperationTable
 from lumos.trace.read.operation_table import read_operation_table
 from lumos.trace.steps import keep_step
 from support import header, write_trace
-from synthetic_jobs import Job, Pass
+from synthetic_jobs import FIXED, Job, Pass
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "src/lumos/data/example"
@@ -250,6 +250,37 @@ def test_passes_of_a_table_are_taken_apart(tmp_path: Path) -> None:
     assert learned.kernel.sigma < 0.01
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (4, 2), (12, 1)])
+def test_steps_that_do_not_differ_have_no_spread_however_long_others_wait_for_a_slow_worker(
+    tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    """Who waits in a collective has a long one: that is not how collectives differ, here or in other runs."""
+    dp, pp = shape
+    job = Job(dp=dp, pp=pp, steps=4, cost=lambda one: 1.5 if (one.replica, one.stage) == (1, 0) else 1.0)
+    table = read_operation_table(job.write(tmp_path / "job.parquet"))
+    recorded = 1e3 * recorded_steps(table)
+    risk = operation_risk(table, draws=200)
+    assert risk.step_ms == pytest.approx(np.full(200, recorded[0]), rel=1e-4)
+    assert risk.typical_ms == pytest.approx(recorded[0], rel=1e-4)
+    spreads = everything(table).variability
+    assert all(spreads.spread(name).at(np.array([0.001, 0.999])) == pytest.approx(1.0, abs=1e-4) for name in CAUSES)
+    assert spreads.pauses.is_none
+
+
+def test_collectives_differ_by_their_transfers(tmp_path: Path) -> None:
+    """They differ by 10 % from step to step; that those of the second stage are larger is no difference."""
+    logs = np.random.default_rng(3).normal(0, 0.1, (100, 2, 2))
+    frame = Job(dp=4, pp=2, steps=100, cost=lambda one: 1.5 if one.replica == 1 else 1.0).frame()
+    longer = [
+        FIXED[name] * ((1 + stage) * np.exp(logs[step - 10, stage, REPLICA_COLLECTIVES.index(name)]) - 1)
+        if name in REPLICA_COLLECTIVES else 0.0
+        for name, step, stage in frame.select("optype", "step", "stage").iter_rows()
+    ]  # fmt: skip
+    path = tmp_path / "job.csv"
+    frame.with_columns(duration=polars.col("duration") + polars.Series(longer)).write_csv(path)
+    assert everything(read_operation_table(path)).variability.collective.sigma == pytest.approx(0.1, rel=0.1)
+
+
 def test_a_slow_worker_is_an_exception_and_not_the_rule(tmp_path: Path) -> None:
     steps = everything(made_job(tmp_path, slow=2.0, steps=6))
     assert [steps.table.workers[place] for place in np.flatnonzero(steps.factors.is_exception)] == [(1, 0)]
@@ -330,7 +361,10 @@ def test_stragglers_give_the_risk_of_their_job(tmp_path: Path) -> None:
     assert "risk" not in answer_of("stragglers", path)
     step = answer_of("stragglers", path, "--risk")["risk"]["step_ms"]
     assert step["p50"] <= step["p90"] <= step["p99"]
-    assert "risk of the step" in lumos_here("stragglers", path, "--risk").stdout
+    told = lumos_here("stragglers", path, "--risk").stdout
+    assert "risk of the step" in told
+    assert "of the recorded job, if nothing differed from step to step" in told
+    assert "predicted" not in told
 
 
 @pytest.mark.parametrize(("content", "message"), [

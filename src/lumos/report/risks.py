@@ -58,7 +58,8 @@ def slow_table(slow: Sequence[Mapping[str, Any]]) -> Table:
 
 def risk_notes(risk: StepRisk) -> list[str]:
     """What the draws rest on."""
-    return [f"how much times differ: {risk.variability.source}"]
+    nothing = "" if risk.causes else "nothing: "
+    return [f"how much times differ: {nothing}{risk.variability.source}"]
 
 
 def risk_row(risk: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from functools import cached_property
 
 import numpy as np
 
-from lumos.graph.from_operations import OperationGraph, operation_graph
+from lumos.graph.from_operations import OperationGraph, meetings_of, operation_graph
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.simulate import simulate_many
 from lumos.risk.drawn_steps import DRAWS
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.variability import NONE, Pauses, Spread, Variability
-from lumos.trace.operations import COMPUTE, MESSAGES, OperationTable
+from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
 
 _FAR = 5.0  # robust standard deviations from which on a worker is an exception, not one of the others
 _LEAST_FAR = 0.03
@@ -47,6 +47,21 @@ class PassFactors:
     micro_batch: Floats  # of every micro-batch of every replica and step that was seen
     rest: Floats  # of every pass that was seen
     own_rest: dict[int, Floats]  # of an exception: of its passes, micro-batches included
+
+
+@dataclass(frozen=True)
+class _Meetings:
+    """Messages, collectives, what is done alone. Who comes last does not wait: the shortest time is the transfer."""
+
+    number: Ints  # of every row: its meeting
+    seconds: Floats  # of every meeting: the shortest time that was seen; infinite where none was
+    missing: Bools  # meetings of which not all rows were seen: the last to come may be missing
+
+    def times(self, rows: Ints) -> tuple[Floats, bool]:
+        """Of the meetings of some rows; and whether they are transfers, as all who met were seen."""
+        some = np.unique(self.number[rows])
+        some = some[np.isfinite(self.seconds[some])]
+        return self.seconds[some], not self.missing[some].any()
 
 
 @dataclass(frozen=True)
@@ -98,7 +113,7 @@ class OperationSteps:
             gpu=_spread(others), step=_spread(steps.ravel()).scaled(of_worker), kernel=_spread(found.rest),
             microbatch=_spread(found.micro_batch), collective=self._collective,
             job=_spread(found.step).scaled(of_job),
-            pauses=self._pauses, source=self.source("left out (name it with --slow)"),
+            pauses=self._pauses, source=self.source("left out (name {it} with --slow)"),
         )  # fmt: skip
 
     def source(self, exceptions: str) -> str:
@@ -106,13 +121,14 @@ class OperationSteps:
         found = self.factors
         known, steps = ~np.isnan(found.worker), int((~np.isnan(found.step)).sum())
         left_out = int((found.is_exception & known).sum())
-        text = f"learned from {self.table.name}: {int(known.sum()) - left_out} workers, {steps} steps"
+        text = f"learned from {self.table.name}: {int(known.sum()) - left_out} workers, {steps} step{'s' * (steps > 1)}"
         if not left_out:
             return text
         furthest = float(max(found.worker[known], key=abs))
         who = "one worker that is" if left_out == 1 else f"{left_out} workers that are up to"
         far = f"{np.exp(abs(furthest)):.2f} times {'slower' if furthest > 0 else 'faster'}"
-        return f"{text}; {who} {far} {exceptions}"
+        words = {"it": "it", "its": "its"} if left_out == 1 else {"it": "them", "its": "their"}
+        return f"{text}; {who} {far} {exceptions.format(**words)}"
 
     @cached_property
     def _own_shares(self) -> tuple[float, float]:
@@ -128,29 +144,49 @@ class OperationSteps:
 
     # ------------------------------------------------------------------ other operations
     @cached_property
-    def _others(self) -> Floats:
-        """Of every row that is no pass: its usual time without waiting, in seconds.
+    def _meetings(self) -> _Meetings:
+        """What workers meet in; what one does alone is a meeting of one."""
+        table = self.table
+        number = meetings_of(table)
+        alone = number < 0
+        number[alone] = int(number.max(initial=-1)) + 1 + np.arange(int(alone.sum()))
+        size = int(number.max(initial=-1)) + 1
+        seconds, missing = np.full(size, np.inf), np.zeros(size, bool)
+        np.minimum.at(seconds, number[self.seen], table.duration[self.seen])
+        missing[number[~self.seen]] = True
+        return _Meetings(number, seconds, missing)
 
-        Who comes last to a message or collective does not wait: its time is the transfer.
+    def _alike(self, name: str) -> list[Ints]:
+        """Rows of one type that take as long but for waiting and chance: of one stage and place in the step.
+
+        Where workers were not seen, those of all stages: everyone who was seen in a stage may have waited.
         """
         table = self.table
+        rows = np.flatnonzero(table.of_type(name))
+        _, known = self._meetings.times(rows)
+        place = _numbered(table.stage[rows], table.sequence[rows]) if known else np.zeros(len(rows), np.int64)
+        return [rows[place == one] for one in range(int(place.max(initial=-1)) + 1)]
+
+    @cached_property
+    def _others(self) -> Floats:
+        """Of every row that is no pass: its usual time without waiting, in seconds."""
+        table = self.table
         usual = np.zeros(len(table))
-        messages = table.of_type(*MESSAGES)
-        groups = [messages, *(table.of_type(name) for name in table.types if name not in (*MESSAGES, *COMPUTE))]
-        for rows in groups:
-            times = table.duration[rows & self.seen]
-            usual[rows] = float(np.quantile(times, _TRANSFER)) if len(times) else 0.0
+        groups = [rows for name in table.types if name not in (*MESSAGES, *COMPUTE) for rows in self._alike(name)]
+        for rows in (np.flatnonzero(table.of_type(*MESSAGES)), *groups):
+            times, known = self._meetings.times(rows)
+            usual[rows] = float(np.quantile(times, 0.5 if known else _TRANSFER)) if len(times) else 0.0
         return usual
 
     @property
     def _collective(self) -> Spread:
-        """Of collectives of the same type: of the fastest quarter, as the others may have waited for somebody."""
-        table, logs = self.table, []
-        for number, name in enumerate(table.types):
-            times = table.duration[(table.kind == number) & self.seen]
-            times = times[times > 0]
-            if ("reduce" in name or "gather" in name) and len(times) > 1:
-                log = np.log(np.sort(times)[: len(times) // _FASTEST + 1])
+        """Of collectives of replicas; of the fastest quarter of them where some may have waited."""
+        logs = []
+        for rows in (rows for name in REPLICA_COLLECTIVES for rows in self._alike(name)):
+            times, known = self._meetings.times(rows)
+            times = np.sort(times[times > 0])
+            if len(times) > 1:
+                log = np.log(times if known else times[: len(times) // _FASTEST + 1])
                 logs.append(log - log.mean())
         return _spread(np.concatenate(logs)) if logs else NONE
 
@@ -211,14 +247,19 @@ class OperationSteps:
         return np.concatenate(found)
 
     def _durations(self, rows: Ints, size: int, seed: tuple[int, int], drawn: Variability) -> Floats:
-        """(scenarios, rows of the step), in seconds. Every cause has random numbers of its own."""
+        """(scenarios, rows of the step), in seconds.
+
+        Every cause has random numbers of its own, those of one scenario after those of another: the first scenarios are
+        the same, however many there are.
+        """
         table, found = self.table, self.factors
         random = [np.random.default_rng([*seed, kind]) for kind in range(8)]
         duration = np.repeat(self._others[rows][None], size, axis=0)
-        duration *= drawn.collective.at(random[0].random(duration.shape))
+        _, meeting = np.unique(self._meetings.number[rows], return_inverse=True)
+        duration *= drawn.collective.at(random[0].random((size, meeting.max(initial=0) + 1)))[:, meeting]
         gc = np.flatnonzero(table.of_type("gc")[rows])
         hit = random[7].random((size, len(gc))) < drawn.pauses.probability
-        duration[:, gc] += hit * drawn.pauses.ms / 1e3 * drawn.pauses.spread.at(random[7].random(hit.shape))
+        duration[:, gc] += hit * drawn.pauses.ms / 1e3 * drawn.pauses.spread.at(random[6].random(hit.shape))
         place = np.full(len(table), -1)
         place[self.passes] = np.arange(len(self.passes))
         chosen = np.flatnonzero(place[rows] >= 0)
@@ -238,8 +279,9 @@ class OperationSteps:
             if drawn.is_none:
                 of_worker[:, one] += np.nanmedian(own)
                 continue
-            of_worker[:, one] = found.worker[one] + random[6].choice(own[~np.isnan(own)], size)
-            rest[:, worker == one] = random[6].choice(logs, (size, int((worker == one).sum())))
+            of_its_steps, of_its_passes = (np.random.default_rng([*seed, len(random), one, part]) for part in range(2))
+            of_worker[:, one] = found.worker[one] + of_its_steps.choice(own[~np.isnan(own)], size)
+            rest[:, worker == one] = of_its_passes.choice(logs, (size, int((worker == one).sum())))
         rest -= _means(worker, rest)[:, worker]  # what a worker's passes have in common is its step's already
         duration[:, chosen] = np.exp(found.usual[place[passes]] + of_worker[:, worker] + rest)
         return duration
@@ -249,10 +291,12 @@ def operation_risk(table: OperationTable, draws: int = DRAWS, seed: int = 0) -> 
     """The risk of a step of the job that a table records."""
     steps = OperationSteps(table, np.ones(len(table), bool))
     typical = float(steps.drawn_ms(Variability(), 1, seed)[0])
-    source = steps.source("drawn from its own steps")
+    source = steps.source("drawn from {its} own steps")
     differs = replace(steps.variability, gpu=NONE, source=source)  # workers are who they are
     most = max(1, _MOST // max(len(steps.one_step[1].graph), 1))
-    return StepRisk(steps, typical, differs, min(draws, most), seed, (), table.tp * len(table.workers))
+    ranks = table.tp * len(table.workers)
+    words = "of the recorded job, if nothing differed from step to step"
+    return StepRisk(steps, typical, differs, min(draws, most), seed, (), ranks, typical_words=words)
 
 
 def _middle(logs: Floats) -> float:

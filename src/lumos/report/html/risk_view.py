@@ -11,6 +11,7 @@ import numpy as np
 from lumos.report.html.charts import Bars, Points, Scatter, Series
 from lumos.report.html.page import Figure, Page, Section
 from lumos.report.risks import causes_table, risk_cards, risk_notes, slow_table
+from lumos.report.wording import ms_text
 from lumos.risk.monte_carlo import StepRisk
 
 _BINS = 100
@@ -41,7 +42,7 @@ def risk_section(risk: StepRisk) -> Section:
         saved = [max(0.0, risk.p90_ms - one.p90_ms) for one in risk.causes]
         bars = Bars([one.words for one in risk.causes], [Series("less without it", "better", saved)], "ms of the p90")
         figures.append(Figure("what nine of ten steps would gain without each variance", bars))
-    return Section("Risk of the step", text, figures, [causes_table(risk)])
+    return Section("Risk of the step", text, figures, [causes_table(risk)] if risk.causes else [])
 
 
 def _histogram(risk: StepRisk) -> Scatter:

@@ -94,7 +94,8 @@ def show_risk(risk: StepRisk | None, slow: Sequence[Mapping[str, Any]], console:
     parts: list[RenderableType] = [rendered(risks.slow_table(slow))] if slow else []
     if risk is not None:
         parts += [summary(f"risk of the step: {risk.draws:,} steps drawn", risks.risk_cards(risk))]
-        parts += [rendered(risks.causes_table(risk)), *notes(risks.risk_notes(risk))]
+        parts += [rendered(risks.causes_table(risk))] if risk.causes else []
+        parts += notes(risks.risk_notes(risk))
     if parts:
         console.print(Group(*parts))
 
