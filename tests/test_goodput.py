@@ -24,6 +24,7 @@ from lumos.prediction.bill import Tariff
 from lumos.report.html.page import render
 from lumos.report.html.prediction_page import prediction_page
 from lumos.report.html.run_view import hours_by_period, with_run
+from lumos.report.runs import failures_table, run_cards
 from lumos.risk.failures import failures_of
 from lumos.risk.fault_model import FaultModel
 from lumos.risk.job import Job, checkpoint_bytes
@@ -255,7 +256,7 @@ def test_elastic_runs_are_those_of_a_plain_simulation_that_takes_nodes_back_with
     chance, work = Random(1), 30 * DAY_S
     plain = np.array([plain_run(model, work, 7200.0, chance) for _ in range(400)])
     compiled = draw_runs(model, np.full(2000, work), 7200.0)
-    stops = compiled.counts[:, 1].mean() * (model.restart_s + 2 * model.pause_s)  # what taking back costs
+    stops = compiled.mean_count("returns") * (model.restart_s + 2 * model.pause_s)  # what taking back costs
     assert compiled.total_s.mean() - stops == pytest.approx(plain.mean(), rel=0.01)
 
 
@@ -295,6 +296,45 @@ def test_days_by_part_add_up_to_the_mean_run() -> None:
     assert sum(run.mean_days_by_part.values()) == pytest.approx(run.days.mean())
     assert run.mean_days_by_part["productive"] == pytest.approx(100.0)
     assert run.as_dict()["effective_training_time"]["p99"] <= run.as_dict()["effective_training_time"]["p50"]
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"mtbf_job_hours": 24, "spare_nodes": 1, "repair_hours": 48},
+        {"rates": "llama3", "spare_nodes": 0, "repair_hours": 200, "detection_minutes": 600},
+    ],
+    ids=["one cause", "planned stops too"],
+)
+def test_causes_add_up_to_the_interruptions_none_of_which_come_while_the_job_waits(section: dict[str, Any]) -> None:
+    run = small_run(**section)
+    answer = run.as_dict()
+    found = {one["name"]: one["in_run"] for one in answer["failures"]["causes"]}
+    assert sum(found.values()) == pytest.approx(answer["interruptions"]["mean"])
+    days = run.mean_days_by_part
+    assert days["waiting"] > 10
+    running = 24 * (run.days.mean() - days["waiting"] - days["detection"])
+    for cause in run.failures.causes:
+        assert found[cause.name] == pytest.approx(running * cause.per_hour, rel=0.1), cause.name
+    shown = {row.values[0]: row.values[2] for row in failures_table(run).rows}
+    assert shown == pytest.approx(found)
+
+
+def test_the_card_of_interruptions_tells_failures_planned_stops_and_returns_apart() -> None:
+    def words(**section: Any) -> str:
+        return next(card.note for card in run_cards(small_run(**section)) if card.label == "interruptions")
+
+    assert words(mtbf_job_hours=24) == "the job fails every 24 h 00 min 00 s of running, once in 24,576 GPU-hours"
+    assert "50 failures, 5.6 planned stops; the job fails every" in words(rates="llama3")
+    elastic = words(mtbf_job_hours=24, spare_nodes=0, elastic=True)
+    assert "planned" not in elastic
+    assert "to take nodes back; the job fails every" in elastic
+
+
+def test_one_step_is_not_steps() -> None:
+    job = Job(1024, 8, 16, 1, 10.0, (10.0, 10.0), 1000.0)
+    card = next(one for one in run_cards(WholeRun(job, Reliability(rates="llama3"), {})) if "checkpoint" in one.label)
+    assert card.note.startswith("1 step;")
 
 
 def test_a_worse_interval_costs_what_the_answer_says_and_the_best_one_buys_it() -> None:
@@ -396,6 +436,26 @@ def test_what_has_no_effect_is_said(change: str, words: str) -> None:
     )["warnings"])  # fmt: skip
 
 
+def test_what_is_said_to_have_no_effect_has_none() -> None:
+    section = ("reliability.spare_nodes=4", "reliability.checkpoint_minutes=1")
+    plain, stated = (
+        answered("--tokens", "1T", "--price", "2", "--deadline", "20", *changes)
+        for changes in ((), [part for text in section for part in ("--set", text)])
+    )
+    assert stated["run"] == plain["run"]
+    assert "reliability.checkpoint_minutes and reliability.spare_nodes have no effect" in stated["warnings"][0]
+
+
+def test_an_interval_longer_than_the_run_is_said() -> None:
+    asked = ("--tokens", "1T", "--mtbf", "llama3", "--set")
+    note = answered(*asked, "reliability.checkpoint_minutes=100000")["warnings"][-1]
+    assert note.startswith("reliability.checkpoint_minutes = 100000 is more than the ")
+    assert note.endswith("minutes of training: one checkpoint is written, at the end")
+    assert not any(
+        "checkpoint_minutes" in one for one in answered(*asked, "reliability.checkpoint_minutes=60")["warnings"]
+    )
+
+
 def test_hours_are_those_of_one_gpu_unless_they_are_said_to_be_of_the_job() -> None:
     of_gpu = answered("--tokens", "1T", "--mtbf", "51200")["run"]["failures"]
     of_job = answered("--tokens", "1T", "--set", "reliability.mtbf_job_hours=100")["run"]["failures"]
@@ -430,6 +490,13 @@ def test_mtbf_replaces_what_the_setup_says(tmp_path: Path) -> None:
     [
         (("--mtbf", "llama3"), "--mtbf needs the length of the run: add the tokens to train on"),
         (("--tokens", "1T", "--mtbf", "lama3"), "did you mean llama3?"),
+        (("--tokens", "1T", "--mtbf", "foo"), "nor known rates: use llama3, meta-rsc1,"),
+        (("--tokens", "1T", "--mtbf", ""), "--mtbf '' is neither a number"),
+        (("--tokens", "1T", "--deadline", ""), "--deadline '' is not a number of days"),
+        (
+            ("--tokens", "1T", "--mtbf", "2000", "--set", "reliability.mtbf_job_hours=100"),
+            "--mtbf 2000 and --set reliability.mtbf_job_hours=100: both say how often the job fails",
+        ),
         (("--tokens", "1T", "--mtbf", "3"), "--set reliability.mtbf_job_hours=3"),
         (("--tokens", "1T", "--mtbf", "nan"), "more than 0, as in 50000"),
         (("--tokens", "1T", "--deadline", "soon"), "--deadline 'soon' is not a number of days"),
@@ -444,6 +511,13 @@ def test_a_mistake_is_one_line(arguments: tuple[str, ...], words: str) -> None:
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_search_refuses_two_rates_too() -> None:
+    asked = ("--gpus", "512", "--tokens", "1T", "--mtbf", "2000", "--set", "reliability.rates=llama3")
+    done = lumos_here("search", SETUP, *asked)
+    assert done.returncode == 2
+    assert "--mtbf 2000 and --set reliability.rates=llama3: both say" in done.stderr
 
 
 def test_a_prediction_without_a_setup_has_no_run() -> None:

@@ -369,6 +369,7 @@ def test_predict_slow_changes_the_predicted_step_and_says_by_how_much() -> None:
     ("options", "sentence"),
     [
         (("--slow", "rank=999,factor=2"), "lumos: --slow rank=999,factor=2: the job has ranks 0 to 511\n"),
+        (("--draws", "100"), "lumos: --draws 100: it says how many steps --risk draws: add --risk\n"),
         (("--risk", "--draws", "0"), "lumos: --draws 0: draw 1 to 1,000,000 steps, 10,000 as usual\n"),
         (
             ("--risk", "--gpu", "h100,b200"),

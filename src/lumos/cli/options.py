@@ -53,9 +53,12 @@ class ReliabilityOptions:
     """How a run fails, and when it should have ended; `[reliability]` of a setup says more."""
 
     mtbf: Annotated[
-        str, typer.Option(help="With --tokens: GPU-hours between failures, as in 50000, or published rates: llama3, ….")
-    ] = ""
-    deadline: Annotated[str, typer.Option(help="With --tokens: days in which the run should end: how likely?")] = ""
+        str | None,
+        typer.Option(help="With --tokens: GPU-hours between failures, as in 50000, or published rates: llama3, …."),
+    ] = None
+    deadline: Annotated[
+        str | None, typer.Option(help="With --tokens: days in which the run should end: how likely?")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class RiskOptions:
         list[str] | None,
         typer.Option(help="rank=7,factor=1.3, or link=7,…, group=dp,…, share=0.01,… (of all GPUs). Repeatable."),
     ] = None
-    draws: Annotated[int, typer.Option(help="Steps that --risk draws.")] = 10_000
+    draws: Annotated[int | None, typer.Option(help="Steps that --risk draws; 10,000 by default.")] = None
     variability: Annotated[
         Path | None,
         typer.Option(help="With --risk: learn how much times differ from a trace, an operation table or step times."),

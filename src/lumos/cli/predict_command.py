@@ -92,7 +92,7 @@ def predict_command(
     check_output(output, source or setup, COMPARED if len(names) > 1 else FORMS)
     short = (("gpu", names[0] if len(names) == 1 else ""), ("gpus", gpus), ("model", model))
     cluster = [f"cluster.{key}={value}" for key, value in short if value]
-    changes = [*cluster, *failure_changes(reliability, tokens, names), *(changes or [])]
+    changes = [*cluster, *failure_changes(reliability, tokens, names, changes or []), *(changes or [])]
     scale, emission = scale or [], read_emission(emit)
     prices, tariff = read_prices(price), read_tariff("", kwh_price, pue, tokens)
     priced, reads = bool(prices) or tariff != Tariff(), options != _ALL or profiler_costs is not None
@@ -154,6 +154,7 @@ def _deliver(
 ) -> None:  # fmt: skip
     more = asked.as_dict() | ({"run": run.as_dict()} if run else {})
     answer = found.as_dict() | ({"launch": launch.as_dict()} if launch else {}) | more
+    answer["warnings"] = [*answer["warnings"], *(run.warnings if run else ())]
     writers = {
         ".csv": lambda to: write_csv(to, [flat_row(answer) | risk_row(more.get("risk")) | run_row(more.get("run"))]),
         ".html": lambda to: _write_page(to, found, launch, asked, run),

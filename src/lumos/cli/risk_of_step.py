@@ -16,7 +16,7 @@ from lumos.risk.learn import learn, learn_trace, traced_risk
 from lumos.risk.monte_carlo import StepRisk, slowed, step_risk
 from lumos.risk.whole_run import DRAWS as RUNS
 
-_MOST_DRAWS = 1_000_000
+_DRAWS, _MOST_DRAWS = 10_000, 1_000_000
 
 
 class AskedRisk(NamedTuple):
@@ -42,6 +42,8 @@ def refuse_risk(options: RiskOptions, gpus: list[str]) -> None:
         raise OptionError(f"{given} and --gpu {','.join(gpus)[:100]}: steps are drawn for one GPU; name one")
     if options.variability is not None and not options.risk:
         raise OptionError(f"--variability {options.variability}: it says how much steps differ: add --risk")
+    if options.draws is not None and not options.risk:
+        raise OptionError(f"--draws {options.draws}: it says how many steps --risk draws: add --risk")
     _draws(options)
 
 
@@ -64,6 +66,7 @@ def asked_risk(found: Prediction, options: RiskOptions) -> tuple[Prediction, Ask
 
 
 def _draws(options: RiskOptions) -> int:
-    if not 1 <= options.draws <= _MOST_DRAWS:
-        raise OptionError(f"--draws {options.draws}: draw 1 to {_MOST_DRAWS:,} steps, 10,000 as usual")
-    return options.draws
+    draws = _DRAWS if options.draws is None else options.draws
+    if not 1 <= draws <= _MOST_DRAWS:
+        raise OptionError(f"--draws {draws}: draw 1 to {_MOST_DRAWS:,} steps, {_DRAWS:,} as usual")
+    return draws

@@ -13,24 +13,34 @@ from lumos.risk.whole_run import WholeRun, whole_run
 from lumos.setup.messages import did_you_mean
 from lumos.setup.reliability import RATES
 
+_HOW_OFTEN = ("reliability.rates", "reliability.mtbf_gpu_hours", "reliability.mtbf_job_hours")
+_ALIKE = 0.6  # of a name that is taken for a slip: names of rates are short
 _SLIP_HOURS = 100.0  # between failures of one GPU: less is meant for a whole job
 
 
-def failure_changes(options: ReliabilityOptions, tokens: str, gpus: Sequence[str]) -> list[str]:
-    """What --mtbf is short for, as --set takes it; or OptionError where the options do not go together."""
+def failure_changes(
+    options: ReliabilityOptions, tokens: str, gpus: Sequence[str], changes: Sequence[str] = ()
+) -> list[str]:
+    """What --mtbf is short for, as --set takes it; or OptionError where the options do not go together.
+
+    `changes` are those of --set.
+    """
     if options == ReliabilityOptions():
         return []
-    given = "--mtbf" if options.mtbf else "--deadline"
+    given = "--deadline" if options.mtbf is None else "--mtbf"
     if not tokens:
         raise OptionError(f"{given} needs the length of the run: add the tokens to train on, as in --tokens 15T")
     if len(gpus) > 1:
         raise OptionError(f"{given} and --gpu {','.join(gpus)[:100]}: failures are drawn for one GPU; name one")
     _deadline(options)
-    if not options.mtbf:
+    if options.mtbf is None:
         return []
-    if options.mtbf in RATES:
-        return ["reliability.mtbf_gpu_hours=0", "reliability.mtbf_job_hours=0", f"reliability.rates={options.mtbf}"]
-    return ["reliability.rates=", "reliability.mtbf_job_hours=0", f"reliability.mtbf_gpu_hours={_hours(options.mtbf)}"]
+    for text in changes:
+        if text.partition("=")[0].strip() in _HOW_OFTEN:
+            both = f"--mtbf {options.mtbf[:100]} and --set {text[:100]}"
+            raise OptionError(f"{both}: both say how often the job fails: leave one out")
+    key, value = ("rates", options.mtbf) if options.mtbf in RATES else ("mtbf_gpu_hours", _hours(options.mtbf))
+    return [f"{one}={value if one == f'reliability.{key}' else ''}" for one in _HOW_OFTEN]
 
 
 def _hours(text: str) -> float:
@@ -39,7 +49,7 @@ def _hours(text: str) -> float:
     except ValueError:
         raise OptionError(
             f"--mtbf {text[:100]!r} is neither a number of GPU-hours between failures, as in 50000, nor known rates: "
-            f"{did_you_mean(text, RATES)}"
+            f"{did_you_mean(text, RATES, _ALIKE)}"
         ) from None
     if not 0 < hours <= 1e12:
         raise OptionError(f"--mtbf {text[:100]!r}: give the GPU-hours between two failures, more than 0, as in 50000")
@@ -52,7 +62,7 @@ def _hours(text: str) -> float:
 
 
 def _deadline(options: ReliabilityOptions) -> float | None:
-    if not options.deadline:
+    if options.deadline is None:
         return None
     try:
         days = float(options.deadline)

@@ -70,7 +70,7 @@ Memory = Annotated[float, Option(help="GiB of a GPU that may be used; all it has
 Prices = Annotated[str, Option(help="The price of a GPU-hour: a number, or GPU=NUMBER for each type, with commas.")]
 Deadline = Annotated[float, Option(help="Days until all tokens must be trained on.")]
 ByRisk = Annotated[bool, Option("--risk", help="By the 90th percentile of drawn steps and runs, not by typical ones.")]
-Mtbf = Annotated[str, Option(help="With --tokens: GPU-hours between failures, or published rates: llama3, ….")]
+Mtbf = Annotated[str | None, Option(help="With --tokens: GPU-hours between failures, or published rates: llama3, ….")]
 Trace = Annotated[Path | None, Option("--from", help="A trace of the run, to calibrate the predicted times with.")]
 JournalPath = Annotated[
     Path | None, Option(help="A folder for progress; the same command resumes an interrupted search.")
@@ -95,7 +95,7 @@ def search_command(
     tokens: Tokens = "",
     deadline: Deadline = 0.0,
     risk: ByRisk = False,
-    mtbf: Mtbf = "",
+    mtbf: Mtbf = None,
     source: Trace = None,
     engine: EngineName = "local",
     address: Address = "",
@@ -115,7 +115,7 @@ def search_command(
     """
     check_output(output, setup, (".json", ".csv", ".parquet", ".html"))
     fixed = [*(fixed or []), *([f"cluster.model={model}"] if model else [])]
-    fixed += failure_changes(ReliabilityOptions(mtbf), tokens, [])
+    fixed += failure_changes(ReliabilityOptions(mtbf), tokens, [], fixed)
     choices = _choices(fixed, vary or [], gpus, ",".join(listed_gpus(gpu)))
     wanted = replace(_objective(objective, price, kwh_price, pue, tokens, deadline), risk=risk)
     part, emission = read_shard(shard), read_emission(emit)

@@ -46,7 +46,7 @@ def _interruptions_card(run: WholeRun) -> Card:
     found = {words: run.runs.mean_count(name) for name, words in names.items()}
     parts = ", ".join(f"{_count(mean)} {words}" for words, mean in found.items() if mean)
     hours = run.failures.mtbf_hours
-    words = f"it fails every {ms_text(hours * _HOUR_MS)} of running, once in {hours * run.job.gpus:,.0f} GPU-hours"
+    words = f"the job fails every {ms_text(hours * _HOUR_MS)} of running, once in {hours * run.job.gpus:,.0f} GPU-hours"
     several = sum(mean > 0 for mean in found.values()) > 1
     return Card("interruptions", _count(sum(found.values())), f"{parts}; {words}" if several else words)
 
@@ -157,7 +157,8 @@ def run_notes(run: WholeRun) -> list[str]:
     ]
     words = ", ".join(text for applies, text in assumed if applies)
     source = run.failures.source.partition(". ")[0]
-    return [f"failures: {source}", *([f"assumed: {words}; state others in [reliability]"] if words else [])]
+    assumptions = [f"assumed: {words}; state others in [reliability]"] if words else []
+    return [f"failures: {source}", *run.warnings, *assumptions]
 
 
 def run_row(answer: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def si_text(value: float, unit: str) -> str:
 def count_text(count: float, unit: str) -> str:
     """A number of tokens or parameters, as in 15.0 T tokens or 1.64 B tokens; smaller ones in full."""
     if abs(count) < _LARGE_COUNT:
-        return f"{number_text(count, 0)} {unit}"
+        return f"{number_text(count, 0)} {unit.removesuffix('s') if count == 1 else unit}"
     return f"{_with_prefix(count, _COUNTS)} {unit}"
 
 

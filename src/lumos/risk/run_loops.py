@@ -13,10 +13,11 @@ Array = NDArray[Any]
 
 PARTS = ("productive", "lost", "detection", "restart", "checkpoints", "waiting", "fewer_replicas")
 """Where the seconds of a run go; they add up to it. The last is what training takes longer with fewer replicas."""
-COUNTS = ("failures", "planned_stops", "failed_nodes", "waits")
+COUNTS = ("failures", "planned_stops", "returns", "failed_nodes", "waits")
+"""Of a run; the first three interrupt it. A return: the job stops to take a repaired node back (elastic jobs)."""
 
 PRODUCTIVE, LOST, DETECTION, RESTART, CHECKPOINTS, WAITING, FEWER = range(7)
-FAILURES, STOPS, FAILED_NODES, WAITS = range(4)
+FAILURES, STOPS, RETURNS, FAILED_NODES, WAITS = range(5)
 ATTEMPTS, CAUSES, RESTARTS = range(3)  # streams of random numbers
 FREE, MISSING, HEAD, TAIL = range(4)  # of nodes: spares, those that the job lacks, those in repair (a ring)
 
@@ -138,7 +139,7 @@ def _run(
         else:
             cause = _uniform(state, CAUSES) * every
             stops = rejoin < length or cause >= failing
-            counted[STOPS if stops else FAILURES] += 1
+            counted[RETURNS if rejoin < length else STOPS if stops else FAILURES] += 1
             left -= _attempt(spent, left, speed, min(length, rejoin), stops, interval, times)
             takes_node = not stops and cause < rates[0]
             now = clock + spent.sum()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import NO_PRICES, Prediction
-from lumos.risk.failures import Failures
+from lumos.risk.failures import Cause, Failures
 from lumos.risk.fault_model import ALWAYS, FaultModel
 from lumos.risk.job import Job, fault_model_of
 from lumos.setup.reliability import Reliability
@@ -29,6 +29,7 @@ _LEAST_SHARE = 1e-3  # of a run that is productive: less is a run that does not 
 _TENTH = 1.2815515594  # standard deviations: a tenth of a normal distribution is beyond it
 _MOST_ATTEMPTS = 200_000
 _J_PER_KWH = 3.6e6
+_MANY = 10  # minutes, from which on they are whole numbers
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,17 @@ class DrawnRuns:
     @property
     def total_s(self) -> Floats:
         return np.asarray(self.parts.sum(axis=1))
+
+    @property
+    def interruptions(self) -> NDArray[np.int64]:
+        """Failures, planned stops, and stops to take a repaired node back."""
+        return np.asarray(self.counts[:, :3].sum(axis=1))
+
+    def mean_count(self, name: str) -> float:
+        """How often something (`run_loops.COUNTS`) happened in a run."""
+        from lumos.risk.run_loops import COUNTS
+
+        return float(self.counts[:, COUNTS.index(name)].mean())
 
 
 def draw_runs(model: FaultModel, work_s: Floats, interval_s: float, seed: int = 0) -> DrawnRuns:
@@ -104,7 +116,7 @@ class WholeRun:
 
     @property
     def interval_s(self) -> float:
-        """The stated one, or the best; not longer than the run."""
+        """The stated one, or the best; not longer than the run, at whose end one is written."""
         stated = self.reliability.checkpoint_minutes
         return min(self.best_interval_s if stated is None else MINUTE_S * stated, self.job.work_s)
 
@@ -170,6 +182,14 @@ class WholeRun:
         """Seconds in which the GPUs worked: also what was lost, and what took longer with fewer replicas."""
         return np.asarray(self.runs.parts[:, [0, 1, 6]].sum(axis=1))
 
+    def mean_in_run(self, cause: Cause) -> float:
+        """How often a cause interrupts a run, on average: only while processes run, not while the job waits."""
+        if cause.planned:
+            return self.runs.mean_count("planned_stops") * cause.per_hour / self.failures.per_hour(planned=True)
+        nodes, failures = self.runs.mean_count("failed_nodes"), self.runs.mean_count("failures")
+        drawn = nodes if cause.takes_node else failures - nodes
+        return drawn * cause.per_hour / self.failures.per_hour(planned=False, takes_node=cause.takes_node)
+
     # ------------------------------------------------------------------ what follows
     def typical_attempts(self) -> Floats:
         """The run whose length is nearest to the median, a row an attempt: seconds by part (`run_loops.PARTS`)."""
@@ -210,10 +230,20 @@ class WholeRun:
         money = self.money(self.trained_s, self.runs.total_s)
         return None if money is None else float(money.mean())
 
+    @property
+    def warnings(self) -> list[str]:
+        """What is stated and cannot be so."""
+        stated, minutes = self.reliability.checkpoint_minutes, self.job.work_s / MINUTE_S
+        if stated is None or stated <= minutes:
+            return []
+        takes = f"{minutes:,.0f}" if minutes >= _MANY else f"{minutes:.2g}"
+        key = f"reliability.checkpoint_minutes = {stated:g}"
+        return [f"{key} is more than the {takes} minutes of training: one checkpoint is written, at the end"]
+
     # ------------------------------------------------------------------ as JSON
     def as_dict(self) -> dict[str, Any]:
         """`run` in the answer of `lumos predict --json`."""
-        work, total, counts = self.work_s(), self.runs.total_s, self.runs.counts
+        work, total = self.work_s(), self.runs.total_s
         plain, spent = self.money(work, work), self.money(self.trained_s, total)
         deadline = self.deadline_days
         return {
@@ -223,7 +253,7 @@ class WholeRun:
             "days": quantiles(self.days),
             "days_without_failures": quantiles(work / DAY_S),
             "effective_training_time": quantiles(self.effective, falling=True),
-            "interruptions": quantiles(counts[:, 0] + counts[:, 1]),
+            "interruptions": quantiles(self.runs.interruptions),
             "gpu_hours": quantiles(self.gpu_hours(total)),
             "gpu_hours_without_failures": quantiles(work / HOUR_S * self.job.gpus),
             "money": None if spent is None else quantiles(spent),
@@ -258,7 +288,7 @@ class WholeRun:
             "causes": [
                 {
                     "name": one.name, "hours_between": 1 / one.per_hour, "takes_node": one.takes_node,
-                    "planned": one.planned,
+                    "planned": one.planned, "in_run": self.mean_in_run(one),
                 }
                 for one in failures.causes
             ],
@@ -301,9 +331,10 @@ def whole_run(
     factors = {"prediction error": _errors(job, seed)}
     if step_factors is not None:
         factors["variation of steps"] = np.asarray(step_factors, np.float64)[:DRAWS]
+    stated = found.setup.reliability
     run = WholeRun(
-        job, found.setup.reliability, factors, found.tariff, found.energy_j, found.setup.cluster.accelerator.idle_w,
-        deadline_days, seed,
+        job, stated if stated.is_stated else Reliability(), factors, found.tariff, found.energy_j,
+        found.setup.cluster.accelerator.idle_w, deadline_days, seed,
     )  # fmt: skip
     _refuse_endless(run)
     return run

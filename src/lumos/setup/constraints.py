@@ -502,7 +502,9 @@ def _slow_parts(setup: Setup) -> Iterator[Rule]:
 def _unused_by_failures(reliability: Reliability) -> list[str]:
     stated = sorted(reliability.model_fields_set)
     if stated and not reliability.is_stated:
-        return [f"reliability.{stated[0]} has no effect: how often the job fails is not stated (reliability.rates)"]
+        names = " and ".join(f"reliability.{key}" for key in stated)
+        have = "have" if len(stated) > 1 else "has"
+        return [f"{names} {have} no effect: how often the job fails is not stated (reliability.rates, or --mtbf)"]
     always = reliability.spare_nodes is None
     unused = [key for key in ("repair_hours", "elastic") if always and key in stated]
     return [

@@ -47,19 +47,19 @@ def size_text(count: float) -> str:
     return f"{count / unit:.3g} {name}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that was probably meant, or ""."""
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """The known name that was probably meant, or ""; `cutoff` is how much of it must be alike."""
     by_folded = {candidate.casefold(): candidate for candidate in known}
     elsewhere = _CALLED_ELSEWHERE.get(name[:100].casefold(), "")
     if elsewhere in by_folded:
         return by_folded[elsewhere]
-    found = difflib.get_close_matches(name[:100].casefold(), by_folded, n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name[:100].casefold(), by_folded, n=1, cutoff=cutoff)
     return by_folded[found[0]] if found else ""
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
+def did_you_mean(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
     """A question with the nearest name, or the names to choose from where none is near."""
-    guess = nearest(name, known)
+    guess = nearest(name, known, cutoff)
     if guess:
         return f"did you mean {guess}?"
     return f"use {one_of(known)}" if len(known) <= _FEW_NAMES else f"use one of {', '.join(known[:_FEW_NAMES])}, ..."
