@@ -212,6 +212,8 @@ def _neighbours(table: OperationTable, own: Ints, kind: int) -> tuple[Ints, Ints
         found = (count == 2) & (receiver >= 0) & (sender >= 0)
         if int(found.sum()) > best.shape[1]:
             best = np.stack((sender[found], receiver[found]))
+        if best.shape[1] == int((place > 0).sum()):
+            break
     return best[0], best[1]
 
 
