@@ -356,7 +356,7 @@ def _refuse_endless(run: WholeRun) -> None:
         )
         raise OptionError(
             f"the run would not end: the job fails every {60 * run.failures.mtbf_hours:.3g} minutes, a restart takes "
-            f"{model.restart_s / 60:.3g} minutes, {apart}; reliability.mtbf_gpu_hours are hours of one GPU, "
+            f"{model.restart_s / 60:.3g} minutes, {apart}; --mtbf and reliability.mtbf_gpu_hours are hours of one GPU, "
             "reliability.mtbf_job_hours those of the whole job"
         )
     failures = (model.failure_rate + model.planned_rate) * run.expected_s
