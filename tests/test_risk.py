@@ -313,6 +313,33 @@ def test_a_slow_adapter_slows_nothing_inside_a_node() -> None:
     assert slowed(found, ["group=tp,factor=10"])[1][0]["delay_ms"] > 0.2 * found.step_ms
 
 
+def test_a_slow_adapter_slows_only_messages_to_stages_on_other_nodes() -> None:
+    """Two stages share a node: of the three boundaries of four stages, the one in the middle lies between nodes."""
+    lanes = lanes_of(simulate_step(small({"tp": 2, "pp": 4, "dp": 2}, 16)))
+    apart = {rank: lanes.apart((Slow(9.0, link=rank, group="pp"),)).tolist() for rank in (0, 4, 7, 8, 12)}
+    nobody, before, after = np.ones((2, 4)).tolist(), [1.0, 1.0, 9.0, 1.0], [1.0, 9.0, 1.0, 1.0]
+    alike, wrapped = [1.0] * 4, [9.0, 1.0, 1.0, 1.0]
+    assert apart[4] == [nobody, nobody, [after, alike]]
+    assert apart[7] == [nobody, nobody, [alike, after]]
+    assert apart[8] == [nobody, [before, alike], nobody]
+    assert apart[0] == [nobody, [wrapped, alike], nobody], "virtual stages go on from the last stage to the first"
+    plain = typical_ms(lanes)
+    assert typical_ms(lanes, (Slow(200.0, link=4),)) > 1.01 * plain
+    assert typical_ms(lanes, (Slow(200.0, link=0),)) == plain
+    assert typical_ms(lanes, (Slow(200.0, link=12),)) == plain
+    every = typical_ms(lanes, (Slow(200.0, group="pp"),))
+    assert typical_ms(lanes, (Slow(200.0, link=4),)) < every
+
+
+def test_a_slow_adapter_slows_what_its_own_ranks_gather_and_reduce() -> None:
+    """Weights are gathered inside nodes, and gradients are reduced between them, too."""
+    lanes = lanes_of(simulate_step(small({"zero": 3, "shard": 8}, 16, train=TITAN)))
+    slower = lanes.slow_graph((Slow(9.0, link=3),)).duration / np.maximum(lanes.graph.duration, 1e-9)
+    busy = (lanes.meets > 0) & (lanes.graph.duration > 0)
+    assert slower[busy & lanes.gathers] == pytest.approx(1)
+    assert slower[busy & ~lanes.gathers] == pytest.approx(9)
+
+
 def test_a_file_of_spreads_states_what_a_setup_states(tmp_path: Path) -> None:
     write = tmp_path / "spreads.json"
     write.write_text('{"gpu": 0.1}')

@@ -54,6 +54,36 @@ class RankLayout:
         near = p.tp * p.cp
         return max(unit // (near * p.pp) * near, min(unit, near))
 
+    def leaves(self, rank: int, size: int, stride: int) -> bool:
+        """Whether a rank has partners outside its domain in such a group of its stage."""
+        local, stage = self._place(rank)
+        first = local - local // stride % size * stride
+        return any(self._is_far(rank, first + stride * member, stage) for member in range(size))
+
+    def stage_leaves(self, rank: int, way: int) -> bool:
+        """Whether messages of a rank to the next stage (1), or to the one before (-1), leave its domain."""
+        local, stage = self._place(rank)
+        return self._is_far(rank, local, (stage + way) % self.parallel.pp)
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """The number of a rank among those of its stage, and the stage."""
+        p = self.parallel
+        near = p.tp * p.cp
+        if p.order == "tp-cp-dp-pp":
+            stage, local = divmod(rank, near * p.dp)
+            return local, stage
+        replica, stage = divmod(rank // near, p.pp)
+        return replica * near + rank % near, stage
+
+    def _is_far(self, rank: int, local: int, stage: int) -> bool:
+        """Whether a rank and the `local`-th one of a stage are in different domains."""
+        p = self.parallel
+        near = p.tp * p.cp
+        other = stage * near * p.dp + local
+        if p.order != "tp-cp-dp-pp":
+            other = (local // near * p.pp + stage) * near + local % near
+        return other // self.domain != rank // self.domain
+
     @cached_property
     def tp(self) -> Group:
         return self.group(self.parallel.tp, 1)

@@ -118,8 +118,9 @@ def drawn_spans(
     (`parts`; none of them: a collective), whether it begins a pass (`fresh`: what is drawn for a pass holds for all
     its parts), who meets in it (1: nobody, 2: all lanes, 3: `near` neighbouring ones), its micro-batch. Of every
     stage and column: the factor on all GPU time (`pace`), the row of `tables` for a pass, factors on communication
-    inside passes and on messages (`apart`), a pause and the node it is in, and a factor on the host (`hosted`). Of
-    every column: factors on micro-batches (`work`). The last two tables are those of collectives and of hosts.
+    inside passes and on messages with the stage before and with the next (`apart`), a pause and the node it is in, and
+    a factor on the host (`hosted`). Of every column: factors on micro-batches (`work`). The last two tables are those
+    of collectives and of hosts.
     `states` and `messages` are the random numbers of columns, `shared` those of scenarios; they are changed.
     """
     columns, nodes = pace.shape[1], len(duration)
@@ -136,9 +137,10 @@ def drawn_spans(
             other, late = source[edge], lag[edge]
             reached = begin[other] if from_start[edge] else end[other]
             if link[edge]:
+                here, there = (2, 1) if (place[other] - stage) % len(pace) == 1 else (1, 2)
                 for w in range(columns):
                     messages[w] = messages[w] * multiplier + increment
-                    far = max(apart[1, stage, w], apart[1, place[other], w])
+                    far = max(apart[here, stage, w], apart[there, place[other], w])
                     time[w] = max(time[w], reached[w] + late * far * tables[collectives, messages[w] >> bits])
             else:
                 for w in range(columns):

@@ -303,7 +303,7 @@ class _Engine:
 
         lanes, states = self.lanes, drawn.states[at]
         pace, row = _columns(drawn.pace[at]), _columns(drawn.row[at])
-        apart = np.stack([_columns(drawn.apart[at, part]) for part in (0, 1)])
+        apart = np.stack([_columns(drawn.apart[at, part]) for part in range(3)])
         passes, messages = states[..., 0].ravel(), states[..., 1].ravel()
         order, duration = self.fixed[0], self.fixed[2]
         if drawn.mean is not None:
@@ -331,7 +331,7 @@ class _Drawn:
     pause: Floats
     paused: NDArray[np.int64]
     hosted: Floats
-    apart: Floats  # (scenarios, 2, lanes, stages)
+    apart: Floats  # (scenarios, 3, lanes, stages)
     states: NDArray[np.uint64]  # (scenarios, lanes, 2)
     shared: NDArray[np.uint64]  # (scenarios,)
     pace: Floats = field(default_factory=_nothing)

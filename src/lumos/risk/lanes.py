@@ -18,6 +18,7 @@ from lumos.errors import OptionError
 from lumos.graph.graph import Floats, Graph
 from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import Prediction
+from lumos.program.rank_layout import RankLayout
 from lumos.setup.setup import Setup
 from lumos.setup.slow import Slow
 from lumos.step.step import Step
@@ -28,7 +29,8 @@ _COLLECTIVES = ("gather", "reduce", "reduce rest", "publish")
 _LINK = 1  # the class of lags to the next stage
 _FEWEST = 4  # lanes that are simulated, however large the graph of one is
 MOST_NODES = 60_000  # of all lanes of a step that are simulated one by one
-WITHIN, MESSAGES = 0, 1
+_GATHERS = ("gather", "publish")  # among ranks that divide the weights; reductions are among all replicas
+WITHIN, BEFORE, AFTER = 0, 1, 2
 """Rows of `Lanes.apart`."""
 
 
@@ -43,6 +45,7 @@ class Lanes:
     meets: NDArray[np.uint8]  # 0: no collective, 1: one of a lane alone, 2: all lanes meet, 3: neighbouring ones do
     link: NDArray[np.bool_]  # edges that are messages to another stage
     micro: NDArray[np.int32]  # the micro-batch of every node; -1: of none
+    gathers: NDArray[np.bool_]  # collectives among those alone who divide the weights
     lanes: int
     merged: int  # replicas in a lane: they meet inside every pass
     inside: int  # ranks of one stage of one replica
@@ -51,6 +54,7 @@ class Lanes:
     simulated: int = 1  # lanes that are simulated: all, or those that are likely to be last
     fixed_ms: float = 0.0  # of the step, and not of its graph
     order: str = "tp-cp-dp-pp"
+    layout: RankLayout | None = None  # says what leaves a node; None: everything does
 
     @property
     def stages(self) -> int:
@@ -95,27 +99,29 @@ class Lanes:
         return logs
 
     def apart(self, slow: tuple[Slow, ...]) -> Floats:
-        """(2, lanes, stages): factors on communication inside passes and on messages, from slow links."""
-        factors = np.ones((2, self.lanes, self.stages))
+        """(3, lanes, stages): factors from slow links.
+
+        On communication inside passes, on messages with the stage before, and on those with the next.
+        """
+        factors = np.ones((3, self.lanes, self.stages))
         for one in slow:
             if one.rank is not None or one.share:
                 continue
             lane, stage, _ = self.where(one.link) if one.link is not None else (slice(None), slice(None), 0)
-            for row, group in ((WITHIN, "tp"), (MESSAGES, "pp")):
-                if one.group in ("", group) and (one.link is None or self.leaves[row]):
+            leaves = _leaving(self.layout, one.link)
+            for row, group in ((WITHIN, "tp"), (BEFORE, "pp"), (AFTER, "pp")):
+                if one.group in ("", group) and leaves[row]:
                     factors[row, lane, stage] *= one.factor
         return factors
-
-    leaves: tuple[bool, bool, bool] = (True, True, True)  # whether each goes between nodes: inside passes, messages, dp
 
     def slow_graph(self, slow: tuple[Slow, ...]) -> Graph:
         """The graph with collectives of replicas as slow links make them: all of their ranks wait for the slowest."""
         duration = self.graph.duration.copy()
         for one in slow:
-            stays = one.link is not None and not self.leaves[2]
-            if one.rank is not None or one.share or one.group not in ("", "dp") or stays:
+            if one.rank is not None or one.share or one.group not in ("", "dp"):
                 continue
-            hit = self.meets > 0
+            *_, gathers, reduces = _leaving(self.layout, one.link)
+            hit = (self.meets > 0) & np.where(self.gathers, gathers, reduces)
             if one.link is not None:
                 hit &= self.place == self.where(one.link)[1]
             duration[hit] *= one.factor
@@ -141,7 +147,8 @@ def lanes_of(step: Step, fixed_ms: float = 0.0, most: int = MOST_NODES) -> Lanes
         link=structure.lag_class == _LINK, micro=micro, lanes=lanes, merged=merged,
         inside=setup.parallel.tp * setup.parallel.cp, near=near, gathered=gathered,
         simulated=lanes if lanes * size <= most else min(lanes, max(_FEWEST, most // 2 // size)), fixed_ms=fixed_ms,
-        order=setup.parallel.order, leaves=_leaving(step),
+        order=setup.parallel.order, layout=step.assembly.layout,
+        gathers=np.array([role.what in _GATHERS for role in roles])[node_role],
     )  # fmt: skip
 
 
@@ -194,12 +201,23 @@ def _parts(step: Step, index: int) -> tuple[float, float, float]:
     return computed, waited, max(0.0, 1.0 - waited - computed)
 
 
-def _leaving(step: Step) -> tuple[bool, bool, bool]:
-    """Whether communication inside passes, messages of stages and that of replicas go between nodes."""
-    layout = step.assembly.layout
-    near = (layout.tp, layout.cp, layout.ep)
-    return any(group.size > group.inside for group in near), layout.pp.size > layout.pp.inside, \
-        layout.dp.size > layout.dp.inside  # fmt: skip
+def _leaving(layout: RankLayout | None, rank: int | None) -> tuple[bool, bool, bool, bool, bool]:
+    """What of a rank's communication goes to other nodes; all of it, if no rank is named.
+
+    That inside passes, messages with the stage before and with the next, weights that are gathered, gradients that are
+    reduced.
+    """
+    if layout is None or rank is None:
+        return True, True, True, True, True
+    p, experts = layout.parallel, layout.parallel.ep * layout.expert_tp
+    inside = [(p.tp, 1), (p.cp, p.tp), (p.ep, layout.expert_tp)]
+    gathers = [(layout.sharing[0].size, p.tp)]
+    reduces = [(p.dp * p.cp, p.tp)]
+    if layout.model.experts:
+        gathers.append((layout.experts_sharing[0].size, experts))
+        reduces.append((layout.expert_dp.size, experts))
+    within, gather, reduce = (any(layout.leaves(rank, *one) for one in groups) for groups in (inside, gathers, reduces))
+    return within, layout.stage_leaves(rank, -1), layout.stage_leaves(rank, 1), gather, reduce
 
 
 def lanes_of_rank(found: Prediction) -> Lanes:
@@ -219,8 +237,8 @@ def lanes_of_rank(found: Prediction) -> Lanes:
         graph=graph, place=np.zeros(size, np.int32), parts=parts,
         fresh=np.asarray((segment != before) | graph.is_first),
         meets=collective.astype(np.uint8), link=np.zeros(len(graph.edges), bool), micro=np.full(size, -1, np.int32),
-        lanes=1, merged=found.setup.cluster.gpus, inside=1, gathered=found.setup.cluster.gpus,
-        fixed_ms=found.step_ms - times.span / 1e6,
+        gathers=np.zeros(size, bool), lanes=1, merged=found.setup.cluster.gpus, inside=1,
+        gathered=found.setup.cluster.gpus, fixed_ms=found.step_ms - times.span / 1e6,
     )  # fmt: skip
 
 
