@@ -78,8 +78,8 @@ FLOOR = """
 from the exact distribution would not be closer. *Two halves*: the recorded steps that were learned from, against the
 others. *Both halves*: every step is drawn from the half that it is not in, and all drawn steps are compared with all
 recorded ones. PRISM (arXiv 2510.15596) reports 0.208 for its own jobs, which are not these: the figures cannot be
-compared. If the one slow worker of AR is not among those seen, the steps show that something is slow, but not what: those
-splits stand apart.
+compared. If the one slow worker of AR is not among those seen, the steps show that something is slow, but not what:
+those splits stand apart.
 """
 OPEN = """
 ## Not measured
