@@ -281,6 +281,16 @@ def test_collectives_differ_by_their_transfers(tmp_path: Path) -> None:
     assert everything(read_operation_table(path)).variability.collective.sigma == pytest.approx(0.1, rel=0.1)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_micro_batches_of_very_different_work_are_no_slow_or_fast_workers(tmp_path: Path, seed: int) -> None:
+    work = np.random.default_rng(seed).normal(0, 0.4, (6, 4, 8))
+    job = Job(dp=4, pp=2, microbatches=8, steps=6, cost=lambda p: float(np.exp(work[p.step, p.replica, p.microbatch])))
+    steps = everything(read_operation_table(job.write(tmp_path / "job.parquet")))
+    assert not steps.factors.is_exception.any()
+    assert steps.variability.microbatch.sigma > 0.25
+    assert steps.variability.step.sigma < 0.08
+
+
 def test_a_slow_worker_is_an_exception_and_not_the_rule(tmp_path: Path) -> None:
     steps = everything(made_job(tmp_path, slow=2.0, steps=6))
     assert [steps.table.workers[place] for place in np.flatnonzero(steps.factors.is_exception)] == [(1, 0)]

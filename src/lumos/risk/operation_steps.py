@@ -47,6 +47,7 @@ class PassFactors:
     micro_batch: Floats  # of every micro-batch of every replica and step that was seen
     rest: Floats  # of every pass that was seen
     own_rest: dict[int, Floats]  # of an exception: of its passes, micro-batches included
+    error: float  # the standard error of `worker`
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ class OperationSteps:
         usual = _usual(kind, worker, left)[kind]
         left = left - usual
         of_worker = _medians_of(worker, left, len(table.workers))
-        exception = _far(of_worker)
         left = left - of_worker[worker]
+        error = _error(worker, _numbered(step, table.micro_batch[rows]), left)
+        exception = _far(of_worker, error)
         others = np.where(exception[worker], np.nan, left)
         of_step = _means_of(step, others, len(table.steps))
         left = left - of_step[step]
@@ -100,7 +102,7 @@ class OperationSteps:
         own = {int(one): left[(worker == one) & seen] for one in np.flatnonzero(exception)}
         return PassFactors(
             usual, of_worker, exception, of_step, of_both.reshape(len(table.workers), -1),
-            of_batch[~np.isnan(of_batch)], others - of_batch[batch], own,
+            of_batch[~np.isnan(of_batch)], others - of_batch[batch], own, error,
         )  # fmt: skip
 
     @cached_property
@@ -109,8 +111,9 @@ class OperationSteps:
         found = self.factors
         others = found.worker[~found.is_exception & ~np.isnan(found.worker)]
         steps, (of_worker, of_job) = found.worker_step[~found.is_exception], self._own_shares
+        real = _left(float(np.var(others)), found.error**2)
         return Variability(
-            gpu=_spread(others), step=_spread(steps.ravel()).scaled(of_worker), kernel=_spread(found.rest),
+            gpu=_spread(others).scaled(real), step=_spread(steps.ravel()).scaled(of_worker), kernel=_spread(found.rest),
             microbatch=_spread(found.micro_batch), collective=self._collective,
             job=_spread(found.step).scaled(of_job),
             pauses=self._pauses, source=self.source("left out (name {it} with --slow)"),
@@ -138,7 +141,8 @@ class OperationSteps:
         passes = len(self.passes) / len(table.steps)
         batches = len(found.micro_batch) / max(1, int((~np.isnan(found.step)).sum()))
         mine = float(np.nanvar(found.worker_step[~found.is_exception]))
-        of_worker = (work + rest) * len(table.workers) / max(passes, 1.0)
+        own = max(1, round(batches / table.dp) - 1)  # of a replica; their mean is taken out of them
+        of_worker = work / own + rest * len(table.workers) / max(passes, 1.0)
         of_job = work / max(batches, 1.0) + rest / max(passes, 1.0)
         return _left(mine, of_worker), _left(float(np.nanvar(found.step)), of_job)
 
@@ -341,10 +345,18 @@ def _means(group: Ints, logs: Floats) -> Floats:
     return np.asarray(np.log(np.maximum(np.exp(logs) @ member, 1e-300) / np.maximum(member.sum(axis=0), 1)))
 
 
-def _far(worker: Floats) -> Bools:
-    """Workers far from the others."""
+def _error(worker: Ints, batch: Ints, logs: Floats) -> float:
+    """The standard error of the medians of workers, whose passes of one micro-batch are alike."""
+    known = ~np.isnan(logs)
+    pairs = len(np.unique(np.stack((worker[known], batch[known])), axis=1).T)
+    batches = pairs / max(1, len(np.unique(worker[known])))
+    return 1.2533 * _sigma(logs[known]) / float(np.sqrt(max(batches, 1.0)))
+
+
+def _far(worker: Floats, error: float) -> Bools:
+    """Workers farther from the others than they and what was seen of them differ by chance."""
     away = np.abs(worker - np.nanmedian(worker))
-    return np.asarray(away > max(_FAR * 1.4826 * float(np.nanmedian(away)), _LEAST_FAR))
+    return np.asarray(away > max(_FAR * max(1.4826 * float(np.nanmedian(away)), error), _LEAST_FAR))
 
 
 def _means_of(group: Ints, logs: Floats, size: int) -> Floats:
