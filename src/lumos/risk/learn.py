@@ -34,7 +34,7 @@ _RANKS_TO_TRUST = 8.0
 _SAME_WORK = 0.01  # ranks are compared if their numbers of kernels differ by no more
 _MOST_BYTES = 1 << 22
 _LONGEST_PAUSE_MS = 3.6e6
-_WIDEST = 3.0  # sigma of what a file may state
+_WIDEST = 2.0  # sigma of what a file may state, as in a setup
 
 
 def learn(path: Path, load: Callable[[Path], Replay]) -> Variability:
@@ -126,12 +126,13 @@ def _mixed(usual: Spread, sigma: float, weight: float) -> Spread:
 
 # ---------------------------------------------------------------------- files of spreads
 def _states_spreads(head: bytes) -> bool:
-    return head[:1] == b"{" and any(f'"{name}"'.encode() in head for name in CAUSES) and b'"traceEvents"' not in head
+    named = any(f'"{name}"'.encode() in head for name in (*CAUSES, "pauses"))
+    return head[:1] == b"{" and named and b'"traceEvents"' not in head
 
 
 def _stated(path: Path) -> Variability:
     """A file as `Variability.to_data` writes it: numbers are the sigmas of lognormal spreads. The rest is as usual."""
-    advice = f"give numbers from 0 to {_WIDEST:g} for some of {', '.join(CAUSES)}, as in data/variability.json"
+    advice = f"give numbers from 0 to {_WIDEST:g} for some of {', '.join(CAUSES)}, or pauses (docs/risk.md)"
     try:
         data = json.loads(read_file(path, _MOST_BYTES, advice))
         data = data["usual"] if isinstance(data.get("usual"), dict) else data
@@ -139,7 +140,7 @@ def _stated(path: Path) -> Variability:
         named = ", ".join(key for key in data if key != "source")
         source = f"{named} as stated in {path.name}; else {usual_variability().source}"
         found = Variability.from_data(read_table("variability.json")["usual"] | {"source": source} | data)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise InputError(f"{path}: not a file of spreads ({str(error)[:100]}); {advice}") from None
     if unknown:
         raise InputError(f"{path}: {str(unknown[0])[:40]!r} is not a name of a spread; {advice}")

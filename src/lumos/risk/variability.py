@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
 
@@ -22,6 +23,8 @@ Floats = NDArray[np.float64]
 
 _FURTHEST = 6.0  # standard deviations: the slowest of a billion
 _KNOTS = 241
+_FEWEST_QUANTILES = 2
+_OFF_CENTRE = 0.1  # logarithm of a stated median: it is 1 but for rounding, and for skew where p = 0.5 is left out
 SCORES: Floats = np.linspace(-_FURTHEST, _FURTHEST, _KNOTS)
 """Where the quantiles of a spread are kept, in standard deviations of a normal distribution: dense in both tails."""
 PROBABILITIES: Floats = np.array([NormalDist().cdf(score) for score in SCORES])
@@ -55,11 +58,22 @@ class Spread:
     @classmethod
     def from_data(cls, data: Any) -> Spread:
         """From JSON: a number is the sigma of a lognormal distribution; else {"p": […], "factor": […]}."""
-        if isinstance(data, int | float):
+        if _is_number(data):
             return cls.lognormal(float(data))
-        scores = [NormalDist().inv_cdf(p) for p in data["p"]]
-        logs = np.interp(SCORES, scores, np.log(data["factor"]))
-        return cls(logs - logs[_KNOTS // 2])
+        p, factor = (data.get(key) for key in ("p", "factor")) if isinstance(data, dict) else (None, None)
+        if not (isinstance(p, list) and isinstance(factor, list) and all(map(_is_number, [*p, *factor]))):
+            raise ValueError('a spread is a number, or {"p": [0.1, 0.5, 0.9], "factor": [0.95, 1, 1.1]}')
+        if len(p) != len(factor) or len(p) < _FEWEST_QUANTILES:
+            raise ValueError(f"{len(p)} p and {len(factor)} factors: give as many of both, {_FEWEST_QUANTILES} or more")
+        if not p[0] > 0 or not p[-1] < 1 or any(b <= a for a, b in pairwise(p)):
+            raise ValueError("p ascends, between 0 and 1")
+        if not factor[0] > 0 or any(b < a for a, b in pairwise(factor)) or not np.isfinite(factor[-1]):
+            raise ValueError("factors are above 0 and ascend with p")
+        logs = np.interp(SCORES, [NormalDist().inv_cdf(one) for one in p], np.log(factor))
+        middle = float(logs[_KNOTS // 2])
+        if abs(middle) > _OFF_CENTRE:
+            raise ValueError(f"the factor at p = 0.5 is {np.exp(middle):.3g}, and should be 1: the typical time")
+        return cls(logs - middle)
 
     def to_data(self) -> dict[str, list[float]]:
         """For JSON, with every fourth quantile: enough to draw it again."""
@@ -94,6 +108,10 @@ class Spread:
 
     def __hash__(self) -> int:
         return hash(self.logs.tobytes())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 NONE = Spread.lognormal(0.0)
@@ -158,12 +176,18 @@ class Variability:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Variability:
         """From JSON as `to_data` writes it."""
-        spreads: dict[str, Any] = {name: Spread.from_data(data[name]) for name in CAUSES if name in data}
+        spreads: dict[str, Any] = {}
+        for name in (name for name in CAUSES if name in data):
+            try:
+                spreads[name] = Spread.from_data(data[name])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
         pauses = data.get("pauses")
         if pauses:
-            spreads["pauses"] = Pauses(
-                float(pauses["probability"]), float(pauses["ms"]), Spread.from_data(pauses.get("spread", 0.0))
-            )
+            if not isinstance(pauses, dict) or not all(_is_number(pauses.get(key)) for key in ("probability", "ms")):
+                raise ValueError('pauses are {"probability": 0.01, "ms": 100}, and perhaps a "spread"')
+            spread = Spread.from_data(pauses.get("spread", 0.0))
+            spreads["pauses"] = Pauses(float(pauses["probability"]), float(pauses["ms"]), spread)
         return cls(**spreads, source=str(data.get("source", "a file")))
 
     def to_data(self) -> dict[str, Any]:
