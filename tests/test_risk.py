@@ -214,7 +214,9 @@ def test_a_prediction_with_a_slow_rank_says_what_it_adds_and_whom_it_delays() ->
     assert slower.mfu is not None
     assert found.mfu is not None
     assert slower.mfu < found.mfu
-    assert costs[0]["delays"].startswith("stage 1, replica 3: delays 1 other rank(s)")
+    assert costs[0]["delays"].startswith(
+        "stage 1, replica 3: delays 1 other rank of its stage in every pass, 1 other stage of replica 3"
+    )
 
 
 def test_a_share_of_slow_gpus_is_drawn_anew_for_every_set_of_gpus() -> None:
@@ -329,6 +331,16 @@ def test_a_slow_adapter_slows_only_messages_to_stages_on_other_nodes() -> None:
     assert typical_ms(lanes, (Slow(200.0, link=12),)) == plain
     every = typical_ms(lanes, (Slow(200.0, group="pp"),))
     assert typical_ms(lanes, (Slow(200.0, link=4),)) < every
+
+
+def test_whom_a_slow_part_delays_is_said_where_it_delays_anybody() -> None:
+    found = predict(small({"tp": 2, "pp": 4, "dp": 2}, 16))
+    slow = ("rank=1,factor=1", "rank=2,factor=0.5", "link=0,factor=10", "link=4,factor=200", "rank=0,factor=2")
+    nobody, fast, inside, link, rank = (one["delays"] for one in slowed(found, slow)[1])
+    assert nobody == fast == inside == "nobody"
+    assert link == "stage 1, replica 0: delays 3 other stages of replica 0"
+    assert rank.endswith("delays 1 other rank of its stage in every pass, 3 other stages of replica 0, "
+                         "1 other replica at the end of the step")  # fmt: skip
 
 
 def test_a_slow_adapter_slows_what_its_own_ranks_gather_and_reduce() -> None:

@@ -242,19 +242,26 @@ def lanes_of_rank(found: Prediction) -> Lanes:
     )  # fmt: skip
 
 
-def rank_words(setup: Setup, rank: int) -> str:
-    """Whom a slow rank delays."""
-    p = setup.parallel
-    inside = p.tp * p.cp
-    rest = rank // inside
-    stage, replica = divmod(rest, p.dp)
+def whom_words(setup: Setup, lanes: Lanes, one: Slow) -> str:
+    """Whom a slow rank delays, or what goes through its adapter."""
+    rank = one.rank if one.rank is not None else one.link
+    if rank is None:
+        return "all ranks"
+    p, link = setup.parallel, one.link is not None
+    within, before, after, gathers, reduces = _leaving(lanes.layout, one.link)
+    inside, stages = p.tp * p.cp, before or after
+    stage, replica = divmod(rank // inside, p.dp)
     if p.order != "tp-cp-dp-pp":
-        replica, stage = divmod(rest, p.pp)
+        replica, stage = divmod(rank // inside, p.pp)
     found = []
-    if inside > 1:
-        found.append(f"{inside - 1} other rank(s) of its stage in every pass")
-    if p.pp > 1:
-        found.append(f"{p.pp - 1} other stage(s) of replica {replica}")
-    if p.dp > 1:
-        found.append(f"{p.dp - 1} other replica(s) at the end of the step")
+    if inside > 1 and (not link or (within and one.group in ("", "tp"))):
+        found.append(f"{_others(inside, 'rank')} of its stage in every pass")
+    if p.pp > 1 and (not link or (stages and one.group in ("", "pp"))):
+        found.append(f"{_others(p.pp, 'stage')} of replica {replica}")
+    if p.dp > 1 and (not link or ((gathers or reduces) and one.group in ("", "dp"))):
+        found.append(f"{_others(p.dp, 'replica')} at the end of the step")
     return f"stage {stage}, replica {replica}: delays " + (", ".join(found) or "nobody else")
+
+
+def _others(count: int, name: str) -> str:
+    return f"{count - 1:,} other {name}{'s' * (count - 1 > 1)}"

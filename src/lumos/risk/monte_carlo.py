@@ -14,7 +14,7 @@ from lumos.graph.graph import Floats
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import Prediction, predicted_step
 from lumos.risk.drawn_steps import DRAWS, drawn_ms, typical_ms
-from lumos.risk.lanes import Lanes, lanes_of, lanes_of_rank, rank_words
+from lumos.risk.lanes import Lanes, lanes_of, lanes_of_rank, whom_words
 from lumos.risk.variability import CAUSES, Variability, usual_variability
 from lumos.setup.slow import Slow, read_slow
 from lumos.step.step import Step
@@ -22,6 +22,7 @@ from lumos.step.step import Step
 _FEW_DRAWS, _FEW_SHARE = 200, 0.1  # for each cause, at least: the same draws as the first of all
 _MOST_WORK = 5e8  # nodes that are simulated: beyond it, fewer steps are drawn
 _FEWEST_DRAWS = 500
+_NO_DELAY = 1e-9  # of the step: rounding
 _FLEETS, _STEPS = 400, 4  # drawn runs at most, and steps of each, that say how runs differ
 _WORDS = {
     "gpu": "GPUs differ",
@@ -233,13 +234,10 @@ def _slow_costs(found: Prediction, lanes: Lanes, slow: tuple[Slow, ...]) -> list
         delayed = typical_ms(lanes, (one,))
         rows.append({
             "slow": one.text, "words": one.words, "delay_ms": delayed - fast, "step_ms": delayed,
-            "delays": _delays(found, one),
+            "delays": _delays(found, lanes, one) if delayed > (1 + _NO_DELAY) * fast else "nobody",
         })  # fmt: skip
     return rows
 
 
-def _delays(found: Prediction, one: Slow) -> str:
-    rank = one.rank if one.rank is not None else one.link
-    if rank is None or found.setup is None or found.is_dry:
-        return "all ranks"
-    return rank_words(found.setup, rank)
+def _delays(found: Prediction, lanes: Lanes, one: Slow) -> str:
+    return "all ranks" if found.setup is None or found.is_dry else whom_words(found.setup, lanes, one)
