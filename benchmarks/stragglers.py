@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,10 @@ from lumos.analysis.slowdown_jobs import job_of_run, job_of_table
 from lumos.trace.read.operation_table import read_operation_table
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "calibration"))
+
+from step_times_data import STRAGGLERS, Recorded, unpack  # noqa: E402
+
 DATA = ROOT.parent / "shared" / "data"
 JOBS = DATA / "public" / "straggler_jobs"
 MEASURED = "## Checked against published jobs\n"
@@ -58,6 +64,7 @@ def page() -> Iterator[str]:
     yield from differences(found)
     yield from causes({f"job {name}": diagnosis for name, (diagnosis, _, _) in found.items()})
     yield from traces()
+    yield from mended()
 
 
 Found = dict[str, tuple[Diagnosis, dict[str, Any], float]]
@@ -157,6 +164,36 @@ def traces() -> Iterator[str]:
         cells = [f"{ours.slowdown:.3f}", str(ours.job.workers[first].rank), f"{ours.of_worker[first]:.3f}",
                  f"{ours.of_worker[second]:.3f}", named or "–"]  # fmt: skip
         yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+def mended() -> Iterator[str]:
+    """What a slow rank costs according to its trace, beside the same job without it."""
+    yield ""
+    yield "## Checked by mending"
+    yield ""
+    yield "Jobs on one H200 (`calibration/step_times_h200.py --set stragglers`), recorded with a rank that pauses or has"
+    yield "more kernels to run, and without. From the trace of the slow job, `lumos stragglers` says which rank it is, and"
+    yield "what the job would gain if that were like the others. Measured: the difference of median steps of the two"
+    yield "jobs, while they were profiled, and later. The same job started again differs by up to 2 ms."
+    yield ""
+    yield "| job | slow rank | named | gain predicted, ms | measured, profiled | measured, clean |"
+    yield "|---|---|---|---|---|---|"
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {run.name: run for run in unpack(STRAGGLERS, Path(folder))}
+        for run in runs.values():
+            if run.is_traced:
+                yield _mended_row(run, runs[f"{run.name.split('_')[0]}_even"])
+
+
+def _mended_row(run: Recorded, even: Recorded) -> str:
+    found = diagnose(slowdown(job_of_run(replay(read_job(run.traces)))))
+    slow = next((cause for cause in found.causes if cause.kind == "slow worker"), None)
+    named, gain = ("none", "") if slow is None else (slow.name, f"{slow.gain_ms:.1f}")
+    true = run.record["slow_rank"]
+    if run is even:
+        return f"| {run.name} | none | {named} | {gain} | | |"
+    profiled, clean = (float(np.median(run.ms(when)) - np.median(even.ms(when))) for when in ("profiled", "after"))
+    return f"| {run.name} | {true} | {named} | {gain} | {profiled:.1f} | {clean:.1f} |"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 HERE = Path(__file__).parent
-DEVELOPMENT, BLIND, LAST = (HERE / f"step_times_{name}h200.tar.xz" for name in ("", "blind_", "last_"))
+DEVELOPMENT, BLIND, LAST, STRAGGLERS = (
+    HERE / f"step_times_{name}h200.tar.xz" for name in ("", "blind_", "last_", "stragglers_")
+)
 STEPS = "steps.json"
 _DROPPED = (
     "External id", "Record function id", "Ev Idx", "Sequence number", "Fwd thread id", "Context", "Trace name", "grid",

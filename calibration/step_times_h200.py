@@ -1,6 +1,6 @@
 """Record how step times vary: traces of a dozen steps, and hundreds of steps of the same runs without the profiler.
 
-    python3 calibration/step_times_h200.py --out DIR [--set development|blind|last] [--budget-s 400]
+    python3 calibration/step_times_h200.py --out DIR [--set development|blind|last|stragglers] [--budget-s 400]
 
 Training runs of one process, then jobs of two to four ranks that share the GPU (NCCL over loopback sockets, under MPS).
 Each records clean steps, profiled steps (saved as a trace) and clean steps again. A step ends when the host has read
@@ -61,6 +61,9 @@ class Run:
     accum: int = 1
     data: str = "fixed"  # one batch; "loader": a DataLoader in Python; "lengths": batches as long as their longest text
     traced_steps: int = 12
+    slow_rank: int = -1  # one that takes longer than it should
+    slow_host_ms: float = 0.0  # by a pause of its host in every step
+    slow_matmuls: int = 0  # by kernels that the others do not run
     clean_s: float = 9.0  # clean steps after recording: at least 120, then until this time or 500
 
     @property
@@ -125,7 +128,20 @@ LAST = [  # recorded once everything that draws steps was fixed
     _ranks("last_tp2", "judge", "tp", 2, Shape(3, 896, 2432, 14, 6144, 640, 3)),
     _ranks("last_pp2", "judge", "pp", 2, Shape(4, 896, 2432, 14, 6144, 448, 2), microbatches=3),
 ]
-SETS = {"development": DEVELOPMENT, "blind": BLIND, "last": LAST}
+_DDP2, _DDP3 = Shape(3, 896, 2432, 14, 6144, 512, 2), Shape(2, 896, 2432, 14, 6144, 384, 2)
+_FSDP2, _PP2 = Shape(3, 896, 2432, 14, 6144, 448, 2), Shape(4, 768, 2048, 12, 6144, 448, 2)
+STRAGGLERS = [  # the same job with and without a slow rank: what mending it gives
+    _ranks("ddp2_even", "judge", "ddp", 2, _DDP2),
+    replace(_ranks("ddp2_pause", "judge", "ddp", 2, _DDP2), slow_rank=1, slow_host_ms=12.0),
+    replace(_ranks("ddp2_work", "judge", "ddp", 2, _DDP2), slow_rank=0, slow_matmuls=300),
+    _ranks("ddp3_even", "judge", "ddp", 3, _DDP3),
+    replace(_ranks("ddp3_pause", "judge", "ddp", 3, _DDP3), slow_rank=2, slow_host_ms=15.0),
+    _ranks("fsdp2_even", "judge", "fsdp", 2, _FSDP2),
+    replace(_ranks("fsdp2_pause", "judge", "fsdp", 2, _FSDP2), slow_rank=0, slow_host_ms=15.0),
+    _ranks("pp2_even", "judge", "pp", 2, _PP2, microbatches=3),
+    replace(_ranks("pp2_pause", "judge", "pp", 2, _PP2, microbatches=3), slow_rank=1, slow_host_ms=8.0),
+]
+SETS = {"development": DEVELOPMENT, "blind": BLIND, "last": LAST, "stragglers": STRAGGLERS}
 
 
 class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -183,11 +199,19 @@ def single_step(run: Run, device: str) -> Callable[[], object]:
     return step
 
 
-def rank_step(job: Job, rank: int, device: str) -> Callable[[], object]:
+def rank_step(run: Run, rank: int, device: str) -> Callable[[], object]:
+    assert run.job is not None
+    job = run.job
     build = pipeline_step if job.mode == "pp" else data_step
     step = build(job, rank, device)
+    slow = rank == run.slow_rank
+    more = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16) if slow and run.slow_matmuls else None
 
     def waited() -> None:
+        if slow and run.slow_host_ms:
+            time.sleep(run.slow_host_ms / 1e3)
+        for _ in range(run.slow_matmuls if more is not None else 0):
+            torch.mm(more, more)
         step()
         synchronize()
 
@@ -249,7 +273,7 @@ def record(run: Run, rank: int, folder: Path, device: str) -> None:
     """Train as one rank of `run`, and write its times and its trace."""
     if run.job:
         join_job(device)
-        step = rank_step(run.job, rank, device)
+        step = rank_step(run, rank, device)
     else:
         if device == "cuda":
             heat_gpu()

@@ -488,6 +488,12 @@ def test_an_order_that_no_pipeline_has_is_refused(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- traces
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
+    """Jobs on an H200 with and without a slow rank."""
+    return {run.name: run for run in unpack(STRAGGLERS, tmp_path_factory.mktemp("stragglers"))}
+
+
 def test_the_slow_rank_of_a_trace_is_the_one_that_a_replay_names() -> None:
     run = replay(read_job(EXAMPLE))
     found = diagnose(slowdown(job_of_run(run)))
@@ -502,6 +508,18 @@ def test_the_slow_rank_of_a_trace_is_the_one_that_a_replay_names() -> None:
     assert 1.1 < answer["slowdown"] < 1.3
     assert answer["simulated_ms"] == pytest.approx(run.simulated_steps.mean)
     assert found.slowdown.base_ms.tolist() == pytest.approx(run.simulated_steps.milliseconds.tolist())
+
+
+@pytest.mark.parametrize(("name", "rank", "pause_ms"), [("ddp2_pause", 1, 12.0), ("ddp3_pause", 2, 15.0)])
+def test_a_rank_that_pauses_is_named_and_mending_it_gives_what_was_measured(
+    recorded: dict[str, Recorded], name: str, rank: int, pause_ms: float
+) -> None:
+    found = diagnose(slowdown(job_of_run(replay(read_job(recorded[name].traces)))))
+    even = recorded[f"{name.split('_')[0]}_even"]
+    gained = float(np.median(recorded[name].clean) - np.median(even.clean))
+    assert (first(found).kind, first(found).name) == ("slow worker", f"rank {rank}")
+    assert first(found).gain_ms == pytest.approx(gained, rel=0.2)
+    assert gained > pause_ms
 
 
 def test_ranks_that_do_the_same_slow_nobody_down() -> None:

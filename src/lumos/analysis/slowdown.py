@@ -55,6 +55,7 @@ class Job:
     replayed_ms: Floats  # the same, simulated, with the delays of launches
     simulate: Callable[[Floats], Floats]
     communication: tuple[str, ...]  # types
+    of_others: Floats | None = None  # of traces: what the other ranks took for the same
     warnings: tuple[str, ...] = ()
     gpus: int = 0
     passes: tuple[str, ...] = ()  # types that are forward and backward passes

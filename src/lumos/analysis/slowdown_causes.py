@@ -13,6 +13,7 @@ from lumos.analysis.slowdown import Slowdown
 from lumos.graph.graph import Bools, Floats, Ints
 
 _NOTABLE = 0.01  # of the step: less is no cause
+_WHO_FIRST = 1.25  # a slow worker is named before the kind of its work that is slow
 _WORTH_A_LINE = 0.05  # per cent that a fix gains
 _SLOWER = 1.05  # times its peers: less is noise
 _PERSISTENT = 0.75  # of the steps
@@ -70,7 +71,7 @@ def diagnose(found: Slowdown, layers: int = 0) -> Diagnosis:
     fixes = [*(fix for fix in look.fixes if fix.gain_pct >= _WORTH_A_LINE), *look.usual_fixes()]
     return Diagnosis(
         found,
-        tuple(sorted(causes, key=lambda one: -one.gain_ms)),
+        tuple(sorted(causes, key=lambda one: -one.gain_ms * (_WHO_FIRST if one.kind == "slow worker" else 1))),
         tuple(sorted(fixes, key=lambda one: -one.gain_ms)),
     )
 
@@ -160,7 +161,9 @@ class _Look:
             if np.isnan(alone).any() or np.mean(alone >= 1 + _NOTABLE) < _PERSISTENT:
                 continue
             rank = self.job.workers[worker].rank
-            gain = self._gain(self.job.fixing(self.job.worker == worker), f"rank {rank} like the others")
+            mended = self.job.ideal if self.job.of_others is None else self.job.of_others
+            scenario = np.where(self.job.worker == worker, mended, self.job.took)
+            gain = self._gain(scenario, f"rank {rank} like the others")
             why = self.job.why.get(rank, "it takes longer than the others")
             yield from self._cause("slow worker", f"rank {rank}", gain, why)
 

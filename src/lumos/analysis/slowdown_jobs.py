@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from lumos.analysis.replay import Replay
@@ -9,10 +11,11 @@ from lumos.analysis.run import TracedRun
 from lumos.analysis.slowdown import Job, Worker
 from lumos.errors import InputError
 from lumos.graph.from_operations import OperationGraph, operation_graph
-from lumos.graph.graph import Floats, Ints
+from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.simulate import simulate, simulate_many
 from lumos.trace.names import Kind, is_step
 from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
+from lumos.trace.steps import StepMarks
 
 _JOINED = {name: f"{name.split('-')[0]}-pp-comm" for name in MESSAGES}  # a send and its receive are one transfer
 _COMMUNICATION = (
@@ -22,6 +25,8 @@ _COMMUNICATION = (
 _KINDS = {Kind.COMPUTE: "compute", Kind.COMM: "communication", Kind.COPY: "copies", Kind.CPU: "host"}
 _MS = 1e-6  # a nanosecond
 _MOST_SEGMENTS = 1023
+_IN_PLACE = 0.8  # of the fastest rank; jobs whose ranks do the same have 0.89 or more, where hosts wait for others 0.34
+_MESSAGES = ("c10d::send", "c10d::recv_", "nccl:send", "nccl:recv")  # of pipelines, whose stages do different things
 
 
 def job_of_table(table: OperationTable) -> Job:
@@ -149,7 +154,9 @@ def _spans(found: OperationGraph, durations: Floats, step: Ints) -> tuple[Floats
 def job_of_run(run: Replay) -> Job:
     """The job of traces of several ranks: tasks of the same name and place in the step are compared.
 
-    What a rank runs more than the others has no counterpart there; in the ideal job it is shared by all ranks.
+    What a rank runs more than the others has no counterpart there; in the ideal job it is shared by all ranks. Time of
+    hosts is not work that could be shared: there, the ideal is the median rank, and the faster one of two, unless ranks
+    are stages of a pipeline, or hosts wait for one another at different places.
     """
     execution, nodes = run.execution, run.execution.nodes
     if len(run.marks.ranks) * len(run.marks.names) < 2:
@@ -162,10 +169,16 @@ def job_of_run(run: Replay) -> Job:
     took = graph.duration[:size]
     gap = (graph.gap + graph.frozen)[:size]
     task = _alike(run, step)
-    cells = len(run.marks.ranks) * len(run.marks.names)
-    transfers = (nodes.kind == Kind.COMM) & (step >= 0)
-    ideal = np.where(transfers, _least_transfer(run, task, took), _shared_mean(task, took, step, cells))
-    ideal_gap = np.where(graph.is_first[:size], gap, _shared_mean(task, gap, step, cells))
+    alike = not any(name in _MESSAGES for name in execution.trace.names)
+    transfers, begins = (nodes.kind == Kind.COMM) & (step >= 0), graph.is_first[:size]
+    on_host = np.where(nodes.kind == Kind.CPU, took, 0.0)
+    durations, hosts, gaps = (_ByRank.of(task, value, step, column, run.marks, alike) for value in (took, on_host, gap))
+    alike &= hosts.in_place
+    ideal = np.where((nodes.kind == Kind.CPU) & hosts.in_place, hosts.median(task), durations.mean(task))
+    ideal = np.where(transfers, _least_transfer(run, task, took), np.where(step >= 0, ideal, took))
+    ideal_gap = np.where(begins | (step < 0), gap, gaps.median(task) if hosts.in_place else gaps.mean(task))
+    others = np.where(transfers, ideal, np.where(step >= 0, durations.others(task, column), took))
+    others_gap = np.where(begins | (step < 0), gap, gaps.others(task, column))
 
     def steps(durations: Floats) -> Floats:
         return np.array([_with_times(run, one[:size], one[size:]).steps.milliseconds for one in durations])
@@ -178,6 +191,7 @@ def job_of_run(run: Replay) -> Job:
         workers=tuple(Worker(rank) for rank in run.marks.ranks), worker=np.tile(column, 2),
         steps=run.marks.names, step=np.tile(step, 2),
         took=np.concatenate([took, gap]), ideal=np.concatenate([ideal, ideal_gap]),
+        of_others=np.concatenate([others, others_gap]) if alike else None,
         recorded_ms=run.recorded_steps.milliseconds, replayed_ms=run.simulated_steps.milliseconds,
         simulate=steps, communication=("communication",), gpus=len(run.marks.ranks),
         warnings=(*run.execution.warnings, *alone),
@@ -248,11 +262,40 @@ def _numbered(*columns: Ints) -> Ints:
     return key
 
 
-def _shared_mean(task: Ints, value: Floats, step: Ints, cells: int) -> Floats:
-    """The mean over all ranks and steps of what is alike; who does not do it counts as zero."""
-    inside = step >= 0
-    total = np.bincount(task, weights=value * inside)
-    return np.where(inside, total[task] / cells, value)
+@dataclass(frozen=True)
+class _ByRank:
+    """What is alike, (tasks, ranks): its time in a step, on average over the steps; 0 where a rank does not do it."""
+
+    time: Floats
+    comparable: Bools  # tasks of which one rank should take as long as another
+
+    @classmethod
+    def of(cls, task: Ints, value: Floats, step: Ints, rank: Ints, marks: StepMarks, alike: bool) -> _ByRank:
+        shape = int(task.max(initial=0)) + 1, len(marks.ranks)
+        place, inside = task * shape[1] + rank, step >= 0
+        time = np.bincount(place, weights=value * inside, minlength=shape[0] * shape[1]) / len(marks.names)
+        done = np.bincount(place, weights=inside, minlength=shape[0] * shape[1]).reshape(shape) > 0
+        return cls(time.reshape(shape), np.asarray(done.all(axis=1) & alike))
+
+    @property
+    def in_place(self) -> bool:
+        """Whether ranks lose time at the same places; where each waits elsewhere, medians would leave nothing of it."""
+        every = np.arange(len(self.time))
+        return float(self.median(every).sum()) >= _IN_PLACE * float(self.time.sum(axis=0).min())
+
+    def mean(self, task: Ints) -> Floats:
+        """Over all ranks: work that could be shared."""
+        return np.asarray(self.time.mean(axis=1)[task])
+
+    def median(self, task: Ints) -> Floats:
+        """The median rank, or the faster of two; what only some ranks do, or stages differ in, counts as shared."""
+        median = np.sort(self.time, axis=1)[:, (self.time.shape[1] - 1) // 2]
+        return np.asarray(np.where(self.comparable, median, self.time.mean(axis=1))[task])
+
+    def others(self, task: Ints, rank: Ints) -> Floats:
+        """The mean over all ranks but one."""
+        rest = self.time.sum(axis=1)[task] - self.time[task, rank]
+        return np.asarray(rest / max(1, self.time.shape[1] - 1))
 
 
 def _least_transfer(run: Replay, task: Ints, took: Floats) -> Floats:
