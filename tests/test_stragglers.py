@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,11 @@ from lumos.trace.read.operation_table import is_operation_table, read_operation_
 from support import Event, call, header, kernel, memcpy, note, op, write_trace
 from synthetic_jobs import Job, Pass
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "src/lumos/data/example"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "src/lumos/data/example"
+sys.path.insert(0, str(ROOT / "calibration"))
+
+from step_times_data import STRAGGLERS, Recorded, unpack  # noqa: E402
 
 
 def of(job: Job, folder: Path, layers: int = 0) -> Diagnosis:
