@@ -8,7 +8,8 @@ Costs are seconds; a backward pass costs twice what `cost` says.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,17 @@ import polars
 from lumos.schedules.interleaved import SCHEDULE as INTERLEAVED
 from lumos.schedules.one_forward_one_backward import SCHEDULE as ONE_F_ONE_B
 
-sys.setrecursionlimit(100_000)
+
+@contextmanager
+def deep_recursion() -> Iterator[None]:
+    """A pass asks for the end of the pass before it, and so on: long pipelines nest deeply. Other tests must not."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
 
 FIXED = {
     "params-all-gather": 0.02, "layernorm-grads-all-reduce": 0.001, "embedding-grads-all-reduce": 0.003,
@@ -178,7 +189,8 @@ class _Step:
         return start + FIXED.get(name, 0.0)
 
     def rows(self) -> list[dict[str, Any]]:
-        return [row for r in range(self.job.dp) for s in range(self.job.pp) for row in self._worker(r, s)]
+        with deep_recursion():
+            return [row for r in range(self.job.dp) for s in range(self.job.pp) for row in self._worker(r, s)]
 
     def _worker(self, r: int, s: int) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []

@@ -252,7 +252,7 @@ def test_what_is_not_known_is_a_dash_and_is_sorted_last() -> None:
 def test_a_search_without_a_result_says_so() -> None:
     text = text_of(search_page({"setup": {}, "evaluated": 12, "seconds": 0.1, "objective": "step_ms", "results": [],
                                 "global_batch": BATCH}))  # fmt: skip
-    assert "no configuration is valid and fits" in text
+    assert "no configuration is valid, fits and meets the deadline" in text
 
 
 def test_a_search_names_only_the_keys_that_differ() -> None:
