@@ -67,6 +67,18 @@ def write(tmp_path: Path) -> Write:
     return to_file
 
 
+LONGEST_FIRST = (
+    "test_search", "test_docs", "test_calibration", "test_inference", "test_sampling", "test_engines", "test_stranger",
+    "test_capture", "test_fuzz", "test_dry_run", "test_bad_input", "test_dry_script", "test_fit", "test_risk",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long begin first, so that no core waits for the last of them; the order within a file stays."""
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say why tests were skipped, each reason once: a run without the shared measurements must not look complete."""
     skipped = terminalreporter.stats.get("skipped", [])

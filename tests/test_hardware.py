@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -82,6 +82,7 @@ def test_what_was_never_sampled_is_said_to_be_transferred(tmp_path: Path) -> Non
 
 
 @given(factor=st.floats(0.3, 4.0))
+@settings(max_examples=30)
 def test_a_faster_memory_or_tensor_core_never_makes_a_step_longer(factor: float) -> None:
     low, high = sorted((1.0, factor))
     assert step_ms(hbm_tb_s=4.8 * high) <= step_ms(hbm_tb_s=4.8 * low) * 1.02
