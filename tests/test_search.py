@@ -358,7 +358,7 @@ def test_zero_2_is_tried_with_a_pipeline_where_the_framework_combines_them(
 
 def test_experts_are_divided_too() -> None:
     base = read_setup(ROOT / "examples/one-h200.toml", ["model.preset=mixtral-8x7b", "train.global_batch=64"])
-    found = search(base, {"cluster.gpus": [32], "parallel.cp": [1], "train.micro_batch": [1]})
+    found = search(base, {"cluster.gpus": [32], "parallel.cp": [1], "train.micro_batch": [1], "parallel.pp": [1, 2]})
     assert {row["parallel.ep"] for row in found.table()} > {1}
 
 
@@ -386,7 +386,7 @@ def test_experts_that_are_cut_by_tensor_parallelism_stay_so_in_a_search() -> Non
 
 
 def test_a_deadline_asks_for_the_fewest_gpus_that_meet_it(llama: Setup) -> None:
-    few = FEW | {"cluster.gpus": [32, 64, 128]}
+    few = FEWER | {"cluster.gpus": [32, 64, 128]}
     seconds = {
         gpus: search(llama, few | {"cluster.gpus": [gpus]}).search.front.best[0].seconds for gpus in (32, 64, 128)
     }
@@ -398,7 +398,7 @@ def test_a_deadline_asks_for_the_fewest_gpus_that_meet_it(llama: Setup) -> None:
 
 
 def test_cheaper_gpus_win_where_money_counts(llama: Setup) -> None:
-    few = FEW | {"cluster.gpu": ["h100", "h200"]}
+    few = FEWER | {"cluster.gpu": ["h100", "h200"]}
     for prices, winner in (((("h100", 1.0), ("h200", 9.0)), "h100"), ((("h100", 9.0), ("h200", 1.0)), "h200")):
         found = search(llama, few, objective=Objective("cost", prices)).as_dict()
         assert found["results"][0]["cluster.gpu"] == winner
