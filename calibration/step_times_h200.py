@@ -1,6 +1,6 @@
 """Record how step times vary: traces of a dozen steps, and hundreds of steps of the same runs without the profiler.
 
-    python3 calibration/step_times_h200.py --out DIR [--set development|blind|last|stragglers] [--budget-s 400]
+    python3 calibration/step_times_h200.py --out DIR [--set development|blind|last|stragglers|stragglers-blind] [--budget-s 400]
 
 Training runs of one process, then jobs of two to four ranks that share the GPU (NCCL over loopback sockets, under MPS).
 Each records clean steps, profiled steps (saved as a trace) and clean steps again. A step ends when the host has read
@@ -141,7 +141,18 @@ STRAGGLERS = [  # the same job with and without a slow rank: what mending it giv
     _ranks("pp2_even", "judge", "pp", 2, _PP2, microbatches=3),
     replace(_ranks("pp2_pause", "judge", "pp", 2, _PP2, microbatches=3), slow_rank=1, slow_host_ms=8.0),
 ]
-SETS = {"development": DEVELOPMENT, "blind": BLIND, "last": LAST, "stragglers": STRAGGLERS}
+_DDP4, _FSDP3 = Shape(2, 768, 2048, 12, 6144, 448, 2), Shape(2, 896, 2432, 14, 6144, 384, 2)
+_DDP2B = Shape(2, 1152, 3072, 18, 6144, 448, 2)
+STRAGGLERS_BLIND = [  # recorded once it was fixed how ranks are compared
+    _ranks("ddp4_even", "judge", "ddp", 4, _DDP4),
+    replace(_ranks("ddp4_pause", "judge", "ddp", 4, _DDP4), slow_rank=1, slow_host_ms=10.0),
+    replace(_ranks("ddp4_work", "judge", "ddp", 4, _DDP4), slow_rank=3, slow_matmuls=250),
+    _ranks("fsdp3_even", "judge", "fsdp", 3, _FSDP3),
+    replace(_ranks("fsdp3_pause", "judge", "fsdp", 3, _FSDP3), slow_rank=1, slow_host_ms=20.0),
+    _ranks("ddp2b_even", "judge", "ddp", 2, _DDP2B),
+    replace(_ranks("ddp2b_pause", "judge", "ddp", 2, _DDP2B), slow_rank=0, slow_host_ms=8.0),
+]
+SETS = {"development": DEVELOPMENT, "blind": BLIND, "last": LAST, "stragglers": STRAGGLERS, "stragglers-blind": STRAGGLERS_BLIND}
 
 
 class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
