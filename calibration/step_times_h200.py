@@ -1,6 +1,6 @@
 """Record how step times vary: traces of a dozen steps, and hundreds of steps of the same runs without the profiler.
 
-    python3 calibration/step_times_h200.py --out DIR [--set development|blind|last|stragglers|stragglers-blind] [--budget-s 400]
+    python3 calibration/step_times_h200.py --out DIR [--set NAME] [--budget-s 400]
 
 Training runs of one process, then jobs of two to four ranks that share the GPU (NCCL over loopback sockets, under MPS).
 Each records clean steps, profiled steps (saved as a trace) and clean steps again. A step ends when the host has read
@@ -152,7 +152,10 @@ STRAGGLERS_BLIND = [  # recorded once it was fixed how ranks are compared
     _ranks("ddp2b_even", "judge", "ddp", 2, _DDP2B),
     replace(_ranks("ddp2b_pause", "judge", "ddp", 2, _DDP2B), slow_rank=0, slow_host_ms=8.0),
 ]
-SETS = {"development": DEVELOPMENT, "blind": BLIND, "last": LAST, "stragglers": STRAGGLERS, "stragglers-blind": STRAGGLERS_BLIND}
+SETS = {
+    "development": DEVELOPMENT, "blind": BLIND, "last": LAST, "stragglers": STRAGGLERS,
+    "stragglers-blind": STRAGGLERS_BLIND,
+}  # fmt: skip
 
 
 class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
