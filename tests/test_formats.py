@@ -356,7 +356,7 @@ def exported(factory: pytest.TempPathFactory) -> bytes:
 
 def test_an_independent_reader_sees_the_documented_fields(tmp_path: Path) -> None:
     run = executed(job(tmp_path / "job"))
-    written = write_chakra(tmp_path / "x.et", run)
+    written = write_chakra(tmp_path / "x.et", run, metadata=True)
     head, *rest = list(messages(written.files[0]))
     assert head[0] == Field(1, 2, b"0.0.4")
     nodes = [seen(found) for found in rest]
@@ -368,16 +368,16 @@ def test_an_independent_reader_sees_the_documented_fields(tmp_path: Path) -> Non
     reduces = [n for n in nodes if n.type == NodeType.COMM_COLL]
     assert [n.attributes["comm_size"] for n in reduces] == [(INT64, 2 * 4096 * i) for i in (1, 2, 3, 4)]
     assert {n.attributes["comm_type"] for n in reduces} == {(INT64, 0)}
-    assert {n.attributes["pg_name"] for n in reduces} == {(STRING, b"0")}
+    assert {n.attributes["pg_name"] for n in reduces} == {(STRING, b"1")}
     assert not any(n.attributes["is_cpu_op"][1] for n in reduces)
 
 
 def test_process_groups_are_described_as_the_feeder_parses_them(tmp_path: Path) -> None:
-    written = write_chakra(tmp_path / "x.et", executed(job(tmp_path / "job")))
+    written = write_chakra(tmp_path / "x.et", executed(job(tmp_path / "job")), metadata=True)
     metadata = list(messages(written.files[1]))[1]
     inputs = {f.number: f.value for f in fields(next(f.value for f in metadata if f.number == 8))}
     (group,) = json.loads(inputs[1].decode()[2:-2])  # without [' and ']
-    assert (group["pg_name"], group["ranks"], group["group_size"]) == ("0", [], 2)
+    assert (group["pg_name"], group["ranks"], group["group_size"]) == ("1", [0, 1], 2)
 
 
 def test_groups_smaller_than_the_world_have_their_ranks_and_a_number_of_their_own(tmp_path: Path) -> None:

@@ -38,15 +38,25 @@ def convert_command(
     et: Annotated[
         Path | None, typer.Option("--et", help="The PyTorch execution trace of the same run, or a folder of them.")
     ] = None,
+    fold_host: Annotated[
+        bool, typer.Option("--fold-host", help="Chakra without the host: a chain of work a rank, and its transfers.")
+    ] = False,
+    metadata: Annotated[
+        bool, typer.Option("--metadata", help="Chakra with PyTorch's node of process groups; ASTRA-sim stops at it.")
+    ] = False,
 ) -> None:
     """Write a run in another format: Chakra, Kineto or Perfetto.
 
     Chakra is for simulators; Perfetto shows all ranks in one view.
     """
     check_output(output, path, FORMS)
+    _check_chakra_options(output, fold_host, metadata, et)
     execution, links = _load(path, options, et)
     with busy("writing"):
-        answer = _write(output, execution, links)
+        if form_of(output, FORMS) == ".et":
+            answer = _write_chakra(output, execution, links, metadata, fold_host)
+        else:
+            answer = _write(output, execution, links)
     deliver(answer, _show, as_json)
 
 
@@ -87,21 +97,44 @@ def _execution_traces(trace: Trace, et: Path) -> dict[int, Path]:
     return {rank: by_rank[rank] for rank in trace.ranks}
 
 
+def _check_chakra_options(output: Path, fold_host: bool, metadata: bool, et: Path | None) -> None:
+    """Refuse options that contradict each other, or the format."""
+    given = [name for name, there in (("--fold-host", fold_host), ("--metadata", metadata)) if there]
+    if given and form_of(output, FORMS) != ".et":
+        raise OptionError(f"{given[0]}: shapes Chakra files; name one with -o NAME.et, not {output.name}")
+    if len(given) > 1:
+        raise OptionError("--fold-host and --metadata: files without the host are for ASTRA-sim, which stops at it")
+    if fold_host and et is not None:
+        raise OptionError(f"--et {et}: adds tensors to operators, which --fold-host leaves out; choose one of them")
+
+
+def _write_chakra(
+    output: Path, execution: Execution, links: Links | None, metadata: bool, fold_host: bool
+) -> dict[str, Any]:
+    found = write_chakra(output, execution, links, metadata, fold_host)
+    counts: dict[str, Any] = {key: getattr(found, key) for key in ("nodes", "collectives", "messages", "groups")}
+    counts["group_file"] = "" if found.group_file is None else str(found.group_file)
+    return _answer(found.files, execution, links, found.warnings, counts)
+
+
 def _write(output: Path, execution: Execution, links: Links | None) -> dict[str, Any]:
-    """Write the form that the name asks for; what was written."""
-    trace, counts, warnings = execution.trace, {}, list(execution.warnings)
-    if form_of(output, FORMS) == ".et":
-        found = write_chakra(output, execution, links)
-        files = found.files
-        counts = {key: getattr(found, key) for key in ("nodes", "collectives", "messages", "groups")}
-        warnings += found.warnings
-    elif len(trace.ranks) > 1 and _RANK not in output.name:
+    """A timeline: one file with all ranks, or one a rank."""
+    trace = execution.trace
+    if len(trace.ranks) > 1 and _RANK not in output.name:
         files = [output]
         write_timeline(output, replay(execution).run)  # all ranks in one file, with arrows; it is for looking at
     else:
         files = [output.with_name(output.name.replace(_RANK, str(rank))) for rank in trace.ranks]
         for file, rank in zip(files, trace.ranks, strict=True):
             write_kineto(file, trace, rank)
+    return _answer(files, execution, links, [], {})
+
+
+def _answer(
+    files: list[Path], execution: Execution, links: Links | None, warnings: list[str], counts: dict[str, Any]
+) -> dict[str, Any]:
+    """What was written."""
+    trace = execution.trace
     notes = [] if links is None else [f"{len(links.by_row):,} operators linked with execution traces", *links.notes]
     answer = {"files": [str(file) for file in files], "ranks": len(trace.ranks), "events": len(trace), **counts}
-    return answer | {"notes": notes, "warnings": warnings}
+    return answer | {"notes": notes, "warnings": [*execution.warnings, *warnings]}

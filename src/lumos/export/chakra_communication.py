@@ -3,6 +3,9 @@
 A simulator that runs the files waits for every participant of a collective and for the other side of a message, so a
 node of communication is written only if its kind and size are known and its counterparts are written too. Any other
 communication kernel is written as plain work of its recorded length, and counted.
+
+ASTRA-sim knows some collectives only, and reads `comm_size` as what every rank puts in: its part of an all-gather, all
+of it for the others. It never ends an all-gather of fewer bytes than it cuts it into.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from lumos.graph.from_trace.rendezvous import POINT_TO_POINT, Rendezvous
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 from lumos.trace.trace import Message
 
-_LARGEST_GROUP_NAME = "0"  # the feeder takes this name for all ranks, whatever is said of it
+LEAST_BYTES = 64  # of a collective; ASTRA-sim cuts them into chunks, and waits for ever for one of no bytes
+_SIMULATED = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast")  # what ASTRA-sim knows
+_IN_PLACE_OF = {"barrier": "all_reduce"}  # all others as a broadcast, which it replays at its recorded length
 
 
 class Transfer(NamedTuple):
@@ -28,7 +33,7 @@ class Transfer(NamedTuple):
     type: NodeType
     bytes: int
     collective: int = -1  # its number in the schema
-    group: str = ""  # a process group by the number under which it is written
+    group: str = ""  # a process group by the number under which it is written; numbers begin at 1
     source: int = -1
     destination: int = -1
     tag: int = -1
@@ -41,28 +46,37 @@ class Communication:
     transfers: dict[int, list[Transfer]] = field(default_factory=lambda: defaultdict(list))
     groups: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)
     plain: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # why kernels are plain work
+    replaced: Counter[tuple[str, str]] = field(default_factory=Counter)  # kinds that are written as another
 
     @property
     def warnings(self) -> list[str]:
-        return [
+        plain = (
             f"{len(rows)} communication kernels are written as plain work: {why}" for why, rows in self.plain.items()
-        ]
+        )
+        replaced = (
+            f"{count} kernels of {kind} are written as {other}: ASTRA-sim knows no {kind} (--metadata keeps it)"
+            for (kind, other), count in self.replaced.items()
+        )
+        return [*plain, *replaced]
 
-    def described_groups(self, world: tuple[int, ...]) -> list[dict[str, object]]:
-        """The groups as PyTorch describes them; no ranks means all of them."""
+    def described_groups(self) -> list[dict[str, object]]:
+        """The groups as PyTorch describes them in a node of metadata."""
         return [
-            {
-                "pg_name": name,
-                "pg_desc": label,
-                "ranks": [] if name == _LARGEST_GROUP_NAME else list(ranks),
-                "group_size": len(ranks or world),
-            }
+            {"pg_name": name, "pg_desc": label, "ranks": list(ranks), "group_size": len(ranks)}
             for (label, ranks), name in self.groups.items()
         ]
 
+    def group_file(self) -> dict[str, list[int]]:
+        """The groups as ASTRA-sim takes them (`--comm-group-configuration`)."""
+        return {name: list(ranks) for (_, ranks), name in self.groups.items()}
 
-def plan_communication(execution: Execution) -> Communication:
-    """The nodes of communication for every communication kernel of a run."""
+
+def plan_communication(execution: Execution, closed: bool = False, every_kind: bool = False) -> Communication:
+    """The nodes of communication for every communication kernel of a run.
+
+    With `closed`, only where all participants are in the trace: a simulator would wait for the others for ever. With
+    `every_kind`, collectives that ASTRA-sim does not know are kept as they are.
+    """
     plan = Communication()
     tags: Counter[tuple[int, int]] = Counter()
     world = world_of(execution)
@@ -73,10 +87,12 @@ def plan_communication(execution: Execution) -> Communication:
         if found.collective in POINT_TO_POINT:
             _add_message(plan, found, tags)
         else:
-            _add_collective(plan, found, world)
+            _add_collective(plan, found, world, closed)
     for row in np.flatnonzero(execution.trace.is_communication).tolist():
         if row not in matched:
-            _add_alone(plan, execution, row, world)
+            _add_alone(plan, execution, row, world, closed)
+    if not every_kind:
+        _replace_kinds(plan)
     for transfers in plan.transfers.values():
         # Sends first: a simulator that does one thing at a time would wait for ever if both sides received first.
         transfers.sort(key=lambda t: t.type)
@@ -102,17 +118,33 @@ def _add_message(plan: Communication, found: Rendezvous, tags: Counter[tuple[int
         plan.transfers[row].append(sent)
 
 
-def _add_collective(plan: Communication, found: Rendezvous, world: tuple[int, ...]) -> None:
+def _replace_kinds(plan: Communication) -> None:
+    """Kinds that ASTRA-sim does not know become others that it does; it stops at a node of an unknown kind."""
+    names = {number: name for name, number in COLLECTIVES.items()}
+    for row, transfers in plan.transfers.items():
+        for i, transfer in enumerate(transfers):
+            kind = names.get(transfer.collective, "")
+            if kind and kind not in _SIMULATED:
+                other = _IN_PLACE_OF.get(kind, "broadcast")
+                plan.replaced[kind, other] += 1
+                plan.transfers[row][i] = transfer._replace(collective=COLLECTIVES[other])
+
+
+def _add_collective(plan: Communication, found: Rendezvous, world: tuple[int, ...], closed: bool) -> None:
     kind, size = COLLECTIVES.get(found.collective, -1), _sent_bytes(found.message)
     if kind < 0 or size < 0:
         plan.plain["their kind or size is not recorded"].update(found.rows.tolist())
         return
-    group = _group(plan, found.message, found.ranks, world)
+    members = _members(found.message, found.ranks, world)
+    if closed and set(members) != set(found.ranks):
+        plan.plain["not all ranks of their process group are in the trace"].update(found.rows.tolist())
+        return
+    group = _group(plan, found.message, members)
     for row in found.rows.tolist():
-        plan.transfers[row].append(Transfer(NodeType.COMM_COLL, size, kind, group))
+        plan.transfers[row].append(Transfer(NodeType.COMM_COLL, max(size, LEAST_BYTES), kind, group))
 
 
-def _add_alone(plan: Communication, execution: Execution, row: int, world: tuple[int, ...]) -> None:
+def _add_alone(plan: Communication, execution: Execution, row: int, world: tuple[int, ...], closed: bool) -> None:
     """A kernel without counterpart: its peers are not in this trace, or their part of it was cut off."""
     trace = execution.trace
     message = trace.messages[trace.message[row]] if trace.message[row] >= 0 else None
@@ -122,9 +154,11 @@ def _add_alone(plan: Communication, execution: Execution, row: int, world: tuple
         plan.plain["their kind, peer or size is not recorded"].add(row)
     elif not others.isdisjoint(trace.ranks):
         plan.plain["the other ranks did not record their part"].add(row)
+    elif closed:
+        plan.plain["not all ranks of their process group are in the trace"].add(row)
     else:
-        group = _group(plan, message, (int(trace.rank[row]),), world)
-        plan.transfers[row].append(Transfer(NodeType.COMM_COLL, size, kind, group))
+        group = _group(plan, message, _members(message, (int(trace.rank[row]),), world))
+        plan.transfers[row].append(Transfer(NodeType.COMM_COLL, max(size, LEAST_BYTES), kind, group))
 
 
 def _sent_bytes(message: Message | None) -> int:
@@ -137,14 +171,13 @@ def _sent_bytes(message: Message | None) -> int:
     return larger * message.in_elements // max(message.in_elements, message.out_elements)
 
 
-def _group(plan: Communication, message: Message | None, here: tuple[int, ...], world: tuple[int, ...]) -> str:
-    """The number of a process group; the first that holds all ranks is 0, as the feeder expects."""
-    ranks = message.ranks if message and message.ranks else ()
-    if not ranks:  # not recorded: as many as take part, or all
-        ranks = here if message and message.group_size == len(here) else world
-    key = (message.group if message else "", ranks)
-    if key not in plan.groups:
-        taken = set(plan.groups.values())
-        whole = set(ranks) == set(world) and _LARGEST_GROUP_NAME not in taken
-        plan.groups[key] = _LARGEST_GROUP_NAME if whole else str(len(taken - {_LARGEST_GROUP_NAME}) + 1)
-    return plan.groups[key]
+def _members(message: Message | None, here: tuple[int, ...], world: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of a process group; where they are not recorded, as many as take part, or all."""
+    if message and message.ranks:
+        return message.ranks
+    return here if message and message.group_size == len(here) else world
+
+
+def _group(plan: Communication, message: Message | None, ranks: tuple[int, ...]) -> str:
+    """The number of a process group. ASTRA-sim refuses 0, which it keeps for all ranks."""
+    return plan.groups.setdefault((message.group if message else "", ranks), str(len(plan.groups) + 1))

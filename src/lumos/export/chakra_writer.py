@@ -1,5 +1,9 @@
 """Writes a run as Chakra execution traces, one file a rank: `NAME.RANK.et`, as ASTRA-sim looks for them.
 
+The process groups are beside them in `NAME.groups.json`; a node of metadata describes them on request, as PyTorch's own
+traces do, at which the statistics of ASTRA-sim stop. With the host folded (`folded_ranks`) a file is that rank's chain
+of work and transfers. Otherwise it is all of the run, as follows.
+
 Every node of the graph is a node of the file: segments of CPU threads, kernels, and of a communication kernel its
 arrival (plain work of no length) and its transfer (COMM_COLL, or COMM_SEND and COMM_RECV). Nodes wait for `data_deps`,
 the only ones that the feeder of ASTRA-sim resolves: the node before on the lane, and the edges of the graph.
@@ -11,7 +15,7 @@ lags and events are in the tables of `chakra_format`, from which a replay comes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +26,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lumos.export.chakra_communication import Communication, Transfer, plan_communication, world_of
+from lumos.export.chakra_communication import Communication, Transfer, plan_communication
+from lumos.export.chakra_tasks import SCHEMA_VERSION, add_transfer, renumbered, task_messages
+from lumos.export.folded_ranks import Folder
 from lumos.files import whole_file
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
@@ -33,7 +39,6 @@ from lumos.trace.read.chakra_format import NodeType
 from lumos.trace.read.execution_trace import Links, Operator
 from lumos.trace.trace import COLUMNS, Trace
 
-_SCHEMA_VERSION = "0.0.4"
 _UNRECORDED = "not recorded"  # a segment of a thread in which no event was open
 
 
@@ -42,6 +47,7 @@ class Written:
     """What an export wrote."""
 
     files: list[Path]
+    group_file: Path | None  # None: no process groups
     nodes: int
     collectives: int
     messages: int
@@ -49,21 +55,71 @@ class Written:
     warnings: list[str]
 
 
-def write_chakra(path: Path, execution: Execution, links: Links | None = None) -> Written:
-    """Write `NAME.RANK.et` for every rank, all of them or none; `path` is NAME.et."""
-    plan = plan_communication(execution)
+def write_chakra(
+    path: Path, execution: Execution, links: Links | None = None, metadata: bool = False, fold_host: bool = False
+) -> Written:
+    """Write `NAME.RANK.et` for every rank and `NAME.groups.json`, all of them or none; `path` is NAME.et.
+
+    `metadata` adds the node that describes the process groups, `fold_host` leaves out the host and the tables that
+    give the run back as it was.
+    """
+    plan = plan_communication(execution, closed=fold_host, every_kind=metadata)
+    if fold_host:
+        return write_folded(path, execution, plan)
+    writer = _Writer(execution, plan, links, metadata)
     ranks = execution.trace.ranks
-    files = [path.with_name(f"{path.name.removesuffix('.et')}.{rank}.et") for rank in ranks]
-    writer = _Writer(execution, plan, links)
+    files = [file_of_rank(path, rank) for rank in ranks]
     with ExitStack() as stack:
         opened = [stack.enter_context(whole_file(file)) for file in files]
         for rank, file in zip(ranks, opened, strict=True):
             for message in writer.messages(rank):
                 chakra.write_delimited(file, message)
+        group_file = _write_groups(path, plan.group_file(), stack)
     sent = [t for transfers in plan.transfers.values() for t in transfers]
-    collectives = sum(t.type == NodeType.COMM_COLL for t in sent)
     nodes = int(writer.count.sum())
-    return Written(files, nodes, collectives, len(sent) - collectives, len(plan.groups), plan.warnings)
+    return Written(files, group_file, nodes, *_counted(sent), len(plan.groups), plan.warnings)
+
+
+def write_folded(path: Path, execution: Execution, plan: Communication) -> Written:
+    """Write the files without the host: of every rank its work and its transfers. Ranks count from 0 in them."""
+    folder, ranks = Folder(execution, plan), execution.trace.ranks
+    number = {rank: i for i, rank in enumerate(ranks)}
+    files = [file_of_rank(path, i) for i in range(len(ranks))]
+    groups = {name: [number[rank] for rank in members] for name, members in plan.group_file().items()}
+    nodes, sent = 0, list[Transfer]()
+    with ExitStack() as stack:
+        opened = [stack.enter_context(whole_file(file)) for file in files]
+        for rank, file in zip(ranks, opened, strict=True):
+            tasks = [task._replace(transfer=renumbered(task.transfer, number)) for task in folder.rank(rank)]
+            chakra.write_delimited(file, chakra.schema().metadata(version=SCHEMA_VERSION))
+            for message in task_messages(tasks):
+                chakra.write_delimited(file, message)
+            nodes += len(tasks)
+            sent += [task.transfer for task in tasks if task.transfer is not None]
+        group_file = _write_groups(path, groups, stack)
+    warnings = list(plan.warnings)
+    if ranks != list(range(len(ranks))):
+        warnings.append(f"ASTRA-sim counts ranks from 0: the {len(ranks)} ranks from {ranks[0]} to {ranks[-1]} do here")
+    return Written(files, group_file, nodes, *_counted(sent), len(groups), warnings)
+
+
+def file_of_rank(path: Path, rank: int) -> Path:
+    """Of NAME.et, the file of a rank."""
+    return path.with_name(f"{path.name.removesuffix('.et')}.{rank}.et")
+
+
+def _write_groups(path: Path, groups: dict[str, list[int]], stack: ExitStack) -> Path | None:
+    if not groups:
+        return None
+    file = path.with_name(f"{path.name.removesuffix('.et')}.groups.json")
+    stack.enter_context(whole_file(file)).write(msgspec.json.encode(groups))
+    return file
+
+
+def _counted(sent: Sequence[Transfer]) -> tuple[int, int]:
+    """Collectives, and sides of messages."""
+    collectives = sum(transfer.type == NodeType.COMM_COLL for transfer in sent)
+    return collectives, len(sent) - collectives
 
 
 @dataclass(frozen=True)
@@ -73,6 +129,7 @@ class _Writer:
     execution: Execution
     plan: Communication
     links: Links | None
+    metadata: bool
 
     @property
     def trace(self) -> Trace:
@@ -134,7 +191,7 @@ class _Writer:
         """Everything in the file of a rank."""
         mine = np.flatnonzero(self.nodes.rank == rank)
         yield self._metadata(rank, mine)
-        if self.plan.groups:
+        if self.plan.groups and self.metadata:
             yield self._groups()
         for node in mine[np.argsort(self.ids[mine])].tolist():
             transfers = self._transfers.get(node, [])
@@ -148,7 +205,7 @@ class _Writer:
     def _groups(self) -> Any:
         """The process groups, as PyTorch's own traces have them."""
         node = chakra.schema().node(id=chakra.GROUPS_ID, name="## process_group:init ##", type=NodeType.METADATA)
-        described = _json(self.plan.described_groups(world_of(self.execution)))
+        described = _json(self.plan.described_groups())
         node.inputs.values, node.inputs.shapes, node.inputs.types = f"['{described}']", "[[]]", "['String']"
         chakra.add_value(node.attr, "is_cpu_op", "bool_val", True)
         return node
@@ -172,15 +229,7 @@ class _Writer:
 
     def _transfer(self, node: int, transfer: Transfer, number: int) -> Any:
         message = self._blank(node, transfer.type, int(self.ids[node]) + number)
-        chakra.add_value(message.attr, "is_cpu_op", "bool_val", False)
-        chakra.add_value(message.attr, "comm_size", "int64_val", transfer.bytes)
-        if transfer.type == NodeType.COMM_COLL:
-            chakra.add_value(message.attr, "comm_type", "int64_val", transfer.collective)
-            chakra.add_value(message.attr, "pg_name", "string_val", transfer.group)
-        else:
-            chakra.add_value(message.attr, "comm_src", "int32_val", transfer.source)
-            chakra.add_value(message.attr, "comm_dst", "int32_val", transfer.destination)
-            chakra.add_value(message.attr, "comm_tag", "int32_val", transfer.tag)
+        add_transfer(message, transfer)
         return message
 
     def _blank(self, node: int, kind: NodeType, number: int) -> Any:
@@ -236,7 +285,7 @@ class _Writer:
         messages = np.unique(trace.message[rows][trace.message[rows] >= 0])
         header = next(h for h in trace.headers if h.rank == rank)
         values: list[tuple[str, str, Any]] = [
-            ("schema", "string_val", f"lumos-chakra.{_SCHEMA_VERSION}"),
+            ("schema", "string_val", f"lumos-chakra.{SCHEMA_VERSION}"),
             ("lumos.version", "int64_val", chakra.LUMOS_VERSION),
             ("lumos.rank", "int64_val", rank),
             ("lumos.header", "string_val", _json(header._replace(path=Path(header.path).name))),
@@ -247,7 +296,7 @@ class _Writer:
             ("lumos.messages", "string_list", [_json(trace.messages[i]) for i in messages]),
             ("lumos.rendezvous", "string_list", self._rendezvous(rank)),
         ]
-        metadata = chakra.schema().metadata(version=_SCHEMA_VERSION)
+        metadata = chakra.schema().metadata(version=SCHEMA_VERSION)
         for label, kind, value in values:
             chakra.add_value(metadata.attr, label, kind, value)
         for label, column in self._columns(rank, rows, mine).items():

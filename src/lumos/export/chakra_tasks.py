@@ -1,0 +1,58 @@
+"""The tasks of a rank as nodes of a Chakra file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lumos.export.chakra_communication import Transfer
+from lumos.export.folded_ranks import Task
+from lumos.trace.read import chakra_format as chakra
+from lumos.trace.read.chakra_format import NodeType
+
+SCHEMA_VERSION = "0.0.4"
+FIRST_ID = 1
+
+
+def task_messages(tasks: Sequence[Task]) -> Iterator[Any]:
+    """The nodes of a rank. Microseconds that are rounded away from work are carried on to the next piece of it."""
+    done, written = 0.0, 0
+    for place, task in enumerate(tasks):
+        if task.transfer is None:
+            done += task.ns
+            micros = round(done / 1000) - written
+            written += micros
+        else:
+            micros = round(task.ns / 1000)
+        node = chakra.schema().node(
+            id=place + FIRST_ID,
+            name=task.name,
+            type=NodeType.COMP if task.transfer is None else task.transfer.type,
+            data_deps=[other + FIRST_ID for other in task.waits_for],
+            duration_micros=micros,
+        )
+        if task.transfer is None:
+            chakra.add_value(node.attr, "is_cpu_op", "bool_val", False)
+        else:
+            add_transfer(node, task.transfer)
+        yield node
+
+
+def add_transfer(node: Any, transfer: Transfer) -> None:
+    """The attributes of a node of communication."""
+    chakra.add_value(node.attr, "is_cpu_op", "bool_val", False)
+    chakra.add_value(node.attr, "comm_size", "int64_val", transfer.bytes)
+    if transfer.type == NodeType.COMM_COLL:
+        chakra.add_value(node.attr, "comm_type", "int64_val", transfer.collective)
+        chakra.add_value(node.attr, "pg_name", "string_val", transfer.group)
+    else:
+        chakra.add_value(node.attr, "comm_src", "int32_val", transfer.source)
+        chakra.add_value(node.attr, "comm_dst", "int32_val", transfer.destination)
+        chakra.add_value(node.attr, "comm_tag", "int32_val", transfer.tag)
+
+
+def renumbered(transfer: Transfer | None, number: Mapping[int, int]) -> Transfer | None:
+    """A message between ranks that have other numbers in the files."""
+    if transfer is None or transfer.type == NodeType.COMM_COLL:
+        return transfer
+    return transfer._replace(source=number[transfer.source], destination=number[transfer.destination])
