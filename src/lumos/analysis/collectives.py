@@ -40,7 +40,7 @@ def collectives(trace: Trace, found: Sequence[Rendezvous], origin: int) -> list[
 def _one(trace: Trace, one: Rendezvous, origin: int) -> Collective:
     arrive, end = trace.start[one.rows], trace.end[one.rows]
     together = int(arrive.max())
-    transfer = max(float(np.median(end)) - together, 0.0) / 1e6
+    transfer = max(float(np.median(end - together)), 0.0) / 1e6  # a float64 does not tell moments of today apart
     size = message_bytes(one.message)
     wait = np.minimum(together - arrive, end - arrive) / 1e6  # no longer than the kernel, whatever was matched
     return Collective(
