@@ -9,10 +9,12 @@ import typer
 from rich.console import Console
 
 from lumos.analysis.replay import replay
+from lumos.cli.anonymising import anonymised_answer, checked_drops, show_anonymised
 from lumos.cli.loading import load_source
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import busy, deliver
 from lumos.errors import InputError, OptionError
+from lumos.export.anonymise import anonymise
 from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto, write_timeline
 from lumos.files import check_output, form_of
@@ -44,6 +46,12 @@ def convert_command(
     metadata: Annotated[
         bool, typer.Option("--metadata", help="Chakra with PyTorch's node of process groups; ASTRA-sim stops at it.")
     ] = False,
+    anonymised: Annotated[
+        bool, typer.Option("--anonymise", help="Without names, paths and times of day; says what is still shown.")
+    ] = False,
+    drop: Annotated[
+        str, typer.Option("--drop", help="With --anonymise, leave out more: gpu, operators, sizes, times, by commas.")
+    ] = "",
 ) -> None:
     """Write a run in another format: Chakra, Kineto or Perfetto.
 
@@ -51,17 +59,26 @@ def convert_command(
     """
     check_output(output, path, FORMS)
     _check_chakra_options(output, fold_host, metadata, et)
+    drops = checked_drops(anonymised, drop)
     execution, links = _load(path, options, et)
+    hidden = anonymise(execution, drops, links) if anonymised else None
+    if hidden is not None:
+        execution, links = hidden.execution, hidden.links
     with busy("writing"):
         if form_of(output, FORMS) == ".et":
             answer = _write_chakra(output, execution, links, metadata, fold_host)
         else:
             answer = _write(output, execution, links)
+    if hidden is not None:
+        answer["anonymised"] = anonymised_answer(hidden, answer["files"], drops)
     deliver(answer, _show, as_json)
 
 
 def _show(answer: dict[str, Any], console: Console) -> None:
     for name, value in answer.items():
+        if name == "anonymised":
+            show_anonymised(value, console)
+            continue
         shown = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
         if shown:
             console.print(f"{name}: {shown}", highlight=False, markup=False, soft_wrap=True)

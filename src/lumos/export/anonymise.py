@@ -1,0 +1,219 @@
+"""Removes names, paths and times of day from a run, and keeps what its performance depends on.
+
+What passes is decided by what it is, not by what it looks like: numbers of typed columns, and names of a public
+vocabulary (`public_names`). Everything else of the files that a run was read from stays behind: arguments, stacks,
+modules, hosts, users, environments, comments. The run replays as before, to the nanosecond.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lumos.data_files import read_table
+from lumos.export.public_names import NameMap
+from lumos.graph.from_trace.build import Execution
+from lumos.graph.from_trace.rendezvous import Rendezvous
+from lumos.graph.graph import Edges
+from lumos.setup.gpus import gpu_called
+from lumos.trace.names import Category
+from lumos.trace.read.execution_trace import Links, Operator, Tensor
+from lumos.trace.trace import Header, Lane, Message, Trace
+
+DROPS = {
+    "gpu": "the GPU and the generation that its kernels are compiled for",
+    "operators": "names of operators; their kinds stay",
+    "sizes": "sizes of messages and tensors",
+    "times": "the scale of time: all times are multiplied by one secret factor",
+}
+_MOST_STREAMS = 1 << 20  # larger numbers of streams and devices are none, and become others
+_FASTEST, _SLOWEST = 0.5, 2.0  # bounds of the secret factor
+_NOTHING = ("[]", "[]", "[]")  # values, shapes and types of an operator
+
+
+@dataclass(frozen=True)
+class Anonymised:
+    """A run without names, and what happened to them."""
+
+    execution: Execution
+    links: Links | None
+    kept_names: int
+    replaced_names: int
+    changed_roles: int  # names whose replacement the analysis reads otherwise: figures may differ
+
+
+def anonymise(execution: Execution, drop: Collection[str] = (), links: Links | None = None) -> Anonymised:
+    """The same run under new names, from time zero; without more of it if `drop` names some of `DROPS`."""
+    names = NameMap(operators="operators" not in drop, generation="gpu" not in drop)
+    trace = _renamed(_renumbered(execution.trace), names)
+    speak = _Messages(sizes="sizes" not in drop)
+    gpus = "gpu" not in drop
+    trace = replace(
+        trace, headers=tuple(_header(header, gpus) for header in trace.headers), lanes=_lanes(trace.lanes),
+        messages=tuple(map(speak.of, trace.messages)), warnings=_own(trace.warnings),
+    )  # fmt: skip
+    factor = random.SystemRandom().uniform(_FASTEST**0.5, _SLOWEST**0.5) ** 2 if "times" in drop else 1.0
+    begin = int(min(trace.start.min(initial=execution.origin), execution.origin))
+    moved = _moved(replace(execution, trace=trace), begin, factor)
+    meetings = [_meeting(meeting, speak) for meeting in execution.rendezvous]
+    moved = replace(moved, rendezvous=meetings, warnings=_own(execution.warnings))
+    kept = None if links is None else _links(links, "sizes" not in drop)
+    return Anonymised(moved, kept, names.kept, names.replaced, names.changed_roles)
+
+
+# ---------------------------------------------------------------------- names
+def _renamed(trace: Trace, names: NameMap) -> Trace:
+    """With new names, and only those that occur."""
+    used: dict[int, list[Category]] = {}
+    for name, category in np.unique(np.stack([trace.name, trace.category.astype(np.int32)], axis=1), axis=0).tolist():
+        used.setdefault(name, []).append(Category(category))
+    place = np.zeros(len(trace.names) or 1, np.int32)
+    place[list(used)] = np.arange(len(used))
+    new = tuple(names.of(trace.names[name], within) for name, within in used.items())
+    return replace(trace, names=new, name=place[trace.name])
+
+
+def _header(header: Header, gpus: bool) -> Header:
+    """Without the path, the name of the job, and a GPU that is not a known product."""
+    gpu, known = gpu_called(header.gpu), read_table("public_names.toml")["backends"]
+    backends = dict.fromkeys(part for part in re.split(r"[^a-z]+", header.backend) if part in known)
+    name = gpu.name if gpu is not None and gpus else ""
+    return header._replace(path="", job="", gpu=name, backend=",".join(backends))
+
+
+def _lanes(lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
+    """Threads and processes are numbered; streams and devices keep their small numbers, which say nothing."""
+    processes, threads, streams, devices = (_Numbers() for _ in range(4))
+    streams.reserve(lane.label for lane in lanes if lane.is_stream)
+    devices.reserve(lane.process for lane in lanes if lane.is_stream)
+    found = []
+    for lane in lanes:
+        kind, _, thread = lane.label.rpartition(" ")
+        if not lane.is_stream:
+            process, label = processes.of(lane.process), threads.of(f"{lane.rank} {lane.process} {lane.label}")
+        elif kind in ("cpu", "gloo"):  # what a thread of this process runs
+            process, label = processes.of(lane.process), f"{kind} {threads.of(f'{lane.rank} {lane.process} {thread}')}"
+        else:
+            process, label = devices.of(lane.process), streams.of(lane.label)
+        found.append(lane._replace(process=process, label=label))
+    return tuple(found)
+
+
+class _Numbers:
+    """Numbers for texts, in the order in which they are asked for; small numbers that are reserved stay."""
+
+    def __init__(self) -> None:
+        self._new: dict[str, str] = {}
+        self._count = 0
+
+    def reserve(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if text.isascii() and text.isdecimal() and len(text) < 8 and int(text) < _MOST_STREAMS:
+                self._new[text] = text
+
+    def of(self, text: str) -> str:
+        while text not in self._new:
+            self._count += 1
+            if str(self._count) not in self._new.values():
+                self._new[text] = str(self._count)
+        return self._new[text]
+
+
+class _Messages:
+    """New messages: public collectives and types, numbered groups."""
+
+    def __init__(self, sizes: bool) -> None:
+        self.sizes = sizes
+        self._groups, self._collectives = _Numbers(), _Numbers()
+        self._table = read_table("public_names.toml")
+
+    def of(self, message: Message) -> Message:
+        known = message.collective in self._table["collectives"]
+        collective = message.collective if known else f"collective_{self._collectives.of(message.collective)}"
+        dtype = message.dtype.lower()
+        if "float8" in dtype:
+            dtype = "float8_e4m3fn" if dtype not in self._table["dtypes"] else dtype
+        new = message._replace(
+            collective=collective, dtype=dtype if dtype in self._table["dtypes"] else "",
+            group=self._groups.of(message.group) if message.group else "", sequence=-1,
+        )  # fmt: skip
+        return new if self.sizes else new._replace(dtype="", in_elements=-1, out_elements=-1)
+
+
+def _meeting(meeting: Rendezvous, speak: _Messages) -> Rendezvous:
+    if meeting.message is None:
+        known = speak.of(Message(meeting.collective)).collective
+        return replace(meeting, collective=known)
+    message = speak.of(meeting.message)
+    same = meeting.collective == meeting.message.collective
+    return replace(
+        meeting, message=message,
+        collective=message.collective if same else speak.of(Message(meeting.collective)).collective,
+    )  # fmt: skip
+
+
+def _links(links: Links, sizes: bool) -> Links:
+    """Execution traces without values: which tensors are the same stays, and how large they are."""
+    storages: dict[int, int] = {}
+
+    def blank(tensor: Tensor) -> Tensor:
+        storage = storages.setdefault(tensor.storage, len(storages))
+        return tensor._replace(storage=storage) if sizes else Tensor(storage, 0, 0)
+
+    def bare(operator: Operator) -> Operator:
+        reads, writes = (tuple(map(blank, tensors)) for tensors in (operator.reads, operator.writes))
+        return Operator("", 0, 0, _NOTHING, _NOTHING, reads, writes, message=None)
+
+    return Links({row: bare(operator) for row, operator in links.by_row.items()}, ())
+
+
+def _own(warnings: Iterable[str]) -> tuple[str, ...]:
+    """Warnings in words of our own; others quote names of files, or were in a file."""
+    kept = read_table("public_names.toml")["warnings"]["kept"]
+    return tuple(text for text in warnings if re.sub(r"-?\d[\d,.]*", "#", text) in kept)
+
+
+# ---------------------------------------------------------------------- numbers
+def _renumbered(trace: Trace) -> Trace:
+    """With ids that begin at zero on every rank: they count what a process did before the recording."""
+    if not len(trace) or not len(trace.lanes):
+        return trace
+    syncs, correlation = trace.syncs, trace.correlation.copy()
+    columns = {name: getattr(syncs, name).copy() for name in ("correlation", "record", "event")}
+    of_rank = trace.lane_rank[syncs.lane] if len(syncs.lane) else np.zeros(0, np.int32)
+    for rank in trace.ranks:
+        mine, waits = trace.rank == rank, of_rank == rank
+        calls = np.concatenate([correlation[mine], columns["correlation"][waits], columns["record"][waits]])
+        for column, rows, least in (
+            (correlation, mine, _least(calls)), (columns["correlation"], waits, _least(calls)),
+            (columns["record"], waits, _least(calls)), (columns["event"], waits, _least(columns["event"][waits])),
+        ):  # fmt: skip
+            column[rows & (column >= 0)] -= least
+    return replace(trace, correlation=correlation, syncs=replace(syncs, **columns))
+
+
+def _least(ids: np.ndarray) -> int:
+    return int(ids[ids >= 0].min(initial=np.iinfo(np.int64).max)) if (ids >= 0).any() else 0
+
+
+def _moved(execution: Execution, begin: int, factor: float) -> Execution:
+    """All times since `begin`, multiplied by a factor."""
+
+    def at(times: np.ndarray) -> np.ndarray:
+        since = times - begin
+        return since if factor == 1.0 else np.rint(since * factor).astype(np.int64)
+
+    trace, nodes, graph = execution.trace, execution.nodes, execution.graph
+    start = at(trace.start)
+    trace = replace(trace, start=start, duration=at(trace.end) - start)
+    if factor != 1.0:
+        edges: Edges = replace(graph.edges, lag=graph.edges.lag * factor, frozen=graph.edges.frozen * factor)
+        graph = replace(graph, edges=edges, frozen=graph.frozen * factor)
+        graph = graph.with_times(graph.duration * factor, graph.gap * factor)
+    moved = replace(nodes, trace=trace, start=at(nodes.start), end=at(nodes.end))
+    origin = int(at(np.array([execution.origin]))[0])
+    return replace(execution, trace=trace, nodes=moved, graph=graph, origin=origin)
