@@ -27,7 +27,7 @@ from lumos.trace.read.operation_table import read_operation_table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "calibration"))
 
-from step_times_data import STRAGGLERS, Recorded, unpack  # noqa: E402
+from step_times_data import STRAGGLERS, STRAGGLERS_BLIND, Recorded, unpack  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data"
 JOBS = DATA / "public" / "straggler_jobs"
@@ -171,30 +171,31 @@ def mended() -> Iterator[str]:
     yield ""
     yield "## Checked by mending"
     yield ""
-    yield "Jobs on one H200 (`calibration/step_times_h200.py --set stragglers`), recorded with a rank that pauses or"
-    yield "has more kernels to run, and without. From the trace of the slow job, `lumos stragglers` says which rank it"
-    yield "is, and what the job would gain if that were like the others. Measured: the difference of median steps of"
-    yield "the two jobs, while they were profiled, and later. The same job started again differs by up to 2 ms. How"
-    yield "ranks are compared was changed with these jobs in sight."
+    yield "Jobs on one H200 (`calibration/step_times_h200.py`), recorded with a rank that pauses or has more kernels"
+    yield "to run, and without. From the trace of the slow job, `lumos stragglers` says which rank it is, and what the"
+    yield "job would gain if that were like the others. Measured: the difference of median steps of the two jobs, while"
+    yield "they were profiled, and later. The same job started again differs by up to 2 ms. *Blind* jobs (`--set"
+    yield "stragglers-blind`) were recorded once it was fixed how ranks are compared; the others were in sight."
     yield ""
-    yield "| job | slow rank | named | gain predicted, ms | measured, profiled | measured, clean |"
-    yield "|---|---|---|---|---|---|"
-    with tempfile.TemporaryDirectory() as folder:
-        runs = {run.name: run for run in unpack(STRAGGLERS, Path(folder))}
-        for run in runs.values():
-            if run.is_traced:
-                yield _mended_row(run, runs[f"{run.name.split('_')[0]}_even"])
+    yield "| job | blind | slow rank | named | gain predicted, ms | measured, profiled | measured, clean |"
+    yield "|---|---|---|---|---|---|---|"
+    for archive, blind in ((STRAGGLERS_BLIND, "yes"), (STRAGGLERS, "")):
+        with tempfile.TemporaryDirectory() as folder:
+            runs = {run.name: run for run in unpack(archive, Path(folder))}
+            for run in runs.values():
+                if run.is_traced:
+                    yield _mended_row(run, runs[f"{run.name.split('_')[0]}_even"], blind)
 
 
-def _mended_row(run: Recorded, even: Recorded) -> str:
+def _mended_row(run: Recorded, even: Recorded, blind: str) -> str:
     found = diagnose(slowdown(job_of_run(replay(read_job(run.traces)))))
     slow = next((cause for cause in found.causes if cause.kind == "slow worker"), None)
     named, gain = ("none", "") if slow is None else (slow.name, f"{slow.gain_ms:.1f}")
     true = run.record["slow_rank"]
     if run is even:
-        return f"| {run.name} | none | {named} | {gain} | | |"
+        return f"| {run.name} | {blind} | none | {named} | {gain} | | |"
     profiled, clean = (float(np.median(run.ms(when)) - np.median(even.ms(when))) for when in ("profiled", "after"))
-    return f"| {run.name} | {true} | {named} | {gain} | {profiled:.1f} | {clean:.1f} |"
+    return f"| {run.name} | {blind} | {true} | {named} | {gain} | {profiled:.1f} | {clean:.1f} |"
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 HERE = Path(__file__).parent
-DEVELOPMENT, BLIND, LAST, STRAGGLERS = (
-    HERE / f"step_times_{name}h200.tar.xz" for name in ("", "blind_", "last_", "stragglers_")
+DEVELOPMENT, BLIND, LAST, STRAGGLERS, STRAGGLERS_BLIND = (
+    HERE / f"step_times_{name}h200.tar.xz" for name in ("", "blind_", "last_", "stragglers_", "stragglers_blind_")
 )
 STEPS = "steps.json"
 _DROPPED = (
