@@ -1,4 +1,4 @@
-"""`lumos compare`: why does one run take longer than another?"""
+"""`lumos compare`: why does one run take longer than another, or here than in ASTRA-sim?"""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ from typing import Annotated
 
 import typer
 
+from lumos.analysis.astra_comparison import AstraComparison
 from lumos.analysis.comparison import Comparison
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import deliver
 from lumos.files import check_output, write_csv
+from lumos.report.html.astra_page import astra_page
 from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.page import write_page
-from lumos.report.terminal.show import show_comparison
+from lumos.report.terminal.show import show_astra_comparison, show_comparison
+from lumos.trace.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
 
 
 def compare_command(
     before: Annotated[Path, typer.Argument(help="The trace, or the folder of ranks, of a run.")],
-    after: Annotated[Path, typer.Argument(help="The same of another.")],
+    after: Annotated[Path, typer.Argument(help="The same of another; or what ASTRA-sim printed about the run.")],
     options: TraceOptions,
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write it: .html, .json or .csv.")] = None,
 ) -> None:
     """Why does one run take longer than another?
 
-    By part of the step, operator and collective.
+    By part of the step, operator and collective. With the output of ASTRA-sim, or its log/log.log, in place of the
+    second run: rank by rank in both simulators.
     """
     for path in (before, after):
         check_output(output, path, (".html", ".json", ".csv"))
+    if looks_like_astra_sim(after):
+        _compare_with_astra_sim(before, after, options, as_json, output)
+        return
     found = Comparison(*(load_run(path, options) for path in (before, after)))
     answer = found.as_dict()
     rows = [{"table": name} | row for name in ("parts", "operators", "collectives") for row in answer[name]]
@@ -38,3 +45,12 @@ def compare_command(
         ".csv": lambda to: write_csv(to, rows),
     }
     deliver(answer, lambda _, to: show_comparison(found, to), as_json, output, writers)
+
+
+def _compare_with_astra_sim(run: Path, log: Path, options: TraceOptions, as_json: bool, output: Path | None) -> None:
+    theirs = read_astra_sim_log(log)  # first: it is read sooner
+    found = AstraComparison(load_run(run, options), theirs)
+    answer = found.as_dict()
+    rows = [{"table": name} | row for name in ("ranks", "collectives") for row in answer[name]]
+    writers = {".html": lambda to: write_page(to, astra_page(found)), ".csv": lambda to: write_csv(to, rows)}
+    deliver(answer, lambda _, to: show_astra_comparison(found, to), as_json, output, writers)

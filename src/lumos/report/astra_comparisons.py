@@ -1,0 +1,49 @@
+"""A job in Lumos and in ASTRA-sim as cards and tables, for terminal and page."""
+
+from __future__ import annotations
+
+from lumos.analysis.astra_comparison import AstraComparison
+from lumos.report.table import Card, Column, Row, Table, left_out, ms_columns
+from lumos.report.wording import ms_text, number_text
+
+_MOST_RANKS = 200
+
+
+def astra_cards(found: AstraComparison) -> list[Card]:
+    worst = max(found.ranks, key=lambda pair: abs(pair.difference_pct))
+    count = len(found.ranks)
+    return [
+        Card("Lumos", ms_text(found.ours_ms), f"until the last of {count} ranks ends"),
+        Card("ASTRA-sim", ms_text(found.astra_ms), "as it printed"),
+        Card("difference", _percent(found.difference_pct), ms_text(found.astra_ms - found.ours_ms, signed=True)),
+        Card("largest of a rank", _percent(worst.difference_pct), f"rank {worst.rank}"),
+    ]
+
+
+def ranks_table(found: AstraComparison) -> Table:
+    """Every rank: the run, its own work, and what it waits for communication."""
+    rows = [
+        Row(
+            [str(p.rank), p.ours_ms, p.astra_ms, p.difference_pct, p.ours_compute_ms, p.astra_compute_ms,
+             p.ours_exposed_ms, p.astra_exposed_ms],
+            rank=str(p.rank),
+        )
+        for p in found.ranks[:_MOST_RANKS]
+    ]  # fmt: skip
+    titles = ("Lumos, ms", "ASTRA-sim, ms", "work, ms", "ASTRA-sim, ms", "exposed comm., ms", "ASTRA-sim, ms")
+    plain = [Row([*row.values[:3], *row.values[4:]]) for row in rows]
+    ours, theirs, *others = ms_columns(titles, plain)
+    columns = [Column("rank"), ours, theirs, Column("difference, %", 1, signed=True), *others]
+    return Table("ranks in both simulators", columns, rows, left_out(_MOST_RANKS, found.ranks))
+
+
+def kinds_table(found: AstraComparison) -> Table:
+    """Collectives and messages by kind."""
+    rows = [Row([k.kind, k.calls, k.ours_ms, k.astra_calls, k.astra_ms, k.astra_ms - k.ours_ms]) for k in found.kinds]
+    ours, theirs, by = ms_columns(("Lumos, ms", "ASTRA-sim, ms", "difference, ms"), rows)
+    columns = [Column("communication"), Column("calls", 0), ours, Column("calls", 0), theirs, by._replace(bar=True)]
+    return Table("communication per rank, from its issue to its end, waiting included", columns, rows)
+
+
+def _percent(value: float) -> str:
+    return f"{number_text(value, 1, signed=True)} %"

@@ -1,0 +1,150 @@
+"""ASTRA-sim: what it prints is read, and set beside our answer for the same job."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from commands import lumos_here
+from lumos.errors import InputError
+from lumos.trace.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
+from lumos.trace.read.chakra_format import NodeType
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "src/lumos/data/example"
+
+HEAD = "[2026-11-16 15:16:02.641] [system::topology::RingTopology] [info] ring of node 0, id: 0 dimension: local\n"
+END = "[2026-11-16 15:16:02.642] [system] [warning] Exiting\n"
+
+
+def finished(rank: int, cycles: int, exposed: int, statistics: bool = True) -> str:
+    """What ASTRA-sim prints when a rank has finished."""
+    time = "[2026-11-16 15:16:02.642]"
+    lines = [f"{time} [workload] [info] sys[{rank}] finished, {cycles} cycles, exposed communication {exposed} cycles."]
+    if statistics:
+        lines += [f"{time} [statistics] [info] sys[{rank}], {name} time: {value}" for name, value in (
+            ("Wall", cycles), ("GPU", cycles - exposed), ("Comm", exposed + 7))]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def node(what: str, rank: int, tick: int, number: int, name: str, kind: int) -> str:
+    parts = f"sys->id={rank}, tick={tick}, node->id={number}, node->name={name}, node->type={kind}"
+    return f"[2026-11-16 15:16:02.641] [workload] [debug] {what},{parts}\n"
+
+
+def log(tmp_path: Path, *parts: str) -> Path:
+    path = tmp_path / "log.log"
+    path.write_text("".join(parts))
+    return path
+
+
+# ---------------------------------------------------------------------- reading
+def test_a_log_gives_the_times_of_every_rank_in_nanoseconds(tmp_path: Path) -> None:
+    found = read_astra_sim_log(log(tmp_path, HEAD, finished(1, 2_500, 500), finished(0, 3_000, 1_000), END))
+    assert found.step_ns == 3_000
+    one = found.ranks[1]
+    assert (one.wall_ns, one.exposed_ns, one.compute_ns, one.communication_ns) == (2_500, 500, 2_000, 507)
+
+
+def test_of_several_runs_in_a_log_the_last_one_counts(tmp_path: Path) -> None:
+    """ASTRA-sim appends to its log."""
+    old, new = finished(0, 9_000, 0) + finished(1, 9_000, 0), finished(0, 3_000, 1_000) + finished(1, 2_000, 0)
+    assert read_astra_sim_log(log(tmp_path, HEAD, old, END, HEAD, new, END)).step_ns == 3_000
+    assert read_astra_sim_log(log(tmp_path, HEAD, old, HEAD, new)).step_ns == 3_000  # an end was lost
+
+
+def test_the_folder_of_logs_is_read_from_the_oldest_on(tmp_path: Path) -> None:
+    (tmp_path / "log.1.log").write_text(HEAD + finished(0, 1_000, 0))
+    (tmp_path / "log.log").write_text(finished(1, 2_000, 0) + END)
+    assert looks_like_astra_sim(tmp_path)
+    assert sorted(read_astra_sim_log(tmp_path).ranks) == [0, 1]
+
+
+def test_traced_nodes_of_communication_last_from_issue_to_callback(tmp_path: Path) -> None:
+    lines = [
+        node("issue", 0, 10, 5, "all_reduce, of 2 (bf16)", 7), node("issue", 0, 10, 6, "work", 4),
+        node("callback", 0, 60, 6, "work", 4), node("callback", 0, 110, 5, "all_reduce, of 2 (bf16)", 7),
+        node("callback", 0, 110, 8, "never issued", 7),
+    ]  # fmt: skip
+    (found,) = read_astra_sim_log(log(tmp_path, *lines, finished(0, 200, 100), END)).nodes
+    assert (found.name, found.type, found.start_ns, found.end_ns) == (
+        "all_reduce, of 2 (bf16)", NodeType.COMM_COLL, 10, 110
+    )  # fmt: skip
+
+
+def test_colours_of_a_terminal_are_left_out(tmp_path: Path) -> None:
+    text = finished(0, 3_000, 1_000).replace("[info]", "[\x1b[32minfo\x1b[m]")
+    assert read_astra_sim_log(log(tmp_path, text)).step_ns == 3_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD + END, "no result of ASTRA-sim"),
+        ("", "no result of ASTRA-sim"),
+        ("[t] [workload] [critical] communicator group 3 not found\n", "it stopped: communicator group 3 not found"),
+        (finished(0, 10, 0) + finished(2, 10, 0), "rank 1 did not finish"),
+        (finished(0, 10**19, 0), "is no number of cycles"),
+        (finished(10**9, 10, 0), "is no rank"),
+    ],
+)
+def test_a_log_without_a_whole_result_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        read_astra_sim_log(log(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_logs_end_in_a_result_or_are_refused(tmp_path: Path) -> None:
+    whole = (HEAD + node("issue", 0, 1, 2, "x", 7) + finished(0, 3_000, 1_000) + finished(1, 2_000, 7) + END).encode()
+    chance = random.Random(18)
+    path = tmp_path / "log.log"
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(chance.randint(1, 6)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        path.write_bytes(bytes(data[: chance.randint(1, len(data))]))
+        with suppress(InputError):  # anything else is a defect
+            assert read_astra_sim_log(path).step_ns >= 0
+
+
+def test_traces_are_not_taken_for_logs(tmp_path: Path) -> None:
+    assert not looks_like_astra_sim(EXAMPLE)
+    assert not looks_like_astra_sim(next(EXAMPLE.glob("*.gz")))
+    assert not looks_like_astra_sim(tmp_path / "nothing")
+
+
+# ---------------------------------------------------------------------- comparing
+def test_compare_sets_our_ranks_beside_those_of_astra_sim(tmp_path: Path) -> None:
+    replayed = json.loads(lumos_here("replay", EXAMPLE, "--json").stdout)
+    times = [20_000_000 + 1_000_000 * rank for rank in range(replayed["ranks"])]
+    path = log(tmp_path, *(finished(rank, time, 5_000_000) for rank, time in enumerate(times)), END)
+    answer = json.loads(lumos_here("compare", EXAMPLE, path, "--json").stdout)
+    assert answer["astra_sim_ms"] == times[-1] / 1e6
+    assert [pair["astra_ms"] for pair in answer["ranks"]] == [time / 1e6 for time in times]
+    assert all(pair["astra_exposed_ms"] == 5.0 for pair in answer["ranks"])
+    for pair in answer["ranks"]:
+        assert pair["ours_compute_ms"] + pair["ours_exposed_ms"] == pytest.approx(pair["ours_ms"])
+        assert pair["difference_pct"] == pytest.approx(100 * (pair["astra_ms"] / pair["ours_ms"] - 1))
+    assert answer["ours_ms"] == max(pair["ours_ms"] for pair in answer["ranks"])
+
+
+def test_compare_writes_both_simulators_as_page_and_table(tmp_path: Path) -> None:
+    path = log(tmp_path, *(finished(rank, 20_000_000, 5_000_000, statistics=False) for rank in range(4)), END)
+    shown = lumos_here("compare", EXAMPLE, path, "-o", tmp_path / "both.html")
+    assert shown.returncode == 0
+    assert "ASTRA-sim" in shown.stdout
+    assert "printed no statistics" in " ".join(shown.stdout.split())
+    page = (tmp_path / "both.html").read_text()
+    assert "ranks in both simulators" in page
+    assert lumos_here("compare", EXAMPLE, path, "-o", tmp_path / "both.csv").returncode == 0
+    assert len((tmp_path / "both.csv").read_text().splitlines()) == 5
+
+
+def test_compare_refuses_a_result_of_another_job(tmp_path: Path) -> None:
+    done = lumos_here("compare", EXAMPLE, log(tmp_path, finished(0, 10, 0), END))
+    assert done.returncode == 2
+    assert "1 ranks in ASTRA-sim and 4 in the run" in " ".join(done.stderr.split())
