@@ -230,7 +230,7 @@ def _sync_events(found: Readiness) -> Iterator[Lack]:
 def _recording(found: Readiness) -> Iterator[Lack]:
     """Options of the profiler, and CUDA graphs."""
     trace = found.trace
-    if found.has_operators and not found.beside.shapes and not any(header.shapes for header in trace.headers):
+    if found.has_operators and not found.beside.shapes and not any(header.has_shapes for header in trace.headers):
         yield "shapes", {}
     graphs = int((trace.call == CallKind.GRAPH_LAUNCH).sum())
     if graphs:

@@ -41,7 +41,7 @@ def check_command(
 def _beside(path: Path, headers: tuple[Header, ...]) -> Beside:
     folder = path if path.is_dir() else path.parent
     described = any(_describes_a_model(file) for file in folder.glob("*.toml"))
-    return Beside(described, any(header.shapes for header in headers) or _has_shapes(headers))
+    return Beside(described, any(header.has_shapes for header in headers) or _has_shapes(headers))
 
 
 def _describes_a_model(path: Path) -> bool:

@@ -159,7 +159,7 @@ class OfTrace:
 
     @cached_property
     def _calibrated(self) -> CalibratedRun:
-        has_shapes = any(header.shapes for header in self._run.execution.trace.headers)
+        has_shapes = any(header.has_shapes for header in self._run.execution.trace.headers)
         return CalibratedRun(self._run, complete(self._inferred, self._stated, has_shapes).setup)
 
 

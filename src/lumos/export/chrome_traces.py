@@ -66,6 +66,7 @@ def _header(header: Header) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "traceName": header.job,
         "record_shapes": int(header.shapes),
+        "lumosShapesLeftOut": int(header.shapes),  # recording them took time, whether this file has them or not
         "with_stack": int(header.stacks),
         "distributedInfo": world | ({"backend": header.backend} if header.backend else {}),
         "deviceProperties": [{"id": 0, "name": header.gpu}] if header.gpu else [],

@@ -67,6 +67,11 @@ class Header(NamedTuple):
     shapes: bool = False
     stacks: bool = False
     backend: str = ""
+    shapes_left_out: bool = False  # they were recorded, and are not in this file
+
+    @property
+    def has_shapes(self) -> bool:
+        return self.shapes and not self.shapes_left_out
 
 
 @dataclass(frozen=True)

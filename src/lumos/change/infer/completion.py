@@ -23,15 +23,16 @@ _NOT_ASSUMED = (
 )
 _MOST_LINES = 8
 _NO_SHAPES = (
-    "the trace was recorded without the shapes of operators, so it does not show what was trained: record it with "
-    "record_shapes=True (lumos capture does), or name a SETUP file, as in lumos predict SETUP --from PATH --set …"
+    "the trace has no shapes of operators (recorded without them, or left out by lumos convert), so it does not show "
+    "what was trained: record it with record_shapes=True (lumos capture does), or name a SETUP file, as in lumos "
+    "predict SETUP --from PATH --set …"
 )
 _NO_TRANSFORMER = (
     "the trace does not show the layers of a transformer, so it cannot be predicted in another configuration: use "
     "lumos replay, lumos compare, or lumos predict --from PATH --scale compute=0.5; or dry-run the changed script "
     "(lumos capture --dry); if it is a transformer, name a SETUP file that describes it"
 )
-_RECORD_SHAPES = " (a trace recorded with record_shapes=True shows more)"
+_RECORD_SHAPES = " (a trace with the shapes of operators shows more: recorded, and not left out by lumos convert)"
 
 
 def complete(found: Mapping[str, Inferred], plain: PlainSetup, has_shapes: bool = True) -> SetupReading:

@@ -304,5 +304,5 @@ def _header(found: dict[str, Any], path: Path) -> Header:
         rank=_rank(info.get("rank")), path=str(path), world_size=_rank(info.get("world_size")),
         gpu=_text(first.get("name", "")), job=_text(found.get("traceName", "")),
         shapes=bool(found.get("record_shapes", 0)), stacks=bool(found.get("with_stack", 0)),
-        backend=_text(info.get("backend") or ""),
+        backend=_text(info.get("backend") or ""), shapes_left_out=bool(found.get("lumosShapesLeftOut", 0)),
     )  # fmt: skip
