@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +27,11 @@ def shapes(draw: st.DrawFn, schedules: tuple[str, ...] = SCHEDULES) -> tuple[str
     fewest, most = schedule_named(schedule).chunks
     vpp = draw(st.integers(fewest, min(most, 4)))
     pp = max(2, pp) if vpp > 1 else pp
-    microbatches = pp * draw(st.integers(1, 4)) if schedule == "interleaved" else draw(st.integers(1, 12))
+    if schedule_named(schedule).pairs:
+        pp = pp + pp % 2 if schedule == "dualpipe" else pp
+        microbatches = 2 * (pp + draw(st.integers(0, 4)))
+    else:
+        microbatches = pp * draw(st.integers(1, 4)) if schedule == "interleaved" else draw(st.integers(1, 12))
     assert schedule_named(schedule).problem(pp, vpp, microbatches) == ""
     return schedule, pp, vpp, microbatches
 
@@ -55,6 +61,8 @@ def span(plan: Plan, times: dict[str, float], link: float = 0.0, launch: float =
 def test_every_stage_runs_every_block_exactly_once(shape: tuple[str, int, int, int]) -> None:
     schedule, pp, vpp, microbatches = shape
     wanted = sorted(Turn(*turn) for turn in product(phases_of(schedule), range(microbatches), range(vpp)))
+    if schedule == "dualpipe":  # a micro-batch goes one way, through the chunk of that way
+        wanted = sorted(turn._replace(chunk=2 * turn.microbatch // microbatches) for turn in wanted)
     for stage in range(pp):
         assert sorted(order_of(schedule, stage, pp, vpp, microbatches)) == wanted
 
@@ -184,7 +192,8 @@ def test_gathers_and_reductions_are_as_many_as_the_plan_says(shape: tuple[str, i
         plan = plan_of(shape, units=units, gathers=gathers, overlapped=True, reduces_always=always)
         structure = step_structure(plan)
         whats = [structure.roles[role].what for role in structure.node_role]
-        assert (whats.count("gather"), whats.count("reduce")) == tuple(pp * vpp * units * each for each in wanted)
+        chunks = pp * vpp * (schedule_named(shape[0]).copies if not always else 1)
+        assert (whats.count("gather"), whats.count("reduce")) == tuple(chunks * units * each for each in wanted)
 
 
 @given(shapes(), TIMES, TIMES)
@@ -229,9 +238,12 @@ def test_no_stage_holds_more_than_the_one_before_it(shape: tuple[str, int, int, 
 
 
 @given(shapes())
-def test_every_virtual_stage_lies_somewhere_once(shape: tuple[str, int, int, int]) -> None:
+def test_every_virtual_stage_lies_somewhere_once_or_as_often_as_there_are_copies(
+    shape: tuple[str, int, int, int],
+) -> None:
     name, pp, vpp, _ = shape
-    assert sorted(schedule_named(name).virtual_stages(pp, vpp).ravel()) == list(range(pp * vpp))
+    schedule = schedule_named(name)
+    assert sorted(schedule.virtual_stages(pp, vpp).ravel()) == sorted([*range(pp * vpp)] * schedule.copies)
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
@@ -246,10 +258,92 @@ def test_zb_v_takes_the_turns_of_torch(pp: int, microbatches: int) -> None:
     for stage in range(pp):
         actions = [a for a in theirs._calculate_single_rank_operations(stage) if a is not None]
         chunk_of = {int(virtual): chunk for chunk, virtual in enumerate(places[stage])}
-        wanted = [
-            Turn(phases[a.computation_type.name], a.microbatch_index, chunk_of[a.stage_index]) for a in actions
-        ]
+        wanted = [Turn(phases[a.computation_type.name], a.microbatch_index, chunk_of[a.stage_index]) for a in actions]
         assert ours.order(stage, pp, 2, microbatches) == wanted
+
+
+def _action_turns(action: Any, chunk_of: dict[int, int]) -> Iterator[tuple[Turn, bool]]:
+    """The turns of an action of torch, and whether each is one unit with the turn before it."""
+    phases = {"FORWARD": (Phase.FORWARD,), "BACKWARD_INPUT": (Phase.BACKWARD,), "BACKWARD_WEIGHT": (Phase.WEIGHTS,)}
+    for part, one in enumerate(action.sub_actions or (action,)):
+        for index, phase in enumerate(phases.get(one.computation_type.name, (Phase.BACKWARD, Phase.WEIGHTS))):
+            yield Turn(phase, one.microbatch_index, chunk_of[one.stage_index]), part + index > 0
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 6])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_dualpipe_v_takes_the_turns_of_torch_together_where_torch_does(pp: int, more: int) -> None:
+    pipelining = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch is not installed")
+    ours, count = schedule_named("dualpipe-v"), 2 * pp + more
+    places, joined = ours.virtual_stages(pp, 2), ours.joined(pp, 2, count)
+    theirs = pipelining.ScheduleDualPipeV.__new__(pipelining.ScheduleDualPipeV)
+    theirs.pp_group_size, theirs.num_stages, theirs._num_stages, theirs._n_microbatches = pp, 2 * pp, 2 * pp, count
+    for stage in range(pp):
+        chunk_of = {int(virtual): chunk for chunk, virtual in enumerate(places[stage])}
+        actions = [a for a in theirs._calculate_single_rank_operations(stage) if a is not None]
+        wanted = [turn for action in actions for turn in _action_turns(action, chunk_of)]
+        assert list(zip(ours.order(stage, pp, 2, count), joined[stage].tolist(), strict=True)) == wanted
+
+
+def test_dualpipe_mirrors_a_v_of_half_as_many_stages() -> None:
+    """Micro-batches of the forward way are the first half; a stage and its mirror image exchange the ways."""
+    whole, half = schedule_named("dualpipe"), schedule_named("dualpipe-v")
+    for stage in range(8):
+        place = min(stage, 7 - stage)
+        found = whole.order(stage, 8, 1, 20)
+        assert [t.phase for t in found] == [t.phase for t in half.order(place, 4, 2, 10)]
+        assert [t.chunk ^ (stage > 3) for t in found] == [t.chunk for t in half.order(place, 4, 2, 10)]
+        assert all((t.microbatch >= 10) == t.chunk for t in found)
+    assert (whole.joined(8, 1, 20) == np.concatenate([half.joined(4, 2, 10), half.joined(4, 2, 10)[::-1]])).all()
+
+
+def paired_span(shape: tuple[str, int, int, int], forward: float, inputs: float, weights: float, pair: float) -> float:
+    """The length of a step whose forward passes beside backward passes take `pair` with them."""
+    structure = step_structure(plan_of(shape))
+    alone = {"forward": forward, "backward": inputs, "weights": weights}
+    beside = {"forward": pair, "backward": 0.0, "weights": 0.0}
+    times = [(alone if role.partner < 0 else beside).get(role.what, 0.0) for role in structure.roles]
+    return simulate(structure.filled(np.array(times), np.zeros(3))).span
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8, 16])
+@pytest.mark.parametrize("more", [0, 6])
+@pytest.mark.parametrize(("forward", "weights"), [(10.0, 10.0), (10.0, 8.0), (12.0, 6.0)])
+def test_dualpipe_has_the_published_bubble(pp: int, more: int, forward: float, weights: float) -> None:
+    """(PP/2 - 1)(F&B + B - 3W) (deepseek-ai/DualPipe), where input gradients take as long as the forward pass."""
+    count, pair = 2 * pp + more, 2 * forward + weights
+    step = paired_span(("dualpipe", pp, 1, count), forward, forward, weights, pair)
+    bubble = (pp / 2 - 1) * (pair + (forward + weights) - 3 * weights)
+    assert step == pytest.approx(count * pair + bubble)
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8, 16])
+def test_dualpipe_holds_one_micro_batch_more_than_stages_and_two_copies_of_the_parameters(pp: int) -> None:
+    """The table of deepseek-ai/DualPipe: activations PP + 1, parameters 2; DualPipeV on half as many GPUs the same."""
+    whole, half = schedule_named("dualpipe"), schedule_named("dualpipe-v")
+    assert {sum(whole.in_flight(stage, pp, 1, 3 * pp)) for stage in range(pp)} == {pp + 1}
+    assert {sum(half.in_flight(stage, pp // 2, 2, 3 * pp)) for stage in range(pp // 2)} == {pp + 1}
+    assert np.bincount(whole.virtual_stages(pp, 1).ravel()).tolist() == [2] * pp
+
+
+@given(shapes(("dualpipe", "dualpipe-v")), TIMES, TIMES, TIMES)
+def test_passes_that_hide_each_other_are_never_slower(
+    shape: tuple[str, int, int, int], forward: float, inputs: float, weights: float
+) -> None:
+    plain = paired_span(shape, forward, inputs, weights, forward + inputs + weights)
+    hidden = paired_span(shape, forward, inputs, weights, max(forward, inputs + weights))
+    assert hidden <= plain
+    assert plain >= (2 if shape[0] == "dualpipe-v" else 1) * shape[3] * (forward + inputs + weights)
+
+
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "problem"),
+    [(3, 8, "pp = 3 is odd"), (4, 9, "microbatches = 9 is odd"), (4, 6, "fewer than 8"), (4, 8, "")],
+)
+def test_dualpipe_needs_pairs_of_stages_and_enough_micro_batches(pp: int, microbatches: int, problem: str) -> None:
+    found = schedule_named("dualpipe").problem(pp, 1, microbatches)
+    assert problem in found
+    assert bool(problem) == bool(found)
 
 
 @given(st.integers(2, 6), st.integers(0, 8), TIMES)
@@ -262,13 +356,16 @@ def test_zb_v_has_no_bubble_but_the_fill_where_all_phases_take_equally_long(pp: 
 
 def test_frameworks_have_the_schedules_of_their_documentation() -> None:
     assert schedules_of("megatron") == ("1f1b", "interleaved")
-    assert schedules_of("torchtitan") == ("1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v")
+    assert schedules_of("torchtitan") == (
+        *("1f1b", "dualpipe-v", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v"),
+    )
+    assert schedules_of("deepseek") == ("dualpipe",)
     assert schedules_of("llm-foundry") == (), "FSDP alone"
 
 
 @pytest.mark.parametrize(
     ("name", "vpp", "links"), [("gpipe", 1, 3), ("1f1b", 1, 3), ("zero-bubble", 1, 3), ("interleaved", 3, 11),
-                               ("zero-bubble-v", 2, 6)]
+                               ("zero-bubble-v", 2, 6), ("dualpipe-v", 2, 6), ("dualpipe", 1, 3)]
 )  # fmt: skip
 def test_a_micro_batch_changes_stages_between_any_two_virtual_stages_that_lie_apart(
     name: str, vpp: int, links: int
@@ -299,6 +396,7 @@ def test_interleaving_needs_whole_rounds() -> None:
 def test_schedules_say_how_many_virtual_stages_a_stage_may_have() -> None:
     chunks = {name: schedule_named(name).chunks for name in SCHEDULES}
     assert chunks["1f1b"] == chunks["gpipe"] == chunks["zero-bubble"] == (1, 1)
-    assert chunks["zero-bubble-v"] == (2, 2)
+    assert chunks["zero-bubble-v"] == chunks["dualpipe-v"] == (2, 2)
+    assert chunks["dualpipe"] == (1, 1), "the two parts of a stage are copies of parts that others have, too"
     assert chunks["interleaved"][0] == 2
     assert chunks["interleaved"][1] >= 128, "as many as a model has layers"

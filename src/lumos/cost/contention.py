@@ -71,6 +71,11 @@ def userbuffers_blocks() -> int:
     return int(read_table("contention.json")["channels"]["userbuffers"])
 
 
+def rail_blocks() -> int:
+    """What DeepEP's kernels hold for exchanges between experts."""
+    return int(read_table("contention.json")["channels"]["rails"])
+
+
 @lru_cache(maxsize=1 << 16)
 def slowdown(operator: Operator, beside: Beside, gpu: Gpu) -> float:
     """Time of a kernel beside the communication, over its time alone."""

@@ -77,6 +77,7 @@ class Fabric:
     ring_share: float = 1.0  # of the adapters' bandwidth: gathers and scatters
     tree_share: float = 1.0  # all-reduce
     send_share: float = 1.0  # messages and all-to-all
+    rail_share: float = 1.0  # exchanges between experts along rails, by kernels of their own (DeepEP)
     most_gb_s: float = float("inf")  # of one GPU, whatever the adapter has: what the host copies
     most_send_gb_s: float = float("inf")
     trees: bool = True  # whether all-reduce uses trees between nodes
@@ -100,6 +101,7 @@ class Network:
     mesh: int = 0  # GPUs of a domain whose links join pairs, without a switch; 0: a switch joins all
     nvls: float = 0.0  # share of a domain's bandwidth that all-reduce reaches in the NVLink switch; 0: it cannot
     sharp: bool = False  # switches between nodes reduce
+    rails: bool = False  # exchanges send a token once to every node, along the rail of its GPU; NVLink spreads it
     penalty: float = 1.0  # of training, against a benchmark
     habits: Habits = field(default_factory=habits, repr=False)
     _known: dict[tuple[str, Group], tuple[Line, ...]] = field(
@@ -248,14 +250,15 @@ class Network:
         """All-to-all: every rank sends an equal part to every member, through all tiers at the same time."""
         size, here = group.size, group.inside
         parts = [(here - 1) / size / (self.near(here) * self.habits.exchange_share)] if here > 1 else []
+        share = self.fabric.rail_share if self.rails else self.fabric.send_share
         for held, tier in self._left(group):
-            width = self._of_gpu(tier, self.fabric.most_send_gb_s) * self.fabric.send_share
+            width = self._of_gpu(tier, self.fabric.most_send_gb_s) * share
             parts.append((size - held) / size / width)
         start, fill = self.habits.send_us + (here - 1) * self.habits.peer_us, self.habits.fill_exchange
         if size > here:
-            fill = self.habits.fill_between
+            fill = 0.0 if self.rails else self.habits.fill_between
             far = self.habits.send_far_us - self.habits.send_us + self._hop_us(group)
-            start += far + (size - here) * self.habits.peer_far_us
+            start += far + (group.nodes - 1 if self.rails else size - here) * self.habits.peer_far_us
         return Line(start, max(parts), fill)
 
 
@@ -265,11 +268,13 @@ def _piped(line: Line, size: float) -> float:
     return line.start_us + transfer + line.fill * sqrt(line.start_us * transfer)
 
 
-def network_of(gpu: Gpu, fabric: str, factors: InStepFactors, cluster: Cluster | None = None) -> Network:
+def network_of(
+    gpu: Gpu, fabric: str, factors: InStepFactors, cluster: Cluster | None = None, rails: bool = False
+) -> Network:
     """The tiers of a GPU on a fabric of data/fabrics.toml; `cluster` has leaves, oversubscription and switches."""
     facts: dict[str, Any] = read_table("fabrics.toml")[fabric]
     reached = Fabric(
-        facts["ring_share"], facts["tree_share"], facts["send_share"],
+        facts["ring_share"], facts["tree_share"], facts["send_share"], facts.get("rail_share", facts["send_share"]),
         facts.get("most_gb_s", float("inf")), facts.get("most_send_gb_s", float("inf")), facts.get("trees", True),
         facts["relay_us"], facts.get("crowding", 0.0),
     )  # fmt: skip
@@ -284,6 +289,7 @@ def network_of(gpu: Gpu, fabric: str, factors: InStepFactors, cluster: Cluster |
         0 if switched else gpu.nvlink_domain,
         nvls,
         bool(cluster and cluster.sharp),
+        rails,
         factors.penalty,
         habits(gpu.family),
     )

@@ -6,7 +6,7 @@ clock that the power limit leaves: `InStepFactors` hold those factors, and `data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from math import log2
@@ -81,6 +81,8 @@ class Prices:
         self.flash_model: Priced | None = None  # for attention kernels of an older generation
         self.contends = True  # kernels and communication beside each other; not where measured prices hold it already
         self.overlap_blocks = 0  # SMs of collectives beside the operators of a block; 0: NCCL's channels
+        self.exchange_blocks = 0  # … of exchanges between experts; 0: the same
+        self.leaves_sms = False  # matmuls start as many blocks as communication leaves SMs: none needs a round more
         self._blocks: dict[Hashable, BlockTime] = {}
         self._kept: dict[Hashable, Any] = {}
 
@@ -109,13 +111,22 @@ class Prices:
     def running(self, collective: Collective, us: float) -> Beside:
         """A collective of a block that takes so long, as the operators beside it see it."""
         kernel = kernel_of(collective, us)
-        return kernel._replace(blocks=self.overlap_blocks) if self.overlap_blocks else kernel
+        blocks = self.exchange_blocks if collective.kind == "all_to_all" else 0
+        blocks = blocks or self.overlap_blocks
+        return kernel._replace(blocks=blocks) if blocks else kernel
 
     def disturbed_us(self, key: Hashable, build: Callable[[], Block], beside: Beside) -> float:
         """How much longer the operators of a block take if this communication runs beside all of them."""
         with self.inside(key):
             operators = [op.work for op in build() if not isinstance(op.work, Collective)]
-            return sum(self.operator_us(work) * (slowdown(work, beside, self.model.gpu) - 1) for work in operators)
+            return sum(self.operator_us(work) * (self.slowdown(work, beside) - 1) for work in operators)
+
+    def slowdown(self, work: Operator, beside: Beside) -> float:
+        """Time of an operator beside communication over its time alone."""
+        gpu = self.model.gpu
+        if self.leaves_sms and work.is_matrix and not work.kind.startswith("sdpa") and not gpu.is_cpu:
+            return gpu.sms / max(1, gpu.sms - beside.blocks)
+        return slowdown(work, beside, gpu)
 
     def launches(self, op: BlockOp) -> float:
         """Of the host, for one operator or collective."""
@@ -179,25 +190,33 @@ def timeline(block: Block, prices: Prices) -> list[Row]:
         else:
             begin = max(now, network) if op.joins else now
             beside = [(until, kernel) for until, kernel in beside if until > begin]
-            now = _end_beside(begin, op.work, beside, prices)
+            now = end_beside(begin, prices.operator_us(op.work), op.work, beside, prices)
             rows.append(Row(op, begin, now))
     return rows
 
 
-def _end_beside(begin: float, work: Operator, beside: list[tuple[float, Beside]], prices: Prices) -> float:
+def end_beside(begin: float, alone: float, work: Operator, beside: list[tuple[float, Beside]], prices: Prices) -> float:
     """When an operator ends: slower until the collectives beside it are over, by as much as the worst of them."""
-    alone = prices.operator_us(work)
     if not beside or not prices.contends:
         return begin + alone
-    factor = max(slowdown(work, kernel, prices.model.gpu) for _, kernel in beside)
+    factor = max(prices.slowdown(work, kernel) for _, kernel in beside)
     covered = max(until for until, _ in beside) - begin
     return begin + min(alone * factor, alone + covered * (1 - 1 / factor))
 
 
 def time_of(block: Block, prices: Prices) -> BlockTime:
     """A block in numbers: until its last operator and collective have ended, and what that time consists of."""
+    found = summed(timeline(block, prices), prices)
+    if not any(op.syncs for op in block):
+        return found
+    ahead = [op._replace(syncs=False) for op in block]
+    return found._replace(waited_us=found.us - time_of(ahead, prices).us)
+
+
+def summed(rows: Iterable[Row], prices: Prices) -> BlockTime:
+    """What rows consist of, until the last of them has ended."""
     end = compute = communication = joules = launches = 0.0
-    for op, begin, until in timeline(block, prices):
+    for op, begin, until in rows:
         cost, end = until - begin, max(end, until)
         launches += prices.launches(op)
         if isinstance(op.work, Collective):
@@ -206,6 +225,4 @@ def time_of(block: Block, prices: Prices) -> BlockTime:
         else:
             compute += cost
             joules += prices.joules.operator(op.work, cost)
-    ahead = [op._replace(syncs=False) for op in block]
-    waited = end - time_of(ahead, prices).us if any(op.syncs for op in block) else 0.0
-    return BlockTime(end, prices.host_us * launches, compute, communication, joules, waited)
+    return BlockTime(end, prices.host_us * launches, compute, communication, joules)

@@ -95,7 +95,7 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
 
 def waiting_share(step: Step) -> float:
     """The share of the step in which the busiest stage computes nothing: it waits for network, host or other stages."""
-    repeats = step.setup.train.microbatches
+    repeats = step.assembly.program.rounds
     computing = max(
         repeats * sum(block.compute_us for chunk in chunks for block in chunk.blocks) + step.role_us("optimizer", stage)
         for stage, chunks in enumerate(step.chunks)

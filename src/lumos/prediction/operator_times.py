@@ -82,7 +82,7 @@ def _source_of(prices: Prices, work: Work) -> str:
 def _inside_blocks(step: Step) -> Iterator[_Calls]:
     program, prices = step.assembly.program, step.prices
     passes = ((chunk, phase) for chunk in program.chunks[0] for phase in Phase)
-    blocks = [(block, step.plan.microbatches) for at in passes for block in program.blocks(*at)]
+    blocks = [(block, program.rounds) for at in passes for block in program.blocks(*at)]
     for block, times in [*blocks, (program.optimizer(0), 1)]:
         count = times * block.times
         with prices.inside(block.key):

@@ -100,7 +100,7 @@ def least_joules(assembly: Assembly, seconds: float) -> float:
 def _block_joules(assembly: Assembly, stage: int) -> float:
     """What the blocks of a stage take over idle, for all micro-batches."""
     of_one = sum(times * sum(b.joules for b in chunk.blocks) for chunk, times in assembly.distinct_chunks(stage))
-    return assembly.setup.train.microbatches * of_one
+    return assembly.program.rounds * of_one
 
 
 def _network_w(step: Step, gpu: Gpu, joules: Joules) -> float:

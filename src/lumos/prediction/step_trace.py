@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.cost.prices import timeline
+from lumos.cost.prices import Row, timeline
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.program.operators import Collective, Operator
 from lumos.program.program import Repeated
@@ -62,7 +62,6 @@ class Detail(IntEnum):
 
 
 _MOST_ROWS = {Detail.OPERATORS: 1_000_000, Detail.INTERVALS: 150_000}  # a search asks for many breakdowns
-_ORDER = {"embedding": 0, "head grad": 0, "head": 2, "embedding grad": 2}  # of blocks in a pass; layers are between
 
 
 def contents(step: Step, what: str, stage: int, chunk: int) -> list[Repeated]:
@@ -70,17 +69,7 @@ def contents(step: Step, what: str, stage: int, chunk: int) -> list[Repeated]:
     program = step.assembly.program
     if what == "optimizer":
         return [program.optimizer(stage)]
-    found: list[Repeated] = []
-    blocks = program.blocks(program.chunks[stage][chunk], Phase[what.upper()])
-    for block in sorted(blocks, key=lambda block: _ORDER.get(block.name, 1)):
-        if found and found[-1].name == "recompute" and block.name == "backward":
-            again = found[-1]
-            del found[-again.times :]
-            # A layer is recomputed right before its backward pass; where only some are, the first layers are.
-            found += [block] * (block.times - again.times) + [again, block] * again.times
-        else:
-            found += [block] * block.times
-    return found
+    return program.in_order(program.chunks[stage][chunk], Phase[what.upper()])
 
 
 class _Inside(NamedTuple):
@@ -203,7 +192,8 @@ class StepTrace:
         nodes = np.flatnonzero(self.end > self.start)
         unit, like = np.array([role.unit for role in self.roles]), self.step.assembly.program.like
         first: dict[Hashable, int] = {}
-        same = [first.setdefault((r.what, like[r.stage], r.chunk, r.unit < 0), i) for i, r in enumerate(self.roles)]
+        keys = ((r.what, like[r.stage], r.chunk, r.unit < 0, r.partner) for r in self.roles)
+        same = [first.setdefault(key, index) for index, key in enumerate(keys)]
         role = np.array(same, np.int64)[self.step.structure.node_role[nodes]]
         computes = np.array([role.what in _PASSES for role in self.roles])
         part = np.where(computes[role] & (unit[role] >= 0), self._part_of_pass[nodes], -1)
@@ -219,7 +209,7 @@ class StepTrace:
     def inside(self, role: Role, part: int = -1, detail: Detail = Detail.OPERATORS) -> _Inside:
         """What runs inside a node of a role, or inside one of the equal parts of it."""
         stage = self.step.assembly.program.like[role.stage]
-        key = (role.what, stage, role.chunk, part, detail)
+        key = (role.what, stage, role.chunk, part, role.partner, detail)
         if key not in self._inside:
             self._inside[key] = self._resolved(role, stage, part, detail)
         return self._inside[key]
@@ -228,6 +218,8 @@ class StepTrace:
         if part >= 0:
             units = self.step.plan.units
             found = self.inside(role, -1, Detail.OPERATORS).part(part / units, (part + 1) / units)
+        elif role.partner >= 0:
+            found = self._beside_another(role, stage)
         elif role.what in _PASSES or role.what == "optimizer":
             found = self._operators(role.what, stage, role.chunk)
         else:
@@ -256,6 +248,15 @@ class StepTrace:
         found = _Inside.joined(parts).moved(0.0, 1 / now)
         return found.select(np.argsort(found.start, kind="stable"))
 
+    def _beside_another(self, role: Role, stage: int) -> _Inside:
+        """A pass that runs together with another: what runs of both in its share of their time."""
+        low, high, rows = self.step.assembly.pair_of(role).window(role.what)
+        length = max((row.end_us for row in rows), default=0.0)
+        if length <= 0 or high <= low:
+            return _NOTHING
+        found = self._columns_of(rows).moved(0.0, 1 / length)
+        return found.select(np.argsort(found.start, kind="stable")).part(low, high)
+
     def _of_block(self, block: Repeated) -> tuple[_Inside, float]:
         """One block, in microseconds, and how long it takes."""
         if block.key not in self._blocks:
@@ -266,14 +267,17 @@ class StepTrace:
         with self.step.prices.inside(block.key):
             issued = timeline(block.build(), self.step.prices)
         length = max((row.end_us for row in issued), default=0.0)  # the host may be the last to be done
+        return self._columns_of(issued), length
+
+    def _columns_of(self, issued: Sequence[Row]) -> _Inside:
         rows = [row for row in issued if row.end_us > row.start_us]
         if not rows:
-            return _NOTHING, length
+            return _NOTHING
         start, end = np.array([row.start_us for row in rows]), np.array([row.end_us for row in rows])
         talks = np.array([isinstance(row.op.work, Collective) for row in rows])
         labels = [self.labels.add(row.op.name or row.op.work.kind, message_of(row.op.work)) for row in rows]
         tracks = np.where(talks, Track.COMMUNICATION, Track.COMPUTE)
-        return _Inside(start, end, tracks, np.array(labels)), length
+        return _Inside(start, end, tracks, np.array(labels))
 
     def _intervals(self, full: _Inside, what: str) -> _Inside:
         """Operators without a pause between them as one row; collectives as they are."""
@@ -356,7 +360,7 @@ class StepTrace:
         turn = self.step.structure.node_turn[node] if named else None
         if turn is None:
             return role.what
-        chunk = f", chunk {turn.chunk}" if self.step.plan.vpp > 1 else ""
+        chunk = f", chunk {turn.chunk}" if self.step.plan.chunks > 1 else ""
         return f"{role.what} micro-batch {turn.microbatch}{chunk}"
 
     def _sends(self) -> Columns:

@@ -15,7 +15,7 @@ and add up and divide the results afterwards (the all-to-all dispatcher of Megat
 
 from __future__ import annotations
 
-from math import ceil, sqrt
+from math import ceil, comb, sqrt
 from statistics import NormalDist
 
 from lumos.program import primitives as ops
@@ -23,6 +23,7 @@ from lumos.program.block import Block, BlockOp
 from lumos.program.mlp import activation, activation_bytes, activation_gradient_bytes, dense
 from lumos.program.operators import Collective, Operator
 from lumos.program.rank_layout import RankLayout
+from lumos.setup.sections import Model
 
 
 def moe(s: RankLayout) -> Block:
@@ -68,6 +69,11 @@ def exchanges_first(block: Block) -> Block:
     """
     free = [op for op in block if isinstance(op.work, Collective) and op.work.kind == "all_to_all" and not op.waits]
     return [*free, *(op for op in block if op not in free)] if free else block
+
+
+def is_exchange(op: BlockOp) -> bool:
+    """Whether it sends tokens to the ranks of their experts, or results back."""
+    return isinstance(op.work, Collective) and op.work.kind == "all_to_all" and op.name.startswith("experts ")
 
 
 def busiest_rank(experts: int, ep: int, imbalance: float) -> float:
@@ -236,7 +242,7 @@ def _sent_over(s: RankLayout, name: str) -> Block:
     if s.gathers_tokens:
         kind = "all_gather" if name in ("dispatch", "combine grad") else "reduce_scatter"
         return ops.collective(kind, gathered_bytes(s), s.ep, name=f"experts {name}")
-    size = float(_sent_copies(s) * s.model.hidden * s.element)
+    size = float(_sent_copies(s) * s.model.hidden * _sent_element(s, name))
     return ops.collective("all_to_all", size, s.ep, waits=not s.ep_overlap, name=f"experts {name}")
 
 
@@ -244,12 +250,33 @@ def _sent_copies(s: RankLayout) -> float:
     """Copies that leave for the experts of all ranks: one for every expert that is asked, or fewer.
 
     DeepEP and HybridEP send a token once to every node, where NVLink spreads it, or to every rank of a node. Of n
-    places, k choices among many experts hit n (1 - (1 - 1/n)^k).
+    places, k choices among many experts hit n (1 - (1 - 1/n)^k); n are those that its groups of experts lie in.
     """
     if not s.sends_once:
         return _sent(s)
-    places, k = (s.ep.nodes if s.ep.nodes > 1 else s.ep.size), s.model.top_k
+    places, k = reached(s.model, s.ep.nodes if s.ep.nodes > 1 else s.ep.size), s.model.top_k
     return _sent(s) / k * places * (1 - (1 - 1 / places) ** k)
+
+
+def reached(model: Model, places: int) -> float:
+    """Of the places that experts lie in, those that a token may go to, on average; all, unless its groups are limited.
+
+    Groups lie in the places one after the other. Of g groups a token takes m: where a place has g / n of them, it is
+    none of those m with a chance of C(g - g/n, m) / C(g, m).
+    """
+    groups, taken = model.expert_groups, model.top_k_groups
+    if not groups or not 0 < taken < groups:
+        return float(places)
+    if places >= groups:
+        return places * taken / groups
+    here = groups // places
+    return places * (1 - comb(groups - here, taken) / comb(groups, taken))
+
+
+def _sent_element(s: RankLayout, name: str) -> float:
+    """Bytes of one value on its way: in 8 bits with a factor for every 128 values, where tokens are cast before."""
+    casts = s.eight_bit and s.framework.dispatches_fp8 and name in ("dispatch", "combine grad")
+    return 1 + 4 / 128 if casts else float(s.element)
 
 
 # ---------------------------------------------------------------------- experts

@@ -26,9 +26,11 @@ from lumos.program.parameters import (
 from lumos.program.primitives import collective
 from lumos.program.rank_layout import RankLayout
 from lumos.program.transformer_layer import LayerMemory, TransformerLayer
-from lumos.schedules import Phase, Schedule, schedule_named
+from lumos.schedules import Phase, Schedule
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
+
+_ORDER = {"embedding": 0, "head grad": 0, "head": 2, "embedding grad": 2}  # of blocks in a pass; layers are between
 
 
 class Repeated(NamedTuple):
@@ -60,8 +62,7 @@ class Program:
     # ------------------------------------------------------------------ what each stage holds
     @cached_property
     def schedule(self) -> Schedule:
-        """One stage alone has nothing to schedule."""
-        return schedule_named(self.setup.parallel.schedule if self.setup.parallel.pp > 1 else "1f1b")
+        return self.layout.schedule
 
     @cached_property
     def chunks(self) -> list[tuple[Chunk, ...]]:
@@ -112,6 +113,11 @@ class Program:
         in_layer = linears * (2 if m.bias else 1) + (4 if m.norm == "layer" and m.bias else 2)
         return in_layer * sum(chunk.layers for chunk in self.chunks[stage]) + 3
 
+    @property
+    def rounds(self) -> int:
+        """Micro-batches that go through one chunk in a step: all, or those of one way."""
+        return self.setup.train.microbatches // self.schedule.copies
+
     def in_flight(self, stage: int) -> tuple[int, ...]:
         """Micro-batches that a stage holds of each chunk, at the moment it holds most."""
         p = self.setup.parallel
@@ -120,13 +126,14 @@ class Program:
         return self.schedule.in_flight(stage, p.pp, p.vpp, self.setup.train.microbatches)
 
     # ------------------------------------------------------------------ what it runs
-    def blocks(self, chunk: Chunk, phase: Phase) -> Iterator[Repeated]:
+    def blocks(self, chunk: Chunk, phase: Phase, whole: bool = False) -> Iterator[Repeated]:
         """The blocks of a chunk in one phase, for one micro-batch.
 
         Where the schedule splits the backward pass, BACKWARD holds recomputation and input gradients, and WEIGHTS the
-        rest; otherwise BACKWARD holds all of it.
+        rest; otherwise, or where the `whole` pass is asked for, BACKWARD holds all of it.
         """
-        if phase == Phase.WEIGHTS and not self.schedule.splits_backward:
+        split = self.schedule.splits_backward and not whole
+        if phase == Phase.WEIGHTS and not split:
             return
         for layer, count, again in self._layers(chunk):
             if phase == Phase.FORWARD:
@@ -134,15 +141,28 @@ class Program:
             elif phase == Phase.BACKWARD and again:
                 yield Repeated(("recompute", layer.sparse), layer.recomputed, again)
             if phase != Phase.FORWARD:
-                yield self._gradients(("backward", layer.sparse), layer.backward, phase, count)
+                yield self._gradients(("backward", layer.sparse), layer.backward, phase, split, count)
         if phase == Phase.FORWARD:
             yield from [Repeated(("embedding",), lambda: embedding(self.layout))] if chunk.first else []
             yield from [Repeated(("head",), lambda: head(self.layout))] if chunk.last else []
             return
         if chunk.first:
-            yield self._gradients(("embedding grad",), lambda: embedding_backward(self.layout), phase)
+            yield self._gradients(("embedding grad",), lambda: embedding_backward(self.layout), phase, split)
         if chunk.last:
-            yield self._gradients(("head grad",), lambda: head_backward(self.layout), phase)
+            yield self._gradients(("head grad",), lambda: head_backward(self.layout), phase, split)
+
+    def in_order(self, chunk: Chunk, phase: Phase, whole: bool = False) -> list[Repeated]:
+        """Every block that runs in a pass of one micro-batch, in order of time, one after the other."""
+        found: list[Repeated] = []
+        for block in sorted(self.blocks(chunk, phase, whole), key=lambda block: _ORDER.get(block.name, 1)):
+            if found and found[-1].name == "recompute" and block.name == "backward":
+                again = found[-1]
+                del found[-again.times :]
+                # A layer is recomputed right before its backward pass; where only some are, the first layers are.
+                found += [block] * (block.times - again.times) + [again, block] * again.times
+            else:
+                found += [block] * block.times
+        return found
 
     def optimizer(self, stage: int) -> Repeated:
         """The GPU's part of the update, once a step."""
@@ -188,10 +208,10 @@ class Program:
             yield TransformerLayer(self.layout, sparse=True), chunk.sparse, sparse
 
     def _gradients(
-        self, key: tuple[Hashable, ...], build: Callable[[], Block], phase: Phase, count: int = 1
+        self, key: tuple[Hashable, ...], build: Callable[[], Block], phase: Phase, split: bool, count: int = 1
     ) -> Repeated:
         """A backward block: whole, or the half that belongs to this phase."""
-        if not self.schedule.splits_backward:
+        if not split:
             return Repeated(key, build, count)
         half = input_gradients if phase == Phase.BACKWARD else weight_gradients
         return Repeated((*key, phase), lambda: half(build()), count)

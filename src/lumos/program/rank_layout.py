@@ -6,6 +6,7 @@ from functools import cached_property
 from math import ceil, gcd
 
 from lumos.program.operators import Group
+from lumos.schedules import Schedule, schedule_named
 from lumos.setup.frameworks import Framework
 from lumos.setup.setup import Setup
 
@@ -44,7 +45,7 @@ class RankLayout:
     def group(self, size: int, stride: int) -> Group:
         """Ranks of one pipeline stage, `stride` apart among them, and how many of them share each tier."""
         inside, *above = (_held(size, stride, self._of_stage(unit)) for unit in (self.domain, *self.units))
-        return Group(size, inside, tuple(above))
+        return Group(size, inside, tuple(above), stride)
 
     def _of_stage(self, unit: int) -> int:
         """Ranks of one pipeline stage among so many neighbours."""
@@ -94,8 +95,8 @@ class RankLayout:
 
     @cached_property
     def dp(self) -> Group:
-        """Ranks that hold the same weights: data and context parallel ones."""
-        return self.group(self.parallel.dp * self.parallel.cp, self.parallel.tp)
+        """Ranks that hold the same weights: data and context parallel ones, of all stages that have a copy."""
+        return self.group(self.schedule.copies * self.parallel.dp * self.parallel.cp, self.parallel.tp)
 
     @cached_property
     def expert_tp(self) -> int:
@@ -140,7 +141,7 @@ class RankLayout:
     def expert_dp(self) -> Group:
         """Ranks that hold the same experts."""
         p, inner = self.parallel, self.expert_tp * self.parallel.ep
-        return self.group(p.dp * p.cp * p.tp // inner, inner)
+        return self.group(self.schedule.copies * p.dp * p.cp * p.tp // inner, inner)
 
     @cached_property
     def sharing(self) -> tuple[Group, Group]:
@@ -292,10 +293,20 @@ class RankLayout:
 
     @cached_property
     def ep_overlap(self) -> bool:
-        """Exchanges between experts run beside the work of another micro-batch, where there is one."""
+        """Exchanges between experts run beside the work of another micro-batch in every pass, where there is one."""
         chosen = self.parallel.ep_overlap
         wanted = self.framework.ep_overlap if chosen is None else chosen
-        return wanted and self.train.microbatches > 1 and not self.gathers_tokens
+        return wanted and self.train.microbatches > 1 and not self.gathers_tokens and not self.schedule.pairs
+
+    @cached_property
+    def pairs_exchanges(self) -> bool:
+        """The same in passes that the schedule runs together, and in no others."""
+        return self.schedule.pairs and self.parallel.ep_overlap is not False and not self.gathers_tokens
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """One stage alone has nothing to schedule."""
+        return schedule_named(self.parallel.schedule if self.parallel.pp > 1 else "1f1b")
 
     @cached_property
     def zero(self) -> int:

@@ -193,7 +193,7 @@ def _parts(step: Step, index: int) -> tuple[float, float, float]:
         return 1.0, 0.0, 0.0
     if role.what not in _PASSES:
         return 0.0, 0.0, 0.0
-    block = getattr(step.chunks[role.stage][role.chunk], role.what)
+    block = step.assembly.block_of(role)
     if block.us <= 0:
         return 1.0, 0.0, 0.0
     waited = min(1.0, block.waited_us / block.us)

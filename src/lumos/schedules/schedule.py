@@ -1,8 +1,9 @@
 """Schedule: in which order the stages of a pipeline run their forward and backward passes.
 
 A schedule is one object in one file of this package. It says in which order each stage takes its turns, where the
-virtual stages of the model lie, how many micro-batches a stage holds at its worst moment, and whether the backward pass
-is split into input gradients and weight gradients. How long either half takes follows from the operators of the blocks.
+virtual stages of the model lie, how many micro-batches a stage holds at its worst moment, whether the backward pass is
+split into input gradients and weight gradients, and which passes run together. How long each takes follows from the
+operators of the blocks.
 
 All stages are worked out at once, as arrays: a search meets hundreds of new schedules.
 """
@@ -44,9 +45,18 @@ class Schedule:
     splits_backward: ClassVar[bool] = False  # weight gradients have turns of their own
     chunks: ClassVar[tuple[int, int]] = (1, 1)  # fewest and most virtual stages of one stage
     first_holds_most: ClassVar[bool] = True  # no stage holds more micro-batches than the one before it
+    pairs: ClassVar[bool] = False  # forward passes run together with backward passes of other micro-batches
+    copies: ClassVar[int] = 1  # of every parameter in one pipeline, each of which sees its share of the micro-batches
 
     def turns(self, pp: int, vpp: int, microbatches: int) -> Turns:
         """The turns of every stage, in order."""
+        raise NotImplementedError
+
+    def joined(self, pp: int, vpp: int, microbatches: int) -> NDArray[np.bool_]:
+        """(stages, turns): which turns are one unit with the turn before them; asked of schedules with `pairs` alone.
+
+        A unit begins when the inputs of all its turns have arrived, and its results leave when all of it is done.
+        """
         raise NotImplementedError
 
     def problem(self, pp: int, vpp: int, microbatches: int) -> str:
@@ -54,7 +64,10 @@ class Schedule:
         return ""
 
     def virtual_stages(self, pp: int, vpp: int) -> NDArray[np.int64]:
-        """(stages, chunks): which virtual stage of the model each chunk is; around the stages again and again."""
+        """(stages, chunks): which virtual stage of the model each chunk is; around the stages again and again.
+
+        Where there are copies, a virtual stage lies in several places.
+        """
         return np.arange(pp)[:, None] + pp * np.arange(vpp)[None, :]
 
     def placement(self, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
@@ -92,20 +105,21 @@ def _placement(schedule: Schedule, pp: int, vpp: int) -> tuple[tuple[int, ...], 
 @lru_cache(maxsize=4096)
 def _in_flight(schedule: Schedule, pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
     """[stage][chunk], counted in the turns of all stages at once."""
-    return tuple(_most_held(schedule, turns, vpp) for turns in schedule.turns(pp, vpp, microbatches))
+    chunks = schedule.virtual_stages(pp, vpp).shape[1]
+    return tuple(_most_held(schedule, turns, chunks) for turns in schedule.turns(pp, vpp, microbatches))
 
 
-def _most_held(schedule: Schedule, turns: Turns, vpp: int) -> tuple[int, ...]:
+def _most_held(schedule: Schedule, turns: Turns, chunks: int) -> tuple[int, ...]:
     phase, _, chunk = turns.T
     change = (phase == Phase.FORWARD).astype(np.int64) - (phase == schedule.last_phase)
-    held = np.cumsum(change[:, None] * (chunk[:, None] == np.arange(vpp)[None, :]), axis=0)
+    held = np.cumsum(change[:, None] * (chunk[:, None] == np.arange(chunks)[None, :]), axis=0)
     return tuple(int(count) for count in held[int(np.argmax(held.sum(axis=1)))])
 
 
 @lru_cache(maxsize=4096)
 def _links(schedule: Schedule, pp: int, vpp: int) -> int:
     stage_of = np.empty(pp * vpp, np.int64)
-    stage_of[schedule.virtual_stages(pp, vpp)] = np.arange(pp)[:, None]
+    stage_of[schedule.virtual_stages(pp, vpp)[:, :vpp]] = np.arange(pp)[:, None]  # of the first copy
     return int((np.diff(stage_of) != 0).sum())
 
 

@@ -68,6 +68,8 @@ class Framework:
     grouped_experts: bool = False
     expert_launches: float = 0.0  # of the host, for one expert in a grouped matmul; 0: one launch for all
     dispatcher: str = "all_to_all"  # how tokens reach their experts: all_to_all, or flex (DeepEP, HybridEP)
+    dispatches_fp8: bool = False  # tokens go to their experts as they are cast for 8-bit matmuls; results come in 16
+    leaves_sms: bool = False  # matmuls beside communication start as many blocks as it leaves multiprocessors
     ep_overlap: bool = False  # exchanges between experts run beside the work of another micro-batch
     clears_experts: bool = False  # rows that no expert worked on are set to zero after every grouped matmul
     host_us: float = 35.0  # of the host for one launch, with all the Python around it, on the reference host

@@ -94,6 +94,8 @@ class Model(Section):
     experts: Count = 0
     top_k: Count = 0
     expert_ffn: MaybeSize = 0  # derived: ffn
+    expert_groups: Count = 0  # that experts lie in, as many in each; 0: none
+    top_k_groups: Count = 0  # of which a token may ask experts; 0: all
     shared_experts: Count = 0
     dense_layers: Count = 0  # in a mixture of experts, how many layers at the beginning have none
     norm: Literal["rms", "layer"] = "rms"  # this and the next two are derived: as in Llama if gated, as in GPT-3 if not

@@ -11,27 +11,31 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from lumos.cost.contention import Beside, kept_rate, kernel_of, userbuffers_blocks
+from lumos.cost.contention import Beside, kept_rate, kernel_of, rail_blocks, userbuffers_blocks
 from lumos.cost.flash import flash_kernels
 from lumos.cost.hardware_model import HardwareModel, hardware_model
 from lumos.cost.in_step import InStepFactors, in_step_factors
 from lumos.cost.network import Network, network_of
 from lumos.cost.operator_model import CostModel, cost_model
-from lumos.cost.prices import BlockTime, Prices
+from lumos.cost.paired import Piece, together
+from lumos.cost.prices import BlockTime, Prices, Row, summed
 from lumos.cost.sampled_network import SampledNetwork
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.graph.graph import Graph
 from lumos.graph.overlap import Side, contended
 from lumos.graph.simulate import Times, simulate
+from lumos.program.block import BlockOp
+from lumos.program.moe import is_exchange
 from lumos.program.operators import Collective, Group
 from lumos.program.parameters import Chunk, Parameters
 from lumos.program.program import Program, Repeated
-from lumos.schedules import Phase
+from lumos.schedules import Phase, schedule_named
 from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import Gpu
 from lumos.setup.setup import Setup
@@ -58,6 +62,21 @@ class ChunkTime(NamedTuple):
     @property
     def blocks(self) -> tuple[BlockTime, BlockTime, BlockTime]:
         return self[:3]
+
+
+class PairTime(NamedTuple):
+    """A forward pass and a whole backward pass that run together: the share of each phase, and what runs when."""
+
+    forward: BlockTime
+    backward: BlockTime
+    weights: BlockTime
+    rows: tuple[Row, ...]
+
+    def window(self, what: str) -> tuple[float, float, tuple[Row, ...]]:
+        """The shares of the time of both at which the part of a phase begins and ends, and all rows."""
+        lengths, index = [block.us for block in self[:3]], _PASSES.index(what)
+        total = max(sum(lengths), 1e-9)
+        return sum(lengths[:index]) / total, sum(lengths[: index + 1]) / total, self.rows
 
 
 class _ChunkBound(NamedTuple):
@@ -153,7 +172,7 @@ class Step:
             return 1.0
         if role.what not in _PASSES:
             return 0.0
-        block: BlockTime = getattr(self.chunks[role.stage][role.chunk], role.what)
+        block = self.assembly.block_of(role)
         return block.waited_us / block.us if block.waited_us else 0.0
 
 
@@ -194,12 +213,17 @@ def prices_of(
     prices.flash_model = None if gpu.is_cpu else flash_kernels(chip, flash)
     prices.joules = (machine.joules(chip) if machine else None) or prices.joules
     prices.overlap_blocks = userbuffers_blocks() if framework.userbuffers else 0
+    flex = (setup.parallel.dispatcher or framework.dispatcher) == "flex"
+    prices.exchange_blocks = rail_blocks() if flex and schedule_named(setup.parallel.schedule).pairs else 0
+    prices.leaves_sms = framework.leaves_sms
     return prices
 
 
 def _network(setup: Setup, gpu: Gpu, factors: InStepFactors, machine: HardwareModel | None) -> Network | SampledNetwork:
     """The collectives that were sampled, where the cluster is theirs; else those of the GPU and its fabric."""
-    usual = network_of(_wired(setup, gpu), setup.cluster.fabric, factors, setup.cluster)
+    framework = framework_named(setup.train.framework)
+    rails = (setup.parallel.dispatcher or framework.dispatcher) == "flex"
+    usual = network_of(_wired(setup, gpu), setup.cluster.fabric, factors, setup.cluster, rails)
     if machine is None or setup.cluster.states_network or machine.gpu.name != setup.cluster.gpu:
         return usual
     return machine.network(usual, setup.cluster.gpus_per_node)
@@ -208,7 +232,7 @@ def _network(setup: Setup, gpu: Gpu, factors: InStepFactors, machine: HardwareMo
 def shape_of(setup: Setup) -> Hashable:
     """What the prices of a setup depend on: setups of one shape can share them, blocks that were priced included."""
     p, t, cluster = setup.parallel, setup.train, setup.cluster
-    exchange = (p.dispatcher, p.ep_overlap, t.microbatches > 1)
+    exchange = (p.dispatcher, p.ep_overlap, t.microbatches > 1, schedule_named(p.schedule).pairs)
     experts = (p.ep, p.etp, p.dp, p.pp, *exchange) if setup.model.experts else ()
     sharded = p.zero == 3 and p.dp * p.cp > 1
     framework = framework_named(t.framework, t.precision)
@@ -284,6 +308,44 @@ class Assembly:
             time += self._block_time(block).times(block.times)
         copies = self._activation_copies_us(chunk, phase)
         return time._replace(us=max(time.us, copies), communication_us=time.communication_us + copies)
+
+    def block_of(self, role: Role) -> BlockTime:
+        """The price of a pass, alone or together with another."""
+        source = self.chunks[role.stage][role.chunk] if role.partner < 0 else self.pair_of(role)
+        found: BlockTime = getattr(source, role.what)
+        return found
+
+    def pair_of(self, role: Role) -> PairTime:
+        """The two passes that a role is a part of; priced once for all setups that share the prices."""
+        chunks = self.program.chunks[role.stage]
+        forward, backward = chunks[role.chunk], chunks[role.partner]
+        if role.what != "forward":
+            forward, backward = backward, forward
+        return self.prices.kept(("pair", forward, backward), partial(self._paired, forward, backward))
+
+    def _paired(self, begun: Chunk, ended: Chunk) -> PairTime:
+        """The forward pass of one chunk, and the backward pass of the other."""
+        pieces = self._pieces(begun, Phase.FORWARD), self._pieces(ended, Phase.BACKWARD)
+        rows = together(*pieces, self.prices)
+        times = [summed((row for part, row in rows if part == phase), self.prices) for phase in Phase]
+        length = max((row.end_us for _, row in rows), default=0.0)
+        work = sum(time.compute_us for time in times) or 1.0
+        forward, backward, weights = (time._replace(us=length * time.compute_us / work) for time in times)
+        return PairTime(forward, backward, weights, tuple(row for _, row in rows))
+
+    def _pieces(self, chunk: Chunk, phase: Phase) -> list[Piece]:
+        """What a pass runs, one after the other."""
+        found = []
+        for block in self.program.in_order(chunk, phase, whole=True):
+            with self.prices.inside(block.key):
+                found += [self._piece(op, Phase.WEIGHTS if op.weight_gradient else phase) for op in block.build()]
+        return found
+
+    def _piece(self, op: BlockOp, phase: Phase) -> Piece:
+        if isinstance(op.work, Collective):
+            hidden = self.layout.pairs_exchanges and is_exchange(op)
+            return Piece(op, self.prices.collective_us(op.work), phase, hidden)
+        return Piece(op, self.prices.operator_us(op.work), phase)
 
     def _activation_copies_us(self, chunk: Chunk, phase: Phase) -> float:
         """Activations go to the host behind the forward pass and come back behind the backward pass, spread over it."""
@@ -368,10 +430,10 @@ class Assembly:
 
     def graph(self) -> Graph:
         """The structure filled with times, in nanoseconds."""
-        alike: dict[tuple[str, int, int, int], float] = {}  # stages that hold the same
+        alike: dict[Hashable, float] = {}  # stages that hold the same
         durations = np.empty(len(self.structure.roles))
         for index, role in enumerate(self.structure.roles):
-            key = (role.what, self.program.like[role.stage], role.chunk, role.unit)
+            key = (role.what, self.program.like[role.stage], role.chunk, role.unit, role.partner)
             if key not in alike:
                 alike[key] = self._duration(role) * 1e3
             durations[index] = alike[key]
@@ -472,18 +534,21 @@ class Assembly:
         before, and before the last one has gone back through them; network and host have their own work to do; and one
         micro-batch has to go through all stages and back.
         """
-        link, count, schedule = self._link_us(), self.setup.train.microbatches, self.program.schedule
+        link, count, schedule = self._link_us(), self.program.rounds, self.program.schedule
         known = {stage: self._stage_bound(stage) for stage in set(self.program.like)}
         stages = [known[stage] for stage in self.program.like]
-        before = after = longest = 0.0
-        for index, stage in enumerate(stages):
+        arrivals = list(accumulate((stage.first.forward + link for stage in stages[:-1]), initial=0.0))
+        if schedule.copies > 1:  # the first micro-batch may come from either end
+            arrivals = [min(ways) for ways in zip(arrivals, arrivals[::-1], strict=True)]
+        after = longest = 0.0
+        for index, (stage, before) in enumerate(zip(stages, arrivals, strict=True)):
             first, back = stage.first, after + stages[0].tail if index and not schedule.splits_backward else 0.0
             turns, after_turns = before + count * stage.turns - first.early, max(stage.tail, back)
             # Communication runs beside passes, and slows them, but for what fits before the first and after the last.
             beside = stage.lost * max(0.0, stage.network - before - after_turns)
             longest = max(longest, max(turns, before + count * stage.passes + beside) + after_turns, stage.other)
-            before, after = before + first.forward + link, after + first.backward + link
-        path = sum(stage.path for stage in stages)
+            after += first.backward + link
+        path = sum(stage.path for stage in stages) / schedule.copies
         links = 2 * link * schedule.links(self.setup.parallel.pp, self.setup.parallel.vpp)
         return max(longest, path + links + stages[0].tail)
 
@@ -497,7 +562,7 @@ class Assembly:
             lost = min(self._least_lost(chunk) for chunk in set(self.program.chunks[stage]))
         else:
             rest, network, lost = self._network_us("reduce rest", stage), 0.0, 0.0
-        issued = self.setup.train.microbatches * sum(times * chunk.host for chunk, times in chunks)
+        issued = self.program.rounds * sum(times * chunk.host for chunk, times in chunks)
         return _StageBound(
             first=chunks[0][0],
             passes=sum(times * chunk.passes for chunk, times in chunks),
@@ -510,13 +575,14 @@ class Assembly:
         )
 
     def _chunk_bound(self, stage: int, chunk: ChunkTime) -> _ChunkBound:
-        count = self.setup.train.microbatches
+        count = self.program.rounds
         gathers = {"never": 0, "once": 1, "every pass": 2 * count}[self.gathers]
         gather = self._network_us("gather", stage, chunk) if gathers else 0.0
         reduce = self._network_us("reduce", stage, chunk) if self._beside else 0.0
         network = self.units * (gathers * gather + (count if self.plan.reduces_always else 1) * reduce)
         host = sum(block.host_us for block in chunk.blocks)
-        forward, backward, weights = (block.us for block in chunk.blocks)
+        hides = self.program.schedule.pairs  # what passes communicate, at best
+        forward, backward, weights = (block.compute_us if hides else block.us for block in chunk.blocks)
         if self.gathers != "every pass":
             computed = forward + backward + weights
             return _ChunkBound(forward, backward, computed, computed, 0.0, reduce, network, host)
@@ -551,8 +617,8 @@ class Assembly:
     # ------------------------------------------------------------------ durations of nodes
     def _duration(self, role: Role) -> float:
         chunk = self.chunks[role.stage][role.chunk]
-        if role.what in ("forward", "backward", "weights"):
-            block: BlockTime = getattr(chunk, role.what)
+        if role.what in _PASSES:
+            block = self.block_of(role)
             return block.us if role.unit < 0 else block.us / self.units
         if role.what.startswith("host"):
             what = role.what.removeprefix("host ")

@@ -43,6 +43,7 @@ class Role(NamedTuple):
     stage: int
     chunk: int = 0
     unit: int = -1  # of the parts a block is cut into, 0: the first of the model, 1: any other; -1: it is whole
+    partner: int = -1  # the chunk whose forward pass a backward pass runs together with, or the reverse; -1: none
 
 
 class Plan(NamedTuple):
@@ -62,6 +63,11 @@ class Plan(NamedTuple):
     @property
     def order(self) -> Schedule:
         return schedule_named(self.schedule)
+
+    @property
+    def chunks(self) -> int:
+        """Of a stage."""
+        return int(self.order.virtual_stages(self.pp, self.vpp).shape[1])
 
     @property
     def tasks(self) -> int:
@@ -162,11 +168,34 @@ class _Table:
     def _first_of_chunks(self, phase: Phase, backwards: bool = False) -> NDArray[np.bool_]:
         """The first (or last) turn of a phase, of every chunk on every stage."""
         found, stages = np.zeros(self.phase.shape, bool), np.arange(self.plan.pp)
-        for chunk in range(self.plan.vpp):
+        for chunk in range(self.plan.chunks):
             mine = (self.phase == phase) & (self.chunk == chunk)
             place = mine.shape[1] - 1 - np.argmax(mine[:, ::-1], axis=1) if backwards else np.argmax(mine, axis=1)
             found[stages, place] = True
         return found
+
+    @cached_property
+    def unit_ends(self) -> tuple[Nodes, Nodes]:
+        """(stages, turns): the first and the last turn of those that run together with each."""
+        plan, count = self.plan, self.phase.shape[1]
+        index = np.arange(count)
+        if not plan.order.pairs:
+            alone = np.broadcast_to(index, self.phase.shape)
+            return alone, alone
+        joins = plan.order.joined(plan.pp, plan.vpp, plan.microbatches)
+        first = np.maximum.accumulate(np.where(joins, 0, index), axis=1)
+        goes_on = np.concatenate([joins[:, 1:], np.zeros((plan.pp, 1), bool)], axis=1)
+        last = np.minimum.accumulate(np.where(goes_on, count, index)[:, ::-1], axis=1)[:, ::-1]
+        return first, last
+
+    @cached_property
+    def partner(self) -> Nodes:
+        """(stages, turns): the chunk of the pass that runs beside each, forward beside backward; -1: none."""
+        first, last = self.unit_ends
+        paired = (np.take_along_axis(self.phase, first, axis=1) == Phase.FORWARD) & (first < last)
+        forward = np.take_along_axis(self.chunk, first, axis=1)
+        backward = np.take_along_axis(self.chunk, last, axis=1)
+        return np.where(paired, np.where(self.phase == Phase.FORWARD, backward, forward), -1)
 
     @cached_property
     def cut(self) -> NDArray[np.bool_]:
@@ -246,7 +275,7 @@ class _Draft:
     """Nodes stage by stage and lane by lane, and edges between them, while a structure is built."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan, self.chunks = plan, plan.chunks
         self.codes: list[tuple[Nodes, Nodes]] = []  # nodes, and their roles as numbers
         self.turn_of: list[tuple[Nodes, Nodes]] = []
         self.edges: list[tuple[Nodes, Nodes, int, bool]] = []  # sources, targets, class of lag, from the start
@@ -257,9 +286,20 @@ class _Draft:
         begins = np.arange(self.plan.pp)[:, None] * sum(self.sizes) + sum(self.sizes[:lane])
         return np.asarray(begins + np.asarray(place), np.int64)
 
-    def add(self, nodes: Nodes, what: NDArray[Any] | int, chunk: Any = 0, unit: Any = -1) -> None:
-        stage = np.arange(self.plan.pp)[:, None]
-        code = ((np.asarray(what) * self.plan.pp + stage) * self.plan.vpp + chunk) * 3 + unit + 1
+    def code(self, what: Any, stage: Any, chunk: Any = 0, unit: Any = -1, partner: Any = -1) -> NDArray[Any]:
+        """A role as a number."""
+        chunk_of = (np.asarray(what) * self.plan.pp + stage) * self.chunks + chunk
+        return np.asarray((chunk_of * 3 + unit + 1) * (self.chunks + 1) + partner + 1)
+
+    def role(self, code: int) -> Role:
+        rest, partner = divmod(code, self.chunks + 1)
+        rest, unit = divmod(rest, 3)
+        rest, chunk = divmod(rest, self.chunks)
+        what, stage = divmod(rest, self.plan.pp)
+        return Role(_WHATS[what], stage, chunk, unit - 1, partner - 1)
+
+    def add(self, nodes: Nodes, what: NDArray[Any] | int, chunk: Any = 0, unit: Any = -1, partner: Any = -1) -> None:
+        code = self.code(what, np.arange(self.plan.pp)[:, None], chunk, unit, partner)
         self.codes.append((nodes.ravel(), np.broadcast_to(code, nodes.shape).ravel()))
 
     def wait(self, targets: Nodes, sources: Nodes, lag: int = 0, from_start: bool = False) -> None:
@@ -272,17 +312,18 @@ class _Draft:
             code[nodes] = values
         for nodes, values in self.turn_of:
             turn[nodes] = values
-        used = np.zeros(len(_WHATS) * plan.pp * plan.vpp * 3, bool)
+        of_what = plan.pp * self.chunks * 3 * (self.chunks + 1)
+        used = np.zeros(len(_WHATS) * of_what, bool)
         used[code] = True
         names = ("compute", "network", "host")
         lanes = tuple((n, s) for s in range(plan.pp) for n, count in zip(names, self.sizes, strict=True) if count)
         counts = [count for count in self.sizes if count] * plan.pp
         graph = make_graph(
             np.concatenate([[0], np.cumsum(counts)]), np.zeros(size), self._edges(),
-            kind=_KINDS[code // (3 * plan.vpp * plan.pp)],
+            kind=_KINDS[code // of_what],
         )  # fmt: skip
         graph.order  # noqa: B018  worked out once, here
-        roles = tuple(_role(int(number), plan) for number in np.flatnonzero(used))
+        roles = tuple(self.role(int(number)) for number in np.flatnonzero(used))
         node_role = (np.cumsum(used) - 1)[code].astype(np.int32)
         return StepStructure(graph, roles, node_role, graph.edges.lag.astype(np.int32), table.turns, turn, lanes)
 
@@ -294,20 +335,14 @@ class _Draft:
         return Edges.join(parts)
 
 
-def _role(code: int, plan: Plan) -> Role:
-    rest, unit = divmod(code, 3)
-    rest, chunk = divmod(rest, plan.vpp)
-    what, stage = divmod(rest, plan.pp)
-    return Role(_WHATS[what], stage, chunk, unit - 1)
-
-
 def _add_nodes(draft: _Draft, table: _Table) -> None:
     plan, turns = draft.plan, table.phase.shape[1]
     tail = 4 if plan.hosted else 3
     draft.sizes = (table.units + tail, table.networked, turns + 1 if plan.hosted else 0)
     index = np.arange(plan.pp)[:, None] * turns + table.unit_turn
     computed = draft.node(0, np.arange(table.units)[None, :])
-    draft.add(computed, table.of_unit(table.phase), table.of_unit(table.chunk), table.unit_class)
+    partner = table.of_unit(table.partner)
+    draft.add(computed, table.of_unit(table.phase), table.of_unit(table.chunk), table.unit_class, partner)
     draft.turn_of.append((computed.ravel(), index.ravel()))
     for there, places, what in zip(
         (table.gathers, table.reduced), table.network_order, (_GATHER, _REDUCE), strict=True
@@ -315,8 +350,7 @@ def _add_nodes(draft: _Draft, table: _Table) -> None:
         nodes = draft.node(1, places)
         stage = np.nonzero(there)[0]
         chunk, unit = table.of_unit(table.chunk)[there], table.unit_class[there]
-        code = ((what * plan.pp + stage) * plan.vpp + chunk) * 3 + unit + 1
-        draft.codes.append((nodes[there], code))
+        draft.codes.append((nodes[there], draft.code(what, stage, chunk, unit)))
         draft.turn_of.append((nodes[there], index[there]))
     ends = (_REST, _OPTIMIZER, _END, _PUBLISH) if plan.hosted else (_REST, _OPTIMIZER, _PUBLISH)
     draft.add(draft.node(0, table.units + np.arange(len(ends))[None, :]), np.array(ends)[None, :])
@@ -354,20 +388,21 @@ def _add_edges(draft: _Draft, table: _Table) -> None:
 
 def _join_stages(draft: _Draft, table: _Table, first: Nodes, last: Nodes, hosts: Nodes | None) -> None:
     """A forward pass waits for the virtual stage before it, a backward pass for the one after it."""
-    plan = draft.plan
-    places = plan.order.virtual_stages(plan.pp, plan.vpp)
-    stage_of = np.empty(places.size, np.int64)
-    stage_of[places] = np.arange(plan.pp)[:, None]
-    virtual = np.take_along_axis(places, table.chunk.astype(np.int64), axis=1)
-    micro = table.turns[..., 1]
+    plan, stages = draft.plan, np.arange(draft.plan.pp)[:, None]
+    virtual = np.take_along_axis(plan.order.virtual_stages(plan.pp, plan.vpp), table.chunk.astype(np.int64), axis=1)
+    micro, count = table.turns[..., 1], plan.pp * plan.vpp
+    begins, ends = table.unit_ends
+    first, last = np.take_along_axis(first, begins, axis=1), np.take_along_axis(last, ends, axis=1)
     for phase, step in ((Phase.FORWARD, -1), (Phase.BACKWARD, 1)):
         mine = table.phase == phase
         other = virtual + step
-        there = mine & (other >= 0) & (other < places.size)
-        away = there & (stage_of[other.clip(0, places.size - 1)] != np.arange(plan.pp)[:, None])
+        there = mine & (other >= 0) & (other < count)
+        stage_of = np.full((count, plan.microbatches), -1, np.int64)
+        stage_of[virtual[mine], micro[mine]] = np.broadcast_to(stages, mine.shape)[mine]
+        away = there & (stage_of[other.clip(0, count - 1), micro] != stages)
+        here = there & ~away  # two chunks of one stage that follow each other
         for lane in (last,) if hosts is None else (last, hosts):
-            at = np.full((places.size, plan.microbatches), -1, np.int64)
+            at = np.full((count, plan.microbatches), -1, np.int64)
             at[virtual[mine], micro[mine]] = lane[mine]
             draft.wait(first[away], at[other[away], micro[away]], _LINK)
-            here = there & ~away  # two chunks of one stage that follow each other
             draft.wait(first[here], at[other[here], micro[here]])
