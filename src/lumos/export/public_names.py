@@ -180,7 +180,7 @@ class NameMap:
         if Category.KERNEL in categories:
             return self._kernel_kind(name)
         if Category.CALL in categories:
-            return _call_kind(name)
+            return _call_kind(name) + "_attention" * _is_attention(name)
         attention = "attention_" * _is_attention(name)
         if Category.OP in categories or Category.NOTE in categories:
             spoken, collective = _MESSAGE.match(name) or _COMM_NAMESPACE.match(name), collective_name(name)
