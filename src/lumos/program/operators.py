@@ -75,6 +75,7 @@ class Group(NamedTuple):
     size: int
     inside: int
     above: tuple[int, ...] = ()
+    stride: int = 1  # from one member to the next, among the ranks of a stage
 
     @property
     def nodes(self) -> int:
