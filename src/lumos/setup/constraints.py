@@ -271,12 +271,34 @@ def _model(model: Model) -> Iterator[Rule]:
         mistake = f"model.top_k = {model.top_k} of model.experts = {model.experts}: use 1 to {model.experts}"
     yield "model.experts model.top_k model.shared_experts", mistake
 
+    yield from _groups_of_experts(model)
+
     mistake = f"model.window_pattern = {model.window_pattern} needs model.window: set it, or model.window_pattern = 0"
     yield "model.window model.window_pattern", mistake if model.window_pattern and not model.window else ""
 
     dense, layers = model.dense_layers, model.layers
     mistake = "" if dense <= layers else f"model.dense_layers = {dense} is more than model.layers = {layers}: use fewer"
     yield "model.layers model.dense_layers", mistake
+
+
+def _groups_of_experts(model: Model) -> Iterator[Rule]:
+    """Groups that a token may ask experts of: equally large, and large enough together."""
+    groups, taken, mistake = model.expert_groups, model.top_k_groups, ""
+    if not model.experts:
+        mistake = _needs(model, ("expert_groups", "top_k_groups"), "experts: set model.experts,")
+    elif groups:
+        mistake = _must_divide("model.expert_groups", groups, "model.experts", model.experts)
+    yield "model.expert_groups model.experts", mistake
+
+    mistake = ""
+    if taken and not groups:
+        mistake = f"model.top_k_groups = {taken} needs model.expert_groups: set it, or remove top_k_groups"
+    elif taken > groups:
+        mistake = f"model.top_k_groups = {taken} of model.expert_groups = {groups}: use 1 to {groups}"
+    elif taken and model.experts % groups == 0 and taken * (model.experts // groups) < model.top_k:
+        held = f"holds {taken * (model.experts // groups)} experts, and model.top_k = {model.top_k}"
+        mistake = f"model.top_k_groups = {taken} of model.expert_groups = {groups} {held}: use more groups"
+    yield "model.top_k_groups model.expert_groups model.experts model.top_k", mistake
 
 
 def _batch(train: Train, parallel: Parallel) -> Iterator[Rule]:

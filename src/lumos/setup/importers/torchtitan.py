@@ -299,7 +299,7 @@ def _stages(found: Findings, given: Mapping[str, Any]) -> None:
         known = one_of(list(_TABLES["schedules"]))
         what = f"pipeline_parallel_schedule = {shown(stated)} is not known"
         found.note(f"{what}: use {known}; assuming 1F1B", "parallel.schedule")
-    elif stated in ("InterleavedZeroBubble", "DualPipeV"):
+    elif stated == "InterleavedZeroBubble":
         found.note(f"pipeline_parallel_schedule = {stated} is modelled as {schedule}", "parallel.schedule")
     values["parallel.schedule"] = schedule
     chunks = schedule_named(schedule).chunks[0]
