@@ -40,6 +40,7 @@ _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}  #
 _SEARCH = "Which TP, PP, CP, EP, DP, ZeRO, micro-batch, recomputation and schedule are best, and do they fit?"
 _MERGE = "Merge the shards of a search or a score into the answer that one run without --shard would have given."
 _CAPTURE = "Record a training script, or dry-run it on a machine without a GPU."
+_SYNTHESISE = "Generate traces that behave like those of a run and contain none of them."
 _SAMPLE = "Measure this machine's GPUs or its CPU (needs torch), as input for lumos fit."
 _ABOUT = "Which GPUs, models and frameworks are known, how old are the shipped costs, and how far off were they?"
 COMMANDS = {
@@ -48,6 +49,7 @@ COMMANDS = {
     "stragglers": _Command("stragglers_command", "Who slows the job down, why, and what would mending it give?"),
     "compare": _Command("compare_command", "Why does one run take longer than another?"),
     "convert": _Command("convert_command", "Write a run in another format: Chakra, Kineto or Perfetto."),
+    "synthesise": _Command("synthesise_command", _SYNTHESISE),
     "search": _Command("search_command", _SEARCH),
     "merge": _Command("merge_command", _MERGE),
     "score": _Command("score_command", "How accurate are the predictions for measured runs?"),

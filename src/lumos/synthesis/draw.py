@@ -1,0 +1,177 @@
+"""Drawing a step from a model: which tasks there are, in which order, and how long each takes on every rank.
+
+The order and the sizes of communication are drawn once for all ranks of a role, so that collectives match; times are
+drawn for every rank. Values of a state are stratified: n draws take one value from each n-th of the distribution, so
+that the work of a step is that of the recorded ones, and not by chance more or less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import NormalDist
+
+import numpy as np
+
+from lumos.graph.graph import Floats, Ints
+from lumos.synthesis.model import COLUMNS, LEVELS, BlockModel, Model, RoleModel, StateModel
+
+TIMES = ("work", "call", "delay", "busy")
+
+
+@dataclass(frozen=True)
+class Part:
+    """All tasks of one state in the blocks of one kind of a step."""
+
+    state: StateModel
+    tasks: Ints  # their places in the step
+    scores: Floats  # normal scores of their places in their blocks
+
+    @cached_property
+    def _root(self) -> Floats:
+        low, vectors = np.linalg.eigh(np.array(self.state.correlation))
+        positive = (vectors * np.maximum(low, 1e-3)) @ vectors.T  # rounding, or a hand, may have made it indefinite
+        scale = np.sqrt(np.diag(positive))
+        return np.linalg.cholesky(positive / scale[:, None] / scale)
+
+    def values(self, generator: np.random.Generator) -> dict[str, Floats]:
+        """Columns of the joint distribution, given the places."""
+        normal = generator.standard_normal((len(self.tasks), len(COLUMNS)))
+        normal[:, 0] = self.scores
+        related = normal @ self._root.T
+        return {
+            name: self.state.columns[name].at(_stratified(related[:, i], generator))
+            for i, name in enumerate(COLUMNS)
+            if name != "place"
+        }
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """One step of a role: its tasks in order, as a state each and the part that knows their times."""
+
+    states: list[StateModel]
+    parts: list[Part]
+    turns: Ints  # the pass of every task
+    phases: list[str]  # of every pass
+
+    def times(self, generator: np.random.Generator) -> dict[str, Floats]:
+        """Microseconds of every task of a rank, and bytes."""
+        columns = {name: np.zeros(len(self.states)) for name in (*TIMES, "bytes")}
+        for part in self.parts:
+            for name, values in part.values(generator).items():
+                columns[name][part.tasks] = values
+        return columns
+
+
+def draw_step(
+    model: Model, role: RoleModel, layers: int, micro_batches: int, generator: np.random.Generator
+) -> DrawnStep:
+    """The tasks of a step with so many layers and micro-batches."""
+    plan = _Plan(model, role, layers, micro_batches)
+    states: list[StateModel] = []
+    block_of, place_of = [np.zeros(0, np.int64)], [np.zeros(0)]
+    parts: list[Part] = []
+    for block, numbers in plan.by_kind(role):
+        counts = _counts(block, len(numbers), layers - model.layers)
+        for index, state in enumerate(block.states):
+            blocks = np.repeat(np.array(numbers), counts[:, index])
+            if len(blocks):
+                levels = _spread_in_blocks(counts[:, index], generator)
+                parts.append(Part(state, len(states) + np.arange(len(blocks)), _scores(levels)))
+                block_of.append(blocks)
+                place_of.append(_places(state, levels))
+                states += [state] * len(blocks)
+    blocks = np.concatenate(block_of)
+    order = _tail_last(np.lexsort((np.concatenate(place_of), blocks)), states)
+    place = np.empty(len(states), np.int64)
+    place[order] = np.arange(len(states))
+    return DrawnStep(
+        [states[i] for i in order], [replace(part, tasks=place[part.tasks]) for part in parts],
+        np.array(plan.turn_of_block, np.int64)[blocks[order]], plan.phases,
+    )  # fmt: skip
+
+
+def expected_tasks(model: Model, role: RoleModel, layers: int, micro_batches: int) -> float:
+    """About how many tasks a step of a rank has."""
+    plan, more = _Plan(model, role, layers, micro_batches), layers - model.layers
+    per_block = {
+        id(block): sum(max(0.0, s.count + more * s.per_layer) for s in block.states) for block in role.blocks
+    }
+    return sum(per_block[id(block)] * len(numbers) for block, numbers in plan.by_kind(role))
+
+
+def _tail_last(order: Ints, states: list[StateModel]) -> Ints:
+    """What the host does after its last launch comes last, whatever its place was."""
+    tail = np.array([states[i].kind == "tail" for i in order])
+    return np.concatenate([order[~tail], order[tail]])
+
+
+class _Plan:
+    """The blocks of a step, counted through it: of which kind each is, and in which pass."""
+
+    def __init__(self, model: Model, role: RoleModel, layers: int, micro_batches: int) -> None:
+        kinds = {(block.phase, block.last, block.place): i for i, block in enumerate(role.blocks)}
+        rounds = [(phase, turn == micro_batches - 1) for turn in range(micro_batches) for phase in role.repeated]
+        passes = [*rounds, *((phase, True) for phase in role.final)]
+        self.phases = [phase for phase, _ in passes]
+        self.kind_of_block: list[int] = []
+        self.turn_of_block: list[int] = []
+        for turn, (phase, last) in enumerate(passes):
+            attentions = role.layers.get(phase, 0)
+            if attentions > 0:
+                attentions = max(1, attentions + layers - model.layers)
+            places = ["first", *["middle"] * (attentions - 1), "last"] if attentions > 0 else ["first"]
+            found = [kinds.get((phase, last, place), kinds.get((phase, not last, place))) for place in places]
+            self.kind_of_block += [kind for kind in found if kind is not None]
+            self.turn_of_block += [turn for kind in found if kind is not None]
+
+    def by_kind(self, role: RoleModel) -> list[tuple[BlockModel, list[int]]]:
+        """For every kind of block: the numbers of its blocks."""
+        numbers: dict[int, list[int]] = {}
+        for number, kind in enumerate(self.kind_of_block):
+            numbers.setdefault(kind, []).append(number)
+        return [(role.blocks[kind], some) for kind, some in numbers.items()]
+
+
+def _counts(block: BlockModel, blocks: int, more_layers: int) -> Ints:
+    """How many tasks of every state each block has; rounded so that states that alternate still do.
+
+    Rounding runs along the sum over states, which are sorted by kind: a kind of which every block has exactly one, in
+    one state or another, gets exactly one in every block.
+    """
+    mean = np.array([max(0.0, state.count + more_layers * state.per_layer) for state in block.states])
+    cumulative = np.concatenate([[0.0], np.cumsum(mean)])
+    until = np.floor(np.arange(blocks + 1)[:, None] * cumulative + 0.5 + 1e-6)
+    counts: Ints = np.maximum(np.diff(np.diff(until, axis=0), axis=1), 0).astype(np.int64)
+    return counts
+
+
+def _spread_in_blocks(counts: Ints, generator: np.random.Generator) -> Floats:
+    """Levels of places: the k tasks of a block take one value from each k-th of the distribution."""
+    within = np.concatenate([np.arange(count) for count in counts]) if counts.sum() else np.zeros(0)
+    total = np.repeat(counts, counts)
+    return (within + generator.random(len(within))) / np.maximum(total, 1)
+
+
+def _places(state: StateModel, levels: Floats) -> Floats:
+    quantiles = state.columns["place"].quantiles
+    return np.interp(levels, LEVELS, quantiles) if quantiles else np.zeros(len(levels))
+
+
+def _scores(levels: Floats) -> Floats:
+    return normal_scores(np.clip(levels, 1e-6, 1 - 1e-6))
+
+
+def normal_scores(levels: Floats) -> Floats:
+    """Quantiles of the standard normal distribution; without scipy, which those who only draw need not have."""
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse(level) for level in levels.tolist()], np.float64)
+
+
+def _stratified(scores: Floats, generator: np.random.Generator) -> Floats:
+    """Levels in the order of scores, one in each n-th of 0 … 1."""
+    order = np.argsort(scores, kind="stable")
+    levels = np.empty(len(scores))
+    levels[order] = (np.arange(len(scores)) + generator.random(len(scores))) / len(scores)
+    return levels

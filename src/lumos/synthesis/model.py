@@ -1,0 +1,171 @@
+"""The learned model: statistics of the tasks of many steps, from which no recorded step can be read off.
+
+A step is a sequence of passes, a pass a sequence of blocks (layers), a block a number of tasks of every state. For each
+state the model has how many there are in a block, the distributions of their place in the block, of their times and
+sizes, and how these go together. There are no names but those of `vocabulary`, no order of single tasks, and no
+recorded value: distributions are smoothed, and means are blurred the more the fewer values they rest on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from lumos.errors import InputError
+from lumos.files import read_file, whole_file
+from lumos.graph.graph import Floats
+from lumos.synthesis.observe import Wait
+from lumos.synthesis.vocabulary import KINDS
+
+VERSION = 1
+COLUMNS = ("place", "work", "call", "delay", "busy", "bytes")  # of a joint distribution; times in microseconds
+LEVELS = (0.0, 0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98, 1.0)  # of the quantiles that are kept
+PHASES = ("forward", "backward", "optimizer")
+PLACES = ("first", "middle", "last")
+_MOST_BYTES = 1 << 26
+_ADVICE = "name a file that `lumos synthesise --save` wrote"
+
+_Number = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+_Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+_Some = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+class Marginal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The distribution of one column: a share of zeros, quantiles of the rest at `LEVELS`, and the mean of all."""
+
+    zero: _Share
+    mean: _Number
+    quantiles: list[_Number]
+
+    def at(self, levels: Floats) -> Floats:
+        """Values at these levels, scaled so that their mean is that of the distribution."""
+        if not self.quantiles:
+            return np.zeros(len(levels))
+        inside = np.clip((levels - self.zero) / max(1.0 - self.zero, 1e-9), 0.0, 1.0)
+        values = np.exp(np.interp(inside, LEVELS, np.log(np.maximum(self.quantiles, 1e-9))))
+        values = np.where(levels < self.zero, 0.0, values)
+        total = float(values.sum())
+        return values * (self.mean * len(values) / total) if total > 0 else values
+
+
+class StateModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tasks of one state in blocks of one kind."""
+
+    kind: str
+    stream: Annotated[int, msgspec.Meta(ge=-1, le=1000)]
+    group: Annotated[int, msgspec.Meta(ge=-1, le=1000)]
+    waits: list[Wait]
+    count: _Number  # in a block
+    per_layer: _Number  # of it, what every layer adds; for blocks that span all layers
+    operators: _Number  # of the host before each
+    columns: dict[str, Marginal]
+    correlation: list[list[Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)]]]  # of normal scores, as COLUMNS
+
+
+class BlockModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks of one kind: of a phase, at a place in the pass, of the last micro-batch or of another one."""
+
+    phase: str
+    last: bool
+    place: str
+    states: list[StateModel]
+
+
+class RoleModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ranks with the same work do; each stage of a pipeline is a role of its own."""
+
+    repeated: list[str]  # passes that micro-batches repeat
+    final: list[str]  # passes after them
+    layers: dict[str, _Count]  # attentions in a pass, by phase
+    blocks: list[BlockModel]
+
+
+class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Standard deviations: of logarithms of host and GPU time over ranks, of both over steps; of when ranks start."""
+
+    host: _Number
+    gpu: _Number
+    step: _Number
+    start_us: _Number
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that was learned."""
+
+    version: int
+    learned_from: dict[str, _Count]  # jobs, steps and tasks
+    ranks: _Some
+    world: _Some
+    steps: _Some
+    micro_batches: _Some
+    layers: _Count
+    streams: Annotated[int, msgspec.Meta(ge=1, le=1000)]
+    groups: list[tuple[_Some, _Some]]  # size and stride
+    latency_us: _Number
+    shapes: bool
+    spread: Spread
+    roles: list[RoleModel]
+
+
+def save_model(path: Path, model: Model) -> None:
+    """Write a model as JSON."""
+    with whole_file(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(model), indent=1))
+
+
+def is_model(path: Path) -> bool:
+    """Whether a file claims to be a model, by its beginning."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return b'"learned_from"' in file.read(200)
+
+
+def read_model(path: Path) -> Model:
+    """A model that somebody else may have written: everything in it is checked."""
+    try:
+        model = msgspec.json.decode(read_file(path, _MOST_BYTES, _ADVICE), type=Model)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{path}: not a model of synthetic runs ({error}); {_ADVICE}") from None
+    why = _fault(model)
+    if why:
+        raise InputError(f"{path}: {why}; {_ADVICE}")
+    return model
+
+
+def _fault(model: Model) -> str:
+    """What is wrong with a model; '' if nothing is."""
+    if model.version != VERSION:
+        return f"version {model.version} is not known"
+    if not model.roles or any(not role.blocks for role in model.roles):
+        return "it has no blocks"
+    for role in model.roles:
+        if not {*role.repeated, *role.final, *role.layers} <= set(PHASES):
+            return "it has an unknown phase"
+        for block in role.blocks:
+            if block.phase not in PHASES or block.place not in PLACES:
+                return f"a block is {block.phase!r}, {block.place!r}"
+            for state in block.states:
+                if why := _fault_of_state(state, model):
+                    return why
+    return ""
+
+
+def _fault_of_state(state: StateModel, model: Model) -> str:
+    size = len(COLUMNS)
+    if state.kind not in KINDS:
+        return f"a task is of kind {state.kind!r}, which is not in the vocabulary"
+    if state.stream >= model.streams or state.group >= len(model.groups):
+        return f"{state.kind!r} is on a stream or in a group that the model does not have"
+    if any(wait.ago < 0 or not 0 <= wait.stream < model.streams for wait in state.waits):
+        return f"{state.kind!r} waits for a stream that the model does not have"
+    lengths = {len(column.quantiles) for column in state.columns.values()}
+    if set(state.columns) != set(COLUMNS) or not lengths <= {0, len(LEVELS)}:
+        return f"the distributions of {state.kind!r} are not complete"
+    if len(state.correlation) != size or any(len(row) != size for row in state.correlation):
+        return f"the correlations of {state.kind!r} are not {size} × {size}"
+    return ""

@@ -1,0 +1,153 @@
+"""synthesise(): jobs observed, a model learned, a run generated, and how far it is from what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lumos.analysis.replay import Replay, replay
+from lumos.graph.from_trace.build import Execution
+from lumos.synthesis.distance import Behaviour, Distance, behaviour, kernel_tasks
+from lumos.synthesis.generate import Size, generate
+from lumos.synthesis.learn import Job, learn
+from lumos.synthesis.model import Model
+from lumos.synthesis.observe import Observed, observe
+from lumos.synthesis.originals import Nearness, among_originals, nearness
+from lumos.trace.steps import WHOLE, find_steps, keep_step
+from lumos.trace.trace import Trace
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class RecordedJob:
+    """A job whose steps were replayed and observed one by one."""
+
+    name: str
+    runs: list[Replay]
+    observed: list[Observed]
+
+    @property
+    def job(self) -> Job:
+        return Job(self.name, self.observed)
+
+    @cached_property
+    def behaviour(self) -> Behaviour:
+        return behaviour(self.runs, self.observed)
+
+
+def record(name: str, source: Trace | Execution, steps: Sequence[int] | None = None) -> RecordedJob:
+    """Replay and observe every step of a job, or some by their place; a Chakra graph is taken as one."""
+    runs = [replay(part) for part in _parts(source, steps)]
+    return RecordedJob(name, runs, [observe(run) for run in runs])
+
+
+def _parts(source: Trace | Execution, steps: Sequence[int] | None) -> list[Trace | Execution]:
+    if isinstance(source, Execution):
+        return [source]
+    names = find_steps(source).names
+    if names == (WHOLE,):
+        return [source]
+    return [keep_step(source, name) for i, name in enumerate(names) if steps is None or i in steps]
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A generated run, the model it was drawn from, and what it is compared with."""
+
+    model: Model
+    execution: Execution
+    size: Size
+    seed: int
+    originals: Sequence[RecordedJob] = ()
+    against: Sequence[RecordedJob] = ()
+
+    @cached_property
+    def run(self) -> Replay:
+        return replay(self.execution)
+
+    @cached_property
+    def observed(self) -> list[Observed]:
+        return [observe(self.run)]
+
+    @cached_property
+    def distances(self) -> list[Distance]:
+        """From the jobs that were kept aside, and from those that were learned from."""
+        own = behaviour([self.run], self.observed)
+        return [Distance(job.name, own, job.behaviour) for job in (*self.against, *self.originals)]
+
+    @cached_property
+    def nearness(self) -> dict[str, Nearness]:
+        """To the originals: of the synthetic run, and of the yardsticks."""
+        if not self.originals:
+            return {}
+        originals = [step for job in self.originals for step in kernel_tasks(job.observed)]
+        found = {"synthetic": nearness(kernel_tasks(self.observed), originals)}
+        if self.against:
+            found["held out"] = nearness([s for job in self.against for s in kernel_tasks(job.observed)], originals)
+        between = among_originals(originals)
+        return found | ({"originals among each other": between} if between else {})
+
+    @property
+    def reproduces(self) -> bool | None:
+        """Whether the run comes nearer to an original than recorded steps do to each other; None: no yardstick."""
+        others = [one for name, one in self.nearness.items() if name != "synthetic"]
+        if not others:
+            return None
+        own, other = self.nearness["synthetic"], others[0]
+        return own.longest_run > other.longest_run or own.median_distance < other.median_distance * _NEARER
+
+    @property
+    def warnings(self) -> list[str]:
+        """What of the size was assumed rather than learned."""
+        model, size = self.model, self.size
+        said = []
+        if size.ranks and size.ranks != model.world and model.groups:
+            said.append(
+                f"{size.ranks} ranks in place of {model.world}: work of a rank is kept, transfers follow what a ring "
+                "of that size moves, and sharded updates the share of a rank"
+            )
+        if size.layers and size.layers != model.layers and len({job.job.layers for job in self.originals}) < 2:
+            said.append(
+                f"{size.layers} layers from runs of {model.layers}: what the optimizer does in each is estimated; "
+                "learn from runs of two depths to know it"
+            )
+        return said
+
+    def as_dict(self) -> dict[str, Any]:
+        run, model = self.run, self.model
+        return {
+            "ranks": len(run.marks.ranks),
+            "steps": len(run.marks.names),
+            "layers": self.size.layers or model.layers,
+            "micro_batches": self.size.micro_batches or model.micro_batches,
+            "seed": self.seed,
+            "tasks": len(self.execution.graph),
+            "step_ms": run.recorded_steps.mean,
+            "clean_ms": run.clean_ms,
+            "learned_from": dict(model.learned_from),
+            "distances": [one.as_dict() for one in self.distances],
+            "nearness": {name: one.as_dict() for name, one in self.nearness.items()},
+            "reproduces_an_original": self.reproduces,
+        }
+
+
+_NEARER = 0.8  # how much nearer than the yardstick is near
+
+
+def synthesise(
+    originals: Sequence[RecordedJob] | Model, size: Size | None = None, seed: int = 0,
+    against: Sequence[RecordedJob] = (),
+) -> Synthetic:  # fmt: skip
+    """A synthetic run like some recorded jobs, or from a model of them.
+
+        job = record("run", read_job(Path("traces")))
+        synthesise([job], Size(ranks=64)).execution
+    """
+    wanted = size or Size()
+    if isinstance(originals, Model):
+        return Synthetic(originals, generate(originals, wanted, seed), wanted, seed, (), against)
+    model = learn([one.job for one in originals], seed)
+    return Synthetic(model, generate(model, wanted, seed), wanted, seed, originals, against)
