@@ -115,6 +115,8 @@ def _out_width(s: RankLayout) -> int:
 
 def _output_saves(s: RankLayout) -> float:
     """The output of attention, which its own backward pass reads too; a linear layer in 8 bits keeps its copy."""
+    if s.caches_fp8:
+        return 1.5 * s.tokens * _out_width(s)
     kept = s.element * s.tokens * _out_width(s)
     is_copied = s.linear_element < s.element
     copy = s.linear_element * s.tokens * s.heads * (s.model.v_head_dim or s.model.head_dim) if is_copied else 0

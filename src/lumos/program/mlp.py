@@ -72,7 +72,7 @@ def activation_bytes(s: RankLayout) -> float:
         return 2 * e if gated else e
     if gated:
         # gate, up, and the product that the last linear layer reads; eager: also silu(gate), which the product reads.
-        return 2 * e + s.linear_element + (0.0 if s.fused or s.framework.fused_activation else e)
+        return activation_input_bytes(s) + s.linear_element + (0.0 if s.fused or s.framework.fused_activation else e)
     if s.model.activation == "relu":
         return float(s.linear_element)  # relu keeps its output, the input of the linear layer after it
     if writes_out_gelu(s) and s.model.activation == "gelu":
@@ -82,7 +82,7 @@ def activation_bytes(s: RankLayout) -> float:
 
 def activation_input_bytes(s: RankLayout) -> float:
     """The part of `activation_bytes` that the activation reads; the rest can be made anew from it."""
-    return float(s.element * s.inward)
+    return float((1 if s.caches_fp8 else s.element) * s.inward)
 
 
 def writes_out_gelu(s: RankLayout) -> bool:

@@ -287,7 +287,7 @@ def _experts(s: RankLayout) -> Block:
     and the inside of the MLP.
     """
     copies, (up, down) = routed_copies(s), _grouped_matmuls(s)
-    saves = float(copies * (s.linear_element + s.element) * s.model.hidden)
+    saves = float(copies * (s.linear_element + (0 if s.framework.weighs_inside else s.element)) * s.model.hidden)
     return [
         *_cleared(s, "clear rows", s.model.hidden),
         *_cast(s, "linear cast", s.model.hidden),

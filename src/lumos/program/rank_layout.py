@@ -237,6 +237,11 @@ class RankLayout:
         return 1 if self.eight_bit and self.framework.fused else self.element
 
     @cached_property
+    def caches_fp8(self) -> bool:
+        """Some of what the backward pass reads is kept in fewer bits than it was made in."""
+        return self.eight_bit and self.framework.caches_fp8
+
+    @cached_property
     def activation_bytes(self) -> float:
         """The hidden states of one micro-batch, whole sequences."""
         return float(self.tokens * self.model.hidden * self.element)
