@@ -155,7 +155,11 @@ def full_of_secrets(folder: Path, rank: int) -> Path:
     for key in KEYS:
         at += 10
         told = collective("all_reduce") | {"stream": 7, "device": 0, key: next(secret)}
-        events += [span("kernel", "gemm", at, 3, 0, 7, told), op("aten::mm", at, 5, args={key: [next(secret)]})]
+        shapes = {"Input Dims": [[4, 4], [[4], [next(secret)]], next(secret)], "Input type": ["float", next(secret)]}
+        events += [
+            span("kernel", "gemm", at, 3, 0, 7, told),
+            op("aten::mm", at, 5, args=shapes | {key: [next(secret)]}),
+        ]
     events.append(span("kernel", "gemm", at + 10, 3, next(secret), next(secret), {"stream": next(secret)}))
     events.append(span("cpu_op", "aten::mm", at + 10, 3, next(secret), next(secret), {next(secret): next(secret)}))
     events.append({"ph": "i", "name": next(secret), "pid": 1, "tid": 1, "ts": 5, "args": {"Bytes": 1}})
@@ -181,19 +185,21 @@ def assert_clean(folder: Path, also: tuple[str, ...] = ()) -> None:
             assert text.encode() not in content, (file.name, text)
 
 
-OUTPUTS = ("run.et", "rank{rank}.trace.json", "rank{rank}.trace.json.gz", "all.trace.json")
+OUTPUTS = (("run.et",), ("rank{rank}.trace.json.gz",), ("all.trace.json",), ("r{rank}.trace.json", "--keep", "shapes"))
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_no_secret_of_a_kineto_trace_passes(tmp_path: Path, output: str) -> None:
+def test_no_secret_of_a_kineto_trace_passes(tmp_path: Path, output: tuple[str, ...]) -> None:
     source, out = tmp_path / SECRET, tmp_path / "out"
     source.mkdir()
     out.mkdir()
     for rank in range(2):
         full_of_secrets(source, rank)
-    done = lumos_here("convert", source, "--anonymise", "-o", out / output)
+    name, *options = output
+    done = lumos_here("convert", source, "--anonymise", "-o", out / name, *options)
     assert done.returncode == 0, done.stderr
     assert_clean(out, also=("1790857026",))
+    assert not options or "Input Dims" in (out / "r0.trace.json").read_text()
 
 
 @pytest.mark.parametrize("drop", ["", "gpu,operators,sizes,times"])
@@ -246,7 +252,7 @@ def test_no_secret_of_an_nsight_file_passes(tmp_path: Path) -> None:
         f"{SECRET} attention",
         f"cuda{SECRET}",
     ]
-    tables = {
+    tables: dict[str, list[tuple[Any, ...]]] = {
         "StringIds (id INTEGER, value TEXT)": list(enumerate(names)),
         "TARGET_INFO_GPU (name TEXT)": [(SECRET,)],
         "TARGET_INFO_SYSTEM_ENV (name TEXT, value TEXT)": [("Hostname", SECRET)],
@@ -432,7 +438,17 @@ def test_the_table_is_for_people(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--drop", "gpu"), "--drop gpu: says what an anonymised trace leaves out; add --anonymise"),
+        (("--drop", "gpu"), "--drop gpu: says what an anonymised trace has in it; add --anonymise"),
+        (("--keep", "shapes"), "--keep shapes: says what an anonymised trace has in it; add --anonymise"),
+        (("--anonymise", "--keep", "names"), "--keep names: no such part of a trace; it can keep shapes"),
+        (
+            ("--anonymise", "--keep", "shapes"),
+            "--keep shapes: Chakra files have no shapes of operators; use -o 'NAME{rank}.trace.json.gz'",
+        ),
+        (
+            ("--anonymise", "--keep", "shapes", "--drop", "sizes"),
+            "--keep shapes and --drop sizes: shapes are sizes of named operators; choose one of them",
+        ),
         (("--anonymise", "--drop", "x"), "--drop x: no such part of a trace; it can drop gpu, operators, sizes, times"),
     ],
 )
@@ -453,6 +469,29 @@ def test_another_configuration_needs_shapes_and_says_so(shared_data: Path, tmp_p
     assert len(done.stderr.strip().splitlines()) == 1
     done = lumos_here("check", tmp_path / "out" / "run.trace.json.gz")
     assert "operators have no shapes" in done.stdout
+
+
+def test_with_shapes_another_configuration_is_predicted_as_from_the_trace_itself(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    source = shared_data / "h200/single/tiny_l2_h512.pt.trace.json.gz"
+    answer = converted(tmp_path / "out", "--keep", "shapes", output="run.trace.json.gz", source=source)
+    assert shown(answer)["model.hidden"] == "512"  # and it says so
+    change = ("--set", "model.layers=4", "--set", "train.micro_batch=2", "--json")
+    before = json.loads(lumos_here("predict", "--from", source, *change).stdout)
+    after = json.loads(lumos_here("predict", "--from", tmp_path / "out" / "run.trace.json.gz", *change).stdout)
+    for key in ("step_ms", "interval_ms", "memory_gib", "mfu", "parameters", "breakdown"):
+        assert after.get(key) == before.get(key), key
+    assert "step_ms" in before
+
+
+def test_shapes_that_are_not_there_cannot_be_kept(tmp_path: Path) -> None:
+    done = lumos_here("convert", EXAMPLE, "--anonymise", "--keep", "shapes", "-o", tmp_path / "all.trace.json")
+    assert "--keep shapes needs a file for each rank" in done.stderr
+    path = write_trace(tmp_path / "rank0.json", training_run(), header(0))
+    done = lumos_here("convert", path, "--anonymise", "--keep", "shapes", "-o", tmp_path / "a.trace.json")
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"lumos: --keep shapes: {path} has no shapes of operators; leave it out"
 
 
 def test_warnings_in_words_of_our_own_stay(tmp_path: Path) -> None:

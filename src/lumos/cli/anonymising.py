@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import KeysView, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,30 +12,65 @@ from rich.console import Console
 from lumos.analysis.replay import replay
 from lumos.change.infer.disclosure import Disclosure, disclosures
 from lumos.errors import OptionError
-from lumos.export.anonymise import DROPS, Anonymised
+from lumos.export.anonymise import DROPS, KEEPS, Anonymised, anonymise
+from lumos.graph.from_trace.build import Execution
 from lumos.report.table import Column, Row, Table
 from lumos.report.terminal.style import rendered
+from lumos.trace.read.execution_trace import Links
 
 _ALL_ROWS = 1000
 
 
-def checked_drops(anonymised: bool, drop: str) -> list[str]:
-    """The values of --drop; OptionError for one that is none, or that nothing is dropped from."""
-    if drop and not anonymised:
-        raise OptionError(f"--drop {drop}: says what an anonymised trace leaves out; add --anonymise")
-    wanted = [part.strip() for part in drop.split(",") if part.strip()]
-    for part in wanted:
-        if part not in DROPS:
-            raise OptionError(f"--drop {part}: no such part of a trace; it can drop {', '.join(DROPS)}")
-    return wanted
+@dataclass(frozen=True)
+class Wishes:
+    """What --anonymise, --drop and --keep ask for."""
+
+    anonymise: bool
+    drop: tuple[str, ...]
+    keep: tuple[str, ...]
+
+    def apply(self, execution: Execution, links: Links | None, output: Path) -> Anonymised | None:
+        """The run without names; None where that is not asked for."""
+        if not self.anonymise:
+            return None
+        if self.keep and len(execution.trace.ranks) > 1 and "{rank}" not in output.name:
+            raise OptionError(f"-o {output}: --keep shapes needs a file for each rank; put {{rank}} into its name")
+        hidden = anonymise(execution, self.drop, links, "shapes" in self.keep)
+        if "shapes" in self.keep and not any(hidden.arguments.values()):
+            where = execution.trace.headers[0].path
+            raise OptionError(f"--keep shapes: {where} has no shapes of operators; leave it out")
+        return hidden
 
 
-def anonymised_answer(hidden: Anonymised, files: Sequence[str], drops: Sequence[str]) -> dict[str, Any]:
+def wishes(anonymised: bool, drop: str, keep: str, output: Path) -> Wishes:
+    """The options, checked; OptionError for those that are none, or that contradict each other."""
+    found = {"--drop": (drop, DROPS), "--keep": (keep, KEEPS)}
+    for option, (text, known) in found.items():
+        if text and not anonymised:
+            raise OptionError(f"{option} {text}: says what an anonymised trace has in it; add --anonymise")
+        for part in _parts(text):
+            if part not in known:
+                raise OptionError(f"{option} {part}: no such part of a trace; it can {option[2:]} {', '.join(known)}")
+    if keep and _parts(drop) & {"sizes", "operators"}:
+        raise OptionError(f"--keep {keep} and --drop {drop}: shapes are sizes of named operators; choose one of them")
+    if keep and output.name.endswith(".et"):
+        raise OptionError(
+            f"--keep {keep}: Chakra files have no shapes of operators; use -o 'NAME{{rank}}.trace.json.gz'"
+        )
+    return Wishes(anonymised, tuple(_parts(drop)), tuple(_parts(keep)))
+
+
+def _parts(text: str) -> KeysView[str]:
+    return dict.fromkeys(part.strip() for part in text.split(",") if part.strip()).keys()
+
+
+def anonymised_answer(hidden: Anonymised, files: Sequence[str], wanted: Wishes) -> dict[str, Any]:
     """What was removed, and what Lumos still infers from the files that were written."""
     found = _disclosures(hidden, files)
     answer: dict[str, Any] = {
         "names": {"public": hidden.kept_names, "replaced": hidden.replaced_names},
-        "dropped": list(drops),
+        "dropped": list(wanted.drop),
+        "kept": list(wanted.keep),
         "still_shown": [one.as_dict() for one in found],
     }
     if hidden.changed_roles:

@@ -9,14 +9,14 @@ import typer
 from rich.console import Console
 
 from lumos.analysis.replay import replay
-from lumos.cli.anonymising import anonymised_answer, checked_drops, show_anonymised
+from lumos.cli.anonymising import anonymised_answer, show_anonymised, wishes
 from lumos.cli.loading import load_source
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import busy, deliver
 from lumos.errors import InputError, OptionError
-from lumos.export.anonymise import anonymise
 from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto, write_timeline
+from lumos.export.kept_shapes import Arguments
 from lumos.files import check_output, form_of
 from lumos.graph.from_trace.build import Execution, build
 from lumos.trace.read.execution_trace import Links, link, read_execution_trace
@@ -52,6 +52,9 @@ def convert_command(
     drop: Annotated[
         str, typer.Option("--drop", help="With --anonymise, leave out more: gpu, operators, sizes, times, by commas.")
     ] = "",
+    keep: Annotated[
+        str, typer.Option("--keep", help="With --anonymise: shapes, for predict --set; they show sizes of the model.")
+    ] = "",
 ) -> None:
     """Write a run in another format: Chakra, Kineto or Perfetto.
 
@@ -59,18 +62,18 @@ def convert_command(
     """
     check_output(output, path, FORMS)
     _check_chakra_options(output, fold_host, metadata, et)
-    drops = checked_drops(anonymised, drop)
+    wanted = wishes(anonymised, drop, keep, output)
     execution, links = _load(path, options, et)
-    hidden = anonymise(execution, drops, links) if anonymised else None
+    hidden = wanted.apply(execution, links, output)
     if hidden is not None:
         execution, links = hidden.execution, hidden.links
     with busy("writing"):
         if form_of(output, FORMS) == ".et":
             answer = _write_chakra(output, execution, links, metadata, fold_host)
         else:
-            answer = _write(output, execution, links)
+            answer = _write(output, execution, links, {} if hidden is None else hidden.arguments)
     if hidden is not None:
-        answer["anonymised"] = anonymised_answer(hidden, answer["files"], drops)
+        answer["anonymised"] = anonymised_answer(hidden, answer["files"], wanted)
     deliver(answer, _show, as_json)
 
 
@@ -134,7 +137,9 @@ def _write_chakra(
     return _answer(found.files, execution, links, found.warnings, counts)
 
 
-def _write(output: Path, execution: Execution, links: Links | None) -> dict[str, Any]:
+def _write(
+    output: Path, execution: Execution, links: Links | None, arguments: dict[int, dict[int, Arguments]]
+) -> dict[str, Any]:
     """A timeline: one file with all ranks, or one a rank."""
     trace = execution.trace
     if len(trace.ranks) > 1 and _RANK not in output.name:
@@ -143,7 +148,7 @@ def _write(output: Path, execution: Execution, links: Links | None) -> dict[str,
     else:
         files = [output.with_name(output.name.replace(_RANK, str(rank))) for rank in trace.ranks]
         for file, rank in zip(files, trace.ranks, strict=True):
-            write_kineto(file, trace, rank)
+            write_kineto(file, trace, rank, arguments.get(rank, {}))
     return _answer(files, execution, links, [], {})
 
 

@@ -11,10 +11,12 @@ import random
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from lumos.data_files import read_table
+from lumos.export.kept_shapes import Arguments, read_arguments
 from lumos.export.public_names import NameMap
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.rendezvous import Rendezvous
@@ -30,6 +32,7 @@ DROPS = {
     "sizes": "sizes of messages and tensors",
     "times": "the scale of time: all times are multiplied by one secret factor",
 }
+KEEPS = {"shapes": "shapes of operators, from which other configurations are predicted, and all sizes of the model"}
 _MOST_STREAMS = 1 << 20  # larger numbers of streams and devices are none, and become others
 _FASTEST, _SLOWEST = 0.5, 2.0  # bounds of the secret factor
 _NOTHING = ("[]", "[]", "[]")  # values, shapes and types of an operator
@@ -41,13 +44,20 @@ class Anonymised:
 
     execution: Execution
     links: Links | None
+    arguments: dict[int, dict[int, Arguments]]  # of operators, by rank and row, where shapes are kept
     kept_names: int
     replaced_names: int
     changed_roles: int  # names whose replacement the analysis reads otherwise: figures may differ
 
 
-def anonymise(execution: Execution, drop: Collection[str] = (), links: Links | None = None) -> Anonymised:
-    """The same run under new names, from time zero; without more of it if `drop` names some of `DROPS`."""
+def anonymise(
+    execution: Execution, drop: Collection[str] = (), links: Links | None = None, shapes: bool = False
+) -> Anonymised:
+    """The same run under new names, from time zero; without more of it if `drop` names some of `DROPS`.
+
+    With `shapes`, those of operators are read from the run's own files again, and kept.
+    """
+    arguments = {rank: read_arguments(execution.trace, rank) for rank in execution.trace.ranks} if shapes else {}
     names = NameMap(operators="operators" not in drop, generation="gpu" not in drop)
     trace = _renamed(_renumbered(execution.trace), names)
     speak = _Messages(sizes="sizes" not in drop)
@@ -62,7 +72,7 @@ def anonymise(execution: Execution, drop: Collection[str] = (), links: Links | N
     meetings = [_meeting(meeting, speak) for meeting in execution.rendezvous]
     moved = replace(moved, rendezvous=meetings, warnings=_own(execution.warnings))
     kept = None if links is None else _links(links, "sizes" not in drop)
-    return Anonymised(moved, kept, names.kept, names.replaced, names.changed_roles)
+    return Anonymised(moved, kept, arguments, names.kept, names.replaced, names.changed_roles)
 
 
 # ---------------------------------------------------------------------- names
@@ -82,7 +92,8 @@ def _header(header: Header, gpus: bool) -> Header:
     gpu, known = gpu_called(header.gpu), read_table("public_names.toml")["backends"]
     backends = dict.fromkeys(part for part in re.split(r"[^a-z]+", header.backend) if part in known)
     name = gpu.name if gpu is not None and gpus else ""
-    return header._replace(path="", job="", gpu=name, backend=",".join(backends))
+    numbers: dict[str, Any] = {key: value for key, value in header._asdict().items() if isinstance(value, int)}
+    return Header(**numbers, path="", gpu=name, backend=",".join(backends))  # no other text passes
 
 
 def _lanes(lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
@@ -99,7 +110,7 @@ def _lanes(lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
             process, label = processes.of(lane.process), f"{kind} {threads.of(f'{lane.rank} {lane.process} {thread}')}"
         else:
             process, label = devices.of(lane.process), streams.of(lane.label)
-        found.append(lane._replace(process=process, label=label))
+        found.append(Lane(lane.rank, lane.is_stream, process, label))
     return tuple(found)
 
 
@@ -108,17 +119,19 @@ class _Numbers:
 
     def __init__(self) -> None:
         self._new: dict[str, str] = {}
+        self._taken: set[str] = set()
         self._count = 0
 
     def reserve(self, texts: Iterable[str]) -> None:
         for text in texts:
             if text.isascii() and text.isdecimal() and len(text) < 8 and int(text) < _MOST_STREAMS:
                 self._new[text] = text
+                self._taken.add(text)
 
     def of(self, text: str) -> str:
         while text not in self._new:
             self._count += 1
-            if str(self._count) not in self._new.values():
+            if str(self._count) not in self._taken:
                 self._new[text] = str(self._count)
         return self._new[text]
 
@@ -137,11 +150,14 @@ class _Messages:
         dtype = message.dtype.lower()
         if "float8" in dtype:
             dtype = "float8_e4m3fn" if dtype not in self._table["dtypes"] else dtype
-        new = message._replace(
-            collective=collective, dtype=dtype if dtype in self._table["dtypes"] else "",
-            group=self._groups.of(message.group) if message.group else "", sequence=-1,
+        numbers: dict[str, Any] = {key: value for key, value in message._asdict().items() if isinstance(value, int)}
+        numbers["sequence"] = -1  # counts what was sent before the recording
+        if not self.sizes:
+            dtype, numbers["in_elements"], numbers["out_elements"] = "", -1, -1
+        return Message(
+            collective=collective, dtype=dtype if dtype in self._table["dtypes"] else "", ranks=message.ranks,
+            group=self._groups.of(message.group) if message.group else "", **numbers,
         )  # fmt: skip
-        return new if self.sizes else new._replace(dtype="", in_elements=-1, out_elements=-1)
 
 
 def _meeting(meeting: Rendezvous, speak: _Messages) -> Rendezvous:

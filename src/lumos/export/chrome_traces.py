@@ -9,9 +9,10 @@ Arrows show the dependencies between lanes that decided when a task started; tho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,11 +53,13 @@ def _write(path: Path, header: dict[str, Any], events: Iterable[Event]) -> None:
             packed.close()
 
 
-def write_kineto(path: Path, trace: Trace, rank: int) -> None:
-    """Write the events of one rank as PyTorch's profiler does."""
+def write_kineto(path: Path, trace: Trace, rank: int, arguments: Mapping[int, Event] = MappingProxyType({})) -> None:
+    """Write the events of one rank as PyTorch's profiler does, with further `arguments` of operators by row."""
     base = int(trace.start.min()) if len(trace) else 0
     header = _header(next(h for h in trace.headers if h.rank == rank))
-    _write(path, header | {"baseTimeNanoseconds": base}, _kineto_events(trace, rank, base))
+    # Recording shapes took time, whether this file has them or not.
+    header |= {"baseTimeNanoseconds": base, "lumosShapesLeftOut": int(header["record_shapes"] and not arguments)}
+    _write(path, header, _kineto_events(trace, rank, base, arguments))
 
 
 def _header(header: Header) -> dict[str, Any]:
@@ -66,20 +69,19 @@ def _header(header: Header) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "traceName": header.job,
         "record_shapes": int(header.shapes),
-        "lumosShapesLeftOut": int(header.shapes),  # recording them took time, whether this file has them or not
         "with_stack": int(header.stacks),
         "distributedInfo": world | ({"backend": header.backend} if header.backend else {}),
         "deviceProperties": [{"id": 0, "name": header.gpu}] if header.gpu else [],
     }
 
 
-def _kineto_events(trace: Trace, rank: int, base: int) -> Iterator[Event]:
+def _kineto_events(trace: Trace, rank: int, base: int, arguments: Mapping[int, Event]) -> Iterator[Event]:
     mine = np.flatnonzero(trace.lane_rank == rank).tolist()
     tracks = {lane: (_number(trace.lanes[lane].process), _number(trace.lanes[lane].label)) for lane in mine}
     yield from (_track(*track, trace.lanes[lane].text) for lane, track in tracks.items())
     for row in np.flatnonzero(trace.rank == rank).tolist():
         track = tracks[int(trace.lane[row])]
-        yield _span(trace, row, *track, base) | {"args": _args(trace, row, track)}
+        yield _span(trace, row, *track, base) | {"args": {**_args(trace, row, track), **arguments.get(row, {})}}
     yield from _syncs(trace, rank)
 
 
