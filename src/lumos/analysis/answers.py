@@ -40,8 +40,8 @@ class ReplayAnswer(Answer, frozen=True, kw_only=True):
     recorded_ms: float
     simulated_ms: float
     error_pct: float
-    clean_ms: float  # without the profiler
-    never_profiled_ms: float
+    clean_ms: float | None  # without the profiler; None if there was none
+    never_profiled_ms: float | None
     unexplained_ms: float
     steps: list[dict[str, Any]]  # name, recorded_ms, simulated_ms
     breakdown: dict[str, Breakdown]  # recorded, simulated

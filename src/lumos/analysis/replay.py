@@ -16,7 +16,7 @@ from lumos.analysis.stragglers import Straggler, stragglers
 from lumos.analysis.utilisation import Utilisation, utilisation
 from lumos.graph.critical_path import CriticalPath, PathSummary
 from lumos.graph.from_trace.build import Execution, build
-from lumos.graph.from_trace.profiler_cost import ProfilerCost, load_profiler_cost, without_profiler
+from lumos.graph.from_trace.profiler_cost import ProfilerCost, is_profiled, load_profiler_cost, without_profiler
 from lumos.graph.graph import Graph
 from lumos.graph.simulate import Times, simulate
 from lumos.trace.steps import StepMarks, Steps, find_steps
@@ -76,8 +76,13 @@ class Replay:
         return self.marks.read(self.execution.retime(simulate(without_profiler(self.execution, cost))))
 
     @property
+    def is_profiled(self) -> bool:
+        """Whether the recorded times include what a profiler costs."""
+        return is_profiled(self.execution)
+
+    @property
     def clean_ms(self) -> float:
-        """The step without the profiler, in milliseconds."""
+        """The step without the profiler, in milliseconds; the step itself where there was none."""
         return self.clean_steps.typical
 
     @cached_property
@@ -157,8 +162,8 @@ class Replay:
             recorded_ms=recorded.mean,
             simulated_ms=simulated.mean,
             error_pct=self.error_pct,
-            clean_ms=self.clean_ms,
-            never_profiled_ms=self.never_profiled_ms,
+            clean_ms=self.clean_ms if self.is_profiled else None,
+            never_profiled_ms=self.never_profiled_ms if self.is_profiled else None,
             unexplained_ms=path.unexplained_ms,
             steps=[{"name": name, "recorded_ms": r, "simulated_ms": s} for name, r, s in steps],
             breakdown={

@@ -210,7 +210,7 @@ class _Timeline:
         category, name, lane, start, duration, correlation, message = columns
         lanes = [Lane(rank, False, "dry run", "host")]
         lanes += [Lane(rank, True, "dry run", self._label(stream)) for stream in self.lanes]
-        header = Header(rank, "dry run", self.step.recording.world, gpu)
+        header = Header(rank, "dry run", self.step.recording.world, gpu, profiled=False)
         return Trace(
             tuple(self.names), tuple(lanes), tuple(self.messages), (header,), category.astype(np.uint8),
             name.astype(np.int32), lane.astype(np.int32), start, duration, correlation, message.astype(np.int32),

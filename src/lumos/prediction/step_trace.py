@@ -321,7 +321,10 @@ class StepTrace:
             names=tuple(self.labels.names),
             lanes=tuple(_lane(rank, track) for rank in self.ranks for track in Track),
             messages=tuple(self.labels.messages),
-            headers=tuple(Header(r, "", setup.cluster.gpus, setup.cluster.gpu, "predicted", True) for r in self.ranks),
+            headers=tuple(
+                Header(r, "", setup.cluster.gpus, setup.cluster.gpu, "predicted", True, profiled=False)
+                for r in self.ranks
+            ),
             category=category[order].astype(np.uint8),
             name=pairs[label[order], 0],
             lane=lane[order],

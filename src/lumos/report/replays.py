@@ -35,11 +35,14 @@ def replay_cards(run: Replay) -> list[Card]:
     if not is_cuda and device_of(run) == "GPU":
         sure = "if profiling costs what it does on NVIDIA GPUs"
     never = "CUPTI stays attached once it was used" if is_cuda else "in a process that never started the profiler"
+    profiler = [
+        Card("without the profiler", ms_text(run.clean_ms), f"{sure}; the typical step"),
+        Card("never profiled", ms_text(run.never_profiled_ms), never),
+    ]
     return [
         Card("recorded step", ms_text(recorded), f"mean of {len(run.marks.names)}"),
         Card("simulated step", ms_text(simulated), f"{off} % from the recorded one"),
-        Card("without the profiler", ms_text(run.clean_ms), f"{sure}; the typical step"),
-        Card("never profiled", ms_text(run.never_profiled_ms), never),
+        *(profiler if run.is_profiled else ()),
         Card("unexplained", ms_text(unexplained), f"{share:.1f} % of the step, on the critical path"),
         Card(f"{device_of(run)} busy", f"{100 * run.utilisation.mean:.0f} %", "mean over ranks and time"),
     ]

@@ -68,6 +68,7 @@ class Header(NamedTuple):
     stacks: bool = False
     backend: str = ""
     shapes_left_out: bool = False  # they were recorded, and are not in this file
+    profiled: bool = True  # whether its times include what a profiler costs
 
     @property
     def has_shapes(self) -> bool:

@@ -75,11 +75,21 @@ def _of_model_file(path: Path) -> ProfilerCost:
     return msgspec.convert(found, ProfilerCost)
 
 
+def is_profiled(execution: Execution) -> bool:
+    """Whether a profiler recorded this run; a predicted one, or a graph that another tool wrote, has no such cost."""
+    return any(header.profiled for header in execution.trace.headers)
+
+
 def without_profiler(execution: Execution, cost: ProfilerCost) -> Graph:
-    """The same graph with the profiler's share taken out of host time and of the gaps between kernels."""
+    """The same graph with the profiler's share taken out of host time and of the gaps between kernels.
+
+    A run that no profiler recorded is left as it is.
+    """
     from lumos.graph.compiled_loops import pay_debts
 
     graph, nodes = execution.graph, execution.nodes
+    if not is_profiled(execution):
+        return graph
     on_gpu = np.ones(len(graph), bool)  # hubs are not host work either
     on_gpu[: len(nodes)] = nodes.on_gpu
     shapes = any(header.shapes for header in execution.trace.headers)

@@ -28,6 +28,8 @@ from lumos.graph.graph import Edges, Graph, Rule, Small
 from lumos.trace.names import Category
 from lumos.trace.read.chakra_feeder import foreign_execution
 from lumos.trace.read.chakra_format import LUMOS_VERSION, TABLES, ChakraFile, NodeType
+from lumos.trace.read.chakra_pytorch import is_recording
+from lumos.trace.read.chakra_timeline import recorded_job
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace, concatenate
 
 _LONGEST = 1 << 52  # ns, fifty days: times are added up, and must stay exact in a float64
@@ -42,11 +44,11 @@ _FRACTIONS = ("node.duration", "node.gap", "node.frozen", "edge.lag", "edge.froz
 _LISTS = {"event.name": "names", "event.message": "messages", "event.lane": "lanes", "node.lane": "lanes"}
 
 
-def read_chakra(files: Sequence[ChakraFile]) -> Execution:
-    """The run that the files of some ranks describe."""
+def read_chakra(files: Sequence[ChakraFile]) -> Trace | Execution:
+    """The run that the files of some ranks describe; a trace if they are a recording of PyTorch."""
     own = [file for file in files if file.is_own]
     if not own:
-        return foreign_execution(files)
+        return recorded_job(files) if is_recording(files) else foreign_execution(files)
     if len(own) < len(files):
         other = next(file for file in files if not file.is_own)
         raise InputError(

@@ -23,10 +23,10 @@ import numpy as np
 from lumos.errors import InputError
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
-from lumos.graph.from_trace.rendezvous import Rendezvous
+from lumos.graph.from_trace.rendezvous import Rendezvous, clock_offsets
 from lumos.graph.graph import Edges, Rule
 from lumos.trace.names import Category, is_step
-from lumos.trace.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
+from lumos.trace.read.chakra_format import COLLECTIVES, FOLDED, ChakraFile, Node, NodeType
 from lumos.trace.trace import Header, Lane, Message, Trace
 
 _COLLECTIVE_NAMES = {number: name for name, number in COLLECTIVES.items()}
@@ -66,7 +66,8 @@ class _Task(NamedTuple):
 
 def foreign_execution(files: Sequence[ChakraFile]) -> Execution:
     """The run that files of other tools describe."""
-    job = _Job(_tasks(files), tuple(Header(f.rank, str(f.path)) for f in files))
+    headers = tuple(Header(f.rank, str(f.path), profiled=False) for f in files)
+    job = _Job(_tasks(files), headers, all(FOLDED in file.head for file in files))
     if not any(task.nanoseconds for task in job.tasks):
         raise InputError(
             f"{files[0].path}: none of its nodes has a duration (a workload for a simulator that prices them itself); "
@@ -81,14 +82,16 @@ def _tasks(files: Sequence[ChakraFile]) -> list[_Task]:
         index = {node.id: len(tasks) + i for i, node in enumerate(file.nodes)}
         for node in file.nodes:
             waits_for = tuple(dict.fromkeys(index[dep] for dep in file.waited_for(node)))
-            tasks.append(_Task(file.rank, node, *_lane(file.rank, node), waits_for))
+            tasks.append(_Task(file.rank, node, *_lane(file.rank, node, FOLDED in file.head), waits_for))
     return tasks
 
 
-def _lane(rank: int, node: Node) -> tuple[Lane, Category]:
-    """What a node occupies while it runs."""
+def _lane(rank: int, node: Node, folded: bool) -> tuple[Lane, Category]:
+    """What a node occupies while it runs; process groups run side by side in files that Lumos folded."""
     if node.type in _COMMUNICATION and not node.values.get("is_cpu_op", False):
         label = {NodeType.COMM_COLL: "collectives", NodeType.COMM_SEND: "sends"}.get(NodeType(node.type), "receives")
+        if folded and node.type == NodeType.COMM_COLL:
+            label += f" {node.values.get('pg_name', '')}"[:20]
         return Lane(rank, True, "gpu", label), Category.KERNEL
     if node.type in (NodeType.MEM_LOAD, NodeType.MEM_STORE):
         return Lane(rank, True, "gpu", "memory"), Category.COPY
@@ -109,6 +112,7 @@ class _Job:
 
     tasks: list[_Task]
     headers: tuple[Header, ...]
+    folded: bool = False  # written by Lumos: durations hold no waiting
 
     @cached_property
     def members(self) -> list[list[int]]:
@@ -127,6 +131,12 @@ class _Job:
         """For every task with counterparts: all members of its collective or message."""
         return {index: indices for indices in self.members for index in indices}
 
+    def transfer(self, index: int) -> int:
+        """Nanoseconds of a task; of communication, those of the rank that waited the least: the others waited too."""
+        if self.folded:
+            return self.tasks[index].nanoseconds
+        return min(self.tasks[member].nanoseconds for member in self.together.get(index, (index,)))
+
     def must_arrive(self, index: int) -> list[int]:
         """Which tasks must have started before a task's data moves: a send waits for none, a receive for its send."""
         found = self.together.get(index, [index])
@@ -143,7 +153,13 @@ class _Job:
 
     @cached_property
     def trace(self) -> Trace:
-        """One row a task, in the order of the tasks."""
+        """One row a task, in the order of the tasks; clocks aligned by what ends together."""
+        trace = self._unaligned
+        offsets = clock_offsets(trace, self.rendezvous)
+        return trace.shifted(offsets) if offsets else trace
+
+    @cached_property
+    def _unaligned(self) -> Trace:
         tasks, names, messages = self.tasks, dict[str, int](), dict[Message, int]()
         start, end, _ = self.started
         found = [self._message(task) for task in tasks]
@@ -180,6 +196,10 @@ class _Job:
                     found |= {(task.rank, group.pg_name): tuple(group.ranks) for group in groups}
         return found
 
+    @cached_property
+    def rendezvous(self) -> list[Rendezvous]:
+        return [self._rendezvous(indices) for indices in self.members]
+
     def _rendezvous(self, indices: list[int]) -> Rendezvous:
         tasks = [self.tasks[index] for index in indices]
         message = self._message(tasks[0])
@@ -215,12 +235,11 @@ class _Job:
         source, target = nodes.last_node[pairs[:, 0]], nodes.first_node[pairs[:, 1]]
         apart = nodes.lane[source] != nodes.lane[target]
         edges = [Edges.of(source[apart], target[apart], Rule.EVENT), *self._rendezvous_edges()]
-        length = np.array([task.nanoseconds for task in self.tasks], np.float64)[nodes.row]
+        length = np.array([self.transfer(index) for index in range(len(self.tasks))], np.float64)[nodes.row]
         transfers = nodes.last_node[nodes.row] == np.arange(len(nodes))
         graph = nodes.graph(Edges.join(edges), len(self.members), duration=np.where(transfers, length, 0.0))
         origin = int(self.trace.start.min(initial=0))
-        rendezvous = [self._rendezvous(indices) for indices in self.members]
-        return Execution(self.trace, nodes, graph, origin, rendezvous, tuple(self._warnings()))
+        return Execution(self.trace, nodes, graph, origin, self.rendezvous, tuple(self._warnings()))
 
     def _rendezvous_edges(self) -> Iterator[Edges]:
         nodes = self.nodes
@@ -286,7 +305,7 @@ class _Feeder:
         for member in self.job.together.get(index, [index]):
             arrived = [self.start[i] for i in {member, *self.job.must_arrive(member)}]
             if min(arrived) >= 0 and self.end[member] < 0:
-                self.end[member] = max(arrived) + self.tasks[member].nanoseconds
+                self.end[member] = max(arrived) + self.job.transfer(member)
                 heapq.heappush(self.events, (self.end[member], member))
 
     def _finish(self, index: int, time: int) -> None:

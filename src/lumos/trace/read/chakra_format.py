@@ -53,17 +53,20 @@ _MESSAGES = {  # fields as "name number type", a star for repeated ones
 
 _MEMORY_PER_BYTE = read_table("trace_rules.toml")["reading"]["memory_per_chakra_byte"]
 _MOST_JSON_BYTES = 1 << 29
-_KEPT = frozenset(
-    {"is_cpu_op", "comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "pg_name", "stream", "tensor_size"}
-)
+_KEPT = frozenset((
+    "is_cpu_op", "comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "pg_name", "stream", "tensor_size",
+    "num_ops", "op_type", "rf_id", "tid",
+))  # fmt: skip
 
 LUMOS_VERSION = 3  # of the tables
+FOLDED = "lumos.folded"  # marks files without the host and without tables, whose durations hold no waiting
 TABLES = {
     "event": ("number", *COLUMNS, "first_node", "last_node", "parent"),
     "sync": ("correlation", "stream", "wait_stream", "record", "event"),
     "node": ("number", "id", "count", "lane", "row", "start", "end", "is_return", "duration", "gap", "frozen"),
     "edge": ("source", "target", "rule", "lag", "frozen", "from_start"),
 }
+ANNOUNCEMENT = "record_param_comms"  # the operator by which PyTorch says what a collective is
 GROUPS_ID = 0  # the node that describes the process groups; those of the graph follow from 1
 
 
@@ -161,7 +164,8 @@ class Node(NamedTuple):
     ctrl_deps: tuple[int, ...]
     start_us: int
     duration_us: int
-    inputs: str  # of a node of metadata
+    inputs: str  # values of what it takes; of metadata, kernels and announcements of collectives alone
+    outputs: str  # values of what it makes; of kernels alone
     values: dict[str, Any]
 
 
@@ -233,11 +237,13 @@ def _parsed(kind: Any, data: bytes, path: Path, what: str) -> Any:
 
 
 def _node(message: Any) -> Node:
+    values = {name: value for name, value in values_of(message.attr).items() if name in _KEPT}
+    on_gpu = values.get("is_cpu_op", True) is False
+    told = on_gpu or message.type == NodeType.METADATA or message.name == ANNOUNCEMENT
     return Node(
         id=message.id, name=message.name, type=message.type, data_deps=tuple(message.data_deps),
         ctrl_deps=tuple(message.ctrl_deps), start_us=message.start_time_micros, duration_us=message.duration_micros,
-        inputs=message.inputs.values if message.type == NodeType.METADATA else "",
-        values={name: value for name, value in values_of(message.attr).items() if name in _KEPT},
+        inputs=message.inputs.values if told else "", outputs=message.outputs.values if on_gpu else "", values=values,
     )  # fmt: skip
 
 
@@ -293,4 +299,4 @@ def _json_node(raw: msgspec.Raw) -> Node:
         raise msgspec.ValidationError(f"the runtime of node {found.id} is out of range")
     values = {name: value for name, value in others.items() if name in _KEPT}
     deps = tuple(found.data_deps), tuple(found.ctrl_deps)
-    return Node(found.id, found.name, found.type, *deps, 0, found.runtime, "", values)
+    return Node(found.id, found.name, found.type, *deps, 0, found.runtime, "", "", values)
