@@ -29,6 +29,7 @@ SUBMODULES = {  # where a checkout has them
     "fmt": "extern/helper/fmt",
     "spdlog": "extern/helper/spdlog",
 }
+NEEDED = {"chakra": "src/feeder_v3/et_feeder.h"}
 PROTOBUF = "v21.12"  # the last release that needs no other library
 
 
@@ -55,8 +56,8 @@ def build(sources: Path, target: Path, jobs: int) -> Path:
     _run(["protoc", "et_def.proto", f"--proto_path={schema}", f"--cpp_out={schema}"], checkout, environment)
     work = programs.parent
     work.mkdir(exist_ok=True)
-    yaml = _clone(sources, "yaml-cpp", target / "yaml-cpp")
-    options = ["-DBUILDTARGET=all", f"-DFETCHCONTENT_SOURCE_DIR_YAML-CPP={yaml}", "-DCMAKE_POLICY_VERSION_MINIMUM=3.5"]
+    options = ["-DBUILDTARGET=all", "-DCMAKE_POLICY_VERSION_MINIMUM=3.5"]
+    options += [*_yaml(sources, target, checkout), *_names(target, checkout)]
     _run(["cmake", "..", *options], work, environment)
     _run(["cmake", "--build", ".", "-j", str(jobs)], work, environment)
     return programs
@@ -94,17 +95,51 @@ def _find(sources: Path, name: str) -> Path:
 def _clone(sources: Path, name: str, to: Path, commit: str | None = None) -> Path:
     if to.is_dir() and any(to.iterdir()):
         return to
-    if name == "yaml-cpp" and not any(sources.glob("*yaml-cpp*")):  # a copy is inside a complete checkout
-        inside = _find(sources, "astra-sim") / SUBMODULES["astra-network-analytical"] / "extern/yaml-cpp"
-        if (inside / "CMakeLists.txt").exists():
-            return inside
     _run(["git", "clone", "--quiet", "--no-checkout", str(_find(sources, name)), str(to)], sources)
-    known = subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=to, capture_output=True)
-    if commit is not None and known.returncode != 0:
-        head = _output(["git", "log", "-1", "--format=%h of %cs"], to).strip()
-        print(f"{name}: the clone lacks {commit[:9]}, which is asked for; using {head}", flush=True)
-    _run(["git", "checkout", "--quiet", commit if commit and known.returncode == 0 else "HEAD"], to)
+    chosen = commit if commit and _has(to, f"{commit}^{{commit}}") else _another(to, name)
+    if commit and chosen != commit:
+        other = _output(["git", "log", "-1", "--format=%h of %cs", chosen], to).strip()
+        print(f"{name}: the clone lacks {commit[:9]}, which is asked for; using {chosen}, {other}", flush=True)
+    _run(["git", "checkout", "--quiet", chosen], to)
     return to
+
+
+def _another(clone: Path, name: str) -> str:
+    """What is checked out where a clone lacks the named commit: the first branch that has what ASTRA-sim needs."""
+    branches = _output(["git", "for-each-ref", "--format=%(refname:short)", "refs/remotes"], clone).split()
+    for branch in ("HEAD", *branches):
+        if _has(clone, f"{branch}:{NEEDED.get(name, '')}"):
+            return branch
+    raise SystemExit(f"{name}: no branch of the clone has {NEEDED[name]}; fetch a newer one")
+
+
+def _has(clone: Path, what: str) -> bool:
+    return subprocess.run(["git", "cat-file", "-e", what], cwd=clone, capture_output=True).returncode == 0
+
+
+def _yaml(sources: Path, target: Path, checkout: Path) -> list[str]:
+    """The option that names yaml-cpp, which cmake would download otherwise. Older network backends have their own."""
+    own = checkout / SUBMODULES["astra-network-analytical"] / "extern/yaml-cpp"
+    if not any(sources.glob("*yaml-cpp*")):
+        print("no clone of yaml-cpp: cmake downloads it, if it can", flush=True)
+        return [f"-DFETCHCONTENT_SOURCE_DIR_YAML-CPP={own}"] if (own / "CMakeLists.txt").exists() else []
+    found = _clone(sources, "yaml-cpp", target / "yaml-cpp")
+    if own.is_dir() and not (own / "CMakeLists.txt").exists():  # a submodule that the checkout above replaces
+        (own / "CMakeLists.txt").write_text("# the target yaml-cpp is there already\n")
+    return [f"-DFETCHCONTENT_SOURCE_DIR_YAML-CPP={found}"]
+
+
+def _names(target: Path, checkout: Path) -> list[str]:
+    """The option that gives the feeder of an older chakra the names by which ASTRA-sim calls it."""
+    feeder = checkout / SUBMODULES["chakra"] / "src/feeder_v3"
+    if any("using ETFeeder" in file.read_text(errors="replace") for file in feeder.glob("*.h")):
+        return []
+    classes = ("ETFeeder", "ETFeederNode")
+    declared = "".join(f"class {name}; " for name in classes)
+    named = "".join(f"using {name} = FeederV3::{name}; " for name in classes)
+    header = target / "feeder_names.h"
+    header.write_text(f"#pragma once\nnamespace Chakra {{ namespace FeederV3 {{ {declared}}} {named}}}\n")
+    return [f"-DCMAKE_CXX_FLAGS=-include {header}"]
 
 
 def _protobuf(sources: Path, target: Path, jobs: int) -> Path:

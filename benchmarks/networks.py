@@ -3,7 +3,8 @@
     python benchmarks/networks.py -o docs/networks.md [--astra-sim FOLDER]
 
 FOLDER is the `bin` of a build of ASTRA-sim with its analytical backend (build/astra_analytical): its answers are then
-computed again and kept in benchmarks/astra_sim.json, which the page is otherwise written from.
+computed again and kept in benchmarks/astra_sim.json, which the page is otherwise written from. Whole jobs in ASTRA-sim:
+benchmarks/astra_sim.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,28 +132,32 @@ def astra_answers(folder: Path | None) -> dict[str, Any]:
             topology.name: {kind: astra_us(folder, topology, kind, size) for kind, size in SIZES.items()}
             for topology in TOPOLOGIES
         }
-        KEPT.write_text(json.dumps(found, indent=1) + "\n")
-    kept: dict[str, Any] = json.loads(KEPT.read_text())
-    return kept
+        kept = json.loads(KEPT.read_text()) | {"collectives": found}
+        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    collectives: dict[str, Any] = json.loads(KEPT.read_text())["collectives"]
+    return collectives
 
 
 # ---------------------------------------------------------------------- Lumos on the same topology
 def lumos_us(topology: Topology, kind: str, ideal: bool) -> float:
     """The same collective here: as NCCL runs it, or over links that give all they have, as ASTRA-sim's do."""
-    tiers = tuple(Tier(gb_s * 1e3) for gb_s in topology.gb_s)
     usual = network_of(gpu_named("h100"), "infiniband", in_step_factors(gpu_named("h100")))
-    network = replace(usual, tiers=tiers, penalty=1.0)
-    if ideal:
-        simple = habits().protocols[-1] | dict.fromkeys(("base_us",), 0.0)
-        step = 2 * HOP_NS / 1e3
-        simple |= dict.fromkeys(("ring_us", "tree_us", "ring_far_us", "tree_far_us"), step)
-        full = replace(
-            habits(), protocols=(simple,), inside_share=1.0, gather_share=1.0, exchange_share=1.0, overhead_us=0.0,
-            send_us=step, send_far_us=step, peer_us=0.0, peer_far_us=0.0, fill_inside=0.0, fill_between=0.0,
-            fill_exchange=0.0,
-        )  # fmt: skip
-        network = Network(tiers, Fabric(trees=False, relay_us=step), habits=full)
+    tiers = tuple(Tier(gb_s * 1e3) for gb_s in topology.gb_s)
+    network = ideal_network(topology.gb_s) if ideal else replace(usual, tiers=tiers, penalty=1.0)
     return network.us(Collective(kind, float(SIZES[kind]), topology.group))
+
+
+def ideal_network(gb_s: Sequence[float], hop_ns: float = HOP_NS) -> Network:
+    """Links that give all they have, as those of ASTRA-sim do: the bandwidth of one GPU in every tier."""
+    simple = habits().protocols[-1] | dict.fromkeys(("base_us",), 0.0)
+    step = 2 * hop_ns / 1e3
+    simple |= dict.fromkeys(("ring_us", "tree_us", "ring_far_us", "tree_far_us"), step)
+    full = replace(
+        habits(), protocols=(simple,), inside_share=1.0, gather_share=1.0, exchange_share=1.0, overhead_us=0.0,
+        send_us=step, send_far_us=step, peer_us=0.0, peer_far_us=0.0, peer_gb_s=math.inf, fill_inside=0.0,
+        fill_between=0.0, fill_exchange=0.0,
+    )  # fmt: skip
+    return Network(tuple(Tier(one * 1e3) for one in gb_s), Fabric(trees=False, relay_us=step), habits=full)
 
 
 def astra_section(answers: Mapping[str, Any]) -> Iterator[str]:

@@ -49,6 +49,7 @@ class SimulatedNode:
     """A node of communication, from its issue to its end."""
 
     rank: int
+    id: int
     name: str
     type: NodeType
     start_ns: int
@@ -140,7 +141,7 @@ def _add_node(run: AstraSimLog, started: dict[tuple[int, int], int], found: re.M
     elif (rank, node) in started:
         name = printable(found[5].decode(errors="replace"))
         begin = started.pop((rank, node))
-        run.nodes.append(SimulatedNode(rank, name, NodeType(kind), begin, max(begin, tick)))
+        run.nodes.append(SimulatedNode(rank, node, name, NodeType(kind), begin, max(begin, tick)))
 
 
 def _rank(text: bytes, path: Path) -> int:
