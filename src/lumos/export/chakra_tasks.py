@@ -14,6 +14,13 @@ SCHEMA_VERSION = "0.0.4"
 FIRST_ID = 1
 
 
+def head_message() -> Any:
+    """The metadata of a file of tasks."""
+    head = chakra.schema().metadata(version=SCHEMA_VERSION)
+    chakra.add_value(head.attr, chakra.FOLDED, "int64_val", 1)
+    return head
+
+
 def task_messages(tasks: Sequence[Task]) -> Iterator[Any]:
     """The nodes of a rank. Microseconds that are rounded away from work are carried on to the next piece of it."""
     done, written = 0.0, 0

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from lumos.export.chakra_communication import Communication, Transfer, plan_communication
-from lumos.export.chakra_tasks import SCHEMA_VERSION, add_transfer, renumbered, task_messages
+from lumos.export.chakra_tasks import SCHEMA_VERSION, add_transfer, head_message, renumbered, task_messages
 from lumos.export.folded_ranks import Folder
 from lumos.files import whole_file
 from lumos.graph.from_trace.build import Execution
@@ -91,7 +91,7 @@ def write_folded(path: Path, execution: Execution, plan: Communication) -> Writt
         opened = [stack.enter_context(whole_file(file)) for file in files]
         for rank, file in zip(ranks, opened, strict=True):
             tasks = [task._replace(transfer=renumbered(task.transfer, number)) for task in folder.rank(rank)]
-            chakra.write_delimited(file, chakra.schema().metadata(version=SCHEMA_VERSION))
+            chakra.write_delimited(file, head_message())
             for message in task_messages(tasks):
                 chakra.write_delimited(file, message)
             nodes += len(tasks)

@@ -13,7 +13,9 @@ gaps and launch delays alike. With transfers as long as in the run, every cut is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +73,7 @@ class _Cut(NamedTuple):
 
     time: float
     position: int
+    turn: int  # among what is issued there
     ready: float  # when the rank itself was ready for it
     row: int  # of the communication kernel
     waits: bool  # for it, or issues it
@@ -113,7 +116,7 @@ class Folder:
         """The tasks of a rank."""
         trace, nodes, graph = self.execution.trace, self.execution.nodes, self.execution.graph
         chain, places = Chain(), dict[int, list[int]]()
-        for cut in sorted(self._cuts(rank)):
+        for cut in sorted([*self._issues(rank), *self._waits(rank)]):
             chain.work(cut.ready)
             if cut.waits:
                 chain.wait(places[cut.row], cut.time)
@@ -121,46 +124,64 @@ class Folder:
                 ns = float(graph.duration[nodes.last_node[cut.row]])
                 name = trace.names[trace.name[cut.row]]
                 places[cut.row] = chain.issue(name, ns, self.plan.transfers[cut.row])
+                for place in places[cut.row]:
+                    chain.also(place, [p for row in self.before.get(cut.row, ()) for p in places.get(row, ())])
         chain.work(float(self.end[: self.size][nodes.rank == rank].max(initial=0.0)))
-        self._put_in_order(rank, chain, places)
         return chain.tasks
 
-    def _cuts(self, rank: int) -> list[_Cut]:
-        nodes, trace = self.execution.nodes, self.execution.trace
-        mine = self.rows[trace.rank[self.rows] == rank]
-        issued = nodes.first_node[mine]
-        ready = np.minimum(self.ready[issued], self.start[issued])
-        found = [
-            _Cut(time, position, time, row, False)
-            for time, position, row in zip(ready.tolist(), self.position[issued].tolist(), mine.tolist(), strict=True)
-        ]
-        row, waits = self.waiting[:, nodes.rank[self.waiting[1]] == rank]
-        of_work = ~np.isin(waits, issued)  # transfers that wait for transfers do so without the rank
-        row, waits = row[of_work], waits[of_work]
-        order = np.lexsort((self.position[waits], self.start[waits], row))
-        firsts = order[np.flatnonzero(np.diff(row[order], prepend=-1))]  # what comes later waits for it anyway
-        for a_row, node in zip(row[firsts].tolist(), waits[firsts].tolist(), strict=True):
-            begin = float(self.start[node])
-            own = min(begin, float(self.ready[node]))
-            found.append(_Cut(begin, int(self.position[node]), own, a_row, True))
+    @cached_property
+    def before(self) -> dict[int, list[int]]:
+        """For every transfer those that it waits for without the rank's doing: on its stream, or by an event."""
+        row_at = np.full(self.size, -1, np.int64)  # of the nodes that issue a transfer
+        row_at[self.execution.nodes.first_node[self.rows]] = self.rows
+        found: dict[int, list[int]] = {}
+        for row, node in self.waiting.T.tolist():
+            if row_at[node] >= 0:
+                found.setdefault(int(row_at[node]), []).append(row)
         return found
 
-    def _put_in_order(self, rank: int, chain: Chain, places: dict[int, list[int]]) -> None:
-        """Collectives and sends run one after the other, in the order of the run, and so do receives.
+    @cached_property
+    def _issued(self) -> dict[int, tuple[float, int]]:
+        """When every transfer is issued, and its place among what happens at the same time.
 
-        A simulator that does one transfer at a time would wait for ever if two ranks began with different ones.
+        Collectives and sends are issued in the order in which they ran, which is the same for all ranks, and so are
+        receives. A simulator that does one transfer at a time, the first that is ready, would wait for ever if two
+        ranks began with different ones.
         """
-        nodes, graph = self.execution.nodes, self.execution.graph
+        nodes, graph, rank = self.execution.nodes, self.execution.graph, self.execution.trace.rank
         hubs = graph.edges.select((graph.edges.source >= self.size) & (graph.edges.target < self.size))
         meeting = dict(zip(hubs.target.tolist(), hubs.source.tolist(), strict=True))
-        lasts = {row: int(nodes.last_node[row]) for row in places}
-        ordered = sorted(
-            places, key=lambda row: (self.start[lasts[row]], self.position[meeting.get(lasts[row], lasts[row])])
-        )
-        before: dict[bool, list[int]] = {True: [], False: []}
-        for row in ordered:
-            for place in places[row]:
-                transfer = chain.tasks[place].transfer
-                receives = transfer is not None and transfer.type == NodeType.COMM_RECV
-                chain.also(place, before[receives])
-                before[receives] = [place]
+        lasts = nodes.last_node[self.rows]
+        place = self.position[[meeting.get(node, node) for node in lasts.tolist()]] if len(lasts) else lasts
+        latest: dict[tuple[int, bool], tuple[float, int]] = {}
+        found: dict[int, tuple[float, int]] = {}
+        for i in np.lexsort((place, self.start[lasts])).tolist():
+            row, first = int(self.rows[i]), int(nodes.first_node[self.rows[i]])
+            ready = min(float(self.ready[first]), float(self.start[first])), int(self.position[first])
+            key = int(rank[row]), all(t.type == NodeType.COMM_RECV for t in self.plan.transfers[row])
+            latest[key] = found[row] = max(ready, latest.get(key, ready))
+        return found
+
+    def _issues(self, rank: int) -> Iterator[_Cut]:
+        mine = self.execution.trace.rank[self.rows] == rank
+        for turn, row in enumerate(sorted(self.rows[mine].tolist(), key=lambda row: self._turn[row])):
+            time, position = self._issued[row]
+            yield _Cut(time, position, turn, time, row, False)
+
+    @cached_property
+    def _turn(self) -> dict[int, int]:
+        """The order in which transfers are issued."""
+        return {row: turn for turn, row in enumerate(self._issued)}
+
+    def _waits(self, rank: int) -> Iterator[_Cut]:
+        """Where the work of a rank first waits for each of its transfers; what comes later waits for it anyway."""
+        nodes = self.execution.nodes
+        row, waits = self.waiting[:, nodes.rank[self.waiting[1]] == rank]
+        of_work = ~np.isin(waits, nodes.first_node[self.rows])  # transfers wait for transfers without the rank
+        row, waits = row[of_work], waits[of_work]
+        order = np.lexsort((self.position[waits], self.start[waits], row))
+        firsts = order[np.flatnonzero(np.diff(row[order], prepend=-1))]
+        for a_row, node in zip(row[firsts].tolist(), waits[firsts].tolist(), strict=True):
+            begin = float(self.start[node])
+            ready = min(begin, float(self.ready[node]))
+            yield _Cut(begin, int(self.position[node]), -1, ready, a_row, True)

@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lumos.errors import OptionError
-from lumos.export.chakra_tasks import SCHEMA_VERSION, task_messages
+from lumos.export.chakra_tasks import head_message, task_messages
 from lumos.export.folded_ranks import Task
 from lumos.program.rank_places import RankPlaces
-from lumos.trace.read import chakra_format as chakra
 from lumos.trace.read.chakra_format import NodeType
 from lumos.workers.engine import Engine, Job
 
@@ -128,7 +127,7 @@ class Encoder:
         return data.tobytes()
 
     def _encoded(self, lengths: dict[Slot, int]) -> Encoded:
-        parts = [_delimited(chakra.schema().metadata(version=SCHEMA_VERSION))]
+        parts = [_delimited(head_message())]
         at, found = len(parts[0]), {slot: list[int]() for slot in lengths}
         for task, node in zip(self.tasks, task_messages([_filled(task, lengths) for task in self.tasks]), strict=True):
             data = _delimited(node)

@@ -1,0 +1,190 @@
+"""The files that ASTRA-sim needs beside a workload: its system, its network, its memory, and how to start it.
+
+The network has a dimension for every tier of the cluster: an NVLink domain, a leaf, the spine. Bandwidth and latency of
+each are those that the model of the network gives an all-gather there, so that both simulators know the same network;
+of a traced job, they are what its own transfers reached. ASTRA-sim counts a GB as 2^30 bytes, and passes a switch in
+two hops.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from lumos.analysis.collectives import bus_factor, message_bytes
+from lumos.errors import OptionError
+from lumos.files import whole_file
+from lumos.graph.from_trace.build import Execution
+from lumos.graph.from_trace.rendezvous import POINT_TO_POINT
+from lumos.program.operators import Collective, Group
+from lumos.program.rank_layout import RankLayout
+
+_GIB = float(1 << 30)
+_LARGE, _SMALL = float(1 << 28), 8192.0  # bytes of gathers that show bandwidth and latency
+_LARGE_ENOUGH = 1 << 20  # of a recorded transfer, to show bandwidth
+_LEAST_GB_S, _USUAL_GB_S, _USUAL_NS = 1e-3, 100.0, 500.0
+_CHUNKS = 4  # that a collective is cut into, so that dimensions work at the same time
+_PROGRAM = "AstraSim_Analytical_Congestion_Aware"
+
+
+class Priced(Protocol):
+    """Whatever knows the time of a collective."""
+
+    def us(self, collective: Collective) -> float: ...
+
+
+class Dimension(NamedTuple):
+    """Ranks that are joined at one level: how many, what one of them sends in GB/s, and the time of one hop."""
+
+    ranks: int
+    gb_s: float
+    latency_ns: float
+
+
+class AstraFiles(NamedTuple):
+    """What was written, and the command that runs it."""
+
+    files: list[Path]
+    command: str
+
+
+def described_network(layout: RankLayout, network: Priced, parted: bool) -> list[Dimension]:
+    """The tiers of a described cluster. With `parted`, at least two where that is possible (see `parted_network`)."""
+    world, units = layout.setup.cluster.gpus, (layout.domain, *layout.units)
+    bounds = [1]
+    for unit in (*units, world):
+        if bounds[-1] < unit <= world and unit % bounds[-1] == 0 and world % unit == 0:
+            bounds.append(unit)
+    if bounds[-1] != world:
+        bounds = [1, world]
+    found = []
+    for stride, above in pairwise(bounds):
+        size = above // stride
+        inside, *rest = (max(1, min(size, unit // stride)) for unit in units)
+        found.append(_dimension(network, Group(size, inside, tuple(rest), stride)))
+    return parted_network(found) if parted else found
+
+
+def _dimension(network: Priced, group: Group) -> Dimension:
+    moved = (group.size - 1) / group.size
+    small = max(network.us(Collective("all_gather", _SMALL, group)), 0.01)
+    large = max(network.us(Collective("all_gather", _LARGE, group)) - small, 1e-3)
+    return Dimension(group.size, moved * _LARGE / large / 1e3, 1e3 * small / (2 * (group.size - 1)))
+
+
+def traced_network(execution: Execution, parted: bool) -> list[Dimension]:
+    """One level that joins all ranks, as fast as the transfers of the run were on average."""
+    moved = time = 0.0
+    shortest = float("inf")
+    for found in execution.rendezvous:
+        size, last = message_bytes(found.message), execution.nodes.last_node[found.rows]
+        ns = float(np.min(execution.graph.duration[last]))  # waiting is left out; the shortest has the least of it
+        if size > 0 and ns > 0:
+            shortest = min(shortest, ns)
+            if size >= _LARGE_ENOUGH:
+                kind = "send" if found.collective in POINT_TO_POINT else found.collective
+                moved += bus_factor(kind, len(found.rows)) * size
+                time += ns
+    gb_s = max(moved / time, _LEAST_GB_S) if time else _USUAL_GB_S
+    latency = min(shortest / 4, _USUAL_NS) if shortest < float("inf") else _USUAL_NS
+    one = [Dimension(len(execution.trace.ranks), gb_s, latency)]
+    return parted_network(one) if parted else one
+
+
+def parted_network(dimensions: list[Dimension]) -> list[Dimension]:
+    """One level as two with the same links, if it can be halved.
+
+    ASTRA-sim aborts at its end, with all results printed, where ranks of a network of one dimension are in several
+    groups that are not the whole world: it frees the implementation of a collective once for each.
+    """
+    if len(dimensions) > 1:
+        return dimensions
+    one = dimensions[0]
+    inner = next((n for n in range(int(one.ranks**0.5), 1, -1) if one.ranks % n == 0), 0)
+    if not inner:
+        return dimensions
+    return [one._replace(ranks=one.ranks // inner), one._replace(ranks=inner)]
+
+
+def needs_parting(groups: Mapping[str, Sequence[int]], world: int) -> bool:
+    """Whether a rank is in several groups that are not the whole world."""
+    seen: set[int] = set()
+    for members in groups.values():
+        if 1 < len(members) < world:
+            if not seen.isdisjoint(members):
+                return True
+            seen.update(members)
+    return False
+
+
+def write_astra_files(
+    path: Path, dimensions: list[Dimension], group_file: Path | None, memory_gb_s: float = 3350.0
+) -> AstraFiles:
+    """Write them beside `path`, NAME.et, as NAME.system.json and so on: all of them or none."""
+    world = int(np.prod([one.ranks for one in dimensions]))
+    if world < 2:
+        raise OptionError("--for astra-sim: it simulates networks, and this run has one rank; leave the option out")
+    name = path.name.removesuffix(".et")
+    contents = {
+        "system.json": json.dumps(_system(len(dimensions), memory_gb_s), indent=1) + "\n",
+        "network.yml": _network_text(dimensions),
+        "memory.json": json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}) + "\n",
+    }
+    command = _command(name, group_file)
+    contents["run.sh"] = (
+        "#!/bin/sh\n# Runs ASTRA-sim on these files; name its program in ASTRA_SIM if it is not on the PATH.\n"
+        f'cd "$(dirname "$0")" && exec {command}\n'
+    )
+    files = [path.with_name(f"{name}.{ending}") for ending in contents]
+    with ExitStack() as stack:
+        for file, text in zip(files, contents.values(), strict=True):
+            stack.enter_context(whole_file(file)).write(text.encode())
+    files[-1].chmod(0o755)
+    return AstraFiles(files, f"sh {shlex.quote(str(files[-1]))}")
+
+
+def _system(dimensions: int, memory_gb_s: float) -> dict[str, object]:
+    ring = ["ring"] * dimensions
+    return {
+        "scheduling-policy": "FIFO",
+        "endpoint-delay": 10,
+        "active-chunks-per-dimension": 1,
+        "preferred-dataset-splits": _CHUNKS,
+        "all-reduce-implementation": ring,
+        "all-gather-implementation": ring,
+        "reduce-scatter-implementation": ring,
+        "all-to-all-implementation": ["direct"] * dimensions,
+        "collective-optimization": "localBWAware",
+        "local-mem-bw": round(memory_gb_s),
+        "boost-mode": 0,
+    }
+
+
+def _network_text(dimensions: list[Dimension]) -> str:
+    """YAML with one list a key; bandwidth in 2^30 bytes per second, latency in nanoseconds."""
+    lines: dict[str, list[object]] = {
+        "topology": ["Switch"] * len(dimensions),
+        "npus_count": [one.ranks for one in dimensions],
+        "bandwidth": [round(one.gb_s * 1e9 / _GIB, 3) for one in dimensions],
+        "latency": [round(one.latency_ns, 1) for one in dimensions],
+    }
+    return "".join(f"{key}: [ {', '.join(map(str, values))} ]\n" for key, values in lines.items())
+
+
+def _command(name: str, group_file: Path | None) -> str:
+    """Seen from the folder of the files."""
+    parts = {
+        "workload": name,
+        "system": f"{name}.system.json",
+        "remote-memory": f"{name}.memory.json",
+        "network": f"{name}.network.yml",
+    } | ({"comm-group": group_file.name} if group_file is not None else {})
+    given = " ".join(f"--{what}-configuration={shlex.quote('./' + file)}" for what, file in parts.items())
+    return f'"${{ASTRA_SIM:-{_PROGRAM}}}" {given}'
