@@ -8,20 +8,21 @@ in which a rank communicates or waits for others and does nothing else.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lumos.analysis.breakdown import covered
-from lumos.analysis.replay import Replay
+from lumos.analysis.run import Run
 from lumos.errors import InputError
 from lumos.trace.names import Kind, collective_name
-from lumos.trace.read.astra_sim_log import AstraSimLog, SimulatedNode
+from lumos.trace.read.astra_sim_log import AstraSimLog
 from lumos.trace.read.chakra_format import NodeType
 
-_MESSAGES = {NodeType.COMM_SEND: "send", NodeType.COMM_RECV: "recv"}
+_MESSAGES = "send, recv"
 _CLOSE_PCT = 4.0
 
 
@@ -54,50 +55,75 @@ class KindPair:
     astra_ms: float
 
 
+class _Ours(NamedTuple):
+    """One rank of our run: all of it, what of it is exposed communication, and its communication kernels by kind."""
+
+    wall_ms: float
+    exposed_ms: float
+    kinds: dict[str, list[float]]
+
+
 @dataclass(frozen=True)
 class AstraComparison:
-    """Our replay of a job beside ASTRA-sim's."""
+    """Our simulation of a job beside ASTRA-sim's.
 
-    ours: Replay
+    ASTRA-sim counts ranks from 0, whatever they are called in the job. `stands_for` has the rank of our run for each: a
+    described run has one rank of every pipeline stage, which stands for all of them.
+    """
+
+    run: Run
     theirs: AstraSimLog
+    stands_for: Sequence[int]
+    warnings: Sequence[str] = ()
 
     @cached_property
     def ranks(self) -> list[RankPair]:
-        """All ranks. ASTRA-sim counts them from 0, whatever they are called in the job."""
-        here, there = self.ours.execution.trace.ranks, self.theirs.ranks
-        if len(here) != len(there):
+        """All ranks."""
+        here, there = len(self.stands_for), len(self.theirs.ranks)
+        if here != there:
             raise InputError(
-                f"{self.theirs.path}: {len(there)} ranks in ASTRA-sim and {len(here)} in the run; name the files it ran"
+                f"{self.theirs.path}: {there} ranks in ASTRA-sim and {here} in the run; name the files it ran"
             )
-        return [self._pair(rank, number) for number, rank in enumerate(here)]
+        names = self.stands_for if len(set(self.stands_for)) == here else range(here)
+        return [self._pair(number, name) for number, name in enumerate(names)]
 
-    def _pair(self, rank: int, number: int) -> RankPair:
-        trace, origin = self.ours.simulated, self.ours.execution.origin
+    def _pair(self, number: int, name: int) -> RankPair:
+        ours, found = self._ours[self.stands_for[number]], self.theirs.ranks[number]
+        return RankPair(
+            rank=name, ours_ms=ours.wall_ms, astra_ms=(found.wall_ns or 0) / 1e6,
+            ours_compute_ms=ours.wall_ms - ours.exposed_ms, astra_compute_ms=_ms(found.compute_ns),
+            ours_exposed_ms=ours.exposed_ms, astra_exposed_ms=_ms(found.exposed_ns),
+        )  # fmt: skip
+
+    @cached_property
+    def _ours(self) -> dict[int, _Ours]:
+        return {rank: self._ours_of(rank) for rank in self.run.trace.ranks}
+
+    def _ours_of(self, rank: int) -> _Ours:
+        trace, origin = self.run.trace, self.run.origin
         rows = np.flatnonzero((trace.rank == rank) & trace.on_gpu)
         everything = np.flatnonzero((trace.rank == rank) & trace.is_work)
         end = int(trace.end[everything].max(initial=origin))
         comm = trace.kind[rows] == Kind.COMM
         compute, busy = (covered(trace.start[x], trace.end[x], origin, end) for x in (rows[~comm], rows))
-        wall, exposed = (end - origin) / 1e6, (busy - compute) / 1e6
-        found = self.theirs.ranks[number]
-        return RankPair(
-            rank=rank, ours_ms=wall, astra_ms=(found.wall_ns or 0) / 1e6,
-            ours_compute_ms=wall - exposed, astra_compute_ms=_ms(found.compute_ns),
-            ours_exposed_ms=exposed, astra_exposed_ms=_ms(found.exposed_ns),
-        )  # fmt: skip
+        kinds: dict[str, list[float]] = defaultdict(list)
+        for row in rows[comm].tolist():
+            kinds[_kind(trace.collective_of(row))].append(float(trace.duration[row]) / 1e6)
+        return _Ours((end - origin) / 1e6, (busy - compute) / 1e6, kinds)
 
     @cached_property
     def kinds(self) -> list[KindPair]:
         """By kind of collective; empty if ASTRA-sim was not told to trace nodes."""
         if not self.theirs.nodes:
             return []
-        trace = self.ours.simulated
         here: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        for row in np.flatnonzero(trace.is_communication).tolist():
-            here[_kind_of_kernel(trace.collective_of(row))].append((int(trace.rank[row]), trace.duration[row] / 1e6))
+        for number, rank in enumerate(self.stands_for):
+            for kind, times in self._ours[rank].kinds.items():
+                here[kind] += [(number, ms) for ms in times]
         there: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for node in self.theirs.nodes:
-            there[_kind_of_node(node)].append((node.rank, (node.end_ns - node.start_ns) / 1e6))
+            kind = _MESSAGES if node.type != NodeType.COMM_COLL else collective_name(node.name) or node.name
+            there[kind].append((node.rank, (node.end_ns - node.start_ns) / 1e6))
         rows = [
             KindPair(kind, len(here[kind]), len(there[kind]), _per_rank(here[kind]), _per_rank(there[kind]))
             for kind in dict.fromkeys([*here, *there])
@@ -121,7 +147,7 @@ class AstraComparison:
     @cached_property
     def notes(self) -> list[str]:
         """What explains a difference, as far as the two results show it."""
-        notes = list(self.ours.execution.warnings)
+        notes = list(self.warnings)
         if any(rank.compute_ns is None for rank in self.theirs.ranks.values()):
             notes.append(
                 "ASTRA-sim printed no statistics: it stops them at nodes of the host; `lumos convert --for astra-sim` "
@@ -147,14 +173,8 @@ class AstraComparison:
         }
 
 
-def _kind_of_kernel(kind: str) -> str:
-    return "send, recv" if kind in ("send", "recv", "send_recv") else kind
-
-
-def _kind_of_node(node: SimulatedNode) -> str:
-    if node.type in _MESSAGES:
-        return "send, recv"
-    return collective_name(node.name) or node.name
+def _kind(collective: str) -> str:
+    return _MESSAGES if collective in ("send", "recv", "send_recv", "p2p") else collective
 
 
 def _per_rank(calls: list[tuple[int, float]]) -> float:

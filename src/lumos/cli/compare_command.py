@@ -13,11 +13,14 @@ from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import deliver
 from lumos.files import check_output, write_csv
+from lumos.prediction.prediction import predict
+from lumos.program.rank_places import RankPlaces
 from lumos.report.html.astra_page import astra_page
 from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.page import write_page
 from lumos.report.terminal.show import show_astra_comparison, show_comparison
-from lumos.trace.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
+from lumos.setup.setup_files import read_setup
+from lumos.trace.read.astra_sim_log import AstraSimLog, looks_like_astra_sim, read_astra_sim_log
 
 
 def compare_command(
@@ -49,8 +52,27 @@ def compare_command(
 
 def _compare_with_astra_sim(run: Path, log: Path, options: TraceOptions, as_json: bool, output: Path | None) -> None:
     theirs = read_astra_sim_log(log)  # first: it is read sooner
-    found = AstraComparison(load_run(run, options), theirs)
+    found = _described(run, theirs) if _is_setup(run) else _traced(run, options, theirs)
     answer = found.as_dict()
     rows = [{"table": name} | row for name in ("ranks", "collectives") for row in answer[name]]
     writers = {".html": lambda to: write_page(to, astra_page(found)), ".csv": lambda to: write_csv(to, rows)}
     deliver(answer, lambda _, to: show_astra_comparison(found, to), as_json, output, writers)
+
+
+def _traced(path: Path, options: TraceOptions, theirs: AstraSimLog) -> AstraComparison:
+    ours = load_run(path, options)
+    return AstraComparison(ours.run, theirs, ours.execution.trace.ranks, ours.execution.warnings)
+
+
+def _described(path: Path, theirs: AstraSimLog) -> AstraComparison:
+    """The prediction of a described run: one rank of every stage stands for all of them."""
+    setup = read_setup(path)
+    found = predict(setup)
+    places = RankPlaces.of_setup(setup.parallel)
+    stages = found.run.trace.ranks
+    stands_for = [stages[places.of(rank)[1]] for rank in range(setup.cluster.gpus)]
+    return AstraComparison(found.run, theirs, stands_for, found.warnings)
+
+
+def _is_setup(path: Path) -> bool:
+    return path.is_file() and path.suffix in (".toml", ".yaml", ".yml", ".sh")

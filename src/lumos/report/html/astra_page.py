@@ -6,7 +6,6 @@ from lumos.analysis.astra_comparison import AstraComparison
 from lumos.report.astra_comparisons import astra_cards, kinds_table, ranks_table
 from lumos.report.html.charts import Bars, Series
 from lumos.report.html.page import Figure, Page, Section
-from lumos.report.html.replay_page import subtitle_of
 from lumos.report.wording import ms_text
 
 _MOST_BARS = 64
@@ -30,7 +29,7 @@ def astra_page(found: AstraComparison) -> Page:
         sections.append(Section("Collectives and messages", _KINDS, tables=[kinds_table(found)]))
     return Page(
         title=f"Lumos and ASTRA-sim: {ms_text(found.ours_ms)} and {ms_text(found.astra_ms)}",
-        subtitle=subtitle_of(found.ours),
+        subtitle=f"{len(found.ranks):,} ranks, rank by rank",
         cards=astra_cards(found),
         sections=sections,
         notes=found.notes,
