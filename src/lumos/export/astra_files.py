@@ -31,7 +31,8 @@ _LARGE, _SMALL = float(1 << 28), 8192.0  # bytes of gathers that show bandwidth 
 _LARGE_ENOUGH = 1 << 20  # of a recorded transfer, to show bandwidth
 _LEAST_GB_S, _USUAL_GB_S, _USUAL_NS = 1e-3, 100.0, 500.0
 _CHUNKS = 4  # that a collective is cut into, so that dimensions work at the same time
-_PROGRAM = "AstraSim_Analytical_Congestion_Aware"
+# Its sibling with congestion stores every message at a switch and sends it on from there, which takes twice as long.
+_PROGRAM = "AstraSim_Analytical_Congestion_Unaware"
 
 
 class Priced(Protocol):
@@ -79,7 +80,7 @@ def _dimension(network: Priced, group: Group) -> Dimension:
     return Dimension(group.size, moved * _LARGE / large / 1e3, 1e3 * small / (2 * (group.size - 1)))
 
 
-def traced_network(execution: Execution, parted: bool) -> list[Dimension]:
+def traced_network(execution: Execution, parted: bool, world: int = 0) -> list[Dimension]:
     """One level that joins all ranks, as fast as the transfers of the run were on average."""
     moved = time = 0.0
     shortest = float("inf")
@@ -94,7 +95,7 @@ def traced_network(execution: Execution, parted: bool) -> list[Dimension]:
                 time += ns
     gb_s = max(moved / time, _LEAST_GB_S) if time else _USUAL_GB_S
     latency = min(shortest / 4, _USUAL_NS) if shortest < float("inf") else _USUAL_NS
-    one = [Dimension(len(execution.trace.ranks), gb_s, latency)]
+    one = [Dimension(world or len(execution.trace.ranks), gb_s, latency)]
     return parted_network(one) if parted else one
 
 
@@ -133,7 +134,7 @@ def write_astra_files(
         raise OptionError("--for astra-sim: it simulates networks, and this run has one rank; leave the option out")
     name = path.name.removesuffix(".et")
     contents = {
-        "system.json": json.dumps(_system(len(dimensions), memory_gb_s), indent=1) + "\n",
+        "system.json": json.dumps(_system(dimensions, memory_gb_s), indent=1) + "\n",
         "network.yml": _network_text(dimensions),
         "memory.json": json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}) + "\n",
     }
@@ -150,20 +151,26 @@ def write_astra_files(
     return AstraFiles(files, f"sh {shlex.quote(str(files[-1]))}")
 
 
-def _system(dimensions: int, memory_gb_s: float) -> dict[str, object]:
-    ring = ["ring"] * dimensions
+def _system(dimensions: list[Dimension], memory_gb_s: float) -> dict[str, object]:
+    """Rings, and exchanges with one peer after the other: `direct` alone gives each the whole bandwidth at once.
+
+    Chunks let dimensions work at the same time, which those that stand for one level must not.
+    """
+    ring = ["ring"] * len(dimensions)
+    is_one_level = len({one.gb_s for one in dimensions}) == 1
     return {
         "scheduling-policy": "FIFO",
         "endpoint-delay": 10,
         "active-chunks-per-dimension": 1,
-        "preferred-dataset-splits": _CHUNKS,
+        "preferred-dataset-splits": 1 if is_one_level else _CHUNKS,
         "all-reduce-implementation": ring,
         "all-gather-implementation": ring,
         "reduce-scatter-implementation": ring,
-        "all-to-all-implementation": ["direct"] * dimensions,
+        "all-to-all-implementation": ["direct1"] * len(dimensions),
         "collective-optimization": "localBWAware",
         "local-mem-bw": round(memory_gb_s),
         "boost-mode": 0,
+        "trace-enabled": 1,  # its log then has every node, for `lumos compare`
     }
 
 
@@ -187,4 +194,5 @@ def _command(name: str, group_file: Path | None) -> str:
         "network": f"{name}.network.yml",
     } | ({"comm-group": group_file.name} if group_file is not None else {})
     given = " ".join(f"--{what}-configuration={shlex.quote('./' + file)}" for what, file in parts.items())
-    return f'"${{ASTRA_SIM:-{_PROGRAM}}}" {given}'
+    # As NCCL does, a sender waits for its receiver.
+    return f'"${{ASTRA_SIM:-{_PROGRAM}}}" {given} --rendezvous-protocol=true'
