@@ -119,9 +119,9 @@ def section(found: list[Checked]) -> str:
     lines = [
         MEASURED,
         f"By `benchmarks/anonymise.py`: {len(found)} traces of the package and of others (PyTorch on NVIDIA and AMD "
-        "GPUs, Nsight Systems, Chakra; 1 to 8 ranks), each anonymised, written, read again and compared with itself in\n"
-        "every figure of `lumos replay --json`, three `predict --scale` and `lumos stragglers --json`, and in the phase "
-        "and kind\nof every kernel.",
+        "GPUs, Nsight Systems, Chakra; 1 to 8 ranks), each anonymised, written, read again and compared with itself "
+        "in\nevery figure of `lumos replay --json`, three `predict --scale` and `lumos stragglers --json`, and in the "
+        "phase and kind\nof every kernel.",
         "",
         f"**{len(same)} of {len(found)} are the same in every digit**, as Chakra and as Kineto. Of their names, "
         f"{100 * replaced / (replaced + public):.0f} % were replaced.",

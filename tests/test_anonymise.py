@@ -29,7 +29,7 @@ from lumos.graph.from_trace.build import Execution, build
 from lumos.prediction.prediction import predict
 from lumos.trace.names import Category
 from lumos.trace.read.job import read_job
-from support import call, collective, header, kernel, launch, note, op, span, training_run, write_trace
+from support import call, collective, header, kernel, launch, note, op, span, sync, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "src/lumos/data/example"
@@ -507,3 +507,15 @@ def test_ids_and_threads_say_nothing_of_the_process(tmp_path: Path) -> None:
     hidden = anonymise(executed(write_trace(tmp_path / "rank0.json", events, header(0)))).execution.trace
     assert sorted(hidden.correlation[hidden.correlation >= 0]) == [0, 0, 2]
     assert {(lane.process, lane.label) for lane in hidden.lanes} == {("1", "1"), ("0", "7")}
+
+
+def test_streams_that_are_addresses_become_numbers_and_syncs_follow_them(tmp_path: Path) -> None:
+    stream = 94_211_345_678
+    events = [note("ProfilerStep#1", 0, 100), *launch("gemm", 5, 1), call("cudaLaunchKernel", 15, 5, 2),
+              kernel("gemm", 40, 5, 2, stream), call("cudaStreamSynchronize", 30, 20, 3),
+              sync("Stream Sync", 30, 20, 3, stream)]  # fmt: skip
+    before = executed(write_trace(tmp_path / "rank0.json", events, header(0)))
+    hidden = anonymise(before).execution
+    (label,) = {lane.label for lane in hidden.trace.lanes if lane.is_stream} - {"7"}
+    assert hidden.trace.syncs.stream.tolist() == [int(label)]
+    assert str(stream) not in "".join(map(str, hidden.trace.lanes))

@@ -33,7 +33,7 @@ DROPS = {
     "times": "the scale of time: all times are multiplied by one secret factor",
 }
 KEEPS = {"shapes": "shapes of operators, from which other configurations are predicted, and all sizes of the model"}
-_MOST_STREAMS = 1 << 20  # larger numbers of streams and devices are none, and become others
+_LARGEST_NUMBER = 1000  # of a stream or device that is kept: others may be addresses or processes
 _FASTEST, _SLOWEST = 0.5, 2.0  # bounds of the secret factor
 _NOTHING = ("[]", "[]", "[]")  # values, shapes and types of an operator
 
@@ -59,11 +59,11 @@ def anonymise(
     """
     arguments = {rank: read_arguments(execution.trace, rank) for rank in execution.trace.ranks} if shapes else {}
     names = NameMap(operators="operators" not in drop, generation="gpu" not in drop)
-    trace = _renamed(_renumbered(execution.trace), names)
+    trace = _with_lanes(_renamed(_renumbered(execution.trace), names))
     speak = _Messages(sizes="sizes" not in drop)
     gpus = "gpu" not in drop
     trace = replace(
-        trace, headers=tuple(_header(header, gpus) for header in trace.headers), lanes=_lanes(trace.lanes),
+        trace, headers=tuple(_header(header, gpus) for header in trace.headers),
         messages=tuple(map(speak.of, trace.messages)), warnings=_own(trace.warnings),
     )  # fmt: skip
     factor = random.SystemRandom().uniform(_FASTEST**0.5, _SLOWEST**0.5) ** 2 if "times" in drop else 1.0
@@ -96,13 +96,15 @@ def _header(header: Header, gpus: bool) -> Header:
     return Header(**numbers, path="", gpu=name, backend=",".join(backends))  # no other text passes
 
 
-def _lanes(lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
+def _with_lanes(trace: Trace) -> Trace:
     """Threads and processes are numbered; streams and devices keep their small numbers, which say nothing."""
     processes, threads, streams, devices = (_Numbers() for _ in range(4))
-    streams.reserve(lane.label for lane in lanes if lane.is_stream)
-    devices.reserve(lane.process for lane in lanes if lane.is_stream)
-    found = []
-    for lane in lanes:
+    syncs = {key: getattr(trace.syncs, key).tolist() for key in ("stream", "wait_stream")}
+    streams.reserve(lane.label for lane in trace.lanes if lane.is_stream)
+    streams.reserve(str(number) for column in syncs.values() for number in column)
+    devices.reserve(lane.process for lane in trace.lanes if lane.is_stream)
+    lanes = []
+    for lane in trace.lanes:
         kind, _, thread = lane.label.rpartition(" ")
         if not lane.is_stream:
             process, label = processes.of(lane.process), threads.of(f"{lane.rank} {lane.process} {lane.label}")
@@ -110,8 +112,12 @@ def _lanes(lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
             process, label = processes.of(lane.process), f"{kind} {threads.of(f'{lane.rank} {lane.process} {thread}')}"
         else:
             process, label = devices.of(lane.process), streams.of(lane.label)
-        found.append(Lane(lane.rank, lane.is_stream, process, label))
-    return tuple(found)
+        lanes.append(Lane(lane.rank, lane.is_stream, process, label))
+    renumbered: dict[str, Any] = {
+        key: np.array([int(streams.of(str(number))) if number >= 0 else -1 for number in column], np.int64)
+        for key, column in syncs.items()
+    }
+    return replace(trace, lanes=tuple(lanes), syncs=replace(trace.syncs, **renumbered))
 
 
 class _Numbers:
@@ -124,7 +130,7 @@ class _Numbers:
 
     def reserve(self, texts: Iterable[str]) -> None:
         for text in texts:
-            if text.isascii() and text.isdecimal() and len(text) < 8 and int(text) < _MOST_STREAMS:
+            if text.isascii() and text.isdecimal() and len(text) < 8 and int(text) < _LARGEST_NUMBER:
                 self._new[text] = text
                 self._taken.add(text)
 
