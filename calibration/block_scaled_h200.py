@@ -7,6 +7,9 @@ Measured on an H200 with torch alone, each case beside the one it is compared wi
 - attention whose keys (192) are wider than its values (128), against equal widths of 128, 160 and 192.
 
     python calibration/block_scaled_h200.py --seconds 150 -o $OUT/block_scaled_h200.jsonl
+    python calibration/block_scaled_h200.py --summary calibration/block_scaled_h200.jsonl
+
+The summary prints the medians that `block_scaled` and `block_scaled_weights` of src/lumos/data/step.json are.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -111,11 +115,28 @@ def measured(make: Callable[[], Iterator[tuple[str, Callable[[], Any]]]]) -> Ite
             yield kind, f"{type(error).__name__}: {error}"[:300]
 
 
+def summary(path: Path) -> str:
+    """Times of matmuls over those with one factor a tensor: median, least and most over all shapes."""
+    found: dict[tuple[int, ...], dict[str, float]] = {}
+    for row in map(json.loads, path.read_text("utf-8").splitlines()):
+        if "m" in row and "us" in row:
+            found.setdefault((row["m"], row["n"], row["k"]), {})[row["kind"]] = row["us"]
+    lines = []
+    for kind in ("tensor, exact", "row", "block", "block of weights"):
+        ratios = sorted(times[kind] / times["tensor"] for times in found.values())
+        lines.append(f"{kind}: {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=150.0)
-    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--summary", type=Path)
+    parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.summary or not arguments.output:
+        print(summary(arguments.summary or Path(__file__).with_suffix(".jsonl")))
+        return
     began = time.monotonic()
     with arguments.output.open("w", encoding="utf-8") as file:
         for what, make in cases():

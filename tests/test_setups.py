@@ -334,6 +334,25 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
         {"parallel": {"dispatcher": "flex", "ep_overlap": True}},
         'parallel.dispatcher = "flex", parallel.ep_overlap = true: needs experts, and model.experts = 0; remove it',
     ),
+    ({"model": SMALL | {"expert_groups": 2}}, "model.expert_groups = 2 needs experts: set model.experts, or remove"),
+    (
+        {"model": MOE | {"expert_groups": 3}},
+        "model.expert_groups = 3 does not divide model.experts = 8: use 1, 2, 4 or 8",
+    ),
+    ({"model": MOE | {"top_k_groups": 2}}, "model.top_k_groups = 2 needs model.expert_groups: set it, or remove"),
+    (
+        {"model": MOE | {"expert_groups": 2, "top_k_groups": 3}},
+        "model.top_k_groups = 3 of model.expert_groups = 2: use 1 to 2",
+    ),
+    (
+        {"model": MOE | {"expert_groups": 8, "top_k_groups": 1}},
+        "model.top_k_groups = 1 of model.expert_groups = 8 holds 1 experts, and model.top_k = 2: use more groups",
+    ),
+    ({"parallel": {"pp": 3, "schedule": "dualpipe"}}, "parallel.pp = 3 is odd, and DualPipe needs stages in pairs"),
+    (
+        {"train": {"seq": 2048, "microbatches": 2}, "parallel": {"pp": 2, "schedule": "dualpipe"}},
+        "train.microbatches = 2 is fewer than 4, twice parallel.pp, which DualPipe needs: use 4",
+    ),
     ({"parallel": {"cp": 2, "cp_inner": 2}}, 'parallel.cp_inner = 2 needs parallel.cp_type = "a2a+p2p"'),
     ({"parallel": {"cp": 4, "cp_type": "a2a+p2p", "cp_inner": 3}}, "parallel.cp_inner = 3 does not divide parallel.cp"),
     (
@@ -446,6 +465,12 @@ def test_what_is_pointless_is_a_warning() -> None:
             'train.fp8_scaling has no effect with train.framework = "megatron"',
         ),
         ({"fp8_scaling": "row", "precision": "fp8", "framework": "torchtitan"}, {}, ""),
+        (
+            {"fp8_scaling": "block", "precision": "mxfp8"},
+            {},
+            'no effect with train.precision = "mxfp8": it needs "fp8"',
+        ),
+        ({"fp8_scaling": "block", "precision": "fp8", "framework": "megatron"}, {}, ""),
         ({}, {"dp": 8, "zero": 1, "no_sync": True}, "parallel.no_sync has no effect with parallel.zero = 1"),
         ({}, {"dp": 8, "zero": 3, "no_sync": True}, ""),
         ({}, {"dp": 8, "gather_overlap": True}, "parallel.gather_overlap has no effect with parallel.zero = 0"),

@@ -30,7 +30,8 @@ class Piece(NamedTuple):
 
     @property
     def can_wait(self) -> bool:
-        return self.phase == Phase.WEIGHTS
+        """Whether nothing in the pass needs it."""
+        return self.op.weight_gradient
 
 
 class _Thread:

@@ -35,6 +35,16 @@ def warmth(operator: Operator, cache_mb: float) -> float:
     return float(np.interp(depth, constants["warm_depth"], factors))
 
 
+def block_scaling(kind: str) -> float:
+    """Time of an 8-bit matmul with a factor for every block of 128 values over that with one factor."""
+    inputs, weights = (float(read_table("step.json")[key]) for key in ("block_scaled", "block_scaled_weights"))
+    if kind in ("gemm_nt", "grouped_gemm_nt"):
+        return weights
+    if kind == "linear_bwd":
+        return (inputs + weights) / 2
+    return inputs if "gemm" in kind else 1.0
+
+
 class Priced(Protocol):
     """Whatever knows the isolated cost of an operator."""
 
@@ -82,6 +92,7 @@ class Prices:
         self.contends = True  # kernels and communication beside each other; not where measured prices hold it already
         self.overlap_blocks = 0  # SMs of collectives beside the operators of a block; 0: NCCL's channels
         self.exchange_blocks = 0  # … of exchanges between experts; 0: the same
+        self.block_scaled = False  # 8-bit matmuls have a factor for every block of 128 values
         self.leaves_sms = False  # matmuls start as many blocks as communication leaves SMs: none needs a round more
         self._blocks: dict[Hashable, BlockTime] = {}
         self._kept: dict[Hashable, Any] = {}
@@ -99,6 +110,8 @@ class Prices:
             factor = self.factors.matrix * relief_of(operator, self.model.gpu)
         else:
             factor = self.factors.stream
+        if self.block_scaled and operator.dtype == "fp8":
+            factor *= block_scaling(operator.kind)
         us = alone * factor * warmth(operator, self.model.gpu.l2_mb)
         if operator.is_matrix and operator.dtype != "fp32" and self.factors.sustained < 1:
             us = max(us, operator.flops / (self.factors.sustained * chip_of(self.model.gpu, operator.dtype).peak))

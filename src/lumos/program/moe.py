@@ -243,7 +243,7 @@ def _sent_over(s: RankLayout, name: str) -> Block:
         kind = "all_gather" if name in ("dispatch", "combine grad") else "reduce_scatter"
         return ops.collective(kind, gathered_bytes(s), s.ep, name=f"experts {name}")
     size = float(_sent_copies(s) * s.model.hidden * _sent_element(s, name))
-    return ops.collective("all_to_all", size, s.ep, waits=not s.ep_overlap, name=f"experts {name}")
+    return ops.collective("all_to_all", size, s.ep, waits=not s.overlaps_everywhere, name=f"experts {name}")
 
 
 def _sent_copies(s: RankLayout) -> float:

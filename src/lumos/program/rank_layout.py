@@ -298,15 +298,16 @@ class RankLayout:
 
     @cached_property
     def ep_overlap(self) -> bool:
-        """Exchanges between experts run beside the work of another micro-batch in every pass, where there is one."""
+        """Exchanges between experts run beside the work of another micro-batch, where there is one."""
         chosen = self.parallel.ep_overlap
-        wanted = self.framework.ep_overlap if chosen is None else chosen
-        return wanted and self.train.microbatches > 1 and not self.gathers_tokens and not self.schedule.pairs
+        usual = self.framework.ep_overlap or self.schedule.pairs
+        wanted = usual if chosen is None else chosen
+        return wanted and self.train.microbatches > 1 and not self.gathers_tokens and self.parallel.ep > 1
 
     @cached_property
-    def pairs_exchanges(self) -> bool:
-        """The same in passes that the schedule runs together, and in no others."""
-        return self.schedule.pairs and self.parallel.ep_overlap is not False and not self.gathers_tokens
+    def overlaps_everywhere(self) -> bool:
+        """The same in every pass, because the schedule does not say which of them run together."""
+        return self.ep_overlap and not self.schedule.pairs
 
     @cached_property
     def schedule(self) -> Schedule:

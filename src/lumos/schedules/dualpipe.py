@@ -30,7 +30,7 @@ class DualPipe(DualPipeV):
 
     def problem(self, pp: int, vpp: int, microbatches: int) -> str:
         if pp % 2:
-            return f"parallel.pp = {pp} is odd, and DualPipe needs stages in pairs: use {pp - 1} or {pp + 1}"
+            return f"parallel.pp = {pp} is odd, and DualPipe needs stages in pairs: use {f'{pp - 1} or ' * (pp > 1)}{pp + 1}"
         if microbatches % 2:
             return f"train.microbatches = {microbatches} is odd, and DualPipe sends half of them from either end"
         return super().problem(pp, vpp, microbatches)

@@ -124,7 +124,7 @@ def _unused_by_sharding(setup: Setup) -> Iterator[str]:
     if parallel.zero and parallel.zero not in framework.zeros and parallel.dp * parallel.cp > 1:
         usual = one_of([str(stage) for stage in framework.zeros])
         yield f'{zero} is unusual with train.framework = "{framework.name}": usual is {usual}'
-    if train.fp8_scaling == "row" and train.precision != "fp8":
+    if train.fp8_scaling != "tensor" and train.precision != "fp8":
         yield f'train.fp8_scaling has no effect with train.precision = "{train.precision}": it needs "fp8"'
     elif train.fp8_scaling == "row" and framework.fused:
         yield f'train.fp8_scaling has no effect with train.framework = "{framework.name}": it scales whole tensors'

@@ -69,6 +69,7 @@ class Framework:
     expert_launches: float = 0.0  # of the host, for one expert in a grouped matmul; 0: one launch for all
     dispatcher: str = "all_to_all"  # how tokens reach their experts: all_to_all, or flex (DeepEP, HybridEP)
     dispatches_fp8: bool = False  # tokens go to their experts as they are cast for 8-bit matmuls; results come in 16
+    block_scaled: bool = False  # 8-bit matmuls have a factor for every block, whatever `train.fp8_scaling` says
     weighs_inside: bool = False  # the router's weights scale the activation of experts, so that results are not kept
     caches_fp8: bool = False  # in 8 bits, gated activations keep their inputs in 8, attention its output in 12
     leaves_sms: bool = False  # matmuls beside communication start as many blocks as it leaves multiprocessors

@@ -223,7 +223,7 @@ class Train(Section):
     microbatches: MaybeSize = 0
     global_batch: MaybeSize = 0
     precision: Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = "bf16"
-    fp8_scaling: Literal["tensor", "row"] = "tensor"  # one factor for a whole tensor, or one for every row
+    fp8_scaling: Literal["tensor", "row", "block"] = "tensor"  # a factor for a tensor, a row, or a block of 128 values
     reduce_precision: Literal["", "bf16", "fp32"] = ""  # of gradients on the network; "": as the framework has it
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: Annotated[tuple[Module, ...], Field(strict=False, max_length=8)] = ()  # selective; (): as usual

@@ -214,8 +214,9 @@ def prices_of(
     prices.joules = (machine.joules(chip) if machine else None) or prices.joules
     prices.overlap_blocks = userbuffers_blocks() if framework.userbuffers else 0
     flex = (setup.parallel.dispatcher or framework.dispatcher) == "flex"
-    prices.exchange_blocks = rail_blocks() if flex and schedule_named(setup.parallel.schedule).pairs else 0
+    prices.exchange_blocks = rail_blocks() if flex and framework.leaves_sms else 0
     prices.leaves_sms = framework.leaves_sms
+    prices.block_scaled = framework.block_scaled or setup.train.fp8_scaling == "block"
     return prices
 
 
@@ -338,12 +339,14 @@ class Assembly:
         found = []
         for block in self.program.in_order(chunk, phase, whole=True):
             with self.prices.inside(block.key):
-                found += [self._piece(op, Phase.WEIGHTS if op.weight_gradient else phase) for op in block.build()]
+                found += [self._piece(op, phase) for op in block.build()]
         return found
 
     def _piece(self, op: BlockOp, phase: Phase) -> Piece:
+        if op.weight_gradient and self.program.schedule.splits_backward:
+            phase = Phase.WEIGHTS
         if isinstance(op.work, Collective):
-            hidden = self.layout.pairs_exchanges and is_exchange(op)
+            hidden = self.layout.ep_overlap and is_exchange(op)
             return Piece(op, self.prices.collective_us(op.work), phase, hidden)
         return Piece(op, self.prices.operator_us(op.work), phase)
 

@@ -149,7 +149,10 @@ def _precision(found: Findings, options: Options) -> None:
     if "fp4-format" in options:
         values["train.precision"] = "nvfp4"
     elif "fp8-format" in options:
-        values["train.precision"] = "mxfp8" if _word(options, "fp8-recipe") == "mxfp8" else "fp8"
+        recipe = _word(options, "fp8-recipe")
+        values["train.precision"] = "mxfp8" if recipe == "mxfp8" else "fp8"
+        if recipe == "blockwise":
+            values["train.fp8_scaling"] = "block"
     elif values["train.precision"] == "fp32":
         found.note("neither --bf16 nor --fp16 is given: fp32, as Megatron does", "train.precision")
 
