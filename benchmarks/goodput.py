@@ -18,7 +18,7 @@ import numpy as np
 
 from lumos.prediction.prediction import NO_PRICES
 from lumos.risk.fault_model import FaultModel
-from lumos.risk.job import Job, fault_model_of
+from lumos.risk.planned_run import PlannedRun, fault_model_of
 from lumos.risk.whole_run import DAY_S, HOUR_S, WholeRun, draw_runs
 from lumos.setup.reliability import RATES, Reliability
 
@@ -137,7 +137,7 @@ checkpoints of a second to four hours, written while training waits or in the ba
 
 
 def run_of(one: PublishedRun) -> WholeRun:
-    job = Job(one.gpus, 8, 1, max(round(one.days * DAY_S / STEP_S), 1), STEP_S, (STEP_S, STEP_S), 1.0)
+    job = PlannedRun(one.gpus, 8, 1, max(round(one.days * DAY_S / STEP_S), 1), STEP_S, (STEP_S, STEP_S), 1.0)
     return WholeRun(job, Reliability(**one.section), {}, NO_PRICES)
 
 
@@ -156,7 +156,8 @@ def rates() -> Iterator[str]:
     yield "| rates | " + " | ".join(f"{size:,} GPUs" for size in sizes) + " |"
     yield "|---|" + "---|" * len(sizes)
     for name in RATES:
-        models = (fault_model_of(Reliability(rates=name), Job(n, 8, 1, 1, 1.0, (1.0, 1.0), 1.0))[1] for n in sizes)
+        runs = (PlannedRun(n, 8, 1, 1, 1.0, (1.0, 1.0), 1.0) for n in sizes)
+        models = (fault_model_of(Reliability(rates=name), run)[1] for run in runs)
         yield f"| {name} | " + " | ".join(f"{hours_text(model.mtbf_hours)}" for model in models) + " |"
 
 

@@ -27,7 +27,7 @@ from lumos.report.html.run_view import hours_by_period, with_run
 from lumos.report.runs import failures_table, run_cards
 from lumos.risk.failures import failures_of
 from lumos.risk.fault_model import FaultModel
-from lumos.risk.job import Job, checkpoint_bytes
+from lumos.risk.planned_run import PlannedRun, checkpoint_bytes
 from lumos.risk.run_loops import PARTS
 from lumos.risk.whole_run import DAY_S, HOUR_S, WholeRun, draw_runs, whole_run
 from lumos.setup.reliability import RATES, Reliability
@@ -64,7 +64,7 @@ def runs_of(model: FaultModel, work_s: float, interval_s: float, runs: int = 300
 
 def small_run(**section: Any) -> WholeRun:
     """A hundred days on 1,024 GPUs; the prediction is exact."""
-    job = Job(1024, 8, 16, 864_000, 10.0, (10.0, 10.0), 1000.0)
+    job = PlannedRun(1024, 8, 16, 864_000, 10.0, (10.0, 10.0), 1000.0)
     return WholeRun(job, Reliability(**section), {})
 
 
@@ -332,7 +332,7 @@ def test_the_card_of_interruptions_tells_failures_planned_stops_and_returns_apar
 
 
 def test_one_step_is_not_steps() -> None:
-    job = Job(1024, 8, 16, 1, 10.0, (10.0, 10.0), 1000.0)
+    job = PlannedRun(1024, 8, 16, 1, 10.0, (10.0, 10.0), 1000.0)
     card = next(one for one in run_cards(WholeRun(job, Reliability(rates="llama3"), {})) if "checkpoint" in one.label)
     assert card.note.startswith("1 step;")
 

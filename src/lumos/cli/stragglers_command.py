@@ -23,8 +23,7 @@ from lumos.prediction.prediction import predict
 from lumos.report.html.page import write_page
 from lumos.report.html.risk_view import with_risk
 from lumos.report.html.slowdown_page import slowdown_page
-from lumos.report.terminal.show import show_risk
-from lumos.report.terminal.show_slowdowns import show_slowdown
+from lumos.report.terminal.show import show_risk, show_slowdown
 from lumos.risk.learn import traced_risk
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.operation_steps import operation_risk

@@ -15,7 +15,7 @@ from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import NO_PRICES, Prediction
 from lumos.risk.failures import Cause, Failures
 from lumos.risk.fault_model import ALWAYS, FaultModel
-from lumos.risk.job import Job, fault_model_of
+from lumos.risk.planned_run import PlannedRun, fault_model_of
 from lumos.setup.reliability import Reliability
 
 Floats = NDArray[np.float64]
@@ -87,7 +87,7 @@ class WholeRun:
     >>> run.as_dict()["days"]["p90"]                       # doctest: +SKIP
     """
 
-    job: Job
+    job: PlannedRun
     reliability: Reliability
     factors: Mapping[str, Floats]  # of the step, by what it is that makes it differ from the predicted one
     tariff: Tariff = NO_PRICES
@@ -326,8 +326,8 @@ def whole_run(
     """
     if tokens is not None:
         found = replace(found, tariff=replace(found.tariff, tokens=tokens))
-    job = Job.of(found)
-    assert found.setup is not None  # Job.of refuses it
+    job = PlannedRun.of(found)
+    assert found.setup is not None  # PlannedRun.of refuses it
     factors = {"prediction error": _errors(job, seed)}
     if step_factors is not None:
         factors["variation of steps"] = np.asarray(step_factors, np.float64)[:DRAWS]
@@ -340,7 +340,7 @@ def whole_run(
     return run
 
 
-def _errors(job: Job, seed: int) -> Floats:
+def _errors(job: PlannedRun, seed: int) -> Floats:
     """Steps over the predicted one as the 80 % interval has them: half of them above it, log-normal to either side."""
     low, high = (np.log(end / job.step_s) / _TENTH for end in job.interval_s)
     score = np.random.default_rng([seed, 17]).standard_normal(DRAWS)

@@ -8,8 +8,8 @@ import numpy as np
 
 from lumos.graph.graph import Floats
 from lumos.prediction.prediction import predicted_step
-from lumos.risk.job import Job, checkpoint_bytes
 from lumos.risk.monte_carlo import slowed, step_risk
+from lumos.risk.planned_run import PlannedRun, checkpoint_bytes
 from lumos.risk.whole_run import WholeRun, draw_runs
 from lumos.setup.setup import Setup
 from lumos.step.step import Step
@@ -72,5 +72,5 @@ def _run(setup: Setup, seconds: float, steps: int) -> WholeRun | None:
     if not steps or not setup.reliability.is_stated:
         return None
     per_node, size = setup.cluster.accelerator.gpus_per_node, checkpoint_bytes(setup) / 1e9
-    job = Job(setup.cluster.gpus, per_node, setup.parallel.dp, steps, seconds, (seconds, seconds), size)
+    job = PlannedRun(setup.cluster.gpus, per_node, setup.parallel.dp, steps, seconds, (seconds, seconds), size)
     return WholeRun(job, setup.reliability, {})

@@ -11,7 +11,7 @@ from lumos.errors import OptionError
 from lumos.setup.messages import did_you_mean, mistakes_of
 from lumos.setup.reliability import Reliability
 from lumos.setup.sections import Cluster, Model, Parallel, Section, Train, as_count
-from lumos.setup.variability import StatedVariability
+from lumos.setup.stated_variability import StatedVariability
 
 STEP_SECTIONS: Mapping[str, type[Section]] = {"model": Model, "train": Train, "parallel": Parallel, "cluster": Cluster}
 SECTIONS: Mapping[str, type[Section]] = {

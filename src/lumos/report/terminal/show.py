@@ -1,4 +1,4 @@
-"""Replays, comparisons, predictions and checks on a terminal."""
+"""Replays, comparisons, predictions, stragglers and checks on a terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from lumos.analysis.collectives import group_collectives
 from lumos.analysis.comparison import Comparison
 from lumos.analysis.readiness import Readiness
 from lumos.analysis.replay import Replay
+from lumos.analysis.slowdown_causes import Diagnosis
 from lumos.errors import printable
 from lumos.export.launch_files import LaunchFiles
 from lumos.prediction.prediction import Prediction
 from lumos.prediction.traced_operators import TracedOperators
-from lumos.report import astra_comparisons, operator_rates, predictions, replays, risks, runs
+from lumos.report import astra_comparisons, operator_rates, predictions, replays, risks, runs, slowdowns
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 from lumos.report.wording import title_of
 from lumos.risk.monte_carlo import StepRisk
@@ -152,3 +153,14 @@ def show_operators(found: TracedOperators, console: Console, said: Sequence[str]
     if found.modules:
         parts.append(rendered(operator_rates.modules_time_table(found), _MOST_OPERATORS))
     console.print(Group(*parts, *notes(found.warnings), *(Text(printable(one)) for one in said)))
+
+
+def show_slowdown(found: Diagnosis, console: Console) -> None:
+    """Who slows the job down, why, and what mending it would give."""
+    lost, job = found.slowdown, found.slowdown.job
+    title = f"stragglers of {job.name}: {slowdowns.size_text(job)}"
+    parts: list[RenderableType] = [summary(title, slowdowns.slowdown_cards(found))]
+    parts += [rendered(slowdowns.causes_table(found)), rendered(slowdowns.fixes_table(found))]
+    parts += [rendered(slowdowns.types_table(lost)), rendered(slowdowns.workers_table(lost), _FEW)]
+    parts += [rendered(table, _FEW) for table in slowdowns.places_tables(lost)]
+    console.print(Group(*parts, rendered(slowdowns.steps_table(lost), _FEW), *notes(job.warnings)))

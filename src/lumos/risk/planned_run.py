@@ -1,4 +1,4 @@
-"""Job: what a run is made of, as a prediction has it, and how it fails and recovers: its FaultModel."""
+"""PlannedRun: what a run is made of, as a prediction has it, and how it fails and recovers: its FaultModel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DRY_BYTES = 12.0  # of a parameter of a dry run: fp32 weights and Adam's two mo
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedRun:
     """A run to a token budget, without anything that interrupts it."""
 
     gpus: int
@@ -31,7 +31,7 @@ class Job:
     checkpoint_gb: float  # of the whole job
 
     @classmethod
-    def of(cls, found: Prediction) -> Job:
+    def of(cls, found: Prediction) -> PlannedRun:
         """That of a prediction with a token budget, or OptionError."""
         setup, bill = found.setup, found.bill
         if setup is None or bill is None:
@@ -71,7 +71,7 @@ def checkpoint_bytes(setup: Setup) -> float:
     return trained * (sharding.weights + sharding.optimizer)
 
 
-def fault_model_of(reliability: Reliability, job: Job) -> tuple[FaultModel, Failures]:
+def fault_model_of(reliability: Reliability, job: PlannedRun) -> tuple[FaultModel, Failures]:
     """How a job fails and goes on, and the rates by cause that this rests on."""
     usual = read_table("failures.toml")["defaults"]
     failures = failures_of(reliability, job.gpus, job.gpus_per_node)
