@@ -14,8 +14,12 @@ from statistics import NormalDist
 import numpy as np
 
 from lumos.graph.graph import Floats, Ints
+from lumos.schedules import Phase, schedule_named
 from lumos.synthesis.model import COLUMNS, LEVELS, BlockModel, Model, RoleModel, StateModel
+from lumos.synthesis.observe import Wait
 
+MESSAGE = -2  # in place of a group
+_BEFORE, _AFTER = -1.0, 2.0  # places in a block
 TIMES = ("work", "call", "delay", "busy")
 
 
@@ -55,6 +59,16 @@ class DrawnStep:
     turns: Ints  # the pass of every task
     phases: list[str]  # of every pass
 
+    def rearranged(self, order: Ints) -> DrawnStep:
+        """The step with these of its tasks, in this order; passes stay where they are."""
+        place = np.full(len(self.states), -1, np.int64)
+        place[order] = np.arange(len(order))
+        parts = []
+        for part in self.parts:
+            kept = place[part.tasks] >= 0
+            parts.append(replace(part, tasks=place[part.tasks[kept]], scores=part.scores[kept]))
+        return DrawnStep([self.states[i] for i in order], parts, np.sort(self.turns[order]), self.phases)
+
     def times(self, generator: np.random.Generator) -> dict[str, Floats]:
         """Microseconds of every task of a rank, and bytes."""
         columns = {name: np.zeros(len(self.states)) for name in (*TIMES, "bytes")}
@@ -65,36 +79,67 @@ class DrawnStep:
 
 
 def draw_step(
-    model: Model, role: RoleModel, layers: int, micro_batches: int, generator: np.random.Generator
+    model: Model, number: int, layers: int, micro_batches: int, generator: np.random.Generator
 ) -> DrawnStep:
-    """The tasks of a step with so many layers and micro-batches."""
-    plan = _Plan(model, role, layers, micro_batches)
+    """The tasks of a step of one role with so many layers and micro-batches."""
+    role, plan = model.roles[number], _Plan(model, number, layers, micro_batches)
     states: list[StateModel] = []
     block_of, place_of = [np.zeros(0, np.int64)], [np.zeros(0)]
     parts: list[Part] = []
+
+    def add(state: StateModel, blocks: Ints, levels: Floats, places: Floats) -> None:
+        parts.append(Part(state, len(states) + np.arange(len(blocks)), _scores(levels)))
+        block_of.append(blocks)
+        place_of.append(places)
+        states.extend([state] * len(blocks))
+
     for block, numbers in plan.by_kind(role):
         counts = _counts(block, len(numbers), layers - model.layers)
         for index, state in enumerate(block.states):
             blocks = np.repeat(np.array(numbers), counts[:, index])
             if len(blocks):
                 levels = _spread_in_blocks(counts[:, index], generator)
-                parts.append(Part(state, len(states) + np.arange(len(blocks)), _scores(levels)))
-                block_of.append(blocks)
-                place_of.append(_places(state, levels))
-                states += [state] * len(blocks)
+                add(state, blocks, levels, _places(state, levels))
+    for state, numbers, place in plan.messages(model):
+        add(state, np.array(numbers), np.full(len(numbers), 0.5), np.full(len(numbers), place))
     blocks = np.concatenate(block_of)
     order = _tail_last(np.lexsort((np.concatenate(place_of), blocks)), states)
-    place = np.empty(len(states), np.int64)
-    place[order] = np.arange(len(states))
-    return DrawnStep(
-        [states[i] for i in order], [replace(part, tasks=place[part.tasks]) for part in parts],
-        np.array(plan.turn_of_block, np.int64)[blocks[order]], plan.phases,
-    )  # fmt: skip
+    turns = np.array(plan.turn_of_block, np.int64)[blocks]
+    return DrawnStep(states, parts, turns, plan.phases).rearranged(order)
 
 
-def expected_tasks(model: Model, role: RoleModel, layers: int, micro_batches: int) -> float:
-    """About how many tasks a step of a rank has."""
-    plan, more = _Plan(model, role, layers, micro_batches), layers - model.layers
+def matched(steps: list[DrawnStep]) -> list[DrawnStep]:
+    """Steps of several roles with the same collectives in the same order, so that their ranks can meet.
+
+    What one role has more of than another is left out; positions stay, and the order is that of the first role.
+    """
+    groups = {(state.kind, state.group) for step in steps for state in step.states if state.group >= 0}
+    most = {key: min(sum((s.kind, s.group) == key for s in step.states) for step in steps) for key in groups}
+    wanted: dict[int, list[str]] = {}
+    answer = []
+    for step in steps:
+        left, chosen = dict(most), []
+        for i, state in enumerate(step.states):
+            key = (state.kind, state.group)
+            if state.group < 0 or left[key] > 0:
+                chosen.append(i)
+                left[key] = left.get(key, 0) - 1
+        order = np.array(chosen, np.int64)
+        for group in {group for _, group in groups}:
+            slots = [at for at, i in enumerate(chosen) if step.states[i].group == group]
+            kinds = wanted.setdefault(group, [step.states[chosen[at]].kind for at in slots])
+            queues: dict[str, list[int]] = {}
+            for at in slots:
+                queues.setdefault(step.states[chosen[at]].kind, []).append(chosen[at])
+            order[slots] = [queues[kind].pop(0) for kind in kinds]
+        answer.append(step.rearranged(order))
+    return answer
+
+
+def expected_tasks(model: Model, number: int, layers: int, micro_batches: int) -> float:
+    """About how many tasks a step of a rank of this role has."""
+    role, plan = model.roles[number], _Plan(model, number, layers, micro_batches)
+    more = layers - model.layers
     per_block = {
         id(block): sum(max(0.0, s.count + more * s.per_layer) for s in block.states) for block in role.blocks
     }
@@ -107,12 +152,30 @@ def _tail_last(order: Ints, states: list[StateModel]) -> Ints:
     return np.concatenate([order[~tail], order[tail]])
 
 
+def message_state(model: Model, kind: str, phase: str) -> StateModel:
+    """Messages of one direction, on a stream of their own, so that none holds up another.
+
+    A stage posts them between passes, as frameworks do, so they begin once its work until then is done.
+    """
+    assert model.pipeline is not None
+    stream = model.streams + 2 * (phase == "backward") + (kind == "send")
+    eye = [[float(i == j) for j in range(len(COLUMNS))] for i in range(len(COLUMNS))]
+    return StateModel(kind, stream, MESSAGE, [Wait(0, 0)], 1.0, 0.0, 1.0, model.pipeline.columns, eye)
+
+
 class _Plan:
     """The blocks of a step, counted through it: of which kind each is, and in which pass."""
 
-    def __init__(self, model: Model, role: RoleModel, layers: int, micro_batches: int) -> None:
+    def __init__(self, model: Model, number: int, layers: int, micro_batches: int) -> None:
+        role = model.roles[number]
+        self.stage = number
         kinds = {(block.phase, block.last, block.place): i for i, block in enumerate(role.blocks)}
-        rounds = [(phase, turn == micro_batches - 1) for turn in range(micro_batches) for phase in role.repeated]
+        if model.pipeline is None:
+            times = max(1, round(role.micro_batches * micro_batches / model.micro_batches))
+            rounds = [(phase, turn == times - 1) for turn in range(times) for phase in role.repeated]
+        else:
+            turns = schedule_named(model.pipeline.schedule).turns(model.pipeline.stages, 1, micro_batches)
+            rounds = [(Phase(int(phase)).name.lower(), True) for phase in turns[number, :, 0]]
         passes = [*rounds, *((phase, True) for phase in role.final)]
         self.phases = [phase for phase, _ in passes]
         self.kind_of_block: list[int] = []
@@ -125,6 +188,20 @@ class _Plan:
             found = [kinds.get((phase, last, place), kinds.get((phase, not last, place))) for place in places]
             self.kind_of_block += [kind for kind in found if kind is not None]
             self.turn_of_block += [turn for kind in found if kind is not None]
+
+    def messages(self, model: Model) -> list[tuple[StateModel, list[int], float]]:
+        """Messages of a stage of a pipeline: the state, the blocks they are in, and where in these."""
+        if model.pipeline is None:
+            return []
+        last, found = model.pipeline.stages - 1, []
+        for phase, away_from in (("forward", 0), ("backward", last)):
+            turns = [turn for turn, name in enumerate(self.phases) if name == phase]
+            blocks = [[i for i, t in enumerate(self.turn_of_block) if t == turn] for turn in turns]
+            if self.stage != away_from:
+                found.append((message_state(model, "recv", phase), [numbers[0] for numbers in blocks], _BEFORE))
+            if self.stage != last - away_from:
+                found.append((message_state(model, "send", phase), [numbers[-1] for numbers in blocks], _AFTER))
+        return found
 
     def by_kind(self, role: RoleModel) -> list[tuple[BlockModel, list[int]]]:
         """For every kind of block: the numbers of its blocks."""

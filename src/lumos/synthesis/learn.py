@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,29 +19,20 @@ from lumos.synthesis.model import (
     BlockModel,
     Marginal,
     Model,
+    Pipeline,
     RoleModel,
     Spread,
     StateModel,
 )
-from lumos.synthesis.observe import Block, Observed, ObservedRank, State
-from lumos.synthesis.vocabulary import COLLECTIVE_KINDS, MESSAGE_KINDS
+from lumos.synthesis.observe import Block, Job, ObservedRank, State, Task
+from lumos.synthesis.pipeline import pipeline_of
 
 _LEAST_WIDTH = 0.03  # of the smoothing, in logarithms: no value of a model is nearer to a recorded one by design
 _BLUR = 0.02  # of a mean that rests on a single value, in logarithms
 _PLACES, _CRITICAL_PLACES = 0.2, 0.05  # smoothing of places, in tasks; what streams wait for keeps its order
+_SAME_ROLE = 0.1
 _CASES = 8  # fewer tell nothing about what goes together
 _KEYS = tuple[str, bool, str]
-
-
-class Job(NamedTuple):
-    """The steps of one job that were observed."""
-
-    name: str
-    steps: list[Observed]
-
-    @property
-    def layers(self) -> int:
-        return max((rank.layers for step in self.steps for rank in step.ranks), default=0)
 
 
 def learn(jobs: Sequence[Job], seed: int = 0) -> Model:
@@ -51,26 +42,51 @@ def learn(jobs: Sequence[Job], seed: int = 0) -> Model:
     if not any(rank.tasks for step in steps for rank in step.ranks):
         raise InputError("the traces have no tasks to learn from; record CPU and CUDA activities together")
     _require_one_kind(jobs)
-    first = jobs[0].steps[0]
-    learner = _Learner(jobs, np.random.default_rng(seed))
+    generator = np.random.default_rng(seed)
+    pipeline = pipeline_of(jobs)
+    if pipeline is not None:
+        jobs = [Job(job.name, pipeline.without_messages(job.steps)) for job in jobs]
+    role_of_rank = pipeline.stage_of_rank if pipeline else _roles(jobs)
     ranks = [rank for step in steps for rank in step.ranks]
-    layers = Counter(rank.layers for rank in ranks).most_common(1)[0][0]
-    repeated, count, final = _micro_batches(Counter(rank.passes for rank in ranks).most_common(1)[0][0])
+    learners = [
+        _Learner(jobs, generator, role_of_rank, role) for role in range(max(role_of_rank) + 1)
+    ]
+    roles = [learner.role(pipeline is not None) for learner in learners]
     return Model(
         version=VERSION,
         learned_from={"jobs": len(jobs), "steps": len(steps), "tasks": sum(len(rank.tasks) for rank in ranks)},
         ranks=max(len(step.ranks) for step in steps),
         world=max(step.world for step in steps),
         steps=max(len(job.steps) for job in jobs),
-        micro_batches=count,
-        layers=layers,
+        micro_batches=pipeline.micro_batches if pipeline else roles[0].micro_batches,
+        layers=pipeline.layers if pipeline else Counter(rank.layers for rank in ranks).most_common(1)[0][0],
         streams=max(step.streams for step in steps),
-        groups=[(group.size, group.stride) for group in first.groups],
-        latency_us=_rounded(float(np.median([rank.latency for rank in ranks])) / 1e3),
+        groups=[(group.size, group.stride) for group in steps[0].groups],
+        latency_us=rounded(float(np.median([rank.latency for rank in ranks])) / 1e3),
         shapes=any(step.shapes for step in steps),
-        spread=_spreads(jobs),
-        roles=[learner.role(repeated, final)],
-    )
+        spread=_spreads(jobs, role_of_rank),
+        role_of_rank=role_of_rank,
+        pipeline=None if pipeline is None else Pipeline(
+            pipeline.stages, pipeline.schedule, learners[0].marginals(pipeline.messages(steps), 1.0)
+        ),
+        roles=roles,
+    )  # fmt: skip
+
+
+def _roles(jobs: Sequence[Job]) -> list[int]:
+    """The role of every rank: those with about as many tasks, in the same passes, do the same work."""
+    ranks: dict[int, list[ObservedRank]] = defaultdict(list)
+    for rank in (rank for job in jobs for step in job.steps for rank in step.ranks):
+        ranks[rank.rank].append(rank)
+    found: list[float] = []
+    roles = []
+    for number in sorted(ranks):
+        size = float(np.mean([len(rank.tasks) for rank in ranks[number]]))
+        known = [i for i, other in enumerate(found) if abs(size / other - 1) < _SAME_ROLE]
+        if not known:
+            found.append(size)
+        roles.append(known[0] if known else len(found) - 1)
+    return roles
 
 
 def _require_scipy() -> None:
@@ -87,13 +103,7 @@ def _require_one_kind(jobs: Sequence[Job]) -> None:
         kinds: set[str] = set()
         for step in job.steps:
             kinds |= {task.state.kind for rank in step.ranks for task in rank.tasks if task.state.group >= 0}
-            messages = kinds & set(MESSAGE_KINDS)
-            if messages:
-                raise InputError(
-                    f"{job.name}: it sends messages between pipeline stages, which synthetic runs do not have; "
-                    "use lumos convert --anonymise for it"
-                )
-        forms.setdefault((tuple(job.steps[0].groups), tuple(sorted(kinds & set(COLLECTIVE_KINDS)))), job.name)
+        forms.setdefault((tuple(job.steps[0].groups), tuple(sorted(kinds))), job.name)
     if len(forms) > 1:
         (one, other) = list(forms.items())[:2]
         raise InputError(
@@ -118,21 +128,23 @@ def _micro_batches(passes: tuple[str, ...]) -> tuple[list[str], int, list[str]]:
     return body, 1, final
 
 
-def _spreads(jobs: Sequence[Job]) -> Spread:
+def _spreads(jobs: Sequence[Job], role_of_rank: Sequence[int]) -> Spread:
     """How much ranks differ within a step, in speed (logarithms) and start (microseconds), and steps within a job."""
     found: dict[str, list[float]] = defaultdict(list)
     for job in jobs:
         totals = [[(_host(rank), _gpu(rank)) for rank in step.ranks] for step in job.steps]
         for step in totals:
-            if len(step) > 1:
-                logs = np.log(np.maximum(step, 1.0))
-                found["host"].append(float(logs[:, 0].std()))
-                found["gpu"].append(float(logs[:, 1].std()))
+            logs = np.log(np.maximum(step, 1.0))
+            for role in set(role_of_rank):
+                some = logs[[i for i in range(len(step)) if role_of_rank[min(i, len(role_of_rank) - 1)] == role]]
+                if len(some) > 1:
+                    found["host"].append(float(some[:, 0].std()))
+                    found["gpu"].append(float(some[:, 1].std()))
         found["start_us"] += [float(np.std([r.begun for r in step.ranks])) / 1e3 for step in job.steps]
         if len(totals) > 1:
             found["step"].append(float(np.log([np.mean(step) for step in totals]).std()))
     keys = ("host", "gpu", "step", "start_us")
-    return Spread(*(_rounded(float(np.mean(found[key]))) if found[key] else 0.0 for key in keys))
+    return Spread(*(rounded(float(np.mean(found[key]))) if found[key] else 0.0 for key in keys))
 
 
 def _host(rank: ObservedRank) -> float:
@@ -146,24 +158,30 @@ def _gpu(rank: ObservedRank) -> float:
 class _Learner:
     """Statistics of blocks, pooled over jobs, steps, ranks and layers."""
 
-    def __init__(self, jobs: Sequence[Job], generator: np.random.Generator) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], generator: np.random.Generator, role_of_rank: Sequence[int], role: int
+    ) -> None:
         self.generator = generator
         self.blocks: dict[_KEYS, list[tuple[Block, int]]] = defaultdict(list)
         self.attentions: dict[str, list[int]] = defaultdict(list)
+        self.passes: Counter[tuple[str, ...]] = Counter()
         for job in jobs:
-            for rank in (rank for step in job.steps for rank in step.ranks):
+            ranks = (rank for step in job.steps for i, rank in enumerate(step.ranks) if role_of_rank[i] == role)
+            for rank in ranks:
+                self.passes[rank.passes] += 1
                 for block in rank.blocks:
                     self.blocks[block.phase, block.last, block.place].append((block, rank.layers))
-                passes = Counter(rank.passes)
-                for phase in set(rank.passes):
-                    inside = sum(block.phase == phase and block.place != "first" for block in rank.blocks)
-                    self.attentions[phase].append(round(inside / passes[phase]))
+                for turn in {block.turn for block in rank.blocks}:
+                    inside = [block for block in rank.blocks if block.turn == turn]
+                    self.attentions[inside[0].phase].append(len(inside) - 1)
         self.layer_share = self._share_of_layers()
 
-    def role(self, repeated: list[str], final: list[str]) -> RoleModel:
+    def role(self, scheduled: bool) -> RoleModel:
+        """All blocks; `scheduled` where a schedule, and not the role, says in which order passes come."""
+        repeated, count, final = _micro_batches(self.passes.most_common(1)[0][0])
         layers = {phase: int(np.median(self.attentions[phase])) for phase in PHASES if phase in self.attentions}
         blocks = [self._block(key) for key in sorted(self.blocks)]
-        return RoleModel(repeated, final, layers, blocks)
+        return RoleModel([] if scheduled else repeated, 1 if scheduled else count, final, layers, blocks)
 
     def _share_of_layers(self) -> float:
         """The share of parameters that layers have, by the time of forward matmuls.
@@ -189,8 +207,7 @@ class _Learner:
         for number, (block, _) in enumerate(found):
             size = len(block.tasks)
             for at, t in enumerate(block.tasks):
-                row = ((at + 0.5) / size, t.work / 1e3, t.call / 1e3, t.delay / 1e3, t.busy / 1e3, max(t.bytes, 0.0))
-                values[t.state].append((*row, float(t.operators)))
+                values[t.state].append(((at + 0.5) / size, *values_of(t), float(t.operators)))
                 counts[t.state][number] += 1
         layers = np.array([count for _, count in found], float)
         spans = place == "first" and not any(k[:2] == key[:2] and k[2] != "first" for k in self.blocks)
@@ -203,15 +220,20 @@ class _Learner:
 
     def _state(self, state: State, values: Floats, counts: Floats, layers: Floats | None, size: float) -> StateModel:
         exact = state.stream > 0 or bool(state.waits)
-        widths = {"place": (_CRITICAL_PLACES if exact else _PLACES) / size}
-        marginals = {name: self._marginal(values[:, i], widths.get(name)) for i, name in enumerate(COLUMNS)}
+        marginals = self.marginals(values, (_CRITICAL_PLACES if exact else _PLACES) / size)
         per_layer = 0.0 if layers is None else self._per_layer(counts, layers)
         return StateModel(
             kind=state.kind, stream=state.stream, group=state.group, waits=list(state.waits),
-            count=_rounded(float(counts.mean()), 6), per_layer=_rounded(per_layer, 6),
-            operators=_rounded(float(values[:, -1].mean()), 3), columns=marginals,
+            count=rounded(float(counts.mean()), 6), per_layer=rounded(per_layer, 6),
+            operators=rounded(float(values[:, -1].mean()), 3), columns=marginals,
             correlation=_correlation(values[:, : len(COLUMNS)]),
         )  # fmt: skip
+
+    def marginals(self, values: Floats, width: float) -> dict[str, Marginal]:
+        """The distributions of all columns; places are smoothed by a width of their own."""
+        return {
+            name: self._marginal(values[:, i], width if name == "place" else None) for i, name in enumerate(COLUMNS)
+        }
 
     def _per_layer(self, counts: Floats, layers: Floats) -> float:
         """How many tasks a layer adds: by jobs of different depth, or by the share of parameters that layers have."""
@@ -232,10 +254,10 @@ class _Learner:
             smooth = np.exp(logs[:, None] + max(_LEAST_WIDTH, silverman) * nodes)
         else:
             smooth = np.clip(positive[:, None] + width * nodes, 1e-6, 1.0)
-        quantiles = [_rounded(float(q)) for q in np.quantile(smooth, LEVELS)]
+        quantiles = [rounded(float(q)) for q in np.quantile(smooth, LEVELS)]
         blur = float(np.exp(_BLUR * self.generator.standard_normal() / np.sqrt(len(positive))))
         mean = float(column.mean()) * (1.0 if width is not None else blur)
-        return Marginal(_rounded(1.0 - len(positive) / len(column), 6), _rounded(mean, 4), quantiles)
+        return Marginal(rounded(1.0 - len(positive) / len(column), 6), rounded(mean, 4), quantiles)
 
 
 def _correlation(values: Floats) -> list[list[float]]:
@@ -257,6 +279,11 @@ def _correlation(values: Floats) -> list[list[float]]:
     return [[min(1.0, max(-1.0, round(float(value), 2))) for value in row] for row in found]
 
 
-def _rounded(value: float, digits: int = 3) -> float:
+def values_of(task: Task) -> tuple[float, ...]:
+    """The columns of a task but its place: microseconds and bytes."""
+    return task.work / 1e3, task.call / 1e3, task.delay / 1e3, task.busy / 1e3, max(task.bytes, 0.0)
+
+
+def rounded(value: float, digits: int = 3) -> float:
     """A number with so many significant digits."""
     return float(f"{value:.{digits}g}")

@@ -23,6 +23,7 @@ from lumos.synthesis.vocabulary import KINDS
 VERSION = 1
 COLUMNS = ("place", "work", "call", "delay", "busy", "bytes")  # of a joint distribution; times in microseconds
 LEVELS = (0.0, 0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98, 1.0)  # of the quantiles that are kept
+SCHEDULES = ("1f1b", "gpipe")  # that are recognised, and generated
 PHASES = ("forward", "backward", "optimizer")
 PLACES = ("first", "middle", "last")
 _MOST_BYTES = 1 << 26
@@ -79,9 +80,18 @@ class RoleModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What ranks with the same work do; each stage of a pipeline is a role of its own."""
 
     repeated: list[str]  # passes that micro-batches repeat
+    micro_batches: _Some
     final: list[str]  # passes after them
     layers: dict[str, _Count]  # attentions in a pass, by phase
     blocks: list[BlockModel]
+
+
+class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A pipeline: each stage is a role, and messages go between neighbours."""
+
+    stages: Annotated[int, msgspec.Meta(ge=2, le=10_000)]
+    schedule: str
+    columns: dict[str, Marginal]  # of a message, or of the host before it
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,6 +118,8 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency_us: _Number
     shapes: bool
     spread: Spread
+    role_of_rank: list[_Count]
+    pipeline: Pipeline | None
     roles: list[RoleModel]
 
 
@@ -143,6 +155,10 @@ def _fault(model: Model) -> str:
         return f"version {model.version} is not known"
     if not model.roles or any(not role.blocks for role in model.roles):
         return "it has no blocks"
+    if not model.role_of_rank or max(model.role_of_rank) >= len(model.roles):
+        return "it does not say which rank does what"
+    if model.pipeline is not None and why_not_pipeline(model, model.pipeline):
+        return why_not_pipeline(model, model.pipeline)
     for role in model.roles:
         if not {*role.repeated, *role.final, *role.layers} <= set(PHASES):
             return "it has an unknown phase"
@@ -169,3 +185,12 @@ def _fault_of_state(state: StateModel, model: Model) -> str:
     if len(state.correlation) != size or any(len(row) != size for row in state.correlation):
         return f"the correlations of {state.kind!r} are not {size} × {size}"
     return ""
+
+
+def why_not_pipeline(model: Model, pipeline: Pipeline) -> str:
+    """What is wrong with a pipeline; '' if nothing is."""
+    if pipeline.schedule not in SCHEDULES:
+        return f"the schedule {pipeline.schedule!r} is not one of {', '.join(SCHEDULES)}"
+    if pipeline.stages != len(model.roles):
+        return f"it has {len(model.roles)} roles for {pipeline.stages} stages"
+    return "" if set(pipeline.columns) == set(COLUMNS) else "the distributions of messages are not complete"

@@ -21,6 +21,7 @@ from lumos.analysis.collectives import message_bytes
 from lumos.analysis.kernel_labels import Phase, RankLabels, label
 from lumos.analysis.replay import Replay
 from lumos.errors import InputError
+from lumos.graph.from_trace.rendezvous import POINT_TO_POINT
 from lumos.graph.graph import Floats, Ints, Rule
 from lumos.synthesis.vocabulary import SYNC, TAIL, collective_kind, compute_kind
 from lumos.trace.trace import Message
@@ -75,6 +76,7 @@ class Block:
     last: bool  # of the last micro-batch of its step
     place: str  # first, middle, last
     tasks: list[Task]
+    turn: int = 0  # the pass of its step
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class ObservedRank:
     passes: tuple[str, ...]  # forward, backward, optimizer, in their order
     layers: int  # attentions of a forward pass; 0 where there are none
     latency: float
+    peers: tuple[int, ...] = ()  # ranks that it exchanges messages with
     begun: float = 0.0  # nanoseconds after the start of the run, by which ranks are apart
 
     @property
@@ -103,6 +106,17 @@ class Observed:
     world: int
     shapes: bool
     warnings: list[str] = field(default_factory=list)
+
+
+class Job(NamedTuple):
+    """The steps of one job that were observed."""
+
+    name: str
+    steps: list[Observed]
+
+    @property
+    def layers(self) -> int:
+        return max((rank.layers for step in self.steps for rank in step.ranks), default=0)
 
 
 def observe(run: Replay) -> Observed:
@@ -164,7 +178,7 @@ class _Observer:
         phases.append(phases[-1] if phases else 0)
         marks.append(0)
         blocks, passes, layers = _blocks(tasks, _smooth(phases), marks)
-        return ObservedRank(labels.rank, blocks, passes, layers, latency, timeline.begun)
+        return ObservedRank(labels.rank, blocks, passes, layers, latency, self._peers(labels), timeline.begun)
 
     # Streams and their kernels.
 
@@ -195,10 +209,15 @@ class _Observer:
         number = int(self.trace.message[row])
         return self.trace.messages[number] if number >= 0 else None
 
+    def _peers(self, labels: RankLabels) -> tuple[int, ...]:
+        meetings = (self.meeting.get(row) for row in labels.row.tolist())
+        ranks = {r for one in meetings if one is not None and one.collective in POINT_TO_POINT for r in one.ranks}
+        return tuple(sorted(ranks - {labels.rank}))
+
     def _busy(self, row: int) -> float:
-        """How long a kernel worked; a transfer as long as that of the slowest rank, which the others wait for next."""
+        """How long a kernel worked; a collective as long as on its slowest rank, which the others wait for next."""
         meeting = self.meeting.get(row)
-        rows = [row] if meeting is None else meeting.rows
+        rows = [row] if meeting is None or meeting.collective in POINT_TO_POINT else meeting.rows
         return float(self.graph.duration[self.nodes.last_node[rows]].max())
 
     def _form(self, row: int) -> Group:
@@ -372,20 +391,20 @@ def _smooth(phases: list[int]) -> list[int]:
 
 def _blocks(tasks: list[Task], phases: list[int], marks: list[int]) -> tuple[list[Block], tuple[str, ...], int]:
     """Blocks in their order, the passes they make up, and the layers of a forward pass."""
+    backward = [i for i, phase in enumerate(phases) if phase == Phase.BACKWARD]
+    if backward:  # clipping of gradients and the like belong to the update
+        phases = [*phases[: backward[-1] + 1], *[int(Phase.OPTIMIZER)] * (len(phases) - backward[-1] - 1)]
     cuts = [0, *(i for i in range(1, len(tasks)) if phases[i] != phases[i - 1]), len(tasks)]
     passes = [Phase(phases[low]).name.lower() for low in cuts[:-1]]
-    ends = [i for i, name in enumerate(passes) if name == "backward"]
-    before = [i for i, name in enumerate(passes) if name == "forward" and (not ends or i < ends[-1])]
-    last_forward = max(before, default=-1)
+    last = {name: i for i, name in enumerate(passes)}
     blocks, layers = [], []
-    for number, (name, low, high) in enumerate(zip(passes, cuts, cuts[1:], strict=False)):
+    for turn, (name, (low, high)) in enumerate(zip(passes, pairwise(cuts), strict=True)):
         wanted = 2 if name == "backward" else 1
         at = [i for i in range(low, high) if marks[i] == wanted and name != "optimizer"]
         if name == "forward":
             layers.append(len(at))
         bounds = [low, *(i + 1 for i in at), high]
-        is_last = name == "optimizer" or not ends or number >= min(last_forward, ends[-1])
         for i, (begin, end) in enumerate(pairwise(bounds)):
             place = "first" if i == 0 else "last" if i == len(at) else "middle"
-            blocks.append(Block(name, is_last, place, tasks[begin:end]))
+            blocks.append(Block(name, turn == last[name], place, tasks[begin:end], turn))
     return blocks, tuple(passes), int(np.median(layers)) if layers else 0

@@ -11,9 +11,9 @@ from lumos.analysis.replay import Replay, replay
 from lumos.graph.from_trace.build import Execution
 from lumos.synthesis.distance import Behaviour, Distance, behaviour, kernel_tasks
 from lumos.synthesis.generate import Size, generate
-from lumos.synthesis.learn import Job, learn
+from lumos.synthesis.learn import learn
 from lumos.synthesis.model import Model
-from lumos.synthesis.observe import Observed, observe
+from lumos.synthesis.observe import Job, Observed, observe
 from lumos.synthesis.originals import Nearness, among_originals, nearness
 from lumos.trace.steps import WHOLE, find_steps, keep_step
 from lumos.trace.trace import Trace
