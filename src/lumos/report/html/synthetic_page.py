@@ -22,9 +22,9 @@ _PRESERVED = (
 )
 _NEAR = (
     "Windows of six consecutive kernels of the same kinds: by which factor, less 1, their times and the host work "
-    "before them differ from the nearest original, in the median. Steps of one run resemble each other: a synthetic step that "
-    "comes no nearer to the originals than another recorded step shows nothing of any one of them. The longest run is "
-    "of consecutive kernels that agree with an original in kind, and in both times within 1 %."
+    "before them differ from the nearest original, in the median. Steps of one run resemble each other: a synthetic "
+    "step that comes no nearer to the originals than another recorded step shows nothing of any one of them. The "
+    "longest run is of consecutive kernels that agree with an original in kind, and in both times within 1 %."
 )
 
 
