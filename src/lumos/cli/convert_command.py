@@ -10,15 +10,18 @@ from rich.console import Console
 
 from lumos.analysis.replay import replay
 from lumos.cli.anonymising import anonymised_answer, show_anonymised, wishes
+from lumos.cli.chakra_output import ChakraWishes, show_written, write_execution, write_run
 from lumos.cli.loading import load_source
 from lumos.cli.options import AsJson, TraceOptions
-from lumos.cli.terminal import busy, deliver
+from lumos.cli.prediction_sources import Described, OfConfig, OfScript, Source
+from lumos.cli.terminal import deliver
+from lumos.dry_run.dry_files import dry_files
 from lumos.errors import InputError, OptionError
-from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto, write_timeline
 from lumos.export.kept_shapes import Arguments
 from lumos.files import check_output, form_of
 from lumos.graph.from_trace.build import Execution, build
+from lumos.prediction.bill import Tariff
 from lumos.trace.read.execution_trace import Links, link, read_execution_trace
 from lumos.trace.read.formats import Form, head_of
 from lumos.trace.read.formats import form_of as form_of_file
@@ -31,20 +34,24 @@ _OUTPUT = "NAME.et writes NAME.RANK.et; .trace.json[.gz], for Perfetto, one a ra
 
 
 def convert_command(
-    path: Annotated[
-        Path, typer.Argument(help="A Kineto trace, a Chakra .et, a Nsight Systems .sqlite, or a folder of ranks.")
-    ],
+    path: Annotated[Path, typer.Argument(help="A trace, a folder of ranks, a setup, a config.json, or a dry run.")],
     output: Annotated[Path, typer.Option("-o", "--output", help=_OUTPUT)],
     options: TraceOptions,
     as_json: AsJson = False,
     et: Annotated[
         Path | None, typer.Option("--et", help="The PyTorch execution trace of the same run, or a folder of them.")
     ] = None,
+    simulator: Annotated[
+        str, typer.Option("--for", help="astra-sim: Chakra with all files it needs, and the command that runs it.")
+    ] = "",
     fold_host: Annotated[
         bool, typer.Option("--fold-host", help="Chakra without the host: a chain of work a rank, and its transfers.")
     ] = False,
     metadata: Annotated[
         bool, typer.Option("--metadata", help="Chakra with PyTorch's node of process groups; ASTRA-sim stops at it.")
+    ] = False,
+    operators: Annotated[
+        bool, typer.Option("--operators", help="Chakra of a description, with every operator as a node of its own.")
     ] = False,
     anonymised: Annotated[
         bool, typer.Option("--anonymise", help="Without names, paths and times of day; says what is still shown.")
@@ -61,30 +68,58 @@ def convert_command(
     Chakra is for simulators; Perfetto shows all ranks in one view.
     """
     check_output(output, path, FORMS)
-    _check_chakra_options(output, fold_host, metadata, et)
+    chakra = ChakraWishes(simulator, fold_host, metadata, operators)
+    chakra.check(output)
     wanted = wishes(anonymised, drop, keep, output)
+    if (source := _predictable(path)) is not None:
+        _refuse_for_predicted(path, options, et, anonymised)
+        deliver(_write_predicted(output, source, chakra), show_written, as_json)
+        return
+    if chakra.folds and et is not None:
+        raise OptionError(f"--et {et}: adds tensors to operators, which --fold-host leaves out; choose one of them")
     execution, links = _load(path, options, et)
     hidden = wanted.apply(execution, links, output)
     if hidden is not None:
         execution, links = hidden.execution, hidden.links
-    with busy("writing"):
-        if form_of(output, FORMS) == ".et":
-            answer = _write_chakra(output, execution, links, metadata, fold_host)
-        else:
-            answer = _write(output, execution, links, {} if hidden is None else hidden.arguments)
+    if form_of(output, FORMS) == ".et":
+        answer = _answer(execution, links, write_execution(output, execution, chakra, links))
+    else:
+        answer = _write(output, execution, links, {} if hidden is None else hidden.arguments)
     if hidden is not None:
         answer["anonymised"] = anonymised_answer(hidden, answer["files"], wanted)
     deliver(answer, _show, as_json)
 
 
 def _show(answer: dict[str, Any], console: Console) -> None:
-    for name, value in answer.items():
-        if name == "anonymised":
-            show_anonymised(value, console)
-            continue
-        shown = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-        if shown:
-            console.print(f"{name}: {shown}", highlight=False, markup=False, soft_wrap=True)
+    show_written({name: value for name, value in answer.items() if name != "anonymised"}, console)
+    if "anonymised" in answer:
+        show_anonymised(answer["anonymised"], console)
+
+
+def _predictable(path: Path) -> Source | None:
+    """What is no trace: a dry run, or a file that describes a run."""
+    if dry_files(path):
+        return OfScript(path, [])
+    if not path.is_file() or form_of_file(path, head_of(path)) != Form.OTHER:
+        return None
+    return OfConfig(path, []) if path.suffix.lower() == ".json" else Described(path, [])
+
+
+def _refuse_for_predicted(path: Path, options: TraceOptions, et: Path | None, anonymised: bool) -> None:
+    given = {"--et": et, "--anonymise": anonymised, "--step": options.step, "--match": options.match,
+             "--rank-pattern": options.rank_pattern}  # fmt: skip
+    wrong = next((name for name, value in given.items() if value), "")
+    if wrong:
+        raise OptionError(f"{wrong}: works on a trace, and {path} is none; leave it out")
+
+
+def _write_predicted(output: Path, source: Source, chakra: ChakraWishes) -> dict[str, Any]:
+    found = source.on(None, Tariff())
+    if form_of(output, FORMS) == ".et":
+        answer = write_run(output, found.run, chakra)
+        return answer | {"step_ms": found.step_ms, "warnings": [*answer["warnings"], *found.warnings]}
+    write_timeline(output, found.run)
+    return {"files": [str(output)], "step_ms": found.step_ms, "warnings": found.warnings}
 
 
 def _load(path: Path, options: TraceOptions, et: Path | None) -> tuple[Execution, Links | None]:
@@ -117,26 +152,6 @@ def _execution_traces(trace: Trace, et: Path) -> dict[int, Path]:
     return {rank: by_rank[rank] for rank in trace.ranks}
 
 
-def _check_chakra_options(output: Path, fold_host: bool, metadata: bool, et: Path | None) -> None:
-    """Refuse options that contradict each other, or the format."""
-    given = [name for name, there in (("--fold-host", fold_host), ("--metadata", metadata)) if there]
-    if given and form_of(output, FORMS) != ".et":
-        raise OptionError(f"{given[0]}: shapes Chakra files; name one with -o NAME.et, not {output.name}")
-    if len(given) > 1:
-        raise OptionError("--fold-host and --metadata: files without the host are for ASTRA-sim, which stops at it")
-    if fold_host and et is not None:
-        raise OptionError(f"--et {et}: adds tensors to operators, which --fold-host leaves out; choose one of them")
-
-
-def _write_chakra(
-    output: Path, execution: Execution, links: Links | None, metadata: bool, fold_host: bool
-) -> dict[str, Any]:
-    found = write_chakra(output, execution, links, metadata, fold_host)
-    counts: dict[str, Any] = {key: getattr(found, key) for key in ("nodes", "collectives", "messages", "groups")}
-    counts["group_file"] = "" if found.group_file is None else str(found.group_file)
-    return _answer(found.files, execution, links, found.warnings, counts)
-
-
 def _write(
     output: Path, execution: Execution, links: Links | None, arguments: dict[int, dict[int, Arguments]]
 ) -> dict[str, Any]:
@@ -149,14 +164,12 @@ def _write(
         files = [output.with_name(output.name.replace(_RANK, str(rank))) for rank in trace.ranks]
         for file, rank in zip(files, trace.ranks, strict=True):
             write_kineto(file, trace, rank, arguments.get(rank, {}))
-    return _answer(files, execution, links, [], {})
+    return _answer(execution, links, {"files": [str(file) for file in files], "warnings": []})
 
 
-def _answer(
-    files: list[Path], execution: Execution, links: Links | None, warnings: list[str], counts: dict[str, Any]
-) -> dict[str, Any]:
-    """What was written."""
+def _answer(execution: Execution, links: Links | None, written: dict[str, Any]) -> dict[str, Any]:
+    """What was written, and what of."""
     trace = execution.trace
     notes = [] if links is None else [f"{len(links.by_row):,} operators linked with execution traces", *links.notes]
-    answer = {"files": [str(file) for file in files], "ranks": len(trace.ranks), "events": len(trace), **counts}
-    return answer | {"notes": notes, "warnings": [*execution.warnings, *warnings]}
+    answer = {"files": written["files"], "ranks": len(trace.ranks), "events": len(trace)}
+    return answer | written | {"notes": notes, "warnings": [*execution.warnings, *written["warnings"]]}

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from lumos.analysis.replay import Replay
+from lumos.cli.chakra_output import ChakraWishes, show_written, write_run
 from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
 from lumos.cli.options import (
@@ -83,13 +84,18 @@ def predict_command(
     risks: RiskOptions = _NO_RISK,
     reliability: ReliabilityOptions = _NO_FAILURES,
     emit: Emit = "",
+    simulator: Annotated[
+        str, typer.Option("--for", help="With -o NAME.et: astra-sim, for all files it needs and the command.")
+    ] = "",
 ) -> None:
     """What would this run do: from its description, or from a trace?
 
     From a trace: with some parts faster or slower (--scale), or in another configuration (--set, or a setup).
     """
     names = listed_gpus(gpu)
-    check_output(output, source or setup, COMPARED if len(names) > 1 else FORMS)
+    check_output(output, source or setup, COMPARED if len(names) > 1 else (*FORMS, ".et"))
+    chakra = ChakraWishes(simulator)
+    chakra.check(output or Path())
     short = (("gpu", names[0] if len(names) == 1 else ""), ("gpus", gpus), ("model", model))
     cluster = [f"cluster.{key}={value}" for key, value in short if value]
     changes = [*cluster, *failure_changes(reliability, tokens, names, changes or []), *(changes or [])]
@@ -104,7 +110,7 @@ def predict_command(
     load = partial(load_run, source or Path(), options, profiler_costs)
     if source is not None and not names and not setup and not changes and not dry_files(source):
         found, asked = asked_risk(predict(load(), scale), risks)
-        _deliver(found, None, asked, None, as_json, output)
+        _deliver(found, None, asked, None, as_json, output, chakra)
         return
     run = _source(setup, source, changes, scale, describe or emission is not None, load)
     if len(names) > 1:
@@ -118,7 +124,7 @@ def predict_command(
     if emission is not None:
         found, launch = emission.of_prediction(found)
     found, asked = asked_risk(found, risks)
-    _deliver(found, launch, asked, asked_run(found, reliability, asked.run_factors(found)), as_json, output)
+    _deliver(found, launch, asked, asked_run(found, reliability, asked.run_factors(found)), as_json, output, chakra)
     if emission is not None:
         emission.write(launch)
 
@@ -150,7 +156,7 @@ def _source(
 
 def _deliver(
     found: Prediction, launch: LaunchFiles | None, asked: AskedRisk, run: WholeRun | None, as_json: bool,
-    output: Path | None,
+    output: Path | None, chakra: ChakraWishes,
 ) -> None:  # fmt: skip
     more = asked.as_dict() | ({"run": run.as_dict()} if run else {})
     answer = found.as_dict() | ({"launch": launch.as_dict()} if launch else {}) | more
@@ -161,7 +167,14 @@ def _deliver(
         ".trace.json": lambda to: write_timeline(to, found.run),
         ".trace.json.gz": lambda to: write_timeline(to, found.run),
     }
-    deliver(answer, lambda _, to: _show(found, launch, asked, run, to), as_json, output, writers)
+    written = write_run(output, found.run, chakra) if output is not None and output.name.endswith(".et") else {}
+    answer |= {"written": written} if written else {}
+
+    def show(_: dict[str, Any], to: Console) -> None:
+        _show(found, launch, asked, run, to)
+        show_written(written, to)
+
+    deliver(answer, show, as_json, None if written else output, writers)
 
 
 def _show(found: Prediction, launch: LaunchFiles | None, asked: AskedRisk, run: WholeRun | None, to: Console) -> None:

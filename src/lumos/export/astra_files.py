@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -30,9 +30,10 @@ _GIB = float(1 << 30)
 _LARGE, _SMALL = float(1 << 28), 8192.0  # bytes of gathers that show bandwidth and latency
 _LARGE_ENOUGH = 1 << 20  # of a recorded transfer, to show bandwidth
 _LEAST_GB_S, _USUAL_GB_S, _USUAL_NS = 1e-3, 100.0, 500.0
-_CHUNKS = 4  # that a collective is cut into, so that dimensions work at the same time
+_HOPS = 4  # of every step of a ring: the receiver's word that it is there, and the message, each through a switch
+_CHUNKS = 4  # that a collective of all ranks is cut into, so that dimensions work at the same time
 # Its sibling with congestion stores every message at a switch and sends it on from there, which takes twice as long.
-_PROGRAM = "AstraSim_Analytical_Congestion_Unaware"
+_PROGRAM = "AstraSim_Analytical_Congestion_Unaware"  # the other knows networks of one dimension alone
 
 
 class Priced(Protocol):
@@ -77,26 +78,35 @@ def _dimension(network: Priced, group: Group) -> Dimension:
     moved = (group.size - 1) / group.size
     small = max(network.us(Collective("all_gather", _SMALL, group)), 0.01)
     large = max(network.us(Collective("all_gather", _LARGE, group)) - small, 1e-3)
-    return Dimension(group.size, moved * _LARGE / large / 1e3, 1e3 * small / (2 * (group.size - 1)))
+    return Dimension(group.size, moved * _LARGE / large / 1e3, 1e3 * small / (_HOPS * (group.size - 1)))
 
 
 def traced_network(execution: Execution, parted: bool, world: int = 0) -> list[Dimension]:
     """One level that joins all ranks, as fast as the transfers of the run were on average."""
     moved = time = 0.0
     shortest = float("inf")
-    for found in execution.rendezvous:
-        size, last = message_bytes(found.message), execution.nodes.last_node[found.rows]
-        ns = float(np.min(execution.graph.duration[last]))  # waiting is left out; the shortest has the least of it
+    for kind, ranks, size, ns in _transfers(execution):
         if size > 0 and ns > 0:
             shortest = min(shortest, ns)
             if size >= _LARGE_ENOUGH:
-                kind = "send" if found.collective in POINT_TO_POINT else found.collective
-                moved += bus_factor(kind, len(found.rows)) * size
+                moved += bus_factor(kind, ranks) * size
                 time += ns
     gb_s = max(moved / time, _LEAST_GB_S) if time else _USUAL_GB_S
     latency = min(shortest / 4, _USUAL_NS) if shortest < float("inf") else _USUAL_NS
     one = [Dimension(world or len(execution.trace.ranks), gb_s, latency)]
     return parted_network(one) if parted else one
+
+
+def _transfers(execution: Execution) -> Iterator[tuple[str, int, int, float]]:
+    """Kind, ranks, bytes and time of every transfer; of a single rank, as it saw them."""
+    trace, last, duration = execution.trace, execution.nodes.last_node, execution.graph.duration
+    for found in execution.rendezvous:
+        kind = "send" if found.collective in POINT_TO_POINT else found.collective
+        # Waiting is left out of durations; the shortest has the least of what is left of it.
+        yield kind, len(found.rows), message_bytes(found.message), float(np.min(duration[last[found.rows]]))
+    for row in np.flatnonzero(trace.is_communication & (trace.message >= 0)) if not execution.rendezvous else ():
+        message = trace.messages[trace.message[row]]
+        yield message.collective, message.group_size, message_bytes(message), float(duration[last[row]])
 
 
 def parted_network(dimensions: list[Dimension]) -> list[Dimension]:
@@ -134,7 +144,7 @@ def write_astra_files(
         raise OptionError("--for astra-sim: it simulates networks, and this run has one rank; leave the option out")
     name = path.name.removesuffix(".et")
     contents = {
-        "system.json": json.dumps(_system(dimensions, memory_gb_s), indent=1) + "\n",
+        "system.json": json.dumps(_system(dimensions, memory_gb_s, _has_parts(group_file, world)), indent=1) + "\n",
         "network.yml": _network_text(dimensions),
         "memory.json": json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}) + "\n",
     }
@@ -151,13 +161,20 @@ def write_astra_files(
     return AstraFiles(files, f"sh {shlex.quote(str(files[-1]))}")
 
 
-def _system(dimensions: list[Dimension], memory_gb_s: float) -> dict[str, object]:
+def _has_parts(group_file: Path | None, world: int) -> bool:
+    """Whether some collectives are not of all ranks."""
+    groups = {} if group_file is None else json.loads(group_file.read_bytes())
+    return any(1 < len(members) < world for members in groups.values())
+
+
+def _system(dimensions: list[Dimension], memory_gb_s: float, has_parts: bool) -> dict[str, object]:
     """Rings, and exchanges with one peer after the other: `direct` alone gives each the whole bandwidth at once.
 
-    Chunks let dimensions work at the same time, which those that stand for one level must not.
+    Chunks let dimensions work at the same time, which those that stand for one level must not. A group of some ranks
+    is one ring whatever the dimensions, and would only pay the latency of every chunk.
     """
     ring = ["ring"] * len(dimensions)
-    is_one_level = len({one.gb_s for one in dimensions}) == 1
+    is_one_level = has_parts or len({one.gb_s for one in dimensions}) == 1
     return {
         "scheduling-policy": "FIFO",
         "endpoint-delay": 10,

@@ -1,0 +1,166 @@
+"""Chakra files of any run, as `lumos convert` and `lumos predict -o NAME.et` write them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from lumos.analysis.run import Run, TracedRun
+from lumos.cli.terminal import busy, progress_bar
+from lumos.errors import OptionError
+from lumos.export.astra_files import Dimension, described_network, needs_parting, traced_network, write_astra_files
+from lumos.export.chakra_writer import Written, file_of_rank, write_chakra
+from lumos.export.rank_files import Stages, write_stages
+from lumos.export.repeated_rank import repeated_rank
+from lumos.graph.from_trace.build import Execution
+from lumos.prediction.described_run import DescribedRun
+from lumos.prediction.step_tasks import StepTasks
+from lumos.program.rank_places import RankPlaces
+from lumos.trace.read.chakra_format import NodeType
+from lumos.trace.read.execution_trace import Links
+from lumos.workers.engine import engine_named
+
+SIMULATORS = ("astra-sim",)
+_FEW = 256  # ranks that one process writes
+_SHOWN = 8  # files that are listed one by one
+
+
+@dataclass(frozen=True)
+class ChakraWishes:
+    """What is asked for of the files."""
+
+    simulator: str = ""  # whose other files are written, too
+    fold_host: bool = False
+    metadata: bool = False
+    operators: bool = False  # of a described run, each as a node
+
+    def check(self, output: Path) -> None:
+        """Refuse options that contradict each other, or the format."""
+        given = {"--for": self.simulator, "--fold-host": self.fold_host, "--metadata": self.metadata,
+                 "--operators": self.operators}  # fmt: skip
+        first = next((name for name, value in given.items() if value), "")
+        if first and not output.name.endswith(".et"):
+            raise OptionError(f"{first}: shapes Chakra files; name one with -o NAME.et, not {output.name}")
+        if self.simulator and self.simulator not in SIMULATORS:
+            raise OptionError(f"--for {self.simulator[:40]}: not known; use {', '.join(SIMULATORS)}")
+        if self.metadata and (self.fold_host or self.simulator):
+            name = "--for astra-sim" if self.simulator else "--fold-host"
+            raise OptionError(f"{name} and --metadata: files without the host are for ASTRA-sim, which stops at it")
+
+    @property
+    def folds(self) -> bool:
+        return self.fold_host or bool(self.simulator)
+
+
+def write_execution(
+    output: Path, execution: Execution, wishes: ChakraWishes, links: Links | None = None
+) -> dict[str, Any]:
+    """A run that was traced, with what was written as an answer."""
+    with busy("writing"):
+        written = write_chakra(output, execution, links, wishes.metadata, wishes.folds)
+        answer = _answer(written, len(execution.trace.ranks))
+        if wishes.simulator:
+            parted = needs_parting(_groups_in(written.group_file), len(written.files))
+            answer |= _beside(output, traced_network(execution, parted), written.group_file)
+    return answer
+
+
+def write_run(output: Path, run: Run, wishes: ChakraWishes) -> dict[str, Any]:
+    """A predicted run of any kind."""
+    if isinstance(run, DescribedRun):
+        return _write_described(output, run, wishes)
+    if not isinstance(run, TracedRun):
+        raise OptionError(f"-o {output}: this kind of run cannot be written as Chakra; use .json or .html")
+    execution = replace(run.execution, graph=run.graph)
+    world = max(header.world_size for header in execution.trace.headers)
+    if len(execution.trace.ranks) == 1 < world:
+        return _write_repeated(output, execution, wishes, world)
+    return write_execution(output, execution, wishes)
+
+
+def _write_described(output: Path, run: DescribedRun, wishes: ChakraWishes) -> dict[str, Any]:
+    setup, assembly = run.step.setup, run.step.assembly
+    with busy("laying out the ranks"):
+        found = StepTasks(run, wishes.operators)
+        places = RankPlaces.of_setup(setup.parallel, assembly.layout.schedule.copies)
+        stages = Stages(places, tuple(tuple(found.tasks(stage)) for stage in range(setup.parallel.pp)))
+    answer = _write_stages(output, stages)
+    if wishes.simulator:
+        parted = needs_parting(stages.groups(), places.world)
+        dimensions = described_network(assembly.layout, run.step.prices.network, parted)
+        answer |= _beside(output, dimensions, _group_file(answer), setup.cluster.accelerator.hbm_gb_s)
+    return answer
+
+
+def _write_repeated(output: Path, execution: Execution, wishes: ChakraWishes, world: int) -> dict[str, Any]:
+    """A dry run of one rank: all ranks do the same."""
+    stages, warnings = repeated_rank(execution, world)
+    answer = _write_stages(output, stages)
+    answer["warnings"] = [*answer["warnings"], *warnings]
+    if wishes.simulator:
+        parted = needs_parting(stages.groups(), world)
+        answer |= _beside(output, traced_network(execution, parted, world), _group_file(answer))
+    return answer
+
+
+def _write_stages(output: Path, stages: Stages) -> dict[str, Any]:
+    world = stages.places.world
+    with engine_named("local", 1 if world <= _FEW else 0) as engine, progress_bar() as progress:
+        group_file = write_stages(output, stages, engine, progress)
+    tasks = [(task, stages.places.of_stage) for stage in stages.tasks for task in stage]
+    sent = [(task.transfer.type, count) for task, count in tasks if task.transfer is not None]
+    written = Written(
+        files=[file_of_rank(output, rank) for rank in range(world)], group_file=group_file,
+        nodes=sum(count for _, count in tasks),
+        collectives=sum(count for kind, count in sent if kind == NodeType.COMM_COLL),
+        messages=sum(count for kind, count in sent if kind != NodeType.COMM_COLL),
+        groups=len(_groups_in(group_file)), warnings=[],
+    )  # fmt: skip
+    return _answer(written, world)
+
+
+def _answer(written: Written, ranks: int) -> dict[str, Any]:
+    counts = {key: getattr(written, key) for key in ("nodes", "collectives", "messages", "groups")}
+    return {
+        "files": [str(file) for file in written.files], "ranks": ranks, **counts,
+        "group_file": "" if written.group_file is None else str(written.group_file),
+        "bytes": sum(os.path.getsize(file) for file in written.files), "warnings": written.warnings,
+    }  # fmt: skip
+
+
+def _groups_in(group_file: Path | None) -> dict[str, list[int]]:
+    return {} if group_file is None else msgspec.json.decode(group_file.read_bytes(), type=dict[str, list[int]])
+
+
+def _group_file(answer: dict[str, Any]) -> Path | None:
+    return Path(answer["group_file"]) if answer["group_file"] else None
+
+
+def _beside(
+    output: Path, dimensions: list[Dimension], group_file: Path | None, memory_gb_s: float = 0.0
+) -> dict[str, Any]:
+    """The other files of the simulator, and the command that runs it."""
+    more = {"memory_gb_s": memory_gb_s} if memory_gb_s else {}
+    found = write_astra_files(output, dimensions, group_file, **more)
+    network = [{"ranks": one.ranks, "gb_s": round(one.gb_s, 3), "latency_ns": one.latency_ns} for one in dimensions]
+    return {"simulator_files": [str(file) for file in found.files], "network": network, "command": found.command}
+
+
+def show_written(answer: dict[str, Any], console: Console) -> None:
+    """What was written, a line each."""
+    for name, value in answer.items():
+        if name == "files" and len(value) > _SHOWN:
+            shown = f"{value[0]}\n… ({len(value) - 2:,} more)\n{value[-1]}"
+        elif name == "network":
+            shown = ", ".join(f"{d['ranks']} ranks at {d['gb_s']:,.1f} GB/s" for d in value)
+        elif name == "bytes":
+            shown = f"{value / 1e6:,.1f} MB" if value >= 1e5 else f"{value:,}"
+        else:
+            shown = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+        if shown:
+            console.print(f"{name}: {shown}", highlight=False, markup=False, soft_wrap=True)
