@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lumos.analysis.recurrence import group_medians, numbered, occurrence, step_of_nodes
 from lumos.analysis.replay import Replay
 from lumos.analysis.run import TracedRun
 from lumos.analysis.slowdown import Job, Worker
@@ -117,17 +118,9 @@ def _held_out(table: OperationTable, found: OperationGraph) -> Floats | None:
     steps = np.zeros((2, len(table.steps)))
     for mine in (0, 1):
         others = np.flatnonzero(half != mine)
-        usual = _medians(np.ravel(task)[others], found.delay[others], int(task.max()) + 1)
+        usual = group_medians(np.ravel(task)[others], found.delay[others], int(task.max()) + 1, lower=True)
         steps[mine] = _steps(found, found.duration[None], usual[np.ravel(task)])[0]
     return np.asarray(np.where(np.arange(len(table.steps)) % 2 == 0, steps[0], steps[1]))
-
-
-def _medians(group: Ints, value: Floats, groups: int) -> Floats:
-    """The lower median of each group; 0 for an empty one."""
-    order = np.lexsort((value, group))
-    first = np.searchsorted(group[order], np.arange(groups + 1))
-    middle = (first[:-1] + np.maximum(first[1:] - 1, first[:-1])) // 2
-    return np.where(np.diff(first) > 0, value[order[np.minimum(middle, len(order) - 1)]], 0.0)
 
 
 def _steps(found: OperationGraph, durations: Floats, delay: Floats | None = None) -> Floats:
@@ -164,7 +157,7 @@ def job_of_run(run: Replay) -> Job:
         raise InputError(f"{path}: one step of one rank, with nothing to compare it to; give the folder of all ranks")
     alone = ["a trace of one rank: only its steps are compared with one another"] if len(run.marks.ranks) == 1 else []
     size, graph = len(nodes), execution.graph
-    step = _step_of_nodes(run)
+    step = step_of_nodes(run.execution.nodes, run.marks, until_next=True)
     column = np.searchsorted(np.array(run.marks.ranks), nodes.rank)
     took = graph.duration[:size]
     gap = (graph.gap + graph.frozen)[:size]
@@ -209,23 +202,6 @@ def _with_times(run: Replay, duration: Floats, gap: Floats) -> TracedRun:
     return TracedRun(run.execution, run.marks, graph.with_times(durations, gaps))
 
 
-def _step_of_nodes(run: Replay) -> Ints:
-    """The step that each node belongs to: in which its thread ran it, or launched it; -1 before the first."""
-    nodes, trace, marks = run.execution.nodes, run.execution.trace, run.marks
-    if (marks.note < 0).all():
-        return np.zeros(len(nodes), np.int64)
-    launched = nodes.launch_of_node
-    when = np.where(launched >= 0, trace.start[launched], nodes.start)
-    step = np.full(len(nodes), -1)
-    for column, rank in enumerate(marks.ranks):
-        mine = nodes.rank == rank
-        begins = trace.start[marks.note[:, column]]
-        order = np.argsort(begins, kind="stable")
-        at = np.searchsorted(begins[order], when[mine], "right") - 1
-        step[mine] = np.where(at >= 0, order[np.maximum(at, 0)], -1)
-    return step
-
-
 def _alike(run: Replay, step: Ints) -> Ints:
     """A number for each node, which the nodes share that do the same on other ranks and in other steps.
 
@@ -240,26 +216,14 @@ def _alike(run: Replay, step: Ints) -> Ints:
     named = np.where(known, nodes.row, np.where(following >= 0, following, 0))
     name = plain[trace.name[named]] + np.where(known, 0, len(trace.names) + (following < 0))
     segment = np.where(known, np.arange(len(nodes)) - nodes.first_node[nodes.row], 0)
-    what = _numbered(name, np.clip(segment, 0, _MOST_SEGMENTS))
-    cell = _numbered(what, nodes.rank.astype(np.int64), step + 1)
-    order = np.lexsort((nodes.start, cell))
-    place = np.empty(len(nodes), np.int64)
-    place[order] = np.arange(len(nodes)) - np.searchsorted(cell[order], cell[order])
-    return _numbered(what, place)
+    what = numbered(name, np.clip(segment, 0, _MOST_SEGMENTS))
+    place = occurrence(numbered(what, nodes.rank.astype(np.int64), step + 1), nodes.start)
+    return numbered(what, place)
 
 
 def _plain(name: str) -> str:
     """A name that is the same in every step."""
     return "step" if is_step(name) else name
-
-
-def _numbered(*columns: Ints) -> Ints:
-    """A number for each combination of values that occurs."""
-    key = np.unique(columns[0], return_inverse=True)[1].astype(np.int64)
-    for column in columns[1:]:
-        values, other = np.unique(column, return_inverse=True)
-        key = np.unique(key * len(values) + other, return_inverse=True)[1].astype(np.int64)
-    return key
 
 
 @dataclass(frozen=True)
@@ -306,4 +270,4 @@ def _least_transfer(run: Replay, task: Ints, took: Floats) -> Floats:
         transfers = transfers[transfers >= 0]
         if len(transfers):
             value[transfers] = value[transfers].min()
-    return _medians(task, value, int(task.max(initial=0)) + 1)[task]
+    return group_medians(task, value, int(task.max(initial=0)) + 1, lower=True)[task]

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lumos.analysis.recurrence import numbered
 from lumos.graph.from_operations import OperationGraph, meetings_of, operation_graph
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.simulate import simulate_many
@@ -82,13 +83,13 @@ class OperationSteps:
         table, rows = self.table, self.passes
         seen = self.seen[rows]
         left = np.where(seen, np.log(table.duration[rows]), np.nan)
-        kind = _numbered(table.kind[rows], table.stage[rows], table.chunk[rows])
+        kind = numbered(table.kind[rows], table.stage[rows], table.chunk[rows])
         worker, step = table.worker[rows], table.step_index[rows]
         usual = _usual(kind, worker, left)[kind]
         left = left - usual
         of_worker = _medians_of(worker, left, len(table.workers))
         left = left - of_worker[worker]
-        error = _error(worker, _numbered(step, table.micro_batch[rows]), left)
+        error = _error(worker, numbered(step, table.micro_batch[rows]), left)
         exception = _far(of_worker, error)
         others = np.where(exception[worker], np.nan, left)
         of_step = _means_of(step, others, len(table.steps))
@@ -97,7 +98,7 @@ class OperationSteps:
         of_both = _means_of(both, left, len(table.workers) * len(table.steps))
         left = left - of_both[both]
         others = np.where(exception[worker], np.nan, left)
-        batch = _numbered(step, table.dp_rank[rows], table.micro_batch[rows])
+        batch = numbered(step, table.dp_rank[rows], table.micro_batch[rows])
         of_batch = _means_of(batch, others, int(batch.max(initial=-1)) + 1)
         own = {int(one): left[(worker == one) & seen] for one in np.flatnonzero(exception)}
         return PassFactors(
@@ -168,7 +169,7 @@ class OperationSteps:
         table = self.table
         rows = np.flatnonzero(table.of_type(name))
         _, known = self._meetings.times(rows)
-        place = _numbered(table.stage[rows], table.sequence[rows]) if known else np.zeros(len(rows), np.int64)
+        place = numbered(table.stage[rows], table.sequence[rows]) if known else np.zeros(len(rows), np.int64)
         return [rows[place == one] for one in range(int(place.max(initial=-1)) + 1)]
 
     @cached_property
@@ -275,7 +276,7 @@ class OperationSteps:
         step, job = (spread.scaled(1 / share) for spread, share in pairs)
         of_worker += np.log(step.at(random[2].random(of_worker.shape)))
         of_worker += np.log(job.at(random[3].random((size, 1))))
-        batch = _numbered(table.dp_rank[passes], table.micro_batch[passes])
+        batch = numbered(table.dp_rank[passes], table.micro_batch[passes])
         rest = np.log(drawn.microbatch.at(random[4].random((size, batch.max(initial=0) + 1))))[:, batch]
         rest += np.log(drawn.kernel.at(random[5].random(rest.shape)))
         for one, logs in found.own_rest.items():
@@ -318,12 +319,6 @@ def _spread(logs: Floats) -> Spread:
     """Of logarithms, as observed; none of fewer than three."""
     logs = logs[~np.isnan(logs)]
     return Spread.of(np.exp(logs)) if len(logs) > 2 and float(logs.std()) > 0 else NONE
-
-
-def _numbered(*columns: Ints) -> Ints:
-    """A number for every different row of some columns."""
-    _, number = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    return np.ravel(number)
 
 
 def _usual(kind: Ints, worker: Ints, logs: Floats) -> Floats:

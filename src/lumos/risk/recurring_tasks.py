@@ -11,12 +11,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from lumos.analysis.recurrence import group_medians, numbered, occurrence, step_of_nodes
 from lumos.analysis.replay import Replay
-from lumos.graph.from_trace.nodes import NEVER, Nodes
+from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Floats, Graph, Ints
 from lumos.trace.names import Kind
-from lumos.trace.steps import StepMarks
-from lumos.trace.trace import Trace
 
 HOST, KERNEL, TRANSFER = 0, 1, 2
 PARTS = ("host", "kernel", "collective")
@@ -82,7 +81,7 @@ def recurring_tasks(replay: Replay, graph: Graph | None = None) -> RecurringTask
     nodes, marks = replay.execution.nodes, replay.marks
     size = len(graph)
     step, rank = np.full(size, -1, np.int64), np.zeros(size, np.int64)
-    step[: len(nodes)] = _step_of_nodes(nodes, marks)
+    step[: len(nodes)] = step_of_nodes(nodes, marks, until_next=False)
     places = {number: index for index, number in enumerate(marks.ranks)}
     rank[: len(nodes)] = np.array([places.get(lane.rank, 0) for lane in nodes.trace.lanes] or [0])[nodes.lane]
     task = np.full(size, -1, np.int64)
@@ -95,51 +94,17 @@ def recurring_tasks(replay: Replay, graph: Graph | None = None) -> RecurringTask
     return RecurringTasks(graph, step, rank, part, task, times)
 
 
-def _step_of_nodes(nodes: Nodes, marks: StepMarks) -> Ints:
-    """The step in which a node of a thread ran, or in which a node of a stream was launched."""
-    trace: Trace = nodes.trace
-    if (marks.note < 0).any():
-        return np.zeros(len(nodes), np.int64)
-    when = np.where(nodes.on_gpu & (nodes.launched_at != NEVER), nodes.launched_at, nodes.start)
-    found = np.full(len(nodes), -1, np.int64)
-    for column, rank in enumerate(marks.ranks):
-        mine = np.flatnonzero(nodes.rank == rank)
-        begin, end = trace.start[marks.note[:, column]], trace.end[marks.note[:, column]]
-        order = np.argsort(begin, kind="stable")
-        place = np.searchsorted(begin[order], when[mine], side="right") - 1
-        index = order[np.maximum(place, 0)]
-        inside = (place >= 0) & (when[mine] < np.maximum(end[index], begin[index] + 1))
-        found[mine] = np.where(inside, index, -1)
-    return found
-
-
 def _tasks(nodes: Nodes, step: Ints) -> Ints:
     """A number for every (lane, name, how-manieth of that name in its step), over all steps; -1 outside of steps."""
     name = np.where(nodes.row >= 0, nodes.trace.name[nodes.row], -1).astype(np.int64)
-    _, kind = np.unique(
-        np.stack([nodes.lane.astype(np.int64), 2 * name + nodes.is_return]), axis=1, return_inverse=True
-    )
-    kind = np.ravel(kind).astype(np.int64)
-    steps = int(step.max(initial=-1)) + 2
-    group = kind * steps + step + 1
-    order = np.argsort(group, kind="stable")
-    position = np.empty(len(group), np.int64)
-    position[order] = np.arange(len(group)) - np.searchsorted(group[order], group[order])
-    _, task = np.unique(np.stack([kind, position]), axis=1, return_inverse=True)
-    answer = np.full(len(group), -1, np.int64)
-    inside = step >= 0
-    _, dense = np.unique(np.ravel(task)[inside], return_inverse=True)
-    answer[inside] = dense
+    kind = numbered(nodes.lane.astype(np.int64), 2 * name + nodes.is_return)
+    task = numbered(kind, occurrence(numbered(kind, step), nodes.start))
+    answer, inside = np.full(len(task), -1, np.int64), step >= 0
+    answer[inside] = numbered(task[inside])
     return answer
 
 
 def _medians(group: Ints, values: Floats) -> Floats:
     """Every value replaced by the median of its group; those of group -1 are left."""
-    order = np.lexsort((values, group))
-    ordered = group[order]
-    first = np.searchsorted(ordered, ordered, side="left")
-    last = np.searchsorted(ordered, ordered, side="right") - 1
-    middle = (values[order][(first + last) // 2] + values[order][(first + last + 1) // 2]) / 2
-    answer = values.copy()
-    answer[order] = np.where(ordered >= 0, middle, values[order])
-    return answer
+    medians = group_medians(group, values, int(group.max(initial=-1)) + 1, lower=False)
+    return np.where(group >= 0, medians[np.maximum(group, 0)], values) if len(medians) else values.copy()
