@@ -29,15 +29,22 @@ def embedding_backward(s: RankLayout) -> Block:
 
 
 def head(s: RankLayout) -> Block:
-    """Final norm, output matrix and loss."""
+    """Final norm, output matrix and loss; the same again for every further token, after what its layer reads."""
     output = ops.linear(s, s.tokens, s.vocab, s.model.hidden, "head", wide=True)
-    return [*ops.norm(s), *ops.gather(s), *output, *_loss(s)]
+    once = [*ops.norm(s), *ops.gather(s), *output, *_loss(s)]
+    joined = ops.linear(s, s.spread_tokens, s.model.hidden, 2 * s.model.hidden, "join tokens")
+    return once + s.model.mtp_layers * [*ops.norm(s), *ops.norm(s), *joined, *once]
 
 
 def head_backward(s: RankLayout) -> Block:
     inputs, weights = ops.linear_backward(s, s.tokens, s.vocab, s.model.hidden, "head", wide=True)
     reduction = ops.reduce(s, name="head grad reduce")
-    return [*_loss_backward(s), *inputs, *weights, *reduction, *ops.norm_backward(s)]
+    once = [*_loss_backward(s), *inputs, *weights, *reduction, *ops.norm_backward(s)]
+    if not s.model.mtp_layers:
+        return once
+    joined = ops.linear_backward(s, s.spread_tokens, s.model.hidden, 2 * s.model.hidden, "join tokens")
+    before = [*joined[0], *joined[1], *ops.norm_backward(s), *ops.norm_backward(s)]
+    return once + s.model.mtp_layers * [*once, *before]
 
 
 def _loss(s: RankLayout) -> Block:

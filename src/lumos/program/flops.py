@@ -17,14 +17,14 @@ from lumos.setup.setup import Setup
 
 
 def forward_flops_per_token(setup: Setup) -> float:
-    """Of all layers and the output matrix."""
-    return _matmul_flops(setup) + setup.model.layers * _scores_flops(setup)
+    """Of all layers and the output matrix, for every token that is predicted."""
+    return _matmul_flops(setup) + (setup.model.layers + setup.model.mtp_layers) * _scores_flops(setup)
 
 
 def _matmul_flops(setup: Setup) -> float:
     """Of all linear layers, for one token."""
     m = setup.model
-    return 2.0 * (m.active_parameters() - m.embedding_parameters() + m.vocab * m.hidden)
+    return 2.0 * (m.active_parameters() - m.embedding_parameters() + (1 + m.mtp_layers) * m.vocab * m.hidden)
 
 
 def _scores_flops(setup: Setup) -> float:
@@ -47,8 +47,8 @@ def hardware_flops(setup: Setup) -> float:
     if train.recompute == "none":
         return model_flops(setup)
     if train.recompute == "selective" and train.modules == ("core_attn",):
-        return model_flops(setup) + m.layers * _scores_flops(setup) * setup.tokens
-    layers = forward_flops_per_token(setup) - 2.0 * m.vocab * m.hidden
+        return model_flops(setup) + (m.layers + m.mtp_layers) * _scores_flops(setup) * setup.tokens
+    layers = forward_flops_per_token(setup) - 2.0 * (1 + m.mtp_layers) * m.vocab * m.hidden
     return model_flops(setup) + _recomputed_share(setup) * layers * setup.tokens
 
 

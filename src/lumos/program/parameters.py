@@ -32,6 +32,7 @@ class Chunk(NamedTuple):
     sparse: int
     first: bool = False  # holds the embedding
     last: bool = False  # holds the final norm, the output matrix and the loss
+    predicts: int = 0  # layers among its own that predict further tokens, each with a loss
 
     @property
     def layers(self) -> int:
@@ -127,7 +128,9 @@ def chunks_of(setup: Setup, balances: bool = False) -> list[tuple[Chunk, ...]]:
         sizes = {count: Chunk(count, 0) for count in set(counts)}  # few: most stages are alike
         chunks = [sizes[count] for count in counts]
     chunks[0] = chunks[0]._replace(first=True)
-    chunks[-1] = chunks[-1]._replace(last=True)
+    end, more = chunks[-1], model.mtp_layers
+    sparse = more if model.experts else 0
+    chunks[-1] = end._replace(dense=end.dense + more - sparse, sparse=end.sparse + sparse, last=True, predicts=more)
     places = schedule_named(parallel.schedule).placement(parallel.pp, parallel.vpp)
     return [tuple(chunks[virtual] for virtual in row) for row in places]
 
@@ -148,6 +151,7 @@ class RankParameters:
         self.positions = float(layout.train.seq * model.hidden) if model.positions == "learned" else 0.0
         self.output = 0.0 if model.tied and layout.parallel.pp == 1 else self.embedding
         self.final_norm = float(model.norm_parameters)
+        self.predictor = float(model.predictor_parameters)
         self.adapters = _adapters(layout) if layout.train.mode == "lora" else 0.0
 
     def of(self, chunks: tuple[Chunk, ...]) -> Parameters:
@@ -160,7 +164,7 @@ class RankParameters:
         if any(chunk.first for chunk in chunks):
             common += self.embedding + self.positions
         if any(chunk.last for chunk in chunks):
-            common += self.output + self.final_norm
+            common += self.output + self.final_norm + sum(chunk.predicts for chunk in chunks) * self.predictor
         return Parameters(common, sparse * self.experts, (dense + sparse) * self.adapters)
 
 

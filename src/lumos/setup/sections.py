@@ -98,6 +98,7 @@ class Model(Section):
     top_k_groups: Count = 0  # of which a token may ask experts; 0: all
     shared_experts: Count = 0
     dense_layers: Count = 0  # in a mixture of experts, how many layers at the beginning have none
+    mtp_layers: Count = 0  # layers that predict further tokens (multi-token prediction), each with the head again
     norm: Literal["rms", "layer"] = "rms"  # this and the next two are derived: as in Llama if gated, as in GPT-3 if not
     positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
     bias: bool = False
@@ -174,6 +175,11 @@ class Model(Section):
         """Parameters of the router of one layer with experts."""
         return self.hidden * self.experts
 
+    @property
+    def predictor_parameters(self) -> int:
+        """What a layer that predicts a further token has before it: two norms, and a projection of both to one."""
+        return 2 * self.hidden**2 + 3 * self.norm_parameters
+
     def mlp_parameters(self, ffn: int) -> int:
         """Parameters of one MLP of this width: that of a dense layer (`ffn`) or of one expert (`expert_ffn`)."""
         inward = 2 if self.gated else 1
@@ -198,6 +204,7 @@ class Model(Section):
         dense = self.mlp_parameters(self.ffn)
         sparse = self.router_parameters + (experts + self.shared_experts) * self.mlp_parameters(self.expert_ffn)
         layers = self.layers * every_layer + (self.layers - self.moe_layers) * dense + self.moe_layers * sparse
+        layers += self.mtp_layers * (every_layer + (sparse if self.experts else dense) + self.predictor_parameters)
         return layers + self.norm_parameters + self.embedding_parameters(seq)
 
     def _grouped_attention(self) -> int:

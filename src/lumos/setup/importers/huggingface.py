@@ -50,7 +50,8 @@ def model_keys(content: object) -> Reading:
     keys |= _windows(config, keys, found)
     _note_missing(keys, found)
     if config.get("num_nextn_predict_layers") or config.get("num_mtp_layers"):
-        found.note("multi-token prediction is not modelled, and its parameters are not counted", "model.preset")
+        sentence = "multi-token prediction is left out, as transformers does: set model.mtp_layers to have it"
+        found.note(sentence, "model.mtp_layers")
     found.values |= {f"model.{key}": value for key, value in (keys | {"name": _name(config)}).items()}
     stated = (name for name, value in flat(config, 2).items() if value is not None and name not in _KNOWN)
     unread = [name for name in stated if not is_ignored(name, _TABLES["ignored"])]

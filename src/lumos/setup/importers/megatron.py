@@ -471,9 +471,6 @@ def _windows(found: Findings, options: Options) -> None:
 
 
 def _not_modelled(found: Findings, options: Options) -> None:
-    if _count(options, "mtp-num-layers"):
-        sentence = "--mtp-num-layers: multi-token prediction is not modelled, and its parameters are not counted"
-        found.note(sentence, "model.preset")
     for name, free in _TABLES["free"].items():
         word = _word(options, name, free[0])
         if word not in free:
