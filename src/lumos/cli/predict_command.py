@@ -28,7 +28,7 @@ from lumos.cli.options import (
     Tokens,
     TraceOptions,
 )
-from lumos.cli.prediction_sources import Described, OfConfig, OfScript, OfTrace, Source
+from lumos.cli.prediction_sources import Described, OfConfig, OfGraph, OfScript, OfTrace, Source, graph_at
 from lumos.cli.risk_of_step import AskedRisk, asked_risk, refuse_risk
 from lumos.cli.run_failures import asked_run, failure_changes
 from lumos.cli.several_gpus import COMPARED, compare_sources, deliver_comparison, listed_gpus
@@ -112,7 +112,7 @@ def predict_command(
         found, asked = asked_risk(predict(load(), scale), risks)
         _deliver(found, None, asked, None, as_json, output, chakra)
         return
-    run = _source(setup, source, changes, scale, describe or emission is not None, load)
+    run = _source(setup, source, changes, scale, describe or emission is not None, load, options)
     if len(names) > 1:
         deliver_comparison(compare_sources(run, names, tariff, prices), as_json, output)
         return
@@ -141,14 +141,15 @@ def _refuse_several(names: list[str], changes: list[str], emission: Emission | N
 
 def _source(
     setup: Path | None, source: Path | None, changes: list[str], scale: list[str], describe: bool,
-    load: Callable[[], Replay],
+    load: Callable[[], Replay], options: TraceOptions,
 ) -> Source:  # fmt: skip
     """What to predict from."""
     if source is None:
         path = setup or Path()
         return Described(path, changes) if describe or path.suffix.lower() != ".json" else OfConfig(path, changes)
     if not dry_files(source):
-        return OfTrace(load, setup, changes)
+        graph = graph_at(source, options) if setup is None else []
+        return OfGraph(graph, changes) if graph else OfTrace(load, setup, changes)
     if setup is not None or scale:
         raise OptionError(f"{source}: a dry run: change its cluster with --set; --scale and setups are for traces")
     return OfScript(source, changes)

@@ -16,12 +16,17 @@ from lumos.change.change import CalibratedRun
 from lumos.change.infer import Inferred
 from lumos.change.infer.completion import changed, complete
 from lumos.change.infer.infer import infer
-from lumos.cli.terminal import busy
+from lumos.cli.options import TraceOptions
+from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import InputError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.gpu_comparison import Machine, plain_on
 from lumos.prediction.prediction import Prediction, predict
+from lumos.prediction.priced_graph import needs_prices, predict_graph
 from lumos.setup.setup_files import PlainSetup, SetupReading, read_plain
+from lumos.trace.read.chakra_format import ChakraFile
+from lumos.trace.read.formats import Form, form_of, head_of
+from lumos.trace.read.job import find_files, read_chakra_files
 
 if TYPE_CHECKING:
     from lumos.dry_run.recorded_step import Recording
@@ -119,6 +124,30 @@ class OfScript:
         from lumos.dry_run.dry_files import dry_files, read_recording
 
         return [read_recording(file) for file in dry_files(self.path)]
+
+
+@dataclass(frozen=True)
+class OfGraph:
+    """Chakra files without durations."""
+
+    files: Sequence[ChakraFile]
+    changes: Sequence[str]
+
+    def on(self, machine: Machine | None, tariff: Tariff) -> Prediction:
+        return predict_graph(self.files, read_plain(None, [*self.changes, *_keys(machine)]), tariff)
+
+    def left_out(self, machine: Machine) -> list[str]:
+        return []
+
+
+def graph_at(path: Path, options: TraceOptions) -> list[ChakraFile]:
+    """The Chakra files at a path, if they have to be priced; none if anything else is there."""
+    some, _ = find_files(path, options.match)
+    if form_of(some[0], head_of(some[0])) not in (Form.CHAKRA, Form.CHAKRA_JSON):
+        return []
+    with progress_bar() as progress:
+        files = read_chakra_files(path, options.match, options.rank_pattern, progress)
+    return files if needs_prices(files) else []
 
 
 @dataclass(frozen=True)

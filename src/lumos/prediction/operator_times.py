@@ -65,11 +65,11 @@ def operator_times(step: Step) -> list[OperatorTime]:
 def _none_of(prices: Prices, calls: _Calls) -> OperatorTime:
     work = calls.work
     bound = "network" if isinstance(work, Collective) else prices.model.bound(work)
-    source = "measured" if calls.is_measured else "scaled" if calls.is_scaled else _source_of(prices, work)
+    source = "measured" if calls.is_measured else "scaled" if calls.is_scaled else source_of(prices, work)
     return OperatorTime(calls.name, work, 0, 0.0, bound, source)
 
 
-def _source_of(prices: Prices, work: Work) -> str:
+def source_of(prices: Prices, work: Work) -> str:
     if isinstance(work, Collective):
         network = prices.network
         return "fitted" if isinstance(network, SampledNetwork) and network.covers(work.group) else "modelled"

@@ -81,10 +81,9 @@ def cost_cards(found: Prediction) -> list[Card]:
     cards = []
     if money is not None:
         prices = " and ".join(f"{bill[key]:g} {unit}" for key, unit in _PRICES.items() if bill[key] is not None)
-        cards += [
-            Card("one step", money_text(money), prices),
-            Card("a million tokens", money_text(bill["money_per_million_tokens"])),
-        ]
+        cards.append(Card("one step", money_text(money), prices))
+        if bill["money_per_million_tokens"] is not None:
+            cards.append(Card("a million tokens", money_text(bill["money_per_million_tokens"])))
     if budget is not None:
         days, low, high = (ms_text(one * _DAY_MS) for one in (budget["days"], *budget["days_interval"]))
         cards += [

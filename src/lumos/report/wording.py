@@ -97,9 +97,12 @@ def parameters_text(total: int, active: int = 0) -> str:
 
 def title_of(setup: Setup, parameters: int | None, shows_parallelism: bool = True) -> str:
     """The model with its parameters, the GPUs, and how they are used."""
-    size = parameters_text(parameters or 0, setup.model.active_parameters() if setup.model.experts else 0)
+    on = f"{setup.cluster.gpus:,} × {setup.cluster.shown}"
+    if parameters is None:
+        return on
+    size = parameters_text(parameters, setup.model.active_parameters() if setup.model.experts else 0)
     name = f"{setup.model.name}, {size}" if setup.model.name else size
-    p, title = setup.parallel, f"{name} on {setup.cluster.gpus:,} × {setup.cluster.shown}"
+    p, title = setup.parallel, f"{name} on {on}"
     if not shows_parallelism:
         return title
     used = [f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp") if getattr(p, key) > 1]

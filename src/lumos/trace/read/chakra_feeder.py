@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from lumos.errors import InputError
@@ -27,6 +25,7 @@ from lumos.graph.from_trace.rendezvous import Rendezvous, clock_offsets
 from lumos.graph.graph import Edges, Rule
 from lumos.trace.names import Category, is_step
 from lumos.trace.read.chakra_format import COLLECTIVES, FOLDED, ChakraFile, Node, NodeType
+from lumos.trace.read.chakra_groups import ProcessGroups, group_of
 from lumos.trace.trace import Header, Lane, Message, Trace
 
 _COLLECTIVE_NAMES = {number: name for name, number in COLLECTIVES.items()}
@@ -41,6 +40,7 @@ class _Task(NamedTuple):
     node: Node
     lane: Lane
     category: Category
+    nanoseconds: int
     waits_for: tuple[int, ...]
 
     @property
@@ -48,15 +48,19 @@ class _Task(NamedTuple):
         return self.lane.is_stream and self.node.type in _COMMUNICATION
 
     @property
-    def nanoseconds(self) -> int:
-        return min(self.node.duration_us, _LONGEST_US) * 1000
-
-    @property
     def key(self) -> tuple[Any, ...]:
         """What the participants of a communication share; they are matched in the order of their files."""
         if self.node.type == NodeType.COMM_COLL:
-            return ("collective", self.node.values.get("pg_name", ""))
-        return ("message", *map(self.value, ("comm_src", "comm_dst", "comm_tag")))
+            return ("collective", group_of(self.node))
+        return ("message", *self.peers, self.value("comm_tag"))
+
+    @property
+    def peers(self) -> tuple[int, int]:
+        """The rank that sends and the one that receives; some tools leave out the rank whose file it is."""
+        source, destination = self.value("comm_src"), self.value("comm_dst")
+        if self.node.type == NodeType.COMM_SEND:
+            return (self.rank if source < 0 else source), destination
+        return source, self.rank if self.node.type == NodeType.COMM_RECV and destination < 0 else destination
 
     def value(self, name: str) -> int:
         """An attribute that is a number; -1 if there is none."""
@@ -64,46 +68,54 @@ class _Task(NamedTuple):
         return value if isinstance(value, int) and -1 <= value < 1 << 62 else -1
 
 
-def foreign_execution(files: Sequence[ChakraFile]) -> Execution:
-    """The run that files of other tools describe."""
+Price = Callable[[ChakraFile, Node], float]  # microseconds of a node of a file
+
+
+def foreign_execution(files: Sequence[ChakraFile], price: Price | None = None) -> Execution:
+    """The run that files of other tools describe, at the times of their nodes or at a price."""
     headers = tuple(Header(f.rank, str(f.path), profiled=False) for f in files)
-    job = _Job(_tasks(files), headers, all(FOLDED in file.head for file in files))
+    tasks: list[_Task] = []
+    for file in files:
+        tasks += _tasks(file, len(tasks), price)
+    job = _Job(tasks, headers, ProcessGroups(files), all(FOLDED in file.head for file in files))
     if not any(task.nanoseconds for task in job.tasks):
+        path = files[0].path if len(files) == 1 else files[0].path.parent
         raise InputError(
             f"{files[0].path}: none of its nodes has a duration (a workload for a simulator that prices them itself); "
-            "there is nothing to replay"
+            f"price them for a GPU: lumos predict --from {path} --gpu h100"
         )
     return job.execution
 
 
-def _tasks(files: Sequence[ChakraFile]) -> list[_Task]:
-    tasks: list[_Task] = []
-    for file in files:
-        index = {node.id: len(tasks) + i for i, node in enumerate(file.nodes)}
-        for node in file.nodes:
-            waits_for = tuple(dict.fromkeys(index[dep] for dep in file.waited_for(node)))
-            tasks.append(_Task(file.rank, node, *_lane(file.rank, node, FOLDED in file.head), waits_for))
-    return tasks
+def _tasks(file: ChakraFile, first: int, price: Price | None) -> Iterator[_Task]:
+    """The nodes of a file as tasks, which are numbered from `first`."""
+    index = {node.id: first + i for i, node in enumerate(file.nodes)}
+    on_cpu = any("is_cpu_op" in node.values for node in file.nodes if node.type == NodeType.COMP)
+    side_by_side = FOLDED in file.head or price is not None
+    for node in file.nodes:
+        waits_for = tuple(dict.fromkeys(index[dep] for dep in file.waited_for(node)))
+        micros = node.duration_us if price is None else price(file, node)
+        lane, category = _lane(file.rank, node, on_cpu, side_by_side)
+        yield _Task(file.rank, node, lane, category, round(min(micros, _LONGEST_US) * 1000), waits_for)
 
 
-def _lane(rank: int, node: Node, folded: bool) -> tuple[Lane, Category]:
-    """What a node occupies while it runs; process groups run side by side in files that Lumos folded."""
+def _lane(rank: int, node: Node, on_cpu: bool, side_by_side: bool) -> tuple[Lane, Category]:
+    """What a node occupies while it runs.
+
+    `on_cpu`: computation is the CPU's unless a node says otherwise. `side_by_side`: process groups do not wait for one
+    another, as in files that Lumos folded or priced.
+    """
     if node.type in _COMMUNICATION and not node.values.get("is_cpu_op", False):
         label = {NodeType.COMM_COLL: "collectives", NodeType.COMM_SEND: "sends"}.get(NodeType(node.type), "receives")
-        if folded and node.type == NodeType.COMM_COLL:
+        if side_by_side and node.type == NodeType.COMM_COLL:
             label += f" {node.values.get('pg_name', '')}"[:20]
         return Lane(rank, True, "gpu", label), Category.KERNEL
     if node.type in (NodeType.MEM_LOAD, NodeType.MEM_STORE):
         return Lane(rank, True, "gpu", "memory"), Category.COPY
-    if node.type == NodeType.COMP and not node.values.get("is_cpu_op", True):
+    if node.type == NodeType.COMP and not node.values.get("is_cpu_op", on_cpu):
         return Lane(rank, True, "gpu", str(node.values.get("stream", "compute"))[:40]), Category.KERNEL
     # A node named after a step is what the step does beside its operators, not the window of the step.
     return Lane(rank, False, "cpu", "cpu"), Category.OTHER if is_step(node.name) else Category.OP
-
-
-class _Group(msgspec.Struct):
-    pg_name: str = ""
-    ranks: list[int] = []
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,7 @@ class _Job:
 
     tasks: list[_Task]
     headers: tuple[Header, ...]
+    groups: ProcessGroups
     folded: bool = False  # written by Lumos: durations hold no waiting
 
     @cached_property
@@ -180,21 +193,10 @@ class _Job:
             return None
         sides = {NodeType.COMM_SEND: "send", NodeType.COMM_RECV: "recv"}
         name = sides.get(NodeType(task.node.type)) or _COLLECTIVE_NAMES.get(task.value("comm_type"), "communication")
-        size, group = task.value("comm_size"), str(task.node.values.get("pg_name", ""))
-        ranks = self._groups.get((task.rank, group), ())
-        peers = {"source": task.value("comm_src"), "destination": task.value("comm_dst")}
+        size, group = task.value("comm_size"), group_of(task.node)
+        ranks = self.groups.ranks(task.rank, group) if self.groups.is_stated(task.rank, group) else ()
+        peers = dict(zip(("source", "destination"), task.peers, strict=True))
         return Message(name, "byte", size, size, group, len(ranks) or -1, ranks, **peers)
-
-    @cached_property
-    def _groups(self) -> dict[tuple[int, str], tuple[int, ...]]:
-        """Process groups by rank and name, if a node of metadata describes them."""
-        found: dict[tuple[int, str], tuple[int, ...]] = {}
-        for task in self.tasks:
-            if task.node.inputs[:2] == "['" and task.node.type == NodeType.METADATA:
-                with suppress(msgspec.DecodeError):
-                    groups = msgspec.json.decode(task.node.inputs[2:-2], type=list[_Group])
-                    found |= {(task.rank, group.pg_name): tuple(group.ranks) for group in groups}
-        return found
 
     @cached_property
     def rendezvous(self) -> list[Rendezvous]:

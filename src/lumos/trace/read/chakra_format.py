@@ -55,7 +55,7 @@ _MEMORY_PER_BYTE = read_table("trace_rules.toml")["reading"]["memory_per_chakra_
 _MOST_JSON_BYTES = 1 << 29
 _KEPT = frozenset((
     "is_cpu_op", "comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "pg_name", "stream", "tensor_size",
-    "num_ops", "op_type", "rf_id", "tid",
+    "num_ops", "op_type", "inputs", "outputs", "rf_id", "tid",
 ))  # fmt: skip
 
 LUMOS_VERSION = 3  # of the tables

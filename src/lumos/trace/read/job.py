@@ -23,7 +23,7 @@ from lumos.errors import InputError, OptionError
 from lumos.graph.from_trace.build import Execution
 from lumos.trace.read.captures import Recorded, by_value, captures, choices, pattern_of
 from lumos.trace.read.chakra import read_chakra
-from lumos.trace.read.chakra_format import read_chakra_file, read_chakra_json
+from lumos.trace.read.chakra_format import ChakraFile, read_chakra_file, read_chakra_json
 from lumos.trace.read.formats import Form, form_of, head_of, is_gzip
 from lumos.trace.read.host_memory import available_bytes, refuse_events, require_memory
 from lumos.trace.read.kineto import read_share, whole_number
@@ -36,6 +36,7 @@ _TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$|\.(et|sqlite)$")
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+)|\.(\d+)\.et$", re.IGNORECASE)
 _RANK_IN_HEAD = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d+)')
 _MOST_LOOKED_AT = 10_000  # files below a folder, in search of the one that was meant
+_CHAKRA = (Form.CHAKRA, Form.CHAKRA_JSON)
 _READABLE = (Form.KINETO, Form.NSYS, Form.CHAKRA, Form.CHAKRA_JSON)
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
@@ -59,13 +60,9 @@ def read_job(
     files, notes = find_files(path, match)
     pattern = _compiled(rank_pattern)
     form = _one_form(files)
-    if form in (Form.CHAKRA, Form.CHAKRA_JSON):
-        read = read_chakra_json if form == Form.CHAKRA_JSON else read_chakra_file
-        found = _collected(files, map(read, files), progress)
-        ranked = [replace(file, rank=_rank(file.path, file.rank, pattern, len(files))) for file in found]
-        _refuse_equal_ranks([Recorded(file.rank, file.path, file.path.stat().st_mtime) for file in ranked])
-        execution = read_chakra(sorted(ranked, key=lambda file: file.rank))
-        return replace(execution, warnings=(*notes, *execution.warnings))
+    if form in _CHAKRA:
+        graph = read_chakra(_chakra_files(files, form, pattern, progress))
+        return replace(graph, warnings=(*notes, *graph.warnings))
     if form == Form.NSYS:
         traces = _collected(files, map(read_nsys, files), progress)
     else:
@@ -79,6 +76,25 @@ def read_job(
     traces.sort(key=lambda t: t.headers[0].rank)
     job = concatenate(traces)
     return replace(job, warnings=(*notes, *job.warnings, *_missing_ranks(job)))
+
+
+def read_chakra_files(
+    path: Path, match: str = "", rank_pattern: str = "", progress: Progress | None = None
+) -> list[ChakraFile]:
+    """The Chakra files at a path, by rank, before they become a run; none if something else is there."""
+    files, _ = find_files(path, match)
+    form = _one_form(files)
+    return _chakra_files(files, form, _compiled(rank_pattern), progress) if form in _CHAKRA else []
+
+
+def _chakra_files(
+    files: list[Path], form: Form, pattern: re.Pattern[str] | None, progress: Progress | None
+) -> list[ChakraFile]:
+    read = read_chakra_json if form == Form.CHAKRA_JSON else read_chakra_file
+    found = _collected(files, map(read, files), progress)
+    ranked = [replace(file, rank=_rank(file.path, file.rank, pattern, len(files))) for file in found]
+    _refuse_equal_ranks([Recorded(file.rank, file.path, file.path.stat().st_mtime) for file in ranked])
+    return sorted(ranked, key=lambda file: file.rank)
 
 
 def _one_form(files: list[Path]) -> Form:
