@@ -14,6 +14,8 @@ from lumos.analysis.run import Run, TracedRun
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import OptionError
 from lumos.export.astra_files import Dimension, described_network, needs_parting, traced_network, write_astra_files
+from lumos.export.astra_prices import at_astra_prices
+from lumos.export.chakra_communication import plan_communication
 from lumos.export.chakra_writer import Written, file_of_rank, write_chakra
 from lumos.export.rank_files import Stages, write_stages
 from lumos.export.repeated_rank import repeated_rank
@@ -60,9 +62,16 @@ class ChakraWishes:
 def write_execution(
     output: Path, execution: Execution, wishes: ChakraWishes, links: Links | None = None
 ) -> dict[str, Any]:
-    """A run that was traced, with what was written as an answer."""
+    """A run that was traced, with what was written as an answer.
+
+    For a simulator, as it is with transfers over the links that the network file states, not as it was recorded.
+    """
     with busy("writing"):
-        written = write_chakra(output, execution, links, wishes.metadata, wishes.folds)
+        run = execution
+        if wishes.simulator:
+            (link,) = traced_network(execution, parted=False)
+            run = at_astra_prices(execution, plan_communication(execution, closed=True), link.gb_s, link.latency_ns)
+        written = write_chakra(output, run, links, wishes.metadata, wishes.folds)
         answer = _answer(written, len(execution.trace.ranks))
         if wishes.simulator:
             parted = needs_parting(_groups_in(written.group_file), len(written.files))
@@ -93,7 +102,7 @@ def _write_described(output: Path, run: DescribedRun, wishes: ChakraWishes) -> d
     if wishes.simulator:
         parted = needs_parting(stages.groups(), places.world)
         dimensions = described_network(assembly.layout, run.step.prices.network, parted)
-        answer |= _beside(output, dimensions, _group_file(answer), setup.cluster.accelerator.hbm_gb_s)
+        answer |= _beside(output, dimensions, _group_file(answer))
     return answer
 
 
@@ -141,12 +150,9 @@ def _group_file(answer: dict[str, Any]) -> Path | None:
     return Path(answer["group_file"]) if answer["group_file"] else None
 
 
-def _beside(
-    output: Path, dimensions: list[Dimension], group_file: Path | None, memory_gb_s: float = 0.0
-) -> dict[str, Any]:
+def _beside(output: Path, dimensions: list[Dimension], group_file: Path | None) -> dict[str, Any]:
     """The other files of the simulator, and the command that runs it."""
-    more = {"memory_gb_s": memory_gb_s} if memory_gb_s else {}
-    found = write_astra_files(output, dimensions, group_file, **more)
+    found = write_astra_files(output, dimensions, group_file)
     network = [{"ranks": one.ranks, "gb_s": round(one.gb_s, 3), "latency_ns": one.latency_ns} for one in dimensions]
     return {"simulator_files": [str(file) for file in found.files], "network": network, "command": found.command}
 

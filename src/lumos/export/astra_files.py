@@ -31,6 +31,7 @@ _LARGE, _SMALL = float(1 << 28), 8192.0  # bytes of gathers that show bandwidth 
 _LARGE_ENOUGH = 1 << 20  # of a recorded transfer, to show bandwidth
 _LEAST_GB_S, _USUAL_GB_S, _USUAL_NS = 1e-3, 100.0, 500.0
 _HOPS = 4  # of every step of a ring: the receiver's word that it is there, and the message, each through a switch
+_FREE_GB_S = 1_000_000  # it adds every reduction to its message, from this bandwidth; NCCL reduces while data arrive
 _CHUNKS = 4  # that a collective of all ranks is cut into, so that dimensions work at the same time
 # Its sibling with congestion stores every message at a switch and sends it on from there, which takes twice as long.
 _PROGRAM = "AstraSim_Analytical_Congestion_Unaware"  # the other knows networks of one dimension alone
@@ -135,16 +136,14 @@ def needs_parting(groups: Mapping[str, Sequence[int]], world: int) -> bool:
     return False
 
 
-def write_astra_files(
-    path: Path, dimensions: list[Dimension], group_file: Path | None, memory_gb_s: float = 3350.0
-) -> AstraFiles:
+def write_astra_files(path: Path, dimensions: list[Dimension], group_file: Path | None) -> AstraFiles:
     """Write them beside `path`, NAME.et, as NAME.system.json and so on: all of them or none."""
     world = int(np.prod([one.ranks for one in dimensions]))
     if world < 2:
         raise OptionError("--for astra-sim: it simulates networks, and this run has one rank; leave the option out")
     name = path.name.removesuffix(".et")
     contents = {
-        "system.json": json.dumps(_system(dimensions, memory_gb_s, _has_parts(group_file, world)), indent=1) + "\n",
+        "system.json": json.dumps(_system(dimensions, _has_parts(group_file, world)), indent=1) + "\n",
         "network.yml": _network_text(dimensions),
         "memory.json": json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}) + "\n",
     }
@@ -167,7 +166,7 @@ def _has_parts(group_file: Path | None, world: int) -> bool:
     return any(1 < len(members) < world for members in groups.values())
 
 
-def _system(dimensions: list[Dimension], memory_gb_s: float, has_parts: bool) -> dict[str, object]:
+def _system(dimensions: list[Dimension], has_parts: bool) -> dict[str, object]:
     """Rings, and exchanges with one peer after the other: `direct` alone gives each the whole bandwidth at once.
 
     Chunks let dimensions work at the same time, which those that stand for one level must not. A group of some ranks
@@ -185,7 +184,7 @@ def _system(dimensions: list[Dimension], memory_gb_s: float, has_parts: bool) ->
         "reduce-scatter-implementation": ring,
         "all-to-all-implementation": ["direct1"] * len(dimensions),
         "collective-optimization": "localBWAware",
-        "local-mem-bw": round(memory_gb_s),
+        "local-mem-bw": _FREE_GB_S,
         "boost-mode": 0,
         "trace-enabled": 1,  # its log then has every node, for `lumos compare`
     }
