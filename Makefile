@@ -43,6 +43,7 @@ accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and w
 	$(BIN)/python benchmarks/energy.py -o docs/energy.md
 	$(BIN)/python benchmarks/transfer.py -o docs/transfer.md
 	$(BIN)/python benchmarks/networks.py -o docs/networks.md
+	$(BIN)/python benchmarks/astra_sim.py -o docs/astra_sim.md
 	$(BIN)/python benchmarks/contention.py -o docs/contention.md
 	$(BIN)/python benchmarks/experts.py -o docs/experts.md
 	$(BIN)/python benchmarks/distributions.py -o docs/distributions.md

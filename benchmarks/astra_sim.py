@@ -11,37 +11,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from build_astra_sim import PROGRAM, build  # noqa: E402
-from chakra_runs import ChakraRun, Transfer  # noqa: E402
-from lumos import predict, read_setup  # noqa: E402
-from lumos.errors import LumosError  # noqa: E402
-from lumos.export.chakra_communication import plan_communication  # noqa: E402
-from lumos.export.chakra_writer import write_chakra  # noqa: E402
-from lumos.graph.from_trace.build import Execution  # noqa: E402
-from lumos.graph.from_trace.build import build as build_graph  # noqa: E402
-from lumos.graph.graph import Edges, Floats, Graph, Rule  # noqa: E402
-from lumos.graph.simulate import simulate  # noqa: E402
-from lumos.program.operators import Collective, Group  # noqa: E402
-from lumos.trace.read.astra_sim_log import AstraSimLog, read_astra_sim_log  # noqa: E402
-from lumos.trace.read.chakra_format import NodeType  # noqa: E402
-from lumos.trace.read.execution_trace import link, read_execution_trace  # noqa: E402
-from lumos.trace.read.job import read_job  # noqa: E402
-from networks import GIB, ideal_network  # noqa: E402
+from build_astra_sim import PROGRAM, build
+from chakra_runs import ChakraRun, Transfer
+from lumos import predict, read_setup
+from lumos.errors import LumosError
+from lumos.export.astra_prices import transfer_ns
+from lumos.export.chakra_communication import Transfer as ChakraTransfer
+from lumos.export.chakra_communication import plan_communication
+from lumos.export.chakra_writer import write_chakra
+from lumos.graph.from_trace.build import Execution
+from lumos.graph.from_trace.build import build as build_graph
+from lumos.graph.graph import Edges, Floats, Graph, Rule
+from lumos.graph.simulate import simulate
+from lumos.program.operators import Collective, Group
+from lumos.trace.read.astra_sim_log import AstraSimLog, read_astra_sim_log
+from lumos.trace.read.execution_trace import link as link_traces
+from lumos.trace.read.execution_trace import read_execution_trace
+from lumos.trace.read.job import read_job
+from networks import GIB, ideal_network
 
+ROOT = Path(__file__).resolve().parents[1]
 KEPT = Path(__file__).with_name("astra_sim.json")
 PAGE = Path(__file__).with_name("astra_sim_page.txt")
 STEADY = 3.0  # the 90th percentile of the bandwidth that transfers reached, over the 10th, by bytes
@@ -81,41 +82,39 @@ SETUPS = {
 # ---------------------------------------------------------------------- ASTRA-sim
 @dataclass(frozen=True)
 class Exported:
-    """A job as `lumos convert --for astra-sim` wrote it."""
+    """A job as `lumos convert --for astra-sim` wrote it into a folder, as job.et."""
 
     folder: Path
-    command: list[str]
-    network: Path
 
     @staticmethod
     def of(what: Path, folder: Path, *options: str) -> Exported:
         command = [sys.executable, "-m", "lumos.cli.main", "convert", str(what), "-o", str(folder / "job.et")]
-        done = subprocess.run([*command, "--for", "astra-sim", "--json", *options], capture_output=True, text=True)
+        done = subprocess.run([*command, "--for", "astra-sim", *options], capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(done.stderr)
-        return Exported(folder, shlex.split(json.loads(done.stdout)["command"]), next(folder.glob("*network.yml")))
+        return Exported(folder)
 
-    def run(self, programs: Path, factor: float = 1.0, eager: bool = False) -> AstraSimLog:
-        """What ASTRA-sim prints, as it is; with links that are faster by a factor, or with senders that do not wait."""
-        command = [str(programs / PROGRAM), *self.command[1:]]
-        log = self.folder / "log"
+    def run(self, programs: Path, factor: float = 1.0, eager: bool = False, workload: str = "./job") -> AstraSimLog:
+        """What ASTRA-sim makes of it, unchanged; or with faster links, senders that do not wait, another workload."""
+        script = (self.folder / "job.run.sh").read_text()
         if eager:
-            command = [part for part in command if "rendezvous" not in part]
+            script = script.replace("--rendezvous-protocol=true", "")
         if factor != 1.0:
             values = self.links
             values["bandwidth"] = [factor * one for one in values["bandwidth"]]
-            other = self.folder / "other.yml"
-            other.write_text(yaml.safe_dump(values, default_flow_style=None))
-            command = [part.replace(str(self.network), str(other)) for part in command]
-        for old in log.glob("*.log"):
+            (self.folder / "other.yml").write_text(yaml.safe_dump(values, default_flow_style=None))
+            script = script.replace("./job.network.yml", "./other.yml")
+        script = script.replace("-configuration=./job ", f"-configuration={workload} ")
+        (self.folder / "this.sh").write_text(script)
+        for old in (self.folder / "log").glob("*.log"):
             old.unlink()
-        done = subprocess.run([*command, f"--logging-folder={log}"], capture_output=True, text=True, cwd=self.folder)
-        (self.folder / "printed.log").write_text(done.stdout)
-        return read_astra_sim_log(log if (log / "log.log").exists() else self.folder / "printed.log")
+        environment = os.environ | {"ASTRA_SIM": str(programs / PROGRAM)}
+        subprocess.run(["sh", str(self.folder / "this.sh")], capture_output=True, env=environment)
+        return read_astra_sim_log(self.folder / "log")
 
     @property
     def links(self) -> dict[str, Any]:
-        values: dict[str, Any] = yaml.safe_load(self.network.read_text())
+        values: dict[str, Any] = yaml.safe_load((self.folder / "job.network.yml").read_text())
         return values
 
     @property
@@ -139,50 +138,59 @@ def _astra_times(files: ChakraRun, log: AstraSimLog) -> dict[Transfer, float]:
 
 
 # ---------------------------------------------------------------------- recorded jobs
+class Link(NamedTuple):
+    """What a network file of one level states."""
+
+    gb_s: float
+    latency_ns: float
+
+
 @dataclass(frozen=True)
 class Job:
-    """A recorded job, and the bytes that one rank moves one after the other in each of its transfers."""
+    """A recorded job, and its transfers by the node of the graph: each with the number of its ranks."""
 
     execution: Execution
-    moved: dict[int, float]  # by node of the graph
+    transfers: dict[int, list[tuple[ChakraTransfer, int]]]
 
     @staticmethod
     def of(execution: Execution) -> Job:
         plan = plan_communication(execution, closed=True)
         sizes = {number: len(ranks) for (_, ranks), number in plan.groups.items()}
-        moved = {}
-        for row, transfers in plan.transfers.items():
-            passed = [
-                _passed(t.collective, t.bytes, sizes[t.group]) if t.type == NodeType.COMM_COLL else float(t.bytes)
-                for t in transfers
-            ]
-            moved[int(execution.nodes.last_node[row])] = max(passed)
-        return Job(execution, moved)
+        last = execution.nodes.last_node
+        return Job(
+            execution,
+            {int(last[row]): [(t, sizes.get(t.group, 2)) for t in found] for row, found in plan.transfers.items()},
+        )
+
+    def moved(self, node: int) -> float:
+        """The bytes that one rank sends one after the other."""
+        return max(transfer_ns(t, ranks, 1.0, 0.0, handshake=0) for t, ranks in self.transfers[node])
 
     def rates(self) -> tuple[float, float]:
         """The bandwidth that a tenth of the bytes stayed below, and that a tenth exceeded, in GB/s."""
         duration = self.execution.graph.duration
-        pairs = sorted((size / duration[n], size) for n, size in self.moved.items() if duration[n] > 0 and size > 0)
+        sizes = {node: self.moved(node) for node in self.transfers}
+        pairs = sorted((size / duration[n], size) for n, size in sizes.items() if duration[n] > 0 and size > 0)
         share = np.cumsum([size for _, size in pairs]) / sum(size for _, size in pairs)
         low, high = (float(pairs[int(np.searchsorted(share, at))][0]) for at in (0.1, 0.9))
         return low, high
 
-    def at(self, gb_s: float) -> Floats:
-        """Durations of all nodes with transfers at this bandwidth."""
+    def at(self, link: Link) -> Floats:
+        """Durations of all nodes with transfers over such links."""
         duration = self.execution.graph.duration.copy()
-        for node, size in self.moved.items():
-            duration[node] = size / gb_s
+        for node, found in self.transfers.items():
+            duration[node] = max(transfer_ns(t, ranks, *link, float(duration[node])) for t, ranks in found)
         return duration
 
-    def ms(self, gb_s: float, graph: Graph | None = None) -> float:
-        return simulate(graph or self.execution.graph, self.at(gb_s)).span / 1e6
+    def ms(self, link: Link, graph: Graph | None = None) -> float:
+        return simulate(graph or self.execution.graph, self.at(link)).span / 1e6
 
-    def one_at_a_time(self, gb_s: float) -> Graph:
+    def one_at_a_time(self, link: Link) -> Graph:
         """The graph in which every rank does one collective or send at a time, in the order in which they meet."""
         graph, nodes = self.execution.graph, self.execution.nodes
-        start = simulate(graph, self.at(gb_s)).start
+        start = simulate(graph, self.at(link)).start
         source, target, last = [], [], dict[int, int]()
-        for node in sorted(self.moved, key=lambda node: (start[node], node)):
+        for node in sorted(self.transfers, key=lambda node: (start[node], node)):
             rank = int(nodes.rank[node])
             if rank in last:
                 source.append(last[rank])
@@ -200,51 +208,41 @@ class Job:
         return replace(graph, edges=bare, gap=none, frozen=none)
 
 
-def _passed(kind: int, size: int, ranks: int) -> float:
-    """The bytes that a rank sends in a ring, one after the other; `size` is what it puts in."""
-    share = {0: 2 / ranks, 2: 1.0, 6: 1 / ranks, 7: 1 / ranks}.get(kind, 0.0)
-    return share * (ranks - 1) * size
-
-
 def recorded_job(name: str, path: Path, options: tuple[str, ...], programs: Path) -> dict[str, Any]:
     """One recorded job in both simulators."""
     source = read_job(path)
     if options and not isinstance(source, Execution):
         files = {rank: next(Path(options[1]).glob(f"*{rank}.json*")) for rank in source.ranks}
-        source = link(source, {rank: read_execution_trace(file) for rank, file in files.items()}).enrich(source)
+        source = link_traces(source, {rank: read_execution_trace(file) for rank, file in files.items()}).enrich(source)
     job = Job.of(source if isinstance(source, Execution) else build_graph(source))
-    found: dict[str, Any] = {"name": name, "ranks": len(job.execution.trace.ranks), "transfers": len(job.moved)}
+    found: dict[str, Any] = {"name": name, "ranks": len(job.execution.trace.ranks), "transfers": len(job.transfers)}
     found["recorded_ms"] = simulate(job.execution.graph).span / 1e6
     with tempfile.TemporaryDirectory() as folder:
         exported = Exported.of(path, Path(folder), *options)
         log = exported.run(programs)
         found |= {"astra_ms": _ms(log), "statistics": all(r.compute_ns is not None for r in log.ranks.values())}
-        if not any(job.moved.values()):
+        if not job.transfers:
             return found | {"ours_ms": found["recorded_ms"]}
-        gb_s = exported.gb_s[0]
-        found |= {"gb_s": gb_s, "rates": job.rates(), "ours_ms": job.ms(gb_s)}
+        link = Link(exported.gb_s[0], float(exported.links["latency"][0]))
+        found |= {"gb_s": link.gb_s, "rates": job.rates(), "ours_ms": job.ms(link)}
         found["eager_ms"] = _ms(exported.run(programs, eager=True))
-        found["one_at_a_time_ms"] = job.ms(gb_s, job.one_at_a_time(gb_s))
+        found["one_at_a_time_ms"] = job.ms(link, job.one_at_a_time(link))
         found["others"] = [
-            [factor, job.ms(factor * gb_s), _ms(exported.run(programs, factor))] for factor in (0.5, 0.8, 1.25, 2.0)
+            [factor, job.ms(link._replace(gb_s=factor * link.gb_s)), _ms(exported.run(programs, factor))]
+            for factor in (0.5, 0.8, 1.25, 2.0)
         ]
-        found["bare"] = [job.ms(gb_s, job.bare(turns)) for turns in (True, False)]
+        found["bare"] = [job.ms(link, job.bare(turns)) for turns in (True, False)]
         found["whole_graph_ms"] = _whole_graph_ms(job, exported, programs)
     return found
 
 
 def _whole_graph_ms(job: Job, exported: Exported, programs: Path) -> float | None:
     """All nodes of the graph as they are, host included, in ASTRA-sim."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_chakra(Path(folder) / "job.et", job.execution)
-        ours = ("--workload", "--comm-group")
-        command = [
-            part.replace(str(exported.folder), folder) if part.startswith(ours) else part for part in exported.command
-        ]
-        try:
-            return _ms(Exported(Path(folder), command, exported.network).run(programs))
-        except LumosError:
-            return None
+    write_chakra(exported.folder / "whole.et", job.execution)
+    try:
+        return _ms(exported.run(programs, workload="./whole"))
+    except LumosError:
+        return None
 
 
 # ---------------------------------------------------------------------- described runs
@@ -257,7 +255,7 @@ def described_run(name: str, text: str, programs: Path) -> dict[str, Any]:
         exported = Exported.of(setup, folder)
         log, files = exported.run(programs), exported.files
         took, links, counts = _astra_times(files, log), exported.gb_s, exported.links["npus_count"]
-        network = ideal_network(tuple(links))
+        network = ideal_network(links, exported.links["latency"])
 
         def ideal_ns(transfer: Transfer) -> float:
             return 1e3 * network.us(_collective(transfer, counts))

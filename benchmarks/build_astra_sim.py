@@ -132,7 +132,7 @@ def _yaml(sources: Path, target: Path, checkout: Path) -> list[str]:
 def _names(target: Path, checkout: Path) -> list[str]:
     """The option that gives the feeder of an older chakra the names by which ASTRA-sim calls it."""
     feeder = checkout / SUBMODULES["chakra"] / "src/feeder_v3"
-    if any("using ETFeeder" in file.read_text(errors="replace") for file in feeder.glob("*.h")):
+    if any("using ETFeeder =" in file.read_text(errors="replace") for file in feeder.glob("*.h")):
         return []
     classes = ("ETFeeder", "ETFeederNode")
     declared = "".join(f"class {name}; " for name in classes)

@@ -147,17 +147,17 @@ def lumos_us(topology: Topology, kind: str, ideal: bool) -> float:
     return network.us(Collective(kind, float(SIZES[kind]), topology.group))
 
 
-def ideal_network(gb_s: Sequence[float], hop_ns: float = HOP_NS) -> Network:
-    """Links that give all they have, as those of ASTRA-sim do: the bandwidth of one GPU in every tier."""
+def ideal_network(gb_s: Sequence[float], hop_ns: Sequence[float] = (HOP_NS,)) -> Network:
+    """Links that give all they have, as those of ASTRA-sim do: bandwidth of one GPU and time of a hop in every tier."""
     simple = habits().protocols[-1] | dict.fromkeys(("base_us",), 0.0)
-    step = 2 * hop_ns / 1e3
-    simple |= dict.fromkeys(("ring_us", "tree_us", "ring_far_us", "tree_far_us"), step)
+    step, far = 2 * hop_ns[0] / 1e3, 2 * hop_ns[-1] / 1e3
+    simple |= {"ring_us": step, "tree_us": step, "ring_far_us": far, "tree_far_us": far}
     full = replace(
         habits(), protocols=(simple,), inside_share=1.0, gather_share=1.0, exchange_share=1.0, overhead_us=0.0,
-        send_us=step, send_far_us=step, peer_us=0.0, peer_far_us=0.0, peer_gb_s=math.inf, fill_inside=0.0,
+        send_us=step, send_far_us=far, peer_us=0.0, peer_far_us=0.0, peer_gb_s=math.inf, fill_inside=0.0,
         fill_between=0.0, fill_exchange=0.0,
     )  # fmt: skip
-    return Network(tuple(Tier(one * 1e3) for one in gb_s), Fabric(trees=False, relay_us=step), habits=full)
+    return Network(tuple(Tier(one * 1e3) for one in gb_s), Fabric(trees=False, relay_us=far), habits=full)
 
 
 def astra_section(answers: Mapping[str, Any]) -> Iterator[str]:
