@@ -75,8 +75,6 @@ def convert_command(
         _refuse_for_predicted(path, options, et, anonymised)
         deliver(_write_predicted(output, source, chakra), show_written, as_json)
         return
-    if chakra.folds and et is not None:
-        raise OptionError(f"--et {et}: adds tensors to operators, which --fold-host leaves out; choose one of them")
     execution, links = _load(path, options, et)
     hidden = wanted.apply(execution, links, output)
     if hidden is not None:
@@ -117,7 +115,8 @@ def _write_predicted(output: Path, source: Source, chakra: ChakraWishes) -> dict
     found = source.on(None, Tariff())
     if form_of(output, FORMS) == ".et":
         answer = write_run(output, found.run, chakra)
-        return answer | {"step_ms": found.step_ms, "warnings": [*answer["warnings"], *found.warnings]}
+        warnings = [*answer.pop("warnings"), *found.warnings]
+        return answer | {"step_ms": found.step_ms, "warnings": warnings}
     write_timeline(output, found.run)
     return {"files": [str(output)], "step_ms": found.step_ms, "warnings": found.warnings}
 
@@ -172,4 +171,5 @@ def _answer(execution: Execution, links: Links | None, written: dict[str, Any]) 
     trace = execution.trace
     notes = [] if links is None else [f"{len(links.by_row):,} operators linked with execution traces", *links.notes]
     answer = {"files": written["files"], "ranks": len(trace.ranks), "events": len(trace)}
-    return answer | written | {"notes": notes, "warnings": [*execution.warnings, *written["warnings"]]}
+    answer |= {name: value for name, value in written.items() if name != "warnings"}
+    return answer | {"notes": notes, "warnings": [*execution.warnings, *written["warnings"]]}
