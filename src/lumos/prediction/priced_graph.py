@@ -305,9 +305,10 @@ def _product(multiplied: float, sizes: Sequence[float], dtype: str) -> Operator:
 
 
 def _matmul(operations: float, elements: float) -> tuple[int, int, int]:
-    """m, n and k of the matmul of square result that has these operations and moves so many elements.
+    """m, n and k of the matmul of square result that has about these operations and moves about so many elements.
 
-    If no such matmul moves as few, the elements are taken for those of its result; without any, it is a cube.
+    If no such matmul moves as few, the elements are taken for those of its result; without any, it is a cube. Sides are
+    those of whole tiles: nobody trains with odd ones, which are slow.
     """
     half = max(operations / 2, 1.0)
     cube = half ** (1 / 3)
@@ -321,8 +322,13 @@ def _matmul(operations: float, elements: float) -> tuple[int, int, int]:
             middle = (low + high) / 2
             low, high = (middle, high) if 2 * half / middle + middle * middle < elements else (low, middle)
         side = min(low, half**0.5)
-    m = max(1, min(round(side), 1 << 30))
-    return m, m, max(1, min(round(half / m / m), 1 << 40))
+    m = _in_tiles(side)
+    return m, m, _in_tiles(half / m / m, (32, 8))
+
+
+def _in_tiles(side: float, tiles: Sequence[int] = (256, 64, 8)) -> int:
+    tile = next((tile for tile in tiles if side >= 4 * tile), 1)
+    return max(1, min(tile * round(side / tile), 1 << 30))
 
 
 def _stream(moved: float) -> Operator | None:
