@@ -54,6 +54,11 @@ class ChakraWishes:
             name = "--for astra-sim" if self.simulator else "--fold-host"
             raise OptionError(f"{name} and --metadata: files without the host are for ASTRA-sim, which stops at it")
 
+    def check_ranks(self, count: int) -> None:
+        """Refuse what needs several ranks, before anything is written."""
+        if self.simulator and count < 2:
+            raise OptionError("--for astra-sim: it simulates networks, and this run has one rank; leave the option out")
+
     @property
     def folds(self) -> bool:
         return self.fold_host or bool(self.simulator)
@@ -94,6 +99,7 @@ def write_run(output: Path, run: Run, wishes: ChakraWishes) -> dict[str, Any]:
 
 def _write_described(output: Path, run: DescribedRun, wishes: ChakraWishes) -> dict[str, Any]:
     setup, assembly = run.step.setup, run.step.assembly
+    wishes.check_ranks(setup.cluster.gpus)
     with busy("laying out the ranks"):
         found = StepTasks(run, wishes.operators)
         places = RankPlaces.of_setup(setup.parallel, assembly.layout.schedule.copies)

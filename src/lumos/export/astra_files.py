@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from lumos.analysis.collectives import bus_factor, message_bytes
-from lumos.errors import OptionError
 from lumos.files import whole_file
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.rendezvous import POINT_TO_POINT
@@ -138,9 +137,6 @@ def needs_parting(groups: Mapping[str, Sequence[int]], world: int) -> bool:
 
 def write_astra_files(path: Path, dimensions: list[Dimension], group_file: Path | None) -> AstraFiles:
     """Write them beside `path`, NAME.et, as NAME.system.json and so on: all of them or none."""
-    world = int(np.prod([one.ranks for one in dimensions]))
-    if world < 2:
-        raise OptionError("--for astra-sim: it simulates networks, and this run has one rank; leave the option out")
     name = path.name.removesuffix(".et")
     contents = {
         "system.json": json.dumps(_system(dimensions, _has_parts(group_file, world)), indent=1) + "\n",

@@ -1,0 +1,296 @@
+"""Any run as Chakra files that ASTRA-sim runs as they are: traces, descriptions, dry runs and what-ifs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import astra_rules
+from commands import lumos_here
+from lumos import predict, read_job, read_setup
+from lumos.errors import OptionError
+from lumos.export import rank_files
+from lumos.export.astra_files import Dimension, needs_parting, parted_network
+from lumos.export.chakra_writer import write_chakra
+from lumos.export.rank_files import Stages, write_stages
+from lumos.graph.from_trace.build import Execution, build
+from lumos.graph.simulate import simulate
+from lumos.prediction.described_run import DescribedRun
+from lumos.prediction.step_tasks import StepTasks
+from lumos.program.rank_places import RankPlaces
+from lumos.setup.setup_files import read_plain
+from lumos.trace.read.chakra_format import NodeType, read_chakra_file
+from lumos.workers.engine import Here
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "src/lumos/data/example"
+LLAMA = ROOT / "examples/llama3-70b.toml"
+SMALL = ("model.preset=llama3-8b", "parallel.vpp=1", "parallel.cp=1", "model.layers=4", "train.global_batch=8")
+DESCRIBED = {
+    "ddp": ("parallel.tp=1", "parallel.pp=1", "parallel.zero=0", "parallel.sequence_parallel=false", "cluster.gpus=4"),
+    "fsdp": ("parallel.tp=1", "parallel.pp=1", "parallel.zero=3", "train.framework=torchtitan", "cluster.gpus=4"),
+    "tp and pp": ("parallel.tp=2", "parallel.pp=2", "cluster.gpus=8"),
+    "pp before dp": ("parallel.tp=2", "parallel.pp=2", "parallel.order=tp-cp-pp-dp", "cluster.gpus=8"),
+    "cp": ("parallel.tp=1", "parallel.pp=1", "parallel.cp=2", "cluster.gpus=4"),
+    "interleaved": ("parallel.tp=1", "parallel.pp=2", "parallel.vpp=2", "cluster.gpus=4"),
+    "zero bubble": ("parallel.tp=1", "parallel.pp=4", "parallel.schedule=zero-bubble", "cluster.gpus=4"),
+    "dualpipe": ("parallel.tp=1", "parallel.pp=4", "parallel.schedule=dualpipe", "train.global_batch=16",
+                 "model.layers=8", "cluster.gpus=8"),
+    "experts": ("model.preset=mixtral-8x7b", "parallel.tp=2", "parallel.pp=2", "parallel.ep=4", "cluster.gpus=16"),
+}  # fmt: skip
+
+
+def described(*changes: str) -> DescribedRun:
+    plain = read_plain(LLAMA, [*SMALL, *changes])
+    run = predict(plain.checked(plain.sections).setup).run
+    assert isinstance(run, DescribedRun)
+    return run
+
+
+def stages_of(run: DescribedRun, operators: bool = False) -> Stages:
+    found, parallel = StepTasks(run, operators), run.step.setup.parallel
+    places = RankPlaces.of_setup(parallel, run.step.assembly.layout.schedule.copies)
+    return Stages(places, tuple(tuple(found.tasks(stage)) for stage in range(parallel.pp)))
+
+
+def example() -> Execution:
+    trace = read_job(EXAMPLE)
+    assert not isinstance(trace, Execution)
+    return build(trace)
+
+
+def replayed_ns(folder: Path, match: str) -> float:
+    execution = read_job(folder, match)
+    assert isinstance(execution, Execution)
+    return simulate(execution.graph).span
+
+
+# ---------------------------------------------------------------------- traces
+def test_a_trace_is_written_as_astra_sim_runs_it(tmp_path: Path) -> None:
+    write_chakra(tmp_path / "run.et", example())
+    astra_rules.check(tmp_path, "run", host=True, seeds=1)
+
+
+def test_process_groups_are_beside_the_files_and_count_from_1(tmp_path: Path) -> None:
+    written = write_chakra(tmp_path / "run.et", example())
+    assert written.group_file == tmp_path / "run.groups.json"
+    assert json.loads(written.group_file.read_text()) == {"1": [0, 1, 2, 3]}
+
+
+def test_metadata_is_written_on_request(tmp_path: Path) -> None:
+    for asked in (False, True):
+        file = write_chakra(tmp_path / "run.et", example(), metadata=asked).files[0]
+        assert any(node.type == NodeType.METADATA for node in read_chakra_file(file).nodes) == asked
+
+
+def test_without_the_host_a_rank_is_work_and_transfers_that_take_as_long(tmp_path: Path) -> None:
+    run = example()
+    written = write_chakra(tmp_path / "run.et", run, fold_host=True)
+    workload = astra_rules.check(tmp_path, "run")
+    assert {node.type for _, node in workload.nodes} == {NodeType.COMP, NodeType.COMM_COLL}
+    assert written.nodes < 100
+    assert replayed_ns(tmp_path, "run.*.et") == pytest.approx(simulate(run.graph).span, rel=2e-3)
+
+
+def test_longer_transfers_move_what_waits_for_them(tmp_path: Path) -> None:
+    """As in the graph itself: the chain keeps what waits for what."""
+    run = example()
+    slower = run.graph.duration.copy()
+    slower[run.nodes.last_node[run.trace.is_communication]] *= 3
+    write_chakra(tmp_path / "run.et", run, fold_host=True)
+    read = read_job(tmp_path, "run.*.et")
+    assert isinstance(read, Execution)
+    longer = read.graph.duration.copy()
+    longer[read.nodes.last_node[read.trace.is_communication]] *= 3
+    assert simulate(read.graph, longer).span == pytest.approx(simulate(run.graph, slower).span, rel=0.02)
+
+
+def test_ranks_count_from_0_for_simulators(tmp_path: Path) -> None:
+    trace = read_job(EXAMPLE, "*[23]*")
+    assert not isinstance(trace, Execution)
+    written = write_chakra(tmp_path / "run.et", build(trace), fold_host=True)
+    assert [file.name for file in written.files] == ["run.0.et", "run.1.et"]
+    assert any("the 2 ranks from 2 to 3" in warning for warning in written.warnings)
+    assert written.collectives == 0  # ranks 0 and 1 would never come
+    astra_rules.check(tmp_path, "run")
+
+
+@pytest.mark.parametrize("name", ["ddp2_l8", "fsdp2_l8", "tp2_l8", "dp2_tp2_l8", "pp2_mb4", "pp4_mb8"])
+def test_real_jobs_keep_their_length(shared_data: Path, tmp_path: Path, name: str) -> None:
+    trace = read_job(shared_data / "h200/multirank" / name, "rank?.pt.trace.json.gz")
+    assert not isinstance(trace, Execution)
+    run = build(trace)
+    write_chakra(tmp_path / "run.et", run, fold_host=True)
+    astra_rules.check(tmp_path, "run")
+    assert replayed_ns(tmp_path, "run.*.et") == pytest.approx(simulate(run.graph).span, rel=0.01)
+
+
+# ---------------------------------------------------------------------- described runs
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_described_run_replays_to_the_predicted_step(tmp_path: Path, name: str) -> None:
+    run = described(*DESCRIBED[name])
+    stages = stages_of(run)
+    write_stages(tmp_path / "run.et", stages, Here())
+    workload = astra_rules.check(tmp_path, "run")
+    assert len(workload.ranks) == run.step.setup.cluster.gpus
+    assert replayed_ns(tmp_path, "run.*.et") / 1e3 == pytest.approx(run.us, rel=0.01)
+
+
+def test_collectives_have_the_bytes_that_each_rank_puts_in(tmp_path: Path) -> None:
+    run = described("parallel.tp=2", "parallel.pp=1", "cluster.gpus=2")
+    (tasks,) = stages_of(run).tasks
+    sent = [task.transfer for task in tasks if task.transfer is not None]
+    layout = run.step.assembly.layout
+    gathers = {transfer.bytes for transfer in sent if transfer.collective == 2}
+    scatters = {transfer.bytes for transfer in sent if transfer.collective == 7}
+    assert round(layout.activation_bytes / 2) in gathers
+    assert round(layout.activation_bytes) in scatters
+
+
+def test_gradients_are_reduced_bucket_by_bucket() -> None:
+    run = described(*DESCRIBED["ddp"], "train.framework=megatron")
+    (tasks,) = stages_of(run).tasks
+    reduced = sum(task.transfer.bytes for task in tasks if task.transfer is not None)
+    program = run.step.assembly.program
+    held = program.sharding.trained(program.stage_parameters(0))
+    assert reduced == pytest.approx(held.common * program.framework.reduce_bytes, rel=1e-3)
+
+
+def test_every_operator_can_be_a_node(tmp_path: Path) -> None:
+    run = described(*DESCRIBED["tp and pp"])
+    few, many = stages_of(run), stages_of(run, operators=True)
+    assert sum(map(len, many.tasks)) > 1.5 * sum(map(len, few.tasks))
+    write_stages(tmp_path / "run.et", many, Here())
+    astra_rules.check(tmp_path, "run", seeds=1)
+    assert replayed_ns(tmp_path, "run.*.et") / 1e3 == pytest.approx(run.us, rel=0.01)
+
+
+def test_ranks_of_a_stage_differ_in_groups_and_peers_alone(tmp_path: Path) -> None:
+    run = described(*DESCRIBED["tp and pp"])
+    write_stages(tmp_path / "run.et", stages_of(run), Here())
+
+    def shape(rank: int) -> list[object]:
+        varying = ("pg_name", "comm_src", "comm_dst")
+        return [
+            node._replace(values={k: v for k, v in node.values.items() if k not in varying})
+            for node in read_chakra_file(tmp_path / f"run.{rank}.et").nodes
+        ]
+
+    assert shape(0) == shape(1) == shape(3)
+    assert shape(0) != shape(4)  # the second stage
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 3, 4]), st.sampled_from([1, 2, 6]),
+    st.booleans(),
+)  # fmt: skip
+def test_groups_part_the_ranks_of_a_stage(tp: int, cp: int, pp: int, dp: int, last: bool) -> None:
+    setup = read_setup(LLAMA)
+    order = "tp-cp-dp-pp" if last else "tp-cp-pp-dp"
+    parallel = setup.parallel.model_copy(update={"tp": tp, "cp": cp, "pp": pp, "dp": dp, "order": order})
+    places = RankPlaces.of_setup(parallel)
+    assert [places.rank(*places.of(rank)) for rank in range(places.world)] == list(range(places.world))
+    for size, stride in ((tp, 1), (cp, tp), (dp * cp, tp)):
+        for rank in range(places.world):
+            members = places.members(rank, size, stride)
+            assert rank in members
+            assert len(members) == size
+            assert {places.of(member)[1] for member in members} == {places.of(rank)[1]}
+            numbers = {places.group_number(member, size, stride) for member in members}
+            assert numbers == {places.group_number(rank, size, stride)}
+        named = {(places.group_number(r, size, stride), places.members(r, size, stride)) for r in range(places.world)}
+        assert len(named) == places.world // size
+
+
+# ---------------------------------------------------------------------- all files or none
+def test_an_interrupted_export_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.0.et").write_text("precious")
+    stages = stages_of(described(*DESCRIBED["ddp"]))
+
+    def interrupted(shared: object, ranks: list[int]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank_files, "_write_ranks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_stages(tmp_path / "run.et", stages, Here())
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("run.0.et", "precious")]
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = stages_of(described(*DESCRIBED["ddp"]))
+    usage = rank_files.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(rank_files.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(OptionError, match=r"4 ranks need about .* free there"):
+        write_stages(tmp_path / "run.et", stages, Here())
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------- ASTRA-sim's other files
+def test_a_described_cluster_is_a_network_of_its_tiers(tmp_path: Path) -> None:
+    found = lumos_here("predict", LLAMA, "--set", "cluster.gpus=64", "--set", "train.global_batch=32",
+                  "-o", tmp_path / "run.et", "--for", "astra-sim", "--json")  # fmt: skip
+    written = json.loads(found.stdout)["written"]
+    assert [one["ranks"] for one in written["network"]] == [8, 8]
+    near, far = (one["gb_s"] for one in written["network"])
+    assert 200 < near < 450  # GB/s that NCCL reaches of NVLink's 450
+    assert 25 < far < 50  # and of the adapter's 50
+    assert (tmp_path / "run.network.yml").read_text().splitlines()[1] == "npus_count: [ 8, 8 ]"
+    script = tmp_path / "run.run.sh"
+    assert os.access(script, os.X_OK)
+    assert "--comm-group-configuration=./run.groups.json" in script.read_text()
+    system = json.loads((tmp_path / "run.system.json").read_text())
+    assert system["all-reduce-implementation"] == ["ring", "ring"]
+
+
+def test_a_network_of_one_dimension_is_parted_where_groups_meet() -> None:
+    assert not needs_parting({"1": [0, 1], "2": [2, 3]}, 4)
+    assert not needs_parting({"1": [0, 1, 2, 3], "2": [0, 1]}, 4)
+    assert needs_parting({"1": [0, 1], "2": [1, 2]}, 4)
+    assert [one.ranks for one in parted_network([Dimension(8, 1.0, 1.0)])] == [4, 2]
+    assert len(parted_network([Dimension(7, 1.0, 1.0)])) == 1
+
+
+# ---------------------------------------------------------------------- on the command line
+def test_convert_takes_descriptions_and_dry_runs(tmp_path: Path) -> None:
+    found = json.loads(
+        lumos_here("convert", ROOT / "examples/one-h200.toml", "-o", tmp_path / "one.et", "--json").stdout
+    )
+    assert found["ranks"] == 1
+    assert replayed_ns(tmp_path, "one.*.et") / 1e6 == pytest.approx(found["step_ms"], rel=1e-3)
+
+
+def test_a_what_if_is_written_with_its_times(tmp_path: Path) -> None:
+    lengths = {}
+    for factor in (1, 30):
+        name = f"comm{factor}"
+        found = lumos_here("predict", "--from", EXAMPLE, "--scale", f"comm={factor}", "-o", tmp_path / f"{name}.et",
+                           "--json")  # fmt: skip
+        assert json.loads(found.stdout)["written"]["ranks"] == 4
+        lengths[factor] = replayed_ns(tmp_path, f"{name}.*.et")
+    assert lengths[30] > 1.5 * lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("-o", "x.et", "--for", "ns3"), "--for ns3: not known; use astra-sim"),
+        (("-o", "x.trace.json", "--for", "astra-sim"), "--for: shapes Chakra files"),
+        (("-o", "x.et", "--for", "astra-sim", "--metadata"), "which stops at it"),
+        (("-o", "x.et", "--match", "rank0*", "--for", "astra-sim"), "this run has one rank"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    told = [str(tmp_path / text) if text.startswith("x.") else text for text in options]
+    found = lumos_here("convert", EXAMPLE, *told)
+    assert found.returncode == 2
+    assert words in found.stderr
+    assert found.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
