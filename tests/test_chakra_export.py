@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -226,8 +227,8 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = stages_of(described(*DESCRIBED["ddp"]))
-    usage = rank_files.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(rank_files.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(OptionError, match=r"4 ranks need about .* free there"):
         write_stages(tmp_path / "run.et", stages, Here())
     assert not list(tmp_path.iterdir())

@@ -137,7 +137,7 @@ def needs_parting(groups: Mapping[str, Sequence[int]], world: int) -> bool:
 
 def write_astra_files(path: Path, dimensions: list[Dimension], group_file: Path | None) -> AstraFiles:
     """Write them beside `path`, NAME.et, as NAME.system.json and so on: all of them or none."""
-    name = path.name.removesuffix(".et")
+    name, world = path.name.removesuffix(".et"), int(np.prod([one.ranks for one in dimensions]))
     contents = {
         "system.json": json.dumps(_system(dimensions, _has_parts(group_file, world)), indent=1) + "\n",
         "network.yml": _network_text(dimensions),
