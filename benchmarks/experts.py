@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lumos.cost.operator_model import cost_model
 from lumos.dry_run.from_config import predict_config
@@ -54,24 +55,25 @@ unless all is in CUDA graphs.
 
 **Exchanges.** `parallel.dispatcher = "all_to_all"` sends a copy of a token for every expert that it asks; `"flex"`
 (DeepEP, HybridEP) once to every node, or to every rank of a node: of n places, k choices hit n (1 - (1 - 1/n)^k).
-With `model.expert_groups` and `model.top_k_groups` (n_group and topk_group of a config.json) a token asks experts of some
-groups alone, and n are the places that these lie in: 4 of 8 nodes in DeepSeek-V3. Between nodes such exchanges reach 0.87
-of the adapters' bandwidth, as DeepEP publishes for 4 and 8 nodes of H800s. `"all_gather"`, the default of Megatron's
-scripts, gathers the tokens of all ranks on each, and adds up the results on the way back.
+With `model.expert_groups` and `model.top_k_groups` (n_group and topk_group of a config.json) a token asks experts of
+some groups alone, and n are the places that these lie in: 4 of 8 nodes in DeepSeek-V3. Between nodes such exchanges
+reach 0.87 of the adapters' bandwidth, as DeepEP publishes for 4 and 8 nodes of H800s. `"all_gather"`, the default of
+Megatron's scripts, gathers the tokens of all ranks on each, and adds up the results on the way back.
 
-**Overlap.** `parallel.ep_overlap` runs exchanges beside the work of another micro-batch. In DualPipe and DualPipeV, where
-it is the default, the schedule says which passes run together, and these alone hide exchanges: the operators of a forward
-and a backward pass are put on one stream and their exchanges on another (`src/lumos/cost/paired.py`), matmuls slow down by
-the 20 multiprocessors that exchanges hold, and what is left is exposed. In other schedules exchanges run beside all of a
-layer's work, the first and last passes included, and the longer of both counts. With a single micro-batch it has no effect.
-(Hiding exchanges in paired passes alone, as Megatron does in interleaved 1F1B, was tried: the mean error of the published
-runs below rose by 0.4 points, and it was not kept.)
+**Overlap.** `parallel.ep_overlap` runs exchanges beside the work of another micro-batch. In DualPipe and DualPipeV,
+where it is the default, the schedule says which passes run together, and these alone hide exchanges: the operators of
+a forward and a backward pass are put on one stream and their exchanges on another (`src/lumos/cost/paired.py`),
+matmuls slow down by the 20 multiprocessors that exchanges hold, and what is left is exposed. In other schedules
+exchanges run beside all of a layer's work, the first and last passes included, and the longer of both counts. With a
+single micro-batch it has no effect. (Hiding exchanges in paired passes alone, as Megatron does in interleaved 1F1B,
+was tried: the mean error of the published runs below rose by 0.4 points, and it was not kept.)
 
-**8 bits with a factor for every block** (`train.fp8_scaling = "block"`, always with `train.framework = "deepseek"`) make
-matmuls slower: 1.16 times, and 1.46 times for gradients of weights, medians of 17 shapes on an H200
+**8 bits with a factor for every block** (`train.fp8_scaling = "block"`, always with `train.framework = "deepseek"`)
+make matmuls slower: 1.16 times, and 1.46 times for gradients of weights, medians of 17 shapes on an H200
 (`calibration/block_scaled_h200.py`).
 
-**Multi-token prediction** (`model.mtp_layers`) adds to the last stage a layer, a projection and the output matrix again.
+**Multi-token prediction** (`model.mtp_layers`) adds to the last stage a layer, a projection and the output matrix
+again.
 
 **Imbalance.** `train.imbalance` is the load of the busiest expert over the mean. The busiest rank decides, and experts
 of one rank even out: with loads drawn from a normal distribution it is 1 + (imbalance - 1) z(ranks) / z(experts) /
@@ -82,24 +84,25 @@ Routers that were not trained yet gave the busiest expert 1.2 to 15 times the me
 **GPT-OSS** in transformers has unfused attention, with a mask and a sink (`model.sinks`), and a clamped activation in
 seven kernels; Megatron has both in fused kernels, and skips what its sliding windows hide (`model.window`).
 
-**Not modelled**: capacity factors that only drop tokens, overlap of shared experts, what DeepEP forwards over NVLink (it
-decides on two nodes of H800s, where exchanges take a third longer than described).
+**Not modelled**: capacity factors that only drop tokens, overlap of shared experts, what DeepEP forwards over NVLink
+(it decides on two nodes of H800s, where exchanges take twice as long as described).
 
 """
 DEEPSEEK = """
 ## DeepSeek-V3 on 2,048 H800s
 
 `examples/deepseek-v3.toml`: DualPipe on 16 stages, 64-way expert parallelism, FP8, as the report describes the run
-(arXiv 2412.19437). Nothing was fitted on it. Its measured step is in table 4 of arXiv 2505.09343, its pair of a forward and a
-backward pass of four layers in `train.json` of deepseek-ai/profile-data. Which layers each stage has is not published: they
-are dealt evenly here, three to the first stage and three with the extra prediction to the last, so that the first and last
-GPUs, which DualPipe gives both ends, have most to do. Which GPU the published parts are of is not said either; those of the
-first one and the mean are below.
+(arXiv 2412.19437). Nothing was fitted on it. Its measured step is in the table of training metrics of arXiv
+2505.09343, its pair of a forward and a backward pass of four layers in `train.json` of deepseek-ai/profile-data.
+Which layers each stage has is not published: they are dealt evenly here, three to the first stage and three with the
+extra prediction to the last, so that the first and last GPUs, which DualPipe gives both ends, have most to do. Which
+GPU the published parts are of is not said either; those of the first one and the mean are below.
 
 {table}
 
-Tokens per second and GPU: {predicted:,.0f} predicted, 1,542 in that table, 1,543 over the whole pre-training (14.8 T tokens in
-2.664 M GPU hours). Before DualPipe was described, the same run with 1F1B came out at 622. Peak memory: {memory:.1f} GiB of 79.1.
+Tokens per second and GPU: {predicted:,.0f} predicted, 1,542 in that table, 1,543 over the whole pre-training (14.8 T
+tokens in 2.664 M GPU hours). Before DualPipe was described, the same run with 1F1B came out at 622. Peak memory:
+{memory:.1f} GiB of 79.1.
 """
 MEASURED = {"1F": 1.13, "1B": 1.99, "1W": 0.48, "1F1B": 13.95, "bubble": 2.06, "optimizer": 0.29, "step": 19.926}
 PUBLISHED = """
@@ -205,7 +208,7 @@ def deepseek() -> str:
     return DEEPSEEK.format(table="\n".join(lines), predicted=rate, memory=memory.peak / 2**30)
 
 
-def parts_of(step: Step) -> dict[str, np.ndarray[Any, Any]]:
+def parts_of(step: Step) -> dict[str, NDArray[np.float64]]:
     """Seconds of every stage: passes alone, pairs, the update with its communication, and waiting."""
     structure, plan = step.structure, step.plan
     roles = [structure.roles[role] for role in structure.node_role]
@@ -216,7 +219,7 @@ def parts_of(step: Step) -> dict[str, np.ndarray[Any, Any]]:
         names = {"forward": "1F", "backward": "1B", "weights": "1B" if whole else "1W"}
         name = "1F1B" if role.partner >= 0 else names.get(role.what, "optimizer")
         found[name][role.stage] += duration / 1e9
-    return found | {"bubble": step.us / 1e6 - sum(found.values())}
+    return found | {"bubble": step.us / 1e6 - np.sum(list(found.values()), axis=0)}
 
 
 def by(runs: list[tuple[Run, float]], name: str, key: Callable[[Run], str]) -> str:
