@@ -26,6 +26,7 @@ from lumos.synthesis.model import (
 )
 from lumos.synthesis.observe import Block, Job, ObservedRank, State, Task
 from lumos.synthesis.pipeline import pipeline_of
+from lumos.synthesis.vocabulary import SYNC, TAIL
 
 _LEAST_WIDTH = 0.03  # of the smoothing, in logarithms: no value of a model is nearer to a recorded one by design
 _BLUR = 0.02  # of a mean that rests on a single value, in logarithms
@@ -48,8 +49,10 @@ def learn(jobs: Sequence[Job], seed: int = 0) -> Model:
         jobs = [Job(job.name, pipeline.without_messages(job.steps)) for job in jobs]
     role_of_rank = pipeline.stage_of_rank if pipeline else _roles(jobs)
     ranks = [rank for step in steps for rank in step.ranks]
+    depths = Counter(rank.layers for rank in ranks)
+    layers = pipeline.layers if pipeline else depths.most_common(1)[0][0]
     learners = [
-        _Learner(jobs, generator, role_of_rank, role) for role in range(max(role_of_rank) + 1)
+        _Learner(jobs, generator, layers, role_of_rank, role) for role in range(max(role_of_rank) + 1)
     ]
     roles = [learner.role(pipeline is not None) for learner in learners]
     return Model(
@@ -59,7 +62,7 @@ def learn(jobs: Sequence[Job], seed: int = 0) -> Model:
         world=max(step.world for step in steps),
         steps=max(len(job.steps) for job in jobs),
         micro_batches=pipeline.micro_batches if pipeline else roles[0].micro_batches,
-        layers=pipeline.layers if pipeline else Counter(rank.layers for rank in ranks).most_common(1)[0][0],
+        layers=layers,
         streams=max(step.streams for step in steps),
         groups=[(group.size, group.stride) for group in steps[0].groups],
         latency_us=rounded(float(np.median([rank.latency for rank in ranks])) / 1e3),
@@ -159,9 +162,10 @@ class _Learner:
     """Statistics of blocks, pooled over jobs, steps, ranks and layers."""
 
     def __init__(
-        self, jobs: Sequence[Job], generator: np.random.Generator, role_of_rank: Sequence[int], role: int
+        self, jobs: Sequence[Job], generator: np.random.Generator, layers: int, role_of_rank: Sequence[int], role: int
     ) -> None:
         self.generator = generator
+        self.layers = layers  # that counts refer to
         self.blocks: dict[_KEYS, list[tuple[Block, int]]] = defaultdict(list)
         self.attentions: dict[str, list[int]] = defaultdict(list)
         self.passes: Counter[tuple[str, ...]] = Counter()
@@ -173,7 +177,8 @@ class _Learner:
                     self.blocks[block.phase, block.last, block.place].append((block, rank.layers))
                 for turn in {block.turn for block in rank.blocks}:
                     inside = [block for block in rank.blocks if block.turn == turn]
-                    self.attentions[inside[0].phase].append(len(inside) - 1)
+                    more = job.layers - layers if len(inside) > 1 else 0
+                    self.attentions[inside[0].phase].append(len(inside) - 1 - more)
         self.layer_share = self._share_of_layers()
 
     def role(self, scheduled: bool) -> RoleModel:
@@ -221,10 +226,12 @@ class _Learner:
     def _state(self, state: State, values: Floats, counts: Floats, layers: Floats | None, size: float) -> StateModel:
         exact = state.stream > 0 or bool(state.waits)
         marginals = self.marginals(values, (_CRITICAL_PLACES if exact else _PLACES) / size)
-        per_layer = 0.0 if layers is None else self._per_layer(counts, layers)
+        once = layers is None or state.kind in (SYNC, TAIL)  # whatever the depth
+        per_layer = 0.0 if once or layers is None else self._per_layer(counts, layers)
+        count = float(counts.mean()) + (0.0 if layers is None else per_layer * (self.layers - float(layers.mean())))
         return StateModel(
             kind=state.kind, stream=state.stream, group=state.group, waits=list(state.waits),
-            count=rounded(float(counts.mean()), 6), per_layer=rounded(per_layer, 6),
+            count=rounded(max(count, 0.0), 6), per_layer=rounded(per_layer, 6),
             operators=rounded(float(values[:, -1].mean()), 3), columns=marginals,
             correlation=_correlation(values[:, : len(COLUMNS)]),
         )  # fmt: skip

@@ -115,7 +115,7 @@ def _without_messages(rank: ObservedRank, layers: int) -> ObservedRank:
         for block in rank.blocks
         if block.turn in alone
     ]
-    return replace(rank, blocks=blocks)
+    return replace(rank, blocks=blocks, layers=layers)
 
 
 def _alone(rank: ObservedRank, layers: int) -> set[int]:
