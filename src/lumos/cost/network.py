@@ -256,7 +256,7 @@ class Network:
             parts.append((size - held) / size / width)
         start, fill = self.habits.send_us + (here - 1) * self.habits.peer_us, self.habits.fill_exchange
         if size > here:
-            fill = 0.0 if self.rails else self.habits.fill_between
+            fill = self.habits.fill_between
             far = self.habits.send_far_us - self.habits.send_us + self._hop_us(group)
             start += far + (group.nodes - 1 if self.rails else size - here) * self.habits.peer_far_us
         return Line(start, max(parts), fill)
