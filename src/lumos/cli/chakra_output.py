@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import Console
 
 from lumos.analysis.run import Run, TracedRun
@@ -71,6 +72,7 @@ def write_execution(
 
     For a simulator, as it is with transfers over the links that the network file states, not as it was recorded.
     """
+    wishes.check_ranks(len(execution.trace.ranks))
     with busy("writing"):
         run = execution
         if wishes.simulator:
@@ -90,11 +92,20 @@ def write_run(output: Path, run: Run, wishes: ChakraWishes) -> dict[str, Any]:
         return _write_described(output, run, wishes)
     if not isinstance(run, TracedRun):
         raise OptionError(f"-o {output}: this kind of run cannot be written as Chakra; use .json or .html")
-    execution = replace(run.execution, graph=run.graph)
+    execution = _as_predicted(run)
     world = max(header.world_size for header in execution.trace.headers)
     if len(execution.trace.ranks) == 1 < world:
         return _write_repeated(output, execution, wishes, world)
     return write_execution(output, execution, wishes)
+
+
+def _as_predicted(run: TracedRun) -> Execution:
+    """A traced run at its predicted times, as if it had been recorded so."""
+    graph = run.graph if run.duration is None else run.graph.with_times(run.duration, run.graph.gap)
+    start, end = (np.rint(times).astype(np.int64) + run.origin for times in run.task_times)
+    trace = replace(run.trace, headers=tuple(header._replace(profiled=False) for header in run.trace.headers))
+    nodes = replace(run.nodes, trace=trace, start=start, end=end)
+    return replace(run.execution, trace=trace, nodes=nodes, graph=graph)
 
 
 def _write_described(output: Path, run: DescribedRun, wishes: ChakraWishes) -> dict[str, Any]:
