@@ -160,7 +160,7 @@ def message_state(model: Model, kind: str, phase: str) -> StateModel:
     assert model.pipeline is not None
     stream = model.streams + 2 * (phase == "backward") + (kind == "send")
     eye = [[float(i == j) for j in range(len(COLUMNS))] for i in range(len(COLUMNS))]
-    return StateModel(kind, stream, MESSAGE, [Wait(0, 0)], 1.0, 0.0, 1.0, model.pipeline.columns, eye)
+    return StateModel(kind, stream, MESSAGE, [Wait(0, 0)], False, 1.0, 0.0, 1.0, model.pipeline.columns, eye)
 
 
 class _Plan:

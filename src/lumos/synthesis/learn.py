@@ -230,7 +230,7 @@ class _Learner:
         per_layer = 0.0 if once or layers is None else self._per_layer(counts, layers)
         count = float(counts.mean()) + (0.0 if layers is None else per_layer * (self.layers - float(layers.mean())))
         return StateModel(
-            kind=state.kind, stream=state.stream, group=state.group, waits=list(state.waits),
+            kind=state.kind, stream=state.stream, group=state.group, waits=list(state.waits), pause=state.pause,
             count=rounded(max(count, 0.0), 6), per_layer=rounded(per_layer, 6),
             operators=rounded(float(values[:, -1].mean()), 3), columns=marginals,
             correlation=_correlation(values[:, : len(COLUMNS)]),

@@ -60,6 +60,7 @@ class StateModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream: Annotated[int, msgspec.Meta(ge=-1, le=1000)]
     group: Annotated[int, msgspec.Meta(ge=-1, le=1000)]
     waits: list[Wait]
+    pause: bool
     count: _Number  # in a block
     per_layer: _Number  # of it, what every layer adds; for blocks that span all layers
     operators: _Number  # of the host before each

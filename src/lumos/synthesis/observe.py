@@ -27,6 +27,7 @@ from lumos.synthesis.vocabulary import SYNC, TAIL, collective_kind, compute_kind
 from lumos.trace.trace import Message
 
 _AGO = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192])  # how far back waits are told apart
+_PAUSE = 5.0  # times the usual work
 _SHORTEST_PASS = 4  # tasks; shorter ones belong to the pass before
 _LATENCY_QUANTILE = 0.1
 
@@ -53,6 +54,7 @@ class State(NamedTuple):
     stream: int  # 0 is the one that computes most; -1: none
     group: int = -1  # an index into the groups of the run
     waits: tuple[Wait, ...] = ()  # at most one a stream
+    pause: bool = False  # the host works much longer than usual before it
 
 
 class Task(NamedTuple):
@@ -177,7 +179,7 @@ class _Observer:
         tasks.append(Task(State(TAIL, -1), work, 0.0, 0.0, 0.0, -1.0, operators, -1))
         phases.append(phases[-1] if phases else 0)
         marks.append(0)
-        blocks, passes, layers = _blocks(tasks, _smooth(phases), marks)
+        blocks, passes, layers = _blocks(_with_pauses(tasks), _smooth(phases), marks)
         return ObservedRank(labels.rank, blocks, passes, layers, latency, self._peers(labels), timeline.begun)
 
     # Streams and their kernels.
@@ -369,6 +371,12 @@ class _HostTime:
         begun = ended - observer.graph.duration[self.nodes]
         lanes = observer.nodes.lane[self.nodes]
         return {int(lane): (begun[lanes == lane], ended[lanes == lane]) for lane in np.unique(lanes)}
+
+
+def _with_pauses(tasks: list[Task]) -> list[Task]:
+    """Tasks that say whether the host paused before them: in a pause the GPU catches up, so that its place matters."""
+    usual = float(np.median([task.work for task in tasks]))
+    return [task._replace(state=task.state._replace(pause=task.work > _PAUSE * usual)) for task in tasks]
 
 
 def _smooth(phases: list[int]) -> list[int]:
