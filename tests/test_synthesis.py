@@ -1,0 +1,283 @@
+"""`lumos synthesise`: what a synthetic run preserves, that it holds no original, and that simulators run it."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import astra_rules
+from commands import lumos_here
+from lumos.analysis.replay import replay
+from lumos.errors import InputError, OptionError
+from lumos.export.chakra_writer import write_chakra
+from lumos.synthesis.distance import kernel_tasks
+from lumos.synthesis.draw import draw_step, matched
+from lumos.synthesis.generate import Size, generate
+from lumos.synthesis.learn import learn
+from lumos.synthesis.model import LEVELS, Marginal, Model, read_model, save_model
+from lumos.synthesis.originals import longest_run, nearness
+from lumos.synthesis.synthesise import RecordedJob, Synthetic, record, synthesise
+from lumos.synthesis.vocabulary import KINDS
+from lumos.trace.read.job import read_job
+from support import header, training_run, write_trace
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "src/lumos/data/example"
+
+
+@pytest.fixture(scope="module")
+def first() -> RecordedJob:
+    return record("example", read_job(EXAMPLE), [0])
+
+
+@pytest.fixture(scope="module")
+def second() -> RecordedJob:
+    return record("example, later", read_job(EXAMPLE), [1])
+
+
+@pytest.fixture(scope="module")
+def made(first: RecordedJob, second: RecordedJob) -> Synthetic:
+    return synthesise([first], against=[second])
+
+
+@pytest.fixture(scope="module")
+def model(first: RecordedJob) -> Model:
+    return learn([first.job])
+
+
+# ---------------------------------------------------------------------- what is preserved
+def test_a_step_that_was_not_learned_from_is_met(made: Synthetic) -> None:
+    held_out = made.distances[0]
+    assert held_out.reference == "example, later"
+    assert abs(held_out.step_pct) < 8.0  # the two recorded steps differ by 5.4 %
+    assert held_out.breakdown_points < 5.0
+
+
+def test_the_step_and_its_parts_are_those_of_what_was_learned(made: Synthetic) -> None:
+    learned = made.distances[1]
+    assert abs(learned.step_pct) < 5.0
+    assert abs(learned.clean_pct) < 5.0
+    assert learned.breakdown_points < 3.0
+    assert learned.synthetic.tasks == pytest.approx(learned.recorded.tasks, rel=0.02)
+
+
+def test_collectives_are_as_many_and_as_large(made: Synthetic) -> None:
+    learned = made.distances[1]
+    assert learned.synthetic.collectives.keys() == learned.recorded.collectives.keys() == {"all_reduce"}
+    count, size = learned.recorded.collectives["all_reduce"]
+    assert learned.synthetic.collectives["all_reduce"][0] == count
+    assert learned.synthetic.collectives["all_reduce"][1] == pytest.approx(size, rel=0.05)
+
+
+def test_a_rank_that_does_more_than_the_others_still_does(made: Synthetic, first: RecordedJob) -> None:
+    recorded = [len(rank.tasks) for rank in first.observed[0].ranks]
+    assert recorded[2] > 1.5 * recorded[0]
+    synthetic = [len(rank.tasks) for rank in made.observed[0].ranks]
+    assert synthetic == pytest.approx(recorded, rel=0.05)
+
+
+def test_stratified_draws_have_the_mean_of_their_distribution() -> None:
+    quantiles = np.geomspace(1.0, 100.0, len(LEVELS)).tolist()
+    for count in (1, 3, 50):
+        levels = (np.arange(count) + 0.5) / count
+        assert Marginal(0.0, 20.0, quantiles).at(levels).mean() == pytest.approx(20.0)
+    some_zeros = Marginal(0.5, 20.0, quantiles).at((np.arange(50) + 0.5) / 50)
+    assert (some_zeros == 0).sum() == 25
+
+
+# ---------------------------------------------------------------------- no original
+def test_no_original_is_reproduced(made: Synthetic) -> None:
+    own, sibling = made.nearness["synthetic"], made.nearness["held out"]
+    assert own.equal_tasks == 0.0
+    assert own.longest_run <= sibling.longest_run
+    assert own.median_distance > sibling.median_distance
+    assert made.reproduces is False
+
+
+def test_a_copy_of_an_original_would_be_found(first: RecordedJob) -> None:
+    steps = kernel_tasks(first.observed)
+    copy = nearness(steps[:1], steps)
+    assert (copy.longest_run, copy.equal_tasks, copy.median_distance) == (len(steps[0]), 1.0, 0.0)
+    assert longest_run(steps[0][10:40], steps[0]) == 30
+    shifted = [task._replace(busy=1.005 * task.busy) for task in steps[0]]
+    assert longest_run(shifted, steps[0]) > 20  # close is the same; equal it is not
+    assert nearness([shifted], steps).equal_tasks < 0.01
+
+
+def test_a_run_too_near_to_an_original_is_called_one(made: Synthetic, first: RecordedJob) -> None:
+    copied = Synthetic(made.model, first.runs[0].execution, Size(), 0, made.originals, made.against)
+    assert copied.reproduces is True
+
+
+def secret_run(folder: Path) -> Path:
+    for rank in (0, 1):
+        events = training_run(rank=rank)
+        for event in events:
+            if event.get("cat") in ("kernel", "cpu_op", "user_annotation") and "ProfilerStep" not in event["name"]:
+                event["name"] += "_zyxwv"
+        write_trace(folder / f"zyxwv_rank{rank}.json", events, header(rank, 2))
+    return folder
+
+
+def test_no_name_of_a_trace_is_in_the_model_or_the_files(tmp_path: Path) -> None:
+    source = secret_run(tmp_path)
+    done = lumos_here("synthesise", source, "-o", tmp_path / "s.et", "--save", tmp_path / "m.json", "--json")
+    assert done.returncode == 0, done.stderr
+    written = [*tmp_path.glob("s.*.et"), tmp_path / "s.groups.json", tmp_path / "m.json"]
+    assert len(written) == 4
+    for file in written:
+        assert b"zyxwv" not in file.read_bytes()
+    states = [s for role in read_model(tmp_path / "m.json").roles for block in role.blocks for s in block.states]
+    assert {state.kind for state in states} <= KINDS
+
+
+def test_no_recorded_time_is_in_the_model(model: Model, first: RecordedJob) -> None:
+    """Quantiles are smoothed, and means of few values blurred: none is a recorded value to three digits by design."""
+    single = [
+        (state, block)
+        for role in model.roles
+        for block in role.blocks
+        for state in block.states
+        if state.kind == "embedding" and state.columns["busy"].quantiles
+    ]
+    recorded = {round(t.busy / 1e3, 3) for rank in first.observed[0].ranks for t in rank.tasks}
+    values = {q for state, _ in single for q in state.columns["busy"].quantiles}
+    assert values
+    assert len(values & recorded) <= len(values) // 10
+
+
+# ---------------------------------------------------------------------- files
+def test_files_read_back_replay_to_the_same_step(made: Synthetic, tmp_path: Path) -> None:
+    write_chakra(tmp_path / "s.et", made.execution)
+    back = replay(read_job(tmp_path))
+    assert back.recorded_steps.mean == made.run.recorded_steps.mean
+    assert back.error_pct == pytest.approx(0.0, abs=1e-6)
+    assert back.execution.trace.ranks == [0, 1, 2, 3]
+
+
+def test_astra_sim_would_run_the_files(model: Model, tmp_path: Path) -> None:
+    write_chakra(tmp_path / "s.et", generate(model, Size(ranks=8, steps=1)))
+    workload = astra_rules.check(tmp_path, "s", host=True)
+    assert len(workload.ranks) == 8
+    assert list(workload.groups.values()) in ([], [list(range(8))])
+
+
+def test_the_same_seed_draws_the_same_run_and_another_one_another(model: Model) -> None:
+    one, same, other = (generate(model, seed=seed).graph.duration for seed in (3, 3, 4))
+    assert np.array_equal(one, same)
+    assert not np.array_equal(one[: len(other)], other[: len(one)])
+
+
+def test_a_saved_model_draws_what_the_traces_did(model: Model, tmp_path: Path) -> None:
+    save_model(tmp_path / "m.json", model)
+    again = generate(read_model(tmp_path / "m.json"), seed=5)
+    assert np.array_equal(again.graph.duration, generate(model, seed=5).graph.duration)
+
+
+def test_a_model_needs_no_scipy_to_be_drawn_from(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = builtins.__import__
+
+    def without_scipy(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] == "scipy":
+            raise ImportError(name)
+        return found(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_scipy)
+    assert generate(model).graph.duration.sum() > 0
+    with pytest.raises(OptionError, match=r"needs scipy: pip install 'lumos-sim\[fit\]'"):
+        learn([])
+
+
+# ---------------------------------------------------------------------- other sizes
+def test_more_ranks_steps_and_layers(model: Model) -> None:
+    run = replay(generate(model, Size(ranks=8, steps=3, layers=6)))
+    assert len(run.marks.ranks) == 8
+    assert len(run.marks.names) == 3
+    assert {m.group_size for m in run.execution.trace.messages} == {8}
+    shallow = generate(model, Size(ranks=8, steps=3, layers=3))
+    assert len(run.execution.graph) > 1.4 * len(shallow.graph)
+
+
+def test_two_depths_say_what_a_layer_adds(first: RecordedJob, model: Model) -> None:
+    deeper = record("deeper", generate(model, Size(steps=1, layers=9)))
+    assert deeper.job.layers == 9
+    made = synthesise([first, deeper], Size(steps=1, layers=6))
+    low, high = (job.behaviour.tasks for job in (first, deeper))
+    assert made.distances[0].synthetic.tasks == pytest.approx((low + high) / 2, rel=0.05)
+    assert made.warnings == []
+
+
+def test_roles_that_meet_have_the_same_collectives_in_the_same_order(model: Model) -> None:
+    steps = [draw_step(model, role, 3, 1, np.random.default_rng(0)) for role in range(len(model.roles))]
+    assert len(steps) == 2
+    kinds = [[state.kind for state in step.states if state.group >= 0] for step in matched(steps)]
+    assert kinds[0] == kinds[1]
+
+
+# ---------------------------------------------------------------------- mistakes
+def test_mistakes_are_named(tmp_path: Path, model: Model) -> None:
+    save_model(tmp_path / "m.json", model)
+    text = (tmp_path / "m.json").read_text()
+    (tmp_path / "bad.json").write_text(text.replace('"matmul"', '"my secret kernel"'))
+    (tmp_path / "old.json").write_text(text.replace('"version": 1', '"version": 99'))
+    (tmp_path / "half.json").write_text(text[: len(text) // 2])
+    for arguments, said in (
+        ([tmp_path / "bad.json"], "not in the vocabulary"),
+        ([tmp_path / "old.json"], "version 99 is not known"),
+        ([tmp_path / "half.json"], "not a model of synthetic runs"),
+        ([tmp_path / "m.json", EXAMPLE], "a learned model is given alone"),
+        ([tmp_path / "none"], "no such file or folder"),
+        ([tmp_path / "m.json", "--ranks", "100000", "--steps", "9999"], "tasks; at most"),
+        ([tmp_path / "m.json", "--layers", "-1"], "--layers -1: give a number"),
+        ([tmp_path / "m.json", "--seed", "-1"], "--seed -1: give a number from 0"),
+        ([tmp_path / "m.json", "-o", tmp_path / "s.json"], "use .et"),
+    ):
+        done = lumos_here("synthesise", *arguments)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        assert said in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_jobs_that_communicate_differently_are_refused(first: RecordedJob, tmp_path: Path) -> None:
+    write_trace(tmp_path / "alone.json", [e for e in training_run() if "nccl" not in e["name"].lower()], header(0, 1))
+    other = record("alone", read_job(tmp_path / "alone.json"))
+    with pytest.raises(InputError, match=r"alone: its communication \(none\) is not that of example"):
+        learn([first.job, other.job])
+
+
+def test_layers_are_refused_where_there_are_none(tmp_path: Path) -> None:
+    write_trace(tmp_path / "run.json", training_run(), header(0, 1))
+    job = record("run", read_job(tmp_path / "run.json"))
+    with pytest.raises(OptionError, match="--layers 8: the traces have no attention"):
+        synthesise([job], Size(layers=8))
+
+
+# ---------------------------------------------------------------------- answers
+def test_the_answer_as_json_table_and_page(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    done = lumos_here("synthesise", EXAMPLE, "--against", EXAMPLE, "--report", page, "--json")
+    answer = json.loads(done.stdout)
+    assert answer["ranks"] == 4
+    assert set(answer["nearness"]) == {"synthetic", "held out", "originals among each other"}
+    assert {"step_pct", "breakdown", "path", "collectives", "durations_apart"} <= set(answer["distances"][0])
+    assert "Is an original reproduced?" in page.read_text("utf-8")
+    shown = lumos_here("synthesise", EXAMPLE).stdout
+    assert "what is preserved" in shown
+    assert "how near to the originals" in shown
+
+
+# ---------------------------------------------------------------------- recorded jobs
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["fsdp2_l8", "dp2_tp2_l8", "pp2_mb4"])
+def test_jobs_of_several_ranks_keep_their_step(shared_data: Path, tmp_path: Path, name: str) -> None:
+    trace = read_job(shared_data / "h200/multirank" / name, "rank?.pt.trace.json.gz")
+    made = synthesise([record(name, trace)], Size(steps=1))
+    assert abs(made.distances[0].step_pct) < 5.0
+    assert made.distances[0].breakdown_points < 5.0
+    write_chakra(tmp_path / "s.et", made.execution)
+    astra_rules.check(tmp_path, "s", host=True)
