@@ -1,28 +1,27 @@
 """One job in two simulators: our times beside those that ASTRA-sim printed, rank by rank and collective by collective.
 
 ASTRA-sim counts a rank's own work as compute and the rest of its time as exposed communication. In the files that
-`lumos convert --for astra-sim` writes, the host is part of the work. So it is here: exposed communication is the time
-in which a rank communicates or waits for others and does nothing else.
+`lumos convert --for astra-sim` writes, the host is part of the work, also where it runs ahead while the GPU waits. So
+it is here: exposed communication is the time in which a rank waits for communication and does nothing else.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.analysis.breakdown import covered
 from lumos.analysis.run import Run
 from lumos.errors import InputError
-from lumos.trace.names import Kind, collective_name
+from lumos.trace.names import collective_name
 from lumos.trace.read.astra_sim_log import AstraSimLog
 from lumos.trace.read.chakra_format import NodeType
 
-_MESSAGES = "send, recv"
+_MESSAGES = "messages"
 _CLOSE_PCT = 4.0
 
 
@@ -33,8 +32,8 @@ class RankPair:
     rank: int
     ours_ms: float
     astra_ms: float
-    ours_compute_ms: float
-    astra_compute_ms: float | None
+    ours_work_ms: float
+    astra_work_ms: float | None
     ours_exposed_ms: float
     astra_exposed_ms: float | None
 
@@ -55,12 +54,11 @@ class KindPair:
     astra_ms: float
 
 
-class _Ours(NamedTuple):
-    """One rank of our run: all of it, what of it is exposed communication, and its communication kernels by kind."""
+class OurRank(NamedTuple):
+    """One rank of our run: when it ends, and how long it works, as its export has it."""
 
     wall_ms: float
-    exposed_ms: float
-    kinds: dict[str, list[float]]
+    work_ms: float
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,7 @@ class AstraComparison:
     run: Run
     theirs: AstraSimLog
     stands_for: Sequence[int]
+    ours: Mapping[int, OurRank]
     warnings: Sequence[str] = ()
 
     @cached_property
@@ -88,28 +87,24 @@ class AstraComparison:
         return [self._pair(number, name) for number, name in enumerate(names)]
 
     def _pair(self, number: int, name: int) -> RankPair:
-        ours, found = self._ours[self.stands_for[number]], self.theirs.ranks[number]
+        rank, found = self.stands_for[number], self.theirs.ranks[number]
+        wall, work = self.ours[rank]
         return RankPair(
-            rank=name, ours_ms=ours.wall_ms, astra_ms=(found.wall_ns or 0) / 1e6,
-            ours_compute_ms=ours.wall_ms - ours.exposed_ms, astra_compute_ms=_ms(found.compute_ns),
-            ours_exposed_ms=ours.exposed_ms, astra_exposed_ms=_ms(found.exposed_ns),
+            rank=name, ours_ms=wall, astra_ms=(found.wall_ns or 0) / 1e6,
+            ours_work_ms=work, astra_work_ms=_ms(found.compute_ns),
+            ours_exposed_ms=max(0.0, wall - work), astra_exposed_ms=_ms(found.exposed_ns),
         )  # fmt: skip
 
     @cached_property
-    def _ours(self) -> dict[int, _Ours]:
-        return {rank: self._ours_of(rank) for rank in self.run.trace.ranks}
-
-    def _ours_of(self, rank: int) -> _Ours:
-        trace, origin = self.run.trace, self.run.origin
-        rows = np.flatnonzero((trace.rank == rank) & trace.on_gpu)
-        everything = np.flatnonzero((trace.rank == rank) & trace.is_work)
-        end = int(trace.end[everything].max(initial=origin))
-        comm = trace.kind[rows] == Kind.COMM
-        compute, busy = (covered(trace.start[x], trace.end[x], origin, end) for x in (rows[~comm], rows))
-        kinds: dict[str, list[float]] = defaultdict(list)
-        for row in rows[comm].tolist():
-            kinds[_kind(trace.collective_of(row))].append(float(trace.duration[row]) / 1e6)
-        return _Ours((end - origin) / 1e6, (busy - compute) / 1e6, kinds)
+    def _our_kinds(self) -> dict[int, dict[str, list[float]]]:
+        """Of every rank of our run, the milliseconds of its communication kernels by kind."""
+        trace = self.run.trace
+        found: dict[int, dict[str, list[float]]] = {rank: defaultdict(list) for rank in trace.ranks}
+        for row in np.flatnonzero(trace.is_communication).tolist():
+            kind = trace.collective_of(row)
+            kind = _MESSAGES if kind in ("send", "recv", "send_recv", "p2p") else kind
+            found[int(trace.rank[row])][kind].append(float(trace.duration[row]) / 1e6)
+        return found
 
     @cached_property
     def kinds(self) -> list[KindPair]:
@@ -118,12 +113,13 @@ class AstraComparison:
             return []
         here: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for number, rank in enumerate(self.stands_for):
-            for kind, times in self._ours[rank].kinds.items():
+            for kind, times in self._our_kinds[rank].items():
                 here[kind] += [(number, ms) for ms in times]
         there: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for node in self.theirs.nodes:
-            kind = _MESSAGES if node.type != NodeType.COMM_COLL else collective_name(node.name) or node.name
-            there[kind].append((node.rank, (node.end_ns - node.start_ns) / 1e6))
+            kind = _MESSAGES if node.type == NodeType.COMM_SEND else collective_name(node.name) or node.name
+            if node.type != NodeType.COMM_RECV:  # posted long before their message comes
+                there[kind].append((node.rank, (node.end_ns - node.start_ns) / 1e6))
         rows = [
             KindPair(kind, len(here[kind]), len(there[kind]), _per_rank(here[kind]), _per_rank(there[kind]))
             for kind in dict.fromkeys([*here, *there])
@@ -171,10 +167,6 @@ class AstraComparison:
             "collectives": [asdict(kind) for kind in self.kinds],
             "warnings": self.notes,
         }
-
-
-def _kind(collective: str) -> str:
-    return _MESSAGES if collective in ("send", "recv", "send_recv", "p2p") else collective
 
 
 def _per_rank(calls: list[tuple[int, float]]) -> float:

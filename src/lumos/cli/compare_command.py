@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lumos.analysis.astra_comparison import AstraComparison
+from lumos.analysis.astra_comparison import AstraComparison, OurRank
 from lumos.analysis.comparison import Comparison
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import deliver
+from lumos.export.chakra_communication import plan_communication
+from lumos.export.folded_ranks import Folder, Task
 from lumos.files import check_output, write_csv
+from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
+from lumos.prediction.step_tasks import StepTasks
 from lumos.program.rank_places import RankPlaces
 from lumos.report.html.astra_page import astra_page
 from lumos.report.html.comparison_page import comparison_page
@@ -61,7 +66,11 @@ def _compare_with_astra_sim(run: Path, log: Path, options: TraceOptions, as_json
 
 def _traced(path: Path, options: TraceOptions, theirs: AstraSimLog) -> AstraComparison:
     ours = load_run(path, options)
-    return AstraComparison(ours.run, theirs, ours.execution.trace.ranks, ours.execution.warnings)
+    folder = Folder(ours.execution, plan_communication(ours.execution, closed=True))
+    trace, origin = ours.run.trace, ours.run.origin
+    end = {rank: int(trace.end[(trace.rank == rank) & trace.is_work].max(initial=origin)) for rank in trace.ranks}
+    ranks = {rank: OurRank((end[rank] - origin) / 1e6, _work_ms(folder.rank(rank))) for rank in trace.ranks}
+    return AstraComparison(ours.run, theirs, trace.ranks, ranks, ours.execution.warnings)
 
 
 def _described(path: Path, theirs: AstraSimLog) -> AstraComparison:
@@ -69,9 +78,17 @@ def _described(path: Path, theirs: AstraSimLog) -> AstraComparison:
     setup = read_setup(path)
     found = predict(setup)
     places = RankPlaces.of_setup(setup.parallel)
-    stages = found.run.trace.ranks
-    stands_for = [stages[places.of(rank)[1]] for rank in range(setup.cluster.gpus)]
-    return AstraComparison(found.run, theirs, stands_for, found.warnings)
+    assert isinstance(found.run, DescribedRun)
+    trace, tasks = found.run.trace, StepTasks(found.run)
+    end = {rank: int(trace.end[(trace.rank == rank) & trace.on_gpu].max(initial=0)) for rank in trace.ranks}
+    ranks = {rank: OurRank(end[rank] / 1e6, _work_ms(tasks.tasks(stage))) for stage, rank in enumerate(trace.ranks)}
+    stands_for = [trace.ranks[places.of(rank)[1]] for rank in range(setup.cluster.gpus)]
+    return AstraComparison(found.run, theirs, stands_for, ranks, found.warnings)
+
+
+def _work_ms(tasks: Iterable[Task]) -> float:
+    """How long a rank works, in the files that ASTRA-sim is given."""
+    return sum(task.ns for task in tasks if task.transfer is None) / 1e6
 
 
 def _is_setup(path: Path) -> bool:

@@ -24,7 +24,7 @@ def ranks_table(found: AstraComparison) -> Table:
     """Every rank: the run, its own work, and what it waits for communication."""
     rows = [
         Row(
-            [str(p.rank), p.ours_ms, p.astra_ms, p.difference_pct, p.ours_compute_ms, p.astra_compute_ms,
+            [str(p.rank), p.ours_ms, p.astra_ms, p.difference_pct, p.ours_work_ms, p.astra_work_ms,
              p.ours_exposed_ms, p.astra_exposed_ms],
             rank=str(p.rank),
         )

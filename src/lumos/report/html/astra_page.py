@@ -11,7 +11,7 @@ from lumos.report.wording import ms_text
 _MOST_BARS = 64
 _RANKS = (
     "From the start until the rank ends. Work is everything that the rank does itself, the host included; exposed "
-    "communication is the time in which it communicates or waits for other ranks and does nothing else."
+    "communication is the time in which it waits for communication and does nothing else."
 )
 _KINDS = "From the issue to the end, waiting for other ranks included; the sum over a rank's calls, mean over ranks."
 
