@@ -63,10 +63,11 @@ DEEPSEEK_V3 = sizes(
     "deepseek_v3", 61, 7168, 18432, 128, 128, 129280, n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1,
     moe_intermediate_size=2048, first_k_dense_replace=3, moe_layer_freq=1, q_lora_rank=1536, kv_lora_rank=512,
     qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_nextn_predict_layers=1,
+    n_group=8, topk_group=4,
 )  # fmt: skip
 KIMI_K2 = DEEPSEEK_V3 | {
     "model_type": "kimi_k2", "n_routed_experts": 384, "num_attention_heads": 64, "vocab_size": 163840,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 MINICPM3 = sizes(
     "minicpm3",
@@ -205,6 +206,13 @@ def count_of(config: dict[str, Any]) -> tuple[int | None, str]:
     text = config.get("text_config", config)
     seq = next((text[key] for key in ("max_position_embeddings", "n_positions", "max_seq_len") if key in text), 0)
     return Model(**reading.sections["model"]).parameters(seq), "; ".join(note.sentence for note in reading.notes)
+
+
+def test_groups_of_experts_are_read_and_further_predictions_are_left_out_as_by_transformers(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEEPSEEK_V3))
+    model = read_setup(path, ["cluster.gpus=1", "train.seq=4096"]).model
+    assert (model.expert_groups, model.top_k_groups, model.mtp_layers) == (8, 4, 0)
 
 
 def test_no_configuration_of_transformers_is_read_with_a_wrong_size() -> None:
@@ -811,6 +819,11 @@ def test_a_torchtitan_toml_of_an_older_version(tmp_path: Path) -> None:
             "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = 'ZBVZeroBubble'",
             "parallel.vpp",
             2,
+        ),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = 'DualPipeV'",
+            "parallel.schedule",
+            "dualpipe-v",
         ),
         ("[parallelism]\npipeline_parallel_degree = 4", "parallel.stage_layers", (8, 9, 8, 7)),
         (

@@ -86,6 +86,7 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"preset": "llama4-scout", "parallel__ep": 8, "parallel__dp": 8},
         MOE,
         {"preset": "deepseek-v3", "parallel__ep": 8, "parallel__dp": 8},
+        {"preset": "deepseek-v3", "model__mtp_layers": 1, "train__precision": "fp8", "train__fp8_scaling": "block"},
         {"preset": "deepseek-v2-lite"},
     ],
     ("torchtitan", "torchtitan"): [
@@ -110,6 +111,7 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {**PIPELINE, "parallel__schedule": "gpipe"},
         {**PIPELINE, "parallel__vpp": 2, "parallel__schedule": "interleaved"},
         {**PIPELINE, "parallel__vpp": 2, "parallel__schedule": "zero-bubble-v"},
+        {**PIPELINE, "parallel__vpp": 2, "parallel__schedule": "dualpipe-v"},
         {**PIPELINE, "parallel__stage_layers": [7, 9, 9, 7]},
         {"preset": "llama3-405b", **PIPELINE, "parallel__vpp": 2, "parallel__schedule": "interleaved"},
         {"preset": "deepseek-v3", "parallel__ep": 8, "parallel__dp": 8, "parallel__zero": 3},

@@ -49,7 +49,8 @@ def options_of(setup: Setup) -> Options:
     wanted = _wanted(setup)
     found = {section: list(_by_tables(wanted, section)) for section in ("model", "train", "parallel")}
     found["model"] += [*_model(setup), *_WRITING["always"]]
-    found["train"] += _WRITING["precisions"].get(setup.train.precision, ())
+    by_block = setup.train.precision == "fp8" and setup.train.fp8_scaling == "block"
+    found["train"] += _WRITING["precisions"].get("fp8, block" if by_block else setup.train.precision, ())
     found["train"] += [f"max-position-embeddings {setup.train.seq}"]
     found["train"] += [*_recomputation(setup.train), *_offloading(setup.train)]
     found["parallel"] += _parallel(setup)
@@ -81,7 +82,7 @@ def _wanted(setup: Setup) -> dict[str, Any]:
     """The keys that single options say, without those that have no option where they are off."""
     model, train, parallel, values = setup.model, setup.train, setup.parallel, effective(setup)
     latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    experts = ("experts", "top_k", "expert_ffn")
+    experts, given = ("experts", "top_k", "expert_ffn"), ("expert_groups", "top_k_groups", "mtp_layers")
     unless = {
         "model.kv_heads": model.latent or model.kv_heads == model.heads,
         "model.head_dim": model.latent or model.head_dim * model.heads == model.hidden,
@@ -90,6 +91,7 @@ def _wanted(setup: Setup) -> dict[str, Any]:
         "model.qkv_bias": model.bias,
         **{f"model.{key}": not model.latent or not getattr(model, key) for key in latent},
         **{f"model.{key}": not model.experts for key in experts},
+        **{f"model.{key}": not getattr(model, key) for key in given},
         "train.attention": not train.attention,
         "train.reduce_precision": not train.reduce_precision,
         "parallel.cp": parallel.cp == 1,
