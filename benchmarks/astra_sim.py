@@ -212,7 +212,7 @@ def recorded_job(name: str, path: Path, options: tuple[str, ...], programs: Path
     """One recorded job in both simulators."""
     source = read_job(path)
     if options and not isinstance(source, Execution):
-        files = {rank: next(Path(options[1]).glob(f"*{rank}.json*")) for rank in source.ranks}
+        files = {rank: next(Path(options[1]).glob(f"rank{rank}.*")) for rank in source.ranks}
         source = link_traces(source, {rank: read_execution_trace(file) for rank, file in files.items()}).enrich(source)
     job = Job.of(source if isinstance(source, Execution) else build_graph(source))
     found: dict[str, Any] = {"name": name, "ranks": len(job.execution.trace.ranks), "transfers": len(job.transfers)}
@@ -383,23 +383,29 @@ def page(kept: dict[str, Any]) -> str:
     return text
 
 
-def measure(programs: Path, data: Path) -> dict[str, Any]:
-    """All jobs in both simulators, now."""
+def measure(programs: Path, data: Path, only: str) -> None:
+    """All jobs in both simulators, now; or those with `only` in their names."""
     jobs = [("example of the package", ROOT / "src/lumos/data/example", ())]
     jobs += [(name, data / "h200/multirank" / name, ()) for name in JOBS]
     jobs += [
         (name, data / "public" / path, tuple(str(data / "public" / one) if "/" in one else one for one in options))
         for name, (path, options) in PUBLIC.items()
     ]
-    found: dict[str, Any] = {"jobs": [], "described": []}
     for name, path, options in jobs:
-        print(f"{name} …", file=sys.stderr, flush=True)
-        if path.exists():
-            found["jobs"].append(recorded_job(name, path, options, programs))
+        if only in name and path.exists():
+            _keep("jobs", [name for name, _, _ in jobs], recorded_job(name, path, options, programs))
     for name, text in SETUPS.items():
-        print(f"{name} …", file=sys.stderr, flush=True)
-        found["described"].append(described_run(name, text, programs))
-    return found
+        if only in name:
+            _keep("described", list(SETUPS), described_run(name, text, programs))
+
+
+def _keep(table: str, order: list[str], found: dict[str, Any]) -> None:
+    """Put one result in its place among those that are kept."""
+    print(f"{found['name']}: {found['astra_ms']:.2f} ms in ASTRA-sim", file=sys.stderr, flush=True)
+    kept = json.loads(KEPT.read_text())
+    rows = {row["name"]: row for row in kept.get(table, [])} | {found["name"]: found}
+    kept[table] = [rows[name] for name in order if name in rows]
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def main() -> None:
@@ -408,14 +414,14 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, metavar="FOLDER")
     parser.add_argument("--build", type=Path, default=ROOT / "out/astra_sim", metavar="FOLDER")
     parser.add_argument("--bin", type=Path, metavar="FOLDER")
+    parser.add_argument("--only", default="", metavar="NAME", help="run again only jobs with this in their names")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data")
     options = parser.parse_args()
     programs = build(options.sources, options.build, 2) if options.sources else options.bin
     if programs is not None:
         if not (programs / PROGRAM).exists():
             raise SystemExit(f"--bin {programs}: no {PROGRAM} in it; --sources FOLDER builds it")
-        kept = json.loads(KEPT.read_text()) | measure(programs.resolve(), options.data)
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+        measure(programs.resolve(), options.data, options.only)
     written = page(json.loads(KEPT.read_text()))
     if options.output:
         options.output.write_text(written)

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 from commands import lumos_here
 from lumos.errors import InputError
+from lumos.export.astra_prices import transfer_ns
+from lumos.export.chakra_communication import Transfer
 from lumos.trace.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
-from lumos.trace.read.chakra_format import NodeType
+from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import astra_sim as benchmark  # noqa: E402
+import build_astra_sim  # noqa: E402
+import chakra_runs  # noqa: E402
+
 EXAMPLE = ROOT / "src/lumos/data/example"
+KEPT = ROOT / "tests/data/astra_sim/example.log"  # what ASTRA-sim made of it
+GIB = 2**30 / 1e9
 
 HEAD = "[2026-11-16 15:16:02.641] [system::topology::RingTopology] [info] ring of node 0, id: 0 dimension: local\n"
 END = "[2026-11-16 15:16:02.642] [system] [warning] Exiting\n"
@@ -127,7 +140,7 @@ def test_compare_sets_our_ranks_beside_those_of_astra_sim(tmp_path: Path) -> Non
     assert [pair["astra_ms"] for pair in answer["ranks"]] == [time / 1e6 for time in times]
     assert all(pair["astra_exposed_ms"] == 5.0 for pair in answer["ranks"])
     for pair in answer["ranks"]:
-        assert pair["ours_compute_ms"] + pair["ours_exposed_ms"] == pytest.approx(pair["ours_ms"])
+        assert pair["ours_work_ms"] + pair["ours_exposed_ms"] == pytest.approx(pair["ours_ms"])
         assert pair["difference_pct"] == pytest.approx(100 * (pair["astra_ms"] / pair["ours_ms"] - 1))
     assert answer["ours_ms"] == max(pair["ours_ms"] for pair in answer["ranks"])
 
@@ -148,3 +161,90 @@ def test_compare_refuses_a_result_of_another_job(tmp_path: Path) -> None:
     done = lumos_here("compare", EXAMPLE, log(tmp_path, finished(0, 10, 0), END))
     assert done.returncode == 2
     assert "1 ranks in ASTRA-sim and 4 in the run" in " ".join(done.stderr.split())
+
+
+# ---------------------------------------------------------------------- both simulators, without ASTRA-sim
+def test_the_example_takes_as_long_in_astra_sim_as_here_rank_by_rank() -> None:
+    answer = json.loads(lumos_here("compare", EXAMPLE, KEPT, "--json").stdout)
+    assert abs(answer["difference_pct"]) < 1
+    for pair in answer["ranks"]:
+        assert abs(pair["difference_pct"]) < 2
+        assert pair["astra_work_ms"] == pytest.approx(pair["ours_work_ms"], abs=0.02 * answer["ours_ms"])
+        assert pair["astra_exposed_ms"] == pytest.approx(pair["ours_exposed_ms"], abs=0.02 * answer["ours_ms"])
+    (kind,) = answer["collectives"]
+    assert (kind["kind"], kind["calls"], kind["astra_calls"]) == ("all_reduce", 32, 32)
+    assert kind["astra_ms"] == pytest.approx(kind["ours_ms"], rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example as it is written for ASTRA-sim."""
+    folder = tmp_path_factory.mktemp("exported")
+    assert lumos_here("convert", EXAMPLE, "-o", folder / "job.et", "--for", "astra-sim").returncode == 0
+    return folder
+
+
+def price_over(folder: Path) -> Callable[[chakra_runs.Transfer], float]:
+    """What a collective takes over the links of a network file, by our account of ASTRA-sim."""
+    network = yaml.safe_load((folder / "job.network.yml").read_text())
+    link = GIB * network["bandwidth"][0], network["latency"][0]
+
+    def price(found: chakra_runs.Transfer) -> float:
+        transfer = Transfer(NodeType.COMM_COLL, found.bytes, COLLECTIVES[found.kind], "1")
+        return transfer_ns(transfer, len(found.ranks), *link)
+
+    return price
+
+
+def test_every_transfer_costs_what_astra_sim_made_of_it(exported: Path) -> None:
+    """Its log has every node; of a collective, the rank that came last has waited for nobody."""
+    took = {(node.rank, node.id): node.end_ns - node.start_ns for node in read_astra_sim_log(KEPT).nodes}
+    price, files = price_over(exported), chakra_runs.ChakraRun.read(exported / "job.et")
+    assert len(files.transfers) == 8
+    for found in files.transfers:
+        assert price(found) == pytest.approx(min(took[place] for place in found.nodes), rel=0.01)
+
+
+@pytest.mark.parametrize("one_at_a_time", [False, True])
+def test_exported_files_at_the_prices_of_astra_sim_take_as_long_as_it_said(exported: Path, one_at_a_time: bool) -> None:
+    price, files = price_over(exported), chakra_runs.ChakraRun.read(exported / "job.et")
+    said = read_astra_sim_log(KEPT).step_ns / 1e6
+    assert files.ms(price, one_at_a_time) == pytest.approx(said, rel=0.005)
+    assert files.ms(lambda found: 3 * price(found), one_at_a_time) > 1.5 * said  # the network does decide this job
+
+
+# ---------------------------------------------------------------------- the benchmark
+def test_the_page_is_written_from_the_kept_results() -> None:
+    assert benchmark.page(json.loads(benchmark.KEPT.read_text())) == (ROOT / "docs/astra_sim.md").read_text("utf-8")
+
+
+def test_kept_results_agree_for_steady_transfers_and_are_explained_for_all() -> None:
+    kept = json.loads(benchmark.KEPT.read_text())
+    recorded, described = kept["jobs"], kept["described"]
+    steady = [job for job in recorded if "rates" in job and job["rates"][1] <= benchmark.STEADY * job["rates"][0]]
+    assert len(steady) >= 4
+    for job in steady:
+        assert job["astra_ms"] == pytest.approx(job["ours_ms"], rel=0.04), job["name"]
+    for job in recorded:
+        explained = job.get("one_at_a_time_ms", job["ours_ms"])
+        assert job["astra_ms"] == pytest.approx(explained, rel=0.04), job["name"]
+        assert job["statistics"], job["name"]
+    assert len(described) >= 3
+    for run in described:
+        assert run["astra_ms"] == pytest.approx(run["ideal_ms"], rel=0.04), run["name"]
+        assert run["astra_ms"] == pytest.approx(run["lent_one_at_a_time_ms"], rel=0.001), run["name"]
+
+
+@pytest.mark.parametrize(("sources", "message"), [("nowhere", "no such folder"), (".", "no clone of astra-sim in it")])
+def test_building_without_sources_ends_in_one_line(tmp_path: Path, sources: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        build_astra_sim.build(tmp_path / sources, tmp_path / "build", 1)
+
+
+def test_the_benchmark_without_the_program_ends_in_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/astra_sim.py", "--bin", tmp_path], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "--sources FOLDER builds it" in done.stderr
+    assert "Traceback" not in done.stderr
