@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from lumos.analysis.run import Run, TracedRun
+from lumos.analysis.run import TracedRun
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import OptionError
 from lumos.export.astra_files import Dimension, described_network, needs_parting, traced_network, write_astra_files
@@ -22,8 +22,13 @@ from lumos.export.rank_files import Stages, write_stages
 from lumos.export.repeated_rank import repeated_rank
 from lumos.graph.from_trace.build import Execution
 from lumos.prediction.described_run import DescribedRun
+from lumos.prediction.prediction import Prediction
 from lumos.prediction.step_tasks import StepTasks
+from lumos.program.rank_layout import RankLayout
 from lumos.program.rank_places import RankPlaces
+from lumos.setup.frameworks import framework_named
+from lumos.setup.setup import Setup
+from lumos.step.step import prices_of
 from lumos.trace.read.chakra_format import NodeType
 from lumos.trace.read.execution_trace import Links
 from lumos.workers.engine import engine_named
@@ -86,8 +91,9 @@ def write_execution(
     return answer
 
 
-def write_run(output: Path, run: Run, wishes: ChakraWishes) -> dict[str, Any]:
+def write_prediction(output: Path, found: Prediction, wishes: ChakraWishes) -> dict[str, Any]:
     """A predicted run of any kind."""
+    run = found.run
     if isinstance(run, DescribedRun):
         return _write_described(output, run, wishes)
     if not isinstance(run, TracedRun):
@@ -95,7 +101,7 @@ def write_run(output: Path, run: Run, wishes: ChakraWishes) -> dict[str, Any]:
     execution = _as_predicted(run)
     world = max(header.world_size for header in execution.trace.headers)
     if len(execution.trace.ranks) == 1 < world:
-        return _write_repeated(output, execution, wishes, world)
+        return _write_repeated(output, execution, wishes, world, found.setup)
     return write_execution(output, execution, wishes)
 
 
@@ -123,14 +129,21 @@ def _write_described(output: Path, run: DescribedRun, wishes: ChakraWishes) -> d
     return answer
 
 
-def _write_repeated(output: Path, execution: Execution, wishes: ChakraWishes, world: int) -> dict[str, Any]:
+def _write_repeated(
+    output: Path, execution: Execution, wishes: ChakraWishes, world: int, setup: Setup | None
+) -> dict[str, Any]:
     """A dry run of one rank: all ranks do the same."""
     stages, warnings = repeated_rank(execution, world)
     answer = _write_stages(output, stages)
     answer["warnings"] = [*answer["warnings"], *warnings]
     if wishes.simulator:
         parted = needs_parting(stages.groups(), world)
-        answer |= _beside(output, traced_network(execution, parted, world), _group_file(answer))
+        if setup is None:
+            dimensions = traced_network(execution, parted, world)
+        else:
+            layout = RankLayout(setup, framework_named(setup.train.framework, setup.train.precision))
+            dimensions = described_network(layout, prices_of(setup).network, parted)
+        answer |= _beside(output, dimensions, _group_file(answer))
     return answer
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lumos.analysis.replay import replay
 from lumos.cli.anonymising import anonymised_answer, show_anonymised, wishes
-from lumos.cli.chakra_output import ChakraWishes, show_written, write_execution, write_run
+from lumos.cli.chakra_output import ChakraWishes, show_written, write_execution, write_prediction
 from lumos.cli.loading import load_source
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.prediction_sources import Described, OfConfig, OfScript, Source
@@ -38,6 +38,9 @@ def convert_command(
     output: Annotated[Path, typer.Option("-o", "--output", help=_OUTPUT)],
     options: TraceOptions,
     as_json: AsJson = False,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE of a setup or dry run. Repeatable.")
+    ] = None,
     et: Annotated[
         Path | None, typer.Option("--et", help="The PyTorch execution trace of the same run, or a folder of them.")
     ] = None,
@@ -71,10 +74,12 @@ def convert_command(
     chakra = ChakraWishes(simulator, fold_host, metadata, operators)
     chakra.check(output)
     wanted = wishes(anonymised, drop, keep, output)
-    if (source := _predictable(path)) is not None:
+    if (source := _predictable(path, changes or [])) is not None:
         _refuse_for_predicted(path, options, et, anonymised)
         deliver(_write_predicted(output, source, chakra), show_written, as_json)
         return
+    if changes:
+        raise OptionError(f"--set: {path} is a trace; lumos predict --from {path} --set … -o {output} changes it")
     execution, links = _load(path, options, et)
     hidden = wanted.apply(execution, links, output)
     if hidden is not None:
@@ -94,13 +99,13 @@ def _show(answer: dict[str, Any], console: Console) -> None:
         show_anonymised(answer["anonymised"], console)
 
 
-def _predictable(path: Path) -> Source | None:
+def _predictable(path: Path, changes: list[str]) -> Source | None:
     """What is no trace: a dry run, or a file that describes a run."""
     if dry_files(path):
-        return OfScript(path, [])
+        return OfScript(path, changes)
     if not path.is_file() or form_of_file(path, head_of(path)) != Form.OTHER:
         return None
-    return OfConfig(path, []) if path.suffix.lower() == ".json" else Described(path, [])
+    return OfConfig(path, changes) if path.suffix.lower() == ".json" else Described(path, changes)
 
 
 def _refuse_for_predicted(path: Path, options: TraceOptions, et: Path | None, anonymised: bool) -> None:
@@ -114,7 +119,7 @@ def _refuse_for_predicted(path: Path, options: TraceOptions, et: Path | None, an
 def _write_predicted(output: Path, source: Source, chakra: ChakraWishes) -> dict[str, Any]:
     found = source.on(None, Tariff())
     if form_of(output, FORMS) == ".et":
-        answer = write_run(output, found.run, chakra)
+        answer = write_prediction(output, found, chakra)
         warnings = [*answer.pop("warnings"), *found.warnings]
         return answer | {"step_ms": found.step_ms, "warnings": warnings}
     write_timeline(output, found.run)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from lumos.analysis.replay import Replay
-from lumos.cli.chakra_output import ChakraWishes, show_written, write_run
+from lumos.cli.chakra_output import ChakraWishes, show_written, write_prediction
 from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
 from lumos.cli.options import (
@@ -168,7 +168,7 @@ def _deliver(
         ".trace.json": lambda to: write_timeline(to, found.run),
         ".trace.json.gz": lambda to: write_timeline(to, found.run),
     }
-    written = write_run(output, found.run, chakra) if output is not None and output.name.endswith(".et") else {}
+    written = write_prediction(output, found, chakra) if output is not None and output.name.endswith(".et") else {}
     answer |= {"written": written} if written else {}
 
     def show(_: dict[str, Any], to: Console) -> None:
