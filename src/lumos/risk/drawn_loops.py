@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.graph.compiled_loops import compiled
+from lumos.graph.compiled_loops import compiled, compiled_into
 
 Array = NDArray[Any]
 
@@ -81,23 +81,35 @@ def slowest_paces(
     return factor, row
 
 
+# What is drawn for every stage and column: factors on all GPU time, on the host, on communication inside passes and on
+# messages with the stage before and with the next, and nanoseconds of a pause; and the row of `tables` for a pass, and
+# the node that the pause is in.
+PACE, HOST, INSIDE, BEFORE, NEXT, PAUSE = range(6)
+ROW, PAUSED = range(2)
+_BITS = np.uint64(52)  # the upper twelve choose an entry of a table
+
+
+@compiled_into
+def _next(state: Any) -> Any:
+    """The random number after this one."""
+    return state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+
+
 @compiled
-def pass_sums(
-    order: Array, duration: Array, place: Array, parts: Array, fresh: Array, row: Array, tables: Array, states: Array
-) -> Array:
+def pass_sums(order: Array, tasks: Array, row: Array, tables: Array, states: Array) -> Array:
     """(stages, columns): GPU time of all passes as `drawn_spans` draws them, over that without what is drawn."""
     drawn, plain, held = np.zeros(row.shape), np.zeros(len(row)), np.zeros(row.shape, np.int64)
-    multiplier, increment, bits = np.uint64(6364136223846793005), np.uint64(1442695040888963407), np.uint64(52)
     state = states.copy()
     for node in order:
-        work, stage = duration[node] * parts[node, 0], place[node]
-        if parts[node, 0] + parts[node, 1] + parts[node, 2] > 0.0:
+        task = tasks[node]
+        work, stage = task.length * task.gpu, task.stage
+        if task.gpu + task.host + task.within > 0.0:
             plain[stage] += work
             for w in range(row.shape[1]):
-                if fresh[node]:
-                    state[w] = state[w] * multiplier + increment
-                if fresh[node] and parts[node, 0] > 0.0:
-                    held[stage, w] = state[w] >> bits
+                if task.fresh:
+                    state[w] = _next(state[w])
+                if task.fresh and task.gpu > 0.0:
+                    held[stage, w] = state[w] >> _BITS
                 drawn[stage, w] += work * tables[row[stage, w], held[stage, w]]
     for stage in range(len(row)):
         for w in range(row.shape[1]):
@@ -105,81 +117,95 @@ def pass_sums(
     return drawn
 
 
+@compiled_into
+def _wait(edge: Any, here: int, there: int, reached: Array, drawn: Array, chances: Array, messages: Array,
+          time: Array) -> None:  # fmt: skip
+    """Every column waits for another node, in the stage `there`; a message between stages takes as long as drawn."""
+    if not edge.is_message:
+        for w in range(len(time)):
+            time[w] = max(time[w], reached[w] + edge.lag)
+        return
+    mine, other = (NEXT, BEFORE) if (there - here) % drawn.shape[1] == 1 else (BEFORE, NEXT)
+    for w in range(len(time)):
+        messages[w] = _next(messages[w])
+        far = max(drawn[mine, here, w], drawn[other, there, w])
+        time[w] = max(time[w], reached[w] + edge.lag * far * chances[messages[w] >> _BITS])
+
+
+@compiled_into
+def _work(node: int, task: Any, drawn: Array, chosen: Array, work: Array, tables: Array, inner: float, states: Array,
+          held: Array, time: Array, end: Array) -> None:  # fmt: skip
+    """A part of a pass: GPU, host and communication inside it, each with its factor; a pause delays its beginning."""
+    stage, hosts, length, gpu, host, within = task.stage, len(tables) - 1, task.length, task.gpu, task.host, task.within
+    micro = task.micro if len(work) else -1
+    if task.fresh:
+        for w in range(len(time)):
+            states[w] = _next(states[w])
+    if task.fresh and gpu > 0.0:
+        for w in range(len(time)):
+            held[stage, w] = states[w] >> _BITS
+    for w in range(len(time)):
+        factor = 1.0
+        if gpu > 0.0:
+            pace = drawn[PACE, stage, w] * tables[chosen[ROW, stage, w], held[stage, w]]
+            if micro >= 0:
+                pace *= work[micro, w]
+            factor += gpu * (pace - 1.0)
+            if chosen[PAUSED, stage, w] == node:
+                time[w] += drawn[PAUSE, stage, w]
+        if host > 0.0:
+            factor += host * (drawn[HOST, stage, w] * tables[hosts, states[w] >> _BITS] - 1.0)
+        if within > 0.0:
+            factor += within * (inner * drawn[INSIDE, stage, w] - 1.0)
+        end[node, w] = time[w] + length * factor
+
+
+@compiled_into
+def _meet(node: int, task: Any, chances: Array, shared: Array, lanes: int, near: int, time: Array, end: Array) -> None:
+    """A collective: those who meet begin with the last of them, and take equally long."""
+    group = 1 if task.meets < 2 else (lanes if task.meets == 2 else near)
+    for first in range(0, len(time), group):
+        if task.meets > 0 and (group > 1 or first % lanes == 0):
+            shared[first // lanes] = _next(shared[first // lanes])
+        latest = 0.0
+        for w in range(first, first + group):
+            latest = max(latest, time[w])
+        chance = chances[shared[first // lanes] >> _BITS] if task.meets > 0 else 1.0
+        for w in range(first, first + group):
+            time[w] = latest
+            end[node, w] = latest + task.length * chance
+
+
 @compiled
 def drawn_spans(
-    order: Array, is_first: Array, duration: Array, gap: Array, incoming: Array, source: Array, lag: Array,
-    from_start: Array, place: Array, parts: Array, fresh: Array, meets: Array, link: Array, micro: Array,
-    pace: Array, row: Array, apart: Array, pause: Array, paused: Array, work: Array, hosted: Array, tables: Array,
+    order: Array, tasks: Array, incoming: Array, edges: Array, drawn: Array, chosen: Array, work: Array, tables: Array,
     inner: float, states: Array, messages: Array, shared: Array, lanes: int, near: int,
 ) -> Array:  # fmt: skip
     """The length of a run in several scenarios at once, whose replicas are lanes: `lanes` columns a scenario.
 
-    Of every node: its stage (`place`), the shares of its time that GPU, host and communication inside it take
-    (`parts`; none of them: a collective), whether it begins a pass (`fresh`: what is drawn for a pass holds for all
-    its parts), who meets in it (1: nobody, 2: all lanes, 3: `near` neighbouring ones), its micro-batch. Of every
-    stage and column: the factor on all GPU time (`pace`), the row of `tables` for a pass, factors on communication
-    inside passes and on messages with the stage before and with the next (`apart`), a pause and the node it is in, and
-    a factor on the host (`hosted`). Of every column: factors on micro-batches (`work`). The last two tables are those
-    of collectives and of hosts.
-    `states` and `messages` are the random numbers of columns, `shared` those of scenarios; they are changed.
+    `tasks` and `edges` are the tables of `drawn_steps`; `drawn` and `chosen` have a plane of (stages, columns) for each
+    of the above, `work` the factors on micro-batches of every column. The last two rows of `tables` are those of
+    collectives and of hosts. `states` and `messages` are the random numbers of columns, `shared` those of scenarios;
+    they are changed.
     """
-    columns, nodes = pace.shape[1], len(duration)
+    columns, nodes = drawn.shape[2], len(tasks)
     end, begin, time = np.empty((nodes, columns)), np.empty((nodes, columns)), np.empty(columns)
-    longest, held = np.zeros(columns // lanes), np.zeros(pace.shape, np.int64)
-    collectives, hosts = len(tables) - 2, len(tables) - 1
-    multiplier, increment, bits = np.uint64(6364136223846793005), np.uint64(1442695040888963407), np.uint64(52)
+    longest, held, chances = np.zeros(columns // lanes), np.zeros(drawn.shape[1:], np.int64), tables[len(tables) - 2]
     for node in order:
-        stage, length = place[node], duration[node]
-        gpu, host, within = parts[node, 0], parts[node, 1], parts[node, 2]
+        task = tasks[node]
         for w in range(columns):
-            time[w] = gap[node] if is_first[node] else end[node - 1, w] + gap[node]
-        for edge in range(incoming[node], incoming[node + 1]):
-            other, late = source[edge], lag[edge]
-            reached = begin[other] if from_start[edge] else end[other]
-            if link[edge]:
-                here, there = (2, 1) if (place[other] - stage) % len(pace) == 1 else (1, 2)
-                for w in range(columns):
-                    messages[w] = messages[w] * multiplier + increment
-                    far = max(apart[here, stage, w], apart[there, place[other], w])
-                    time[w] = max(time[w], reached[w] + late * far * tables[collectives, messages[w] >> bits])
-            else:
-                for w in range(columns):
-                    time[w] = max(time[w], reached[w] + late)
-        if gpu + host + within > 0.0:
-            if fresh[node]:
-                for w in range(columns):
-                    states[w] = states[w] * multiplier + increment
-            if fresh[node] and gpu > 0.0:
-                for w in range(columns):
-                    held[stage, w] = states[w] >> bits
-            for w in range(columns):
-                factor = 1.0
-                if gpu > 0.0:
-                    mine = pace[stage, w] * tables[row[stage, w], held[stage, w]]
-                    if micro[node] >= 0:
-                        mine *= work[micro[node], w]
-                    factor += gpu * (mine - 1.0)
-                    if paused[stage, w] == node:
-                        time[w] += pause[stage, w]
-                if host > 0.0:
-                    factor += host * (hosted[stage, w] * tables[hosts, states[w] >> bits] - 1.0)
-                if within > 0.0:
-                    factor += within * (inner * apart[0, stage, w] - 1.0)
-                begin[node, w] = time[w]
-                end[node, w] = time[w] + length * factor
+            time[w] = task.gap if task.is_first else end[node - 1, w] + task.gap
+        for number in range(incoming[node], incoming[node + 1]):
+            edge = edges[number]
+            reached = begin[edge.source] if edge.from_start else end[edge.source]
+            _wait(edge, task.stage, tasks[edge.source].stage, reached, drawn, chances, messages, time)
+        if task.gpu + task.host + task.within > 0.0:
+            _work(node, task, drawn, chosen, work, tables, inner, states, held, time, end)
         else:
-            group = 1 if meets[node] < 2 else (lanes if meets[node] == 2 else near)
-            for first in range(0, columns, group):
-                if meets[node] > 0 and (group > 1 or first % lanes == 0):
-                    shared[first // lanes] = shared[first // lanes] * multiplier + increment
-                latest = 0.0
-                for w in range(first, first + group):
-                    latest = max(latest, time[w])
-                chance = tables[collectives, shared[first // lanes] >> bits] if meets[node] > 0 else 1.0
-                for w in range(first, first + group):
-                    begin[node, w] = latest
-                    end[node, w] = latest + length * chance
-        if node == nodes - 1 or is_first[node + 1]:  # the last of a lane
+            _meet(node, task, chances, shared, lanes, near, time, end)
+        for w in range(columns):
+            begin[node, w] = time[w]
+        if node == nodes - 1 or tasks[node + 1].is_first:  # the last of a lane
             for w in range(columns):
                 longest[w // lanes] = max(longest[w // lanes], end[node, w])
     return longest

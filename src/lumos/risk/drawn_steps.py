@@ -31,6 +31,24 @@ _RATIO = 1.3  # between the numbers of ranks that have tables
 _POINTS = 32
 _GPU, _STEP, _JOB, _SHARE, _PAUSES, _MICRO, _SEEDS, _HOST, _SHARED, _MEANS = range(10)  # draws with own random numbers
 
+# The nodes and edges of a run as tables, which the compiled loops read row by row.
+_TASK = np.dtype(
+    [
+        ("is_first", "?"),  # of a lane of the graph
+        ("gap", "f8"),
+        ("length", "f8"),
+        ("stage", "i8"),
+        ("gpu", "f8"),  # share of its time; that of none of the three: a collective
+        ("host", "f8"),
+        ("within", "f8"),  # communication inside it
+        ("fresh", "?"),  # it begins a pass: what is drawn for a pass holds for all its parts
+        ("meets", "i8"),  # who meets in it, 1: nobody, 2: all lanes, 3: `near` neighbouring ones
+        ("micro", "i8"),  # its micro-batch, or -1
+    ],
+    align=True,
+)
+_EDGE = np.dtype([("source", "i8"), ("lag", "f8"), ("from_start", "?"), ("is_message", "?")], align=True)
+
 
 def drawn_ms(
     lanes: Lanes,
@@ -146,11 +164,16 @@ class _Engine:
         self.share = next((one for one in slow if one.share and not spread), None)
         order = self.graph.order  # worked out here, before threads share it
         edges = self.graph.edges
-        self.fixed = (
-            order, self.graph.is_first, self.graph.duration, self.graph.gap + self.graph.frozen, self.graph.incoming,
-            edges.source, edges.lag + edges.frozen, edges.from_start, lanes.place, lanes.parts, lanes.fresh,
-            lanes.meets, lanes.link,
+        gpu, host, within = lanes.parts.T
+        tasks = _table(
+            _TASK, is_first=self.graph.is_first, gap=self.graph.gap + self.graph.frozen, length=self.graph.duration,
+            stage=lanes.place, gpu=gpu, host=host, within=within, fresh=lanes.fresh, meets=lanes.meets,
+            micro=lanes.micro,
         )  # fmt: skip
+        waits = _table(
+            _EDGE, source=edges.source, lag=edges.lag + edges.frozen, from_start=edges.from_start, is_message=lanes.link
+        )
+        self.fixed = order, tasks, self.graph.incoming, waits
         works = lanes.parts[:, 0] > 0
         self.microbatches = int(lanes.micro.max(initial=-1)) + 1
         weights = [lanes.weights(0, stage) for stage in range(lanes.stages)]
@@ -301,22 +324,28 @@ class _Engine:
         """Lengths of a few scenarios at once, whose lanes are columns."""
         from lumos.risk.drawn_loops import drawn_spans, pass_sums
 
-        lanes, states = self.lanes, drawn.states[at]
+        tables, states = self.tables, drawn.states[at]
         pace, row = _columns(drawn.pace[at]), _columns(drawn.row[at])
-        apart = np.stack([_columns(drawn.apart[at, part]) for part in range(3)])
+        inside, before, following = (_columns(drawn.apart[at, part]) for part in range(3))
         passes, messages = states[..., 0].ravel(), states[..., 1].ravel()
-        order, duration = self.fixed[0], self.fixed[2]
         if drawn.mean is not None:
-            sums = pass_sums(order, duration, lanes.place, lanes.parts, lanes.fresh, row, self.tables.rows, passes)
-            pace = pace * self.tables.mean[row] * _columns(drawn.mean[at]) / sums
-        work = drawn.work[at]
-        micro = self.lanes.micro if work.shape[-1] else np.full_like(self.lanes.micro, -1)
+            sums = pass_sums(*self.fixed[:2], row, tables.rows, passes)
+            pace = pace * tables.mean[row] * _columns(drawn.mean[at]) / sums
+        factors = np.stack([pace, _columns(drawn.hosted[at]), inside, before, following, _columns(drawn.pause[at])])
+        chosen = np.stack([row, _columns(drawn.paused[at])])
         found: Floats = drawn_spans(
-            *self.fixed, micro, pace, row, apart, _columns(drawn.pause[at]), _columns(drawn.paused[at]), _columns(work),
-            _columns(drawn.hosted[at]), self.tables.rows, self.tables.inner, passes, messages, drawn.shared[at].copy(),
-            self.lanes.simulated, self.lanes.near,
+            *self.fixed, factors, chosen, _columns(drawn.work[at]), tables.rows, tables.inner, passes, messages,
+            drawn.shared[at].copy(), self.lanes.simulated, self.lanes.near,
         )  # fmt: skip
         return found
+
+
+def _table(kind: np.dtype[Any], **columns: NDArray[Any]) -> NDArray[Any]:
+    """Columns as a table with a field for each."""
+    table = np.empty(next(iter(columns.values())).shape, kind)
+    for name, values in columns.items():
+        table[name] = values
+    return table
 
 
 def _nothing() -> NDArray[Any]:
