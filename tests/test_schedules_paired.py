@@ -190,7 +190,7 @@ def test_lanes_of_risk_see_passes_as_they_run_together() -> None:
 
 def test_a_trace_of_the_step_shows_the_exchanges_of_both_passes_beside_work() -> None:
     """As many of them as without overlap, at the same time as operators, and each stream one at a time."""
-    counts = {}
+    counts, names = {}, {}
     for overlap in (True, False):
         step = simulate_step(setup_of("dualpipe", train__microbatches=8, parallel__ep_overlap=overlap))
         trace = StepTrace(step).trace()
@@ -202,9 +202,12 @@ def test_a_trace_of_the_step_shows_the_exchanges_of_both_passes_beside_work() ->
         for stream in rows:
             ordered = stream[np.argsort(stream[:, 0])]
             assert (ordered[1:, 0] >= ordered[:-1, 1] - 2).all(), "rounded to nanoseconds"
+        names[overlap] = Counter(trace.names[name] for name in trace.name[trace.lane == Track.COMMUNICATION])
         work, talk = (float((stream[:, 1] - stream[:, 0]).sum()) for stream in rows)
         counts[overlap] = (work + talk) / step.times.span
     assert counts[True] > 1.1 * counts[False]
+    assert names[True] == names[False]
+    assert names[True]["experts dispatch"] == 8 * 2, "micro-batches, each through two layers"
 
 
 # Memory

@@ -255,6 +255,9 @@ class StepTrace:
         if length <= 0 or high <= low:
             return _NOTHING
         found = self._columns_of(rows).moved(0.0, 1 / length)
+        middle = (found.start + found.end) / 2  # a collective is not cut in two, but counts where most of it runs
+        elsewhere = (found.track != Track.COMPUTE) & ((middle < low) | (middle >= high))
+        found = found.select(~elsewhere)
         return found.select(np.argsort(found.start, kind="stable")).part(low, high)
 
     def _of_block(self, block: Repeated) -> tuple[_Inside, float]:
