@@ -96,19 +96,19 @@ def predict_command(
     check_output(output, source or setup, COMPARED if len(names) > 1 else (*FORMS, ".et"))
     chakra = ChakraWishes(simulator)
     chakra.check(output or Path())
-    short = (("gpu", names[0] if len(names) == 1 else ""), ("gpus", gpus), ("model", model))
-    cluster = [f"cluster.{key}={value}" for key, value in short if value]
-    changes = [*cluster, *failure_changes(reliability, tokens, names, changes or []), *(changes or [])]
+    stated = changes or []
+    changes = [*_cluster(names, gpus, model), *failure_changes(reliability, tokens, names, stated), *stated]
     scale, emission = scale or [], read_emission(emit)
     prices, tariff = read_prices(price), read_tariff("", kwh_price, pue, tokens)
     priced, reads = bool(prices) or tariff != Tariff(), options != _ALL or profiler_costs is not None
     _refuse(setup, source, [*changes, *names], scale, reads, priced)
     _refuse_several(names, changes, emission)
     refuse_risk(risks, names)
-    if emission and source is not None and not setup and not changes:
+    as_recorded = source is not None and not setup and not changes
+    if emission and as_recorded:
         raise OptionError("--emit needs the setup of a run: name a setup file, or what is to change with --set")
     load = partial(load_run, source or Path(), options, profiler_costs)
-    if source is not None and not names and not setup and not changes and not dry_files(source):
+    if as_recorded and not names and not dry_files(source or Path()):
         found, asked = asked_risk(predict(load(), scale), risks)
         _deliver(found, None, asked, None, as_json, output, chakra)
         return
@@ -116,17 +116,28 @@ def predict_command(
     if len(names) > 1:
         deliver_comparison(compare_sources(run, names, tariff, prices), as_json, output)
         return
-    found = _described(run, emission, tariff) if emission and isinstance(run, Described) else run.on(None, tariff)
-    if found.setup is not None:
-        machine = machine_of(found.setup)
-        found = replace(found, tariff=tariffs_on([machine], tariff, prices)[machine])
-    launch = None
-    if emission is not None:
-        found, launch = emission.of_prediction(found)
+    found, launch = _predicted(run, emission, tariff, prices)
     found, asked = asked_risk(found, risks)
     _deliver(found, launch, asked, asked_run(found, reliability, asked.run_factors(found)), as_json, output, chakra)
     if emission is not None:
         emission.write(launch)
+
+
+def _cluster(names: list[str], gpus: str, model: Path | None) -> list[str]:
+    """What --gpu, --gpus and --model are short for."""
+    short = (("gpu", names[0] if len(names) == 1 else ""), ("gpus", gpus), ("model", model))
+    return [f"cluster.{key}={value}" for key, value in short if value]
+
+
+def _predicted(
+    run: Source, emission: Emission | None, tariff: Tariff, prices: dict[str, float]
+) -> tuple[Prediction, LaunchFiles | None]:
+    """The run on its own machine, with its prices, and as what is launched where that is asked for."""
+    found = _described(run, emission, tariff) if emission and isinstance(run, Described) else run.on(None, tariff)
+    if found.setup is not None:
+        machine = machine_of(found.setup)
+        found = replace(found, tariff=tariffs_on([machine], tariff, prices)[machine])
+    return emission.of_prediction(found) if emission is not None else (found, None)
 
 
 def _refuse_several(names: list[str], changes: list[str], emission: Emission | None) -> None:
