@@ -15,7 +15,7 @@ import numpy as np
 
 from lumos.graph.graph import Floats, Ints
 from lumos.schedules import Phase, schedule_named
-from lumos.synthesis.model import COLUMNS, LEVELS, BlockModel, Model, RoleModel, StateModel
+from lumos.synthesis.model import COLUMNS, LEVELS, BlockModel, Marginal, Model, RoleModel, StateModel
 from lumos.synthesis.observe import Wait
 
 MESSAGE = -2  # in place of a group
@@ -159,8 +159,24 @@ def message_state(model: Model, kind: str, phase: str) -> StateModel:
     """
     assert model.pipeline is not None
     stream = model.streams + 2 * (phase == "backward") + (kind == "send")
+    columns = model.pipeline.columns
+    busy = _as_one_of_two(columns["busy"])
     eye = [[float(i == j) for j in range(len(COLUMNS))] for i in range(len(COLUMNS))]
-    return StateModel(kind, stream, MESSAGE, [Wait(0, 0)], False, 1.0, 0.0, 1.0, model.pipeline.columns, eye)
+    return StateModel(kind, stream, MESSAGE, [Wait(0, 0)], False, 1.0, 0.0, 1.0, columns | {"busy": busy}, eye)
+
+
+def _as_one_of_two(found: Marginal) -> Marginal:
+    """The distribution of a time such that the longer one of two has the one given.
+
+    A recorded kernel carries what a stage sends and receives at once; here these are two.
+    """
+    if not found.quantiles:
+        return found
+    fine = (np.arange(1000) + 0.5) / 1000
+    logs = np.log(np.maximum(found.quantiles, 1e-9))
+    both, one = (np.exp(np.interp(levels, LEVELS, logs)) for levels in (fine, fine**2))
+    quantiles = np.exp(np.interp(np.array(LEVELS) ** 2, LEVELS, logs))
+    return Marginal(found.zero, float(found.mean * one.mean() / both.mean()), quantiles.tolist())
 
 
 class _Plan:

@@ -81,14 +81,15 @@ class Lanes:
         self.model, self.groups, self.role_of_rank, self.seed = model, groups, role_of_rank, seed
         self.roles = [RoleTasks([step[role] for step in steps]) for role in range(len(model.roles))]
         ranks = len(role_of_rank)
-        self.host_speed, self.gpu_speed = np.ones(ranks), np.ones(ranks)
+        self.host_speed, self.gpu_speed, self.late = np.ones(ranks), np.ones(ranks), np.zeros(ranks)
         for role in set(role_of_rank):
-            same = [rank for rank in range(ranks) if role_of_rank[rank] == role]
+            same = np.flatnonzero(np.array(role_of_rank) == role)
             self.host_speed[same] = _factors(model.spread.host, len(same), np.random.default_rng([seed, 5, role]))
             self.gpu_speed[same] = _factors(model.spread.gpu, len(same), np.random.default_rng([seed, 6, role]))
+            order = np.argsort(np.argsort(self.host_speed[same]))  # who is slow also starts late, after the step before
+            self.late[same] = model.roles[role].start_us + model.spread.start_us * _scores(len(same))[order]
+        self.late = 1e3 * (self.late - self.late.min())
         self.step_speed = _factors(model.spread.step, len(steps), np.random.default_rng([seed, 7]))
-        late = np.argsort(np.argsort(self.host_speed))  # who is slow also starts late, after the step before
-        self.late = 1e3 * model.spread.start_us * (_scores(ranks)[late] - _scores(ranks)[0])
         self.events = _Events()
         self.nodes: dict[str, list[Any]] = defaultdict(list)
         self.edges: list[Edges] = []

@@ -143,7 +143,9 @@ def _spreads(jobs: Sequence[Job], role_of_rank: Sequence[int]) -> Spread:
                 if len(some) > 1:
                     found["host"].append(float(some[:, 0].std()))
                     found["gpu"].append(float(some[:, 1].std()))
-        found["start_us"] += [float(np.std([r.begun for r in step.ranks])) / 1e3 for step in job.steps]
+        for role in set(role_of_rank):
+            begun = [[r.begun for i, r in enumerate(s.ranks) if role_of_rank[i] == role] for s in job.steps]
+            found["start_us"] += [float(np.std(starts)) / 1e3 for starts in begun if len(starts) > 1]
         if len(totals) > 1:
             found["step"].append(float(np.log([np.mean(step) for step in totals]).std()))
     keys = ("host", "gpu", "step", "start_us")
@@ -169,10 +171,12 @@ class _Learner:
         self.blocks: dict[_KEYS, list[tuple[Block, int]]] = defaultdict(list)
         self.attentions: dict[str, list[int]] = defaultdict(list)
         self.passes: Counter[tuple[str, ...]] = Counter()
+        self.starts: list[float] = []
         for job in jobs:
             ranks = (rank for step in job.steps for i, rank in enumerate(step.ranks) if role_of_rank[i] == role)
             for rank in ranks:
                 self.passes[rank.passes] += 1
+                self.starts.append(rank.begun / 1e3)
                 for block in rank.blocks:
                     self.blocks[block.phase, block.last, block.place].append((block, rank.layers))
                 for turn in {block.turn for block in rank.blocks}:
@@ -186,7 +190,8 @@ class _Learner:
         repeated, count, final = _micro_batches(self.passes.most_common(1)[0][0])
         layers = {phase: int(np.median(self.attentions[phase])) for phase in PHASES if phase in self.attentions}
         blocks = [self._block(key) for key in sorted(self.blocks)]
-        return RoleModel([] if scheduled else repeated, 1 if scheduled else count, final, layers, blocks)
+        start = rounded(float(np.mean(self.starts)))
+        return RoleModel([] if scheduled else repeated, 1 if scheduled else count, final, layers, start, blocks)
 
     def _share_of_layers(self) -> float:
         """The share of parameters that layers have, by the time of forward matmuls.

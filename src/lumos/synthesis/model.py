@@ -84,6 +84,7 @@ class RoleModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro_batches: _Some
     final: list[str]  # passes after them
     layers: dict[str, _Count]  # attentions in a pass, by phase
+    start_us: _Number  # when its ranks begin a step, after the earliest rank
     blocks: list[BlockModel]
 
 
