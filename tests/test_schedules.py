@@ -359,7 +359,7 @@ def test_frameworks_have_the_schedules_of_their_documentation() -> None:
     assert schedules_of("torchtitan") == (
         *("1f1b", "dualpipe-v", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v"),
     )
-    assert schedules_of("deepseek") == ("dualpipe",)
+    assert schedules_of("deepseek") == ("1f1b", "dualpipe", "zero-bubble"), "DeepSeek-V2 was trained with the last"
     assert schedules_of("llm-foundry") == (), "FSDP alone"
 
 

@@ -14,7 +14,7 @@ class OneForwardOneBackward(Schedule):
 
     name = "1f1b"
     frameworks: ClassVar[tuple[str, ...]] = (
-        *("pytorch", "torchtitan", "nanotron", "neox"),
+        *("pytorch", "torchtitan", "nanotron", "neox", "deepseek"),
         *("megatron", "megatron-2021", "megatron-deepspeed"),
     )
 

@@ -12,7 +12,7 @@ class ZeroBubble(OneForwardOneBackward):
     """1F1B, whose weight gradients come `stage` turns late. Every stage holds what the first stage of 1F1B holds."""
 
     name = "zero-bubble"
-    frameworks = ("pytorch", "torchtitan")
+    frameworks = ("pytorch", "torchtitan", "deepseek")
     splits_backward = True
 
     def turns(self, pp: int, vpp: int, microbatches: int) -> Turns:
