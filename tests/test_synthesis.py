@@ -276,7 +276,7 @@ def test_the_answer_as_json_table_and_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["fsdp2_l8", "dp2_tp2_l8", "pp2_mb4"])
 def test_jobs_of_several_ranks_keep_their_step(shared_data: Path, tmp_path: Path, name: str) -> None:
     trace = read_job(shared_data / "h200/multirank" / name, "rank?.pt.trace.json.gz")
-    made = synthesise([record(name, trace)], Size(steps=1))
+    made = synthesise([record(name, trace)])
     assert abs(made.distances[0].step_pct) < 5.0
     assert made.distances[0].breakdown_points < 5.0
     write_chakra(tmp_path / "s.et", made.execution)
