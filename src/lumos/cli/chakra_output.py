@@ -15,9 +15,10 @@ from lumos.analysis.run import TracedRun
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import OptionError
 from lumos.export.astra_files import Dimension, described_network, needs_parting, traced_network, write_astra_files
-from lumos.export.astra_prices import at_astra_prices
+from lumos.export.astra_prices import as_ring, at_astra_prices
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.chakra_writer import Written, file_of_rank, write_chakra
+from lumos.export.folded_ranks import Task
 from lumos.export.rank_files import Stages, write_stages
 from lumos.export.repeated_rank import repeated_rank
 from lumos.graph.from_trace.build import Execution
@@ -77,6 +78,9 @@ def write_execution(
 
     For a simulator, as it is with transfers over the links that the network file states, not as it was recorded.
     """
+    world = max(header.world_size for header in execution.trace.headers)
+    if wishes.folds and len(execution.trace.ranks) == 1 < world:
+        return _write_repeated(output, execution, wishes, world, None)
     wishes.check_ranks(len(execution.trace.ranks))
     with busy("writing"):
         run = execution
@@ -121,21 +125,17 @@ def _write_described(output: Path, run: DescribedRun, wishes: ChakraWishes) -> d
         found = StepTasks(run, wishes.operators)
         places = RankPlaces.of_setup(setup.parallel, assembly.layout.schedule.copies)
         stages = Stages(places, tuple(tuple(found.tasks(stage)) for stage in range(setup.parallel.pp)))
-    answer = _write_stages(output, stages)
-    if wishes.simulator:
-        parted = needs_parting(stages.groups(), places.world)
-        dimensions = described_network(assembly.layout, run.step.prices.network, parted)
-        answer |= _beside(output, dimensions, _group_file(answer))
-    return answer
+    if not wishes.simulator:
+        return _write_stages(output, stages)
+    parted = needs_parting(stages.groups(), places.world)
+    return _write_simulated(output, stages, described_network(assembly.layout, run.step.prices.network, parted))
 
 
 def _write_repeated(
     output: Path, execution: Execution, wishes: ChakraWishes, world: int, setup: Setup | None
 ) -> dict[str, Any]:
-    """A dry run of one rank: all ranks do the same."""
+    """A job of which one rank was recorded, in a dry run or a trace: all ranks do the same."""
     stages, warnings = repeated_rank(execution, world)
-    answer = _write_stages(output, stages)
-    answer["warnings"] = [*answer["warnings"], *warnings]
     if wishes.simulator:
         parted = needs_parting(stages.groups(), world)
         if setup is None:
@@ -143,8 +143,30 @@ def _write_repeated(
         else:
             layout = RankLayout(setup, framework_named(setup.train.framework, setup.train.precision))
             dimensions = described_network(layout, prices_of(setup).network, parted)
-        answer |= _beside(output, dimensions, _group_file(answer))
-    return answer
+        answer = _write_simulated(output, stages, dimensions)
+    else:
+        answer = _write_stages(output, stages)
+    return answer | {"warnings": [*answer["warnings"], *warnings]}
+
+
+def _write_simulated(output: Path, stages: Stages, dimensions: list[Dimension]) -> dict[str, Any]:
+    """The files of all ranks as ASTRA-sim is to be told of them, and those beside."""
+    answer = _write_stages(output, _with_rings(stages, dimensions) if len(dimensions) > 1 else stages)
+    return answer | _beside(output, dimensions, _group_file(answer))
+
+
+def _with_rings(stages: Stages, dimensions: list[Dimension]) -> Stages:
+    """Exchanges between some of the ranks, as ASTRA-sim has to be told of them in several dimensions."""
+
+    def changed(task: Task) -> Task:
+        if task.transfer is None or not task.transfer.group:
+            return task
+        size, stride = map(int, task.transfer.group.split("x"))
+        if size == stages.places.world:
+            return task
+        return task._replace(transfer=as_ring(task.transfer, size, stride, dimensions))
+
+    return replace(stages, tasks=tuple(tuple(map(changed, tasks)) for tasks in stages.tasks))
 
 
 def _write_stages(output: Path, stages: Stages) -> dict[str, Any]:

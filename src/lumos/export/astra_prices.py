@@ -7,9 +7,12 @@ for another would be cut in the wrong places; so the run is simulated at the pri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
-from lumos.export.chakra_communication import Communication, Transfer
+from lumos.export.astra_files import Dimension
+from lumos.export.chakra_communication import LEAST_BYTES, Communication, Transfer
 from lumos.graph.from_trace.build import Execution
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 
@@ -26,6 +29,26 @@ def at_astra_prices(execution: Execution, plan: Communication, gb_s: float, late
         found = [transfer_ns(t, sizes.get(t.group, 2), gb_s, latency_ns, float(duration[node])) for t in transfers]
         duration[node] = max(found)  # messages of one kernel move at the same time
     return replace(execution, graph=execution.graph.with_times(duration, execution.graph.gap))
+
+
+def as_ring(transfer: Transfer, ranks: int, stride: int, dimensions: Sequence[Dimension]) -> Transfer:
+    """An exchange between some of the ranks, in a network of several dimensions: what ASTRA-sim is told of it.
+
+    It runs such a group as one ring, an exchange in n(n - 1)/2 steps, and prices messages between nodes by the links
+    inside them unless their ranks have the same place there. The size is one with which that takes as long as sending
+    every other rank its part over the links of the files: from the inside out, what leaves over the slowest of them.
+    """
+    if transfer.collective != COLLECTIVES["all_to_all"] or ranks <= 2:
+        return transfer
+    ring = (ranks - 1) / 2 / dimensions[0].gb_s
+    exchange, unit = (ranks - 1) / ranks / dimensions[0].gb_s, 1
+    for here, above in pairwise(dimensions):
+        unit *= here.ranks
+        leaving = max(0.0, 1 - max(1, unit // stride) / ranks)
+        exchange = max(exchange, leaving / above.gb_s)
+    if stride >= dimensions[0].ranks:  # the same place in every node
+        return transfer._replace(bytes=max(LEAST_BYTES, round(transfer.bytes * 2 / ranks)))
+    return transfer._replace(bytes=max(LEAST_BYTES, round(transfer.bytes * exchange / ring)))
 
 
 def transfer_ns(
