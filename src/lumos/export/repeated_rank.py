@@ -1,4 +1,4 @@
-"""One rank for all: the files of a job of which a dry run recorded a single rank.
+"""One rank for all: the files of a job of which a single rank was recorded, in a dry run or a trace.
 
 All ranks do what this one does, in groups that are laid out as its own: as many ranks, as far apart. A group whose
 ranks are not equally far apart cannot be laid out for the others, and its collectives are plain work.
@@ -6,15 +6,21 @@ ranks are not equally far apart cannot be laid out for the others, and its colle
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.folded_ranks import Folder
 from lumos.export.rank_files import Stages
 from lumos.graph.from_trace.build import Execution
 from lumos.program.rank_places import RankPlaces
+from lumos.trace.trace import Message
+
+_TYPES = {"bf16": "bfloat16", "fp16": "half", "fp32": "float", "fp64": "double"}
 
 
 def repeated_rank(execution: Execution, world: int) -> tuple[Stages, list[str]]:
     """The tasks of all ranks of a job, and what is to be said about them."""
+    execution = replace(execution, trace=replace(execution.trace, messages=_as_sent(execution.trace.messages)))
     places, plan = RankPlaces(1, world, world), plan_communication(execution)
     rank = execution.trace.ranks[0]
     kinds = {name: _kind(places, rank, ranks) for (_, ranks), name in plan.groups.items()}
@@ -30,6 +36,17 @@ def repeated_rank(execution: Execution, world: int) -> tuple[Stages, list[str]]:
     ]
     note = f"one rank was recorded: all {world:,} do what rank {rank} does, in groups laid out like its own"
     return Stages(places, (tuple(tasks),)), [note, *plan.warnings]
+
+
+def _as_sent(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Messages with names of types as the profiler has them; an output that was also passed in is no input."""
+    found = []
+    for message in messages:
+        read, written, ranks = message.in_elements, message.out_elements, max(message.group_size, 1)
+        if read in (written + written // ranks, written * (ranks + 1)) and ranks > 1:
+            read -= written
+        found.append(message._replace(dtype=_TYPES.get(message.dtype, message.dtype), in_elements=read))
+    return tuple(found)
 
 
 def _kind(places: RankPlaces, rank: int, ranks: tuple[int, ...]) -> str:
