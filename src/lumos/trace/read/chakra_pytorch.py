@@ -90,6 +90,10 @@ class Kernel:
         return _COMMUNICATION_STREAM if self.communicates else _COMPUTE_STREAM
 
     @cached_property
+    def announced(self) -> Announcement | None:
+        return announcement(self.node) if self.communicates else None
+
+    @cached_property
     def read(self) -> frozenset[int]:
         """Storages that it may read, or write in place."""
         return frozenset(map(int, _STORAGE.findall(self.node.inputs)))
@@ -163,7 +167,7 @@ class Recording:
         """What a kernel of communication carries: its announcement and, of a batch of messages, all that are alike."""
         size = kernel.node.values.get("comm_size", -1)
         size = size if isinstance(size, int) and 0 <= size < 1 << 62 else -1
-        own = announcement(kernel.node) or self.ops[kernel.op].announced
+        own = kernel.announced or self.ops[kernel.op].announced
         if own is None or own.is_wait:
             kind = kernel.node.values.get("comm_type", -1)
             name = _COLLECTIVE_NAMES.get(kind, "") if isinstance(kind, int) else ""

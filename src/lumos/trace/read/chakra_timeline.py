@@ -238,37 +238,38 @@ class _Meetings:
     def __init__(self, ranks: list[_RankTimes]) -> None:
         self.ranks = ranks
         self.runs = [rank.run() for rank in ranks]
-        self.offset: dict[int, int] = {}
+        self.offset = [0] * len(ranks)
+        self.tied = {rank: frozenset([rank]) for rank in range(len(ranks))}  # ranks whose clocks hang together
+        self.waiting: dict[int, _Arrival] = {}
+        self.complete: list[int] = []  # ranks at a collective at which all are
         self.members = self._matched()
 
     def run(self) -> list[int]:
         """Lay all ranks out together; returns what to add to the times of each."""
-        waiting: dict[int, _Arrival] = {}
         for rank in range(len(self.ranks)):
-            self._go_on(rank, None, waiting)
-        while waiting:
-            rank = self._complete(waiting)
-            arrived = {r: waiting.pop(r) for r in self._together(rank, waiting)}
-            for r, start in self._meet(arrived).items():
-                self._go_on(r, start, waiting)
-        return [self.offset.get(rank, 0) for rank in range(len(self.ranks))]
+            self._go_on(rank, None)
+        while self.waiting:
+            # If no collective has all its ranks, they come to several in different orders: any of them goes first.
+            rank = self.complete.pop() if self.complete else min(self.waiting)
+            if rank in self.waiting:
+                arrived = {r: self.waiting.pop(r) for r in self._together(rank)}
+                for r, start in self._meet(arrived).items():
+                    self._go_on(r, start)
+        return self.offset
 
-    def _go_on(self, rank: int, start: int | None, waiting: dict[int, _Arrival]) -> None:
+    def _go_on(self, rank: int, start: int | None) -> None:
+        """Let a rank run until its next collective."""
         with suppress(StopIteration):
-            waiting[rank] = next(self.runs[rank]) if start is None else self.runs[rank].send(start)
+            arrival = next(self.runs[rank]) if start is None else self.runs[rank].send(start)
+            self.waiting[rank] = arrival
+            if len(self._together(rank)) == len(self.members.get((rank, arrival.kernel.number), (0,))):
+                self.complete.append(rank)
 
-    def _complete(self, waiting: dict[int, _Arrival]) -> int:
-        """A rank at a collective at which all are; if there is none, ranks meet in different orders: any of them."""
-        for rank, arrival in waiting.items():
-            if len(self._together(rank, waiting)) == len(self.members.get((rank, arrival.kernel.number), (0,))):
-                return rank
-        return min(waiting)
-
-    def _together(self, rank: int, waiting: dict[int, _Arrival]) -> list[int]:
+    def _together(self, rank: int) -> list[int]:
         """The ranks that are at the same collective as one."""
-        own = (rank, waiting[rank].kernel.number)
+        own = (rank, self.waiting[rank].kernel.number)
         found = self.members.get(own, [own])
-        return [r for r, number in found if r in waiting and waiting[r].kernel.number == number]
+        return [r for r, number in found if r in self.waiting and self.waiting[r].kernel.number == number]
 
     def _meet(self, arrived: dict[int, _Arrival]) -> dict[int, int]:
         """When the collective starts on the ranks that are there, each by its own clock."""
@@ -277,11 +278,7 @@ class _Meetings:
         waited = {r: one.kernel.nanoseconds - transfer for r, one in arrived.items()}
         sent_before = self._is_one_sided(arrived) and max(waited.values()) <= transfer  # its receiver came
         unusual = transfer > _UNUSUAL * self._usual_transfer[self._size(rank, first.kernel)]
-        if not any(r in self.offset for r in arrived):
-            self.offset[rank] = 0
-        last = max(self.offset[r] + one.ready + waited[r] for r, one in arrived.items() if r in self.offset)
-        for r, one in arrived.items():
-            self.offset.setdefault(r, last - waited[r] - one.ready)
+        last = self._tie({r: one.ready + waited[r] for r, one in arrived.items()})
         start = {}
         for r, one in arrived.items():
             ready, wanted = self.offset[r] + one.ready, last - waited[r]
@@ -289,6 +286,18 @@ class _Meetings:
             start[r] = ready if sent_before or (unusual and ran_ahead) else wanted
         begun = max(start.values())
         return {r: max(start[r], begun - one.kernel.nanoseconds) - self.offset[r] for r, one in arrived.items()}
+
+    def _tie(self, begin: dict[int, int]) -> int:
+        """When a collective begins; clocks that nothing tied together until now are moved so that it does for both."""
+        first, *others = dict.fromkeys(self.tied[rank] for rank in begin)
+        last = max(self.offset[rank] + time for rank, time in begin.items() if rank in first)
+        for other in others:
+            apart = last - max(self.offset[rank] + time for rank, time in begin.items() if rank in other)
+            for rank in other:
+                self.offset[rank] += apart
+            first |= other
+        self.tied |= dict.fromkeys(first, first)
+        return last
 
     def _transfer(self, rank: int, kernel: Kernel) -> int:
         """The shortest time that a rank was in a collective."""
@@ -409,8 +418,8 @@ class _Rows:
         returned = max(launch, start + kernel.nanoseconds) if blocks else launch
         self._add(Category.CALL, name, self._thread(op), launch, returned, correlation=kernel.number)
         message = -1
-        if kernel.communicates and op.announced is None:  # else the announcement says it, of a whole batch
-            said = self.times.recorded.messages(kernel)[0]
+        said = self.times.recorded.messages(kernel)[0] if kernel.communicates else None
+        if said is not None and said.collective not in POINT_TO_POINT:  # of a batch, announcements say more
             message = self.messages.setdefault(said, len(self.messages))
         lane = Lane(self.rank, True, "gpu", str(kernel.stream))
         end = start + kernel.nanoseconds
