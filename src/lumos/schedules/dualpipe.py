@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.schedules.dualpipe_v import DualPipeV, dealt, passes_of
+from lumos.schedules.dualpipe_v import DualPipeV, dealt, held_most, passes_of
 from lumos.schedules.schedule import Turns
 
 
@@ -30,7 +30,8 @@ class DualPipe(DualPipeV):
 
     def problem(self, pp: int, vpp: int, microbatches: int) -> str:
         if pp % 2:
-            return f"parallel.pp = {pp} is odd, and DualPipe needs stages in pairs: use {f'{pp - 1} or ' * (pp > 1)}{pp + 1}"
+            even = f"{pp - 1} or {pp + 1}" if pp > 1 else "2"
+            return f"parallel.pp = {pp} is odd, and DualPipe needs stages in pairs: use {even}"
         if microbatches % 2:
             return f"train.microbatches = {microbatches} is odd, and DualPipe sends half of them from either end"
         return super().problem(pp, vpp, microbatches)
@@ -48,6 +49,10 @@ class DualPipe(DualPipeV):
         found[pp // 2 :, :, 2] ^= 1
         found[..., 1] += half * found[..., 2]
         return found
+
+    def in_flight(self, stage: int, pp: int, vpp: int, microbatches: int) -> tuple[int, ...]:
+        near, far = held_most(min(stage, pp - 1 - stage), pp // 2, min(microbatches, 3 * pp) // 2)
+        return (near, far) if stage < pp // 2 else (far, near)
 
     def joined(self, pp: int, vpp: int, microbatches: int) -> NDArray[np.bool_]:
         half = super().joined(pp // 2, vpp, microbatches // 2)

@@ -56,13 +56,23 @@ class DualPipeV(Schedule):
 
     def in_flight(self, stage: int, pp: int, vpp: int, microbatches: int) -> tuple[int, ...]:
         """As counted; once the pipeline is full, more micro-batches do not add to it."""
-        return super().in_flight(stage, pp, vpp, min(microbatches, 3 * pp))
+        return held_most(stage, pp, min(microbatches, 3 * pp))
 
 
 @lru_cache(maxsize=64)
 def passes_of(place: int, places: int, count: int) -> tuple[Pass, ...]:
     """The turns of the stage at a place of a V, for `count` micro-batches that enter it."""
     return tuple(_pattern(place, places, count))
+
+
+@lru_cache(maxsize=4096)
+def held_most(place: int, places: int, count: int) -> tuple[int, int]:
+    """Micro-batches of either way that the stage at a place holds, when it holds most."""
+    held, most = [0, 0], (0, 0)
+    for phase, way, _ in _pattern(place, places, count):
+        held[way] += (phase == _F) - (phase == _W)
+        most = (held[0], held[1]) if sum(held) > sum(most) else most
+    return most
 
 
 def _pattern(place: int, places: int, count: int) -> Iterator[Pass]:

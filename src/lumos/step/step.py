@@ -214,7 +214,7 @@ def prices_of(
     prices.joules = (machine.joules(chip) if machine else None) or prices.joules
     prices.overlap_blocks = userbuffers_blocks() if framework.userbuffers else 0
     flex = (setup.parallel.dispatcher or framework.dispatcher) == "flex"
-    prices.exchange_blocks = rail_blocks() if flex and framework.leaves_sms else 0
+    prices.exchange_blocks = rail_blocks() if flex and schedule_named(setup.parallel.schedule).pairs else 0
     prices.leaves_sms = framework.leaves_sms
     prices.block_scaled = framework.block_scaled or setup.train.fp8_scaling == "block"
     return prices
