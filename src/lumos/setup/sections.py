@@ -98,9 +98,7 @@ class Model(Section):
     top_k_groups: Count = 0  # of which a token may ask experts; 0: all
     shared_experts: Count = 0
     dense_layers: Count = 0  # in a mixture of experts, how many layers at the beginning have none
-    mtp_layers: Annotated[int, Field(ge=0, le=64)] = (
-        0  # layers that predict further tokens (multi-token prediction), each with the head again
-    )
+    mtp_layers: Annotated[int, Field(ge=0, le=64)] = 0  # that predict further tokens, each with the head again
     norm: Literal["rms", "layer"] = "rms"  # this and the next two are derived: as in Llama if gated, as in GPT-3 if not
     positions: Literal["rotary", "learned", "alibi", "none"] = "rotary"
     bias: bool = False
