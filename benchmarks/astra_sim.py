@@ -27,7 +27,8 @@ from build_astra_sim import PROGRAM, build
 from chakra_runs import ChakraRun, Transfer
 from lumos import predict, read_setup
 from lumos.errors import LumosError
-from lumos.export.astra_prices import transfer_ns
+from lumos.export.astra_files import Dimension
+from lumos.export.astra_prices import as_ring, transfer_ns
 from lumos.export.chakra_communication import Transfer as ChakraTransfer
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.chakra_writer import write_chakra
@@ -37,6 +38,7 @@ from lumos.graph.graph import Edges, Floats, Graph, Rule
 from lumos.graph.simulate import simulate
 from lumos.program.operators import Collective, Group
 from lumos.trace.read.astra_sim_log import AstraSimLog, read_astra_sim_log
+from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 from lumos.trace.read.execution_trace import link as link_traces
 from lumos.trace.read.execution_trace import read_execution_trace
 from lumos.trace.read.job import read_job
@@ -75,6 +77,18 @@ SETUPS = {
     "MoE with EP 8, Mixtral 8x7B of 8 layers, 8 GPUs": (
         MODEL.format("mixtral-8x7b", 8) + TRAIN.format(16, "megatron")
         + "[parallel]\nep = 8\nzero = 0\n" + CLUSTER.format(8)
+    ),
+    "TP 8 × DP 4, Llama 3 8B of 16 layers, 32 GPUs": (
+        MODEL.format("llama3-8b", 16) + TRAIN.format(32, "megatron")
+        + "[parallel]\ntp = 8\nzero = 1\nsequence_parallel = true\n" + CLUSTER.format(32)
+    ),
+    "MoE with EP 8 × DP 4, Mixtral 8x7B of 8 layers, 32 GPUs": (
+        MODEL.format("mixtral-8x7b", 8) + TRAIN.format(32, "megatron")
+        + "[parallel]\nep = 8\nzero = 0\n" + CLUSTER.format(32)
+    ),
+    "MoE with EP 16 × DP 2, Qwen3 30B-A3B of 12 layers, 32 GPUs": (
+        MODEL.format("qwen3-30b-a3b", 12) + TRAIN.format(32, "megatron")
+        + "[parallel]\nep = 16\nzero = 0\n" + CLUSTER.format(32)
     ),
 }  # fmt: skip
 
@@ -254,29 +268,34 @@ def described_run(name: str, text: str, programs: Path) -> dict[str, Any]:
         setup.write_text(text)
         exported = Exported.of(setup, folder)
         log, files = exported.run(programs), exported.files
-        took, links, counts = _astra_times(files, log), exported.gb_s, exported.links["npus_count"]
-        network = ideal_network(links, exported.links["latency"])
+        took, gb_s, latency = _astra_times(files, log), exported.gb_s, exported.links["latency"]
+        links = [Dimension(*one) for one in zip(exported.links["npus_count"], gb_s, latency, strict=True)]
+        network = ideal_network(gb_s, latency)
 
         def ideal_ns(transfer: Transfer) -> float:
-            return 1e3 * network.us(_collective(transfer, counts))
+            return 1e3 * network.us(_collective(transfer, links))
 
         return {
             "name": name, "setup": text, "ranks": len(log.ranks), "transfers": len(files.transfers),
             "predicted_ms": predict(read_setup(setup)).step_ms,
             "files_ms": files.ms(lambda transfer: transfer.recorded_ns),
-            "gb_s": links, "astra_ms": _ms(log), "ideal_ms": files.ms(ideal_ns),
+            "gb_s": gb_s, "astra_ms": _ms(log), "ideal_ms": files.ms(ideal_ns),
             "lent_ms": files.ms(took.__getitem__), "lent_one_at_a_time_ms": files.ms(took.__getitem__, True),
             "by_kind": _by_kind(files, took, ideal_ns),
         }  # fmt: skip
 
 
-def _collective(transfer: Transfer, counts: list[int]) -> Collective:
+def _collective(transfer: Transfer, links: list[Dimension]) -> Collective:
     """A transfer as our network takes it: the whole tensor, and how many of its ranks share each tier."""
     size, held = len(transfer.ranks), []
-    for tier in range(len(counts)):
-        unit = int(np.prod(counts[: tier + 1]))
+    for tier in range(len(links)):
+        unit = int(np.prod([link.ranks for link in links[: tier + 1]]))
         held.append(max(np.bincount(np.array(transfer.ranks) // unit)))
     group = Group(size, int(held[0]), tuple(int(one) for one in held[1:-1]))
+    if transfer.kind == "all_to_all" and len(links) > 1 and size < np.prod([link.ranks for link in links]):
+        told = ChakraTransfer(NodeType.COMM_COLL, 1 << 30, COLLECTIVES["all_to_all"])
+        told = as_ring(told, size, transfer.ranks[1] - transfer.ranks[0], links)
+        return Collective(transfer.kind, transfer.bytes * (1 << 30) / told.bytes, group)
     return Collective(transfer.kind, float(transfer.bytes * (size if transfer.kind == "all_gather" else 1)), group)
 
 
