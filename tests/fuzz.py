@@ -251,14 +251,19 @@ def trace_commands(chance: Random, folder: Path) -> None:
 def convert_and_back(chance: Random, folder: Path) -> None:
     """What convert writes, replay reads."""
     path = mutated_trace(chance, folder)
-    if run(folder, "replay", str(path), "--json").answer is None:
+    before = run(folder, "replay", str(path), "--json")
+    if before.answer is None:
         return
     (folder / "out").mkdir()
     name = chance.choice(["out/x.et", "out/x.{rank}.trace.json"])
-    if run(folder, "convert", str(path), "-o", name, "--json").answer is not None:
+    more = chance.choice([[], ["--anonymise"]])
+    if run(folder, "convert", str(path), "-o", name, *more, "--json").answer is not None:
         back = run(folder, "replay", "out", "--json")
         if back.answer is None:
             raise UnsoundError(f"replay refuses what convert wrote: {back.refusal}")
+        for key in ("recorded_ms", "simulated_ms", "clean_ms"):
+            if more and back.answer[key] != before.answer[key]:
+                raise UnsoundError(f"anonymised, {key} is {back.answer[key]} in place of {before.answer[key]}")
 
 
 def chakra(chance: Random, folder: Path) -> None:

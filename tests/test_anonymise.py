@@ -29,6 +29,8 @@ from lumos.graph.from_trace.build import Execution, build
 from lumos.prediction.prediction import predict
 from lumos.trace.names import Category
 from lumos.trace.read.job import read_job
+from lumos.trace.steps import find_steps
+from lumos.trace.trace import Trace
 from support import call, collective, header, kernel, launch, note, op, span, sync, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,6 +96,16 @@ def test_a_run_with_a_rank_per_file_and_a_time_of_day_replays_to_the_same_figure
             tmp_path / f"rank{rank}.json", training_run(steps=3, rank=rank, slow=7.0 * rank), header(rank, 2) | base
         )
     assert_same_figures(tmp_path, tmp_path / "out")
+
+
+def test_where_the_clock_has_its_zero_does_not_matter_to_steps(tmp_path: Path) -> None:
+    """A rank whose clock is aligned may begin below zero; if its GPU does nothing, its step ends with the mark."""
+    for rank, work in enumerate((launch("gemm", 10, 1), [op("aten::add", 20, 5)])):
+        write_trace(tmp_path / f"rank{rank}.json", [note("ProfilerStep#1", 5, 90), *work], header(rank, 2))
+    trace = read_job(tmp_path)
+    assert isinstance(trace, Trace)
+    marks, earlier = find_steps(trace), trace.shifted({0: -10_000_000, 1: -10_000_000})
+    assert marks.read(earlier).milliseconds.tolist() == marks.read(trace).milliseconds.tolist() == [0.09]
 
 
 SHARED = (  # of every kind of file one; benchmarks/anonymise.py takes all

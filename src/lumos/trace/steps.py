@@ -58,7 +58,7 @@ class StepMarks:
         if (self.note < 0).all():
             return self._whole(trace)
         start, end = trace.start[self.note], trace.end[self.note].copy()
-        gpu_end = np.where(self.last_on_gpu >= 0, trace.end[np.maximum(self.last_on_gpu, 0)], 0)
+        gpu_end = np.where(self.last_on_gpu >= 0, trace.end[np.maximum(self.last_on_gpu, 0)], end)
         end = np.maximum(end, gpu_end)
         start[1:] = np.maximum(start[1:], np.minimum(end[:-1], end[1:]))
         return Steps(self.names, self.ranks, start, end)
