@@ -15,7 +15,8 @@ import yaml
 
 from commands import lumos_here
 from lumos.errors import InputError
-from lumos.export.astra_prices import transfer_ns
+from lumos.export.astra_files import Dimension
+from lumos.export.astra_prices import as_ring, transfer_ns
 from lumos.export.chakra_communication import Transfer
 from lumos.trace.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
@@ -211,6 +212,29 @@ def test_exported_files_at_the_prices_of_astra_sim_take_as_long_as_it_said(expor
     said = read_astra_sim_log(KEPT).step_ns / 1e6
     assert files.ms(price, one_at_a_time) == pytest.approx(said, rel=0.005)
     assert files.ms(lambda found: 3 * price(found), one_at_a_time) > 1.5 * said  # the network does decide this job
+
+
+@pytest.mark.parametrize(("ranks", "stride"), [(4, 1), (8, 1), (4, 2)])
+def test_exchanges_in_a_node_are_told_so_that_the_ring_of_astra_sim_takes_as_long(ranks: int, stride: int) -> None:
+    """In a group of some ranks, on several dimensions, it takes n(n - 1)/2 steps of a part for one rank."""
+    links = [Dimension(8, 400.0, 0.0), Dimension(4, 50.0, 0.0)]
+    exchange = Transfer(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_to_all"], "1")
+    told = as_ring(exchange, ranks, stride, links)
+    ring_ns = ranks * (ranks - 1) / 2 * told.bytes / ranks / links[0].gb_s
+    assert ring_ns == pytest.approx(transfer_ns(exchange, ranks, links[0].gb_s, 0.0, handshake=0), rel=1e-3)
+
+
+def test_exchanges_between_nodes_are_told_by_what_leaves_a_node() -> None:
+    """The ring is priced by the links inside a node; half of every rank's data goes to the other one."""
+    links = [Dimension(8, 400.0, 0.0), Dimension(4, 50.0, 0.0)]
+    exchange = Transfer(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_to_all"], "1")
+    told = as_ring(exchange, 16, 1, links)
+    assert 16 * 15 / 2 * told.bytes / 16 / 400.0 == pytest.approx(0.5 * exchange.bytes / 50.0, rel=1e-3)
+
+
+def test_other_collectives_keep_their_size() -> None:
+    reduced = Transfer(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_reduce"], "1")
+    assert as_ring(reduced, 8, 1, [Dimension(8, 400.0, 0.0), Dimension(4, 50.0, 0.0)]) == reduced
 
 
 # ---------------------------------------------------------------------- the benchmark

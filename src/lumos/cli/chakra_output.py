@@ -15,9 +15,9 @@ from lumos.analysis.run import TracedRun
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import OptionError
 from lumos.export.astra_files import Dimension, described_network, needs_parting, traced_network, write_astra_files
-from lumos.export.astra_prices import as_ring, at_astra_prices
+from lumos.export.astra_prices import as_ring, at_astra_prices, tell_of_rings
 from lumos.export.chakra_communication import plan_communication
-from lumos.export.chakra_writer import Written, file_of_rank, write_chakra
+from lumos.export.chakra_writer import Written, file_of_rank, write_chakra, write_folded
 from lumos.export.folded_ranks import Task
 from lumos.export.rank_files import Stages, write_stages
 from lumos.export.repeated_rank import repeated_rank
@@ -74,25 +74,27 @@ class ChakraWishes:
 def write_execution(
     output: Path, execution: Execution, wishes: ChakraWishes, links: Links | None = None
 ) -> dict[str, Any]:
-    """A run that was traced, with what was written as an answer.
-
-    For a simulator, as it is with transfers over the links that the network file states, not as it was recorded.
-    """
+    """A run that was traced, with what was written as an answer."""
     world = max(header.world_size for header in execution.trace.headers)
     if wishes.folds and len(execution.trace.ranks) == 1 < world:
         return _write_repeated(output, execution, wishes, world, None)
     wishes.check_ranks(len(execution.trace.ranks))
     with busy("writing"):
-        run = execution
         if wishes.simulator:
-            (link,) = traced_network(execution, parted=False)
-            run = at_astra_prices(execution, plan_communication(execution, closed=True), link.gb_s, link.latency_ns)
-        written = write_chakra(output, run, links, wishes.metadata, wishes.folds)
-        answer = _answer(written, len(execution.trace.ranks))
-        if wishes.simulator:
-            parted = needs_parting(_groups_in(written.group_file), len(written.files))
-            answer |= _beside(output, traced_network(execution, parted), written.group_file)
-    return answer
+            return _write_traced_for_astra(output, execution)
+        written = write_chakra(output, execution, links, wishes.metadata, wishes.folds)
+    return _answer(written, len(execution.trace.ranks))
+
+
+def _write_traced_for_astra(output: Path, execution: Execution) -> dict[str, Any]:
+    """A traced run as it is with transfers over the links that the network file states, not as it was recorded."""
+    plan, world = plan_communication(execution, closed=True), len(execution.trace.ranks)
+    dimensions = traced_network(execution, needs_parting(plan.group_file(), world))
+    priced = at_astra_prices(execution, plan, dimensions[0].gb_s, dimensions[0].latency_ns)
+    if len(dimensions) > 1:
+        tell_of_rings(plan, world, dimensions)
+    written = write_folded(output, priced, plan)
+    return _answer(written, world) | _beside(output, dimensions, written.group_file)
 
 
 def write_prediction(output: Path, found: Prediction, wishes: ChakraWishes) -> dict[str, Any]:

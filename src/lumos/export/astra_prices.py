@@ -31,6 +31,15 @@ def at_astra_prices(execution: Execution, plan: Communication, gb_s: float, late
     return replace(execution, graph=execution.graph.with_times(duration, execution.graph.gap))
 
 
+def tell_of_rings(plan: Communication, world: int, dimensions: Sequence[Dimension]) -> None:
+    """Give exchanges between some of the ranks the size of `as_ring`; the dimensions have the same links."""
+    sizes = {number: len(ranks) for (_, ranks), number in plan.groups.items()}
+    for transfers in plan.transfers.values():
+        for i, one in enumerate(transfers):
+            if sizes.get(one.group, world) < world:
+                transfers[i] = as_ring(one, sizes[one.group], 1, dimensions)
+
+
 def as_ring(transfer: Transfer, ranks: int, stride: int, dimensions: Sequence[Dimension]) -> Transfer:
     """An exchange between some of the ranks, in a network of several dimensions: what ASTRA-sim is told of it.
 
