@@ -80,6 +80,8 @@ def foreign_execution(files: Sequence[ChakraFile], price: Price | None = None) -
     job = _Job(tasks, headers, ProcessGroups(files), all(FOLDED in file.head for file in files))
     if not any(task.nanoseconds for task in job.tasks):
         path = files[0].path if len(files) == 1 else files[0].path.parent
+        if price is not None:
+            raise InputError(f"{path}: its nodes state no operations, bytes or messages; there is nothing to price")
         raise InputError(
             f"{files[0].path}: none of its nodes has a duration (a workload for a simulator that prices them itself); "
             f"price them for a GPU: lumos predict --from {path} --gpu h100"

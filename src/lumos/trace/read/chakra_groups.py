@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -20,14 +21,16 @@ from lumos.trace.read.chakra_format import ChakraFile, Node, NodeType
 
 _MOST_BYTES = 1 << 26
 _MOST_FILES = 64  # of a folder that are looked into
-_MOST_RANKS = 1 << 20
+
+
+_Ranks = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]]
 
 
 class _Described(msgspec.Struct):
     """A process group in a node of metadata, as PyTorch writes it."""
 
     pg_name: str = ""
-    ranks: list[int] = []
+    ranks: _Ranks = []
 
 
 def group_of(node: Node) -> str:
@@ -67,7 +70,7 @@ class ProcessGroups:
                 if node.type == NodeType.METADATA and node.inputs[:2] == "['":
                     with suppress(msgspec.DecodeError, RecursionError):
                         groups = msgspec.json.decode(node.inputs[2:-2], type=list[_Described])
-                        found |= {(file.rank, one.pg_name): _checked(one.ranks) for one in groups}
+                        found |= {(file.rank, one.pg_name): tuple(dict.fromkeys(one.ranks)) for one in groups}
         return found
 
     @cached_property
@@ -97,10 +100,6 @@ def _group_file(path: Path) -> dict[str, tuple[int, ...]]:
     """The groups of a file; none if it is something else."""
     with suppress(InputError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         if path.is_file() and path.stat().st_size <= _MOST_BYTES:
-            groups = msgspec.json.decode(read_file(path, _MOST_BYTES, ""), type=dict[str, list[int]])
-            return {name: _checked(ranks) for name, ranks in groups.items()}
+            groups = msgspec.json.decode(read_file(path, _MOST_BYTES, ""), type=dict[str, _Ranks])
+            return {name: tuple(dict.fromkeys(ranks)) for name, ranks in groups.items()}
     return {}
-
-
-def _checked(ranks: list[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(rank for rank in ranks if 0 <= rank < _MOST_RANKS))
