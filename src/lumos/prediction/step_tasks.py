@@ -192,10 +192,13 @@ class StepTasks:
         place, what = int(self._position[node]), self._what[node]
         name = what if what in _PASSES else "work"
         yield _Cut(begin, place, 0, float(self._ready[node]), name, waits=waits)
-        moved = self._moved(node) if what in ("reduce rest", "publish") and end > begin else ()
-        if moved:
-            early = max(0.0, sum(ns for _, ns in moved) - (end - begin))  # what runs beside work, as it is predicted
-            yield _Cut(max(0.0, begin - early), place, 1, max(0.0, begin - early), name, moved, (node, 0))
+        moved = self._moved(node) if what in ("reduce rest", "publish") else ()
+        total = sum(ns for _, ns in moved)
+        share = (end - begin) / total if what == "publish" and total else 1.0
+        if share < 1 and moved:  # updated weights that are gathered behind the first forward pass of the next step
+            yield _Cut(0.0, -1, 1 << 40, 0.0, name, _parts(moved, 1 - share), (node, 1))
+        if share > 0 and moved:
+            yield _Cut(begin, place, 1, begin, name, _parts(moved, share), (node, 0))
             yield _Cut(end, place, 2, begin, name, waits=((node, 0),))
 
     # ------------------------------------------------------------------ messages between stages
@@ -283,6 +286,10 @@ class StepTasks:
     def _moved(self, node: int) -> tuple[tuple[Transfer, float], ...]:
         """The collectives of a node of the data-parallel ranks, and how long each takes."""
         role = self.rows.roles[self.step.structure.node_role[node]]
+        if role.what == "publish" and self.step.assembly.program.sharding.zero not in (1, 2):
+            return ()
+        if role.what == "reduce rest" and self._end[node] <= self._start[node]:
+            return ()  # all was reduced beside the passes
         found = list(self._data_parallel(role))
         length = float(self._end[node] - self._start[node])
         alone = [self.step.prices.collective_us(one) * 1e3 for one in found]
@@ -355,6 +362,11 @@ def _waiting(begins: Floats, ends: Floats, start: float, end: float) -> tuple[fl
         return done, end
     after = float(begins[running]) if running < len(begins) else 1.0
     return min(float(ends[running - 1]), after), after
+
+
+def _parts(moved: tuple[tuple[Transfer, float], ...], share: float) -> tuple[tuple[Transfer, float], ...]:
+    """A share of every transfer."""
+    return tuple((one._replace(bytes=max(LEAST_BYTES, round(one.bytes * share))), ns * share) for one, ns in moved)
 
 
 def _transfer_of(collective: Collective) -> Transfer:
