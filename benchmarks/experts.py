@@ -56,9 +56,11 @@ unless all is in CUDA graphs.
 **Exchanges.** `parallel.dispatcher = "all_to_all"` sends a copy of a token for every expert that it asks; `"flex"`
 (DeepEP, HybridEP) once to every node, or to every rank of a node: of n places, k choices hit n (1 - (1 - 1/n)^k).
 With `model.expert_groups` and `model.top_k_groups` (n_group and topk_group of a config.json) a token asks experts of
-some groups alone, and n are the places that these lie in: 4 of 8 nodes in DeepSeek-V3. Between nodes such exchanges
-take as long as DeepEP publishes for 4 and 8 nodes of H800s, within 4 %. `"all_gather"`, the default of
-Megatron's scripts, gathers the tokens of all ranks on each, and adds up the results on the way back.
+some groups alone, and n are the places that these lie in: 4 of 8 nodes in DeepSeek-V3. Between nodes the exchanges of
+`train.framework = "deepseek"` take as long as DeepEP publishes for 4 and 8 nodes of H800s, within 4 %; Megatron's are
+described as with NCCL: with that rate, one published run below on B200s is described better, and five on H100s worse.
+`"all_gather"`, the default of Megatron's scripts, gathers the tokens of all ranks on each, and adds up the results on
+the way back.
 
 **Overlap.** `parallel.ep_overlap` runs exchanges beside the work of another micro-batch. In DualPipe and DualPipeV,
 where it is the default, the schedule says which passes run together, and these alone hide exchanges: the operators of

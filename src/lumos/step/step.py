@@ -222,8 +222,8 @@ def prices_of(
 
 def _network(setup: Setup, gpu: Gpu, factors: InStepFactors, machine: HardwareModel | None) -> Network | SampledNetwork:
     """The collectives that were sampled, where the cluster is theirs; else those of the GPU and its fabric."""
-    framework = framework_named(setup.train.framework)
-    rails = (setup.parallel.dispatcher or framework.dispatcher) == "flex"
+    own = framework_named(setup.train.framework).dispatcher == "flex"
+    rails = own and setup.parallel.dispatcher in ("", "flex")
     usual = network_of(_wired(setup, gpu), setup.cluster.fabric, factors, setup.cluster, rails)
     if machine is None or setup.cluster.states_network or machine.gpu.name != setup.cluster.gpu:
         return usual
