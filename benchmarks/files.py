@@ -44,10 +44,10 @@ THERE_AND_BACK = """Jobs written as Chakra and as Kineto and read again, against
 step / of the step with kernels twice as fast. *Bare Chakra* is the whole run from the same files without the attributes
 of Lumos, run as a simulator of others would: no gaps between kernels, no lags, and one thread, one kernel and one
 collective at a time on a rank. That is what puts torchrec off: its threads, which run side by side, queue for one CPU
-(tried by hand: with a lane for every thread the two worst are off by 8 and 1). Of pp4_mb8
-the turns of its ranks on one GPU are lost, dp2_tp2_l8 overlaps collectives that take turns there ([Lumos and
-ASTRA-sim](astra_sim.md)). *Plain* are communication kernels whose size, peer or counterpart the trace does not have; they are plain
-work in Chakra. Of megatron_tp8_a100, `--et` with its execution traces gives all 672 their sizes.
+(tried by hand: with a lane for every thread the two worst are off by 8 and 1). Of pp4_mb8 the turns
+of its ranks on one GPU are lost, dp2_tp2_l8 overlaps collectives that take turns there ([Lumos and
+ASTRA-sim](astra_sim.md)). *Plain* are communication kernels whose size, peer or counterpart the trace does not have;
+they are plain work in Chakra. Of megatron_tp8_a100, `--et` with its execution traces gives all 672 their sizes.
 """
 JOBS = (
     "h200/multirank/pp2_mb4", "h200/multirank/tp2_l8", "h200/multirank/fsdp2_l8", "h200/multirank/ddp2_l8",
