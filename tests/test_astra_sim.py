@@ -158,6 +158,27 @@ def test_compare_writes_both_simulators_as_page_and_table(tmp_path: Path) -> Non
     assert len((tmp_path / "both.csv").read_text().splitlines()) == 5
 
 
+def test_compare_sets_a_described_run_beside_astra_sim_every_rank_by_its_stage(tmp_path: Path) -> None:
+    setup = tmp_path / "setup.toml"
+    setup.write_text(
+        '[model]\npreset = "llama3-8b"\nlayers = 4\n[train]\nseq = 2048\nglobal_batch = 8\nmicro_batch = 1\n'
+        '[parallel]\npp = 2\ntp = 2\n[cluster]\ngpu = "h100"\ngpus = 4\n'
+    )
+    path = log(tmp_path, *(finished(rank, 100_000_000, 5_000_000) for rank in range(4)), END)
+    answer = json.loads(lumos_here("compare", setup, path, "--json").stdout)
+    first, second, third, last = (pair["ours_work_ms"] for pair in answer["ranks"])
+    assert (first, third) == (second, last)  # of one stage
+    assert first != third
+    predicted = json.loads(lumos_here("predict", setup, "--json").stdout)
+    assert answer["ours_ms"] == pytest.approx(predicted["step_ms"], rel=0.01)
+
+
+def test_compare_wants_the_run_first() -> None:
+    done = lumos_here("compare", KEPT, EXAMPLE)
+    assert done.returncode == 2
+    assert "name the run first" in done.stderr
+
+
 def test_compare_refuses_a_result_of_another_job(tmp_path: Path) -> None:
     done = lumos_here("compare", EXAMPLE, log(tmp_path, finished(0, 10, 0), END))
     assert done.returncode == 2

@@ -13,6 +13,7 @@ from lumos.analysis.comparison import Comparison
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import deliver
+from lumos.errors import OptionError
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.folded_ranks import Folder, Task
 from lumos.files import check_output, write_csv
@@ -26,6 +27,8 @@ from lumos.report.html.page import write_page
 from lumos.report.terminal.show import show_astra_comparison, show_comparison
 from lumos.setup.setup_files import read_setup
 from lumos.trace.read.astra_sim_log import AstraSimLog, looks_like_astra_sim, read_astra_sim_log
+from lumos.trace.read.formats import Form, head_of
+from lumos.trace.read.formats import form_of as form_of_file
 
 
 def compare_command(
@@ -42,6 +45,8 @@ def compare_command(
     """
     for path in (before, after):
         check_output(output, path, (".html", ".json", ".csv"))
+    if looks_like_astra_sim(before):
+        raise OptionError(f"{before}: printed by ASTRA-sim; name the run first, and this second")
     if looks_like_astra_sim(after):
         _compare_with_astra_sim(before, after, options, as_json, output)
         return
@@ -92,4 +97,4 @@ def _work_ms(tasks: Iterable[Task]) -> float:
 
 
 def _is_setup(path: Path) -> bool:
-    return path.is_file() and path.suffix in (".toml", ".yaml", ".yml", ".sh")
+    return path.is_file() and form_of_file(path, head_of(path)) == Form.OTHER
