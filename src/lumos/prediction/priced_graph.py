@@ -261,8 +261,8 @@ def _cluster(plain: PlainSetup, world: int) -> tuple[Setup, list[str]]:
 
 def _assumptions(files: Sequence[ChakraFile], groups: ProcessGroups) -> list[str]:
     told = [
-        "priced from the sizes in the files: hosts, and what kernels and communication lose beside each other, take no "
-        "time"
+        "priced from the sizes in the files; host time, and contention between kernels and communication, are not "
+        "included"
     ]
     if any(_is_stage(file) for file in files):
         told.append("files of STAGE: sizes are elements, and operations multiply-adds")
