@@ -97,7 +97,8 @@ DEEPSEEK = """
 (arXiv 2412.19437). Nothing was fitted on it. Its measured step is in the table of training metrics of arXiv
 2505.09343, its pair of a forward and a backward pass of four layers in `train.json` of deepseek-ai/profile-data.
 Which layers each stage has is not published: they are dealt evenly here, three to the first stage and three with the
-extra prediction to the last, so that the first and last GPUs, which DualPipe gives both ends, have most to do. Which
+extra prediction to the last, so that the first and last GPUs, which DualPipe gives both ends, have most to do. With
+one layer on the last stage and four on all others, the step would take {other:.1f} s: so much depends on it. Which
 GPU the published parts are of is not said either; those of the first one and the mean are below.
 
 {table}
@@ -206,8 +207,10 @@ def deepseek() -> str:
         lines.append(f"| {name} | {published:.2f} | {first:.2f} | {mean:.2f} |")
     pair = step.assembly.pair_of(Role("forward", step.plan.pp // 2, 0, -1, 1))
     lines.append(f"| one pair of four layers, ms | 129.0 | | {sum(block.us for block in pair[:3]) / 1e3:.1f} |")
+    even = read_setup(ROOT / "examples/deepseek-v3.toml", [f"parallel.stage_layers={[4] * 15 + [1]}"])
+    other = simulate_step(even).us / 1e6
     rate, memory = step.setup.tokens / step.setup.cluster.gpus / step.us * 1e6, memory_of(step.setup)
-    return DEEPSEEK.format(table="\n".join(lines), predicted=rate, memory=memory.peak / 2**30)
+    return DEEPSEEK.format(table="\n".join(lines), predicted=rate, memory=memory.peak / 2**30, other=other)
 
 
 def parts_of(step: Step) -> dict[str, NDArray[np.float64]]:
