@@ -51,10 +51,15 @@ STEADY = 3.0  # the 90th percentile of the bandwidth that transfers reached, ove
 JOBS = (
     "ddp2_l8", "ddp2_l16", "fsdp2_l8", "tp2_l8", "pp2_mb4", "pp4_mb8", "dp2_tp2_l8",
 )  # fmt: skip
+NEWEST = "ip-172-31-16-248.us-east-2.compute.internal_26*.16989556294*.pt.trace.json.gz"  # of two captures of one job
 PUBLIC = {
     "megatron_tp8_a100": ("megatron_tp8_a100/kineto", ("--et", "megatron_tp8_a100/et")),
     "sglang_decode_b200": ("sglang_decode_b200", ()),
     "torchrec_v100 resnet18": ("torchrec_v100/resnet18", ()),
+    "torchrec_v100 optimizer_2": ("torchrec_v100/sst_long_a2a_optimizer_2", ("--match", NEWEST)),
+    "torchrec_v100 optimizer_3": ("torchrec_v100/sst_long_a2a_optimizer_3", ()),
+    "torchrec_v100 optimizer_4": ("torchrec_v100/sst_long_a2a_optimizer_4", ()),
+    "torchrec_v100 sleep": ("torchrec_v100/sst_sleep_pl_dense_after_backward_2", ()),
 }
 MODEL = '[model]\npreset = "{}"\nlayers = {}\n'
 TRAIN = '[train]\nseq = 4096\nmicro_batch = 1\nglobal_batch = {}\nframework = "{}"\n'
@@ -224,9 +229,10 @@ class Job:
 
 def recorded_job(name: str, path: Path, options: tuple[str, ...], programs: Path) -> dict[str, Any]:
     """One recorded job in both simulators."""
-    source = read_job(path)
-    if options and not isinstance(source, Execution):
-        files = {rank: next(Path(options[1]).glob(f"rank{rank}.*")) for rank in source.ranks}
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    source = read_job(path, given.get("--match", ""))
+    if "--et" in given and not isinstance(source, Execution):
+        files = {rank: next(Path(given["--et"]).glob(f"rank{rank}.*")) for rank in source.ranks}
         source = link_traces(source, {rank: read_execution_trace(file) for rank, file in files.items()}).enrich(source)
     job = Job.of(source if isinstance(source, Execution) else build_graph(source))
     found: dict[str, Any] = {"name": name, "ranks": len(job.execution.trace.ranks), "transfers": len(job.transfers)}
