@@ -27,7 +27,6 @@ from lumos.prediction.step_tasks import StepTasks
 from lumos.program.rank_places import RankPlaces
 from lumos.setup.setup_files import read_plain
 from lumos.trace.read.chakra_format import NodeType, read_chakra_file
-from lumos.workers.engine import Here
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "src/lumos/data/example"
@@ -150,7 +149,7 @@ def test_one_recorded_rank_stands_for_all(tmp_path: Path) -> None:
 def test_a_described_run_replays_to_the_predicted_step(tmp_path: Path, name: str) -> None:
     run = described(*DESCRIBED[name])
     stages = stages_of(run)
-    write_stages(tmp_path / "run.et", stages, Here())
+    write_stages(tmp_path / "run.et", stages)
     workload = astra_rules.check(tmp_path, "run")
     assert len(workload.ranks) == run.step.setup.cluster.gpus
     assert replayed_ns(tmp_path, "run.*.et") / 1e3 == pytest.approx(run.us, rel=0.01)
@@ -180,14 +179,14 @@ def test_every_operator_can_be_a_node(tmp_path: Path) -> None:
     run = described(*DESCRIBED["tp and pp"])
     few, many = stages_of(run), stages_of(run, operators=True)
     assert sum(map(len, many.tasks)) > 1.5 * sum(map(len, few.tasks))
-    write_stages(tmp_path / "run.et", many, Here())
+    write_stages(tmp_path / "run.et", many)
     astra_rules.check(tmp_path, "run", seeds=1)
     assert replayed_ns(tmp_path, "run.*.et") / 1e3 == pytest.approx(run.us, rel=0.01)
 
 
 def test_ranks_of_a_stage_differ_in_groups_and_peers_alone(tmp_path: Path) -> None:
     run = described(*DESCRIBED["tp and pp"])
-    write_stages(tmp_path / "run.et", stages_of(run), Here())
+    write_stages(tmp_path / "run.et", stages_of(run))
 
     def shape(rank: int) -> list[object]:
         varying = ("pg_name", "comm_src", "comm_dst")
@@ -233,7 +232,7 @@ def test_an_interrupted_export_leaves_what_was_there(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(rank_files, "_write_ranks", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_stages(tmp_path / "run.et", stages, Here())
+        write_stages(tmp_path / "run.et", stages)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("run.0.et", "precious")]
 
 
@@ -244,7 +243,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(OptionError, match=r"4 ranks need about .* free there"):
-        write_stages(tmp_path / "run.et", stages, Here())
+        write_stages(tmp_path / "run.et", stages)
     assert not list(tmp_path.iterdir())
 
 

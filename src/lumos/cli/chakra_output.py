@@ -32,7 +32,6 @@ from lumos.setup.setup import Setup
 from lumos.step.step import prices_of
 from lumos.trace.read.chakra_format import NodeType
 from lumos.trace.read.execution_trace import Links
-from lumos.workers.engine import engine_named
 
 SIMULATORS = ("astra-sim",)
 _FEW = 256  # ranks that one process writes
@@ -173,8 +172,8 @@ def _with_rings(stages: Stages, dimensions: list[Dimension]) -> Stages:
 
 def _write_stages(output: Path, stages: Stages) -> dict[str, Any]:
     world = stages.places.world
-    with engine_named("local", 1 if world <= _FEW else 0) as engine, progress_bar() as progress:
-        group_file = write_stages(output, stages, engine, progress)
+    with progress_bar() as progress:
+        group_file = write_stages(output, stages, 1 if world <= _FEW else 0, progress)
     tasks = [(task, stages.places.of_stage) for stage in stages.tasks for task in stage]
     sent = [(task.transfer.type, count) for task, count in tasks if task.transfer is not None]
     written = Written(

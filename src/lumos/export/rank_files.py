@@ -25,7 +25,7 @@ from lumos.export.chakra_tasks import head_message, task_messages
 from lumos.export.folded_ranks import Task
 from lumos.program.rank_places import RankPlaces
 from lumos.trace.read.chakra_format import NodeType
-from lumos.workers.engine import Engine, Job
+from lumos.workers.engine import Job, engine_named
 
 _RANKS_AT_ONCE = 64  # of one stage, in one process
 _GROUP, _SOURCE, _DESTINATION = b"\x0a\x07pg_name", b"\x0a\x08comm_src", b"\x0a\x08comm_dst"
@@ -202,8 +202,11 @@ def _write_ranks(shared: _Writing, ranks: list[int]) -> int:
     return len(ranks)
 
 
-def write_stages(path: Path, stages: Stages, engine: Engine, progress: Progress | None = None) -> Path | None:
-    """Write `NAME.RANK.et` for every rank and `NAME.groups.json`: all of them, or none. The file of the groups."""
+def write_stages(path: Path, stages: Stages, workers: int = 1, progress: Progress | None = None) -> Path | None:
+    """Write `NAME.RANK.et` for every rank and `NAME.groups.json`: all of them, or none. The file of the groups.
+
+    `workers` are processes, 0 for one a core.
+    """
     name, places, groups = path.name.removesuffix(".et"), stages.places, stages.groups()
     _require_space(path, stages)
     by_stage: dict[int, list[int]] = {}
@@ -212,7 +215,7 @@ def write_stages(path: Path, stages: Stages, engine: Engine, progress: Progress 
     chunks = [
         ranks[low : low + _RANKS_AT_ONCE] for ranks in by_stage.values() for low in range(0, len(ranks), _RANKS_AT_ONCE)
     ]
-    with _all_or_none(path) as folder:
+    with _all_or_none(path) as folder, engine_named("local", workers) as engine:  # ends before the folder does
         job = Job(_write_ranks, _Writing(stages, stages.first_numbers(), str(folder), name), advice="write fewer ranks")
         done = 0
         for written in engine.run(job, chunks):
