@@ -160,7 +160,7 @@ def test_a_run_that_is_refused_everywhere_ends_in_one_line(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--gpu", "h100,h300"], "GPU 'h300' is not known: did you mean h200?"),
+    (["--gpu", "h100,h201"], "GPU 'h201' is not known: did you mean h200?"),
     (["--gpu", "h100,none.toml"], "none.toml: cannot be read"),
     (["--gpu", "h100,h200", "--price", "h100=2"], "--price has none for h200"),
     (["--gpu", "h100,h200", "--price", "h100"], "'h100' is not a price"),
