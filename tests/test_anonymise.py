@@ -16,16 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import lumos_here
+from lumos.analysis import overlapped_kernels, slowdown_jobs
 from lumos.analysis.kernel_labels import label
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.slowdown import slowdown
 from lumos.analysis.slowdown_jobs import job_of_run
 from lumos.errors import LumosError
+from lumos.export import public_names
 from lumos.export.anonymise import anonymise
 from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto
 from lumos.export.public_names import NameMap, roles_of, vocabulary
 from lumos.graph.from_trace.build import Execution, build
+from lumos.prediction import traced_operators
 from lumos.prediction.prediction import predict
 from lumos.trace.names import Category
 from lumos.trace.read.job import read_job
@@ -320,13 +323,36 @@ def test_equal_names_stay_equal_and_others_different(parts: list[tuple[str, str]
     assert len(set(new)) == len(set(names))
 
 
-KERNELS = ("gemm", "flash", "bwd", "nccl", "AllReduce", "softmax_warp_forward", "dot_do_o", "sm90", "tf32", "Pageable")
+KERNELS = (
+    "gemm", "flash", "bwd", "nccl", "AllReduce", "softmax_warp_forward", "masked_softmax_warp_backward", "dot_do_o",
+    "sm90", "tf32", "Pageable", "userbuffers", "nvshmem", "deep_ep", "allreduce_fusion", "sendrecv", "_mm_", "attn",
+    "ncclDevKernel", "rccl", "triton_red_fused", "Async", "cudaMemcpy", "hip",
+)  # fmt: skip
+SCOPES = ("attention", "nccl:", "Optimizer.step#", "Optimizer.zero_grad", "FSDP::", "aten::", "flash_attn::", "mm")
 
 
-@given(st.lists(st.sampled_from(KERNELS), max_size=4), st.sampled_from([Category.KERNEL, Category.COPY, Category.CALL]))
-def test_a_kernel_keeps_what_the_analysis_reads_in_its_name(words: list[str], category: Category) -> None:
+@given(
+    st.lists(st.sampled_from(KERNELS), max_size=4),
+    st.sampled_from([[Category.KERNEL], [Category.COPY], [Category.CALL], [Category.OP, Category.KERNEL]]),
+)
+def test_a_kernel_keeps_what_the_analysis_reads_in_its_name(words: list[str], within: list[Category]) -> None:
     name = f"{SECRET}_" + "_".join(words)
+    assert roles_of(NameMap().of(name, within), within) == roles_of(name, within)
+
+
+@given(st.sampled_from(("", *SCOPES)), st.lists(st.sampled_from(SCOPES), max_size=2), st.sampled_from(Category))
+def test_a_scope_keeps_what_the_analysis_reads_in_its_name(first: str, words: list[str], category: Category) -> None:
+    name = first + SECRET + "_".join(words)
     assert roles_of(NameMap().of(name, [category]), [category]) == roles_of(name, [category])
+
+
+def test_roles_are_those_that_the_analysis_reads() -> None:
+    """Patterns of packages that this one cannot import, or that are their own affair."""
+    assert public_names._ON_SMS.pattern == overlapped_kernels._ON_SMS.pattern
+    assert public_names._GENERATION.pattern == overlapped_kernels._PERSISTENT.pattern
+    assert public_names._TF32.pattern == traced_operators._TF32.pattern
+    assert public_names._FUSED.pattern == traced_operators._FUSED.pattern
+    assert public_names._SENDS == slowdown_jobs._MESSAGES
 
 
 def test_public_names_are_kept_and_kinds_are_told() -> None:

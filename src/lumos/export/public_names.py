@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ _GENERATION = re.compile(r"nvjet|sm90|sm100")  # kernels that are compiled for H
 _COMM_NAMESPACE = re.compile(r"_?c10d(_functional)?::")
 _MESSAGE = re.compile(r"(nccl|gloo):")
 _SENDS = ("c10d::send", "c10d::recv_", "nccl:send", "nccl:recv")
-_ON_GPU = (Category.KERNEL, Category.COPY, Category.SET)
+_OF_SCOPES = ("autograd_engine", "optimizer")  # roles of operators and scopes, not of kernels
 _CALLS = {
     CallKind.LAUNCH: "LaunchKernel", CallKind.GRAPH_LAUNCH: "GraphLaunch", CallKind.DEVICE_SYNC: "DeviceSynchronize",
     CallKind.STREAM_SYNC: "StreamSynchronize", CallKind.EVENT_SYNC: "EventSynchronize",
@@ -84,7 +84,8 @@ def roles_of(name: str, categories: Collection[Category]) -> Roles:
     if Category.KERNEL in categories:
         talks = is_communication(name)
         found += [talks, _ON_SMS.search(name) is not None, name.startswith("gloo:"), collective_name(name) * talks]
-        found += [] if talks else [pattern.search(name) is not None for pattern in vocabulary().roles.values()]
+        works = [key for key in vocabulary().roles if key not in _OF_SCOPES] if not talks else []
+        found += [vocabulary().roles[key].search(name) is not None for key in works]
     if Category.COPY in categories:
         found.append("Pageable" in name)
     if Category.OP in categories or Category.NOTE in categories:
@@ -140,26 +141,27 @@ class NameMap:
         return self.operators and (listed or known.library_forms.fullmatch(name) is not None)
 
     def _renamed(self, name: str, categories: Collection[Category]) -> str:
-        """By the first rule that fits, or by its kind; whichever keeps its roles."""
-        roles = roles_of(name, categories)
-        ruled = self._by_rule(name)
-        if ruled and self._keeps(ruled, roles, categories):
-            return self._unique(ruled)
-        new = self._numbered(self._kind(name, categories))
-        if not self._keeps(new, roles, categories):
-            self.changed_roles += self.operators  # without names of operators, their types go on purpose
-        return new
+        """By the first rule that fits, or by its kind, or by both; whichever keeps its roles."""
+        roles, kind = roles_of(name, categories), self._kind(name, categories)
+        for ruled in self._by_rules(name):
+            if self._keeps(ruled, roles, categories):
+                return self._unique(ruled)
+        for plain in (kind, *(f"{ruled} {kind}" for ruled in self._by_rules(name))):
+            if self._keeps(f"{plain}_1", roles, categories):
+                return self._numbered(plain)
+        self.changed_roles += self.operators  # without names of operators, their types go on purpose
+        return self._numbered(kind)
 
     def _keeps(self, new: str, roles: Roles, categories: Collection[Category]) -> bool:
         return roles_of(new, categories) == roles
 
-    def _by_rule(self, name: str) -> str:
+    def _by_rules(self, name: str) -> Iterator[str]:
+        """What the rules that fit make of a name, the first first."""
         for pattern, becomes, of_library in vocabulary().rules:
             found = pattern.fullmatch(name)
             if found is not None and (self.operators or not of_library):
                 parts = {key: self._part(key, text or "") for key, text in found.groupdict().items()}
-                return becomes.format(*(text or "" for text in found.groups()), **parts)
-        return ""
+                yield becomes.format(*(text or "" for text in found.groups()), **parts)
 
     def _part(self, key: str, text: str) -> str:
         """A part of a name: public, or its key and a number."""
@@ -186,6 +188,8 @@ class NameMap:
             spoken, collective = _MESSAGE.match(name) or _COMM_NAMESPACE.match(name), collective_name(name)
             if spoken is not None:
                 return f"{spoken.group()}{attention}{collective or 'scope'}"
+            if vocabulary().roles["optimizer"].search(name):
+                return f"{attention}Optimizer.step_scope"
             if Category.OP in categories:
                 return f"custom::{attention}op" if "::" in name else f"{attention}function"
         base = next((_BASES[category] for category in categories if category in _BASES), "event")
@@ -206,8 +210,10 @@ class NameMap:
         usual = [kind for kind, pattern in vocabulary().kinds if pattern.search(name)][:1] or ["kernel"]
         back = ["dot_do_o"] if "attention_helper" in roles else ["backward"] if "backward" in roles else []
         chip = [word for word, pattern in (("tf32", _TF32), ("sm90", _GENERATION)) if pattern.search(name)]
-        first = (["nccl"] if on_sms else []) + ([fused.group()] if fused and self.operators else [])
-        return "_".join([*first, *(main or usual), *back, *(chip if self.generation else [])])
+        compiled = [fused.group()] if fused is not None and self.operators else []
+        first = (["nccl"] if on_sms else []) + (compiled if name.startswith("triton") else [])
+        rest = [] if name.startswith("triton") else compiled
+        return "_".join([*first, *(main or usual), *back, *(chip if self.generation else []), *rest])
 
     def _numbered(self, kind: str) -> str:
         while True:
