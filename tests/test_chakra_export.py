@@ -7,6 +7,7 @@ import os
 import shutil
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.step_tasks import StepTasks
 from lumos.program.rank_places import RankPlaces
 from lumos.setup.setup_files import read_plain
+from lumos.trace.read import chakra_format
 from lumos.trace.read.chakra_format import NodeType, read_chakra_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,6 +72,57 @@ def replayed_ns(folder: Path, match: str) -> float:
     execution = read_job(folder, match)
     assert isinstance(execution, Execution)
     return simulate(execution.graph).span
+
+
+# ---------------------------------------------------------------------- the rules themselves
+def reduce(number: int, group: str = "1", *after: int, **more: Any) -> dict[str, Any]:
+    told = {"comm_type": 0, "comm_size": 4096, "pg_name": group}
+    return {"id": number, "type": NodeType.COMM_COLL, "data_deps": after, "told": told | more}
+
+
+def work(number: int, *after: int, kind: NodeType = NodeType.COMP, **told: Any) -> dict[str, Any]:
+    return {"id": number, "type": kind, "data_deps": after, "told": told}
+
+
+def write_workload(folder: Path, groups: dict[str, list[int]], *ranks: list[dict[str, Any]]) -> None:
+    (folder / "bad.groups.json").write_text(json.dumps(groups))
+    for rank, nodes in enumerate(ranks):
+        with (folder / f"bad.{rank}.et").open("wb") as file:
+            chakra_format.write_delimited(file, chakra_format.schema().metadata(version="0.0.4"))
+            for node in nodes:
+                message = chakra_format.schema().node(
+                    id=node["id"], type=node["type"], data_deps=node["data_deps"], duration_micros=5, name="x"
+                )
+                for name, value in ({"is_cpu_op": False} | node["told"]).items():
+                    kind = {bool: "bool_val", int: "int64_val", str: "string_val"}[type(value)]
+                    chakra_format.add_value(message.attr, name, kind, value)
+                chakra_format.write_delimited(file, message)
+
+
+BOTH = {"1": [0, 1], "2": [0, 1]}
+BAD: dict[str, tuple[dict[str, list[int]], tuple[list[dict[str, Any]], ...]]] = {
+    "metadata": (BOTH, ([work(1, kind=NodeType.METADATA)], [work(1)])),
+    "of the host": (BOTH, ([work(1, is_cpu_op=True)], [work(1)])),
+    "group 0": (BOTH, ([reduce(1, "0")], [reduce(1, "0")])),
+    "not in group": ({"1": [1]}, ([reduce(1)], [reduce(1)])),
+    "never ends": (BOTH, ([reduce(1, comm_type=2, comm_size=4)], [reduce(1, comm_type=2, comm_size=4)])),
+    "an unknown kind": (BOTH, ([reduce(1, comm_type=9)], [reduce(1, comm_type=9)])),
+    "differs": (BOTH, ([reduce(1)], [reduce(1, comm_size=8192)])),
+    "nodes wait for each other": (BOTH, ([work(1, 2), work(2, 1)], [work(1)])),
+    "never end; somebody waits": (BOTH, ([reduce(1), reduce(2, "2", 1)], [reduce(1, "2"), reduce(2, "1", 1)])),
+    "a send without receive": (
+        BOTH, ([work(1, kind=NodeType.COMM_SEND, comm_src=0, comm_dst=1, comm_tag=1, comm_size=8)], [work(1)])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_the_rules_refuse_what_astra_sim_does_not_run(tmp_path: Path, what: str) -> None:
+    groups, ranks = BAD[what]
+    write_workload(tmp_path, groups, *ranks)
+    words = None if what in ("metadata", "an unknown kind", "a send without receive") else what
+    with pytest.raises(AssertionError, match=words):
+        astra_rules.check(tmp_path, "bad")
 
 
 # ---------------------------------------------------------------------- traces

@@ -14,7 +14,14 @@ from rich.console import Console
 from lumos.analysis.run import TracedRun
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import OptionError
-from lumos.export.astra_files import Dimension, described_network, needs_parting, traced_network, write_astra_files
+from lumos.export.astra_files import (
+    Dimension,
+    described_network,
+    needs_parting,
+    shows_bandwidth,
+    traced_network,
+    write_astra_files,
+)
 from lumos.export.astra_prices import as_ring, at_astra_prices, tell_of_rings
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.chakra_writer import Written, file_of_rank, write_chakra, write_folded

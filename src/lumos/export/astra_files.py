@@ -97,6 +97,11 @@ def traced_network(execution: Execution, parted: bool, world: int = 0) -> list[D
     return parted_network(one) if parted else one
 
 
+def shows_bandwidth(execution: Execution) -> bool:
+    """Whether a run has transfers that are large enough to tell how fast its network was."""
+    return any(size >= _LARGE_ENOUGH and ns > 0 for _, _, size, ns in _transfers(execution))
+
+
 def _transfers(execution: Execution) -> Iterator[tuple[str, int, int, float]]:
     """Kind, ranks, bytes and time of every transfer; of a single rank, as it saw them."""
     trace, last, duration = execution.trace, execution.nodes.last_node, execution.graph.duration
