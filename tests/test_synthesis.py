@@ -23,6 +23,7 @@ from lumos.synthesis.model import LEVELS, Marginal, Model, read_model, save_mode
 from lumos.synthesis.originals import longest_run, nearness
 from lumos.synthesis.synthesise import RecordedJob, Synthetic, record, synthesise
 from lumos.synthesis.vocabulary import KINDS
+from lumos.trace.read.chakra_format import NodeType
 from lumos.trace.read.job import read_job
 from support import header, training_run, write_trace
 
@@ -273,11 +274,23 @@ def test_the_answer_as_json_table_and_page(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- recorded jobs
 @pytest.mark.data
-@pytest.mark.parametrize("name", ["fsdp2_l8", "dp2_tp2_l8", "pp2_mb4"])
+def test_a_pipeline_keeps_its_schedule_and_its_step(shared_data: Path, tmp_path: Path) -> None:
+    trace = read_job(shared_data / "h200/multirank/pp2_mb4", "rank?.pt.trace.json.gz")
+    made = synthesise([record("pp2", trace)])
+    assert made.model.pipeline is not None
+    assert (made.model.pipeline.schedule, made.model.pipeline.stages, made.model.micro_batches) == ("1f1b", 2, 4)
+    assert abs(made.distances[0].step_pct) < 8.0  # its recorded steps differ by 4 %, its parts by 14 points
+    write_chakra(tmp_path / "s.et", generate(made.model, Size(steps=1, micro_batches=6)), fold_host=True)
+    workload = astra_rules.check(tmp_path, "s")
+    assert sum(node.type == NodeType.COMM_SEND for _, node in workload.nodes) == 12
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["fsdp2_l8", "dp2_tp2_l8"])
 def test_jobs_of_several_ranks_keep_their_step(shared_data: Path, tmp_path: Path, name: str) -> None:
     trace = read_job(shared_data / "h200/multirank" / name, "rank?.pt.trace.json.gz")
     made = synthesise([record(name, trace)])
     assert abs(made.distances[0].step_pct) < 5.0
     assert made.distances[0].breakdown_points < 5.0
-    write_chakra(tmp_path / "s.et", made.execution)
-    astra_rules.check(tmp_path, "s", host=True)
+    write_chakra(tmp_path / "s.et", made.execution, fold_host=True)
+    astra_rules.check(tmp_path, "s")

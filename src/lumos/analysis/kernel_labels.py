@@ -72,6 +72,16 @@ def label(run: Replay, most: int = 8) -> list[RankLabels]:
     return [labeller.rank(steps, index, int(column)) for column in columns]
 
 
+def label_launches(run: Replay) -> list[list[RankLabels]]:
+    """For every step: the kernels that each rank launched inside its mark, whenever they ran."""
+    if (run.marks.note < 0).any():
+        return [label(run, most=len(run.marks.ranks))]
+    clean = run.execution.retime(simulate(run.clean_graph))
+    marks, labeller = run.marks, _Labeller(run.execution.trace, clean)
+    steps = Steps(marks.names, marks.ranks, clean.start[marks.note], clean.end[marks.note])
+    return [[labeller.rank(steps, i, column) for column in range(len(marks.ranks))] for i in range(len(marks.names))]
+
+
 class _Labeller:
     """Labels ranks of one trace; `clean` is the trace as it would be without the profiler."""
 

@@ -25,7 +25,7 @@ _PATH = {"operator": "host", "call": "host", "python": "host"}  # the vocabulary
 class Behaviour:
     """What a run does, as far as it is compared: means over its steps and ranks."""
 
-    step_ms: float
+    step_ms: float  # the median step: the first of a recording may wait for what was before it
     clean_ms: float
     breakdown: dict[str, float]  # shares of the step
     path: dict[str, float]  # shares of the critical path
@@ -37,7 +37,7 @@ class Behaviour:
 
 
 def behaviour(runs: Sequence[Replay], observed: Sequence[Observed]) -> Behaviour:
-    """The behaviour of a run whose steps were replayed and observed one by one, or as a whole."""
+    """The behaviour of a run that was replayed as a whole or step by step, and of which steps were observed."""
     parts = [part for run in runs for part in run.recorded_breakdown.values()]
     mean = mean_breakdown(parts)
     ranks = [rank for step in observed for rank in step.ranks]
@@ -57,7 +57,7 @@ def behaviour(runs: Sequence[Replay], observed: Sequence[Observed]) -> Behaviour
             path[_PATH.get(kind, kind)] += ms  # type: ignore[assignment]
     whole = sum(path.values()) or 1.0
     return Behaviour(
-        step_ms=float(np.mean([run.recorded_steps.mean for run in runs])),
+        step_ms=float(np.median(np.concatenate([run.recorded_steps.milliseconds for run in runs]))),
         clean_ms=float(np.mean([run.clean_ms for run in runs])),
         breakdown=_shares(mean),
         path={kind: ms / whole for kind, ms in path.items()},

@@ -7,9 +7,11 @@ that the work of a step is that of the recorded ones, and not by chance more or 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from lumos.synthesis.model import COLUMNS, LEVELS, BlockModel, Marginal, Model, 
 from lumos.synthesis.observe import Wait
 
 MESSAGE = -2  # in place of a group
+_MOST_FACTOR = 3.0
+_AS_DRAWN: Mapping[str, float] = MappingProxyType({})
 _BEFORE, _AFTER = -1.0, 2.0  # places in a block
 TIMES = ("work", "call", "delay", "busy")
 
@@ -30,6 +34,7 @@ class Part:
     state: StateModel
     tasks: Ints  # their places in the step
     scores: Floats  # normal scores of their places in their blocks
+    factors: Mapping[str, float]  # by which columns are longer
 
     @cached_property
     def _root(self) -> Floats:
@@ -44,7 +49,7 @@ class Part:
         normal[:, 0] = self.scores
         related = normal @ self._root.T
         return {
-            name: self.state.columns[name].at(_stratified(related[:, i], generator))
+            name: self.state.columns[name].at(_stratified(related[:, i], generator)) * self.factors.get(name, 1.0)
             for i, name in enumerate(COLUMNS)
             if name != "place"
         }
@@ -87,19 +92,22 @@ def draw_step(
     block_of, place_of = [np.zeros(0, np.int64)], [np.zeros(0)]
     parts: list[Part] = []
 
-    def add(state: StateModel, blocks: Ints, levels: Floats, places: Floats) -> None:
-        parts.append(Part(state, len(states) + np.arange(len(blocks)), _scores(levels)))
+    def add(
+        state: StateModel, blocks: Ints, levels: Floats, places: Floats, factors: Mapping[str, float] = _AS_DRAWN
+    ) -> None:
+        parts.append(Part(state, len(states) + np.arange(len(blocks)), _scores(levels), factors))
         block_of.append(blocks)
         place_of.append(places)
         states.extend([state] * len(blocks))
 
     for block, numbers in plan.by_kind(role):
-        counts = _counts(block, len(numbers), layers - model.layers)
+        counts = _counts(block, len(numbers), layers - model.layers, generator.random())
+        factors = _kept_totals(block, counts, layers - model.layers)
         for index, state in enumerate(block.states):
             blocks = np.repeat(np.array(numbers), counts[:, index])
             if len(blocks):
                 levels = _spread_in_blocks(counts[:, index], generator)
-                add(state, blocks, levels, _places(state, levels))
+                add(state, blocks, levels, _places(state, levels), _AS_DRAWN if state.group >= 0 else factors)
     for state, numbers, place in plan.messages(model):
         add(state, np.array(numbers), np.full(len(numbers), 0.5), np.full(len(numbers), place))
     blocks = np.concatenate(block_of)
@@ -227,17 +235,35 @@ class _Plan:
         return [(role.blocks[kind], some) for kind, some in numbers.items()]
 
 
-def _counts(block: BlockModel, blocks: int, more_layers: int) -> Ints:
+def _counts(block: BlockModel, blocks: int, more_layers: int, offset: float) -> Ints:
     """How many tasks of every state each block has; rounded so that states that alternate still do.
 
     Rounding runs along the sum over states, which are sorted by kind: a kind of which every block has exactly one, in
-    one state or another, gets exactly one in every block.
+    one state or another, gets exactly one in every block. A random offset makes rare tasks as frequent as they were.
     """
-    mean = np.array([max(0.0, state.count + more_layers * state.per_layer) for state in block.states])
-    cumulative = np.concatenate([[0.0], np.cumsum(mean)])
-    until = np.floor(np.arange(blocks + 1)[:, None] * cumulative + 0.5 + 1e-6)
+    cumulative = np.concatenate([[0.0], np.cumsum(_mean_counts(block, more_layers))])
+    until = np.floor(np.arange(blocks + 1)[:, None] * cumulative + offset + 1e-6)
     counts: Ints = np.maximum(np.diff(np.diff(until, axis=0), axis=1), 0).astype(np.int64)
     return counts
+
+
+def _mean_counts(block: BlockModel, more_layers: int) -> Floats:
+    return np.array([max(0.0, state.count + more_layers * state.per_layer) for state in block.states])
+
+
+def _kept_totals(block: BlockModel, counts: Ints, more_layers: int) -> dict[str, float]:
+    """Factors by which blocks have as much work as learned, although rare tasks are there or not.
+
+    Communication is left as it is: its times belong to its sizes.
+    """
+    own = np.array([state.group < 0 for state in block.states], bool)
+    wanted, drawn = len(counts) * _mean_counts(block, more_layers) * own, counts.sum(axis=0) * own
+    factors = {}
+    for name in TIMES:
+        means = np.array([state.columns[name].mean for state in block.states])
+        there = float(drawn @ means)
+        factors[name] = min(max(float(wanted @ means) / there, 1 / _MOST_FACTOR), _MOST_FACTOR) if there > 0 else 1.0
+    return factors
 
 
 def _spread_in_blocks(counts: Ints, generator: np.random.Generator) -> Floats:

@@ -10,7 +10,7 @@ after its last launch. Times are split so that a graph of the same form gives th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lumos.analysis.collectives import message_bytes
-from lumos.analysis.kernel_labels import Phase, RankLabels, label
+from lumos.analysis.kernel_labels import Phase, RankLabels, label_launches
 from lumos.analysis.replay import Replay
 from lumos.errors import InputError
 from lumos.graph.from_trace.rendezvous import POINT_TO_POINT
@@ -121,8 +121,8 @@ class Job(NamedTuple):
         return max((rank.layers for step in self.steps for rank in step.ranks), default=0)
 
 
-def observe(run: Replay) -> Observed:
-    """The tasks of the step nearest to the typical one."""
+def observe(run: Replay) -> list[Observed]:
+    """The tasks of every step."""
     execution = run.execution
     if (execution.trace.launch_row >= 0).sum() == 0:
         path = execution.trace.headers[0].path if execution.trace.headers else "the trace"
@@ -130,9 +130,15 @@ def observe(run: Replay) -> Observed:
     observer = _Observer(run)
     headers = execution.trace.headers
     world = max(max(header.world_size, header.rank + 1) for header in headers)
-    labels = label(run, most=len(execution.trace.ranks))
-    ranks = [observer.rank(labels_of_rank) for labels_of_rank in labels]
-    return Observed(ranks, list(observer.groups), observer.most_streams, world, any(h.shapes for h in headers))
+    found = []
+    for step, labels in enumerate(label_launches(run)):
+        ranks = [observer.rank(one, observer.window(step, column)) for column, one in enumerate(labels)]
+        first = min(rank.begun for rank in ranks)
+        ranks = [replace(rank, begun=rank.begun - first) for rank in ranks]
+        found.append(Observed(ranks, list(observer.groups), observer.most_streams, world, headers[0].shapes))
+    if not any(rank.layers or len(rank.tasks) > 1 for step in found for rank in step.ranks):
+        raise InputError(f"{headers[0].path}: no kernel was launched inside a step; record whole steps")
+    return found
 
 
 class _Observer:
@@ -148,16 +154,24 @@ class _Observer:
         forms = sorted({self._form(row) for row in rows}, key=lambda group: (group.stride, group.size))
         self.groups = {form: number for number, form in enumerate(forms)}
 
-    def rank(self, labels: RankLabels) -> ObservedRank:
+    def window(self, step: int, column: int) -> tuple[float, float]:
+        """From when to when the host of a rank worked on a step."""
+        note = int(self.run.marks.note[step, column])
+        if note >= 0 and self.nodes.first_node[note] >= 0:
+            return float(self.start[self.nodes.first_node[note]]), float(self.end[self.nodes.last_node[note]])
+        nodes = np.flatnonzero((self.nodes.rank == self.run.marks.ranks[column]) & ~self.nodes.on_gpu)
+        return float(self.start[nodes].min(initial=np.inf)), float(self.end[nodes].max(initial=0.0))
+
+    def rank(self, labels: RankLabels, window: tuple[float, float]) -> ObservedRank:
         """The tasks of one rank, in blocks."""
         streams = self._streams(labels)
         self.most_streams = max(self.most_streams, len(streams))
-        issued = self._issued(labels)
+        issued = self._issued(labels, window)
         latency = self._latency(labels.row)
         tasks: list[Task] = []
         phases: list[int] = []
         marks: list[int] = []
-        timeline = _HostTime(self, labels.rank)
+        timeline = _HostTime(self, labels.rank, window)
         launched: dict[int, list[int]] = {}  # arrivals of kernels by stream, in the order of launches
         for moment in issued:
             work, call, operators = timeline.until(moment)
@@ -264,16 +278,18 @@ class _Observer:
     def _latency(self, rows: Ints) -> float:
         """From the start of a launch to that of its kernel, where nothing else delays it."""
         found = []
-        for row in rows.tolist():
+        for row in rows.tolist():  # the first of a stream may wait for what was not recorded
             node, call = int(self.nodes.first_node[row]), int(self.trace.launch_row[row])
             begun = float(self.start[self.nodes.first_node[call]])
-            if self.nodes.first[self.nodes.lane[node]] == node or self.end[node - 1] < begun:
+            edges = slice(self.graph.incoming[node], self.graph.incoming[node + 1])
+            waits = bool((self.graph.edges.rule[edges] != Rule.LAUNCH).any())
+            if not waits and self.nodes.first[self.nodes.lane[node]] < node and self.end[node - 1] < begun:
                 found.append(max(0.0, float(self.start[node]) - begun))
         return float(np.quantile(found, _LATENCY_QUANTILE)) if found else 0.0
 
     # The host.
 
-    def _issued(self, labels: RankLabels) -> list[_Moment]:
+    def _issued(self, labels: RankLabels, window: tuple[float, float]) -> list[_Moment]:
         """Launches and waits of the host, in the order of time."""
         moments = []
         for number, row in enumerate(labels.row.tolist()):
@@ -289,17 +305,12 @@ class _Observer:
             target, source = int(edges.target[edge]), int(edges.source[edge])
             if self.nodes.rank[target] == labels.rank:
                 waits.setdefault(target, set()).add(int(self.nodes.lane[source]))
-        window = (min(m.start for m in moments), self._last(labels.rank)) if moments else (0.0, 0.0)
         for node, lanes in waits.items():
             end = float(self.end[node])
             if window[0] <= end <= window[1]:
                 begun = end - float(self.graph.duration[node])
                 moments.append(_Moment(begun, end, int(self.nodes.lane[node]), -1, -1, tuple(sorted(lanes))))
         return sorted(moments, key=lambda moment: (moment.start, moment.kernel))
-
-    def _last(self, rank: int) -> float:
-        nodes = np.flatnonzero((self.nodes.rank == rank) & ~self.nodes.on_gpu)
-        return float(self.end[nodes].max(initial=0.0))
 
 
 class _Moment(NamedTuple):
@@ -316,11 +327,11 @@ class _Moment(NamedTuple):
 class _HostTime:
     """How much the host worked between moments: waiting is not in it."""
 
-    def __init__(self, observer: _Observer, rank: int) -> None:
+    def __init__(self, observer: _Observer, rank: int, window: tuple[float, float]) -> None:
         self.observer = observer
-        self.nodes = np.flatnonzero((observer.nodes.rank == rank) & ~observer.nodes.on_gpu)
-        self.at = float(observer.start[self.nodes].min(initial=np.inf)) if len(self.nodes) else 0.0
+        self.at, self.end = window
         self.begun = self.at
+        self.nodes = np.flatnonzero((observer.nodes.rank == rank) & ~observer.nodes.on_gpu)
         self.lane = int(observer.nodes.lane[self.nodes[0]]) if len(self.nodes) else -1
         trace = observer.trace
         operators = np.flatnonzero((observer.nodes.first_node >= 0) & (trace.rank == rank) & trace.on_host)
@@ -336,13 +347,16 @@ class _HostTime:
         return work, call, operators
 
     def rest(self) -> tuple[float, int]:
-        """What the host did after the last moment, on the thread that ends last."""
-        if len(self.nodes) == 0:
-            return 0.0, 0
+        """What the host did after the last moment until the end of the step, on its last and its main thread."""
+        lanes = {self.lane, self._main}
+        return self._worked(self.at, self.end, lanes), self._begun(self.at, self.end)
+
+    @cached_property
+    def _main(self) -> int:
+        """The thread that ends the step."""
         ends = self.observer.end[self.nodes]
-        last = self.nodes[int(np.argmax(ends))]
-        lanes = {self.lane, int(self.observer.nodes.lane[last])}
-        return self._worked(self.at, float(ends.max()), lanes), self._begun(self.at, np.inf)
+        inside = self.nodes[ends <= self.end]
+        return int(self.observer.nodes.lane[inside[np.argmax(self.observer.end[inside])]]) if len(inside) else -1
 
     def _begun(self, low: float, high: float) -> int:
         return int(np.searchsorted(self.operators, high) - np.searchsorted(self.operators, low))

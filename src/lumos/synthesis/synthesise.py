@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """A job whose steps were replayed and observed one by one."""
+    """A job that was replayed, and whose steps were observed one by one."""
 
     name: str
     runs: list[Replay]
@@ -39,18 +39,16 @@ class RecordedJob:
 
 
 def record(name: str, source: Trace | Execution, steps: Sequence[int] | None = None) -> RecordedJob:
-    """Replay and observe every step of a job, or some by their place; a Chakra graph is taken as one."""
+    """Replay a job and observe its steps, or some of them by their place, each cut out of it."""
     runs = [replay(part) for part in _parts(source, steps)]
-    return RecordedJob(name, runs, [observe(run) for run in runs])
+    return RecordedJob(name, runs, [step for run in runs for step in observe(run)])
 
 
 def _parts(source: Trace | Execution, steps: Sequence[int] | None) -> list[Trace | Execution]:
-    if isinstance(source, Execution):
+    if isinstance(source, Execution) or steps is None:
         return [source]
     names = find_steps(source).names
-    if names == (WHOLE,):
-        return [source]
-    return [keep_step(source, name) for i, name in enumerate(names) if steps is None or i in steps]
+    return [source] if names == (WHOLE,) else [keep_step(source, names[i]) for i in steps]
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,7 @@ class Synthetic:
 
     @cached_property
     def observed(self) -> list[Observed]:
-        """The tasks of its first step: a host may run ahead of the steps after it."""
-        if len(self.run.marks.names) == 1:
-            return [observe(self.run)]
-        return [observe(replay(generate(self.model, replace(self.size, steps=1), self.seed)))]
+        return observe(self.run)
 
     @cached_property
     def distances(self) -> list[Distance]:
