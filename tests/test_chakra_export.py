@@ -29,6 +29,7 @@ from lumos.program.rank_places import RankPlaces
 from lumos.setup.setup_files import read_plain
 from lumos.trace.read import chakra_format
 from lumos.trace.read.chakra_format import NodeType, read_chakra_file
+from support import header, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "src/lumos/data/example"
@@ -315,6 +316,17 @@ def test_a_described_cluster_is_a_network_of_its_tiers(tmp_path: Path) -> None:
     assert "--comm-group-configuration=./run.groups.json" in script.read_text()
     system = json.loads((tmp_path / "run.system.json").read_text())
     assert system["all-reduce-implementation"] == ["ring", "ring"]
+
+
+def test_a_bandwidth_that_no_transfer_shows_is_called_a_guess(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    for rank in range(2):  # transfers of some kilobytes
+        write_trace(tmp_path / "job" / f"rank{rank}.json", training_run(1, rank=rank), header(rank, 2))
+    said = []
+    for job in (tmp_path / "job", EXAMPLE):
+        found = lumos_here("convert", job, "-o", tmp_path / "run.et", "--for", "astra-sim", "--json")
+        said.append(any("GB/s is a guess; put yours into" in text for text in json.loads(found.stdout)["warnings"]))
+    assert said == [True, False]
 
 
 def test_a_network_of_one_dimension_is_parted_where_groups_meet() -> None:

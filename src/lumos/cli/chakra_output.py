@@ -100,7 +100,11 @@ def _write_traced_for_astra(output: Path, execution: Execution) -> dict[str, Any
     if len(dimensions) > 1:
         tell_of_rings(plan, world, dimensions)
     written = write_folded(output, priced, plan)
-    return _answer(written, world) | _beside(output, dimensions, written.group_file)
+    answer = _answer(written, world) | _beside(output, dimensions, written.group_file)
+    if not shows_bandwidth(execution):
+        told = f"no transfer of 1 MiB or more has a recorded size: {dimensions[0].gb_s:g} GB/s is a guess"
+        answer["warnings"] = [*answer["warnings"], f"{told}; put yours into {answer['simulator_files'][1]}"]
+    return answer
 
 
 def write_prediction(output: Path, found: Prediction, wishes: ChakraWishes) -> dict[str, Any]:
