@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -39,15 +40,15 @@ def optimizers() -> list[str]:
 
 
 def main() -> None:
-    answer = {
-        "source": f"names registered by PyTorch {torch.__version__.partition('+')[0]}, by calibration/public_names.py",
-        "date": "2026-11",
-        "operators": operators(),
-        "autograd_nodes": autograd_nodes(),
-        "optimizers": optimizers(),
+    names = {"operators": operators(), "autograd_nodes": autograd_nodes(), "optimizers": optimizers()}
+    origin = {
+        "source": f"names that PyTorch {torch.__version__.partition('+')[0]} registers or declares",
+        "script": "calibration/public_names.py",
+        "date": date.today().isoformat(),
     }
-    TARGET.write_text(json.dumps(answer, indent=0, ensure_ascii=False) + "\n", "utf-8")
-    print({key: len(value) for key, value in answer.items() if isinstance(value, list)})
+    table = {**names, "sources": dict.fromkeys(names, origin)}
+    TARGET.write_text(json.dumps(table, indent=0, ensure_ascii=False) + "\n", "utf-8")
+    print({key: len(value) for key, value in names.items()})
 
 
 if __name__ == "__main__":
