@@ -68,11 +68,14 @@ class _RankTimes:
     started: dict[int, int] = field(default_factory=dict)
     waits: list[tuple[int, int]] = field(default_factory=list)  # (kernel that is waited for, kernel of another stream)
 
+    @cached_property
+    def streams(self) -> _Streams:
+        return _Streams(self)
+
     def run(self) -> Generator[_Arrival, int, None]:
         """Lay the rank out; yields its collectives, and is sent when they started."""
         ops = self.recorded.ops
         self.began, self.ended = [0] * len(ops), [0] * len(ops)
-        self.streams = _Streams(self)
         left = [len(op.children) for op in ops]
         woken: set[tuple[int, int]] = set()  # (thread, operator of another that it waited for)
         for index, op in enumerate(ops):
@@ -98,7 +101,6 @@ class _RankTimes:
                 self.began[index] = min(inside, default=self.began[index])
             took = op.own_ns + sum(self.ended[child] - self.began[child] for child in op.children)
             self.ended[index] = max([self.began[index] + took, *(self.ended[child] for child in op.children)])
-        self.streams = _Streams(self)
         for kernel in self.recorded.kernels:
             op, start = ops[kernel.op], 1000 * kernel.node.start_us
             self.launched[kernel.number] = min(self.ended[kernel.op] - _CALL, start)
@@ -272,18 +274,23 @@ class _Meetings:
         return [r for r, number in found if r in self.waiting and self.waiting[r].kernel.number == number]
 
     def _meet(self, arrived: dict[int, _Arrival]) -> dict[int, int]:
-        """When the collective starts on the ranks that are there, each by its own clock."""
+        """When the collective starts on the ranks that are there, each by its own clock.
+
+        A rank starts as early as the others waited for it. Two things are left alone: a message that was sent before
+        its receiver came, and an unusually long transfer on a rank whose host had run far ahead. There, the end of one
+        rank was late, and not the beginning of another; but no rank leaves before all have come.
+        """
         rank, first = next(iter(arrived.items()))
         transfer = self._transfer(rank, first.kernel)
         waited = {r: one.kernel.nanoseconds - transfer for r, one in arrived.items()}
-        sent_before = self._is_one_sided(arrived) and max(waited.values()) <= transfer  # its receiver came
-        unusual = transfer > _UNUSUAL * self._usual_transfer[self._size(rank, first.kernel)]
         last = self._tie({r: one.ready + waited[r] for r, one in arrived.items()})
+        if self._is_one_sided(arrived) and max(waited.values()) <= transfer:
+            return {r: one.ready for r, one in arrived.items()}
+        unusual = transfer > _UNUSUAL * self._usual_transfer[self._size(rank, first.kernel)]
         start = {}
         for r, one in arrived.items():
             ready, wanted = self.offset[r] + one.ready, last - waited[r]
-            ran_ahead = one.lead > wanted - ready
-            start[r] = ready if sent_before or (unusual and ran_ahead) else wanted
+            start[r] = ready if unusual and one.lead > wanted - ready else wanted
         begun = max(start.values())
         return {r: max(start[r], begun - one.kernel.nanoseconds) - self.offset[r] for r, one in arrived.items()}
 
