@@ -57,7 +57,7 @@ def predict_command(
         Path | None, typer.Argument(help="The run: a setup, a config.json, a Megatron script, a torchtitan TOML.")
     ] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="The trace, or the folder of ranks, of the run to start from.")
+        Path | None, typer.Option("--from", help="The trace, ranks, dry run or Chakra workload to start from.")
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE of the setup, as in parallel.tp=4. Repeatable.")
