@@ -18,6 +18,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +33,7 @@ SHAPES = (
     *((8192, 4096, 7168), (8192, 7168, 2048), (4096, 36864, 7168), (4096, 7168, 18432)),  # experts, dense layers
     *((8192, 8192, 8192), (4096, 4096, 4096), (16384, 5120, 5120), (8192, 28672, 8192), (2048, 8192, 8192)),
 )
+Kinds = Iterator[tuple[str, Callable[[], Any]]]
 HEADS = ((192, 128), (128, 128), (160, 160), (192, 192))
 
 
@@ -52,7 +54,7 @@ def median_us(run: Callable[[], Any], repeats: int = 15) -> float:
     return sorted(times)[repeats // 2]
 
 
-def matmuls(m: int, n: int, k: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+def matmuls(m: int, n: int, k: int) -> Kinds:
     """The product of (m, k) and (k, n) with factors of every kind."""
     a = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
     b = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn).t()
@@ -74,7 +76,7 @@ def matmuls(m: int, n: int, k: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "bf16", lambda: torch.mm(*bf16)
 
 
-def attentions(keys: int, values: int, backend: SDPBackend) -> Iterator[tuple[str, Callable[[], Any]]]:
+def attentions(keys: int, values: int, backend: SDPBackend) -> Kinds:
     """128 heads over 4,096 tokens, forward and backward."""
     q, k, v = (
         torch.randn(1, 128, 4096, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -87,18 +89,16 @@ def attentions(keys: int, values: int, backend: SDPBackend) -> Iterator[tuple[st
         yield "backward", lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
 
-def cases() -> Iterator[tuple[dict[str, Any], Callable[[], Iterator[tuple[str, Callable[[], Any]]]]]]:
+def cases() -> Iterator[tuple[dict[str, Any], Callable[[], Kinds]]]:
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-        for size in HEADS:
-            yield (
-                {"keys": size[0], "values": size[1], "backend": backend.name},
-                lambda s=size, b=backend: attentions(*s, b),
-            )
-    for shape in SHAPES:
-        yield {"m": shape[0], "n": shape[1], "k": shape[2]}, lambda s=shape: matmuls(*s)
+        for keys, values in HEADS:
+            what = {"keys": keys, "values": values, "backend": backend.name}
+            yield what, partial(attentions, keys, values, backend)
+    for m, n, k in SHAPES:
+        yield {"m": m, "n": n, "k": k}, partial(matmuls, m, n, k)
 
 
-def measured(make: Callable[[], Iterator[tuple[str, Callable[[], Any]]]]) -> Iterator[tuple[str, float | str]]:
+def measured(make: Callable[[], Kinds]) -> Iterator[tuple[str, float | str]]:
     """Every kind of a case; what this version of torch does not have is an error of its own."""
     kinds = make()
     while True:
