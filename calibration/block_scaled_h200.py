@@ -51,7 +51,7 @@ def median_us(run: Callable[[], Any], repeats: int = 15) -> float:
         end.record()
         end.synchronize()
         times.append(1e3 * begin.elapsed_time(end))
-    return sorted(times)[repeats // 2]
+    return float(sorted(times)[repeats // 2])
 
 
 def matmuls(m: int, n: int, k: int) -> Kinds:
