@@ -15,7 +15,7 @@ import yaml
 
 from commands import lumos_here
 from lumos.errors import InputError
-from lumos.export.astra_files import Dimension
+from lumos.export.astra_files import Dimension, write_astra_files
 from lumos.export.astra_prices import as_ring, transfer_ns
 from lumos.export.chakra_communication import Transfer
 from lumos.trace.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
@@ -251,6 +251,14 @@ def test_exchanges_between_nodes_are_told_by_what_leaves_a_node() -> None:
     exchange = Transfer(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_to_all"], "1")
     told = as_ring(exchange, 16, 1, links)
     assert 16 * 15 / 2 * told.bytes / 16 / 400.0 == pytest.approx(0.5 * exchange.bytes / 50.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(("tensor", "pieces"), [(1 << 20, 1), ((1 << 32) - 2, 1), (17_114_071_040, 4)])
+def test_no_message_is_longer_than_32_bits_can_say(tmp_path: Path, tensor: int, pieces: int) -> None:
+    """ASTRA-sim waits for ever for a longer one if its sender waits for the receiver (`SimSendCaller` has an int)."""
+    write_astra_files(tmp_path / "job.et", [Dimension(2, 50.0, 500.0)], None, tensor)
+    assert json.loads((tmp_path / "job.system.json").read_text())["preferred-dataset-splits"] == pieces
+    assert tensor / 2 / pieces < 1 << 31  # a ring of two ranks has the longest messages: half of the tensor
 
 
 def test_other_collectives_keep_their_size() -> None:

@@ -22,7 +22,7 @@ from lumos.export.astra_files import (
     traced_network,
     write_astra_files,
 )
-from lumos.export.astra_prices import as_ring, at_astra_prices, tell_of_rings
+from lumos.export.astra_prices import as_ring, at_astra_prices, largest_tensor, tell_of_rings
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.chakra_writer import Written, file_of_rank, write_chakra, write_folded
 from lumos.export.folded_ranks import Task
@@ -99,8 +99,10 @@ def _write_traced_for_astra(output: Path, execution: Execution) -> dict[str, Any
     priced = at_astra_prices(execution, plan, dimensions[0].gb_s, dimensions[0].latency_ns)
     if len(dimensions) > 1:
         tell_of_rings(plan, world, dimensions)
+    sizes = {number: len(ranks) for (_, ranks), number in plan.groups.items()}
+    largest = largest_tensor((t, sizes[t.group]) for found in plan.transfers.values() for t in found if t.group)
     written = write_folded(output, priced, plan)
-    answer = _answer(written, world) | _beside(output, dimensions, written.group_file)
+    answer = _answer(written, world) | _beside(output, dimensions, written.group_file, largest)
     if not shows_bandwidth(execution):
         told = f"no transfer of 1 MiB or more has a recorded size: {dimensions[0].gb_s:g} GB/s is a guess"
         answer["warnings"] = [*answer["warnings"], f"{told}; put yours into {answer['simulator_files'][1]}"]
@@ -164,7 +166,13 @@ def _write_repeated(
 def _write_simulated(output: Path, stages: Stages, dimensions: list[Dimension]) -> dict[str, Any]:
     """The files of all ranks as ASTRA-sim is to be told of them, and those beside."""
     answer = _write_stages(output, _with_rings(stages, dimensions) if len(dimensions) > 1 else stages)
-    return answer | _beside(output, dimensions, _group_file(answer))
+    largest = largest_tensor(
+        (task.transfer, int(task.transfer.group.split("x")[0]))
+        for tasks in stages.tasks
+        for task in tasks
+        if task.transfer is not None and task.transfer.group
+    )
+    return answer | _beside(output, dimensions, _group_file(answer), largest)
 
 
 def _with_rings(stages: Stages, dimensions: list[Dimension]) -> Stages:
@@ -214,9 +222,9 @@ def _group_file(answer: dict[str, Any]) -> Path | None:
     return Path(answer["group_file"]) if answer["group_file"] else None
 
 
-def _beside(output: Path, dimensions: list[Dimension], group_file: Path | None) -> dict[str, Any]:
+def _beside(output: Path, dimensions: list[Dimension], group_file: Path | None, largest: int) -> dict[str, Any]:
     """The other files of the simulator, and the command that runs it."""
-    found = write_astra_files(output, dimensions, group_file)
+    found = write_astra_files(output, dimensions, group_file, largest)
     network = [{"ranks": one.ranks, "gb_s": round(one.gb_s, 3), "latency_ns": one.latency_ns} for one in dimensions]
     return {"simulator_files": [str(file) for file in found.files], "network": network, "command": found.command}
 

@@ -31,6 +31,7 @@ _LARGE_ENOUGH = 1 << 20  # of a recorded transfer, to show bandwidth
 _LEAST_GB_S, _USUAL_GB_S, _USUAL_NS = 1e-3, 100.0, 500.0
 _HOPS = 4  # of every step of a ring: the receiver's word that it is there, and the message, each through a switch
 _FREE_GB_S = 1_000_000  # it adds every reduction to its message, from this bandwidth; NCCL reduces while data arrive
+_LONGEST = (1 << 31) - 1  # bytes of a message whose sender waits: it has 32 bits for them; half a tensor, at most
 _CHUNKS = 4  # that a collective of all ranks is cut into, so that dimensions work at the same time
 # Its sibling with congestion stores every message at a switch and sends it on from there, which takes twice as long.
 _PROGRAM = "AstraSim_Analytical_Congestion_Unaware"  # the other knows networks of one dimension alone
@@ -140,11 +141,14 @@ def needs_parting(groups: Mapping[str, Sequence[int]], world: int) -> bool:
     return False
 
 
-def write_astra_files(path: Path, dimensions: list[Dimension], group_file: Path | None) -> AstraFiles:
-    """Write them beside `path`, NAME.et, as NAME.system.json and so on: all of them or none."""
+def write_astra_files(path: Path, dimensions: list[Dimension], group_file: Path | None, largest: int = 0) -> AstraFiles:
+    """Write them beside `path`, NAME.et, as NAME.system.json and so on: all of them or none.
+
+    `largest` is the size of the largest tensor of a collective, in bytes.
+    """
     name, world = path.name.removesuffix(".et"), int(np.prod([one.ranks for one in dimensions]))
     contents = {
-        "system.json": json.dumps(_system(dimensions, _has_parts(group_file, world)), indent=1) + "\n",
+        "system.json": json.dumps(_system(dimensions, _has_parts(group_file, world), largest), indent=1) + "\n",
         "network.yml": _network_text(dimensions),
         "memory.json": json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}) + "\n",
     }
@@ -167,11 +171,12 @@ def _has_parts(group_file: Path | None, world: int) -> bool:
     return any(1 < len(members) < world for members in groups.values())
 
 
-def _system(dimensions: list[Dimension], has_parts: bool) -> dict[str, object]:
+def _system(dimensions: list[Dimension], has_parts: bool, largest: int) -> dict[str, object]:
     """Rings, and exchanges with one peer after the other: `direct` alone gives each the whole bandwidth at once.
 
     Chunks let dimensions work at the same time, which those that stand for one level must not. A group of some ranks
-    is one ring whatever the dimensions, and would only pay the latency of every chunk.
+    is one ring whatever the dimensions, and would only pay the latency of every chunk; but it waits for ever for
+    messages that are too long.
     """
     ring = ["ring"] * len(dimensions)
     is_one_level = has_parts or len({one.gb_s for one in dimensions}) == 1
@@ -179,7 +184,7 @@ def _system(dimensions: list[Dimension], has_parts: bool) -> dict[str, object]:
         "scheduling-policy": "FIFO",
         "endpoint-delay": 10,
         "active-chunks-per-dimension": 1,
-        "preferred-dataset-splits": 1 if is_one_level else _CHUNKS,
+        "preferred-dataset-splits": max(1 if is_one_level else _CHUNKS, -(-largest // (2 * _LONGEST))),
         "all-reduce-implementation": ring,
         "all-gather-implementation": ring,
         "reduce-scatter-implementation": ring,

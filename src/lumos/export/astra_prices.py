@@ -7,7 +7,7 @@ for another would be cut in the wrong places; so the run is simulated at the pri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -58,6 +58,12 @@ def as_ring(transfer: Transfer, ranks: int, stride: int, dimensions: Sequence[Di
     if stride >= dimensions[0].ranks:  # the same place in every node
         return transfer._replace(bytes=max(LEAST_BYTES, round(transfer.bytes * 2 / ranks)))
     return transfer._replace(bytes=max(LEAST_BYTES, round(transfer.bytes * exchange / ring)))
+
+
+def largest_tensor(collectives: Iterable[tuple[Transfer, int]]) -> int:
+    """The size of the largest tensor that is reduced, gathered or exchanged; transfers with the number of ranks."""
+    gather = COLLECTIVES["all_gather"]
+    return max((t.bytes * (ranks if t.collective == gather else 1) for t, ranks in collectives), default=0)
 
 
 def transfer_ns(
