@@ -203,15 +203,13 @@ class StepTasks:
 
     # ------------------------------------------------------------------ messages between stages
     def _receives(self, stage: int) -> Iterator[_Cut]:
-        """A stage is ready to receive from the beginning; messages come in their order."""
+        """A stage is ready to receive from the beginning, so that no sender waits for it; in the order of arrival."""
         edges, of_stage = self.step.graph.edges, self.rows.node_stage
         found = np.flatnonzero(self._is_message & (of_stage[edges.target] == stage))
         found = found[np.lexsort((self._position[edges.source[found]], self._end[edges.source[found]]))]
-        before: tuple[int, ...] = ()
         for order, edge in enumerate(found.tolist()):
             issues = ((self._message(edge, NodeType.COMM_RECV), float(edges.lag[edge]) * self.rows.scale),)
-            yield _Cut(0.0, -1, order, 0.0, "work", issues, (-1, edge), (), before)
-            before = (-1, edge)
+            yield _Cut(0.0, -1, order, 0.0, "work", issues, (-1, edge))
 
     def _send(self, node: int, edge: int) -> _Cut:
         end, lag = float(self._end[node]), float(self.step.graph.edges.lag[edge]) * self.rows.scale
