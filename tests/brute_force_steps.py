@@ -32,7 +32,7 @@ def brute_force_ms(step: Step, v: Variability, draws: int, seed: int = 1) -> Flo
         start = np.zeros((replicas, draws)) if graph.is_first[node] else end[node - 1].copy()
         for edge in range(graph.incoming[node], graph.incoming[node + 1]):
             source, lag = graph.edges.source[edge], graph.edges.lag[edge]
-            if step.structure.lag_class[edge] == 1:
+            if step.structure.is_message[edge]:
                 lag = lag * v.collective.at(random.random((inside, replicas, draws))).max(axis=0)
             reached = end[source] - took[source] if graph.edges.from_start[edge] else end[source]
             start = np.maximum(start, reached + lag)

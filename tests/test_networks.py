@@ -21,6 +21,7 @@ from lumos.data_files import read_table
 from lumos.prediction.prediction import predict
 from lumos.program.operators import Collective, Group
 from lumos.program.rank_layout import RankLayout
+from lumos.program.rank_places import RankPlaces
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.frameworks import framework_named
@@ -178,10 +179,7 @@ def test_a_group_has_the_share_of_the_uplinks_that_its_members_bring() -> None:
     [
         ({"tp": 8, "dp": 16}, {"leaf_gpus": 32}, "dp", Group(16, 1, (4,))),
         ({"tp": 8, "dp": 16}, {"leaf_gpus": 32, "rail_aligned": True}, "dp", Group(16, 1, (16,))),
-        ({"tp": 8, "dp": 4, "pp": 4}, {"leaf_gpus": 32}, "pp", Group(2, 1, (1,))),
-        ({"tp": 8, "dp": 4, "pp": 4, "order": "tp-cp-pp-dp"}, {"leaf_gpus": 32}, "pp", Group(2, 1, (2,))),
         ({"tp": 8, "dp": 4, "pp": 4, "order": "tp-cp-pp-dp"}, {"leaf_gpus": 32}, "dp", Group(4, 1, (1,))),
-        ({"tp": 2, "dp": 4, "pp": 4, "order": "tp-cp-pp-dp"}, {}, "pp", Group(2, 2)),
         ({"tp": 2, "dp": 4, "pp": 4}, {}, "dp", Group(4, 4)),
         ({"tp": 2, "dp": 4, "pp": 4, "order": "tp-cp-pp-dp"}, {}, "dp", Group(4, 1)),
         ({"tp": 4, "dp": 4}, {"gpu": "a100-pcie"}, "tp", Group(4, 2, (4,))),  # NVLink joins two of eight
@@ -194,6 +192,27 @@ def test_ranks_share_the_links_that_their_order_gives_them(
     assert getattr(layout(parallel, **cluster), name)._replace(stride=1) == wanted
 
 
+@pytest.mark.parametrize(
+    ("parallel", "cluster", "wanted"),
+    [
+        ({"tp": 2, "dp": 2, "pp": 4}, {}, [Group(2, 2), Group(2, 1), Group(2, 2)]),  # two stages in a node
+        ({"tp": 2, "dp": 4, "pp": 4, "order": "tp-cp-pp-dp"}, {}, [Group(2, 2)] * 3),
+        ({"tp": 2, "dp": 3, "pp": 4}, {}, [Group(2, 1)] * 3),  # of stages of six ranks, two ranks are in the next node
+        ({"tp": 2, "dp": 4, "pp": 3, "order": "tp-cp-pp-dp"}, {}, [Group(2, 1)] * 2),  # in one replica or another
+        ({"tp": 8, "dp": 4, "pp": 4}, {"leaf_gpus": 32}, [Group(2, 1, (1,))] * 3),
+        ({"tp": 8, "dp": 4, "pp": 4, "order": "tp-cp-pp-dp"}, {"leaf_gpus": 32}, [Group(2, 1, (2,))] * 3),
+        ({"tp": 8, "pp": 4}, {"leaf_gpus": 16}, [Group(2, 1, (2,)), Group(2, 1, (1,)), Group(2, 1, (2,))]),
+        ({"pp": 4}, {"gpu": "a100-pcie"}, [Group(2, 2, (2,)), Group(2, 1, (2,)), Group(2, 2, (2,))]),
+    ],
+)
+def test_messages_between_two_stages_go_through_the_links_between_them(
+    parallel: dict[str, Any], cluster: dict[str, Any], wanted: list[Group]
+) -> None:
+    here = layout(parallel, **cluster)
+    assert [here.link(stage, stage + 1) for stage in range(parallel["pp"] - 1)] == wanted
+    assert [here.link(stage + 1, stage) for stage in range(parallel["pp"] - 1)] == wanted
+
+
 def test_pairs_of_a_node_are_joined_by_pcie_before_the_network() -> None:
     pcie = network("a100-pcie")
     assert [tier.bandwidth for tier in pcie.tiers] == [300e3, 31.5e3, 12.5e3]
@@ -202,6 +221,22 @@ def test_pairs_of_a_node_are_joined_by_pcie_before_the_network() -> None:
 
 
 # ---------------------------------------------------------------------- laws
+@laws
+@given(
+    st.sampled_from((1, 2, 4, 8)), st.integers(1, 6), st.integers(2, 6), st.sampled_from((2, 3, 4, 8)),
+    st.sampled_from(("tp-cp-dp-pp", "tp-cp-pp-dp")), st.data(),
+)  # fmt: skip
+def test_a_message_stays_in_a_node_if_and_only_if_it_does_on_every_rank(
+    tp: int, dp: int, pp: int, in_node: int, order: str, data: st.DataObject
+) -> None:
+    parallel = {"tp": tp, "dp": dp, "pp": pp, "order": order}
+    here = layout(parallel, gpus_per_node=in_node)
+    one, other = data.draw(st.permutations(range(pp)))[:2]
+    places = RankPlaces.of_setup(here.parallel)
+    pairs = [(places.rank(number, one), places.rank(number, other)) for number in range(places.of_stage)]
+    assert (here.link(one, other).inside == 2) == all(a // here.domain == b // here.domain for a, b in pairs)
+
+
 @laws
 @given(gpus, fabrics, st.sampled_from(KINDS), groups, st.floats(1, 1e11), st.floats(1, 100))
 def test_more_bytes_never_take_less_time(

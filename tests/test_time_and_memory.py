@@ -25,6 +25,7 @@ from lumos.schedules import Phase
 from lumos.setup import Setup, mistakes_in, preset_named
 from lumos.setup.frameworks import framework_named
 from lumos.step.step import Step, assembled, prices_of, shape_of, simulate_step
+from lumos.step.structure import LINKS
 from plain_network import PLAIN_HABITS, plain_network
 from test_memory import setups
 
@@ -447,6 +448,29 @@ def test_no_step_is_shorter_than_its_bound(setup: Setup) -> None:
     assert step.assembly.bound_us() <= step.us * (1 + 1e-9)
 
 
+ALL_SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble-v", 2),
+                 ("dualpipe", 1), ("dualpipe-v", 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("order", "in_node"), [("tp-cp-dp-pp", 8), ("tp-cp-pp-dp", 4)])
+@pytest.mark.parametrize(("schedule", "vpp"), ALL_SCHEDULES)
+def test_of_four_stages_in_two_nodes_only_messages_between_the_nodes_go_through_the_network(
+    schedule: str, vpp: int, order: str, in_node: int
+) -> None:
+    """Stages 0 and 1 share a node, and so do 2 and 3; around the pipeline again, a message leaves its node, too."""
+    setup = setup_of("llama3-8b", {"seq": 1024, "framework": "megatron", "microbatches": 8}, tp=2, pp=4, dp=2)
+    setup = setup.replaced({"parallel.schedule": schedule, "parallel.vpp": vpp, "parallel.order": order,
+                            "cluster.gpus_per_node": in_node})  # fmt: skip
+    fast, slow, crawling = (simulate_step(setup.replaced({"cluster.inter_gb_s": rate})) for rate in (50.0, 5.0, 0.05))
+    assert fast.us <= slow.us < crawling.us, "a little may be hidden"
+    leaves = [one // 2 != other // 2 for one, other in fast.structure.links]
+    assert sum(leaves) == (2 if schedule == "interleaved" else 1)
+    for index, far in enumerate(leaves):
+        lags = [step.graph.edges.lag[step.structure.lag_class == LINKS + index] for step in (fast, slow)]
+        assert (lags[1] > 2 * lags[0]).all() if far else (lags[1] == lags[0]).all()
+    assert all(step.assembly.bound_us() <= step.us * (1 + 1e-9) for step in (fast, slow, crawling))
+
+
 SLOW_LINKS = {"parallel.pp": 4, "parallel.tp": 8, "parallel.dp": 1, "parallel.sequence_parallel": False}
 
 
@@ -609,7 +633,7 @@ def test_tensor_ranks_of_gpt_neox_send_parts_to_the_next_stage_and_gather_them()
     setup = setup_of("gpt3-13b", {"framework": "neox", "microbatches": 4}, tp=4, pp=2, dp=1)
     prices, layout = prices_of(setup), Program(setup).layout
     whole = layout.activation_bytes
-    sent = prices.collective_us(Collective("p2p", whole / 4, layout.pp))
+    sent = prices.collective_us(Collective("p2p", whole / 4, layout.link(0, 1)))
     gathered = prices.collective_us(Collective("all_gather", whole, layout.tp))
     lags = simulate_step(setup).graph.edges.lag
     assert lags.max() == pytest.approx(1e3 * (sent + gathered))

@@ -441,7 +441,8 @@ class CalibratedRun:
         found = [labels.us[(labels.work == Work.COMM) & sends[kernel[labels.row]]] for labels in self.labels]
         typical = float(np.median(np.concatenate(found))) if any(len(part) for part in found) else 0.0
         size = float(shard.spread_tokens * shard.model.hidden * shard.element)
-        modelled = self.plain.prices.collective_us(Collective("p2p", size, shard.pp))
+        links = (Collective("p2p", size, shard.link(*stages)) for stages in self.plain.structure.links)
+        modelled = float(np.median([self.plain.prices.collective_us(link) for link in links]))
         return typical / modelled if typical > 0 and modelled > 0 else 1.0
 
     @cached_property

@@ -109,7 +109,8 @@ def _unsampled_waiting(step: Step) -> float:
     if not step.setup.cluster.model:
         return waits
     layout, network = step.assembly.layout, step.prices.network
-    groups = [group for group in (layout.tp, layout.dp, layout.pp) if group.size > 1]
+    links = (layout.link(*stages) for stages in step.structure.links)
+    groups = [group for group in (layout.tp, layout.dp, *links) if group.size > 1]
     if isinstance(network, SampledNetwork) and all(map(network.covers, groups)):
         waits = min(waits, step.host_cost)
     return max(0.0, waits - step.host_cost) if host_was_measured(step.setup) else waits

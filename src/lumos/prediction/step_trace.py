@@ -373,13 +373,15 @@ class StepTrace:
         """What a stage receives from its neighbours: the lag of edges between the blocks of different stages."""
         edges, stage = self.step.graph.edges, self.node_stage
         computes = self.step.graph.kind == Kind.COMPUTE
-        some = (edges.lag > 0) & (stage[edges.source] != stage[edges.target]) & computes[edges.source]
+        some = (edges.lag > 0) & self.step.structure.is_message & computes[edges.source]
         at = np.flatnonzero(some)
         at = at[np.lexsort((self.end[edges.source[at]], stage[edges.target[at]]))]
         begin, to = self.end[edges.source[at]], stage[edges.target[at]]
         end = begin + edges.lag[at] * self.scale
-        same = to[1:] == to[:-1]  # a link carries one message at a time
-        begin[1:] = np.where(same, np.maximum(begin[1:], end[:-1]), begin[1:])
+        apart = to * (1.0 + end.max(initial=0.0))  # so that no stage waits for another
+        done = np.maximum.accumulate(end + apart) - apart
+        same = to[1:] == to[:-1]  # a stage receives one message at a time
+        begin[1:] = np.where(same, np.maximum(begin[1:], done[:-1]), begin[1:])
         count = round(self.step.assembly.layout.residual_bytes)
         label = self.labels.add("send to the next stage", Message("send_recv", "uint8", count, count, "pipeline", 2))
         return _columns(begin, np.maximum(end, begin), to, Track.PIPELINE, label, Category.KERNEL)

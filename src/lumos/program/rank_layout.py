@@ -6,6 +6,7 @@ from functools import cached_property
 from math import ceil, gcd
 
 from lumos.program.operators import Group
+from lumos.program.rank_places import RankPlaces
 from lumos.schedules import Schedule, schedule_named
 from lumos.setup.frameworks import Framework
 from lumos.setup.setup import Setup
@@ -158,13 +159,23 @@ class RankLayout:
         near = max(1, size * chosen // self.parallel.dp) if chosen else size
         return self.group(near, stride), self.group(size // near, stride * near)
 
-    @cached_property
-    def pp(self) -> Group:
-        """Two neighbouring stages."""
-        p = self.parallel
-        stride = p.tp * p.cp * (p.dp if p.order == "tp-cp-dp-pp" else 1)
-        inside, *above = (_held(2, stride, unit) for unit in (self.domain, *self.units))
+    def link(self, one: int, other: int) -> Group:
+        """A rank of one stage and its partner in another; of all such pairs of a job, those that are farthest apart.
+
+        All ranks of a stage go at the pace of the slowest, at the latest when they reduce gradients.
+        """
+        inside, *above = (2 if self._share(one, other, unit) else 1 for unit in (self.domain, *self.units))
         return Group(2, inside, tuple(above))
+
+    def _share(self, one: int, other: int, unit: int) -> bool:
+        """Whether every rank of one stage is in the same unit, of so many neighbouring ranks, as its partner."""
+        stages, _, near, _ = places = RankPlaces.of_setup(self.parallel)
+        low, high = sorted((one, other))
+        repeats = unit // gcd(unit, stages * near)  # after so many blocks of all stages, units begin with one again
+        return all(
+            (block * stages + low) * near // unit == ((block * stages + high + 1) * near - 1) // unit
+            for block in range(min(repeats, places.of_stage // near))
+        )
 
     @cached_property
     def sequences(self) -> int:

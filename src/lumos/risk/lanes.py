@@ -26,7 +26,6 @@ from lumos.trace.names import Kind
 
 _PASSES = ("forward", "backward", "weights")
 _COLLECTIVES = ("gather", "reduce", "reduce rest", "publish")
-_LINK = 1  # the class of lags to the next stage
 _FEWEST = 4  # lanes that are simulated, however large the graph of one is
 MOST_NODES = 60_000  # of all lanes of a step that are simulated one by one
 _GATHERS = ("gather", "publish")  # among ranks that divide the weights; reductions are among all replicas
@@ -144,7 +143,7 @@ def lanes_of(step: Step, fixed_ms: float = 0.0, most: int = MOST_NODES) -> Lanes
     return Lanes(
         graph=step.graph, place=np.array([role.stage for role in roles], np.int32)[node_role], parts=parts,
         fresh=_fresh(step), meets=meets,
-        link=structure.lag_class == _LINK, micro=micro, lanes=lanes, merged=merged,
+        link=structure.is_message, micro=micro, lanes=lanes, merged=merged,
         inside=setup.parallel.tp * setup.parallel.cp, near=near, gathered=gathered,
         simulated=lanes if lanes * size <= most else min(lanes, max(_FEWEST, most // 2 // size)), fixed_ms=fixed_ms,
         order=setup.parallel.order, layout=step.assembly.layout,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import lru_cache
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -74,9 +75,9 @@ class Schedule:
         """The same as plain numbers, [stage][chunk]."""
         return _placement(self, pp, vpp)
 
-    def links(self, pp: int, vpp: int) -> int:
-        """How often a micro-batch changes stages on its way forward."""
-        return _links(self, pp, vpp)
+    def crossings(self, pp: int, vpp: int) -> tuple[tuple[int, int], ...]:
+        """From which stage to which a micro-batch goes on its way forward, one crossing after the other."""
+        return _crossings(self, pp, vpp)
 
     def in_flight(self, stage: int, pp: int, vpp: int, microbatches: int) -> tuple[int, ...]:
         """Micro-batches that a stage holds of each chunk, at the moment it holds most.
@@ -117,10 +118,10 @@ def _most_held(schedule: Schedule, turns: Turns, chunks: int) -> tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def _links(schedule: Schedule, pp: int, vpp: int) -> int:
+def _crossings(schedule: Schedule, pp: int, vpp: int) -> tuple[tuple[int, int], ...]:
     stage_of = np.empty(pp * vpp, np.int64)
     stage_of[schedule.virtual_stages(pp, vpp)[:, :vpp]] = np.arange(pp)[:, None]  # of the first copy
-    return int((np.diff(stage_of) != 0).sum())
+    return tuple((one, other) for one, other in pairwise(stage_of.tolist()) if one != other)
 
 
 def alternating(ahead: NDArray[np.int64], micro: NDArray[np.int32], chunk: NDArray[np.int32]) -> Turns:

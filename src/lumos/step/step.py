@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -440,8 +440,8 @@ class Assembly:
             if key not in alike:
                 alike[key] = self._duration(role) * 1e3
             durations[index] = alike[key]
-        lags = np.array([0.0, self._link_us(), read_table("step.json")["launch_us"]]) * 1e3
-        return self.structure.filled(durations, lags)
+        messages = [self._link_us(*stages) * 1e3 for stages in self.structure.links]
+        return self.structure.filled(durations, read_table("step.json")["launch_us"] * 1e3, messages)
 
     # ------------------------------------------------------------------ what runs at the same time
     def _contention(self) -> tuple[Side, Side] | None:
@@ -537,12 +537,13 @@ class Assembly:
         before, and before the last one has gone back through them; network and host have their own work to do; and one
         micro-batch has to go through all stages and back.
         """
-        link, count, schedule = self._link_us(), self.program.rounds, self.program.schedule
+        count, schedule = self.program.rounds, self.program.schedule
+        links = [self._link_us(stage, stage + 1) for stage in range(self.setup.parallel.pp - 1)]
         known = {stage: self._stage_bound(stage) for stage in set(self.program.like)}
         stages = [known[stage] for stage in self.program.like]
-        arrivals = list(accumulate((stage.first.forward + link for stage in stages[:-1]), initial=0.0))
+        arrivals = _arrivals(stages, links)
         if schedule.copies > 1:  # the first micro-batch may come from either end
-            arrivals = [min(ways) for ways in zip(arrivals, arrivals[::-1], strict=True)]
+            arrivals = [min(ways) for ways in zip(arrivals, _arrivals(stages, links[::-1])[::-1], strict=True)]
         after = longest = 0.0
         for index, (stage, before) in enumerate(zip(stages, arrivals, strict=True)):
             first, back = stage.first, after + stages[0].tail if index and not schedule.splits_backward else 0.0
@@ -550,10 +551,10 @@ class Assembly:
             # Communication runs beside passes, and slows them, but for what fits before the first and after the last.
             beside = stage.lost * max(0.0, stage.network - before - after_turns)
             longest = max(longest, max(turns, before + count * stage.passes + beside) + after_turns, stage.other)
-            after += first.backward + link
+            after += first.backward + sum(links[index : index + 1])
         path = sum(stage.path for stage in stages) / schedule.copies
-        links = 2 * link * schedule.links(self.setup.parallel.pp, self.setup.parallel.vpp)
-        return max(longest, path + links + stages[0].tail)
+        crossed = schedule.crossings(self.setup.parallel.pp, self.setup.parallel.vpp)
+        return max(longest, path + 2 * sum(self._link_us(*pair) for pair in crossed) + stages[0].tail)
 
     def _stage_bound(self, stage: int) -> _StageBound:
         chunks = [(self._chunk_bound(stage, chunk), times) for chunk, times in self.distinct_chunks(stage)]
@@ -605,14 +606,23 @@ class Assembly:
             return us
         return max(us, (units - ahead) * gather + (units - 2) * reduce + ahead * us / units)
 
-    def _link_us(self) -> float:
-        """Activations to the next stage."""
+    def _link_us(self, one: int, other: int) -> float:
+        """Activations or their gradients, from one stage to another."""
+        group = self.layout.link(one, other)
+        if group not in self._message_us:
+            self._message_us[group] = self._sent_us(group)
+        return self._message_us[group]
+
+    @cached_property
+    def _message_us(self) -> dict[Group, float]:
+        """By the links that messages go through."""
+        return {}
+
+    def _sent_us(self, group: Group) -> float:
         s = self.layout
-        if s.parallel.pp == 1:
-            return 0.0
         if not self.framework.sends_parts or s.splits_sequences:
-            return self.prices.collective_us(Collective("p2p", s.residual_bytes, s.pp))
-        part = Collective("p2p", s.residual_bytes / s.parallel.tp, s.pp)
+            return self.prices.collective_us(Collective("p2p", s.residual_bytes, group))
+        part = Collective("p2p", s.residual_bytes / s.parallel.tp, group)
         return self.prices.collective_us(part) + self.prices.collective_us(
             Collective("all_gather", s.activation_bytes, s.tp)
         )
@@ -704,3 +714,9 @@ class Assembly:
             return 0.0
         forward = sum(n * max(c.forward.us, c.forward.host_us) for c, n in self.distinct_chunks(stage))
         return float(read_table("step.json")["hidden_share"] * forward)
+
+
+def _arrivals(stages: Sequence[_StageBound], links: Sequence[float]) -> list[float]:
+    """When the first micro-batch can be at every stage, if all stages before it take it at once."""
+    steps = (stage.first.forward + link for stage, link in zip(stages, links, strict=False))
+    return list(accumulate(steps, initial=0.0))

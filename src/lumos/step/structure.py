@@ -2,7 +2,8 @@
 
 One rank stands for all ranks of a stage that do the same, so the graph has a few lanes a stage, however many GPUs there
 are. Structure depends on counts alone (stages, chunks, micro-batches, units), so it is worked out once and kept; a
-prediction fills in times by class: `duration = table[duration_class]`, `lag = table[lag_class]`.
+prediction fills in times by class: `duration = table[node_role]`, `lag = table[lag_class]`. Messages have a class for
+every two stages, because some of them leave a node and others do not.
 
     host s     [F0][F1][B0]…           issues the blocks
     compute s  ──[ F0 ][ F1 ][ B0 ]…   runs them; a turn of the next stage waits for this one and for the link
@@ -11,6 +12,7 @@ prediction fills in times by class: `duration = table[duration_class]`, `lag = t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ _KINDS = np.array(
     [Kind.COMPUTE] * 3 + [Kind.COMM] * 3 + [Kind.COMPUTE] * 2 + [Kind.COMM] + [Kind.CPU] * 4, np.uint8
 )  # fmt: skip
 _GATHER, _REDUCE, _REST, _OPTIMIZER, _END, _PUBLISH, _HOST, _HOST_OPTIMIZER = 3, 4, 5, 6, 7, 8, 9, 12
-_LINK, _LAUNCH = 1, 2  # classes of lags
+_LAUNCH, LINKS = 1, 2  # classes of lags: a launch, and from here on messages, a class for every two stages
 
 
 class Role(NamedTuple):
@@ -84,10 +86,16 @@ class StepStructure:
     graph: Graph
     roles: tuple[Role, ...]
     node_role: NDArray[np.int32]
-    lag_class: NDArray[np.int32]  # 0: none, 1: to the next stage, 2: a launch
+    lag_class: NDArray[np.int32]  # 0: none, 1: a launch, LINKS + i: a message between the stages of `links[i]`
+    links: tuple[tuple[int, int], ...]  # pairs of stages that send each other messages, the lower one first
     turns: Turns
     turn_index: Nodes  # into the turns of all stages; -1 where a node belongs to none
     lanes: tuple[tuple[str, int], ...]  # (name, stage)
+
+    @cached_property
+    def is_message(self) -> NDArray[np.bool_]:
+        """Which edges are messages from one stage to another."""
+        return np.asarray(self.lag_class >= LINKS)
 
     @cached_property
     def roles_of(self) -> dict[tuple[str, int], list[int]]:
@@ -103,10 +111,10 @@ class StepStructure:
         rows = [Turn(Phase(phase), micro, chunk) for phase, micro, chunk in self.turns.reshape(-1, 3).tolist()]
         return tuple(rows[index] if index >= 0 else None for index in self.turn_index.tolist())
 
-    def filled(self, durations: Floats, lags: Floats) -> Graph:
-        """The graph with the durations of each role and the lags of each class, in nanoseconds."""
+    def filled(self, durations: Floats, launch: float, messages: Sequence[float]) -> Graph:
+        """The graph with the durations of each role, of a launch and of a message on each of `links`; nanoseconds."""
         graph = self.graph.with_times(durations[self.node_role], self.graph.gap)
-        return graph.with_lags(lags[self.lag_class])
+        return graph.with_lags(np.array([0.0, launch, *messages])[self.lag_class])
 
 
 _WORTH_KEEPING = 60_000  # tasks; larger structures are built when they are asked for, or memory would fill up
@@ -278,7 +286,7 @@ class _Draft:
         self.plan, self.chunks = plan, plan.chunks
         self.codes: list[tuple[Nodes, Nodes]] = []  # nodes, and their roles as numbers
         self.turn_of: list[tuple[Nodes, Nodes]] = []
-        self.edges: list[tuple[Nodes, Nodes, int, bool]] = []  # sources, targets, class of lag, from the start
+        self.edges: list[tuple[Nodes, Nodes, Nodes | int, bool]] = []  # sources, targets, lag classes, from the start
         self.sizes: tuple[int, int, int] = (0, 0, 0)  # nodes on the lanes of a stage: compute, network, host
 
     def node(self, lane: int, place: NDArray[Any] | int) -> Nodes:
@@ -302,7 +310,7 @@ class _Draft:
         code = self.code(what, np.arange(self.plan.pp)[:, None], chunk, unit, partner)
         self.codes.append((nodes.ravel(), np.broadcast_to(code, nodes.shape).ravel()))
 
-    def wait(self, targets: Nodes, sources: Nodes, lag: int = 0, from_start: bool = False) -> None:
+    def wait(self, targets: Nodes, sources: Nodes, lag: Nodes | int = 0, from_start: bool = False) -> None:
         self.edges.append((sources.ravel(), targets.ravel(), lag, from_start))
 
     def finish(self, table: _Table) -> StepStructure:
@@ -325,13 +333,21 @@ class _Draft:
         graph.order  # noqa: B018  worked out once, here
         roles = tuple(self.role(int(number)) for number in np.flatnonzero(used))
         node_role = (np.cumsum(used) - 1)[code].astype(np.int32)
-        return StepStructure(graph, roles, node_role, graph.edges.lag.astype(np.int32), table.turns, turn, lanes)
+        lag_class = graph.edges.lag.astype(np.int32)
+        codes = np.unique(lag_class[lag_class >= LINKS])
+        lag_class = np.where(lag_class < LINKS, lag_class, LINKS + np.searchsorted(codes, lag_class)).astype(np.int32)
+        links = tuple(divmod(code - LINKS, plan.pp) for code in codes.tolist())
+        return StepStructure(graph, roles, node_role, lag_class, links, table.turns, turn, lanes)
+
+    def link(self, one: Nodes, other: Nodes) -> Nodes:
+        """The class of messages between two stages, until it is known which of them there are."""
+        return LINKS + np.minimum(one, other) * self.plan.pp + np.maximum(one, other)
 
     def _edges(self) -> Edges:
         parts = []
         for sources, targets, lag, from_start in self.edges:
             edges = Edges.of(sources, targets, Rule.EVENT, from_start)
-            parts.append(replace(edges, lag=np.full(len(edges), float(lag))))
+            parts.append(replace(edges, lag=np.broadcast_to(np.asarray(lag, np.float64), len(edges))))
         return Edges.join(parts)
 
 
@@ -399,10 +415,11 @@ def _join_stages(draft: _Draft, table: _Table, first: Nodes, last: Nodes, hosts:
         there = mine & (other >= 0) & (other < count)
         stage_of = np.full((count, plan.microbatches), -1, np.int64)
         stage_of[virtual[mine], micro[mine]] = np.broadcast_to(stages, mine.shape)[mine]
-        away = there & (stage_of[other.clip(0, count - 1), micro] != stages)
+        other_stage = stage_of[other.clip(0, count - 1), micro]
+        away = there & (other_stage != stages)
         here = there & ~away  # two chunks of one stage that follow each other
         for lane in (last,) if hosts is None else (last, hosts):
             at = np.full((count, plan.microbatches), -1, np.int64)
             at[virtual[mine], micro[mine]] = lane[mine]
-            draft.wait(first[away], at[other[away], micro[away]], _LINK)
+            draft.wait(first[away], at[other[away], micro[away]], draft.link(stages, other_stage)[away])
             draft.wait(first[here], at[other[here], micro[here]])
