@@ -16,7 +16,9 @@ from lumos.cost.in_step import in_step_factors
 from lumos.cost.network import network_of
 from lumos.cost.paired import Piece, together
 from lumos.cost.prices import Prices, Row
+from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
+from lumos.prediction.step_tasks import StepTasks
 from lumos.prediction.step_trace import StepTrace, Track
 from lumos.program.block import BlockOp
 from lumos.program.memory import memory_of
@@ -218,6 +220,63 @@ def test_dualpipe_holds_two_copies_of_weights_and_gradients_and_divides_the_stat
     assert dual.weights == pytest.approx(2 * usual.weights)
     assert dual.optimizer == pytest.approx(usual.optimizer)
     assert dual.gradients == pytest.approx(2 * usual.gradients, rel=0.01)
+
+
+def dense_ddp(**changes: Any) -> Setup:
+    """A small dense model in PyTorch, whose gradients are reduced after every micro-batch unless it is a pipeline."""
+    dense = {
+        "model__experts": 0, "model__top_k": 0, "model__ffn": 4096, "parallel__ep": 1, "parallel__zero": 0,
+        "parallel__dp": 2, "train__framework": "pytorch", "train__seq": 512, "train__microbatches": 16,
+    }  # fmt: skip
+    return setup_of(**{"schedule": "1f1b"} | dense | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "times"),
+    [
+        ({"schedule": "dualpipe", "parallel__dp": 1}, 1),
+        ({"schedule": "dualpipe"}, 1),
+        ({"schedule": "dualpipe-v"}, 1),
+        ({"parallel__pp": 1, "parallel__dp_overlap": False}, 16),
+        ({"parallel__pp": 1, "parallel__dp_overlap": False, "train__framework": "megatron"}, 1),
+    ],
+    ids=str,
+)
+def test_bytes_count_and_time_of_reduced_gradients_belong_together(changes: dict[str, Any], times: int) -> None:
+    """In the table of operators, in the timeline and in the files for simulators."""
+    found = predict(dense_ddp(**changes))
+    assert found.step is not None
+    assert isinstance(found.run, DescribedRun)
+    (row,) = (row for row in found.all_operators if row.name == "reduce gradients")
+    assert isinstance(row.work, Collective)
+    assert row.count == times
+    assert row.ms * 1e3 == pytest.approx(times * found.step.prices.collective_us(row.work), rel=1e-6)
+    names = found.run.trace.names
+    shown = [name for name, lane in zip(found.run.trace.name, found.run.trace.lane, strict=True) if lane < len(Track)]
+    assert [names[name] for name in shown].count("reduce gradients") == times
+    sent = [task.transfer for task in StepTasks(found.run).tasks(0) if task.transfer and task.transfer.group]
+    assert sum(one.bytes for one in sent) == pytest.approx(times * row.work.bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("dp_overlap", [None, False])
+def test_pipelines_of_pytorch_reduce_gradients_with_the_last_micro_batch_alone(dp_overlap: bool | None) -> None:
+    few, many = (
+        simulate_step(dense_ddp(train__microbatches=count, parallel__dp_overlap=dp_overlap)) for count in (8, 32)
+    )
+    for what in ("reduce", "reduce rest"):
+        assert few.role_us(what, 0) == pytest.approx(many.role_us(what, 0), rel=0.05)
+    assert few.role_us("reduce", 0) + few.role_us("reduce rest", 0) > 0
+
+
+def test_a_stage_of_dualpipe_keeps_the_logits_of_the_micro_batches_whose_loss_it_computes() -> None:
+    """Of 16 more, 8: the others end on the last stage. They are there twice when they are joined at the end."""
+    logits, residual = 512 * 32000 * 2, 512 * 2048 * 2
+    for schedule, stage, more in (("1f1b", 3, 16 * (2 * logits + residual)), ("dualpipe", 0, 16 * (logits + residual))):
+        few, many = (
+            memory_of(dense_ddp(schedule=schedule, train__microbatches=count)).stages[stage] for count in (64, 80)
+        )
+        assert few.phase == many.phase == "optimizer"
+        assert many.buffers - few.buffers == pytest.approx(more)
 
 
 # Routing that is limited to some groups, and how fast exchanges are

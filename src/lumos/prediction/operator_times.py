@@ -10,7 +10,7 @@ from lumos.change.calibration import CalibratedPrices, ChangedBlocks, us_of
 from lumos.cost.aten_work import base_name, matrix_operator
 from lumos.cost.prices import Prices
 from lumos.cost.sampled_network import SampledNetwork
-from lumos.prediction.step_trace import DATA_PARALLEL, data_parallel_message
+from lumos.prediction.step_trace import DATA_PARALLEL, collectives_of, data_parallel_message
 from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
 from lumos.step.step import Step
@@ -118,4 +118,5 @@ def _data_parallel(step: Step) -> Iterator[_Calls]:
             message = data_parallel_message(step, role)
             collective = Collective(message.collective, message.in_elements, step.assembly.layout.dp)
             us = float(step.graph.duration[nodes].sum()) / 1e3
-            yield _Calls(DATA_PARALLEL[role.what], collective, int(nodes.sum()), us, measured)
+            count = int(nodes.sum()) * collectives_of(step, role)
+            yield _Calls(DATA_PARALLEL[role.what], collective, count, us, measured)

@@ -21,7 +21,7 @@ from lumos.export.chakra_communication import LEAST_BYTES, Transfer
 from lumos.export.folded_ranks import Chain, Task
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.prediction.described_run import DescribedRun
-from lumos.prediction.step_trace import StepTrace, Track, message_of
+from lumos.prediction.step_trace import StepTrace, Track, collectives_of, message_of
 from lumos.program.operators import Collective, Group
 from lumos.program.parameters import Parameters
 from lumos.schedules import Phase
@@ -288,7 +288,7 @@ class StepTasks:
             return ()
         if role.what == "reduce rest" and self._end[node] <= self._start[node]:
             return ()  # all was reduced beside the passes
-        found = list(self._data_parallel(role))
+        found = list(self._data_parallel(role)) * collectives_of(self.step, role)
         length = float(self._end[node] - self._start[node])
         alone = [self.step.prices.collective_us(one) * 1e3 for one in found]
         total = sum(alone) or 1.0

@@ -229,12 +229,14 @@ class StepTrace:
         return self._two_rows(found, role.what) if detail == Detail.BLOCKS else found
 
     def _alone(self, role: Role) -> _Inside:
-        """A node that is one row: the host, or a collective of the data parallel ranks."""
+        """The host, or the same collective of the data-parallel ranks, once or several times in a row."""
         track, message = _track_of(role.what), None
         if track == Track.DATA_PARALLEL:
             message = data_parallel_message(self.step, role)
         label = self.labels.add(DATA_PARALLEL.get(role.what, role.what), message)
-        return _Inside(np.zeros(1), np.ones(1), np.array([track]), np.array([label]))
+        count = collectives_of(self.step, role)
+        ends = np.arange(count + 1) / count
+        return _Inside(ends[:-1], ends[1:], np.full(count, track), np.full(count, label))
 
     def _operators(self, what: str, stage: int, chunk: int) -> _Inside:
         parts, now = [], 0.0
@@ -395,6 +397,11 @@ class StepTrace:
 def _columns(*columns: NDArray[Any] | float) -> Columns:
     """Start, end, stage, track, label and category of rows; what is the same for all is given once."""
     return tuple(column.ravel() for column in np.broadcast_arrays(*columns))
+
+
+def collectives_of(step: Step, role: Role) -> int:
+    """How often a node does what its role is: gradients that nothing hides are reduced for all micro-batches in one."""
+    return step.assembly.program.reductions if role.what == "reduce rest" else 1
 
 
 def data_parallel_message(step: Step, role: Role) -> Message:

@@ -156,7 +156,7 @@ class _Stage:
 
     def __init__(self, common: _Stages, index: int) -> None:
         self.common, self.train = common, common.program.setup.train
-        self.chunks = common.program.chunks[index]
+        self.chunks, self.rounds = common.program.chunks[index], common.program.rounds
         self.counts = common.program.in_flight(index)
         self.first, self.last = any(c.first for c in self.chunks), any(c.last for c in self.chunks)
         self.parameters = common.program.stage_parameters(index)
@@ -170,7 +170,7 @@ class _Stage:
         layer, kept = self._layer(), self._kept()
         # Gradients are there before the backward pass if a buffer holds them, or an earlier micro-batch left them.
         most = max(self.counts)
-        stay = common.framework.gradient_buffer_fp32 or self.train.microbatches > most
+        stay = common.framework.gradient_buffer_fp32 or self.rounds > most
         before = gradients if stay else 0.0
         whole = sharding.zero < 2 and not stay
         head = whole and self.last and not sharding.frozen
@@ -275,11 +275,14 @@ class _Stage:
         if sharding.replicas > 1:
             total += common.framework.bucket_buffers * 1e6 * common.framework.bucket_mb
         if common.joins_outputs:
-            # A buffer for every micro-batch and neighbour, and the outputs of the last stage.
-            neighbours = (not self.first) + (not self.last)
-            outputs = common.layout.element * common.logits if self.last else 0.0
-            total += self.train.microbatches * (neighbours * common.layout.residual_bytes + outputs)
+            # A buffer for every micro-batch of a chunk and each of its neighbours, and the outputs of the last one.
+            neighbours = sum((not chunk.first) + (not chunk.last) for chunk in self.chunks)
+            total += self.rounds * neighbours * common.layout.residual_bytes + self._outputs()
         return total
+
+    def _outputs(self) -> float:
+        """Logits of the micro-batches whose loss the stage computes."""
+        return self.rounds * self.common.layout.element * self.common.logits if self.last else 0.0
 
     def _root(self) -> float:
         """Parameters outside the layers, which FSDP treats as one unit."""
@@ -303,7 +306,7 @@ class _Stage:
     def _loss(self) -> float:
         """For the logits of one micro-batch."""
         common = self.common
-        before = common.framework.kept_logit_bytes if self.train.microbatches > 1 else 0.0
+        before = common.framework.kept_logit_bytes if self.rounds > 1 else 0.0
         return (common.logit_bytes + before) * common.logits
 
     def _at_the_end(self) -> float:
@@ -311,7 +314,7 @@ class _Stage:
         common, sharding = self.common, self.common.sharding
         total = sharding.step * sharding.stays * sharding.updated(self.parameters) if sharding.optimizer else 0.0
         if common.joins_outputs and self.last:
-            total = max(total, self.train.microbatches * common.layout.element * common.logits)  # joined into one
+            total = max(total, self._outputs())  # joined into one
         if sharding.gathers == "every pass" and not sharding.frozen:
             total = max(total, (sharding.low + common.framework.reduce_bytes) * self._root())
         return total

@@ -226,7 +226,9 @@ class Sharding:
         if self.gathers != "never":
             return self.gathers == "every pass" and not self.accumulates_whole
         framework = self.layout.framework
-        return framework.reduces_always or (framework.reduces_divided and self.zero == 2)
+        at_the_end = framework.keeps_weights_in_pipeline and self.layout.parallel.pp > 1
+        always = framework.reduces_always and not at_the_end
+        return always or (framework.reduces_divided and self.zero == 2)
 
     @property
     def accumulates_whole(self) -> bool:

@@ -118,6 +118,11 @@ class Program:
         """Micro-batches that go through one chunk in a step: all, or those of one way."""
         return self.setup.train.microbatches // self.schedule.copies
 
+    @property
+    def reductions(self) -> int:
+        """How often a gradient is reduced in a step: after every micro-batch that adds to it, or after the last."""
+        return self.rounds if self.sharding.reduces_every_microbatch else 1
+
     def in_flight(self, stage: int) -> tuple[int, ...]:
         """Micro-batches that a stage holds of each chunk, at the moment it holds most."""
         p = self.setup.parallel

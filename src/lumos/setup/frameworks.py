@@ -52,7 +52,7 @@ class Framework:
     balances: bool = False  # layers are dealt to stages by their work, the head's included; else evenly
     zero: int = 0
     zeros: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO that it has, for a search; 3 is FSDP
-    keeps_weights_in_pipeline: bool = False  # ZeRO 3 with pipeline stages: gathered once a step, not in every pass
+    keeps_weights_in_pipeline: bool = False  # in one, ZeRO 3 gathers and DDP reduces once a step, not in every pass
     zero2_with_pipeline: bool = False  # DeepSpeed refuses it; FSDP2 has it: reshard_after_forward="never"
     reduces_always: bool = False  # gradients are reduced after every micro-batch, not after the last alone
     reduces_divided: bool = False  # … where ZeRO 2 divides them

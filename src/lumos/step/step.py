@@ -692,8 +692,8 @@ class Assembly:
             return reduce + self._shard_copy_us(sharding.updated(chunk.parameters) * sharding.gradients / self.units)
         if what == "reduce rest" and not self._beside:
             trained = sharding.trained(self.program.stage_parameters(stage))
-            times = self.setup.train.microbatches if sharding.reduces_every_microbatch else 1
-            return times * self._data_parallel_us(sharding.reduction, trained, framework.reduce_bytes)
+            once = self._data_parallel_us(sharding.reduction, trained, framework.reduce_bytes)
+            return self.program.reductions * once
         if what == "optimizer":
             return self._optimizer(stage).us
         if what == "publish" and sharding.zero in (1, 2):
