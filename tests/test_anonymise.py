@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +30,7 @@ from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto
 from lumos.export.public_names import NameMap, roles_of, vocabulary
 from lumos.graph.from_trace.build import Execution, build
+from lumos.graph.simulate import simulate
 from lumos.prediction import traced_operators
 from lumos.prediction.prediction import predict
 from lumos.trace.names import Category
@@ -453,9 +456,85 @@ def test_dropped_times_keep_their_ratios(tmp_path: Path) -> None:
     factor = after.recorded_steps.mean / before.recorded_steps.mean
     assert 0.5 <= factor <= 2.0
     assert factor != pytest.approx(1.0, abs=1e-9)
-    assert after.simulated_steps.mean / before.simulated_steps.mean == pytest.approx(factor, rel=1e-5)
+    assert after.simulated_steps.mean / before.simulated_steps.mean == pytest.approx(factor, rel=1e-4)
     for rank, part in before.recorded_breakdown.items():
         assert after.recorded_breakdown[rank].compute_ms == pytest.approx(factor * part.compute_ms, rel=1e-3)
+
+
+def coherence(times: np.ndarray, tick: float, factors: np.ndarray) -> np.ndarray:
+    """How well times are multiples of a scaled tick: 1 if all of them are, about 1 / √(number of times) if none is."""
+    return np.array([abs(np.exp(2j * np.pi * times / (tick * factor)).mean()) for factor in factors])
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Execution, dict[str, Execution], float]:
+    """The example, the same with dropped times as both kinds of files have it, and the secret factor."""
+    before = executed(EXAMPLE)
+    hidden = anonymise(before, ["times"]).execution
+    folder = tmp_path_factory.mktemp("scaled")
+    files = {form: executed(written(folder / form, hidden, form)) for form in FORMS}
+    return before, files, float(np.ptp(hidden.trace.end)) / float(np.ptp(before.trace.end))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_secret_factor_cannot_be_found_by_the_ticks_of_the_clock(
+    scaled: tuple[Execution, dict[str, Execution], float], form: str
+) -> None:
+    """GPUs count in 32 ns, so the factor is the one for which most durations are multiples of 32 ns times it."""
+    before, files, factor = scaled
+    after, gpu = files[form], before.trace.duration[before.trace.on_gpu]
+    nearby = factor * np.linspace(0.999, 1.001, 2001)
+    assert coherence(np.rint(gpu * factor), 32, nearby).max() > 0.95  # the attack works where times are only scaled
+    busy = after.nodes.on_gpu
+    for found in (
+        after.trace.duration[after.trace.on_gpu], after.trace.start[after.trace.on_gpu], after.nodes.start[busy],
+        after.graph.duration[: len(after.nodes)][busy & (after.graph.duration[: len(after.nodes)] > 0)],
+    ):  # fmt: skip
+        assert coherence(found, 32, nearby).max() < 0.15
+    for delays in (after.graph.gap, after.graph.frozen, after.graph.edges.lag, after.graph.edges.frozen):
+        some = np.abs(delays[delays != 0]) / factor
+        assert len(some) == 0 or np.isclose(some, np.rint(some / 500) * 500, atol=1e-3).mean() < 0.05  # usual lags
+
+
+def test_times_of_a_profiler_that_counts_microseconds_are_blurred_by_as_much(tmp_path: Path) -> None:
+    chance, events, at = random.Random(7), [], 0
+    for number in range(400):
+        length = chance.randint(2, 60)
+        events += [call("cudaLaunchKernel", at, 1, number), kernel("gemm", at + 3, length, number)]
+        at += 5 + length + chance.randint(0, 9)
+    before = executed(write_trace(tmp_path / "rank0.json", events, header(0)))
+    after, rows = anonymise(before, ["times"]).execution, before.trace.on_gpu
+    factor = float(np.ptp(after.trace.end)) / float(np.ptp(before.trace.end))
+    times = (before.trace.start[rows] - before.trace.start.min()) * factor
+    nearby = factor * np.linspace(0.99, 1.01, 201)
+    assert coherence(times, 1000, nearby).max() > 0.99
+    assert coherence(after.trace.start[rows], 1000, nearby).max() < 0.3
+    assert np.abs(np.diff(after.trace.start[rows] - times)).max() < 20_000  # no more than that
+
+
+def test_hidden_times_keep_the_order_of_everything(scaled: tuple[Execution, dict[str, Execution], float]) -> None:
+    """What was sooner stays sooner, and what was at one time stays so: tasks do not overlap, nesting and waits stay."""
+    before, files, _ = scaled
+    after = files["et"]
+
+    def order(execution: Execution) -> list[int]:
+        trace, nodes = execution.trace, execution.nodes
+        times = np.concatenate([trace.start, trace.end, nodes.start, nodes.end])
+        return list(np.unique(times, return_inverse=True)[1].tolist())
+
+    assert order(after) == order(before)
+    for column in ("source", "target", "rule", "from_start"):
+        assert getattr(after.graph.edges, column).tolist() == getattr(before.graph.edges, column).tolist()
+    simulated = simulate(after.graph).end[: len(after.nodes)] + after.origin
+    assert np.abs(simulated - after.nodes.end).max() <= 1  # the graph gives the new times back
+
+
+def test_a_graph_of_another_tool_keeps_its_ratios_with_hidden_times(shared_data: Path) -> None:
+    before = executed(shared_data / "public/chakra/chakra.0.et")
+    after = anonymise(before, ["times"]).execution
+    factor = after.trace.end.max() / float(before.trace.end.max() - before.trace.start.min())
+    assert simulate(after.graph).span == pytest.approx(factor * simulate(before.graph).span, rel=1e-3)
+    assert coherence(after.trace.duration[after.trace.duration > 0], 1000, np.array([factor])).max() < 0.2
 
 
 def test_dropped_operators_and_sizes_leave_the_figures(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ modules, hosts, users, environments, comments. The run replays as before, to the
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -16,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from lumos.data_files import read_table
+from lumos.export.hidden_times import with_hidden_times
 from lumos.export.kept_shapes import Arguments, read_arguments
 from lumos.export.public_names import NameMap
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.rendezvous import Rendezvous
-from lumos.graph.graph import Edges
 from lumos.setup.gpus import gpu_called
 from lumos.trace.names import Category
 from lumos.trace.read.execution_trace import Links, Operator, Tensor
@@ -34,7 +33,6 @@ DROPS = {
 }
 KEEPS = {"shapes": "shapes of operators, from which other configurations are predicted, and all sizes of the model"}
 _LARGEST_NUMBER = 1000  # of a stream or device that is kept: others may be addresses or processes
-_FASTEST, _SLOWEST = 0.5, 2.0  # bounds of the secret factor
 _NOTHING = ("[]", "[]", "[]")  # values, shapes and types of an operator
 
 
@@ -66,9 +64,8 @@ def anonymise(
         trace, headers=tuple(_header(header, gpus) for header in trace.headers),
         messages=tuple(map(speak.of, trace.messages)), warnings=_own(trace.warnings),
     )  # fmt: skip
-    factor = random.SystemRandom().uniform(_FASTEST**0.5, _SLOWEST**0.5) ** 2 if "times" in drop else 1.0
-    begin = int(min(trace.start.min(initial=execution.origin), execution.origin))
-    moved = _moved(replace(execution, trace=trace), begin, factor)
+    renamed = replace(execution, trace=trace, nodes=replace(execution.nodes, trace=trace))
+    moved = with_hidden_times(renamed) if "times" in drop else _from_zero(renamed)
     meetings = [_meeting(meeting, speak) for meeting in execution.rendezvous]
     moved = replace(moved, rendezvous=meetings, warnings=_own(execution.warnings))
     kept = None if links is None else _links(links, "sizes" not in drop)
@@ -222,20 +219,10 @@ def _least(ids: np.ndarray) -> int:
     return int(ids[ids >= 0].min(initial=np.iinfo(np.int64).max)) if (ids >= 0).any() else 0
 
 
-def _moved(execution: Execution, begin: int, factor: float) -> Execution:
-    """All times since `begin`, multiplied by a factor."""
-
-    def at(times: np.ndarray) -> np.ndarray:
-        since = times - begin
-        return since if factor == 1.0 else np.rint(since * factor).astype(np.int64)
-
-    trace, nodes, graph = execution.trace, execution.nodes, execution.graph
-    start = at(trace.start)
-    trace = replace(trace, start=start, duration=at(trace.end) - start)
-    if factor != 1.0:
-        edges: Edges = replace(graph.edges, lag=graph.edges.lag * factor, frozen=graph.edges.frozen * factor)
-        graph = replace(graph, edges=edges, frozen=graph.frozen * factor)
-        graph = graph.with_times(graph.duration * factor, graph.gap * factor)
-    moved = replace(nodes, trace=trace, start=at(nodes.start), end=at(nodes.end))
-    origin = int(at(np.array([execution.origin]))[0])
-    return replace(execution, trace=trace, nodes=moved, graph=graph, origin=origin)
+def _from_zero(execution: Execution) -> Execution:
+    """With times since the first of them."""
+    trace, nodes = execution.trace, execution.nodes
+    begin = int(min(trace.start.min(initial=execution.origin), execution.origin))
+    trace = replace(trace, start=trace.start - begin)
+    nodes = replace(nodes, trace=trace, start=nodes.start - begin, end=nodes.end - begin)
+    return replace(execution, trace=trace, nodes=nodes, origin=execution.origin - begin)

@@ -96,17 +96,17 @@ def build(trace: Trace, without: Collection[str] = ()) -> Execution:
     nodes = cut_nodes(trace)
     between_ranks, hubs = rendezvous_edges(nodes, [] if "collective" in without else rendezvous)
     found = [rule(nodes) for name, rule in RULES.items() if name not in without]
-    graph, origin = _time(nodes, Edges.join([*found, between_ranks]), hubs)
+    graph, origin = timed_graph(nodes, Edges.join([*found, between_ranks]), hubs)
     if "shared_gpu" not in without:
         waiting_for_room = shared_gpu_edges(nodes, _unexplained(graph))
         if len(waiting_for_room):
-            graph, origin = _time(nodes, Edges.join([graph.edges, waiting_for_room]), hubs)
+            graph, origin = timed_graph(nodes, Edges.join([graph.edges, waiting_for_room]), hubs)
     for doubtful in _DOUBTFUL:
         if _has_order(graph):
             break
         keep = ~(np.isin(graph.edges.rule, doubtful) & (graph.edges.lag <= 0))
         warnings.append(f"{(~keep).sum()} inferred dependencies contradict each other and were dropped")
-        graph, origin = _time(nodes, graph.edges.select(keep), hubs)
+        graph, origin = timed_graph(nodes, graph.edges.select(keep), hubs)
     return Execution(trace, nodes, graph, origin, rendezvous, (*trace.warnings, *warnings))
 
 
@@ -124,7 +124,7 @@ def _has_order(graph: Graph) -> bool:
         return False
 
 
-def _time(nodes: Nodes, edges: Edges, hubs: Ints) -> tuple[Graph, int]:
+def timed_graph(nodes: Nodes, edges: Edges, hubs: Ints) -> tuple[Graph, int]:
     """Durations, gaps and lags such that the graph, simulated, gives the recorded times."""
     size = len(nodes)
     begins = nodes.start if size else nodes.trace.start  # a trace of nothing but annotations has no nodes
