@@ -22,6 +22,8 @@ KNOWN_COLLECTIVES = {0, 2, 5, 6, 7}  # all-reduce, all-gather, broadcast, all-to
 BROADCAST = 5  # replayed at its own length, without waiting for others
 MOST_CHUNKS = 64  # that a usual system file cuts a collective into; an all-gather of fewer bytes never ends
 MOST_GROUP = 2147  # its number times a million must be an int
+ALL_GATHER = 2
+LONGEST = (1 << 31) - 1  # bytes of a message whose sender waits (`SimSendCaller` has an int): a longer one never ends
 
 Place = tuple[int, int]  # rank, id
 
@@ -32,6 +34,7 @@ class Workload:
 
     ranks: list[dict[int, Node]]
     groups: dict[int, list[int]]
+    pieces: int = 1  # that every collective is cut into (`preferred-dataset-splits`)
 
     @staticmethod
     def read(folder: Path, name: str) -> Workload:
@@ -40,7 +43,9 @@ class Workload:
         path = folder / f"{name}.groups.json"
         groups = json.loads(path.read_text()) if path.exists() else {}
         ranks = [{node.id: node for node in read_chakra_file(file).nodes} for file in files]
-        return Workload(ranks, {int(number): members for number, members in groups.items()})
+        system = folder / f"{name}.system.json"
+        pieces = json.loads(system.read_text())["preferred-dataset-splits"] if system.exists() else 1
+        return Workload(ranks, {int(number): members for number, members in groups.items()}, pieces)
 
     @property
     def nodes(self) -> list[tuple[int, Node]]:
@@ -78,11 +83,14 @@ def check_node(workload: Workload, rank: int, node: Node, host: bool) -> None:
         group = int(node.values["pg_name"])
         assert group in workload.groups, f"{place}: group {group}"
         assert rank in workload.groups[group], f"{place}: not in group {group}"
+        parts = 1 if node.values["comm_type"] == ALL_GATHER else len(workload.groups[group])
+        assert size / parts / workload.pieces <= LONGEST, f"{place} has messages of more than 2 GiB"
     else:
         ends = node.values["comm_src"], node.values["comm_dst"]
         assert ends[0] != ends[1], place
         assert all(0 <= end < len(workload.ranks) for end in ends), place
         assert rank == ends[node.type == NodeType.COMM_RECV], place
+        assert size <= LONGEST, f"{place} is a message of more than 2 GiB"
 
 
 def check_dependencies(rank: int, nodes: dict[int, Node]) -> None:

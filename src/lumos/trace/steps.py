@@ -2,7 +2,9 @@
 
 A step is the profiler's `ProfilerStep#N` on the thread that drives the rank. The CPU may run ahead of the GPU: a step
 ends when everything it launched has ended, and the next one begins there. Steps that synchronise are unaffected. A
-trace without such marks is one step, from its first to its last task.
+trace without such marks is one step, from its first to its last task. Ranks are recorded one by one, so each has its
+own first and last. Graphs that state no times (Chakra) are run instead: their ranks begin together, and the step is
+over when the last of them is.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class StepMarks:
     note: np.ndarray  # (steps, ranks): the ProfilerStep row, -1 for the whole trace
     last_on_gpu: np.ndarray  # (steps, ranks): row of the last thing on a GPU that the step launched, or -1
     works: np.ndarray  # rows that a trace without marks begins and ends with
+    together: bool = False  # all ranks begin at the same moment: without marks, they share one window
 
     def read(self, trace: Trace) -> Steps:
         """The windows of the steps, by the times of this trace."""
@@ -66,9 +69,11 @@ class StepMarks:
     def _whole(self, trace: Trace) -> Steps:
         rows, all_rows = trace.rows_by_rank(self.works), trace.rows_by_rank(np.ones(len(trace), bool))
         rows = {r: rows[r] if len(rows[r]) else all_rows[r] for r in self.ranks}
-        start = [[int(trace.start[rows[r]].min()) for r in self.ranks]]
-        end = [[int(trace.end[rows[r]].max()) for r in self.ranks]]
-        return Steps(self.names, self.ranks, np.array(start), np.array(end))
+        start = np.array([[int(trace.start[rows[r]].min()) for r in self.ranks]])
+        end = np.array([[int(trace.end[rows[r]].max()) for r in self.ranks]])
+        if self.together:
+            start, end = np.full_like(start, start.min()), np.full_like(end, end.max())
+        return Steps(self.names, self.ranks, start, end)
 
 
 def find_steps(trace: Trace) -> StepMarks:
@@ -87,7 +92,8 @@ def find_steps(trace: Trace) -> StepMarks:
     if not names:
         _refuse_a_moment(trace)
         none = np.full((1, len(ranks)), -1)
-        return StepMarks((WHOLE,), ranks, none, none, trace.is_work)
+        together = all(header.is_graph for header in trace.headers)
+        return StepMarks((WHOLE,), ranks, none, none, trace.is_work, together)
     note = np.array([[by_rank[r][n] for r in ranks] for n in names])
     last_row = np.array([[last[r].get(n, -1) for r in ranks] for n in names])
     return StepMarks(tuple(names), ranks, note, last_row, trace.is_work)

@@ -69,6 +69,7 @@ class Header(NamedTuple):
     backend: str = ""
     shapes_left_out: bool = False  # they were recorded, and are not in this file
     profiled: bool = True  # whether its times include what a profiler costs
+    is_graph: bool = False  # it says what waits for what and not when it ran; all ranks begin together
 
     @property
     def has_shapes(self) -> bool:

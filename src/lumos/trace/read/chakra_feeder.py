@@ -73,7 +73,8 @@ Price = Callable[[ChakraFile, Node], float]  # microseconds of a node of a file
 
 def foreign_execution(files: Sequence[ChakraFile], price: Price | None = None) -> Execution:
     """The run that files of other tools describe, at the times of their nodes or at a price."""
-    headers = tuple(Header(f.rank, str(f.path), profiled=False) for f in files)
+    has_times = any(node.start_us for file in files for node in file.nodes)
+    headers = tuple(Header(f.rank, str(f.path), profiled=False, is_graph=not has_times) for f in files)
     tasks: list[_Task] = []
     for file in files:
         tasks += _tasks(file, len(tasks), price)
@@ -105,7 +106,7 @@ def _lane(rank: int, node: Node, on_cpu: bool, side_by_side: bool) -> tuple[Lane
     """What a node occupies while it runs.
 
     `on_cpu`: computation is the CPU's unless a node says otherwise. `side_by_side`: process groups do not wait for one
-    another, as in files that Lumos folded or priced.
+    another, as in files that Lumos folded or priced. (Of folded ones, see `_Job.lanes`.)
     """
     if node.type in _COMMUNICATION and not node.values.get("is_cpu_op", False):
         label = {NodeType.COMM_COLL: "collectives", NodeType.COMM_SEND: "sends"}.get(NodeType(node.type), "receives")
@@ -128,6 +129,11 @@ class _Job:
     headers: tuple[Header, ...]
     groups: ProcessGroups
     folded: bool = False  # written by Lumos: durations hold no waiting
+
+    @cached_property
+    def has_times(self) -> bool:
+        """Whether the files say when their nodes ran."""
+        return not all(header.is_graph for header in self.headers)
 
     @cached_property
     def members(self) -> list[list[int]]:
@@ -163,14 +169,29 @@ class _Job:
         return _Feeder(self).run()
 
     @cached_property
+    def lanes(self) -> list[Lane]:
+        """What every task occupies. Transfers of folded files get another lane where they run beside each other."""
+        lanes = [task.lane for task in self.tasks]
+        start, end, order = self.started
+        until: dict[Lane, list[int]] = defaultdict(list)  # when each of the lanes beside each other is free
+        for index in order if self.folded else ():
+            if self.tasks[index].communicates:
+                lane = lanes[index]
+                free = until[lane]
+                place = next((i for i, time in enumerate(free) if time <= start[index]), len(free))
+                free[place : place + 1] = [end[index]]
+                lanes[index] = lane._replace(label=f"{lane.label} ({place + 1})") if place else lane
+        return lanes
+
+    @cached_property
     def lane_numbers(self) -> dict[Lane, int]:
-        return {lane: i for i, lane in enumerate(sorted({task.lane for task in self.tasks}))}
+        return {lane: i for i, lane in enumerate(sorted(set(self.lanes)))}
 
     @cached_property
     def trace(self) -> Trace:
-        """One row a task, in the order of the tasks; clocks aligned by what ends together."""
+        """One row a task, in the order of the tasks; clocks that recorded them aligned by what ends together."""
         trace = self._unaligned
-        offsets = clock_offsets(trace, self.rendezvous)
+        offsets = clock_offsets(trace, self.rendezvous) if self.has_times else {}
         return trace.shifted(offsets) if offsets else trace
 
     @cached_property
@@ -178,7 +199,7 @@ class _Job:
         tasks, names, messages = self.tasks, dict[str, int](), dict[Message, int]()
         start, end, _ = self.started
         found = [self._message(task) for task in tasks]
-        if any(task.node.start_us for task in tasks):  # recorded times
+        if self.has_times:
             start = [min(task.node.start_us, _LONGEST_US) * 1000 for task in tasks]
             end = [begin + task.nanoseconds for begin, task in zip(start, tasks, strict=True)]
         return Trace(
@@ -186,7 +207,7 @@ class _Job:
             message=np.array([-1 if m is None else messages.setdefault(m, len(messages)) for m in found], np.int32),
             names=tuple(names), lanes=tuple(self.lane_numbers), messages=tuple(messages), headers=self.headers,
             category=np.array([t.category for t in tasks], np.uint8),
-            lane=np.array([self.lane_numbers[t.lane] for t in tasks], np.int32), start=np.array(start, np.int64),
+            lane=np.array([self.lane_numbers[lane] for lane in self.lanes], np.int32), start=np.array(start, np.int64),
             duration=np.array(end, np.int64) - np.array(start, np.int64), correlation=np.full(len(tasks), -1, np.int64),
         )  # fmt: skip
 
@@ -261,7 +282,7 @@ class _Job:
         lonely = sum(task.communicates for task in self.tasks) - len(self.together)
         if lonely and len(self.headers) > 1:
             yield f"{lonely} nodes of communication have no counterpart in another rank"
-        if not any(task.node.start_us for task in self.tasks):
+        if not self.has_times:
             yield "the file does not say when its nodes ran: the recorded times are those of running its graph"
 
 
@@ -281,6 +302,7 @@ class _Feeder:
         self.end = [-1] * len(self.tasks)
         self.order: list[int] = []
         self.events: list[tuple[int, int]] = []  # (time, task that ends then)
+        self.posted: set[int] = set()  # receives of folded files that wait for their message
 
     def run(self) -> tuple[list[int], list[int], list[int]]:
         for index, waiting in enumerate(self.waiting):
@@ -300,10 +322,26 @@ class _Feeder:
         heapq.heappush(self.ready[task.lane], (task.node.start_us, task.node.id, index))
 
     def _start_next(self, lane: Lane, time: int) -> None:
-        if lane in self.busy or not self.ready[lane]:
+        while self.ready[lane] and lane not in self.busy:
+            *_, index = heapq.heappop(self.ready[lane])
+            if self.job.folded and self.tasks[index].communicates:
+                self._start_beside_others(index, time)
+            else:
+                self.busy.add(lane)
+                self._start(index, time)
+
+    def _start_beside_others(self, index: int, time: int) -> None:
+        """A transfer of a folded file waits for what the file states, and for no other; a receive for its message."""
+        sent_by, *_ = self.job.must_arrive(index)
+        if self.tasks[index].node.type == NodeType.COMM_RECV and sent_by != index and self.start[sent_by] < 0:
+            self.posted.add(index)
             return
-        *_, index = heapq.heappop(self.ready[lane])
-        self.busy.add(lane)
+        self._start(index, time)
+        for member in self.posted.intersection(self.job.together.get(index, ())):
+            self.posted.discard(member)
+            self._start(member, time)
+
+    def _start(self, index: int, time: int) -> None:
         self.start[index] = time
         self.order.append(index)
         for member in self.job.together.get(index, [index]):
