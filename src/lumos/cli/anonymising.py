@@ -66,7 +66,7 @@ def _parts(text: str) -> KeysView[str]:
 
 def anonymised_answer(hidden: Anonymised, files: Sequence[str], wanted: Wishes) -> dict[str, Any]:
     """What was removed, and what Lumos still infers from the files that were written."""
-    found = _disclosures(hidden, files)
+    found = _disclosures(hidden, files, wanted.drop)
     answer: dict[str, Any] = {
         "names": {"public": hidden.kept_names, "replaced": hidden.replaced_names},
         "dropped": list(wanted.drop),
@@ -78,12 +78,13 @@ def anonymised_answer(hidden: Anonymised, files: Sequence[str], wanted: Wishes) 
     return answer
 
 
-def _disclosures(hidden: Anonymised, files: Sequence[str]) -> list[Disclosure]:
+def _disclosures(hidden: Anonymised, files: Sequence[str], dropped: Sequence[str]) -> list[Disclosure]:
     execution = hidden.execution
     of_rank = dict(zip(execution.trace.ranks, files, strict=False)) if len(files) > 1 else {}
     headers = tuple(h._replace(path=of_rank.get(h.rank, files[0])) for h in execution.trace.headers)
     trace = replace(execution.trace, headers=headers)
-    return disclosures(replay(replace(execution, trace=trace, nodes=replace(execution.nodes, trace=trace))))
+    run = replay(replace(execution, trace=trace, nodes=replace(execution.nodes, trace=trace)))
+    return disclosures(run, dropped)
 
 
 def show_anonymised(answer: dict[str, Any], console: Console) -> None:

@@ -28,8 +28,8 @@ from lumos.trace.trace import Header, Lane, Message, Trace
 DROPS = {
     "gpu": "the GPU and the generation that its kernels are compiled for",
     "operators": "names of operators; their kinds stay",
-    "sizes": "sizes of messages and tensors",
-    "times": "the scale of time: all times are multiplied by one secret factor",
+    "sizes": "sizes of messages and tensors, and types of messages",
+    "times": "the scale of time: all times are multiplied by one secret factor, and blurred by a tick of the clock",
 }
 KEEPS = {"shapes": "shapes of operators, from which other configurations are predicted, and all sizes of the model"}
 _LARGEST_NUMBER = 1000  # of a stream or device that is kept: others may be addresses or processes
@@ -56,7 +56,7 @@ def anonymise(
     With `shapes`, those of operators are read from the run's own files again, and kept.
     """
     arguments = {rank: read_arguments(execution.trace, rank) for rank in execution.trace.ranks} if shapes else {}
-    names = NameMap(operators="operators" not in drop, generation="gpu" not in drop)
+    names = NameMap(operators="operators" not in drop, generation="gpu" not in drop, types="sizes" not in drop)
     trace = _with_lanes(_renamed(_renumbered(execution.trace), names))
     speak = _Messages(sizes="sizes" not in drop)
     gpus = "gpu" not in drop

@@ -24,6 +24,10 @@ _TF32 = re.compile(r"tf32|s1688gemm|16816tf")
 _GENERATION = re.compile(r"nvjet|sm90|sm100")  # kernels that are compiled for Hopper and later GPUs
 _COMM_NAMESPACE = re.compile(r"_?c10d(_functional)?::")
 _MESSAGE = re.compile(r"(nccl|gloo):")
+_MESSAGE_TYPE = re.compile(
+    r"_(bf16|f(16|32|64)|f8e4m3|f8e5m2|[iu](8|32|64)|u?int(8|32|64)_t|half|float|double)(?=_|$)"
+)  # in names of NCCL's kernels
+_LIBRARY_KINDS = ("triton",)
 _SENDS = ("c10d::send", "c10d::recv_", "nccl:send", "nccl:recv")
 _OF_SCOPES = ("autograd_engine", "optimizer")  # roles of operators and scopes, not of kernels
 _CALLS = {
@@ -104,14 +108,15 @@ def _is_attention(name: str) -> bool:
 class NameMap:
     """New names for those of a trace.
 
-    `operators` keeps public names of operators and libraries, `generation` that of GPUs in names of kernels.
+    `operators` keeps public names of operators and libraries; of names of kernels `generation` keeps that of GPUs,
+    `types` those of messages.
 
     >>> NameMap().of("aten::mm", [Category.OP]), NameMap().of("secret::mm", [Category.OP])
     ('aten::mm', 'custom::op_1')
     """
 
-    def __init__(self, operators: bool = True, generation: bool = True) -> None:
-        self.operators, self.generation = operators, generation
+    def __init__(self, operators: bool = True, generation: bool = True, types: bool = True) -> None:
+        self.operators, self.generation, self.types = operators, generation, types
         self.kept, self.replaced, self.changed_roles = 0, 0, 0
         self._new: dict[str, str] = {}
         self._taken: set[str] = set()
@@ -161,7 +166,8 @@ class NameMap:
             found = pattern.fullmatch(name)
             if found is not None and (self.operators or not of_library):
                 parts = {key: self._part(key, text or "") for key, text in found.groupdict().items()}
-                yield becomes.format(*(text or "" for text in found.groups()), **parts)
+                made = becomes.format(*(text or "" for text in found.groups()), **parts)
+                yield made if self.types or not _ON_SMS.match(made) else _MESSAGE_TYPE.sub("", made)
 
     def _part(self, key: str, text: str) -> str:
         """A part of a name: public, or its key and a number."""
@@ -207,7 +213,8 @@ class NameMap:
         fused = _FUSED.search(name)
         softmax = [f"softmax_warp_{way}" for way in ("forward", "backward") if f"softmax_{way}" in roles]
         main = [*softmax, *(["attention"] if _is_attention(name) else []), *(["gemm"] if "matrix" in roles else [])]
-        usual = [kind for kind, pattern in vocabulary().kinds if pattern.search(name)][:1] or ["kernel"]
+        kinds = [kind for kind, pattern in vocabulary().kinds if pattern.search(name)]
+        usual = [kind for kind in kinds if self.operators or kind not in _LIBRARY_KINDS][:1] or ["kernel"]
         back = ["dot_do_o"] if "attention_helper" in roles else ["backward"] if "backward" in roles else []
         chip = [word for word, pattern in (("tf32", _TF32), ("sm90", _GENERATION)) if pattern.search(name)]
         compiled = [fused.group()] if fused is not None and self.operators else []

@@ -7,8 +7,8 @@ line says what can be seen and by what, and which `--drop` of `lumos convert` hi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from lumos.change.infer.infer import infer
 from lumos.setup.gpus import Gpu, gpu_called
 from lumos.trace.names import Category
 from lumos.trace.steps import WHOLE
+from lumos.trace.trace import Message
 
 _OPTIMIZERS = ("train.optimizer", "train.compile")
 _VOCABULARIES = {
@@ -27,6 +28,7 @@ _VOCABULARIES = {
     "FlashAttn": "flash-attn", "hip": "HIP on an AMD GPU", "cpuCompute": "PyTorch on a CPU", "aten::": "PyTorch",
     "transformers::": "Hugging Face transformers",
 }  # fmt: skip
+_MESSAGES_SHOWN = 4
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
@@ -43,10 +45,18 @@ class Disclosure:
         return asdict(self)
 
 
-def disclosures(run: Replay) -> list[Disclosure]:
-    """Everything that is inferred from a run, the setup first."""
+def disclosures(run: Replay, dropped: Collection[str] = ()) -> list[Disclosure]:
+    """Everything that is inferred from a run of which some was `dropped`, times first."""
     labels = label(run, most=1)[0]
-    return [*_times(run), *_setup(run), *_work(run, labels), *_messages(run), *_vocabulary(run)]
+    found = [*_times(run), *_setup(run), *_work(run, labels), *_messages(run), *_vocabulary(run)]
+    return [_after(one) if one.drop in dropped else one for one in found]
+
+
+def _after(one: Disclosure) -> Disclosure:
+    """What is still shown although what hides it was dropped: of times, all but their scale."""
+    if one.drop == "times":
+        return replace(one, value=f"{one.value}, scaled by a secret factor", drop="")
+    return replace(one, drop="")
 
 
 def _times(run: Replay) -> Iterator[Disclosure]:
@@ -102,15 +112,28 @@ def _messages(run: Replay) -> Iterator[Disclosure]:
     rows = np.flatnonzero((trace.message >= 0) & (trace.rank == trace.ranks[0]))
     rows = rows[trace.category[rows] == (Category.KERNEL if trace.on_gpu.any() else Category.OP)]
     sent = [trace.messages[message] for message in trace.message[rows].tolist()]
-    total = sum(max(message_bytes(message), 0) for message in sent) / max(len(run.marks.names), 1)
+    steps = max(len(run.marks.names), 1)
+    total = sum(max(message_bytes(message), 0) for message in sent) / steps
     if total:
         yield Disclosure("communication a step", f"{total / 1e9:.4g} GB a rank", "sizes of messages", "sizes")
+        yield from _single_messages(sent)
     reduced = sum(m.in_elements for m in sent if m.collective in _REDUCTIONS and message_bytes(m) > 0)
     if reduced > 0:
-        count = reduced / max(len(run.marks.names), 1)
         yield Disclosure(
-            "parameters, at most", f"{count / 1e6:.4g} million a rank",
+            "parameters, at most", f"{reduced / steps / 1e6:.4g} million a rank",
             "elements that are reduced in a step; under plain data parallelism, exactly these", "sizes",
+        )  # fmt: skip
+
+
+def _single_messages(sent: list[Message]) -> Iterator[Disclosure]:
+    """The largest messages, exactly: products of sizes of the model."""
+    sizes = sorted({max(message.in_elements, message.out_elements) for message in sent} - {-1, 0, 1}, reverse=True)
+    if sizes:
+        more = f"; {len(sizes) - _MESSAGES_SHOWN} others" if len(sizes) > _MESSAGES_SHOWN else ""
+        yield Disclosure(
+            "elements of single messages", "; ".join(f"{size:,}" for size in sizes[:_MESSAGES_SHOWN]) + more,
+            "sizes of messages: parameters of a layer or activations, from which hidden size and vocabulary may follow",
+            "sizes",
         )  # fmt: skip
 
 
