@@ -45,11 +45,11 @@ class RankPair:
 
 @dataclass(frozen=True)
 class KindPair:
-    """Collectives of one kind in both: how many, and from issue to end, waiting included, per rank that has some."""
+    """Collectives of one kind, per rank that has some: how many, and from issue to end, waiting included."""
 
     kind: str
-    calls: int
-    astra_calls: int
+    calls: float
+    astra_calls: float
     ours_ms: float
     astra_ms: float
 
@@ -102,6 +102,8 @@ class AstraComparison:
         found: dict[int, dict[str, list[float]]] = {rank: defaultdict(list) for rank in trace.ranks}
         for row in np.flatnonzero(trace.is_communication).tolist():
             kind = trace.collective_of(row)
+            if kind == "recv":  # a message counts once, where it is sent
+                continue
             kind = _MESSAGES if kind in ("send", "recv", "send_recv", "p2p") else kind
             found[int(trace.rank[row])][kind].append(float(trace.duration[row]) / 1e6)
         return found
@@ -120,10 +122,10 @@ class AstraComparison:
             kind = _MESSAGES if node.type == NodeType.COMM_SEND else collective_name(node.name) or node.name
             if node.type != NodeType.COMM_RECV:  # posted long before their message comes
                 there[kind].append((node.rank, (node.end_ns - node.start_ns) / 1e6))
-        rows = [
-            KindPair(kind, len(here[kind]), len(there[kind]), _per_rank(here[kind]), _per_rank(there[kind]))
-            for kind in dict.fromkeys([*here, *there])
-        ]
+        rows = []
+        for kind in dict.fromkeys([*here, *there]):
+            (calls, ours), (astra_calls, astra) = _per_rank(here[kind]), _per_rank(there[kind])
+            rows.append(KindPair(kind, calls, astra_calls, ours, astra))
         return sorted(rows, key=lambda row: -max(row.ours_ms, row.astra_ms))
 
     @property
@@ -150,7 +152,10 @@ class AstraComparison:
                 "writes files without"
             )
         if not self.theirs.nodes:
-            notes.append('collectives are compared if the system file of ASTRA-sim has "trace-enabled": 1')
+            notes.append(
+                "collectives are not in what ASTRA-sim prints, but in the log/log.log that it writes where it runs "
+                '(with "trace-enabled": 1 in its system file, as after `--for astra-sim`): give that to compare them'
+            )
         if abs(self.difference_pct) > _CLOSE_PCT:
             notes.append(
                 "ASTRA-sim runs one collective or send of a rank at a time, lets a sender go on before the receiver "
@@ -169,8 +174,10 @@ class AstraComparison:
         }
 
 
-def _per_rank(calls: list[tuple[int, float]]) -> float:
-    return sum(ms for _, ms in calls) / max(1, len({rank for rank, _ in calls}))
+def _per_rank(calls: list[tuple[int, float]]) -> tuple[float, float]:
+    """How many calls a rank has, of those that have some, and how long they take."""
+    ranks = max(1, len({rank for rank, _ in calls}))
+    return len(calls) / ranks, sum(ms for _, ms in calls) / ranks
 
 
 def _ms(ns: int | None) -> float | None:

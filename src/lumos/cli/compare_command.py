@@ -13,7 +13,7 @@ from lumos.analysis.comparison import Comparison
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import deliver
-from lumos.errors import OptionError
+from lumos.errors import InputError, OptionError
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.folded_ranks import Folder, Task
 from lumos.files import check_output, write_csv
@@ -47,9 +47,16 @@ def compare_command(
         check_output(output, path, (".html", ".json", ".csv"))
     if looks_like_astra_sim(before):
         raise OptionError(f"{before}: printed by ASTRA-sim; name the run first, and this second")
+    if not after.exists():
+        raise InputError(f"{after}: no such file or folder")
     if looks_like_astra_sim(after):
         _compare_with_astra_sim(before, after, options, as_json, output)
         return
+    if _is_setup(before):
+        raise InputError(
+            f"{after}: nothing of ASTRA-sim is in it; {before} is no trace, and is compared with what ASTRA-sim "
+            "printed about it, or its log/log.log"
+        )
     found = Comparison(*(load_run(path, options) for path in (before, after)))
     answer = found.as_dict()
     rows = [{"table": name} | row for name in ("parts", "operators", "collectives") for row in answer[name]]

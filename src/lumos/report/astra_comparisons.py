@@ -41,7 +41,9 @@ def kinds_table(found: AstraComparison) -> Table:
     """Collectives and messages by kind."""
     rows = [Row([k.kind, k.calls, k.ours_ms, k.astra_calls, k.astra_ms, k.astra_ms - k.ours_ms]) for k in found.kinds]
     ours, theirs, by = ms_columns(("Lumos, ms", "ASTRA-sim, ms", "difference, ms"), rows)
-    columns = [Column("communication"), Column("calls", 0), ours, Column("calls", 0), theirs, by._replace(bar=True)]
+    whole = all(float(calls).is_integer() for k in found.kinds for calls in (k.calls, k.astra_calls))
+    calls = Column("calls", 0 if whole else 1)
+    columns = [Column("communication"), calls, ours, calls, theirs, by._replace(bar=True)]
     return Table("communication per rank, from its issue to its end, waiting included", columns, rows)
 
 
