@@ -21,7 +21,6 @@ from lumos.data_files import read_table
 from lumos.prediction.prediction import predict
 from lumos.program.operators import Collective, Group
 from lumos.program.rank_layout import RankLayout
-from lumos.program.rank_places import RankPlaces
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.frameworks import framework_named
@@ -221,20 +220,40 @@ def test_pairs_of_a_node_are_joined_by_pcie_before_the_network() -> None:
 
 
 # ---------------------------------------------------------------------- laws
+@st.composite
+def layouts(draw: st.DrawFn) -> RankLayout:
+    """Pipelines in both orders, also such that nodes end in the middle of a stage or of a group."""
+    pp = draw(st.integers(2, 6))
+    parallel = {
+        "tp": draw(st.sampled_from((1, 2, 4, 8))), "cp": draw(st.sampled_from((1, 1, 2))), "pp": pp,
+        "dp": draw(st.integers(1, 6)), "order": draw(st.sampled_from(("tp-cp-dp-pp", "tp-cp-pp-dp"))),
+        "schedule": draw(st.sampled_from(("1f1b", "1f1b", "dualpipe") if pp % 2 == 0 else ("1f1b",))),
+    }  # fmt: skip
+    more = {"microbatches": 2 * pp, "framework": "megatron"}
+    sections = {"model": dict(preset_named("llama3-8b").keys), "train": {"seq": 2048} | more, "parallel": parallel}
+    in_node = draw(st.sampled_from((2, 3, 4, 6, 8, 12)))
+    setup = checked_setup(sections | {"cluster": {"gpu": "h100", "gpus_per_node": in_node}})
+    return RankLayout(setup, framework_named("megatron"))
+
+
 @laws
-@given(
-    st.sampled_from((1, 2, 4, 8)), st.integers(1, 6), st.integers(2, 6), st.sampled_from((2, 3, 4, 8)),
-    st.sampled_from(("tp-cp-dp-pp", "tp-cp-pp-dp")), st.data(),
-)  # fmt: skip
-def test_a_message_stays_in_a_node_if_and_only_if_it_does_on_every_rank(
-    tp: int, dp: int, pp: int, in_node: int, order: str, data: st.DataObject
-) -> None:
-    parallel = {"tp": tp, "dp": dp, "pp": pp, "order": order}
-    here = layout(parallel, gpus_per_node=in_node)
-    one, other = data.draw(st.permutations(range(pp)))[:2]
-    places = RankPlaces.of_setup(here.parallel)
+@given(layouts(), st.data())
+def test_a_message_stays_in_a_node_if_and_only_if_it_does_on_every_rank(here: RankLayout, data: st.DataObject) -> None:
+    one, other = data.draw(st.permutations(range(here.parallel.pp)))[:2]
+    places = here.places
     pairs = [(places.rank(number, one), places.rank(number, other)) for number in range(places.of_stage)]
     assert (here.link(one, other).inside == 2) == all(a // here.domain == b // here.domain for a, b in pairs)
+
+
+@laws
+@given(layouts(), st.sampled_from(("tp", "cp", "dp")))
+def test_a_collective_stays_in_a_node_if_and_only_if_it_does_on_every_rank(here: RankLayout, name: str) -> None:
+    """Also that of two stages which hold the same weights."""
+    group: Group = getattr(here, name)
+    members = (here.places.members(rank, group.size, group.stride) for rank in range(here.places.world))
+    stays = all(len({member // here.domain for member in some}) == 1 for some in members)
+    assert (group.nodes == 1) == stays
+    assert stays == (not any(here.leaves(rank, group.size, group.stride) for rank in range(here.places.world)))
 
 
 @laws

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -469,6 +470,37 @@ def test_of_four_stages_in_two_nodes_only_messages_between_the_nodes_go_through_
         lags = [step.graph.edges.lag[step.structure.lag_class == LINKS + index] for step in (fast, slow)]
         assert (lags[1] > 2 * lags[0]).all() if far else (lags[1] == lags[0]).all()
     assert all(step.assembly.bound_us() <= step.us * (1 + 1e-9) for step in (fast, slow, crawling))
+
+
+@st.composite
+def jobs_on_nodes(draw: st.DrawFn) -> Setup:
+    """Jobs of several nodes, also such that nodes end in the middle of a group or of a stage."""
+    (schedule, vpp), experts = draw(st.sampled_from(ALL_SCHEDULES)), draw(st.sampled_from((0, 0, 4)))
+    tp, cp, dp, pp = (draw(st.sampled_from(some)) for some in ((1, 2, 3, 4), (1, 1, 2), (1, 2, 3, 4, 6), (1, 2, 3, 4)))
+    model = {"layers": 2 * pp * vpp, "hidden": 768, "heads": 12, "ffn": 3072, "vocab": 3072}
+    if experts:
+        model |= {"experts": experts, "top_k": 2, "expert_ffn": 768}
+    order, zero = draw(st.sampled_from(("tp-cp-dp-pp", "tp-cp-pp-dp"))), draw(st.sampled_from((0, 0, 1, 3)))
+    parallel = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "vpp": vpp, "order": order, "zero": zero,
+                "schedule": schedule if pp > 1 else "1f1b", "ep": draw(st.sampled_from((1, 2, 4))) if experts else 1}
+    train = {"seq": 768, "microbatches": 8, "cuda_graphs": True,
+             "framework": draw(st.sampled_from(("megatron", "torchtitan", "pytorch")))}  # fmt: skip
+    cluster = {"gpu": "h100", "gpus_per_node": draw(st.sampled_from((2, 4, 6, 8)))}
+    setup = Setup(model=model, train=train, parallel=parallel, cluster=cluster)  # type: ignore[arg-type]
+    assume(not mistakes_in(setup) and setup.cluster.gpus > setup.cluster.gpus_per_node)
+    return setup
+
+
+@settings(max_examples=120, deadline=None)
+@given(jobs_on_nodes())
+def test_a_job_of_several_nodes_depends_on_the_network_between_them_and_a_slower_one_is_never_faster(
+    setup: Setup,
+) -> None:
+    rates = (400.0, 50.0, 5.0, 1e-3)
+    steps = [simulate_step(setup.replaced({"cluster.inter_gb_s": rate})) for rate in rates]
+    assert all(slow.us >= fast.us * (1 - 1e-9) for fast, slow in pairwise(steps))
+    assert steps[-1].us > 2 * steps[0].us, "no group and no message is priced as if it stayed in a node"
+    assert all(step.assembly.bound_us() <= step.us * (1 + 1e-9) for step in steps)
 
 
 SLOW_LINKS = {"parallel.pp": 4, "parallel.tp": 8, "parallel.dp": 1, "parallel.sequence_parallel": False}

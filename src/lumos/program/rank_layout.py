@@ -44,9 +44,36 @@ class RankLayout:
         return (*node, below) if below else node
 
     def group(self, size: int, stride: int) -> Group:
-        """Ranks of one pipeline stage, `stride` apart among them, and how many of them share each tier."""
-        inside, *above = (_held(size, stride, self._of_stage(unit)) for unit in (self.domain, *self.units))
-        return Group(size, inside, tuple(above), stride)
+        """Ranks of one pipeline stage, `stride` apart among them, and how many of them share each tier.
+
+        Where stages hold copies of each other, the ranks of both: then those count that are farthest apart, of the
+        first and the last stage.
+        """
+        here = min(size, max(1, self.places.of_stage // stride))
+        copies = size // here
+        counts = []
+        for unit in (self.domain, *self.units):
+            held = self._in_one(here, stride, unit)
+            counts.append(held * copies if copies > 1 and self._share(0, self.parallel.pp - 1, unit) else held)
+        return Group(size, counts[0], tuple(counts[1:]), stride)
+
+    def _in_one(self, size: int, stride: int, unit: int) -> int:
+        """How many of `size` ranks of a stage, `stride` apart among them, are in one unit of so many neighbours.
+
+        Where a node ends in the middle of a group, the smaller part of it. Racks are not told apart so: who runs on
+        some takes as many GPUs of each as the groups divide.
+        """
+        held = _held(size, stride, self._of_stage(unit))
+        near, stages = self.places.near, self.places.stages
+        apart = stages if size * stride > near else 1  # ranks of other stages lie in between
+        block = size * stride * apart
+        if held < size or unit >= self.places.world or unit > self.setup.cluster.gpus_per_node:
+            return held
+        return held if unit % block == 0 else max(1, gcd(unit, block) // (stride * apart))
+
+    @cached_property
+    def places(self) -> RankPlaces:
+        return RankPlaces.of_setup(self.parallel, self.schedule.copies)
 
     def _of_stage(self, unit: int) -> int:
         """Ranks of one pipeline stage among so many neighbours."""
@@ -58,32 +85,12 @@ class RankLayout:
 
     def leaves(self, rank: int, size: int, stride: int) -> bool:
         """Whether a rank has partners outside its domain in such a group of its stage."""
-        local, stage = self._place(rank)
-        first = local - local // stride % size * stride
-        return any(self._is_far(rank, first + stride * member, stage) for member in range(size))
+        return any(other // self.domain != rank // self.domain for other in self.places.members(rank, size, stride))
 
     def stage_leaves(self, rank: int, way: int) -> bool:
         """Whether messages of a rank to the next stage (1), or to the one before (-1), leave its domain."""
-        local, stage = self._place(rank)
-        return self._is_far(rank, local, (stage + way) % self.parallel.pp)
-
-    def _place(self, rank: int) -> tuple[int, int]:
-        """The number of a rank among those of its stage, and the stage."""
-        p = self.parallel
-        near = p.tp * p.cp
-        if p.order == "tp-cp-dp-pp":
-            stage, local = divmod(rank, near * p.dp)
-            return local, stage
-        replica, stage = divmod(rank // near, p.pp)
-        return replica * near + rank % near, stage
-
-    def _is_far(self, rank: int, local: int, stage: int) -> bool:
-        """Whether a rank and the `local`-th one of a stage are in different domains."""
-        p = self.parallel
-        near = p.tp * p.cp
-        other = stage * near * p.dp + local
-        if p.order != "tp-cp-dp-pp":
-            other = (local // near * p.pp + stage) * near + local % near
+        number, stage = self.places.of(rank)
+        other = self.places.rank(number, (stage + way) % self.parallel.pp)
         return other // self.domain != rank // self.domain
 
     @cached_property
@@ -169,7 +176,8 @@ class RankLayout:
 
     def _share(self, one: int, other: int, unit: int) -> bool:
         """Whether every rank of one stage is in the same unit, of so many neighbouring ranks, as its partner."""
-        stages, _, near, _ = places = RankPlaces.of_setup(self.parallel)
+        places = self.places
+        stages, near = places.stages, places.near
         low, high = sorted((one, other))
         repeats = unit // gcd(unit, stages * near)  # after so many blocks of all stages, units begin with one again
         return all(

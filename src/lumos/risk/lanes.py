@@ -211,7 +211,7 @@ def _leaving(layout: RankLayout | None, rank: int | None) -> tuple[bool, bool, b
     p, experts = layout.parallel, layout.parallel.ep * layout.expert_tp
     inside = [(p.tp, 1), (p.cp, p.tp), (p.ep, layout.expert_tp)]
     gathers = [(layout.sharing[0].size, p.tp)]
-    reduces = [(p.dp * p.cp, p.tp)]
+    reduces = [(layout.dp.size, p.tp)]
     if layout.model.experts:
         gathers.append((layout.experts_sharing[0].size, experts))
         reduces.append((layout.expert_dp.size, experts))
