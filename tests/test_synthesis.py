@@ -220,12 +220,22 @@ def test_roles_that_meet_have_the_same_collectives_in_the_same_order(model: Mode
     assert kinds[0] == kinds[1]
 
 
+def test_a_run_of_another_size_to_compare_with_is_said_to_be_one(first: RecordedJob, model: Model) -> None:
+    other = record("larger", generate(model, Size(ranks=2, steps=1, layers=6)))
+    (said,) = Synthetic(model, generate(model), Size(), 0, [first], [other]).warnings
+    assert said == (
+        "larger has 6 layers and 2 ranks, the synthetic run 3 layers and 4 ranks: compared as they are; "
+        "--layers 6 --ranks 2 makes them alike"
+    )
+
+
 # ---------------------------------------------------------------------- mistakes
 def test_mistakes_are_named(tmp_path: Path, model: Model) -> None:
     save_model(tmp_path / "m.json", model)
     text = (tmp_path / "m.json").read_text()
     (tmp_path / "bad.json").write_text(text.replace('"matmul"', '"my secret kernel"'))
     (tmp_path / "old.json").write_text(text.replace('"version": 1', '"version": 99'))
+    (tmp_path / "other.json").write_text('{"version": 1}')
     (tmp_path / "half.json").write_text(text[: len(text) // 2])
     for arguments, said in (
         ([tmp_path / "bad.json"], "not in the vocabulary"),
@@ -237,6 +247,10 @@ def test_mistakes_are_named(tmp_path: Path, model: Model) -> None:
         ([tmp_path / "m.json", "--layers", "-1"], "--layers -1: give a number"),
         ([tmp_path / "m.json", "--seed", "-1"], "--seed -1: give a number from 0"),
         ([tmp_path / "m.json", "-o", tmp_path / "s.json"], "use .et"),
+        ([tmp_path / "m.json", "--save", tmp_path / "s.txt"], f"--save {tmp_path / 's.txt'}: the extension must name"),
+        ([tmp_path / "m.json", "--report", tmp_path / "none" / "s.html"], f"--report {tmp_path / 'none'}"),
+        ([tmp_path / "m.json", "--step", "1"], "--step 1: chooses from recorded runs, and m.json is a learned model"),
+        ([tmp_path / "other.json"], ", or a model that lumos synthesise --save wrote"),
     ):
         done = lumos_here("synthesise", *arguments)
         assert (done.returncode, done.stdout) == (2, ""), arguments
@@ -270,6 +284,7 @@ def test_the_answer_as_json_table_and_page(tmp_path: Path) -> None:
     shown = lumos_here("synthesise", EXAMPLE).stdout
     assert "what is preserved" in shown
     assert "how near to the originals" in shown
+    assert "learned from 1 job, 2 steps" in shown
 
 
 # ---------------------------------------------------------------------- recorded jobs

@@ -58,13 +58,13 @@ def stamp_of(path: Path) -> int:
         return 0
 
 
-def form_of(path: Path, forms: Sequence[str] = FORMS) -> str:
-    """The format that a file name asks for."""
+def form_of(path: Path, forms: Sequence[str] = FORMS, option: str = "-o") -> str:
+    """The format that a file name asks for; `option` is what it was given with."""
     for form in sorted(forms, key=len, reverse=True):
         if path.name.endswith(form):
             return form
     choice = f"one of {', '.join(forms)}" if len(forms) > 1 else forms[0]
-    raise OptionError(f"-o {path}: the extension must name the format; use {choice}")
+    raise OptionError(f"{option} {path}: the extension must name the format; use {choice}")
 
 
 @contextmanager
@@ -159,15 +159,17 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[st
         file.write(content.getvalue())
 
 
-def check_output(path: Path | None, source: Path | None, forms: Sequence[str] = FORMS) -> None:
+def check_output(
+    path: Path | None, source: Path | None, forms: Sequence[str] = FORMS, option: str = "-o"
+) -> None:
     """Refuse an output that cannot be written before any work is done for it."""
     if path is None:
         return
-    form_of(path, forms)
+    form_of(path, forms, option)
     if not path.parent.is_dir():
-        raise OptionError(f"-o {path}: the folder {path.parent} does not exist; create it first")
+        raise OptionError(f"{option} {path}: the folder {path.parent} does not exist; create it first")
     if source is not None and path.exists() and source.exists() and path.samefile(source):
-        raise OptionError(f"-o {path}: that is the input itself; give another name")
+        raise OptionError(f"{option} {path}: that is the input itself; give another name")
 
 
 Writer = Callable[[Path], None]

@@ -43,8 +43,9 @@ def synthesise_command(
 
     Learning needs the extra [fit].
     """
-    for path, forms in ((output, (".et",)), (save, (".json",)), (report, (".html", ".json"))):
-        check_output(path, None, forms)
+    check_output(output, None, (".et",))
+    check_output(save, None, (".json",), "--save")
+    check_output(report, None, (".html", ".json"), "--report")
     made = _made(sources, options, Size(ranks, steps, layers, micro_batches), seed, against or [])
     with busy("comparing"):
         answer = made.as_dict()
@@ -65,6 +66,9 @@ def _made(sources: list[Path], options: TraceOptions, size: Size, seed: int, aga
     models = [path for path in sources if is_model(path)]
     if models and len(sources) > 1:
         raise OptionError(f"{models[0]}: a learned model is given alone; name the runs, or the model")
+    if models and not against and (options.step or options.match):
+        given = f"--step {options.step}" if options.step else f"--match {options.match}"
+        raise OptionError(f"{given}: chooses from recorded runs, and {models[0].name} is a learned model; leave it out")
     others = [_recorded(path, options) for path in against]
     learned: Model | list[RecordedJob] = read_model(models[0]) if models else [_recorded(p, options) for p in sources]
     with busy("learning and generating"):
@@ -74,6 +78,11 @@ def _made(sources: list[Path], options: TraceOptions, size: Size, seed: int, aga
 def _recorded(path: Path, options: TraceOptions) -> RecordedJob:
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
-    source: Any = load_source(path, options)
+    try:
+        source: Any = load_source(path, options)
+    except InputError as error:
+        if path.name.endswith(".json") and path.is_file():
+            raise InputError(f"{error}, or a model that lumos synthesise --save wrote") from None
+        raise
     with busy(f"looking at every step of {path.name}"):
         return record(path.name or str(path), source)

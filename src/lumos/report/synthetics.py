@@ -13,14 +13,19 @@ Answer = Mapping[str, Any]
 
 def size_text(answer: Answer) -> str:
     """ "2 ranks, 2 steps, 8 layers"."""
-    words = {"ranks": "rank", "steps": "step", "layers": "layer"}
-    return ", ".join(f"{answer[key]:,} {word}{'s' * (answer[key] != 1)}" for key, word in words.items() if answer[key])
+    return _counted(answer, "ranks", "steps", "layers")
+
+
+def _counted(numbers: Answer, *names: str) -> str:
+    """ "2 ranks, 1 step": those that are not zero."""
+    return ", ".join(
+        f"{numbers[name]:,} {name if numbers[name] != 1 else name[:-1]}" for name in names if numbers[name]
+    )
 
 
 def synthetic_cards(answer: Answer) -> list[Card]:
     """The step, how far it is from recorded ones, and whether it reproduces an original."""
-    learned = answer["learned_from"]
-    note = f"learned from {learned['jobs']:,} jobs, {learned['steps']:,} steps, {learned['tasks']:,} tasks"
+    note = f"learned from {_counted(answer['learned_from'], 'jobs', 'steps', 'tasks')}"
     cards = [Card("synthetic step", ms_text(answer["step_ms"]), note)]
     for one in answer["distances"][:1]:
         text = f"{ms_text(one['reference_step_ms'])} in {one['reference']}"
@@ -58,11 +63,10 @@ def distance_tables(answer: Answer) -> list[Table]:
 def _summary(found: list[Answer]) -> Table:
     columns = [
         Column("recorded run"), Column("its step", form=ms_text), Column("synthetic", form=ms_text),
-        Column("step, %", 1, signed=True), Column("without profiler, %", 1, signed=True),
-        Column("breakdown, points", 1), Column("critical path, points", 1),
+        Column("step, %", 1, signed=True), Column("breakdown, points", 1), Column("critical path, points", 1),
     ]  # fmt: skip
     rows = [
-        Row([one["reference"], one["reference_step_ms"], one["step_ms"], one["step_pct"], one["clean_pct"],
+        Row([one["reference"], one["reference_step_ms"], one["step_ms"], one["step_pct"],
              one["breakdown_points"], one["path_points"]])
         for one in found
     ]  # fmt: skip

@@ -104,15 +104,27 @@ class Synthetic:
         said = []
         if size.ranks and size.ranks != model.world and model.groups:
             said.append(
-                f"{size.ranks} ranks in place of {model.world}: work of a rank is kept, transfers follow what a ring "
-                "of that size moves, and sharded updates the share of a rank"
+                f"{size.ranks} rank{'s' * (size.ranks > 1)} in place of {model.world}: work of a rank is kept, "
+                "transfers follow what a ring of that size moves, and sharded updates the share of a rank"
             )
         if size.layers and size.layers != model.layers and len({job.job.layers for job in self.originals}) < 2:
             said.append(
                 f"{size.layers} layers from runs of {model.layers}: what the optimizer does in each is estimated; "
                 "learn from runs of two depths to know it"
             )
-        return said
+        return [*said, *(text for job in self.against if (text := self._unlike(job)))]
+
+    def _unlike(self, job: RecordedJob) -> str:
+        """How the run differs in size from one that it is compared with; '' if it does not."""
+        own = {"layers": self.size.layers or self.model.layers, "ranks": len(self.run.marks.ranks)}
+        other = {"layers": job.job.layers, "ranks": len(job.runs[0].marks.ranks)}
+        unlike = [name for name in own if own[name] != other[name]]
+        if not unlike:
+            return ""
+        theirs = " and ".join(f"{other[name]} {name}" for name in unlike)
+        ours = " and ".join(f"{own[name]} {name}" for name in unlike)
+        options = " ".join(f"--{name} {other[name]}" for name in unlike)
+        return f"{job.name} has {theirs}, the synthetic run {ours}: compared as they are; {options} makes them alike"
 
     def as_dict(self) -> dict[str, Any]:
         run, model = self.run, self.model
@@ -124,7 +136,6 @@ class Synthetic:
             "seed": self.seed,
             "tasks": len(self.execution.graph),
             "step_ms": run.recorded_steps.mean,
-            "clean_ms": run.clean_ms,
             "learned_from": dict(model.learned_from),
             "distances": [one.as_dict() for one in self.distances],
             "nearness": {name: one.as_dict() for name, one in self.nearness.items()},
