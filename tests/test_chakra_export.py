@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,24 @@ def test_an_interrupted_export_leaves_what_was_there(tmp_path: Path, monkeypatch
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("run.0.et", "precious")]
 
 
+def test_files_of_an_earlier_export_of_more_ranks_are_named(tmp_path: Path) -> None:
+    """`lumos replay` and others would take them for ranks of this run."""
+    changes = (*SMALL, "parallel.tp=1", "parallel.pp=1", "parallel.zero=0")
+    small = [word for change in changes for word in ("--set", change)]
+
+    def warnings(ranks: int) -> list[str]:
+        asked = ("convert", LLAMA, *small, "--set", f"cluster.gpus={ranks}", "-o", tmp_path / "run.et", "--json")
+        found: list[str] = json.loads(lumos_here(*asked).stdout)["warnings"]
+        return [warning for warning in found if "earlier export" in warning]
+
+    (tmp_path / "run2.7.et").write_bytes(b"of another run")
+    assert warnings(4) == []
+    (told,) = warnings(2)
+    assert told.startswith("run.2.et … run.3.et (2 files): left from an earlier export")
+    (told,) = warnings(1)
+    assert "run.1.et … run.groups.json (4 files)" in told
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +359,29 @@ def test_a_bandwidth_that_no_transfer_shows_is_called_a_guess(tmp_path: Path) ->
         found = lumos_here("convert", job, "-o", tmp_path / "run.et", "--for", "astra-sim", "--json")
         said.append(any("GB/s is a guess; put yours into" in text for text in json.loads(found.stdout)["warnings"]))
     assert said == [True, False]
+
+
+@pytest.mark.parametrize(("seq", "ends"), [(65_536, True), (262_144, False)])
+def test_messages_that_astra_sim_does_not_end_are_told(tmp_path: Path, seq: int, ends: bool) -> None:
+    changes = (*SMALL, "parallel.tp=1", "parallel.pp=2", "parallel.sequence_parallel=false", "cluster.gpus=2")
+    asked = [word for change in (*changes, f"train.seq={seq}") for word in ("--set", change)]
+    found = lumos_here("convert", LLAMA, *asked, "-o", tmp_path / "run.et", "--for", "astra-sim", "--json")
+    told = [warning for warning in json.loads(found.stdout)["warnings"] if "does not end" in warning]
+    assert told == [] if ends else told[0].startswith("messages of 2.0 GiB between ranks")
+    with nullcontext() if ends else pytest.raises(AssertionError, match="more than 2 GiB"):
+        astra_rules.check(tmp_path, "run", seeds=1)
+
+
+def test_dualpipe_with_experts_is_written_so_that_astra_sim_ends(tmp_path: Path) -> None:
+    """Its mirrored stages reduce tensors of 5.6 GB, which ASTRA-sim ends only if they are cut."""
+    changes = ("model.preset=mixtral-8x7b", "model.layers=8", "train.global_batch=64", "parallel.schedule=dualpipe",
+               "parallel.tp=1", "parallel.cp=1", "parallel.vpp=1", "parallel.pp=4", "parallel.ep=4",
+               "cluster.gpus=16")  # fmt: skip
+    asked = [word for change in changes for word in ("--set", change)]
+    lumos_here("convert", LLAMA, *asked, "-o", tmp_path / "run.et", "--for", "astra-sim")
+    workload = astra_rules.check(tmp_path, "run", seeds=1)
+    assert max(node.values.get("comm_size", 0) for _, node in workload.nodes) > 1 << 32
+    assert workload.pieces > 1
 
 
 def test_a_network_of_one_dimension_is_parted_where_groups_meet() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lumos.export.astra_files import (
     traced_network,
     write_astra_files,
 )
-from lumos.export.astra_prices import as_ring, at_astra_prices, largest_tensor, tell_of_rings
+from lumos.export.astra_prices import as_ring, at_astra_prices, largest_tensor, tell_of_rings, too_long
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.chakra_writer import Written, file_of_rank, write_chakra, write_folded
 from lumos.export.folded_ranks import Task
@@ -103,6 +104,7 @@ def _write_traced_for_astra(output: Path, execution: Execution) -> dict[str, Any
     largest = largest_tensor((t, sizes[t.group]) for found in plan.transfers.values() for t in found if t.group)
     written = write_folded(output, priced, plan)
     answer = _answer(written, world) | _beside(output, dimensions, written.group_file, largest)
+    answer["warnings"] += too_long(one for found in plan.transfers.values() for one in found)
     if not shows_bandwidth(execution):
         told = f"no transfer of 1 MiB or more has a recorded size: {dimensions[0].gb_s:g} GB/s is a guess"
         answer["warnings"] = [*answer["warnings"], f"{told}; put yours into {answer['simulator_files'][1]}"]
@@ -165,7 +167,9 @@ def _write_repeated(
 
 def _write_simulated(output: Path, stages: Stages, dimensions: list[Dimension]) -> dict[str, Any]:
     """The files of all ranks as ASTRA-sim is to be told of them, and those beside."""
-    answer = _write_stages(output, _with_rings(stages, dimensions) if len(dimensions) > 1 else stages)
+    stages = _with_rings(stages, dimensions) if len(dimensions) > 1 else stages
+    answer = _write_stages(output, stages)
+    answer["warnings"] += too_long(task.transfer for tasks in stages.tasks for task in tasks)
     largest = largest_tensor(
         (task.transfer, int(task.transfer.group.split("x")[0]))
         for tasks in stages.tasks
@@ -210,8 +214,30 @@ def _answer(written: Written, ranks: int) -> dict[str, Any]:
     return {
         "files": [str(file) for file in written.files], "ranks": ranks, **counts,
         "group_file": "" if written.group_file is None else str(written.group_file),
-        "bytes": sum(os.path.getsize(file) for file in written.files), "warnings": written.warnings,
+        "bytes": sum(os.path.getsize(file) for file in written.files),
+        "warnings": [*written.warnings, *_left_from_before(written)],
     }  # fmt: skip
+
+
+def _left_from_before(written: Written) -> list[str]:
+    """What to say about files of an earlier export under the same name: a reader takes them for part of this run."""
+    name = re.sub(r"(\.\d+)?\.et$", "", written.files[0].name)
+    there = {
+        int(match[1]): file.name
+        for file in written.files[0].parent.iterdir()
+        if (match := re.fullmatch(re.escape(name) + r"\.(\d+)\.et", file.name))
+    }
+    mine = {file.name for file in written.files}
+    left = [there[rank] for rank in sorted(there) if there[rank] not in mine]
+    if written.group_file is None and (groups := written.files[0].with_name(f"{name}.groups.json")).exists():
+        left.append(groups.name)
+    if not left:
+        return []
+    return [f"{_some(left)}: left from an earlier export, and no part of this run; remove before the folder is read"]
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names):,} files)"
 
 
 def _groups_in(group_file: Path | None) -> dict[str, list[int]]:

@@ -31,7 +31,7 @@ _LARGE_ENOUGH = 1 << 20  # of a recorded transfer, to show bandwidth
 _LEAST_GB_S, _USUAL_GB_S, _USUAL_NS = 1e-3, 100.0, 500.0
 _HOPS = 4  # of every step of a ring: the receiver's word that it is there, and the message, each through a switch
 _FREE_GB_S = 1_000_000  # it adds every reduction to its message, from this bandwidth; NCCL reduces while data arrive
-_LONGEST = (1 << 31) - 1  # bytes of a message whose sender waits: it has 32 bits for them; half a tensor, at most
+LONGEST_MESSAGE = (1 << 31) - 1  # bytes, if its sender waits: it has 32 bits for them; half a tensor, at most
 _CHUNKS = 4  # that a collective of all ranks is cut into, so that dimensions work at the same time
 # Its sibling with congestion stores every message at a switch and sends it on from there, which takes twice as long.
 _PROGRAM = "AstraSim_Analytical_Congestion_Unaware"  # the other knows networks of one dimension alone
@@ -184,7 +184,7 @@ def _system(dimensions: list[Dimension], has_parts: bool, largest: int) -> dict[
         "scheduling-policy": "FIFO",
         "endpoint-delay": 10,
         "active-chunks-per-dimension": 1,
-        "preferred-dataset-splits": max(1 if is_one_level else _CHUNKS, -(-largest // (2 * _LONGEST))),
+        "preferred-dataset-splits": max(1 if is_one_level else _CHUNKS, -(-largest // (2 * LONGEST_MESSAGE))),
         "all-reduce-implementation": ring,
         "all-gather-implementation": ring,
         "reduce-scatter-implementation": ring,

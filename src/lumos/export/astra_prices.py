@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from lumos.export.astra_files import Dimension
+from lumos.export.astra_files import LONGEST_MESSAGE, Dimension
 from lumos.export.chakra_communication import LEAST_BYTES, Communication, Transfer
 from lumos.graph.from_trace.build import Execution
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
@@ -64,6 +64,17 @@ def largest_tensor(collectives: Iterable[tuple[Transfer, int]]) -> int:
     """The size of the largest tensor that is reduced, gathered or exchanged; transfers with the number of ranks."""
     gather = COLLECTIVES["all_gather"]
     return max((t.bytes * (ranks if t.collective == gather else 1) for t, ranks in collectives), default=0)
+
+
+def too_long(transfers: Iterable[Transfer | None]) -> list[str]:
+    """What to say about messages between two ranks that ASTRA-sim never ends: only collectives can be cut."""
+    sent = [one.bytes for one in transfers if one is not None and one.type == NodeType.COMM_SEND]
+    if max(sent, default=0) <= LONGEST_MESSAGE:
+        return []
+    return [
+        f"messages of {max(sent) / (1 << 30):.1f} GiB between ranks: ASTRA-sim has 32 bits for the length of one, and "
+        "does not end; take --rendezvous-protocol=true out of the command, or make micro-batches smaller"
+    ]
 
 
 def transfer_ns(
