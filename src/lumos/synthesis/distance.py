@@ -26,7 +26,6 @@ class Behaviour:
     """What a run does, as far as it is compared: means over its steps and ranks."""
 
     step_ms: float  # the median step: the first of a recording may wait for what was before it
-    clean_ms: float
     breakdown: dict[str, float]  # shares of the step
     path: dict[str, float]  # shares of the critical path
     tasks: float  # of a rank in a step
@@ -58,7 +57,6 @@ def behaviour(runs: Sequence[Replay], observed: Sequence[Observed]) -> Behaviour
     whole = sum(path.values()) or 1.0
     return Behaviour(
         step_ms=float(np.median(np.concatenate([run.recorded_steps.milliseconds for run in runs]))),
-        clean_ms=float(np.mean([run.clean_ms for run in runs])),
         breakdown=_shares(mean),
         path={kind: ms / whole for kind, ms in path.items()},
         tasks=len(tasks) / max(len(ranks), 1),
@@ -87,10 +85,6 @@ class Distance:
         return 100 * (self.synthetic.step_ms / self.recorded.step_ms - 1) if self.recorded.step_ms else 0.0
 
     @property
-    def clean_pct(self) -> float:
-        return 100 * (self.synthetic.clean_ms / self.recorded.clean_ms - 1) if self.recorded.clean_ms else 0.0
-
-    @property
     def breakdown_points(self) -> float:
         """The largest difference of a part of the step, in percentage points."""
         return _largest(self.synthetic.breakdown, self.recorded.breakdown)
@@ -114,9 +108,6 @@ class Distance:
             "step_ms": one.step_ms,
             "reference_step_ms": other.step_ms,
             "step_pct": self.step_pct,
-            "clean_ms": one.clean_ms,
-            "reference_clean_ms": other.clean_ms,
-            "clean_pct": self.clean_pct,
             "breakdown_points": self.breakdown_points,
             "breakdown": [
                 {"part": part, "share": one.breakdown[part], "reference_share": share}

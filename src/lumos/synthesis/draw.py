@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from statistics import NormalDist
 from types import MappingProxyType
 
@@ -22,6 +23,7 @@ from lumos.synthesis.observe import Wait
 
 MESSAGE = -2  # in place of a group
 _MOST_FACTOR = 3.0
+_LEAST_COLLECTIVES = 0.5  # of a kind in a step; rarer ones come in some steps only
 _AS_DRAWN: Mapping[str, float] = MappingProxyType({})
 _BEFORE, _AFTER = -1.0, 2.0  # places in a block
 TIMES = ("work", "call", "delay", "busy")
@@ -49,7 +51,7 @@ class Part:
         normal[:, 0] = self.scores
         related = normal @ self._root.T
         return {
-            name: self.state.columns[name].at(_stratified(related[:, i], generator)) * self.factors.get(name, 1.0)
+            name: self.state.columns[name].at(stratified(related[:, i], generator)) * self.factors.get(name, 1.0)
             for i, name in enumerate(COLUMNS)
             if name != "place"
         }
@@ -101,7 +103,7 @@ def draw_step(
         states.extend([state] * len(blocks))
 
     for block, numbers in plan.by_kind(role):
-        counts = _counts(block, len(numbers), layers - model.layers, generator.random())
+        counts = _counts(block, len(numbers), layers - model.layers, generator)
         factors = _kept_totals(block, counts, layers - model.layers)
         for index, state in enumerate(block.states):
             blocks = np.repeat(np.array(numbers), counts[:, index])
@@ -235,15 +237,26 @@ class _Plan:
         return [(role.blocks[kind], some) for kind, some in numbers.items()]
 
 
-def _counts(block: BlockModel, blocks: int, more_layers: int, offset: float) -> Ints:
-    """How many tasks of every state each block has; rounded so that states that alternate still do.
+def _counts(block: BlockModel, blocks: int, more_layers: int, generator: np.random.Generator) -> Ints:
+    """How many tasks of every state each block has, such that states that alternate still do.
 
-    Rounding runs along the sum over states, which are sorted by kind: a kind of which every block has exactly one, in
-    one state or another, gets exactly one in every block. A random offset makes rare tasks as frequent as they were.
+    Rounding runs along the sum over states, which are sorted by kind, from a random offset, so that rare tasks are as
+    frequent as they were; how many collectives there are is rounded to the nearest number instead. The tasks of a kind
+    are then dealt to the blocks in turn: a kind of which every block has exactly one, in one state or another, gets
+    exactly one in every block.
     """
-    cumulative = np.concatenate([[0.0], np.cumsum(_mean_counts(block, more_layers))])
-    until = np.floor(np.arange(blocks + 1)[:, None] * cumulative + offset + 1e-6)
-    counts: Ints = np.maximum(np.diff(np.diff(until, axis=0), axis=1), 0).astype(np.int64)
+    means = blocks * _mean_counts(block, more_layers)
+    counts = np.zeros((blocks, len(means)), np.int64)
+    offset = generator.random()
+    for _, numbers in groupby(range(len(means)), lambda i: block.states[i].kind):
+        some = list(numbers)
+        until = np.concatenate([[0.0], np.cumsum(means[some])])
+        nearest = block.states[some[0]].group >= 0 and until[-1] > _LEAST_COLLECTIVES
+        totals = np.diff(np.floor(until + (0.5 if nearest else offset) + 1e-6)).astype(np.int64)
+        offset = (offset + until[-1]) % 1.0
+        dealt = np.argsort(_spread_in_blocks(totals, generator, together=True), kind="stable")
+        block_of = (np.arange(len(dealt)) + generator.random()) * blocks // max(len(dealt), 1)
+        np.add.at(counts, (block_of.astype(np.int64), np.repeat(some, totals)[dealt]), 1)
     return counts
 
 
@@ -266,11 +279,15 @@ def _kept_totals(block: BlockModel, counts: Ints, more_layers: int) -> dict[str,
     return factors
 
 
-def _spread_in_blocks(counts: Ints, generator: np.random.Generator) -> Floats:
-    """Levels of places: the k tasks of a block take one value from each k-th of the distribution."""
+def _spread_in_blocks(counts: Ints, generator: np.random.Generator, together: bool = False) -> Floats:
+    """Levels of places: the k tasks of a block take one value from each k-th of the distribution.
+
+    `together`: these values are equally far apart.
+    """
     within = np.concatenate([np.arange(count) for count in counts]) if counts.sum() else np.zeros(0)
     total = np.repeat(counts, counts)
-    return (within + generator.random(len(within))) / np.maximum(total, 1)
+    random = np.repeat(generator.random(len(counts)), counts) if together else generator.random(len(within))
+    return (within + random) / np.maximum(total, 1)
 
 
 def _places(state: StateModel, levels: Floats) -> Floats:
@@ -288,7 +305,7 @@ def normal_scores(levels: Floats) -> Floats:
     return np.array([inverse(level) for level in levels.tolist()], np.float64)
 
 
-def _stratified(scores: Floats, generator: np.random.Generator) -> Floats:
+def stratified(scores: Floats, generator: np.random.Generator) -> Floats:
     """Levels in the order of scores, one in each n-th of 0 … 1."""
     order = np.argsort(scores, kind="stable")
     levels = np.empty(len(scores))

@@ -15,9 +15,10 @@ from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.from_trace.rendezvous import Rendezvous
 from lumos.graph.graph import Edges, Floats, Ints, Rule
 from lumos.graph.simulate import simulate
-from lumos.synthesis.draw import MESSAGE, TIMES, DrawnStep, normal_scores
+from lumos.synthesis.draw import MESSAGE, TIMES, DrawnStep
 from lumos.synthesis.model import Model
 from lumos.synthesis.observe import Group
+from lumos.synthesis.ranks import RankDifferences
 from lumos.synthesis.vocabulary import PASS_NAMES, SYNC, TAIL, kernel_name
 from lumos.trace.names import Category
 from lumos.trace.trace import Header, Lane, Message, Trace
@@ -80,16 +81,7 @@ class Lanes:
     ) -> None:
         self.model, self.groups, self.role_of_rank, self.seed = model, groups, role_of_rank, seed
         self.roles = [RoleTasks([step[role] for step in steps]) for role in range(len(model.roles))]
-        ranks = len(role_of_rank)
-        self.host_speed, self.gpu_speed, self.late = np.ones(ranks), np.ones(ranks), np.zeros(ranks)
-        for role in set(role_of_rank):
-            same = np.flatnonzero(np.array(role_of_rank) == role)
-            self.host_speed[same] = _factors(model.spread.host, len(same), np.random.default_rng([seed, 5, role]))
-            self.gpu_speed[same] = _factors(model.spread.gpu, len(same), np.random.default_rng([seed, 6, role]))
-            order = np.argsort(np.argsort(self.host_speed[same]))  # who is slow also starts late, after the step before
-            self.late[same] = model.roles[role].start_us + model.spread.start_us * _scores(len(same))[order]
-        self.late = 1e3 * (self.late - self.late.min())
-        self.step_speed = _factors(model.spread.step, len(steps), np.random.default_rng([seed, 7]))
+        self.ranks = RankDifferences(model, role_of_rank, len(steps), seed)
         self.events = _Events()
         self.nodes: dict[str, list[Any]] = defaultdict(list)
         self.edges: list[Edges] = []
@@ -141,10 +133,11 @@ class Lanes:
         tasks = self.roles[self.role_of_rank[rank]]
         drawn = tasks.drawn(self._generator(rank, 3))
         columns = {name: 1e3 * drawn[name] for name in TIMES}
-        host = self.host_speed[rank] * self.step_speed[tasks.step_of]
+        host, gpu = self.ranks.host[rank][tasks.step_of], self.ranks.gpu[rank][tasks.step_of]
         columns["work"] *= host
         columns["call"] *= host
-        columns["busy"] *= np.where(tasks.group == -1, self.gpu_speed[rank] * self._sharded(tasks), 1.0)
+        columns["busy"] *= np.where(tasks.group == -1, gpu * self._sharded(tasks), 1.0)
+        columns["work"][_bounds(tasks.step_of)[0]] += 1e3 * self.ranks.lead_us[rank]
         for number, group in enumerate(self.groups):
             columns["busy"][tasks.group == number] = 1e3 * self.transfers(number, members_of(group, rank)[0])["busy"]
         return {name: np.rint(values) for name, values in columns.items()}
@@ -191,7 +184,7 @@ class Lanes:
         duration[work - base] = times["work"]
         duration[back - base] += np.where(tail, 0.0, times["call"])
         is_return[back[sync] - base] = True
-        gap[:1] = np.rint(self.late[rank])
+        gap[:1] = np.rint(1e3 * self.ranks.late_us[rank])
         self.lanes.append(Lane(rank, False, "synthetic", "host"))
         calls, first = self._host_rows(tasks, work, call, back)
         row = np.full(size, -1, np.int64)
@@ -283,9 +276,12 @@ class Lanes:
         ranks, shapes = len(self.role_of_rank), self.model.shapes
         world = max(ranks, self.model.world if ranks == self.model.ranks else 0)
         headers = tuple(
-            Header(rank, f"synthetic rank {rank}", world, job="synthetic", shapes=shapes, shapes_left_out=shapes)
+            Header(
+                rank, f"synthetic rank {rank}", world, job="synthetic", shapes=shapes, shapes_left_out=shapes,
+                profiled=False,
+            )
             for rank in range(ranks)
-        )
+        )  # fmt: skip
         column = self.events.joined()
         trace = self.events.trace(tuple(self.lanes), headers)
         none = np.zeros(len(node["duration"]), np.int64)
@@ -412,15 +408,3 @@ def _bounds(numbers: Ints) -> tuple[Ints, Ints]:
     """The first and the last place of each number in a sorted column."""
     found = np.unique(numbers)
     return np.searchsorted(numbers, found), np.searchsorted(numbers, found, side="right") - 1
-
-
-def _factors(spread: float, count: int, generator: np.random.Generator) -> Floats:
-    """Factors around 1 whose logarithms have this standard deviation, whatever their number, in random order."""
-    factors = np.exp(spread * generator.permutation(_scores(count)))
-    return np.asarray(factors / factors.mean(), np.float64)
-
-
-def _scores(count: int) -> Floats:
-    """Normal scores, ascending, with a standard deviation of 1."""
-    scores = normal_scores((np.arange(count) + 0.5) / count)
-    return scores / scores.std() if count > 1 else scores

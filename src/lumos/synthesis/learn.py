@@ -20,11 +20,12 @@ from lumos.synthesis.model import (
     Marginal,
     Model,
     Pipeline,
+    RankModel,
     RoleModel,
     Spread,
     StateModel,
 )
-from lumos.synthesis.observe import Block, Job, ObservedRank, State, Task
+from lumos.synthesis.observe import Block, Job, Observed, ObservedRank, State, Task
 from lumos.synthesis.pipeline import pipeline_of
 from lumos.synthesis.vocabulary import SYNC, TAIL
 
@@ -69,11 +70,37 @@ def learn(jobs: Sequence[Job], seed: int = 0) -> Model:
         shapes=any(step.shapes for step in steps),
         spread=_spreads(jobs, role_of_rank),
         role_of_rank=role_of_rank,
+        by_rank=_by_rank(steps, role_of_rank, learners[0]),
         pipeline=None if pipeline is None else Pipeline(
             pipeline.stages, pipeline.schedule, learners[0].marginals(pipeline.messages(steps), 1.0)
         ),
         roles=roles,
     )  # fmt: skip
+
+
+def _by_rank(steps: Sequence[Observed], role_of_rank: Sequence[int], learner: _Learner) -> list[RankModel]:
+    """What distinguishes every rank from others of its role, whatever the step: when it begins, and its speed."""
+    leads: dict[int, list[float]] = defaultdict(list)
+    speeds: dict[int, list[Floats]] = defaultdict(list)
+    for step in steps:
+        logs = _log_totals(step)
+        for i, rank in enumerate(step.ranks):
+            same = [j for j in range(len(step.ranks)) if role_of_rank[j] == role_of_rank[i]]
+            leads[i].append(rank.lead / 1e3)
+            speeds[i].append(logs[i] - logs[same].mean(axis=0))
+    factors = np.array([np.exp(np.mean(speeds[i], axis=0)) for i in range(len(role_of_rank))])
+    for role in set(role_of_rank):
+        members = np.flatnonzero(np.array(role_of_rank) == role)
+        factors[members] /= factors[members].mean(axis=0)
+    return [
+        RankModel(learner.marginal(np.array(leads[i])), *(rounded(float(value)) for value in factors[i]))
+        for i in range(len(role_of_rank))
+    ]
+
+
+def _log_totals(step: Observed) -> Floats:
+    """Logarithms of the time of the host and of kernels, of every rank."""
+    return np.log(np.maximum([(_host(rank), _gpu(rank)) for rank in step.ranks], 1.0))
 
 
 def _roles(jobs: Sequence[Job]) -> list[int]:
@@ -244,7 +271,7 @@ class _Learner:
     def marginals(self, values: Floats, width: float) -> dict[str, Marginal]:
         """The distributions of all columns; places are smoothed by a width of their own."""
         return {
-            name: self._marginal(values[:, i], width if name == "place" else None) for i, name in enumerate(COLUMNS)
+            name: self.marginal(values[:, i], width if name == "place" else None) for i, name in enumerate(COLUMNS)
         }
 
     def _per_layer(self, counts: Floats, layers: Floats) -> float:
@@ -254,7 +281,7 @@ class _Learner:
             return min(max(slope, 0.0), float((counts / np.maximum(layers, 1)).mean()))
         return float(counts.mean()) * self.layer_share / max(float(layers[0]), 1.0) if layers[0] > 0 else 0.0
 
-    def _marginal(self, column: Floats, width: float | None = None) -> Marginal:
+    def marginal(self, column: Floats, width: float | None = None) -> Marginal:
         """A column smoothed in logarithms, or by a width of its own (places in a block, which are shares)."""
         positive = column[column > 0]
         if len(positive) == 0:

@@ -26,10 +26,12 @@ LEVELS = (0.0, 0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98, 1.0)  # 
 SCHEDULES = ("1f1b", "gpipe")  # that are recognised, and generated
 PHASES = ("forward", "backward", "optimizer")
 PLACES = ("first", "middle", "last")
+_LENGTHS = {0, len(LEVELS)}
 _MOST_BYTES = 1 << 26
 _ADVICE = "name a file that `lumos synthesise --save` wrote"
 
 _Number = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+_Factor = Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)]
 _Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 _Some = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -88,6 +90,14 @@ class RoleModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: list[BlockModel]
 
 
+class RankModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What distinguishes a rank in all steps from others of its role."""
+
+    lead: Marginal  # microseconds of a step that pass before its first task
+    host: _Factor  # how much longer its host takes, and its kernels
+    gpu: _Factor
+
+
 class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A pipeline: each stage is a role, and messages go between neighbours."""
 
@@ -121,6 +131,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shapes: bool
     spread: Spread
     role_of_rank: list[_Count]
+    by_rank: list[RankModel]
     pipeline: Pipeline | None
     roles: list[RoleModel]
 
@@ -159,6 +170,9 @@ def _fault(model: Model) -> str:
         return "it has no blocks"
     if not model.role_of_rank or max(model.role_of_rank) >= len(model.roles):
         return "it does not say which rank does what"
+    leads = [len(rank.lead.quantiles) for rank in model.by_rank]
+    if len(leads) != len(model.role_of_rank) or not _LENGTHS.issuperset(leads):
+        return "it does not say how every rank differs from the others"
     if model.pipeline is not None and why_not_pipeline(model, model.pipeline):
         return why_not_pipeline(model, model.pipeline)
     for role in model.roles:
@@ -182,7 +196,7 @@ def _fault_of_state(state: StateModel, model: Model) -> str:
     if any(wait.ago < 0 or not 0 <= wait.stream < model.streams for wait in state.waits):
         return f"{state.kind!r} waits for a stream that the model does not have"
     lengths = {len(column.quantiles) for column in state.columns.values()}
-    if set(state.columns) != set(COLUMNS) or not lengths <= {0, len(LEVELS)}:
+    if set(state.columns) != set(COLUMNS) or not lengths <= _LENGTHS:
         return f"the distributions of {state.kind!r} are not complete"
     if len(state.correlation) != size or any(len(row) != size for row in state.correlation):
         return f"the correlations of {state.kind!r} are not {size} × {size}"

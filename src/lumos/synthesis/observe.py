@@ -1,7 +1,8 @@
 """What one step of a run did, as the tasks of every rank in the order in which its host issued them.
 
 A task is a kernel with the host work and the launch before it, or a wait of the host for the GPU, or what the host does
-after its last launch. Times are split so that a graph of the same form gives the same step again:
+after its last launch. What the host does before the first task of a step (loading data, or being late) is its *lead*;
+it belongs to the rank and not to the task. Times are split so that a graph of the same form gives the same step again:
 
     host     [ work ][ call ]              work and call: what the host itself needs, without waiting
     stream             └─ latency ─►··[ kernel ]     delay (··): after the launch, the kernel before it on the stream
@@ -90,6 +91,7 @@ class ObservedRank:
     passes: tuple[str, ...]  # forward, backward, optimizer, in their order
     layers: int  # attentions of a forward pass; 0 where there are none
     latency: float
+    lead: float = 0.0  # what passes on the host between the beginning of the step and its first task
     peers: tuple[int, ...] = ()  # ranks that it exchanges messages with
     begun: float = 0.0  # nanoseconds after the start of the run, by which ranks are apart
 
@@ -193,8 +195,9 @@ class _Observer:
         tasks.append(Task(State(TAIL, -1), work, 0.0, 0.0, 0.0, -1.0, operators, -1))
         phases.append(phases[-1] if phases else 0)
         marks.append(0)
+        lead, tasks[0] = tasks[0].work, tasks[0]._replace(work=0.0)
         blocks, passes, layers = _blocks(_with_pauses(tasks), _smooth(phases), marks)
-        return ObservedRank(labels.rank, blocks, passes, layers, latency, self._peers(labels), timeline.begun)
+        return ObservedRank(labels.rank, blocks, passes, layers, latency, lead, self._peers(labels), timeline.begun)
 
     # Streams and their kernels.
 
