@@ -479,7 +479,7 @@ def test_dropped_times_keep_their_ratios(tmp_path: Path) -> None:
     assert factor != pytest.approx(1.0, abs=1e-9)
     assert after.simulated_steps.mean / before.simulated_steps.mean == pytest.approx(factor, rel=1e-4)
     for rank, part in before.recorded_breakdown.items():
-        assert after.recorded_breakdown[rank].compute_ms == pytest.approx(factor * part.compute_ms, rel=1e-3)
+        assert after.recorded_breakdown[rank].compute_ms == pytest.approx(factor * part.compute_ms, rel=1e-2)
 
 
 def coherence(times: np.ndarray, tick: float, factors: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from lumos.graph.simulate import simulate
 from lumos.trace.trace import Trace
 
 _FASTEST, _SLOWEST = 0.5, 2.0  # bounds of the factor
+_BLUR = 1.5  # standard deviation of what times are moved by, in ticks: enough to hide those of the slowest factor
 _SHORTEST_TICK = 32  # ns
 _TICKS = (1_000_000, 100_000, 10_000, 1_000, 500, 250, 200, 125, 100, 64)  # longer ones that clocks may have
 _ON_TICK = 0.02  # how near to a multiple of a tick a duration counts as one
@@ -54,8 +55,9 @@ class _Scale:
         factor = secret.uniform(_FASTEST**0.5, _SLOWEST**0.5) ** 2
         noise = np.random.default_rng(secret.getrandbits(128))
         self._old = np.unique(times)
-        blurred = (self._old - self._old[0]) + noise.normal(0.0, tick, len(self._old))
-        new = np.sort(np.rint(blurred * factor).astype(np.int64))
+        # The blur is as wide for every factor, or else its width would tell the factor.
+        blurred = (self._old - self._old[0]) * factor + noise.normal(0.0, _BLUR * tick, len(self._old))
+        new = np.sort(np.rint(blurred).astype(np.int64))
         count = np.arange(len(new))
         new = np.maximum.accumulate(new - count) + count  # no two times become one
         self._new = new - new[0]
