@@ -51,6 +51,18 @@ def overlaps(trace: Trace) -> list[str]:
 # Laws
 
 
+@pytest.mark.parametrize(("order", "in_node"), [("tp-cp-dp-pp", 8), ("tp-cp-pp-dp", 4)])
+def test_messages_to_another_node_last_longer_than_those_inside_one(order: str, in_node: int) -> None:
+    """Of four stages, two are in a node; the rows of a stage are those of its first rank."""
+    slow = {"parallel.order": order, "cluster.gpus_per_node": in_node, "cluster.inter_gb_s": 2.0}
+    trace = StepTrace(simulate_step(pipeline(2).replaced(slow))).trace()
+    assert trace.ranks == ([0, 4, 8, 12] if order == "tp-cp-dp-pp" else [0, 2, 4, 6])
+    received = [trace.duration[trace.lane == stage * len(Track) + Track.PIPELINE] for stage in range(4)]
+    near, far = (received[stage].max() for stage in (0, 2))
+    assert far > 10 * near
+    assert [int((rows == far).sum()) for rows in received] == [0, 8, 8, 0], "forward to stage 2, and back to stage 1"
+
+
 @settings(max_examples=40)
 @given(setups())
 def test_the_parts_of_a_described_step_add_up_to_it(setup: Setup) -> None:

@@ -155,9 +155,8 @@ class StepTrace:
     @cached_property
     def ranks(self) -> list[int]:
         """The first rank of every stage."""
-        setup = self.step.setup
-        per_stage = max(1, setup.cluster.gpus // setup.parallel.pp)
-        return [stage * per_stage for stage in range(setup.parallel.pp)]
+        places = self.step.assembly.layout.places
+        return [places.rank(0, stage) for stage in range(places.stages)]
 
     @cached_property
     def start(self) -> Floats:
