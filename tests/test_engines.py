@@ -141,6 +141,30 @@ def test_an_interrupted_run_ends_at_once_and_leaves_no_process(tmp_path: Path) -
     assert not any(map(psutil.pid_exists, workers))
 
 
+def test_a_terminated_command_cleans_up_as_an_interrupted_one_does(tmp_path: Path) -> None:
+    """As batch systems end commands: no worker stays, and what was being written is removed."""
+    code = (
+        "import pathlib, sys, test_engines as t, lumos.cli.main as command\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "def app(**_):\n"
+        "    try:\n"
+        "        with t.engine_named('local', 1) as engine:\n"
+        "            list(engine.run(t.Job(t.endless, folder), [0]))\n"
+        "    finally:\n"
+        "        (folder / 'cleaned').touch()\n"
+        "command.app = app\n"
+        "command.main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    while not list(tmp_path.iterdir()) and process.poll() is None:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    (worker,) = (int(path.name) for path in tmp_path.iterdir() if path.name != "cleaned")
+    assert (tmp_path / "cleaned").exists()
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from types import FrameType
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -100,6 +102,7 @@ def _all(
 def main() -> None:
     """The entry point of `lumos`."""
     _prepare_streams()
+    signal.signal(signal.SIGTERM, _terminated)
     code, message = _run()
     if message:
         sys.stderr.write(f"lumos: {printable(message)}\n")
@@ -136,6 +139,11 @@ def _run() -> tuple[int, str]:
             raise
         _drop_output()
         return 2, f"the answer cannot be printed ({error.strerror}); make room, or write it elsewhere with -o"
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    """End as an interrupted command does: worker processes end too, and no half-written file stays."""
+    raise SystemExit(128 + number)
 
 
 def _misused(error: Any) -> tuple[int, str]:
