@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,8 +16,9 @@ import yaml
 from commands import lumos_here
 from lumos.errors import InputError
 from lumos.export.astra_files import Dimension, write_astra_files
-from lumos.export.astra_prices import as_ring, transfer_ns
+from lumos.export.astra_prices import ToldSizes, as_ring, links_apart, transfer_ns
 from lumos.export.chakra_communication import Transfer
+from lumos.program.rank_places import RankPlaces
 from lumos.trace.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 
@@ -276,6 +277,30 @@ def test_no_message_is_longer_than_32_bits_can_say(tmp_path: Path, tensor: int, 
     write_astra_files(tmp_path / "job.et", [Dimension(2, 50.0, 500.0)], None, tensor)
     assert json.loads((tmp_path / "job.system.json").read_text())["preferred-dataset-splits"] == pieces
     assert tensor / 2 / pieces < 1 << 31  # a ring of two ranks has the longest messages: half of the tensor
+
+
+@pytest.mark.parametrize(
+    ("ranks", "apart"),
+    [
+        ((4, 5), 1), ((0, 8), 1), (range(8), 1),  # inside a node, or at the same place in two
+        ((4, 8), 8), ((0, 12), 8),  # ASTRA-sim sends these over the links inside a node
+        ((0, 4, 8, 12), 4), (range(0, 16, 2), 2),  # two and four ranks of a node bring their links
+    ],
+)  # fmt: skip
+def test_what_leaves_a_node_takes_as_long_as_over_the_links_outside(ranks: Sequence[int], apart: float) -> None:
+    assert links_apart(ranks, [Dimension(8, 400.0, 0.0), Dimension(2, 50.0, 0.0)]) == apart
+
+
+def test_messages_and_collectives_of_stages_are_told_by_the_links_between_their_ranks() -> None:
+    links = [Dimension(8, 400.0, 0.0), Dimension(2, 50.0, 0.0)]
+    told = ToldSizes(RankPlaces(4, 4, 4, copies=2), links)
+    sides = [Transfer(kind, 1000, source=1, destination=2) for kind in (NodeType.COMM_SEND, NodeType.COMM_RECV)]
+    assert [told.of(side, stage).bytes for side, stage in zip(sides, (1, 2), strict=True)] == [8000, 8000]
+    assert told.of(Transfer(NodeType.COMM_SEND, 1000, source=0, destination=1), 0).bytes == 1000
+    mirrored = Transfer(NodeType.COMM_COLL, 1000, COLLECTIVES["all_reduce"], "2x4")  # of stages 0 and 3
+    assert [told.of(mirrored, stage).bytes for stage in (0, 3)] == [8000, 8000]
+    assert told.of(mirrored._replace(group="4x1"), 0).bytes == 1000
+    assert told.of(mirrored._replace(group="16x1"), 0).bytes == 1000  # of all: it uses every dimension
 
 
 def test_other_collectives_keep_their_size() -> None:

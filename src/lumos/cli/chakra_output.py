@@ -23,7 +23,7 @@ from lumos.export.astra_files import (
     traced_network,
     write_astra_files,
 )
-from lumos.export.astra_prices import as_ring, at_astra_prices, largest_tensor, tell_of_rings, too_long
+from lumos.export.astra_prices import ToldSizes, at_astra_prices, largest_tensor, tell_of_rings, too_long
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.chakra_writer import Written, file_of_rank, write_chakra, write_folded
 from lumos.export.folded_ranks import Task
@@ -167,7 +167,7 @@ def _write_repeated(
 
 def _write_simulated(output: Path, stages: Stages, dimensions: list[Dimension]) -> dict[str, Any]:
     """The files of all ranks as ASTRA-sim is to be told of them, and those beside."""
-    stages = _with_rings(stages, dimensions) if len(dimensions) > 1 else stages
+    stages = _as_told(stages, dimensions) if len(dimensions) > 1 else stages
     answer = _write_stages(output, stages)
     answer["warnings"] += too_long(task.transfer for tasks in stages.tasks for task in tasks)
     largest = largest_tensor(
@@ -179,18 +179,15 @@ def _write_simulated(output: Path, stages: Stages, dimensions: list[Dimension]) 
     return answer | _beside(output, dimensions, _group_file(answer), largest)
 
 
-def _with_rings(stages: Stages, dimensions: list[Dimension]) -> Stages:
-    """Exchanges between some of the ranks, as ASTRA-sim has to be told of them in several dimensions."""
+def _as_told(stages: Stages, dimensions: list[Dimension]) -> Stages:
+    """Transfers between some of the ranks, as ASTRA-sim has to be told of them in several dimensions."""
+    sizes = ToldSizes(stages.places, dimensions)
 
-    def changed(task: Task) -> Task:
-        if task.transfer is None or not task.transfer.group:
-            return task
-        size, stride = map(int, task.transfer.group.split("x"))
-        if size == stages.places.world:
-            return task
-        return task._replace(transfer=as_ring(task.transfer, size, stride, dimensions))
+    def changed(task: Task, stage: int) -> Task:
+        return task if task.transfer is None else task._replace(transfer=sizes.of(task.transfer, stage))
 
-    return replace(stages, tasks=tuple(tuple(map(changed, tasks)) for tasks in stages.tasks))
+    tasks = tuple(tuple(changed(task, stage) for task in tasks) for stage, tasks in enumerate(stages.tasks))
+    return replace(stages, tasks=tasks)
 
 
 def _write_stages(output: Path, stages: Stages) -> dict[str, Any]:

@@ -8,12 +8,14 @@ for another would be cut in the wrong places; so the run is simulated at the pri
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
 
 from lumos.export.astra_files import LONGEST_MESSAGE, Dimension
 from lumos.export.chakra_communication import LEAST_BYTES, Communication, Transfer
 from lumos.graph.from_trace.build import Execution
+from lumos.program.rank_places import RankPlaces
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 
 HANDSHAKE = 8192  # bytes with which a receiver tells a sender that it is there, if both wait for each other
@@ -58,6 +60,65 @@ def as_ring(transfer: Transfer, ranks: int, stride: int, dimensions: Sequence[Di
     if stride >= dimensions[0].ranks:  # the same place in every node
         return transfer._replace(bytes=max(LEAST_BYTES, round(transfer.bytes * 2 / ranks)))
     return transfer._replace(bytes=max(LEAST_BYTES, round(transfer.bytes * exchange / ring)))
+
+
+@dataclass(frozen=True)
+class ToldSizes:
+    """The sizes that ASTRA-sim is told for the transfers of described ranks, in a network of several dimensions.
+
+    It sends a message through the innermost dimension in which its ranks differ, also to another node, unless both have
+    the same place there. A larger size makes up for that, so that a transfer takes as long as over the links it needs.
+    """
+
+    places: RankPlaces
+    dimensions: Sequence[Dimension]
+    _known: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def of(self, transfer: Transfer, stage: int) -> Transfer:
+        """A transfer of a rank of a stage; its group is named SIZExSTRIDE, or its ends are stages."""
+        if not transfer.group:
+            return self._longer(transfer, (transfer.source, transfer.destination))
+        size, stride = map(int, transfer.group.split("x"))
+        if size == self.places.world:
+            return transfer
+        if transfer.collective == COLLECTIVES["all_to_all"] and size > 2:
+            return as_ring(transfer, size, stride, self.dimensions)
+        return self._longer(transfer, (stage, size, stride))
+
+    def _longer(self, transfer: Transfer, key: tuple[int, ...]) -> Transfer:
+        if key not in self._known:
+            together = self._messages(*key) if len(key) == 2 else self._groups(*key)
+            self._known[key] = max(links_apart(ranks, self.dimensions) for ranks in together)
+        return transfer._replace(bytes=round(transfer.bytes * self._known[key]))
+
+    def _messages(self, source: int, destination: int) -> set[tuple[int, ...]]:
+        rank = self.places.rank
+        return {(rank(number, source), rank(number, destination)) for number in range(self.places.of_stage)}
+
+    def _groups(self, stage: int, size: int, stride: int) -> set[tuple[int, ...]]:
+        ranks = (self.places.rank(number, stage) for number in range(self.places.of_stage))
+        first = {self.places.group_number(rank, size, stride): rank for rank in ranks}
+        return {self.places.members(rank, size, stride) for rank in first.values()}
+
+
+def links_apart(ranks: Sequence[int], dimensions: Sequence[Dimension]) -> float:
+    """How much faster the links are over which ASTRA-sim sends in a ring of ranks than those that lead from one to the
+    next; at least 1. All ranks of a group that are in one node bring their own links to the network outside.
+    """
+    slowest, needed, unit = inf, inf, 1
+    for here in dimensions:
+        inside, outside = {rank // unit for rank in ranks}, {rank // (unit * here.ranks) for rank in ranks}
+        if len(inside) > len(outside):  # some differ at this level
+            needed = min(needed, here.gb_s * max(1, len(ranks) // len(inside)))
+        unit *= here.ranks
+    for one, other in pairwise([*ranks, ranks[0]]):
+        unit = 1
+        for here in dimensions:
+            if one // unit % here.ranks != other // unit % here.ranks:
+                slowest = min(slowest, here.gb_s)
+                break
+            unit *= here.ranks
+    return max(1.0, slowest / needed) if needed < inf else 1.0
 
 
 def largest_tensor(collectives: Iterable[tuple[Transfer, int]]) -> int:
