@@ -172,7 +172,10 @@ def message_state(model: Model, kind: str, phase: str) -> StateModel:
     columns = model.pipeline.columns
     busy = _as_one_of_two(columns["busy"])
     eye = [[float(i == j) for j in range(len(COLUMNS))] for i in range(len(COLUMNS))]
-    return StateModel(kind, stream, MESSAGE, [Wait(0, 0)], False, 1.0, 0.0, 1.0, columns | {"busy": busy}, eye)
+    return StateModel(
+        kind=kind, stream=stream, group=MESSAGE, waits=[Wait(0, 0)], pause=False, count=1.0, per_layer=0.0, depth=0.5,
+        depth_spread=0.0, operators=1.0, columns=columns | {"busy": busy}, correlation=eye,
+    )  # fmt: skip
 
 
 def _as_one_of_two(found: Marginal) -> Marginal:
@@ -242,8 +245,8 @@ def _counts(block: BlockModel, blocks: int, more_layers: int, generator: np.rand
 
     Rounding runs along the sum over states, which are sorted by kind, from a random offset, so that rare tasks are as
     frequent as they were; how many collectives there are is rounded to the nearest number instead. The tasks of a kind
-    are then dealt to the blocks in turn: a kind of which every block has exactly one, in one state or another, gets
-    exactly one in every block.
+    are then dealt to the blocks, those first that came first: a kind of which every block has exactly one, in one state
+    or another, gets exactly one in every block, and one that the last layer does not have leaves out the last block.
     """
     means = blocks * _mean_counts(block, more_layers)
     counts = np.zeros((blocks, len(means)), np.int64)
@@ -254,10 +257,19 @@ def _counts(block: BlockModel, blocks: int, more_layers: int, generator: np.rand
         nearest = block.states[some[0]].group >= 0 and until[-1] > _LEAST_COLLECTIVES
         totals = np.diff(np.floor(until + (0.5 if nearest else offset) + 1e-6)).astype(np.int64)
         offset = (offset + until[-1]) % 1.0
-        dealt = np.argsort(_spread_in_blocks(totals, generator, together=True), kind="stable")
-        block_of = (np.arange(len(dealt)) + generator.random()) * blocks // max(len(dealt), 1)
-        np.add.at(counts, (block_of.astype(np.int64), np.repeat(some, totals)[dealt]), 1)
+        owner = np.repeat(some, totals)
+        depths = _depths([block.states[i] for i in owner], _spread_in_blocks(totals, generator, together=True))
+        owner, depths = owner[np.argsort(depths)], np.sort(depths)
+        if len(owner) >= blocks:  # as many in each
+            depths = (np.arange(len(owner)) + generator.random()) / len(owner)
+        np.add.at(counts, (np.clip(blocks * depths, 0, blocks - 1).astype(np.int64), owner), 1)
     return counts
+
+
+def _depths(states: list[StateModel], levels: Floats) -> Floats:
+    """Where tasks are among the blocks, from 0 to 1: evenly in a window of the learned mean and spread."""
+    window = np.array([(state.depth, state.depth_spread) for state in states], np.float64).reshape(-1, 2)
+    return window[:, 0] + (levels - 0.5) * float(np.sqrt(12.0)) * window[:, 1]
 
 
 def _mean_counts(block: BlockModel, more_layers: int) -> Floats:

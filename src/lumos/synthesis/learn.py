@@ -196,6 +196,7 @@ class _Learner:
         self.generator = generator
         self.layers = layers  # that counts refer to
         self.blocks: dict[_KEYS, list[tuple[Block, int]]] = defaultdict(list)
+        self.depths: dict[_KEYS, list[Floats]] = defaultdict(list)  # where each begins and ends among those of its step
         self.attentions: dict[str, list[int]] = defaultdict(list)
         self.passes: Counter[tuple[str, ...]] = Counter()
         self.starts: list[float] = []
@@ -206,6 +207,8 @@ class _Learner:
                 self.starts.append(rank.begun / 1e3)
                 for block in rank.blocks:
                     self.blocks[block.phase, block.last, block.place].append((block, rank.layers))
+                for key, count in Counter((block.phase, block.last, block.place) for block in rank.blocks).items():
+                    self.depths[key] += list(np.stack([np.arange(count), np.arange(1, count + 1)], axis=1) / count)
                 for turn in {block.turn for block in rank.blocks}:
                     inside = [block for block in rank.blocks if block.turn == turn]
                     more = job.layers - layers if len(inside) > 1 else 0
@@ -249,21 +252,27 @@ class _Learner:
         layers = np.array([count for _, count in found], float)
         spans = place == "first" and not any(k[:2] == key[:2] and k[2] != "first" for k in self.blocks)
         typical = float(np.mean([len(block.tasks) for block, _ in found]))
+        depths = np.array(self.depths[key])
         states = [
-            self._state(state, np.array(values[state]), counts[state], layers if spans else None, typical)
+            self._state(state, np.array(values[state]), counts[state], layers if spans else None, typical, depths)
             for state in sorted(values)
         ]
         return BlockModel(phase, last, place, states)
 
-    def _state(self, state: State, values: Floats, counts: Floats, layers: Floats | None, size: float) -> StateModel:
+    def _state(
+        self, state: State, values: Floats, counts: Floats, layers: Floats | None, size: float, depths: Floats
+    ) -> StateModel:
         exact = state.stream > 0 or bool(state.waits)
         marginals = self.marginals(values, (_CRITICAL_PLACES if exact else _PLACES) / size)
         once = layers is None or state.kind in (SYNC, TAIL)  # whatever the depth
         per_layer = 0.0 if once or layers is None else self._per_layer(counts, layers)
         count = float(counts.mean()) + (0.0 if layers is None else per_layer * (self.layers - float(layers.mean())))
+        depth = float(np.average(depths.mean(axis=1), weights=counts))
+        square = float(np.average((depths**2).sum(axis=1) + depths.prod(axis=1), weights=counts)) / 3  # evenly in each
         return StateModel(
             kind=state.kind, stream=state.stream, group=state.group, waits=list(state.waits), pause=state.pause,
             count=rounded(max(count, 0.0), 6), per_layer=rounded(per_layer, 6),
+            depth=rounded(depth), depth_spread=rounded(float(np.sqrt(max(square - depth**2, 0.0)))),
             operators=rounded(float(values[:, -1].mean()), 3), columns=marginals,
             correlation=_correlation(values[:, : len(COLUMNS)]),
         )  # fmt: skip

@@ -65,6 +65,8 @@ class StateModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pause: bool
     count: _Number  # in a block
     per_layer: _Number  # of it, what every layer adds; for blocks that span all layers
+    depth: _Share  # in which of its blocks it is: the mean, from 0 (the first) to 1 (the last), …
+    depth_spread: _Share  # … and the standard deviation
     operators: _Number  # of the host before each
     columns: dict[str, Marginal]
     correlation: list[list[Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)]]]  # of normal scores, as COLUMNS
