@@ -185,6 +185,15 @@ def test_compare_names_the_file_that_is_no_log(tmp_path: Path, text: str | None)
     assert f"some.log: {words}" in " ".join(done.stderr.split())
 
 
+@pytest.mark.parametrize(("factor", "doubted"), [(1.0, False), (1.3, True)])
+def test_compare_doubts_a_log_whose_ranks_work_for_another_time(tmp_path: Path, factor: float, doubted: bool) -> None:
+    ours = json.loads(lumos_here("compare", EXAMPLE, KEPT, "--json").stdout)["ranks"]
+    work = [round(1e6 * factor * pair["ours_work_ms"]) for pair in ours]
+    path = log(tmp_path, *(finished(rank, ns + 5_000_000, 5_000_000) for rank, ns in enumerate(work)), END)
+    answer = json.loads(lumos_here("compare", EXAMPLE, path, "--json").stdout)
+    assert any("of this run?" in note for note in answer["warnings"]) == doubted
+
+
 def test_compare_says_where_the_collectives_are(tmp_path: Path) -> None:
     path = log(tmp_path, *(finished(rank, 20_000_000, 5_000_000) for rank in range(4)), END)
     answer = json.loads(lumos_here("compare", EXAMPLE, path, "--json").stdout)

@@ -331,6 +331,8 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     with pytest.raises(OptionError, match=r"4 ranks need about .* free there"):
         write_stages(tmp_path / "run.et", stages)
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))  # as of what is no disk
+    assert write_stages(tmp_path / "run.et", stages)
 
 
 # ---------------------------------------------------------------------- ASTRA-sim's other files
@@ -426,6 +428,8 @@ def test_a_what_if_is_written_with_its_times(tmp_path: Path) -> None:
         (("-o", "x.trace.json", "--for", "astra-sim"), "--for: shapes Chakra files"),
         (("-o", "x.et", "--for", "astra-sim", "--metadata"), "which stops at it"),
         (("-o", "x.et", "--set", "train.seq=1"), "lumos predict --from"),
+        (("-o", "x.et", "--operators"), "--operators: for a description"),
+        (("-o", "x.{rank}.et"), "give NAME.et, without the rank"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, options: tuple[str, ...], words: str) -> None:

@@ -23,6 +23,8 @@ from lumos.trace.read.chakra_format import NodeType
 
 _MESSAGES = "messages"
 _CLOSE_PCT = 4.0
+_OTHER_WORK_PCT = 1.0  # ASTRA-sim takes work as it is in the files
+_RECUT_WORK_PCT = 10.0  # that of a trace is cut anew at ASTRA-sim's prices
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class AstraComparison:
     stands_for: Sequence[int]
     ours: Mapping[int, OurRank]
     warnings: Sequence[str] = ()
+    is_exact: bool = False  # the files that ASTRA-sim ran hold the work of our ranks as it is here
 
     @cached_property
     def ranks(self) -> list[RankPair]:
@@ -142,6 +145,13 @@ class AstraComparison:
         """How much longer the run is in ASTRA-sim."""
         return _percent(self.astra_ms, self.ours_ms)
 
+    @property
+    def _work_apart_pct(self) -> float:
+        """How far the work of the ranks is apart, on average over them."""
+        pairs = [(pair.ours_work_ms, pair.astra_work_ms) for pair in self.ranks if pair.astra_work_ms is not None]
+        apart, ours = sum(abs(theirs - mine) for mine, theirs in pairs), sum(mine for mine, _ in pairs)
+        return 100 * apart / ours if ours else 0.0
+
     @cached_property
     def notes(self) -> list[str]:
         """What explains a difference, as far as the two results show it."""
@@ -150,6 +160,11 @@ class AstraComparison:
             notes.append(
                 "ASTRA-sim printed no statistics: it stops them at nodes of the host; `lumos convert --for astra-sim` "
                 "writes files without"
+            )
+        if (apart := self._work_apart_pct) > (_OTHER_WORK_PCT if self.is_exact else _RECUT_WORK_PCT):
+            notes.append(
+                f"the work of its ranks is {apart:.0f} % apart from ours, and ASTRA-sim takes work as it is in the "
+                f"files: is {self.theirs.path} of this run?"
             )
         if not self.theirs.nodes:
             notes.append(

@@ -62,11 +62,18 @@ class ChakraWishes:
         first = next((name for name, value in given.items() if value), "")
         if first and not output.name.endswith(".et"):
             raise OptionError(f"{first}: shapes Chakra files; name one with -o NAME.et, not {output.name}")
+        if output.name == ".et" or (output.name.endswith(".et") and "{" in output.name):
+            raise OptionError(f"-o {output}: Chakra files are named NAME.RANK.et; give NAME.et, without the rank")
         if self.simulator and self.simulator not in SIMULATORS:
             raise OptionError(f"--for {self.simulator[:40]}: not known; use {', '.join(SIMULATORS)}")
         if self.metadata and (self.fold_host or self.simulator):
             name = "--for astra-sim" if self.simulator else "--fold-host"
             raise OptionError(f"{name} and --metadata: files without the host are for ASTRA-sim, which stops at it")
+
+    def check_recorded(self) -> None:
+        """Refuse what shapes descriptions alone, before anything is written."""
+        if self.operators:
+            raise OptionError("--operators: for a description; of a recorded run all operators are written, leave it out")
 
     def check_ranks(self, count: int) -> None:
         """Refuse what needs several ranks, before anything is written."""
@@ -82,6 +89,7 @@ def write_execution(
     output: Path, execution: Execution, wishes: ChakraWishes, links: Links | None = None
 ) -> dict[str, Any]:
     """A run that was traced, with what was written as an answer."""
+    wishes.check_recorded()
     world = max(header.world_size for header in execution.trace.headers)
     if wishes.folds and len(execution.trace.ranks) == 1 < world:
         return _write_repeated(output, execution, wishes, world, None)
@@ -151,6 +159,7 @@ def _write_repeated(
     output: Path, execution: Execution, wishes: ChakraWishes, world: int, setup: Setup | None
 ) -> dict[str, Any]:
     """A job of which one rank was recorded, in a dry run or a trace: all ranks do the same."""
+    wishes.check_recorded()
     stages, warnings = repeated_rank(execution, world)
     if wishes.simulator:
         parted = needs_parting(stages.groups(), world)

@@ -82,7 +82,8 @@ def _traced(path: Path, options: TraceOptions, theirs: AstraSimLog) -> AstraComp
     trace, origin = ours.run.trace, ours.run.origin
     end = {rank: int(trace.end[(trace.rank == rank) & trace.is_work].max(initial=origin)) for rank in trace.ranks}
     ranks = {rank: OurRank((end[rank] - origin) / 1e6, _work_ms(folder.rank(rank))) for rank in trace.ranks}
-    return AstraComparison(ours.run, theirs, trace.ranks, ranks, ours.execution.warnings)
+    is_exact = all(header.is_graph for header in trace.headers)
+    return AstraComparison(ours.run, theirs, trace.ranks, ranks, ours.execution.warnings, is_exact)
 
 
 def _described(path: Path, theirs: AstraSimLog) -> AstraComparison:
@@ -95,7 +96,7 @@ def _described(path: Path, theirs: AstraSimLog) -> AstraComparison:
     end = {rank: int(trace.end[(trace.rank == rank) & trace.on_gpu].max(initial=0)) for rank in trace.ranks}
     ranks = {rank: OurRank(end[rank] / 1e6, _work_ms(tasks.tasks(stage))) for stage, rank in enumerate(trace.ranks)}
     stands_for = [trace.ranks[places.of(rank)[1]] for rank in range(setup.cluster.gpus)]
-    return AstraComparison(found.run, theirs, stands_for, ranks, found.warnings)
+    return AstraComparison(found.run, theirs, stands_for, ranks, found.warnings, is_exact=True)
 
 
 def _work_ms(tasks: Iterable[Task]) -> float:

@@ -232,7 +232,7 @@ def _require_space(path: Path, stages: Stages) -> None:
     per_task = 110  # bytes, about
     needed = sum(len(tasks) for tasks in stages.tasks) * per_task * stages.places.of_stage
     free = shutil.disk_usage(path.parent).free
-    if needed > free:
+    if 0 < free < needed:  # what is no disk, such as /proc, has none free; writing tells what is wrong there
         raise OptionError(
             f"-o {path}: {stages.places.world:,} ranks need about {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are "
             "free there; name another disk, or fewer micro-batches"
