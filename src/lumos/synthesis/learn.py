@@ -33,6 +33,7 @@ _LEAST_WIDTH = 0.03  # of the smoothing, in logarithms: no value of a model is n
 _BLUR = 0.02  # of a mean that rests on a single value, in logarithms
 _PLACES, _CRITICAL_PLACES = 0.2, 0.05  # smoothing of places, in tasks; what streams wait for keeps its order
 _SAME_ROLE = 0.1
+_IN_FORWARD = 0.05  # the share of the collectives of a kind from which on they belong to forward passes
 _CASES = 8  # fewer tell nothing about what goes together
 _KEYS = tuple[str, bool, str]
 
@@ -130,16 +131,26 @@ def _require_one_kind(jobs: Sequence[Job]) -> None:
     """Refuse jobs that communicate differently: their mean would be a job that nobody ran."""
     forms: dict[tuple[Any, ...], str] = {}
     for job in jobs:
-        kinds: set[str] = set()
-        for step in job.steps:
-            kinds |= {task.state.kind for rank in step.ranks for task in rank.tasks if task.state.group >= 0}
-        forms.setdefault((tuple(job.steps[0].groups), tuple(sorted(kinds))), job.name)
+        forms.setdefault((tuple(job.steps[0].groups), _kinds_of_communication(job)), job.name)
     if len(forms) > 1:
         (one, other) = list(forms.items())[:2]
         raise InputError(
             f"{other[1]}: its communication ({_form_text(other[0])}) is not that of {one[1]} ({_form_text(one[0])}); "
             "learn from each in a model of its own"
         )
+
+
+def _kinds_of_communication(job: Job) -> tuple[str, ...]:
+    """Collectives, and which of them forward passes have too: by that, replicas differ from shards of a layer."""
+    blocks = [block for step in job.steps for rank in step.ranks for block in rank.blocks]
+    count: Counter[str] = Counter()
+    forward: Counter[str] = Counter()
+    for block in blocks:
+        kinds = [task.state.kind for task in block.tasks if task.state.group >= 0]
+        count.update(kinds)
+        forward.update(kinds if block.phase == "forward" else ())
+    often = {kind for kind in count if forward[kind] > _IN_FORWARD * count[kind]}
+    return tuple(f"{kind} (also in forward passes)" if kind in often else kind for kind in sorted(count))
 
 
 def _form_text(form: tuple[Any, ...]) -> str:

@@ -13,7 +13,7 @@ from lumos.synthesis.distance import Behaviour, Distance, behaviour, kernel_task
 from lumos.synthesis.generate import Size, generate
 from lumos.synthesis.learn import learn
 from lumos.synthesis.model import Model
-from lumos.synthesis.observe import Job, Observed, observe
+from lumos.synthesis.observe import Job, Observed, Task, observe
 from lumos.synthesis.originals import Nearness, among_originals, nearness
 from lumos.trace.steps import WHOLE, find_steps, keep_step
 from lumos.trace.trace import Trace
@@ -83,8 +83,10 @@ class Synthetic:
             return {}
         originals = [step for job in self.originals for step in kernel_tasks(job.observed)]
         found = {"synthetic": nearness(kernel_tasks(self.observed), originals)}
-        if self.against:
-            found["held out"] = nearness([s for job in self.against for s in kernel_tasks(job.observed)], originals)
+        learned = {_times_of(step) for step in originals}
+        held_out = [s for job in self.against for s in kernel_tasks(job.observed) if _times_of(s) not in learned]
+        if held_out:
+            found["held out"] = nearness(held_out, originals)
         between = among_originals(originals)
         return found | ({"originals among each other": between} if between else {})
 
@@ -112,6 +114,10 @@ class Synthetic:
                 f"{size.layers} layers from runs of {model.layers}: what the optimizer does in each is estimated; "
                 "learn from runs of two depths to know it"
             )
+        learned = {_times_of(step) for job in self.originals for step in kernel_tasks(job.observed)}
+        for job in self.against:
+            if any(_times_of(step) in learned for step in kernel_tasks(job.observed)):
+                said.append(f"{job.name} has steps that were learned from: nearness leaves them out, as no yardstick")
         return [*said, *(text for job in self.against if (text := self._unlike(job)))]
 
     def _unlike(self, job: RecordedJob) -> str:
@@ -141,6 +147,11 @@ class Synthetic:
             "nearness": {name: one.as_dict() for name, one in self.nearness.items()},
             "reproduces_an_original": self.reproduces,
         }
+
+
+def _times_of(step: Sequence[Task]) -> tuple[tuple[float, float], ...]:
+    """By which a step is known again."""
+    return tuple((task.busy, task.work) for task in step)
 
 
 _NEARER = 0.8  # how much nearer than the yardstick is near
