@@ -16,8 +16,10 @@ import yaml
 from commands import lumos_here
 from lumos.errors import InputError
 from lumos.export.astra_files import Dimension, write_astra_files
-from lumos.export.astra_prices import ToldSizes, as_ring, links_apart, transfer_ns
+from lumos.export.astra_prices import ToldSizes, as_ring, links_apart, too_many_groups, transfer_ns
 from lumos.export.chakra_communication import Transfer
+from lumos.export.folded_ranks import Task
+from lumos.export.rank_files import Stages
 from lumos.program.rank_places import RankPlaces
 from lumos.trace.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
@@ -310,6 +312,13 @@ def test_messages_and_collectives_of_stages_are_told_by_the_links_between_their_
     assert [told.of(mirrored, stage).bytes for stage in (0, 3)] == [8000, 8000]
     assert told.of(mirrored._replace(group="4x1"), 0).bytes == 1000
     assert told.of(mirrored._replace(group="16x1"), 0).bytes == 1000  # of all: it uses every dimension
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(8192, False), (32_768, True)])
+def test_more_groups_than_astra_sim_can_number_are_told(ranks: int, told: bool) -> None:
+    reduced = Transfer(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_reduce"], "8x1")
+    stages = Stages(RankPlaces(1, ranks, ranks), ((Task("all_reduce", 1.0, (), reduced),),))
+    assert bool(too_many_groups(stages.groups())) == told
 
 
 def test_other_collectives_keep_their_size() -> None:

@@ -23,7 +23,14 @@ from lumos.export.astra_files import (
     traced_network,
     write_astra_files,
 )
-from lumos.export.astra_prices import ToldSizes, at_astra_prices, largest_tensor, tell_of_rings, too_long
+from lumos.export.astra_prices import (
+    ToldSizes,
+    at_astra_prices,
+    largest_tensor,
+    tell_of_rings,
+    too_long,
+    too_many_groups,
+)
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.chakra_writer import Written, file_of_rank, write_chakra, write_folded
 from lumos.export.folded_ranks import Task
@@ -73,7 +80,9 @@ class ChakraWishes:
     def check_recorded(self) -> None:
         """Refuse what shapes descriptions alone, before anything is written."""
         if self.operators:
-            raise OptionError("--operators: for a description; of a recorded run all operators are written, leave it out")
+            raise OptionError(
+                "--operators: for a description; of a recorded run all operators are written, leave it out"
+            )
 
     def check_ranks(self, count: int) -> None:
         """Refuse what needs several ranks, before anything is written."""
@@ -179,6 +188,7 @@ def _write_simulated(output: Path, stages: Stages, dimensions: list[Dimension]) 
     stages = _as_told(stages, dimensions) if len(dimensions) > 1 else stages
     answer = _write_stages(output, stages)
     answer["warnings"] += too_long(task.transfer for tasks in stages.tasks for task in tasks)
+    answer["warnings"] += too_many_groups(stages.groups())
     largest = largest_tensor(
         (task.transfer, int(task.transfer.group.split("x")[0]))
         for tasks in stages.tasks

@@ -32,7 +32,7 @@ from lumos.trace.read.formats import form_of as form_of_file
 
 
 def compare_command(
-    before: Annotated[Path, typer.Argument(help="The trace, or the folder of ranks, of a run.")],
+    before: Annotated[Path, typer.Argument(help="The trace or folder of ranks of a run; with a log, also a setup.")],
     after: Annotated[Path, typer.Argument(help="The same of another; or what ASTRA-sim printed about the run.")],
     options: TraceOptions,
     as_json: AsJson = False,

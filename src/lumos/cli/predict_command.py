@@ -19,7 +19,6 @@ from lumos.cli.options import (
     AsJson,
     KwhPrice,
     Model,
-    Output,
     Price,
     ProfilerCosts,
     Pue,
@@ -76,7 +75,12 @@ def predict_command(
     options: TraceOptions = _ALL,
     profiler_costs: ProfilerCosts = None,
     as_json: AsJson = False,
-    output: Output = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Also write it: .html, .json, .csv, .trace.json.gz (Perfetto), .et (Chakra)."
+        ),
+    ] = None,
     price: Price = "",
     kwh_price: KwhPrice = "",
     pue: Pue = "",

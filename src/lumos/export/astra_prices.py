@@ -19,6 +19,7 @@ from lumos.program.rank_places import RankPlaces
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 
 HANDSHAKE = 8192  # bytes with which a receiver tells a sender that it is there, if both wait for each other
+LAST_GROUP = 2147  # it multiplies the number by a million, and has 32 bits for that
 _HOPS = 2  # to a switch and on
 
 
@@ -135,6 +136,17 @@ def too_long(transfers: Iterable[Transfer | None]) -> list[str]:
     return [
         f"messages of {max(sent) / (1 << 30):.1f} GiB between ranks: ASTRA-sim has 32 bits for the length of one, and "
         "does not end; take --rendezvous-protocol=true out of the command, or make micro-batches smaller"
+    ]
+
+
+def too_many_groups(numbers: Iterable[str]) -> list[str]:
+    """What to say about process groups whose numbers ASTRA-sim cannot take."""
+    last = max(map(int, numbers), default=0)
+    if last <= LAST_GROUP:
+        return []
+    return [
+        f"process groups up to number {last:,}: ASTRA-sim multiplies numbers above {LAST_GROUP:,} beyond its integers, "
+        "and may mix up their messages; write fewer ranks"
     ]
 
 
