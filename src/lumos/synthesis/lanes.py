@@ -124,10 +124,10 @@ class Lanes:
     def _factor(self, number: int, kinds: Any) -> Floats:
         """How much longer transfers take in a group of another size, by what a ring of that size moves."""
         before, now = self.model.groups[number][0], self.groups[number].size
-        if now < 2:
-            return np.zeros(len(kinds))  # nothing moves
         if before < 2:
             return np.ones(len(kinds))  # nothing is known
+        if now < 2:
+            return np.zeros(len(kinds))  # nothing moves
         return np.array([bus_factor(kind, now) / bus_factor(kind, before) for kind in kinds.tolist()])
 
     def _times(self, rank: int) -> dict[str, Floats]:
