@@ -54,6 +54,15 @@ def model(first: RecordedJob) -> Model:
     return learn([first.job])
 
 
+def of_two_ranks(shared_data: Path, name: str) -> RecordedJob:
+    return record(name, read_job(shared_data / "h200/multirank" / name, "rank?.pt.trace.json.gz"), [0])
+
+
+@pytest.fixture(scope="module")
+def two_depths(shared_data: Path) -> list[RecordedJob]:
+    return [of_two_ranks(shared_data, name) for name in ("ddp2_l8", "ddp2_l16")]
+
+
 # ---------------------------------------------------------------------- what is preserved
 def test_a_step_that_was_not_learned_from_is_met(made: Synthetic) -> None:
     held_out = made.distances[0]
@@ -343,12 +352,14 @@ def test_jobs_that_communicate_differently_are_refused(first: RecordedJob, tmp_p
         learn([first.job, other.job])
 
 
-def test_replicas_and_shards_of_layers_are_refused_together(shared_data: Path) -> None:
+@pytest.mark.data
+def test_replicas_and_shards_of_layers_are_refused_together(
+    shared_data: Path, two_depths: list[RecordedJob]
+) -> None:
     """Both do nothing but all-reduces among two ranks; those of shards are in forward passes, too."""
-    folder = shared_data / "h200/multirank"
-    jobs = [record(name, read_job(folder / name, "rank?.pt*")).job for name in ("ddp2_l8", "tp2_l8")]
+    shards = of_two_ranks(shared_data, "tp2_l8")
     with pytest.raises(InputError, match=r"tp2_l8: its communication \(all_reduce \(also in forward passes\) among 2"):
-        learn(jobs)
+        learn([two_depths[0].job, shards.job])
 
 
 def test_layers_are_refused_where_there_are_none(tmp_path: Path) -> None:
@@ -401,13 +412,9 @@ def test_jobs_of_several_ranks_keep_their_step(shared_data: Path, tmp_path: Path
 
 @pytest.mark.data
 @pytest.mark.parametrize("layers", [8, 16])
-def test_two_depths_say_how_many_collectives_there_are(shared_data: Path, layers: int) -> None:
+def test_two_depths_say_how_many_collectives_there_are(two_depths: list[RecordedJob], layers: int) -> None:
     """Buckets of gradients go across layers: 8 layers have 9 of them, 16 have 16."""
-    jobs = [
-        record(name, read_job(shared_data / "h200/multirank" / name, "rank?.pt.trace.json.gz"), [0])
-        for name in ("ddp2_l8", "ddp2_l16")
-    ]
-    made = synthesise(jobs, Size(layers=layers))
-    own, recorded = made.distances[0].synthetic, jobs[layers == 16].behaviour
+    made = synthesise(two_depths, Size(layers=layers))
+    own, recorded = made.distances[0].synthetic, two_depths[layers == 16].behaviour
     assert own.collectives["all_reduce"][0] == recorded.collectives["all_reduce"][0] == {8: 9, 16: 16}[layers]
     assert own.collectives["all_reduce"][1] == pytest.approx(recorded.collectives["all_reduce"][1], rel=0.03)
