@@ -28,7 +28,7 @@ from chakra_runs import ChakraRun, Transfer
 from lumos import predict, read_setup
 from lumos.errors import LumosError
 from lumos.export.astra_files import Dimension
-from lumos.export.astra_prices import as_ring, transfer_ns
+from lumos.export.astra_prices import as_ring, links_apart, transfer_ns
 from lumos.export.chakra_communication import Transfer as ChakraTransfer
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.chakra_writer import write_chakra
@@ -297,12 +297,15 @@ def _collective(transfer: Transfer, links: list[Dimension]) -> Collective:
     for tier in range(len(links)):
         unit = int(np.prod([link.ranks for link in links[: tier + 1]]))
         held.append(max(np.bincount(np.array(transfer.ranks) // unit)))
-    group = Group(size, int(held[0]), tuple(int(one) for one in held[1:-1]))
-    if transfer.kind == "all_to_all" and len(links) > 1 and size < np.prod([link.ranks for link in links]):
+    group, moved = Group(size, int(held[0]), tuple(int(one) for one in held[1:-1])), float(transfer.bytes)
+    is_part = len(links) > 1 and size < np.prod([link.ranks for link in links])
+    if transfer.kind == "all_to_all" and is_part and size > 2:
         told = ChakraTransfer(NodeType.COMM_COLL, 1 << 30, COLLECTIVES["all_to_all"])
         told = as_ring(told, size, transfer.ranks[1] - transfer.ranks[0], links)
-        return Collective(transfer.kind, transfer.bytes * (1 << 30) / told.bytes, group)
-    return Collective(transfer.kind, float(transfer.bytes * (size if transfer.kind == "all_gather" else 1)), group)
+        return Collective(transfer.kind, moved * (1 << 30) / told.bytes, group)
+    if is_part:  # what ASTRA-sim is told is more than what is sent
+        moved /= links_apart(transfer.ranks, links)
+    return Collective(transfer.kind, moved * (size if transfer.kind == "all_gather" else 1), group)
 
 
 def _by_kind(files: ChakraRun, took: dict[Transfer, float], ideal_ns: Any) -> list[list[Any]]:
