@@ -608,14 +608,14 @@ class Assembly:
 
     def _link_us(self, one: int, other: int) -> float:
         """Activations or their gradients, from one stage to another."""
-        group = self.layout.link(one, other)
-        if group not in self._message_us:
-            self._message_us[group] = self._sent_us(group)
-        return self._message_us[group]
+        stages = (one, other) if one < other else (other, one)
+        if stages not in self._message_us:
+            self._message_us[stages] = self._sent_us(self.layout.link(*stages))
+        return self._message_us[stages]
 
     @cached_property
-    def _message_us(self) -> dict[Group, float]:
-        """By the links that messages go through."""
+    def _message_us(self) -> dict[tuple[int, int], float]:
+        """By the stages that messages go between, as far as they were asked for."""
         return {}
 
     def _sent_us(self, group: Group) -> float:
