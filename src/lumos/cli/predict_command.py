@@ -214,7 +214,7 @@ def _refuse(
         "--scale works on a trace: add --from, or change the setup with --set": described and scale,
         "--scale and a setup together: change the setup with --set, or leave it out and use --scale":
             traced and setup and scale,
-        "--scale and --set together: ask for one at a time": traced and changes and scale,
+        "--scale and --set together (--gpu sets, too): ask for one at a time": traced and changes and scale,
         "--price, --kwh-price, --pue and --tokens need a setup, or what is to change: add --set":
             traced and priced and not setup and not changes and not dry_files(source or Path()),
     }  # fmt: skip
