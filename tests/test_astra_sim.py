@@ -16,7 +16,7 @@ import yaml
 from commands import lumos_here
 from lumos.errors import InputError
 from lumos.export.astra_files import Dimension, write_astra_files
-from lumos.export.astra_prices import ToldSizes, as_ring, links_apart, too_many_groups, transfer_ns
+from lumos.export.astra_prices import ToldSizes, as_ring, links_apart, too_long, too_many_groups, transfer_ns
 from lumos.export.chakra_communication import Transfer
 from lumos.export.folded_ranks import Task
 from lumos.export.rank_files import Stages
@@ -308,6 +308,10 @@ def test_messages_and_collectives_of_stages_are_told_by_the_links_between_their_
     sides = [Transfer(kind, 1000, source=1, destination=2) for kind in (NodeType.COMM_SEND, NodeType.COMM_RECV)]
     assert [told.of(side, stage).bytes for side, stage in zip(sides, (1, 2), strict=True)] == [8000, 8000]
     assert told.of(Transfer(NodeType.COMM_SEND, 1000, source=0, destination=1), 0).bytes == 1000
+    most = told.of(sides[0]._replace(bytes=1 << 29), 1)
+    assert most.bytes == (1 << 31) - 1, "no more, or ASTRA-sim would not end"
+    assert "faster in ASTRA-sim" in too_long([most])[0]
+    assert "does not end" in too_long([told.of(sides[0]._replace(bytes=1 << 32), 1)])[0]
     mirrored = Transfer(NodeType.COMM_COLL, 1000, COLLECTIVES["all_reduce"], "2x4")  # of stages 0 and 3
     assert [told.of(mirrored, stage).bytes for stage in (0, 3)] == [8000, 8000]
     assert told.of(mirrored._replace(group="4x1"), 0).bytes == 1000

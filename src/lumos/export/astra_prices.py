@@ -78,7 +78,8 @@ class ToldSizes:
     def of(self, transfer: Transfer, stage: int) -> Transfer:
         """A transfer of a rank of a stage; its group is named SIZExSTRIDE, or its ends are stages."""
         if not transfer.group:
-            return self._longer(transfer, (transfer.source, transfer.destination))
+            told = self._longer(transfer, (transfer.source, transfer.destination))
+            return told._replace(bytes=min(told.bytes, max(transfer.bytes, LONGEST_MESSAGE)))
         size, stride = map(int, transfer.group.split("x"))
         if size == self.places.world:
             return transfer
@@ -129,9 +130,17 @@ def largest_tensor(collectives: Iterable[tuple[Transfer, int]]) -> int:
 
 
 def too_long(transfers: Iterable[Transfer | None]) -> list[str]:
-    """What to say about messages between two ranks that ASTRA-sim never ends: only collectives can be cut."""
+    """What to say about messages between two ranks that ASTRA-sim never ends, or of which it cannot be told enough.
+
+    Only collectives can be cut.
+    """
     sent = [one.bytes for one in transfers if one is not None and one.type == NodeType.COMM_SEND]
-    if max(sent, default=0) <= LONGEST_MESSAGE:
+    if max(sent, default=0) == LONGEST_MESSAGE:
+        return [
+            "messages between nodes are faster in ASTRA-sim than over the links of its network file: it takes links "
+            "inside a node for them, and has 32 bits for the size that makes up for that"
+        ]
+    if max(sent, default=0) < LONGEST_MESSAGE:
         return []
     return [
         f"messages of {max(sent) / (1 << 30):.1f} GiB between ranks: ASTRA-sim has 32 bits for the length of one, and "
