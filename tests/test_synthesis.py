@@ -123,6 +123,15 @@ def test_a_rank_that_is_learned_alone_keeps_its_pause_before_the_first_task(tmp_
     assert made.run.recorded_steps.mean == pytest.approx(job.runs[0].recorded_steps.mean, rel=0.03)
 
 
+def test_runs_that_recorded_different_ranks_are_learned_together(first: RecordedJob) -> None:
+    step = first.observed[0]
+    jobs = [Job(str(i), [replace(step, ranks=step.ranks[i : i + 2])]) for i in (0, 2)]
+    model = learn(jobs)
+    assert len(model.by_rank) == 4
+    assert all(rank.lead.mean > 0 and 0.5 < rank.host < 2 for rank in model.by_rank)
+    assert replay(generate(model)).recorded_steps.mean > 0
+
+
 def test_a_rank_with_slow_kernels_or_a_slow_host_stays_that_rank(first: RecordedJob) -> None:
     def slower(rank: ObservedRank) -> ObservedRank:
         host, gpu = 1 + (rank.rank == 0), 1 + 0.5 * (rank.rank == 3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from statistics import NormalDist
 from typing import Any
 
@@ -49,18 +50,20 @@ def learn(jobs: Sequence[Job], seed: int = 0) -> Model:
     pipeline = pipeline_of(jobs)
     if pipeline is not None:
         jobs = [Job(job.name, pipeline.without_messages(job.steps)) for job in jobs]
-    role_of_rank = pipeline.stage_of_rank if pipeline else _roles(jobs)
+    numbers = sorted({rank.rank for step in steps for rank in step.ranks})  # runs may have recorded different ranks
+    roles_in_order = pipeline.stage_of_rank if pipeline else _roles(jobs)
+    role_of = {number: roles_in_order[i % len(roles_in_order)] for i, number in enumerate(numbers)}
     ranks = [rank for step in steps for rank in step.ranks]
     depths = Counter(rank.layers for rank in ranks)
     layers = pipeline.layers if pipeline else depths.most_common(1)[0][0]
     learners = [
-        _Learner(jobs, generator, layers, role_of_rank, role) for role in range(max(role_of_rank) + 1)
+        _Learner(jobs, generator, layers, role_of, role) for role in range(max(role_of.values()) + 1)
     ]
     roles = [learner.role(pipeline is not None) for learner in learners]
     return Model(
         version=VERSION,
         learned_from={"jobs": len(jobs), "steps": len(steps), "tasks": sum(len(rank.tasks) for rank in ranks)},
-        ranks=max(len(step.ranks) for step in steps),
+        ranks=len(role_of),
         world=max(step.world for step in steps),
         steps=max(len(job.steps) for job in jobs),
         micro_batches=pipeline.micro_batches if pipeline else roles[0].micro_batches,
@@ -69,9 +72,9 @@ def learn(jobs: Sequence[Job], seed: int = 0) -> Model:
         groups=[(group.size, group.stride) for group in steps[0].groups],
         latency_us=rounded(float(np.median([rank.latency for rank in ranks])) / 1e3),
         shapes=any(step.shapes for step in steps),
-        spread=_spreads(jobs, role_of_rank),
-        role_of_rank=role_of_rank,
-        by_rank=_by_rank(steps, role_of_rank, learners[0]),
+        spread=_spreads(jobs, role_of),
+        role_of_rank=list(role_of.values()),
+        by_rank=_by_rank(steps, role_of, learners[0]),
         pipeline=None if pipeline is None else Pipeline(
             pipeline.stages, pipeline.schedule, learners[0].marginals(pipeline.messages(steps), 1.0)
         ),
@@ -79,29 +82,29 @@ def learn(jobs: Sequence[Job], seed: int = 0) -> Model:
     )  # fmt: skip
 
 
-def _by_rank(steps: Sequence[Observed], role_of_rank: Sequence[int], learner: _Learner) -> list[RankModel]:
+def _by_rank(steps: Sequence[Observed], role_of: Mapping[int, int], learner: _Learner) -> list[RankModel]:
     """What distinguishes every rank from others of its role, whatever the step: when it begins, and its speed."""
     leads: dict[int, list[float]] = defaultdict(list)
     speeds: dict[int, list[Floats]] = defaultdict(list)
     for step in steps:
-        logs = _log_totals(step)
-        for i, rank in enumerate(step.ranks):
-            same = [j for j in range(len(step.ranks)) if role_of_rank[j] == role_of_rank[i]]
-            leads[i].append(rank.lead / 1e3)
-            speeds[i].append(logs[i] - logs[same].mean(axis=0))
-    factors = np.array([np.exp(np.mean(speeds[i], axis=0)) for i in range(len(role_of_rank))])
-    for role in set(role_of_rank):
-        members = np.flatnonzero(np.array(role_of_rank) == role)
-        factors[members] /= factors[members].mean(axis=0)
+        logs, roles = _log_totals(step.ranks), np.array([role_of[rank.rank] for rank in step.ranks])
+        for rank, role, log in zip(step.ranks, roles, logs, strict=True):
+            leads[rank.rank].append(rank.lead / 1e3)
+            speeds[rank.rank].append(log - logs[roles == role].mean(axis=0))
+    factors = {number: np.exp(np.mean(speeds[number], axis=0)) for number in role_of}
+    means = {
+        role: np.mean([factors[number] for number in role_of if role_of[number] == role], axis=0)
+        for role in set(role_of.values())
+    }
     return [
-        RankModel(learner.marginal(np.array(leads[i])), *(rounded(float(value)) for value in factors[i]))
-        for i in range(len(role_of_rank))
+        RankModel(learner.marginal(np.array(leads[number])), *map(rounded, (factors[number] / means[role]).tolist()))
+        for number, role in role_of.items()
     ]
 
 
-def _log_totals(step: Observed) -> Floats:
+def _log_totals(ranks: Sequence[ObservedRank]) -> Floats:
     """Logarithms of the time of the host and of kernels, of every rank."""
-    return np.log(np.maximum([(_host(rank), _gpu(rank)) for rank in step.ranks], 1.0))
+    return np.log(np.maximum([(_host(rank), _gpu(rank)) for rank in ranks], 1.0))
 
 
 def _roles(jobs: Sequence[Job]) -> list[int]:
@@ -169,23 +172,20 @@ def _micro_batches(passes: tuple[str, ...]) -> tuple[list[str], int, list[str]]:
     return body, 1, final
 
 
-def _spreads(jobs: Sequence[Job], role_of_rank: Sequence[int]) -> Spread:
+def _spreads(jobs: Sequence[Job], role_of: Mapping[int, int]) -> Spread:
     """How much ranks differ within a step, in speed (logarithms) and start (microseconds), and steps within a job."""
     found: dict[str, list[float]] = defaultdict(list)
     for job in jobs:
-        totals = [[(_host(rank), _gpu(rank)) for rank in step.ranks] for step in job.steps]
-        for step in totals:
-            logs = np.log(np.maximum(step, 1.0))
-            for role in set(role_of_rank):
-                some = logs[[i for i in range(len(step)) if role_of_rank[min(i, len(role_of_rank) - 1)] == role]]
-                if len(some) > 1:
-                    found["host"].append(float(some[:, 0].std()))
-                    found["gpu"].append(float(some[:, 1].std()))
-        for role in set(role_of_rank):
-            begun = [[r.begun for i, r in enumerate(s.ranks) if role_of_rank[i] == role] for s in job.steps]
-            found["start_us"] += [float(np.std(starts)) / 1e3 for starts in begun if len(starts) > 1]
-        if len(totals) > 1:
-            found["step"].append(float(np.log([np.mean(step) for step in totals]).std()))
+        for step, role in product(job.steps, set(role_of.values())):
+            some = [rank for rank in step.ranks if role_of[rank.rank] == role]
+            if len(some) > 1:
+                host, gpu = _log_totals(some).std(axis=0)
+                found["host"].append(float(host))
+                found["gpu"].append(float(gpu))
+                found["start_us"].append(float(np.std([rank.begun for rank in some])) / 1e3)
+        if len(job.steps) > 1:
+            totals = [np.mean([(_host(rank), _gpu(rank)) for rank in step.ranks]) for step in job.steps]
+            found["step"].append(float(np.log(totals).std()))
     keys = ("host", "gpu", "step", "start_us")
     return Spread(*(rounded(float(np.mean(found[key]))) if found[key] else 0.0 for key in keys))
 
@@ -202,7 +202,7 @@ class _Learner:
     """Statistics of blocks, pooled over jobs, steps, ranks and layers."""
 
     def __init__(
-        self, jobs: Sequence[Job], generator: np.random.Generator, layers: int, role_of_rank: Sequence[int], role: int
+        self, jobs: Sequence[Job], generator: np.random.Generator, layers: int, role_of: Mapping[int, int], role: int
     ) -> None:
         self.generator = generator
         self.layers = layers  # that counts refer to
@@ -212,7 +212,7 @@ class _Learner:
         self.passes: Counter[tuple[str, ...]] = Counter()
         self.starts: list[float] = []
         for job in jobs:
-            ranks = (rank for step in job.steps for i, rank in enumerate(step.ranks) if role_of_rank[i] == role)
+            ranks = (rank for step in job.steps for rank in step.ranks if role_of[rank.rank] == role)
             for rank in ranks:
                 self.passes[rank.passes] += 1
                 self.starts.append(rank.begun / 1e3)
