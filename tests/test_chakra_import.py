@@ -7,6 +7,7 @@ four recorded jobs that have a PyTorch execution trace.
 from __future__ import annotations
 
 import json
+import tarfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,20 @@ def test_real_recordings_come_through_the_converter(shared_data: Path, tmp_path:
     assert found.recorded_steps.mean == pytest.approx(kineto.recorded_steps.mean, rel=0.03)
     assert found.stragglers[0].rank == kineto.stragglers[0].rank == 1
     assert found.stragglers[0].costs_others_ms == pytest.approx(kineto.stragglers[0].costs_others_ms, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["ddp3_work", "fsdp2_even", "tp2_even"])
+def test_blind_jobs_of_the_official_tools_name_the_slow_rank_and_the_step(tmp_path: Path, name: str) -> None:
+    """Recorded and converted once everything was fixed; `kineto.json` has what the traces of the same steps say."""
+    with tarfile.open("calibration/converted_chakra_h200.tar.xz") as tar:
+        for member in tar:
+            if member.name == "kineto.json" or member.name.startswith(f"{name}/"):
+                tar.extract(member, tmp_path, filter="data")
+    told = json.loads((tmp_path / "kineto.json").read_text())[name]
+    found = replay(read_job(tmp_path / name))
+    assert found.recorded_steps.mean == pytest.approx(told["step_ms"], rel=0.03)
+    assert found.stragglers[0].rank == told["slow_rank"]
+    assert found.stragglers[0].costs_others_ms == pytest.approx(told["costs_others_ms"], rel=0.1)
 
 
 class Rank:

@@ -209,7 +209,8 @@ def _base(path: Path | None, fixed: list[str], source: Path | None, choices: Cho
         return reading.setup, None, tuple(note for note in reading.notes if stale not in str(note))
     run = load_run(source)
     inferred = infer(run)
-    traced = complete(inferred, read_plain(path), any(header.has_shapes for header in run.execution.trace.headers)).setup
+    has_shapes = any(header.has_shapes for header in run.execution.trace.headers)
+    traced = complete(inferred, read_plain(path), has_shapes).setup
     if traced.cluster.accelerator.is_cpu:
         raise OptionError("a search needs memory and power, which are not known of a CPU: use lumos predict --from")
     wanted = changed(inferred, read_plain(path, others), read_plain(path)).setup
