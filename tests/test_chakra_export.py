@@ -350,6 +350,7 @@ def test_a_described_cluster_is_a_network_of_its_tiers(tmp_path: Path) -> None:
     assert "--comm-group-configuration=./run.groups.json" in script.read_text()
     system = json.loads((tmp_path / "run.system.json").read_text())
     assert system["all-reduce-implementation"] == ["ring", "ring"]
+    assert any("another size than the run moves" in text for text in written["warnings"])  # messages between nodes
 
 
 def test_a_bandwidth_that_no_transfer_shows_is_called_a_guess(tmp_path: Path) -> None:
