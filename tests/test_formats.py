@@ -885,7 +885,7 @@ def test_a_step_of_a_chakra_graph_cannot_be_cut_out(tmp_path: Path) -> None:
 
 @pytest.mark.data
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pp2_mb4", "tp2_l8", "fsdp2_l8"])
+@pytest.mark.parametrize("name", ["pp2_mb4", "fsdp2_l8"])
 def test_real_jobs_come_back_from_chakra(shared_data: Path, tmp_path: Path, name: str) -> None:
     run = replay(read_job(shared_data / "h200/multirank" / name))
     written = write_chakra(tmp_path / "x.et", run.execution)

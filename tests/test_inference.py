@@ -23,11 +23,8 @@ from lumos.setup.setup_files import SetupReading, read_plain
 from lumos.trace.read.job import read_job
 from support import Event, Header, header, note, op, write_trace
 
-SINGLE = (
-    "accum4", "b1", "b8", "base_l8_h2048_s2048_b2", "ckpt", "compile_base", "gpt2_l12_h1024", "h1024", "h4096", "l16",
-    "l4", "nosync_base", "s4096", "tiny_l2_h512",
-)  # fmt: skip
-SEVERAL = ("ddp2_l16", "ddp2_l8", "dp2_tp2_l8", "fsdp2_l8", "pp2_mb4", "pp4_mb8", "tp2_l8")
+SINGLE = ("accum4", "b8", "ckpt", "compile_base", "gpt2_l12_h1024", "h4096", "l4", "nosync_base", "tiny_l2_h512")
+SEVERAL = ("ddp2_l8", "dp2_tp2_l8", "fsdp2_l8", "pp2_mb4", "tp2_l8")
 FAKE = "h200/fake_world/rank0_of_64_tp8_dp8.pt.trace.json.gz"
 FEWEST = 22  # keys that must be inferred from every one of our own recordings
 PARALLEL: dict[str, Any] = {
@@ -71,7 +68,7 @@ def truth(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases(data: Path) -> dict[Path, dict[str, Any]]:
-    """Every recording of our own, with its truth."""
+    """Recordings of our own, of every kind, with their truth."""
     measured = json.loads((data / "h200/single/measured.json").read_text())["results"]
     known = {case["name"]: case for case in measured}
     found = {data / f"h200/single/{name}.pt.trace.json.gz": truth(known[name]) for name in SINGLE}
