@@ -206,16 +206,11 @@ def cluster(_importable: None) -> Iterator[object]:
 
 
 @pytest.mark.slow
-def test_ray_gives_what_processes_give_and_outlives_a_lost_node(cluster: object) -> None:
-    node = cluster.add_node(num_cpus=1)  # type: ignore[attr-defined]
+def test_ray_gives_what_processes_give(cluster: object) -> None:
+    """That it outlives a lost node is tested with a whole search."""
     with engine_named("ray", 0, cluster.address) as engine:  # type: ignore[attr-defined]
-        assert engine.workers == 2
-        answers = []
-        for answer in engine.run(Job(slow, None), list(range(16))):
-            answers.append(answer)
-            if len(answers) == 3:
-                cluster.remove_node(node, allow_graceful=False)  # type: ignore[attr-defined]
-        assert answers == list(range(16))
+        assert engine.workers == 1
+        assert list(engine.run(Job(slow, None), list(range(4)))) == list(range(4))
         with pytest.raises(InputError, match="chunk 3 is wrong"):
             list(engine.run(Job(refused, None), list(range(8))))
 
