@@ -2,7 +2,7 @@
 
     python benchmarks/synthesis.py -o docs/synthesis.md
 
-Traces are read from ../shared/data.
+Traces are read from ../shared/data, and those that were recorded last from calibration/step_times_siblings_h200.tar.xz.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,6 +26,9 @@ from lumos.synthesis.generate import Size
 from lumos.synthesis.synthesise import RecordedJob, Synthetic, record, synthesise
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "calibration"))
+from step_times_data import SIBLINGS, unpack  # noqa: E402
+
 DATA = ROOT.parent / "shared/data"
 RANKS = "rank?.pt.trace.json.gz"
 STEP_PCT, POINTS = 5.0, 5.0
@@ -35,6 +40,15 @@ sibling that was **not** learned from: another step, other ranks, another depth,
 far the recorded steps that were learned from are from that sibling themselves (between two depths, on the line through
 them): nothing that is learned from one step can be nearer to another than they are. Hosts of the recordings of one GPU
 differ by a quarter, and jobs of several ranks share one GPU: their steps differ by 10 % and more.
+
+"""
+BLIND = """
+## Blind
+
+Six kinds of runs on an H200, of two depths, and the first of them once more, recorded after everything was fixed
+(`calibration/step_times_h200.py --set siblings`, three steps of each). A job that is started again differs from itself
+by 1 to 42 %: its host is another core at another clock. A synthetic run has the hosts and links of the recording that
+it was learned from.
 
 """
 SIZES = """
@@ -123,6 +137,20 @@ def cases() -> Iterator[Case]:
                Part(tp8, "rank[4-7].json.gz"))  # fmt: skip
     resnet = "public/torchrec_v100/resnet18"
     yield Case("another step", "resnet18, 3 from 1 and 2", (Part(resnet, "", (0, 1)),), Part(resnet, "", (2,)))
+
+
+def blind_cases(folder: Path) -> Iterator[Case]:
+    """The last recordings: another recording of a job, and another depth."""
+    parts = {run.name: Part(str(run.traces)) for run in unpack(SIBLINGS, folder)}
+    for name, part in parts.items():
+        again = f"{name}_again"
+        if again not in parts:
+            continue
+        kind, _, layers = name.partition("_l")
+        deep = f"{kind}_l{2 * int(layers)}"
+        yield Case("another recording", name, (part,), parts[again])
+        yield Case("another depth", f"{deep} from {name}", (part,), parts[deep], Size(layers=2 * int(layers)))
+        yield Case("another depth", f"{name} from {deep}", (parts[deep],), part, Size(layers=int(layers)))
 
 
 TIMED = (
@@ -227,6 +255,18 @@ def summary(results: list[Result]) -> str:
     )
 
 
+def blind_summary(results: list[Result]) -> str:
+    same = [one for one in results if one.case.size == AS_LEARNED]
+    other = [one for one in results if one.case.size != AS_LEARNED]
+    beyond = [abs(one.distance.step_pct - (one.learned_pct or 0.0)) for one in same]
+    return (
+        f"Of another recording of the same job, {sum(one.passes for one in same)} of {len(same)} are within both bars "
+        f"({_means(same)}), and within {max(beyond):.1f} points of how far the recordings are apart themselves (mean "
+        f"{statistics.mean(beyond):.1f}). Of another depth, {sum(one.passes for one in other)} of {len(other)} "
+        f"({_means(other)}).\n"
+    )
+
+
 def _means(results: list[Result]) -> str:
     step = statistics.mean(abs(one.distance.step_pct) for one in results)
     return f"mean {step:.1f} % and {statistics.mean(one.distance.breakdown_points for one in results):.1f} points"
@@ -279,12 +319,10 @@ def _closeness(one: Result) -> float:
     return one.made.nearness["synthetic"].median_distance / one.made.nearness["held out"].median_distance
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
+def judged(chosen: Iterator[Case]) -> tuple[list[Result], list[str]]:
+    """Every comparison, and those that were refused."""
     results, refused = [], []
-    for case in cases():
+    for case in chosen:
         try:
             results.append(judge(case))
             found = results[-1].distance
@@ -292,8 +330,19 @@ def main() -> None:
         except LumosError as error:
             refused.append(f"- {case.kind}, {case.name}: {error}")
             print(refused[-1], flush=True)
+    return results, refused
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    results, refused = judged(cases())
+    with tempfile.TemporaryDirectory() as folder:
+        blind, _ = judged(blind_cases(Path(folder)))
     parts = [HEAD, summary(results), "\n", *(f"{row}\n" for row in rows_of(results))]
     parts += ["\nRefused:\n\n", *(f"{line}\n" for line in refused)] if refused else []
+    parts += [BLIND, blind_summary(blind), "\n", *(f"{row}\n" for row in rows_of(blind))]
     parts += [SIZES, *(f"{row}\n" for row in timed_rows()), NEAR, *(f"{row}\n" for row in nearness_rows(results))]
     text = "".join(parts)
     print(text)

@@ -1,9 +1,9 @@
 """Packs what step_times_h200.py recorded into one archive, and reads it.
 
-    python3 calibration/step_times_data.py FOLDER calibration/step_times_h200.tar.xz
+    python3 calibration/step_times_data.py FOLDER calibration/step_times_h200.tar.xz [STEPS]
 
 Of the traces, the archive keeps what a replay reads: arrows between events, indices of events and sequence numbers are
-left out, and long names of kernels are cut. Replays of both are the same.
+left out, and long names of kernels are cut. Replays of both are the same. STEPS keeps so many of the recorded steps.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 HERE = Path(__file__).parent
-DEVELOPMENT, BLIND, LAST, STRAGGLERS, STRAGGLERS_BLIND = (
-    HERE / f"step_times_{name}h200.tar.xz" for name in ("", "blind_", "last_", "stragglers_", "stragglers_blind_")
+DEVELOPMENT, BLIND, LAST, STRAGGLERS, STRAGGLERS_BLIND, SIBLINGS = (
+    HERE / f"step_times_{name}h200.tar.xz"
+    for name in ("", "blind_", "last_", "stragglers_", "stragglers_blind_", "siblings_")
 )
 STEPS = "steps.json"
 _DROPPED = (
@@ -81,8 +82,8 @@ def unpack(archive: Path, folder: Path) -> list[Recorded]:
     return [Recorded(record, folder / record["name"]) for record in records["runs"]]
 
 
-def pack(folder: Path, archive: Path) -> None:
-    """The step times, and all traces of the tar files in `folder`."""
+def pack(folder: Path, archive: Path, steps: int = 0) -> None:
+    """The step times, and all traces of the tar files in `folder`; of these the first `steps` steps, or all."""
     with tarfile.open(archive, "w:xz", preset=9) as tar:
         _add(tar, STEPS, (folder / STEPS).read_bytes())
         for bundle in sorted(folder.glob("traces*.tar")):
@@ -90,7 +91,7 @@ def pack(folder: Path, archive: Path) -> None:
                 for member in traces:
                     file = traces.extractfile(member)
                     if file is not None:
-                        _add(tar, member.name.removesuffix(".gz"), _slim(gzip.decompress(file.read())))
+                        _add(tar, member.name.removesuffix(".gz"), _slim(gzip.decompress(file.read()), steps))
 
 
 def _add(tar: tarfile.TarFile, name: str, contents: bytes) -> None:
@@ -99,9 +100,19 @@ def _add(tar: tarfile.TarFile, name: str, contents: bytes) -> None:
     tar.addfile(info, io.BytesIO(contents))
 
 
-def _slim(text: bytes) -> bytes:
+def _slim(text: bytes, steps: int) -> bytes:
     trace = json.loads(text)
-    trace["traceEvents"] = [_slim_event(event) for event in trace["traceEvents"] if event.get("ph") not in ("s", "f")]
+    begins = sorted(
+        event["ts"]
+        for event in trace["traceEvents"]
+        if event.get("cat") == "user_annotation" and event["name"].startswith("ProfilerStep")
+    )
+    end = begins[steps] if 0 < steps < len(begins) else float("inf")  # every step waits for the GPU before it ends
+    trace["traceEvents"] = [
+        _slim_event(event)
+        for event in trace["traceEvents"]
+        if event.get("ph") not in ("s", "f") and event.get("ts", 0) < end
+    ]
     return json.dumps(trace, separators=(",", ":")).encode()
 
 
@@ -113,4 +124,4 @@ def _slim_event(event: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    pack(Path(sys.argv[1]), Path(sys.argv[2]))
+    pack(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)

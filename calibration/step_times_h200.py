@@ -152,9 +152,30 @@ STRAGGLERS_BLIND = [  # recorded once it was fixed how ranks are compared
     _ranks("ddp2b_even", "judge", "ddp", 2, _DDP2B),
     replace(_ranks("ddp2b_pause", "judge", "ddp", 2, _DDP2B), slow_rank=0, slow_host_ms=8.0),
 ]
+_SIBLINGS = {  # of every kind two depths, and the first of them once more
+    "gpu": Run("", "judge", "llama", Shape(3, 1792, 4864, 14, 12000, 1536, 4)),
+    "host": Run("", "judge", "gpt2", Shape(4, 576, 2304, 9, 8192, 320, 2)),
+    "ddp2": _ranks("", "judge", "ddp", 2, Shape(3, 960, 2560, 15, 6144, 512, 2)),
+    "fsdp2": _ranks("", "judge", "fsdp", 2, Shape(3, 960, 2560, 15, 6144, 448, 2)),
+    "tp2": _ranks("", "judge", "tp", 2, Shape(3, 1024, 2816, 16, 6144, 512, 2)),
+    "ddp3": _ranks("", "judge", "ddp", 3, Shape(2, 768, 2048, 12, 6144, 384, 3)),
+}
+
+
+def _siblings() -> Iterator[Run]:
+    """Recorded one right after the other, so that their hosts and links are as alike as they can be."""
+    for kind, run in _SIBLINGS.items():
+        shape = run.job.shape if run.job else run.shape
+        assert shape is not None
+        for layers, again in ((shape.layers, ""), (2 * shape.layers, ""), (shape.layers, "_again")):
+            name, deep = f"{kind}_l{layers}{again}", replace(shape, layers=layers)
+            job = replace(run.job, name=name, shape=deep) if run.job else None
+            yield replace(run, name=name, job=job, shape=None if job else deep, traced_steps=6, clean_s=2.0)
+
+
 SETS = {
     "development": DEVELOPMENT, "blind": BLIND, "last": LAST, "stragglers": STRAGGLERS,
-    "stragglers-blind": STRAGGLERS_BLIND,
+    "stragglers-blind": STRAGGLERS_BLIND, "siblings": list(_siblings()),
 }  # fmt: skip
 
 
