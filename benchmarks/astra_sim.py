@@ -1,10 +1,10 @@
 """The same jobs in Lumos and in ASTRA-sim: recorded ones and described ones, exported by `lumos convert`, as a page.
 
-    python benchmarks/astra_sim.py -o docs/astra_sim.md [--sources FOLDER | --bin FOLDER] [--data ../shared/data]
+    python benchmarks/astra_sim.py -o docs/astra_sim.md [--bin FOLDER] [--data ../shared/data]
 
-With neither FOLDER the page is written from the results in benchmarks/astra_sim.json. `--sources` builds ASTRA-sim from
-its sources (benchmarks/build_astra_sim.py says what has to lie there), `--bin` names the folder of its programs; every
-job is then exported and run again.
+Without `--bin`, the page is written from the results in benchmarks/astra_sim.json. `--bin` names the folder with the
+programs of ASTRA-sim's analytical backend, built by ASTRA-sim's own instructions; every job is then exported and run
+again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from build_astra_sim import PROGRAM, build
 from chakra_runs import ChakraRun, Transfer
 from lumos import predict, read_setup
 from lumos.errors import LumosError
@@ -47,6 +46,7 @@ from networks import GIB, ideal_network
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = Path(__file__).with_name("astra_sim.json")
 PAGE = Path(__file__).with_name("astra_sim_page.txt")
+PROGRAM = "AstraSim_Analytical_Congestion_Unaware"
 STEADY = 3.0  # the 90th percentile of the bandwidth that transfers reached, over the 10th, by bytes
 JOBS = (
     "ddp2_l8", "ddp2_l16", "fsdp2_l8", "tp2_l8", "pp2_mb4", "pp4_mb8", "dp2_tp2_l8",
@@ -439,16 +439,14 @@ def _keep(table: str, order: list[str], found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--sources", type=Path, metavar="FOLDER")
-    parser.add_argument("--build", type=Path, default=ROOT / "out/astra_sim", metavar="FOLDER")
     parser.add_argument("--bin", type=Path, metavar="FOLDER")
     parser.add_argument("--only", default="", metavar="NAME", help="run again only jobs with this in their names")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data")
     options = parser.parse_args()
-    programs = build(options.sources, options.build, 2) if options.sources else options.bin
+    programs = options.bin
     if programs is not None:
         if not (programs / PROGRAM).exists():
-            raise SystemExit(f"--bin {programs}: no {PROGRAM} in it; --sources FOLDER builds it")
+            raise SystemExit(f"--bin {programs}: {PROGRAM} is missing; build ASTRA-sim by its own instructions")
         measure(programs.resolve(), options.data, options.only)
     written = page(json.loads(KEPT.read_text()))
     if options.output:

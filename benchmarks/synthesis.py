@@ -47,8 +47,8 @@ BLIND = """
 
 Six kinds of runs on an H200, of two depths, and the first of them once more, recorded after everything was fixed
 (`calibration/step_times_h200.py --set siblings`, three steps of each). A job that is started again differs from itself
-by 1 to 42 %: its host is another core at another clock. A synthetic run has the hosts and links of the recording that
-it was learned from.
+by 1 to 42 %, although it does the same work. A synthetic run has the hosts and links of the recording that it was
+learned from.
 
 """
 SIZES = """

@@ -31,6 +31,7 @@ _FINISHED = re.compile(rb"sys\[(\d+)\] finished, (\d+) cycles(?:, exposed commun
 _STATISTIC = re.compile(rb"sys\[(\d+)\], (Wall|GPU|CPU|Comm) time: (\d+)")
 _NODE = re.compile(rb"(issue|callback),\s*sys->id=(\d+), tick=(\d+), node->id=(\d+), node->name=(.*), node->type=(\d+)")
 _FAILED = re.compile(rb"\[critical\] (?!warning! a callable)(.*)")
+_LOGGED = re.compile(rb"\s*\[\d{4}-\d\d-\d\d[T ][^]]*\] \[[\w:]+\] \[\w+\] ")  # the start of every line that it logs
 _END = b"] Exiting"
 
 
@@ -81,14 +82,14 @@ def looks_like_astra_sim(path: Path) -> bool:
             head = _COLOUR.sub(b"", file.read(_LONGEST_LINE))
     except InputError:
         return False
-    return bool(_FINISHED.search(head) or re.match(rb"\s*\[\d{4}-\d\d-\d\d[T ][^]]*\] \[[\w:]+\] \[\w+\] ", head))
+    return bool(_FINISHED.search(head) or _LOGGED.match(head))
 
 
 def read_astra_sim_log(path: Path) -> AstraSimLog:
     """The result in a log, or in the folder of logs that ASTRA-sim writes; InputError where there is none."""
     run, started = AstraSimLog(path), dict[tuple[int, int], int]()
     for line in _lines(path):
-        if run.has_ended and not line.endswith(_END):
+        if run.has_ended and not line.endswith(_END) and (_LOGGED.match(line) or _FINISHED.search(line)):
             run, started = AstraSimLog(path), {}
         if (finished := _FINISHED.search(line)) is not None:
             rank = _rank(finished[1], path)
