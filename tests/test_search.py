@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from lumos.setup.constraints import mistakes_in
 from lumos.setup.setup import Setup
 from lumos.step.step import assembled, prices_of, simulate_step
 from lumos.workers import Here, Job, engine_named
+from lumos.workers.ray_cluster import Ray
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -727,9 +729,11 @@ def test_shards_merge_into_the_whole(llama: Setup, found: SearchResult, tmp_path
         parts.append(tmp_path / f"{index}.json")
         parts[-1].write_text(json.dumps(part))
     whole, together = found.as_dict(), merged(parts)
-    for key in ("results", "families", "pareto", "evaluated", "fitting", "bound_ms"):
+    for key in ("results", "families", "pareto", "evaluated", "fitting", "bound_ms", "warnings"):
         assert together[key] == whole[key]
-    assert "1 of 3 shards missing (2)" in merged([parts[0], parts[2]])["warnings"][-1]
+    assert "1 of 3 shards missing (2)" in merged([parts[0], parts[2]], partial=True)["warnings"][-1]
+    with pytest.raises(InputError, match=r"1 of 3 shards missing \(2\)"):
+        merged([parts[0], parts[2]])
     with pytest.raises(InputError, match="same shard"):
         merged([parts[0], parts[0]])
     other = tmp_path / "other.json"
@@ -903,6 +907,27 @@ def test_notes_are_not_about_what_the_command_line_states() -> None:
     run = lumos("search", "examples/torchtitan.toml", "--gpus", 8, "--gpu", "h100", *few)
     assert run.returncode == 0, run.stderr
     assert not [text for text in json.loads(run.stdout)["warnings"] if "not given" in text]
+
+
+def test_a_search_on_ray_reports_that_all_nodes_are_gone(capfd: pytest.CaptureFixture[str]) -> None:
+    class Cluster:
+        """A Ray cluster whose only node comes back after three waits."""
+
+        exceptions = SimpleNamespace(RayTaskError=KeyError, RayError=ValueError)
+        waits = 0
+
+        def wait(self, references: list[int], timeout: float) -> tuple[list[int], list[int]]:
+            self.waits += 1
+            return (references, []) if self.waits > 3 else ([], references)
+
+        def cluster_resources(self) -> dict[str, float]:
+            return {} if self.waits < 3 else {"CPU": 1.0}
+
+        def get(self, reference: int) -> int:
+            return reference
+
+    assert Ray(Cluster(), 1)._answer(5) == 5
+    assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 def test_scores_of_shards_merge_too(tmp_path: Path) -> None:

@@ -55,12 +55,13 @@ _MOST_NAMED = 20  # of the shards that are missing
 
 def merge_command(
     parts: Annotated[list[Path], typer.Argument(help="Files that lumos search or lumos score wrote with --shard.")],
+    partial: Annotated[bool, typer.Option("--partial", help="Merge even if shards are missing.")] = False,
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write it: .json, .csv or .html.")] = None,
 ) -> None:
     """Merge the shards of a search or a score into the answer that one run without --shard would have given."""
     check_output(output, None, (".json", ".csv", ".html"))
-    answer = merged(parts)
+    answer = merged(parts, partial)
     if answer["kind"] == "score":
         deliver(answer, show_score, as_json, output, {".csv": lambda to: write_csv(to, answer["scored"])})
         return
@@ -70,8 +71,8 @@ def merge_command(
     })  # fmt: skip
 
 
-def merged(paths: Sequence[Path]) -> Answer:
-    """The merged answer of the parts in these files; a warning names the shards that are missing."""
+def merged(paths: Sequence[Path], partial: bool = False) -> Answer:
+    """Merge the shards in these files. Missing shards are an error, or a warning if the result may be `partial`."""
     parts = [_read(path) for path in paths]
     seen: dict[int, Path] = {}
     count = parts[0]["shard"][1]
@@ -82,13 +83,16 @@ def merged(paths: Sequence[Path]) -> Answer:
         if index in seen:
             raise InputError(f"{path} and {seen[index]} are the same shard, {index}: give each once")
         seen[index] = path
-    answer = (merged_search if parts[0]["kind"] == "search" else merged_score)(parts)
+    notes: list[str] = []
     missing = [str(index) for index in range(1, count + 1) if index not in seen]
     if missing:
         named = ", ".join(missing[:_MOST_NAMED]) + (", …" if len(missing) > _MOST_NAMED else "")
-        text = f"{len(missing)} of {count} shards missing ({named}): the answer is incomplete"
-        answer["warnings"] = [*answer.get("warnings", []), text]
-    return answer | {"shard": [1, 1]}
+        text = f"{len(missing)} of {count} shards missing ({named})"
+        if not partial:
+            raise InputError(f"{text}: give their files too, or add --partial to merge the others")
+        notes = [f"{text}: the answer is incomplete"]
+    answer = (merged_search if parts[0]["kind"] == "search" else merged_score)(parts)
+    return answer | {"shard": [1, 1], "warnings": [*answer.get("warnings", []), *notes]}
 
 
 def _read(path: Path) -> Answer:

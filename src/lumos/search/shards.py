@@ -91,8 +91,19 @@ def merged_search(parts: Sequence[Row]) -> Row:
             lambda row: (row["step_ms"], row["memory_gib"], _cost(row), row["p90_ms"] or row["step_ms"], row["number"]),
         ),
         "best_by_gpu": _best_by_gpu(parts),
-        "warnings": [text for text in first["warnings"] if all(text in part["warnings"] for part in parts)],
+        "warnings": _warnings(parts),
     }
+
+
+def _warnings(parts: Sequence[Row]) -> list[str]:
+    """The warnings about the best configuration; if no shard has one, those that all shards share."""
+    able = [part for part in parts if part["results"]]
+    if not able:
+        return [text for text in parts[0]["warnings"] if all(text in part["warnings"] for part in parts)]
+    winner = min(able, key=lambda part: (part["results"][0]["value"], part["results"][0]["number"]))
+    others = sum(part["too_large"] for part in parts) - winner["too_large"]
+    unranked = f"{others:,} configurations of other shards are not ranked: their steps have too many micro-batches"
+    return [*winner["warnings"], *([unranked] if others else [])]
 
 
 def _best(parts: Sequence[Row], key: str) -> list[Row]:

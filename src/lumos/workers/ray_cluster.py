@@ -46,6 +46,11 @@ class Ray:
             yield self._answer(asked.popleft())
 
     def _answer(self, reference: Any) -> Any:
+        is_reported = False
+        while not self.ray.wait([reference], timeout=_PATIENCE_S)[0]:
+            if not is_reported and not self.ray.cluster_resources().get("CPU"):
+                print("lumos: the Ray cluster has no cores left: waiting for a node to join it", file=sys.stderr)
+                is_reported = True
         try:
             return self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as problem:
