@@ -13,9 +13,11 @@ if importlib.util.find_spec("torch") is None:
     pytest.skip("needs torch", allow_module_level=True)
 
 import torch
+import torch.distributed
 from torch import nn
 from torch.nn import functional
 
+from lumos.capture.fake import fake_process_groups
 from lumos.dry_run.compiled import OPTIMIZER, compiled_as_kernels
 from lumos.dry_run.record import Recorder, recorded
 
@@ -217,6 +219,28 @@ def test_adding_to_a_table_is_a_scatter(gpu: Any) -> None:
     torch.compile(lambda: table(ids).sum())().backward()
     (scatter,) = [op for op in kernels(recorder, "backward") if op.name == "fused.scatter"]
     assert scatter.outputs[0].elements == 32 * 64
+
+
+@pytest.mark.parametrize("compiles_first", [True, False])
+def test_distributed_data_parallel_is_compiled(gpu: Any, compiles_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, notes = gpu
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29512"), ("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    restore = fake_process_groups(0, 2, lambda: None)
+    try:
+        torch.distributed.init_process_group("nccl")
+        parallel = nn.parallel.DistributedDataParallel
+        model = parallel(torch.compile(block())) if compiles_first else torch.compile(parallel(block()))
+        model(tokens()).sum().backward()
+        recorder.restart()
+        model(tokens()).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+        restore()
+    assert not notes
+    assert names(recorder, "forward")["attention.forward"] == names(recorder, "backward")["attention.backward"] == 1
+    assert sum(op.name == "aten.mm.default" for op in recorder.ops) == 15
+    assert any(op.name == "all_reduce" for op in recorder.ops)
 
 
 def test_compiled_optimizers_run_eagerly_with_a_note(gpu: Any) -> None:

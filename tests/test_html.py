@@ -663,7 +663,8 @@ def test_chromium_draws_every_chart_without_error_or_request(
         assert tab.errors == []
         assert [url for url in tab.requests if not url.startswith("data:")] == [tab.value("location.href")]
         for index in range(len(page.figures)):
-            layers = f"#chart-{index} .barlayer path, #chart-{index} .scatterlayer path"
+            marks = (".barlayer path", ".scatterlayer path", ".heatmaplayer image")  # a heat map is an image
+            layers = ", ".join(f"#chart-{index} {mark}" for mark in marks)
             assert drawn(tab, index) > 0
             assert tab.value(f"document.querySelectorAll('{layers}').length") > 0
         assert tab.value("document.documentElement.scrollWidth") <= LAPTOP[0]  # nothing sticks out

@@ -134,8 +134,9 @@ def _plain_functions() -> Iterator[None]:
 def _compile_graph(recorder: KernelRecorder, notes: dict[str, None], module: Any, inputs: list[Any]) -> Any:
     """The backend that dynamo calls with a captured graph."""
     from torch._inductor.compile_fx import compile_fx
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    with recorder.paused():
+    with recorder.paused(), _disable_current_modes():  # the parts that DDPOptimizer splits a graph into come with modes
         try:
             return compile_fx(module, inputs, inner_compile=functools.partial(_compile_one_way, recorder, notes))
         except Exception as error:  # whatever inductor cannot do without a GPU
