@@ -99,7 +99,8 @@ def test_ratios_are_to_the_first_gpu(small: Setup) -> None:
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"train.micro_batch": 16}, {"cluster.gpus": 8, "parallel.zero": 3},
+    {}, {"train.micro_batch": 16, "train.global_batch": 16},
+    {"cluster.gpus": 8, "parallel.zero": 3, "train.global_batch": 16},
     {"cluster.gpus": 8, "parallel.pp": 4, "train.global_batch": 32, "train.micro_batch": 1},
     {"cluster.gpus": 8, "parallel.tp": 8},
 ])  # fmt: skip

@@ -268,7 +268,7 @@ def test_what_was_measured_on_a_cpu_says_nothing_of_a_gpu(tmp_path: Path, measur
 
 
 def test_a_step_that_a_sampled_host_decides_has_a_narrower_interval_and_names_its_host(tmp_path: Path) -> None:
-    tiny = {"model.layers": 24, "model.hidden": 256, "model.heads": 4, "model.ffn": 512, "model.vocab": 1000}
+    tiny = {"model.layers": 24, "model.hidden": 256, "model.heads": 4, "model.kv_heads": 4, "model.ffn": 512}
     path = model_file(tmp_path, host={"launch_us": 38.0, "error_pct": None})
     typical, sampled = (predict(setup(**cluster).replaced(tiny)) for cluster in ({}, {"model": path}))
     assert typical.host_bound

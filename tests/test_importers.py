@@ -245,6 +245,8 @@ def test_no_configuration_of_transformers_is_read_with_a_wrong_size() -> None:
         ({"linear_num_value_heads": 32}, "means linear attention"),
         ({"hidden_size_per_layer_input": 256}, "means embeddings of every layer"),
         ({"attn_output_gate": True}, "means a gate on attention"),
+        ({"attn_type_list": [1, 1, 0, 1]}, "means linear attention"),
+        ({"full_attention_interval": 4}, "means linear attention"),
         ({"model_type": "nemotron_h"}, "nemotron_h is a state-space"),
         ({"model_type": "brand_new", "gadget_rank": 7}, 'model_type "brand_new" is not known, and these keys'),
     ],
@@ -254,6 +256,25 @@ def test_layers_that_cannot_be_described_are_refused_with_a_way_out(more: dict[s
         model_keys(sizes("llama", 4, 512, 1024, 8, 8, 1000) | {"hidden_act": "silu"} | more)
     assert words in str(caught.value)
     assert "lumos capture --dry" in str(caught.value)
+
+
+def test_lists_that_say_ordinary_attention_of_every_layer_are_no_linear_attention() -> None:
+    config = sizes("minimax_m2", 4, 512, 1024, 8, 8, 1000) | {"hidden_act": "silu"}
+    for more in ({"attn_type_list": [1] * 4}, {"block_types": ["attention"]}, {"full_attention_interval": 1}):
+        assert model_keys(config | more).sections == model_keys(config).sections
+
+
+def test_infinity_and_nan_are_json(tmp_path: Path) -> None:
+    config = sizes("llama", 4, 512, 1024, 8, 8, 1000) | {"time_step_limit": [0.0, float("inf")], "beta": float("nan")}
+    path = written(tmp_path, json.dumps(config), "config.json")
+    assert "Infinity" in path.read_text()
+    assert read_any(path).sections["model"]["layers"] == 4
+    for text in ('{"hidden_size": ' + "[" * 100_000, '{"model_type": "\\ud800", "a": NaN}', '{"a": Infinit}'):
+        with pytest.raises(InputError, match="not JSON"):
+            read_any(written(tmp_path, text, "config.json"))
+    endless = written(tmp_path, json.dumps(config | {"hidden_size": float("inf")}), "config.json")
+    with pytest.raises(LumosError):
+        read_setup(endless, ["train.seq=8"])
 
 
 def test_a_type_that_is_not_known_is_guessed_from_its_activation_alone(tmp_path: Path) -> None:

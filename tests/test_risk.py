@@ -296,7 +296,7 @@ def test_the_median_of_steps_that_differ_as_usual_is_the_predicted_step() -> Non
 
 def test_a_step_in_which_nothing_differs_is_a_little_shorter_on_any_number_of_gpus() -> None:
     for gpus in (8, 4096):
-        found = predict(JOBS["DDP"].replaced({"cluster.gpus": gpus}))
+        found = predict(JOBS["DDP"].replaced({"cluster.gpus": gpus, "train.global_batch": gpus}))
         risk = step_risk(found, draws=300)
         assert 0.9 < risk.calm_ms / found.step_ms <= 1
         assert risk.calm_ms > found.breakdown.exposed_compute_ms + found.breakdown.overlapped_ms

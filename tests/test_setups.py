@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lumos.errors import InputError, LumosError, OptionError
+from lumos.prediction.prediction import predict
 from lumos.setup import (
     Cluster,
     Model,
@@ -434,6 +435,42 @@ def test_every_rule_has_a_mistake_that_breaks_it() -> None:
 )
 def test_what_is_unusual_but_works_is_allowed(sections: dict[str, Any]) -> None:
     check(small(**sections))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {"ep": 4}},
+        {"parallel": {"pp": 2, "schedule": "dualpipe"}, "train": {"seq": 512, "microbatches": 1}},
+    ],
+)
+def test_a_prediction_refuses_a_setup_whose_values_do_not_fit_together(sections: dict[str, Any]) -> None:
+    small = {"layers": 4, "hidden": 512, "ffn": 1024, "heads": 8, "vocab": 1000, "experts": 8, "top_k": 2}
+    with pytest.raises(OptionError):
+        predict(Setup(**{"model": small, "train": {"seq": 512}} | sections))
+
+
+def test_a_preset_may_be_named_in_place_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = Setup(model={"preset": "qwen3-8b"}, train={"seq": 4096}, cluster={"gpus": 8})
+    assert read_setup("Qwen/Qwen3-8B", ["cluster.gpus=8", "train.seq=4096"]).model == described.model
+    assert any("train.seq" in note for note in read_setup_with_notes("llama3-8b").notes)
+    with pytest.raises(OptionError, match="did you mean"):
+        Setup(model={"preset": "qwen3-8bb"}, train={"seq": 4096})
+    with pytest.raises(InputError):
+        read_setup("someone/else")
+    config = tmp_path / "hub" / "models--someone--else" / "snapshots" / "0af1" / "config.json"
+    config.parent.mkdir(parents=True)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config.write_text(json.dumps({"model_type": "llama", "vocab_size": 99, **sizes}))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    assert read_setup("someone/else", ["train.seq=8"]).model.hidden == 64
+
+
+def test_predict_takes_a_path_and_shows_itself_in_a_line(run_toml: Path) -> None:
+    found = predict(str(run_toml))
+    assert found.step_ms == predict(read_setup(run_toml)).step_ms
+    assert len(repr(found)) < 120
 
 
 def test_what_is_pointless_is_a_warning() -> None:

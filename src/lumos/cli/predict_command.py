@@ -45,6 +45,7 @@ from lumos.report.risks import risk_row
 from lumos.report.runs import run_row
 from lumos.report.terminal.show import show_launch, show_prediction, show_risk, show_run
 from lumos.risk.whole_run import WholeRun
+from lumos.setup.setup_files import located
 
 _ALL = TraceOptions()
 _NO_FAILURES = ReliabilityOptions()
@@ -160,7 +161,7 @@ def _source(
 ) -> Source:  # fmt: skip
     """What to predict from."""
     if source is None:
-        path = setup or Path()
+        path = located(setup or Path())
         return Described(path, changes) if describe or path.suffix.lower() != ".json" else OfConfig(path, changes)
     if not dry_files(source):
         graph = graph_at(source, options) if setup is None else []

@@ -12,12 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from lumos.dry_run.dry_prediction import STAND_IN, DryPrediction, dry_prediction
 from lumos.dry_run.recorded_step import Recording
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.prediction.bill import Tariff
+from lumos.setup.importers.any_file import json_value
 from lumos.setup.importers.foreign_file import text_of
 from lumos.setup.messages import place_of
 from lumos.setup.setup import Setup
@@ -92,8 +91,8 @@ def _config_of(path: Path) -> dict[str, Any] | None:
     if path.suffix.lower() != ".json":
         return None
     try:
-        content = msgspec.json.decode(text_of(path))
-    except (msgspec.DecodeError, InputError, RecursionError):
+        content = json_value(text_of(path))
+    except InputError:
         return None
     return content if isinstance(content, dict) and isinstance(content.get("model_type"), str) else None
 

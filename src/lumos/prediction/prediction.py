@@ -30,8 +30,9 @@ from lumos.prediction.operator_times import SOURCES, OperatorTime, operator_time
 from lumos.prediction.power import Energy, energy_of, limit_note
 from lumos.program.flops import hardware_flops, model_flops, utilisation
 from lumos.program.memory import Memory, memory_of
-from lumos.setup.constraints import warnings_in
+from lumos.setup.constraints import check, warnings_in
 from lumos.setup.setup import STEP_SECTIONS, Setup
+from lumos.setup.setup_files import read_setup_with_notes
 from lumos.step.step import Step, host_was_measured, simulate_step
 from lumos.trace.trace import Trace
 
@@ -40,7 +41,7 @@ _GIB = float(1 << 30)
 _HOST_BOUND = 0.05  # share of the step that a host without delay would save, from which on a step is host-bound
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """A simulated run with everything that follows from it. What its source cannot know is None.
 
@@ -57,6 +58,11 @@ class Prediction:
     notes: tuple[str, ...] = ()  # what had to be assumed
     tariff: Tariff = NO_PRICES
     inferred: Mapping[str, Inferred] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        low, high = self.interval_ms
+        fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
+        return f"{type(self).__name__}({self.step_ms:,.2f} ms, {low:,.2f} to {high:,.2f}{fits})"
 
     # ------------------------------------------------------------------ time
     @cached_property
@@ -344,7 +350,7 @@ def _operator_answer(row: OperatorTime) -> OperatorAnswer:
 
 
 def predict(
-    what: Setup | Replay | CalibratedRun,
+    what: Setup | Replay | CalibratedRun | Path | str,
     scale: Sequence[Scale | str] = (),
     *,
     setup: Setup | None = None,
@@ -355,16 +361,20 @@ def predict(
 ) -> Prediction:
     """What a run would do.
 
-        predict(setup)                                   a described run
+        predict(setup)                                   a described run, or the path of its file
         predict(run, ["compute=0.5"])                    a traced run with some of its tasks faster or slower
         predict(run, setup=wanted, traced=its_setup)     another configuration of a traced run
 
     `notes` are what had to be assumed of a setup: they are repeated as warnings, and widen the interval of a described
     run. `tariff` holds prices and a token budget.
     """
+    if isinstance(what, Path | str):
+        reading = read_setup_with_notes(what)
+        what, notes = reading.setup, (*reading.notes, *notes)
     if isinstance(what, Setup):
         if scale or setup or traced:
             raise OptionError("scale, setup and traced need a traced run: give one as the first argument")
+        check(what)
         return predicted_step(simulate_step(what), notes, tariff)
     if isinstance(what, Replay):
         if setup is None:

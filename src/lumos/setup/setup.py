@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from lumos.errors import OptionError
 from lumos.setup.messages import did_you_mean, mistakes_of
+from lumos.setup.presets import preset_named
 from lumos.setup.reliability import Reliability
 from lumos.setup.sections import Cluster, Model, Parallel, Section, Train, as_count
 from lumos.setup.stated_variability import StatedVariability
@@ -47,6 +48,10 @@ class Setup(BaseModel):
         """dp or gpus from each other, then microbatches or global_batch from each other."""
         if not isinstance(given, dict):
             return given
+        model = given.get("model")
+        if isinstance(model, dict) and isinstance(model.get("preset"), str):
+            stated = {key: value for key, value in model.items() if key != "preset"}
+            given = given | {"model": {**preset_named(model["preset"]).keys, **stated}}
         train, parallel, cluster = (given.get(name, {}) for name in ("train", "parallel", "cluster"))
         if not all(isinstance(section, Section | dict) for section in (train, parallel, cluster)):
             return given

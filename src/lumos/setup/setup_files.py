@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,13 @@ import tomli_w
 from pydantic import ValidationError
 
 from lumos.errors import InputError, LumosError, OptionError
+from lumos.files import stamp_of
 from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.gpus import is_file_name
 from lumos.setup.importers.any_file import read_any, read_config, toml_value
-from lumos.setup.importers.foreign_file import GPU_KEYS, Reading, Sections
+from lumos.setup.importers.foreign_file import GPU_KEYS, Note, Reading, Sections
 from lumos.setup.messages import nearest, place_of, shown, size_text
-from lumos.setup.presets import preset_named
+from lumos.setup.presets import Preset, find_preset, preset_named
 from lumos.setup.sections import Model, Section, as_count
 from lumos.setup.setup import KEYS, SECTIONS, Setup
 from lumos.setup.stated_size import size_doubt
@@ -75,22 +77,25 @@ class PlainSetup(NamedTuple):
         return SetupReading(setup, (*self.notes, *doubts, *assumed, *warnings_in(setup)))
 
 
-def read_setup(path: Path, overrides: Sequence[str] = ()) -> Setup:
+def read_setup(path: Path | str, overrides: Sequence[str] = ()) -> Setup:
     """The run that a file describes, or an error that lists every mistake.
 
-    >>> read_setup(Path("examples/llama3-70b.toml"), ["parallel.tp=8", "train.precision=fp8"])
+    The name of a preset, or of a model of the Hugging Face Hub that was downloaded, is as good as a file.
+
+    >>> read_setup("examples/llama3-70b.toml", ["parallel.tp=8", "train.precision=fp8"])
     """
     return read_setup_with_notes(path, overrides).setup
 
 
-def read_setup_with_notes(path: Path, overrides: Sequence[str] = ()) -> SetupReading:
+def read_setup_with_notes(path: Path | str, overrides: Sequence[str] = ()) -> SetupReading:
     """The same as `read_setup`, with notes on what was assumed, padded, ignored or not recognised."""
     plain = read_plain(path, overrides)
     return plain.checked(plain.sections)
 
 
-def read_plain(path: Path | None, overrides: Sequence[str] = ()) -> PlainSetup:
+def read_plain(path: Path | str | None, overrides: Sequence[str] = ()) -> PlainSetup:
     """The values of a file that need not be complete; without a file, the overrides alone."""
+    path = None if path is None else located(path)
     changes = _parsed(overrides)
     reading = _read(path) if path is not None else Reading({})
     sections, assumed = _grouped(_layered(reading.sections, changes), reading.copies)
@@ -141,7 +146,30 @@ def _written(name: str, section: Section) -> dict[str, Any]:
 # Reading
 
 
+def located(name: Path | str) -> Path:
+    """A path; for the name of a model that was downloaded from the Hugging Face Hub, that of its config.json."""
+    path = Path(name)
+    if os.path.lexists(path) or _preset_of(path) or len(path.parts) != 2 or ".." in path.parts:
+        return path
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    try:
+        found = sorted((cache / f"models--{'--'.join(path.parts)}" / "snapshots").glob("*/config.json"), key=stamp_of)
+    except (OSError, ValueError):
+        return path
+    return found[-1] if found else path
+
+
+def _preset_of(path: Path) -> Preset | None:
+    """The preset that is named in place of a file: llama3-8b, Qwen/Qwen3-8B."""
+    return None if os.path.lexists(path) or len(path.parts) > 2 else find_preset(str(path))
+
+
 def _read(path: Path) -> Reading:
+    preset = _preset_of(path)
+    if preset is not None:
+        note = Note(f"no such file: the preset {preset.name}, with train.seq = {preset.seq}", ("train.seq",))
+        return Reading({"model": dict(preset.keys), "train": {"seq": preset.seq}}, (note,))
     reading = _with_files_beside(read_any(path), path.parent)
     base = next((key for key in _BASES if key in reading.sections), None)
     if base is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -53,7 +54,7 @@ def read_config(path: Path) -> Reading:
     """What a Hugging Face config.json says, or InputError that says why it does not describe a language model."""
     where = place_of(path)
     try:
-        content = _json(text_of(path))
+        content = json_value(text_of(path))
         return _with_names(model_keys(content)._replace(stored_parameters=_stored(content, path.parent)), path)
     except InputError as error:
         raise InputError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
@@ -90,10 +91,10 @@ def _read(path: Path, where: str) -> Reading:
 def _table(text: str, suffix: str) -> Any:
     """What JSON or YAML holds; None where the text is neither."""
     if suffix == ".json":
-        return _json(text)
+        return json_value(text)
     if text.lstrip()[:1] == "{":
         try:
-            return _json(text)
+            return json_value(text)
         except InputError:
             pass  # GPT-NeoX writes YAML in braces
     return table_in_yaml(text)
@@ -228,11 +229,18 @@ def _config_file(name: str, folder: Path, found: Findings) -> dict[str, Any]:
     return {}
 
 
-def _json(text: str) -> Any:
+def json_value(text: str) -> Any:
+    """What JSON holds, with Infinity and NaN, as Python writes them, or InputError."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InputError(f"not JSON ({str(error)[:100]})") from None
+        wrong = str(error)[:100]
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # half a character is no text
+    except (ValueError, RecursionError):
+        raise InputError(f"not JSON ({wrong})") from None
+    return value
 
 
 def _toml(text: str) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def _refuse_other_layers(config: dict[str, Any]) -> None:
     for group in _TABLES["refused_keys"]:
         prefixes = tuple(group["prefixes"])
         for name, value in config.items():
-            if name.startswith(prefixes) and value not in (None, 0, False, "", [], {}):
+            if name.startswith(prefixes) and value not in (None, 0, False, "", [], {}) and not _is_full(name, value):
                 what = f"{name[:60]} = {shown(value)} means {group['description']}"
                 raise InputError(f"{what}, which cannot be described: {_WAY_OUT}")
     kinds = config.get("layer_types")
@@ -143,6 +143,12 @@ def _refuse_other_layers(config: dict[str, Any]) -> None:
     if others:
         count = f"{len(others)} of {len(kinds or ())} layers are {shown(others[0])}"
         raise InputError(f"layer_types: {count}, which cannot be described: {_WAY_OUT}")
+
+
+def _is_full(name: str, value: Any) -> bool:
+    """Whether a key of hybrid models says of every layer that it is ordinary attention."""
+    kinds = value if isinstance(value, list) else [value]
+    return name in _TABLES["full_attention"] and all(kind == _TABLES["full_attention"][name] for kind in kinds)
 
 
 def _windows(config: dict[str, Any], sizes: Mapping[str, Any], found: Findings) -> dict[str, int]:

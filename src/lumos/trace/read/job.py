@@ -44,7 +44,7 @@ _Read = TypeVar("_Read")
 
 
 def read_job(
-    path: Path,
+    path: Path | str,
     match: str = "",
     rank_pattern: str = "",
     progress: Progress | None = None,
@@ -52,12 +52,12 @@ def read_job(
     engine: Engine | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Trace | Execution:
-    """A job from a file or a folder of ranks: `read_job(Path("traces"))`.
+    """A job from a file or a folder of ranks: `read_job("traces")`.
 
     `match` chooses files of a folder by name, `rank_pattern` finds the rank in a name. Large files are read in as many
     processes as `workers` (0: one a core), or on an `engine`; `meanwhile` is called while those read.
     """
-    files, notes = find_files(path, match)
+    files, notes = find_files(Path(path), match)
     pattern = _compiled(rank_pattern)
     form = _one_form(files)
     if form in _CHAKRA:
