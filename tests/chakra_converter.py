@@ -21,7 +21,7 @@ from lumos.trace.read.chakra_format import NodeType, add_value, schema, write_de
 _PAUSE = 1_000_000  # ns without operators, after which a thread is taken to have waited for another
 
 
-def convert_recording(run: Execution, folder: Path, with_times: bool = False) -> Path:
+def convert_recording(run: Execution, folder: Path, with_times: bool = False, peers_by_index: bool = True) -> Path:
     """Write `job.RANK.et` for every rank of a recorded run, as the official tools would."""
     folder.mkdir(exist_ok=True)
     for rank in run.trace.ranks:
@@ -29,14 +29,14 @@ def convert_recording(run: Execution, folder: Path, with_times: bool = False) ->
         head = kinds.metadata()
         add_value(head.attr, "schema", "string_val", "1.1.1-chakra.0.0.4")
         with (folder / f"job.{rank}.et").open("wb") as file:
-            for message in (head, *_Rank(run, rank).nodes(with_times)):
+            for message in (head, *_Rank(run, rank, peers_by_index).nodes(with_times)):
                 write_delimited(file, message)
     return folder
 
 
 class _Rank:
-    def __init__(self, run: Execution, rank: int) -> None:
-        self.run, self.trace, self.rank = run, run.trace, rank
+    def __init__(self, run: Execution, rank: int, peers_by_index: bool) -> None:
+        self.run, self.trace, self.rank, self.peers_by_index = run, run.trace, rank, peers_by_index
         trace, host = run.trace, (Category.OP, Category.NOTE)
         mine = (trace.rank == rank) & (run.nodes.first_node >= 0)
         self.ops = np.flatnonzero(mine & np.isin(trace.category, host))
@@ -143,6 +143,8 @@ class _Rank:
         ranks = message.ranks or tuple(range(max(message.group_size, 1)))
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         peer = {"send": message.destination, "recv": message.source}.get(message.collective, 0)
+        if peer in ranks and self.peers_by_index and message.collective in ("send", "recv"):
+            peer = ranks.index(peer)
         name, number = message.collective, self.sequence.get(row, 0)
         return (
             f"[[{number}, {name in ('send', 'recv')}], ['{message.group}', 'default_pg'], {peer}, '{name}', [], [], "

@@ -333,7 +333,10 @@ def test_an_unknown_exchange_leaves_the_parallelism_out(tmp_path: Path) -> None:
     assert found["model.hidden"] == 256
 
 
-def test_virtual_stages_are_counted_by_what_the_first_rank_sends(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "by_index"), [((0, 1), False), ((1, 3), False), ((1, 3), True)])
+def test_virtual_stages_are_counted_by_what_the_first_rank_sends(
+    tmp_path: Path, ranks: tuple[int, int], by_index: bool
+) -> None:
     for rank in (0, 1):
         step = Step()
         for _ in range(4):
@@ -344,10 +347,11 @@ def test_virtual_stages_are_counted_by_what_the_first_rank_sends(tmp_path: Path)
                 if rank == 1 and chunk == 1:
                     step.end()
                 for _ in range(2 if rank == 0 and chunk else 1):  # the second chunk also sends a gradient back
-                    peer = {"Collective name": "send", "Dst Rank": 1 - rank, "Process Group Ranks": "[0, 1]"}
-                    step.call("record_param_comms", [], **peer)
+                    peer = {"Dst Rank": 1 - rank if by_index else ranks[1 - rank], "Process Group Ranks": str(ranks)}
+                    step.call("record_param_comms", [], **peer, **{"Collective name": "send"})
         marks = [note("ProfilerStep#1", 0, step.time)]
-        write_trace(tmp_path / f"rank{rank}.json", [*marks, *step.events], header(rank=rank, world_size=2))
+        head = header(rank=ranks[rank], world_size=2 * ranks[0] + 2)
+        write_trace(tmp_path / f"rank{ranks[rank]}.json", [*marks, *step.events], head)
     found = values(tmp_path)
     assert (found["parallel.pp"], found["parallel.vpp"], found["train.microbatches"]) == (2, 2, 4)
     assert found["model.layers"] == 4

@@ -22,6 +22,7 @@ from lumos.errors import LumosError
 from lumos.program.recorded_op import TensorInfo
 from lumos.trace.names import CATEGORIES, Category, collective_name
 from lumos.trace.read.json_slices import Slices
+from lumos.trace.read.kineto import rank_list
 
 Shape = tuple[int, ...]
 MODULE = "nn.Module: "  # how the profiler names the call of a module
@@ -96,7 +97,8 @@ class CollectiveCall(NamedTuple):
     elements_in: int
     elements_out: int
     group_size: int
-    peer: int  # the other rank of a point-to-point call
+    peer: int = -1  # of a send or a receive, as recorded
+    group: tuple[int, ...] = ()  # empty if its ranks were not recorded
 
 
 @dataclass
@@ -160,7 +162,7 @@ class RankOps:
 
     @cached_property
     def collectives(self) -> list[tuple[TracedOp, CollectiveCall]]:
-        found = [(op, _collective(op, self.rank)) for op in self.of(OpType.COMM)]
+        found = [(op, _collective(op)) for op in self.of(OpType.COMM)]
         return [(op, call) for op, call in found if call.collective]
 
 
@@ -284,13 +286,13 @@ def _nested(ops: list[TracedOp]) -> Iterable[TracedOp]:
     return ops
 
 
-def _collective(op: TracedOp, rank: int) -> CollectiveCall:
+def _collective(op: TracedOp) -> CollectiveCall:
     """From the arguments of the record first, then from the shapes of the call around it."""
     args = op.args
     outer = op.outer if op.outer is not None and op.name == "record_param_comms" else op
     recorded = args.collective if isinstance(args.collective, str) else ""
     if recorded in ("wait", "barrier_wait"):
-        return CollectiveCall("", -1, -1, -1, -1)
+        return CollectiveCall("", -1, -1, -1)
     name = collective_name(recorded) or (collective_name(outer.name) if outer.name != "record_param_comms" else "")
     sent, received = _integer(args.elements_in), _integer(args.elements_out)
     if sent <= 0:
@@ -298,16 +300,8 @@ def _collective(op: TracedOp, rank: int) -> CollectiveCall:
     size = _integer(args.group_size)
     if size <= 0 and name in ("all_gather", "reduce_scatter") and 0 < min(sent, received) < max(sent, received):
         size = max(sent, received) // min(sent, received)
-    return CollectiveCall(name, sent, received, size, _peer(args, rank))
-
-
-def _peer(args: _Args, rank: int) -> int:
-    """The other rank of a point-to-point call, recorded as such or as its index in the group; -1 if not clear."""
-    recorded = max(_integer(args.source), _integer(args.destination))
-    group = [int(r) for r in re.findall(r"\d{1,9}", str(args.ranks))] if "..." not in str(args.ranks) else []
-    if recorded in group and recorded != rank:
-        return recorded
-    return group[recorded] if 0 <= recorded < len(group) and group[recorded] != rank else -1
+    peer = max(_integer(args.source), _integer(args.destination))
+    return CollectiveCall(name, sent, received, size, peer, rank_list(args.ranks))
 
 
 def _elements(name: str, shapes: list[Shape]) -> tuple[int, int]:

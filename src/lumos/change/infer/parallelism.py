@@ -15,6 +15,7 @@ from math import prod
 from lumos.change.infer import Findings, Inferred, agreed
 from lumos.change.infer.layers import POINT_TO_POINT, RankLayers
 from lumos.change.traced_ops import CollectiveCall, OpType, TracedOp
+from lumos.trace.peers import PeerCall, peers_are_indices
 
 Calls = list[tuple[TracedOp, CollectiveCall]]
 
@@ -56,12 +57,14 @@ class Parallelism:
     # ------------------------------------------------------------------ pipelines
     def _pairs(self) -> set[tuple[int, int]]:
         """(rank, peer) of every send and receive; -1 where the peer was not recorded."""
-        return {
-            (rank.ops.rank, call.peer)
+        calls = [
+            PeerCall(rank.ops.rank, "send" in str(op.args.collective or op.name), call.peer, call.group)
             for rank in self.ranks
-            for _, call in rank.ops.collectives
+            for op, call in rank.ops.collectives
             if call.collective == POINT_TO_POINT
-        }
+        ]
+        by_index = peers_are_indices(calls, otherwise=False)
+        return {(call.rank, call.job_peer(by_index)) for call in calls}
 
     @cached_property
     def chain(self) -> list[int]:

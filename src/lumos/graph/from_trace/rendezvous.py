@@ -19,6 +19,7 @@ from lumos.data_files import read_table
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Edges, Ints, Rule, Small
 from lumos.trace.names import Category, collective_name
+from lumos.trace.peers import PeerCall
 from lumos.trace.trace import Message, Trace
 
 _LIMITS = read_table("trace_rules.toml")["rendezvous"]
@@ -52,7 +53,7 @@ def find_rendezvous(trace: Trace) -> tuple[list[Rendezvous], list[str]]:
         for message in peers or found[:1]:
             messages[row] = message
         for message in peers:
-            pairs[_direction(rank, message)][message.collective].append(row)
+            pairs[PeerCall.of(rank, message).direction()][message.collective].append(row)
         if not peers:
             group = f"{found[0].group} {found[0].ranks}" if found else ""
             collectives[name, group][rank].append(row)
@@ -108,14 +109,6 @@ def rendezvous_edges(nodes: Nodes, rendezvous: list[Rendezvous]) -> tuple[Edges,
         sources += [arrive, np.full(int(waits.sum()), hub)]
         targets += [np.full(len(arrive), hub), transfer[waits]]
     return Edges.of(np.concatenate(sources), np.concatenate(targets), Rule.COLLECTIVE), np.array(hubs, np.int64)
-
-
-def _direction(rank: int, message: Message) -> tuple[int, int]:
-    """(sending rank, receiving rank) in the world; the trace has the peer's rank within its group."""
-    peer = message.destination if message.collective == "send" else message.source
-    if message.ranks and 0 <= peer < len(message.ranks):
-        peer = message.ranks[peer]
-    return (rank, peer) if message.collective == "send" else (peer, rank)
 
 
 def _match_collectives(

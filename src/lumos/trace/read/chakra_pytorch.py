@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lumos.trace.names import Category, collective_name, is_step
+from lumos.trace.peers import PeerCall, peers_are_indices, with_job_ranks
 from lumos.trace.read.chakra_format import ANNOUNCEMENT, COLLECTIVES, ChakraFile, Node, NodeType
 from lumos.trace.trace import Message
 
@@ -51,7 +52,7 @@ class Announcement:
         return self.name == "wait"
 
     def message(self, size: int, rank: int) -> Message:
-        """The same with the bytes that one rank gives."""
+        """The same with the bytes that one rank gives; its peer is an index into its group."""
         count = len(self.ranks)
         received = {"all_gather": size * count, "reduce_scatter": size // max(count, 1)}.get(self.name, size)
         source, destination = {"send": (rank, self.peer), "recv": (self.peer, rank)}.get(self.name, (-1, -1))
@@ -144,6 +145,7 @@ class Recording:
 
     file: ChakraFile
     ops: list[Op]
+    peers_are_indices: bool = True
 
     @property
     def rank(self) -> int:
@@ -175,16 +177,24 @@ class Recording:
             group = str(kernel.node.values.get("pg_name", ""))
             return [Message(name, "byte", size, size, group)]
         if own.name not in ("send", "recv"):
-            return [own.message(size, self.rank)]
-        return [one.message(size, self.rank) for one in self._batches.get(own.sequence, [own])]
+            return [self.message(own, size)]
+        return [self.message(one, size) for one in self._batches.get(own.sequence, [own])]
+
+    def message(self, announced: Announcement, size: int) -> Message:
+        """What an announcement of this rank says, with its peer as a rank of the job."""
+        return with_job_ranks(announced.message(size, self.rank), self.peers_are_indices)
+
+    @cached_property
+    def peer_calls(self) -> list[Announcement]:
+        """Sends and receives, in order."""
+        return [op.announced for op in self.ops if op.announced and op.announced.name in ("send", "recv")]
 
     @cached_property
     def _batches(self) -> dict[int, list[Announcement]]:
         """Sends and receives by their sequence number: those of one batch share it."""
         found: dict[int, list[Announcement]] = {}
-        for op in self.ops:
-            if op.announced is not None and op.announced.name in ("send", "recv"):
-                found.setdefault(op.announced.sequence, []).append(op.announced)
+        for announced in self.peer_calls:
+            found.setdefault(announced.sequence, []).append(announced)
         return found
 
 
@@ -221,7 +231,15 @@ def _is_recorded(file: ChakraFile) -> bool:
     return launched > len(kernels) // 2 and any(node.duration_us for node in kernels)
 
 
-def recording(file: ChakraFile) -> Recording:
+def recordings(files: Sequence[ChakraFile]) -> list[Recording]:
+    """The ranks of one job."""
+    ranks = [_recording(file) for file in files]
+    calls = (PeerCall(r.rank, call.name == "send", call.peer, call.ranks) for r in ranks for call in r.peer_calls)
+    by_index = peers_are_indices(calls, otherwise=True)
+    return [replace(rank, peers_are_indices=by_index) for rank in ranks]
+
+
+def _recording(file: ChakraFile) -> Recording:
     """The operators and kernels of a file."""
     host = sorted((node for node in file.nodes if _is_op(node)), key=lambda node: node.id)
     index = {node.id: i for i, node in enumerate(host)}

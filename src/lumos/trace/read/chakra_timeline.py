@@ -26,7 +26,7 @@ from lumos.data_files import read_table
 from lumos.graph.from_trace.rendezvous import POINT_TO_POINT
 from lumos.trace.names import Category
 from lumos.trace.read.chakra_format import ChakraFile
-from lumos.trace.read.chakra_pytorch import Kernel, Op, Recording, recording
+from lumos.trace.read.chakra_pytorch import Kernel, Op, Recording, recordings
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace, concatenate
 
 _LOST: dict[str, float] = read_table("trace_rules.toml")["chakra"]
@@ -39,7 +39,7 @@ _CALL_NAMES = {Category.KERNEL: "cudaLaunchKernel", Category.COPY: "cudaMemcpyAs
 
 def recorded_job(files: Sequence[ChakraFile]) -> Trace:
     """The run that was recorded, as a trace: what the files do not say about times is found from all ranks together."""
-    ranks = [_RankTimes(recording(file)) for file in files]
+    ranks = [_RankTimes(recorded) for recorded in recordings(files)]
     if all(rank.recorded.has_times for rank in ranks):
         for rank in ranks:
             rank.take()
@@ -355,12 +355,7 @@ class _Meetings:
 
 def _key(message: Message) -> tuple[Any, ...]:
     if message.collective in ("send", "recv"):
-        ends = (message.source, message.destination)
-        peer = message.destination if message.collective == "send" else message.source
-        if message.ranks and 0 <= peer < len(message.ranks):  # the peer is named by its place in the group
-            peer = message.ranks[peer]
-        ends = (ends[0], peer) if message.collective == "send" else (peer, ends[1])
-        return ("message", message.group, *ends)
+        return ("message", message.group, message.source, message.destination)
     return ("collective", message.group, message.ranks, message.collective, message.sequence)
 
 
@@ -407,7 +402,7 @@ class _Rows:
     def _add_op(self, index: int, op: Op) -> None:
         message = -1
         if op.announced is not None and not op.announced.is_wait:
-            said = op.announced.message(self._size(op), self.rank)
+            said = self.times.recorded.message(op.announced, self._size(op))
             message = self.messages.setdefault(said, len(self.messages))
         category = Category.NOTE if op.is_step else Category.OP
         began, ended = self.times.began[index], self.times.ended[index]

@@ -22,6 +22,7 @@ import numpy as np
 from lumos.errors import InputError
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.trace.names import Category, collective_name
+from lumos.trace.peers import PeerCall, peers_are_indices, with_job_ranks
 from lumos.trace.read.formats import decode_file
 from lumos.trace.trace import Message, Trace
 
@@ -229,11 +230,12 @@ class Links:
 
     def enrich(self, trace: Trace) -> Trace:
         """The trace with the sizes and groups of collectives where it does not have them itself."""
-        messages = {message: i for i, message in enumerate(trace.messages)}
-        column = trace.message.copy()
-        for row, operator in self.by_row.items():
-            if operator.message is not None and column[row] < 0:
-                column[row] = messages.setdefault(operator.message, len(messages))
+        known = {r: o.message for r, o in self.by_row.items() if o.message is not None and trace.message[r] < 0}
+        calls = (PeerCall.of(int(trace.rank[r]), m) for r, m in known.items() if m.collective in ("send", "recv"))
+        by_index = peers_are_indices(calls, otherwise=True)
+        messages, column = {message: i for i, message in enumerate(trace.messages)}, trace.message.copy()
+        for row, message in known.items():
+            column[row] = messages.setdefault(with_job_ranks(message, by_index), len(messages))
         return replace(trace, messages=tuple(messages), message=column)
 
     def data_edges(self, nodes: Nodes) -> list[tuple[int, int]]:

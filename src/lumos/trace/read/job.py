@@ -21,6 +21,7 @@ from typing import TypeVar
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.graph.from_trace.build import Execution
+from lumos.trace.peers import with_peers_decoded
 from lumos.trace.read.captures import Recorded, by_value, captures, choices, pattern_of
 from lumos.trace.read.chakra import read_chakra
 from lumos.trace.read.chakra_format import ChakraFile, read_chakra_file, read_chakra_json
@@ -74,7 +75,7 @@ def read_job(
     traces = [_with_rank(without_strays(trace), Path(trace.headers[0].path), pattern, len(files)) for trace in traces]
     _refuse_mixed_jobs(traces)
     traces.sort(key=lambda t: t.headers[0].rank)
-    job = concatenate(traces)
+    job = with_peers_decoded(concatenate(traces))
     return replace(job, warnings=(*notes, *job.warnings, *_missing_ranks(job)))
 
 

@@ -189,7 +189,7 @@ class _Columns:
         message = Message(
             collective=name if name in ("send", "recv") else collective_name(name) or name, dtype=_text(args.dtype),
             in_elements=_integer(args.in_elements), out_elements=_integer(args.out_elements), group=_text(args.group),
-            group_size=_rank(args.group_size), ranks=_rank_list(args.group_ranks), sequence=_integer(args.sequence),
+            group_size=_rank(args.group_size), ranks=rank_list(args.group_ranks), sequence=_integer(args.sequence),
             source=_rank(args.source), destination=_rank(args.destination),
         )  # fmt: skip
         return self.messages.setdefault(message, len(self.messages))
@@ -273,7 +273,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else str(value)
 
 
-def _rank_list(value: Any) -> tuple[int, ...]:
+def rank_list(value: Any) -> tuple[int, ...]:
     """The tuple of "[0, 1, 2, 3]" or of a list; of "[0, 1, ..., 7]" (PyTorch's abbreviation) the empty one."""
     text = _text(value)
     return () if "..." in text else tuple(map(whole_number, re.findall(r"\d+", text)))
