@@ -17,6 +17,7 @@ def lumos_here(
 ) -> subprocess.CompletedProcess[str]:
     """The command line as a process of its own has it, but in this one, which saves a second of imports."""
     streams = sys.argv, sys.stdin, sys.stdout, sys.stderr, Path.cwd()
+    paths = list(sys.path)  # without the current folder afterwards
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     command = ["lumos", *map(str, arguments)]
     given = io.TextIOWrapper(io.BytesIO((stdin or "").encode()), "utf-8")
@@ -30,6 +31,7 @@ def lumos_here(
     finally:
         sys.argv, sys.stdin, sys.stdout, sys.stderr = streams[:4]
         os.chdir(streams[4])
+        sys.path[:] = paths
     printed = []
     for stream in (out, err):
         stream.flush()

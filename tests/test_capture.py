@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 import lumos
@@ -30,6 +32,7 @@ H200 = Path(__file__).parent / "data/capture"
 TINY = shlex.split("--layers 2 --hidden 32 --ffn 64 --heads 2 --vocab 64 --seq 16 --micro-batch 2 --steps 9")
 TRAIN = [sys.executable, str(ROOT / "examples/train_tiny.py"), *TINY]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+LUMOS = [sys.executable, "-m", "lumos.cli.main"]
 PATIENCE_S = 1200  # a command takes seconds; this only ends one that hangs, however busy the machine is
 
 
@@ -160,6 +163,43 @@ def test_the_exit_code_is_the_commands_and_nothing_recorded_is_said(tmp_path: Pa
     assert done.stderr.startswith("lumos: nothing was recorded")
     assert done.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_command_and_the_processes_below_it(tmp_path: Path, number: signal.Signals) -> None:
+    """The launcher hands nothing on, as a shell script does not."""
+    script = "sleep 1000 & sleep 1000 & echo ready; wait"
+    line = [*LUMOS, "capture", "-o", str(tmp_path / "out"), "--", "bash", "-c", script]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        below = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.wait()
+    assert len(below) == 3
+    assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_command_that_ends_in_its_own_time_after_a_signal_is_waited_for(tmp_path: Path) -> None:
+    script = "trap 'sleep 0.5; touch saved; exit 7' TERM; echo ready; while :; do sleep 0.1; done"
+    line = [*LUMOS, "capture", "-o", "out", "--", "bash", "-c", script]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait() == 7
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_second_signal_ends_a_command_that_ignores_the_first(tmp_path: Path) -> None:
+    script = "trap 'echo heard' TERM; echo ready; while :; do sleep 0.1; done"
+    line = [*LUMOS, "capture", "-o", "out", "--", "bash", "-c", script]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+            process.terminate()
+        assert process.wait() == 128 + signal.SIGKILL
 
 
 def test_too_few_steps_are_said_with_their_number(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import signal
 import subprocess
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lumos.capture.fake import fake_process_groups, world_environment
@@ -25,20 +27,81 @@ PLAN = "LUMOS_CAPTURE"  # the variable with the plan of the recording
 BY = "LUMOS_CAPTURE_BY"  # the module whose `record_this_process` takes the plan in the process of the command
 HOME = "LUMOS_CAPTURE_HOME"  # the folder of Lumos, for a Python that does not have it
 STARTUP = Path(__file__).parent / "startup"
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GRACE_S = 5.0  # for processes below the command to end after it
 
 
 def run_command(command: Sequence[str], plan: Plan) -> int:
-    """Run a command to its end, its processes recording; its exit code, as a shell has it."""
-    try:
-        process = subprocess.Popen(command, env=environment(plan, os.environ))
-    except OSError as error:
-        raise OptionError(f"{command[0]}: cannot be run ({error.strerror})") from None
-    while True:
+    """Run a command to its end, its processes recording; its exit code, as a shell has it.
+
+    Signals go on to the command and to all processes below it, a second one of a kind as SIGKILL, and none of them is
+    left behind.
+    """
+    with _Forwarding() as forwarding:
         try:
-            code = process.wait()
-        except KeyboardInterrupt:  # the command got it as well; its recording is worth the wait
-            continue
-        return code if code >= 0 else 128 - code
+            process = subprocess.Popen(command, env=environment(plan, os.environ))
+        except OSError as error:
+            raise OptionError(f"{command[0]}: cannot be run ({error.strerror})") from None
+        forwarding.start(process.pid)
+        code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+class _Forwarding:
+    """Passes signals that this process receives on to the processes of a command."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.received: list[int] = []
+        self.signalled: set[Any] = set()  # psutil's processes
+
+    def __enter__(self) -> _Forwarding:
+        numbers = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+        self.before = {number: signal.signal(number, self._receive) for number in numbers}
+        return self
+
+    def start(self, pid: int) -> None:
+        """Pass signals on to this process, also those that came while it was started."""
+        self.pid = pid
+        for number in self.received:
+            self._forward(number)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and _is_in_foreground():  # the terminal has sent it to all of them
+            return
+        self.received.append(number)
+        if self.pid:
+            self._forward(signal.SIGKILL if self.received.count(number) > 1 else number)
+
+    def _forward(self, number: int) -> None:
+        import psutil
+
+        with suppress(psutil.Error):
+            first = psutil.Process(self.pid)
+            self.signalled |= {first, *first.children(recursive=True)}
+        for process in self.signalled:
+            with suppress(psutil.Error):  # it has ended
+                process.send_signal(number)
+
+    def __exit__(self, *_: object) -> None:
+        """End what outlived the command although it was signalled."""
+        if self.signalled:
+            import psutil
+
+            for process in psutil.wait_procs(self.signalled, timeout=_GRACE_S)[1]:
+                with suppress(psutil.Error):
+                    process.kill()
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def _is_in_foreground() -> bool:
+    """Whether Ctrl-C in the terminal reaches this process, and so the command too."""
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def environment(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:

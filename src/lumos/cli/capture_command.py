@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from lumos.capture.command import run_command, signal_name
+from lumos.capture.command import STARTUP, run_command, signal_name
 from lumos.capture.recording import Plan
 from lumos.errors import OptionError, printable
 from lumos.setup.gpus import gpu_named
@@ -85,8 +87,9 @@ def _python_without_torch(command: list[str]) -> str:
     python = next((word for word in command[:_MOST_WORDS] if _PYTHON.fullmatch(Path(word).name)), "")
     if not python:
         return ""
-    try:
-        done = subprocess.run([python, "-c", _LOOK], capture_output=True, timeout=_PATIENCE_S)
+    program = os.path.abspath(shutil.which(python) or python)
+    try:  # elsewhere: `python -c` imports from the current folder
+        done = subprocess.run([program, "-c", _LOOK], capture_output=True, timeout=_PATIENCE_S, cwd=STARTUP)
     except (OSError, subprocess.SubprocessError):
         return ""
     return python if done.returncode == _MISSING else ""

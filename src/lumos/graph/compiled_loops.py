@@ -3,19 +3,46 @@
 The cache is beside the package, or in the user's cache folder if the package is read-only, or in NUMBA_CACHE_DIR. Where
 none of them can be written, or a cache file is damaged, the loops are compiled for this process alone: some seconds
 more at every start, and nothing else.
+
+numba would also take settings, the folder of its pickled cache among them, from `.numba_config.yaml` in the current
+folder, which may be a folder of someone else's traces. It is imported as if it could not read YAML.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lumos.graph import loops
 
+
+def _import_njit() -> Any:
+    """numba's compiler; without the YAML reader if the current folder has a file of settings."""
+    modules: dict[str, Any] = sys.modules
+    if "numba" not in modules:  # else the settings are the application's own
+        hidden = ["yaml"] if os.path.lexists(".numba_config.yaml") else []
+        before = {name: modules.pop(name, None) for name in hidden}
+        modules.update(dict.fromkeys(hidden))
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                from numba.core import config
+        finally:
+            for name, module in before.items():
+                del modules[name]
+                modules.update({name: module} if module else {})
+        config._config_fname = os.devnull  # numba looks for it again whenever it compiles a function
+    from numba import njit
+
+    return njit
+
+
+njit = _import_njit()
 Array = NDArray[Any]
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import distributed
 
 from lumos.errors import LumosError, OptionError
+from lumos.safe_path import safe_path
 
 _JOIN = timedelta(minutes=5)  # for all processes to appear, and for any one of them to answer
 _BEAT_S, _SILENT_S, _GRACE_S = 0.5, 20.0, 3.0
@@ -202,8 +203,9 @@ class Peers:
         self.world = World(size=count, port=port)
         worlds = [World(rank, count, rank, port=port) for rank in range(1, count)]
         self._processes = [context.Process(target=_follow, args=(w, device, work), daemon=True) for w in worlds]
-        for process in self._processes:
-            process.start()
+        with safe_path():
+            for process in self._processes:
+                process.start()
 
     def end(self) -> None:
         for process in self._processes:

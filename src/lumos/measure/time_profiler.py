@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
+from lumos.safe_path import safe_path
+
 Row = dict[str, Any]
 Call = Callable[[], object]
 
@@ -37,7 +39,8 @@ def measured_profiler(rows: list[Row], model: Row, device: str) -> list[Row]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_measure, args=(there, model, device), daemon=True)
-    process.start()
+    with safe_path():
+        process.start()
     there.close()
     try:
         found = here.recv() if here.poll(_LONGEST_S) else "took too long"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -20,6 +20,7 @@ from typing import Any
 from loky import ProcessPoolExecutor
 
 from lumos.errors import LumosError
+from lumos.safe_path import safe_environment, safe_path
 from lumos.workers.engine import AHEAD, Engine, Here, Job
 
 _ENVIRONMENT = {"LOKY_MAX_MEMORY_LEAK_SIZE": "1e18"}  # a worker that read a large file is no leak, and is not replaced
@@ -35,10 +36,16 @@ class Processes:
         self._start()
 
     def _start(self) -> None:
-        self.executor = ProcessPoolExecutor(self.workers, timeout=None, env=_ENVIRONMENT)
+        with safe_path():  # of its resource tracker
+            self.executor = ProcessPoolExecutor(self.workers, timeout=None, env=_ENVIRONMENT | safe_environment())
         with suppress(BrokenProcessPool):  # `run` will find out
             for _ in range(self.workers if self.preload else 0):
-                self.executor.submit(import_module, self.preload)
+                self._submit(import_module, self.preload)
+
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        with safe_path():  # the first call starts the workers and the resource tracker of multiprocessing
+            future: Future[Any] = self.executor.submit(function, *arguments)
+        return future
 
     def close(self) -> None:
         """Kill the workers, whatever they are doing."""
@@ -52,7 +59,7 @@ class Processes:
         def ask(first: int) -> None:
             for index in range(first, min(first + AHEAD * self.workers, len(chunks))):
                 if index not in asked:
-                    asked[index] = self.executor.submit(_run_chunk, payload, chunks[index])
+                    asked[index] = self._submit(_run_chunk, payload, chunks[index])
 
         def answer(index: int) -> Any:
             for _ in range(job.tries):

@@ -9,10 +9,12 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lumos.errors import LumosError, OptionError
+from lumos.safe_path import safe_path
 from lumos.workers.engine import AHEAD, Job
 
 _PATIENCE_S = 5.0
@@ -87,12 +89,13 @@ def on_ray(address: str, workers: int) -> Iterator[Ray]:
     except ImportError:
         raise OptionError("--engine ray needs Ray: pip install 'lumos-sim[ray]'") from None
     joined = ray.is_initialized()
-    with output_as_messages():
+    with output_as_messages(), TemporaryDirectory(prefix="lumos-ray-", ignore_cleanup_errors=True) as empty:
         if not joined:
             _refuse_if_silent(address)
             try:
                 where = {"address": address} if address else {"include_dashboard": False}
-                ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
+                with safe_path(), chdir(empty):  # Ray puts the current folder on sys.path of all workers
+                    ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
             except (ConnectionError, ValueError, RuntimeError) as problem:
                 reason = _first_line(problem)
                 raise OptionError(f"--address {address!r}: no Ray cluster answers there ({reason})") from None
