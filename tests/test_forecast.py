@@ -767,7 +767,7 @@ def test_all_mistakes_are_told_at_once(lumos: Answer, tmp_path: Path) -> None:
         tp = 3
         pp = 8
         [cluster]
-        gpu = "h20"
+        gpu = "h2000"
         gpus = 24
         """
     )
@@ -776,7 +776,7 @@ def test_all_mistakes_are_told_at_once(lumos: Answer, tmp_path: Path) -> None:
     for part in (
         "model.ffn = -5 is out of range", "model.layer is not known: did you mean layers?",
         "train.global_batch = 16 is not a multiple of train.micro_batch = 3", "parallel.tp = 3 does not divide",
-        "parallel.pp = 8 is more than model.layers = 4", 'cluster.gpu = "h20" is not known: did you mean h200?',
+        "parallel.pp = 8 is more than model.layers = 4", 'cluster.gpu = "h2000" is not known: did you mean h200?',
     ):  # fmt: skip
         assert part in err
     assert "Traceback" not in err

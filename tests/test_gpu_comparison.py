@@ -161,7 +161,7 @@ def test_a_run_that_is_refused_everywhere_ends_in_one_line(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--gpu", "h100,h201"], "GPU 'h201' is not known: did you mean h200?"),
+    (["--gpu", "h100,b201"], "GPU 'b201' is not known: did you mean b200?"),
     (["--gpu", "h100,none.toml"], "none.toml: cannot be read"),
     (["--gpu", "h100,h200", "--price", "h100=2"], "--price has none for h200"),
     (["--gpu", "h100,h200", "--price", "h100"], "'h100' is not a price"),
@@ -169,7 +169,7 @@ def test_a_run_that_is_refused_everywhere_ends_in_one_line(run: Run) -> None:
     (["--gpu", "h100,h200", "--price", "3,4"], "has two prices for GPUs without a price of their own, 3 and 4"),
     (["--gpu", "h100,h200", "--price", "3,a100=5"], "--price a100=5: the run is not put on it: leave it out"),
     (["--gpu", "h100,h200", "--price", "zz=5"], "--price: GPU 'zz' is not known"),
-    (["--gpu", "h200,zz"], "rtx4090. Or name a data sheet"),
+    (["--gpu", "h200,zz"], "Or name a data sheet"),
     (["--gpu", ","], "--gpu names none"),
     (["--gpu", ""], "--gpu names none"),
     (["--gpu", "h200,H200"], "names one GPU only: add another, or name h200 once"),
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_never_the_best_and_says_what_would_help(run: Run) 
     rows = answer_of(run, "predict", SMALL, "--gpu", "l40s,h200", "--set", "train.micro_batch=24")["gpus"]
     assert [row["fits"] for row in rows] == [False, True]
     assert rows[0]["best_in"] == []
-    assert "recompute, shard or split more" in rows[0]["advice"]
+    assert "--set train.micro_batch=12" in rows[0]["advice"]
     assert {"step_ms", "mfu", "joules_per_token"} <= set(rows[1]["best_in"])
 
 

@@ -281,3 +281,10 @@ def test_families_that_a_model_file_of_a_known_gpu_lacks_are_named(tmp_path: Pat
     path = tmp_path / "part.npz"
     path.write_bytes(encode("h200", {"gemm": cost_model("h200").regressors["gemm"]}, isolation_us=2.8))
     assert any(text.startswith("part.npz has no samples of") for text in predict(setup(model=str(path))).warnings)
+
+
+@pytest.mark.parametrize("name", ["tpu-v5e", "trn2", "gaudi3"])
+def test_other_accelerators_carry_a_warning_and_a_wide_interval(name: str) -> None:
+    other, known = predict(setup(gpu=name)), predict(setup(gpu="h100"))
+    assert any("only from its data sheet" in text for text in other.warnings)
+    assert other.spread.high / other.spread.low > known.spread.high / known.spread.low

@@ -68,6 +68,7 @@ LAUNCHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"train__offload_layers": 4},
         {"train__precision": "fp8", "train__cuda_graphs": True, "train__attention": "flash"},
         {"train__precision": "mxfp8", "cluster__gpu": "b200"},
+        {"train__precision": "fp8", "parallel__dp": 8, "parallel__zero": 1, "train__weight_precision": "fp8"},
         {"train__precision": "nvfp4", "cluster__gpu": "b200"},
         {"train__precision": "fp16"},
         {"train__reduce_precision": "bf16", "parallel__dp": 8},

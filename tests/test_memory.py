@@ -12,11 +12,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lumos.prediction.fitting import smallest_change
 from lumos.program.attention import core
 from lumos.program.block import saved_bytes
 from lumos.program.embedding_head import head
 from lumos.program.memory import MIB, Memory, StageMemory, memory_of
-from lumos.program.program import Program
+from lumos.program.program import Phase, Program
+from lumos.setup.constraints import mistakes_in
 from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import gpu_named
 from lumos.setup.presets import preset_named
@@ -487,3 +489,47 @@ def test_selective_recomputation_of_whole_layers_is_of_every_second() -> None:
     assert memory_of(selective).at_peak == memory_of(every).at_peak
     assert memory_of(selective).peak < memory_of(setup).peak
     assert simulate_step(selective).us == simulate_step(every).us
+
+
+# ---------------------------------------------------------------------- stored weights, and setups that do not fit
+LLAMA_70B = dict(preset_named("llama3-70b").keys)
+
+
+@pytest.mark.parametrize(("stored", "bytes_per_weight"), [("", 2.0), ("int8", 1.0), ("nf4", 0.516)])
+def test_frozen_layer_weights_take_the_bytes_they_are_stored_in(stored: str, bytes_per_weight: float) -> None:
+    train = {"seq": 512, "mode": "lora", "recompute": "full", "weight_precision": stored}
+    setup = make(LLAMA_70B, train, gpu="h200", gpus=1)
+    root = 2 * setup.model.vocab * setup.model.hidden
+    layers = setup.model.parameters() - root
+    expected = bytes_per_weight * layers + 2.0 * root
+    assert memory_of(setup).at_peak.weights == pytest.approx(expected, rel=0.005)
+    assert Program(setup).sharding.state_bytes.weights == bytes_per_weight
+
+
+def test_quantised_weights_are_restored_in_both_passes_and_gathered_as_stored() -> None:
+    train = {"seq": 4096, "mode": "lora"}
+    plain = make(LLAMA_70B, train, {"zero": 3}, gpu="h100", gpus=8)
+    quantised = plain.replaced({"train.weight_precision": "nf4"})
+    program = Program(quantised)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        names = [op.name for repeated in program.blocks(program.chunks[0][0], phase) for op in repeated.build()]
+        assert names.count("down dequantise") == 1
+    assert program.framework.gather_bytes == 0.516 < Program(plain).framework.gather_bytes
+
+
+def test_megatron_without_fp8_weights_keeps_copies_in_8_bits() -> None:
+    train = {"seq": 8192, "precision": "fp8", "framework": "megatron", "weight_precision": "fp8"}
+    stored = make(dict(preset_named("llama3-8b").keys), train, {"zero": 1}, gpu="h100", gpus=8)
+    assert Program(stored).sharding.state_bytes.weights == 2.0  # one copy for each direction of a matmul
+    assert Program(stored.replaced({"train.weight_precision": "bf16"})).sharding.state_bytes.weights == 4.0
+
+
+@given(setups())
+def test_the_change_that_is_named_fits_and_nothing_smaller_does(setup: Setup) -> None:
+    setup = setup.replaced({"model.hidden": 8192, "model.heads": 64, "model.ffn": 28672, "model.layers": 64})
+    assume(not mistakes_in(setup) and not memory_of(setup).fits)
+    changes = smallest_change(setup)
+    if changes is not None:
+        changed = setup.replaced(changes)
+        assert not mistakes_in(changed)
+        assert memory_of(changed).fits

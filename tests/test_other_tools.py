@@ -383,11 +383,19 @@ def test_a_deepspeed_file_that_is_not_there_is_known_by_its_name(tmp_path: Path)
 
 
 def test_finetuning_files_say_what_is_not_modelled(tmp_path: Path) -> None:
-    text = AXOLOTL + "\nlisa_n_layers: 4\nqat: false\nload_in_8bit: true\n"
+    text = AXOLOTL + "\nlisa_n_layers: 4\nqat: false\n"
     notes = read(tmp_path, text.replace("adamw_torch_fused", "adamw_bnb_8bit"), "a.yml").notes
     assert any("not modelled and ignored: lisa_n_layers" in note and "qat" not in note for note in notes)
     assert any('optimizer = "adamw_bnb_8bit" is not known: assuming adamw' in note for note in notes)
-    assert any("weights in 4 or 8 bits are not modelled" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("stated", "precision"), [("adapter: qlora", "nf4"), ("adapter: lora\nload_in_8bit: true", "int8"), ("", "")]
+)
+def test_quantised_weights_of_adapters_are_read(tmp_path: Path, stated: str, precision: str) -> None:
+    text = "\n".join(line for line in AXOLOTL.splitlines() if not line.startswith(("adapter", "load_in")))
+    setup = read(tmp_path, f"{text}\n{stated}\n", "a.yml", "cluster.gpus=8").setup
+    assert setup.train.weight_precision == precision
 
 
 def test_sizes_of_llama_factory_on_megatron_and_fp8(tmp_path: Path) -> None:

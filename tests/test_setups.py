@@ -219,7 +219,8 @@ def test_a_gpu_is_sound(name: str) -> None:
     assert gpu.source
     assert gpu.family
     assert gpu.supports("fp32")
-    assert peaks["fp32"] <= peaks["fp16"] <= peaks.get("fp8", 1e9) <= peaks.get("fp4", 1e9)
+    half = peaks["bf16" if gpu.family == "tpu" else "fp16"]
+    assert peaks["fp32"] <= half <= peaks.get("fp8", 1e9) <= peaks.get("fp4", 1e9)
     assert gpu.idle_w < gpu.tdp_w
     assert min(gpu.memory_gib, gpu.hbm_gb_s, gpu.sms, gpu.l2_mb, gpu.clock_ghz, gpu.inter_gb_s, gpu.local_gb_s) > 0
     assert (gpu.nvlink_gb_s > 0) or gpu.nvlink_domain == 1
@@ -382,7 +383,7 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
     ),
     ({"parallel": {"dp": 1 << 20, "tp": 2}}, "cluster.gpus = 2097152 is out of range"),
     ({"train": {"seq": 2048, "microbatches": 1 << 20}, "parallel": {"dp": 32}}, "train.global_batch = 33554432 is out"),
-    ({"cluster": {"gpu": "h20"}}, 'cluster.gpu = "h20" is not known: did you mean h200?'),
+    ({"cluster": {"gpu": "h2000"}}, 'cluster.gpu = "h2000" is not known: did you mean h200'),
     ({"cluster": {"gpu": "h100", "power_w": 100}}, "cluster.power_w = 100 is less than 1.5 times the 115 W of"),
     ({"cluster": {"model": H200_COSTS, "gpu": "cpu"}}, "was measured on h200, and says nothing of a CPU"),
     ({"cluster": {"model": "my.bin"}}, 'cluster.model = "my.bin" is no .npz file: name a file that `lumos fit` wrote'),
@@ -396,6 +397,8 @@ MISTAKES: list[tuple[dict[str, dict[str, Any]], str]] = [
         'train.precision = "fp8" is not supported by cluster.gpu = "a100": use fp32, tf32, fp16 or bf16',
     ),
     ({"train": {"seq": 2048}, "cluster": {"gpu": "v100"}}, 'train.precision = "bf16" is not supported'),
+    ({"train": {"seq": 2048, "weight_precision": "nf4"}}, 'train.weight_precision = "nf4" needs train.mode = "lora"'),
+    ({"train": {"seq": 2048, "weight_precision": "fp8"}}, 'train.weight_precision = "fp8" needs train.precision'),
     (
         {"reliability": {"rates": "llama3", "mtbf_job_hours": 3.0}},
         "reliability.rates and reliability.mtbf_job_hours each say how often the job fails: leave out all but one",
@@ -547,7 +550,7 @@ def test_all_mistakes_are_listed_together(tmp_path: Path) -> None:
         [parallel]
         pp = 9
         [cluster]
-        gpu = "h20"
+        gpu = "h2000"
         [clutser]
         """,
     )
@@ -562,7 +565,7 @@ def test_all_mistakes_are_listed_together(tmp_path: Path) -> None:
         "train.seq is missing: set it in [train] or with --set train.seq=VALUE",
         'train.precision = "bf61" is not known: use fp32,',
         "parallel.pp = 9 is more than model.layers = 8: use at most 8",
-        'cluster.gpu = "h20" is not known: did you mean h200?',
+        'cluster.gpu = "h2000" is not known: did you mean h200?',
     )
     assert len(lines) == len(expected)
     assert all(any(line.startswith(f"{path}: {start}") for line in lines) for start in expected), lines
@@ -762,6 +765,8 @@ def test_megatron_defaults_are_those_of_gpt() -> None:
     [
         ("--bf16", "train.precision", "bf16"),
         ("--fp8-format hybrid --bf16", "train.precision", "fp8"),
+        ("--fp8-format hybrid --bf16", "train.weight_precision", "bf16"),
+        ("--fp8-format hybrid --bf16 --fp8-param-gather", "train.weight_precision", "fp8"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "train.precision", "mxfp8"),
         ("--fp4-format e2m1 --bf16", "train.precision", "nvfp4"),
         ("--recompute-activations", "train.recompute", "selective"),

@@ -110,6 +110,7 @@ class PredictionAnswer(Answer, frozen=True, kw_only=True):
     parameters: int | None
     active_parameters: int | None  # that one token uses: fewer than all in a mixture of experts
     memory_gib: MemoryAnswer | None
+    state_bytes_per_parameter: dict[str, float] | None  # weights, gradients, master_weights, moments; before sharding
     fits: bool | None
     breakdown: Breakdown
     baseline_breakdown: Breakdown | None  # of the traced step, without the profiler

@@ -22,6 +22,8 @@ _NO_TORCH = "{python} has no torch; install it with: {python} -m pip install tor
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 _OF_TORCH = ("torchrun", "accelerate", "deepspeed")
 _MOST_WORDS = 8  # of a command, among which its Python may be: env, nice and others come before it
+_CAPABILITIES = {"volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "blackwell": (10, 0),
+                 "rtx-blackwell": (12, 0)}  # fmt: skip
 _MISSING, _PATIENCE_S = 63, 20.0
 _LOOK = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else {_MISSING})"
 
@@ -98,7 +100,7 @@ def _python_without_torch(command: list[str]) -> str:
 def _gpu(name: str) -> dict[str, object]:
     """What a script may ask of its GPU."""
     found = gpu_named(name)
-    capability = {"volta": (7, 0), "ampere": (8, 0), "ada": (8, 9), "blackwell": (10, 0)}.get(found.family, (9, 0))
+    capability = _CAPABILITIES.get(found.family, (9, 0))
     return {"gpu": f"NVIDIA {found.name.upper()}", "memory_gib": found.memory_gib, "capability": capability}
 
 

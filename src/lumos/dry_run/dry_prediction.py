@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 
 from lumos.cost.prices import Prices
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note, transfer_part
+from lumos.prediction.fitting import memory_words
 from lumos.prediction.interval import dry_spread
 from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime
 from lumos.prediction.power import Energy, limit_note, limit_part
-from lumos.prediction.prediction import Prediction, host_words, memory_words
-from lumos.program.memory import Memory
+from lumos.prediction.prediction import Prediction, host_words
+from lumos.program.memory import GIB, Memory
+from lumos.program.parameters import StateBytes
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of
 
@@ -66,6 +69,13 @@ class DryPrediction(Prediction):
     def memory(self) -> Memory:
         return self.dry.memory
 
+    @cached_property
+    def state_bytes_per_parameter(self) -> dict[str, float]:
+        """Bytes per parameter that this rank holds; optimizer state counts as moments."""
+        held, count = self.dry.recording.most_held, max(self.parameters, 1)
+        weights, gradients, moments = (held.get(role, 0) / count for role in ("weights", "gradients", "optimizer"))
+        return StateBytes(weights, gradients, 0.0, moments)._asdict()
+
     @property
     def allocated(self) -> tuple[list[float], list[float]]:
         return self.dry.allocated
@@ -103,7 +113,7 @@ class DryPrediction(Prediction):
         if self.host_bound and self.setup is not None:
             found.append(host_words(self.setup))
         if self.fits is False:
-            found.append(f"does not fit: {memory_words(self.memory)}; recompute, or use smaller micro-batches")
+            found.append(f"does not fit: {memory_words(self.memory)}; {_advice(self)}")
         return found
 
 
@@ -114,3 +124,15 @@ def dry_prediction(recording: Recording, setup: Setup, notes: tuple[str, ...], t
     power = limit_part(setup.cluster.accelerator, step.operators, max(step.busy_us, step.host_us))
     spread = dry_spread(transferred, step.host_us / max(step.busy_us, 1.0), power)
     return DryPrediction(step.run, spread, setup, notes=(*notes, *recording.assumptions), tariff=tariff, dry=step)
+
+
+def _advice(prediction: DryPrediction) -> str:
+    """How many GPUs make the step fit if they share its weights, gradients and optimizer state (FSDP)."""
+    memory = prediction.memory
+    state = memory.at_peak.weights + memory.at_peak.gradients + memory.at_peak.optimizer
+    other = memory.peak - state
+    room = memory.usable - memory.reserve - other
+    if state <= 0 or room <= 0:
+        activations = f"{other / GIB:.1f} GiB are activations and temporary tensors"
+        return f"{activations}: use smaller micro-batches or shorter sequences, or recompute activations"
+    return f"it would fit if {ceil(state / room)} times as many GPUs sharded weights, gradients and optimizer state"

@@ -79,6 +79,19 @@ class Recording:
         return found | ({"activations": found.get("activations", 0) + beyond} if beyond else {})
 
 
+    @cached_property
+    def most_held(self) -> dict[str, int]:
+        """The most bytes of weights, gradients and optimizer state that exist at once, each at its own moment."""
+        now: dict[str, int] = {}
+        for storage, size in self.alive.items():
+            now[self.roles.get(storage, "")] = now.get(self.roles.get(storage, ""), 0) + size
+        most = dict(now)
+        for event in self.events:
+            role = self.roles.get(event.storage, "")
+            now[role] = now.get(role, 0) + event.bytes
+            most[role] = max(most.get(role, 0), now[role])
+        return most
+
     @property
     def held_by_module(self) -> dict[str, float]:
         """What is neither weights, gradients nor optimizer at the peak, by module; largest first."""

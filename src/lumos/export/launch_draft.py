@@ -11,7 +11,7 @@ from lumos.program.rank_layout import RankLayout
 from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import is_file_name
 from lumos.setup.importers.foreign_file import Reading
-from lumos.setup.sections import Parallel
+from lumos.setup.sections import Parallel, Train
 from lumos.setup.setup import STEP_SECTIONS, Setup
 
 FILL_IN = "FILL_IN"  # marks what a setup does not know
@@ -74,6 +74,7 @@ def effective(setup: Setup) -> dict[str, Any]:
         "model.kv_heads": model.heads if model.latent else model.kv_heads,
         "train.fp8_scaling": train.fp8_scaling if train.precision == "fp8" else "",
         "train.reduce_precision": train.reduce_precision or ("fp32" if framework.reduce_bytes == 4 else "bf16"),
+        "train.weight_precision": _stored(train, setup.parallel, framework),
         "train.recompute_modules": sorted(set(train.modules)) if train.recompute == "selective" else [],
         "train.recompute_layers": train.recompute_layers if by_layer else None,
         "train.recompute_every": train.recompute_every if by_layer else 1,
@@ -84,6 +85,12 @@ def effective(setup: Setup) -> dict[str, Any]:
         "train.imbalance": train.imbalance if model.experts and not train.capacity else 1.0,
         "train.capacity": train.capacity if model.experts else 0.0,
     }  # fmt: skip
+
+
+def _stored(train: Train, parallel: Parallel, framework: Framework) -> str:
+    """How layer weights are stored: Megatron keeps them in 8 bits only under a distributed optimizer."""
+    eight_bit = train.precision in ("fp8", "mxfp8", "nvfp4") and framework.fused and train.mode != "lora"
+    return train.weight_precision or (("fp8" if parallel.zero else "bf16") if eight_bit else "")
 
 
 def _gathers_beside(parallel: Parallel, overlaps: bool) -> bool:

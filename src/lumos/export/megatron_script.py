@@ -94,6 +94,7 @@ def _wanted(setup: Setup) -> dict[str, Any]:
         **{f"model.{key}": not getattr(model, key) for key in given},
         "train.attention": not train.attention,
         "train.reduce_precision": not train.reduce_precision,
+        "train.weight_precision": values["train.weight_precision"] != "fp8",
         "parallel.cp": parallel.cp == 1,
         "parallel.ep": parallel.ep == 1,
         "parallel.etp": values["parallel.etp"] in (0, parallel.tp),

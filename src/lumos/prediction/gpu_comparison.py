@@ -13,7 +13,8 @@ from lumos.cost.hardware_model import hardware_model
 from lumos.data_files import read_table
 from lumos.errors import LumosError, OptionError
 from lumos.prediction.bill import Tariff, check_prices
-from lumos.prediction.prediction import NO_PRICES, Prediction, memory_words, predict
+from lumos.prediction.fitting import memory_words
+from lumos.prediction.prediction import NO_PRICES, Prediction, predict
 from lumos.setup.constraints import check
 from lumos.setup.gpus import Gpu, gpu_named, is_file_name
 from lumos.setup.sections import OF_GPU

@@ -24,12 +24,14 @@ from lumos.graph.simulate import simulate
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note
 from lumos.prediction.described_run import DescribedRun
+from lumos.prediction.fitting import does_not_fit
 from lumos.prediction.interval import Spread, basis_of, changed_spread, described_spread, scaled_spread
 from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime, operator_times
 from lumos.prediction.power import Energy, energy_of, limit_note
 from lumos.program.flops import hardware_flops, model_flops, utilisation
 from lumos.program.memory import Memory, memory_of
+from lumos.program.program import Program
 from lumos.setup.constraints import check, warnings_in
 from lumos.setup.setup import STEP_SECTIONS, Setup
 from lumos.setup.setup_files import read_setup_with_notes
@@ -205,6 +207,14 @@ class Prediction:
         found = self.traced.memory(self.setup) if self.traced is not None else None
         return found or memory_of(self.setup)
 
+    @cached_property
+    def state_bytes_per_parameter(self) -> dict[str, float] | None:
+        """Bytes of weights, gradients, master weights and moments per parameter, before sharding."""
+        if self.setup is None:
+            return None
+        program = self.step.assembly.program if self.step else Program(self.setup)
+        return program.sharding.state_bytes._asdict()
+
     @property
     def fits(self) -> bool | None:
         """Whether peak and reserve are at most what the GPU has; None where that is not known."""
@@ -280,7 +290,7 @@ class Prediction:
         if self.step is not None and self.traced is None and not self.is_of_cpu:
             found.append(basis_of(self.setup, self.notes))
         if self.fits is False and self.memory is not None:
-            found.append(f"does not fit: {memory_words(self.memory)}; recompute, shard or split more")
+            found.append(does_not_fit(self.setup, self.memory))
         return found
 
     # ------------------------------------------------------------------ as JSON
@@ -326,12 +336,6 @@ def host_words(setup: Setup) -> str:
     if host_was_measured(setup):
         return f"the host decides this step: it is taken to be that of {Path(setup.cluster.model).name}"
     return "the host decides this step: cluster.host = 1 is a typical host, and hosts differ by a third"
-
-
-def memory_words(memory: Memory) -> str:
-    """Peak and reserve against what there is."""
-    peak, reserve, usable = (value / _GIB for value in (memory.peak, memory.reserve, memory.usable))
-    return f"{peak:.1f} GiB peak + {reserve:.1f} GiB reserve of {usable:.1f} GiB"
 
 
 def _memory_answer(memory: Memory) -> MemoryAnswer:

@@ -73,6 +73,11 @@ class Memory:
         """
         return self.peak + self.reserve <= self.usable
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits only if less memory is lost to fragmentation than the reserve allows for."""
+        return not self.fits and self.peak + self.reserve - _fragmented(self.peak) <= self.usable
+
     @cached_property
     def stages(self) -> tuple[StageMemory, ...]:
         """Every stage at its own worst moment."""
@@ -111,7 +116,11 @@ def reserve_of(setup: Setup, peak: float) -> float:
     constants, parallel = read_table("memory.json"), setup.parallel
     groups = sum(size > 1 for size in (parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.dp))
     outside = constants["context_mib"] + groups * constants["nccl_mib_per_group"]
-    return float(outside * MIB + constants["fragmented_share"] * peak)
+    return float(outside * MIB + _fragmented(peak))
+
+
+def _fragmented(peak: float) -> float:
+    return float(read_table("memory.json")["fragmented_share"] * peak)
 
 
 def workspaces_of(gpu: str) -> float:
@@ -160,7 +169,7 @@ class _Stage:
         self.counts = common.program.in_flight(index)
         self.first, self.last = any(c.first for c in self.chunks), any(c.last for c in self.chunks)
         self.parameters = common.program.stage_parameters(index)
-        self.states = common.sharding.states(self.parameters, common.program.vectors(index))
+        self.states = common.sharding.states(self.parameters, common.program.vectors(index), self._root())
         self.trained = sum(common.sharding.trained(self.parameters))
         self.has_sparse = any(chunk.sparse for chunk in self.chunks)
 

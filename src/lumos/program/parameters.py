@@ -183,6 +183,15 @@ class States(NamedTuple):
     optimizer: float
 
 
+class StateBytes(NamedTuple):
+    """Bytes per trained parameter before sharding; frozen weights count as weights."""
+
+    weights: float
+    gradients: float
+    master_weights: float
+    moments: float
+
+
 class Sharding:
     """How ZeRO divides weights, gradients and optimizer state: the one statement that time and memory both use."""
 
@@ -209,6 +218,18 @@ class Sharding:
         if self.frozen:  # nothing updates them: as the matmuls read them
             self.weights = 1.0 if layout.eight_bit else self.low
             self.casts = 0.0
+        self.layer_weights = self.weights  # bytes of a weight of a layer
+        if train.weight_precision:
+            # Transformer Engine keeps 8-bit copies of layer weights from the first micro-batch to the update. They are
+            # the weights themselves if those are stored in 8 bits.
+            copies = _low_copies(layout) if layout.eight_bit and framework.fused and self.zero < 3 else 0.0
+            stored = read_table("memory.json")["weight_bytes"][train.weight_precision]
+            self.layer_weights = stored + copies if stored > 1 else max(stored, copies)
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        moments = self.moment * _OPTIMIZER_VALUES[self.layout.train.optimizer]
+        return StateBytes(self.layer_weights, self.gradients, self.optimizer - moments, moments)
 
     @property
     def replicas(self) -> int:
@@ -269,15 +290,28 @@ class Sharding:
         """Weights, with gradients and state, are on the host between their gathers."""
         return self.layout.train.offload_weights and self.gathers != "never"
 
-    def states(self, parameters: Parameters, vectors: float = 0.0) -> States:
-        """Bytes that a rank holds of these parameters on the GPU; `vectors` of them have one moment more.
+    def states(self, parameters: Parameters, vectors: float = 0.0, root: float = 0.0) -> States:
+        """Bytes that a rank holds of these parameters on the GPU.
+
+        `vectors` of them have one moment more; `root` of them, the embedding and the output matrix, are in no layer.
 
         Gradients that ZeRO divides go to the host together with the state (ZeRO-Offload, FSDP); those that it does not
         divide stay in their buffer (Megatron).
         """
         divided = self.stays * self.updated(parameters)
         return States(
-            0.0 if self.offloads_weights else self.weights * self.held(parameters),
+            0.0 if self.offloads_weights else self._weight_bytes(parameters, root),
             self.gradients * (divided if self.zero >= 2 else sum(self.trained(parameters))),
             self.optimizer * divided + self.moment * self.stays * vectors / self.shards,
         )
+
+    def _weight_bytes(self, parameters: Parameters, root: float) -> float:
+        outside = Parameters(root, 0.0, parameters.adapters)
+        layers = Parameters(parameters.common - root, parameters.experts)
+        return self.layer_weights * self.held(layers) + max(self.weights, self.low) * self.held(outside)
+
+
+def _low_copies(layout: RankLayout) -> float:
+    """Bytes of the 8-bit copies of one weight: one per direction, unless the GPU multiplies either from one copy."""
+    by_tensor = layout.train.precision == "fp8" and layout.train.fp8_scaling == "tensor"
+    return 1.0 if by_tensor and layout.setup.cluster.accelerator.family == "blackwell" else 2.0

@@ -64,7 +64,7 @@ def linear(
 
     `wide`: it runs in 16 bits where others run in 8, as the output matrix does in every framework.
     """
-    casts = _casts(s, m, n, k, name) if s.eight_bit and not wide else []
+    casts = _casts(s, m, n, k, name) if s.eight_bit and not wide else _restored(s, n * k, name, wide)
     matmul = op(s, "gemm_tn", m, n // count, k, dtype=_linear_dtype(s, wide), name=name)
     matmuls = [matmul._replace(saves=saves), *[matmul] * (count - 1)]
     if s.model.bias and not s.fused and not s.framework.fused_bias:
@@ -74,6 +74,13 @@ def linear(
 
 def _linear_dtype(s: RankLayout, wide: bool) -> str:
     return s.precision if wide and s.eight_bit else s.train.precision
+
+
+def _restored(s: RankLayout, weights: int, name: str, wide: bool) -> Block:
+    """Quantised weights in 16 bits, which every matmul that reads them makes again (bitsandbytes)."""
+    row = f"{s.train.weight_precision} weights"
+    is_quantised = s.train.weight_precision in ("int8", "nf4") and not wide
+    return [stream(s, row, weights, name=f"{name} dequantise")] if is_quantised else []
 
 
 def _casts(s: RankLayout, m: int, n: int, k: int, name: str) -> Block:
@@ -102,7 +109,7 @@ def linear_backward(
     """(input gradient, weight gradient) of a linear layer."""
     dtype, low = _linear_dtype(s, wide), s.eight_bit and not wide
     dynamic = low and not s.framework.fused
-    inputs: Block = []
+    inputs = _restored(s, n * k, name, wide)
     if low:
         row = "dynamic grad cast" if dynamic else "linear grad cast"
         inputs.append(stream(s, row, m * n, name=f"{name} grad cast"))

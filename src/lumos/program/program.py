@@ -55,7 +55,9 @@ class Program:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         train = setup.train
-        self.framework = framework_named(train.framework, train.precision, train.reduce_precision)
+        self.framework = framework_named(
+            train.framework, train.precision, train.reduce_precision, train.weight_precision
+        )
         self.layout = RankLayout(setup, self.framework)
         self._held: dict[int, Parameters] = {}  # by the first of the stages that hold the same
 

@@ -56,7 +56,8 @@ def _setup_cards(found: Prediction) -> list[Card]:
         return []
     device = "CPU rank" if found.is_of_cpu else "GPU"
     reserve, usable = memory.reserve / GIB, memory.usable / GIB
-    room = f"+ {gib_text(reserve)} reserve of {gib_text(usable)}: {'fits' if found.fits else 'does not fit'}"
+    verdict = "fits" if found.fits else "tight, may not fit" if memory.is_tight else "does not fit"
+    room = f"+ {gib_text(reserve)} reserve of {gib_text(usable)}: {verdict}"
     room = "available memory not known" if found.fits is None else room
     cards, speed = [], found.tokens_per_s_per_gpu
     if speed is not None:
@@ -71,7 +72,15 @@ def _setup_cards(found: Prediction) -> list[Card]:
         cards.append(Card("energy", si_text(energy.joules, "J"), words))
     if memory.reserved is not None:
         room = f"allocated; {gib_text(memory.reserved / GIB)} reserved by PyTorch; {room}"
-    return [*cards, Card("peak memory", gib_text(memory.gib()["peak"]), room)]
+    return [*cards, Card("peak memory", gib_text(memory.gib()["peak"]), room), _state_card(found)]
+
+
+def _state_card(found: Prediction) -> Card:
+    """Bytes per parameter, which decide how far a peak can be trusted."""
+    held = found.state_bytes_per_parameter or {}
+    parts = " + ".join(f"{name.replace('_', ' ')} {size:.3g}" for name, size in held.items())
+    where = "this rank's share" if found.is_dry and found.setup and found.setup.cluster.gpus > 1 else "before sharding"
+    return Card("model state", f"{sum(held.values()):.3g} B/parameter", f"{parts}; {where}")
 
 
 def cost_cards(found: Prediction) -> list[Card]:

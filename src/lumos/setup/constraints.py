@@ -571,6 +571,17 @@ def _machines(setup: Setup) -> Iterator[Rule]:
         what = f'is not supported by cluster.gpu = "{gpu.name}": use {one_of(gpu.precisions)}'
         mistake = f'train.precision = "{precision}" {what}'
     yield "train.precision cluster.gpu", mistake
+    yield "train.weight_precision train.mode train.precision", _unusable_weights(setup.train)
+
+
+def _unusable_weights(train: Train) -> str:
+    """Quantised weights can only be frozen, except that Transformer Engine trains weights stored in 8 bits."""
+    stored, mode = train.weight_precision, train.mode
+    if stored in ("int8", "nf4") and mode != "lora":
+        return f'train.weight_precision = "{stored}" needs train.mode = "lora": quantised weights cannot be trained'
+    if stored == "fp8" and mode != "lora" and train.precision not in ("fp8", "mxfp8", "nvfp4"):
+        return f'train.weight_precision = "fp8" needs train.precision = "fp8" or "mxfp8", not "{train.precision}"'
+    return ""
 
 
 def _moved_too_far(model: str, gpu: Gpu) -> str:

@@ -29,7 +29,10 @@ _MOST_BYTES = 1 << 20
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "fp4"]
 Rate = Annotated[float, Field(ge=1e-3, le=1e6)]
 Power = Annotated[float, Field(ge=1, le=1e5)]
-Family = Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4", "other"]
+Family = Literal[
+    "volta", "turing", "ampere", "ada", "hopper", "blackwell", "rtx-blackwell", "cdna2", "cdna3", "cdna4", "tpu",
+    "trainium", "gaudi", "other",
+]  # fmt: skip
 
 
 class DataSheet(BaseModel):

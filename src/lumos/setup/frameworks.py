@@ -59,7 +59,7 @@ class Framework:
     scatters: bool = True  # ZeRO 1 and 2 reduce-scatter gradients; else they are all-reduced
     bucket_mb: float = 0.0  # gradients are reduced in parts of this size; 0: as one, or as the layers end
     reduce_bytes: int = 2  # of one gradient on the network
-    gather_bytes: int = 2  # of one weight on the network
+    gather_bytes: float = 2.0  # of one weight on the network
     state_precision: str = "training"  # of weights and optimizer state: training, mixed, fp32
     optimizer_traffic: float = 28.0  # bytes read and written for one parameter
     optimizer_launches: int = 60  # 0: by the tensors it updates, half a launch each
@@ -108,12 +108,14 @@ class Framework:
 
 
 @cache
-def framework_named(name: str, precision: str = "", reduced_in: str = "") -> Framework:
-    """The framework of that name as it trains in a precision and reduces gradients in one, or OptionError."""
+def framework_named(name: str, precision: str = "", reduced_in: str = "", stored_in: str = "") -> Framework:
+    """The framework with the precisions in which it computes, reduces gradients and stores weights, or OptionError."""
     tables = _tables()
     if name not in tables:
         raise OptionError(f"framework {name[:100]!r} is not known: use one of {', '.join(tables)}")
     found = tables[name]
+    if stored_in:
+        found = replace(found, gather_bytes=read_table("memory.json")["weight_bytes"][stored_in])
     low = reduced_in == "bf16" or (not reduced_in and precision == "fp16")
     if found.fp16_in_fp16 and low:  # gradients are reduced as they are added up
         return replace(found, accumulates_fp32=False, gradient_buffer_fp32=False, reduce_bytes=2)

@@ -231,6 +231,7 @@ class Train(Section):
     global_batch: MaybeSize = 0
     precision: Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = "bf16"
     fp8_scaling: Literal["tensor", "row", "block"] = "tensor"  # a factor for a tensor, a row, or a block of 128 values
+    weight_precision: Literal["", "bf16", "fp8", "int8", "nf4"] = ""  # of stored and gathered layer weights
     reduce_precision: Literal["", "bf16", "fp32"] = ""  # of gradients on the network; "": as the framework has it
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: Annotated[tuple[Module, ...], Field(strict=False, max_length=8)] = ()  # selective; (): as usual

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from lumos.graph.graph import Floats
-from lumos.prediction.prediction import Prediction, memory_words
+from lumos.prediction.fitting import memory_words
+from lumos.prediction.prediction import Prediction
 from lumos.program.memory import Memory
 from lumos.program.program import Program
 from lumos.report.html.allocations import thinned

@@ -160,9 +160,10 @@ def _model(name: Any, found: Findings) -> None:
 
 def _mode(adapter: str, keys: Keys, found: Findings) -> None:
     found.values["train.mode"] = "lora" if "lora" in adapter else "sft"
-    in_bits = [keys.is_on("load_in_4bit"), keys.is_on("load_in_8bit"), keys.first("quantization_bit")[1]]
-    if adapter == "qlora" or any(in_bits):
-        found.note("weights in 4 or 8 bits are not modelled: assuming bf16")
+    bits = str(keys.first("quantization_bit")[1])
+    in_four, in_eight = keys.is_on("load_in_4bit"), keys.is_on("load_in_8bit")
+    if found.values["train.mode"] == "lora" and (adapter == "qlora" or in_four or in_eight or bits in ("4", "8")):
+        found.values["train.weight_precision"] = "int8" if in_eight or bits == "8" else "nf4"
     if adapter in ("freeze", "oft", "ia3", "badam"):
         found.note(f"{adapter} is not modelled: assuming that all weights are trained", "train.mode")
 

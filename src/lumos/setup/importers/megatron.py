@@ -153,6 +153,7 @@ def _precision(found: Findings, options: Options) -> None:
         values["train.precision"] = "mxfp8" if recipe == "mxfp8" else "fp8"
         if recipe == "blockwise":
             values["train.fp8_scaling"] = "block"
+        values.setdefault("train.weight_precision", "bf16")  # unless --fp8-param-gather is given
     elif values["train.precision"] == "fp32":
         found.note("neither --bf16 nor --fp16 is given: fp32, as Megatron does", "train.precision")
 

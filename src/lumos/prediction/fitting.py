@@ -1,0 +1,107 @@
+"""Fitting: the smallest change that makes a setup fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lumos.errors import LumosError
+from lumos.program.memory import GIB, Memory, memory_of
+from lumos.setup.constraints import mistakes_in
+from lumos.setup.frameworks import framework_named
+from lumos.setup.setup import Setup
+
+Changes = dict[str, Any]
+_MOST_GPUS = 1 << 14
+
+
+def memory_words(memory: Memory) -> str:
+    """Peak and reserve against what there is."""
+    peak, reserve, usable = (value / GIB for value in (memory.peak, memory.reserve, memory.usable))
+    return f"{peak:.1f} GiB peak + {reserve:.1f} GiB reserve of {usable:.1f} GiB"
+
+
+def does_not_fit(setup: Setup, memory: Memory) -> str:
+    """The warning about a setup that does not fit, with the smallest change that would."""
+    tight = " (it may run: the reserve includes 3% for fragmentation)" if memory.is_tight else ""
+    return f"does not fit: {memory_words(memory)}{tight}; {fitting_advice(setup)}"
+
+
+def fitting_advice(setup: Setup) -> str:
+    """The smallest change that makes a setup fit, as options; what is left if no change does."""
+    changes = smallest_change(setup)
+    if changes is None:
+        return "no sharding, recomputation or offloading makes it fit: use a smaller model or GPUs with more memory"
+    options = " ".join(f"--set {key}={str(value).lower()}" for key, value in changes.items())
+    return f"it would fit with {options} ({memory_words(memory_of(setup.replaced(changes)))})"
+
+
+def smallest_change(setup: Setup) -> Changes | None:
+    """The first change that fits, tried in this order: one change, several, more GPUs, and offloading."""
+    return next((changes for changes in _candidates(setup) if _fits(setup, changes)), None)
+
+
+def _fits(setup: Setup, changes: Changes) -> bool:
+    try:
+        changed = setup.replaced(changes)
+        return not mistakes_in(changed) and memory_of(changed).fits
+    except LumosError:
+        return False
+
+
+def _candidates(setup: Setup) -> Iterator[Changes]:
+    ladders = [_sharding(setup), _smaller_batches(setup), _recomputation(setup), *_splits(setup)]
+    for ladder in ladders:
+        yield from ladder
+    together: list[Changes] = []
+    for ladder in ladders[:3]:
+        if ladder:
+            together.append({**(together[-1] if together else {}), **ladder[-1]})
+    yield from together[1:]
+    most = together[-1] if together else {}
+    if setup.parallel.zero == 0 and "parallel.zero" not in most:
+        most = {**most, "parallel.zero": framework_named(setup.train.framework).zeros[-1]}
+    more = _more_gpus(setup, most)
+    yield from more
+    offloaded: Changes = {"train.offload_optimizer": 1.0}
+    yield from (offloaded, {**most, **offloaded}, *({**changes, **offloaded} for changes in more))
+
+
+def _sharding(setup: Setup) -> list[Changes]:
+    stages = framework_named(setup.train.framework).zeros
+    shared = setup.parallel.dp * setup.parallel.cp > 1
+    return [{"parallel.zero": stage} for stage in stages if shared and stage > setup.parallel.zero]
+
+
+def _smaller_batches(setup: Setup) -> list[Changes]:
+    """Fewer sequences per micro-batch, and as many more micro-batches."""
+    sizes = [size for size in range(setup.train.micro_batch - 1, 0, -1) if setup.train.micro_batch % size == 0]
+    return [{"train.micro_batch": size, "train.global_batch": setup.train.global_batch} for size in sizes]
+
+
+def _recomputation(setup: Setup) -> list[Changes]:
+    kinds = ("none", "selective", "full")
+    return [{"train.recompute": kind} for kind in kinds[kinds.index(setup.train.recompute) + 1 :]]
+
+
+def _splits(setup: Setup) -> Iterator[list[Changes]]:
+    """More tensor or pipeline parallelism on the same GPUs."""
+    parallel, batch = setup.parallel, setup.train.global_batch
+    for key, now in (("tp", parallel.tp), ("pp", parallel.pp)):
+        factors = [2**power for power in range(1, parallel.dp.bit_length()) if parallel.dp % 2**power == 0]
+        yield [
+            {f"parallel.{key}": now * factor, "parallel.dp": parallel.dp // factor, "train.global_batch": batch}
+            for factor in factors
+        ]
+
+
+def _more_gpus(setup: Setup, most: Changes) -> list[Changes]:
+    """Twice, four times … as many GPUs, with all that saves memory on each."""
+    gpus, found = 2 * setup.cluster.gpus, []
+    while gpus <= _MOST_GPUS:
+        replicas = gpus // setup.parallel.replica_gpus
+        micro_batch = most.get("train.micro_batch", setup.train.micro_batch)
+        batch = max(setup.train.global_batch, replicas * micro_batch)
+        found.append({**most, "cluster.gpus": gpus, "parallel.dp": replicas, "train.global_batch": batch})
+        gpus *= 2
+    return found
