@@ -195,6 +195,18 @@ def test_models_that_are_no_decoders(config: dict[str, Any], tmp_path: Path) -> 
 
 
 @needs_transformers
+def test_a_vision_transformer_is_built_without_drawing_its_weights() -> None:
+    import transformers
+
+    from lumos.dry_run.record import recorded
+
+    with recorded() as recorder:
+        config = transformers.ViTConfig(num_hidden_layers=1)
+        transformers.ViTForImageClassification(config)
+        assert "aten.where.self" not in {op.name for op in recorder.ops}
+
+
+@needs_transformers
 def test_a_model_type_that_is_not_known_is_one_line_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(LumosError, match=r"no_such_model.*--describe") as caught:
         predicted(tmp_path, LLAMA | {"model_type": "no_such_model"}, "train.seq=64")

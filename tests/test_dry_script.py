@@ -22,6 +22,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import lumos  # noqa: E402
+from lumos.dry_run import record  # noqa: E402
 from lumos.dry_run.dry_files import read_recording  # noqa: E402
 from lumos.dry_run.from_script import predict_recording  # noqa: E402
 from lumos.dry_run.recorded_step import Recording, write_recording  # noqa: E402
@@ -364,6 +365,99 @@ def test_a_mistake_of_the_function_is_its_own() -> None:
     with pytest.raises(RuntimeError, match="reduction dim"):
         recorded(lambda model: model(torch.randn(8, 63, device="cuda")).sum())
     assert not torch.cuda.is_available()
+
+
+# ---------------------------------------------------------------------- initialisers and loops
+INITIALISERS = {
+    "trunc_normal_": lambda weight: nn.init.trunc_normal_(weight, std=0.02),
+    "narrow trunc_normal_": lambda weight: nn.init.trunc_normal_(weight, std=1.0, a=-0.1, b=0.1),
+    "orthogonal_": lambda weight: nn.init.orthogonal_(weight),
+    "sparse_": lambda weight: nn.init.sparse_(weight, 0.9),
+    "dirac_": lambda weight: nn.init.dirac_(weight.view(64, 64, 1)),
+}
+
+
+@pytest.mark.parametrize("name", INITIALISERS)
+def test_initialisers_end_and_are_no_operators(name: str) -> None:
+    with record.recorded() as recorder:
+        weight = nn.Parameter(torch.empty(64, 64, device="cuda"))
+        before = len(recorder.ops)
+        with torch.no_grad():
+            INITIALISERS[name](weight)
+        assert [op.name for op in recorder.ops[before:] if "view" not in op.name] == []
+
+
+def test_values_that_an_initialiser_fills_in_stay_known() -> None:
+    branches = []
+
+    def loss_of(model: nn.Module) -> Any:
+        mask = nn.init.zeros_(torch.empty(1000, 1000, device="cuda"))
+        branches.append(bool((mask == 0).all()))
+        return model(torch.randn(8, 64, device="cuda")).sum()
+
+    recorded(loss_of)
+    assert set(branches) == {True}
+
+
+def test_an_initialiser_of_the_users_own_that_never_ends_is_named_with_its_line() -> None:
+    def draw_again(weight: Any) -> Any:
+        return ((weight < -2) | (weight > 2)).any().item()
+
+    def train() -> None:
+        weight = torch.empty(1000, 1000, device="cuda").normal_()
+        while draw_again(weight):
+            weight.normal_()
+
+    with pytest.raises(LumosError, match=r"test_dry_script.py, line \d+ \(train\) ends when tensors"):
+        lumos.dry_run(train)
+
+
+def test_a_loop_over_many_unknown_values_that_ends_is_not_rejected() -> None:
+    def loss_of(model: nn.Module) -> Any:
+        out = model(torch.randn(8, 64, device="cuda"))
+        for value in out.flatten()[:400]:
+            if value.isnan() or (value.expand(2) > 3).any():
+                continue
+        return out.sum()
+
+    assert recorded(loss_of).parameters == 65 * 64
+
+
+def test_operators_before_the_first_forward_pass_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lumos.dry_run.record._MOST_OPS", 500)
+    weights = []
+
+    class Model(nn.Linear):  # type: ignore[misc]
+        def reset_parameters(self) -> None:
+            for _ in range(200):
+                weights.append(self.weight.data.cuda().normal_())
+
+    def train() -> None:
+        net = nn.Sequential(*(Model(64, 64) for _ in range(2)))
+        optimizer = torch.optim.AdamW(net.cuda().parameters())
+        for _ in range(3):
+            net(torch.randn(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+
+    assert lumos.dry_run(train).parameters == 2 * 65 * 64
+
+
+def test_a_step_that_is_too_long_is_rejected_when_few_of_its_layers_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lumos.dry_run.record._MOST_OPS", 20_000)
+    monkeypatch.setattr("lumos.dry_run.record._ENOUGH_OPS", 500)
+    entered = []
+
+    class Scan(nn.Linear):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            entered.append(self)
+            for _ in range(100):
+                x = x * self.weight[0] + self.bias
+            return x
+
+    model = nn.Sequential(*(Scan(64, 64) for _ in range(99)))
+    with pytest.raises(LumosError, match=r"too many operators .*test_dry_script.py, line \d+ \(forward\)"):
+        recorded(lambda model: model(torch.randn(8, 64, device="cuda")), model)
+    assert len(entered) < 20
 
 
 # ---------------------------------------------------------------------- files

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lumos.dry_run.endless_loops import UnknownQuestions
+
 ASSUMED = "values of tensors are not known: masks are taken as full, no layer as dropped, experts as equally loaded"
 _UNKNOWN = 1.0  # a loss, a norm, an element of a mask of which nothing is known
 
@@ -39,6 +41,7 @@ class AssumedValues:
         self.counting: dict[int, tuple[float, float]] = {}  # start and step: arange, places of a full mask, sums
         self.uniform: set[int] = set()  # random numbers between 0 and 1
         self.asked = False
+        self.unknown = UnknownQuestions()
 
     def forget(self, key: int) -> None:
         """A storage is gone, or was written by an operator that is not followed."""
@@ -55,7 +58,9 @@ class AssumedValues:
         if constant is not None:
             return constant.item()  # type: ignore[no-any-return]
         mean = self._known(tensor)
-        mean = _UNKNOWN if mean is None else mean
+        if mean is None:
+            self.unknown.add()
+            mean = _UNKNOWN
         if tensor.dtype == torch.bool:
             return mean >= 0.5
         if tensor.dtype.is_complex:

@@ -147,11 +147,8 @@ def _recorded(config: dict[str, Any], setup: Setup, path: Path, changes: Sequenc
         return record_step(build, train.optimizer, train.microbatches, train.compile)
     except LumosError as error:
         raise OptionError(f"{where}: {error}; or {_way_out(path, changes)}") from None
-    except TimeoutError:
-        raise OptionError(
-            f"{where}: its step runs too many operators for a dry run (a loop over tokens in Python?): "
-            f"{_way_out(path, changes)}"
-        ) from None
+    except TimeoutError as error:
+        raise OptionError(f"{where}: {error}; {_way_out(path, changes)}") from None
     except Exception as error:  # the model's own code may raise anything
         line = next((text.strip() for text in str(error).splitlines() if text.strip()), "")
         longest = config.get("max_position_embeddings")

@@ -52,6 +52,7 @@ def dry_run(train: Callable[[], Any], world: int = 1, rank: int = 0, gpu: str = 
 
 
 def _recorded(train: Callable[[], Any], stack: ExitStack, world: int, rank: int, gpu: dict[str, Any]) -> Recording:
+    from lumos.dry_run.endless_loops import TooManyOperatorsError
     from lumos.dry_run.script import STEPS, faked, steps_counted, tokens_of, trains_on_gpu
 
     counter = faked(stack, gpu, rank, world)
@@ -69,6 +70,8 @@ def _recorded(train: Callable[[], Any], stack: ExitStack, world: int, rank: int,
     try:
         with suppress(_EnoughError):
             train()
+    except TooManyOperatorsError as error:
+        raise DryRunError(f"dry_run: {error}") from None
     except RuntimeError as error:
         # The first backward pass of a process starts threads for the devices that are there, and no others later.
         if "device_ready_queues_" not in str(error):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
-from time import monotonic
+from time import process_time
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lumos.dry_run.assumed_values import ASSUMED, AssumedValues, storage_key
 from lumos.dry_run.compiled import compiled_as_kernels
+from lumos.dry_run.endless_loops import TooManyOperatorsError, caller, shown
 from lumos.dry_run.fake_gpu import ADDRESS, DEFAULT_STREAM, fake_gpu, refused, replaced
 from lumos.dry_run.gpu_functions import functions_as_on_gpu
+from lumos.dry_run.initialisers import initialisers_without_draws
 from lumos.dry_run.memory_ledger import MemoryLedger
 from lumos.dry_run.recorded_step import Recording, StorageEvent
 from lumos.dry_run.recurrent_layers import recurrent_as_on_gpu
@@ -34,17 +36,15 @@ from lumos.program.recorded_op import RecordedOp, TensorInfo
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
            torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8",
            torch.int8: "int8"}  # fmt: skip
-_MOST_SECONDS, _MOST_OPS = 300.0, 200_000  # a scan over tokens in Python runs more
+_MOST_SECONDS, _MOST_OPS = 300.0, 200_000  # of this process; a scan over tokens in Python runs more
+_CHECKED_EVERY = 64  # calls of operators
+_ENOUGH_OPS, _PASSES, _MARGIN = 10_000, 3.0, 1.5  # to expect more from: a backward pass runs about twice as many
 _SMALL, _MANY = 1 << 16, 1 << 23  # elements of CPU tensors that keep their values: of floats, and of other numbers
 _PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor}
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"}
 _ALONG = {"cumsum": 1, "sort": 1, "_softmax": 1, "_log_softmax": 1}  # where the dimension is among the arguments
 COLLECTIVES = -1  # the stream of the first process group; others are below it
 _NOT_CALLED = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "record_stream"}
-
-
-class TooManyOperatorsError(TimeoutError):
-    """A step that does not end in the time and operators that a dry run has."""
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -115,8 +115,8 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self.ops: list[RecordedOp] = []
         self.stream = DEFAULT_STREAM
         self.in_optimizer = False
-        self.modules = ModulePaths(lambda _: self.on_host("python.module"))
-        self.started = monotonic()
+        self.modules = ModulePaths(self._enter_module)
+        self.started, self._calls, self._has_run = process_time(), 0, False
         self.alive: dict[int, int] = {}
         self.later = ExitStack()  # undoes what is replaced on the way
         self.notes: dict[str, None] = {}  # what was assumed, each once
@@ -134,7 +134,29 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self._first += len(self.ops)
         self.ops.clear()
         self.alive = self.ledger.restart()
-        self.started = monotonic()
+        self.started = process_time()
+
+    def _enter_module(self, module: Any) -> None:
+        if not self._has_run:  # what made the model is not part of its step
+            self._has_run = True
+            self.restart()
+        self.values.unknown.clear()
+        self.on_host("python.module")
+
+    def _check_limits(self) -> None:
+        """End a step that is too long as soon as that can be seen, by how many of its modules have run so far."""
+        if not self._has_run:
+            if len(self.ops) > _ENOUGH_OPS:  # of what makes the model, nothing is needed later
+                self.restart()
+            return
+        expected = len(self.ops)
+        if expected > _ENOUGH_OPS and self.phase == "forward":
+            expected = max(expected, round(_PASSES / _MARGIN * expected / self.modules.share_entered()))
+        if process_time() - self.started > _MOST_SECONDS or expected > _MOST_OPS:
+            raise TooManyOperatorsError(
+                f"its step runs too many operators for a dry run: a loop over tokens, or chunks of them, in Python? It "
+                f"was at {shown(caller())}"
+            )
 
     # ------------------------------------------------------------------ operators
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,8 +167,10 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
             self._leave_out_propagation()
             self.on_host(f"dtensor.{func._opname}")
             return NotImplemented
-        if monotonic() - self.started > _MOST_SECONDS or len(self.ops) > _MOST_OPS:
-            raise TooManyOperatorsError
+        self._calls += func.namespace == "aten"
+        if self._calls >= _CHECKED_EVERY and func.namespace == "aten":  # C++ ends the process on errors of `prim`
+            self._calls = 0
+            self._check_limits()
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
             return self._run_collective(func, args, kwargs)
         kwargs = {**kwargs, "pin_memory": None} if kwargs.get("pin_memory") else kwargs
@@ -421,14 +445,22 @@ class ModulePaths:
         self.running: list[str] = []
         self.roots: dict[int, Any] = {}
         self.by_sequence: dict[int, str] = {}
+        self._not_entered: set[int] = set()
 
     def enter(self, module: Any, _: Any) -> None:
         if not self.running and id(module) not in self.names:
             _see_no_tracing()
             self.roots[id(module)] = module
-            self.names |= {id(part): name for name, part in module.named_modules()}
+            parts = {id(part): name for name, part in module.named_modules()}
+            self.names |= parts
+            self._not_entered |= parts.keys()
         self.running.append(self.names.get(id(module), ""))
+        self._not_entered.discard(id(module))
         self.called(module)
+
+    def share_entered(self) -> float:
+        """The share of all modules that have run at least once."""
+        return max(1.0 - len(self._not_entered) / max(len(self.names), 1), 1e-3)
 
     def leave(self, *_: Any) -> None:
         if self.running:
@@ -483,6 +515,7 @@ def recorded(
         stack.enter_context(_checkpoints_marked(recorder))
         stack.enter_context(replaced((torch.Tensor, name, value) for name, value in recorder.methods().items()))
         stack.enter_context(replaced([(torch.nn.Parameter, "__new__", staticmethod(_fake_parameter(recorder)))]))
+        stack.enter_context(replaced(initialisers_without_draws(recorder.values)))
         functions = functions_as_on_gpu(recorder.add).items()
         stack.enter_context(replaced((torch.nn.functional, name, value) for name, value in functions))
         stack.enter_context(replaced((torch._VF, name, value) for name, value in recurrent_as_on_gpu(recorder).items()))

@@ -22,8 +22,9 @@ from typing import Any
 
 from lumos.capture.fake import fake_process_groups
 from lumos.dry_run.compiled import compiled_as_kernels
+from lumos.dry_run.endless_loops import TooManyOperatorsError
 from lumos.dry_run.fake_gpu import ADDRESS, NotInDryRunError, replaced
-from lumos.dry_run.record import Recorder, StepCounter, TooManyOperatorsError, recorded
+from lumos.dry_run.record import Recorder, StepCounter, recorded
 from lumos.dry_run.recorded_step import write_recording
 from lumos.dry_run.script_functions import script_functions
 
@@ -183,7 +184,7 @@ def _exit_code(error: Any) -> int:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, TooManyOperatorsError):
-        return "its step runs too many operators for a dry run (a loop over tokens in Python?)"
+        return str(error)
     if isinstance(error, NotInDryRunError):
         return f"not supported in a dry run: {error}"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
