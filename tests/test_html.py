@@ -163,8 +163,9 @@ def test_every_chart_stands_beside_a_table(kind: str) -> None:
 
 def test_the_replay_page_has_every_part_that_was_promised() -> None:
     titles = [section.title for section in page_of("replay").sections]
-    assert titles == ["Step breakdown", "Which rank is slow", "Timeline", "Critical path", "Collectives",
-                      "Operators and kernels", "GPU utilisation", "Memory over time", "Steps"]  # fmt: skip
+    assert titles == ["What would help", "Step breakdown", "Which rank is slow", "Timeline", "Critical path",
+                      "Collectives", "Operators and kernels", "GPU utilisation", "Memory over time",
+                      "Steps"]  # fmt: skip
 
 
 def test_the_forecast_page_has_every_part_that_was_promised() -> None:

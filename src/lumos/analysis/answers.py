@@ -12,6 +12,7 @@ import msgspec
 from lumos.analysis.breakdown import Breakdown
 from lumos.analysis.collectives import Collective, CollectiveGroup
 from lumos.analysis.hotspots import Hotspot
+from lumos.analysis.sensitivities import Sensitivity
 from lumos.analysis.stragglers import Straggler
 
 
@@ -25,7 +26,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PathAnswer(Answer, frozen=True, kw_only=True):
-    """The critical path per step; `by_kind_ms` adds up to `total_ms`."""
+    """The critical path of the typical step without the profiler; `by_kind_ms` adds up to `total_ms`."""
 
     total_ms: float
     by_kind_ms: dict[str, float]
@@ -45,6 +46,7 @@ class ReplayAnswer(Answer, frozen=True, kw_only=True):
     unexplained_ms: float
     steps: list[dict[str, Any]]  # name, recorded_ms, simulated_ms
     breakdown: dict[str, Breakdown]  # recorded, simulated
+    sensitivities: list[Sensitivity]  # the largest gain first
     stragglers: list[Straggler]
     per_rank: list[dict[str, Any]]  # rank, and its breakdown
     critical_path: PathAnswer

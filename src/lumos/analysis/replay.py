@@ -12,9 +12,11 @@ from lumos.analysis.breakdown import Breakdown, breakdown_by_rank, mean_breakdow
 from lumos.analysis.collectives import Collective, collectives, group_collectives
 from lumos.analysis.hotspots import Hotspot, hotspots
 from lumos.analysis.run import TracedRun
+from lumos.analysis.sensitivities import Sensitivity, sensitivities
 from lumos.analysis.stragglers import Straggler, stragglers
 from lumos.analysis.utilisation import Utilisation, utilisation
-from lumos.graph.critical_path import CriticalPath, PathSummary
+from lumos.analysis.what_if import WhatIf
+from lumos.graph.critical_path import CriticalPath, PathSummary, summarise
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.from_trace.profiler_cost import ProfilerCost, is_profiled, load_profiler_cost, without_profiler
 from lumos.graph.graph import Graph
@@ -100,14 +102,26 @@ class Replay:
         """The step with nothing frozen, under all rules and without some; the graph is built anew for each."""
         return tuple(ablate(self.execution))
 
-    @property
-    def path(self) -> CriticalPath:
-        """The critical path of all steps."""
-        return self.run.path
+    @cached_property
+    def what_if(self) -> WhatIf:
+        """The run without the profiler, to be simulated with other durations."""
+        return WhatIf(self.execution, self.marks, self.clean_graph)
 
     @property
+    def path(self) -> CriticalPath:
+        """The critical path of all steps of the rank that ends last, without the profiler."""
+        return self.clean_run.path
+
+    @cached_property
     def path_summary(self) -> PathSummary:
-        return self.run.path_summary
+        """The critical path of the typical step without the profiler."""
+        step = self.what_if.base
+        return summarise(self.execution, step.path, 1e6 * self.clean_ms / step.ns if step.ns else 1.0)
+
+    @cached_property
+    def sensitivities(self) -> list[Sensitivity]:
+        """The gain from making each part of the work twice as fast, the largest first."""
+        return sensitivities(self.what_if, self.clean_ms)
 
     @cached_property
     def recorded_breakdown(self) -> dict[int, Breakdown]:
@@ -170,6 +184,7 @@ class Replay:
                 "recorded": mean_breakdown(list(self.recorded_breakdown.values())),
                 "simulated": mean_breakdown(list(self.simulated_breakdown.values())),
             },
+            sensitivities=self.sensitivities,
             stragglers=self.stragglers,
             per_rank=[{"rank": rank, **part.as_dict()} for rank, part in self.recorded_breakdown.items()],
             critical_path=PathAnswer(

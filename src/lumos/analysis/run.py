@@ -10,9 +10,18 @@ import numpy as np
 
 from lumos.analysis.breakdown import Breakdown, breakdown_by_rank, mean_breakdown, typical_weights
 from lumos.analysis.collectives import CollectiveGroup, collectives, group_collectives
-from lumos.graph.critical_path import CriticalPath, PathSummary, critical_path, last_node, summarise
+from lumos.graph.critical_path import (
+    CriticalPath,
+    PathSummary,
+    StepPath,
+    critical_path,
+    last_node,
+    step_path,
+    summarise,
+)
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
+from lumos.graph.from_trace.step_nodes import StepNodes
 from lumos.graph.graph import Floats, Graph, Ints
 from lumos.graph.simulate import Times, simulate
 from lumos.trace.steps import StepMarks, Steps
@@ -138,7 +147,13 @@ class TracedRun(Run):
 
     @cached_property
     def path_summary(self) -> PathSummary:
-        return summarise(self.execution, self.path, len(self.marks.names))
+        return summarise(self.execution, self.step_path, self.step_ms / self.steps.mean if self.steps.mean else 1.0)
+
+    @cached_property
+    def step_path(self) -> StepPath:
+        """The mean of the critical paths of all ranks."""
+        windows = StepNodes(self.execution, self.marks).windows(self.times)
+        return step_path(self.graph, self.times, windows)
 
     @cached_property
     def collectives(self) -> list[CollectiveGroup]:

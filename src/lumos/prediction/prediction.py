@@ -10,7 +10,6 @@ from typing import Any
 
 from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswer
 from lumos.analysis.breakdown import Breakdown, moved_breakdown
-from lumos.analysis.overlapped_kernels import sides
 from lumos.analysis.replay import Replay
 from lumos.analysis.run import Run, TracedRun
 from lumos.change.change import CalibratedRun, beyond_us, changed_step
@@ -18,7 +17,6 @@ from lumos.change.infer import Inferred
 from lumos.cost.prices import Prices
 from lumos.errors import OptionError
 from lumos.graph.critical_path import PathSummary
-from lumos.graph.overlap import alone, contended
 from lumos.graph.scaling import Scale, scaled_durations
 from lumos.graph.simulate import simulate
 from lumos.prediction.bill import Bill, Tariff
@@ -424,13 +422,8 @@ def _assumed(notes: Sequence[str], setup: Setup) -> tuple[str, ...]:
 
 def _scaled(run: Replay, scale: Sequence[Scale | str]) -> Prediction:
     scales = [Scale.parse(one) if isinstance(one, str) else one for one in scale]
-    graph = run.clean_graph
-    between = sides(run.execution, graph)
-    recorded = graph.duration if between is None else alone(graph, *between)
-    duration = scaled_durations(run.execution, recorded, scales)
-    if between is not None:
-        duration = contended(graph.with_times(duration, graph.gap), *between)[0].duration
+    duration, _ = run.what_if.simulate(scaled_durations(run.execution, run.what_if.alone, scales))
     steps = run.clean_steps
     share = steps.typical / steps.mean if steps.mean else 1.0
-    simulated = TracedRun(run.execution, run.marks, graph, duration, share)
+    simulated = TracedRun(run.execution, run.marks, run.clean_graph, duration, share)
     return Prediction(simulated, scaled_spread(run.cost.error_pct), replayed=run, scales=tuple(scales))

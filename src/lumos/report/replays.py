@@ -11,6 +11,7 @@ from lumos.analysis.collectives import Collective, CollectiveGroup
 from lumos.analysis.comparison import Comparison, Difference
 from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.replay import Replay
+from lumos.analysis.sensitivities import Sensitivity
 from lumos.graph.critical_path import PathSummary
 from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.report.table import Card, Column, Row, Table, left_out, ms_column, ms_columns, short
@@ -27,8 +28,8 @@ def device_of(run: Replay) -> str:
 
 def replay_cards(run: Replay) -> list[Card]:
     recorded, simulated = run.recorded_steps.mean, run.simulated_steps.mean
-    unexplained = run.path_summary.unexplained_ms
-    share = 100 * unexplained / simulated if simulated else 0.0
+    unexplained, path_ms = run.path_summary.unexplained_ms, run.path_summary.total_ms
+    share = 100 * unexplained / path_ms if path_ms else 0.0
     off = number_text(run.error_pct, 2, signed=True)
     is_cuda = any(_CUDA_CALL.match(name) for name in run.execution.trace.names)
     sure = f"± {run.cost.error_pct:.0f} % (80 % interval)"
@@ -95,12 +96,22 @@ def ablation_table(run: Replay) -> Table:
     return Table("nothing frozen: waits that no rule explains set to zero", columns, rows)
 
 
+def sensitivities_table(found: Sequence[Sensitivity]) -> Table:
+    """The gain from making one part of the work twice as fast."""
+    rows = [Row([one.what, one.kind, one.gain_ms, one.gain_pct, one.path_pct, one.then]) for one in found[:MOST_ROWS]]
+    (gain,) = ms_columns(("gain, ms",), rows)
+    columns = [Column("twice as fast"), Column("kind"), gain, Column("gain, %", 1, bar=True),
+               Column("share of the path, %", 1), Column("then limited by")]  # fmt: skip
+    return Table("gain from making one part twice as fast, without the profiler", columns, rows)
+
+
 def path_table(summary: PathSummary) -> Table:
-    """What the critical path is made of; from the first rank's start to the last one's end."""
+    """What the critical path is made of, as a mean over the paths of all ranks."""
     total = summary.total_ms or 1.0
     rows = [
         Row([kind, ms, 100 * ms / total, _mostly(summary, kind)], kind=filtered_kind(kind))
         for kind, ms in summary.by_kind.items()
+        if kind != "contention" or ms > 0
     ]
     rows.append(Row(["critical path", summary.total_ms, 100.0, ""], is_total=True))
     columns = [Column("kind"), *ms_columns(("ms",), rows), Column("share, %", 1, bar=True), Column("mostly")]
@@ -109,7 +120,7 @@ def path_table(summary: PathSummary) -> Table:
 
 def filtered_kind(kind: str) -> str:
     """The kind by which the filter of a page finds a row; waiting is found by any."""
-    return "" if kind in ("latency", "unexplained") else kind
+    return "" if kind in ("contention", "latency", "unexplained") else kind
 
 
 def _mostly(summary: PathSummary, kind: str) -> str:

@@ -105,6 +105,8 @@ def build(trace: Trace, without: Collection[str] = ()) -> Execution:
         if _has_order(graph):
             break
         keep = ~(np.isin(graph.edges.rule, doubtful) & (graph.edges.lag <= 0))
+        if keep.all():
+            continue
         warnings.append(f"{(~keep).sum()} inferred dependencies contradict each other and were dropped")
         graph, origin = timed_graph(nodes, graph.edges.select(keep), hubs)
     return Execution(trace, nodes, graph, origin, rendezvous, (*trace.warnings, *warnings))

@@ -80,9 +80,10 @@ def path_section(summary: PathSummary) -> Section:
     more = f"the longest {len(rows)}" if len(rows) >= 50 else ""
     by_name = Table("critical path by operator, per step", columns, rows, more)
     text = (
-        "Only what lies on this chain is worth making faster. It runs across ranks, from the first start to the last "
-        "end. Latency is the cost of launches, queues, links and waits between lanes; unexplained is time that was "
-        "recorded and that no dependency accounts for."
+        "Only work on this path is worth making faster, and less so if another path is nearly as long. It runs across "
+        "ranks; shares are a mean over the paths that end the step of each rank. Contention is what kernels lose to "
+        "communication beside them, latency the cost of launches, queues, links and waits between lanes; unexplained "
+        "time was recorded, and no dependency accounts for it."
     )
     chart = Bars(["critical path"], series, "ms per step")
     found = bars_section("Critical path", text, chart, replays.path_table(summary))

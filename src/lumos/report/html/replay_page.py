@@ -18,12 +18,25 @@ from lumos.report.html.parts import (
 )
 from lumos.report.html.roofline import traced_operators_sections
 from lumos.report.html.timeline import run_timeline
-from lumos.report.replays import MOST_ROWS, ablation_table, device_of, replay_cards, steps_table, stragglers_table
+from lumos.report.replays import (
+    MOST_ROWS,
+    ablation_table,
+    device_of,
+    replay_cards,
+    sensitivities_table,
+    steps_table,
+    stragglers_table,
+)
 from lumos.report.wording import ms_text
 
 _BREAKDOWN = (
     "As recorded. A collective counts from its arrival, so waiting for other ranks is communication here; "
     "the collectives below tell the two apart. Copies count as compute."
+)
+_SENSITIVITIES = (
+    "Simulated without the profiler: the gain if one part of the work took half its time. It is at most half of that "
+    "part's share of the critical path, and less if another path is nearly as long; the last column is the kind of "
+    "work with the largest share of the path after that."
 )
 _STRAGGLERS = (
     "In a collective everyone waits for the last to arrive; what that costs the others is charged to the last."
@@ -40,14 +53,16 @@ _HOTSPOTS = (
 
 def replay_page(run: Replay, ablate: bool = False, operators: TracedOperators | None = None) -> Page:
     """The whole report; with the rates of operators, if they are given."""
-    timeline = run_timeline(run.run)
+    timeline = run_timeline(run.clean_run)
     ranks = [str(rank) for rank in run.marks.ranks]
     spots = {
         f"{device_of(run)} time by operator": run.operators(MOST_ROWS),
         f"{device_of(run)} time by kernel": run.kernels(MOST_ROWS),
     }
     stragglers = Section("Which rank is slow", _STRAGGLERS, tables=[stragglers_table(run)])
+    faster = Section("What would help", _SENSITIVITIES, tables=[sensitivities_table(run.sensitivities)])
     sections = [
+        faster,
         breakdown_section(run.recorded_breakdown, _BREAKDOWN),
         *([stragglers] if len(ranks) > 1 else []),
         timeline_section(timeline),
