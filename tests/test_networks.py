@@ -24,6 +24,7 @@ from lumos.program.rank_layout import RankLayout
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.frameworks import framework_named
+from lumos.step.step import simulate_step
 from plain_network import PLAIN_HABITS, plain_network
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -450,3 +451,24 @@ def test_the_command_line_takes_the_keys_and_names_the_way_out_of_mistakes() -> 
     assert "does not reduce: leave it out" in asked("cluster.nvls=true", "cluster.gpu=a100")
     assert "at least 1" in asked("cluster.oversubscription=0.5")
     assert "use infiniband, roce, efa, tcpxo, slingshot or sockets" in asked("cluster.fabric=token-ring")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_are_reduced_in_buckets_only_during_the_backward_pass(zero: int) -> None:
+    """nanotron: DDP's buckets without ZeRO, one reduction of the whole buffer after the backward pass with it."""
+    sections = {
+        "model": dict(preset_named("llama3-8b").keys), "train": {"seq": 2048, "framework": "nanotron"},
+        "parallel": {"tp": 2, "dp": 192, "zero": zero}, "cluster": {"gpu": "h100", "gpus": 384, "fabric": "efa"},
+    }  # fmt: skip
+    assembly = simulate_step(checked_setup(sections)).assembly
+    bucket = framework_named("nanotron").bucket_bytes(assembly.transfers_overlap)
+    assert bucket == (0.0 if zero else framework_named("nanotron").bucket_mb * 1e6)
+    size = 4.0 * assembly.program.stage_parameters(0).common
+    whole = assembly.prices.collective_us(Collective("all_reduce", size, assembly.layout.dp))
+    reduced = assembly._data_parallel_us("all_reduce", assembly.program.stage_parameters(0), 4.0)
+    assert reduced == pytest.approx(whole) if zero else reduced > 1.2 * whole
+
+
+def test_deepspeed_reduces_in_buckets_after_the_backward_pass_too() -> None:
+    deepspeed = framework_named("deepspeed")
+    assert deepspeed.bucket_bytes(beside=False) == deepspeed.bucket_mb * 1e6 > 0

@@ -82,7 +82,7 @@ class Fabric:
     most_send_gb_s: float = float("inf")
     trees: bool = True  # whether all-reduce uses trees between nodes
     relay_us: float = 0.0  # of every step of a ring that leaves the domain
-    crowding: float = 0.0  # all-reduce takes longer by this power of half the number of domains
+    crowding: float = 0.0  # trees take longer by this power of half the number of domains
 
 
 @cache

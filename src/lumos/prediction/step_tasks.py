@@ -327,7 +327,7 @@ class StepTasks:
     def _buckets(self, kind: str, size: float, group: Group) -> Iterator[Collective]:
         if size <= 0 or group.size < 2:
             return
-        bucket = self.step.assembly.framework.bucket_mb * 1e6
+        bucket = self.step.assembly.framework.bucket_bytes(self.step.assembly.transfers_overlap)
         parts = max(1, round(size / bucket)) if bucket and kind != "all_gather" else 1
         parts = min(parts, _MOST_BUCKETS)
         yield from [Collective(kind, size / parts, group)] * parts

@@ -57,7 +57,7 @@ class Framework:
     reduces_always: bool = False  # gradients are reduced after every micro-batch, not after the last alone
     reduces_divided: bool = False  # … where ZeRO 2 divides them
     scatters: bool = True  # ZeRO 1 and 2 reduce-scatter gradients; else they are all-reduced
-    bucket_mb: float = 0.0  # gradients are reduced in parts of this size; 0: as one, or as the layers end
+    bucket_mb: float = 0.0  # gradients are reduced in parts of this size, see `bucket_bytes`; 0: as the layers end
     reduce_bytes: int = 2  # of one gradient on the network
     gather_bytes: float = 2.0  # of one weight on the network
     state_precision: str = "training"  # of weights and optimizer state: training, mixed, fp32
@@ -105,6 +105,13 @@ class Framework:
         """Whether it reduces gradients of whole weights beside the backward pass, if nothing else is asked for."""
         sharded = zero in (1, 2)
         return self.dp_overlap and (self.overlaps_sharded or not sharded) and (self.overlaps_in_pipeline or pp == 1)
+
+    def bucket_bytes(self, beside: bool) -> float:
+        """The size of one reduction, 0 if gradients are reduced as one; `beside`: during the backward pass.
+
+        After the backward pass all gradients are ready, so only a framework that copies them to buckets divides them.
+        """
+        return self.bucket_mb * 1e6 if beside or self.bucket_buffers else 0.0
 
 
 @cache

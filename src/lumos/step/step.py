@@ -281,7 +281,7 @@ class Assembly:
     def step(self) -> Step:
         """Simulated."""
         graph = self.graph()
-        between = self._contention() if self._beside and self.prices.contends else None
+        between = self._contention() if self.transfers_overlap and self.prices.contends else None
         graph, times = (graph, simulate(graph)) if between is None else contended(graph, *between)
         return Step(self.setup, self.plan, self.structure, graph, times, self.chunks, self.prices, self)
 
@@ -372,7 +372,7 @@ class Assembly:
         return wanted and self.layout.dp.size > 1 and not self.program.schedule.splits_backward
 
     @cached_property
-    def _beside(self) -> bool:
+    def transfers_overlap(self) -> bool:
         """The network gathers or reduces beside compute, unit by unit."""
         return self.overlaps or self.gathers != "never"
 
@@ -392,7 +392,7 @@ class Assembly:
         return time
 
     def _bucketed_us(self, kind: str, size: float, group: Group) -> float:
-        bucket = self.framework.bucket_mb * 1e6
+        bucket = self.framework.bucket_bytes(self.transfers_overlap)
         parts = max(1.0, size / bucket) if bucket and kind != "all_gather" else 1.0
         return parts * self.prices.collective_us(Collective(kind, size / parts, group))
 
@@ -406,10 +406,10 @@ class Assembly:
     @cached_property
     def plan(self) -> Plan:
         p = self.setup.parallel
-        always = self._beside and self.program.sharding.reduces_every_microbatch
+        always = self.transfers_overlap and self.program.sharding.reduces_every_microbatch
         return Plan(
             self.program.schedule.name, p.pp, p.vpp, self.setup.train.microbatches, self.units, self.gathers,
-            self._beside, self._hosted, always, self.gathers != "never" and p.dp_overlap is False,
+            self.transfers_overlap, self._hosted, always, self.gathers != "never" and p.dp_overlap is False,
         )  # fmt: skip
 
     @cached_property
@@ -560,7 +560,7 @@ class Assembly:
         chunks = [(self._chunk_bound(stage, chunk), times) for chunk, times in self.distinct_chunks(stage)]
         update = self._optimizer(stage)
         end = update.us + self._network_us("publish", stage)
-        if self._beside:
+        if self.transfers_overlap:
             rest = min(chunk.reduce for chunk, _ in chunks)
             network = sum(times * chunk.network for chunk, times in chunks)
             lost = min(self._least_lost(chunk) for chunk in set(self.program.chunks[stage]))
@@ -582,7 +582,7 @@ class Assembly:
         count = self.program.rounds
         gathers = {"never": 0, "once": 1, "every pass": 2 * count}[self.gathers]
         gather = self._network_us("gather", stage, chunk) if gathers else 0.0
-        reduce = self._network_us("reduce", stage, chunk) if self._beside else 0.0
+        reduce = self._network_us("reduce", stage, chunk) if self.transfers_overlap else 0.0
         network = self.units * (gathers * gather + (count if self.plan.reduces_always else 1) * reduce)
         host = sum(block.host_us for block in chunk.blocks)
         hides = self.program.schedule.pairs  # what passes communicate, at best
@@ -690,7 +690,7 @@ class Assembly:
             mine = sharding.trained(chunk.parameters)
             reduce = self._data_parallel_us(sharding.reduction, mine, framework.reduce_bytes / self.units)
             return reduce + self._shard_copy_us(sharding.updated(chunk.parameters) * sharding.gradients / self.units)
-        if what == "reduce rest" and not self._beside:
+        if what == "reduce rest" and not self.transfers_overlap:
             trained = sharding.trained(self.program.stage_parameters(stage))
             once = self._data_parallel_us(sharding.reduction, trained, framework.reduce_bytes)
             return self.program.reductions * once
