@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -1059,3 +1060,43 @@ def test_a_damaged_file_of_any_kind_is_read_or_refused(text: str, data: st.DataO
         path = Path(folder) / data.draw(st.sampled_from(["x", "x.toml", "x.json", "x.sh", "x.yaml", "x.log"]))
         path.write_text(text, "utf-8")
         assert all(line.strip() for line in answer(path))
+
+
+SOURCING = """
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+MODEL=tiny
+source %s
+TRAIN=(--seq-length 512 --micro-batch-size 1 --bf16 --tensor-model-parallel-size 2)
+torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} ${TRAIN[@]}
+"""
+SOURCED_MODEL = """MODEL_ARGS=(
+  --num-layers 4 --hidden-size 64
+  --num-attention-heads 4 --padded-vocab-size 1000
+)
+"""
+
+
+@pytest.mark.parametrize(
+    "place", ['"${SCRIPT_DIR}/models/${MODEL}.sh"', "models/tiny.sh", "${UNSET}/models/tiny.sh", "/root/models/tiny.sh"]
+)
+def test_a_sourced_file_next_to_the_script_is_read(tmp_path: Path, place: str) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text(SOURCED_MODEL)
+    (tmp_path / "tiny.sh").write_text(SOURCED_MODEL)
+    setup = read_setup(written(tmp_path, SOURCING % place, "run.sh"))
+    assert (setup.model.layers, setup.model.hidden, setup.train.seq, setup.parallel.tp) == (4, 64, 512, 2)
+
+
+@pytest.mark.parametrize("place", ["models/absent.sh", "../secret.sh", "/etc/passwd"])
+def test_a_sourced_file_that_is_not_there_is_named(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (tmp_path / "secret.sh").write_text(SOURCED_MODEL)
+    with pytest.raises(InputError, match=re.escape(place)):
+        read_setup(written(folder, SOURCING % place, "run.sh"))
+
+
+def test_a_script_that_sources_itself_ends(tmp_path: Path) -> None:
+    path = written(tmp_path, SOURCING % "run.sh", "run.sh")
+    with pytest.raises(LumosError):
+        read_setup(path)

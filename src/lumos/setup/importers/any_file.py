@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ _FORMATS = (
 )
 _SIZES_OF_TYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes
 _SCRIPTS = (".sh", ".args", ".bash", ".slurm", ".sbatch")
+_UNKNOWN_FOLDER = re.compile(r"\$\{?\w{1,100}\}?/")
 _PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w|def \w+\(|class \w+[(:])", re.MULTILINE)
 
 
@@ -183,7 +186,7 @@ def _beside(folder: Path, name: str) -> Mapping[str, Any] | None:
 
 def _of_text(text: str, path: Path, where: str) -> Reading:
     """A launch script or a line of options; or TOML under another name."""
-    script = read_shell(text, where)
+    script = read_shell(text, where, partial(_sourced, path.parent))
     if script.options and not any(name.startswith("lumos") for name in script.options):
         return _of_script(script, path.parent)
     try:
@@ -192,11 +195,26 @@ def _of_text(text: str, path: Path, where: str) -> Reading:
         raise InputError(_FORMATS) from None
 
 
+def _sourced(folder: Path, name: str) -> str | None:
+    """The text of a file that a script sources, if it is in the script's folder or below."""
+    inside = name.rpartition("$()/")[2] or name  # SCRIPT_DIR=$(…) is the folder of the script
+    below = os.path.normpath(_UNKNOWN_FOLDER.sub("", inside)).lstrip("/")
+    for place in (below, os.path.basename(below)):
+        if place not in ("", ".") and not place.startswith(".."):
+            try:
+                return text_of(folder / place)
+            except InputError:
+                continue
+    return None
+
+
 def _of_script(script: Script, folder: Path) -> Reading:
     """Of torchtitan where the options are dotted or a configuration is named, of Megatron where its options say so."""
     name = (script.options.get("job.config-file") or [script.variables.get("CONFIG_FILE", "")])[0]
     in_python = "config" in script.options and "module" in script.options
     if not (any(OPTION.match(option) for option in script.options) or in_python or name.endswith(".toml")):
+        if script.unread and "num-layers" not in script.options:
+            raise InputError(f"it sources {listed(script.unread)}, which is not next to it: put the file there")
         if not megatron.is_megatron(script):
             raise InputError(_of_another(script))
         return megatron.read_megatron(script)

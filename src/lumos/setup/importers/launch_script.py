@@ -39,6 +39,7 @@ _QUOTES = str.maketrans("", "", "\"'")
 _INLINE = re.compile(r";[ \t]*(?=(?:then|else|elif|fi|esac|done)\b)|(?<=\bthen)[ \t]+(?=\S)|(?<=\belse)[ \t]+(?=\S)")
 _CONTROL = re.compile(r"[ \t]*(if|elif|else|fi|then|case|esac)\b[ \t]*([^\n]*)")
 _CASE_PATTERN = re.compile(r"[ \t]*\(?([\w.*?|\"' \t-]{1,200})\)(?!\))[ \t]*([^\n]*)")
+_SOURCED = re.compile(r"[ \t]*(?:source|\.)[ \t]+([^\s;&|]{1,500})")
 _NUMBER = re.compile(r"-?\d{1,18}", re.ASCII)
 _TEST = re.compile(r"\[\[?\s(.*?)\s\]\]?")
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
@@ -60,7 +61,10 @@ _PER_NODE = ("GPUS_PER_NODE", "NPROC_PER_NODE", "NUM_GPUS_PER_NODE", "GPU_NUM_PE
 _NODES = ("NNODES", "NUM_NODES", "N_NODES", "NNODE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 _MOST_GPUS = 1 << 20
 
+_MOST_SOURCED = 16  # files
+
 Options = Mapping[str, list[str]]
+Sourced = Callable[[str], str | None]  # the text of a file next to the script, None if there is none
 
 
 class Script(NamedTuple):
@@ -72,15 +76,13 @@ class Script(NamedTuple):
     repeated: tuple[str, ...] = ()  # options that are given several values
     notes: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()  # names of the Python files that it starts
+    unread: tuple[str, ...] = ()  # files that it sources and that are not next to it
 
 
-def read_shell(text: str, where: str) -> Script:
-    """The options and variables of a script, or of a line of options."""
-    plain = _CONTINUED.sub(" ", _COMMENT.sub(r"\1", text))
-    for _ in range(_NESTED):
-        plain = _COMMAND.sub("$()", plain)
-    reader = _Reader(where)
-    kept = "\n".join(reader.lines(_INLINE.sub("\n", plain)))
+def read_shell(text: str, where: str, sourced: Sourced = lambda name: None) -> Script:
+    """The options and variables of a script, or of a line of options; `sourced` reads the files that it sources."""
+    reader = _Reader(where, sourced)
+    kept = "\n".join(reader.lines(_plain(text)))
     # Quotes are removed, not respected: "${ARGS[@]}" and bash -c "..." hold several words.
     filled = reader.filled(kept, _LONGEST)
     mentions = _mentions(re.sub(r"[\"']", " ", _ASSIGNED_TO.sub("", filled)))
@@ -91,7 +93,16 @@ def read_shell(text: str, where: str) -> Script:
         conditions = listed(reader.undecided)
         notes = (f"conditions that only running the script decides, so all their branches are read: {conditions}",)
     slurm = _mentions(" ".join(_SBATCH.findall(text)))
-    return Script(_last(mentions), reader.variables, _last(slurm), tuple(repeated), notes, programs)
+    unread = tuple(reader.unread)
+    return Script(_last(mentions), reader.variables, _last(slurm), tuple(repeated), notes, programs, unread)
+
+
+def _plain(text: str) -> str:
+    """A script without comments, continued lines and the commands whose output it uses."""
+    plain = _CONTINUED.sub(" ", _COMMENT.sub(r"\1", text))
+    for _ in range(_NESTED):
+        plain = _COMMAND.sub("$()", plain)
+    return _INLINE.sub("\n", plain)
 
 
 def put_cluster(found: Findings, script: Script) -> None:
@@ -177,8 +188,10 @@ class _Branch:
 class _Reader:
     """Walks through a script: which lines are read, and the variables that were assigned so far."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, sourced: Sourced) -> None:
         self.variables: dict[str, str] = {}
+        self.unread: list[str] = []  # files that are sourced and not there
+        self._sourced, self._sources, self._sourced_characters = sourced, 0, 0
         self.undecided: dict[str, None] = {}  # conditions, in order
         self._open: list[_Branch] = []
         self._where = where
@@ -201,7 +214,23 @@ class _Reader:
                 yield line
                 if line:
                     quoted_to = self._assign(text, end - len(line))
+                    sourced = self._source(line)
+                    text = f"{text[:end]}\n{sourced}{text[end:]}" if sourced else text
             at = end + 1
+
+    def _source(self, line: str) -> str:
+        """The file that a line sources, in place of the line."""
+        sourcing = _SOURCED.match(line)
+        if sourcing is None or self._sources >= _MOST_SOURCED:
+            return ""
+        self._sources += 1
+        name = self.filled(sourcing[1].translate(_QUOTES))
+        text = self._sourced(name)
+        self._sourced_characters += len(text or "")
+        if text is None or self._sourced_characters > _LONGEST:
+            self.unread.append(name)
+            return ""
+        return _plain(text)
 
     def filled(self, text: str, longest: int = _LONGEST_VARIABLE) -> str:
         """The text with the values of variables, their defaults and arithmetic. What is not known stays."""
