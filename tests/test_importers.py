@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from huggingface_counts import TABLE
 from lumos.dry_run.from_config import count_doubt
 from lumos.errors import InputError, LumosError
+from lumos.prediction.prediction import predict
 from lumos.setup import Model, Setup, read_setup, read_setup_with_notes
 from lumos.setup.importers.any_file import read_any
 from lumos.setup.importers.huggingface import model_keys
@@ -1100,3 +1101,16 @@ def test_a_script_that_sources_itself_ends(tmp_path: Path) -> None:
     path = written(tmp_path, SOURCING % "run.sh", "run.sh")
     with pytest.raises(LumosError):
         read_setup(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "experts", "billions"), [("llama4", "17bx128e", 128, 400.7), ("gpt_oss", "20b", 32, 20.9)]
+)
+def test_torchtitan_runs_mixtures_of_experts_as_grouped_matmuls(
+    tmp_path: Path, name: str, flavor: str, experts: int, billions: float
+) -> None:
+    command = f"torchrun --nproc_per_node 8 -m torchtitan.train --model.name {name} --model.flavor {flavor}"
+    setup = read_setup(written(tmp_path, f"{command} --training.seq_len 8192\n", "run.sh"))
+    assert setup.model.experts == experts
+    assert setup.model.parameters() / 1e9 == pytest.approx(billions, rel=0.002)
+    assert not predict(setup).host_bound
