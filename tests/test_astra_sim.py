@@ -8,19 +8,26 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from commands import lumos_here
+from lumos.cli.chakra_output import described_stages, estimate_described
 from lumos.errors import InputError
+from lumos.export.astra_estimate import estimate_stages
 from lumos.export.astra_files import Dimension, write_astra_files
 from lumos.export.astra_prices import ToldSizes, as_ring, links_apart, too_long, too_many_groups, transfer_ns
 from lumos.export.chakra_communication import Transfer
 from lumos.export.folded_ranks import Task
 from lumos.export.rank_files import Stages
+from lumos.prediction.described_run import DescribedRun
+from lumos.prediction.prediction import predict
 from lumos.program.rank_places import RankPlaces
+from lumos.setup.setup_files import read_setup
 from lumos.trace.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 
@@ -327,6 +334,89 @@ def test_more_groups_than_astra_sim_can_number_are_told(ranks: int, told: bool) 
 def test_other_collectives_keep_their_size() -> None:
     reduced = Transfer(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_reduce"], "1")
     assert as_ring(reduced, 8, 1, [Dimension(8, 400.0, 0.0), Dimension(4, 50.0, 0.0)]) == reduced
+
+
+# ---------------------------------------------------------------------- what ASTRA-sim cannot express
+def overlapping(transfers: int = 2) -> Stages:
+    """A rank of eight that issues so many reductions at once, each of another group."""
+    sent = [Transfer(NodeType.COMM_COLL, 10**9, COLLECTIVES["all_reduce"], f"{2**i}x{8 // 2**i}") for i in (1, 2, 3)]
+    tasks = [Task("work", 1e8, ()), *(Task("all_reduce", 5e6, (0,), one) for one in sent[:transfers])]
+    return Stages(RankPlaces(1, 8, 8), ((*tasks, Task("work", 1e7, tuple(range(1, transfers + 1)))),))
+
+
+def test_overlapped_transfers_are_estimated_one_after_the_other() -> None:
+    links = [Dimension(8, 100.0, 0.0)]
+    estimate = estimate_stages(overlapping(), overlapping(), links)
+    assert estimate is not None
+    reduced = Transfer(NodeType.COMM_COLL, 10**9, COLLECTIVES["all_reduce"], "1")
+    took = [transfer_ns(reduced, ranks, 100.0, 0.0) for ranks in (2, 4)]
+    assert estimate.own_ms == pytest.approx(115)
+    assert estimate.its_links_ms == pytest.approx(110 + max(took) / 1e6)
+    assert estimate.one_at_a_time_ms == pytest.approx(110 + sum(took) / 1e6)
+    (warning,) = estimate.warnings
+    assert f"{sum(took) / 1e6 + 110:.1f} ms" in warning
+    assert "one collective or send at a time" in warning
+
+
+def test_an_export_that_astra_sim_can_express_has_no_warning() -> None:
+    plain = overlapping(1)
+    took = transfer_ns(Transfer(NodeType.COMM_COLL, 10**9, COLLECTIVES["all_reduce"], "1"), 2, 100.0, 0.0)
+    same = replace(plain, tasks=(tuple(t._replace(ns=took) if t.transfer else t for t in plain.tasks[0]),))
+    estimate = estimate_stages(same, same, [Dimension(8, 100.0, 0.0)])
+    assert estimate is not None
+    assert (estimate.warnings, round(estimate.difference_pct, 3)) == ([], 0.0)
+
+
+def test_tasks_that_wait_for_each_other_for_ever_have_no_estimate() -> None:
+    receive = Task("p2p", 1.0, (), Transfer(NodeType.COMM_RECV, 8, source=1, destination=0, tag=1))
+    stages = Stages(RankPlaces(2, 1, 1), ((receive,), ()))
+    assert estimate_stages(stages, stages, [Dimension(2, 100.0, 0.0)]) is None
+
+
+@pytest.mark.parametrize("run", json.loads(benchmark.KEPT.read_text())["described"], ids=lambda run: run["name"][:20])
+def test_estimates_agree_with_what_astra_sim_made_of_described_runs(tmp_path: Path, run: dict[str, Any]) -> None:
+    """By ratios: what is predicted may change after the runs were made."""
+    (tmp_path / "setup.toml").write_text(run["setup"])
+    predicted = predict(read_setup(tmp_path / "setup.toml")).run
+    assert isinstance(predicted, DescribedRun)
+    estimate = estimate_described(predicted, described_stages(predicted))
+    assert estimate is not None
+    assert estimate.one_at_a_time_ms / estimate.own_ms == pytest.approx(run["astra_ms"] / run["predicted_ms"], rel=0.02)
+
+
+CP = """model = {preset = "llama3-8b", layers = 8}
+train = {seq = 8192, micro_batch = 1, global_batch = 16}
+parallel = {tp = 2, cp = 4, zero = 1}
+cluster = {gpu = "h100", gpus = 16}
+"""
+
+
+def test_convert_and_compare_say_what_the_overlap_costs(tmp_path: Path) -> None:
+    (tmp_path / "cp.toml").write_text(CP)
+    done = lumos_here("convert", tmp_path / "cp.toml", "-o", tmp_path / "cp.et", "--for", "astra-sim", "--json")
+    answer = json.loads(done.stdout)
+    estimate = answer["estimate"]
+    assert estimate["one_at_a_time_ms"] > 1.01 * estimate["its_links_ms"]
+    assert any("one collective or send at a time" in text for text in answer["warnings"])
+    ns = round(1e6 * estimate["one_at_a_time_ms"])
+    (tmp_path / "log").write_text("".join(finished(rank, ns, 0, statistics=False) for rank in range(16)) + END)
+    for run in (tmp_path / "cp.toml", tmp_path):
+        compared = json.loads(lumos_here("compare", run, tmp_path / "log", "--json").stdout)
+        assert compared["estimate"]["one_at_a_time_ms"] == pytest.approx(estimate["one_at_a_time_ms"], rel=0.01)
+        assert compared["unexplained_ms"] == pytest.approx(0.0, abs=0.01 * estimate["own_ms"])
+        assert any("one collective or send at a time" in text for text in compared["warnings"])
+
+
+def test_a_recorded_rank_that_stands_for_all_is_compared_with_all(tmp_path: Path) -> None:
+    recorded = EXAMPLE / "rank0.json.gz"
+    for name in ("rank2.et", "tp2_pp2.et"):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert lumos_here("convert", recorded, "-o", folder / name, "--for", "astra-sim").returncode == 0
+        assert "replay of 4 rank(s)" in lumos_here("replay", folder).stdout
+    answer = json.loads(lumos_here("compare", recorded, KEPT, "--json").stdout)
+    assert [pair["rank"] for pair in answer["ranks"]] == [0, 1, 2, 3]
+    assert len({pair["ours_ms"] for pair in answer["ranks"]}) == 1
 
 
 # ---------------------------------------------------------------------- the benchmark

@@ -17,6 +17,7 @@ import numpy as np
 
 from lumos.analysis.run import Run
 from lumos.errors import InputError
+from lumos.export.astra_estimate import AstraEstimate
 from lumos.trace.names import collective_name
 from lumos.trace.read.astra_sim_log import AstraSimLog
 from lumos.trace.read.chakra_format import NodeType
@@ -77,6 +78,7 @@ class AstraComparison:
     ours: Mapping[int, OurRank]
     warnings: Sequence[str] = ()
     is_exact: bool = False  # the files that ASTRA-sim ran hold the work of our ranks as it is here
+    estimate: AstraEstimate | None = None  # by our simulator, of what ASTRA-sim makes of the files
 
     @cached_property
     def ranks(self) -> list[RankPair]:
@@ -171,18 +173,36 @@ class AstraComparison:
                 "collectives are not in what ASTRA-sim prints, but in the log/log.log that it writes where it runs "
                 '(with "trace-enabled": 1 in its system file, as after `--for astra-sim`): give that to compare them'
             )
-        if abs(self.difference_pct) > _CLOSE_PCT:
-            notes.append(
+        return [*notes, *self._reasons()]
+
+    def _reasons(self) -> list[str]:
+        """Why the two simulators differ: what ASTRA-sim cannot express, with what it costs in our simulator."""
+        causes = self.estimate.causes if self.estimate is not None else []
+        rest = self.unexplained_ms
+        is_large = abs(rest) > _CLOSE_PCT / 100 * self.ours_ms
+        if causes:
+            left = f"; {rest:+,.1f} ms have another reason" if is_large else ""
+            causes = [f"of the difference of {self.astra_ms - self.ours_ms:+,.1f} ms, {'; '.join(causes)}{left}"]
+        if is_large:
+            causes.append(
                 "ASTRA-sim runs one collective or send of a rank at a time, lets a sender go on before the receiver "
                 "is there (unless --rendezvous-protocol=true), and prices collectives by its own network file"
             )
-        return notes
+        return causes
+
+    @property
+    def unexplained_ms(self) -> float:
+        """What remains of the difference from our estimate of it."""
+        known = 0.0 if self.estimate is None else self.estimate.one_at_a_time_ms - self.estimate.own_ms
+        return self.astra_ms - self.ours_ms - known
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "ours_ms": self.ours_ms,
             "astra_sim_ms": self.astra_ms,
             "difference_pct": self.difference_pct,
+            "estimate": None if self.estimate is None else self.estimate.as_dict(),
+            "unexplained_ms": self.unexplained_ms,
             "ranks": [asdict(pair) | {"difference_pct": pair.difference_pct} for pair in self.ranks],
             "collectives": [asdict(kind) for kind in self.kinds],
             "warnings": self.notes,

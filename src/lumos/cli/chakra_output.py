@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from rich.console import Console
 from lumos.analysis.run import TracedRun
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import OptionError
+from lumos.export.astra_estimate import AstraEstimate, estimate_ranks, estimate_stages
 from lumos.export.astra_files import (
     Dimension,
     described_network,
@@ -24,16 +25,16 @@ from lumos.export.astra_files import (
     write_astra_files,
 )
 from lumos.export.astra_prices import (
-    ToldSizes,
     at_astra_prices,
     largest_tensor,
     tell_of_rings,
+    told_stages,
     too_long,
     too_many_groups,
 )
-from lumos.export.chakra_communication import plan_communication
+from lumos.export.chakra_communication import Communication, plan_communication
 from lumos.export.chakra_writer import Written, file_of_rank, write_chakra, write_folded
-from lumos.export.folded_ranks import Task
+from lumos.export.folded_ranks import Task, folded
 from lumos.export.rank_files import Stages, write_stages
 from lumos.export.repeated_rank import repeated_rank
 from lumos.graph.from_trace.build import Execution
@@ -110,17 +111,39 @@ def write_execution(
     return _answer(written, len(execution.trace.ranks))
 
 
-def _write_traced_for_astra(output: Path, execution: Execution) -> dict[str, Any]:
+class _Priced(NamedTuple):
     """A traced run as it is with transfers over the links that the network file states, not as it was recorded."""
-    plan, world = plan_communication(execution, closed=True), len(execution.trace.ranks)
-    dimensions = traced_network(execution, needs_parting(plan.group_file(), world))
-    priced = at_astra_prices(execution, plan, dimensions[0].gb_s, dimensions[0].latency_ns)
-    if len(dimensions) > 1:
-        tell_of_rings(plan, world, dimensions)
+
+    plan: Communication
+    dimensions: list[Dimension]
+    chains: dict[int, list[Task]]
+
+    @staticmethod
+    def of(execution: Execution) -> _Priced:
+        plan, world = plan_communication(execution, closed=True), len(execution.trace.ranks)
+        dimensions = traced_network(execution, needs_parting(plan.group_file(), world))
+        priced = at_astra_prices(execution, plan, dimensions[0].gb_s, dimensions[0].latency_ns)
+        if len(dimensions) > 1:
+            tell_of_rings(plan, world, dimensions)
+        return _Priced(plan, dimensions, folded(priced, plan))
+
+    def estimate(self, execution: Execution) -> AstraEstimate | None:
+        return estimate_ranks(folded(execution, self.plan), self.chains, self.plan, self.dimensions)
+
+
+def estimate_traced(execution: Execution) -> AstraEstimate | None:
+    """How long ASTRA-sim will take for the files of a traced run."""
+    return _Priced.of(execution).estimate(execution)
+
+
+def _write_traced_for_astra(output: Path, execution: Execution) -> dict[str, Any]:
+    priced, world = _Priced.of(execution), len(execution.trace.ranks)
+    plan, dimensions, chains = priced
     sizes = {number: len(ranks) for (_, ranks), number in plan.groups.items()}
     largest = largest_tensor((t, sizes[t.group]) for found in plan.transfers.values() for t in found if t.group)
-    written = write_folded(output, priced, plan)
+    written = write_folded(output, chains, plan)
     answer = _answer(written, world) | _beside(output, dimensions, written.group_file, largest)
+    _add_estimate(answer, priced.estimate(execution))
     answer["warnings"] += too_long(one for found in plan.transfers.values() for one in found)
     if not shows_bandwidth(execution):
         told = f"no transfer of 1 MiB or more has a recorded size: {dimensions[0].gb_s:g} GB/s is a guess"
@@ -152,16 +175,37 @@ def _as_predicted(run: TracedRun) -> Execution:
 
 
 def _write_described(output: Path, run: DescribedRun, wishes: ChakraWishes) -> dict[str, Any]:
-    setup, assembly = run.step.setup, run.step.assembly
-    wishes.check_ranks(setup.cluster.gpus)
+    wishes.check_ranks(run.step.setup.cluster.gpus)
     with busy("laying out the ranks"):
-        found = StepTasks(run, wishes.operators)
-        places = RankPlaces.of_setup(setup.parallel, assembly.layout.schedule.copies)
-        stages = Stages(places, tuple(tuple(found.tasks(stage)) for stage in range(setup.parallel.pp)))
+        stages = described_stages(run, wishes.operators)
     if not wishes.simulator:
         return _write_stages(output, stages)
-    parted = needs_parting(stages.groups(), places.world)
-    return _write_simulated(output, stages, described_network(assembly.layout, run.step.prices.network, parted))
+    return _write_simulated(output, stages, _described_links(run, stages))
+
+
+def described_stages(run: DescribedRun, operators: bool = False) -> Stages:
+    """The tasks of all ranks of a described run."""
+    found, parallel = StepTasks(run, operators), run.step.setup.parallel
+    places = RankPlaces.of_setup(parallel, run.step.assembly.layout.schedule.copies)
+    return Stages(places, tuple(tuple(found.tasks(stage)) for stage in range(parallel.pp)))
+
+
+def _described_links(run: DescribedRun, stages: Stages) -> list[Dimension]:
+    parted = needs_parting(stages.groups(), stages.places.world)
+    return described_network(run.step.assembly.layout, run.step.prices.network, parted)
+
+
+def estimate_described(run: DescribedRun, stages: Stages) -> AstraEstimate | None:
+    """How long ASTRA-sim will take for the files of a described run."""
+    links = _described_links(run, stages)
+    return estimate_stages(stages, told_stages(stages, links), links)
+
+
+def estimate_repeated(execution: Execution, stages: Stages) -> AstraEstimate | None:
+    """How long ASTRA-sim will take for the files of a job of which one rank was recorded."""
+    world = stages.places.world
+    links = traced_network(execution, needs_parting(stages.groups(), world), world)
+    return estimate_stages(stages, told_stages(stages, links), links)
 
 
 def _write_repeated(
@@ -185,9 +229,10 @@ def _write_repeated(
 
 def _write_simulated(output: Path, stages: Stages, dimensions: list[Dimension]) -> dict[str, Any]:
     """The files of all ranks as ASTRA-sim is to be told of them, and those beside."""
-    told = _as_told(stages, dimensions) if len(dimensions) > 1 else stages
+    told = told_stages(stages, dimensions)
     answer = _write_stages(output, told)
     answer["warnings"] += _told_otherwise(stages, told)
+    _add_estimate(answer, estimate_stages(stages, told, dimensions))
     stages = told
     answer["warnings"] += too_long(task.transfer for tasks in stages.tasks for task in tasks)
     answer["warnings"] += too_many_groups(stages.groups())
@@ -200,15 +245,9 @@ def _write_simulated(output: Path, stages: Stages, dimensions: list[Dimension]) 
     return answer | _beside(output, dimensions, _group_file(answer), largest)
 
 
-def _as_told(stages: Stages, dimensions: list[Dimension]) -> Stages:
-    """Transfers between some of the ranks, as ASTRA-sim has to be told of them in several dimensions."""
-    sizes = ToldSizes(stages.places, dimensions)
-
-    def changed(task: Task, stage: int) -> Task:
-        return task if task.transfer is None else task._replace(transfer=sizes.of(task.transfer, stage))
-
-    tasks = tuple(tuple(changed(task, stage) for task in tasks) for stage, tasks in enumerate(stages.tasks))
-    return replace(stages, tasks=tasks)
+def _add_estimate(answer: dict[str, Any], estimate: AstraEstimate | None) -> None:
+    if estimate is not None:
+        answer |= {"estimate": estimate.as_dict(), "warnings": [*answer["warnings"], *estimate.warnings]}
 
 
 def _told_otherwise(stages: Stages, told: Stages) -> list[str]:
@@ -293,6 +332,8 @@ def show_written(answer: dict[str, Any], console: Console) -> None:
             shown = f"{value[0]}\n… ({len(value) - 2:,} more)\n{value[-1]}"
         elif name == "network":
             shown = ", ".join(f"{d['ranks']} ranks at {d['gb_s']:,.1f} GB/s" for d in value)
+        elif name == "estimate":
+            shown = f"{value['one_at_a_time_ms']:,.1f} ms in ASTRA-sim, {value['difference_pct']:+.1f} %"
         elif name == "bytes":
             shown = f"{value / 1e6:,.1f} MB" if value >= 1e5 else f"{value:,}"
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -10,17 +11,20 @@ import typer
 
 from lumos.analysis.astra_comparison import AstraComparison, OurRank
 from lumos.analysis.comparison import Comparison
+from lumos.cli.chakra_output import described_stages, estimate_described, estimate_repeated, estimate_traced
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import deliver
 from lumos.errors import InputError, OptionError
+from lumos.export.astra_estimate import AstraEstimate, estimate_ranks
+from lumos.export.astra_files import read_network
 from lumos.export.chakra_communication import plan_communication
-from lumos.export.folded_ranks import Folder, Task
+from lumos.export.folded_ranks import Task, folded
+from lumos.export.repeated_rank import repeated_rank
 from lumos.files import check_output, write_csv
+from lumos.graph.from_trace.build import Execution
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
-from lumos.prediction.step_tasks import StepTasks
-from lumos.program.rank_places import RankPlaces
 from lumos.report.html.astra_page import astra_page
 from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.page import write_page
@@ -78,25 +82,40 @@ def _compare_with_astra_sim(run: Path, log: Path, options: TraceOptions, as_json
 
 def _traced(path: Path, options: TraceOptions, theirs: AstraSimLog) -> AstraComparison:
     ours = load_run(path, options)
-    folder = Folder(ours.execution, plan_communication(ours.execution, closed=True))
-    trace, origin = ours.run.trace, ours.run.origin
+    trace, origin, execution = ours.run.trace, ours.run.origin, ours.execution
     end = {rank: int(trace.end[(trace.rank == rank) & trace.is_work].max(initial=origin)) for rank in trace.ranks}
-    ranks = {rank: OurRank((end[rank] - origin) / 1e6, _work_ms(folder.rank(rank))) for rank in trace.ranks}
     is_exact = all(header.is_graph for header in trace.headers)
-    return AstraComparison(ours.run, theirs, trace.ranks, ranks, ours.execution.warnings, is_exact)
+    stands_for, warnings = trace.ranks, list(execution.warnings)
+    if len(trace.ranks) == 1 < len(theirs.ranks) == max(header.world_size for header in trace.headers):
+        stages, more = repeated_rank(execution, len(theirs.ranks))
+        chains, estimate = {trace.ranks[0]: list(stages.tasks[0])}, estimate_repeated(execution, stages)
+        stands_for, is_exact, warnings = trace.ranks * len(theirs.ranks), True, [*warnings, *more]
+    else:
+        chains = folded(execution, plan_communication(execution, closed=True))
+        estimate = _estimate_written(execution, chains) if is_exact else estimate_traced(execution)
+    ranks = {rank: OurRank((end[rank] - origin) / 1e6, _work_ms(chains[rank])) for rank in trace.ranks}
+    return AstraComparison(ours.run, theirs, stands_for, ranks, warnings, is_exact, estimate)
+
+
+def _estimate_written(execution: Execution, chains: Mapping[int, Sequence[Task]]) -> AstraEstimate | None:
+    """The same for exported files, with the network file next to them; None without one."""
+    links = read_network(Path(execution.trace.headers[0].path))
+    if links is None or prod(one.ranks for one in links) != len(chains):
+        return None
+    return estimate_ranks(chains, chains, plan_communication(execution, closed=True), links)
 
 
 def _described(path: Path, theirs: AstraSimLog) -> AstraComparison:
     """The prediction of a described run: one rank of every stage stands for all of them."""
     setup = read_setup(path)
     found = predict(setup)
-    places = RankPlaces.of_setup(setup.parallel)
     assert isinstance(found.run, DescribedRun)
-    trace, tasks = found.run.trace, StepTasks(found.run)
+    trace, stages = found.run.trace, described_stages(found.run)
     end = {rank: int(trace.end[(trace.rank == rank) & trace.on_gpu].max(initial=0)) for rank in trace.ranks}
-    ranks = {rank: OurRank(end[rank] / 1e6, _work_ms(tasks.tasks(stage))) for stage, rank in enumerate(trace.ranks)}
-    stands_for = [trace.ranks[places.of(rank)[1]] for rank in range(setup.cluster.gpus)]
-    return AstraComparison(found.run, theirs, stands_for, ranks, found.warnings, is_exact=True)
+    ranks = {rank: OurRank(end[rank] / 1e6, _work_ms(stages.tasks[stage])) for stage, rank in enumerate(trace.ranks)}
+    stands_for = [trace.ranks[stages.places.of(rank)[1]] for rank in range(setup.cluster.gpus)]
+    estimate = estimate_described(found.run, stages)
+    return AstraComparison(found.run, theirs, stands_for, ranks, found.warnings, is_exact=True, estimate=estimate)
 
 
 def _work_ms(tasks: Iterable[Task]) -> float:

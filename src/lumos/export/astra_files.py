@@ -165,6 +165,20 @@ def write_astra_files(path: Path, dimensions: list[Dimension], group_file: Path 
     return AstraFiles(files, f"sh {shlex.quote(str(files[-1]))}")
 
 
+def read_network(rank_file: Path) -> list[Dimension] | None:
+    """The links in the NAME.network.yml next to NAME.RANK.et; None if there is none that can be read."""
+    import yaml  # here, because few runs have such a file and a cold start counts
+
+    path = rank_file.with_name(rank_file.name.rsplit(".", 2)[0] + ".network.yml")
+    try:
+        values = yaml.safe_load(path.read_text())
+        columns = zip(values["npus_count"], values["bandwidth"], values["latency"], strict=True)
+        found = [Dimension(int(ranks), float(gib) * _GIB / 1e9, float(ns)) for ranks, gib, ns in columns]
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, yaml.YAMLError):
+        return None
+    return found if all(one.ranks > 0 and one.gb_s > 0 and one.latency_ns >= 0 for one in found) else None
+
+
 def _has_parts(group_file: Path | None, world: int) -> bool:
     """Whether some collectives are not of all ranks."""
     groups = {} if group_file is None else json.loads(group_file.read_bytes())
@@ -179,12 +193,11 @@ def _system(dimensions: list[Dimension], has_parts: bool, largest: int) -> dict[
     messages that are too long.
     """
     ring = ["ring"] * len(dimensions)
-    is_one_level = has_parts or len({one.gb_s for one in dimensions}) == 1
     return {
         "scheduling-policy": "FIFO",
         "endpoint-delay": 10,
         "active-chunks-per-dimension": 1,
-        "preferred-dataset-splits": max(1 if is_one_level else _CHUNKS, -(-largest // (2 * LONGEST_MESSAGE))),
+        "preferred-dataset-splits": dataset_splits(dimensions, has_parts, largest),
         "all-reduce-implementation": ring,
         "all-gather-implementation": ring,
         "reduce-scatter-implementation": ring,
@@ -194,6 +207,12 @@ def _system(dimensions: list[Dimension], has_parts: bool, largest: int) -> dict[
         "boost-mode": 0,
         "trace-enabled": 1,  # its log then has every node, for `lumos compare`
     }
+
+
+def dataset_splits(dimensions: Sequence[Dimension], has_parts: bool, largest: int) -> int:
+    """How many chunks a collective is cut into; `has_parts`: some are not of all ranks."""
+    is_one_level = has_parts or len({one.gb_s for one in dimensions}) == 1
+    return max(1 if is_one_level else _CHUNKS, -(-largest // (2 * LONGEST_MESSAGE)))
 
 
 def _network_text(dimensions: list[Dimension]) -> str:

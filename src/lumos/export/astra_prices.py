@@ -14,6 +14,8 @@ from math import inf
 
 from lumos.export.astra_files import LONGEST_MESSAGE, Dimension
 from lumos.export.chakra_communication import LEAST_BYTES, Communication, Transfer
+from lumos.export.folded_ranks import Task
+from lumos.export.rank_files import Stages
 from lumos.graph.from_trace.build import Execution
 from lumos.program.rank_places import RankPlaces
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
@@ -103,24 +105,43 @@ class ToldSizes:
         return {self.places.members(rank, size, stride) for rank in first.values()}
 
 
+def told_stages(stages: Stages, dimensions: Sequence[Dimension]) -> Stages:
+    """The ranks of a job with the sizes that ASTRA-sim is told for their transfers."""
+    if len(dimensions) < 2:
+        return stages
+    sizes = ToldSizes(stages.places, dimensions)
+
+    def told(task: Task, stage: int) -> Task:
+        return task if task.transfer is None else task._replace(transfer=sizes.of(task.transfer, stage))
+
+    tasks = tuple(tuple(told(task, stage) for task in tasks) for stage, tasks in enumerate(stages.tasks))
+    return replace(stages, tasks=tasks)
+
+
 def links_apart(ranks: Sequence[int], dimensions: Sequence[Dimension]) -> float:
     """How much faster the links are over which ASTRA-sim sends in a ring of ranks than those that lead from one to the
     next; at least 1. All ranks of a group that are in one node bring their own links to the network outside.
     """
-    slowest, needed, unit = inf, inf, 1
+    needed, unit = inf, 1
     for here in dimensions:
         inside, outside = {rank // unit for rank in ranks}, {rank // (unit * here.ranks) for rank in ranks}
         if len(inside) > len(outside):  # some differ at this level
             needed = min(needed, here.gb_s * max(1, len(ranks) // len(inside)))
         unit *= here.ranks
-    for one, other in pairwise([*ranks, ranks[0]]):
+    return max(1.0, ring_link(ranks, dimensions).gb_s / needed) if needed < inf else 1.0
+
+
+def ring_link(ranks: Sequence[int], dimensions: Sequence[Dimension]) -> Dimension:
+    """The slowest dimension in which ASTRA-sim sends from one rank of a ring to the next."""
+    used, pairs = set(), list(pairwise([*ranks, ranks[0]]))
+    for one, other in pairs:
         unit = 1
         for here in dimensions:
             if one // unit % here.ranks != other // unit % here.ranks:
-                slowest = min(slowest, here.gb_s)
+                used.add(here)
                 break
             unit *= here.ranks
-    return max(1.0, slowest / needed) if needed < inf else 1.0
+    return min(used, key=lambda here: here.gb_s, default=dimensions[0])
 
 
 def largest_tensor(collectives: Iterable[tuple[Transfer, int]]) -> int:

@@ -15,7 +15,7 @@ lags and events are in the tables of `chakra_format`, from which a replay comes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ import numpy as np
 
 from lumos.export.chakra_communication import Communication, Transfer, plan_communication
 from lumos.export.chakra_tasks import SCHEMA_VERSION, add_transfer, head_message, renumbered, task_messages
-from lumos.export.folded_ranks import Folder
+from lumos.export.folded_ranks import Task, folded
 from lumos.files import whole_file
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
@@ -65,7 +65,7 @@ def write_chakra(
     """
     plan = plan_communication(execution, closed=fold_host, every_kind=metadata)
     if fold_host:
-        return write_folded(path, execution, plan)
+        return write_folded(path, folded(execution, plan), plan)
     writer = _Writer(execution, plan, links, metadata)
     ranks = execution.trace.ranks
     files = [file_of_rank(path, rank) for rank in ranks]
@@ -80,9 +80,9 @@ def write_chakra(
     return Written(files, group_file, nodes, *_counted(sent), len(plan.groups), plan.warnings)
 
 
-def write_folded(path: Path, execution: Execution, plan: Communication) -> Written:
+def write_folded(path: Path, chains: Mapping[int, Sequence[Task]], plan: Communication) -> Written:
     """Write the files without the host: of every rank its work and its transfers. Ranks count from 0 in them."""
-    folder, ranks = Folder(execution, plan), execution.trace.ranks
+    ranks = list(chains)
     number = {rank: i for i, rank in enumerate(ranks)}
     files = [file_of_rank(path, i) for i in range(len(ranks))]
     groups = {name: [number[rank] for rank in members] for name, members in plan.group_file().items()}
@@ -90,7 +90,7 @@ def write_folded(path: Path, execution: Execution, plan: Communication) -> Writt
     with ExitStack() as stack:
         opened = [stack.enter_context(whole_file(file)) for file in files]
         for rank, file in zip(ranks, opened, strict=True):
-            tasks = [task._replace(transfer=renumbered(task.transfer, number)) for task in folder.rank(rank)]
+            tasks = [task._replace(transfer=renumbered(task.transfer, number)) for task in chains[rank]]
             chakra.write_delimited(file, head_message())
             for message in task_messages(tasks):
                 chakra.write_delimited(file, message)

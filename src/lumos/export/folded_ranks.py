@@ -68,6 +68,12 @@ class Chain:
         self.tasks[place] = task._replace(waits_for=new)
 
 
+def folded(execution: Execution, plan: Communication) -> dict[int, list[Task]]:
+    """The tasks of every rank of a run."""
+    folder = Folder(execution, plan)
+    return {rank: folder.rank(rank) for rank in execution.trace.ranks}
+
+
 class _Cut(NamedTuple):
     """A place where the work of a rank is cut; sorted by time, and by a topological order where times are equal."""
 

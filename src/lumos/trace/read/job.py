@@ -34,7 +34,8 @@ from lumos.workers import Engine, Here, Job, engine_named
 
 _LIMITS = read_table("trace_rules.toml")["reading"]
 _TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$|\.(et|sqlite)$")
-_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+)|\.(\d+)\.et$", re.IGNORECASE)
+_RANK_OF_CHAKRA = re.compile(r"\.(\d+)\.et$")  # as ASTRA-sim wants it, whatever the name before it holds
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+)", re.IGNORECASE)
 _RANK_IN_HEAD = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d+)')
 _MOST_LOOKED_AT = 10_000  # files below a folder, in search of the one that was meant
 _CHAKRA = (Form.CHAKRA, Form.CHAKRA_JSON)
@@ -186,8 +187,8 @@ def _rank_hint(path: Path, head: bytes | None) -> int:
 
 def rank_in_name(path: Path) -> int:
     """The rank in the name of a file; -1 if there is none."""
-    found = _RANK_IN_NAME.search(path.name)
-    return whole_number(found.group(1) or found.group(2)) if found else -1
+    found = _RANK_OF_CHAKRA.search(path.name) or _RANK_IN_NAME.search(path.name)
+    return whole_number(found.group(1)) if found else -1
 
 
 def _kineto_traces(
