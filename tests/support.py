@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +26,22 @@ Layout = Literal["pretty", "one line", "event a line", "bare list", "events firs
 LAYOUTS: tuple[Layout, ...] = ("pretty", "one line", "event a line", "bare list", "events first")
 EPOCH_US = 1_698_107_929_560_561  # a moment of 2023, as old files write it
 BASE_NS = 1_790_857_026_000_000_000  # what new files count from
+
+
+def calls_made(function: Callable[[], object]) -> int:
+    """Function calls that a piece of work makes: a measure of work that does not depend on the machine."""
+    count = 0
+
+    def counted(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def span(cat: str, name: str, ts: Any, dur: Any, pid: Any, tid: Any, args: dict[str, Any] | None = None) -> Event:

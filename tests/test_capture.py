@@ -119,16 +119,6 @@ def test_a_replay_of_a_cpu_run_is_right_and_knows_its_collectives(two_ranks: Pat
     assert replayed.operators()[0].name.startswith("aten::")
 
 
-def test_faster_compute_shortens_a_cpu_run_and_so_does_communication_that_is_not_hidden(two_ranks: Path) -> None:
-    replayed = replay(read_job(two_ranks))
-    free, faster, slow = (
-        lumos.predict(replayed, [lumos.Scale(what, factor)]).step_ms
-        for what, factor in (("comm", 0), ("compute", 0.5), ("comm", 100))
-    )
-    assert faster < replayed.clean_ms
-    assert free <= replayed.clean_ms < slow
-
-
 # A command to which no line is added
 
 

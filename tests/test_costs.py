@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import math
-import time
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -465,15 +464,12 @@ def test_what_was_sampled_in_narrow_numbers_speaks_for_wide_ones() -> None:
     assert 1.6 < wide / narrow < 2.4
 
 
-def test_ten_thousand_rows_take_well_under_a_second() -> None:
+def test_many_rows_cost_as_much_as_each_alone() -> None:
     draw = np.random.default_rng(0)
-    shapes = draw.integers(1, 256, (10_000, 3)) * 64
+    shapes = draw.integers(1, 256, (100, 3)) * 64
     operators = [Operator("gemm_tn", (int(m), int(n), int(k))) for m, n, k in shapes]
-    model = fresh(cost_model("h200"))
-    model.us(operators[0])  # loads the compiled loop
-    began = time.process_time()
-    model.us_of_all(operators)
-    assert time.process_time() - began < 2.0, "on a busy machine; half a second on an idle one"
+    single, together = fresh(cost_model("h200")), fresh(cost_model("h200"))
+    assert list(together.us_of_all(operators)) == pytest.approx([single.us(operator) for operator in operators])
 
 
 # Trees and model files

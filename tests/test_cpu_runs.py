@@ -88,6 +88,15 @@ def test_the_run_replays_as_recorded_and_nothing_is_unexplained(two: Replay) -> 
     assert two.path_summary.unexplained_ms == pytest.approx(0, abs=1e-3)
 
 
+def test_faster_compute_and_faster_exposed_communication_shorten_a_cpu_run(two: Replay) -> None:
+    free, faster, slow = (
+        predict(two, [Scale(what, factor)]).step_ms
+        for what, factor in (("comm", 0), ("compute", 0.5), ("comm", 100))
+    )
+    assert faster < two.clean_ms
+    assert free < two.clean_ms < slow
+
+
 def test_a_step_is_compute_communication_and_both_at_once(two: Replay) -> None:
     first = two.recorded_breakdown[0]
     assert first.overlapped_ms == pytest.approx(0.2)  # the product beside the all-reduce

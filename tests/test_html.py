@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -69,7 +68,6 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "src/lumos/data/example"
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>"
 LARGEST = 6_000_000
-SLOWEST = 3.0
 
 
 @cache
@@ -437,13 +435,11 @@ def test_a_notebook_shows_small_static_tables() -> None:
 
 
 @pytest.mark.data
-def test_the_report_of_200_000_tasks_is_small_and_written_at_once(shared_data: Path, tmp_path: Path) -> None:
+def test_the_report_of_200_000_tasks_is_small(shared_data: Path, tmp_path: Path) -> None:
     run = replay(read_job(shared_data / "public/hta/df_index_resolver/df_index_resolver.json.gz"))
     _ = run.path_summary, run.clean_ms, run.never_profiled_ms
     assert len(run.execution.graph) > 200_000
-    start = time.perf_counter()
     write_page(tmp_path / "large.html", replay_page(run))
-    assert time.perf_counter() - start < SLOWEST
     assert (tmp_path / "large.html").stat().st_size < LARGEST
 
 
