@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from lumos.analysis.astra_comparison import AstraEstimate
 from lumos.analysis.run import TracedRun
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import OptionError
-from lumos.export.astra_estimate import AstraEstimate, estimate_ranks, estimate_stages
+from lumos.export.astra_estimate import estimate_ranks, estimate_stages
 from lumos.export.astra_files import (
     Dimension,
     described_network,

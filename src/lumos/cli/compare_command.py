@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from lumos.analysis.astra_comparison import AstraComparison, OurRank
+from lumos.analysis.astra_comparison import AstraComparison, AstraEstimate, OurRank
 from lumos.analysis.comparison import Comparison
 from lumos.cli.chakra_output import described_stages, estimate_described, estimate_repeated, estimate_traced
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import deliver
 from lumos.errors import InputError, OptionError
-from lumos.export.astra_estimate import AstraEstimate, estimate_ranks
+from lumos.export.astra_estimate import estimate_ranks
 from lumos.export.astra_files import read_network
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.folded_ranks import Task, folded

@@ -9,59 +9,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import prod
 from typing import NamedTuple
 
+from lumos.analysis.astra_comparison import AstraEstimate
 from lumos.export.astra_files import Dimension, dataset_splits
 from lumos.export.astra_prices import largest_tensor, ring_link, transfer_ns
 from lumos.export.chakra_communication import Communication, Transfer
 from lumos.export.folded_ranks import Task
 from lumos.export.rank_files import Stages
 from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
-
-_WORTH_NAMING = 0.01  # of the run
-
-
-@dataclass(frozen=True)
-class AstraEstimate:
-    """Milliseconds of a run: as it is, with ASTRA-sim's transfer times, and with one transfer at a time as well."""
-
-    own_ms: float
-    its_links_ms: float
-    one_at_a_time_ms: float
-
-    @property
-    def difference_pct(self) -> float:
-        """How much longer the run is expected to be in ASTRA-sim."""
-        return 100 * (self.one_at_a_time_ms / self.own_ms - 1) if self.own_ms else 0.0
-
-    def as_dict(self) -> dict[str, float]:
-        return {
-            "own_ms": self.own_ms, "its_links_ms": self.its_links_ms, "one_at_a_time_ms": self.one_at_a_time_ms,
-            "difference_pct": self.difference_pct,
-        }  # fmt: skip
-
-    @property
-    def causes(self) -> list[str]:
-        """The effects that are worth naming, each with its milliseconds."""
-        links, order = self.its_links_ms - self.own_ms, self.one_at_a_time_ms - self.its_links_ms
-        named = [
-            (links, "transfers take as long there as the links of its network file need"),
-            (order, "a rank runs one collective or send at a time, and this run overlaps them"),
-        ]
-        return [f"{ms:+,.1f} ms because {why}" for ms, why in named if abs(ms) > _WORTH_NAMING * self.own_ms]
-
-    @property
-    def warnings(self) -> list[str]:
-        """What an export has to say; nothing if ASTRA-sim is expected to agree."""
-        if not self.causes:
-            return []
-        return [
-            f"ASTRA-sim is expected to take {self.one_at_a_time_ms:,.1f} ms, {self.difference_pct:+.1f} % from the "
-            f"{self.own_ms:,.1f} ms of this run: {'; '.join(self.causes)}"
-        ]
 
 
 class _Place(NamedTuple):
