@@ -17,6 +17,7 @@ import pytest
 from chakra_converter import convert_recording
 from commands import lumos_here
 from lumos.analysis.replay import Replay, replay
+from lumos.analysis.stragglers import Straggler
 from lumos.cost.operator_model import cost_model
 from lumos.errors import InputError, OptionError
 from lumos.prediction.bill import Tariff
@@ -58,8 +59,14 @@ def test_a_converted_recording_blames_the_same_rank_for_as_much(converted: Repla
     slow, expected = converted.stragglers[0], recorded().stragglers[0]
     assert slow.rank == expected.rank == 2
     assert slow.last_in == expected.last_in
-    assert slow.costs_others_ms == pytest.approx(expected.costs_others_ms, rel=0.1)
-    assert all(other.costs_others_ms < 0.1 * slow.costs_others_ms for other in converted.stragglers[1:])
+    assert slow.others_wait_ms == pytest.approx(expected.others_wait_ms, rel=0.1)
+    assert slow.costs_others_ms == pytest.approx(expected.costs_others_ms, rel=0.25)
+    assert all(other.others_wait_ms < 0.1 * slow.others_wait_ms for other in converted.stragglers[1:])
+
+
+def waited_for(run: Replay) -> Straggler:
+    """The rank that the others wait for most."""
+    return max(run.stragglers, key=lambda one: one.others_wait_ms)
 
 
 def test_a_converted_recording_is_cleaned_of_the_profiler_that_made_it(converted: Replay) -> None:
@@ -88,8 +95,8 @@ def test_real_recordings_come_through_the_converter(shared_data: Path, tmp_path:
     kineto = replay(read_job(shared_data / "h200/multirank" / name, match="rank?.with_et.*"))
     found = replay(read_job(convert_recording(kineto.execution, tmp_path / "job")))
     assert found.recorded_steps.mean == pytest.approx(kineto.recorded_steps.mean, rel=0.03)
-    assert found.stragglers[0].rank == kineto.stragglers[0].rank == 1
-    assert found.stragglers[0].costs_others_ms == pytest.approx(kineto.stragglers[0].costs_others_ms, rel=0.1)
+    assert waited_for(found).rank == waited_for(kineto).rank == 1
+    assert waited_for(found).others_wait_ms == pytest.approx(waited_for(kineto).others_wait_ms, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["ddp3_work", "fsdp2_even", "tp2_even"])
@@ -106,8 +113,8 @@ def test_blind_jobs_of_the_official_tools_name_the_slow_rank_and_the_step(tmp_pa
     told = json.loads((tmp_path / "kineto.json").read_text())[name]
     found = replay(read_job(tmp_path / name))
     assert found.recorded_steps.mean == pytest.approx(told["step_ms"], rel=0.03)
-    assert found.stragglers[0].rank == told["slow_rank"]
-    assert found.stragglers[0].costs_others_ms == pytest.approx(told["costs_others_ms"], rel=0.1)
+    assert waited_for(found).rank == told["slow_rank"]
+    assert waited_for(found).others_wait_ms == pytest.approx(told["costs_others_ms"], rel=0.1)
 
 
 class Rank:

@@ -94,6 +94,10 @@ def test_every_step_is_replayed_within_one_and_a_half_percent(published: Any) ->
     assert abs(ours.held_out_worst_pct) < 1.5
 
 
+def test_no_single_fix_of_a_published_job_gains_more_than_everything_ideal(published: Any) -> None:
+    assert_parts_stay_below_the_whole(published[0])
+
+
 def test_the_causes_are_those_that_the_jobs_are_known_for(published: Any) -> None:
     found, told, _ = published
     cause = first(found)
@@ -141,6 +145,23 @@ def test_a_worker_that_is_twice_as_slow_is_found_and_what_mending_it_gives(tmp_p
     assert cause.gain_ms == pytest.approx(1e3 * (job.step_seconds() - healthy.step_seconds()), rel=1e-9)
     assert found.as_dict()["by_worker"][0]["rank"] == 6
     assert found.slowdown.mw == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("dp", [2, 3, 8])
+@pytest.mark.parametrize("factor", [1.2, 2.0, 10.0])
+def test_no_single_fix_gains_more_than_everything_ideal(dp: int, factor: float, tmp_path: Path) -> None:
+    """The mean of each type includes the slow worker, so that the published ideal may be slower than one fix."""
+    slow = Job(dp=dp, pp=2, cost=lambda p: factor if (p.replica, p.stage) == (1, 0) else 1.0 + 0.3 * p.stage)
+    assert_parts_stay_below_the_whole(of(slow, tmp_path))
+
+
+def assert_parts_stay_below_the_whole(found: Diagnosis) -> None:
+    whole = next(fix for fix in found.fixes if fix.name == "everything ideal")
+    assert found.fixes[0] == whole
+    assert whole.step_ms == found.attainable_ms <= min(fix.step_ms for fix in found.fixes)
+    assert all(cause.gain_ms <= whole.gain_ms + 1e-6 for cause in found.causes if not cause.after)
+    cards = [card for card in slowdown_cards(found) if "of the lost time" in card.note]
+    assert all(float(card.value.rstrip(" %")) <= 100 for card in cards)
 
 
 def test_workers_that_are_slow_at_the_same_time_are_mended_together(tmp_path: Path) -> None:
@@ -215,7 +236,7 @@ def test_percentages_are_of_the_recorded_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("factor", "shown"), [(1.0, False), (1.001, False), (1.5, True)])
 def test_shares_of_lost_time_are_shown_where_some_is_lost(factor: float, shown: bool, tmp_path: Path) -> None:
     job = Job(dp=4, cost=lambda p: factor if p.replica == 1 else 1.0)
-    assert ("last stage" in [card.label for card in slowdown_cards(of(job, tmp_path))]) == shown
+    assert ("slow worker" in [card.label for card in slowdown_cards(of(job, tmp_path))]) == shown
 
 
 def test_time_in_which_a_host_does_not_launch_is_a_delay_and_no_slowdown(tmp_path: Path) -> None:
@@ -527,6 +548,17 @@ def test_a_rank_that_pauses_is_named_and_mending_it_gives_what_was_measured(
     assert gained > pause_ms
 
 
+def test_a_replay_and_the_causes_agree_on_what_a_rank_costs() -> None:
+    run = replay(read_job(EXAMPLE))
+    found = diagnose(slowdown(job_of_run(run)))
+    fixes = {fix.name: fix.gain_ms for fix in found.fixes}
+    for one in run.stragglers:
+        if (name := f"rank {one.rank} like the others") in fixes:
+            assert fixes[name] == pytest.approx(one.costs_others_ms, abs=1e-6)
+    assert first(found).gain_ms == pytest.approx(run.stragglers[0].costs_others_ms, abs=1e-6)
+    assert_parts_stay_below_the_whole(found)
+
+
 def test_ranks_that_do_the_same_slow_nobody_down() -> None:
     run = replay(read_job(EXAMPLE, "rank[013]*"))
     with_all = slowdown(job_of_run(replay(read_job(EXAMPLE))))
@@ -570,12 +602,13 @@ def test_a_job_that_is_faster_than_its_ideal_has_no_lost_time_to_share() -> None
     assert swapped.slowdown < 1
     assert swapped.mw is None
     cards = {card.label: card.note for card in slowdown_cards(diagnose(swapped))}
-    assert cards["slowdown"] == "nothing lost to stragglers"
+    assert cards["ideal step"].endswith("nothing lost to stragglers")
 
 
 # ---------------------------------------------------------------------- the command
 KEYS = {"slowdown", "recorded_ms", "simulated_ms", "error_pct", "ideal_ms", "workers", "steps", "by_type", "by_worker",
-        "by_stage", "by_dp_rank", "mw", "ms", "causes", "fixes", "warnings"}  # fmt: skip
+        "by_stage", "by_dp_rank", "mw", "ms", "attainable_ms", "causes", "fixes",
+        "warnings"}  # fmt: skip
 
 
 def test_the_command_answers_as_table_json_csv_page_and_timeline(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from lumos.analysis.collectives import Collective, collectives, group_collective
 from lumos.analysis.hotspots import Hotspot, hotspots
 from lumos.analysis.run import TracedRun
 from lumos.analysis.sensitivities import Sensitivity, sensitivities
+from lumos.analysis.slowdown_jobs import rank_job
 from lumos.analysis.stragglers import Straggler, stragglers
 from lumos.analysis.utilisation import Utilisation, utilisation
 from lumos.analysis.what_if import WhatIf
@@ -133,10 +134,15 @@ class Replay:
 
     @cached_property
     def stragglers(self) -> list[Straggler]:
-        steps = len(self.marks.names)
-        return stragglers(
-            self.execution, self.execution.trace, self.recorded_breakdown, steps, self.recorded_steps.mean
-        )
+        """What each rank costs the job; the same gains as in the causes of `lumos stragglers`."""
+        steps, ranks = len(self.marks.names), self.marks.ranks
+        job = rank_job(self) if len(ranks) > 1 else None
+
+        def gain_ms(rank: int) -> float:
+            assert job is not None
+            return self.simulated_steps.mean - float(job.step_ms([job.like_others(ranks.index(rank))]).mean())
+
+        return stragglers(self.execution, self.recorded_breakdown, steps, self.recorded_steps.mean, gain_ms)
 
     @cached_property
     def collectives(self) -> list[Collective]:

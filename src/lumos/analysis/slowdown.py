@@ -79,6 +79,10 @@ class Job:
         """The job as it ran but for some operations, which take what is ideal."""
         return np.where(rows, self.ideal, self.took)
 
+    def like_others(self, worker: int) -> Floats:
+        """The job as it ran but for one worker, which takes what the others take for the same; of traces."""
+        return np.where(self.worker == worker, self.ideal if self.of_others is None else self.of_others, self.took)
+
     def of_type(self, *names: str) -> Bools:
         return np.isin(self.kind, [number for number, name in enumerate(self.types) if name in names])
 

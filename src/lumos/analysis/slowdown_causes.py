@@ -55,11 +55,17 @@ class Diagnosis:
     slowdown: Slowdown
     causes: tuple[Cause, ...]
     fixes: tuple[Fix, ...]
+    attainable_ms: float  # the mean step with everything ideal: at least as good as any single fix
+
+    @property
+    def lost_ms(self) -> float:
+        """What the step loses to stragglers; no cause among them costs more."""
+        return max(0.0, float(self.slowdown.base_ms.mean()) - self.attainable_ms)
 
     def as_dict(self) -> dict[str, Any]:
         """The answer of `lumos stragglers --json`."""
         found = {"causes": [asdict(one) for one in self.causes], "fixes": [asdict(one) for one in self.fixes]}
-        return self.slowdown.as_dict() | found
+        return self.slowdown.as_dict() | {"attainable_ms": self.attainable_ms} | found
 
 
 def diagnose(found: Slowdown, layers: int = 0) -> Diagnosis:
@@ -68,11 +74,13 @@ def diagnose(found: Slowdown, layers: int = 0) -> Diagnosis:
     causes = [
         *look.of_passes(), *look.slow_ranks(), *look.transient(), *look.communication(), *look.host(), *look.delays()
     ]  # fmt: skip
-    fixes = [*(fix for fix in look.fixes if fix.gain_pct >= _WORTH_A_LINE), *look.usual_fixes()]
+    whole = look.everything()
+    fixes = [whole, *(fix for fix in look.fixes if fix.gain_pct >= _WORTH_A_LINE)]
     return Diagnosis(
         found,
         tuple(sorted(causes, key=lambda one: -one.gain_ms * (_WHO_FIRST if one.kind == "slow worker" else 1))),
         tuple(sorted(fixes, key=lambda one: -one.gain_ms)),
+        whole.step_ms,
     )
 
 
@@ -94,6 +102,7 @@ class _Look:
         self.base = float(found.base_ms.mean())
         self.whole = float(found.job.recorded_ms.mean())  # what percentages are of
         self.fixes: list[Fix] = []
+        self.mended = self.job.took  # with all causes fixed that show in passes
         self.passes = self.job.of_type(*self.job.passes)
         shape = (len(self.job.workers), len(self.job.steps))
         flat = self.job.worker * shape[1] + self.job.step
@@ -117,7 +126,7 @@ class _Look:
         found = [*self.slow_workers(), *self.long_stage(), *self.uneven_passes()] if self.passes.any() else []
         gains = [self._gain(self.job.took * one.factor, one.fix) for one in found]
         listed = [one for one, gain in zip(found, gains, strict=True) if gain >= _NOTABLE * self.whole]
-        mended = self.job.took * np.prod([one.factor for one in listed], axis=0) if listed else self.job.took
+        mended = self.mended = self.job.took * np.prod([one.factor for one in listed], axis=0)
         for one, gain in zip(found, gains, strict=True):
             if one in listed:
                 yield from self._cause(one.kind, one.name, gain, one.evidence)
@@ -161,9 +170,7 @@ class _Look:
             if np.isnan(alone).any() or np.mean(alone >= 1 + _NOTABLE) < _PERSISTENT:
                 continue
             rank = self.job.workers[worker].rank
-            mended = self.job.ideal if self.job.of_others is None else self.job.of_others
-            scenario = np.where(self.job.worker == worker, mended, self.job.took)
-            gain = self._gain(scenario, f"rank {rank} like the others")
+            gain = self._gain(self.job.like_others(worker), f"rank {rank} like the others")
             why = self.job.why.get(rank, "it takes longer than the others")
             yield from self._cause("slow worker", f"rank {rank}", gain, why)
 
@@ -320,18 +327,21 @@ class _Look:
             )
             yield from self._cause("launch delays", "launch delays", gain, evidence)
 
-    def usual_fixes(self) -> Iterator[Fix]:
-        """The worst worker, the last stage, and everything, at the ideal durations."""
-        job, worst = self.job, int(self.found.slowest[0])
-        scenarios: dict[str, Bools] = {f"{job.workers[worst].label} ideal": job.worker == worst} if job.passes else {}
-        stages = np.unique(self.stage[self.stage >= 0])
-        if len(stages) > 1:
-            scenarios["the last stage ideal"] = self.stage[job.worker] == stages[-1]
-        scenarios["everything ideal"] = np.ones(len(job.kind), bool)
-        found = job.step_ms([job.fixing(rows) for rows in scenarios.values()])
-        for name, steps in zip(scenarios, found, strict=True):
-            gain = self.base - float(steps.mean())
-            yield Fix(name, float(steps.mean()), gain, 100 * gain / self.whole)
+    def everything(self) -> Fix:
+        """All at once: at least as good as any single fix.
+
+        The published ideal takes the mean of each type, which a slow worker lengthens for all others; the mean without
+        what slow workers and stages take too long is therefore tried as well.
+        """
+        job, ideal = self.job, self.job.ideal.copy()
+        for name in job.passes:
+            rows = job.of_type(name)
+            ideal[rows] = self.mended[rows].mean() if rows.any() else 0.0
+        delays = float(job.recorded_ms.mean()) - self.base if job.delays_ms else 0.0
+        steps = [float(self.found.ideal_ms.mean()), *(fix.step_ms for fix in self.fixes)]
+        best = min(*steps, float(job.step_ms([ideal])[0].mean())) if job.passes else min(steps)
+        gain = self.base - best + delays
+        return Fix("everything ideal", best, gain, 100 * gain / self.whole)
 
 
 def _typical(values: Floats) -> float:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lumos.analysis.recurrence import group_medians, numbered, occurrence, step_of_nodes
-from lumos.analysis.replay import Replay
 from lumos.analysis.run import TracedRun
 from lumos.analysis.slowdown import Job, Worker
 from lumos.errors import InputError
 from lumos.graph.from_operations import OperationGraph, operation_graph
+from lumos.graph.from_trace.step_nodes import StepNodes
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.simulate import simulate, simulate_many
 from lumos.trace.names import Kind, is_step
 from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
 from lumos.trace.steps import StepMarks
+
+if TYPE_CHECKING:
+    from lumos.analysis.replay import Replay
 
 _JOINED = {name: f"{name.split('-')[0]}-pp-comm" for name in MESSAGES}  # a send and its receive are one transfer
 _COMMUNICATION = (
@@ -145,6 +149,12 @@ def _spans(found: OperationGraph, durations: Floats, step: Ints) -> tuple[Floats
 
 
 def job_of_run(run: Replay) -> Job:
+    """The job of traces of several ranks, and what the replay says of each rank."""
+    several = len(run.marks.ranks) > 1
+    return replace(rank_job(run), why={one.rank: one.why for one in run.stragglers} if several else {})
+
+
+def rank_job(run: Replay) -> Job:
     """The job of traces of several ranks: tasks of the same name and place in the step are compared.
 
     What a rank runs more than the others has no counterpart there; in the ideal job it is shared by all ranks. Time of
@@ -173,8 +183,11 @@ def job_of_run(run: Replay) -> Job:
     others = np.where(transfers, ideal, np.where(step >= 0, durations.others(task, column), took))
     others_gap = np.where(begins | (step < 0), gap, gaps.others(task, column))
 
+    step_nodes = StepNodes(execution, run.marks)
+
     def steps(durations: Floats) -> Floats:
-        return np.array([_with_times(run, one[:size], one[size:]).steps.milliseconds for one in durations])
+        windows = [step_nodes.windows(_with_times(run, one[:size], one[size:]).times) for one in durations]
+        return np.array([(one.end - one.start).mean(axis=1) * _MS for one in windows])
 
     number = {int(kind): place for place, kind in enumerate(_KINDS)}
     kinds = np.array([number.get(kind, -1) for kind in range(256)])[nodes.kind]
@@ -189,7 +202,6 @@ def job_of_run(run: Replay) -> Job:
         simulate=steps, communication=("communication",), gpus=len(run.marks.ranks),
         warnings=(*run.execution.warnings, *alone),
         ideal_run=lambda: _with_times(run, ideal, ideal_gap),
-        why={} if alone else {one.rank: one.why for one in run.stragglers},
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""Which rank is slow, and why. In a collective everyone waits for the last; whoever is last costs the others."""
+"""Which rank is slow, and why: the gain if it were like the others, how often others wait for it, and its work."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,26 +13,29 @@ from lumos.trace.trace import Trace
 
 _NOTABLE = 0.02  # of the step: below, ranks are alike
 _MORE_KERNELS = 1.15  # times the median rank's
+_MOST_SIMULATED = 64  # ranks, those that others wait for most
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """One rank: what it costs the others a step, and what sets it apart from the median rank."""
+    """One rank: what it costs the job, and what sets it apart from the median rank."""
 
     rank: int
-    costs_others_ms: float
+    costs_others_ms: float  # of the mean step, simulated: its gain if the rank took what the others take for the same
     last_in: int
     of: int
     compute_ms: float
     idle_ms: float
     why: str
+    others_wait_ms: float  # in collectives to which it came last, mean of the others
 
 
 def stragglers(
-    execution: Execution, trace: Trace, parts: dict[int, Breakdown], steps: int, step_ms: float
+    execution: Execution, parts: dict[int, Breakdown], steps: int, step_ms: float, gain_ms: Callable[[int], float]
 ) -> list[Straggler]:
-    """All ranks, the one that costs the others most first."""
-    cost = dict.fromkeys(parts, 0.0)
+    """All ranks, the one that costs the job most first; `gain_ms` simulates the job with a rank like the others."""
+    trace = execution.trace
+    cost = dict.fromkeys(parts, 0.0)  # mean wait of the others
     last = dict.fromkeys(parts, 0)
     taking_part = dict.fromkeys(parts, 0)
     for meeting in execution.rendezvous:
@@ -47,14 +51,16 @@ def stragglers(
     idle = float(np.median([p.other_ms for p in parts.values()]))
     kernels = _kernels_by_rank(trace, list(parts))
     usual = max(float(np.median(list(kernels.values()))), 1.0)
+    simulated = set(sorted(parts, key=lambda r: -cost[r])[:_MOST_SIMULATED]) if len(parts) > 1 else set()
     rows = [
         Straggler(
-            r, cost[r], last[r], taking_part[r], p.compute_ms, p.other_ms,
+            r, max(0.0, gain_ms(r)) if r in simulated else 0.0, last[r], taking_part[r], p.compute_ms, p.other_ms,
             _why(cost[r], p.compute_ms - compute, p.other_ms - idle, kernels[r] / usual, step_ms),
+            cost[r],
         )
         for r, p in parts.items()
     ]  # fmt: skip
-    return sorted(rows, key=lambda s: -s.costs_others_ms)
+    return sorted(rows, key=lambda s: (-s.costs_others_ms, -s.others_wait_ms))
 
 
 def _kernels_by_rank(trace: Trace, ranks: list[int]) -> dict[int, int]:

@@ -11,7 +11,6 @@ from lumos.analysis.collectives import Collective, CollectiveGroup
 from lumos.analysis.comparison import Comparison, Difference
 from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.replay import Replay
-from lumos.analysis.sensitivities import Sensitivity
 from lumos.graph.critical_path import PathSummary
 from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.report.table import Card, Column, Row, Table, left_out, ms_column, ms_columns, short
@@ -69,7 +68,7 @@ def stragglers_table(run: Replay) -> Table:
     for s in run.stragglers:
         last_in = f"{s.last_in} of {s.of}"
         rows.append(Row([str(s.rank), s.costs_others_ms, last_in, s.compute_ms, s.idle_ms, s.why], rank=str(s.rank)))
-    costs, compute, idle = ms_columns(("costs the others, ms", "compute, ms", "idle, ms"), rows)
+    costs, compute, idle = ms_columns(("gain if like the others, ms", "compute, ms", "idle, ms"), rows)
     columns = [Column("rank"), costs._replace(bar=True), Column("last in"), compute, idle, Column("why")]
     return Table("which rank is slow", columns, rows)
 
@@ -96,13 +95,14 @@ def ablation_table(run: Replay) -> Table:
     return Table("nothing frozen: waits that no rule explains set to zero", columns, rows)
 
 
-def sensitivities_table(found: Sequence[Sensitivity]) -> Table:
+def sensitivities_table(run: Replay) -> Table:
     """The gain from making one part of the work twice as fast."""
-    rows = [Row([one.what, one.kind, one.gain_ms, one.gain_pct, one.path_pct, one.then]) for one in found[:MOST_ROWS]]
+    rows = [Row([one.what, one.kind, one.gain_ms, one.gain_pct, one.path_pct, one.then]) for one in run.sensitivities]
     (gain,) = ms_columns(("gain, ms",), rows)
     columns = [Column("twice as fast"), Column("kind"), gain, Column("gain, %", 1, bar=True),
                Column("share of the path, %", 1), Column("then limited by")]  # fmt: skip
-    return Table("gain from making one part twice as fast, without the profiler", columns, rows)
+    clean = ", without the profiler" if run.is_profiled else ""
+    return Table(f"gain from making one part twice as fast{clean}", columns, rows)
 
 
 def path_table(summary: PathSummary) -> Table:

@@ -11,6 +11,7 @@ from lumos.report.wording import ms_text, number_text
 
 MOST_ROWS = 200
 _WORTH_SHARING = 1.01  # slowdown from which on shares of the lost time mean something
+_OF_DELAYS = ("launch delays",)  # a loss beside that to stragglers
 _SLOWDOWN = Column("slowdown", 3, bar=True)
 
 
@@ -27,26 +28,22 @@ def slowdown_cards(found: Diagnosis) -> list[Card]:
         off += f"; {number_text(lost.held_out_error_pct, 2, signed=True)} % with delays of launches of other steps"
     several = len(job.workers) > 1
     alike, who = ("workers, stages and steps", "stragglers") if several else ("steps", "steps that differ")
-    by_stragglers = f"{ms_text(base - ideal)} a step by {who}" if base >= ideal else f"nothing lost to {who}"
+    by_stragglers = f"{ms_text(found.lost_ms)} a step lost to {who}" if base >= ideal else f"nothing lost to {who}"
+    alike_text = "with each operation at the mean of its type" if job.passes else f"with all {alike} alike"
+    usual = f"over {ms_text(ideal)}, {alike_text}"
     cards = [
         Card("recorded step", ms_text(float(job.recorded_ms.mean())), f"mean of {len(job.steps)}"),
         Card("simulated step", ms_text(float(job.replayed_ms.mean())), off),
-        Card("ideal step", ms_text(ideal), f"if all {alike} were alike"),
-        Card("slowdown", f"{lost.slowdown:.3f}", by_stragglers),
+        Card("ideal step", ms_text(found.attainable_ms), f"if all {alike} were alike: {by_stragglers}"),
+        Card("slowdown", f"{lost.slowdown:.3f}", usual),
     ]
     if lost.launch_slowdown > 1 + 1e-9:
         text = "by launches that came later than they could"
         cards.append(Card("slowdown by delays", f"{lost.launch_slowdown:.3f}", text))
-    if base < ideal * _WORTH_SHARING:
-        return cards
-    if lost.mw is not None:
-        cards.append(
-            Card(
-                "slowest 3 % of workers", f"{number_text(100 * lost.mw, 0)} %", "of the lost time, if they were mended"
-            )
-        )
-    if lost.ms is not None:
-        cards.append(Card("last stage", f"{number_text(100 * lost.ms, 0)} %", "of the lost time, if it were mended"))
+    worst = next((cause for cause in found.causes if not cause.after), None)
+    if worst is not None and base >= found.attainable_ms * _WORTH_SHARING and worst.kind not in _OF_DELAYS:
+        share = 100 * worst.gain_ms / found.lost_ms
+        cards.append(Card(worst.kind, f"{number_text(share, 0)} %", f"of the lost time: {worst.name}"))
     return cards
 
 

@@ -34,12 +34,13 @@ _BREAKDOWN = (
     "the collectives below tell the two apart. Copies count as compute."
 )
 _SENSITIVITIES = (
-    "Simulated without the profiler: the gain if one part of the work took half its time. It is at most half of that "
-    "part's share of the critical path, and less if another path is nearly as long; the last column is the kind of "
-    "work with the largest share of the path after that."
+    "Simulated, without what the profiler cost: the gain if one part of the work took half its time. It is at most "
+    "half of that part's share of the critical path, and less if another path is nearly as long; the last column is "
+    "the kind of work with the largest share of the path after that."
 )
 _STRAGGLERS = (
-    "In a collective everyone waits for the last to arrive; what that costs the others is charged to the last."
+    "The gain is simulated: what the step would be shorter by if the rank took as long for each task as the others do. "
+    "In a collective everyone waits for the last to arrive."
 )
 _ABLATION = (
     "A graph that keeps every recorded wait replays perfectly. Here each wait that no rule explains is set to zero, "
@@ -60,7 +61,7 @@ def replay_page(run: Replay, ablate: bool = False, operators: TracedOperators | 
         f"{device_of(run)} time by kernel": run.kernels(MOST_ROWS),
     }
     stragglers = Section("Which rank is slow", _STRAGGLERS, tables=[stragglers_table(run)])
-    faster = Section("What would help", _SENSITIVITIES, tables=[sensitivities_table(run.sensitivities)])
+    faster = Section("What would help", _SENSITIVITIES, tables=[sensitivities_table(run)])
     sections = [
         faster,
         breakdown_section(run.recorded_breakdown, _BREAKDOWN),

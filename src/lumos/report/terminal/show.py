@@ -47,7 +47,7 @@ def show_replay(run: Replay, console: Console, ablate: bool = False) -> None:
     parts: list[RenderableType] = [summary(title, replays.replay_cards(run))]
     if len(run.marks.ranks) > 1:
         parts.append(rendered(replays.stragglers_table(run)))
-    parts.append(rendered(replays.sensitivities_table(run.sensitivities), _FEW))
+    parts.append(rendered(replays.sensitivities_table(run), _FEW))
     parts.append(rendered(replays.breakdown_table(run.recorded_breakdown, simulated)))
     parts += [rendered(replays.steps_table(run)), rendered(replays.path_table(run.path_summary))]
     if ablate:
