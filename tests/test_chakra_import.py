@@ -483,3 +483,16 @@ def test_absurd_sizes_end_in_an_answer_or_one_line(tmp_path: Path, name: str, va
 def test_keys_other_than_the_clusters_are_refused_from_python_too() -> None:
     with pytest.raises(OptionError, match=r"parallel\.tp: a workload"):
         priced(workload(comp(1, Operator("add", (64, 64)))), changes=("cluster.gpu=h100", "parallel.tp=2"))
+
+
+@pytest.mark.parametrize("command", [["replay"], ["predict", "--from"]])
+def test_a_folder_of_several_workloads_asks_for_one_of_them(tmp_path: Path, command: list[str]) -> None:
+    names = ("ALL_REDUCE", "BARRIER", "BROADCAST")
+    for name in names:
+        for rank in range(2):
+            write_foreign(tmp_path / f"{name}.{rank}.et", reduce_node(1, 100))
+    done = lumos_here(*command, tmp_path)
+    assert done.returncode == 2
+    assert all(f"{name}.0.et" in done.stderr for name in names)
+    assert "--match 'ALL_REDUCE.*.et'" in done.stderr
+    assert "2 rank(s)" in lumos_here("replay", tmp_path, "--match", "BARRIER.*.et").stdout

@@ -37,6 +37,7 @@ _TRACE_NAME = re.compile(r"\.(json|trace)(\.gz)?$|\.(et|sqlite)$")
 _RANK_OF_CHAKRA = re.compile(r"\.(\d+)\.et$")  # as ASTRA-sim wants it, whatever the name before it holds
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|tp|worker|gpu|device)[-_ ]?(\d+)", re.IGNORECASE)
 _RANK_IN_HEAD = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}\[\]]*"rank"\s*:\s*(\d+)')
+_MOST_NAMED = 16  # workloads of a folder that are listed
 _MOST_LOOKED_AT = 10_000  # files below a folder, in search of the one that was meant
 _CHAKRA = (Form.CHAKRA, Form.CHAKRA_JSON)
 _READABLE = (Form.KINETO, Form.NSYS, Form.CHAKRA, Form.CHAKRA_JSON)
@@ -173,10 +174,22 @@ def _one_capture(files: dict[Path, bytes | None]) -> tuple[list[Path], list[str]
     left_out = [file.name for file in files if file not in kept]
     if not left_out or sum("#" in name for name in sets) < 2:
         return list(files), []
+    if all(form_of(file, head) in _CHAKRA for file, head in files.items()):
+        raise InputError(_several_workloads(list(sets.values()), [file.name for file in files]))
     shown = ", ".join(left_out[:2]) + (", …" if len(left_out) > 2 else "")
     chosen = pattern_of(left_out, [file.name for file in files if file in kept])
     choose = f"choose them with --match {shlex.quote(chosen)}" if chosen else "choose with --match"
     return sorted(kept), [f"{len(left_out)} files of another capture were left out ({shown}); {choose}"]
+
+
+def _several_workloads(sets: list[list[Path]], names: list[str]) -> str:
+    """What to say about a folder of Chakra files that are not ranks of one job."""
+    named = {file.name: [other.name for other in workload] for workload in sets for file in workload[:1]}
+    shown = ", ".join(list(named)[:_MOST_NAMED]) + (", …" if len(named) > _MOST_NAMED else "")
+    first = next(iter(named.values()))
+    pattern = pattern_of(first, [name for name in names if name not in first])
+    choose = f"choose one with --match, as --match {shlex.quote(pattern)}" if pattern else "choose one with --match"
+    return f"{sets[0][0].parent}: {len(named)} different Chakra workloads, not the ranks of one job ({shown}); {choose}"
 
 
 def _rank_hint(path: Path, head: bytes | None) -> int:
