@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import io
 import json
 import math
@@ -40,9 +41,10 @@ import polars
 import mutations as m
 from lumos.cli import terminal
 from lumos.cli.main import app
+from lumos.dry_run.recorded_step import write_recording
 from lumos.errors import LumosError
 from lumos.files import json_of
-from support import header, training_run, write_trace
+from support import header, small_recording, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_SECONDS = 60  # the largest step that is simulated takes half a minute
@@ -118,6 +120,8 @@ def check_sound(answer: dict[str, Any]) -> None:
         name = place.rsplit(".", 1)[-1]
         if number < 0 and name in ("step_ms", "recorded_ms", "simulated_ms", "clean_ms", "tokens_per_second", "mfu"):
             raise UnsoundError(f"{place} = {number}")
+    if (answer.get("mfu") or 0.0) > 1.0001 * (answer.get("hfu") or 1.0):
+        raise UnsoundError(f"mfu = {answer['mfu']} and hfu = {answer['hfu']}")
     step = max((answer.get(key) or 0.0 for key in ("recorded_ms", "simulated_ms", "step_ms")), default=0.0)
     if isinstance(step, float) and step > YEAR_MS and not (answer.get("warnings") or answer.get("notes")):
         raise UnsoundError(f"a step of {step / YEAR_MS:.1f} years, and no warning")
@@ -488,6 +492,24 @@ def samples(chance: Random, folder: Path) -> None:
     run(folder, "fit", "samples.jsonl", "-o", "my.npz", "--json")
 
 
+def dry_recording(folder: Path) -> None:
+    write_recording(folder / "rank0.dry.json.gz", small_recording())
+
+
+def dry_recordings(chance: Random, folder: Path) -> None:
+    """Recordings of dry runs in which any value is another one, or which are damaged."""
+    content = gzip.decompress((made_once("dry", dry_recording) / "rank0.dry.json.gz").read_bytes())
+    mutate = chance.choice([m.mutated_leaves, m.mutated_leaves, m.mutated_json, m.damaged])
+    packed = gzip.compress(mutate(chance, content), 1)
+    if chance.random() < 0.1:
+        packed = m.damaged(chance, packed)
+    (folder / "rank0.dry.json.gz").write_bytes(packed)
+    gpu = chance.choice([[], ["--gpu", "h200"], ["--gpu", "a100,h200"]])
+    output = chance.choice(WRITES)
+    written = ["-o", output] if output else []
+    run(folder, "predict", "--from", ".", *gpu, *chance.choice([["--json"], []]), *written)
+
+
 def profiler_costs(chance: Random, folder: Path) -> None:
     write_trace(folder / "good.json", training_run(steps=1), header(0))
     text = (ROOT / "src/lumos/data/profiler.json").read_bytes()
@@ -499,7 +521,7 @@ TARGETS: tuple[tuple[Callable[[Random, Path], None], int], ...] = (
     (trace_commands, 40), (convert_and_back, 15), (chakra, 10), (setups, 25), (numbers_of_setups, 25), (searches, 10),
     (journals, 10), (merges, 15), (tables, 10), (costs, 10), (profiler_costs, 5), (changed_runs, 3),
     (data_sheets, 8), (model_headers, 8), (samples, 3), (operation_tables, 15), (failing_runs, 10),
-    (learned_spreads, 15),
+    (learned_spreads, 15), (dry_recordings, 15),
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import io
 import json
 import random
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from support import LAYOUTS as LAYOUTS
@@ -251,6 +251,49 @@ def mutated_json(random: random.Random, content: bytes) -> bytes:
     if random.random() < 0.1:
         text = text.replace("0", random.choice(["1e999", "-0", "9" * 4301, "NaN", "Infinity"]), 1)
     return text.encode(errors="surrogatepass")
+
+
+def leaves_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values in a JSON value that hold no other values."""
+    if isinstance(value, dict | list) and value:
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves_of(part, (*path, key))
+    else:
+        yield path
+
+
+def with_leaf(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A JSON value in which one value is another."""
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = with_leaf(value[path[0]], path[1:], new)
+    return copy
+
+
+def odd_leaf(random: random.Random, old: Any) -> Any:
+    """A value of the same kind as an old one, more often than not, that no program writes in its place."""
+    if random.random() < 0.2:
+        return odd_value(random)
+    if isinstance(old, bool):
+        return not old
+    if isinstance(old, int | float):
+        return random.choice((0, -1, 1, 2, 3, -5, old + 1, -old, 10 * old, old * 1000, 2**31, 2**40, 2**63, 10**20))
+    if isinstance(old, str):
+        texts = ("", "forward", "all_reduce", "aten.mm.default", "attention.forward", "cudaEventSynchronize", "cpu")
+        return random.choice((*texts, *HOSTILE_TEXT))
+    return random.choice(([0], [1, 2], [-1], [2**63], ["x"], [[2, 3]]))
+
+
+def mutated_leaves(random: random.Random, content: bytes) -> bytes:
+    """JSON in which one to three single values are others."""
+    value = json.loads(content)
+    for path in random.sample(list(leaves_of(value)), random.choice((1, 1, 2, 3))):
+        old = value
+        for key in path:
+            old = old[key]
+        value = with_leaf(value, path, odd_leaf(random, old))
+    return json.dumps(value).encode(errors="surrogatepass")
 
 
 def odd_value(random: random.Random) -> Any:

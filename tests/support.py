@@ -11,12 +11,15 @@ import gzip
 import json
 import sys
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from lumos.dry_run.recorded_step import Recording, StorageEvent
+from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.trace.names import Category
 from lumos.trace.trace import Message, Trace
 
@@ -233,3 +236,48 @@ def assert_same_columns(a: Trace, b: Trace) -> None:
         np.testing.assert_array_equal(getattr(a, column), getattr(b, column), err_msg=column)
     for column in ("lane", "correlation", "stream", "wait_stream", "record", "event"):
         np.testing.assert_array_equal(getattr(a.syncs, column), getattr(b.syncs, column), err_msg=column)
+
+
+# Recordings of dry runs
+
+
+def operand(*shape: int, dtype: str = "bf16") -> TensorInfo:
+    """A dense tensor."""
+    strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
+    return TensorInfo(shape, dtype, strides, {"fp32": 4, "int64": 8, "bool": 1}.get(dtype, 2))
+
+
+def small_recording() -> Recording:
+    """A dry run of rank 1 of 4 with an operator of every kind: matmuls, attention, convolutions, lists, collectives."""
+    x, w, q = operand(256, 512), operand(512, 512), operand(2, 8, 128, 64)
+    image, kernel, wide = operand(2, 8, 32, 32), operand(16, 8, 3, 3), operand(2, 16, 30, 30)
+    rows, group = operand(2, 8, 128, dtype="fp32"), (0, 1, 2, 3)
+
+    def aten(name: str, inputs: tuple[TensorInfo, ...], out: TensorInfo, phase: str = "forward", *options: str) -> Any:
+        return RecordedOp(f"aten.{name}", inputs, (out,), phase, "model.layer", True, options)
+
+    ops = [
+        aten("embedding.default", (operand(1000, 512), operand(2, 128, dtype="int64")), x),
+        aten("mm.default", (x, w), x), aten("native_layer_norm.default", (x, operand(512), operand(512)), x),
+        RecordedOp("attention.forward", (q, q, q), (q, rows), "forward", "model.attn", True, ("causal",)),
+        aten("convolution.default", (image, kernel), wide),
+        aten("bmm.default", (operand(4, 8, 8),) * 2, operand(4, 8, 8)),
+        aten("_softmax.default", (x,), x, "forward", "dim=1"),
+        aten("topk.default", (x,), operand(256, 2), "forward", "k=2"),
+        aten("sum.dim_IntList", (x,), operand(256)), RecordedOp("python.module", (), (), "forward", options=("cpu",)),
+        aten("_to_copy.default", (operand(4),), operand(4), "forward", "d2h", "waits"),
+        RecordedOp("cudaStreamSynchronize", (), (), "forward", after=(10,)),
+        aten("mm.default", (x, w), x, "backward"),
+        RecordedOp("attention.backward", (q, q, q, q, rows, q), (q, q, q), "backward", "model.attn", True, ("causal",)),
+        aten("convolution_backward.default", (wide, image, kernel), image, "backward", "mask=110"),
+        RecordedOp("all_reduce", (w,), (w,), "backward", stream=-1, group=group, after=(12,)),
+        aten("_foreach_mul_.Scalar", (w, x), w, "optimizer"),
+        RecordedOp("aten._fused_adamw_.default", (w,) * 4, (), "optimizer", allocates=True, after=(15,)),
+    ]  # fmt: skip
+    alive = {1: w.elements * 2, 2: w.elements * 8}
+    changes = ((1, 3, 1 << 18), (8, 4, 1 << 20), (14, 3, -(1 << 18)), (17, 4, -(1 << 20)))
+    return Recording(
+        ops, 600_000, 500_000, 256, alive, [StorageEvent(*change) for change in changes],
+        {1: "weights", 2: "optimizer", 4: "gradients"}, {3: "model.layer"}, 1 << 22, 1, 4, 2,
+        ["experts as equally loaded"], {"torch": "2.13.0", "gpu": "NVIDIA H200"},
+    )  # fmt: skip

@@ -121,9 +121,9 @@ class OfScript:
 
     @cached_property
     def _recordings(self) -> list[Recording]:
-        from lumos.dry_run.dry_files import dry_files, read_recording
+        from lumos.dry_run.dry_files import read_recordings
 
-        return [read_recording(file) for file in dry_files(self.path)]
+        return read_recordings(self.path)
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,13 @@ _NEED_CONTIGUOUS = ("layer_norm", "softmax", "log_softmax")  # kernels that copy
 # ---------------------------------------------------------------------- matmuls and attention
 def matrix_operator(op: RecordedOp) -> Operator | None:
     """The kind of the cost model that an operator is, with its shape; None for what is not a matmul, attention or
-    AdamW.
+    AdamW, or has nothing to multiply.
     """
+    operator = _sized_operator(op)
+    return operator if operator is not None and all(operator.shape) else None
+
+
+def _sized_operator(op: RecordedOp) -> Operator | None:
     name = base_name(op)
     if name in ("mm", "addmm", "linear"):
         a, b = op.inputs[-2:] if name != "linear" else op.inputs[:2]

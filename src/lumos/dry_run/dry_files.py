@@ -9,13 +9,16 @@ from pathlib import Path
 import msgspec
 
 from lumos.dry_run.recorded_step import FORMAT, Recording, StorageEvent
+from lumos.dry_run.recording_checks import check_recording
 from lumos.errors import InputError
 from lumos.files import open_file
 from lumos.program.recorded_op import RecordedOp
 from lumos.setup.messages import place_of
 
 SUFFIX = ".dry.json.gz"
-_MOST_BYTES = 1 << 30  # unpacked; a step of 200,000 operators has a tenth of it
+_MOST_BYTES = 256 << 20  # unpacked; a step of 200,000 operators has a tenth of it
+_MOST_VALUES = 12_000_000  # numbers, texts and lists, each of which takes up to 72 bytes in memory
+_MOST_OPS = 400_000
 
 
 class _File(msgspec.Struct):
@@ -45,26 +48,45 @@ def dry_files(path: Path) -> list[Path]:
     return [path] if path.name.endswith(SUFFIX) else []
 
 
+def read_recordings(path: Path) -> list[Recording]:
+    """The dry runs of all ranks at a path, which must belong to one job."""
+    files = dry_files(path)
+    recordings = [read_recording(file) for file in files]
+    ranks: dict[int, Path] = {}
+    for file, recording in zip(files, recordings, strict=True):
+        if recording.world != recordings[0].world:
+            raise InputError(
+                f"{place_of(file)}: it is of a job of {recording.world}, and {place_of(files[0])} of one of "
+                f"{recordings[0].world}: keep one job per folder"
+            )
+        if recording.rank in ranks:
+            raise InputError(f"{place_of(file)}: rank {recording.rank}, as {place_of(ranks[recording.rank])}: keep one")
+        ranks[recording.rank] = file
+    return recordings
+
+
 def read_recording(path: Path) -> Recording:
-    """A recording that `write_recording` wrote; anything else is refused in one line."""
+    """A recording that `write_recording` wrote; anything else is rejected in one line."""
     try:
         with open_file(path, "give what lumos capture --dry wrote") as packed, gzip.open(packed) as file:
             content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise InputError(f"{place_of(path)}: more than {_MOST_BYTES >> 20} MiB, which no dry run is")
-        kept = msgspec.json.decode(content, type=_File)
-        return _recording(kept)
+        if len(content) > _MOST_BYTES or sum(map(content.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+            raise InputError(f"{place_of(path)}: larger than any dry run: make it again with lumos capture --dry")
+        recording = _recording(msgspec.json.decode(content, type=_File))
+        check_recording(recording)
+        return recording
     except (OSError, EOFError, zlib.error, msgspec.DecodeError, ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise InputError(f"{place_of(path)}: not a dry run of lumos capture --dry ({reason}): make it again") from None
 
 
 def _recording(kept: _File) -> Recording:
+    count = sum(len(places) for _, places, _ in kept.ops)
+    if count > _MOST_OPS:
+        raise ValueError(f"{count} operators, more than {_MOST_OPS}")
     ops = {at: op._replace(after=after) for op, places, waits in kept.ops
            for at, after in zip(places, waits, strict=True)}  # fmt: skip
-    if kept.format != FORMAT or set(ops) != set(range(len(ops))):
+    if kept.format != FORMAT or set(ops) != set(range(count)):
         raise ValueError("its operators do not make a step")
-    if any(not 0 <= earlier < at for at, op in ops.items() for earlier in op.after):
-        raise ValueError("an operator waits for a later one")
     values = {name: getattr(kept, name) for name in _File.__struct_fields__ if name not in ("format", "ops")}
-    return Recording(ops=[ops[at] for at in range(len(ops))], **values)
+    return Recording(ops=[ops[at] for at in range(count)], **values)

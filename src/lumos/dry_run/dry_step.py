@@ -112,8 +112,12 @@ class DryStep:
     # ------------------------------------------------------------------ work
     @cached_property
     def model_flops(self) -> float:
-        """Of matmuls, convolutions and attention, without what is recomputed: the backward pass has twice the work."""
-        return 3.0 * sum(price.flops for op, price in self.kernels if op.phase == "forward")
+        """FLOPs of matmuls, convolutions and attention, without what is recomputed.
+
+        The backward pass has twice the work of the forward pass, or less where weights are frozen.
+        """
+        forward = sum(price.flops for op, price in self.kernels if op.phase == "forward")
+        return min(3.0 * forward, self.hardware_flops)
 
     @cached_property
     def hardware_flops(self) -> float:

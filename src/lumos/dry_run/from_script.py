@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lumos.cost.aten_work import matrix_operator
-from lumos.dry_run.dry_files import dry_files, read_recording
+from lumos.dry_run.dry_files import read_recordings
 from lumos.dry_run.dry_prediction import STAND_IN, DryPrediction, dry_prediction
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
@@ -23,7 +23,7 @@ _FREE = ("cluster", *(name for name in SECTIONS if name not in STEP_SECTIONS))  
 
 def predict_script(path: Path, changes: Sequence[str], tariff: Tariff) -> DryPrediction:
     """Predict a dry run on a cluster; of several ranks, the one that takes longest decides."""
-    return slowest_rank([read_recording(file) for file in dry_files(path)], changes, tariff)
+    return slowest_rank(read_recordings(path), changes, tariff)
 
 
 def slowest_rank(recordings: Sequence[Recording], changes: Sequence[str], tariff: Tariff) -> DryPrediction:
