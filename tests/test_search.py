@@ -361,7 +361,7 @@ def test_zero_2_is_tried_with_a_pipeline_where_the_framework_combines_them(
 def test_experts_are_divided_too() -> None:
     base = read_setup(ROOT / "examples/one-h200.toml", ["model.preset=mixtral-8x7b", "train.global_batch=64"])
     found = search(base, {"cluster.gpus": [32], "parallel.cp": [1], "train.micro_batch": [1], "parallel.pp": [1]})
-    assert {row["parallel.ep"] for row in found.table()} > {1}
+    assert {row["parallel.ep"] for row in found.rows()} > {1}
 
 
 # ---------------------------------------------------------------------- constraints
@@ -487,9 +487,9 @@ def test_what_a_forecast_warns_of_a_search_warns_of_too(found: SearchResult) -> 
 
 
 def test_a_table_names_money_only_where_there_are_prices(found: SearchResult) -> None:
-    assert {row["cost_per_mtoken"] for row in found.table()} == {None}
-    assert all(row["gpu_hours_per_mtoken"] > 0 for row in found.table())
-    assert set(found.table()[0]) == set(COLUMNS)
+    assert {row["cost_per_mtoken"] for row in found.rows()} == {None}
+    assert all(row["gpu_hours_per_mtoken"] > 0 for row in found.rows())
+    assert set(found.rows()[0]) == set(COLUMNS)
 
 
 def test_less_memory_leaves_fewer(llama: Setup, found: SearchResult) -> None:
@@ -542,12 +542,12 @@ def test_bounds_lose_no_family_and_no_variant(llama: Setup, found: SearchResult)
 
 def test_what_is_too_large_to_simulate_is_skipped_and_said(tiny: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = search(tiny, TINY, exhaustive=True)
-    longest = max(row["train.microbatches"] for row in whole.table())
+    longest = max(row["train.microbatches"] for row in whole.rows())
     monkeypatch.setitem(read_table("step.json"), "most_tasks", 40)
     found = search(tiny, TINY, exhaustive=True)
     assert 0 < len(found.search.too_large) < len(found.search.simulated)
-    assert max(row["train.microbatches"] for row in found.table()) <= longest
-    assert len(found.table()) + found.as_dict()["too_large"] == len(whole.table())
+    assert max(row["train.microbatches"] for row in found.rows()) <= longest
+    assert len(found.rows()) + found.as_dict()["too_large"] == len(whole.rows())
     assert any("too many micro-batches to be simulated" in text for text in found.as_dict()["warnings"])
     monkeypatch.setitem(read_table("step.json"), "most_tasks", 0)
     assert search(tiny, TINY).as_dict()["results"] == []

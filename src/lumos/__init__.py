@@ -15,17 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lumos.analysis.comparison import compare
+    from lumos.analysis.readiness import check
     from lumos.analysis.replay import Replay, replay
+    from lumos.analysis.slowdown_causes import stragglers
     from lumos.capture.recording import capture
     from lumos.dry_run.from_script import predict_recording
     from lumos.dry_run.in_process import dry_run
     from lumos.dry_run.recorded_step import Recording
     from lumos.errors import LumosError
     from lumos.graph.scaling import Scale
+    from lumos.prediction.bill import Tariff
     from lumos.prediction.gpu_comparison import GpuComparison, compare_gpus
     from lumos.prediction.prediction import Prediction, predict
     from lumos.risk.monte_carlo import StepRisk, step_risk
     from lumos.risk.whole_run import WholeRun, whole_run
+    from lumos.search.ranking import Objective
     from lumos.search.search import search
     from lumos.setup import Setup, read_setup, write_setup
     from lumos.trace.read.job import read_job
@@ -40,12 +44,15 @@ _HOME = {
     "read_job": "trace.read.job", "read_setup": "setup", "replay": "analysis.replay", "search": "search.search",
     "StepRisk": "risk.monte_carlo", "step_risk": "risk.monte_carlo", "WholeRun": "risk.whole_run",
     "whole_run": "risk.whole_run", "write_setup": "setup",
+    "Objective": "search.ranking", "Tariff": "prediction.bill", "check": "analysis.readiness",
+    "stragglers": "analysis.slowdown_causes",
 }  # fmt: skip
 
 __all__ = [
-    "GpuComparison", "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "StepRisk", "Trace",
-    "WholeRun", "capture", "compare", "compare_gpus", "dry_run", "predict", "predict_recording", "read_job",
-    "read_setup", "replay", "search", "step_risk", "whole_run", "write_setup",
+    "GpuComparison", "LumosError", "Objective", "Prediction", "Recording", "Replay", "Scale", "Setup", "StepRisk",
+    "Tariff", "Trace", "WholeRun", "capture", "check", "compare", "compare_gpus", "dry_run", "predict",
+    "predict_recording", "read_job", "read_setup", "replay", "search", "step_risk", "stragglers", "whole_run",
+    "write_setup",
 ]  # fmt: skip
 
 

@@ -6,19 +6,25 @@ A finding states a fact about the trace; nothing is guessed, and what is there i
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lumos.analysis.kernel_labels import RankLabels, label
-from lumos.analysis.replay import Replay
+from lumos.analysis.replay import Replay, replay
 from lumos.data_files import read_table
+from lumos.errors import InputError
+from lumos.files import read_file
 from lumos.trace.names import CPU_COMPUTE, CallKind, Category, is_step
+from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
 from lumos.trace.steps import WHOLE
-from lumos.trace.trace import Trace
+from lumos.trace.trace import Header, Trace
 
 _CAPTURE = 'lumos.capture("traces") in the script, or: lumos capture -o traces -- COMMAND'
 _SLOW_FIRST = 1.5  # times the other steps
@@ -26,6 +32,10 @@ _MANY_UNLAUNCHED = 0.02  # of all kernels
 _MUCH_UNEXPLAINED = 0.1  # of the step
 _DAMAGE = ("ends in the middle", "not valid JSON", "no usable time")
 FAKE = "fake"
+
+
+_SHAPES = re.compile(rb'"Input [Dd]ims"')
+_LOOKED_AT = 8 << 20  # bytes of a file, unpacked
 
 
 @dataclass(frozen=True)
@@ -258,3 +268,37 @@ def _setup(found: Readiness) -> Iterator[Lack]:
 _CHECKS: tuple[Callable[[Readiness], Iterator[Lack]], ...] = (
     _whole_file, _activity, _ranks, _steps, _launches, _explained, _sync_events, _recording, _training, _setup,
 )  # fmt: skip
+
+
+def check(source: Path | str) -> Readiness:
+    """List what the traces at a path are missing, what that rules out, and how to record it.
+
+    >>> check("traces/").findings       # doctest: +SKIP
+    """
+    run = replay(source)
+    return Readiness(run, beside(Path(source), run.execution.trace.headers))
+
+
+def beside(path: Path, headers: tuple[Header, ...]) -> Beside:
+    folder = path if path.is_dir() else path.parent
+    described = any(_describes_a_model(file) for file in folder.glob("*.toml"))
+    return Beside(described, any(header.has_shapes for header in headers) or _has_shapes(headers))
+
+
+def _describes_a_model(path: Path) -> bool:
+    """Whether a setup says what was trained; one that only torch filled in does not."""
+    try:
+        return bool(tomllib.loads(read_file(path, _LOOKED_AT, "").decode()).get("model"))
+    except (InputError, ValueError, RecursionError):  # not ours, or not for reading
+        return False
+
+
+def _has_shapes(headers: tuple[Header, ...]) -> bool:
+    """Whether operators have shapes: older files do not say so of themselves."""
+    for header in headers[:1]:
+        try:
+            with open_bytes(Path(header.path)) as file:
+                return _SHAPES.search(file.read(_LOOKED_AT)) is not None
+        except (InputError, OSError, *BAD_GZIP):  # type: ignore[misc]
+            return False
+    return False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lumos.analysis.ablation import Ablation, ablate
 from lumos.analysis.answers import PathAnswer, ReplayAnswer
@@ -22,21 +23,34 @@ from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.from_trace.profiler_cost import ProfilerCost, is_profiled, load_profiler_cost, without_profiler
 from lumos.graph.graph import Graph
 from lumos.graph.simulate import Times, simulate
+from lumos.tables import frame
+from lumos.trace.read.job import read_job
 from lumos.trace.steps import StepMarks, Steps, find_steps
 from lumos.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 
 _LONGEST_STEP_MS, _SHORTEST_STEP_MS = 3.6e6, 0.01
 _SHORTEST_SHARE = 0.1  # of the typical step in the mean
 _MOST_ERROR_PCT = 20.0  # all recorded jobs are within a few per cent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Replay:
     """A run that was read, built and simulated; its reports are worked out when they are asked for."""
 
     execution: Execution
     marks: StepMarks
     cost: ProfilerCost
+
+    def __repr__(self) -> str:
+        ranks, recorded = len(self.execution.trace.ranks), self.recorded_steps.mean
+        return f"Replay({ranks} ranks, {recorded:,.2f} ms recorded, {self.error_pct:+.2f}% simulated)"
+
+    def table(self) -> DataFrame:
+        """The step-time breakdown, one row per rank."""
+        return frame([{"rank": rank, **row.as_dict()} for rank, row in self.recorded_breakdown.items()])
 
     @cached_property
     def run(self) -> TracedRun:
@@ -211,8 +225,9 @@ class Replay:
         )
 
 
-def replay(source: Trace | Execution, cost: ProfilerCost | None = None) -> Replay:
-    """Build and simulate a trace; what is a graph already is taken as it is."""
+def replay(source: Trace | Execution | Path | str, cost: ProfilerCost | None = None) -> Replay:
+    """Build and simulate a trace, or the traces at a path; what is a graph already is taken as it is."""
+    source = read_job(source) if isinstance(source, Path | str) else source
     execution = source if isinstance(source, Execution) else build(source)
     run = Replay(execution, find_steps(execution.trace), cost or load_profiler_cost())
     doubts = _doubts(run)

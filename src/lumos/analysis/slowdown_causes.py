@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.analysis.slowdown import Slowdown
+from lumos.analysis.replay import Replay, replay
+from lumos.analysis.slowdown import Slowdown, slowdown
+from lumos.analysis.slowdown_jobs import job_of, table_at
 from lumos.graph.graph import Bools, Floats, Ints
+from lumos.trace.operations import OperationTable
+from lumos.trace.read.operation_table import read_operation_table
 
 _NOTABLE = 0.01  # of the step: less is no cause
 _WHO_FIRST = 1.25  # a slow worker is named before the kind of its work that is slow
@@ -48,7 +53,7 @@ class Fix:
     gain_pct: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """A slowdown, its causes and its fixes, those that gain most first."""
 
@@ -61,6 +66,9 @@ class Diagnosis:
     def lost_ms(self) -> float:
         """What the step loses to stragglers; no cause among them costs more."""
         return max(0.0, float(self.slowdown.base_ms.mean()) - self.attainable_ms)
+
+    def __repr__(self) -> str:
+        return f"Diagnosis({self.slowdown.job.name}: slowdown {self.slowdown.slowdown:.3f}, {len(self.causes)} causes)"
 
     def as_dict(self) -> dict[str, Any]:
         """The answer of `lumos stragglers --json`."""
@@ -82,6 +90,22 @@ def diagnose(found: Slowdown, layers: int = 0) -> Diagnosis:
         tuple(sorted(fixes, key=lambda one: -one.gain_ms)),
         whole.step_ms,
     )
+
+
+def stragglers(source: Path | str | OperationTable | Replay, layers: int = 0) -> Diagnosis:
+    """Find stragglers, their causes, and the gain from fixing them.
+
+    `source` is a folder of traces or a table of operations, or what was read of either; with the number of `layers` of
+    the model, the result says how many of them to move between pipeline stages.
+
+    >>> stragglers("traces/").as_dict()["slowdown"]       # doctest: +SKIP
+    """
+    name = ""
+    if isinstance(source, Path | str):
+        path = Path(source)
+        name, table = path.name, table_at(path)
+        source = replay(path) if table is None else read_operation_table(table)
+    return diagnose(slowdown(job_of(source, name)), layers)
 
 
 class _Candidate(NamedTuple):

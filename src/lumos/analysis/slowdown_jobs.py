@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.simulate import simulate, simulate_many
 from lumos.trace.names import Kind, is_step
 from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
+from lumos.trace.read.operation_table import is_operation_table
 from lumos.trace.steps import StepMarks
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ _MS = 1e-6  # a nanosecond
 _MOST_SEGMENTS = 1023
 _IN_PLACE = 0.8  # of the fastest rank; jobs whose ranks do the same have 0.89 or more, where hosts wait for others 0.34
 _MESSAGES = ("c10d::send", "c10d::recv_", "nccl:send", "nccl:recv")  # of pipelines, whose stages do different things
+
+_TABLE_NAMES = (".parquet", ".csv", ".csv.gz")
 
 
 def job_of_table(table: OperationTable) -> Job:
@@ -283,3 +287,23 @@ def _least_transfer(run: Replay, task: Ints, took: Floats) -> Floats:
         if len(transfers):
             value[transfers] = value[transfers].min()
     return group_medians(task, value, int(task.max(initial=0)) + 1, lower=True)[task]
+
+
+def job_of(source: OperationTable | Replay, name: str = "") -> Job:
+    """The job of a table of operations or of a replayed trace."""
+    if isinstance(source, OperationTable):
+        return job_of_table(source)
+    return replace(job_of_run(source), name=name)
+
+
+def table_at(path: Path) -> Path | None:
+    """The table of operations at a path, or in the folder; None for what may be traces."""
+    if path.is_file():
+        return path if path.name.endswith(_TABLE_NAMES) or is_operation_table(path) else None
+    if not path.is_dir():
+        return None
+    tables = [file for file in sorted(path.iterdir()) if file.name.endswith(_TABLE_NAMES) and is_operation_table(file)]
+    if len(tables) > 1:
+        shown = ", ".join(file.name for file in tables[:4])
+        raise InputError(f"{path}: has {len(tables)} tables of operations ({shown}); name one of them")
+    return tables[0] if tables else None

@@ -141,8 +141,8 @@ def search_command(
     answer = found.as_dict()
     launch = emission.of_search(found, answer) if emission else None
     deliver(answer, partial(_show, launch), as_json, output, {
-        ".csv": lambda to: write_csv(to, found.table(), names=COLUMNS),
-        ".parquet": lambda to: write_parquet(to, found.table(), COLUMNS),
+        ".csv": lambda to: write_csv(to, found.rows(), names=COLUMNS),
+        ".parquet": lambda to: write_parquet(to, found.rows(), COLUMNS),
         ".html": lambda to: write_page(to, with_launch(search_page(answer), launch)),
     })  # fmt: skip
     if emission:

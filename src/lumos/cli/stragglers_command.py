@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +9,13 @@ import typer
 from rich.console import Console
 
 from lumos.analysis.replay import Replay
-from lumos.analysis.slowdown import Job, slowdown
+from lumos.analysis.slowdown import slowdown
 from lumos.analysis.slowdown_causes import diagnose
-from lumos.analysis.slowdown_jobs import job_of_run, job_of_table
+from lumos.analysis.slowdown_jobs import job_of, table_at
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, Output, TraceOptions
 from lumos.cli.terminal import busy, deliver, progress_bar
-from lumos.errors import InputError, OptionError
+from lumos.errors import OptionError
 from lumos.export.chrome_traces import write_ideal
 from lumos.files import FORMS, check_output, write_csv
 from lumos.prediction.prediction import predict
@@ -28,10 +27,9 @@ from lumos.risk.learn import traced_risk
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.operation_steps import operation_risk
 from lumos.trace.operations import OperationTable
-from lumos.trace.read.operation_table import is_operation_table, read_operation_table
+from lumos.trace.read.operation_table import read_operation_table
 
 _MOST_LAYERS = 1_000_000
-_TABLES = (".parquet", ".csv", ".csv.gz")
 
 
 def stragglers_command(
@@ -52,7 +50,8 @@ def stragglers_command(
     if not 0 <= layers <= _MOST_LAYERS:
         raise OptionError(f"--layers {layers}: give the number of layers of the model, from 1 to {_MOST_LAYERS:,}")
     read = _read(path, options)
-    job = _job(read, path)
+    with busy("building the graph"):
+        job = job_of(read, path.name or str(path))
     with progress_bar() as progress:
         lost = slowdown(job, progress)
     with busy("looking for causes"):
@@ -81,16 +80,9 @@ def _risk(read: OperationTable | Replay) -> StepRisk:
     return found
 
 
-def _job(read: OperationTable | Replay, path: Path) -> Job:
-    if isinstance(read, OperationTable):
-        with busy("building the graph of the table"):
-            return job_of_table(read)
-    return replace(job_of_run(read), name=path.name or str(path))
-
-
 def _read(path: Path, options: TraceOptions) -> OperationTable | Replay:
     """What is at a path: a table of operations, or traces."""
-    table = _table_at(path)
+    table = table_at(path)
     if table is None:
         return load_run(path, options)
     given = {"--match": options.match, "--rank-pattern": options.rank_pattern, "--address": options.address}
@@ -110,16 +102,3 @@ def _number(text: str, steps: list[int]) -> int:
         return int(text.lstrip("#"))
     shown = ", ".join(map(str, steps[:8])) + (" …" if len(steps) > 8 else "")
     raise OptionError(f"--step {text}: no such step; this table has {shown}")
-
-
-def _table_at(path: Path) -> Path | None:
-    """The table of operations at a path, or in the folder; None for what may be traces."""
-    if path.is_file():
-        return path if path.name.endswith(_TABLES) or is_operation_table(path) else None
-    if not path.is_dir():
-        return None
-    tables = [file for file in sorted(path.iterdir()) if file.name.endswith(_TABLES) and is_operation_table(file)]
-    if len(tables) > 1:
-        shown = ", ".join(file.name for file in tables[:4])
-        raise InputError(f"{path}: has {len(tables)} tables of operations ({shown}); name one of them")
-    return tables[0] if tables else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lumos.analysis.answers import GpuAnswer, GpuComparisonAnswer
 from lumos.cost.hardware_model import hardware_model
@@ -20,6 +20,10 @@ from lumos.setup.gpus import Gpu, gpu_named, is_file_name
 from lumos.setup.sections import OF_GPU
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import PlainSetup
+from lumos.tables import frame
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 
 _GIB = float(1 << 30)
 _FAMILIES = {
@@ -96,7 +100,7 @@ class OnGpu:
         return self.found.tokens / (self.found.step_ms / 1e3)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GpuComparison:
     """One run on several GPUs, in the order that they were asked for.
 
@@ -105,6 +109,13 @@ class GpuComparison:
 
     runs: tuple[OnGpu, ...]
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"GpuComparison({', '.join(row.gpu for row in self.answer.gpus)})"
+
+    def table(self) -> DataFrame:
+        """One row per GPU."""
+        return frame(self.as_dict()["gpus"])
 
     def as_dict(self) -> dict[str, Any]:
         """The answer of `lumos predict --gpu A,B --json`."""

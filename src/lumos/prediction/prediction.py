@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswer
 from lumos.analysis.breakdown import Breakdown, moved_breakdown
@@ -34,7 +34,11 @@ from lumos.setup.constraints import check, warnings_in
 from lumos.setup.setup import STEP_SECTIONS, Setup
 from lumos.setup.setup_files import read_setup_with_notes
 from lumos.step.step import Step, host_was_measured, simulate_step
+from lumos.tables import frame
 from lumos.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 
 NO_PRICES = Tariff()
 _GIB = float(1 << 30)
@@ -63,6 +67,10 @@ class Prediction:
         low, high = self.interval_ms
         fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
         return f"{type(self).__name__}({self.step_ms:,.2f} ms, {low:,.2f} to {high:,.2f}{fits})"
+
+    def table(self) -> DataFrame:
+        """Operators and collectives of the first rank, the most expensive first."""
+        return frame([_operator_answer(row).as_dict() for row in self.all_operators])
 
     # ------------------------------------------------------------------ time
     @cached_property

@@ -71,7 +71,7 @@ class Cause(NamedTuple):
     share: float  # of what the 90th percentile is above the step in which nothing differs, that goes away with it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepRisk:
     """Thousands of drawn steps.
 
@@ -87,6 +87,10 @@ class StepRisk:
     ranks: int = 1
     scale: float = 1.0  # what the step would be if nothing differed, over the typical one
     typical_words: str = "as predicted, of runs that differ as usual"  # what the typical step is
+
+    def __repr__(self) -> str:
+        p50, p90, p99 = (self.percentile(share) for share in (50, 90, 99))
+        return f"StepRisk(p50 {p50:,.2f} ms, p90 {p90:,.2f} ms, p99 {p99:,.2f} ms)"
 
     @cached_property
     def step_ms(self) -> Floats:

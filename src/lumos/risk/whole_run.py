@@ -79,7 +79,7 @@ def _simulated(
     return runs, log[:used]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WholeRun:
     """A run to its last token. What is drawn: failures, how far off the prediction is, how much steps vary.
 
@@ -95,6 +95,10 @@ class WholeRun:
     idle_w: float = 0.0  # of a GPU
     deadline_days: float | None = None
     seed: int = 0
+
+    def __repr__(self) -> str:
+        days = self.as_dict()["days"]
+        return f"WholeRun(p50 {days['p50']:,.1f} days, p90 {days['p90']:,.1f} days)"
 
     # ------------------------------------------------------------------ how it fails
     @cached_property

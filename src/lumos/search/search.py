@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lumos.data_files import read_table
 from lumos.errors import OptionError
@@ -26,6 +26,7 @@ from lumos.search.ranking import Front, Objective, Simulated, tolerance
 from lumos.search.space import AXES, Space, checked_choices
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.setup import Setup
+from lumos.tables import frame
 from lumos.workers import Engine, Here, fingerprint
 
 Row = dict[str, Any]
@@ -34,6 +35,9 @@ COLUMNS = (
     *KEYS, "step_ms", "p90_ms", "run_ms", "bound_ms", "memory_gib", "tokens_per_s_per_gpu", "energy_j",
     "gpu_hours_per_mtoken", "cost_per_mtoken", "pareto",
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 COUNTS = ("evaluated", "fitting", "simulated", "too_large", "seconds")  # of an answer; those of shards are added up
 _PARTS = {
     "compute": ("exposed_compute_ms", "overlapped_ms"), "communication alone": ("exposed_comm_ms",),
@@ -112,7 +116,7 @@ def _first_mistake(setup: Setup, choices: Mapping[str, tuple[Any, ...]]) -> str:
     return next(iter(named or mistakes), "vary fewer keys, or take another batch or number of GPUs")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchResult:
     """A finished search."""
 
@@ -122,6 +126,14 @@ class SearchResult:
     batch: Batch
     notes: tuple[str, ...] = ()
     _rows: dict[int, Row] = field(default_factory=dict)  # by number: a configuration may be in several lists
+
+    def __repr__(self) -> str:
+        best = f"best {self.results[0]['step_ms']:,.2f} ms" if self.results else "none fits"
+        return f"SearchResult({self.search.valid:,} configurations, {best})"
+
+    def table(self) -> DataFrame:
+        """Every simulated configuration, best first, one per row."""
+        return frame(self.rows())
 
     @cached_property
     def results(self) -> list[Row]:
@@ -205,7 +217,7 @@ class SearchResult:
             "warnings": self.warnings,
         }
 
-    def table(self) -> list[Row]:
+    def rows(self) -> list[Row]:
         """Every simulated configuration, best first, with the columns COLUMNS."""
         on_front = {row.number for row in self.search.front.pareto}
         rows = []

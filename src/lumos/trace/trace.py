@@ -93,7 +93,7 @@ class Syncs:
         return Syncs(none.astype(np.int32), none, none, none, none, none)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
     """A run as columns, as drawn at the top of this module.
 
@@ -117,6 +117,9 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.start)
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.ranks)} ranks, {len(self):,} events)"
 
     @cached_property
     def end(self) -> Ints:

@@ -1,0 +1,64 @@
+"""Python: what the package offers, as short reprs, polars frames and functions of the command line's results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import lumos
+from commands import lumos_here
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE, OPERATIONS = ROOT / "src/lumos/data/example", ROOT / "examples/operations.csv"
+RUN = ROOT / "examples/one-h200.toml"
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(lumos, name) is not None for name in lumos.__all__)
+
+
+def test_reprs_fit_on_a_line() -> None:
+    prediction = lumos.predict(str(RUN))
+    results = (
+        prediction, lumos.read_job(str(EXAMPLE)), lumos.replay(EXAMPLE), lumos.stragglers(OPERATIONS),
+        lumos.compare_gpus(lumos.read_setup(RUN), ["h100", "h200"]), lumos.step_risk(prediction, draws=100),
+        lumos.search(lumos.read_setup(RUN), {"parallel.zero": [0]}), lumos.check(EXAMPLE),
+    )  # fmt: skip
+    for result in results:
+        assert len(repr(result)) < 200, type(result).__name__
+
+
+def test_tables_are_frames_with_one_row_per_rank_operator_gpu_or_configuration() -> None:
+    replayed, prediction = lumos.replay(str(EXAMPLE)), lumos.predict(RUN)
+    assert replayed.table()["rank"].to_list() == [0, 1, 2, 3]
+    operators = prediction.table()
+    assert operators["ms"].is_sorted(descending=True)
+    assert len(operators) == len(prediction.all_operators)
+    found = lumos.search(lumos.read_setup(RUN), {"parallel.zero": [0]})
+    assert found.table().row(0, named=True)["step_ms"] == found.results[0]["step_ms"]
+    gpus = lumos.compare_gpus(lumos.read_setup(RUN), ["h100", "h200"]).table()
+    assert gpus["gpu"].to_list() == ["h100", "h200"]
+
+
+def test_stragglers_and_check_are_those_of_the_command_line() -> None:
+    for function, command, path in ((lumos.stragglers, "stragglers", OPERATIONS), (lumos.check, "check", EXAMPLE)):
+        shown = json.loads(lumos_here(command, path, "--json").stdout)
+        result = function(path)
+        mine = result.as_dict() if command == "stragglers" else result.as_dict(str(path))
+        assert json.loads(json.dumps(mine)) == shown
+
+
+def test_prices_and_deadlines_are_reachable() -> None:
+    tariff = lumos.Tariff(gpu_hour=2.0, tokens=1e12)
+    bill = lumos.predict(RUN, tariff=tariff).as_dict()["bill"]
+    assert bill["budget"]["money"] == pytest.approx(2.0 * bill["budget"]["gpu_hours"])
+    objective = lumos.Objective("cost", gpu_hour=(("", 2.0),), tokens=1e9, deadline_days=400.0)
+    assert lumos.search(lumos.read_setup(RUN), {"parallel.zero": [0]}, objective=objective).results
+
+
+def test_notebooks_show_the_interval_and_whether_it_fits() -> None:
+    shown = lumos.predict(RUN)._repr_html_()
+    assert "interval" in shown
+    assert ": fits" in shown
