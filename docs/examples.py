@@ -4,6 +4,9 @@
     ```python        the blocks of a page are run one after the other, in one namespace
     ```text          what the commands or Python before it print, under the same heading, shortened:
                      a line of … stands for any lines, … at the end of a line for the rest of the line
+    <!-- value: PATTERN -->20.6<!-- -->      in prose, the group of PATTERN in the output that is shown above it
+    <!-- percent: PATTERN -->21 %<!-- -->    by how much that number differs from the one before it that matches;
+                     `percent -2/-3` compares others, counted from the last one
     > …              words or rows of another page, verbatim; the last line names it: > — [accuracy](accuracy.md)
                      or a part of it: accuracy.md#reading; after "The worst first:", as many rows as are quoted
 
@@ -31,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 _FAILS = re.compile(r"#\s*exits with (\d+)\s*$")
 _SOURCE = re.compile(r"^— \[[^\]]*\]\(([\w./-]+\.md)(?:#([\w-]*))?\)$")
+_PROSE = re.compile(r"<!-- (value|percent)((?: -\d/-\d)?): (.+?) -->(.*?)<!-- -->")
 _WORST = "The worst first:"  # before a quote of rows that are chosen and sorted by their third column
 _OWN_PROCESS = ("python ", "lumos capture ")  # start processes, and take long
 _NOT_RUN = ("make ", "pip ", "git ")  # set up what tests have already
@@ -259,6 +263,36 @@ def _worst_rows(quote: Quote) -> list[str]:
     return sorted(rows, key=lambda row: -float(row.split("|")[3]))[: len(quote.lines)]
 
 
+def prose_changes(lines: list[str]) -> dict[int, str]:
+    """Lines of prose whose numbers are not those of the output shown above them, as they should be."""
+    changes: dict[int, str] = {}
+    shown: list[str] = []
+    is_fenced = False
+    for number, line in enumerate(lines, 1):
+        if line.startswith("```"):
+            is_fenced = not is_fenced
+        elif is_fenced:
+            shown.append(line)
+        else:
+            now = _PROSE.sub(lambda m: f"<!-- {m[1]}{m[2]}: {m[3]} -->{_number(m, shown)}<!-- -->", line)
+            if now != line:
+                changes[number] = now
+    return changes
+
+
+def _number(match: re.Match[str], shown: list[str]) -> str:
+    """The number that a place in prose should have; what it has if no output shows it."""
+    values = [found[1] for line in shown if (found := re.search(match[3], line))]
+    places = [int(place) for place in match[2].split("/")] if match[2] else [-1, -2]
+    places = places[:1] if match[1] == "value" else places
+    if len(values) < -min(places):
+        return match[4]
+    if match[1] == "value":
+        return values[places[0]]
+    now, before = (float(values[place].replace(",", "")) for place in places)
+    return f"{abs(100 * (now / before - 1)):.0f} %"
+
+
 def _nearest(text: str, lines: list[str]) -> str:
     """The line that replaces `text`: equal but for its numbers, else the most similar one; "" if there is none."""
     def masked(line: str) -> str:
@@ -300,6 +334,10 @@ def main() -> int:
             print(f"{page.relative_to(ROOT)}:{number}\n  - {text[number - 1]}\n  + {line or '(nothing like it)'}")
             left += not (refresh and line)
             text[number - 1] = line or text[number - 1]
+        for number, line in prose_changes(text).items():
+            print(f"{page.relative_to(ROOT)}:{number}\n  - {text[number - 1]}\n  + {line}")
+            left += not refresh
+            text[number - 1], changes[number] = line, line
         if refresh and changes:
             page.write_text("\n".join(text) + "\n", "utf-8")
     return 1 if left else 0

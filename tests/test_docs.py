@@ -147,6 +147,19 @@ def test_quotes_are_word_for_word(page: Path) -> None:
         assert examples.stale_quotes(quote) == [], f"not in {quote.source.name}; python docs/examples.py --refresh"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_numbers_in_prose_are_those_of_the_output_above(page: Path) -> None:
+    stale = examples.prose_changes(page.read_text("utf-8").splitlines())
+    assert stale == {}, "python docs/examples.py --refresh"
+
+
+def test_numbers_in_prose_follow_the_output() -> None:
+    prose = "<!-- percent: step (\\d+) -->5 %<!-- --> <!-- value: step (\\d+) -->1<!-- -->"
+    lines = ["```text", "step 10 s", "step 12 s", "```", prose]
+    expected = "<!-- percent: step (\\d+) -->20 %<!-- --> <!-- value: step (\\d+) -->12<!-- -->"
+    assert examples.prose_changes(lines) == {5: expected}
+
+
 def test_a_quote_is_of_the_part_that_it_names(tmp_path: Path) -> None:
     """Lines that differ in numbers alone are found under their own heading, not under the first that has one."""
     (tmp_path / "errors.md").write_text("# Errors\n\n## One, alone\n\nmean 1 %\n\n## Two (both)\n\nmean 2 %\n")
