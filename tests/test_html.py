@@ -48,6 +48,7 @@ from lumos.report.html.timeline import MOST_BOXES, Lanes, Tasks, draw_timeline
 from lumos.report.html.timeline import Path as CriticalPath
 from lumos.report.predictions import operators_table
 from lumos.report.replays import replay_cards
+from lumos.report.searches import search_cards
 from lumos.report.table import Card, Column, Row, Table, ms_columns
 from lumos.report.terminal.style import rendered
 from lumos.report.wording import (
@@ -463,6 +464,23 @@ def test_what_is_known_by_its_bytes_is_shown_in_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('model.preset = "gpt3-125m"\ntrain = {seq = 2048, framework = "neox"}\n')
     shapes = {row.values[0]: row.values[1] for row in operators_table(predict(read_setup(tmp_path / "a.toml"))).rows}
     assert shapes["loss"] == "3.91 GB"
+
+
+@pytest.mark.parametrize(("cp", "length"), [(1, ""), (2, "of length 5793")])
+def test_a_length_of_attention_that_the_run_does_not_have_is_explained(tmp_path: Path, cp: int, length: str) -> None:
+    (tmp_path / "a.toml").write_text(
+        f'model.preset = "llama3-8b"\ntrain.seq = 8192\nparallel.cp = {cp}\ncluster.gpus = 8\n'
+    )
+    text = operators_table(predict(read_setup(tmp_path / "a.toml"))).left_out
+    assert ("causal attention with the same work" in text) == bool(length)
+    assert length in text
+
+
+@pytest.mark.parametrize(("objective", "words"), [("time", "least time per token"), ("cost", "least cost per token")])
+def test_the_best_of_a_search_is_named_after_what_it_minimises(objective: str, words: str) -> None:
+    cards = {card.label: card for card in search_cards(search_answer() | {"objective": objective})}
+    assert cards["best"].note.startswith(f"{words}: ")
+    assert cards["best"].value.endswith(" per step")
 
 
 # ---------------------------------------------------------------------- narrow terminals

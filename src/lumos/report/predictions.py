@@ -10,7 +10,7 @@ from lumos.change.infer import Inferred
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.prediction import Prediction
 from lumos.program.memory import GIB, Memory
-from lumos.program.operators import Collective
+from lumos.program.operators import Collective, Operator
 from lumos.report.table import Card, Column, Row, Table, ms_column
 from lumos.report.wording import (
     STEP_PARTS,
@@ -147,7 +147,20 @@ def operators_table(found: Prediction) -> Table:
                Column("source")]  # fmt: skip
     rows = [Row([row.name, _size(row), row.count, row.ms, row.bound, row.source]) for row in found.operators]
     shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in found.source.items() if share >= 0.005)
-    return Table("most expensive operators (rank 0), per step", columns, rows, f"times of all operators: {shares}")
+    text = f"times of all operators: {shares}{_attention_text(found)}"
+    return Table("most expensive operators (rank 0), per step", columns, rows, text)
+
+
+def _attention_text(found: Prediction) -> str:
+    """Explains lengths of attention that are not those of the run: costs are known for causal squares alone."""
+    lengths = {row.work.shape[2] for row in found.operators if isinstance(row.work, Operator) and _is_attention(row)}
+    own = {found.setup.train.seq} if found.setup is not None and not found.is_dry else set()
+    other = ", ".join(map(str, sorted(lengths - own)))
+    return f". Attention is shown as causal attention with the same work, of length {other}" if other else ""
+
+
+def _is_attention(row: OperatorTime) -> bool:
+    return row.work.kind in ("sdpa_fwd", "sdpa_bwd")
 
 
 def _size(row: OperatorTime) -> str:

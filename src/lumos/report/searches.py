@@ -27,6 +27,8 @@ _FOLLOW = ("parallel.dp", "train.microbatches")  # from other keys: they need no
 _OF_CLUSTER = ("cluster.gpu", "cluster.gpus")
 _OF_CLUSTERS_BEST = ("step_ms", "p90_ms", "memory_gib", "cost_per_mtoken", "days")
 _MOST_ROWS = 500
+_LEAST = {"time": "least time per token", "cost": "least cost per token", "energy": "least energy per token",
+          "gpus": "fewest GPUs"}  # fmt: skip
 
 
 def search_cards(answer: Answer) -> list[Card]:
@@ -42,7 +44,8 @@ def search_cards(answer: Answer) -> list[Card]:
     if not answer["results"]:
         return [*cards, Card("best", "none", "no configuration is valid, fits and meets the deadline")]
     best = answer["results"][0]
-    return [*cards, Card("best step", ms_text(best["step_ms"]), label_of(best, keys_of([best])))]
+    why = f"{_LEAST.get(answer['objective'], answer['objective'])}{' (90th percentile)' if answer.get('risk') else ''}"
+    return [*cards, Card("best", f"{ms_text(best['step_ms'])} per step", f"{why}: {label_of(best, keys_of([best]))}")]
 
 
 def bound_note(answer: Answer) -> list[str]:
