@@ -142,8 +142,8 @@ def clock_of(gpu: Gpu) -> Clock:
     return Clock(_core(gpu, chip_of(gpu, "bf16").peak), min(slower, 1 / table["clock_floor"]))
 
 
-def _core(gpu: Gpu, peak: float) -> float:
-    """The clock at which bf16 matmuls fit under the power limit of a GPU, if its tensor cores had this peak.
+def _core(gpu: Gpu, peak: float, dtype: str = "bf16") -> float:
+    """The clock at which matmuls of a precision fit under the power limit of a GPU, if it had this peak in it.
 
     A higher peak lowers the clock by less than it gains: `peak * _core(gpu, peak)` never falls.
     """
@@ -151,9 +151,9 @@ def _core(gpu: Gpu, peak: float) -> float:
     home, rated = gpu_named(table["gpu"]), rated_gpu(gpu)
     power, floor = _power(rated, home), float(table["clock_floor"])
     spare_w = _above_idle_w(gpu, table["limit_share"] * gpu.tdp_w)
-    dearer = 1.0 if _is_new(gpu) else _dearer(rated, home, "bf16", "bf16")
+    dearer = 1.0 if _is_new(gpu) else _dearer(rated, home, dtype, dtype)
     fed = max(peak, _fed_peak(gpu)) if _is_new(gpu) else peak
-    matmul_w = table["active_w"] * power + table["matmul_reach"] * table["flop_pj"]["bf16"] * 1e-6 * dearer * fed
+    matmul_w = table["active_w"] * power + table["matmul_reach"] * table["flop_pj"][dtype] * 1e-6 * dearer * fed
     core = float((spare_w / matmul_w) ** (1 / _exponent()))
     if core < floor:
         core = floor * spare_w / (matmul_w * floor ** _exponent())
@@ -174,13 +174,14 @@ def _fed_peak(gpu: Gpu) -> float:
 def relief_of(operator: Operator, gpu: Gpu) -> float:
     """The slowdown by the clock of a matmul or attention, over that of bf16 matmuls that keep the tensor cores busy.
 
-    It is 1 on a known GPU at its usual limit, where factors were measured over all matmuls. With a higher peak, those
-    that wait for memory draw no more power than before: their clock is that of the peak that just suffices them, and
-    never below the floor. So more peak, power or bandwidth does not slow any of them down.
+    It is 1 on the GPU that the factors of a step were measured on, where they hold for all matmuls. With a higher peak,
+    those that wait for memory draw no more power than before: their clock is that of the peak that just suffices them,
+    and never below the floor. So more peak, power or bandwidth does not slow any of them down.
     """
     rated = rated_gpu(gpu)
+    usual = _relief_of_precision(rated, operator.dtype)
     if gpu.tdp_w == rated.tdp_w and gpu.peak_tflops == rated.peak_tflops and not _is_new(gpu):
-        return 1.0
+        return usual
     chip, like = chip_of(gpu, operator.dtype), _reference(gpu)
     peak = chip_of(like, "bf16").peak * chip.peak / chip_of(like, operator.dtype).peak  # in terms of bf16
     compute_us, memory_us = operator.flops / chip.peak, operator.bytes / chip.bandwidth
@@ -188,7 +189,30 @@ def relief_of(operator: Operator, gpu: Gpu) -> float:
     floor, start_us = read_table("energy.json")["clock_floor"], read_table("operator_costs.json")["shortest_us"]
     slowed = max(compute_us / _core(gpu, peak), memory_us / max(_core(gpu, enough), floor))
     slowed += start_us / max(_core(gpu, _fed_peak(gpu)), floor)
-    return float(slowed * clock_of(gpu).core / (max(compute_us, memory_us) + start_us))
+    return float(usual * slowed * clock_of(gpu).core / (max(compute_us, memory_us) + start_us))
+
+
+@cache
+def _relief_of_precision(rated: Gpu, dtype: str) -> float:
+    """How much less the clock slows matmuls of a precision than bf16 ones, over the same on the GPU of the factors.
+
+    A GPU whose peaks in two precisions are further apart than there has power to spare in the slower one. If they are
+    closer together, 1: what an operation of such a GPU costs was not measured.
+    """
+    home = gpu_named(measured_on(rated))
+    if dtype not in read_table("energy.json")["flop_pj"] or _is_new(rated) or home.name == rated.name:
+        return 1.0
+
+    def lower(gpu: Gpu) -> float:
+        return _core(gpu, chip_of(gpu, "bf16").peak) / _core(gpu, chip_of(gpu, dtype).peak, dtype)
+
+    return min(1.0, lower(rated) / lower(home)) if rated.supports(dtype) and home.supports(dtype) else 1.0
+
+
+def measured_on(gpu: Gpu) -> str:
+    """The GPU whose steps gave the factors of another (data/in_step.json)."""
+    table = read_table("in_step.json")
+    return str((table["all"] | table.get(gpu.family, {}) | table.get(gpu.base, {}))["measured_on"])
 
 
 def _reference(gpu: Gpu) -> Gpu:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 
-from lumos.cost.energy import clock_of
+from lumos.cost.energy import clock_of, measured_on
 from lumos.data_files import read_table
 from lumos.setup.gpus import Gpu, gpu_named
 
@@ -29,8 +29,8 @@ def in_step_factors(gpu: Gpu) -> InStepFactors:
     one GPU holds on another, or under another limit, at the clock that is left there (`clock_of`): a factor of its own
     stays as it is at the usual limit. Known error on Blackwell: a few percent of the step (docs/transfer.md).
     """
-    known, measured_on = _factors_of(gpu.family, gpu.base)
-    there, here = clock_of(gpu_named(measured_on)), clock_of(gpu)
+    known = _factors_of(gpu.family, gpu.base)
+    there, here = clock_of(gpu_named(measured_on(gpu))), clock_of(gpu)
     faster = here.core / there.core
     return replace(
         known,
@@ -41,9 +41,8 @@ def in_step_factors(gpu: Gpu) -> InStepFactors:
 
 
 @cache
-def _factors_of(family: str, name: str) -> tuple[InStepFactors, str]:
-    """The factors common to all GPUs, with those of a family and then those of a GPU in their place; their GPU."""
+def _factors_of(family: str, name: str) -> InStepFactors:
+    """The factors common to all GPUs, with those of a family and then those of a GPU in their place."""
     table = read_table("in_step.json")
     chosen = table["all"] | table.get(family, {}) | table.get(name, {})
-    factors = InStepFactors(**{field.name: float(chosen[field.name]) for field in fields(InStepFactors)})
-    return factors, chosen["measured_on"]
+    return InStepFactors(**{field.name: float(chosen[field.name]) for field in fields(InStepFactors)})

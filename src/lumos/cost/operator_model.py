@@ -22,7 +22,7 @@ from lumos.data_files import data_file, read_table
 from lumos.errors import InputError, OptionError
 from lumos.model_file import CORRUPT, Arrays, ModelFile, read_model_file, unpacked
 from lumos.program.operators import BYTES, Operator
-from lumos.setup.gpus import Gpu, find_gpu, gpu_named
+from lumos.setup.gpus import Gpu, find_gpu, gpu_named, gpu_names
 
 _FAMILY = {
     "gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm", "grouped_gemm_nn": "grouped_gemm",
@@ -135,13 +135,21 @@ class CostModel:
 
     def _fitted(self, key: str, operators: list[Operator]) -> list[float]:
         """Operators of one family: their rooflines, corrected by its trees."""
+        prices, sampled = self._corrected(key, operators, self.gpu), self.measured_on or gpu_named(self.sampled)
+        if rates_of(self.gpu) == rates_of(sampled):
+            return prices
+        measured, alike = self._corrected(key, operators, sampled), _same_silicon(rated_gpu(self.gpu))
+        known = _bounded(self._corrected(key, operators, alike), operators, alike, measured, sampled)
+        return _bounded(_bounded(prices, operators, self.gpu, known, alike), operators, self.gpu, measured, sampled)
+
+    def _corrected(self, key: str, operators: list[Operator], gpu: Gpu) -> list[float]:
+        """Rooflines of a GPU, corrected by the trees of a family for the chip that this GPU usually has."""
         regressor = self.regressors[key]
-        chips = [chip_of(self.gpu, operator.dtype) for operator in operators]
-        usual = [_usual_chip(self.gpu, operator.dtype) for operator in operators]
+        usual = [chip_of(rated_gpu(gpu), operator.dtype) for operator in operators]
         rows = np.array([features(operator, chip) for operator, chip in zip(operators, usual, strict=True)])
         if regressor.width > rows.shape[1]:
             raise InputError(f"the cost model for {self.sampled} does not fit {key}; fit it again with `lumos fit`")
-        base = np.array([roofline_us(operator, chip) for operator, chip in zip(operators, chips, strict=True)])
+        base = np.array([roofline_us(operator, chip_of(gpu, operator.dtype)) for operator in operators])
         prices: list[float] = (base * np.exp(np.clip(regressor.trees(rows), -_FARTHEST, _FARTHEST))).tolist()
         return prices
 
@@ -227,13 +235,26 @@ def rated_gpu(gpu: Gpu) -> Gpu:
 
 
 @cache
-def _usual_chip(gpu: Gpu, dtype: str) -> Chip:
-    """What the correction of a roofline depends on: with other rates than the usual ones, it stays as it is.
+def _same_silicon(gpu: Gpu) -> Gpu:
+    """The first known GPU with the same multiprocessors and cache that was not sampled either; often the GPU itself."""
+    sampled, size = read_table("operator_costs.json")["samples_of"], (gpu.family, gpu.sms, gpu.l2_mb)
+    known = (gpu_named(name) for name in gpu_names() if name not in sampled and gpu.name not in sampled)
+    return next((other for other in known if (other.family, other.sms, other.l2_mb) == size), gpu)
 
-    Otherwise the noise of the trees could make an operator slower at a higher peak.
+
+def _bounded(prices: list[float], operators: list[Operator], gpu: Gpu, known: list[float], other: Gpu) -> list[float]:
+    """Prices on a GPU within what its rates allow: no further above another's than they are below, and not below it
+    unless one of them is better.
+
+    So a GPU with better rates throughout is never slower, whatever the noise of the trees.
     """
-    usual = chip_of(rated_gpu(gpu), dtype)
-    return chip_of(gpu, dtype)._replace(peak=usual.peak, vector=usual.vector, bandwidth=usual.bandwidth)
+    found = []
+    for price, usual, operator in zip(prices, known, operators, strict=True):
+        there, here = chip_of(other, operator.dtype), chip_of(gpu, operator.dtype)
+        rate = there.peak / here.peak if operator.is_matrix else there.vector / here.vector
+        ratios = (1.0, rate, *(old / new for old, new in zip(there[2:], here[2:], strict=True)))
+        found.append(min(max(price, usual if min(ratios) >= 1 else 0.0), usual * max(ratios)))
+    return found
 
 
 def rates_of(gpu: Gpu) -> tuple[Any, ...]:

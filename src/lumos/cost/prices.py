@@ -114,7 +114,8 @@ class Prices:
             factor *= block_scaling(operator.kind)
         us = alone * factor * warmth(operator, self.model.gpu.l2_mb)
         if operator.is_matrix and operator.dtype != "fp32" and self.factors.sustained < 1:
-            us = max(us, operator.flops / (self.factors.sustained * chip_of(self.model.gpu, operator.dtype).peak))
+            held = self.factors.sustained * chip_of(self.model.gpu, operator.dtype).peak
+            us = max(us, relief_of(operator, self.model.gpu) * operator.flops / held)
         return float(us + self.factors.launch_gap_us)
 
     def collective_us(self, collective: Collective) -> float:

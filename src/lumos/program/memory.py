@@ -277,8 +277,7 @@ class _Stage:
         if sharding.gathers == "once":  # and gradients are divided after the last micro-batch
             total += sharding.low * whole + common.framework.reduce_bytes * self.trained
         elif sharding.gathers == "every pass":
-            total += sharding.low * self._root()  # stays gathered from forward to backward
-            total += sharding.low * min(common.framework.live_parameters, whole)
+            total += sharding.low * self._stays_gathered()
         if sharding.accumulates_whole:
             total += common.framework.reduce_bytes * self.trained
         if sharding.replicas > 1:
@@ -292,6 +291,11 @@ class _Stage:
     def _outputs(self) -> float:
         """Logits of the micro-batches whose loss the stage computes."""
         return self.rounds * self.common.layout.element * self.common.logits if self.last else 0.0
+
+    def _stays_gathered(self) -> float:
+        """Parameters that stay gathered between their uses: those outside the layers, and what ZeRO 3 keeps alive."""
+        whole = self.parameters.common + self.parameters.experts
+        return min(self._root() + self.common.framework.live_parameters, whole)
 
     def _root(self) -> float:
         """Parameters outside the layers, which FSDP treats as one unit."""
@@ -308,8 +312,9 @@ class _Stage:
             # Weights of the layer at work and of the next, and gradients on their way to being divided.
             parameters = common.program.parameters
             unit = max(parameters.dense, parameters.sparse + parameters.experts if self.has_sparse else 0.0)
+            rest = self.parameters.common + self.parameters.experts - self._stays_gathered()
             gradients = 0.0 if sharding.frozen else sharding.low + common.framework.reduce_bytes
-            total += unit * (2 * sharding.low + gradients)
+            total += sharding.low * min(2 * unit, rest) + unit * gradients
         return total
 
     def _loss(self) -> float:
