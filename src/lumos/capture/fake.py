@@ -28,6 +28,7 @@ def fake_world(rank: int, world: int) -> None:
         raise OptionError(
             "a process group exists already: call lumos.capture.fake_world(rank, world) before init_process_group"
         )
+    os.environ.update(world_environment(rank, world))
     fake_process_groups(rank, world)
     dist.init_process_group()
 
@@ -48,13 +49,16 @@ def fake_process_groups(rank: int, world: int, faked_by_script: Callable[[], Non
     """From here on every process group of this process is a fake one, whatever backend is asked for.
 
     A script that asks for a fake one itself gets what it asks for, and the last argument is called. A world of one
-    takes the size that the script states, as one does whose processes it starts itself. Returns what undoes it.
+    takes the size that the script states, as one does whose processes it starts itself. A single process that no
+    launcher started gets none of a launcher's variables: scripts choose by them whether to train in parallel. Returns
+    what undoes it.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before = {name: os.environ.get(name) for name in world_environment(rank, world)}
-    os.environ.update(world_environment(rank, world))
+    if world > 1 or "RANK" in os.environ:
+        os.environ.update(world_environment(rank, world))
     initialise, make_group = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: Any = None, *args: Any, **options: Any) -> None:

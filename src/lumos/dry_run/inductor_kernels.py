@@ -264,14 +264,15 @@ class _Reader:
         inside = node.get_operation_names()
         kept = [name for name in node.get_buffer_names()
                 if not self.scheduler.can_buffer_be_removed_through_fusion(name, inside)]  # fmt: skip
-        reads, writes = node.read_writes.reads, node.read_writes.writes
+        writes = node.read_writes.writes
+        reads = [dep for dep in node.read_writes.reads if dep.name not in node.get_buffer_names()]
         written = tuple(self._touched(name, writes) for name in kept)
-        read = tuple(self._touched(name, reads) for name in _names(reads) if name not in node.get_buffer_names())
-        atomic = any(getattr(dep, "mode", None) == "atomic_add" for dep in writes)
-        if atomic:  # of what is added to, the places that are written are read, too
-            changed = {view.buffer for view in written}
-            read = tuple(view for view in read if view.buffer not in changed) + written
-        kind = "scatter" if atomic else "reduction" if node.is_reduction() else "pointwise"
+        read = tuple(self._touched(name, reads) for name in _names(reads))
+        added_to = {self.placed(self._whole(dep.name)).buffer for dep in writes if _is_atomic(dep)}
+        if added_to:  # of what is added to, only the places that are written are read
+            read = tuple(view for view in read if view.buffer not in added_to)
+            read += tuple(view for view in written if view.buffer in added_to)
+        kind = "scatter" if added_to else "reduction" if node.is_reduction() else "pointwise"
         owned = tuple(name for name in kept if name in self.buffers and name not in self.views)
         reuses = tuple(self._reuses(node, owned, reads, writes))
         if node.get_name() in self.summed:
@@ -312,6 +313,10 @@ class _Reader:
 def _names(deps: Any) -> list[str]:
     """Buffers of dependencies that move data."""
     return list(dict.fromkeys(dep.name for dep in deps if isinstance(dep, MemoryDep | StarDep)))
+
+
+def _is_atomic(dep: Any) -> bool:
+    return getattr(dep, "mode", None) == "atomic_add"
 
 
 def _elements(dep: Any, everything: int) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lumos.capture.fake import fake_process_groups
+from lumos.capture.fake import fake_process_groups, world_environment
 from lumos.dry_run.compiled import compiled_as_kernels
 from lumos.dry_run.endless_loops import TooManyOperatorsError
 from lumos.dry_run.fake_gpu import ADDRESS, NotInDryRunError, replaced
@@ -170,6 +170,8 @@ def _explain(
     own = [frame for frame in frames if _is_users(frame.filename)]
     if not own or not _is_of_dry_runs(error, frames):
         usual(kind, error, trail)
+        if isinstance(error, KeyError) and error.args and error.args[0] in world_environment(0, 1):
+            _stop(f"lumos: the script reads {error.args[0]}, which a launcher sets: add --world N, or start it by torchrun")
         return
     at = own[-1]
     code = (linecache.getline(at.filename, at.lineno or 0) or at.line or "").strip()[:100]
