@@ -75,6 +75,14 @@ def wide(recording: Recording, part: str) -> list[tuple[int, ...]]:
 
 
 # ---------------------------------------------------------------------- devices, streams, memory
+def test_a_single_process_has_no_variables_of_a_launcher(tmp_path: Path) -> None:
+    script = TRAIN + "    assert 'RANK' not in os.environ and 'WORLD_SIZE' not in os.environ\n"
+    assert captured(tmp_path, script).returncode == 0
+    run = captured(tmp_path, "rank = os.environ['LOCAL_RANK']\n" + TRAIN)
+    assert run.returncode == 2
+    assert "the script reads LOCAL_RANK, which a launcher sets: add --world N" in run.stderr
+
+
 def test_a_function_finds_the_gpu_it_asked_for() -> None:
     seen: dict[str, Any] = {}
 

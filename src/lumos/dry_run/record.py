@@ -273,7 +273,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()
     ) -> int:
         """Write an operator down on the current stream; its mark, for which other streams can wait."""
-        if self.paused_depth:
+        if self._is_unseen:
             return -1
         if not any(map(_on_gpu, (*outputs, *inputs))):
             return self.on_host(name)
@@ -289,7 +289,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
 
     def on_host(self, name: str) -> int:
         """Write down something that takes the host time alone."""
-        if not self.paused_depth:
+        if not self._is_unseen:
             self.ops.append(RecordedOp(name, (), (), self.phase, options=("cpu",)))
             self.ledger.time = len(self.ops)
         return -1
@@ -308,6 +308,11 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         if self.in_optimizer:
             return "optimizer"
         return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+
+    @property
+    def _is_unseen(self) -> bool:
+        """Whether operators are not the step's: it is paused, or torch.compile traces a graph and learns its shapes."""
+        return self.paused_depth > 0 or torch._guards.TracingContext.try_get() is not None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
