@@ -171,7 +171,8 @@ def _explain(
     if not own or not _is_of_dry_runs(error, frames):
         usual(kind, error, trail)
         if isinstance(error, KeyError) and error.args and error.args[0] in world_environment(0, 1):
-            _stop(f"lumos: the script reads {error.args[0]}, which a launcher sets: add --world N, or start it by torchrun")
+            variable = error.args[0]
+            _stop(f"lumos: the script reads {variable}, which a launcher sets: add --world N, or start it by torchrun")
         return
     at = own[-1]
     code = (linecache.getline(at.filename, at.lineno or 0) or at.line or "").strip()[:100]
