@@ -42,7 +42,7 @@ from mutations import (
     repeat_middle,
     shuffle_events,
 )
-from support import Event, Header, header, json_text, note, op, training_run, write_bytes, write_trace
+from support import Event, Header, header, json_text, launch, note, op, training_run, write_bytes, write_trace
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -349,3 +349,13 @@ def test_a_factor_that_makes_a_run_take_decades_is_refused(tmp_path: Path) -> No
     write_trace(tmp_path / "rank0.json", [op("aten::mm", 0, 8e10)], header())
     told = fuzz.run(tmp_path, "predict", "--from", "rank0.json", "--scale", "compute=1e6").refusal
     assert "--scale compute=1e+06: that takes decades; use a smaller factor" in told
+
+
+@pytest.mark.parametrize("pattern", ["(?:a+)+", "(?:a|aa)+", "(?:.*a){20}"])
+def test_no_pattern_takes_longer_than_the_names_are_long(tmp_path: Path, pattern: str) -> None:
+    """Python's own engine would try every way to divide the name."""
+    write_trace(tmp_path / f"{'a' * 60}0.json", [op("aten::mm", 0, 50), *launch("a" * 2000, 10, 1)], header())
+    scaled = fuzz.run(tmp_path, "predict", "--from", ".", "--scale", f"kernel:{pattern}b=2")
+    ranked = fuzz.run(tmp_path, "replay", ".", "--rank-pattern", f"({pattern})b")
+    assert "no kernel of this trace" in scaled.refusal
+    assert "finds no rank" in ranked.refusal

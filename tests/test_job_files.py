@@ -89,6 +89,8 @@ def test_a_pattern_finds_ranks_in_any_naming(write: Write, tmp_path: Path) -> No
         (r"node(\d+)", InputError, "finds no rank"),
         ("(rank)", InputError, "must match a number"),
         (r"rank0(\d)?", InputError, "must match a number"),
+        (r"((?:[a-z0-9]+)+)!", InputError, "finds no rank"),
+        (r"(?=rank)(\d)", OptionError, "look-around"),
     ],
 )
 def test_a_pattern_that_finds_no_number_is_refused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from lumos.errors import OptionError
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.graph import Floats
+from lumos.patterns import Pattern
 from lumos.trace.names import Kind
 
 _KINDS = {"compute": (Kind.COMPUTE, Kind.COPY), "comm": (Kind.COMM,), "cpu": (Kind.CPU,)}
@@ -42,16 +42,16 @@ class Scale:
         if what not in _KINDS and not what.startswith("kernel:"):
             raise OptionError(f"--scale {text}: {what!r} is not known; use one of {NAMES}")
         if what.startswith("kernel:"):
-            _compiled(what.removeprefix("kernel:"), text)
+            Pattern.parse(what.removeprefix("kernel:"), f"--scale {text}")
         return Scale(what, factor)
 
     def applies_to(self, execution: Execution) -> np.ndarray:
         """The nodes that this scales."""
         if self.what in _KINDS:
             return np.isin(execution.graph.kind, _KINDS[self.what])
-        pattern = _compiled(self.what.removeprefix("kernel:"), self.what)
+        pattern = Pattern.parse(self.what.removeprefix("kernel:"), f"--scale {self.what}")
         trace, nodes = execution.trace, execution.nodes
-        named = np.array([bool(pattern.search(n)) for n in trace.names], bool)
+        named = pattern.is_in(trace.names)
         hit = np.zeros(len(execution.graph), bool)
         hit[: len(nodes)] = nodes.on_gpu & named[trace.name[nodes.row]]
         if not hit.any():
@@ -67,10 +67,3 @@ def scaled_durations(execution: Execution, duration: Floats, scales: list[Scale]
         if scaled.sum() > _LONGEST_NS:
             raise OptionError(f"--scale {scale.what}={scale.factor:g}: that takes decades; use a smaller factor")
     return scaled
-
-
-def _compiled(pattern: str, text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:  # a{99999999999} overflows
-        raise OptionError(f"--scale {text}: {pattern!r} is not a regular expression ({error})") from None

@@ -21,6 +21,7 @@ from typing import TypeVar
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.graph.from_trace.build import Execution
+from lumos.patterns import Pattern
 from lumos.trace.peers import with_peers_decoded
 from lumos.trace.read.captures import Recorded, by_value, captures, choices, pattern_of
 from lumos.trace.read.chakra import read_chakra
@@ -61,7 +62,7 @@ def read_job(
     processes as `workers` (0: one a core), or on an `engine`; `meanwhile` is called while those read.
     """
     files, notes = find_files(Path(path), match)
-    pattern = _compiled(rank_pattern)
+    pattern = _rank_pattern(rank_pattern)
     form = _one_form(files)
     if form in _CHAKRA:
         graph = read_chakra(_chakra_files(files, form, pattern, progress))
@@ -87,11 +88,11 @@ def read_chakra_files(
     """The Chakra files at a path, by rank, before they become a run; none if something else is there."""
     files, _ = find_files(path, match)
     form = _one_form(files)
-    return _chakra_files(files, form, _compiled(rank_pattern), progress) if form in _CHAKRA else []
+    return _chakra_files(files, form, _rank_pattern(rank_pattern), progress) if form in _CHAKRA else []
 
 
 def _chakra_files(
-    files: list[Path], form: Form, pattern: re.Pattern[str] | None, progress: Progress | None
+    files: list[Path], form: Form, pattern: Pattern | None, progress: Progress | None
 ) -> list[ChakraFile]:
     read = read_chakra_json if form == Form.CHAKRA_JSON else read_chakra_file
     found = _collected(files, map(read, files), progress)
@@ -260,33 +261,30 @@ def _collected(files: list[Path], found: Iterable[_Read], progress: Progress | N
     return collected
 
 
-def _compiled(pattern: str) -> re.Pattern[str] | None:
-    if not pattern:
+def _rank_pattern(text: str) -> Pattern | None:
+    if not text:
         return None
-    try:
-        compiled = re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:  # a{99999999999} overflows
-        raise OptionError(f"--rank-pattern {pattern!r}: not a regular expression ({error})") from None
-    if compiled.groups != 1:
-        raise OptionError(f"--rank-pattern {pattern!r}: needs one group for the number, as in 'node(\\d+)'")
-    return compiled
+    pattern = Pattern.parse(text, "--rank-pattern")
+    if pattern.groups != 1:
+        raise OptionError(f"--rank-pattern {text!r}: needs one group for the number, as in 'node(\\d+)'")
+    return pattern
 
 
-def _with_rank(trace: Trace, path: Path, pattern: re.Pattern[str] | None, files: int) -> Trace:
+def _with_rank(trace: Trace, path: Path, pattern: Pattern | None, files: int) -> Trace:
     if len(trace.headers) > 1:  # one file of several processes
         return trace
     header = trace.headers[0]
     return _of_rank(trace, header._replace(rank=_rank(path, header.rank, pattern, files)))
 
 
-def _rank(path: Path, in_header: int, pattern: re.Pattern[str] | None, files: int) -> int:
+def _rank(path: Path, in_header: int, pattern: Pattern | None, files: int) -> int:
     """The rank of a file by the user's pattern, its header, or its name."""
     if pattern is not None:
-        found = pattern.search(path.name)
-        rank = whole_number(found.group(1)) if found is not None and (found.group(1) or "").isdecimal() else -1
+        found = pattern.first_group(path.name)
+        rank = whole_number(found) if found.isdecimal() else -1
         if rank < 0:
             raise InputError(
-                f"{path}: --rank-pattern {pattern.pattern!r} finds no rank here; its group must match a number"
+                f"{path}: --rank-pattern {pattern.text!r} finds no rank here; its group must match a number"
             )
         return rank
     rank = in_header if in_header >= 0 else rank_in_name(path)
