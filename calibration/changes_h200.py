@@ -1,6 +1,6 @@
 """Truth for predictions of another configuration from a trace: clean steps, peak memory and traces on one GPU.
 
-    python3 calibration/changes_h200.py OUT_DIR SECONDS development|blind|replays [NAME ...]
+    python3 calibration/changes_h200.py OUT_DIR SECONDS SET [NAME ...]
 
 Four kinds of cases, each a folder of OUT_DIR:
   ranks           one rank of a large job, its peers faked: a plain decoder with FSDP2 and DTensor tensor parallelism
@@ -94,6 +94,7 @@ class Variant:
     seq: int
     config: dict[str, Any] = field(default_factory=dict)
     trace: bool = False
+    ckpt: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,8 @@ class Plan:
 
 def changes_to(source: Variant, target: Variant) -> Changes:
     changes = {"model.layers": target.layers} if target.layers != source.layers else {}
-    return changes | ({"train.micro_batch": target.mbs} if target.mbs != source.mbs else {})
+    changes |= {"train.micro_batch": target.mbs} if target.mbs != source.mbs else {}
+    return changes | ({"train.recompute": "full"} if target.ckpt else {})
 
 
 def variants(name: str, cls: str, seq: int, config: dict[str, Any], *sizes: tuple[int, int]) -> list[Variant]:
@@ -150,6 +152,14 @@ def variants(name: str, cls: str, seq: int, config: dict[str, Any], *sizes: tupl
     return [
         Variant(f"{name}_l{layers}_b{mbs}", cls, layers, mbs, seq, config, trace=index == 0)
         for index, (layers, mbs) in enumerate(sizes)
+    ]
+
+
+def checkpointed(name: str, cls: str, seq: int, config: dict[str, Any], layers: int, *sizes: int) -> list[Variant]:
+    """The first micro-batch as a trace; the same and the others with every layer recomputed."""
+    first = Variant(f"{name}_l{layers}_b{sizes[0]}", cls, layers, sizes[0], seq, config, trace=True)
+    return [first] + [
+        replace(first, name=f"{name}_l{layers}_b{mbs}_ckpt", mbs=mbs, trace=False, ckpt=True) for mbs in sizes
     ]
 
 
@@ -703,7 +713,99 @@ REPLAYS = Plan(
     ],
     multirank_pairs=[],
 )
-PLANS = {"development": DEVELOPMENT, "blind": BLIND, "replays": REPLAYS}
+
+
+def architecture_of(plan: Plan, name: str) -> dict[str, Any]:
+    return plan.architectures[name][0].config
+
+
+QWEN3 = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+LLAMA = {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
+# What adding activation checkpointing to a traced run does, to architectures and to one rank of a large job.
+CHECKPOINTING = Plan(
+    ranks=[
+        replace(R8B, name="c8b_l6_fsdp8_b2", mbs=2, world=8, zero=3, trace=True),
+        replace(R8B, name="c8b_l6_fsdp8_ckpt_b2", mbs=2, world=8, zero=3, ckpt=True),
+        replace(R70B, name="c70b_l3_tp8_fsdp8_b2", layers=3, mbs=2, tp=8, world=64, zero=3, trace=True),
+        replace(R70B, name="c70b_l3_tp8_fsdp8_ckpt_b2", layers=3, mbs=2, tp=8, world=64, zero=3, ckpt=True),
+        replace(R70B, name="c70b_l2_fsdp64_ckpt_b2", layers=2, mbs=2, world=64, zero=3, ckpt=True),
+        replace(R3B, name="c3b_l8_s1024_b2", seq=1024, mbs=2, trace=True),
+        replace(R3B, name="c3b_l8_s1024_ckpt_b2", seq=1024, mbs=2, ckpt=True),
+    ],
+    rank_pairs=[
+        ("c8b_l6_fsdp8_b2", "c8b_l6_fsdp8_ckpt_b2"),
+        ("c8b_l6_fsdp8_b2", "c70b_l2_fsdp64_ckpt_b2"),
+        ("c70b_l3_tp8_fsdp8_b2", "c70b_l3_tp8_fsdp8_ckpt_b2"),
+        ("c70b_l3_tp8_fsdp8_b2", "c70b_l2_fsdp64_ckpt_b2"),
+        ("c3b_l8_s1024_b2", "c3b_l8_s1024_ckpt_b2"),
+        ("c3b_l8_s1024_b2", "c8b_l6_fsdp8_ckpt_b2"),
+    ],
+    architectures={
+        "gemma2": checkpointed("gemma2", "Gemma2", 2048, architecture_of(DEVELOPMENT, "gemma2"), 6, 2, 5),
+        "mixtral": checkpointed("mixtral", "Mixtral", 2048, architecture_of(DEVELOPMENT, "mixtral"), 4, 4, 10),
+        "qwen3_moe": checkpointed("qwen3_moe", "Qwen3Moe", 4096, architecture_of(DEVELOPMENT, "qwen3_moe"), 4, 2, 4),
+        "qwen3": checkpointed("qwen3", "Qwen3", 4096, QWEN3, 6, 2, 4),
+        "llama_host": checkpointed("llama_host", "Llama", 512, LLAMA, 8, 1),
+    },
+    single=[],
+    single_pairs=[],
+    multirank=[],
+    multirank_pairs=[],
+)
+CHECKPOINTING_BLIND = Plan(
+    ranks=[
+        replace(R13B, name="d13b_l4_fsdp16_b2", mbs=2, world=16, zero=3, trace=True),
+        replace(R13B, name="d13b_l6_fsdp32_ckpt_b3", layers=6, mbs=3, world=32, zero=3, ckpt=True),
+        replace(R70B, name="d70b_l2_tp4_fsdp16_b2", layers=2, mbs=2, tp=4, world=64, zero=3, trace=True),
+        replace(R70B, name="d70b_l4_tp4_fsdp16_ckpt_b2", layers=4, mbs=2, tp=4, world=64, zero=3, ckpt=True),
+        replace(R70B, name="d70b_l2_fsdp64_ckpt_b1", layers=2, world=64, zero=3, ckpt=True),
+        replace(R70B, name="d70b_l2_fsdp64_s8192_ckpt_b1", layers=2, seq=8192, world=64, zero=3, ckpt=True),
+        replace(R3B, name="d3b_l6_s2048_b3", layers=6, seq=2048, mbs=3, trace=True),
+        replace(R3B, name="d3b_l12_fsdp64_s2048_ckpt_b3", layers=12, seq=2048, mbs=3, world=64, zero=3, ckpt=True),
+    ],
+    rank_pairs=[
+        ("d13b_l4_fsdp16_b2", "d13b_l6_fsdp32_ckpt_b3"),
+        ("d13b_l4_fsdp16_b2", "d70b_l2_fsdp64_ckpt_b1"),
+        ("d70b_l2_tp4_fsdp16_b2", "d70b_l4_tp4_fsdp16_ckpt_b2"),
+        ("d70b_l2_tp4_fsdp16_b2", "d70b_l2_fsdp64_ckpt_b1"),
+        ("d3b_l6_s2048_b3", "d3b_l12_fsdp64_s2048_ckpt_b3"),
+        ("d3b_l6_s2048_b3", "d70b_l2_fsdp64_s8192_ckpt_b1"),
+    ],
+    architectures={
+        "gemma2": checkpointed("gemma2_wide", "Gemma2", 4096, architecture_of(BLIND, "gemma2"), 4, 1, 2),
+        "mixtral": checkpointed("mixtral_16e", "Mixtral", 4096, architecture_of(BLIND, "mixtral"), 3, 2, 5),
+        "qwen3_moe": checkpointed("qwen3_moe_48e", "Qwen3Moe", 2048, architecture_of(BLIND, "qwen3_moe"), 5, 4, 9),
+        "qwen3": checkpointed(
+            "qwen3_wide", "Qwen3", 2048, QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288}, 4, 3, 6
+        ),
+        "deepseek_v3": checkpointed("deepseek_v3", "DeepseekV3", 2048, architecture_of(BLIND, "deepseek_v3"), 5, 4),
+    },
+    single=[],
+    single_pairs=[],
+    multirank=[],
+    multirank_pairs=[],
+)
+PLANS = {
+    "development": DEVELOPMENT,
+    "blind": BLIND,
+    "replays": REPLAYS,
+    "checkpointing": CHECKPOINTING,
+    "checkpointing-blind": CHECKPOINTING_BLIND,
+}
 
 
 # A plain decoder, the model of ranks and multirank.
@@ -933,6 +1035,8 @@ def architecture(case: Variant) -> tuple[nn.Module, Any, dict[str, Tensor]]:
         ids = torch.randint(0, settings["vocab_size"], (case.mbs, case.seq), device=DEVICE)
         batch = {"input_ids": ids, "labels": ids}
     torch.set_default_dtype(torch.float32)
+    if case.ckpt:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train(), config, batch
 
 
@@ -1095,7 +1199,7 @@ def measure_architecture(case: Variant, out: Path, release: Release) -> None:
         torch.cuda.reset_peak_memory_stats()
     step = architecture_step(model, batch)
     found, profiler = measured(step, case.trace, active=1)
-    record = asdict(case) | {"ckpt": False, "compile": False, "n_params": sum(p.numel() for p in model.parameters())}
+    record = asdict(case) | {"compile": False, "n_params": sum(p.numel() for p in model.parameters())}
     record["config"] = case.config | {"num_hidden_layers": case.layers}
     if config is not None:
         write_json(folder / f"{case.name}.config.json", config.to_dict())
