@@ -24,13 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
     "--remote-debugging-pipe", "--force-color-profile=srgb", "--font-render-hinting=none",
 )  # fmt: skip
-_PATIENCE = 60.0
 LAPTOP = (1280, 800)
 
 
@@ -60,7 +61,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + PATIENCE_S
         while not self.value(condition):
             if time.monotonic() > until:
                 raise AssertionError(f"never came true: {condition}; errors {self.errors}")

@@ -543,13 +543,15 @@ class Finding(NamedTuple):
         return f"{self.target} {self.what.split(':')[0]} {places[-1] if places else self.what[:60]}"
 
 
-def try_case(seed: int, number: int, folder: Path, only: str = "") -> Finding | None:
+def try_case(
+    seed: int, number: int, folder: Path, only: str = "", most_seconds: float = MOST_SECONDS
+) -> Finding | None:
     """One case in an empty folder, of a target by chance or of the `only` one."""
     chance = Random(f"{seed}:{number}")
     chosen = [(target, weight) for target, weight in TARGETS if only in ("", target.__name__)]
     target = chance.choices(*zip(*chosen, strict=True))[0]
     try:
-        with time_limit(MOST_SECONDS), warnings.catch_warnings():
+        with time_limit(most_seconds), warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # of numpy: overflow, invalid values
             target(chance, folder)
     except BaseException as error:
@@ -561,9 +563,9 @@ def try_case(seed: int, number: int, folder: Path, only: str = "") -> Finding | 
 
 
 @contextlib.contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
-        raise TooSlowError(f"more than {seconds} s")
+        raise TooSlowError(f"more than {seconds:g} s")
 
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, 1)
@@ -573,14 +575,17 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def fuzz(seed: int, seconds: float, kept: Path | None, only: str = "") -> tuple[int, list[Finding]]:
-    """Try cases until the time is over; (how many were tried, what was found)."""
+def fuzz(
+    seed: int, kept: Path | None, only: str = "", seconds: float = math.inf, cases: float = math.inf,
+    most_seconds: float = MOST_SECONDS,
+) -> tuple[int, list[Finding]]:  # fmt: skip
+    """Try cases until there are enough or the time is over; (how many were tried, what was found)."""
     findings: list[Finding] = []
     kinds: Counter[str] = Counter()
     end, number = time.monotonic() + seconds, 0
-    while time.monotonic() < end:
+    while number < cases and time.monotonic() < end:
         folder = Path(tempfile.mkdtemp(prefix="case-", dir=store()))
-        finding = try_case(seed, number, folder, only)
+        finding = try_case(seed, number, folder, only, most_seconds)
         if finding is not None:
             findings.append(finding)
             kinds[finding.kind] += 1
@@ -616,7 +621,7 @@ def main() -> int:
             finding = try_case(seed, number, folder, chosen.target)
             print(f"{folder}\n{finding.trace if finding else 'sound'}")
             return finding is not None
-        tried, findings = fuzz(chosen.seed, chosen.seconds, chosen.keep, chosen.target)
+        tried, findings = fuzz(chosen.seed, chosen.keep, chosen.target, chosen.seconds)
     finally:
         shutil.rmtree(store(), ignore_errors=True)
     print(f"seed {chosen.seed}: {tried:,} cases, {len(findings)} findings" + (f" in {chosen.keep}" if findings else ""))

@@ -27,6 +27,7 @@ Event = dict[str, Any]
 Header = dict[str, Any]
 Layout = Literal["pretty", "one line", "event a line", "bare list", "events first"]
 LAYOUTS: tuple[Layout, ...] = ("pretty", "one line", "event a line", "bare list", "events first")
+PATIENCE_S = 1200  # what is waited for takes seconds; this only ends what hangs, however busy the machine is
 EPOCH_US = 1_698_107_929_560_561  # a moment of 2023, as old files write it
 BASE_NS = 1_790_857_026_000_000_000  # what new files count from
 

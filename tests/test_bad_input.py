@@ -25,7 +25,7 @@ from lumos.trace.read import host_memory as memory
 from lumos.trace.read import json_slices
 from lumos.trace.read.job import read_job
 from lumos.trace.read.kineto import read_kineto
-from support import header, json_text, op, training_run, write_bytes, write_trace
+from support import PATIENCE_S, header, json_text, op, training_run, write_bytes, write_trace
 
 ONE_GPU = Path(__file__).resolve().parents[1] / "examples/one-h200.toml"
 
@@ -389,7 +389,7 @@ def without_a_cache(package: Path, *arguments: str, full: bool = False) -> subpr
     environment = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")} | places
     return subprocess.run(
         [sys.executable, "-m", "lumos.cli.main", *arguments], capture_output=True, text=True, check=False,
-        timeout=120, env=environment, cwd=package.parent,
+        timeout=PATIENCE_S, env=environment, cwd=package.parent,
         preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))) if full else None,
     )  # fmt: skip
 
@@ -436,7 +436,7 @@ def printed(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command of the shell, in which $lumos is the command line."""
     environment = os.environ | {"lumos": f"{sys.executable} -m lumos.cli.main"}
     return subprocess.run(["bash", "-c", command, "-", *arguments], capture_output=True, text=True, check=False,
-                          timeout=120, env=environment)  # fmt: skip
+                          timeout=PATIENCE_S, env=environment)  # fmt: skip
 
 
 def test_an_answer_that_cannot_be_printed_is_said(tmp_path: Path) -> None:

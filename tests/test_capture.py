@@ -24,6 +24,7 @@ from lumos.capture.command import environment
 from lumos.capture.recording import Plan
 from lumos.capture.setup_file import setup_files
 from lumos.errors import OptionError
+from support import PATIENCE_S
 
 torch = pytest.importorskip("torch", reason="recording needs torch, the extra [capture]")
 
@@ -33,7 +34,6 @@ TINY = shlex.split("--layers 2 --hidden 32 --ffn 64 --heads 2 --vocab 64 --seq 1
 TRAIN = [sys.executable, str(ROOT / "examples/train_tiny.py"), *TINY]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LUMOS = [sys.executable, "-m", "lumos.cli.main"]
-PATIENCE_S = 1200  # a command takes seconds; this only ends one that hangs, however busy the machine is
 
 
 def run(*command: str, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:

@@ -19,6 +19,7 @@ import pytest
 
 import lumos
 from lumos.cli.main import COMMANDS
+from support import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -67,7 +68,8 @@ def test_the_python_of_the_page_on_recording_records(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text((ROOT / "examples/one-h200.toml").read_text("utf-8"))
     given = "import torch\ndata = range(9)\ndef train(batch): torch.ones(8, 8) @ torch.ones(8, 8)\n"
     code = given + "\n".join(e.code for e in examples.examples_of(RECORDS) if e.language == "python")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert sorted(file.name for file in (tmp_path / "traces").iterdir()) == [
         "capture.json", "rank0.pt.trace.json.gz", "setup.toml",

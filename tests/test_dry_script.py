@@ -27,6 +27,7 @@ from lumos.dry_run.dry_files import read_recording  # noqa: E402
 from lumos.dry_run.from_script import predict_recording  # noqa: E402
 from lumos.dry_run.recorded_step import Recording, write_recording  # noqa: E402
 from lumos.errors import InputError, LumosError, OptionError  # noqa: E402
+from support import PATIENCE_S  # noqa: E402
 
 HEAD = """
 import os, torch, torch.nn as nn, torch.distributed as dist
@@ -61,7 +62,7 @@ def captured(tmp_path: Path, script: str, launch: tuple[str, ...] = ()) -> subpr
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [*command, *(launch or (sys.executable,)), "train.py"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
 
 

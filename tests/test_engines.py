@@ -18,6 +18,7 @@ from lumos.errors import InputError, LumosError, OptionError
 from lumos.trace.read.job import read_job
 from lumos.trace.trace import Trace
 from lumos.workers import Engine, Here, Job, engine_named, fingerprint, read_shard
+from support import PATIENCE_S
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +55,7 @@ def always_killed(_: None, chunk: int) -> int:
 
 def always_terminated(_: None, chunk: int) -> int:
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
+    time.sleep(PATIENCE_S)
     return chunk
 
 
@@ -65,7 +66,7 @@ def slow(_: None, chunk: int) -> int:
 
 def endless(folder: Path, chunk: int) -> int:
     (folder / str(os.getpid())).touch()
-    time.sleep(600)
+    time.sleep(PATIENCE_S)
     return chunk
 
 
@@ -131,11 +132,11 @@ def test_an_interrupted_run_ends_at_once_and_leaves_no_process(tmp_path: Path) -
     while len(list(tmp_path.iterdir())) < 2 and process.poll() is None:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: the workers get it, too
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0
     assert said.rstrip().endswith("KeyboardInterrupt")
     workers = [int(path.name) for path in tmp_path.iterdir()]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while any(map(psutil.pid_exists, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, workers))
@@ -159,7 +160,7 @@ def test_a_terminated_command_cleans_up_as_an_interrupted_one_does(tmp_path: Pat
     while not list(tmp_path.iterdir()) and process.poll() is None:
         time.sleep(0.05)
     process.terminate()
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
     (worker,) = (int(path.name) for path in tmp_path.iterdir() if path.name != "cleaned")
     assert (tmp_path / "cleaned").exists()
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE

@@ -63,7 +63,7 @@ from lumos.report.wording import (
 )
 from lumos.setup import read_setup
 from lumos.trace.read.operation_table import read_operation_table
-from support import call, header, kernel, training_run, write_trace
+from support import PATIENCE_S, call, header, kernel, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "src/lumos/data/example"
@@ -585,7 +585,7 @@ def test_what_asks_for_interactive_charts_has_them_drawn_once(asked: str, tmp_pa
         pytest.skip("no node on this machine, to run the script of a report without a browser")
     write_page(tmp_path / "page.html", page_of("replay"))
     command = ["node", str(ROOT / "tests/report_dom.js"), str(tmp_path / "page.html"), asked]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout)
     assert found["before"] == {"charts": "pictures", "page": "ready", "drawings": 0}
     assert found["after"]["charts"] == "drawn"
     assert found["after"]["drawings"] == found["charts"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -46,6 +47,7 @@ from lumos.program.rank_layout import RankLayout
 from lumos.program.transformer_layer import TransformerLayer
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
+from support import PATIENCE_S
 
 COUNTS = grid_of("cuda")["counts"]
 OPERATORS = operators_of("cuda")
@@ -244,10 +246,15 @@ def test_a_machine_of_one_gpu_is_sampled_without_collectives(tmp_path: Path) -> 
     assert gpu.seen == [*plan.sections(), *plan.operators()]
 
 
-def test_sections_that_had_no_time_before_the_operators_come_after_them(tmp_path: Path) -> None:
+def test_sections_that_had_no_time_before_the_operators_come_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
     class Slow(FakeGpu):
         def section(self, name: str, chosen: list[Row]) -> Iterator[Row]:
-            time.sleep(0.2)
+            now[0] += 0.2
             yield from super().section(name, chosen)
 
     plan, gpu = SamplePlan(scale=0.0001, only=frozenset({"host", "profiler", "add"}), seconds=0.3), Slow()
@@ -599,7 +606,7 @@ def test_four_tasks_of_slurm_on_two_nodes_measure_every_layout_together(tmp_path
         )
         for rank in range(4)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=120) for rank in ranks]
+    said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, said
     assert [out for out, _ in said[1:]] == [""] * 3, "only rank 0 talks"
     header, *found = lines(tmp_path / "s.jsonl")
@@ -618,11 +625,11 @@ def test_a_rank_that_dies_ends_all_with_one_line(tmp_path: Path) -> None:
         start_rank(tmp_path, common | {"RANK": rank, "LOCAL_RANK": rank}, "--only", "all_reduce,all_to_all")
         for rank in "01"
     )
-    path, end = tmp_path / "s.jsonl", time.monotonic() + 60
+    path, end = tmp_path / "s.jsonl", time.monotonic() + PATIENCE_S
     while time.monotonic() < end and not (path.exists() and len(path.read_text().splitlines()) > 2):
         time.sleep(0.005)
     second.send_signal(signal.SIGKILL)
-    out, said = first.communicate(timeout=60)
+    out, said = first.communicate(timeout=PATIENCE_S)
     second.communicate()
     assert (first.returncode, out) == (2, "")
     told = [line for line in said.splitlines() if line.startswith("lumos:")]
@@ -632,21 +639,26 @@ def test_a_rank_that_dies_ends_all_with_one_line(tmp_path: Path) -> None:
 
 
 @needs_torch
-def test_processes_for_the_other_gpus_of_a_machine_end_when_the_work_does(tmp_path: Path) -> None:
+def test_processes_for_the_other_gpus_of_a_machine_end_when_the_work_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lumos.measure.ranks import Peers, Team
     from lumos.measure.sample import follow
     from lumos.measure.time_operators import Stopwatch
 
     peers = Peers(2, "cpu", follow)
     team = Team(peers.world, "cpu")
-    plan = SamplePlan(only=frozenset(COLLECTIVES), device="cpu", gpus_per_node=2, seconds=0.8)
+    plan = SamplePlan(only=frozenset(COLLECTIVES), device="cpu", gpus_per_node=2, seconds=20.0)
     timer = Stopwatch("cpu")
     team.gathered(timer.about["gpu"])
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))  # a second passes whenever it is read
     done = sample_machine(plan, tmp_path / "s.jsonl", timer=timer, team=team)  # type: ignore[arg-type]
     team.shared(None)
     team.leave()
     peers.end()
     assert done.measured > 5
+    assert done.left > 0
     assert done.measured + done.left == len(plan.collectives())
     assert {row["op"] for row in lines(tmp_path / "s.jsonl")[1:]} <= set(COLLECTIVES)
     assert all(process.exitcode == 0 for process in peers._processes)
@@ -735,16 +747,22 @@ def test_a_step_that_does_not_fit_is_an_error_and_ends_nothing() -> None:
 
 
 class FakeBoard:
-    """A board that draws 300 W, and whose counter moves every 50 ms as real ones do."""
+    """A board that draws 300 W, and whose counter moves every 50 ms as real ones do; reading it takes 4 ms."""
 
     def __init__(self, counts: bool) -> None:
-        self.begin, self.counts = time.perf_counter(), counts
+        self.now, self.reads, self.counts = 0.0, 0, counts
 
     def joules(self) -> float | None:
-        return 300.0 * 0.05 * ((time.perf_counter() - self.begin) // 0.05) if self.counts else None
+        self._read()
+        return 300.0 * 0.05 * (self.now // 0.05) if self.counts else None
 
     def watts(self) -> float:
+        self._read()
         return 300.0
+
+    def _read(self) -> None:
+        self.now += 0.004
+        self.reads += 1
 
     def clock_mhz(self) -> float:
         return 1500.0
@@ -755,10 +773,13 @@ class FakeBoard:
 def test_power_is_taken_between_movements_of_the_counter(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from lumos.measure import time_power
 
-    monkeypatch.setattr(time_power.Board, "of_this_gpu", lambda: FakeBoard(counts))
+    board = FakeBoard(counts)
+    monkeypatch.setattr(time_power.Board, "of_this_gpu", lambda: board)
+    monkeypatch.setattr(time_power.time, "perf_counter", lambda: board.now)
     meter = time_power.Wattmeter()
     with meter.reading():
-        time.sleep(0.73)
+        while board.reads < 180:
+            time.sleep(0.001)
     assert meter.answer()["watts"] == pytest.approx(300.0, rel=0.05)
     assert meter.answer()["clock_mhz"] == 1500
 
