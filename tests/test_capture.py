@@ -99,7 +99,7 @@ def test_steps_without_the_profiler_were_timed_before_and_after(two_ranks: Path)
     clean = told["without_profiler"]
     assert clean["never_profiled"]["steps"] == 1  # of three to warm up, the first is slow, and the last is profiled
     assert clean["after"]["steps"] == 3
-    assert 0 < clean["after"]["mean_ms"] < 60_000
+    assert clean["after"]["mean_ms"] > 0
 
 
 def test_the_setup_lies_beside_the_traces(two_ranks: Path) -> None:
