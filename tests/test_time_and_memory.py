@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from lumos.cost.network import Network, Tier
@@ -106,13 +106,24 @@ def test_a_data_sheet_with_one_higher_figure_is_never_slower(
     assert not is_slower(setup, name, str(sheet))
 
 
+# Its layers have experts alone, of which every rank has its own; dense layers would be much larger.
+OWN_EXPERTS = Setup(
+    model={"layers": 16, "hidden": 4096, "ffn": 11848, "heads": 64, "vocab": 1024, "experts": 16, "top_k": 2,
+           "expert_ffn": 512, "tied": True},
+    train={"seq": 256, "micro_batch": 5, "microbatches": 4, "precision": "fp32", "framework": "fms-fsdp"},
+    parallel={"pp": 4, "vpp": 2, "dp": 16, "ep": 16, "sequence_parallel": True}, cluster={"gpu": "h100"},
+)  # fmt: skip
+
+
 @settings(max_examples=150, deadline=None)
-@given(setups(), st.sampled_from(framework_names()), st.integers(2, 6), st.booleans())
+@given(setups(), st.sampled_from(framework_names()), st.integers(1, 6), st.booleans())
+@example(OWN_EXPERTS, "fms-fsdp", 4, True)
+@example(setup_of("llama3-8b", {"seq": 64}, dp=1), "pytorch", 1, False)
 def test_dividing_what_adam_trains_never_needs_more_memory(
     setup: Setup, framework: str, layers: int, compiled: bool
 ) -> None:
-    """A model of one layer is left out: FSDP gathers it whole, next to its parts and two copies of its gradient."""
-    assume(setup.parallel.dp > 1 and setup.train.mode == "pretrain")
+    """Frozen weights are left out: FSDP holds a part of them next to the layers that it gathers."""
+    assume(setup.train.mode == "pretrain")
     changes: dict[str, Any] = {"train.framework": framework, "train.compile": compiled}
     changes |= {"model.layers": layers} if setup.parallel.pp == 1 else {}
     whole = memory_of(setup.replaced(changes | {"parallel.zero": 0})).peak

@@ -181,7 +181,7 @@ class _Stage:
         most = max(self.counts)
         stay = common.framework.gradient_buffer_fp32 or self.rounds > most
         before = gradients if stay else 0.0
-        whole = sharding.zero < 2 and not stay
+        whole = not (stay or sharding.divides_gradients)
         head = whole and self.last and not sharding.frozen
         after = max(gradients - sharding.gradients * self._still_to_come(), 0.0) if whole else gradients
         always, half = self._always(), self._half_gradients()
@@ -278,6 +278,7 @@ class _Stage:
             total += sharding.low * whole + common.framework.reduce_bytes * self.trained
         elif sharding.gathers == "every pass":
             total += sharding.low * self._stays_gathered()
+            total += sharding.low * (whole - self._divided) if sharding.low < sharding.weights else 0.0  # casts
         if sharding.accumulates_whole:
             total += common.framework.reduce_bytes * self.trained
         if sharding.replicas > 1:
@@ -294,8 +295,12 @@ class _Stage:
 
     def _stays_gathered(self) -> float:
         """Parameters that stay gathered between their uses: those outside the layers, and what ZeRO 3 keeps alive."""
-        whole = self.parameters.common + self.parameters.experts
-        return min(self._root() + self.common.framework.live_parameters, whole)
+        return min(self._root() + self.common.framework.live_parameters, self._divided)
+
+    @property
+    def _divided(self) -> float:
+        """Parameters that ZeRO 3 divides: experts of which every rank has its own stay whole."""
+        return self.parameters.common + (self.parameters.experts if self.common.sharding.expert_shards > 1 else 0.0)
 
     def _root(self) -> float:
         """Parameters outside the layers, which FSDP treats as one unit."""
@@ -311,8 +316,10 @@ class _Stage:
         if sharding.gathers == "every pass":
             # Weights of the layer at work and of the next, and gradients on their way to being divided.
             parameters = common.program.parameters
-            unit = max(parameters.dense, parameters.sparse + parameters.experts if self.has_sparse else 0.0)
-            rest = self.parameters.common + self.parameters.experts - self._stays_gathered()
+            experts = parameters.experts if sharding.expert_shards > 1 else 0.0
+            dense = parameters.dense if any(chunk.dense for chunk in self.chunks) else 0.0
+            unit = max(dense, parameters.sparse + experts if self.has_sparse else 0.0)
+            rest = self._divided - self._stays_gathered()
             gradients = 0.0 if sharding.frozen else sharding.low + common.framework.reduce_bytes
             total += sharding.low * min(2 * unit, rest) + unit * gradients
         return total

@@ -237,6 +237,11 @@ class Sharding:
         return self.layout.dp.size
 
     @property
+    def divides_gradients(self) -> bool:
+        """Whether ZeRO leaves a rank a part of the gradients."""
+        return self.zero >= 2 and max(self.shards, self.expert_shards) > 1
+
+    @property
     def gathers(self) -> str:
         """When divided weights are gathered; see RankLayout."""
         return self.layout.gathers
