@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,8 @@ def test_reprs_fit_on_a_line() -> None:
     results = (
         prediction, lumos.read_job(str(EXAMPLE)), lumos.replay(EXAMPLE), lumos.stragglers(OPERATIONS),
         lumos.compare_gpus(lumos.read_setup(RUN), ["h100", "h200"]), lumos.step_risk(prediction, draws=100),
-        lumos.search(lumos.read_setup(RUN), {"parallel.zero": [0]}), lumos.check(EXAMPLE),
+        lumos.search(str(RUN), {"parallel.zero": [0]}), lumos.check(EXAMPLE), lumos.read_setup(RUN),
+        prediction.run, prediction.step, lumos.compare(EXAMPLE, EXAMPLE),
     )  # fmt: skip
     for result in results:
         assert len(repr(result)) < 200, type(result).__name__
@@ -40,6 +42,40 @@ def test_tables_are_frames_with_one_row_per_rank_operator_gpu_or_configuration()
     assert found.table().row(0, named=True)["step_ms"] == found.results[0]["step_ms"]
     gpus = lumos.compare_gpus(lumos.read_setup(RUN), ["h100", "h200"]).table()
     assert gpus["gpu"].to_list() == ["h100", "h200"]
+
+
+def test_every_function_takes_the_path_that_the_command_line_takes() -> None:
+    """Predictions from a folder of traces are those of its replay; searches and comparisons read setups themselves."""
+    run = lumos.replay(EXAMPLE)
+    assert lumos.predict(str(EXAMPLE), ["comm=0.5"]).step_ms == lumos.predict(run, ["comm=0.5"]).step_ms
+    assert lumos.predict(EXAMPLE).step_ms == lumos.predict(run).step_ms
+    assert lumos.compare(str(EXAMPLE), EXAMPLE).as_dict() == lumos.compare(run, run).as_dict()
+    assert lumos.compare_gpus(str(RUN), ["h100"]).as_dict()["gpus"][0]["gpu"] == "h100"
+    assert lumos.search(str(RUN), {"parallel.zero": [0]}, objective="energy").as_dict()["objective"] == "energy"
+    assert lumos.stragglers(run).table()["rank"].to_list()[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "lines"),
+    [
+        ({"model": {"preset": "llama9"}, "train": {"seq": 8}}, ["llama3-8b"]),
+        ({"model": {"preset": "llama3-8b"}}, ["train.seq is missing"]),
+        ({"model": {"preset": "llama3-8b", "layrs": 3}, "train": {"seq": "x"}}, ["mean layers?", "seq = "]),
+        ({"model": {"preset": "llama3-8b"}, "train": {"seq": 8}, "clusters": {}}, ["did you mean cluster"]),
+        ({"model": 3, "train": {"seq": 8}}, ["model = 3 is not a section"]),
+        ({}, ["model", "train.seq"]),
+    ],
+)
+def test_mistakes_in_a_setup_made_in_python_are_those_of_a_file(sections: dict[str, Any], lines: list[str]) -> None:
+    with pytest.raises(lumos.LumosError) as refused:
+        lumos.Setup(**sections)
+    told = str(refused.value).splitlines()
+    assert len(told) == len(lines)
+    assert all(part in line for part, line in zip(lines, told, strict=True)), told
+
+
+def test_public_names_are_completed() -> None:
+    assert set(lumos.__all__) <= set(dir(lumos))
 
 
 def test_stragglers_and_check_are_those_of_the_command_line() -> None:

@@ -1,8 +1,8 @@
 """Lumos: what a training run will do, from its trace or from its description.
 
->>> from lumos import predict, read_job, read_setup, replay   # doctest: +SKIP
->>> predict(read_setup(Path("run.toml"))).step_ms             # doctest: +SKIP
->>> run = replay(read_job(Path("traces")))                    # doctest: +SKIP
+>>> from lumos import predict, replay                         # doctest: +SKIP
+>>> predict("run.toml").step_ms                               # doctest: +SKIP
+>>> run = replay("traces")                                    # doctest: +SKIP
 >>> predict(run, ["compute=0.5"]).step_ms                     # doctest: +SKIP
 """
 
@@ -70,6 +70,9 @@ class _PublicNames(ModuleType):
     @search.setter
     def search(self, package: ModuleType) -> None:
         """Python binds an imported package to its parent; the name is taken."""
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
 
     def __getattr__(self, name: str) -> Any:
         if name in ("capture", "dry_run"):

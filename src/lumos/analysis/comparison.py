@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lumos.analysis.breakdown import mean_breakdown
-from lumos.analysis.replay import Replay
+from lumos.analysis.replay import Replay, replay
 
 _ALL = 1_000_000
 
@@ -97,6 +98,6 @@ def _differences(before: Times, after: Times) -> list[Difference]:
     return sorted(rows, key=lambda row: -abs(row.change_ms))
 
 
-def compare(before: Replay, after: Replay) -> Comparison:
-    """Why one run takes longer than another."""
-    return Comparison(before, after)
+def compare(before: Replay | Path | str, after: Replay | Path | str) -> Comparison:
+    """Why one run takes longer than another; each is a replay, or the path of traces."""
+    return Comparison(*(run if isinstance(run, Replay) else replay(run) for run in (before, after)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,12 @@ from lumos.analysis.replay import Replay, replay
 from lumos.analysis.slowdown import Slowdown, slowdown
 from lumos.analysis.slowdown_jobs import job_of, table_at
 from lumos.graph.graph import Bools, Floats, Ints
+from lumos.tables import frame
 from lumos.trace.operations import OperationTable
 from lumos.trace.read.operation_table import read_operation_table
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 
 _NOTABLE = 0.01  # of the step: less is no cause
 _WHO_FIRST = 1.25  # a slow worker is named before the kind of its work that is slow
@@ -69,6 +73,10 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         return f"Diagnosis({self.slowdown.job.name}: slowdown {self.slowdown.slowdown:.3f}, {len(self.causes)} causes)"
+
+    def table(self) -> DataFrame:
+        """One row per worker, the slowest first."""
+        return frame(self.slowdown.as_dict()["by_worker"])
 
     def as_dict(self) -> dict[str, Any]:
         """The answer of `lumos stragglers --json`."""

@@ -293,7 +293,8 @@ def job_of(source: OperationTable | Replay, name: str = "") -> Job:
     """The job of a table of operations or of a replayed trace."""
     if isinstance(source, OperationTable):
         return job_of_table(source)
-    return replace(job_of_run(source), name=name)
+    job = job_of_run(source)
+    return replace(job, name=name or job.name)
 
 
 def table_at(path: Path) -> Path | None:

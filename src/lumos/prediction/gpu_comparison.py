@@ -19,7 +19,7 @@ from lumos.setup.constraints import check
 from lumos.setup.gpus import Gpu, gpu_named, is_file_name
 from lumos.setup.sections import OF_GPU
 from lumos.setup.setup import Setup
-from lumos.setup.setup_files import PlainSetup
+from lumos.setup.setup_files import PlainSetup, read_setup_with_notes
 from lumos.tables import frame
 
 if TYPE_CHECKING:
@@ -233,16 +233,20 @@ def _sampled_host(run: OnGpu) -> float | None:
 
 
 def compare_gpus(
-    setup: Setup, gpus: Sequence[str], *, tariff: Tariff = NO_PRICES, prices: Mapping[str, float] | None = None
-) -> GpuComparison:
+    setup: Setup | Path | str, gpus: Sequence[str], *, tariff: Tariff = NO_PRICES,
+    prices: Mapping[str, float] | None = None,
+) -> GpuComparison:  # fmt: skip
     """The same run on several GPUs: known names, data sheets (`my_gpu.toml`) or model files (`my.npz`).
 
     `prices` are those of a GPU-hour by name, "" for all others; `tariff` has those of energy, and a token budget. A GPU
     on which the run is refused says why; where it is refused on all, OptionError is raised.
 
-    >>> found = compare_gpus(read_setup(Path("run.toml")), ["h100", "h200"])       # doctest: +SKIP
+    >>> found = compare_gpus("run.toml", ["h100", "h200"])       # doctest: +SKIP
     >>> [(row.gpu, row.step_ms, row.bound_by) for row in found.answer.gpus]        # doctest: +SKIP
     """
+    notes: tuple[str, ...] = ()
+    if not isinstance(setup, Setup):
+        setup, notes = read_setup_with_notes(setup)
     own, stated = setup.cluster.model or setup.cluster.gpu, setup.cluster.stated()
     machines = machines_named(gpus)
     tariffs = tariffs_on(machines, tariff, prices or {})
@@ -254,7 +258,7 @@ def compare_gpus(
         check(wanted)
         return predict(wanted, tariff=tariffs[machine])
 
-    return compared(machines, on)
+    return compared(machines, on, notes)
 
 
 def compared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswer
 from lumos.analysis.breakdown import Breakdown, moved_breakdown
-from lumos.analysis.replay import Replay
+from lumos.analysis.replay import Replay, replay
 from lumos.analysis.run import Run, TracedRun
 from lumos.change.change import CalibratedRun, beyond_us, changed_step
 from lumos.change.infer import Inferred
@@ -372,12 +373,14 @@ def predict(
     """What a run would do.
 
         predict(setup)                                   a described run, or the path of its file
-        predict(run, ["compute=0.5"])                    a traced run with some of its tasks faster or slower
+        predict("traces", ["compute=0.5"])               a traced run with some of its tasks faster or slower
         predict(run, setup=wanted, traced=its_setup)     another configuration of a traced run
 
     `notes` are what had to be assumed of a setup: they are repeated as warnings, and widen the interval of a described
     run. `tariff` holds prices and a token budget.
     """
+    if isinstance(what, Path | str) and (scale or setup or os.path.isdir(what)):
+        what = replay(what)
     if isinstance(what, Path | str):
         reading = read_setup_with_notes(what)
         what, notes = reading.setup, (*reading.notes, *notes)

@@ -105,7 +105,7 @@ def title_of(setup: Setup, parameters: int | None, shows_parallelism: bool = Tru
     p, title = setup.parallel, f"{name} on {on}"
     if not shows_parallelism:
         return title
-    used = [f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp") if getattr(p, key) > 1]
+    used = p.used
     if p.cp > 1 and p.cp_type:
         used = [f"{text} ({p.cp_type})" if text.startswith("cp ") else text for text in used]
     return title + (f", {', '.join(used)}" if used else "")

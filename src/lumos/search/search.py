@@ -26,6 +26,7 @@ from lumos.search.ranking import Front, Objective, Simulated, tolerance
 from lumos.search.space import AXES, Space, checked_choices
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.setup import Setup
+from lumos.setup.setup_files import read_setup_with_notes
 from lumos.tables import frame
 from lumos.workers import Engine, Here, fingerprint
 
@@ -48,10 +49,10 @@ _BY_TIME = Objective()
 
 
 def search(
-    setup: Setup,
+    setup: Setup | Path | str,
     vary: Mapping[str, Sequence[Any]] | None = None,
     *,
-    objective: Objective = _BY_TIME,
+    objective: Objective | str = _BY_TIME,
     top: int = 10,
     memory_gib: float = 0.0,
     estimator: Estimator | None = None,
@@ -71,12 +72,16 @@ def search(
     What the setup states of its own GPU (its memory, its links) counts on other types where `holds_for_all` names it.
     `shard` is (index, count) of the part to search. With a `journal` folder, an interrupted search can be resumed.
 
-    >>> search(read_setup(Path("run.toml")), {"cluster.gpus": [64]}).as_dict()["results"][0]   # doctest: +SKIP
+    >>> search("run.toml", {"cluster.gpus": [64]}).as_dict()["results"][0]   # doctest: +SKIP
     """
     if top < 1:
         raise OptionError(f"--top {top}: give at least 1")
     if not 0 <= memory_gib < 1e6:
         raise OptionError(f"--memory {memory_gib:g}: give GiB, more than 0")
+    if not isinstance(setup, Setup):
+        setup, read = read_setup_with_notes(setup)
+        notes = (*read, *notes)
+    objective = Objective(objective) if isinstance(objective, str) else objective
     choices = checked_choices(setup, vary or {})
     setup, batch = with_batch(setup, choices)
     space = Space(setup, choices, frozenset(holds_for_all))

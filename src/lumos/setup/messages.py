@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 _LONGEST_VALUE = 60
 _LONGEST_NUMBER = 64  # bits
@@ -114,6 +114,23 @@ def mistakes_of(error: ValidationError, section: str, known: Sequence[str]) -> d
         key = str(detail["loc"][0]) if detail["loc"] else ""
         found.setdefault(key, _sentence(f"{section}.{named(key)}", key, detail, known))
     return found
+
+
+def mistakes_of_sections(error: ValidationError, sections: Mapping[str, type[BaseModel]]) -> list[str]:
+    """What pydantic found in sections that were given together: one line for each wrong section or key."""
+    found: dict[tuple[str, ...], str] = {}
+    for detail in error.errors(include_url=False, include_context=True):
+        name, *keys = (str(part) for part in detail["loc"])
+        if name in sections and keys:
+            place = f"{name}.{named(keys[0])}"
+            found.setdefault((name, keys[0]), _sentence(place, keys[0], detail, list(sections[name].model_fields)))
+        elif name not in sections:
+            found[name,] = f"{named(name)} is not a section: {did_you_mean(name, list(sections))}"
+        elif detail["type"] == "missing":
+            found[name,] = f"the section {name} is missing"
+        else:
+            found[name,] = f"{name} = {shown(detail['input'])} is not a section: give a table of its keys"
+    return list(found.values())
 
 
 def _sentence(place: str, key: str, detail: Any, known: Sequence[str]) -> str:

@@ -301,6 +301,12 @@ class Parallel(Section):
         """GPUs that hold one replica of the model."""
         return self.tp * self.pp * self.cp
 
+    @property
+    def used(self) -> list[str]:
+        """The sizes that are more than 1, as in "tp 4"."""
+        sizes = {key: getattr(self, key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
+        return [f"{key} {size}" for key, size in sizes.items() if size > 1]
+
 
 class Cluster(Section):
     """GPUs in nodes. A value that is None is that of the GPU: in `data/gpus.toml`, or in its data sheet."""

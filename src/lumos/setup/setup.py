@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from lumos.errors import OptionError
-from lumos.setup.messages import did_you_mean, mistakes_of
+from lumos.setup.messages import did_you_mean, mistakes_of, mistakes_of_sections
 from lumos.setup.presets import preset_named
 from lumos.setup.reliability import Reliability
 from lumos.setup.sections import Cluster, Model, Parallel, Section, Train, as_count
@@ -41,6 +41,19 @@ class Setup(BaseModel):
     cluster: Cluster = Cluster()
     reliability: Reliability = Reliability()
     variability: StatedVariability = StatedVariability()
+
+    def __repr__(self) -> str:
+        model = self.model.name or f"{self.model.layers} layers of {self.model.hidden}"
+        return f"Setup({', '.join([f'{model} on {self.cluster.gpus:,} × {self.cluster.shown}', *self.parallel.used])})"
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_plain_words(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """The mistakes of sections, one line each, as for a file."""
+        try:
+            return validate(given)
+        except ValidationError as error:
+            raise OptionError("\n".join(mistakes_of_sections(error, SECTIONS))) from None
 
     @model_validator(mode="before")
     @classmethod

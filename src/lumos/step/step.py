@@ -118,6 +118,9 @@ class Step:
     prices: Prices
     assembly: Assembly
 
+    def __repr__(self) -> str:
+        return f"Step({self.us / 1e3:,.2f} ms, {self.setup!r})"
+
     @cached_property
     def us(self) -> float:
         return self.times.span / 1e3
