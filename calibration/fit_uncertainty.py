@@ -33,7 +33,8 @@ LIKE = 2.0  # for how many publications the usual width counts
 FEW = 5.0  # rows with which a publication counts half
 BIAS = 3.0  # the same as LIKE, for the mean error of a framework
 ENDS = (0.1, 0.9)
-BY_HAND = {"other_family": 0.03, "power": 0.1}  # no published run on such a GPU, or under such a limit
+# No published run on such a GPU, or under such a limit; other accelerators: see `sources`.
+BY_HAND = {"other_family": 0.03, "other_accelerator": 0.36, "power": 0.1}
 LEAST = {"assumed": 0.005}  # published runs lack little but the name of a usual network; other values matter more
 FEWEST = {"frameworks": 1, "families": 2}  # publications from which one is known
 

@@ -1157,3 +1157,19 @@ def test_a_config_with_odd_values_is_read_or_refused(config: dict[str, Any], dat
     for key in data.draw(st.lists(st.sampled_from(list(config)), max_size=2)):
         changed.pop(key, None)
     refusal(lambda: checked_setup(model_keys(changed).sections | {"train": {"seq": 64}}))
+
+
+@pytest.mark.parametrize(("name", "guess"), [("Qwen/Qwen3-9B", "did you mean qwen3-8b"), ("some/thing", "config.json")])
+def test_an_unknown_model_name_is_answered_with_what_to_give(name: str, guess: str) -> None:
+    with pytest.raises(InputError, match=guess):
+        read_setup(name)
+
+
+def test_the_folder_of_a_model_is_as_good_as_its_config(tmp_path: Path) -> None:
+    folder = tmp_path / "models--some--thing" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    llama = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (folder / "config.json").write_text(json.dumps(llama | {"vocab_size": 128, "intermediate_size": 256}))
+    changes = ["train.seq=64", "cluster.gpus=1"]
+    read = [read_setup(path, changes) for path in (folder / "config.json", folder, tmp_path / "models--some--thing")]
+    assert read[0] == read[1] == read[2]

@@ -20,7 +20,6 @@ from lumos.setup.gpus import gpu_named
 GROUPS = ("matmuls", "batched matmuls", "attention", "memory-bound kernels")
 _BATCHED = ("bmm", "grouped_gemm")
 _MATMULS = ("gemm", "linear_bwd")
-_OTHER_ACCELERATORS = ("tpu", "trainium", "gaudi")
 _ROUGH = "Its compiler and kernels are not modelled: use the result to compare sizes, not to plan a run"
 _WORTH_SAYING = 0.02  # of the operators' time
 _UNIT_PCT = 10.0  # of the whole step: an error of this size counts as 1 in the interval
@@ -79,7 +78,7 @@ def transfer_note(gpu: str, model: CostModel, parts: Sequence[CarriedOver]) -> s
     begin = "no samples for" if model.transferred else "not everything was sampled on"
     if model.transferred and gpu in names:
         begin = "no samples with these rates of"
-    if model.gpu.family in _OTHER_ACCELERATORS:
+    if model.gpu.is_other_accelerator:
         scaled = f"kernel times of {names[0]} are scaled by its peak rates"
         return f"{gpu} is known only from its data sheet: {scaled}. {_ROUGH}"
     text = f"{begin} {gpu}: costs of {' and '.join(names)} are scaled by its peaks, and the interval is wider"

@@ -27,7 +27,10 @@ from lumos.step.step import Step, host_was_measured
 
 UNKNOWN = "its framework"
 STANDS_IN = "is predicted as"  # in notes of rows that name a framework or a precision that is not known
-PARTS = ("always", "transferred", "other_family", "waiting", "experts", "fine_tuning", "assumed", "power")
+PARTS = (
+    "always", "transferred", "other_family", "other_accelerator", "waiting", "experts", "fine_tuning", "assumed",
+    "power",
+)  # fmt: skip
 
 
 class Spread(NamedTuple):
@@ -85,6 +88,7 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
         "always": 1.0,
         "transferred": min(1.0, transfer_part(carried_over(model, rows))),
         "other_family": float(model.gpu.family not in read_table("uncertainty.json")["families"]),
+        "other_accelerator": float(gpu.is_other_accelerator),
         "waiting": _unsampled_waiting(step) ** 2,
         "experts": float(setup.model.experts > 0),
         "fine_tuning": float(setup.train.mode != "pretrain"),
@@ -119,10 +123,11 @@ def _unsampled_waiting(step: Step) -> float:
 def basis_of(setup: Setup, notes: Sequence[str] = ()) -> str:
     """What the interval of a described run rests on, in a sentence."""
     table = read_table("uncertainty.json")
-    framework, family = framework_of(setup, notes), setup.cluster.accelerator.family
+    framework, gpu = framework_of(setup, notes), setup.cluster.accelerator
+    kind = "accelerators" if gpu.is_other_accelerator else "GPUs"
     counts = {
         framework: table["frameworks"].get(framework, {}).get("publications", 0),
-        f"{family} GPUs": table["families"].get(family, {}).get("publications", 0),
+        f"{gpu.family} {kind}": table["families"].get(gpu.family, {}).get("publications", 0),
     }
     known = ", ".join(f"{count} source{'s' * (count > 1)} of {name}" for name, count in counts.items() if count)
     lacking = " or ".join(name for name, count in counts.items() if not count)
@@ -142,6 +147,8 @@ def changed_spread(traced: Setup, step: Step, without_communication: bool, growt
     spread = table["spread_host_bound" if host_bound else "spread"]
     if target.cluster.chip != traced.cluster.chip:
         spread += table["spread_other_gpu"]
+    if target.cluster.accelerator.is_other_accelerator:
+        spread += sqrt(read_table("uncertainty.json")["variance"]["other_accelerator"])
     unmeasured = ("pp", "vpp", "cp", "ep")
     if any(getattr(traced.parallel, way) != getattr(target.parallel, way) for way in unmeasured):
         spread += table["spread_other_parallelism"]

@@ -22,6 +22,8 @@ class RankLayout:
     def __init__(self, setup: Setup, framework: Framework) -> None:
         self.setup, self.framework = setup, framework
         self.model, self.train, self.parallel = setup.model, setup.train, setup.parallel
+        if setup.cluster.accelerator.is_other_accelerator:
+            self.train = setup.train.with_values({"compile": True})
 
     @cached_property
     def domain(self) -> int:

@@ -22,6 +22,7 @@ from lumos.setup.messages import did_you_mean
 _VENDOR = re.compile(r"^((nvidia|amd|instinct|geforce)-)+")
 _SEPARATORS = re.compile(r"[\s_\-]+")
 _FILES = (".toml", ".npz")
+_NOT_GPUS = ("tpu", "trainium", "gaudi")  # families of other accelerators
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Gpu:
     def is_cpu(self) -> bool:
         """Whether it stands for the CPU of a run without GPUs: its figures are placeholders (data/gpus.toml)."""
         return self.family == "cpu"
+
+    @property
+    def is_other_accelerator(self) -> bool:
+        """Whether it is no GPU: known only from its data sheet, and its programs are always compiled graphs."""
+        return self.family in _NOT_GPUS
 
     @property
     def local_gb_s(self) -> float:

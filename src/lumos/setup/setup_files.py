@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from lumos.setup.gpus import is_file_name
 from lumos.setup.importers.any_file import read_any, read_config, toml_value
 from lumos.setup.importers.foreign_file import GPU_KEYS, Note, Reading, Sections
 from lumos.setup.messages import nearest, place_of, shown, size_text
-from lumos.setup.presets import Preset, find_preset, preset_named
+from lumos.setup.presets import Preset, find_preset, preset_named, preset_names
 from lumos.setup.sections import Model, Section, as_count
 from lumos.setup.setup import KEYS, SECTIONS, Setup
 from lumos.setup.stated_size import size_doubt
@@ -34,6 +35,8 @@ _ALWAYS_WRITTEN: Mapping[str, tuple[str, ...]] = {
     "cluster": ("gpu", "gpus", "gpus_per_node"),
 }
 _NEVER_WRITTEN = ("global_batch", "dp")  # they follow from microbatches and gpus
+_CONFIG = "config.json"
+_FILE = re.compile(r"\.[a-zA-Z]{1,8}$")  # the end of a file's name; Qwen2.5-7B is that of a model
 _BASES = ("megatron", "torchtitan")  # keys of a setup that name a file of another tool, which the setup changes
 
 
@@ -147,17 +150,18 @@ def _written(name: str, section: Section) -> dict[str, Any]:
 
 
 def located(name: Path | str) -> Path:
-    """A path; for the name of a model that was downloaded from the Hugging Face Hub, that of its config.json."""
-    path = Path(name)
-    if os.path.lexists(path) or _preset_of(path) or len(path.parts) != 2 or ".." in path.parts:
-        return path
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    """A path; of a model's folder, or the name of one downloaded from the Hugging Face Hub, that of its config.json."""
+    path, folder = Path(name), Path(name)
+    if not os.path.lexists(path):
+        if _preset_of(path) or len(path.parts) != 2 or ".." in path.parts:
+            return path
+        home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+        folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{'--'.join(path.parts)}"
     try:
-        found = sorted((cache / f"models--{'--'.join(path.parts)}" / "snapshots").glob("*/config.json"), key=stamp_of)
+        found = [folder / _CONFIG, *sorted(folder.glob(f"snapshots/*/{_CONFIG}"), key=stamp_of, reverse=True)]
+        return next((config for config in found if config.is_file()), path)
     except (OSError, ValueError):
         return path
-    return found[-1] if found else path
 
 
 def _preset_of(path: Path) -> Preset | None:
@@ -170,6 +174,10 @@ def _read(path: Path) -> Reading:
     if preset is not None:
         note = Note(f"no such file: the preset {preset.name}, with train.seq = {preset.seq}", ("train.seq",))
         return Reading({"model": dict(preset.keys), "train": {"seq": preset.seq}}, (note,))
+    if not os.path.lexists(path) and not _FILE.search(path.name):
+        guess = nearest(path.name, preset_names())
+        advice = f"did you mean {guess}?" if guess else "give the path of its config.json"
+        raise InputError(f"{place_of(path)}: no such file, preset or downloaded model: {advice}")
     reading = _with_files_beside(read_any(path), path.parent)
     base = next((key for key in _BASES if key in reading.sections), None)
     if base is None:
