@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from better_gpus import BETTER_GPUS
 from lumos.cost.network import Network, Tier
 from lumos.cost.prices import timeline
 from lumos.data_files import read_table
@@ -25,7 +26,6 @@ from lumos.program.transformer_layer import TransformerLayer
 from lumos.schedules import Phase
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.frameworks import framework_named, framework_names
-from lumos.setup.gpus import Gpu, gpu_names
 from lumos.step.step import Step, assembled, prices_of, shape_of, simulate_step
 from lumos.step.structure import LINKS
 from plain_network import PLAIN_HABITS, plain_network
@@ -45,20 +45,6 @@ def nodes(step: Step, what: str) -> int:
 
 
 # ---------------------------------------------------------------------- laws over random setups
-FIGURES = (
-    "memory_gib", "hbm_gb_s", "sms", "l2_mb", "tdp_w", "nvlink_gb_s", "nvlink_domain", "pcie_gb_s", "to_host_gb_s",
-    "inter_gb_s", "gpus_per_node",
-)  # fmt: skip
-
-
-def is_at_least(better: Gpu, worse: Gpu) -> bool:
-    """Whether a data sheet has no figure below another's; what a GPU draws idle is not one of them."""
-    peaks = all(better.peak_tflops.get(key, 0.0) >= peak for key, peak in worse.peak_tflops.items())
-    return peaks and all(getattr(better, name) >= getattr(worse, name) for name in FIGURES)
-
-
-GPUS = [gpu_named(name) for name in gpu_names()]
-BETTER = [(a.name, b.name) for a in GPUS for b in GPUS if a is not b and is_at_least(b, a)]
 SHEETS = {
     "hbm_tb_s": lambda gpu: gpu.hbm_gb_s / 1e3, "l2_mb": lambda gpu: gpu.l2_mb, "power_w": lambda gpu: gpu.tdp_w,
     "nvlink_gb_s": lambda gpu: gpu.nvlink_gb_s, "inter_gb_s": lambda gpu: gpu.inter_gb_s,
@@ -80,7 +66,7 @@ def is_slower(setup: Setup, worse: str, better: str) -> bool:
 def test_a_gpu_with_better_figures_throughout_is_never_slower(
     setup: Setup, precision: str, optimizer: str, data: st.DataObject
 ) -> None:
-    worse, better = data.draw(st.sampled_from(BETTER))
+    worse, better = data.draw(st.sampled_from(BETTER_GPUS))
     assert not is_slower(setup.replaced({"train.precision": precision, "train.optimizer": optimizer}), worse, better)
 
 

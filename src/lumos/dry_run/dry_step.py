@@ -138,7 +138,19 @@ class DryStep:
         return world / min(shared * stages, world)
 
     def utilisation(self, flops: float, seconds: float) -> float:
-        return flops / seconds / (self.setup.cluster.chip.peak(self.setup.train.precision) * 1e12)
+        """Of the peak of the precision that most of the work has, or of the mix where faster precisions raise it."""
+        peak = max(self.setup.cluster.chip.peak(self.setup.train.precision), self._peak_of_mix)
+        return flops / seconds / (peak * 1e12)
+
+    @cached_property
+    def _peak_of_mix(self) -> float:
+        """TFLOP/s if every matmul ran at the peak of its own precision; without a known one, at that of the setup."""
+        chip, usual = self.setup.cluster.chip, self.setup.train.precision
+        least = 0.0
+        for _, price in self.kernels:
+            dtype = price.operator.dtype if price.operator is not None else usual
+            least += price.flops / chip.peak(dtype if chip.supports(dtype) else usual)
+        return self.hardware_flops / least if least else 0.0
 
     @cached_property
     def operators(self) -> list[OperatorTime]:

@@ -73,6 +73,8 @@ def _precision(recording: Recording, gpu: str) -> str:
         found = matrix_operator(op) if DryStep.runs(op) else None
         if found is not None and found.is_matrix:
             flops[found.dtype] += round(found.flops)
-    precision = flops.most_common(1)[0][0] if flops else "bf16"
     known = find_gpu(gpu)
+    if not flops:  # nothing depends on it: any that the GPU has
+        return "bf16" if known is None or known.supports("bf16") else known.precisions[0]
+    precision = flops.most_common(1)[0][0]
     return precision if known is not None and known.supports(precision) else "bf16"
