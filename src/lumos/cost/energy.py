@@ -138,7 +138,7 @@ def clock_of(gpu: Gpu) -> Clock:
     stream_w = table["active_w"] * _power(rated, home)
     stream_w += table["stream_reach"] * table["memory_pj"] * 1e-3 * rated.hbm_gb_s
     usual_w = _above_idle_w(rated, table["limit_share"] * rated.tdp_w)
-    slower = max(1.0, stream_w / spare_w) / max(1.0, stream_w / usual_w)
+    slower = max(1.0, min(stream_w, usual_w) / spare_w)  # at its own limit, every board streams as fast as rated
     return Clock(_core(gpu, chip_of(gpu, "bf16").peak), min(slower, 1 / table["clock_floor"]))
 
 
