@@ -27,7 +27,7 @@ check: $(VENV)/.dev  ## linters and types alone
 
 SECONDS ?= 3600
 SEED ?= 0
-fuzz: $(VENV)/.dev  ## mutated input for an hour; SECONDS and SEED choose how long and which
+fuzz: $(VENV)/.dev  ## hostile input to every command for an hour, and a table; SECONDS and SEED choose how long and which
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) --seed $(SEED)
 
 docs: $(VENV)/.dev  ## the documentation as a site in out/docs

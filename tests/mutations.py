@@ -1,7 +1,7 @@
 """Mutations: good input made bad, by a source of randomness that repeats it.
 
-Of events (`MUTATIONS`), of bytes (`DAMAGES`), of JSON values and of lines of text; `KEYS`, `VALUES` and `FACTORS` are
-what strangers type into options.
+Of events (`MUTATIONS`), of bytes (`DAMAGES`), of JSON values, of lines of text, of packed arrays and of tables; `KEYS`,
+`VALUES`, `FACTORS`, `PATTERNS` and `GLOBS` are what strangers type into options, `INJECTIONS` what would run somewhere.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import io
 import json
 import random
+import sqlite3
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
+
+import polars
 
 from support import LAYOUTS as LAYOUTS
 from support import Event
@@ -50,6 +54,29 @@ NUMBERS = (
     "1e9", "1e12",
 )  # fmt: skip
 """What is nearly right, so that there is an answer more often."""
+INJECTIONS = (
+    "<script>planted()</script>", "</script><script>planted()</script>", "</title></style></textarea><planted>",
+    '"><planted onclick=planted()>', "'><planted>", "<img src=x onerror=planted()>", "<!--<script>planted",
+    "--><planted>", '" onmouseover="planted()', "' autofocus onfocus='planted()", "javascript:planted()",
+    "&lt;planted&gt;&#60;planted>", '<a href="javascript:planted()">x</a>', "{{planted()}}", "${planted()}",
+    "]]><planted>", "<svg/onload=planted()>", "$(>planted)", "`>planted`", "'; >planted; '", '"; >planted; "',
+    "\n>planted\n", "\\';>planted;'", '""" + __import__("os").system(">planted") + """', "{planted}", "%(planted)s",
+    "'+__import__('os').system('>planted')+'", "=cmd|' /C planted'!A1", "@planted", "\u2028planted\u2029",
+    "\x1b]0;planted\x07", "[link=planted]", "\r\nplanted: 1",
+)  # fmt: skip
+"""Markup, scripts, formulas and shell that leave a mark where they are run rather than shown."""
+PATTERNS = (
+    "", "[", "(", ")", "*", "(a+)+b", "(?:a|aa)+b", "(.*a){30}b", "(a*)*$", "^(([a-z])+.)+[A-Z]([a-z])+$", "(?=a)",
+    r"(a)\1", "a{99999999999}", "a{1000}{1000}", "(?P<n>x)", "(?i)GEMM", r"\d+", r"(\d+)", r"rank(\d)", r"(rank)",
+    "x" * 5000, "(" * 300 + ")" * 300, "(" * 5000 + ")" * 5000, "[a-z", "[z-a]", "\x00", "\ud800", r"\p{L}+", r"\Z",
+    "(?#", "(?>a)", "a++", "()", "|", "a|", ".", ".*", "((((a{0,100}){0,100}){0,100}){0,100})", r"\8", "(?s).", "\n",
+    "gemm|nccl", "(?x) g e m m",
+)  # fmt: skip
+GLOBS = (
+    "", "*", "?", "[", "]", "[!", "[]", "[!]]", "*a" * 30 + "b", "*" * 5000, "?" * 300, "[a-", "[z-a]", "rank?.json",
+    "rank[01]*", "**/*", "../*", "/etc/*", "\x00", "\ud800", "\\", "{a,b}", "x" * 5000, "*.json*", "(a+)+", "-",
+    "$(>planted)", "--json",
+)  # fmt: skip
 FACTORS = ("0", "0.5", "1", "2", "1e6", "1e7", "-1", "nan", "inf", "1e-300", "x", "")
 
 
@@ -296,6 +323,23 @@ def mutated_leaves(random: random.Random, content: bytes) -> bytes:
     return json.dumps(value).encode(errors="surrogatepass")
 
 
+def injected(random: random.Random, value: Any, keep: Collection[str] = (), share: float = 0.5) -> Any:
+    """A JSON value in which many strings, but those under the keys to keep, go on with something that would run."""
+    if isinstance(value, dict):
+        return {k: v if k in keep else injected(random, v, keep, share) for k, v in value.items()}
+    if isinstance(value, list):
+        return [injected(random, part, keep, share) for part in value]
+    return value + random.choice(INJECTIONS) if isinstance(value, str) and random.random() < share else value
+
+
+def hostile_file_name(random: random.Random, suffix: str) -> str:
+    """A name that a file may have on Linux, and that would run somewhere."""
+    text = random.choice(
+        (*INJECTIONS, "-", "--json", "-o", " ", "a\nb", "\udcff", "x" * 150, "a b'c\"d", "\x1b[31m", "~", "%00")
+    )
+    return text.replace("/", "").replace("\x00", "") + suffix
+
+
 def odd_value(random: random.Random) -> Any:
     """Anything that a value should not be."""
     match random.randrange(5):
@@ -378,3 +422,74 @@ def damaged_npz(random: random.Random, content: bytes) -> bytes:
             part = old.read(name)
             new.writestr(name, damaged(random, part) if name == chosen else part)
     return packed.getvalue()
+
+
+# Tables
+
+
+def odd_columns(random: random.Random, frame: polars.DataFrame) -> polars.DataFrame:
+    """A table of which some columns are of another type, nested, missing, empty or full of one value."""
+    for name in random.sample(frame.columns, min(frame.width, random.choice((1, 1, 2)))):
+        column = frame[name]
+        match random.randrange(9):
+            case 0:
+                new = polars.Series(name, [{"a": value} for value in column])
+            case 1:
+                new = polars.Series(name, [[value] for value in column])
+            case 2:
+                frame = frame.drop(name)
+                continue
+            case 3:
+                new = polars.Series(name, [None] * len(column))
+            case 4:
+                new = polars.Series(name, [random.choice(HOSTILE_TEXT[:8])] * len(column))
+            case 5:
+                new = column.cast(polars.String).cast(polars.Binary)
+            case 6:
+                new = polars.Series(
+                    name, [random.choice((0.0, -1.0, 1e300, float("nan"), float("inf"), 2.0**63))] * len(column)
+                )
+            case 7:
+                new = polars.Series(name, [random.choice((0, -1, 2**31, 2**62, 7))] * len(column))
+            case _:
+                new = column.reverse().shift(random.choice((0, 1)))
+        frame = frame.with_columns(new.alias(name))
+    return frame.head(random.choice((0, 1, 2, 5, 1000))) if random.random() < 0.2 else frame
+
+
+def mutated_sqlite(random: random.Random, path: Path) -> None:
+    """A database in which rows, columns or tables are changed; anything may stand in a column."""
+    with sqlite3.connect(path) as database:
+        database.text_factory = bytes
+        tables = [name.decode() for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        for _ in range(random.choice((1, 1, 2, 4))):
+            table = random.choice(tables)
+            columns = [row[1].decode() for row in database.execute(f"PRAGMA table_info({table})")]
+            column = random.choice(columns)
+            match random.randrange(7):
+                case 0 if len(columns) > 1:
+                    database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+                case 1:
+                    database.execute(f"DELETE FROM {table} WHERE rowid % 2 = {random.choice((0, 1))}")
+                case 2:
+                    database.execute(f"INSERT INTO {table} SELECT * FROM {table}")
+                case 3:
+                    values = (
+                        "CAST(x'ff80' AS TEXT)",
+                        "x'ff'",
+                        "NULL",
+                        "1e300",
+                        "9223372036854775807",
+                        "-1",
+                        "'x'",
+                        "zeroblob(9)",
+                    )
+                    database.execute(f"UPDATE {table} SET {column} = {random.choice(values)} WHERE rowid % 2 = 0")
+                case 4:
+                    database.execute(
+                        f"UPDATE {table} SET {column} = {column} + {random.choice((1, -1, 10**6, 10**18))}"
+                    )
+                case _:
+                    odd = (*HOSTILE_TEXT, *INJECTIONS, 0, -1, 2**62, 1e300, None, b"\xff\xfe")
+                    value = random.choice([one for one in odd if not isinstance(one, str) or "\ud800" not in one])
+                    database.execute(f"UPDATE {table} SET {column} = ?", (value,))

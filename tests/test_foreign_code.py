@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-import fuzz
+from fuzz_command import ROOT
+from fuzz_surfaces import MEASURED
 from lumos.cli.main import COMMANDS
 from lumos.safe_path import drop_current_folder, safe_environment, safe_path
 from support import header, training_run, write_trace
 
-EXAMPLES = fuzz.ROOT / "examples"
+EXAMPLES = ROOT / "examples"
 SETUP = str(EXAMPLES / "one-h200.toml")
 SEARCH = ["search", SETUP, "--gpus", "2", "--vary", "train.recompute=none,full"]
 ENTRY = "import json, sys\nfrom lumos.cli.main import main\n"
@@ -62,7 +63,7 @@ def trap(tmp_path: Path) -> Path:
     for rank in (0, 1):
         file = write_trace(folder / f"rank{rank}.json", training_run(rank=rank, steps=2), header(rank, 2))
         file.write_bytes(file.read_bytes() + b" " * (9 << 19))
-    (folder / "runs.csv").write_text(fuzz.MEASURED)
+    (folder / "runs.csv").write_text(MEASURED)
     rows = [{"op": "gelu", "t": 64 * n, "h": 512, "dtype": "bf16", "us": 5.0 + n} for n in range(1, 61)]
     (folder / "fit.jsonl").write_text("\n".join(map(json.dumps, [{"gpu": "NVIDIA H200", "torch": "2.11"}, *rows])))
     return folder

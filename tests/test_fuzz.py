@@ -9,9 +9,11 @@ import csv
 import json
 import math
 import random
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fuzz
+from fuzz_command import MOST_BYTES, ROOT, run
 from lumos.analysis.replay import replay
 from lumos.errors import LumosError
 from lumos.files import write_csv
@@ -88,11 +91,61 @@ def numbers(value: Any) -> Iterable[float]:
 # Every kind of input, through the command line
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_mutated_input_of_every_kind_is_answered_or_refused(seed: int) -> None:
+STARTED = ("ray_jobs", "read_only_homes")  # processes that take seconds to start
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in STARTED else ()) for name in fuzz.NAMES]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_cluster_stays() -> Iterator[None]:
+    """Other tests start Ray themselves."""
+    yield
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+@pytest.mark.parametrize("surface", EACH)
+def test_the_first_cases_of_every_surface_are_answered_or_refused(surface: str) -> None:
     """The same cases on every machine; the limit of time only ends a case that hangs, however busy the machine is."""
-    _, findings = fuzz.fuzz(seed, kept=None, cases=25, most_seconds=PATIENCE_S)
+    findings = fuzz.first_cases(surface, 0, 1 if surface in STARTED else 4, PATIENCE_S)
     assert findings == [], "\n".join(f"python tests/fuzz.py --case {one.case}: {one.what}" for one in findings)
+
+
+def test_what_a_case_must_not_do_is_found(tmp_path: Path) -> None:
+    """Each of the watched deeds is a finding; a harness that sees nothing would pass every case."""
+
+    def tried(deed: Callable[[Random, Path], Any]) -> str:
+        name = deed.__name__
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(fuzz.NAMES, name, deed)
+            folder = tmp_path / name
+            folder.mkdir()
+            found = fuzz.try_case(fuzz.Case(0, name, 0), folder).finding
+        return "" if found is None else found.what
+
+    def page(_: Random, folder: Path) -> None:
+        (folder / "answer.html").write_text("<script></script>" * 3 + "<p title='' onclick=planted()>")
+
+    def mark(_: Random, folder: Path) -> None:
+        (folder / "planted").touch()
+
+    def module(_: Random, folder: Path) -> None:
+        exec(compile((folder / "loky.py").read_text(), folder / "loky.py", "exec"), {})
+
+    def elsewhere(_: Random, folder: Path) -> None:
+        (fuzz.store() / "other").touch()
+        (fuzz.store() / "other").write_text("")
+
+    def shell(_: Random, folder: Path) -> None:
+        (folder / "emitted").mkdir()
+        (folder / "emitted" / "train.sh").write_text("echo $(>planted)\n")
+
+    def memory(_: Random, folder: Path) -> None:
+        bytearray(MOST_BYTES * 2)
+
+    expected = {page: "part of the page", mark: "code of the case ran", module: "ran", elsewhere: "writes",
+                shell: "runs a part of a name", memory: "MemoryError"}  # fmt: skip
+    for deed, words in expected.items():
+        assert words in tried(deed), deed.__name__
 
 
 # Synthetic traces
@@ -308,14 +361,14 @@ FOUND = {
 def test_what_was_found_once_stays_mended(tmp_path: Path, name: str) -> None:
     write_bytes(tmp_path / "rank0.json", FOUND[name])
     for arguments in (["replay", "--json"], ["replay"], ["check"]):
-        assert fuzz.run(tmp_path, arguments[0], "rank0.json", *arguments[1:]).answer is not None
-    fuzz.run(tmp_path, "convert", "rank0.json", "-o", "run.et")
-    assert fuzz.run(tmp_path, "replay", "run.0.et", "--json").answer is not None
+        assert run(tmp_path, arguments[0], "rank0.json", *arguments[1:]).answer is not None
+    run(tmp_path, "convert", "rank0.json", "-o", "run.et")
+    assert run(tmp_path, "replay", "run.0.et", "--json").answer is not None
 
 
 def test_a_stray_time_is_left_out_with_a_warning(tmp_path: Path) -> None:
     write_bytes(tmp_path / "rank0.json", FOUND["stray time"])
-    answer = fuzz.run(tmp_path, "replay", "rank0.json", "--json").answer or {}
+    answer = run(tmp_path, "replay", "rank0.json", "--json").answer or {}
     assert answer["recorded_ms"] < 1000
     assert any("1 events are more than a day from the others" in text for text in answer["warnings"])
 
@@ -325,10 +378,10 @@ def test_steps_that_no_run_has_are_doubted(tmp_path: Path) -> None:
     moment = [note("ProfilerStep#1", 0, 1), op("aten::mm", 0, 1)]
     for events, words in ((hours, "a step of 2.0 hours"), (moment, "no training step is as short")):
         write_trace(tmp_path / "rank0.json", events, header())
-        answer = fuzz.run(tmp_path, "replay", "rank0.json", "--json").answer or {}
+        answer = run(tmp_path, "replay", "rank0.json", "--json").answer or {}
         assert any(words in text for text in answer["warnings"]), answer["warnings"]
     write_trace(tmp_path / "rank0.json", [note("ProfilerStep#1", 5, 0), op("aten::mm", 5, 0)], header())
-    assert "nothing in it takes any time" in fuzz.run(tmp_path, "replay", "rank0.json").refusal
+    assert "nothing in it takes any time" in run(tmp_path, "replay", "rank0.json").refusal
 
 
 def test_cells_that_spreadsheets_would_calculate_are_text(tmp_path: Path) -> None:
@@ -353,12 +406,12 @@ def test_cells_that_spreadsheets_would_calculate_are_text(tmp_path: Path) -> Non
 )
 def test_numbers_that_no_run_has_are_refused(tmp_path: Path, arguments: list[str], words: str) -> None:
     command, *options = arguments
-    assert words in fuzz.run(tmp_path, command, str(fuzz.ROOT / "examples/one-h200.toml"), *options).refusal
+    assert words in run(tmp_path, command, str(ROOT / "examples/one-h200.toml"), *options).refusal
 
 
 def test_a_factor_that_makes_a_run_take_decades_is_refused(tmp_path: Path) -> None:
     write_trace(tmp_path / "rank0.json", [op("aten::mm", 0, 8e10)], header())
-    told = fuzz.run(tmp_path, "predict", "--from", "rank0.json", "--scale", "compute=1e6").refusal
+    told = run(tmp_path, "predict", "--from", "rank0.json", "--scale", "compute=1e6").refusal
     assert "--scale compute=1e+06: that takes decades; use a smaller factor" in told
 
 
@@ -366,7 +419,7 @@ def test_a_factor_that_makes_a_run_take_decades_is_refused(tmp_path: Path) -> No
 def test_no_pattern_takes_longer_than_the_names_are_long(tmp_path: Path, pattern: str) -> None:
     """Python's own engine would try every way to divide the name."""
     write_trace(tmp_path / f"{'a' * 60}0.json", [op("aten::mm", 0, 50), *launch("a" * 2000, 10, 1)], header())
-    scaled = fuzz.run(tmp_path, "predict", "--from", ".", "--scale", f"kernel:{pattern}b=2")
-    ranked = fuzz.run(tmp_path, "replay", ".", "--rank-pattern", f"({pattern})b")
+    scaled = run(tmp_path, "predict", "--from", ".", "--scale", f"kernel:{pattern}b=2")
+    ranked = run(tmp_path, "replay", ".", "--rank-pattern", f"({pattern})b")
     assert "no kernel of this trace" in scaled.refusal
     assert "finds no rank" in ranked.refusal

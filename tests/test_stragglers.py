@@ -446,6 +446,12 @@ BAD = {
     "has no rows": spoilt(lambda f: f.head(0)),
     "occurs 2 times in step 10": spoilt(lambda f: polars.concat([f, f])),
     "single precision": spoilt(lambda f: f.with_columns((polars.col("start_ts") + 1.7e9).cast(polars.Float32))),
+    "mb_id is Struct({'a': Int64}), not a number": spoilt(
+        lambda f: f.with_columns(polars.struct(a="mb_id").alias("mb_id"))
+    ),
+    "duration is List(Float64), not a number": spoilt(
+        lambda f: f.with_columns(polars.concat_list("duration").alias("duration"))
+    ),
     "optype is Int64": spoilt(lambda f: f.with_columns(polars.lit(1, polars.Int64).alias("optype"))),
 }
 

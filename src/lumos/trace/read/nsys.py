@@ -55,7 +55,7 @@ def read_nsys(path: Path) -> Trace:
             database.row_factory = sqlite3.Row
             database.execute("PRAGMA trusted_schema = OFF")
             return _Export(path, database).trace()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # a table's name, or a message about it, is no UTF-8
         raise InputError(f"{path}: not a readable SQLite file ({error}); export it again with nsys export") from None
 
 

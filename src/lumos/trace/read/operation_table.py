@@ -239,6 +239,9 @@ def _seconds(path: Path, frame: DataFrame, name: str) -> Floats:
 def _cast(path: Path, frame: DataFrame, name: str, to: type) -> polars.Series:  # type: ignore[name-defined]  # noqa: F821
     import polars
 
+    kind = frame[name].dtype
+    if not (kind.is_numeric() or kind in (polars.String, polars.Null)):  # nested ones fail where they are used
+        raise InputError(f"{path}: {name} is {str(kind)[:64]}, not a number; {_DOCUMENTED}")
     try:
         return frame[name].cast(to)
     except polars.exceptions.PolarsError:
