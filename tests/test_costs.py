@@ -723,7 +723,7 @@ def test_cost_reads_standard_input_and_shows_a_table(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("cost", "rows.json"), "--gpu is missing: give a name, as in --gpu h200"),
-        (("cost", "rows.json", "--gpu", "h201"), "did you mean h200?"),
+        (("cost", "rows.json", "--gpu", "hh200"), "did you mean h200?"),
         (("cost", "none.json", "--gpu", "h200"), "none.json: cannot be read (No such file or directory)"),
         (("cost", "rows.json", "--gpu", "h200", "-o", "a.npz"), "-o a.npz: the extension must name the format"),
         (("cost", "rows.json", "--gpu", "h200", "-o", "rows.json"), "-o rows.json: that is the input itself"),

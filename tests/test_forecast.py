@@ -688,7 +688,7 @@ def test_the_machines_can_be_named_without_set(lumos: Answer) -> None:
     _, long, _ = lumos("predict", "setup.toml", "--set", "cluster.gpu=h200", "--set", "cluster.gpus=16", "--json")
     assert short == long
     assert json.loads(short)["setup"]["cluster"]["gpus"] == 16
-    code, _, error = lumos("predict", "setup.toml", "--gpu", "h201")
+    code, _, error = lumos("predict", "setup.toml", "--gpu", "hh200")
     assert code == 2
     assert "did you mean h200?" in error
 
