@@ -155,7 +155,11 @@ class Worker:
             [sys.executable, __file__, "--serve", library], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True, bufsize=1,
         )  # fmt: skip
-        self.names: list[str] = self.answer(START_SECONDS) or []
+        names = self.answer(START_SECONDS)
+        if names is None:
+            self.end()
+            raise SystemExit(f"{library} was not imported; try: {sys.executable} {__file__} --serve {library}")
+        self.names: list[str] = names
 
     def answer(self, limit: float) -> Any:
         """The next line, or None if none comes in time."""

@@ -16,7 +16,7 @@ from lumos.dry_run.dry_prediction import DryPrediction
 from lumos.dry_run.from_script import predict_recording
 from lumos.dry_run.recorded_step import Recording, StorageEvent, write_recording
 from lumos.errors import InputError, OptionError
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.recorded_op import UNCOMPILED, UNSEEN, RecordedOp, TensorInfo
 from lumos.setup import gpu_named
 from lumos.trace.read.job import read_job
 
@@ -98,6 +98,38 @@ def test_the_gpu_that_the_script_found_is_assumed_with_a_note() -> None:
 
 
 # Time
+
+
+@given(st.integers(0, 6), st.integers(0, 6))
+def test_eager_code_in_place_of_compiled_code_lowers_the_lower_end_alone(eager: int, fused: int) -> None:
+    relu = RecordedOp("aten.relu.default", (BIG,), (BIG,), "forward", allocates=True)
+    plain = predicted(matmul(), *[relu] * (eager + fused))
+    found = predicted(matmul(), *[relu._replace(options=(UNCOMPILED,))] * eager, *[relu] * fused)
+    assert found.step_ms == pytest.approx(plain.step_ms)
+    assert found.interval_ms[1] == pytest.approx(plain.interval_ms[1])
+    assert [part["kind"] for part in found.as_dict()["approximations"]] == ["uncompiled"] * (eager > 0)
+    without = predicted(matmul(), *[relu] * fused)  # as if torch.compile fused all of them
+    assert found.interval_ms[0] <= plain.interval_ms[0] + 1e-9
+    assert found.interval_ms[0] == pytest.approx(without.interval_ms[0], rel=0.1)
+
+
+def test_compiled_code_that_ran_eagerly_is_not_said_to_be_too_large() -> None:
+    held = {"alive": {0: 150 << 30}, "most_bytes": 150 << 30}
+    assert predicted(matmul(), **held).fits is False
+    found = predicted(matmul(options=(UNCOMPILED,)), **held)
+    assert found.fits is None
+    assert found.as_dict()["fits"] is None
+    assert not any(text.startswith("does not fit") for text in found.warnings)
+
+
+@given(st.integers(0, 4))
+def test_kernels_that_were_not_seen_widen_the_interval_both_ways(unseen: int) -> None:
+    strange = RecordedOp("mine.scan.default", (BIG,), (BIG,), "forward", allocates=True, options=(UNSEEN,))
+    fewer, more = (predicted(matmul(), *[strange] * count) for count in (unseen, unseen + 1))
+    assert more.interval_ms[0] / more.step_ms < fewer.interval_ms[0] / fewer.step_ms
+    assert more.interval_ms[1] / more.step_ms > fewer.interval_ms[1] / fewer.step_ms
+    (part,) = more.approximations
+    assert part.operators == ("mine.scan.default",)
 
 
 def test_matmuls_of_one_stream_follow_each_other() -> None:

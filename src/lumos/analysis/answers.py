@@ -123,6 +123,7 @@ class PredictionAnswer(Answer, frozen=True, kw_only=True):
     bill: dict[str, Any] | None
     operators: list[OperatorAnswer]
     source: dict[str, float]  # share of the work: measured, scaled, fitted, transferred, roofline, modelled
+    approximations: list[dict[str, Any]]  # of a dry run: what runs on other kernels than the real run
     understood: list[dict[str, Any]] | None  # of the traced run, where another configuration is predicted from it
     inferred: dict[str, dict[str, Any]] | None  # keys of its setup, with evidence
     warnings: list[str]

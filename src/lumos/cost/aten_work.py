@@ -13,7 +13,7 @@ from math import gcd, log2, prod, sqrt
 from typing import NamedTuple
 
 from lumos.program.operators import BYTES, Operator
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.recorded_op import UNSEEN, RecordedOp, TensorInfo
 
 _NOTHING = ("empty", "new_empty", "_local_scalar_dense", "lift_fresh", "set_", "resize_", "_record_function", "detach_")
 _FILLS = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full",
@@ -81,7 +81,7 @@ def runs_kernel(op: RecordedOp) -> bool:
     if op.name.startswith(("attention.", "fsdp.", "fused.")):
         return True
     if not op.name.startswith("aten."):
-        return op.allocates  # an operator of the user's own
+        return op.allocates or UNSEEN in op.options  # an operator of the user's own
     if name.startswith(_NOTHING):
         return False
     return op.allocates or name.split(".")[0].endswith("_")

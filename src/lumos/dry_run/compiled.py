@@ -7,14 +7,15 @@
 Inside, `torch.compile` (and `module.compile()`, and the decorator) captures graphs with dynamo, differentiates and
 partitions them with AOTAutograd, and lowers and schedules them with inductor, all on fake CUDA tensors. No code is
 generated: a call tells the recorder which kernels would run (`inductor_kernels`), forward and backward. Needs no GPU,
-no Triton and no compiler. What cannot be captured runs eagerly, with a note.
+no Triton and no compiler. What cannot be captured runs eagerly: it is noted, and its operators are marked, so that a
+prediction knows how much of the step they are.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -38,7 +39,7 @@ def compiled_as_kernels(recorder: KernelRecorder) -> Iterator[dict[str, None]]:
 
     Yields notes: what could not be imitated, each once.
     """
-    notes: dict[str, None] = {}
+    fallbacks = _Fallbacks(recorder)
     original = torch.compile
     with ExitStack() as stack:
 
@@ -48,45 +49,87 @@ def compiled_as_kernels(recorder: KernelRecorder) -> Iterator[dict[str, None]]:
             stack.enter_context(quiet())
             stack.enter_context(without_gpu())
             stack.enter_context(fused_attention())
-            return functools.partial(_compile_graph, recorder, notes)
+            stack.enter_context(fallbacks.of_frames())
+            return functools.partial(_compile_graph, fallbacks)
 
-        stack.enter_context(mock.patch.object(torch, "compile", functools.partial(_compile, original, prepare, notes)))
+        replacement = functools.partial(_compile, original, prepare, fallbacks)
+        stack.enter_context(mock.patch.object(torch, "compile", replacement))
         if isinstance(recorder, TorchDispatchMode):  # dynamo compiles nothing under modes that do not say this
             ignores = classmethod(lambda _: True)
             stack.enter_context(mock.patch.object(type(recorder), "ignore_compile_internals", ignores))
-        yield notes
+        yield fallbacks.notes
 
 
 def _compile(
-    original: Callable[..., Any], prepare: Callable[[], Any], notes: dict[str, None], model: Any = None, **given: Any
+    original: Callable[..., Any], prepare: Callable[[], Any], fallbacks: _Fallbacks, model: Any = None, **given: Any
 ) -> Any:
     """What `torch.compile` is in a dry run."""
+    notes = fallbacks.notes
     if model is None:
-        return functools.partial(_compile, original, prepare, notes, **given)
+        return functools.partial(_compile, original, prepare, fallbacks, **given)
     backend = given.get("backend", "inductor")
     if given.get("disable") or backend in _EAGER:
         return model
     if isinstance(getattr(model, "__self__", None), torch.optim.Optimizer):
         notes[OPTIMIZER] = None
-        return model
+        return fallbacks.eager(model)
     if "max-autotune" in str(given.get("mode")):
         notes[AUTOTUNED] = None
     compiled = original(model, backend=prepare())
     if isinstance(model, torch.nn.Module):
-        compiled.forward = _as_the_user_wrote_it(compiled.forward)
+        compiled.forward = _as_the_user_wrote_it(compiled.forward, fallbacks)
         return compiled
-    return _as_the_user_wrote_it(compiled)
+    return _as_the_user_wrote_it(compiled, fallbacks)
 
 
-def _as_the_user_wrote_it(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_the_user_wrote_it(function: Callable[..., Any], fallbacks: _Fallbacks) -> Callable[..., Any]:
     """Dynamo traces what it meets: the modes and functions with which a dry run imitates a GPU are not the user's."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _without_function_modes(), _without_hooks(), _plain_functions():
+        with fallbacks.recorder.regions.compiled(), _without_function_modes(), _without_hooks(), _plain_functions():
             return function(*args, **kwargs)
 
     return call
+
+
+class _Fallbacks:
+    """What `torch.compile` would have compiled on a GPU, and runs eagerly here."""
+
+    def __init__(self, recorder: KernelRecorder) -> None:
+        self.recorder = recorder
+        self.notes: dict[str, None] = {}
+
+    def add(self, error: BaseException) -> None:
+        """A graph or a function is left to eager code."""
+        first = next(iter(str(error).splitlines()), "")
+        self.notes[f"{NOT_CAPTURED} ({type(error).__name__}: {first[:120]})"] = None
+
+    def eager(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose operators are marked as those of a fallback."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.recorder.regions.eager():
+                return function(*args, **kwargs)
+
+        return call
+
+    def of_frames(self) -> AbstractContextManager[Any]:
+        """Frames that dynamo gives up because of an error; those that it never compiles are eager on a GPU, too."""
+        from torch._dynamo import convert_frame
+        from torch._dynamo.exc import Unsupported, UserError
+
+        message_of = convert_frame.format_error_msg
+
+        @functools.wraps(message_of)
+        def noted(error: Exception, *args: Any, **kwargs: Any) -> str:
+            if not isinstance(error, Unsupported | UserError):
+                self.add(error)
+                self.recorder.regions.gives_up_frames = True
+            return str(message_of(error, *args, **kwargs))
+
+        return mock.patch.object(convert_frame, "format_error_msg", noted)
 
 
 @contextmanager
@@ -131,37 +174,30 @@ def _plain_functions() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------- from a graph to kernels
-def _compile_graph(recorder: KernelRecorder, notes: dict[str, None], module: Any, inputs: list[Any]) -> Any:
+def _compile_graph(fallbacks: _Fallbacks, module: Any, inputs: list[Any]) -> Any:
     """The backend that dynamo calls with a captured graph."""
     from torch._inductor.compile_fx import compile_fx
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with recorder.paused(), _disable_current_modes():  # the parts that DDPOptimizer splits a graph into come with modes
+    with fallbacks.recorder.paused(), _disable_current_modes():  # parts that DDPOptimizer makes of a graph have modes
         try:
-            return compile_fx(module, inputs, inner_compile=functools.partial(_compile_one_way, recorder, notes))
+            return compile_fx(module, inputs, inner_compile=functools.partial(_compile_one_way, fallbacks))
         except Exception as error:  # whatever inductor cannot do without a GPU
-            _note_failure(notes, error)
-            return module.forward
+            fallbacks.add(error)
+            return fallbacks.eager(module.forward)
 
 
-def _note_failure(notes: dict[str, None], error: Exception) -> None:
-    first = next(iter(str(error).splitlines()), "")
-    notes[f"{NOT_CAPTURED} ({type(error).__name__}: {first[:120]})"] = None
-
-
-def _compile_one_way(
-    recorder: KernelRecorder, notes: dict[str, None], module: Any, inputs: list[Any], **given: Any
-) -> Callable[[list[Any]], Any]:
+def _compile_one_way(fallbacks: _Fallbacks, module: Any, inputs: list[Any], **given: Any) -> Callable[[list[Any]], Any]:
     """What runs for the forward or the backward graph; stands in for inductor's `compile_fx_inner`."""
-    backward = bool(given.get("is_backward", False))
+    backward, recorder = bool(given.get("is_backward", False)), fallbacks.recorder
     try:
         with recorder.paused():
             program = _lower(module, inputs, backward, bool(given.get("is_inference", False)), given.get("graph_id"))
     except Exception as error:
         if not backward:
             raise
-        _note_failure(notes, error)  # the forward pass is compiled: its counterpart must take what that saves
-        return _boxed(lambda arguments: module(*arguments))
+        fallbacks.add(error)  # the forward pass is compiled: its counterpart must take what that saves
+        return _boxed(fallbacks.eager(lambda arguments: module(*arguments)))
     _report_strides(program.outputs)
     return _boxed(functools.partial(program.run, recorder))
 

@@ -9,6 +9,7 @@ from math import ceil
 from lumos.cost.prices import Prices
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
+from lumos.prediction.approximations import Approximation
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note, transfer_part
 from lumos.prediction.fitting import memory_words
@@ -19,6 +20,7 @@ from lumos.prediction.power import Energy, limit_note, limit_part
 from lumos.prediction.prediction import Prediction, host_words
 from lumos.program.memory import GIB, Memory
 from lumos.program.parameters import StateBytes
+from lumos.program.recorded_op import UNCOMPILED
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of
 
@@ -77,6 +79,20 @@ class DryPrediction(Prediction):
         return StateBytes(weights, gradients, 0.0, moments)._asdict()
 
     @property
+    def fits(self) -> bool | None:
+        """Not known where eager code that stands in for compiled code holds too much."""
+        fits = super().fits
+        return None if fits is False and self._is_uncompiled else fits
+
+    @property
+    def _is_uncompiled(self) -> bool:
+        return any(part.kind == UNCOMPILED for part in self.approximations)
+
+    @property
+    def approximations(self) -> list[Approximation]:
+        return self.dry.approximations
+
+    @property
     def allocated(self) -> tuple[list[float], list[float]]:
         return self.dry.allocated
 
@@ -112,6 +128,8 @@ class DryPrediction(Prediction):
             found += machine_notes(self.setup, model, self.all_operators)
         if self.host_bound and self.setup is not None:
             found.append(host_words(self.setup))
+        if self.fits is None and self._is_uncompiled:
+            found.append(f"whether it fits is not known: {memory_words(self.memory)}, but compiled code holds less")
         if self.fits is False:
             found.append(f"does not fit: {memory_words(self.memory)}; {_advice(self)}")
         return found
@@ -122,7 +140,7 @@ def dry_prediction(recording: Recording, setup: Setup, notes: tuple[str, ...], t
     step = DryStep(setup, recording, prices_of(setup))
     transferred = transfer_part(carried_over(step.prices.model, step.operators))
     power = limit_part(setup.cluster.accelerator, step.operators, max(step.busy_us, step.host_us))
-    spread = dry_spread(transferred, step.host_us / max(step.busy_us, 1.0), power)
+    spread = dry_spread(transferred, step.host_us / max(step.busy_us, 1.0), power, step.approximations)
     return DryPrediction(step.run, spread, setup, notes=(*notes, *recording.assumptions), tariff=tariff, dry=step)
 
 

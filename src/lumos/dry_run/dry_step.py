@@ -23,6 +23,7 @@ from lumos.data_files import read_table
 from lumos.dry_run.recorded_step import Recording
 from lumos.graph.from_trace.build import build
 from lumos.graph.overlap import contended
+from lumos.prediction.approximations import Approximation, approximations
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy
 from lumos.program.memory import Memory, StageMemory, reserve_of, workspaces_of
@@ -94,6 +95,11 @@ class DryStep:
         between = sides(execution, execution.graph)
         graph = execution.graph if between is None else contended(execution.graph, *between)[0]
         return TracedRun(execution, find_steps(execution.trace), graph)
+
+    @cached_property
+    def approximations(self) -> list[Approximation]:
+        """What part of the step runs on other kernels than in the real run."""
+        return approximations(self.kernels)
 
     @property
     def busy_us(self) -> float:

@@ -17,6 +17,10 @@ from torch._inductor import ir, scheduler
 from torch._inductor.dependencies import MemoryDep, StarDep
 from torch._inductor.utils import get_fused_kernel_name
 
+from lumos.dry_run.compiled_regions import CompiledRegions
+from lumos.dry_run.own_operators import is_own
+from lumos.program.recorded_op import UNSEEN
+
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 _NOT_TENSORS: Any = getattr(ir, "NonTensorObj", ())  # process groups, generators
 _BOTH_WAYS: Any = getattr(scheduler, "FusedMixOrderReductions", ())  # one kernel that reduces rows and columns
@@ -25,6 +29,8 @@ _PERSISTENT = 1024  # elements of a row that a kernel keeps in registers (torch.
 
 class KernelRecorder(Protocol):
     """Where kernels are written down (`record.Recorder`)."""
+
+    regions: CompiledRegions
 
     def add(
         self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], options: tuple[str, ...] = ()
@@ -60,7 +66,7 @@ class Kernel(NamedTuple):
     allocates: tuple[str, ...] = ()
     reuses: tuple[tuple[str, str], ...] = ()  # a buffer that takes the place of another, which nobody reads after this
     frees: tuple[str, ...] = ()
-    node: Any = None  # of a collective, which is called
+    node: Any = None  # of a collective or an operator of another library, which is called
     operands: tuple[View | str, ...] = ()  # of it
 
 
@@ -94,7 +100,7 @@ class Program(NamedTuple):
                 held[name] = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device=made.device)
             writes = [_seen(held, view) for view in kernel.writes]
         if kernel.node is not None:
-            _call_collective(kernel.node, [_seen(held, operand) for operand in kernel.operands], held)
+            _call(kernel.node, [_seen(held, operand) for operand in kernel.operands], held)
         elif kernel.name:
             recorder.add(kernel.name, reads, writes, kernel.options)
         del reads, writes
@@ -111,8 +117,8 @@ def _seen(held: dict[str, Any], view: View | str) -> Any:
     return tensor.as_strided(view.size, view.stride, tensor.storage_offset() + view.offset)
 
 
-def _call_collective(node: Any, operands: list[Any], held: dict[str, Any]) -> None:
-    """Collectives are dispatched like those of eager code, so that they are recorded like them."""
+def _call(node: Any, operands: list[Any], held: dict[str, Any]) -> None:
+    """The operator of a node is dispatched like those of eager code, so that it is recorded like them."""
     args, kwargs = node.unflatten_args(operands, node.constant_args)
     found = node.op_overload(*args, **kwargs)
     outputs = node.outputs if isinstance(getattr(node, "outputs", None), list | tuple) else []
@@ -226,7 +232,7 @@ class _Reader:
     def _called(self, node: Any) -> Kernel:
         """An operator that inductor calls as it is: matmuls, convolutions, attention, sorting."""
         overload = getattr(node, "op_overload", None)
-        if getattr(overload, "namespace", "") in _COLLECTIVES:
+        if getattr(overload, "namespace", "") in _COLLECTIVES or is_own(overload):
             views = ((tensor, view_of(tensor)) for tensor in node.inputs)
             operands = tuple(str(tensor.get_name()) if view is None else self.placed(view) for tensor, view in views)
             reads = tuple(view for view in operands if isinstance(view, View))
@@ -237,6 +243,8 @@ class _Reader:
         writes = tuple(self.placed(self._whole(name)) for name in (*own, *parts, *changed))
         reads = tuple(self.placed(view) for tensor in node.inputs if (view := view_of(tensor)) is not None)
         name, given = _operator_name(node, overload), _arguments(node)
+        if isinstance(node, ir.UserDefinedTritonKernel):
+            return Kernel(_triton_kernel_name(node), reads, writes, ("compiled", UNSEEN))
         options = ("compiled", *_precision(name, self, reads), *_marks(given))
         if "scaled_dot_product" in name:
             name, reads = self._attention(name, given)
@@ -352,6 +360,12 @@ def _operator_name(node: Any, overload: Any) -> str:
         return f"{overload.namespace}.{overload._opname}.default"
     called = str(getattr(node, "python_kernel_name", None) or type(node).__name__)
     return f"aten.{called.removeprefix('extern_kernels.').removeprefix('aten.').split('.')[0]}.default"
+
+
+def _triton_kernel_name(node: Any) -> str:
+    """The name of a kernel that the user wrote."""
+    kernel = node.get_kernel_and_metadata()[0]
+    return f"triton.{getattr(kernel, '__name__', '') or getattr(kernel.fn, '__name__', 'kernel')}"
 
 
 def _precision(name: str, reader: _Reader, reads: Sequence[View]) -> tuple[str, ...]:

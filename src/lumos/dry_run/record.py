@@ -23,15 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lumos.dry_run.assumed_values import ASSUMED, AssumedValues, storage_key
 from lumos.dry_run.compiled import compiled_as_kernels
+from lumos.dry_run.compiled_regions import CompiledRegions
 from lumos.dry_run.endless_loops import TooManyOperatorsError, caller, shown
 from lumos.dry_run.fake_gpu import ADDRESS, DEFAULT_STREAM, fake_gpu, refused, replaced
 from lumos.dry_run.gpu_functions import functions_as_on_gpu
 from lumos.dry_run.initialisers import initialisers_without_draws
 from lumos.dry_run.memory_ledger import MemoryLedger
+from lumos.dry_run.own_operators import implementation_of, is_composite, is_own
 from lumos.dry_run.recorded_step import Recording, StorageEvent
 from lumos.dry_run.recurrent_layers import recurrent_as_on_gpu
 from lumos.dry_run.value_operators import ValueOperators
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.recorded_op import UNSEEN, RecordedOp, TensorInfo
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
            torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8",
@@ -116,6 +118,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self.stream = DEFAULT_STREAM
         self.in_optimizer = False
         self.modules = ModulePaths(self._enter_module)
+        self.regions = CompiledRegions()
         self.started, self._calls, self._has_run = process_time(), 0, False
         self.alive: dict[int, int] = {}
         self.later = ExitStack()  # undoes what is replaced on the way
@@ -128,6 +131,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self._collectives: Any = None
         self.peers_are_faked = False  # by the script itself: its gathers copy, and nothing else happens
         self._knows_dtensor = False
+        self._in_own_operator = False
 
     def restart(self) -> None:
         """A step begins here: forget the operators before it."""
@@ -174,6 +178,9 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
             return self._run_collective(func, args, kwargs)
         kwargs = {**kwargs, "pin_memory": None} if kwargs.get("pin_memory") else kwargs
+        if self._in_own_operator and is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         raw = getattr(self, f"_raw_{func._opname}", None)
         if raw is not None:
             return raw(*args, **kwargs)
@@ -186,6 +193,8 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
             found = special(*args, **kwargs)
             if found is not NotImplemented:
                 return found
+        if is_own(func):
+            return self._own_operator(func, args, kwargs)
         out = None if func._opname in _NOT_CALLED else func(*args, **kwargs)
         if func._opname in ("convolution", "convolution_backward"):
             out = _laid_out(func._opname, args, out)
@@ -234,6 +243,26 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
                 return args[position](*args[position + 1 :], **kwargs)
         return func(*args, **kwargs)
 
+    def _own_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator of another library: what its implementation runs, or what it reads and writes."""
+        implementation = implementation_of(func)
+        began, outer = len(self.ops), self._in_own_operator
+        if implementation is not None:
+            self._in_own_operator = True
+            try:
+                with self:
+                    return implementation(*args, **kwargs)
+            except TooManyOperatorsError:
+                raise
+            except Exception:  # it asks for what fake tensors do not have
+                del self.ops[began:]
+            finally:
+                self._in_own_operator = outer
+        out = func(*args, **kwargs)
+        inputs = [*_tensors(args), *_tensors(kwargs)]
+        self.add(f"{func.namespace}.{func._opname}.default", inputs, list(_tensors(out)), (UNSEEN,))
+        return out
+
     def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs, outputs = [*_tensors(args), *_tensors(kwargs)], list(_tensors(out))
         name = f"{func.namespace}.{func._opname}.{func._overloadname or 'default'}"
@@ -281,6 +310,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         new = [self.ledger.hold(tensor, place) for tensor in outputs if _on_gpu(tensor)]
         if name == "aten._softmax_backward_data.default":  # the CUDA kernel multiplies its operands first
             self.ledger.touch(outputs[0].untyped_storage().nbytes())
+        options = self.regions.marked(options)
         infos = (tuple(map(_info, inputs)), tuple(map(_info, outputs)))
         mark = self._append(RecordedOp(name, *infos, self.phase, place, any(new), options), self.stream)
         if "waits" in options:

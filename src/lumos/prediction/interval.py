@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 from lumos.cost.sampled_network import SampledNetwork
 from lumos.data_files import read_table
+from lumos.prediction.approximations import Approximation
 from lumos.prediction.carried_over import carried_over, transfer_part
 from lumos.prediction.operator_times import operator_times
 from lumos.prediction.power import limit_part
+from lumos.program.recorded_op import UNSEEN
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, host_was_measured
@@ -169,10 +171,16 @@ def scaled_spread(profiler_error_pct: float) -> Spread:
     return Spread(1 - error, 1 + error)
 
 
-def dry_spread(transferred: float, host_share: float, power: float = 0.0) -> Spread:
-    """Of a dry run on one GPU; wider by `transfer_part`, by `limit_part`, and where the host decides."""
+def dry_spread(
+    transferred: float, host_share: float, power: float = 0.0, approximated: Sequence[Approximation] = ()
+) -> Spread:
+    """Of a dry run on one GPU; wider by `transfer_part`, by `limit_part`, by what is approximated, and where the host
+    decides. What torch.compile may remove can be gone at the lower end.
+    """
     table = read_table("uncertainty.json")
     dry = table["dry_run"]
     variance = dry["always"] + dry["transferred"] * transferred + dry["host"] * float(host_share > 1.0)
     variance += table["variance"]["power"] * power
-    return Spread.around(exp(dry["scale"] * sqrt(variance)))
+    variance += dry["unseen"] * sum(part.share for part in approximated if part.kind == UNSEEN) ** 2
+    spread = Spread.around(exp(dry["scale"] * sqrt(variance)))
+    return spread._replace(low=spread.low * (1 - sum(part.removable for part in approximated)))

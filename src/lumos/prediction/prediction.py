@@ -20,6 +20,7 @@ from lumos.errors import OptionError
 from lumos.graph.critical_path import PathSummary
 from lumos.graph.scaling import Scale, scaled_durations
 from lumos.graph.simulate import simulate
+from lumos.prediction.approximations import Approximation
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note
 from lumos.prediction.described_run import DescribedRun
@@ -229,6 +230,11 @@ class Prediction:
             return None
         return self.memory.fits
 
+    @property
+    def approximations(self) -> list[Approximation]:
+        """What part of a dry run is on other kernels than the real run."""
+        return []
+
     # ------------------------------------------------------------------ energy and money
     @cached_property
     def energy(self) -> Energy | None:
@@ -313,6 +319,7 @@ class Prediction:
             "memory_gib": None if self.memory is None else _memory_answer(self.memory),
             "bill": None if bill is None else bill.as_dict(),
             "operators": [_operator_answer(row) for row in self.operators],
+            "approximations": [part._asdict() for part in self.approximations],
             "understood": None if traced is None else traced.understood,
             "inferred": None if traced is None else {key: one._asdict() for key, one in self.inferred.items()},
         }

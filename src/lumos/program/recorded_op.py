@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+UNCOMPILED = "uncompiled"  # option of an operator that torch.compile would fuse with others on a GPU
+UNSEEN = "unseen"  # option of an operator whose kernel is not known, only what it reads and writes
+
 
 class TensorInfo(NamedTuple):
     """One operand, as the kernel sees it."""

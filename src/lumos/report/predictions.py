@@ -37,6 +37,7 @@ _WORTH_SAYING = 0.01  # of the step: what contention must cost to be shown
 def prediction_cards(found: Prediction) -> list[Card]:
     low, high = found.interval_ms
     cards = [Card("predicted step", ms_text(found.step_ms), f"{ms_text(low)} – {ms_text(high)} (80 % interval)")]
+    cards += [Card("approximated", f"{100 * part.share:.0f} %", part.words) for part in found.approximations]
     base = found.baseline_ms
     if (found.contention_ms or 0.0) >= _WORTH_SAYING * found.step_ms:
         share = 100 * (found.contention_ms or 0.0) / found.step_ms
@@ -58,7 +59,8 @@ def _setup_cards(found: Prediction) -> list[Card]:
     reserve, usable = memory.reserve / GIB, memory.usable / GIB
     verdict = "fits" if found.fits else "tight, may not fit" if memory.is_tight else "does not fit"
     room = f"+ {gib_text(reserve)} reserve of {gib_text(usable)}: {verdict}"
-    room = "available memory not known" if found.fits is None else room
+    if found.fits is None:
+        room = f"may fit {gib_text(usable)} if compiled" if found.approximations else "available memory not known"
     cards, speed = [], found.tokens_per_s_per_gpu
     if speed is not None:
         tokens = count_text(found.tokens or 0, "tokens")

@@ -1,0 +1,51 @@
+"""Approximation: a part of a dry run's step whose kernels are not those of the real run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lumos.cost.aten_prices import Price
+from lumos.cost.aten_work import base_name
+from lumos.program.recorded_op import UNCOMPILED, UNSEEN, RecordedOp
+
+WORDS = {
+    UNCOMPILED: "runs as eager code, because torch.compile could not be followed",
+    UNSEEN: "is in kernels that were not seen: estimated from what they read and write",
+}
+
+
+class Approximation(NamedTuple):
+    """Operators of one kind, and how much of the time of all kernels they take."""
+
+    kind: str  # uncompiled: eager instead of compiled; unseen: estimated from operands alone
+    share: float
+    removable: float  # the share that may be gone in the real run: what torch.compile fuses with other kernels
+    operators: tuple[str, ...]  # the most expensive ones first
+
+    @property
+    def words(self) -> str:
+        names = f" ({', '.join(self.operators)})" if self.kind == UNSEEN else ""
+        return f"{100 * self.share:.0f} % of the GPU's time {WORDS[self.kind]}{names}"
+
+
+def approximations(kernels: Iterable[tuple[RecordedOp, Price]]) -> list[Approximation]:
+    """What part of these kernels is not as in the real run, by kind."""
+    kernels = list(kernels)
+    total = sum(price.us for _, price in kernels) or 1.0
+    found = []
+    for kind in (UNCOMPILED, UNSEEN):
+        times: dict[str, float] = {}
+        fused = 0.0
+        for op, price in kernels:
+            if kind in op.options:
+                times[base_name(op)] = times.get(base_name(op), 0.0) + price.us
+                fused += price.us if not price.flops else 0.0
+        if times:
+            names = tuple(sorted(times, key=lambda name: -times[name])[:_MOST_NAMES])
+            removable = fused / total if kind == UNCOMPILED else 0.0
+            found.append(Approximation(kind, sum(times.values()) / total, removable, names))
+    return found
+
+
+_MOST_NAMES = 5

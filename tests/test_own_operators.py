@@ -1,0 +1,81 @@
+"""Operators that a script brings itself: what they run is recorded, or they are marked as kernels not seen."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("needs torch", allow_module_level=True)
+
+import torch
+from torch.nn import functional
+
+from lumos.dry_run.compiled import compiled_as_kernels
+from lumos.dry_run.record import Recorder, recorded
+from lumos.program.recorded_op import UNSEEN
+
+
+@torch.library.custom_op("lumos_tests::product", mutates_args=())
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Whose work is in torch's own operators."""
+    return functional.linear(x, weight).relu()
+
+
+@product.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("lumos_tests::strange", mutates_args=())
+def strange(x: torch.Tensor) -> torch.Tensor:
+    """Whose work is in code that takes addresses."""
+    return x.clone() if x.data_ptr() + 1 else x
+
+
+@strange.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Recorder]:
+    with recorded() as recorder, compiled_as_kernels(recorder):
+        yield recorder
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_an_operator_in_python_is_what_it_runs(gpu: Recorder, compiles: bool) -> None:
+    x, weight = torch.randn(32, 64, device="cuda"), torch.randn(128, 64, device="cuda")
+
+    def step(x: Any) -> Any:
+        return product(x * 2, weight) + 1
+
+    run = torch.compile(step) if compiles else step
+    run(x)
+    gpu.restart()
+    run(x)
+    names = [op.name for op in gpu.ops]
+    assert names.count("aten.mm.default") == 1
+    assert names.count("aten.relu.default") == 1
+    assert not any(UNSEEN in op.options for op in gpu.ops)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_an_operator_that_is_not_known_is_marked(gpu: Recorder, compiles: bool) -> None:
+    x = torch.randn(32, 64, device="cuda")
+
+    def step(x: Any) -> Any:
+        return strange(x * 2) + 1
+
+    run = torch.compile(step) if compiles else step
+    run(x)
+    gpu.restart()
+    assert run(x).shape == x.shape
+    (op,) = [op for op in gpu.ops if UNSEEN in op.options]
+    assert op.name == "lumos_tests.strange.default"
+    assert op.allocates
+    assert sum(t.bytes for t in (*op.inputs, *op.outputs)) == 2 * x.nbytes
