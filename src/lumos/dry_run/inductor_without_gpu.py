@@ -56,7 +56,7 @@ def without_gpu() -> Iterator[None]:
     from torch._inductor import scheduler
     from torch._inductor.fx_passes import joint_graph, pad_mm, post_grad
 
-    with mock.patch.object(torch.backends.cuda, "is_built", lambda: False):  # its names are those of a CUDA build
+    with mock.patch.object(torch.backends.cuda, "is_built", return_value=False):  # its names are those of a CUDA build
         importlib.import_module("torch._inductor.cudagraph_trees")  # which torch.compiler.reset() imports
     _know_functions()
     configured = (
