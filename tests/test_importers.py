@@ -1083,7 +1083,6 @@ SOURCED_MODEL = """MODEL_ARGS=(
 def test_a_sourced_file_next_to_the_script_is_read(tmp_path: Path, place: str) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny.sh").write_text(SOURCED_MODEL)
-    (tmp_path / "tiny.sh").write_text(SOURCED_MODEL)
     setup = read_setup(written(tmp_path, SOURCING % place, "run.sh"))
     assert (setup.model.layers, setup.model.hidden, setup.train.seq, setup.parallel.tp) == (4, 64, 512, 2)
 
@@ -1095,6 +1094,22 @@ def test_a_sourced_file_that_is_not_there_is_named(tmp_path: Path, place: str) -
     (tmp_path / "secret.sh").write_text(SOURCED_MODEL)
     with pytest.raises(InputError, match=re.escape(place)):
         read_setup(written(folder, SOURCING % place, "run.sh"))
+
+
+SLIME = """
+source "$(dirname -- "$0")/models/tiny.sh"
+PERF=(--tensor-model-parallel-size 2 --seq-length 512 --micro-batch-size 1)
+ray job submit -- python3 train.py --actor-num-nodes 2 --actor-num-gpus-per-node 4 --rollout-batch-size 8 \\
+  ${MODEL_ARGS[@]} ${PERF[@]} %s
+"""
+
+
+@pytest.mark.parametrize(("option", "precision"), [("", "bf16"), ("--fp16", "fp16")])
+def test_slime_has_its_own_defaults(tmp_path: Path, option: str, precision: str) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text(SOURCED_MODEL)
+    setup = read_setup(written(tmp_path, SLIME % option, "run.sh"))
+    assert (setup.train.precision, setup.parallel.zero, setup.cluster.gpus) == (precision, 1, 8)
 
 
 def test_a_script_that_sources_itself_ends(tmp_path: Path) -> None:

@@ -198,13 +198,12 @@ def _of_text(text: str, path: Path, where: str) -> Reading:
 def _sourced(folder: Path, name: str) -> str | None:
     """The text of a file that a script sources, if it is in the script's folder or below."""
     inside = name.rpartition("$()/")[2] or name  # SCRIPT_DIR=$(…) is the folder of the script
-    below = os.path.normpath(_UNKNOWN_FOLDER.sub("", inside)).lstrip("/")
-    for place in (below, os.path.basename(below)):
-        if place not in ("", ".") and not place.startswith(".."):
-            try:
-                return text_of(folder / place)
-            except InputError:
-                continue
+    parts = os.path.normpath(_UNKNOWN_FOLDER.sub("", inside)).strip("/").split("/")
+    for first in range(len(parts) if parts[0] not in ("", ".", "..") else 0):  # /root/models/x.sh may be models/x.sh
+        try:
+            return text_of(folder.joinpath(*parts[first:]))
+        except InputError:
+            continue
     return None
 
 

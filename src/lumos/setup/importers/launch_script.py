@@ -24,7 +24,7 @@ from lumos.setup.messages import listed
 _SBATCH = re.compile(r"(?m)^[ \t]*#SBATCH[ \t]+(.*)$")
 _COMMENT = re.compile(r"(?m)(^|\s)#.*$")
 _CONTINUED = re.compile(r"\\\r?\n")
-_COMMAND = re.compile(r"\$\((?!\()[^()\n]*\)|`[^`\n]*`")
+_COMMAND = re.compile(r"\$\((?!\()(?:\$\(\)|[^()\n])*+\)|`[^`\n]*`")  # may hold commands that are left out already
 _BEFORE_NAME = r"[ \t]*(?:(?:export|local|readonly|declare|typeset)[ \t]+)?"
 _INNER = r"\$\{[^{}\n]*\}"
 _VALUE = rf"(?:{_INNER}|\$\(\([^\n]*?\)\)|\$\(\)|\"(?:{_INNER}|[^\"])*+\"|'[^']*'|[^\s;()\"'`&|<>])*+"

@@ -48,7 +48,7 @@ def read_megatron(script: Script) -> Reading:
     found = Findings()
     found.values |= _TABLES["defaults"]
     _put_options(found, options)
-    rules = (_precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _recomputation, _offloading)
+    rules = (_slime, _precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _recomputation, _offloading)
     for rule in (*rules, _context, _windows, _not_modelled):
         rule(found, options)
     put_cluster(found, script)
@@ -141,6 +141,20 @@ def _count(options: Options, name: str, default: str = "") -> int:
 
 
 # What takes more than one option
+
+
+def _slime(found: Findings, options: Options) -> None:
+    """slime trains what it sampled by Megatron, and has other defaults: 16 bits, and a shared optimizer."""
+    table = _TABLES["slime"]
+    if options.keys().isdisjoint(table["recognised_by"]):
+        return
+    found.values |= table["sets"]
+    if "fp16" not in options and found.values["train.precision"] == "fp32":
+        found.values["train.precision"] = "bf16"
+    gpus = _count(options, table["nodes"], "1") * _count(options, table["gpus_per_node"], table["usual_gpus_per_node"])
+    if gpus:
+        found.values["cluster.gpus"] = gpus
+    found.note("slime: the training of the actor is described, and no rollout")
 
 
 def _precision(found: Findings, options: Options) -> None:

@@ -144,7 +144,7 @@ def find_files(path: Path, match: str = "") -> tuple[list[Path], list[str]]:
 
 def _nothing_found(path: Path, inside: list[Path], match: str) -> str:
     if match:
-        return f"{path}: no Kineto trace here matches --match {match!r}"
+        return f"{path}: no file here matches --match {match!r}, a pattern as *.et"
     walk = ((folder, name) for folder, inner, names in os.walk(path) if not inner.sort() for name in sorted(names))
     candidates = (Path(folder, name) for folder, name in islice(walk, _MOST_LOOKED_AT) if _TRACE_NAME.search(name))
     deeper = next((p.parent for p in candidates if p.is_file() and form_of(p, head_of(p)) in _READABLE), None)
