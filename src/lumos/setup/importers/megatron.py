@@ -48,7 +48,9 @@ def read_megatron(script: Script) -> Reading:
     found = Findings()
     found.values |= _TABLES["defaults"]
     _put_options(found, options)
-    rules = (_slime, _precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _recomputation, _offloading)
+    rules = (
+        _slime, _precision, _mlp, _attention, _experts, _vocabulary, _stages, _overlap, _recomputation, _offloading,
+    )  # fmt: skip
     for rule in (*rules, _context, _windows, _not_modelled):
         rule(found, options)
     put_cluster(found, script)
