@@ -38,6 +38,7 @@ from lumos.prediction.operator_times import operator_times
 from lumos.prediction.prediction import Prediction, predict
 from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops
 from lumos.program.program import Program
+from lumos.report.predictions import memory_table, prediction_cards
 from lumos.setup import Setup, gpu_named, gpu_names, mistakes_in, preset_named, preset_names
 from lumos.setup.frameworks import framework_names
 from lumos.step.step import Assembly, Step, prices_of, simulate_step
@@ -621,6 +622,35 @@ def test_a_run_that_does_not_fit_is_predicted_with_a_warning() -> None:
     found = predict(described("llama3-70b"))
     assert not found.memory.fits
     assert any("does not fit" in warning for warning in found.warnings)
+
+
+def test_a_framework_that_is_not_set_is_reported_with_the_state_that_it_keeps() -> None:
+    def told(**changes: Any) -> bool:
+        return any("train.framework is" in warning for warning in predict(described(**changes)).warnings)
+
+    assert told()
+    assert not told(train__framework="pytorch")
+    assert not told(train__precision="fp32"), "in which every framework keeps all"
+
+
+def test_state_of_adapters_is_not_counted_for_frozen_weights() -> None:
+    cards = prediction_cards(predict(described(train__mode="lora", train__weight_precision="nf4")))
+    (state,) = [card for card in cards if card.label == "model state"]
+    assert state.value == "0.516 B/parameter"
+
+
+def test_gradients_that_the_peak_comes_before_are_not_shown_as_none() -> None:
+    memory = predict(described(train__framework="pytorch", parallel__tp=1, parallel__pp=1)).memory
+    table = memory_table(memory)
+    at = [column.title for column in table.columns].index("gradients")
+    assert (memory.at_peak.phase, memory.at_peak.gradients) == ("loss", 0.0)
+    assert isinstance(table.rows[0].values[at], str)
+
+
+@pytest.mark.parametrize(("zero", "dp", "expected"), [(0, 4, True), (2, 4, False), (0, 1, False)])
+def test_muon_on_every_replica_is_reported(zero: int, dp: int, expected: bool) -> None:
+    found = predict(described(train__optimizer="muon", parallel__zero=zero, parallel__dp=dp, cluster__gpus=0))
+    assert any("parallel.zero = 0" in warning for warning in found.warnings) == expected
 
 
 # The command line

@@ -387,6 +387,18 @@ def test_replicas_of_divided_weights_reduce_their_part_with_each_other() -> None
     assert step.role_us("reduce", 0) == pytest.approx(wanted, rel=1e-6)
 
 
+def test_a_script_that_calls_flash_attention_3_is_faster_and_skips_windows() -> None:
+    train = {"framework": "pytorch", "compile": True}
+    windows = {"model.window": 1024, "model.window_pattern": 4}
+    setup = setup_of("llama3-8b", train).replaced({"cluster.gpu": "h100", "model.layers": 4})
+    plain, fast, windowed, both = (
+        simulate_step(setup.replaced(changes)).us
+        for changes in ({}, {"train.attention": "flash-3"}, windows, windows | {"train.attention": "flash-3"})
+    )
+    assert windowed == plain, "a mask for PyTorch"
+    assert both < fast < plain
+
+
 def test_experts_are_reduced_among_their_own_replicas() -> None:
     """Mixtral on 2 nodes, a whole expert a GPU: two replicas of each, 8 apart, and sixteen of all else."""
     step = step_of("mixtral-8x7b", **{"train.framework": "megatron", "parallel.dp": 16, "parallel.ep": 8,

@@ -12,7 +12,7 @@ from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.approximations import Approximation
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note, transfer_part
-from lumos.prediction.fitting import memory_words
+from lumos.prediction.fitting import shortage
 from lumos.prediction.interval import dry_spread
 from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime
@@ -131,7 +131,7 @@ class DryPrediction(Prediction):
         if self.fits is None and self._is_uncompiled:
             found.append(f"whether it fits is not known: {memory_words(self.memory)}, but compiled code holds less")
         if self.fits is False:
-            found.append(f"does not fit: {memory_words(self.memory)}; {_advice(self)}")
+            found.append(f"{shortage(self.memory)}; {_advice(self)}")
         return found
 
 

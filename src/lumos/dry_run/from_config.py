@@ -113,7 +113,7 @@ def predict_config(
     """Predict a config.json from the model's own code, recorded now or before: the step is the same on every GPU."""
     reading = _setup(path, changes)
     recording = recording or record_config(path, changes)
-    return dry_prediction(recording, reading.setup, (*reading.notes, *_notes()), tariff)
+    return dry_prediction(recording, reading.setup, (*reading.notes, *_notes(reading.setup.train.precision)), tariff)
 
 
 def record_config(path: Path, changes: Sequence[str]) -> Recording:
@@ -124,13 +124,14 @@ def record_config(path: Path, changes: Sequence[str]) -> Recording:
     return _recorded(config, _setup(path, changes).setup, path, changes)
 
 
-def _notes() -> tuple[str, ...]:
+def _notes(precision: str) -> tuple[str, ...]:
     import torch
     import transformers
 
     return (
         f"dry run of the model's own code: transformers {transformers.__version__}, torch {torch.__version__}, "
-        "fused AdamW, attention as PyTorch chooses it on this GPU, experts equally loaded",
+        "fused AdamW, attention as PyTorch chooses it on this GPU, experts equally loaded; weights, gradients and "
+        f"moments are in {precision}{'' if precision == 'fp32' else ', without master weights in fp32'}",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lumos.data_files import read_table
 from lumos.errors import LumosError
 from lumos.program.memory import GIB, Memory, memory_of
 from lumos.setup.constraints import mistakes_in
@@ -21,10 +22,18 @@ def memory_words(memory: Memory) -> str:
     return f"{peak:.1f} GiB peak + {reserve:.1f} GiB reserve of {usable:.1f} GiB"
 
 
+def shortage(memory: Memory) -> str:
+    """The warning about a peak that does not fit; a tight one may."""
+    if memory.is_tight:
+        lost = 100 * read_table("memory.json")["fragmented_share"]
+        words = f"does not fit with all of the reserve: {memory_words(memory)}"
+        return f"{words} (it runs if less than {lost:.0f}% of the peak is lost to fragmentation)"
+    return f"does not fit: {memory_words(memory)}"
+
+
 def does_not_fit(setup: Setup, memory: Memory) -> str:
-    """The warning about a setup that does not fit, with the smallest change that would."""
-    tight = " (it may run: the reserve includes 3% for fragmentation)" if memory.is_tight else ""
-    return f"does not fit: {memory_words(memory)}{tight}; {fitting_advice(setup)}"
+    """The same for a setup, with the smallest change that would make it fit."""
+    return f"{shortage(memory)}; {fitting_advice(setup)}"
 
 
 def fitting_advice(setup: Setup) -> str:

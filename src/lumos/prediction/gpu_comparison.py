@@ -13,7 +13,7 @@ from lumos.cost.hardware_model import hardware_model
 from lumos.data_files import read_table
 from lumos.errors import LumosError, OptionError
 from lumos.prediction.bill import Tariff, check_prices
-from lumos.prediction.fitting import memory_words
+from lumos.prediction.fitting import shortage
 from lumos.prediction.prediction import NO_PRICES, Prediction, predict
 from lumos.setup.constraints import check
 from lumos.setup.gpus import Gpu, gpu_named, is_file_name
@@ -367,4 +367,4 @@ def _advice(found: Prediction) -> str:
     if found.fits is not False or found.memory is None:
         return ""
     told = next((text for text in found.warnings if text.startswith("does not fit")), "")
-    return told or f"does not fit: {memory_words(found.memory)}"
+    return told or shortage(found.memory)

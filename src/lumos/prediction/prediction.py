@@ -300,8 +300,9 @@ class Prediction:
             found.append(f"no power measurements for {gpu}: its energy is that of h200 scaled by peaks and power limit")
         if self.host_bound:
             found.append(host_words(self.setup))
-        if self.step is not None and self.traced is None and not self.is_of_cpu:
-            found.append(basis_of(self.setup, self.notes))
+        if self.step is not None and self.traced is None:
+            found += framework_words(self.setup)
+            found += [] if self.is_of_cpu else [basis_of(self.setup, self.notes)]
         if self.fits is False and self.memory is not None:
             found.append(does_not_fit(self.setup, self.memory))
         return found
@@ -343,6 +344,18 @@ class Prediction:
         from lumos.report.html.notebook import prediction_snippet
 
         return prediction_snippet(self)
+
+
+def framework_words(setup: Setup) -> list[str]:
+    """What is assumed of weights and state where no framework is set."""
+    train = setup.train
+    if "framework" in train.model_fields_set or train.precision in ("fp32", "tf32"):
+        return []
+    low = "fp16" if train.precision == "fp16" else "bf16"
+    return [
+        f'train.framework is not set: assuming "{train.framework}", with weights, gradients and optimizer state in '
+        f'{low}; "torchtitan", "megatron" and others keep fp32 state'
+    ]
 
 
 def host_words(setup: Setup) -> str:

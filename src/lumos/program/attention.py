@@ -269,5 +269,6 @@ def _span(s: RankLayout, head: int) -> tuple[int, int]:
 def _seen(s: RankLayout, head: int) -> tuple[int, int]:
     """The same for kernels that skip what a window hides: the square with as much work as an average layer has."""
     seq, head = _span(s, head)
-    hidden = s.model.hidden_scores(s.train.seq) if s.framework.skips_windows else 0.0
+    skips = s.framework.skips_windows or s.attention == "flash-3"
+    hidden = s.model.hidden_scores(s.train.seq) if skips else 0.0
     return max(1, round(seq * (1 - hidden) ** 0.5)), head

@@ -79,10 +79,17 @@ def _setup_cards(found: Prediction) -> list[Card]:
 
 def _state_card(found: Prediction) -> Card:
     """Bytes per parameter, which decide how far a peak can be trusted."""
-    held = found.state_bytes_per_parameter or {}
-    parts = " + ".join(f"{name.replace('_', ' ')} {size:.3g}" for name, size in held.items())
+    held = dict(found.state_bytes_per_parameter or {})
+    if not found.is_dry and found.setup and found.setup.train.mode == "lora":
+        weights = held.pop("weights")
+        words = f"frozen weights; a parameter of an adapter has {_state_parts(held)}; before sharding"
+        return Card("model state", f"{weights:.3g} B/parameter", words)
     where = "this rank's share" if found.is_dry and found.setup and found.setup.cluster.gpus > 1 else "before sharding"
-    return Card("model state", f"{sum(held.values()):.3g} B/parameter", f"{parts}; {where}")
+    return Card("model state", f"{sum(held.values()):.3g} B/parameter", f"{_state_parts(held)}; {where}")
+
+
+def _state_parts(held: Mapping[str, float]) -> str:
+    return " + ".join(f"{name.replace('_', ' ')} {size:.3g}" for name, size in held.items())
 
 
 def cost_cards(found: Prediction) -> list[Card]:
@@ -126,13 +133,14 @@ def parts_of_step_table(found: Prediction) -> Table:
 
 
 def memory_table(memory: Memory, ranks: Sequence[str] = ()) -> Table:
-    """Memory of one rank of every stage, at its peak."""
+    """Memory of one rank of every stage, at its peak: before the backward pass there may be no gradients yet."""
     columns = [Column("stage"), Column("at its peak"), *(Column(name, 2) for name in MEMORY_PARTS),
                Column("peak", 2, bar=True)]  # fmt: skip
     rows = []
     for stage, row in enumerate(memory.rows()):
-        parts = [float(row[name]) for name in (*MEMORY_PARTS, "peak")]
-        rows.append(Row([str(stage), str(row["phase"]), *parts], ranks[stage] if ranks else ""))
+        parts = {name: float(row[name]) for name in (*MEMORY_PARTS, "peak")}
+        cells = ["later" if name == "gradients" and not size else size for name, size in parts.items()]
+        rows.append(Row([str(stage), str(row["phase"]), *cells], ranks[stage] if ranks else ""))
     return Table("memory by stage, GiB", columns, rows)
 
 

@@ -110,7 +110,7 @@ def warnings_in(setup: Setup) -> list[str]:
     certain += _unused_by_experts(setup.model, setup.train)
     certain += _unusual_networks(setup.cluster)
     certain += _unused_by_sharding(setup)
-    return [*certain, *_without_effect(setup.model, setup.train), *_assumed(setup.train)]
+    return [*certain, *_without_effect(setup.model, setup.train), *_assumed(setup)]
 
 
 def _unused_by_sharding(setup: Setup) -> Iterator[str]:
@@ -158,9 +158,9 @@ def _unusual_networks(cluster: Cluster) -> Iterator[str]:
         yield f"{unlike}: assuming a domain for every {domain} ranks"
 
 
-def _assumed(train: Train) -> list[str]:
+def _assumed(setup: Setup) -> list[str]:
     """What is understood in memory, but whose time was not measured."""
-    found = []
+    train, found = setup.train, []
     if train.offload_optimizer or train.offload_weights:
         found.append(
             "the optimizer's step on the host is assumed to run at the rate of a typical host (data/step.json): "
@@ -171,6 +171,10 @@ def _assumed(train: Train) -> list[str]:
             "Muon: five Newton-Schulz iterations for every matrix, shared out among the ranks that divide the state, "
             "are assumed; no step with Muon was measured"
         )
+        if setup.parallel.dp > 1 and not setup.parallel.zero:
+            found.append(
+                "Muon: with parallel.zero = 0 every rank iterates for all matrices; set 1 or 2 if ranks share them"
+            )
     if train.offload_layers:
         found.append("activations are assumed to move to the host and back beside compute, at the link's full rate")
     return found

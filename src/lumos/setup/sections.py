@@ -246,7 +246,7 @@ class Train(Section):
     offload_overlap: bool = False  # copies of gradients and weights run beside the host's update
     compile: bool = False
     framework: Annotated[str, Field(max_length=100)] = "pytorch"
-    attention: Literal["", "flash", "unfused"] = ""  # "": the framework's default
+    attention: Literal["", "flash", "flash-3", "unfused"] = ""  # "": the framework's default
     mode: Literal["pretrain", "lora", "sft"] = "pretrain"
     imbalance: Annotated[float, Field(ge=1, le=1e4)] = 1.0  # load of the busiest expert / mean load
     capacity: Annotated[float, Field(ge=0, le=1e4)] = 0.0  # experts are filled up to so many times the mean; 0: are not

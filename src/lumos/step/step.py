@@ -213,6 +213,7 @@ def prices_of(
         framework.collective_launches,
     )  # fmt: skip
     flash = (framework.compiled_flash if setup.train.compile else "") or framework.flash
+    flash = "native" if setup.train.attention == "flash-3" else flash
     prices.flash_model = None if gpu.is_cpu else flash_kernels(chip, flash)
     prices.joules = (machine.joules(chip) if machine else None) or prices.joules
     prices.overlap_blocks = userbuffers_blocks() if framework.userbuffers else 0
