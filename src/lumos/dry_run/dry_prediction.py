@@ -12,7 +12,7 @@ from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.approximations import Approximation
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note, transfer_part
-from lumos.prediction.fitting import shortage
+from lumos.prediction.fitting import memory_words, shortage
 from lumos.prediction.interval import dry_spread
 from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime
