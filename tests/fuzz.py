@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fuzz_command import MOST_SECONDS, ROOT, check_written, forget_peak, limits, peak, remove_store, store
 from fuzz_surfaces import SURFACES
+from support import PATIENCE_S
 
 MOST_OF_A_KIND = 2  # findings that are kept and printed
 NAMES = {surface.__name__: surface for surface in SURFACES}
@@ -71,7 +72,7 @@ class Tried(NamedTuple):
 
 def try_case(case: Case, folder: Path, most_seconds: float = MOST_SECONDS) -> Tried:
     """One case in an empty folder."""
-    began, before, finding = time.monotonic(), forget_peak(), None
+    began, before, finding = time.process_time(), forget_peak(), None
     try:
         with limits(folder, most_seconds), warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # of numpy: overflow, invalid values
@@ -82,7 +83,7 @@ def try_case(case: Case, folder: Path, most_seconds: float = MOST_SECONDS) -> Tr
             raise
         what = "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:300]
         finding = Finding(case, what, traceback.format_exc())
-    return Tried(time.monotonic() - began, max(0, peak() - before), finding)
+    return Tried(time.process_time() - began, max(0, peak() - before), finding)
 
 
 def first_cases(surface: str, seed: int, count: int, most_seconds: float = MOST_SECONDS) -> list[Finding]:
@@ -166,7 +167,7 @@ def fuzz(seed: int, seconds: float, kept: Path, only: str = "") -> Table:
         theirs.close()
         case, folder = None, ""
         try:
-            while time.monotonic() < end and ours.poll(2 * MOST_SECONDS):
+            while time.monotonic() < end and ours.poll(PATIENCE_S):
                 case, folder, tried = ours.recv()
                 if tried is not None:
                     table.add(case, tried)

@@ -28,9 +28,10 @@ from lumos.cli import terminal
 from lumos.cli.main import app
 from lumos.errors import LumosError
 from lumos.files import json_of
+from support import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_SECONDS = 60  # the largest step that is simulated takes half a minute
+MOST_SECONDS = 60  # of the processor, not of a busy machine: the largest step that is simulated takes half of them
 MOST_BYTES = 3 << 30  # of address space, beyond what the process had before the case
 YEAR_MS = 365.0 * 86_400e3
 PLANTED = ("loky", "pickle", "random", "sitecustomize", "numba", "torch")  # modules in the folder of every case
@@ -105,7 +106,7 @@ def run_apart(folder: Path, home: str, *arguments: str) -> Ran:
         package = _read_only_package()
     done = subprocess.run(
         command, cwd=folder, env=kept | {"HOME": home, "PYTHONPATH": str(package)}, capture_output=True,
-        stdin=subprocess.DEVNULL, timeout=MOST_SECONDS,
+        stdin=subprocess.DEVNULL, timeout=PATIENCE_S,
     )  # fmt: skip
     said = done.stderr.decode(errors="replace")
     if "Traceback" in said or done.returncode not in (0, 2):
@@ -299,13 +300,13 @@ def limits(folder: Path, seconds: float = MOST_SECONDS) -> Iterator[None]:
     global _watched
 
     def stop(*_: object) -> None:
-        raise TooSlowError(f"more than {seconds:g} s")
+        raise TooSlowError(f"more than {seconds:g} s of the processor")
 
     for name in PLANTED:
         (folder / f"{name}.py").write_text(f"open({str(folder / MARK)!r}, 'w').close()\n")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    handler = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1)
     resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + MOST_BYTES, hard))
     _watched = str(folder.resolve())
     try:
@@ -313,8 +314,8 @@ def limits(folder: Path, seconds: float = MOST_SECONDS) -> Iterator[None]:
     finally:
         _watched = ""
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
 
 
 @contextlib.contextmanager
@@ -322,12 +323,14 @@ def unlimited() -> Iterator[None]:
     """For what is made, or started, inside of a case and stays for all of them."""
     global _watched
     (soft, hard), watched = resource.getrlimit(resource.RLIMIT_AS), _watched
+    left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     _watched = ""
     try:
         yield
     finally:
         _watched = watched
+        signal.setitimer(signal.ITIMER_PROF, left, 1)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 

@@ -12,6 +12,7 @@ import json
 import random
 import shutil
 import sqlite3
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -857,7 +858,11 @@ def _ray_is_here() -> bool:
     from lumos.safe_path import safe_path
 
     with safe_path(), contextlib.chdir(store()), unlimited():
-        ray.init(num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
+        try:
+            ray.init(num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
+        except Exception as problem:  # on a busy machine
+            print(f"Ray does not start: {problem}", file=sys.stderr)
+            return False
     return True
 
 

@@ -230,6 +230,17 @@ def test_ranks_are_read_on_a_cluster_as_they_are_here(cluster: object) -> None:
         assert np.array_equal(getattr(there, column), getattr(here, column))
 
 
+def test_a_ray_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(LumosError, match="no Ray cluster can be started here"), engine_named("ray"):
+        pass
+
+
 def test_a_ray_address_where_nothing_answers_is_refused() -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     with pytest.raises(OptionError, match="no Ray cluster answers"), engine_named("ray", 0, "127.0.0.1:1"):

@@ -96,8 +96,11 @@ def on_ray(address: str, workers: int) -> Iterator[Ray]:
                 where = {"address": address} if address else {"include_dashboard": False}
                 with safe_path(), chdir(empty):  # Ray puts the current folder on sys.path of all workers
                     ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
-            except (ConnectionError, ValueError, RuntimeError) as problem:
+            except Exception as problem:  # Ray has no class of its own for a node that does not start
                 reason = _first_line(problem)
+                if not address:
+                    raise LumosError(f"--engine ray: no Ray cluster can be started here ({reason}); join one with "
+                                     "--address, or leave --engine out") from None  # fmt: skip
                 raise OptionError(f"--address {address!r}: no Ray cluster answers there ({reason})") from None
         try:
             yield Ray(ray, workers)
