@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,12 @@ def test_prices_and_deadlines_are_reachable() -> None:
     assert bill["budget"]["money"] == pytest.approx(2.0 * bill["budget"]["gpu_hours"])
     objective = lumos.Objective("cost", gpu_hour=(("", 2.0),), tokens=1e9, deadline_days=400.0)
     assert lumos.search(lumos.read_setup(RUN), {"parallel.zero": [0]}, objective=objective).results
+
+
+@pytest.mark.parametrize("tariff", [{"tokens": math.nan}, {"tokens": 0.5}, {"gpu_hour": -1.0}, {"pue": math.inf}])
+def test_prices_that_are_none_are_refused_from_python_too(tariff: dict[str, float]) -> None:
+    with pytest.raises(lumos.LumosError, match=next(iter(tariff))):
+        lumos.predict(RUN, tariff=lumos.Tariff(**tariff))
 
 
 def test_notebooks_show_the_interval_and_whether_it_fits() -> None:

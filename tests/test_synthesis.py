@@ -17,7 +17,7 @@ from commands import lumos_here
 from lumos.analysis.replay import replay
 from lumos.errors import InputError, OptionError
 from lumos.export.chakra_writer import write_chakra
-from lumos.synthesis.distance import kernel_tasks
+from lumos.synthesis.distance import _apart, kernel_tasks
 from lumos.synthesis.draw import draw_step, matched
 from lumos.synthesis.generate import Size, generate
 from lumos.synthesis.learn import learn
@@ -326,6 +326,18 @@ def test_a_run_of_another_size_to_compare_with_is_said_to_be_one(first: Recorded
 
 
 # ---------------------------------------------------------------------- mistakes
+def test_distributions_are_as_far_apart_as_scipy_says() -> None:
+    scipy = pytest.importorskip("scipy.stats")
+    draw = np.random.default_rng(0)
+    for sizes in draw.integers(1, 30, (50, 2)):
+        one, other = (draw.integers(0, 9, size).astype(float) for size in sizes)
+        assert _apart(one, other) == pytest.approx(scipy.ks_2samp(one, other).statistic)
+
+
+def test_nearness_to_originals_of_other_kinds_has_no_distance(model: Model) -> None:
+    assert nearness([], []).as_dict()["median_distance"] is None
+
+
 def test_mistakes_are_named(tmp_path: Path, model: Model) -> None:
     save_model(tmp_path / "m.json", model)
     text = (tmp_path / "m.json").read_text()

@@ -18,6 +18,7 @@ _HOUR_S, _DAY_S = 3600.0, 86400.0
 _LETTERS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _NO_LETTERS: Mapping[str, float] = MappingProxyType({})
 _MOST = 1e24  # of anything that is asked for; more is a slip
+_RANGES = {"gpu_hour": (0.0, _MOST), "kwh": (0.0, _MOST), "pue": (1.0, 10.0), "tokens": (1.0, _MOST)}
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,21 @@ class Tariff:
     pue: float = 1.0  # power usage effectiveness: energy of the site over that of its GPUs
     tokens: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise OptionError(f"Tariff: {name} = {value} is not from {low:g} to {high:g}")
+
 
 def read_tariff(price: str = "", kwh_price: str = "", pue: str = "", tokens: str = "") -> Tariff:
     """The tariff that options say, "" for those not given; or OptionError."""
     money = "a price: give a number from 0 on, as in 2.5"
     return Tariff(
-        _number("--price", price, 0, _MOST, money),
-        _number("--kwh-price", kwh_price, 0, _MOST, money),
-        _number("--pue", pue, 1, 10, "a factor on the GPUs' energy: give a number from 1 to 10") or 1.0,
-        _number("--tokens", tokens, 1, _MOST, "a count of tokens: give one from 1 on, as in 15e12 or 15T", _LETTERS),
+        _number("--price", price, *_RANGES["gpu_hour"], money),
+        _number("--kwh-price", kwh_price, *_RANGES["kwh"], money),
+        _number("--pue", pue, *_RANGES["pue"], "a factor on the GPUs' energy: give a number from 1 to 10") or 1.0,
+        _number("--tokens", tokens, *_RANGES["tokens"], "a count of tokens: give one from 1 on, as in 15e12 or 15T", _LETTERS),
     )
 
 

@@ -49,7 +49,7 @@ def _nearness_note(answer: Answer) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None or value == float("inf") else f"{100 * value:.0f} %"
+    return "–" if value is None else f"{100 * value:.0f} %"
 
 
 def distance_tables(answer: Answer) -> list[Table]:
@@ -111,8 +111,9 @@ def nearness_table(answer: Answer) -> Table:
         Column("longest run", 0), Column("equal kernels, %", 2),
     ]  # fmt: skip
     rows = [
-        Row([name, 100 * one["median_distance"], 100 * one["nearest_distance"], 100 * one["new_windows"],
-             one["longest_run"], 100 * one["equal_tasks"]])
+        Row([name, *(None if one[key] is None else 100 * one[key] for key in
+                     ("median_distance", "nearest_distance", "new_windows")), one["longest_run"],
+             100 * one["equal_tasks"]])
         for name, one in answer["nearness"].items()
     ]  # fmt: skip
     return Table("how near to the originals", columns, rows)

@@ -328,6 +328,8 @@ def whole_run(
     `step_factors`: how much longer the steps of each drawn run are than the predicted one (`StepRisk.run_factors`).
     `tokens`: to train on, in place of those of the prediction's tariff.
     """
+    if deadline_days is not None and not 0 < deadline_days < np.inf:
+        raise OptionError(f"a deadline of {deadline_days} days: give a number above 0")
     if tokens is not None:
         found = replace(found, tariff=replace(found.tariff, tokens=tokens))
     job = PlannedRun.of(found)

@@ -206,7 +206,7 @@ class _Observer:
         lanes = self.trace.lane[labels.row]
         computing = np.where(self.trace.is_communication[labels.row], 0.0, labels.us)
         found = np.unique(lanes).tolist()
-        main = max(found, key=lambda lane: float(computing[lanes == lane].sum()))
+        main = max(found, key=lambda lane: float(computing[lanes == lane].sum()), default=-1)  # a rank may have none
 
         def order(lane: int) -> tuple[bool, str, int]:
             rows = labels.row[lanes == lane]

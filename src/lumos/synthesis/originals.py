@@ -11,6 +11,7 @@ one per cent.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -39,7 +40,8 @@ class Nearness:
     equal_tasks: float  # share of kernels that agree with an original one to the nanosecond, in both times
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without distances where no original has any of the windows."""
+        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
 
 
 def nearness(steps: Steps, originals: Steps) -> Nearness:
@@ -52,8 +54,8 @@ def nearness(steps: Steps, originals: Steps) -> Nearness:
     same = sum((task.state.kind, task.busy, task.work) in exact for task in tasks)
     pairs = ((one, other) for one in _few(steps) for other in _few(originals))
     return Nearness(
-        median_distance=float(np.expm1(np.median(there))) if len(there) else float("inf"),
-        nearest_distance=float(np.expm1(np.quantile(there, 0.01))) if len(there) else float("inf"),
+        median_distance=float(np.expm1(np.median(there))) if len(there) else math.inf,
+        nearest_distance=float(np.expm1(np.quantile(there, 0.01))) if len(there) else math.inf,
         new_windows=float(1 - len(there) / len(found)) if len(found) else 0.0,
         longest_run=max((longest_run(one, other) for one, other in pairs), default=0),
         equal_tasks=same / max(len(tasks), 1),

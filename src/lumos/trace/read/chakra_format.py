@@ -287,7 +287,7 @@ def read_chakra_json(path: Path) -> ChakraFile:
     graph = decode_file(path, _JsonGraph, _MOST_JSON_BYTES, "a Chakra graph", "give the graph as .et")
     try:
         nodes = [_json_node(raw) for raw in graph.workload_graph]
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not a Chakra graph ({error})") from None
     return _checked(ChakraFile(path, -1, {}, nodes))
 
