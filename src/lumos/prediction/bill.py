@@ -43,11 +43,12 @@ class Tariff:
 def read_tariff(price: str = "", kwh_price: str = "", pue: str = "", tokens: str = "") -> Tariff:
     """The tariff that options say, "" for those not given; or OptionError."""
     money = "a price: give a number from 0 on, as in 2.5"
+    count = "a count of tokens: give one from 1 on, as in 15e12 or 15T"
     return Tariff(
         _number("--price", price, *_RANGES["gpu_hour"], money),
         _number("--kwh-price", kwh_price, *_RANGES["kwh"], money),
         _number("--pue", pue, *_RANGES["pue"], "a factor on the GPUs' energy: give a number from 1 to 10") or 1.0,
-        _number("--tokens", tokens, *_RANGES["tokens"], "a count of tokens: give one from 1 on, as in 15e12 or 15T", _LETTERS),
+        _number("--tokens", tokens, *_RANGES["tokens"], count, _LETTERS),
     )
 
 
