@@ -99,7 +99,7 @@ def least_joules(assembly: Assembly, seconds: float) -> float:
 
 def _block_joules(assembly: Assembly, stage: int) -> float:
     """What the blocks of a stage take over idle, for all micro-batches."""
-    of_one = sum(times * sum(b.joules for b in chunk.blocks) for chunk, times in assembly.distinct_chunks(stage))
+    of_one = sum(times * sum(b.joules for b in chunk.blocks) for _, chunk, times in assembly.distinct_chunks(stage))
     return assembly.program.rounds * of_one
 
 

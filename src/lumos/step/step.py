@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -40,6 +40,7 @@ from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import Gpu
 from lumos.setup.setup import Setup
 from lumos.step.host_link import HostLink, host_link
+from lumos.step.paced_passes import PacedPasses, paced_us
 from lumos.step.structure import Plan, Role, StepStructure, step_structure
 
 _PASSES, _TRANSFERS = ("forward", "backward", "weights"), ("gather", "reduce")
@@ -84,25 +85,33 @@ class _ChunkBound(NamedTuple):
 
     forward: float  # of one micro-batch, after the stage has waited for it
     backward: float
-    passes: float  # what is computed for one micro-batch
-    turns: float  # all turns of one micro-batch, each right after another one
-    early: float  # by which the very first turn may be shorter: weights are gathered while its input is awaited
+    passes: tuple[float, ...]  # what every phase computes for one micro-batch
+    lost: tuple[float, ...]  # at least, by every phase for every microsecond of communication beside it
+    paced: PacedPasses | None  # where every pass gathers its weights
     reduce: float  # one unit's gradients, beside the turns
     network: float  # all that the network does for it in a step
     host: float  # of one micro-batch
 
 
 class _StageBound(NamedTuple):
-    """The least that a stage takes whatever the others do, in microseconds."""
+    """The least that a stage takes in a step whatever the others do, in microseconds."""
 
     first: _ChunkBound
-    passes: float  # what is computed for one micro-batch
-    lost: float  # at least, beside every microsecond of communication
+    passes: tuple[tuple[float, float], ...]  # what every phase computes, and loses for every microsecond beside it
     network: float  # all communication beside passes
-    turns: float  # of one micro-batch
+    turns: float  # all turns, each right after another one, at the pace of the network
     path: float  # one micro-batch, forward and backward, through all chunks
+    alternating: float  # from its first backward pass to its last forward pass, where it is the last stage
     tail: float  # once its last turn is over
     other: float  # all that its network or its host has to do
+
+    def beside(self, network: float) -> float:
+        """The passes, so much communication beside them, and what they lose to it: least where they lose least."""
+        time = sum(us for us, _ in self.passes)
+        for us, lost in sorted(self.passes, key=lambda phase: phase[1]):
+            overlapped = min(network, us / (1 - lost))
+            time, network = time + lost * overlapped, network - overlapped
+        return time + network
 
 
 @dataclass(frozen=True)
@@ -281,6 +290,7 @@ class Assembly:
     def __init__(self, program: Program, prices: Prices) -> None:
         self.program, self.prices = program, prices
         self.setup, self.layout, self.framework = program.setup, program.layout, program.framework
+        self._distinct: dict[int, list[tuple[Chunk, ChunkTime, int]]] = {}  # by the first of the stages that are alike
 
     def step(self) -> Step:
         """Simulated."""
@@ -295,9 +305,13 @@ class Assembly:
         """[stage][chunk]."""
         return tuple(tuple(self._chunk_time(chunk) for chunk in row) for row in self.program.chunks)
 
-    def distinct_chunks(self, stage: int) -> list[tuple[ChunkTime, int]]:
+    def distinct_chunks(self, stage: int) -> list[tuple[Chunk, ChunkTime, int]]:
         """The chunks of a stage, the first one first, and how many of each it has."""
-        return [(self._chunk_time(chunk), count) for chunk, count in Counter(self.program.chunks[stage]).items()]
+        first = self.program.like[stage]
+        if first not in self._distinct:
+            counts = Counter(self.program.chunks[first])
+            self._distinct[first] = [(chunk, self._chunk_time(chunk), count) for chunk, count in counts.items()]
+        return self._distinct[first]
 
     def _chunk_time(self, chunk: Chunk) -> ChunkTime:
         """Priced once for all setups that share the prices."""
@@ -484,11 +498,6 @@ class Assembly:
         key = ("speeds", chunk, self.program.schedule.splits_backward, beside)
         return self.prices.kept(key, lambda: tuple(self._speed(chunk, phase, beside) for phase in Phase))
 
-    def _least_lost(self, chunk: Chunk) -> float:
-        """What a pass of a chunk loses at least for every microsecond of communication beside it."""
-        passes = zip(self._speeds(chunk), self._chunk_time(chunk).blocks, strict=True)
-        return min((1 - speed for speed, block in passes if block.us > 0), default=0.0)
-
     def _speed(self, chunk: Chunk, phase: Phase, beside: Beside) -> float:
         us = self._chunk_time(chunk).blocks[phase].us
         blocks = self.program.blocks(chunk, phase)
@@ -538,10 +547,11 @@ class Assembly:
         """A time that the simulated step cannot be below, found without building or simulating its graph.
 
         Every stage takes its turns one after the other, after the first micro-batch has come to it through the stages
-        before, and before the last one has gone back through them; network and host have their own work to do; and one
-        micro-batch has to go through all stages and back.
+        before, and before the last one has gone back through them; network and host have their own work to do. The
+        first micro-batch has to go through all stages and the last one has to go back, and between the two the last
+        stage has turns.
         """
-        count, schedule = self.program.rounds, self.program.schedule
+        schedule = self.program.schedule
         links = [self._link_us(stage, stage + 1) for stage in range(self.setup.parallel.pp - 1)]
         known = {stage: self._stage_bound(stage) for stage in set(self.program.like)}
         stages = [known[stage] for stage in self.program.like]
@@ -551,64 +561,83 @@ class Assembly:
         after = longest = 0.0
         for index, (stage, before) in enumerate(zip(stages, arrivals, strict=True)):
             first, back = stage.first, after + stages[0].tail if index and not schedule.splits_backward else 0.0
-            turns, after_turns = before + count * stage.turns - first.early, max(stage.tail, back)
+            after_turns = max(stage.tail, back)
             # Communication runs beside passes, and slows them, but for what fits before the first and after the last.
-            beside = stage.lost * max(0.0, stage.network - before - after_turns)
-            longest = max(longest, max(turns, before + count * stage.passes + beside) + after_turns, stage.other)
+            beside = stage.beside(max(0.0, stage.network - before - after_turns))
+            longest = max(longest, before + max(stage.turns, beside) + after_turns, stage.other)
             after += first.backward + sum(links[index : index + 1])
         path = sum(stage.path for stage in stages) / schedule.copies
         crossed = schedule.crossings(self.setup.parallel.pp, self.setup.parallel.vpp)
-        return max(longest, path + 2 * sum(self._link_us(*pair) for pair in crossed) + stages[0].tail)
+        path += 2 * sum(self._link_us(*pair) for pair in crossed) + stages[-1].alternating
+        return max(longest, path + stages[0].tail)
 
     def _stage_bound(self, stage: int) -> _StageBound:
-        chunks = [(self._chunk_bound(stage, chunk), times) for chunk, times in self.distinct_chunks(stage)]
-        update = self._optimizer(stage)
+        known = {chunk: self._chunk_bound(stage, chunk, time) for chunk, time, _ in self.distinct_chunks(stage)}
+        chunks = [(known[chunk], times) for chunk, _, times in self.distinct_chunks(stage)]
+        update, count = self._optimizer(stage), self.program.rounds
         end = update.us + self._network_us("publish", stage)
         if self.transfers_overlap:
             rest = min(chunk.reduce for chunk, _ in chunks)
             network = sum(times * chunk.network for chunk, times in chunks)
-            lost = min(self._least_lost(chunk) for chunk in set(self.program.chunks[stage]))
         else:
-            rest, network, lost = self._network_us("reduce rest", stage), 0.0, 0.0
-        issued = self.program.rounds * sum(times * chunk.host for chunk, times in chunks)
+            rest, network = self._network_us("reduce rest", stage), 0.0
+        phases = [
+            (
+                count * sum(times * chunk.passes[phase] for chunk, times in chunks),
+                min((chunk.lost[phase] for chunk, _ in chunks if chunk.passes[phase]), default=0.0),
+            )
+            for phase in Phase
+        ]
+        issued = count * sum(times * chunk.host for chunk, times in chunks)
+        paced = [(chunk.paced, count * times) for chunk, times in chunks if chunk.paced is not None]
         return _StageBound(
             first=chunks[0][0],
-            passes=sum(times * chunk.passes for chunk, times in chunks),
-            lost=lost,
+            passes=tuple(phases),
             network=network,
-            turns=sum(times * chunk.turns for chunk, times in chunks),
+            turns=paced_us(paced, self._ahead(stage)) if paced else 0.0,
             path=sum(times * (chunk.forward + chunk.backward) for chunk, times in chunks),
+            alternating=self._alternating_us(stage, known),
             tail=rest + end,
             other=max(network + end if network else 0.0, issued + update.host_us if self._hosted else 0.0),
         )
 
-    def _chunk_bound(self, stage: int, chunk: ChunkTime) -> _ChunkBound:
-        count = self.program.rounds
+    def _alternating_us(self, stage: int, known: Mapping[Chunk, _ChunkBound]) -> float:
+        """Turns of the last stage while backward and forward passes alternate."""
+        if stage < self.setup.parallel.pp - 1 or self._ahead(stage) is None:
+            return 0.0
+        # As many forward passes of every chunk come before, and as many backward passes after, as are in flight.
+        held = zip(self.program.chunks[stage], self.program.in_flight(stage), strict=True)
+        turns = [(known[chunk], self.program.rounds - count) for chunk, count in held if count < self.program.rounds]
+        paced = [(chunk.paced, count) for chunk, count in turns if chunk.paced is not None]
+        if paced:
+            return paced_us(paced, 0)
+        return sum(count * (chunk.passes[0] + chunk.passes[1]) for chunk, count in turns)
+
+    def _ahead(self, stage: int) -> int | None:
+        """Forward passes before passes alternate; None where the order of turns is another."""
+        schedule = self.program.schedule
+        return None if schedule.splits_backward or schedule.pairs else sum(self.program.in_flight(stage)) - 1
+
+    def _unit_reduces_us(self, chunk: Chunk, time: ChunkTime) -> tuple[float, float]:
+        """Of a unit of the backward pass, and of the last one to run."""
+        late = self.program.parameters.embedding if chunk.first and not self.program.sharding.frozen else 0.0
+        return self._unit_reduced_us(time, late, False), self._unit_reduced_us(time, late, True)
+
+    def _chunk_bound(self, stage: int, chunk: Chunk, time: ChunkTime) -> _ChunkBound:
+        count, schedule = self.program.rounds, self.program.schedule
         gathers = {"never": 0, "once": 1, "every pass": 2 * count}[self.gathers]
-        gather = self._network_us("gather", stage, chunk) if gathers else 0.0
-        reduce = self._network_us("reduce", stage, chunk) if self.transfers_overlap else 0.0
+        gather = self._network_us("gather", stage, time) if gathers else 0.0
+        reduce = self._network_us("reduce", stage, time) if self.transfers_overlap else 0.0
         network = self.units * (gathers * gather + (count if self.plan.reduces_always else 1) * reduce)
-        host = sum(block.host_us for block in chunk.blocks)
-        hides = self.program.schedule.pairs  # what passes communicate, at best
-        forward, backward, weights = (block.compute_us if hides else block.us for block in chunk.blocks)
+        host = sum(block.host_us for block in time.blocks)
+        # What passes communicate is hidden at best where they run in pairs.
+        passes = tuple(block.compute_us if schedule.pairs else block.us for block in time.blocks)
+        lost = tuple(1 - speed for speed in self._speeds(chunk)) if network else (0.0, 0.0, 0.0)
         if self.gathers != "every pass":
-            computed = forward + backward + weights
-            return _ChunkBound(forward, backward, computed, computed, 0.0, reduce, network, host)
-        beside = 0.0 if self.program.schedule.splits_backward else reduce
-        waited = self._gathered_us(forward, gather, 0.0, 2), self._gathered_us(backward, gather, beside, 2)
-        in_row = self._gathered_us(forward, gather, 0.0, 1), self._gathered_us(backward, gather, beside, 1)
-        computed, early = forward + backward + weights, in_row[0] - waited[0]
-        return _ChunkBound(*waited, computed, sum(in_row) + weights, early, reduce, network, host)
-
-    def _gathered_us(self, us: float, gather: float, reduce: float, ahead: int) -> float:
-        """The least time of a turn that gathers every unit before it runs, at most two ahead, and reduces it after.
-
-        `ahead`: units that may be there before the turn begins: one, or two where the stage has waited.
-        """
-        units = self.units
-        if units < 2:
-            return us
-        return max(us, (units - ahead) * gather + (units - 2) * reduce + ahead * us / units)
+            return _ChunkBound(passes[0], passes[1], passes, lost, None, reduce, network, host)
+        reduced = self._unit_reduces_us(chunk, time) if self.plan.reduces_always else (0.0, 0.0)
+        paced = PacedPasses.of(passes, lost, gather, reduced, self.units)
+        return _ChunkBound(paced.forward_us, paced.backward_us, passes, lost, paced, reduce, network, host)
 
     def _link_us(self, one: int, other: int) -> float:
         """Activations or their gradients, from one stage to another."""
@@ -647,10 +676,15 @@ class Assembly:
 
     def _reduced_beside_us(self, role: Role, chunk: ChunkTime) -> float:
         """Gradients of one unit; those of the embedding are whole when the backward pass is over, in the last unit."""
+        frozen = self.program.sharding.frozen
+        late = self.program.parameters.embedding if role.stage == role.chunk == 0 and not frozen else 0.0
+        return self._unit_reduced_us(chunk, late, role.unit == 0)
+
+    def _unit_reduced_us(self, chunk: ChunkTime, late: float, is_last: bool) -> float:
+        """Of a unit, or of the last one to run, which has `late` parameters of its own."""
         sharding = self.program.sharding
         mine = sharding.trained(chunk.parameters)
-        late = self.program.parameters.embedding if role.stage == role.chunk == 0 and not sharding.frozen else 0.0
-        common = (mine.common - late) / self.units + (late if role.unit == 0 else 0.0)
+        common = (mine.common - late) / self.units + (late if is_last else 0.0)
         part = Parameters(common, mine.experts / self.units)
         alone = self._data_parallel_us(sharding.reduction, part, self.framework.reduce_bytes)
         mine_alone = part.common / sharding.shards + part.experts / sharding.expert_shards
@@ -716,7 +750,7 @@ class Assembly:
         asked = self.setup.parallel.gather_overlap
         if not (self.overlaps if asked is None else asked):
             return 0.0
-        forward = sum(n * max(c.forward.us, c.forward.host_us) for c, n in self.distinct_chunks(stage))
+        forward = sum(n * max(c.forward.us, c.forward.host_us) for _, c, n in self.distinct_chunks(stage))
         return float(read_table("step.json")["hidden_share"] * forward)
 
 
