@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fuzz_command import MOST_SECONDS, ROOT, check_written, forget_peak, limits, peak, remove_store, store
+from fuzz_command import MOST_SECONDS, ROOT, check_written, forget_peak, limits, peak, store
 from fuzz_surfaces import SURFACES
 from support import PATIENCE_S
 
@@ -202,18 +202,15 @@ def main() -> int:
     options.add_argument("--case", default="", help="SEED:SURFACE:NUMBER of one case to repeat")
     options.add_argument("--surface", default="", choices=["", *NAMES])
     chosen = options.parse_args()
-    try:
-        if chosen.case:
-            seed, surface, number = chosen.case.split(":")
-            folder = Path(tempfile.mkdtemp(prefix="case-", dir=store()))
-            finding = try_case(Case(int(seed), surface, int(number)), folder).finding
-            if finding is not None:
-                keep(finding, folder, chosen.keep)
-            print(finding.trace if finding else "sound")
-            return finding is not None
-        table = fuzz(chosen.seed, chosen.seconds, chosen.keep, chosen.surface)
-    finally:
-        remove_store()
+    if chosen.case:
+        seed, surface, number = chosen.case.split(":")
+        folder = Path(tempfile.mkdtemp(prefix="case-", dir=store()))
+        finding = try_case(Case(int(seed), surface, int(number)), folder).finding
+        if finding is not None:
+            keep(finding, folder, chosen.keep)
+        print(finding.trace if finding else "sound")
+        return finding is not None
+    table = fuzz(chosen.seed, chosen.seconds, chosen.keep, chosen.surface)
     print("\n".join(table.lines()))
     return bool(table.findings)
 

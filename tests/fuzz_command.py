@@ -7,6 +7,7 @@ a page or a script that a name has become a part of, and code or files of the ca
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import io
 import math
@@ -359,11 +360,11 @@ def peak() -> int:
 def store() -> Path:
     """A folder for what is made once and copied for every case."""
     folder = Path(tempfile.mkdtemp(prefix="lumos-fuzz-")).resolve()
-    folder.chmod(0o755)  # another user reads it, too
+    atexit.register(_remove, folder)
     return folder
 
 
-def remove_store() -> None:
-    for path in store().glob("package/**/"):
+def _remove(folder: Path) -> None:
+    for path in folder.rglob("package/**/"):
         path.chmod(0o755)
-    shutil.rmtree(store(), ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

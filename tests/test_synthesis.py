@@ -334,6 +334,11 @@ def test_distributions_are_as_far_apart_as_scipy_says() -> None:
         assert _apart(one, other) == pytest.approx(scipy.ks_2samp(one, other).statistic)
 
 
+def test_a_seed_that_numpy_does_not_take_is_refused(model: Model) -> None:
+    with pytest.raises(OptionError, match="seed -1"):
+        synthesise(model, seed=-1)
+
+
 def test_nearness_to_originals_of_other_kinds_has_no_distance(model: Model) -> None:
     assert nearness([], []).as_dict()["median_distance"] is None
 

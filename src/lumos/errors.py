@@ -26,3 +26,9 @@ class OptionError(LumosError):
 
 class CycleError(LumosError):
     """A graph whose dependencies go in a circle, and so can never run."""
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that generators of random numbers do not take."""
+    if not 0 <= seed < 1 << 63:
+        raise OptionError(f"the seed {seed} is out of range: give a whole number from 0 on")

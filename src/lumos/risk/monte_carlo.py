@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lumos.errors import OptionError
+from lumos.errors import OptionError, check_seed
 from lumos.graph.graph import Floats
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import Prediction, predicted_step
@@ -187,6 +187,9 @@ def step_risk(
     4,096 GPUs: the median of steps that differ as usual is the predicted step. What is learned, stated or slow counts
     from there. Step times of the run itself say how far steps are from its own median.
     """
+    check_seed(seed)
+    if draws < 1:
+        raise OptionError(f"draws = {draws}: draw at least one step")
     found = predicted_step(what) if isinstance(what, Step) else what
     lanes, setup = lanes_of_prediction(found), found.setup
     parts = _slow_parts(found, slow, lanes)

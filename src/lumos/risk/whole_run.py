@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.errors import OptionError
+from lumos.errors import OptionError, check_seed
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import NO_PRICES, Prediction
 from lumos.risk.failures import Cause, Failures
@@ -328,6 +328,7 @@ def whole_run(
     `step_factors`: how much longer the steps of each drawn run are than the predicted one (`StepRisk.run_factors`).
     `tokens`: to train on, in place of those of the prediction's tariff.
     """
+    check_seed(seed)
     if deadline_days is not None and not 0 < deadline_days < np.inf:
         raise OptionError(f"a deadline of {deadline_days} days: give a number above 0")
     if tokens is not None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from lumos.analysis.replay import Replay, replay
+from lumos.errors import check_seed
 from lumos.graph.from_trace.build import Execution
 from lumos.synthesis.distance import Behaviour, Distance, behaviour, kernel_tasks
 from lumos.synthesis.generate import Size, generate
@@ -166,6 +167,7 @@ def synthesise(
         job = record("run", read_job(Path("traces")))
         synthesise([job], Size(ranks=64)).execution
     """
+    check_seed(seed)
     wanted = size or Size()
     if isinstance(originals, Model):
         return Synthetic(originals, generate(originals, wanted, seed), wanted, seed, (), against)
