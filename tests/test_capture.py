@@ -20,6 +20,7 @@ import pytest
 import lumos
 from lumos import LumosError, read_job, replay
 from lumos.capture import Recording
+from lumos.capture.command import _Forwarding as Forwarding
 from lumos.capture.command import environment
 from lumos.capture.recording import Plan
 from lumos.capture.setup_file import setup_files
@@ -190,6 +191,24 @@ def test_a_second_signal_ends_a_command_that_ignores_the_first(tmp_path: Path) -
             process.stdout.readline()
             process.terminate()
         assert process.wait() == 128 + signal.SIGKILL
+
+
+def test_a_signal_that_comes_while_another_is_passed_on_reaches_processes_started_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passing, sent = Forwarding(), []
+
+    def send(process: psutil.Process, number: int) -> None:
+        sent.append((process.pid, number))
+        if len(sent) == 1:
+            monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [psutil.Process(os.getppid())])
+            passing._receive(signal.SIGHUP, None)
+
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [])
+    monkeypatch.setattr(psutil.Process, "send_signal", send)
+    passing.start(os.getpid())
+    passing._receive(signal.SIGTERM, None)
+    assert {(os.getpid(), signal.SIGTERM), (os.getppid(), signal.SIGHUP)} <= set(sent)
 
 
 def test_too_few_steps_are_said_with_their_number(tmp_path: Path) -> None:

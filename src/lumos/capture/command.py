@@ -53,7 +53,7 @@ class _Forwarding:
     def __init__(self) -> None:
         self.pid = 0
         self.received: list[int] = []
-        self.signalled: set[Any] = set()  # psutil's processes
+        self.signalled: list[Any] = []  # psutil's processes; some may be there twice
 
     def __enter__(self) -> _Forwarding:
         numbers = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
@@ -78,8 +78,8 @@ class _Forwarding:
 
         with suppress(psutil.Error):
             first = psutil.Process(self.pid)
-            self.signalled |= {first, *first.children(recursive=True)}
-        for process in self.signalled:
+            self.signalled.extend([first, *first.children(recursive=True)])
+        for process in set(self.signalled):  # to which the next signal may add some meanwhile
             with suppress(psutil.Error):  # it has ended
                 process.send_signal(number)
 
@@ -88,7 +88,7 @@ class _Forwarding:
         if self.signalled:
             import psutil
 
-            for process in psutil.wait_procs(self.signalled, timeout=_GRACE_S)[1]:
+            for process in psutil.wait_procs(set(self.signalled), timeout=_GRACE_S)[1]:
                 with suppress(psutil.Error):
                     process.kill()
         for number, handler in self.before.items():
