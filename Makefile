@@ -51,6 +51,7 @@ accuracy: $(VENV)/.dev  ## measure the accuracy on the shared measurements and w
 	$(BIN)/python benchmarks/risk_speed.py -o docs/risk.md
 	$(BIN)/python benchmarks/stragglers.py -o docs/stragglers.md
 	$(BIN)/python benchmarks/files.py -o docs/files.md
+	$(BIN)/python benchmarks/sensitivities.py -o docs/sensitivities.md
 	$(BIN)/python benchmarks/synthesis.py -o docs/synthesis.md
 
 bench: $(VENV)/.dev  ## measure the speed beside HolisticTraceAnalysis

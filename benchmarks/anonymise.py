@@ -19,7 +19,7 @@ from lumos import read_job, replay
 from lumos.analysis.kernel_labels import label
 from lumos.analysis.replay import Replay
 from lumos.analysis.slowdown import slowdown
-from lumos.analysis.slowdown_jobs import job_of_run
+from lumos.analysis.slowdown_causes import job_of_run
 from lumos.errors import LumosError
 from lumos.export.anonymise import anonymise
 from lumos.export.chakra_writer import write_chakra

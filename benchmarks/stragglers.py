@@ -20,8 +20,8 @@ import numpy as np
 
 from lumos import read_job, replay
 from lumos.analysis.slowdown import Slowdown, slowdown
-from lumos.analysis.slowdown_causes import Diagnosis, diagnose
-from lumos.analysis.slowdown_jobs import job_of_run, job_of_table
+from lumos.analysis.slowdown_causes import Diagnosis, diagnose, job_of_run
+from lumos.analysis.slowdown_jobs import job_of_table
 from lumos.trace.read.operation_table import read_operation_table
 
 ROOT = Path(__file__).resolve().parents[1]

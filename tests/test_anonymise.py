@@ -22,7 +22,7 @@ from lumos.analysis import overlapped_kernels, slowdown_jobs
 from lumos.analysis.kernel_labels import label
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.slowdown import slowdown
-from lumos.analysis.slowdown_jobs import job_of_run
+from lumos.analysis.slowdown_causes import job_of_run
 from lumos.errors import LumosError
 from lumos.export import public_names
 from lumos.export.anonymise import anonymise

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from commands import lumos_here
 from lumos import read_job, replay
 from lumos.analysis.slowdown import Slowdown, slowdown
-from lumos.analysis.slowdown_causes import Cause, Diagnosis, diagnose
-from lumos.analysis.slowdown_jobs import job_of_run, job_of_table
+from lumos.analysis.slowdown_causes import Cause, Diagnosis, diagnose, job_of_run
+from lumos.analysis.slowdown_jobs import job_of_table
 from lumos.report.slowdowns import slowdown_cards
 from lumos.trace.read.operation_table import is_operation_table, read_operation_table
 from support import Event, call, header, kernel, memcpy, note, op, write_trace
@@ -630,7 +630,7 @@ def test_the_command_answers_as_table_json_csv_page_and_timeline(tmp_path: Path)
     page = (tmp_path / "x.html").read_text()
     assert "slowdown by worker and step" in page
     assert "slowdown by replica and stage" in page
-    assert page.count("times the ideal step</title></rect>") == 4 * 2 + 4  # every cell says its value
+    assert page.count("times the balanced step</title></rect>") == 4 * 2 + 4  # every cell says its value
     lumos_here("stragglers", path, "-o", tmp_path / "x.csv")
     assert (tmp_path / "x.csv").read_text().startswith("rank,dp_rank,stage,slowdown,alone\n")
     lumos_here("stragglers", path, "-o", tmp_path / "x.trace.json")

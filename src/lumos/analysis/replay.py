@@ -150,7 +150,7 @@ class Replay:
     def stragglers(self) -> list[Straggler]:
         """What each rank costs the job; the same gains as in the causes of `lumos stragglers`."""
         steps, ranks = len(self.marks.names), self.marks.ranks
-        job = rank_job(self) if len(ranks) > 1 else None
+        job = rank_job(self.run) if len(ranks) > 1 else None
 
         def gain_ms(rank: int) -> float:
             assert job is not None

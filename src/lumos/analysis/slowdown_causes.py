@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lumos.analysis.replay import Replay, replay
-from lumos.analysis.slowdown import Slowdown, slowdown
-from lumos.analysis.slowdown_jobs import job_of, table_at
+from lumos.analysis.slowdown import Job, Slowdown, slowdown
+from lumos.analysis.slowdown_jobs import job_of_table, rank_job, table_at
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.tables import frame
 from lumos.trace.operations import OperationTable
@@ -114,6 +114,20 @@ def stragglers(source: Path | str | OperationTable | Replay, layers: int = 0) ->
         name, table = path.name, table_at(path)
         source = replay(path) if table is None else read_operation_table(table)
     return diagnose(slowdown(job_of(source, name)), layers)
+
+
+def job_of(source: OperationTable | Replay, name: str = "") -> Job:
+    """The job of a table of operations or of a replayed trace."""
+    if isinstance(source, OperationTable):
+        return job_of_table(source)
+    job = job_of_run(source)
+    return replace(job, name=name or job.name)
+
+
+def job_of_run(run: Replay) -> Job:
+    """The job of traces of several ranks, and what the replay says of each rank."""
+    several = len(run.marks.ranks) > 1
+    return replace(rank_job(run.run), why={one.rank: one.why for one in run.stragglers} if several else {})
 
 
 class _Candidate(NamedTuple):

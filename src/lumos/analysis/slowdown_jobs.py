@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from lumos.trace.names import Kind, is_step
 from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
 from lumos.trace.read.operation_table import is_operation_table
 from lumos.trace.steps import StepMarks
-
-if TYPE_CHECKING:
-    from lumos.analysis.replay import Replay
 
 _JOINED = {name: f"{name.split('-')[0]}-pp-comm" for name in MESSAGES}  # a send and its receive are one transfer
 _COMMUNICATION = (
@@ -152,13 +148,7 @@ def _spans(found: OperationGraph, durations: Floats, step: Ints) -> tuple[Floats
     return begins + times.end[found.launch], begins + times.end[found.work]
 
 
-def job_of_run(run: Replay) -> Job:
-    """The job of traces of several ranks, and what the replay says of each rank."""
-    several = len(run.marks.ranks) > 1
-    return replace(rank_job(run), why={one.rank: one.why for one in run.stragglers} if several else {})
-
-
-def rank_job(run: Replay) -> Job:
+def rank_job(run: TracedRun) -> Job:
     """The job of traces of several ranks: tasks of the same name and place in the step are compared.
 
     What a rank runs more than the others has no counterpart there; in the ideal job it is shared by all ranks. Time of
@@ -202,14 +192,14 @@ def rank_job(run: Replay) -> Job:
         steps=run.marks.names, step=np.tile(step, 2),
         took=np.concatenate([took, gap]), ideal=np.concatenate([ideal, ideal_gap]),
         of_others=np.concatenate([others, others_gap]) if alike else None,
-        recorded_ms=run.recorded_steps.milliseconds, replayed_ms=run.simulated_steps.milliseconds,
+        recorded_ms=run.marks.read(execution.trace).milliseconds, replayed_ms=run.steps.milliseconds,
         simulate=steps, communication=("communication",), gpus=len(run.marks.ranks),
         warnings=(*run.execution.warnings, *alone),
         ideal_run=lambda: _with_times(run, ideal, ideal_gap),
     )  # fmt: skip
 
 
-def _with_times(run: Replay, duration: Floats, gap: Floats) -> TracedRun:
+def _with_times(run: TracedRun, duration: Floats, gap: Floats) -> TracedRun:
     """The run with other durations, and other gaps before tasks."""
     graph = run.execution.graph
     durations, gaps = graph.duration.copy(), graph.gap.copy()
@@ -218,7 +208,7 @@ def _with_times(run: Replay, duration: Floats, gap: Floats) -> TracedRun:
     return TracedRun(run.execution, run.marks, graph.with_times(durations, gaps))
 
 
-def _alike(run: Replay, step: Ints) -> Ints:
+def _alike(run: TracedRun, step: Ints) -> Ints:
     """A number for each node, which the nodes share that do the same on other ranks and in other steps.
 
     That is: the n-th task of its name; a call is cut into segments by the calls within it, which are told apart. The
@@ -278,7 +268,7 @@ class _ByRank:
         return np.asarray(rest / max(1, self.time.shape[1] - 1))
 
 
-def _least_transfer(run: Replay, task: Ints, took: Floats) -> Floats:
+def _least_transfer(run: TracedRun, task: Ints, took: Floats) -> Floats:
     """For transfers: the shortest of all ranks, which did not wait for anyone; the median of the steps."""
     value = took.copy()
     for meeting in run.execution.rendezvous:
@@ -287,14 +277,6 @@ def _least_transfer(run: Replay, task: Ints, took: Floats) -> Floats:
         if len(transfers):
             value[transfers] = value[transfers].min()
     return group_medians(task, value, int(task.max(initial=0)) + 1, lower=True)[task]
-
-
-def job_of(source: OperationTable | Replay, name: str = "") -> Job:
-    """The job of a table of operations or of a replayed trace."""
-    if isinstance(source, OperationTable):
-        return job_of_table(source)
-    job = job_of_run(source)
-    return replace(job, name=name or job.name)
 
 
 def table_at(path: Path) -> Path | None:

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from lumos.analysis.replay import Replay
 from lumos.analysis.slowdown import slowdown
-from lumos.analysis.slowdown_causes import diagnose
-from lumos.analysis.slowdown_jobs import job_of, table_at
+from lumos.analysis.slowdown_causes import diagnose, job_of
+from lumos.analysis.slowdown_jobs import table_at
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, Output, TraceOptions
 from lumos.cli.terminal import busy, deliver, progress_bar

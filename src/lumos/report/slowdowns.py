@@ -30,7 +30,7 @@ def slowdown_cards(found: Diagnosis) -> list[Card]:
     alike, who = ("workers, stages and steps", "stragglers") if several else ("steps", "steps that differ")
     by_stragglers = f"{ms_text(found.lost_ms)} a step lost to {who}" if base >= ideal else f"nothing lost to {who}"
     alike_text = "with each operation at the mean of its type" if job.passes else f"with all {alike} alike"
-    usual = f"over {ms_text(ideal)}, {alike_text}"
+    usual = f"over the balanced step of {ms_text(ideal)}, {alike_text}"
     cards = [
         Card("recorded step", ms_text(float(job.recorded_ms.mean())), f"mean of {len(job.steps)}"),
         Card("simulated step", ms_text(float(job.replayed_ms.mean())), off),
@@ -105,6 +105,6 @@ def steps_table(lost: Slowdown) -> Table:
         worst = job.workers[int(np.argmax(known))]
         times = [float(job.recorded_ms[step]), float(job.replayed_ms[step]), float(lost.ideal_ms[step])]
         rows.append(Row([name, *times, float(slowdown[step]), worst.label, float(known.max())]))
-    times_columns = ms_columns(("recorded, ms", "simulated, ms", "ideal, ms"), rows)
+    times_columns = ms_columns(("recorded, ms", "simulated, ms", "balanced, ms"), rows)
     columns = [Column("step"), *times_columns, _SLOWDOWN, Column("costs most"), Column("alone", 3)]
     return Table("steps", columns, rows, left_out(MOST_ROWS, job.steps))

@@ -23,11 +23,11 @@ _MOST_WORKERS, _MOST_STEPS = 64, 120
 _LEAST_HIGH = 1.1  # where the scale of a heat map ends at the earliest
 _CAUSES = "Each cause with what the mean step would gain without it. Causes overlap: gains do not add up."
 _WORKERS = (
-    "A cell is what one step would take if this worker alone were as recorded and all else were ideal, over the ideal "
-    "step. A slow machine is a dark row, a disturbance a dark column or cell."
+    "A cell is what one step would take if only this worker were as recorded and all else were balanced, over the "
+    "balanced step. A slow machine is a dark row, a disturbance a dark column or cell."
 )
 _PLACES = "The lesser of the slowdowns of a replica and of a stage, which is what is published for such jobs."
-_STEPS = "As recorded, and if all workers, stages and steps were alike."
+_STEPS = "As recorded, and balanced: every operation takes the mean of its type, and every transfer the median."
 
 
 def slowdown_page(found: Diagnosis) -> Page:
@@ -42,11 +42,11 @@ def slowdown_page(found: Diagnosis) -> Page:
                 [causes_table(found), fixes_table(found)]),
         Section("Workers", _WORKERS, [Figure("slowdown by worker and step", _over_steps(lost))], [workers_table(lost)]),
         *([Section("Replicas and stages", _PLACES, [_grid(lost)], tables)] if lost.by_stage else []),
-        Section("Types of operations", "Only these as recorded, all else ideal.",
+        Section("Types of operations", "Only these as recorded, all else balanced.",
                 [Figure("slowdown by type of operation", by_type)], [types_table(lost)]),
         Section("Steps", _STEPS, [Figure("step by step", _steps_chart(lost))], [steps_table(lost)]),
     ]  # fmt: skip
-    title = f"Stragglers of {job.name}: {lost.slowdown:.2f} times the ideal step"
+    title = f"Stragglers of {job.name}: {lost.slowdown:.2f} times the balanced step"
     ranks = [str(worker.rank) for worker in job.workers]
     return Page(title, size_text(job), slowdown_cards(found), sections, list(job.warnings), ranks)
 
@@ -59,7 +59,7 @@ def _over_steps(lost: Slowdown) -> HeatMap:
     columns = [lost.job.steps[int(part[0])].removeprefix("ProfilerStep") for part in parts]
     labels = [lost.job.workers[worker].label for worker in chosen.tolist()]
     high = max(_LEAST_HIGH, float(np.nanmax(values, initial=1.0)))
-    return HeatMap("step", "worker", columns, labels, values.ravel(), 1.0, high, "times the ideal step")
+    return HeatMap("step", "worker", columns, labels, values.ravel(), 1.0, high, "times the balanced step")
 
 
 def _grid(lost: Slowdown) -> Figure:
@@ -75,7 +75,7 @@ def _grid(lost: Slowdown) -> Figure:
         values, replicas = values[:, worst], [replicas[i] for i in worst.tolist()]
     chart = HeatMap(
         "replica (dp rank)", "stage", [str(r) for r in replicas], [f"stage {s}" for s in stages], values.ravel(), 1.0,
-        max(_LEAST_HIGH, float(np.nanmax(values))), "times the ideal step",
+        max(_LEAST_HIGH, float(np.nanmax(values))), "times the balanced step",
     )  # fmt: skip
     return Figure("slowdown by replica and stage", chart)
 
@@ -85,6 +85,6 @@ def _steps_chart(lost: Slowdown) -> Lines:
     lines = [
         Line("recorded", "plain", order, lost.job.recorded_ms, dashed=True),
         Line("without delays of launches", "worse", order, lost.base_ms),
-        Line("ideal", "better", order, lost.ideal_ms),
+        Line("balanced", "better", order, lost.ideal_ms),
     ]
     return Lines("step, in the order of the table", "ms", lines)
