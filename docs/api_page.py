@@ -14,9 +14,9 @@ import lumos
 
 PAGE = Path(__file__).parent / "api.md"
 _GROUPS = {
-    "Predictions": ("predict", "Prediction", "compare_gpus", "GpuComparison", "Scale"),
-    "Traces": ("read_job", "replay", "Replay", "compare", "Trace"),
-    "Descriptions": ("read_setup", "write_setup", "Setup", "search"),
+    "Predictions": ("predict", "Prediction", "compare_gpus", "GpuComparison", "Scale", "Tariff"),
+    "Traces": ("read_job", "replay", "Replay", "compare", "stragglers", "check", "Trace"),
+    "Descriptions": ("read_setup", "write_setup", "Setup", "search", "Objective"),
     "Recording": ("capture", "dry_run", "Recording"),
     "Risk": ("step_risk", "StepRisk", "whole_run", "WholeRun"),
     "Mistakes": ("LumosError",),

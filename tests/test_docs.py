@@ -291,10 +291,10 @@ def test_the_page_on_python_is_what_the_code_says() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(lumos.__all__) == [
-        "GpuComparison", "LumosError", "Prediction", "Recording", "Replay", "Scale", "Setup", "StepRisk", "Trace",
-        "WholeRun", "capture", "compare", "compare_gpus", "dry_run", "predict", "predict_recording", "read_job",
-        "read_setup", "replay",
-        "search", "step_risk", "whole_run", "write_setup",
+        "GpuComparison", "LumosError", "Objective", "Prediction", "Recording", "Replay", "Scale", "Setup", "StepRisk",
+        "Tariff", "Trace", "WholeRun", "capture", "check", "compare", "compare_gpus", "dry_run", "predict",
+        "predict_recording", "read_job", "read_setup", "replay", "search", "step_risk", "stragglers", "whole_run",
+        "write_setup",
     ]  # fmt: skip
     assert all(getattr(lumos, name) is not None for name in lumos.__all__)
 

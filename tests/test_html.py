@@ -69,6 +69,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "src/lumos/data/example"
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>"
 LARGEST = 6_000_000
+PHONE = (390, 844)
 
 
 @cache
@@ -471,9 +472,10 @@ def test_a_length_of_attention_that_the_run_does_not_have_is_explained(tmp_path:
     (tmp_path / "a.toml").write_text(
         f'model.preset = "llama3-8b"\ntrain.seq = 8192\nparallel.cp = {cp}\ncluster.gpus = 8\n'
     )
-    text = operators_table(predict(read_setup(tmp_path / "a.toml"))).left_out
-    assert ("causal attention with the same work" in text) == bool(length)
-    assert length in text
+    found = predict(read_setup(tmp_path / "a.toml"))
+    for text in (operators_table(found).left_out, text_of(prediction_page(found))):
+        assert ("causal attention with the same work" in text) == bool(length)
+        assert length in text
 
 
 @pytest.mark.parametrize(("objective", "words"), [("time", "least time per token"), ("cost", "least cost per token")])
@@ -683,6 +685,19 @@ def test_chromium_draws_every_chart_without_error_or_request(
             assert drawn(tab, index) > 0
             assert tab.value(f"document.querySelectorAll('{layers}').length") > 0
         assert tab.value("document.documentElement.scrollWidth") <= LAPTOP[0]  # nothing sticks out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_on_a_phone_is_as_wide_as_the_phone_and_its_charts_can_be_read(
+    browser: Browser, kind: str, tmp_path: Path
+) -> None:
+    write_page(tmp_path / "page.html", page_of(kind))
+    with browser.open(tmp_path / "page.html", size=PHONE) as tab:
+        assert tab.value("document.documentElement.scrollWidth") <= PHONE[0]
+        texts = "[...document.querySelectorAll('.chart svg.static text')].filter(text => text.textContent)"
+        tall = "Math.max(text.getBoundingClientRect().width, text.getBoundingClientRect().height)"
+        heights = tab.value(f"{texts}.map(text => {tall})")
+        assert min(heights) > 5
 
 
 def test_a_rank_chosen_takes_the_others_away(tab: Tab) -> None:

@@ -157,13 +157,13 @@ def operators_table(found: Prediction) -> Table:
                Column("source")]  # fmt: skip
     rows = [Row([row.name, _size(row), row.count, row.ms, row.bound, row.source]) for row in found.operators]
     shares = ", ".join(f"{100 * share:.0f} % {name}" for name, share in found.source.items() if share >= 0.005)
-    text = f"times of all operators: {shares}{_attention_text(found)}"
+    text = f"times of all operators: {shares}{attention_text(found, found.operators)}"
     return Table("most expensive operators (rank 0), per step", columns, rows, text)
 
 
-def _attention_text(found: Prediction) -> str:
+def attention_text(found: Prediction, shown: Sequence[OperatorTime]) -> str:
     """Explains lengths of attention that are not those of the run: costs are known for causal squares alone."""
-    lengths = {row.work.shape[2] for row in found.operators if isinstance(row.work, Operator) and _is_attention(row)}
+    lengths = {row.work.shape[2] for row in shown if isinstance(row.work, Operator) and _is_attention(row)}
     own = {found.setup.train.seq} if found.setup is not None and not found.is_dry else set()
     other = ", ".join(map(str, sorted(lengths - own)))
     return f". Attention is shown as causal attention with the same work, of length {other}" if other else ""

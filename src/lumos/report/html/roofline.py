@@ -11,6 +11,7 @@ from lumos.program.operators import Operator
 from lumos.report import operator_rates
 from lumos.report.html.charts import Points, Scatter
 from lumos.report.html.page import Figure, Section
+from lumos.report.predictions import attention_text
 from lumos.report.table import Column, Row, Table
 from lumos.setup.gpus import Gpu
 
@@ -45,7 +46,8 @@ def roofline_section(found: Prediction) -> Section:
     text = (
         f"Operators of one rank of the first stage, by the work they do a byte. {gpu.name}: {peak:,.0f} TFLOP/s dense "
         f"in {precision}, {gpu.hbm_gb_s:,.0f} GB/s. Bytes are what must at least be read and written once, so an "
-        "operator whose data is in the cache may lie above the slope. A larger dot takes more of the step."
+        "operator whose data is in the cache may lie above the slope. A larger dot takes more of the step"
+        f"{attention_text(found, found.all_operators)}."
     )
     figures = [Figure("roofline of the operators", _chart(drawn, peak, gpu.hbm_gb_s))] if drawn else []
     return Section("Roofline of operators", text, figures, [_table(spots, peak)])
