@@ -28,6 +28,7 @@ _INTERVALS = {  # words for the parts of data/uncertainty.json
     "always": "the GPU always computes, and has samples of its own",
     "transferred": "and costs of another GPU, scaled",
     "other_family": "and a GPU of a family that no run was measured on",
+    "other_accelerator": "and an accelerator that is not a GPU, known from its data sheet only",
     "waiting": "and a step that only waits: for network, host or other stages",
     "experts": "and a mixture of experts",
     "fine_tuning": "and fine-tuning",
