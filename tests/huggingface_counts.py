@@ -1,10 +1,13 @@
-"""Writes `tests/data/huggingface_counts.json.gz`: how many parameters transformers counts for its own configurations.
+"""Writes what transformers says of its own configurations, counts and defaults.
 
     python tests/huggingface_counts.py
 
+`tests/data/huggingface_counts.json.gz` has how many parameters it counts, and
+`src/lumos/data/huggingface_defaults.json` the sizes that a configuration may leave out.
+
 Every type that transformers trains as a decoder, alone or as part of a model of images, is built on meta tensors from
 its default configuration. Decoders are built again in small, with each switch the other way and with other layers
-dense. It takes half a minute; the test reads the table alone.
+dense. It takes half a minute; the tests read the tables alone.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lumos.data_files import read_table
+
 TABLE = Path(__file__).parent / "data" / "huggingface_counts.json.gz"
+DEFAULTS = Path(__file__).parents[1] / "src/lumos/data/huggingface_defaults.json"
 
 # What a default configuration lacks before a model can be built from it.
 _COMPLETE: Mapping[str, dict[str, Any]] = {
@@ -38,6 +44,7 @@ _DENSE = {
     "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse", "sparse"], "num_key_value_heads": 1,
     "shared_expert_intermediate_size": 1024, "shared_intermediate_size": 1024, "head_dim": 96,
 }  # fmt: skip
+_ALSO = ("sliding_window", "attention_chunk_size", "intermediate_size_mlp")  # sizes that are used in combination
 _OTHER_PARTS = (
     "vision", "visual", "audio", "image_", "video_tower", "projector", "merger", "newline", "connector", "vqmodel",
     "aligner", "resampler", "perceiver", "sam_", "high_res", "qformer", "query_tokens", "language_projection", "vit.",
@@ -65,8 +72,33 @@ def main() -> None:
         if name in decoders and "text_config" not in row["config"]:
             built = (_row(name, changes, True) for changes in _variants(row["config"]))
             rows += [one for one in built if one is not None]
+    write_defaults()
     TABLE.write_bytes(gzip.compress(json.dumps(rows, separators=(",", ":")).encode(), mtime=0))
     print(f"{len(rows)} configurations of {len({row['config']['model_type'] for row in rows})} types in {TABLE}")
+
+
+def write_defaults() -> None:
+    """Write the sizes that every configuration class has where a file says nothing; none that follow from others."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    tables = read_table("huggingface_configs.toml")
+    groups = [group for key in ("sizes", "latent_sizes", "expert_sizes") for group in tables[key].values()]
+    names = [*(name for group in groups for name in group), *tables["combined"]["sparse_steps"], *_ALSO]
+    found = {}
+    for kind in sorted(kind for family in tables["families"] for kind in family["types"]):
+        try:
+            usual = CONFIG_MAPPING[kind]().to_dict()
+            other = CONFIG_MAPPING[kind](num_attention_heads=6, hidden_size=1536).to_dict()
+        except (KeyError, TypeError, ValueError, StrictDataclassError):  # unknown, or its sizes have to fit together
+            continue
+        given = ("num_attention_heads", "hidden_size")
+        sizes = {name: usual[name] for name in names if usual.get(name) is not None}
+        found[kind] = {name: size for name, size in sizes.items() if name in given or other.get(name) == size}
+    source = {"source": f"configuration classes of transformers {__version__}", "script": "tests/huggingface_counts.py"}
+    rows = ",\n".join(f'  "{kind}": {json.dumps(sizes)}' for kind, sizes in found.items() if sizes)
+    DEFAULTS.write_text(f'{{\n "sources": {json.dumps({"types": source})},\n "types": {{\n{rows}\n }}\n}}\n')
 
 
 def _variants(base: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

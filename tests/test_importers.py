@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import huggingface_counts
 from huggingface_counts import TABLE
 from lumos.dry_run.from_config import count_doubt
 from lumos.errors import InputError, LumosError
@@ -426,7 +427,7 @@ def test_a_config_gives_its_sliding_windows(stated: dict[str, Any], window: tupl
     reading = model_keys(PUBLISHED["Llama-2-7b"][0] | {"sliding_window": 128} | stated)
     keys = reading.sections["model"]
     assert (keys.get("window", 0), keys.get("window_pattern", 0)) == window
-    assert not any("attention" in note.text for note in reading.notes)
+    assert not any("attention" in note.sentence for note in reading.notes)
 
 
 @pytest.mark.parametrize(
@@ -1129,3 +1130,44 @@ def test_torchtitan_runs_mixtures_of_experts_as_grouped_matmuls(
     assert setup.model.experts == experts
     assert setup.model.parameters() / 1e9 == pytest.approx(billions, rel=0.002)
     assert not predict(setup).host_bound
+
+
+@pytest.mark.parametrize(
+    ("sizes", "billions"),
+    [  # what released files of Gemma 3 and LLaVA say of their language models, and what these have
+        ({"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}, 3.88),
+        (
+            {"hidden_size": 3840, "intermediate_size": 15360, "model_type": "gemma3_text", "num_hidden_layers": 48}
+            | {"num_attention_heads": 16, "num_key_value_heads": 8},
+            11.77,
+        ),
+        ({"model_type": "llama", "vocab_size": 32064}, 6.74),
+    ],
+)
+def test_parts_of_a_model_leave_out_what_transformers_has_as_default(
+    tmp_path: Path, sizes: dict[str, Any], billions: float
+) -> None:
+    content = {"model_type": "of several parts", "text_config": sizes, "vision_config": {"hidden_size": 8}}
+    tied = {"tie_word_embeddings": sizes["model_type"] != "llama"}
+    path = written(tmp_path, json.dumps(content | tied), "config.json")
+    reading = read_setup_with_notes(path, ["train.seq=64", "cluster.gpus=64"])
+    assert reading.setup.model.parameters(64) / 1e9 == pytest.approx(billions, abs=0.005)
+    assert any("not given" in note for note in reading.notes)
+
+
+def test_a_whole_model_is_filled_only_where_other_sizes_do_not_tell(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32, "intermediate_size": 8192}
+    content = {"model_type": "mistral", **sizes, "vocab_size": 1000}
+    model = read_setup(written(tmp_path, json.dumps(content), "config.json"), ["train.seq=64", "cluster.gpus=1"]).model
+    assert (model.kv_heads, model.window) == (8, 0)
+    del content["hidden_size"], content["vocab_size"]
+    with pytest.raises(LumosError, match="hidden_size is missing"):
+        read_setup(written(tmp_path, json.dumps(content), "config.json"), ["train.seq=64", "cluster.gpus=1"])
+
+
+def test_defaults_of_configurations_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="without transformers, its defaults cannot be compared")
+    shipped = huggingface_counts.DEFAULTS.read_text("utf-8")
+    monkeypatch.setattr(huggingface_counts, "DEFAULTS", tmp_path / "defaults.json")
+    huggingface_counts.write_defaults()
+    assert json.loads((tmp_path / "defaults.json").read_text("utf-8"))["types"] == json.loads(shipped)["types"]

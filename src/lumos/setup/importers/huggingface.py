@@ -16,12 +16,20 @@ from lumos.setup.sections import as_count
 
 _TABLES = read_table("huggingface_configs.toml")
 _SIZES, _LATENT, _COMBINED = _TABLES["sizes"], _TABLES["latent_sizes"], _TABLES["combined"]
+_DEFAULT_ALONE = (*_COMBINED["sparse_steps"], "sliding_window", "attention_chunk_size", "intermediate_size_mlp")
 _FAMILIES = {name: family["keys"] for family in _TABLES["families"] for name in family["types"]}
 _UNSUPPORTED = {name: group["description"] for group in _TABLES["unsupported"] for name in group["types"]}
 _KNOWN = {
     name
     for table in ("sizes", "latent_sizes", "expert_sizes", "switches", "combined")
     for names in _TABLES[table].values()
+    for name in names
+}
+_DEFAULTS = read_table("huggingface_defaults.json")["types"]
+_ALIASES = {  # of every name that has a default, all names of the same
+    name: names
+    for table in (_SIZES, _LATENT, _TABLES["expert_sizes"], {name: [name] for name in _DEFAULT_ALONE})
+    for names in table.values()
     for name in names
 }
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
@@ -42,6 +50,8 @@ def model_keys(content: object) -> Reading:
     config = _language_model(content, found)
     keys = _family(config)
     _refuse_other_layers(config)
+    is_part = config is not content
+    config = _completed(config, is_part, found)
     is_known = bool(keys)
     keys = keys or _guessed(config, found)
     keys |= _sizes(config, found)
@@ -61,7 +71,7 @@ def model_keys(content: object) -> Reading:
             f"{listed(unread)}; change model_type to that of a model that is built the same (llama, for example) and "
             f"remove them, or {_WAY_OUT}"
         )
-    names = (_name(config),) if config is content else None  # the name of several parts counts all of them
+    names = None if is_part else (_name(config),)  # the name of several parts counts all of them
     return found.reading(unread)._replace(model_names=names)
 
 
@@ -86,6 +96,26 @@ def _language_model(content: dict[str, Any], found: Findings) -> dict[str, Any]:
             tied = content.get("tie_word_embeddings")
             return part if tied is None else part | {"tie_word_embeddings": tied}
     return content
+
+
+def _completed(config: dict[str, Any], is_part: bool, found: Findings) -> dict[str, Any]:
+    """With the sizes that transformers has where a file says nothing: it leaves them out of the parts of a model."""
+    kind = config.get("model_type")
+    defaults = _DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
+    latent = not config.keys().isdisjoint(_LATENT["kv_lora_rank"])
+    wanted = [*_ALIASES] if is_part else [] if latent else [*_SIZES["kv_heads"], *_SIZES["head_dim"]]
+    lacking = {
+        name: size
+        for name, size in defaults.items()
+        if name in wanted and config.keys().isdisjoint(_ALIASES[name])
+    }  # fmt: skip
+    heads = _first(config, _SIZES["heads"])[1]
+    if not is_part and as_count(heads) % lacking.get("num_key_value_heads", 1):
+        del lacking["num_key_value_heads"]
+    if lacking:
+        names = listed(f"{name} = {size}" for name, size in lacking.items())
+        found.note(f"not given, so as transformers has it for {kind}: {names}", "model.preset")
+    return lacking | config
 
 
 def _family(config: dict[str, Any]) -> dict[str, Any]:
