@@ -10,7 +10,8 @@
     > …              words or rows of another page, verbatim; the last line names it: > — [accuracy](accuracy.md)
                      or a part of it: accuracy.md#reading; after "The worst first:", as many rows as are quoted
 
-`python docs/examples.py` lists what is out of date; `--refresh` writes the current output and quotes into the pages.
+`python docs/examples.py [PAGE…]` lists what is out of date; `--refresh` writes the current output and quotes into the
+pages.
 """
 
 from __future__ import annotations
@@ -328,7 +329,8 @@ def changes_of(page: Path) -> dict[int, str]:
 def main() -> int:
     """List what is out of date, or refresh it."""
     refresh, left = "--refresh" in sys.argv, 0
-    for page in pages():
+    named = {Path(name).resolve() for name in sys.argv[1:] if not name.startswith("--")}
+    for page in (page for page in pages() if not named or page in named):
         text, changes = page.read_text("utf-8").splitlines(), changes_of(page)
         for number, line in sorted(changes.items()):
             print(f"{page.relative_to(ROOT)}:{number}\n  - {text[number - 1]}\n  + {line or '(nothing like it)'}")
