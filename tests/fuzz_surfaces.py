@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gzip
 import io
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from fuzz_command import (
     unlimited,
 )
 from lumos.dry_run.recorded_step import write_recording
-from support import header, small_recording, training_run, write_trace
+from support import Event, header, launch, op, small_recording, training_run, write_trace
 
 Random = random.Random
 WRITES = ("", "", "", "answer.html", "answer.json", "answer.csv")
@@ -496,13 +498,14 @@ def chakra_json(chance: Random, folder: Path) -> None:
 
 def execution_traces(chance: Random, folder: Path) -> None:
     """PyTorch's execution traces beside a profile of the same run, and alone."""
-    names = ["aten::mm", "aten::zero_", "record_param_comms", "aten::mm", "record_param_comms"]
+    names = ["aten::mm", "aten::add", "aten::mm"]
     text = json.dumps(et_nodes(names)).encode()
     mutate = chance.choice([m.mutated_leaves, m.mutated_leaves, m.mutated_json, m.damaged])
     (folder / "et").mkdir()
     packed = gzip.compress(mutate(chance, text), 1) if chance.random() < 0.5 else mutate(chance, text)
     (folder / "et" / "rank0.json").write_bytes(packed)
-    write_trace(folder / "rank0.json", training_run(steps=1, layers=2), header(0))
+    events = [(op(name, 40 * i, 30), *launch("gemm", 40 * i + 5, i + 1)) for i, name in enumerate(names)]
+    write_trace(folder / "rank0.json", list(chain.from_iterable(events)), header(0))
     given = chance.choice(["et", "et/rank0.json"])
     run(folder, "convert", "rank0.json", "--et", given, "-o", "run.et", *chance.choice([["--anonymise"], [], []]))
     run(folder, "replay", given)
@@ -641,18 +644,29 @@ def pages(chance: Random, folder: Path) -> None:
     if (folder / "answer.html").exists() and chance.random() < 0.1 and find_browser():
         with _browser().open(folder / "answer.html") as page:
             page.draw_charts()
-            if page.errors or len(page.requests) != 1:
-                raise UnsoundError(f"the page: {page.errors[:2]}, asks for {page.requests[1:3]}")
+            asked = [address for address in page.requests[1:] if not address.startswith("data:")]
+            if page.errors or asked:
+                raise UnsoundError(f"the page: {page.errors[:2]}, asks for {asked[:2]}")
 
 
 @cache
 def _browser() -> Browser:
+    """One for all cases, until this process ends."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
     with unlimited():
-        return contextlib.ExitStack().enter_context(open_browser())
+        return stack.enter_context(open_browser())
+
+
+def _with_shapes(events: list[Event]) -> list[Event]:
+    """Operators with the tensors that they take."""
+    shapes = {"Input Dims": [[64, 64], [64, 64]], "Input type": ["c10::BFloat16"] * 2, "Concrete Inputs": ["", ""]}
+    return [e | {"args": e["args"] | shapes} if e.get("cat") == "cpu_op" else e for e in events]
 
 
 def _injected_trace(chance: Random, folder: Path, rank: int = 0) -> str:
-    events = m.injected(chance, training_run(rank=rank, steps=2, layers=2), keep=("ph", "cat", "s"))
+    plain = _with_shapes(training_run(rank=rank, steps=2, layers=2))
+    events = m.injected(chance, plain, keep=("ph", "cat", "s", "Input type"))
     head = m.injected(chance, header(rank, None, traceName="t", host="h"))
     name = m.hostile_file_name(chance, f"rank{rank}.json")
     write_trace(folder / name, events, head)
@@ -679,9 +693,11 @@ def _page_of_two(chance: Random, folder: Path) -> list[str]:
 
 def _page_of_table(chance: Random, folder: Path) -> list[str]:
     frame = polars.read_csv(ROOT / "examples/operations.csv")
-    odd = [m.injected(chance, value, share=0.1) for value in frame["optype"]]
+    odd, kind = "gc" + chance.choice(m.INJECTIONS), polars.col("optype")
     name = m.hostile_file_name(chance, ".csv")
-    frame.with_columns(polars.Series("optype", odd)).write_csv(folder / name)
+    frame.with_columns(
+        polars.when(kind == "optimizer").then(polars.lit(odd)).otherwise(kind).alias("optype")
+    ).write_csv(folder / name)
     return ["stragglers", "./" + name, *chance.choice([[], ["--risk"]])]
 
 
@@ -703,7 +719,9 @@ def _page_of_setup(chance: Random, folder: Path) -> list[str]:
 
 def _page_of_dry_run(chance: Random, folder: Path) -> list[str]:
     content = json.loads(gzip.decompress((made_once("dry", dry_recording) / "rank0.dry.json.gz").read_bytes()))
-    odd = m.injected(chance, content, keep=("format", "phase", "dtype"), share=chance.choice((0.02, 0.1)))
+    known = {text for one in small_recording().ops for text in (one.name, one.phase, *one.options)}
+    known |= {"format", "bf16", "fp32", "int64", "bool", "weights", "gradients", "optimizer"}
+    odd = m.injected(chance, content, keep=known, share=chance.choice((0.1, 0.5)))
     (folder / "rank0.dry.json.gz").write_bytes(gzip.compress(json.dumps(odd).encode(), 1))
     return ["predict", "--from", "."]
 
@@ -748,15 +766,22 @@ PAGES: tuple[Callable[[Random, Path], list[str]], ...] = (
 def written_scripts(chance: Random, folder: Path) -> None:
     """Scripts that Lumos writes for others: names of models, traces and paths stay names in them."""
     if chance.random() < 0.4:
-        path = _injected_trace(chance, folder)
-        run(folder, "replay", path, "--operators", "--reproduce", "reproduced")
+        events = _with_shapes(training_run(steps=1, layers=2))
+        for event in events:
+            if event.get("cat") == "cpu_op" and chance.random() < 0.5:
+                event["args"] = m.injected(chance, event["args"], share=0.3)
+            if chance.random() < 0.3 and event.get("cat") in ("kernel", "user_annotation"):
+                event["name"] += chance.choice(m.INJECTIONS)
+        name = m.hostile_file_name(chance, ".json")
+        write_trace(folder / name, events, m.injected(chance, header()))
+        run(folder, "replay", "./" + name, "--operators", "--reproduce", "reproduced")
         return
     text = (ROOT / "examples/one-h200.toml").read_text()
     named = json.dumps("a" + chance.choice(m.INJECTIONS))
     (folder / "run.toml").write_text(text.replace("[model]", f"[model]\nname = {named}", 1), "utf-8")
     tool = chance.choice(["megatron", "torchtitan", "deepspeed"])
-    run(folder, "predict", "run.toml", "--set", f"train.framework={chance.choice(['megatron-core', 'pytorch', 'x'])}",
-        "--emit", f"{tool}=emitted")  # fmt: skip
+    framework = chance.choice(["megatron", "pytorch", "deepspeed", "torchtitan"])
+    run(folder, "predict", "run.toml", "--set", f"train.framework={framework}", "--emit", f"{tool}=emitted")
 
 
 def python(chance: Random, folder: Path) -> None:

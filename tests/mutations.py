@@ -324,12 +324,13 @@ def mutated_leaves(random: random.Random, content: bytes) -> bytes:
 
 
 def injected(random: random.Random, value: Any, keep: Collection[str] = (), share: float = 0.5) -> Any:
-    """A JSON value in which many strings, but those under the keys to keep, go on with something that would run."""
+    """A JSON value in which many strings go on with something that would run, but not those to keep, or under them."""
     if isinstance(value, dict):
         return {k: v if k in keep else injected(random, v, keep, share) for k, v in value.items()}
     if isinstance(value, list):
         return [injected(random, part, keep, share) for part in value]
-    return value + random.choice(INJECTIONS) if isinstance(value, str) and random.random() < share else value
+    is_chosen = isinstance(value, str) and value not in keep and random.random() < share
+    return value + random.choice(INJECTIONS) if is_chosen else value
 
 
 def hostile_file_name(random: random.Random, suffix: str) -> str:

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from browser import LAPTOP, Browser, find_browser, open_browser
 from browser import Page as Tab
+from commands import lumos_here
 from lumos import Scale, read_job, replay
 from lumos.analysis.comparison import Comparison
 from lumos.analysis.replay import Replay
@@ -286,6 +287,13 @@ def test_names_from_a_trace_are_text_and_nothing_else(hostile_run: Replay) -> No
     for snippet in (replay_snippet(hostile_run), prediction_snippet(predict(hostile_run, []))):
         assert "<script" not in snippet
         assert "<img" not in snippet
+
+
+def test_a_file_whose_name_is_no_text_has_a_page(tmp_path: Path) -> None:
+    write_trace(tmp_path / "\udcff.json", training_run(), header())
+    done = lumos_here("replay", "\udcff.json", "-o", "answer.html", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?.json" in (tmp_path / "answer.html").read_text("utf-8")
 
 
 @settings(max_examples=40)

@@ -30,6 +30,7 @@ class Pattern:
         """The pattern; OptionError, which begins with `place`, for what is none."""
         import polars  # here: most commands are given no pattern
 
+        text = text.encode(errors="replace").decode()
         try:
             found = polars.Series([""]).str.extract_groups(text)
             polars.Series([""]).str.contains(text)  # a pattern without groups was not looked at yet

@@ -206,7 +206,7 @@ def _is_of_dry_runs(error: BaseException, frames: list[traceback.FrameSummary]) 
 
 def _stop(text: str) -> None:
     sys.stdout.flush()
-    os.write(2, f"{text}\n".encode())  # torch.distributed reads what is written to sys.stderr
+    os.write(2, f"{text}\n".encode(errors="replace"))  # torch.distributed reads what is written to sys.stderr
     os._exit(2)
 
 

@@ -58,7 +58,7 @@ class LaunchFiles:
             raise OptionError(f"--emit {folder}: cannot be made ({error.strerror}): name another folder") from None
         for name, text in self.files.items():
             with whole_file(folder / name) as file:
-                file.write(text.encode())
+                file.write(text.encode(errors="replace"))
 
 
 def launch_files(setup: Setup, tool: str) -> LaunchFiles:

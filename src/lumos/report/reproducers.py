@@ -53,7 +53,7 @@ def write_reproducers(folder: Path, found: TracedOperators) -> tuple[list[str], 
         raise OptionError(f"--reproduce {folder}: cannot be created ({error.strerror})") from None
     for name, text in scripts.items():
         with whole_file(folder / name) as file:
-            file.write(text.encode())
+            file.write(text.encode(errors="replace"))
     return list(scripts), list(dict.fromkeys(reasons))
 
 

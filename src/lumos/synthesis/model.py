@@ -24,6 +24,7 @@ VERSION = 1
 COLUMNS = ("place", "work", "call", "delay", "busy", "bytes")  # of a joint distribution; times in microseconds
 LEVELS = (0.0, 0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98, 1.0)  # of the quantiles that are kept
 SCHEDULES = ("1f1b", "gpipe")  # that are recognised, and generated
+MOST_DEVIATION = 20.0  # of logarithms of times; at more, times of one run would not fit into numbers
 PHASES = ("forward", "backward", "optimizer")
 PLACES = ("first", "middle", "last")
 _LENGTHS = {0, len(LEVELS)}
@@ -32,6 +33,7 @@ _ADVICE = "name a file that `lumos synthesise --save` wrote"
 
 _Number = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
 _Factor = Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)]
+_Deviation = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_DEVIATION)]
 _Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 _Some = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -111,9 +113,9 @@ class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Standard deviations: of logarithms of host and GPU time over ranks, of both over steps; of when ranks start."""
 
-    host: _Number
-    gpu: _Number
-    step: _Number
+    host: _Deviation
+    gpu: _Deviation
+    step: _Deviation
     start_us: _Number
 
 

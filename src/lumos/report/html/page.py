@@ -80,7 +80,7 @@ def write_page(path: Path, page: Page) -> None:
     """The whole file, or none."""
     with whole_file(path) as file:
         for part in render(page):
-            file.write(part.encode())
+            file.write(part.encode(errors="replace"))
 
 
 def render(page: Page) -> Iterable[str]:
