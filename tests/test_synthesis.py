@@ -335,7 +335,7 @@ def test_distributions_are_as_far_apart_as_scipy_says() -> None:
 
 
 def test_a_seed_that_numpy_does_not_take_is_refused(model: Model) -> None:
-    with pytest.raises(OptionError, match="seed -1"):
+    with pytest.raises(OptionError, match="--seed -1"):
         synthesise(model, seed=-1)
 
 

@@ -31,4 +31,4 @@ class CycleError(LumosError):
 def check_seed(seed: int) -> None:
     """Refuse a seed that generators of random numbers do not take."""
     if not 0 <= seed < 1 << 63:
-        raise OptionError(f"the seed {seed} is out of range: give a whole number from 0 on")
+        raise OptionError(f"--seed {seed}: give a number from 0 to {(1 << 63) - 1:,}")

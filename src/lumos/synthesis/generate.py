@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lumos.errors import OptionError
+from lumos.errors import OptionError, check_seed
 from lumos.graph.from_trace.build import Execution
 from lumos.synthesis.draw import draw_step, expected_tasks, matched
 from lumos.synthesis.lanes import Lanes
@@ -46,8 +46,7 @@ def generate(model: Model, size: Size | None = None, seed: int = 0) -> Execution
     asked = size or Size()
     wanted = asked.of(model)
     groups = _groups_at(model, asked.ranks)
-    if seed < 0:
-        raise OptionError(f"--seed {seed}: give a number from 0")
+    check_seed(seed)
     role_of_rank = _roles_at(model, asked.ranks)
     per_role = [
         expected_tasks(model, role, wanted.layers, wanted.micro_batches) * wanted.steps

@@ -188,8 +188,8 @@ def _spreads(jobs: Sequence[Job], role_of: Mapping[int, int]) -> Spread:
             totals = [np.mean([(_host(rank), _gpu(rank)) for rank in step.ranks]) for step in job.steps]
             found["step"].append(float(np.log(totals).std()))
     keys = ("host", "gpu", "step", "start_us")
-    host, gpu, step, start_us = (rounded(float(np.mean(found[key]))) if found[key] else 0.0 for key in keys)
-    return Spread(*(min(one, MOST_DEVIATION) for one in (host, gpu, step)), start_us)
+    host, gpu, of_steps, start_us = (rounded(float(np.mean(found[key]))) if found[key] else 0.0 for key in keys)
+    return Spread(min(host, MOST_DEVIATION), min(gpu, MOST_DEVIATION), min(of_steps, MOST_DEVIATION), start_us)
 
 
 def _host(rank: ObservedRank) -> float:
