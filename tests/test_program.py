@@ -1248,3 +1248,17 @@ def test_newton_schulz_takes_as_long_as_it_was_measured_to() -> None:
     for row in (row for row in rows if row["m"] >= 4096):  # smaller ones are bound by the host
         block = orthogonalised(Program(setup).layout, [Matrices(row["m"], row["n"], 1.0)])
         assert time_of(block, prices_of(setup)).us == pytest.approx(1e3 * row["ms"], rel=0.05)
+
+
+@pytest.mark.parametrize(("precision", "share"), [("bf16", 1.0), ("fp8", 0.5), ("mxfp8", 0.5), ("nvfp4", 0.25)])
+def test_transformer_engine_gathers_sequences_as_its_matmuls_read_them(precision: str, share: float) -> None:
+    """The output matrix stays in 16 bits, and so do sums over ranks."""
+    stated = {"parallel__tp": 4, "parallel__sequence_parallel": True, "cluster__gpu": "b200"}
+    layout = layout_of(train__precision=precision, **stated)
+    layer = TransformerLayer(layout)
+    moved = Counter({"all_gather": 0.0, "reduce_scatter": 0.0})
+    for op in [*layer.forward(), *layer.backward()]:
+        if isinstance(op.work, Collective):
+            moved[op.work.kind] += op.work.bytes / layout.activation_bytes
+    assert moved == {"all_gather": 6 * share, "reduce_scatter": 4.0}
+    assert [op.work.bytes for op in head(layout) if op.name == "gather sequence"] == [layout.activation_bytes]

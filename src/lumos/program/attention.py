@@ -32,7 +32,7 @@ def attention_backward(s: RankLayout) -> Block:
     out_inputs, out_weights = ops.linear_backward(s, s.tokens, s.model.hidden, _out_width(s), "out")
     return [
         *ops.residual_backward(s),
-        *ops.gather(s, name="gather grads"),
+        *ops.gather(s, name="gather grads", element=ops.gathered_element(s)),
         *out_inputs,
         *out_weights,
         *core_backward(s),

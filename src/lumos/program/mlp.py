@@ -24,7 +24,7 @@ def mlp_backward(s: RankLayout) -> Block:
     up = ops.linear_backward(s, s.tokens, s.inward * ffn, s.model.hidden, "up", count=_parts(s))
     return [
         *ops.residual_backward(s),
-        *ops.gather(s, name="gather grads"),
+        *ops.gather(s, name="gather grads", element=ops.gathered_element(s)),
         *down_inputs,
         *down_weights,
         *activation(s, s.tokens, ffn, backward=True),

@@ -400,7 +400,7 @@ def shared(s: RankLayout) -> Block:
         return []
     inward, down = dense(s, s.tokens, _shared_width(s))
     scatter = ops.reduce(s, name="shared reduce") if s.splits_sequences else []
-    return [*ops.gather(s, name="shared gather"), *inward, *down, *scatter]
+    return [*ops.gather(s, name="shared gather", element=ops.gathered_element(s)), *inward, *down, *scatter]
 
 
 def _shared_backward(s: RankLayout) -> Block:
@@ -411,7 +411,8 @@ def _shared_backward(s: RankLayout) -> Block:
     up = ops.linear_backward(s, s.tokens, s.inward * ffn, hidden, "shared up")
     scatter = ops.reduce(s, name="shared grad reduce") if s.splits_sequences else []
     inner = activation(s, s.tokens, ffn, backward=True)
-    return [*ops.gather(s, name="shared gather grads"), *down[0], *down[1], *inner, *up[0], *up[1], *scatter]
+    gathered = ops.gather(s, name="shared gather grads", element=ops.gathered_element(s))
+    return [*gathered, *down[0], *down[1], *inner, *up[0], *up[1], *scatter]
 
 
 def expert_gradient_bytes(s: RankLayout) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from lumos.data_files import read_table
 from lumos.program.block import Block, BlockOp
-from lumos.program.operators import Collective, Group, Operator
+from lumos.program.operators import BYTES, Collective, Group, Operator
 from lumos.program.rank_layout import RankLayout
 
 
@@ -240,10 +240,25 @@ def _widened(one: BlockOp, other: BlockOp, saves: float = 0.0) -> BlockOp:
 
 
 # ---------------------------------------------------------------------- tensor parallelism
-def gather(s: RankLayout, waits: bool = True, name: str = "gather sequence", low: bool = False) -> Block:
-    """What a column-parallel linear layer needs before it: the whole sequence, if it is divided (`low`: in 8 bits)."""
-    size = s.activation_bytes / (s.element if low else 1)
+def gather(s: RankLayout, waits: bool = True, name: str = "gather sequence", element: float = 0.0) -> Block:
+    """What a column-parallel linear layer needs before it: the whole sequence, if it is divided.
+
+    `element`: bytes of a value on the network, 0 as in the activations.
+    """
+    size = s.activation_bytes * (element / s.element if element else 1.0)
     return collective("all_gather", size, s.tp, waits, name) if s.splits_sequences else []
+
+
+def gathered_element(s: RankLayout, forward: bool = False) -> float:
+    """Bytes of a value that linear layers of a layer gather over the sequence.
+
+    Transformer Engine casts inputs and gradients to the precision of its matmuls first (gather_along_first_dim in
+    pytorch/module/layernorm_linear.py and base.py); their scales are left out. With adapters,
+    which read the same in 16 bits, they are gathered as they are (return_layernorm_output_gathered).
+    """
+    if s.eight_bit and s.framework.fused and s.train.mode != "lora":
+        return BYTES[s.train.precision]
+    return 1.0 if forward and _is_gathered_low(s, s.model.hidden) else float(s.element)
 
 
 def reduce(s: RankLayout, waits: bool = True, name: str = "reduce") -> Block:
@@ -254,10 +269,10 @@ def reduce(s: RankLayout, waits: bool = True, name: str = "reduce") -> Block:
 
 def after_gather(s: RankLayout, block: Block) -> Block:
     """Matmuls that need the whole sequence: after it is gathered, or in step with the gathering."""
-    low = _is_gathered_low(s, s.model.hidden)
+    element = gathered_element(s, forward=True)
     if not s.tp_overlap_forward:
-        return [*gather(s, low=low), *block]
-    return [*gather(s, waits=False, low=low), *block, *join(s)]
+        return [*gather(s, element=element), *block]
+    return [*gather(s, waits=False, element=element), *block, *join(s)]
 
 
 def before_reduce(s: RankLayout, block: Block, name: str) -> Block:
@@ -269,7 +284,9 @@ def before_reduce(s: RankLayout, block: Block, name: str) -> Block:
 
 def gradients_overlapped(s: RankLayout, inputs: Block, weights: Block) -> Block:
     """The input gradient's reduction, behind the weight gradient where the framework overlaps them."""
-    again = [] if s.framework.keeps_gathered else gather(s, waits=not s.tp_overlap, name="gather inputs again")
+    element = gathered_element(s)
+    again = gather(s, waits=not s.tp_overlap, name="gather inputs again", element=element)
+    again = [] if s.framework.keeps_gathered else again
     if not s.tp_overlap:
         return [*again, *inputs, *weights, *reduce(s, name="grad reduce")]
     return [*again, *inputs, *reduce(s, waits=False, name="grad reduce"), *weights, *join(s)]
