@@ -6,11 +6,13 @@ import gzip
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +22,15 @@ import pytest
 
 import lumos as lumos_package
 from commands import lumos_here as lumos
+from lumos.data_files import read_table
 from lumos.errors import InputError
+from lumos.files import _DEEP_KEY, toml_table
+from lumos.setup.importers.megatron import arguments_in_log
+from lumos.trace.names import is_communication
 from lumos.trace.read import host_memory as memory
-from lumos.trace.read import json_slices
+from lumos.trace.read import json_slices, kineto
+from lumos.trace.read.astra_sim_log import _NODE
+from lumos.trace.read.chakra_pytorch import _ANNOUNCED
 from lumos.trace.read.job import read_job
 from lumos.trace.read.kineto import read_kineto
 from support import PATIENCE_S, header, json_text, op, training_run, write_bytes, write_trace
@@ -536,9 +544,28 @@ def test_more_events_than_memory_can_hold_are_refused_while_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = packed(tmp_path / "rank0.json.gz", [(START, 1), (b"," + EVENT, 100_000), (b"]}", 1)])
-    monkeypatch.setattr("lumos.trace.read.kineto.available_bytes", lambda: 20 << 20)
-    with pytest.raises(InputError, match=r"has 100,001 events or more, too many for the 0\.0 GiB.*--match"):
+    monkeypatch.setattr("lumos.trace.read.kineto.available_bytes", lambda: 30 << 20)
+    with pytest.raises(InputError, match=r"has about 100,001 events, too many for the 0\.0 GiB.*--match"):
         read_job(path)
+
+
+def test_a_file_is_refused_by_its_first_events_if_the_rest_can_only_be_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = packed(tmp_path / "rank0.json.gz", [(START, 1), (b"," + EVENT, 100_000), (b"]}", 1)])
+    monkeypatch.setattr(json_slices, "SLICE_BYTES", 1 << 16)
+    slices, free = [], 10 << 20
+    monkeypatch.setattr("lumos.trace.read.kineto.available_bytes", lambda: free)
+    refuse = kineto.refuse_events
+    monkeypatch.setattr(kineto, "refuse_events", lambda *given: slices.append(given) or refuse(*given))
+    with pytest.raises(InputError, match=r"has about (9\d|10\d),\d{3} events"):
+        read_job(path)
+    assert len(slices) == 1
+    slices.clear()
+    free = 28 << 20  # not clearly too little
+    with pytest.raises(InputError, match="too many"):
+        read_job(path)
+    assert len(slices) > 10
 
 
 @pytest.mark.parametrize(
@@ -557,3 +584,43 @@ def test_a_wrong_option_or_argument_is_one_line(tmp_path: Path, arguments: list[
     assert said in done.stderr
     assert "--help lists the options" in done.stderr
     assert everything_in(tmp_path) == set()
+
+
+ARGUMENTS = "\n".join(f" layers_{n} ...... 4" for n in range(4))
+SLOW_TEXTS: dict[str, tuple[Callable[[str], object], str, str]] = {
+    "namespaces": (arguments_in_log, "", "Namespace("),
+    "open lists": (arguments_in_log, "Namespace(a=1)\nNamespace(", "a=[,"),
+    "open quotes": (arguments_in_log, "Namespace(a=1)\nNamespace(", "a='b, c=\","),
+    "dashes": (arguments_in_log, ARGUMENTS + "\n", "-"),
+    "nodes": (lambda t: _NODE.match(t.encode()), "", "issue, sys->id=1, tick=1, node->id=1, node->name="),
+    "announcements": (_ANNOUNCED.search, "", "1, 1, 1, 'a', ["),
+    "kernel names": (is_communication, "", "symm_mem"),
+    "parts of a key": (lambda t: _DEEP_KEY.search(t.replace(".a", ".a ", 1)), "a", ".a"),
+    "strings": (_DEEP_KEY.search, "", '"a".\'b\' "c'),
+    "torchtitan": (re.compile(read_table("frameworks.toml")["torchtitan-2024"]["aliases"][0]).search, "", "torchtitan"),
+}
+
+
+@pytest.mark.parametrize("name", SLOW_TEXTS)
+def test_reading_a_text_does_not_take_the_square_of_its_length(name: str) -> None:
+    read, head, repeated = SLOW_TEXTS[name]
+
+    def cpu_s(count: int) -> float:
+        """The least time of several, of this thread alone: other work on the machine does not count."""
+        text, times = head + repeated * count + "\n", []
+        for _ in range(5):
+            begin = time.thread_time()
+            read(text)
+            times.append(time.thread_time() - begin)
+        return min(times)
+
+    count = 16_000 // len(repeated)
+    assert cpu_s(8 * count) / cpu_s(count) < 24  # 8 if linear, 64 if quadratic
+
+
+def test_keys_of_thousands_of_parts_are_refused(tmp_path: Path) -> None:
+    key = " . ".join(["a", '"b.c"', "'d'"] * 10_000)
+    for line in (f"{key} = 1", f"[{key}]", f"x = {{{key} = 1}}"):
+        (tmp_path / "run.toml").write_text(line)
+        assert "a key of more than 100 parts" in refusal(tmp_path, "predict", "run.toml")
+    assert toml_table("a.b.c = 1.5\nd = '" + "x." * 90 + "'")["a"] == {"b": {"c": 1.5}}

@@ -7,7 +7,6 @@ A finding states a fact about the trace; nothing is guessed, and what is there i
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from lumos.analysis.kernel_labels import RankLabels, label
 from lumos.analysis.replay import Replay, replay
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.files import read_file
+from lumos.files import read_file, toml_table
 from lumos.trace.names import CPU_COMPUTE, CallKind, Category, is_step
 from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
 from lumos.trace.steps import WHOLE
@@ -288,7 +287,7 @@ def beside(path: Path, headers: tuple[Header, ...]) -> Beside:
 def _describes_a_model(path: Path) -> bool:
     """Whether a setup says what was trained; one that only torch filled in does not."""
     try:
-        return bool(tomllib.loads(read_file(path, _LOOKED_AT, "").decode()).get("model"))
+        return bool(toml_table(read_file(path, _LOOKED_AT, "").decode()).get("model"))
     except (InputError, ValueError, RecursionError):  # not ours, or not for reading
         return False
 

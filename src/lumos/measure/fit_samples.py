@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -30,6 +31,7 @@ from lumos.setup.gpus import Gpu, find_gpu
 
 OTHER_ROWS = ("host", "profiler", "power", "step")
 _WAY_OUT = "name files that `lumos sample` wrote"
+_MOST_ROWS = 1_000_000  # of a file or folder; the finest grid has a tenth of that
 _SHORTEST_US, _LONGEST_US = 1e-9, 1e9
 _MOST_WATTS = 1e5
 _CONTRADICTION = 4.0  # one time of a row over another one of it
@@ -111,10 +113,13 @@ def _is_cut(path: Path) -> bool:
 def _read(path: Path) -> tuple[Row, list[Placed]]:
     """(header, rows) of one file, all of one GPU."""
     if path.is_dir():
-        rows = list(published_rows(path))
+        source = published_rows(path)
     else:
         _refuse_model(path)
-        rows = list(lines_of(path, unpack=True))
+        source = lines_of(path, unpack=True)
+    rows = list(islice(source, _MOST_ROWS + 1))
+    if len(rows) > _MOST_ROWS:
+        raise InputError(f"{path}: more than {_MOST_ROWS:,} rows, which no machine needs; {_WAY_OUT}")
     if not rows:
         raise InputError(f"{path}: empty; {_WAY_OUT}")
     header = rows[0][1]

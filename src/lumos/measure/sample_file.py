@@ -41,6 +41,7 @@ Key = tuple[tuple[str, str], ...]
 
 _MOST_BYTES = 1 << 28
 _MOST_MEMORY = 1 << 28  # that decompressing may take
+_MOST_STREAMS = 100  # in a file that is compressed by xz: each of them copies the rest of the file
 _XZ, _GZIP = PACKED = b"\xfd7zXZ\0", b"\x1f\x8b"
 _WAY_OUT = "name a file that `lumos sample` wrote"
 _MEASURED = frozenset({"us", "error", "watts", "clock_mhz", "launches"})  # what does not tell one row from another
@@ -151,12 +152,15 @@ def _unpacked(content: bytes, path: Path) -> bytes:
         if content.startswith(_GZIP):
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
                 found = file.read(_MOST_BYTES + 1)
+        streams = 0
         while content.startswith(_XZ) and len(found) <= _MOST_BYTES:
-            stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_MEMORY)
+            stream, streams = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_MEMORY), streams + 1
             found += stream.decompress(content, _MOST_BYTES + 1 - len(found))
             if not stream.eof and len(found) <= _MOST_BYTES:
                 raise EOFError
             content = stream.unused_data.lstrip(b"\0")
+            if content and streams == _MOST_STREAMS:
+                raise InputError(f"{path}: more than {_MOST_STREAMS} compressed parts; compress it as one")
     except (lzma.LZMAError, EOFError, OSError, zlib.error):
         raise InputError(f"{path}: cannot be decompressed, perhaps cut short; copy it again") from None
     if len(found) > _MOST_BYTES:

@@ -12,7 +12,6 @@ Without `like`, everything under "what a chip is" has to be given.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lumos.errors import InputError
-from lumos.files import read_file, stamp_of
+from lumos.files import read_file, stamp_of, toml_table
 from lumos.setup.messages import mistakes_of, one_of, shown
 
 ADVICE = "give a data sheet in TOML, as in docs/gpus.md"
@@ -90,7 +89,7 @@ def read_data_sheet(path: Path) -> DataSheet:
 @lru_cache(maxsize=64)
 def _read(path: Path, stamp: int) -> DataSheet:
     try:
-        values = tomllib.loads(read_file(path, _MOST_BYTES, ADVICE).decode("utf-8-sig"))
+        values = toml_table(read_file(path, _MOST_BYTES, ADVICE).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
         why = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"not TOML: {error}"
         raise InputError(f"{path}: {why}; {ADVICE}") from None

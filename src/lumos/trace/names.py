@@ -90,7 +90,7 @@ _CALLS: tuple[tuple[CallKind, re.Pattern[str]], ...] = (
 # cub::DeviceReduce and its like are arithmetic, not communication, so "reduce" alone proves nothing.
 _COMM = re.compile(
     r"nccl(Dev)?Kernel|rccl|\bdpsk::ep::|deep_ep|allreduce_fusion|multimem_all_?reduce|cross_device_reduce"
-    r"|all_?to_?all_?(single_)?kernel|nvshmem|symm_mem.*(reduce|gather|scatter)|one_shot_all_reduce|two_shot_all_reduce"
+    r"|all_?to_?all_?(single_)?kernel|nvshmem|symm_mem.{0,200}(reduce|gather|scatter)|one_shot_all_reduce|two_shot_all_reduce"
     r"|oneShotAllreduce|twoShotAllreduce|userbuffers",
     re.IGNORECASE,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from lumos.errors import InputError
+from lumos.files import toml_table
 from lumos.setup.importers import megatron
 from lumos.setup.importers.foreign_file import Findings, Reading, beginning_of, flat, text_of
 from lumos.setup.importers.huggingface import model_keys
@@ -66,7 +66,7 @@ def read_config(path: Path) -> Reading:
 def toml_value(text: str) -> Any:
     """A TOML value, or the text itself where it is a bare word: toml_value("[1, 2]"), toml_value("bf16")."""
     try:
-        read = tomllib.loads(f"value = {text}")
+        read = toml_table(f"value = {text}")
     except (ValueError, RecursionError):
         return text
     return read["value"] if len(read) == 1 else text
@@ -262,6 +262,6 @@ def json_value(text: str) -> Any:
 
 def _toml(text: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return toml_table(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"not TOML ({str(error)[:200]})") from None

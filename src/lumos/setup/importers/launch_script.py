@@ -53,6 +53,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 # Bounds: a few lines of a script can double each other many times.
 _LONGEST = 4 << 20  # characters, with the values of variables
 _LONGEST_VARIABLE = 1 << 16
+_MOST_FILLED = 16 << 20  # characters in which variables are looked for, in all
 _LARGEST_NUMBER = 10**15
 _NESTED = 4
 _DEEPEST = 100
@@ -195,6 +196,7 @@ class _Reader:
         self.undecided: dict[str, None] = {}  # conditions, in order
         self._open: list[_Branch] = []
         self._where = where
+        self._filled = 0
 
     @property
     def _taken(self) -> bool:
@@ -254,6 +256,9 @@ class _Reader:
 
         for _ in range(_NESTED):  # a default may hold a variable with a default
             length = len(text)
+            self._filled += length
+            if self._filled > _MOST_FILLED:
+                raise InputError(f"{self._where}: its variables grow beyond {_MOST_FILLED >> 20} MiB in all")
             before, text = text, _ARITHMETIC.sub(result, _VARIABLE.sub(value, text))
             if text == before:
                 break

@@ -497,9 +497,10 @@ def _not_modelled(found: Findings, options: Options) -> None:
 # Arguments as a run wrote them down: the block in its log, a Namespace, or a table in YAML or JSON
 
 _DOTTED = re.compile(r"([A-Za-z_]\w{1,80}) \.{2,48} ([^\n]{1,4000})")
-_HEADER = re.compile(r"-{6,} (?:end of )?arguments -{6,}")
-_NAMESPACE = re.compile(r"\bNamespace\(([^\n]*)\)")
-_PAIR = re.compile(r"(\w{1,80})=('[^'\n]*'|\"[^\"\n]*\"|\[[^\]\n]*\]|[^,()\n]*)")
+# No start is tried within what an earlier one has read: then the time does not grow with the square of the text.
+_HEADER = re.compile(r"(?<!-)-{6,}+ (?:end of )?arguments -{6}")
+_NAMESPACE = re.compile(r"^(?>[^\n]*?\bNamespace\()([^\n]*)\)", re.MULTILINE)
+_PAIR = re.compile(r"(\w{1,80})=('[^'\n]*'|\"[^\"\n]*\"|\[++[^\[\]\n]*\]|[^,()\n]*)")
 _UNSET = ("None", "null", "~", "False", "false", "[]", "{}", "")
 _USUAL: tuple[list[str], ...] = ([], ["0"], ["0.0"], ["1"], ["1.0"])  # most arguments are off, or 1
 _DEEPEST = 4

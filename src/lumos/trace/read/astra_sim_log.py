@@ -29,7 +29,9 @@ _MOST_DIGITS = 18  # of cycles: 31 years
 _COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
 _FINISHED = re.compile(rb"sys\[(\d+)\] finished, (\d+) cycles(?:, exposed communication (\d+) cycles)?")
 _STATISTIC = re.compile(rb"sys\[(\d+)\], (Wall|GPU|CPU|Comm) time: (\d+)")
-_NODE = re.compile(rb"(issue|callback),\s*sys->id=(\d+), tick=(\d+), node->id=(\d+), node->name=(.*), node->type=(\d+)")
+_NODE = re.compile(  # of the first "issue" alone: trying every one takes the square of a line's length
+    rb"(?>.*?(issue|callback),\s*sys->id=(\d+), tick=(\d+), node->id=(\d+), node->name=)(.*), node->type=(\d+)"
+)
 _FAILED = re.compile(rb"\[critical\] (?!warning! a callable)(.*)")
 _LOGGED = re.compile(rb"\s*\[\d{4}-\d\d-\d\d[T ][^]]*\] \[[\w:]+\] \[\w+\] ")  # the start of every line that it logs
 _END = b"] Exiting"
@@ -100,7 +102,7 @@ def read_astra_sim_log(path: Path) -> AstraSimLog:
             found.exposed_ns = None if finished[3] is None else _number(finished[3], path)
         elif (statistic := _STATISTIC.search(line)) is not None:
             _add_statistic(run.ranks.setdefault(_rank(statistic[1], path), SimulatedRank()), statistic, path)
-        elif (node := _NODE.search(line)) is not None:
+        elif (node := _NODE.match(line)) is not None:
             _add_node(run, started, node)
         elif (failed := _FAILED.search(line)) is not None and not run.failure:
             run.failure = printable(failed[1].decode(errors="replace"))[:200]

@@ -32,7 +32,7 @@ _STORAGE = re.compile(r"\[\d+, (\d{1,18})(?:, \d+)+, '(?:cuda|hip)[^']*'\]")
 _ANNOUNCED = re.compile(
     r"(?:\[(?P<sequence>\d{1,18}), (?P<message>True|False)\]|(?P<number>\d{1,18})), "
     r"(?:\['(?P<group>[^']*)', '[^']*'\]|(?P<group_number>\d{1,18})), (?P<peer>-?\d{1,9}), '(?P<name>\w+)', "
-    r"\[[^\]]*\], \[[^\]]*\], (?P<first>-?\d{1,9}), (?P<stride>-?\d{1,9}), (?P<size>-?\d{1,9})\]$"
+    r"\[[^\[\]]*\], \[[^\[\]]*\], (?P<first>-?\d{1,9}), (?P<stride>-?\d{1,9}), (?P<size>-?\d{1,9})\]$"
 )
 _BLOCKING = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero")
 

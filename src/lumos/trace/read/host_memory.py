@@ -11,6 +11,8 @@ import psutil
 from lumos.errors import InputError
 
 _MEMORY_PER_EVENT = 330  # bytes: columns and graph; measured on 4 million of the shortest events
+_CLEARLY = 1.5  # times the free memory: what is only expected to need so much is refused
+_LEAST_PORTION = 1e-3  # of a file, to expect anything of the rest
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -40,10 +42,14 @@ def require_memory(path: Path, need: float, advice: str) -> None:
         )
 
 
-def refuse_events(path: Path, events: int, free: int) -> None:
-    """Refuse what turns out to have more events than `free` bytes can hold, whatever the size of its file promised."""
-    if events * _MEMORY_PER_EVENT > free:
+def refuse_events(path: Path, events: int, free: int, portion: float = 1.0) -> None:
+    """Refuse what has more events than `free` bytes can hold, whatever the size of its file promised.
+
+    `events` are those of this portion of the file: what follows is expected to be like it.
+    """
+    expected = round(events / max(portion, _LEAST_PORTION))
+    if events * _MEMORY_PER_EVENT > free or expected * _MEMORY_PER_EVENT > _CLEARLY * free:
         raise InputError(
-            f"{path}: has {events:,} events or more, too many for the {free / 2**30:.1f} GiB of memory that were free; "
+            f"{path}: has about {expected:,} events, too many for the {free / 2**30:.1f} GiB of memory that were free; "
             "read fewer ranks with --match, or record fewer steps"
         )

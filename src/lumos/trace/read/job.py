@@ -221,10 +221,10 @@ def _kineto_traces(
         answers = readers.run(job, [share for of_file in shares for share in of_file])
         if meanwhile is not None and not isinstance(readers, Here):
             meanwhile()
-        for path, of_file in zip(paths, shares, strict=True):
+        for path, of_file, done in zip(paths, shares, accumulate(sizes), strict=True):
             trace = _joined([next(answers) for _ in of_file]) or next(readers.run(job, [(path, 0, 1)]))
             events += len(trace)
-            refuse_events(path if len(paths) == 1 else path.parent, events, free)
+            refuse_events(path if len(paths) == 1 else path.parent, events, free, done / sum(sizes))
             yield trace
 
 

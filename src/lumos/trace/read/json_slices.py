@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -69,11 +70,14 @@ class Slices(Generic[Event]):
         self._lost = 0
         self._bytes = 0  # read so far
         self._limit = sys.maxsize
+        self._size = 0  # unpacked; at least so much where it is packed
 
     def __iter__(self) -> Iterator[list[Event]]:
         with open_bytes(self.path) as file:
+            self._size = size = self.path.stat().st_size
             if not isinstance(file, io.BufferedReader):
-                self._limit = max(_ALWAYS_UNPACKED, _MOST_UNPACKED * self.path.stat().st_size)
+                self._limit = max(_ALWAYS_UNPACKED, _MOST_UNPACKED * size)
+                self._size = min(_unpacked_bytes(self.path), self._limit)
             buffer = self._read_header(file)
             if self.share[1] > 1:
                 yield from self._shared(file, buffer)
@@ -89,6 +93,11 @@ class Slices(Generic[Event]):
             yield self._decode_last(buffer, file)
         if self._lost:
             self.notes.append(f"{self._lost} events are not valid JSON and were left out")
+
+    @property
+    def portion(self) -> float:
+        """How much of the file has been read, or more than that."""
+        return min(1.0, self._bytes / max(self._size, 1))
 
     def _shared(self, file: IO[bytes], buffer: bytes) -> Iterator[list[Event]]:
         """Every n-th slice. Other readers cut the same file at the same positions, so a wrong cut ends the sharing."""
@@ -249,6 +258,13 @@ def open_bytes(path: Path) -> IO[bytes]:
         return igzip.open(path, "rb") if magic == b"\x1f\x8b" else path.open("rb")  # type: ignore[no-untyped-call]
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
+
+
+def _unpacked_bytes(path: Path) -> int:
+    """What a gzip file says at its end of its size: the remainder by 4 GiB, of its last part."""
+    with path.open("rb") as file:
+        file.seek(-min(4, path.stat().st_size), os.SEEK_END)
+        return int.from_bytes(file.read(4), "little")
 
 
 def _from_the_end(pattern: re.Pattern[bytes], buffer: bytes) -> Iterator[int]:

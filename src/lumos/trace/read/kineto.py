@@ -100,7 +100,7 @@ def _read(path: Path, event_type: type[_TypedEvent], share: tuple[int, int]) -> 
     for events in slices:
         columns.add(events)
         read += len(columns.parts[-1][0]) * share[1]
-        refuse_events(path, read, free)
+        refuse_events(path, read, free, slices.portion)
     header = _header(slices.header, path)
     warnings = [f"{path.name}: {note}" for note in dict.fromkeys(slices.notes)]
     if columns.refused:
