@@ -24,8 +24,8 @@ import lumos as lumos_package
 from commands import lumos_here as lumos
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.files import _DEEP_KEY, toml_table
 from lumos.setup.importers.megatron import arguments_in_log
+from lumos.setup.toml_text import _DEEP_KEY, toml_table
 from lumos.trace.names import is_communication
 from lumos.trace.read import host_memory as memory
 from lumos.trace.read import json_slices, kineto

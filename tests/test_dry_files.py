@@ -97,6 +97,22 @@ def test_a_recording_that_unpacks_to_millions_of_values_is_rejected_before_they_
         read_recording(path)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"assumptions": ["equal"] * 1001}, "number of assumptions = 1001"),
+        ({"made_by": {"torch": "2" * 1001}}, "a text of 1001 characters"),
+        ({"places": {3: "layer" * 201}}, "a text of 1005 characters"),
+        ({"ops": with_op(1, module="layer" * 201)}, "operator 1, aten.mm.default: a text of 1005 characters"),
+        ({"ops": with_op(17, after=(1,) * 1_000_001)}, "100000[0-9] waits, more than 1000000"),
+        ({"events": [StorageEvent(0, 3, 0)] * 1_600_001}, "1600001 events, more than 1600000"),
+    ],
+)
+def test_a_small_file_does_not_become_a_large_recording(tmp_path: Path, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        read_recording(changed_file(tmp_path / "rank0.dry.json.gz", **values))
+
+
 def test_recordings_of_different_jobs_in_one_folder_are_rejected(tmp_path: Path) -> None:
     changed_file(tmp_path / "rank1.dry.json.gz")
     other = changed_file(tmp_path / "rank2.dry.json.gz")

@@ -98,6 +98,20 @@ def test_ray_runs_no_code_of_the_current_folder(trap: Path) -> None:
     run_in(trap, ENTRY + RUN_ALL, json.dumps(lines))
 
 
+@pytest.mark.parametrize(("options", "path"), [(["-m", "lumos.cli.main"], ""), (["-P", "-m", "lumos.cli.main"], ":")])
+def test_packages_come_from_elsewhere_even_if_python_itself_would_look_in_the_current_folder(
+    tmp_path: Path, options: list[str], path: str
+) -> None:
+    """What Python imports before it starts Lumos is not up to Lumos: such modules are not planted here."""
+    names = {*packages_distributions(), "email", "signal", "zipfile"} - {"lumos", "_distutils_hack"}
+    for name in filter(str.isidentifier, names):
+        (tmp_path / f"{name}.py").write_text("open(__name__ + '.planted', 'w').close()\n")
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, *options, "predict", SETUP]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (list(tmp_path.glob("*.planted")), done.returncode) == ([], 0), done.stderr[-2000:]
+
+
 def test_workers_of_a_python_program_run_no_code_of_the_current_folder(trap: Path) -> None:
     run_in(trap, "import lumos\nif __name__ == '__main__':\n    print(lumos.replay(lumos.read_job('.')))\n")
 

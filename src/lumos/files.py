@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,9 +16,6 @@ from typing import IO, Any
 from lumos.errors import InputError, OptionError, printable
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a cell begins with that spreadsheets calculate
-_MOST_PARTS = 100  # of a dotted key
-_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
-_DEEP_KEY = re.compile(rf"(?<![\w-])(?:{_PART}\.[ \t]*+){{{_MOST_PARTS}}}")
 FORMS = (".html", ".json", ".csv", ".trace.json", ".trace.json.gz")
 
 
@@ -52,15 +48,6 @@ def read_file(path: Path, most: int, advice: str, place: str = "") -> bytes:
     if len(content) > most:
         raise InputError(f"{place}: larger than {most >> 20} MiB, too large for such a file; {advice}")
     return content
-
-
-def toml_table(text: str) -> dict[str, Any]:
-    """What TOML holds; ValueError or RecursionError where it is none, or where its tables are nested without end."""
-    import tomllib  # here, because `lumos sample --script` also runs on Python 3.10, which has none
-
-    if _DEEP_KEY.search(text):  # tomllib takes the square of the number of parts
-        raise ValueError(f"a key of more than {_MOST_PARTS} parts")
-    return tomllib.loads(text)
 
 
 def stamp_of(path: Path) -> int:

@@ -9,9 +9,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
-_HOME = Path(__file__).resolve().parents[1]  # the folder that this package is imported from
+_HOME = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # the folder that this package is imported from
 
 
 def safe_environment() -> dict[str, str]:
@@ -39,13 +38,13 @@ def safe_path() -> Iterator[None]:
 
 
 def drop_current_folder() -> None:
-    """Import nothing from the current folder from here on: `python -m` and PYTHONPATH may have put it on sys.path."""
+    """Import nothing from the current folder from here on."""
     sys.path[:] = [folder for folder in sys.path if not _is_current(folder)]
 
 
 def _is_current(folder: str) -> bool:
     """Whether a folder on sys.path is the current one, and not the one that Lumos itself is imported from."""
     with suppress(OSError):
-        here = Path(folder or os.curdir)
-        return here.samefile(os.curdir) and not here.samefile(_HOME)
+        here = folder or os.curdir
+        return os.path.samefile(here, os.curdir) and not os.path.samefile(here, _HOME)
     return False

@@ -19,7 +19,8 @@ from lumos.analysis.kernel_labels import RankLabels, label
 from lumos.analysis.replay import Replay, replay
 from lumos.data_files import read_table
 from lumos.errors import InputError
-from lumos.files import read_file, toml_table
+from lumos.files import read_file
+from lumos.setup.toml_text import toml_table
 from lumos.trace.names import CPU_COMPUTE, CallKind, Category, is_step
 from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
 from lumos.trace.steps import WHOLE

@@ -1,1 +1,5 @@
 """One file a command: arguments in, answers out."""
+
+from lumos.safe_path import drop_current_folder
+
+drop_current_folder()  # before anything else is imported: `python -m` and PYTHONPATH may have put it on sys.path

@@ -20,7 +20,6 @@ from typer.core import TyperGroup
 
 from lumos.cli.options import with_options_apart
 from lumos.errors import LumosError, printable
-from lumos.safe_path import drop_current_folder
 
 
 class _Command(NamedTuple):
@@ -102,7 +101,6 @@ def _all(
 
 def main() -> None:
     """The entry point of `lumos`."""
-    drop_current_folder()
     _prepare_streams()
     signal.signal(signal.SIGTERM, _terminated)
     code, message = _run()

@@ -19,6 +19,9 @@ SUFFIX = ".dry.json.gz"
 _MOST_BYTES = 256 << 20  # unpacked; a step of 200,000 operators has a tenth of it
 _MOST_VALUES = 12_000_000  # numbers, texts and lists, each of which takes up to 72 bytes in memory
 _MOST_OPS = 400_000
+# Each takes up to 1 kB while a step is simulated. Operators wait for few others, and memory is taken and released once.
+_MOST_WAITS = 1_000_000
+_MOST_EVENTS = 1_600_000
 
 
 class _File(msgspec.Struct):
@@ -82,8 +85,12 @@ def read_recording(path: Path) -> Recording:
 
 def _recording(kept: _File) -> Recording:
     count = sum(len(places) for _, places, _ in kept.ops)
-    if count > _MOST_OPS:
-        raise ValueError(f"{count} operators, more than {_MOST_OPS}")
+    waits = sum(len(after) for _, _, of_places in kept.ops for after in of_places)
+    for what, number, most in (
+        ("operators", count, _MOST_OPS), ("waits", waits, _MOST_WAITS), ("events", len(kept.events), _MOST_EVENTS)
+    ):  # fmt: skip
+        if number > most:
+            raise ValueError(f"{number} {what}, more than {most}")
     ops = {at: op._replace(after=after) for op, places, waits in kept.ops
            for at, after in zip(places, waits, strict=True)}  # fmt: skip
     if kept.format != FORMAT or set(ops) != set(range(count)):

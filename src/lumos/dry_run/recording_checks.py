@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache, lru_cache
+from itertools import chain
 
 from lumos.cost.aten_work import runs_kernel, works_of
 from lumos.cost.host_costs import host_us
@@ -21,12 +23,14 @@ _MOST_RANKS = 10_000_000
 _MOST_STREAMS = 10_000
 _MOST_DIMENSIONS, _MOST_ELEMENT = 64, 16  # of torch
 _MOST_TEXT = 1000  # characters of a name
+_MOST_NOTES = 1000  # assumptions, and versions
 _MOST_FLOPS, _MOST_MOVED = 1e21, 1e18  # of a step: days on the largest GPU
 
 
 def check_recording(recording: Recording) -> None:
     """Raise a ValueError that names the first value that no dry run writes, and where it stands."""
     _check_numbers(recording)
+    _check_texts(recording)
     work_of = cache(_work)
     flops = moved = 0.0
     for at, op in enumerate(recording.ops):
@@ -52,6 +56,19 @@ def _check_numbers(recording: Recording) -> None:
         _check_range(name, getattr(recording, name), low, high)
 
 
+def _check_texts(recording: Recording) -> None:
+    versions = chain.from_iterable(recording.made_by.items())
+    _check_range("number of assumptions", len(recording.assumptions), 0, _MOST_NOTES)
+    _check_range("number of versions", len(recording.made_by), 0, _MOST_NOTES)
+    _check_lengths(chain(recording.assumptions, versions, recording.places.values()))
+
+
+def _check_lengths(texts: Iterable[str]) -> None:
+    for text in texts:
+        if len(text) > _MOST_TEXT:
+            raise ValueError(f"a text of {len(text)} characters: {_short(text)}")
+
+
 def _check_waits(at: int, op: RecordedOp) -> None:
     for earlier in op.after:
         if not 0 <= earlier < at:
@@ -64,6 +81,7 @@ def _work(op: RecordedOp, world: int) -> tuple[float, float]:
         raise ValueError(f"a name of {len(op.name)} characters")
     if op.phase not in _PHASES:
         raise ValueError(f"phase {_short(op.phase)!r} is not one of {', '.join(_PHASES)}")
+    _check_lengths((op.module, *op.options))
     _check_range("stream", op.stream, -_MOST_COUNT, _MOST_COUNT)
     for tensor in (*op.inputs, *op.outputs):
         _check_tensor(tensor)

@@ -20,8 +20,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lumos.errors import InputError
-from lumos.files import read_file, stamp_of, toml_table
+from lumos.files import read_file, stamp_of
 from lumos.setup.messages import mistakes_of, one_of, shown
+from lumos.setup.toml_text import toml_table
 
 ADVICE = "give a data sheet in TOML, as in docs/gpus.md"
 _MOST_BYTES = 1 << 20

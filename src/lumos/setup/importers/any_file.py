@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from lumos.errors import InputError
-from lumos.files import toml_table
 from lumos.setup.importers import megatron
 from lumos.setup.importers.foreign_file import Findings, Reading, beginning_of, flat, text_of
 from lumos.setup.importers.huggingface import model_keys
@@ -24,6 +23,7 @@ from lumos.setup.importers.torchtitan import OPTION, is_torchtitan, keys_of, ove
 from lumos.setup.importers.torchtitan_python import configurations, registry_keys
 from lumos.setup.messages import listed, place_of, shown
 from lumos.setup.sections import as_count
+from lumos.setup.toml_text import toml_table
 
 _FORMATS = (
     "a setup is a .toml, a Hugging Face config.json, a Megatron script, log or file of arguments, a torchtitan TOML or "
