@@ -178,6 +178,8 @@ def fuzz(seed: int, seconds: float, kept: Path, only: str = "") -> Table:
         except EOFError:
             worker.join()
             what = f"the process died with exit code {worker.exitcode}"
+        except KeyboardInterrupt:  # the table of what was tried is shown all the same
+            end, what = 0.0, ""
         worker.kill()
         worker.join()
         if case is not None and what:

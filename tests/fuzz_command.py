@@ -73,6 +73,8 @@ def run(folder: Path, *arguments: str) -> Ran:
     try:
         app(list(arguments), standalone_mode=False)
         screen.flush()
+    except SystemExit as done:  # with the exit code of another program
+        return Ran({}) if not done.code else Ran(None, f"exit code {done.code}")
     except Exception as refused:
         return Ran(None, refusal_in(refused))
     finally:

@@ -262,6 +262,18 @@ def learned_spreads(chance: Random, folder: Path) -> None:
     run(folder, "predict", str(ROOT / "examples/one-h200.toml"), *few, "--variability", "file", *show)
 
 
+def slow_parts(chance: Random, folder: Path) -> None:
+    """Parts of a cluster that are slow in odd ways."""
+    values = (*m.NUMBERS, *m.VALUES, *["0", "0.5", "1.5", "dp", "tp"] * 12)
+    options = []
+    for _ in range(chance.choice((1, 1, 2))):
+        names = [chance.choice(["rank", "link", "group", "share", "share", "x"]), "factor", "gpu"]
+        kept = names[: chance.choice((1, 2, 2, 2, 2, 3))]
+        options += ["--slow", ",".join(f"{name}={chance.choice(values)}" for name in kept)]
+    draws = ["--risk", "--draws", chance.choice(["40", "40", "40", "0", "x", "1e3"])] if chance.random() < 0.7 else []
+    run(folder, "predict", str(ROOT / "examples/one-h200.toml"), "--gpus", "8", *options, *draws, *chance.choice(SHOWS))
+
+
 def searches(chance: Random, folder: Path) -> None:
     """Searches with odd questions; bounded by a small space."""
     options = {
@@ -919,6 +931,19 @@ def sampling(chance: Random, folder: Path) -> None:
     run(folder, "sample", "-o", chance.choice(outputs), *(word for pair in given.items() for word in pair), *script)
 
 
+def captures(chance: Random, folder: Path) -> None:
+    """`lumos capture` with odd options, of a command that ends at once."""
+    values = ("-1", "0", "1", "2", "x", "", "1e3", "9" * 25, "2147483648", "h200", "../x", "RANK", "A=B", "\x00")
+    options = []
+    names = ["--steps", "--warmup", "--setup", "--rank-env", "--world", "--rank", "--gpu"]
+    for name in chance.sample(names, chance.choice((1, 2, 3))):
+        options += [name, chance.choice(values)]
+    output = chance.choice(["out", "out", "out", "", ".", "no/such", "command.txt", "/dev/null", "x\x00"])
+    run(
+        folder, "capture", "-o", output, *options, *chance.choice([[], ["--dry"]]), "--", *chance.choice([["true"], []])
+    )
+
+
 def read_only_homes(chance: Random, folder: Path) -> None:
     """Commands of somebody who can write nowhere but into this folder, without caches of any kind."""
     for rank in range(2):
@@ -943,9 +968,9 @@ def read_only_homes(chance: Random, folder: Path) -> None:
 SURFACES: dict[Callable[[Random, Path], None], int] = {
     trace_commands: 40, convert_and_back: 15, anonymise: 10, patterns: 10, chakra: 10, chakra_fields: 10,
     chakra_json: 15, execution_traces: 8, nsight: 15, astra_logs: 5, setups: 25, numbers_of_setups: 25, python: 15,
-    changed_runs: 3, failing_runs: 4, learned_spreads: 15, searches: 10, journals: 10, merges: 15, tables: 10,
-    operation_tables: 15, nested_tables: 15, costs: 10, data_sheets: 8, model_headers: 8, samples: 3, sampling: 4,
-    profiler_costs: 5, dry_recordings: 20, synthesised: 8, learned_models: 10, pages: 20, written_scripts: 8,
-    ray_jobs: 2, read_only_homes: 1,
+    changed_runs: 3, failing_runs: 4, slow_parts: 6, learned_spreads: 15, searches: 10, journals: 10, merges: 15,
+    tables: 10, operation_tables: 15, nested_tables: 15, costs: 10, data_sheets: 8, model_headers: 8, samples: 3,
+    sampling: 4, profiler_costs: 5, dry_recordings: 20, synthesised: 8, learned_models: 10, pages: 20,
+    written_scripts: 8, captures: 2, ray_jobs: 2, read_only_homes: 1,
 }  # fmt: skip
 """How often each is tried. Those that start processes take seconds."""
