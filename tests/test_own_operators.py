@@ -79,3 +79,31 @@ def test_an_operator_that_is_not_known_is_marked(gpu: Recorder, compiles: bool) 
     assert op.name == "lumos_tests.strange.default"
     assert op.allocates
     assert sum(t.bytes for t in (*op.inputs, *op.outputs)) == 2 * x.nbytes
+
+
+def test_compiled_flex_attention_is_one_kernel_each_way_with_a_note_about_its_mask(gpu: Recorder) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    operands = [torch.randn(2, 4, 256, 64, device="cuda", requires_grad=True) for _ in range(3)]
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cuda")
+    run = torch.compile(flex_attention)
+    run(*operands, block_mask=mask).sum().backward()
+    gpu.restart()
+    run(*operands, block_mask=mask).sum().backward()
+    kernels = [op for op in gpu.ops if op.name.startswith("attention.")]
+    assert [op.name for op in kernels] == ["attention.forward", "attention.backward"]
+    assert all(UNSEEN in op.options for op in kernels)
+    assert any("flex_attention" in note for note in gpu.notes)
+    largest = max(t.elements for op in gpu.ops for t in op.outputs)
+    assert largest == operands[0].numel()  # no scores
+    assert all(operand.grad is not None for operand in operands)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_tensor_that_is_pinned_is_made(gpu: Recorder, compiles: bool) -> None:
+    def step(x: Any) -> Any:
+        return x * torch.tensor([1.0, 2.0], device="cuda")
+
+    x = torch.tensor([1.0, 2.0], pin_memory=True).cuda(non_blocking=True)
+    run = torch.compile(step) if compiles else step
+    assert run(x).shape == (2,)

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lumos.dry_run.inductor_without_gpu import fused_attention, is_ours, quiet, without_gpu
+from lumos.dry_run.inductor_without_gpu import fused_attention, is_ours, plain_functions, quiet, without_gpu
 
 if TYPE_CHECKING:  # it imports inductor, which takes a second or two
     from lumos.dry_run.inductor_kernels import KernelRecorder, Program
@@ -87,7 +87,7 @@ def _as_the_user_wrote_it(function: Callable[..., Any], fallbacks: _Fallbacks) -
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with fallbacks.recorder.regions.compiled(), _without_function_modes(), _without_hooks(), _plain_functions():
+        with fallbacks.recorder.regions.compiled(), _without_function_modes(), _without_hooks(), plain_functions():
             return function(*args, **kwargs)
 
     return call
@@ -159,17 +159,6 @@ def _without_hooks() -> Iterator[None]:
         for hooks in (module._global_forward_pre_hooks, module._global_forward_hooks):
             kept = {key: hook for key, hook in hooks.items() if not is_ours(hook)}
             stack.enter_context(mock.patch.dict(hooks, kept, clear=True))
-        yield
-
-
-@contextmanager
-def _plain_functions() -> Iterator[None]:
-    """Functions of torch.nn.functional that this package replaced are themselves again (`gpu_functions`)."""
-    owner = torch.nn.functional
-    plain = {name: function.__wrapped__ for name, function in vars(owner).items() if is_ours(function)}
-    with ExitStack() as stack:
-        for name, function in plain.items():
-            stack.enter_context(mock.patch.object(owner, name, function))
         yield
 
 

@@ -31,6 +31,17 @@ def is_ours(function: Any) -> bool:
 
 
 @contextmanager
+def plain_functions() -> Iterator[None]:
+    """Functions of torch that this package replaced are themselves again (`gpu_functions`, `recorded`)."""
+    with ExitStack() as stack:
+        for owner in (torch.nn.functional, torch):
+            for name, function in list(vars(owner).items()):
+                if is_ours(function) and hasattr(function, "__wrapped__"):
+                    stack.enter_context(mock.patch.object(owner, name, function.__wrapped__))
+        yield
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Dynamo warns about the hooks of a dry run, and about frames that it leaves to eager code."""
     logger = logging.getLogger("torch._dynamo")
@@ -103,6 +114,7 @@ def _know_functions() -> None:
 
     owners = [torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.nvtx, torch.accelerator, torch.nn.functional]
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "tensor", getattr(torch.tensor, "__wrapped__", torch.tensor)))
         for owner in owners:
             for name, function in list(vars(owner).items()):
                 if is_ours(function):

@@ -26,10 +26,12 @@ from lumos.dry_run.compiled import compiled_as_kernels
 from lumos.dry_run.compiled_regions import CompiledRegions
 from lumos.dry_run.endless_loops import TooManyOperatorsError, caller, shown
 from lumos.dry_run.fake_gpu import ADDRESS, DEFAULT_STREAM, fake_gpu, refused, replaced
+from lumos.dry_run.flex_attention import ASSUMED_MASK, backward_shapes, flex_as_on_gpu, forward_shapes
 from lumos.dry_run.gpu_functions import functions_as_on_gpu
 from lumos.dry_run.initialisers import initialisers_without_draws
 from lumos.dry_run.memory_ledger import MemoryLedger
 from lumos.dry_run.own_operators import implementation_of, is_composite, is_own
+from lumos.dry_run.package_kernels import estimated_kernels, modeling_module
 from lumos.dry_run.recorded_step import Recording, StorageEvent
 from lumos.dry_run.recurrent_layers import recurrent_as_on_gpu
 from lumos.dry_run.value_operators import ValueOperators
@@ -132,6 +134,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self.peers_are_faked = False  # by the script itself: its gathers copy, and nothing else happens
         self._knows_dtensor = False
         self._in_own_operator = False
+        self._estimated: set[int] = set()  # models whose kernels were looked for
 
     def restart(self) -> None:
         """A step begins here: forget the operators before it."""
@@ -140,7 +143,16 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self.alive = self.ledger.restart()
         self.started = process_time()
 
+    def _estimate_kernels(self, model: Any) -> None:
+        """Layers of transformers whose packages are not installed run kernels of these packages all the same."""
+        kinds = {module for part in model.modules() if (module := modeling_module(part)) is not None}
+        for kind in sorted(kinds, key=lambda module: module.__name__):
+            self.later.enter_context(replaced(estimated_kernels(self, kind)))
+
     def _enter_module(self, module: Any) -> None:
+        if id(module) in self.modules.roots and id(module) not in self._estimated:
+            self._estimated.add(id(module))
+            self._estimate_kernels(module)
         if not self._has_run:  # what made the model is not part of its step
             self._has_run = True
             self.restart()
@@ -242,6 +254,24 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
             with self:
                 return args[position](*args[position + 1 :], **kwargs)
         return func(*args, **kwargs)
+
+    def _op_flex_forward(self, query: Any, key: Any, value: Any, is_masked: bool) -> tuple[Any, Any]:
+        found = forward_shapes(query, key, value, is_masked)
+        self._flex("forward", [query, key, value], list(found), is_masked)
+        return found
+
+    def _op_flex_backward(
+        self, gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, is_masked: bool
+    ) -> tuple[Any, ...]:
+        found = backward_shapes(gradient, query, key, value, out, lse, is_masked)
+        self._flex("backward", [query, key, value, out, lse, gradient], list(found), is_masked)
+        return found
+
+    def _flex(self, way: str, inputs: list[Any], outputs: list[Any], is_masked: bool) -> None:
+        if is_masked:
+            self.notes[ASSUMED_MASK] = None
+        options = ("compiled", "causal", UNSEEN) if is_masked else ("compiled",)
+        self.add(f"attention.{way}", inputs, outputs, options)
 
     def _own_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator of another library: what its implementation runs, or what it reads and writes."""
@@ -550,12 +580,24 @@ def recorded(
         stack.enter_context(_checkpoints_marked(recorder))
         stack.enter_context(replaced((torch.Tensor, name, value) for name, value in recorder.methods().items()))
         stack.enter_context(replaced([(torch.nn.Parameter, "__new__", staticmethod(_fake_parameter(recorder)))]))
+        stack.enter_context(replaced([(torch, "tensor", _without_pinning(torch.tensor))]))
         stack.enter_context(replaced(initialisers_without_draws(recorder.values)))
+        stack.enter_context(replaced(flex_as_on_gpu()))
         functions = functions_as_on_gpu(recorder.add).items()
         stack.enter_context(replaced((torch.nn.functional, name, value) for name, value in functions))
         stack.enter_context(replaced((torch._VF, name, value) for name, value in recurrent_as_on_gpu(recorder).items()))
         stack.enter_context(recorder)
         yield recorder
+
+
+def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.tensor` pins memory in C++, which asks for the driver."""
+
+    @functools.wraps(make)
+    def tensor(data: Any, **options: Any) -> Any:
+        return make(data, **{name: value for name, value in options.items() if name != "pin_memory"})
+
+    return tensor
 
 
 def _fake_parameter(recorder: Recorder) -> Callable[..., Any]:

@@ -39,7 +39,8 @@ def approximations(kernels: Iterable[tuple[RecordedOp, Price]]) -> list[Approxim
         fused = 0.0
         for op, price in kernels:
             if kind in op.options:
-                times[base_name(op)] = times.get(base_name(op), 0.0) + price.us
+                name = next((o.removeprefix(_OF) for o in op.options if o.startswith(_OF)), base_name(op))
+                times[name] = times.get(name, 0.0) + price.us
                 fused += price.us if not price.flops else 0.0
         if times:
             names = tuple(sorted(times, key=lambda name: -times[name])[:_MOST_NAMES])
@@ -49,3 +50,4 @@ def approximations(kernels: Iterable[tuple[RecordedOp, Price]]) -> list[Approxim
 
 
 _MOST_NAMES = 5
+_OF = "of="  # option that names the kernel which an operator is part of
