@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "num_experts": 4,
-            "intermediate_size": 256,
+            "num_experts_per_tok": 2,
         },
         {"chunk_gated_delta_rule", "causal_conv1d_fn"},
     ),
@@ -65,7 +65,7 @@ def test_matmuls_of_a_chunked_scan_do_not_depend_on_how_often_the_state_is_passe
     def flops(chunk: int) -> int:
         x, b = torch.empty(2, 1024, 8, 64, device="meta"), torch.empty(2, 1024, 1, 128, device="meta")
         given = {"hidden_states": x, "B": b, "chunk_size": chunk}
-        return sum(2 * one.count * one.m * one.n * one.k for one in KERNELS["mamba_chunk_scan_combined"].matmuls(given))
+        return sum(2 * one.times * one.m * one.n * one.k for one in KERNELS["mamba_chunk_scan_combined"].matmuls(given))
 
     states = 2 * 2 * 2 * 1024 * 8 * 64 * 128  # both ways between tokens and states, whatever the chunks
     assert flops(64) - states == pytest.approx((flops(128) - states) / 2)  # inside chunks: tokens times the chunk

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as module
 ASSUMED_MASK = "flex_attention: the blocks that its mask leaves out are not known: it is taken as causal"
 
 
-@torch.library.custom_op("lumos::flex_forward", mutates_args=())
+@torch.library.custom_op("lumos::flex_forward", mutates_args=())  # type: ignore[untyped-decorator]
 def flex_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_masked: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +24,7 @@ def flex_forward(
     raise NotImplementedError
 
 
-@torch.library.custom_op("lumos::flex_backward", mutates_args=())
+@torch.library.custom_op("lumos::flex_backward", mutates_args=())  # type: ignore[untyped-decorator]
 def flex_backward(
     gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, is_masked: bool,
@@ -33,7 +33,6 @@ def flex_backward(
     raise NotImplementedError
 
 
-@flex_forward.register_fake
 def forward_shapes(query: Any, key: Any, value: Any, is_masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The output has the layout of the query."""
     same = query.shape[-1] == value.shape[-1]
@@ -41,11 +40,15 @@ def forward_shapes(query: Any, key: Any, value: Any, is_masked: bool) -> tuple[t
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-@flex_backward.register_fake
 def backward_shapes(
     gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, is_masked: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Those of the operands."""
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+flex_forward.register_fake(forward_shapes)
+flex_backward.register_fake(backward_shapes)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

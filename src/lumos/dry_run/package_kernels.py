@@ -41,7 +41,7 @@ class KernelRecorder(Protocol):
 class Matmul(NamedTuple):
     """A product of two matrices, as often as there are chunks and heads."""
 
-    count: int
+    times: int
     m: int
     n: int
     k: int
