@@ -1173,3 +1173,20 @@ def test_the_folder_of_a_model_is_as_good_as_its_config(tmp_path: Path) -> None:
     changes = ["train.seq=64", "cluster.gpus=1"]
     read = [read_setup(path, changes) for path in (folder / "config.json", folder, tmp_path / "models--some--thing")]
     assert read[0] == read[1] == read[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3-70b"), ("unsloth/Meta-Llama-3.1-8B", "llama3-8b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"), ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+    ],
+)  # fmt: skip
+def test_variants_of_a_published_model_are_its_preset(name: str, preset: str) -> None:
+    assert read_setup(name).model.name == preset
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-Next-80B-A3B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "x/GLM-4.5"])
+def test_other_models_of_a_family_are_not_its_preset(name: str) -> None:
+    with pytest.raises(InputError, match=r"give the path of its config.json|did you mean qwen3-30b-a3b"):
+        read_setup(name)

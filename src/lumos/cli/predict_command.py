@@ -130,6 +130,8 @@ def predict_command(
 
 def _cluster(names: list[str], gpus: str, model: Path | None) -> list[str]:
     """What --gpu, --gpus and --model are short for."""
+    if gpus.strip("0 ") == "" != gpus:  # in a setup, 0 stands for what parallel needs
+        raise OptionError(f"--gpus {gpus}: give a number of 1 or more")
     short = (("gpu", names[0] if len(names) == 1 else ""), ("gpus", gpus), ("model", model))
     return [f"cluster.{key}={value}" for key, value in short if value]
 

@@ -23,7 +23,7 @@ from lumos.setup.messages import nearest, place_of, shown, size_text
 from lumos.setup.presets import Preset, find_preset, preset_named, preset_names
 from lumos.setup.sections import Model, Section, as_count
 from lumos.setup.setup import KEYS, SECTIONS, Setup
-from lumos.setup.stated_size import size_doubt
+from lumos.setup.stated_size import preset_of, size_doubt
 
 _MODEL_SOURCES = ("preset", "hf")
 _OF_WHOLE_MODEL = tuple(f"model.{source}" for source in _MODEL_SOURCES)
@@ -36,6 +36,7 @@ _ALWAYS_WRITTEN: Mapping[str, tuple[str, ...]] = {
 }
 _NEVER_WRITTEN = ("global_batch", "dp")  # they follow from microbatches and gpus
 _CONFIG = "config.json"
+_ALIKE = 0.75  # how much of a name must be that of a preset: GLM-4.5 is no llama3-405b
 _FILE = re.compile(r"\.[a-zA-Z]{1,8}$")  # the end of a file's name; Qwen2.5-7B is that of a model
 _BASES = ("megatron", "torchtitan")  # keys of a setup that name a file of another tool, which the setup changes
 
@@ -153,7 +154,7 @@ def located(name: Path | str) -> Path:
     """A path; of a model's folder, or the name of one downloaded from the Hugging Face Hub, that of its config.json."""
     path, folder = Path(name), Path(name)
     if not os.path.lexists(path):
-        if _preset_of(path) or len(path.parts) != 2 or ".." in path.parts:
+        if find_preset(str(path)) or len(path.parts) != 2 or ".." in path.parts:
             return path
         home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
         folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{'--'.join(path.parts)}"
@@ -166,7 +167,7 @@ def located(name: Path | str) -> Path:
 
 def _preset_of(path: Path) -> Preset | None:
     """The preset that is named in place of a file: llama3-8b, Qwen/Qwen3-8B."""
-    return None if os.path.lexists(path) or len(path.parts) > 2 else find_preset(str(path))
+    return None if os.path.lexists(path) or len(path.parts) > 2 else preset_of(str(path))
 
 
 def _read(path: Path) -> Reading:
@@ -175,7 +176,7 @@ def _read(path: Path) -> Reading:
         note = Note(f"no such file: the preset {preset.name}, with train.seq = {preset.seq}", ("train.seq",))
         return Reading({"model": dict(preset.keys), "train": {"seq": preset.seq}}, (note,))
     if not os.path.lexists(path) and not _FILE.search(path.name):
-        guess = nearest(path.name, preset_names())
+        guess = nearest(path.name, preset_names(), cutoff=_ALIKE)
         advice = f"did you mean {guess}?" if guess else "give the path of its config.json"
         raise InputError(f"{place_of(path)}: no such file, preset or downloaded model: {advice}")
     reading = _with_files_beside(read_any(path), path.parent)
