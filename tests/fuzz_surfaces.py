@@ -472,7 +472,7 @@ def _change_field(chance: Random, message: Any) -> None:
         )
     else:
         for number in (chance.choice((0, 1, -1, 7, 2**31, 2**53, 2**61, 2**63 - 1, 2**64 - 1)), 3):
-            with contextlib.suppress(ValueError, TypeError):
+            with contextlib.suppress(ValueError, TypeError, OverflowError):
                 setattr(message, field.name, number)
                 break
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lumos.analysis.collectives import bus_factor
+from lumos.errors import InputError
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.from_trace.rendezvous import Rendezvous
@@ -73,6 +74,9 @@ class RoleTasks:
         return columns[0], columns[1], columns[2], columns[3]
 
 
+_LONGEST_NS = 1e17  # three years
+
+
 class Lanes:
     """Puts the tasks of all ranks on lanes. Nodes of a rank: its host, then its streams."""
 
@@ -101,6 +105,8 @@ class Lanes:
         none = np.zeros(len(nodes))
         graph = nodes.graph(edges, len(rendezvous), duration=node["duration"], gap=node["gap"], frozen=none)
         times = simulate(graph)
+        if not max(part.max(initial=0.0) for part in times) < _LONGEST_NS:
+            raise InputError("the synthetic run would take years: learn from a run whose times are plausible")
         start, end = (np.rint(part[: len(nodes)]).astype(np.int64) for part in times)
         bare = Execution(trace, replace(nodes, start=start, end=end), graph, 0, rendezvous, ())
         timed = bare.retime(times)

@@ -362,7 +362,7 @@ class _HostTime:
         return int(self.observer.nodes.lane[inside[np.argmax(self.observer.end[inside])]]) if len(inside) else -1
 
     def _begun(self, low: float, high: float) -> int:
-        return int(np.searchsorted(self.operators, high) - np.searchsorted(self.operators, low))
+        return max(0, int(np.searchsorted(self.operators, high) - np.searchsorted(self.operators, low)))
 
     def _worked(self, low: float, high: float, lanes: set[int]) -> float:
         """How much of a window any of these threads worked."""
