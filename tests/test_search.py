@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,9 +34,10 @@ from lumos.report.terminal.show_searches import show_search
 from lumos.risk.monte_carlo import slowed, step_risk
 from lumos.schedules import schedule_named
 from lumos.search import branch_and_bound
-from lumos.search.batch import suited, with_batch
+from lumos.search.batch import shared_batches, suited, with_batch
 from lumos.search.branch_and_bound import Task, bound_layouts
 from lumos.search.estimator import Estimator
+from lumos.search.gpu_counts import counts_between
 from lumos.search.journal import open_journal
 from lumos.search.ranking import BOUNDS, Front, Objective, Simulated, promising
 from lumos.search.search import COLUMNS, KEYS, SearchResult
@@ -413,6 +415,72 @@ def test_a_deadline_asks_for_the_fewest_gpus_that_meet_it(llama: Setup) -> None:
     found = search(llama, few, objective=Objective("gpus", tokens=tokens, deadline_days=days)).as_dict()
     assert found["results"][0]["cluster.gpus"] == 64
     assert all(row["days"] <= days for row in found["results"])
+
+
+FEWEST = {"parallel.tp": [8], "parallel.cp": [1], "parallel.pp": [1, 2], "parallel.vpp": [1], "train.micro_batch": [1],
+          "parallel.zero": [1], "train.recompute": ["none"]}  # fmt: skip
+BY_THEN = Objective("gpus", gpu_hour=(("", 2.0),), tokens=1e12, deadline_days=40)
+
+
+def test_counts_that_cannot_share_the_batch_take_one_near_it_or_are_listed() -> None:
+    setup = read_setup(ROOT / "examples/llama3-70b.toml")
+    counts = FEWEST | {"cluster.gpus": [256, 384, 512]}
+    answer = search(setup, counts, objective=BY_THEN).as_dict()
+    best = answer["results"][0]
+    assert (best["cluster.gpus"], best["train.global_batch"]) == (384, 1152)
+    assert best["days"] <= 40
+    assert best["money"] == pytest.approx(2 * best["gpu_hours"])
+    assert best["gpu_hours"] == pytest.approx(24 * 384 * best["days"], rel=1e-3)
+    assert any("global_batch=1024" in text for text in answer["warnings"])
+    assert [row["cluster.gpus"] for row in answer["skipped"]] == [256]
+    assert answer["skipped"][0]["least_days"] > 40
+    kept = search(setup, counts, objective=BY_THEN, keeps_batch=True).as_dict()
+    assert kept["results"][0]["cluster.gpus"] == 512
+    assert {row["train.global_batch"] for row in kept["results"]} == {1024}
+    assert [(row["cluster.gpus"], row["near_batch"]) for row in kept["skipped"]] == [(256, None), (384, 1152)]
+
+
+def test_the_fewest_gpus_are_searched_where_no_number_is_named(tmp_path: Path) -> None:
+    setup = read_setup(ROOT / "examples/llama3-70b.toml")
+    answer = search(setup, FEWEST, objective=BY_THEN, journal=tmp_path / "j").as_dict()
+    best, tried = answer["results"][0], [row["cluster.gpus"] for row in answer["tried_clusters"]]
+    assert {count for count in tried if count < best["cluster.gpus"]} == {r["cluster.gpus"] for r in answer["skipped"]}
+    assert best["cluster.gpus"] - 8 in tried
+    assert all(row["least_days"] > 40 for row in answer["skipped"])
+    again = search(setup, FEWEST, objective=BY_THEN, journal=tmp_path / "j", engine=Here()).as_dict()
+    assert again["results"] == answer["results"]
+    with pytest.raises(OptionError, match="--deadline"):
+        search(setup, FEWEST, objective=replace(BY_THEN, deadline_days=1e-6))
+
+
+def test_shards_of_a_search_for_the_fewest_gpus_merge(tmp_path: Path) -> None:
+    setup, parts = read_setup(ROOT / "examples/llama3-70b.toml"), []
+    for index in range(2):
+        parts.append(tmp_path / f"{index}.json")
+        parts[-1].write_text(json.dumps(search(setup, FEWEST, objective=BY_THEN, shard=(index, 2)).as_dict()))
+    whole, together = search(setup, FEWEST, objective=BY_THEN).as_dict(), merged(parts)
+    assert together["results"] == whole["results"]
+    assert together["skipped"] == whole["skipped"]
+
+
+@given(st.integers(1, 10_000), st.integers(1, 4096))
+def test_a_shared_batch_is_near_the_stated_one_and_divides_further(sequences: int, gpus: int) -> None:
+    odd = gpus // (gpus & -gpus)
+    near = shared_batches(sequences, (gpus,)).get(gpus)
+    if near is None:
+        return
+    assert sequences % odd
+    assert near % odd == 0
+    assert abs(near / sequences - 1) <= read_table("search.toml")["adapted_batch"]["most_change"]
+
+
+@given(st.floats(0.1, 1e5), st.floats(1.01, 2), st.sampled_from([1, 4, 8, 72]))
+def test_numbers_of_gpus_are_whole_nodes_or_parts_of_one(low: float, factor: float, node: int) -> None:
+    counts = counts_between(low, low * factor, node)
+    assert counts == sorted(set(counts))
+    assert all(count % node == 0 or count < node for count in counts)
+    assert min(counts) >= low
+    assert len(counts) <= read_table("search.toml")["gpu_counts"]["most"] + 8
 
 
 def test_cheaper_gpus_win_where_money_counts(llama: Setup) -> None:

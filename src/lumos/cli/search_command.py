@@ -60,7 +60,7 @@ Searched = tuple[Setup, tuple[str, ...]]
 
 Argument, Option = typer.Argument, typer.Option
 SetupPath = Annotated[Path | None, Argument(help="The run: a setup, a Hugging Face config.json, a Megatron script.")]
-Gpus = Annotated[str, Option(help="The number of GPUs, or several numbers with commas.")]
+Gpus = Annotated[str, Option(help="The number of GPUs, or several with commas; --objective gpus finds it.")]
 GpuTypes = Annotated[str | None, Option(help="GPUs or data sheets to compare, with commas; the setup's by default.")]
 Fixed = Annotated[list[str] | None, Option("--set", help="SECTION.KEY=VALUE, not to be varied. Repeatable.")]
 Vary = Annotated[list[str] | None, Option(help="SECTION.KEY=A,B,…: these values and no others. Repeatable.")]
@@ -133,6 +133,7 @@ def search_command(
                 base, choices, objective=wanted, top=top, memory_gib=memory, estimator=estimator, engine=started,
                 shard=part, journal=journal, exhaustive=exhaustive, progress=progress, notes=notes,
                 holds_for_all=[text.partition("=")[0].strip().removeprefix("cluster.") for text in fixed],
+                keeps_batch=any(text.partition("=")[0].strip() == "train.global_batch" for text in fixed),
             )  # fmt: skip
     except KeyboardInterrupt:
         resume = f"run the same command to resume from {journal}" if journal else "use --journal FOLDER to resume one"

@@ -21,11 +21,13 @@ NUMBERS = {
     "cost_per_mtoken": (Column("cost per Mtoken", form="{:,.4g}".format), 1.0),
     "gpu_hours_per_mtoken": (Column("GPU-hours/Mtoken", form="{:.4g}".format), 1.0),
     "days": (Column("days", 1), 1.0),
+    "gpu_hours": (Column("GPU-hours", 0), 1.0),
+    "money": (Column("total cost", form="{:,.0f}".format), 1.0),
 }  # of a configuration: how it is shown, and times what
 _SHORT = {"sequence_parallel": "sp", "micro_batch": "mb", "microbatches": "n"}
 _FOLLOW = ("parallel.dp", "train.microbatches")  # from other keys: they need not be said
 _OF_CLUSTER = ("cluster.gpu", "cluster.gpus")
-_OF_CLUSTERS_BEST = ("step_ms", "p90_ms", "memory_gib", "cost_per_mtoken", "days")
+_OF_CLUSTERS_BEST = ("step_ms", "p90_ms", "memory_gib", "cost_per_mtoken", "days", "gpu_hours", "money")
 _MOST_ROWS = 500
 _LEAST = {"time": "least time per token", "cost": "least cost per token", "energy": "least energy per token",
           "gpus": "fewest GPUs"}  # fmt: skip
@@ -175,15 +177,23 @@ def breakdowns_table(rows: Sequence[Answer], keys: Sequence[str]) -> Table:
 def by_gpu_tables(answer: Answer) -> list[Table]:
     """The best on each type and number of GPUs, and the same compared; none where there is one alone."""
     best, compared = answer.get("best_by_gpu") or [], answer.get("comparison")
+    skipped = _skipped_tables(answer)
     if not best:
-        return []
+        return skipped
     keys = [key for key in keys_of(best) if key not in _OF_CLUSTER]
     caption = "the best on each GPU" if several_types(answer) else "the best on each number of GPUs"
-    found = [configurations_table(caption, best, [*_OF_CLUSTER, *keys], _OF_CLUSTERS_BEST)]
+    found = [configurations_table(caption, best, [*_OF_CLUSTER, *keys], _OF_CLUSTERS_BEST), *skipped]
     if not compared or not several_types(answer):
         return found
     found += [time_table(compared), resources_table(compared), bounds_table(compared)]
     return [*found, same_speed_table(compared)] if compared["same_speed"] else found
+
+
+def _skipped_tables(answer: Answer) -> list[Table]:
+    """The GPUs without an answer, and why."""
+    rows = answer.get("skipped") or []
+    body = [Row([row["cluster.gpu"], str(row["cluster.gpus"]), row["why"]]) for row in rows]
+    return [Table("GPUs without an answer", [Column("gpu"), Column("gpus"), Column("why")], body)] if body else []
 
 
 def several_types(answer: Answer) -> bool:

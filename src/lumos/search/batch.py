@@ -58,6 +58,29 @@ def _batch(setup: Setup, choices: Mapping[str, tuple[Any, ...]]) -> Batch:
     return Batch(sequences, sequences * train.seq, source, f"not stated: {kept}; {_HOW_TO_SET}")
 
 
+def shared_batches(sequences: int, counts: tuple[int, ...]) -> dict[int, int]:
+    """For numbers of GPUs that cannot share a batch evenly: the nearest batch that most of their layouts can share.
+
+    Batches that would have to change by more than a limit are left out.
+    """
+    found = {count: _shared(sequences, count) for count in counts}
+    return {count: near for count, near in found.items() if near}
+
+
+def _shared(sequences: int, gpus: int) -> int:
+    """0 where the batch can be shared as it is, or none is near."""
+    step, most = gpus, read_table("search.toml")["adapted_batch"]["most_change"]
+    if sequences % (gpus // (gpus & -gpus)) == 0:  # some power of two divides the rest
+        return 0
+    while True:
+        near = max(step, round(sequences / step) * step)
+        if abs(near / sequences - 1) <= most:
+            return near
+        if step % 2:
+            return 0
+        step //= 2
+
+
 def suited(sequences: float, counts: tuple[int, ...], unit: int) -> int:
     """So many sequences or a few more, so that most numbers of replicas divide them into micro-batches.
 

@@ -22,7 +22,7 @@ from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal
 from lumos.search.pace import Pace, slow_us
 from lumos.search.ranking import BOUNDS, Bounds, Front, Objective, Simulated, promising
-from lumos.search.space import Candidate, Space
+from lumos.search.space import VARIANT_BITS, Candidate, Space
 from lumos.setup.setup import Setup
 from lumos.setup.slow import read_slow
 from lumos.step.step import StepTooLargeError
@@ -140,6 +140,7 @@ class Search:
     valid: int = 0
     fitting: int = 0
     least_seconds: float = inf  # lower bound on the step of any configuration that fits
+    on_clusters: list[tuple[int, float]] = field(default_factory=list)  # how many fit, and the least seconds a sequence
     simulated: list[Simulated] = field(default_factory=list)
     drawn: frozenset[int] = frozenset()  # numbers of the configurations whose steps were drawn, by risk
 
@@ -152,10 +153,19 @@ class Search:
         """Do everything that the journal does not have yet."""
         rows = self._bounds()
         self.fitting, self.least_seconds = len(rows), float(rows["seconds"].min(initial=inf))
+        self.on_clusters = self._by_cluster(rows)
         self._simulate(rows[np.lexsort((rows["number"], rows["value"]))])
         if self.task.objective.risk:
             self._draw()
         return self
+
+    def _by_cluster(self, rows: Bounds) -> list[tuple[int, float]]:
+        """For every GPU type and number: configurations that fit, and a lower bound on their time per sequence."""
+        space = self.task.space
+        layouts = rows["number"] >> VARIANT_BITS
+        clusters, paces = space.cluster_of[layouts], rows["seconds"] / space.batch_of[layouts]
+        found = [paces[clusters == index] for index in range(len(space.clusters))]
+        return [(len(mine), float(mine.min(initial=inf))) for mine in found]
 
     def _bounds(self) -> Bounds:
         """The bounds of all configurations that fit, in the order of the space."""

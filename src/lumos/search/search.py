@@ -11,6 +11,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
@@ -18,20 +20,22 @@ from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.gpu_comparison import GpuComparison, OnGpu, machine_named
 from lumos.prediction.prediction import Prediction, predicted_step
 from lumos.risk.monte_carlo import slowed
-from lumos.search.batch import Batch, with_batch
+from lumos.search.batch import Batch, shared_batches, with_batch
 from lumos.search.branch_and_bound import Progress, Search, Task
 from lumos.search.estimator import Estimator
+from lumos.search.gpu_counts import counts_between, estimated_gpus, skipped_rows
 from lumos.search.journal import open_journal
 from lumos.search.ranking import Front, Objective, Simulated, tolerance
 from lumos.search.space import AXES, Space, checked_choices
 from lumos.setup.constraints import mistakes_in
+from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_setup_with_notes
 from lumos.tables import frame
 from lumos.workers import Engine, Here, fingerprint
 
 Row = dict[str, Any]
-KEYS = (*AXES, "parallel.dp", "train.microbatches")
+KEYS = (*AXES, "parallel.dp", "train.microbatches", "train.global_batch")
 COLUMNS = (
     *KEYS, "step_ms", "p90_ms", "run_ms", "bound_ms", "memory_gib", "tokens_per_s_per_gpu", "energy_j",
     "gpu_hours_per_mtoken", "cost_per_mtoken", "pareto",
@@ -63,12 +67,15 @@ def search(
     progress: Progress | None = None,
     notes: Sequence[str] = (),
     holds_for_all: Collection[str] = (),
+    keeps_batch: bool = False,
 ) -> SearchResult:
     """The best configurations of a run.
 
     `vary` gives the values of axes, as in {"cluster.gpus": [256, 512], "parallel.tp": [8]}. Other axes take all values
     that make sense; the GPUs are the setup's unless varied. A global batch that the setup does not state is chosen for
     that many GPUs (`lumos.search.batch`). `memory_gib` limits the memory of a GPU below what it has.
+    A search for the fewest GPUs tries numbers of its own unless `vary` names some, and numbers that cannot share the
+    stated batch take one near it, unless it `keeps_batch`.
     What the setup states of its own GPU (its memory, its links) counts on other types where `holds_for_all` names it.
     `shard` is (index, count) of the part to search. With a `journal` folder, an interrupted search can be resumed.
 
@@ -83,22 +90,88 @@ def search(
         notes = (*read, *notes)
     objective = Objective(objective) if isinstance(objective, str) else objective
     choices = checked_choices(setup, vary or {})
-    setup, batch = with_batch(setup, choices)
-    space = Space(setup, choices, frozenset(holds_for_all))
-    objective.check(space.gpu_types)
-    task = Task(space, objective, estimator or Estimator(), memory_gib, shard, exhaustive)
-    question = fingerprint(
-        _version(), flat(setup), space.choices, objective, memory_gib, task.estimator.name, top, exhaustive,
-        sorted(holds_for_all), *_of_risk(setup),
-    )  # fmt: skip
-    begin = monotonic()
-    kept = open_journal(journal, f"{question} {shard}")
-    slack = read_table("search.toml")["risk"]["slack"] if objective.risk else 0.0
-    front = Front(top, space.families, space.cluster_of if len(space.clusters) > 1 else None, slack)
-    found = Search(task, engine or Here(), kept, front, progress).run()
-    if not found.valid and shard == (0, 1):
-        raise OptionError(f"no combination is valid: {_first_mistake(setup, space.choices)}")
-    return SearchResult(found, monotonic() - begin, question, batch, tuple(notes))
+    objective.check(choices.get("cluster.gpu", (setup.cluster.gpu,)))
+    adapts = objective.name == "gpus" and not keeps_batch
+    asked = _Asked(setup, objective, top, memory_gib, estimator or Estimator(), engine or Here(), shard, journal,
+                   exhaustive, progress, tuple(notes), frozenset(holds_for_all), adapts)  # fmt: skip
+    if objective.name == "gpus" and "cluster.gpus" not in choices:
+        return _of_fewest_gpus(asked, choices)
+    return asked.result(choices)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a search is asked, but for the values of its axes."""
+
+    setup: Setup
+    objective: Objective
+    top: int
+    memory_gib: float
+    estimator: Estimator
+    engine: Engine
+    shard: tuple[int, int]
+    journal: Path | None
+    exhaustive: bool
+    progress: Progress | None
+    notes: tuple[str, ...]
+    holds_for_all: frozenset[str]
+    adapts_batch: bool
+
+    def result(self, choices: Mapping[str, tuple[Any, ...]]) -> SearchResult:
+        setup, batch = with_batch(self.setup, choices)
+        counts = choices.get("cluster.gpus", (setup.cluster.gpus,))
+        near = shared_batches(batch.sequences, counts)
+        space = Space(setup, choices, self.holds_for_all, near if self.adapts_batch else {})
+        objective, estimator = self.objective, self.estimator
+        task = Task(space, objective, estimator, self.memory_gib, self.shard, self.exhaustive)
+        question = fingerprint(
+            _version(), flat(setup), space.choices, objective, self.memory_gib, estimator.name, self.top,
+            self.exhaustive, sorted(self.holds_for_all), sorted(space.batches.items()), *_of_risk(setup),
+        )  # fmt: skip
+        begin = monotonic()
+        kept = open_journal(self.journal, f"{question} {self.shard}")
+        slack = read_table("search.toml")["risk"]["slack"] if objective.risk else 0.0
+        front = Front(self.top, space.families, space.cluster_of if len(space.clusters) > 1 else None, slack)
+        found = Search(task, self.engine, kept, front, self.progress).run()
+        if not found.valid and self.shard == (0, 1):
+            raise OptionError(f"no combination is valid: {_first_mistake(setup, space.choices)}")
+        return SearchResult(found, monotonic() - begin, question, batch, self.notes, near)
+
+
+def _of_fewest_gpus(asked: _Asked, choices: Mapping[str, tuple[Any, ...]]) -> SearchResult:
+    """Of numbers of GPUs around an estimate, and of the next ones as long as none of them meets the deadline."""
+    limits, objective = read_table("search.toml")["gpu_counts"], asked.objective
+    rough = replace(asked, objective=Objective(tokens=objective.tokens), top=1, shard=(0, 1), journal=None)
+
+    def gpu_days(count: int) -> float | None:
+        try:
+            found = rough.result({**choices, "cluster.gpus": (count,)})
+        except OptionError:  # no combination is valid
+            return None
+        if not found.search.front.best:
+            return None
+        best = found.search.front.best[0]
+        return count * objective.days(found._setup(best), best.run)
+
+    estimate = estimated_gpus(asked.setup, objective, gpu_days)
+    types = choices.get("cluster.gpu", (asked.setup.cluster.gpu,))
+    node = min(gpu_named(gpu).gpus_per_node for gpu in types)
+    low, high = estimate * limits["below"], estimate * limits["above"]
+    for left in range(limits["rounds"] - 1, -1, -1):
+        counts = counts_between(low, high, node)
+        journal = asked.journal and asked.journal / f"gpus-{counts[0]}-{counts[-1]}"
+        tried = f"{counts[0]:,} to {counts[-1]:,} GPUs were tried: name other numbers with --gpus"
+        part = replace(asked, journal=journal, notes=(*asked.notes, tried))
+        try:
+            found = part.result({**choices, "cluster.gpus": tuple(counts)})
+        except OptionError:  # no combination is valid
+            if not left:
+                raise
+        else:
+            if found.search.front.best or asked.shard != (0, 1) or not left:
+                return found
+        low, high = counts[-1] + 1, counts[-1] * (1 + limits["above"] - limits["below"])
+    raise AssertionError("a search has at least one round")
 
 
 def _of_risk(setup: Setup) -> list[str]:
@@ -130,6 +203,7 @@ class SearchResult:
     question: str  # fingerprint of the options: only shards of the same search can be merged
     batch: Batch
     notes: tuple[str, ...] = ()
+    near_batches: Mapping[int, int] = field(default_factory=dict)  # by number of GPUs that cannot share the batch
     _rows: dict[int, Row] = field(default_factory=dict)  # by number: a configuration may be in several lists
 
     def __repr__(self) -> str:
@@ -178,6 +252,28 @@ class SearchResult:
         return [self._row(leaders[index]) for index in range(len(self.search.task.space.clusters)) if index in leaders]
 
     @cached_property
+    def tried_clusters(self) -> list[Row]:
+        """Every GPU type and number that was tried, what fits on it and, with a deadline, the least days it takes."""
+        search, objective = self.search, self.search.task.objective
+        space = search.task.space
+        layouts = np.bincount(space.cluster_of, minlength=len(space.clusters)).tolist()
+        per_day = objective.tokens / space.setup.train.seq / 86_400
+        return [
+            {
+                "cluster.gpu": gpu, "cluster.gpus": gpus, "layouts": count, "fitting": fitting,
+                "least_days": pace * per_day if fitting and objective.deadline_days else None,
+                "batch": self.batch.sequences, "near_batch": self.near_batches.get(gpus),
+            }
+            for (gpu, gpus), count, (fitting, pace) in zip(space.clusters, layouts, search.on_clusters, strict=True)
+        ]  # fmt: skip
+
+    @cached_property
+    def skipped(self) -> list[Row]:
+        """The GPU types and numbers without an answer, and why."""
+        rows = [*self.best_by_gpu, *self.results]
+        return skipped_rows([self.tried_clusters], {(row["cluster.gpu"], row["cluster.gpus"]) for row in rows})
+
+    @cached_property
     def comparison(self) -> GpuComparison | None:
         """The same side by side, with what bounds each; None for one cluster, for a shard, or where nothing fits."""
         space, leaders = self.search.task.space, self.search.front.leaders
@@ -218,6 +314,8 @@ class SearchResult:
             "results": self.results,
             "pareto": self.pareto,
             "best_by_gpu": self.best_by_gpu,
+            "tried_clusters": self.tried_clusters,
+            "skipped": self.skipped,
             "comparison": None if self.comparison is None else self.comparison.as_dict(),
             "warnings": self.warnings,
         }
@@ -251,6 +349,12 @@ class SearchResult:
         setup = self._setup(best)
         predicted = self._prediction(setup)
         found += [text for text in predicted.warnings if text not in found]
+        stated = search.task.space.setup.train.global_batch
+        if setup.train.global_batch != stated:
+            found.append(
+                f"{setup.parallel.dp:,} replicas cannot share a batch of {stated:,} sequences: the best has "
+                f"train.global_batch = {setup.train.global_batch:,}; --set train.global_batch={stated} keeps it"
+            )
         deadline = search.task.objective.deadline_days
         days = search.task.objective.days(setup, best.run) if deadline else 0.0
         latest = days * predicted.interval_ms[1] / predicted.step_ms
@@ -319,6 +423,7 @@ class SearchResult:
             "bubble": predicted.bubble,
             "joules_per_token": found.joules / setup.tokens,
             "days": objective.days(setup, found.run) if objective.tokens else None,
+            "gpu_hours": objective.gpu_hours(setup, found.run) / setup.tokens * objective.tokens or None,
             "money": found.cost * objective.tokens if objective.tokens and objective.priced else None,
         }
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from lumos.errors import InputError
+from lumos.search.gpu_counts import skipped_rows
 from lumos.search.ranking import OBJECTIVES, pareto_front
 from lumos.search.search import COUNTS, KEYS, Row, explained
 
@@ -48,8 +49,15 @@ _ROW: dict[str, Any] = _SETTINGS | {
     "memory_gib": _Number, "tokens_per_s_per_gpu": _Number,
     "energy_j": _Number, "gpu_hours_per_mtoken": _Number, "cost_per_mtoken": _Number | None, "number": _Count,
     "value": _Positive, "interval_ms": _Pair, "mfu": _Number | None, "breakdown": dict[str, _Any],
-    "bubble": _Any | None, "joules_per_token": _Number, "days": _Number | None, "money": _Number | None,
+    "bubble": _Any | None, "joules_per_token": _Number, "days": _Number | None, "gpu_hours": _Number | None,
+    "money": _Number | None,
 }  # fmt: skip
+_CLUSTER: dict[str, Any] = {
+    "cluster.gpu": _Text, "cluster.gpus": _Count, "layouts": _Count, "fitting": _Count, "least_days": _Number | None,
+    "batch": _Count, "near_batch": _Count | None,
+}  # fmt: skip
+_Cluster = TypedDict("_Cluster", _CLUSTER)  # type: ignore[misc]
+_Skipped = TypedDict("_Skipped", _CLUSTER | {"why": _Text})  # type: ignore[misc]
 _Row = TypedDict("_Row", _ROW)  # type: ignore[misc]
 _Result = TypedDict("_Result", _ROW | {"lost_by": _Text})  # type: ignore[misc]
 _Family = TypedDict(  # type: ignore[misc]
@@ -61,7 +69,8 @@ _PART: dict[str, Any] = {
     "setup": dict[str, _Value | list[_Value]], "tried": dict[str, list[_Value]],
     **dict.fromkeys(COUNTS, _Count), "seconds": _Number, "top": Annotated[int, Meta(ge=1, le=1 << 32)],
     "tolerance": _Number, "bound_ms": _Positive | None, "families": list[_Family], "results": list[_Result],
-    "pareto": list[_Row], "best_by_gpu": list[_Row], "comparison": None, "warnings": list[_Text],
+    "pareto": list[_Row], "best_by_gpu": list[_Row],
+    "tried_clusters": list[_Cluster], "skipped": list[_Skipped], "comparison": None, "warnings": list[_Text],
 }  # fmt: skip
 _Part = TypedDict("_Part", _PART)  # type: ignore[misc]
 
@@ -81,18 +90,27 @@ def merged_search(parts: Sequence[Row]) -> Row:
     """The shards of a search as the answer that one search would have given."""
     first = parts[0]
     bounds = [part["bound_ms"] for part in parts if part["bound_ms"] is not None]
+    results, by_gpu = _best(parts, "results"), _best_by_gpu(parts)
+    answered = {(row["cluster.gpu"], row["cluster.gpus"]) for row in (*results, *by_gpu)}
     return first | {
         **{key: sum(part[key] for part in parts) for key in COUNTS},
         "bound_ms": min(bounds, default=None),
         "families": _best(parts, "families"),
-        "results": _best(parts, "results"),
+        "results": results,
         "pareto": pareto_front(
             (row for part in parts for row in part["pareto"]),
             lambda row: (row["step_ms"], row["memory_gib"], _cost(row), row["p90_ms"] or row["step_ms"], row["number"]),
         ),
-        "best_by_gpu": _best_by_gpu(parts),
+        "best_by_gpu": by_gpu,
+        "skipped": _skipped(parts, answered),
         "warnings": _warnings(parts),
     }
+
+
+def _skipped(parts: Sequence[Row], answered: set[tuple[str, int]]) -> list[Row]:
+    if len({len(part["tried_clusters"]) for part in parts}) > 1:
+        raise InputError("the shards tried different GPUs; search them again")
+    return skipped_rows([part["tried_clusters"] for part in parts], answered)
 
 
 def _warnings(parts: Sequence[Row]) -> list[str]:

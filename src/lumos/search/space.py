@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import ceil
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,9 +72,14 @@ class Space:
     """
 
     def __init__(
-        self, setup: Setup, choices: Mapping[str, tuple[Any, ...]], holds_for_all: Collection[str] = ()
+        self,
+        setup: Setup,
+        choices: Mapping[str, tuple[Any, ...]],
+        holds_for_all: Collection[str] = (),
+        batches: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.setup, self.choices = setup, choices
+        self.batches = batches  # by number of GPUs: for layouts whose replicas cannot share the setup's batch evenly
         self._holds_for_all = holds_for_all  # keys of the cluster that count on every type of GPU, not on its own alone
         self.gpu_types = self._stated("cluster.gpu")
         self._framework = framework_named(setup.train.framework)
@@ -89,7 +95,7 @@ class Space:
         found: list[Layout] = []
         for gpu, gpus in self._clusters:
             for tp, cp, pp in product(self._tp_sizes(gpu, gpus), self._cp_sizes(gpus), self._pp_sizes(gpus)):
-                if gpus % (tp * cp * pp) == 0 and self.setup.train.global_batch % (gpus // (tp * cp * pp)) == 0:
+                if gpus % (tp * cp * pp) == 0 and self._batch(gpus, gpus // (tp * cp * pp)):
                     found += [(gpu, gpus, tp, cp, pp, ep) for ep in self._ep_sizes(gpus // pp)]
         self._refuse_if_too_many("combinations", sum(self._count_variants(layout) for layout in found))
         return found
@@ -117,7 +123,8 @@ class Space:
         """The valid configurations of a layout, in order; micro-batch sizes vary fastest, from small to large."""
         values = self.layouts[layout]
         _, gpus, tp, cp, pp, _ = values
-        per_replica = self.setup.train.global_batch // (gpus // (tp * cp * pp))
+        dp = gpus // (tp * cp * pp)
+        per_replica = self._batch(gpus, dp) // dp
         is_valid: dict[tuple[Any, ...], bool] = {}  # constraints do not depend on ZeRO and recomputation
         parts: _Parts = {}
         for index, variant in enumerate(self._variants(values)):
@@ -152,9 +159,12 @@ class Space:
         parallel = parts[key]
         key = layers, recompute, micro_batch, parallel.dp
         if key not in parts:
-            count = self.setup.train.global_batch // (micro_batch * parallel.dp)
+            batch = self._batch(gpus, parallel.dp)
+            count = batch // (micro_batch * parallel.dp)
             changes = {"micro_batch": micro_batch, "microbatches": count, "recompute": recompute}
-            parts[key] = self.setup.train.model_copy(update=changes | {"recompute_layers": layers})
+            parts[key] = self.setup.train.model_copy(
+                update=changes | {"recompute_layers": layers, "global_batch": batch}
+            )
         train = parts[key]
         cluster = self._clusters[gpu, gpus]
         base = self.setup
@@ -188,7 +198,7 @@ class Space:
             found["parallel.sequence_parallel"] |= dict.fromkeys(self._splits(tp))
             found["parallel.etp"] |= dict.fromkeys(self._expert_cuts(tp))
             found["parallel.cp_type"] |= dict.fromkeys(self._cp_types(cp))
-            found["train.micro_batch"] |= dict.fromkeys(self._micro_batches(dp))
+            found["train.micro_batch"] |= dict.fromkeys(self._micro_batches(gpus, dp))
         for layers, recompute in self._recomputations if self.layouts else ():
             found["train.recompute_layers"][layers] = found["train.recompute"][recompute] = None
         return {key: sorted(values, key=lambda value: (value is not None, value)) for key, values in found.items()}
@@ -211,6 +221,13 @@ class Space:
         """Which GPUs and how many every layout is on: an index into `clusters`."""
         index = {cluster: number for number, cluster in enumerate(self.clusters)}
         return np.array([index[layout[:2]] for layout in self.layouts], np.int64)
+
+    @cached_property
+    def batch_of(self) -> NDArray[np.int64]:
+        """The global batch of every layout."""
+        return np.array(
+            [self._batch(gpus, gpus // (tp * cp * pp)) for _, gpus, tp, cp, pp, _ in self.layouts], np.int64
+        )
 
     @property
     def clusters(self) -> list[tuple[str, int]]:
@@ -253,7 +270,7 @@ class Space:
         _, gpus, tp, cp, pp, _ = layout
         dp = gpus // (tp * cp * pp)
         axes = product(self._schedules(pp), self._zero_stages(dp * cp, pp), self._splits(tp), self._expert_cuts(tp),
-                       self._cp_types(cp), self._recomputations, self._micro_batches(dp))  # fmt: skip
+                       self._cp_types(cp), self._recomputations, self._micro_batches(gpus, dp))  # fmt: skip
         return [(*schedule, *others, *again, size) for schedule, *others, again, size in axes]
 
     def _count_variants(self, layout: Layout) -> int:
@@ -262,7 +279,7 @@ class Space:
         dp = gpus // (tp * cp * pp)
         schedules, zeros = sum(1 for _ in self._schedules(pp)), len(self._zero_stages(dp * cp, pp))
         asked_for = len(self._expert_cuts(tp)) * len(self._cp_types(cp))
-        both = len(self._recomputations) * len(self._micro_batches(dp))
+        both = len(self._recomputations) * len(self._micro_batches(gpus, dp))
         return schedules * zeros * len(self._splits(tp)) * asked_for * both
 
     @cached_property
@@ -283,8 +300,13 @@ class Space:
         """Without and with sequence parallelism."""
         return self.choices.get("parallel.sequence_parallel") or ((False, True) if tp > 1 else (False,))
 
-    def _micro_batches(self, dp: int) -> list[int]:
-        per_replica = self.setup.train.global_batch // dp
+    def _batch(self, gpus: int, dp: int) -> int:
+        """The batch of layouts with so many replicas: the setup's where they can share it; 0 where there is none."""
+        batches = (self.setup.train.global_batch, self.batches.get(gpus, 0))
+        return next((batch for batch in batches if batch % dp == 0), 0)
+
+    def _micro_batches(self, gpus: int, dp: int) -> list[int]:
+        per_replica = self._batch(gpus, dp) // dp
         sizes = self.choices.get("train.micro_batch") or _divisors(per_replica, _LARGEST_MICRO_BATCH)
         return sorted(size for size in sizes if per_replica % size == 0)
 

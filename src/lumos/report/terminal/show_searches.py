@@ -32,7 +32,9 @@ from lumos.report.searches import (
 )
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 
-_OF_BEST = ("step_ms", "p90_ms", "mfu", "memory_gib", "joules_per_token", "cost_per_mtoken", "days")
+_OF_BEST = (
+    "step_ms", "p90_ms", "mfu", "memory_gib", "joules_per_token", "cost_per_mtoken", "days", "gpu_hours", "money",
+)  # fmt: skip
 _FEW, _MOST_ON_FRONT = 5, 12
 _MOST_REASONS = 5
 
@@ -51,9 +53,9 @@ def show_search(answer: Answer, console: Console) -> None:
             rendered(configurations_table(caption, best, _keys(best), _OF_BEST), len(best)),
             rendered(breakdowns_table(best[:_FEW], keys_of(best))),
             *([rendered(lost_table(best[:_FEW]))] if len(best) > 1 else []),
-            *(rendered(table, 64) for table in by_gpu_tables(answer)),
             rendered(configurations_table(title, front, _keys(front), on_front), _MOST_ON_FRONT),
         ]
+    tables[-1:-1] = [rendered(table, 64) for table in by_gpu_tables(answer)]
     remarks = [*families_note(answer), *risk_note(answer), *bound_note(answer), *answer["warnings"]]
     remarks += refusals(answer["comparison"]) if several_types(answer) else []
     console.print(Group(summary("configurations", search_cards(answer)), *tables, *notes(remarks)))
