@@ -262,6 +262,12 @@ def test_a_gated_mlp_of_gpt_neox_is_narrower_than_stated(tmp_path: Path) -> None
     )
 
 
+def test_the_mlp_of_llama_in_older_files_of_gpt_neox_is_gated(tmp_path: Path) -> None:
+    text = NEOX.replace('"hidden_size": 6144,', '"hidden_size": 4096, "mlp_type": "llama", "activation": "silu",')
+    model = read(tmp_path, text, "a.yml").setup.model
+    assert (model.ffn, model.gated, model.activation, model.bias) == (11008, True, "silu", False)
+
+
 def deepspeed(folder: Path, **zero: object) -> SetupReading:
     text = json.dumps(DEEPSPEED | {"zero_optimization": {"stage": 3, **zero}})
     return read(folder, text, "ds.json", "model.preset=llama3-8b", "train.seq=4096", "cluster.gpus=16")

@@ -83,6 +83,10 @@ def _mlp(keys: Keys, found: Findings) -> None:
     gated = name in _GATED
     found.values |= {"model.gated": gated, "model.activation": (_GATED | _PLAIN).get(name, "gelu")}
     hidden = as_count(found.values.get("model.hidden"))
+    if keys.word("mlp_type") == "llama":  # until 2024: two thirds of four times the hidden size, a multiple of 256
+        width = keys.number("model.ffn", "intermediate_size") or -(-int(2 * hidden * 4 / 3) // 256) * 256
+        found.values |= {"model.gated": True, "model.bias": False, "model.ffn": width}
+        return
     factor = keys.first("expansion_factor")[1]
     stated = keys.number("model.ffn", "intermediate_size")
     scaled = int(factor * hidden) if isinstance(factor, int | float) and 0 < factor < 1000 else 4 * hidden
