@@ -233,7 +233,7 @@ MISTAKES = (
     Mistake(good, "replay --step 99", "--step 99", "this trace has ProfilerStep#0, ProfilerStep#1"),
     Mistake(good, "replay -o answer.txt", "-o answer.txt", ".json, .csv, .trace.json, .trace.json.gz"),
     Mistake(good, "replay -o no/such/answer.json", "-o no/such/answer.json", "create it first"),
-    Mistake(good, "replay --rank-pattern rank(", "--rank-pattern 'rank('", "not a regular expression"),
+    Mistake(good, "replay --rank-pattern rank(", "--rank-pattern: 'rank('", "not a regular expression"),
     Mistake(good, "replay --rank-pattern rank", "--rank-pattern 'rank'", "one group for the number"),
     Mistake(good, "replay --rank-pattern (rank)", "--rank-pattern '(rank)'", "must match a number"),
     Mistake(good, "replay --profiler-costs none.json", "none.json", ""),
