@@ -310,7 +310,8 @@ def limits(folder: Path, seconds: float = MOST_SECONDS) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     handler = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds, 1)
-    resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + MOST_BYTES, hard))
+    if had := _status("VmSize"):
+        resource.setrlimit(resource.RLIMIT_AS, (had + MOST_BYTES, hard))
     _watched = str(folder.resolve())
     try:
         yield

@@ -707,9 +707,8 @@ def _page_of_table(chance: Random, folder: Path) -> list[str]:
     frame = polars.read_csv(ROOT / "examples/operations.csv")
     odd, kind = "gc" + chance.choice(m.INJECTIONS), polars.col("optype")
     name = m.hostile_file_name(chance, ".csv")
-    frame.with_columns(
-        polars.when(kind == "optimizer").then(polars.lit(odd)).otherwise(kind).alias("optype")
-    ).write_csv(folder / name)
+    types = polars.when(kind == "optimizer").then(polars.lit(odd)).otherwise(kind)
+    (folder / name).write_text(frame.with_columns(types.alias("optype")).write_csv(), "utf-8")
     return ["stragglers", "./" + name, *chance.choice([[], ["--risk"]])]
 
 
@@ -946,6 +945,8 @@ def captures(chance: Random, folder: Path) -> None:
 
 def read_only_homes(chance: Random, folder: Path) -> None:
     """Commands of somebody who can write nowhere but into this folder, without caches of any kind."""
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:  # root may write everywhere
+        return
     for rank in range(2):
         write_trace(folder / f"rank{rank}.json", training_run(rank=rank, steps=1, layers=2), header(rank, 2))
     path = folder / "rank1.json"

@@ -434,6 +434,7 @@ FOUND_CASES = (
     fuzz.Case(202, "learned_models", 30),  # a deviation of logarithms by which no number fits
     fuzz.Case(202, "patterns", 34),  # half a character in a pattern
     fuzz.Case(202, "synthesised", 3),  # a seed below 0
+    fuzz.Case(303, "execution_traces", 21),  # a tensor larger than any memory
     fuzz.Case(303, "synthesised", 3),  # a call that ends before the one before it
     fuzz.Case(303, "synthesised", 17),  # a run of more years than times have room for
 )

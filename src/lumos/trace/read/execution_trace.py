@@ -27,6 +27,7 @@ from lumos.trace.read.formats import decode_file
 from lumos.trace.trace import Message, Trace
 
 _MOST_BYTES = 1 << 30  # of text: an execution trace is of a step or two
+_MOST_ELEMENTS, _WIDEST = 1 << 40, 64  # bytes of one; what is larger is damage
 _NOT_RECORDED_BY_KINETO = re.compile(r"\[pytorch\|profiler\||## process_group:init|__ROOT_")
 _DTYPES = {"c10::half": "half", "c10::bfloat16": "bfloat16", "long int": "long", "unsigned char": "uint8"}
 
@@ -151,7 +152,8 @@ def _tensors(values: Any, depth: int = 0) -> Iterator[Tensor]:
     if not isinstance(values, list) or depth > 8:
         return
     if len(values) == 6 and isinstance(values[5], str) and all(isinstance(v, int) for v in values[:5]):
-        yield Tensor(values[1], max(values[3], 0), max(values[4], 0))
+        if 0 <= values[3] < _MOST_ELEMENTS and 0 <= values[4] <= _WIDEST:
+            yield Tensor(values[1], values[3], values[4])
         return
     for value in values:
         yield from _tensors(value, depth + 1)
