@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import random
 import shutil
 import sqlite3
