@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check fuzz docs accuracy bench clean
+.PHONY: demo test test-torch check fuzz docs accuracy bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,10 @@ demo: $(VENV)/.installed  ## replay the example trace that comes with the packag
 test: $(VENV)/.dev  ## linters, types and all tests; says how long it took, and why tests were skipped
 	@began=$$(date +%s); $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder; code=$$?; \
 	took=$$(($$(date +%s) - began)); echo "make test: $$((took / 60)) min $$((took % 60)) s"; exit $$code
+
+ROWS ?=
+test-torch: $(VENV)/.dev  ## dry runs with other builds of torch, an environment each; ROWS=2.11.0:cuda:3.12 chooses
+	$(BIN)/python tests/torch_builds.py $(ROWS)
 
 check: $(VENV)/.dev  ## linters and types alone
 	$(BIN)/ruff check .

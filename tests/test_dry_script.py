@@ -469,6 +469,22 @@ def test_a_step_that_is_too_long_is_rejected_when_few_of_its_layers_have_run(mon
     assert len(entered) < 20
 
 
+def test_an_evaluation_before_the_first_step_is_not_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lumos.dry_run.record._MOST_OPS", 2_000)
+    monkeypatch.setattr("lumos.dry_run.record._ENOUGH_OPS", 500)
+    evaluated = []
+
+    def loss_of(model: nn.Module) -> Any:
+        if not evaluated:
+            with torch.no_grad():
+                evaluated.extend(model(torch.randn(8, 64, device="cuda")) for _ in range(2_000))
+        return model(torch.randn(8, 64, device="cuda")).sum()
+
+    recording = recorded(loss_of, nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
+    assert len(evaluated) == 2_000
+    assert len(recording.ops) < 500
+
+
 # ---------------------------------------------------------------------- files
 def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
     recording = recorded(lambda model: model(torch.randn(8, 64, device="cuda")).sum())

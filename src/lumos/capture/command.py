@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +27,9 @@ from lumos.errors import OptionError
 PLAN = "LUMOS_CAPTURE"  # the variable with the plan of the recording
 BY = "LUMOS_CAPTURE_BY"  # the module whose `record_this_process` takes the plan in the process of the command
 HOME = "LUMOS_CAPTURE_HOME"  # the folder of Lumos, for a Python that does not have it
+PYTHON = "LUMOS_CAPTURE_PYTHON"  # the Python of Lumos, for the commands of a dry run
 STARTUP = Path(__file__).parent / "startup"
+COMMANDS = Path(__file__).parents[1] / "dry_run/commands"  # what a machine with a GPU has, and this one may not
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 5.0  # for processes below the command to end after it
 
@@ -109,6 +112,9 @@ def environment(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
     paths = [str(STARTUP), *filter(None, [inherited.get("PYTHONPATH", "")])]
     text = json.dumps(asdict(plan) | {"folder": str(plan.folder), "setup": str(plan.setup or "")})
     ours = {"PYTHONPATH": os.pathsep.join(paths), PLAN: text, BY: plan.by, HOME: str(STARTUP.parents[1])}
+    if plan.gpu:
+        found = os.pathsep.join(filter(None, [str(COMMANDS), inherited.get("PATH", "")]))
+        ours |= {"PATH": found, PYTHON: sys.executable}
     return {**inherited, **ours, **(world_environment(*plan.fake_world) if plan.fake_world else {})}
 
 

@@ -23,8 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"  # at::detail::getCUDAHooks()
 _ACCELERATOR = "_ZN2at11accelerator14getAcceleratorEb"  # at::accelerator::getAccelerator(bool)
+_TIMERS = "_ZN4c10d13TimerRegistryEv"  # c10d::TimerRegistry()
 _FOUND = 0x101  # what it returns: there is one, and it is CUDA
 _CUDA, _DEVICE_TYPES = 1, 20  # the index of CUDA among device types, and how many there are at least
+_NO_DEVICE = 127
 _SLOTS, _HOOK_SLOTS, _HIDDEN = 32, 96, 2  # virtual functions of guards and hooks at most; entries before the first
 DEFAULT_STREAM = 0
 ADDRESS = "it passes the address of a tensor, which has no memory here, to code outside of PyTorch"
@@ -148,6 +150,7 @@ def install_device() -> None:
     if not torch.cuda.is_available() and not _KEPT:
         _install_guard()
         _answer_for_hooks()
+        _leave_out_timers()
         _keep_whole("silu_backward", "mish_backward", "_fused_rms_norm")
 
 
@@ -210,6 +213,30 @@ def _answer_for_hooks() -> None:
             return
         hooks[0] = before
     raise RuntimeError("this build of torch does not take a GPU that is not there")
+
+
+def _leave_out_timers() -> None:
+    """A CUDA build times DistributedDataParallel with CUDA events; a build without CUDA has no timer for GPUs."""
+    get_registry = getattr(_library("torch_cpu"), _TIMERS, None)
+    if get_registry is not None:  # built with torch.distributed
+        get_registry.restype = ctypes.c_void_p
+        for key in _keys_of_map(get_registry()):
+            if key.value == _CUDA:
+                key.value = _NO_DEVICE  # nothing is found for CUDA then
+
+
+def _keys_of_map(address: int) -> Iterator[ctypes.c_int8]:
+    """The keys of a `std::unordered_map` by type of device.
+
+    It begins with the address of its buckets, their number, its first node and its size; a node begins with the address
+    of the next one and its key.
+    """
+    _, _, node, size = (ctypes.c_void_p * 4).from_address(address)
+    for _ in range(size or 0):
+        if not node:
+            raise RuntimeError("this build of torch keeps its timers otherwise")
+        yield ctypes.c_int8.from_address(node + ctypes.sizeof(ctypes.c_void_p))
+        node = ctypes.c_void_p.from_address(node).value
 
 
 _NO = ctypes.CFUNCTYPE(ctypes.c_int8)(lambda: 0)
@@ -343,7 +370,7 @@ class _Gpu:
 
     def _around(self) -> Iterator[tuple[Any, str, Any]]:
         """Versions, back ends and classes outside `torch.cuda`."""
-        yield torch.version, "cuda", "12.8"
+        yield torch.version, "cuda", torch.version.cuda or "12.8"  # extensions compare it with their own
         yield torch.backends.cuda, "is_built", lambda: True
         yield torch.backends.cudnn, "is_available", lambda: True
         yield torch.backends.cudnn, "is_acceptable", lambda _: False  # flattened weights are views: nothing changes

@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self.in_optimizer = False
         self.modules = ModulePaths(self._enter_module)
         self.regions = CompiledRegions()
-        self.started, self._calls, self._has_run = process_time(), 0, False
+        self.started, self._calls, self._has_run, self._trains = process_time(), 0, False, False
         self.alive: dict[int, int] = {}
         self.later = ExitStack()  # undoes what is replaced on the way
         self.notes: dict[str, None] = {}  # what was assumed, each once
@@ -138,10 +138,13 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
 
     def restart(self) -> None:
         """A step begins here: forget the operators before it."""
+        self._forget()
+        self.started = process_time()
+
+    def _forget(self) -> None:
         self._first += len(self.ops)
         self.ops.clear()
         self.alive = self.ledger.restart()
-        self.started = process_time()
 
     def _estimate_kernels(self, model: Any) -> None:
         """Layers of transformers whose packages are not installed run kernels of these packages all the same."""
@@ -156,6 +159,10 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         if not self._has_run:  # what made the model is not part of its step
             self._has_run = True
             self.restart()
+        if torch.is_grad_enabled():
+            self._trains = True
+        elif not self._trains and len(self.ops) > _ENOUGH_OPS:  # an evaluation before the first step is not, either
+            self._forget()
         self.values.unknown.clear()
         self.on_host("python.module")
 
@@ -166,7 +173,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
                 self.restart()
             return
         expected = len(self.ops)
-        if expected > _ENOUGH_OPS and self.phase == "forward":
+        if expected > _ENOUGH_OPS and self.phase == "forward" and torch.is_grad_enabled():
             expected = max(expected, round(_PASSES / _MARGIN * expected / self.modules.share_entered()))
         if process_time() - self.started > _MOST_SECONDS or expected > _MOST_OPS:
             raise TooManyOperatorsError(

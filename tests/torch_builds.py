@@ -1,0 +1,293 @@
+"""Dry runs with the builds of torch that people have: an environment per row, a training script per column.
+
+    python tests/torch_builds.py [ROW ...] [--nanogpt DIR] [--llmc DIR] [--data ../shared/data] [--environments DIR]
+
+`make test-torch` runs it. A row is release, build and Python, as in 2.11.0:cuda:3.12; without rows it runs those that
+ROWS lists. An environment takes about 6 GB and is deleted after its row, unless --environments names a folder to keep
+it in. pip must find the builds: a CUDA build is the release without a local version, a CPU build is release+cpu.
+
+Every cell is the step that is predicted for an H200. Scripts of tests/torch_scripts need nothing but libraries;
+nanoGPT and llm.c are run unchanged from checkouts; scripts that were measured are compared with their measurement.
+Results are kept in tests/data/torch_builds.csv, and docs/torch_builds.md is written from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "tests/data/torch_builds.csv", ROOT / "docs/torch_builds.md"
+SCRIPTS = ROOT / "tests/torch_scripts"
+ROWS = ("2.8.0:cuda:3.11", "2.11.0:cuda:3.12", "2.13.0:cuda:3.13", "2.15.0:cuda:3.13", "2.13.0:cpu:3.11")
+LIBRARIES = ("transformers>=4.56,<5.18", "accelerate", "lightning", "timm", "peft", "setuptools")
+PATIENCE_S = 900.0  # of one dry run
+_LLAMA = (str(ROOT / "examples/train_script.py"), "--layers", "4", "--hidden", "2048")
+_MAKE_TOKENS = """
+import numpy
+tokens = numpy.random.default_rng(0).integers(0, 50257, 2_000_000).astype("uint16")
+header = numpy.zeros(256, dtype="int32")
+header[:3] = 20240520, 1, len(tokens)
+open("tokens.bin", "wb").write(header.tobytes() + tokens.tobytes())
+for name in ("train", "val"):
+    tokens.tofile(f"data/random/{name}.bin")
+"""
+_TOKENIZER = '''"""Stands in for the tokenizer, whose vocabulary is downloaded; the scripts use it to print samples."""
+
+
+class Encoding:
+    eot_token = 50256
+
+
+def get_encoding(name):
+    return Encoding()
+'''
+_INTRODUCTION = """# Builds of torch
+
+Written by `make test-torch`. Each row is an environment of its own on a machine without a GPU, and each column a
+training script, dry-run by `lumos capture --dry` and predicted for an H200 by `lumos predict --from`: step time and
+peak allocated memory. CUDA builds are those that `pip install torch` brings. DDP runs as one of 2 ranks, FSDP2 as one
+of 8. nanoGPT and llm.c are run unchanged.
+
+"""
+_MEASURED = """
+## Measured scripts
+
+The same rows for scripts that were measured on one H200 (torch 2.11): error of the step and of the peak memory, in
+percent.
+
+"""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A script, and how it is run: arguments after Python, folder, size of the world, its measurement."""
+
+    name: str
+    command: tuple[str, ...]
+    world: int = 1
+    folder: Path | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    step_ms: float = 0.0  # measured
+    peak_gib: float = 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell: what was predicted, or the line that says why not."""
+
+    release: str
+    build: str
+    python: str
+    column: str
+    date: str
+    step_ms: float = 0.0
+    peak_gib: float = 0.0
+    measured_ms: float = 0.0
+    measured_gib: float = 0.0
+    outcome: str = ""
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        return self.release, self.build, self.python
+
+    def __str__(self) -> str:
+        if self.outcome:
+            return self.outcome
+        if self.measured_ms:
+            step, peak = self.step_ms / self.measured_ms - 1, self.peak_gib / self.measured_gib - 1
+            return f"{100 * step:+.1f} / {100 * peak:+.1f}"
+        return f"{self.step_ms:.2f} ms, {self.peak_gib:.2f} GiB"
+
+
+def columns(nanogpt: Path | None, llmc: Path | None, data: Path) -> Iterator[Column]:
+    """All columns; those whose checkout is not given have no command."""
+    train = ("train.py", "--dataset=random", "--gradient_accumulation_steps=4", "--eval_iters=2")
+    for name, compiled in (("nanoGPT", "False"), ("nanoGPT compiled", "True")):
+        yield Column(name, (*train, f"--compile={compiled}") if nanogpt else (), folder=nanogpt)
+    tokens = ("--input_bin=tokens.bin", "--batch_size=16", "--sequence_length=1024", "--total_batch_size=32768")
+    train = ("train_gpt2.py", *tokens, "--model=d12", "--write_tensors=0", "--flash=1", "--dtype=bfloat16")
+    yield Column("llm.c", train if llmc else (), folder=llmc)
+    yield Column("DDP", (str(SCRIPTS / "ddp.py"),), world=2)
+    yield Column("FSDP2", _LLAMA, world=8)
+    yield Column("FSDP2 compiled", (*_LLAMA, "--compile"), world=8)
+    scripts = {"Trainer": "trainer", "Lightning": "lightning_fit", "timm": "timm_vit", "LoRA": "lora"}
+    for name, script in scripts.items():
+        yield Column(name, (str(SCRIPTS / f"{script}.py"),))
+    yield from _measured_columns(data / "h200")
+
+
+def _measured_columns(data: Path) -> Iterator[Column]:
+    if not (data / "scripts/measured.json").exists():
+        return
+    for name, truth in json.loads((data / "scripts/measured.json").read_text()).items():
+        script, _, compiled = name.partition("_compiled")
+        given = {"COMPILE": "1"} if name != script or compiled else {}
+        path = data / f"scripts/{script}.py"
+        step_ms, peak_gib = truth["step_s"] * 1e3, truth["peak"] / 2**30
+        yield Column(name, (str(path),), environment=given, step_ms=step_ms, peak_gib=peak_gib)
+    for row in json.loads((data / "compiled/measured.json").read_text())["rows"]:
+        path = data / f"compiled/{row['name']}.py"
+        yield Column(f"{row['name']} compiled", (str(path),), step_ms=row["median_ms"], peak_gib=row["peak_gib"])
+
+
+# ---------------------------------------------------------------------- one row
+def python_of(version: str) -> Path | None:
+    """An interpreter of that version: on the path, or among those of pyenv."""
+    found = shutil.which(f"python{version}")
+    installed = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
+    for path in [*([Path(found)] if found else []), *reversed(installed)]:
+        if subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
+def install(folder: Path, release: str, build: str, python: str) -> str:
+    """Make the environment of a row, unless it is there; why that failed, or nothing."""
+    if (folder / ".installed").exists():
+        return ""
+    interpreter = python_of(python)
+    if interpreter is None:
+        return f"no Python {python} here"
+    wanted = f"torch==={release}" if build == "cuda" else f"torch=={release}+cpu"
+    subprocess.run([interpreter, "-m", "venv", folder], check=True)
+    for packages in ([wanted], [*LIBRARIES, "-e", str(ROOT)]):
+        command = [folder / "bin/pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"pip: {done.stderr.strip().splitlines()[-1][:200]}"
+    look = [folder / "bin/python", "-c", "import torchvision"]
+    if subprocess.run(look, capture_output=True, check=False).returncode:  # it is for another build of torch
+        subprocess.run([folder / "bin/pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True)
+    (folder / ".installed").touch()
+    return ""
+
+
+def predicted(environment: Path, column: Column, work: Path) -> tuple[float, float, str]:
+    """Step in ms and peak in GiB, or the last line that says why there is none."""
+    if not column.command:
+        return 0.0, 0.0, "no checkout here"
+    folder = work / "checkout"
+    if column.folder is not None:
+        shutil.copytree(column.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
+        (folder / "tiktoken.py").write_text(_TOKENIZER)
+        (folder / "data/random").mkdir(parents=True, exist_ok=True)
+        subprocess.run([environment / "bin/python", "-c", _MAKE_TOKENS], cwd=folder, check=True)
+    folder.mkdir(exist_ok=True)
+    lumos, dry = environment / "bin/lumos", work / "dry"
+    capture = [lumos, "capture", "--dry", "--gpu", "h200", "--world", str(column.world), "-o", dry, "--"]
+    for command in ([*capture, environment / "bin/python", *column.command],
+                    [lumos, "predict", "--from", dry, "--set", "cluster.gpu=h200", "--json"]):  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=os.environ | column.environment, capture_output=True, text=True,
+                timeout=PATIENCE_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return 0.0, 0.0, f"no answer in {PATIENCE_S:.0f} s"
+        if done.returncode:
+            return 0.0, 0.0, _reason(done.stderr)
+    answer = json.loads(done.stdout)
+    return answer["step_ms"], answer["memory_gib"]["peak"], ""
+
+
+def _reason(printed: str) -> str:
+    """Of what a failing command printed, our line before the last one, or the script's own error."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    told = [line for line in lines if not line.startswith("lumos: the command ended")]
+    return ("rejected: " if told[-1].startswith("lumos: ") else "error: ") + told[-1].removeprefix("lumos: ")[:240]
+
+
+def run_row(row: str, every: list[Column], environments: Path) -> None:
+    """All cells of a row, each kept as soon as it is known."""
+    release, build, python = row.split(":")
+    environment = environments / f"{build}-{release}-py{python}"
+    failed = install(environment, release, build, python)
+    for column in every:
+        with tempfile.TemporaryDirectory() as work:
+            answer = (0.0, 0.0, failed) if failed else predicted(environment, column, Path(work))
+        today = datetime.now(UTC).date().isoformat()
+        measured = (column.step_ms, column.peak_gib)
+        result = Result(release, build, python, column.name, today, *answer[:2], *measured, answer[2])
+        keep(result)
+        print(f"{row} {column.name}: {result}", flush=True)
+
+
+# ---------------------------------------------------------------------- what is kept
+def kept() -> list[Result]:
+    """The cells of earlier runs."""
+    if not RESULTS.exists():
+        return []
+    types = {entry.name: float if entry.type == "float" else str for entry in fields(Result)}
+    with RESULTS.open(newline="") as file:
+        return [Result(**{name: types[name](value) for name, value in line.items()}) for line in csv.DictReader(file)]
+
+
+def keep(found: Result) -> None:
+    """Write a cell down, in place of an earlier one; then the page."""
+    cell = (*found.row, found.column)
+    every = [result for result in kept() if (*result.row, result.column) != cell] + [found]
+    every.sort(key=lambda result: (result.build, [int(part) for part in result.release.split(".")], result.python))
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [entry.name for entry in fields(Result)], lineterminator="\n")
+        writer.writeheader()
+        for result in every:
+            cells = asdict(result).items()
+            writer.writerow({name: round(value, 4) if isinstance(value, float) else value for name, value in cells})
+    PAGE.write_text(page(kept()))
+
+
+def page(every: list[Result]) -> str:
+    """The tables in Markdown: scripts of all kinds, then those that were measured."""
+    notes: dict[str, int] = {}
+    plain = [result for result in every if not result.measured_ms]
+    measured = [result for result in every if result.measured_ms]
+    text = _INTRODUCTION + _table(plain, notes) + (_MEASURED + _table(measured, notes) if measured else "")
+    return text + "".join(f"\n{number}. {reason}" for reason, number in notes.items()) + ("\n" if notes else "")
+
+
+def _table(every: list[Result], notes: dict[str, int]) -> str:
+    """A row per build; reasons of cells without a prediction become numbered notes."""
+    names = list(dict.fromkeys(result.column for result in every))
+    lines = ["| torch | build | Python | date | " + " | ".join(names) + " |", "|---" * (len(names) + 4) + "|"]
+    for row in dict.fromkeys(result.row for result in every):
+        cells = {result.column: result for result in every if result.row == row}
+        shown = []
+        for name in names:
+            cell = cells.get(name)
+            reason = cell.outcome.replace("|", "/") if cell else ""
+            shown.append(f"no ({notes.setdefault(reason, len(notes) + 1)})" if reason else str(cell or ""))
+        date = max(result.date for result in cells.values())
+        lines.append(f"| {' | '.join(row)} | {date} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("rows", nargs="*", default=ROWS, metavar="ROW")
+    options.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
+    options.add_argument("--llmc", type=Path, help="a checkout of llm.c")
+    options.add_argument("--data", type=Path, default=ROOT.parent / "shared/data", help="the shared measurements")
+    options.add_argument("--environments", type=Path, help="a folder in which environments are kept")
+    options.add_argument("--columns", nargs="+", help="these columns alone")
+    given = options.parse_args()
+    every = list(columns(given.nanogpt, given.llmc, given.data))
+    if given.columns:
+        every = [column for column in every if column.name in given.columns]
+    for row in given.rows:
+        with tempfile.TemporaryDirectory() as passing:
+            run_row(row, every, (given.environments or Path(passing)).resolve())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
