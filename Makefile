@@ -62,6 +62,7 @@ bench: $(VENV)/.dev  ## measure the speed beside HolisticTraceAnalysis
 	$(BIN)/python benchmarks/predict_speed.py docs/forecast_speed.md
 	$(BIN)/python benchmarks/search_speed.py docs/search_speed.md
 	$(BIN)/python benchmarks/report_speed.py docs/report_speed.md
+	$(BIN)/python benchmarks/constructors.py --models 600
 	$(BIN)/python benchmarks/replay_speed.py --out docs/speed.md
 
 clean:

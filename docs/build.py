@@ -24,7 +24,7 @@ _GROUPS = {
     "Start": ("index", "tutorial", "howto", "own_script", "gpus", "your_hardware"),
     "Understand": ("concepts", "design"),
     "Reference": ("commands", "setup", "capture", "reports", "scoring", "api"),
-    "Accuracy": ("accuracy", "changes", "forecasts", "dry_runs", "searches", "energy", "files"),
+    "Accuracy": ("accuracy", "changes", "forecasts", "dry_runs", "constructors", "searches", "energy", "files"),
     "Speed": ("speed", "forecast_speed", "search_speed", "report_speed", "stranger"),
 }
 _OUTSIDE = re.compile(r"^(https?:|mailto:)")

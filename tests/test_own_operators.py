@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +99,15 @@ def test_compiled_flex_attention_is_one_kernel_each_way_with_a_note_about_its_ma
     largest = max(t.elements for op in gpu.ops for t in op.outputs)
     assert largest == operands[0].numel()  # no scores
     assert all(operand.grad is not None for operand in operands)
+
+
+def test_compiled_code_can_be_reset_before_anything_is_compiled() -> None:
+    code = (
+        "import torch\nfrom lumos.dry_run.record import recorded\nwith recorded():\n    torch.compiler.reset()\n"
+        "    print(torch.compile(torch.relu, backend='eager')(torch.ones(2, device='cuda')).shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("compiles", [False, True])

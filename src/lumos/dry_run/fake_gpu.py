@@ -372,6 +372,9 @@ class _Gpu:
         """Versions, back ends and classes outside `torch.cuda`."""
         yield torch.version, "cuda", torch.version.cuda or "12.8"  # extensions compare it with their own
         yield torch.backends.cuda, "is_built", lambda: True
+        for name in ("_cuda_CUDAAllocator_AllocatorState", "_set_cached_tensors_enabled"):  # of a CUDA build: imported
+            if not hasattr(torch._C, name):  # by torch.compiler.reset()
+                yield torch._C, name, _nothing
         yield torch.backends.cudnn, "is_available", lambda: True
         yield torch.backends.cudnn, "is_acceptable", lambda _: False  # flattened weights are views: nothing changes
         yield torch.backends.cudnn, "version", lambda: 91002

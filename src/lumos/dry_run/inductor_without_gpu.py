@@ -7,7 +7,6 @@ release does not have is left alone.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import logging
 import types
@@ -67,8 +66,6 @@ def without_gpu() -> Iterator[None]:
     from torch._inductor import scheduler
     from torch._inductor.fx_passes import joint_graph, pad_mm, post_grad
 
-    with mock.patch.object(torch.backends.cuda, "is_built", return_value=False):  # its names are those of a CUDA build
-        importlib.import_module("torch._inductor.cudagraph_trees")  # which torch.compiler.reset() imports
     _know_functions()
     configured = (
         torch._dynamo.config.patch(
