@@ -480,6 +480,12 @@ def test_absurd_sizes_end_in_an_answer_or_one_line(tmp_path: Path, name: str, va
     assert predict_graph(read_chakra_files(tmp_path), read_plain(None, ["cluster.gpu=h100"]), Tariff()).step_ms >= 0
 
 
+def test_json_with_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b'{"workload_graph": [{"Id": 1, "Name": "a", "more": "\xbd"}]}')
+    with pytest.raises(InputError, match="not a Chakra graph"):
+        read_job(tmp_path / "x.json")
+
+
 def test_keys_other_than_the_clusters_are_refused_from_python_too() -> None:
     with pytest.raises(OptionError, match=r"parallel\.tp: a workload"):
         priced(workload(comp(1, Operator("add", (64, 64)))), changes=("cluster.gpu=h100", "parallel.tp=2"))

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from foreign_traces import write_et, write_nsys
+from foreign_traces import et_nodes, write_et, write_nsys
 from graphs import graphs, scaled
 from lumos.analysis.replay import replay
 from lumos.cli.main import app
@@ -786,6 +786,14 @@ def test_what_is_no_execution_trace_is_refused(tmp_path: Path, text: bytes) -> N
     (tmp_path / "et.json").write_bytes(text)
     with pytest.raises(InputError):
         read_execution_trace(tmp_path / "et.json")
+
+
+def test_a_tensor_that_no_memory_holds_is_left_out_of_an_execution_trace(tmp_path: Path) -> None:
+    sound = read_execution_trace(write_et(tmp_path / "et.json", ["a"])).threads[1][0]
+    nodes = et_nodes(["a"])
+    nodes["nodes"][0]["inputs"]["values"][0][3] = 1 << 62
+    (tmp_path / "et.json").write_text(json.dumps(nodes))
+    assert 0 < read_execution_trace(tmp_path / "et.json").threads[1][0].bytes < sound.bytes
 
 
 def test_a_deeply_nested_execution_trace_is_refused(tmp_path: Path) -> None:

@@ -423,24 +423,3 @@ def test_no_pattern_takes_longer_than_the_names_are_long(tmp_path: Path, pattern
     ranked = run(tmp_path, "replay", ".", "--rank-pattern", f"({pattern})b")
     assert "no kernel of this trace" in scaled.refusal
     assert "finds no rank" in ranked.refusal
-
-
-FOUND_CASES = (
-    fuzz.Case(101, "chakra_json", 8),  # a name that is no text, in JSON
-    fuzz.Case(101, "synthesised", 7),  # a rank without kernels
-    fuzz.Case(101, "synthesised", 8),  # distributions of few values
-    fuzz.Case(101, "synthesised", 10),  # no window is like one of the originals
-    fuzz.Case(101, "python", 7),  # tokens that are no number
-    fuzz.Case(202, "learned_models", 30),  # a deviation of logarithms by which no number fits
-    fuzz.Case(202, "patterns", 34),  # half a character in a pattern
-    fuzz.Case(202, "synthesised", 3),  # a seed below 0
-    fuzz.Case(303, "execution_traces", 21),  # a tensor larger than any memory
-    fuzz.Case(303, "synthesised", 3),  # a call that ends before the one before it
-    fuzz.Case(303, "synthesised", 17),  # a run of more years than times have room for
-)
-"""Cases that failed once. A case that a change of its surface turned into another one can go."""
-
-
-@pytest.mark.parametrize("case", FOUND_CASES, ids=str)
-def test_cases_that_failed_once_pass(tmp_path: Path, case: fuzz.Case) -> None:
-    assert fuzz.try_case(case, tmp_path, PATIENCE_S).finding is None

@@ -91,6 +91,7 @@ def test_a_pattern_finds_ranks_in_any_naming(write: Write, tmp_path: Path) -> No
         (r"rank0(\d)?", InputError, "must match a number"),
         (r"((?:[a-z0-9]+)+)!", InputError, "finds no rank"),
         (r"(?=rank)(\d)", OptionError, "look-around"),
+        ("\ud800(", OptionError, "not a regular expression"),
     ],
 )
 def test_a_pattern_that_finds_no_number_is_refused(

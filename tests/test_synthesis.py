@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_struct
 
 import astra_rules
 from commands import lumos_here
@@ -332,6 +333,21 @@ def test_distributions_are_as_far_apart_as_scipy_says() -> None:
     for sizes in draw.integers(1, 30, (50, 2)):
         one, other = (draw.integers(0, 9, size).astype(float) for size in sizes)
         assert _apart(one, other) == pytest.approx(scipy.ks_2samp(one, other).statistic)
+
+
+def test_a_rank_that_launches_nothing_has_no_streams(tmp_path: Path) -> None:
+    write_trace(tmp_path / "rank0.json", training_run(), header(0, 2))
+    host = [event for event in training_run(rank=1) if event.get("cat") in ("cpu_op", "user_annotation")]
+    write_trace(tmp_path / "rank1.json", host, header(1, 2))
+    assert synthesise([record("run", read_job(tmp_path))]).as_dict()["tasks"] > 0
+
+
+def test_models_of_times_without_measure_are_refused(tmp_path: Path, model: Model) -> None:
+    save_model(tmp_path / "wild.json", replace_struct(model, spread=replace_struct(model.spread, step=1e9)))
+    with pytest.raises(InputError, match=r"spread\.step"):
+        read_model(tmp_path / "wild.json")
+    with pytest.raises(InputError, match="years"):
+        synthesise(replace_struct(model, latency_us=1e15))
 
 
 def test_a_seed_that_numpy_does_not_take_is_refused(model: Model) -> None:
