@@ -383,6 +383,7 @@ def test_stragglers_give_the_risk_of_their_job(tmp_path: Path) -> None:
     ('{"gpu": "much"}', "not a file of spreads"), ('{"gpu": -1}', "gpu is not a spread"),
     ('{"gpu": 0.1, "gpus": 0.1}', "'gpus' is not a name of a spread"), ('{"gpu": 99}', "gpu is not a spread"),
     ('{"gpu": {"p": [0.5], "factor": []}}', "not a file of spreads"),
+    ('{"gpu": Infinity}', "not a file of spreads"), ('{"gpu": NaN}', "not a file of spreads"),
     ('{"pauses": {"probability": 7, "ms": 1}, "gpu": 0.1}', "pauses are a probability from 0 to 1"),
     ('{"gpu": true}', "gpu: a spread is a number, or"),
     ('{"gpu": 2.1}', "gpu is not a spread; give numbers from 0 to 2"),

@@ -653,6 +653,13 @@ def test_a_space_without_end_is_refused_at_once(tiny: Setup, vary: dict[str, Any
     assert calls_made(refused) < 20_000_000  # the whole space has 10⁸ configurations or more
 
 
+@pytest.mark.parametrize("option", ["--set", "--vary"])
+def test_a_gpu_that_looks_like_a_number_is_an_unknown_gpu(option: str) -> None:
+    done = lumos_here("search", ROOT / "examples/one-h200.toml", option, "cluster.gpu=5e-324")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "5e-324" in done.stderr
+
+
 def test_what_ray_prints_is_not_part_of_the_answer() -> None:
     script = """
 import os

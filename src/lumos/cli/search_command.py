@@ -193,8 +193,14 @@ def _choices(fixed: list[str], vary: list[str], gpus: str, gpu: str) -> Choices:
         if key.strip() in found:
             raise OptionError(f"{option} {text[:100]}: the values of {key.strip()} are given twice")
         parts = [part.strip() for part in ([values] if option == "--set" else values.split(","))]
-        found[key.strip()] = [part if option == "--gpu" else toml_value(part) for part in parts if part]
+        found[key.strip()] = [_choice(option, key.strip(), part) for part in parts if part]
     return found
+
+
+def _choice(option: str, key: str, text: str) -> Any:
+    """A value as TOML has it; the name of a GPU is text, whatever it looks like."""
+    value = text if option == "--gpu" else toml_value(text)
+    return text if key == "cluster.gpu" and not isinstance(value, str) else value
 
 
 def _base(path: Path | None, fixed: list[str], source: Path | None, choices: Choices) -> Base:

@@ -111,7 +111,7 @@ class Spread:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < np.inf
 
 
 NONE = Spread.lognormal(0.0)
