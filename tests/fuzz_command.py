@@ -67,9 +67,9 @@ def run(folder: Path, *arguments: str) -> Ran:
 
     screen = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="replace")
     (folder / "command.txt").write_text("lumos " + shlex.join(arguments), errors="replace")
-    before, stdout, terminal.json_of = Path.cwd(), sys.stdout, seen
+    before, streams, terminal.json_of = Path.cwd(), (sys.stdout, sys.stderr), seen
     os.chdir(folder)
-    sys.stdout = screen
+    sys.stdout = sys.stderr = screen
     try:
         app(list(arguments), standalone_mode=False)
         screen.flush()
@@ -78,7 +78,7 @@ def run(folder: Path, *arguments: str) -> Ran:
     except Exception as refused:
         return Ran(None, refusal_in(refused))
     finally:
-        sys.stdout, terminal.json_of = stdout, json_of
+        (sys.stdout, sys.stderr), terminal.json_of = streams, json_of
         os.chdir(before)
     _refuse_controls(screen.buffer.getvalue())  # type: ignore[attr-defined]
     for answer in answers:
