@@ -14,8 +14,9 @@ import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from math import log
+from math import log, sqrt
 from pathlib import Path
+from statistics import mean, stdev
 
 from lumos.cost.in_step import InStepFactors, in_step_factors
 from lumos.score.measured_runs import Run, read_rows, runs_of
@@ -29,7 +30,6 @@ ROWS = 40  # of each source
 CLIP = 0.4  # of the logarithm of predicted over measured: an erratic run must not pull
 START = {"ampere.sustained": 0.8, "all.penalty": 1.1}
 STEPS = (0.08, 0.03)
-WORTH = 4e-4  # of the logarithm: what a step must improve; sources that do not depend on a factor must not pull it
 
 
 def chosen_runs(folder: Path) -> dict[str, list[Run]]:
@@ -64,25 +64,31 @@ def factors_with(run: Run, values: dict[str, float]) -> InStepFactors:
     return replace(known, **changes)
 
 
-def loss(runs: dict[str, list[Run]], values: dict[str, float]) -> float:
-    """The mean over sources of their mean error."""
-    total = 0.0
+def errors(runs: dict[str, list[Run]], values: dict[str, float]) -> list[float]:
+    """The mean error of every source."""
+    means = []
     for rows in runs.values():
-        errors = [abs(log(simulate_step(r.setup, factors_with(r, values)).us / 1e6 / r.seconds)) for r in rows]
-        total += sum(min(CLIP, e) for e in errors) / len(errors)
-    return total / len(runs)
+        logs = [abs(log(simulate_step(r.setup, factors_with(r, values)).us / 1e6 / r.seconds)) for r in rows]
+        means.append(mean(min(CLIP, e) for e in logs))
+    return means
+
+
+def is_better(trial: list[float], best: list[float]) -> bool:
+    """Whether errors fall by more than the standard error of the difference, so that noise moves nothing."""
+    gains = [before - after for before, after in zip(best, trial, strict=True)]
+    return mean(gains) > stdev(gains) / sqrt(len(gains))
 
 
 def fit(runs: dict[str, list[Run]]) -> dict[str, float]:
     """Coordinate descent in factors."""
-    values, best = dict(START), loss(runs, START)
+    values, best = dict(START), errors(runs, START)
     for step in STEPS:
         for key in START:
             for factor in (1 + step, 1 / (1 + step)):
                 while True:
                     trial = values | {key: round(values[key] * factor, 4)}
-                    score = loss(runs, trial)
-                    if score >= best - WORTH:
+                    score = errors(runs, trial)
+                    if not is_better(score, best):
                         break
                     values, best = trial, score
     return values

@@ -17,6 +17,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,11 @@ def write_defaults() -> None:
         given = ("num_attention_heads", "hidden_size")
         sizes = {name: usual[name] for name in names if usual.get(name) is not None}
         found[kind] = {name: size for name, size in sizes.items() if name in given or other.get(name) == size}
-    source = {"source": f"configuration classes of transformers {__version__}", "script": "tests/huggingface_counts.py"}
+    source = {
+        "source": f"configuration classes of transformers {__version__}",
+        "script": "tests/huggingface_counts.py",
+        "date": datetime.now(UTC).date().isoformat(),
+    }
     rows = ",\n".join(f'  "{kind}": {json.dumps(sizes)}' for kind, sizes in found.items() if sizes)
     DEFAULTS.write_text(f'{{\n "sources": {json.dumps({"types": source})},\n "types": {{\n{rows}\n }}\n}}\n')
 
