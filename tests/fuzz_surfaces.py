@@ -896,7 +896,8 @@ def _ray_is_here() -> bool:
 
     with safe_path(), contextlib.chdir(store()), unlimited():
         try:
-            ray.init(num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
+            alone = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+            ray.init(num_cpus=1, object_store_memory=100 << 20, log_to_driver=False, **alone)
         except Exception as problem:  # on a busy machine
             print(f"Ray does not start: {problem}", file=sys.stderr)
             return False

@@ -93,7 +93,8 @@ def on_ray(address: str, workers: int) -> Iterator[Ray]:
         if not joined:
             _refuse_if_silent(address)
             try:
-                where = {"address": address} if address else {"include_dashboard": False}
+                alone = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}  # out of reach of others
+                where = {"address": address} if address else alone
                 with safe_path(), chdir(empty):  # Ray puts the current folder on sys.path of all workers
                     ray.init(log_to_driver=False, logging_level=logging.ERROR, **where)
             except Exception as problem:  # Ray has no class of its own for a node that does not start
