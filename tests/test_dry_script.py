@@ -295,6 +295,51 @@ def test_two_optimizers_make_one_step() -> None:
     assert not any("zeros_like" in op.name for op in recording.ops if op.phase == "optimizer")  # no state is made anew
 
 
+# ---------------------------------------------------------------------- precision and tokens
+@pytest.mark.parametrize("compiled", [False, True])
+def test_precision_is_read_however_a_script_sets_it(tmp_path: Path, compiled: bool) -> None:
+    """A script of its own: the settings cannot be taken back."""
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("torch before 2.9 has one setting for all")
+    script = TRAIN.replace("model(", "run(").replace(
+        "optimizer =", f"run = torch.compile(model, disable={not compiled})\noptimizer ="
+    )
+    done = captured(tmp_path, 'torch.backends.fp32_precision = "tf32"\n' + script)
+    assert done.returncode == 0, done.stderr
+    recording = read_recording(tmp_path / "dry" / "rank0.dry.json.gz")
+    matmuls = [op for op in recording.ops if op.name in ("aten.mm.default", "aten.addmm.default")]
+    assert matmuls
+    assert all("tf32" in op.options for op in matmuls)
+    assert not any("compile" in note for note in recording.assumptions)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_token_that_is_looked_up_in_several_tables_counts_once(compiled: bool) -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(512, 64) for _ in range(3))
+            self.mix = nn.Linear(64, 64)
+
+        def forward(self, tokens: Any) -> Any:
+            x = 0
+            for table in self.tables:
+                x = self.mix(x + table(tokens))
+            return x.sum()
+
+    def train() -> None:
+        model = Tables().cuda()
+        run = torch.compile(model) if compiled else model
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            for _ in range(2):
+                run(torch.randint(0, 512, (4, 32), device="cuda")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert lumos.dry_run(train).tokens == 2 * 4 * 32
+
+
 # ---------------------------------------------------------------------- several ranks
 def test_data_parallel_reduces_gradients_over_all_ranks() -> None:
     def train() -> None:

@@ -19,6 +19,7 @@ from torch._inductor.utils import get_fused_kernel_name
 
 from lumos.dry_run.compiled_regions import CompiledRegions
 from lumos.dry_run.own_operators import is_own
+from lumos.dry_run.tensor_float import convolutions_use_tf32, matmuls_use_tf32
 from lumos.program.recorded_op import UNSEEN
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
@@ -371,9 +372,9 @@ def _triton_kernel_name(node: Any) -> str:
 def _precision(name: str, reader: _Reader, reads: Sequence[View]) -> tuple[str, ...]:
     """Whether fp32 operands are multiplied as tf32."""
     if name.startswith(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")):
-        allowed = torch.get_float32_matmul_precision() != "highest"
+        allowed = matmuls_use_tf32()
     else:
-        allowed = name.startswith("aten.convolution") and torch.backends.cudnn.allow_tf32
+        allowed = name.startswith("aten.convolution") and convolutions_use_tf32()
     return ("tf32",) if allowed and reads and reader.graph.get_dtype(reads[-1].buffer) == torch.float32 else ()
 
 

@@ -34,6 +34,7 @@ from lumos.dry_run.own_operators import implementation_of, is_composite, is_own
 from lumos.dry_run.package_kernels import estimated_kernels, modeling_module
 from lumos.dry_run.recorded_step import Recording, StorageEvent
 from lumos.dry_run.recurrent_layers import recurrent_as_on_gpu
+from lumos.dry_run.tensor_float import matmuls_use_tf32
 from lumos.dry_run.value_operators import ValueOperators
 from lumos.program.recorded_op import UNSEEN, RecordedOp, TensorInfo
 
@@ -311,7 +312,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         found = []
         if name.startswith("index_put") and (args[3:4] or [kwargs.get("accumulate")])[0]:
             found.append("accumulate")
-        if name in _MATMULS and inputs[0].dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        if name in _MATMULS and inputs[0].dtype == torch.float32 and matmuls_use_tf32():
             found.append("tf32")
         if name.startswith("convolution"):
             if name == "convolution_backward":

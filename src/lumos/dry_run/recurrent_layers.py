@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from lumos.dry_run.gpu_functions import autocast, is_local
+from lumos.dry_run.tensor_float import recurrent_layers_use_tf32
 
 NOTE = "recurrent layers: taken as cuDNN without persistent kernels: one matmul and one gate kernel per time step"
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -117,7 +118,7 @@ def _weights(weights: Any, sizes: _Sizes) -> Iterator[tuple[Any, Any]]:
 
 
 def _options(tensor: Any) -> tuple[str, ...]:
-    tf32 = tensor.dtype == torch.float32 and torch.backends.cudnn.allow_tf32
+    tf32 = tensor.dtype == torch.float32 and recurrent_layers_use_tf32()
     return (_LAUNCH, "tf32") if tf32 else (_LAUNCH,)
 
 

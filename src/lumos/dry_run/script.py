@@ -147,13 +147,19 @@ def place() -> tuple[int, int]:
 
 
 def tokens_of(recorder: Recorder) -> int:
-    """Of a step: what is looked up in the embedding that is asked most."""
-    found: dict[tuple[str, tuple[int, ...]], int] = {}
+    """Of a step: what is looked up in the embedding that is asked most.
+
+    Compiled kernels do not name their table: those of one call of a graph, in order, have tables of their own.
+    """
+    found: dict[tuple[str, Any], int] = {}
+    place = 0
     for op in recorder.ops:
-        looks_up = op.name == "aten.embedding.default" or any("embedding" in option for option in op.options)
-        if op.phase == "forward" and looks_up:
+        place = 0 if op.name == "compiled.call" else place
+        is_compiled = any("embedding" in option for option in op.options)
+        if op.phase == "forward" and (is_compiled or op.name == "aten.embedding.default"):
             looked_up = [t for t in op.inputs if t.dtype in ("int64", "int32")]
-            key = (op.module, op.inputs[0].shape)
+            key = (op.module, place if is_compiled else op.inputs[0].shape)
+            place += is_compiled
             found[key] = found.get(key, 0) + max((t.elements for t in looked_up), default=0)
     return max(found.values(), default=0)
 
