@@ -11,7 +11,7 @@ import torch
 
 def matmuls_use_tf32() -> bool:
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    return torch.get_float32_matmul_precision() != "highest" if precision is None else precision == "tf32"
+    return bool(torch.get_float32_matmul_precision() != "highest" if precision is None else precision == "tf32")
 
 
 def convolutions_use_tf32() -> bool:
