@@ -1079,8 +1079,12 @@ SOURCED_MODEL = """MODEL_ARGS=(
 
 
 @pytest.mark.parametrize(
-    "place", ['"${SCRIPT_DIR}/models/${MODEL}.sh"', "models/tiny.sh", "${UNSET}/models/tiny.sh", "/root/models/tiny.sh"]
-)
+    "place",
+    [
+        '"${SCRIPT_DIR}/models/${MODEL}.sh"', '"${SCRIPT_DIR}/../../models/tiny.sh"', "models/tiny.sh",
+        "${UNSET}/models/tiny.sh", "/root/models/tiny.sh",
+    ],
+)  # fmt: skip
 def test_a_sourced_file_next_to_the_script_is_read(tmp_path: Path, place: str) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny.sh").write_text(SOURCED_MODEL)
@@ -1111,6 +1115,27 @@ def test_slime_has_its_own_defaults(tmp_path: Path, option: str, precision: str)
     (tmp_path / "models" / "tiny.sh").write_text(SOURCED_MODEL)
     setup = read_setup(written(tmp_path, SLIME % option, "run.sh"))
     assert (setup.train.precision, setup.parallel.zero, setup.cluster.gpus) == (precision, 1, 8)
+
+
+@pytest.mark.parametrize(("first", "dense"), [("0", 0), ("1", 1), ("9", 4)])
+def test_slime_fills_the_layers_with_experts_in_a_loop(tmp_path: Path, first: str, dense: int) -> None:
+    (tmp_path / "models").mkdir()
+    model = f"""FIRST_K_DENSE_REPLACE={first}
+for ((i=0; i<4; i++)); do
+  if (( i < FIRST_K_DENSE_REPLACE )); then arr+=(0); else arr+=(1); fi
+done
+printf -v MOE_LAYER_FREQ "[%s]" "$(IFS=', '; echo "${{arr[*]}}")"
+{SOURCED_MODEL.replace("(", "(--num-experts 8 --moe-ffn-hidden-size 64 --moe-layer-freq $MOE_LAYER_FREQ ")}"""
+    (tmp_path / "models" / "tiny.sh").write_text(model)
+    assert read_setup(written(tmp_path, SLIME % "", "run.sh")).model.dense_layers == dense
+
+
+def test_slime_trains_on_the_samples_of_a_rollout_in_a_number_of_steps(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text(SOURCED_MODEL)
+    options = "--n-samples-per-prompt 8 --num-steps-per-rollout 4"
+    assert read_setup(written(tmp_path, SLIME % options, "run.sh")).train.global_batch == 8 * 8 // 4
+    assert read_setup(written(tmp_path, SLIME % f"{options} --global-batch-size 4", "run.sh")).train.global_batch == 4
 
 
 def test_a_script_that_sources_itself_ends(tmp_path: Path) -> None:

@@ -197,14 +197,19 @@ def _of_text(text: str, path: Path, where: str) -> Reading:
 
 def _sourced(folder: Path, name: str) -> str | None:
     """The text of a file that a script sources, if it is in the script's folder or below."""
-    inside = name.rpartition("$()/")[2] or name  # SCRIPT_DIR=$(…) is the folder of the script
-    parts = os.path.normpath(_UNKNOWN_FOLDER.sub("", inside)).strip("/").split("/")
-    for first in range(len(parts) if parts[0] not in ("", ".", "..") else 0):  # /root/models/x.sh may be models/x.sh
+    parts = os.path.normpath(_UNKNOWN_FOLDER.sub("", _from_script(name))).strip("/").split("/")
+    parts = [part for part in parts if part not in ("", ".", "..")]
+    for first in range(len(parts)):  # /root/models/x.sh and ../models/x.sh may be models/x.sh, or x.sh
         try:
             return text_of(folder.joinpath(*parts[first:]))
         except InputError:
             continue
     return None
+
+
+def _from_script(name: str) -> str:
+    """A path from the script's folder, which SCRIPT_DIR=$(…) is."""
+    return name.rpartition("$()/")[2] or name
 
 
 def _of_script(script: Script, folder: Path) -> Reading:
@@ -213,7 +218,8 @@ def _of_script(script: Script, folder: Path) -> Reading:
     in_python = "config" in script.options and "module" in script.options
     if not (any(OPTION.match(option) for option in script.options) or in_python or name.endswith(".toml")):
         if script.unread and "num-layers" not in script.options:
-            raise InputError(f"it sources {listed(script.unread)}, which is not next to it: put the file there")
+            files = listed(map(_from_script, script.unread))
+            raise InputError(f"it sources {files}, which is not next to it: put the file into the script's folder")
         if not megatron.is_megatron(script):
             raise InputError(_of_another(script))
         return megatron.read_megatron(script)

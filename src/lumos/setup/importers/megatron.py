@@ -43,7 +43,7 @@ def is_megatron(script: Script) -> bool:
 
 def read_megatron(script: Script) -> Reading:
     """The run that Megatron's options describe, or InputError where they describe another model than a GPT."""
-    options = script.options
+    options = _with_first_dense_layers(script)
     _refuse_other_models(script)
     found = Findings()
     found.values |= _TABLES["defaults"]
@@ -85,6 +85,15 @@ def _refuse_other_models(script: Script) -> None:
     word = next((word for word in ("mamba", "hybrid", "t5", "bert", "retro", "multimodal") if word in spec), "")
     if word:
         raise InputError(f"--spec {shown(spec)} is a {word} model; only the training of GPT models can be described")
+
+
+def _with_first_dense_layers(script: Script) -> Options:
+    """Options in which the pattern of experts is filled in, which slime's models make of this variable in a loop."""
+    first, layers = script.variables.get("FIRST_K_DENSE_REPLACE", ""), _count(script.options, "num-layers")
+    if "$" not in _word(script.options, "moe-layer-freq") or not re.fullmatch(r"[0-9]{1,4}", first):
+        return script.options
+    dense = min(int(first), layers)
+    return {**script.options, "moe-layer-freq": [f"[0]*{dense}+[1]*{layers - dense}"]}
 
 
 def _words(program: str) -> set[str]:
@@ -156,6 +165,10 @@ def _slime(found: Findings, options: Options) -> None:
     gpus = _count(options, table["nodes"], "1") * _count(options, table["gpus_per_node"], table["usual_gpus_per_node"])
     if gpus:
         found.values["cluster.gpus"] = gpus
+    samples = _count(options, "rollout-batch-size") * _count(options, "n-samples-per-prompt", "1")
+    steps = _count(options, "num-steps-per-rollout")
+    if samples and steps:  # all samples of a rollout are trained on in this many steps
+        found.values.setdefault("train.global_batch", samples // steps)
     found.note("slime: the training of the actor is described, and no rollout")
 
 
