@@ -62,6 +62,7 @@ from lumos.report.wording import (
     rate_text,
     si_text,
 )
+from lumos.risk.monte_carlo import slowed
 from lumos.setup import read_setup
 from lumos.trace.read.operation_table import read_operation_table
 from support import PATIENCE_S, call, header, kernel, training_run, write_trace
@@ -244,6 +245,60 @@ def test_a_page_whose_run_has_nothing_in_it_is_written_all_the_same(tmp_path: Pa
     page = replay_page(replay(read_job(path)))
     write_page(tmp_path / "cpu.html", page)
     assert "nothing to wait for" in (tmp_path / "cpu.html").read_text()
+
+
+def test_utilisation_of_a_step_of_microseconds_is_a_curve_with_its_busy_share_as_mean(tmp_path: Path) -> None:
+    """One bin of a millisecond would be one point, of which no line can be drawn, and mostly after the step."""
+    run = replay(read_job(write_trace(tmp_path / "short.json", training_run(1), header())))
+    use, steps, trace = run.utilisation, run.recorded_steps, run.execution.trace
+    low, high = int(steps.start.min()), int(steps.end.max())
+    assert high - low < 1_000_000
+    assert use.share.shape[1] >= 20
+    assert use.bin_ms * use.share.shape[1] == pytest.approx((high - low) / 1e6)
+    busy = np.zeros(high - low, bool)
+    for row in np.flatnonzero(trace.on_gpu).tolist():
+        busy[max(0, trace.start[row] - low) : max(0, trace.end[row] - low)] = True
+    assert use.mean == pytest.approx(float(busy.mean()), abs=1e-6)
+
+
+def test_a_total_has_no_bar_that_would_run_over_its_number() -> None:
+    table = Table("", [Column("share", 1, bar=True)], [Row([40.0]), Row([60.0]), Row([100.0], is_total=True)])
+    assert [round(cell.bar) for _, (cell,) in table.body()] == [67, 100, -1]
+
+
+def test_what_slow_parts_add_is_called_so_on_the_critical_path() -> None:
+    found, costs = slowed(described(), ["rank=7,factor=1.3"])
+    by_kind = found.critical_path.by_kind
+    assert by_kind["slow parts"] == pytest.approx(costs[0]["delay_ms"])
+    assert by_kind["unexplained"] == 0
+    assert sum(by_kind.values()) == pytest.approx(found.step_ms)
+    assert "slow parts" not in described().critical_path.by_kind
+    path = next(s for s in prediction_page(found).sections if s.title == "Critical path")
+    kinds = [row.values[0] for row in path.tables[0].rows]
+    assert kinds == ["compute", "comm", "latency", "slow parts", "critical path"]
+
+
+def test_a_predicted_step_has_no_name_of_the_profiler() -> None:
+    captions = {kind: [figure.title for figure in page_of(kind).figures] for kind in ("replay", "forecast")}
+    assert any(caption.startswith("ProfilerStep#2, ") for caption in captions["replay"])
+    assert any(caption.startswith("predicted step, ") for caption in captions["forecast"])
+
+
+def test_bars_that_are_too_many_for_their_labels_have_some_below() -> None:
+    labels = [f"day {i} to {i + 1}" for i in range(60)]
+    text = str(svg_of(Bars(labels, [Series("training", "compute", [1.0] * 60)])))
+    assert 3 < len(re.findall(r">day \d+ to \d+</text>", text)) < 20
+
+
+def test_variants_have_a_table_of_their_own_and_are_no_card() -> None:
+    rows = [row | {"variants": [{}, {}], "differ": {"parallel.zero": [1, 2]}} for row in search_answer()["results"]]
+    answer = search_answer() | {"families": rows, "tolerance": 0.02, "tried": {"cluster.gpus": [32, 64]}}
+    page = search_page(answer)
+    assert "gpus 32, 64" in page.subtitle
+    assert "variants" not in [card.label for card in page.cards]
+    shown = {table.caption: table for table in page.sections[0].tables}
+    assert "variants" not in [column.title for column in shown["configurations"].columns]
+    assert shown["variants"].rows[0].values == [1, "2", "zero 1, 2"]
 
 
 def test_what_is_not_known_is_a_dash_and_is_sorted_last() -> None:

@@ -40,7 +40,7 @@ from lumos.search.estimator import Estimator
 from lumos.search.gpu_counts import counts_between
 from lumos.search.journal import open_journal
 from lumos.search.ranking import BOUNDS, Front, Objective, Simulated, promising
-from lumos.search.search import COLUMNS, KEYS, SearchResult
+from lumos.search.search import COLUMNS, KEYS, SearchResult, _same_work
 from lumos.search.shards import checked_part, merged_search
 from lumos.search.space import Space
 from lumos.setup import read_setup
@@ -119,6 +119,17 @@ def test_the_answer_explains_itself(found: SearchResult) -> None:
     assert "ms" in second["lost_by"] or "same time" in second["lost_by"]
     assert answer["evaluated"] > answer["fitting"] > answer["simulated"]
     assert json.loads(json.dumps(answer)) == answer, "plain values alone"
+
+
+def test_who_loses_by_cost_loses_the_time_of_all_gpus(llama: Setup) -> None:
+    """32 GPUs take longer for a step than 64, and may still be cheaper."""
+    answer = search(llama, FEWER | {"cluster.gpus": [32, 64]}, objective=Objective("cost", (("", 2.0),))).as_dict()
+    best = answer["results"][0]
+    for row in answer["results"][1:]:
+        scale, _ = _same_work(best, row, "cost")
+        excess = scale * row["step_ms"] / best["step_ms"] - 1
+        assert excess == pytest.approx(row["value"] / best["value"] - 1, rel=1e-6)
+        assert (" for the number of GPUs" in row["lost_by"]) == (row["cluster.gpus"] != best["cluster.gpus"])
 
 
 # ---------------------------------------------------------------------- the laws behind it

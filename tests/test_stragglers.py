@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from commands import lumos_here
 from lumos import read_job, replay
 from lumos.analysis.slowdown import Slowdown, slowdown
-from lumos.analysis.slowdown_causes import Cause, Diagnosis, diagnose, job_of_run
+from lumos.analysis.slowdown_causes import Cause, Diagnosis, diagnose, job_of_run, stragglers
 from lumos.analysis.slowdown_jobs import job_of_table
 from lumos.report.slowdowns import slowdown_cards
 from lumos.trace.read.operation_table import is_operation_table, read_operation_table
@@ -162,6 +162,16 @@ def assert_parts_stay_below_the_whole(found: Diagnosis) -> None:
     assert all(cause.gain_ms <= whole.gain_ms + 1e-6 for cause in found.causes if not cause.after)
     cards = [card for card in slowdown_cards(found) if "of the lost time" in card.note]
     assert all(float(card.value.rstrip(" %")) <= 100 for card in cards)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("job", ["AR", "ST"])  # both have launches that come late
+def test_what_a_fix_leaves_and_what_it_gains_are_the_recorded_step(shared_data: Path, job: str) -> None:
+    found = stragglers(shared_data / f"public/straggler_jobs/trace-{job}.parquet")
+    recorded = float(found.slowdown.job.recorded_ms.mean())
+    assert found.slowdown.launch_slowdown > 1.005
+    assert [fix.step_ms + fix.gain_ms for fix in found.fixes] == pytest.approx([recorded] * len(found.fixes))
+    assert_parts_stay_below_the_whole(found)
 
 
 def test_workers_that_are_slow_at_the_same_time_are_mended_together(tmp_path: Path) -> None:

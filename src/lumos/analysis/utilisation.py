@@ -1,4 +1,4 @@
-"""GPU utilisation over time: the busy share of every bin of a millisecond (or more, for long runs)."""
+"""GPU utilisation over time: the busy share of equal bins of about a millisecond."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 from lumos.trace.steps import Steps
 from lumos.trace.trace import Trace
 
-_MOST_BINS = 400
+_BIN_NS = 1_000_000
+_FEWEST_BINS, _MOST_BINS = 20, 400  # in short and in long runs
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,11 @@ class Utilisation:
 def utilisation(trace: Trace, steps: Steps) -> Utilisation:
     """Busy share of every rank's GPU, from the start of the first step to the end of the last."""
     low, high = int(steps.start.min()), int(steps.end.max())
-    width = max(1_000_000, -(-(high - low) // _MOST_BINS))
-    edges = low + width * np.arange(-(-(high - low) // width) + 1)
+    span = max(high - low, 1)
+    bins = min(max(-(-span // _BIN_NS), _FEWEST_BINS), _MOST_BINS)
+    edges = low + span * np.arange(bins + 1) / bins
     gpu = trace.rows_by_rank(trace.on_gpu)
-    return Utilisation(width / 1e6, steps.ranks, np.array([_busy(trace, gpu[r], edges) for r in steps.ranks]))
+    return Utilisation(span / bins / 1e6, steps.ranks, np.array([_busy(trace, gpu[r], edges) for r in steps.ranks]))
 
 
 def _busy(trace: Trace, rows: np.ndarray, edges: np.ndarray) -> np.ndarray:

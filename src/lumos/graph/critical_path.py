@@ -22,6 +22,7 @@ from lumos.graph.simulate import Times
 from lumos.trace.names import Category, Kind
 from lumos.trace.steps import StepMarks, Steps
 
+SLOW_PARTS = "slow parts"  # of the cluster: what they add to a predicted step
 PATH_KINDS = ("compute", "comm", "copy", "operator", "call", "python", "contention", "latency", "unexplained")
 _COMPUTE, _COMM, _COPY, _OPERATOR, _CALL, _PYTHON = range(6)
 _MOST_OPERATORS = 50
@@ -148,7 +149,7 @@ class PathSummary:
     @staticmethod
     def of(
         parts: Iterable[tuple[str, str, float]], latency: float, unexplained: float,
-        blocks: Iterable[tuple[str, int, float]] = (), contention: float = 0.0,
+        blocks: Iterable[tuple[str, int, float]] = (), contention: float = 0.0, slow: float = 0.0,
     ) -> PathSummary:  # fmt: skip
         """From (kind, name, nanoseconds) of what is on the path of a step."""
         scale = 1e-6
@@ -159,6 +160,8 @@ class PathSummary:
             operators.append((kind, name, float(ns) * scale))
         for kind, ns in (("contention", contention), ("latency", latency), ("unexplained", unexplained)):
             by_kind[kind] = ns * scale
+        if slow > 0:
+            by_kind[SLOW_PARTS] = slow * scale
         ranked = sorted((item for item in operators if item[2] > 0), key=lambda item: (-item[2], item[:2]))
         in_blocks = sorted(((what, rank, ns * scale) for what, rank, ns in blocks), key=lambda item: -item[2])
         return PathSummary(by_kind, ranked[:_MOST_OPERATORS], in_blocks)

@@ -29,11 +29,12 @@ class DescribedRun(Run):
     """One step, one rank of every pipeline stage.
 
     `fixed_us` is what a traced run takes once a step beyond its model: idle time at the end. If it is negative, all
-    times shrink.
+    times shrink. `slow_us` is the part of it that slow parts of the cluster add.
     """
 
     step: Step
     fixed_us: float = 0.0
+    slow_us: float = 0.0
 
     @property
     def us(self) -> float:
@@ -91,9 +92,9 @@ class DescribedRun(Run):
     def path_summary(self) -> PathSummary:
         scale = self.rows.scale
         latency = float((self.path.lag + self.path.frozen).sum()) * scale
-        unexplained = max(0.0, self.us - self.step.us) * 1e3
+        unexplained = max(0.0, self.fixed_us - self.slow_us) * 1e3
         blocks = self._blocks_on_path()
-        return PathSummary.of(self._operators_on_path(), latency, unexplained, blocks=blocks)
+        return PathSummary.of(self._operators_on_path(), latency, unexplained, blocks=blocks, slow=self.slow_us * 1e3)
 
     @cached_property
     def _spent(self) -> Floats:

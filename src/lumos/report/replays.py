@@ -11,7 +11,7 @@ from lumos.analysis.collectives import Collective, CollectiveGroup
 from lumos.analysis.comparison import Comparison, Difference
 from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.replay import Replay
-from lumos.graph.critical_path import PathSummary
+from lumos.graph.critical_path import SLOW_PARTS, PathSummary
 from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.report.table import Card, Column, Row, Table, left_out, ms_column, ms_columns, short
 from lumos.report.wording import STEP_PARTS, change, ms_text, number_text, si_text
@@ -111,7 +111,7 @@ def path_table(summary: PathSummary) -> Table:
     rows = [
         Row([kind, ms, 100 * ms / total, _mostly(summary, kind)], kind=filtered_kind(kind))
         for kind, ms in summary.by_kind.items()
-        if kind != "contention" or ms > 0
+        if ms > 0 or (kind != "contention" and not summary.by_block)
     ]
     rows.append(Row(["critical path", summary.total_ms, 100.0, ""], is_total=True))
     columns = [Column("kind"), *ms_columns(("ms",), rows), Column("share, %", 1, bar=True), Column("mostly")]
@@ -120,7 +120,7 @@ def path_table(summary: PathSummary) -> Table:
 
 def filtered_kind(kind: str) -> str:
     """The kind by which the filter of a page finds a row; waiting is found by any."""
-    return "" if kind in ("contention", "latency", "unexplained") else kind
+    return "" if kind in ("contention", "latency", "unexplained", SLOW_PARTS) else kind
 
 
 def _mostly(summary: PathSummary, kind: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lumos.report.gpu_comparisons import bounds_table, resources_table, same_speed_table, time_table
-from lumos.report.table import Card, Column, Row, Table, left_out
+from lumos.report.table import PROSE, Card, Column, Row, Table, left_out
 from lumos.report.wording import STEP_PARTS, ms_text, parameters_text
 
 Answer = Mapping[str, Any]
@@ -28,6 +28,7 @@ _SHORT = {"sequence_parallel": "sp", "micro_batch": "mb", "microbatches": "n"}
 _FOLLOW = ("parallel.dp", "train.microbatches")  # from other keys: they need not be said
 _OF_CLUSTER = ("cluster.gpu", "cluster.gpus")
 _OF_CLUSTERS_BEST = ("step_ms", "p90_ms", "memory_gib", "cost_per_mtoken", "days", "gpu_hours", "money")
+_NONE = (None, 0, 1, "")  # values of an axis that need not be said: no such parallelism
 _MOST_ROWS = 500
 _LEAST = {"time": "least time per token", "cost": "least cost per token", "energy": "least energy per token",
           "gpus": "fewest GPUs"}  # fmt: skip
@@ -87,7 +88,7 @@ def short(key: str) -> str:
 
 def label_of(row: Answer, keys: Sequence[str]) -> str:
     """A configuration in words: "tp 8, pp 4"."""
-    return ", ".join(f"{short(key)} {row[key]}" for key in keys if row.get(key) not in (None, 1, False, ""))
+    return ", ".join(f"{short(key)} {row[key]}" for key in keys if row.get(key) not in _NONE)
 
 
 def short_label(row: Answer, most: int) -> str:
@@ -112,12 +113,13 @@ def configurations_table(
     keys: Sequence[str],
     numbers: Sequence[str] = tuple(NUMBERS),
     first: Sequence[str] = (),
+    with_variants: bool = True,
 ) -> Table:
     """Configurations with the values of these keys and numbers; a number that none of them has is left out.
 
     Numbers in `first` stand before the keys. Families also say how many variants they have, and what those differ in.
     """
-    families = any("variants" in row for row in rows)
+    families = with_variants and any("variants" in row for row in rows)
     before, after = ([key for key in group if any(row.get(key) is not None for row in rows)]
                      for group in (first, [key for key in numbers if key not in first]))  # fmt: skip
     searched = [Column(short(key), 0 if all(type(row.get(key)) is int for row in rows) else -1) for key in keys]
@@ -129,7 +131,7 @@ def configurations_table(
         for rank, row in enumerate(rows[:_MOST_ROWS], 1)
     ]  # fmt: skip
     columns = [Column("#", 0), *(NUMBERS[key][0] for key in before), *searched, *(NUMBERS[key][0] for key in after)]
-    columns += [Column("variants")] if families else []
+    columns += [Column("variants", longest=PROSE)] if families else []
     return Table(caption, columns, body, left_out(_MOST_ROWS, rows))
 
 
@@ -152,6 +154,12 @@ def variants_of(family: Answer) -> str:
         if key not in _FOLLOW
     )
     return f"{count}: {differ}" if count > 1 else str(count)
+
+
+def variants_table(rows: Sequence[Answer]) -> Table:
+    """The variants of each family, in a table of its own."""
+    body = [Row([rank, *variants_of(row).partition(": ")[::2]]) for rank, row in enumerate(rows, 1)]
+    return Table("variants", [Column("#", 0), Column("variants"), Column("they differ in", longest=PROSE)], body)
 
 
 def families_note(answer: Answer) -> list[str]:
@@ -180,7 +188,7 @@ def by_gpu_tables(answer: Answer) -> list[Table]:
     skipped = _skipped_tables(answer)
     if not best:
         return skipped
-    keys = [key for key in keys_of(best) if key not in _OF_CLUSTER]
+    keys = [key for key in keys_of(best) if key not in _OF_CLUSTER and any(row.get(key) not in _NONE for row in best)]
     caption = "the best on each GPU" if several_types(answer) else "the best on each number of GPUs"
     found = [configurations_table(caption, best, [*_OF_CLUSTER, *keys], _OF_CLUSTERS_BEST), *skipped]
     if not compared or not several_types(answer):
@@ -208,7 +216,7 @@ def lost_table(rows: Sequence[Answer]) -> Table:
         Row([rank, 100 * (row["value"] / rows[0]["value"] - 1), str(row.get("lost_by", ""))])
         for rank, row in enumerate(rows[1:], 2)
     ]
-    return Table("why the others lost", [Column("#", 0), Column("by, %", 2), Column("why")], body)
+    return Table("why the others lost", [Column("#", 0), Column("by, %", 2), Column("why", longest=PROSE)], body)
 
 
 def _plain(value: Any) -> str | float | None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from lumos.analysis.slowdown import Job, Slowdown
 from lumos.analysis.slowdown_causes import Diagnosis
-from lumos.report.table import Card, Column, Row, Table, Value, left_out, ms_columns
+from lumos.report.table import PROSE, Card, Column, Row, Table, Value, left_out, ms_columns
 from lumos.report.wording import ms_text, number_text
 
 MOST_ROWS = 200
@@ -29,6 +29,9 @@ def slowdown_cards(found: Diagnosis) -> list[Card]:
     several = len(job.workers) > 1
     alike, who = ("workers, stages and steps", "stragglers") if several else ("steps", "steps that differ")
     by_stragglers = f"{ms_text(found.lost_ms)} a step lost to {who}" if base >= ideal else f"nothing lost to {who}"
+    late_ms = float(job.recorded_ms.mean()) - base
+    if lost.launch_slowdown > 1 + 1e-9 and base >= ideal:
+        by_stragglers += f", {ms_text(late_ms)} to late launches"
     alike_text = "with each operation at the mean of its type" if job.passes else f"with all {alike} alike"
     usual = f"over the balanced step of {ms_text(ideal)}, {alike_text}"
     cards = [
@@ -51,7 +54,8 @@ def causes_table(found: Diagnosis) -> Table:
     names = [f"{c.name}, once the {c.after} is mended" if c.after else c.name for c in found.causes]
     rows = [Row([c.kind, name, c.gain_ms, c.gain_pct, c.evidence]) for c, name in zip(found.causes, names, strict=True)]
     (cost,) = ms_columns(("costs, ms",), rows)
-    columns = [Column("cause"), Column("where"), cost, Column("of the step, %", 1, bar=True), Column("evidence")]
+    columns = [Column("cause"), Column("where"), cost, Column("of the step, %", 1, bar=True),
+               Column("evidence", longest=PROSE)]  # fmt: skip
     return Table("why it is slow", columns, rows, "" if rows else "nothing that costs 1 % of the step")
 
 

@@ -16,6 +16,7 @@ Value = str | float | int | bool | None
 BEST = "*"  # before the best value of a column
 _LONG_MS = 1e5
 LONGEST = 160  # characters of a name that are shown; kernels of C++ templates have thousands
+PROSE = 800  # of a text of ours
 
 
 class Card(NamedTuple):
@@ -34,6 +35,7 @@ class Column(NamedTuple):
     bar: bool = False
     signed: bool = False
     form: Callable[[float], str] | None = None  # how a number is written, where digits do not say it
+    longest: int = LONGEST  # characters of a text
 
     @property
     def is_number(self) -> bool:
@@ -74,6 +76,8 @@ class Table:
         return [(row, self._cells(row, largest)) for row in self.rows]
 
     def _cells(self, row: Row, largest: Sequence[float]) -> list[Cell]:
+        if row.is_total:  # its bar would be longer than its cell
+            largest = [0.0] * len(largest)
         cells = [_cell(*parts) for parts in zip(row.values, self.columns, largest, strict=True)]
         return [c._replace(text=f"{BEST} {c.text}") if i in row.best else c for i, c in enumerate(cells)]
 
@@ -121,7 +125,7 @@ def _cell(value: Value, column: Column, largest: float) -> Cell:
     if value is None:
         return Cell("–", "")
     if isinstance(value, str) or not column.is_number:
-        return Cell(short(str(value)), str(value)[:LONGEST])
+        return Cell(short(str(value), column.longest), str(value)[:LONGEST])
     number = float(value)
     if not isfinite(number):
         return Cell("–", "")

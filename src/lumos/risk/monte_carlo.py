@@ -224,7 +224,8 @@ def slowed(found: Prediction, slow: Sequence[str] = ()) -> tuple[Prediction, lis
     lanes = lanes_of_prediction(found)
     parts = _slow_parts(found, slow, lanes)
     before, after = (typical_ms(lanes, one) for one in ((), parts))
-    run = replace(found.run, fixed_us=found.run.fixed_us + (after - before) * 1e3)
+    added_us = (after - before) * 1e3
+    run = replace(found.run, fixed_us=found.run.fixed_us + added_us, slow_us=added_us)
     return replace(found, run=run), _slow_costs(found, lanes, parts)
 
 

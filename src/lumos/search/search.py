@@ -48,6 +48,7 @@ _PARTS = {
     "compute": ("exposed_compute_ms", "overlapped_ms"), "communication alone": ("exposed_comm_ms",),
     "idle": ("other_ms",),
 }  # fmt: skip
+_SAME = 1e-3
 _NOTHING_FITS = "none of the configurations is valid, fits into memory and meets the deadline"
 _BY_TIME = Objective()
 
@@ -217,7 +218,7 @@ class SearchResult:
     @cached_property
     def results(self) -> list[Row]:
         """The best configurations, best first, each with the reason why it is not the best."""
-        return explained([self._row(found) for found in self.search.front.best])
+        return explained([self._row(found) for found in self.search.front.best], self.search.task.objective.name)
 
     @cached_property
     def families(self) -> list[Row]:
@@ -226,7 +227,8 @@ class SearchResult:
         A family lays the weights out in one way. Its variants are within the tolerance of its best, which is less than
         predictions can tell apart.
         """
-        return explained([self._family(members) for members in self.search.front.families])
+        rows = [self._family(members) for members in self.search.front.families]
+        return explained(rows, self.search.task.objective.name)
 
     def _family(self, members: Sequence[Simulated]) -> Row:
         rows = [self._values(member, self._setup(member)) for member in members]
@@ -428,18 +430,39 @@ class SearchResult:
         }
 
 
-def explained(rows: Sequence[Row]) -> list[Row]:
+def explained(rows: Sequence[Row], objective: str) -> list[Row]:
     """Rows, best first, with `lost_by`: what differs from the best, and which part of the step takes longer."""
-    return [row | {"lost_by": _lost_by(rows[0], row) if index else ""} for index, row in enumerate(rows)]
+    return [row | {"lost_by": _lost_by(rows[0], row, objective) if index else ""} for index, row in enumerate(rows)]
 
 
-def _lost_by(best: Row, row: Row) -> str:
+def _lost_by(best: Row, row: Row, objective: str) -> str:
     other = [f"{key.partition('.')[2]} {row[key]}, not {best[key]}" for key in AXES if row[key] != best[key]]
     mine, theirs = row["breakdown"], best["breakdown"]
-    parts = {name: sum(mine.get(key, 0.0) - theirs.get(key, 0.0) for key in keys) for name, keys in _PARTS.items()}
-    longer = [f"{name} {ms:+,.1f} ms" for name, ms in sorted(parts.items(), key=lambda item: -item[1])
-              if abs(ms) >= 0.05]  # fmt: skip
-    return f"{'; '.join(other)}: {', '.join(longer) or 'the same time'}"
+    scale, words = _same_work(best, row, objective)
+    parts = {
+        name: sum(scale * mine.get(key, 0.0) - theirs.get(key, 0.0) for key in keys) for name, keys in _PARTS.items()
+    }
+    ranked = sorted(parts.items(), key=lambda item: -item[1])
+    longer = [f"{name} {ms:+,.1f} ms".replace("-", "−") for name, ms in ranked if abs(ms) >= 0.05]
+    return f"{'; '.join(other)}: {', '.join(longer) or 'the same time'}{words}"
+
+
+def _same_work(best: Row, row: Row, objective: str) -> tuple[float, str]:
+    """What the times of a row are multiplied by to be compared with the best step, and the words for it.
+
+    Steps of different batches train on different numbers of tokens; what costs money or energy is the time of all GPUs.
+    """
+    tokens = [one["tokens_per_s_per_gpu"] * one["cluster.gpus"] * one["step_ms"] for one in (best, row)]
+    scale, words = tokens[0] / tokens[1], []
+    if abs(scale - 1) > _SAME:
+        words.append("for the same tokens")
+    if objective in ("cost", "energy") and row["cluster.gpus"] != best["cluster.gpus"]:
+        scale *= row["cluster.gpus"] / best["cluster.gpus"]
+        words.append(f"times {row['cluster.gpus'] / best['cluster.gpus']:.3g} for the number of GPUs")
+    prices = [one["cost_per_mtoken"] and one["cost_per_mtoken"] / one["gpu_hours_per_mtoken"] for one in (best, row)]
+    if objective == "cost" and all(prices) and abs(prices[1] / prices[0] - 1) > _SAME:
+        words.append(f"and a GPU-hour costs {prices[1] / prices[0]:.3g} times as much")
+    return scale, f" ({', '.join(words)})" if words else ""
 
 
 def _too_large(rows: Sequence[Simulated]) -> str:

@@ -126,7 +126,7 @@ def _warnings(parts: Sequence[Row]) -> list[str]:
 
 def _best(parts: Sequence[Row], key: str) -> list[Row]:
     rows = sorted((row for part in parts for row in part[key]), key=lambda row: (row["value"], row["number"]))
-    return explained(rows[: parts[0]["top"]])
+    return explained(rows[: parts[0]["top"]], parts[0]["objective"])
 
 
 def _best_by_gpu(parts: Sequence[Row]) -> list[Row]:

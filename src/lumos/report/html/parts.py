@@ -10,7 +10,7 @@ from lumos.analysis.collectives import Collective, CollectiveGroup, group_collec
 from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.utilisation import Utilisation
 from lumos.export.launch_files import LaunchFiles
-from lumos.graph.critical_path import PathSummary
+from lumos.graph.critical_path import SLOW_PARTS, PathSummary
 from lumos.report import replays
 from lumos.report.html.charts import Bars, Line, Lines, Series
 from lumos.report.html.page import Figure, Page, Section
@@ -23,6 +23,13 @@ STEP_PARTS = {
     key: (name, colour)
     for (key, name), colour in zip(PART_NAMES.items(), ("compute", "comm", "overlapped", "idle"), strict=True)
 }
+_PATH = "Only work on this path is worth making faster, and less so if another path is nearly as long. "
+_DESCRIBED_PATH = "Latency is the cost of launches and of links between pipeline stages."
+_TRACED_PATH = (
+    "It runs across ranks; shares are a mean over the paths that end the step of each rank. Contention is what kernels "
+    "lose to communication beside them, latency the cost of launches, queues, links and waits between lanes; "
+    "unexplained time was recorded, and no dependency accounts for it."
+)
 _MOST_BARS = 20
 _MOST_LINES = 8
 
@@ -58,11 +65,11 @@ def before_and_after_section(
     return bars_section(title, text, Bars(names, series, "ms per step", grouped=True), table)
 
 
-def timeline_section(found: RunTimeline) -> Section:
-    """The critical path and what runs around it."""
+def timeline_section(found: RunTimeline, text: str = "") -> Section:
+    """The critical path and what runs around it; `text` comes first."""
     drawn = found.drawn
     title = f"{found.step}, {ms_text(drawn.chart.span_ms)} from the first rank's start to the last one's end"
-    text = "The critical path is the line: what lies on it decides when the step ends. " + drawn.words
+    text += "The critical path is the line: what lies on it decides when the step ends. " + drawn.words
     return Section("Timeline", text, [Figure(title, drawn.chart)], [lanes_table(drawn)])
 
 
@@ -79,12 +86,9 @@ def path_section(summary: PathSummary) -> Section:
     columns = [Column("operator"), Column("kind"), ms_column._replace(bar=True), Column("share, %", 1)]
     more = f"the longest {len(rows)}" if len(rows) >= 50 else ""
     by_name = Table("critical path by operator, per step", columns, rows, more)
-    text = (
-        "Only work on this path is worth making faster, and less so if another path is nearly as long. It runs across "
-        "ranks; shares are a mean over the paths that end the step of each rank. Contention is what kernels lose to "
-        "communication beside them, latency the cost of launches, queues, links and waits between lanes; unexplained "
-        "time was recorded, and no dependency accounts for it."
-    )
+    text = _PATH + (_DESCRIBED_PATH if summary.by_block else _TRACED_PATH)
+    if SLOW_PARTS in kinds:
+        text += " The slow parts of the cluster, above, lengthen the step by the rest."
     chart = Bars(["critical path"], series, "ms per step")
     found = bars_section("Critical path", text, chart, replays.path_table(summary))
     return replace(found, tables=[*found.tables, by_name, *_blocks_table(summary)])
@@ -97,7 +101,7 @@ def _blocks_table(summary: PathSummary) -> list[Table]:
     total = summary.total_ms or 1.0
     rows = [Row([what, str(rank), ms, 100 * ms / total], rank=str(rank)) for what, rank, ms in summary.by_block]
     between = total - sum(ms for *_, ms in summary.by_block)
-    rows.append(Row(["links, launches and unexplained time", "", between, 100 * between / total]))
+    rows.append(Row(["links, launches, slow parts and unexplained time", "", between, 100 * between / total]))
     (ms_column,) = ms_columns(("ms",), rows)
     columns = [Column("block"), Column("rank"), ms_column._replace(bar=True), Column("share, %", 1)]
     return [Table("critical path by block and rank", columns, rows)]

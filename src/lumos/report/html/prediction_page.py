@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lumos.graph.critical_path import SLOW_PARTS
 from lumos.prediction.prediction import Prediction
 from lumos.report import predictions
 from lumos.report.html.memory_view import dry_memory_section, memory_section
@@ -27,6 +28,8 @@ _UNDERSTOOD = "Phases and layers as they were recognised; what is predicted rest
 def prediction_page(found: Prediction) -> Page:
     """The whole report."""
     timeline = run_timeline(found.run)
+    if found.setup is not None:  # there is no other step, and no profiler
+        timeline = timeline._replace(step="predicted step")
     words = "Predicted, without a profiler. Waiting for other ranks counts as communication."
     if found.traced is not None:
         words = (
@@ -35,6 +38,8 @@ def prediction_page(found: Prediction) -> Page:
         )
     elif found.step is not None:
         words = "One rank stands for all ranks of its pipeline stage. Idle is the pipeline's bubble and the host."
+    if SLOW_PARTS in found.critical_path.by_kind:
+        words += " Waiting for slow parts of the cluster is idle, too."
     sections = [
         *_before_and_after(found),
         breakdown_section(found.run.breakdown_by_rank, words),

@@ -35,8 +35,9 @@ _BREAKDOWN = (
 )
 _SENSITIVITIES = (
     "Simulated, without what the profiler cost: the gain if one part of the work took half its time. It is at most "
-    "half of that part's share of the critical path, and less if another path is nearly as long; the last column is "
-    "the kind of work with the largest share of the path after that."
+    "half of that part's share of the critical path, and less if another path is nearly as long; a rank that starts "
+    "before the others may gain a little more. The last column is the kind of work with the largest share of the path "
+    "after that."
 )
 _STRAGGLERS = (
     "The gain is simulated: what the step would be shorter by if the rank took as long for each task as the others do. "
@@ -46,10 +47,8 @@ _ABLATION = (
     "A graph that keeps every recorded wait replays perfectly. Here each wait that no rule explains is set to zero, "
     "with all rules and without each of them; what the step lacks then is the honest error of the replay."
 )
-_HOTSPOTS = (
-    "A mean over ranks and steps, without communication. With --operators, a report has the rates of operators by "
-    "shape, and their roofline."
-)
+_HOTSPOTS = "A mean over ranks and steps, without communication."
+_MORE_OPERATORS = " With --operators, a report has the rates of operators by shape, and their roofline."
 
 
 def replay_page(run: Replay, ablate: bool = False, operators: TracedOperators | None = None) -> Page:
@@ -66,11 +65,11 @@ def replay_page(run: Replay, ablate: bool = False, operators: TracedOperators | 
         faster,
         breakdown_section(run.recorded_breakdown, _BREAKDOWN),
         *([stragglers] if len(ranks) > 1 else []),
-        timeline_section(timeline),
+        timeline_section(timeline, "Simulated, without the profiler. " if run.is_profiled else ""),
         path_section(run.path_summary),
         recorded_collectives_section(run.collectives, max(len(run.marks.names), 1)),
         *(traced_operators_sections(operators) if operators is not None else []),
-        hotspots_section(spots, _HOTSPOTS, device_of(run)),
+        hotspots_section(spots, _HOTSPOTS + ("" if operators else _MORE_OPERATORS), device_of(run)),
         utilisation_section(run.utilisation, device_of(run)),
         memory_section(run.execution.trace, run.execution.origin),
         Section("Steps", tables=[steps_table(run)]),

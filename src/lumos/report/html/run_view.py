@@ -13,6 +13,9 @@ from lumos.report.runs import PART_NAMES, run_cards, run_notes, run_tables
 from lumos.report.wording import ms_text
 from lumos.risk.whole_run import DAY_S, HOUR_S, WholeRun
 
+_WORDS = {  # the factors of WholeRun
+    "prediction error": "how far off the predicted step may be", "variation of steps": "how much steps vary",
+}  # fmt: skip
 _PERIODS = 60  # of the run that is drawn over time
 _POINTS = 100
 _COLOURS = {  # in the order of run_loops.PARTS
@@ -31,10 +34,10 @@ def with_run(page: Page, run: WholeRun | None) -> Page:
 
 def run_section(run: WholeRun) -> Section:
     """The end of thousands of runs, one of them over time, and the tables."""
-    text = (
-        f"{run.draws:,} runs to the token budget were drawn. They differ by when they fail and by how far off the "
-        "predicted step may be; with --risk also by how much steps vary."
-    )
+    text = f"{run.draws:,} runs to the token budget were drawn. They differ by when they fail, and by "
+    text += " and ".join(_WORDS[factor] for factor in run.factors) + "."
+    if len(run.factors) < len(_WORDS):
+        text += f" With --risk, they differ also by {_WORDS['variation of steps']}."
     figures = [Figure("runs that have ended by this day", _ends(run))]
     if run.failures.causes:
         figures += _periods(run)

@@ -27,6 +27,7 @@ from lumos.report.searches import (
     short,
     short_label,
     tried_table,
+    variants_table,
 )
 from lumos.report.table import Card, Column, Row, Table
 
@@ -43,7 +44,8 @@ def search_page(answer: Answer) -> Page:
     """The page of an answer, which may be that of a merged search."""
     best, front = list(answer.get("families") or answer["results"]), list(answer.get("pareto", ()))
     keys, setup = keys_of([*best, *front]), answer["setup"]
-    shown = (f"{short(key)} {setup[key]}" for key in _SUBTITLE if setup.get(key) not in (None, ""))
+    tried = {key: ", ".join(str(value) for value in values) for key, values in answer.get("tried", {}).items()}
+    shown = (f"{short(key)} {tried.get(key) or setup[key]}" for key in _SUBTITLE if setup.get(key) not in (None, ""))
     fixed = [Row([key, str(value)]) for key, value in setup.items() if value not in (None, "", [], ())]
     return Page(
         title=f"Search: {answer['evaluated']:,} configurations bounded, {answer.get('simulated', 0):,} simulated",
@@ -79,9 +81,11 @@ def _results(answer: Answer, best: Sequence[Answer], keys: Sequence[str]) -> Sec
     same = [key for key in keys_of(best[:1]) if key not in keys]
     if best and same:
         said.append(f"all have {label_of(best[0], same)}")
-    tables = [configurations_table("configurations", best, keys, first=_FIRST)]
+    tables = [configurations_table("configurations", best, keys, first=_FIRST, with_variants=False)]
     lost = [lost_table(best)] if len(best) > 1 else []
-    return Section("Best configurations", " ".join(f"{_sentence(text)}." for text in said), tables=[*tables, *lost])
+    variants = [variants_table(best)] if any(len(row.get("variants", ())) > 1 for row in best) else []
+    tables += [*lost, *variants]
+    return Section("Best configurations", " ".join(f"{_sentence(text)}." for text in said), tables=tables)
 
 
 def _by_gpu(answer: Answer) -> list[Section]:
@@ -99,7 +103,7 @@ def _sentence(text: str) -> str:
 
 
 def _best_cards(best: Sequence[Answer]) -> list[Card]:
-    table = configurations_table("", best, [], [key for key in NUMBERS if key != "step_ms"])
+    table = configurations_table("", best, [], [key for key in NUMBERS if key != "step_ms"], with_variants=False)
     shown = zip(table.columns[1:], table.body()[0][1][1:], strict=True) if best else ()
     return [Card(column.title, cell.text, "of the best") for column, cell in shown]
 

@@ -202,13 +202,18 @@ def _flat_bars(chart: Bars) -> Markup:
 
 
 def _upright_bars(chart: Bars) -> Markup:
-    """Too many labels to be read beside each other: they are in the titles of the bars."""
+    """Too many labels to be read beside each other: some stand below, and all are in the titles of the bars."""
     picture = _Picture([(part.name, part.colour) for part in chart.series])
     left, bottom = 64.0, picture.top + 250
     low, high = _extent(chart)
     scale = Scale(low, high, bottom, picture.top)
     picture.up(scale, left, WIDTH - _RIGHT, chart.unit)
     room = (WIDTH - _RIGHT - left) / len(chart.labels)
+    labels = [short(label, 24) for label in chart.labels]
+    every = ceil((20 + _LETTER * max(map(len, labels))) / room)
+    for index in range(0, len(labels), every):
+        if left + index * room + _LETTER * len(labels[index]) <= WIDTH:
+            picture.text(left + index * room, bottom + 16, labels[index])
     for index, label in enumerate(chart.labels):
         for part, begin, end in _stack(chart, index):
             y = scale.at(max(begin, end))
@@ -216,7 +221,7 @@ def _upright_bars(chart: Bars) -> Markup:
             title = f"{short(label, _LONGEST_LABEL)}: {part.name} {rate_text(end - begin)} {chart.unit}"
             height, hue = scale.at(min(begin, end)) - y, _hue(part, end - begin)
             picture.rect(left + index * room, y, 0.72 * room, height, hue, title if titled else "")
-    return picture.done(bottom + 20)
+    return picture.done(bottom + 26)
 
 
 # ---------------------------------------------------------------------- lines and dots
