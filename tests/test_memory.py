@@ -524,6 +524,16 @@ def test_megatron_without_fp8_weights_keeps_copies_in_8_bits() -> None:
     assert Program(stored.replaced({"train.weight_precision": "bf16"})).sharding.state_bytes.weights == 4.0
 
 
+@pytest.mark.parametrize("framework", ["pytorch", "torchtitan", "megatron", "deepspeed", "nanotron"])
+def test_a_model_that_needs_more_gpus_and_tensor_parallelism_can_be_made_to_fit(framework: str) -> None:
+    train = {"seq": 8192, "framework": framework, "recompute": "full"}
+    setup = make(dict(preset_named("llama3-405b").keys), train, gpu="h100", gpus=8)
+    changes = smallest_change(setup)
+    assert changes is not None
+    assert changes["cluster.gpus"] <= 512
+    assert memory_of(setup.replaced(changes)).fits
+
+
 @given(setups())
 def test_the_change_that_is_named_fits_and_nothing_smaller_does(setup: Setup) -> None:
     setup = setup.replaced({"model.hidden": 8192, "model.heads": 64, "model.ffn": 28672, "model.layers": 64})

@@ -424,6 +424,11 @@ def test_sizes_of_llama_factory_on_megatron_and_fp8(tmp_path: Path) -> None:
             "Primus",
         ),
         ("a.yaml", "max_seq_len: 2048\nmodel: {name: mpt_causal_lm, d_model: 768}\n", "llm-foundry"),
+        (
+            "a.yaml",
+            "variables: {max_seq_len: 2048}\nmodel: {name: mpt_causal_lm}\ndevice_train_microbatch_size: 4\n",
+            "llm-foundry",
+        ),
         ("a.yaml", "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n", "accelerate"),
         ("a.py", "from torchtitan.config import TrainingConfig\ndef llama3_8b(): return 1\n", "Python is not read"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from lumos.data_files import read_table
@@ -105,12 +106,27 @@ def _splits(setup: Setup) -> Iterator[list[Changes]]:
 
 
 def _more_gpus(setup: Setup, most: Changes) -> list[Changes]:
-    """Twice, four times … as many GPUs, with all that saves memory on each."""
-    gpus, found = 2 * setup.cluster.gpus, []
-    while gpus <= _MOST_GPUS:
-        replicas = gpus // setup.parallel.replica_gpus
-        micro_batch = most.get("train.micro_batch", setup.train.micro_batch)
-        batch = max(setup.train.global_batch, replicas * micro_batch)
-        found.append({**most, "cluster.gpus": gpus, "parallel.dp": replicas, "train.global_batch": batch})
-        gpus *= 2
-    return found
+    """As few GPUs as possible with all that saves memory: with more tensor parallelism, then also with stages."""
+    parallel, cluster = setup.parallel, setup.cluster
+    tensor: list[Changes] = [{}, *({"parallel.tp": tp} for tp in _doubled(parallel.tp, cluster.gpus_per_node))]
+    stages: list[Changes] = [{"parallel.pp": pp} for pp in _doubled(parallel.pp, setup.model.layers)]
+    counts = (cluster.gpus, *_doubled(cluster.gpus, _MOST_GPUS))
+    found = [_on(setup, gpus, {**most, **split}) for gpus, split in product(counts, tensor)]
+    found += [_on(setup, gpus, {**most, **split, **staged}) for gpus, staged, split in product(counts, stages, tensor)]
+    return [changes for changes in found if changes["parallel.dp"]]
+
+
+def _on(setup: Setup, gpus: int, changes: Changes) -> Changes:
+    """These changes on this many GPUs: what they leave is data parallelism, and every replica has a batch."""
+    split = setup.parallel.tp * setup.parallel.pp
+    further = changes.get("parallel.tp", setup.parallel.tp) * changes.get("parallel.pp", setup.parallel.pp)
+    replicas = gpus // (setup.parallel.replica_gpus // split * further)
+    batch = max(setup.train.global_batch, replicas * changes.get("train.micro_batch", setup.train.micro_batch))
+    return {**changes, "cluster.gpus": gpus, "parallel.dp": replicas, "train.global_batch": batch}
+
+
+def _doubled(number: int, most: int) -> Iterator[int]:
+    """Twice, four times … a number, up to this."""
+    while 2 * number <= most:
+        number *= 2
+        yield number

@@ -66,10 +66,13 @@ _REFUSED: Mapping[str, Callable[[Table], bool]] = {
     "torchtune": lambda table: _names_objects(table, "_component_"),
     "NeMo 2 or Megatron Bridge": lambda table: _names_objects(table, "_target_"),
     "Primus": lambda table: any(_has(module, "framework", "config") for module in _tables_in(table, "modules")),
+    "llm-foundry": lambda table: (
+        any("max_seq_len" in part for part in (table, table.get("variables")) if isinstance(part, dict))
+        and ("model" in table or "variables" in table)
+    ),
     "OLMo": lambda table: (
         _has(table, "model", "device_train_microbatch_size") or _has(table, "model", "max_sequence_length")
     ),
-    "llm-foundry": lambda table: "max_seq_len" in table and ("model" in table or "variables" in table),
     "LitGPT": lambda table: _has(table, "train", "data") and ("checkpoint_dir" in table or "model_name" in table),
     "accelerate": lambda table: "distributed_type" in table and "num_processes" in table,
     "Levanter": lambda table: _has(table, "trainer", "model") and "data" in table and "optimizer" in table,
