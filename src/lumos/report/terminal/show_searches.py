@@ -69,9 +69,13 @@ def show_gpus(answer: Answer, console: Console) -> None:
 
 
 def _keys(rows: Sequence[Answer]) -> list[str]:
-    """The setup keys that differ between rows, or have a value other than 1, 0 or false."""
+    """The setup keys that differ between rows, or say of all that they are parallel in some way."""
     keys = [key for key in rows[0] if "." in key]
-    return [key for key in keys if len({row[key] for row in rows}) > 1 or rows[0][key] not in (1, False, 0, "", None)]
+    silent = {"train.global_batch": [rows[0].get("train.global_batch")]}  # the summary has it, if there is only one
+    return [
+        key for key in keys
+        if len({row[key] for row in rows}) > 1 or rows[0][key] not in silent.get(key, (1, False, 0, "", None))
+    ]  # fmt: skip
 
 
 def show_score(answer: Answer, console: Console) -> None:
