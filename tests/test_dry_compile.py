@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from lumos.capture.fake import fake_process_groups
+from lumos.cost.host_costs import host_us
 from lumos.dry_run.compiled import OPTIMIZER, compiled_as_kernels
 from lumos.dry_run.record import Recorder, recorded
 from lumos.program.recorded_op import UNCOMPILED
@@ -269,6 +270,57 @@ def test_gradients_of_two_tables_and_a_norm_in_one_graph_are_lowered(gpu: Any) -
     scatters = [op for op in kernels(recorder, "backward") if op.name == "fused.scatter"]
     assert len(scatters) == 2
     assert all((12, 1024, 768) in {t.shape for t in op.inputs} for op in scatters)
+
+
+def test_convolutions_with_channels_last_are_not_copied_to_another_layout(gpu: Any) -> None:
+    recorder, _ = gpu
+    layers = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+    model = torch.compile(layers.to("cuda").to(memory_format=torch.channels_last))
+    x = torch.randn(8, 64, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    recorder.restart()
+    model(x).sum().backward()
+    images = [t for op in kernels(recorder) for t in (*op.inputs, *op.outputs) if t.shape == (8, 64, 32, 32)]
+    assert {t.strides for t in images} == {(64 * 32 * 32, 1, 64 * 32, 64)}
+
+
+def test_the_gradient_of_logits_takes_their_place(gpu: Any) -> None:
+    recorder, _ = gpu
+    head = nn.Linear(HIDDEN, 8192, bias=False).to("cuda", torch.bfloat16)
+
+    def loss(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits = 15 * torch.tanh(head(x) / 15)
+        return functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
+
+    found = torch.compile(loss)(tokens(), torch.randint(8192, (4, 128), device="cuda"))
+    recorder.restart()
+    found.backward()
+    assert all(size < 2 * TOKENS * 8192 for _, _, size in recorder.ledger.events)
+
+
+def test_transformers_makes_masks_when_it_is_compiled_and_none_otherwise(gpu: Any) -> None:
+    """As on a GPU: compiled code takes no branch that depends on a mask, so that none is left out."""
+    transformers = pytest.importorskip("transformers")
+    recorder, _ = gpu
+    config = transformers.LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    ids = torch.randint(512, (2, 128), device="cuda")
+    for run, masked in ((model, False), (torch.compile(model), True)):
+        recorder.restart()
+        run(input_ids=ids)
+        (attention,) = (op for op in recorder.ops if op.name == "attention.forward")
+        assert ("masked" in attention.options) is masked
+        assert ("causal" in attention.options) is not masked
+
+
+def test_a_call_of_compiled_code_costs_the_host_more_than_a_kernel(gpu: Any) -> None:
+    recorder, _ = gpu
+    recorder.restart()
+    torch.compile(torch.sin)(torch.ones(64, device="cuda"))
+    call, kernel = (op for op in recorder.ops if op.name == "compiled.call" or "compiled" in op.options)
+    assert host_us(call) > 5 * host_us(kernel)
 
 
 def test_compiled_optimizers_run_eagerly_with_a_note(gpu: Any) -> None:

@@ -29,7 +29,7 @@ def _costs() -> dict[str, float]:
 def kind_of(op: RecordedOp) -> str:
     """The kind of call that a price is known for."""
     name, costs = base_name(op), _costs()
-    if op.name.startswith(("python.", "dtensor.", "fsdp.", "c10d.")):
+    if op.name.startswith(("python.", "dtensor.", "fsdp.", "c10d.", "compiled.")):
         space = op.name.split(".")[0]
         exact = f"{op.name.removesuffix('.default')}"
         if exact in costs:

@@ -1,8 +1,9 @@
-"""Functions as a GPU runs them: attention is fused, where fake tensors take it apart."""
+"""Functions as a GPU runs them: attention is fused, where fake tensors take it apart; layouts are cuDNN's."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,25 @@ def functions_as_on_gpu(add: Add) -> dict[str, Callable[..., Any]]:
         return plain_ctc(log_probs, targets, *lengths, *args, **given)
 
     return {"scaled_dot_product_attention": scaled_dot_product_attention, "ctc_loss": ctc_loss}
+
+
+def convolution_format(x: Any, weight: Any, _: Any) -> torch.memory_format:
+    """How cuDNN lays results out (aten/src/ATen/native/ConvUtils.h): channels last if the input or the weights are."""
+    formats = {torch._prims_common.suggest_memory_format(tensor) for tensor in (x, weight)}
+    last = (torch.channels_last, torch.channels_last_3d)
+    return next((found for found in last if found in formats), torch.contiguous_format)
+
+
+def trace_only_compiled_code() -> None:
+    """transformers takes fake tensors for a compiler at work, and makes masks that it leaves out in eager code."""
+    for name in ("transformers.masking_utils", "transformers.utils.import_utils", "transformers.utils"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "is_tracing"):
+            setattr(module, "is_tracing", _is_compiled)  # noqa: B010
+
+
+def _is_compiled(*_: Any) -> bool:
+    return bool(torch.compiler.is_compiling())
 
 
 def _numbers(values: Any, unknown: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from lumos.dry_run.gpu_functions import trace_only_compiled_code
 from lumos.errors import OptionError
 
 _FIRST = {  # what decides between several classes of one architecture
@@ -32,7 +33,7 @@ def builder(
         model.train()
         if recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False, "determinism_check": "none"})
-        _see_no_tracing()
+        trace_only_compiled_code()
         inputs = _batch(made, task, seq, batch, torch_dtype)
         return model, lambda: model(**inputs).loss, _tokens(inputs)
 
@@ -102,14 +103,6 @@ def _class_for(config: Any) -> tuple[str, Any]:
         if key in found:
             return key, found[key]
     raise OptionError(f"model_type = {config.model_type!r}: no class of transformers trains it with a loss of its own")
-
-
-def _see_no_tracing() -> None:
-    """transformers takes fake tensors for a compiler at work, and makes masks that it leaves out otherwise."""
-    for name in ("transformers.masking_utils", "transformers.utils.import_utils", "transformers.utils"):
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, "is_tracing"):
-            setattr(module, "is_tracing", lambda *_: False)  # noqa: B010
 
 
 def _batch(config: Any, task: str, seq: int, batch: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -283,7 +283,7 @@ class _Reader:
             read += tuple(view for view in written if view.buffer in added_to)
         kind = "scatter" if added_to else "reduction" if node.is_reduction() else "pointwise"
         owned = tuple(name for name in kept if name in self.buffers and name not in self.views)
-        reuses = tuple(self._reuses(node, owned, reads, writes))
+        reuses = tuple(self._reuses(node, owned))
         if node.get_name() in self.summed:
             return Kernel("aten.sum.dim_IntList", read, written, ("compiled",), owned)
         return Kernel(f"fused.{kind}", read, written, ("compiled", _triton_name(node)), owned, reuses)
@@ -295,18 +295,18 @@ class _Reader:
         touched = sum(_elements(dep, count) for dep in deps if dep.name == name)
         return whole if touched >= count else View(whole.buffer, (touched,), (1,), whole.offset)
 
-    def _reuses(self, node: Any, owned: Sequence[str], reads: Any, writes: Any) -> Iterator[tuple[str, str]]:
-        """Buffers that may be written in place of one that is read at the same places."""
-        taken: set[str] = set()
-        for new in owned:
-            stores = [dep for dep in writes if dep.name == new]
-            for old in _names(reads):
-                loads = [dep for dep in reads if dep.name == old]
-                same = len(loads) == len(stores) == 1 and loads[0].rename({old: new}) == stores[0]
-                if same and old not in taken and self._can_replace(old, new):
-                    taken.add(old)
-                    yield new, old
-                    break
+    def _reuses(self, node: Any, owned: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Buffers that are written in place of one that is read (`BaseSchedulerNode.decide_inplace_update`)."""
+        taken, inside = set[str](), set(node.get_buffer_names())
+        for part in node.get_nodes():
+            for new in (buffer.get_name() for buffer in part.get_outputs() if buffer.get_name() in owned):
+                for read in part.read_writes.reads:
+                    old = read.name
+                    is_free = old not in taken | inside and part.can_inplace(read) and _reads_last(node, part, old)
+                    if is_free and self._can_replace(old, new):
+                        taken.add(old)
+                        yield new, old
+                        break
 
     def _can_replace(self, old: str, new: str) -> bool:
         buffer = self.buffers.get(old)
@@ -317,6 +317,14 @@ class _Reader:
         if buffer is None or old in self.views:
             return False
         return prod(buffer.size) == prod(self.buffers[new].size) and buffer.dtype == self.buffers[new].dtype
+
+
+def _reads_last(node: Any, part: Any, name: str) -> bool:
+    """Whether a part of a fused kernel is the last to read a buffer, and all parts read it at the same places."""
+    deps = [(other, dep) for other in node.get_nodes() for dep in other.read_writes.reads_and_writes()]
+    found = [(other, dep) for other, dep in deps if dep.name == name]
+    others = {other.get_name() for other, _ in found} - {part.get_name()}
+    return len({dep for _, dep in found}) == 1 and others <= set(part.ancestors)
 
 
 def _names(deps: Any) -> list[str]:

@@ -27,7 +27,7 @@ from lumos.dry_run.compiled_regions import CompiledRegions
 from lumos.dry_run.endless_loops import TooManyOperatorsError, caller, shown
 from lumos.dry_run.fake_gpu import ADDRESS, DEFAULT_STREAM, fake_gpu, refused, replaced
 from lumos.dry_run.flex_attention import ASSUMED_MASK, backward_shapes, flex_as_on_gpu, forward_shapes
-from lumos.dry_run.gpu_functions import functions_as_on_gpu
+from lumos.dry_run.gpu_functions import convolution_format, functions_as_on_gpu, trace_only_compiled_code
 from lumos.dry_run.initialisers import initialisers_without_draws
 from lumos.dry_run.memory_ledger import MemoryLedger
 from lumos.dry_run.own_operators import implementation_of, is_composite, is_own
@@ -70,22 +70,6 @@ def _info(tensor: torch.Tensor) -> TensorInfo:
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
     return bool(tensor.device.type == "cuda")
-
-
-def _laid_out(name: str, args: Any, out: Any) -> Any:
-    """Results of a convolution as cuDNN lays them out: channels last, if its input or its weights are."""
-    x, weight = args[:2] if name == "convolution" else args[1:3]
-    if x.dim() != 4 or not _on_gpu(x) or not any(map(_channels_are_last, (x, weight))):
-        return out
-    if isinstance(out, torch.Tensor):
-        return torch.empty_like(out, memory_format=torch.channels_last)
-    return type(out)(
-        torch.empty_like(t, memory_format=torch.channels_last) if t is not None and t.dim() == 4 else t for t in out
-    )
-
-
-def _channels_are_last(tensor: torch.Tensor) -> bool:
-    return bool(torch._prims_common.suggest_memory_format(tensor) == torch.channels_last)
 
 
 def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
@@ -216,8 +200,6 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         if is_own(func):
             return self._own_operator(func, args, kwargs)
         out = None if func._opname in _NOT_CALLED else func(*args, **kwargs)
-        if func._opname in ("convolution", "convolution_backward"):
-            out = _laid_out(func._opname, args, out)
         if func.namespace not in ("prim", "profiler"):
             self._write_down(func, args, kwargs, out)
         return out
@@ -522,7 +504,7 @@ class ModulePaths:
 
     def enter(self, module: Any, _: Any) -> None:
         if not self.running and id(module) not in self.names:
-            _see_no_tracing()
+            trace_only_compiled_code()
             self.roots[id(module)] = module
             parts = {id(part): name for name, part in module.named_modules()}
             self.names |= parts
@@ -564,14 +546,6 @@ class ModulePaths:
                 hook.remove()
 
 
-def _see_no_tracing() -> None:
-    """transformers takes fake tensors for a compiler at work, and makes masks that it leaves out otherwise."""
-    for name in ("transformers.masking_utils", "transformers.utils.import_utils", "transformers.utils"):
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, "is_tracing"):
-            setattr(module, "is_tracing", lambda *_: False)  # noqa: B010
-
-
 @contextmanager
 def recorded(
     gpu: str = "NVIDIA H100 80GB HBM3", memory_gib: float = 80.0, capability: tuple[int, int] = (9, 0), gpus: int = 8
@@ -591,6 +565,7 @@ def recorded(
         stack.enter_context(replaced([(torch, "tensor", _without_pinning(torch.tensor))]))
         stack.enter_context(replaced(initialisers_without_draws(recorder.values)))
         stack.enter_context(replaced(flex_as_on_gpu()))
+        stack.enter_context(replaced([(torch._C, "_conv_determine_backend_memory_format", convolution_format)]))
         functions = functions_as_on_gpu(recorder.add).items()
         stack.enter_context(replaced((torch.nn.functional, name, value) for name, value in functions))
         stack.enter_context(replaced((torch._VF, name, value) for name, value in recurrent_as_on_gpu(recorder).items()))
