@@ -295,6 +295,34 @@ def test_two_optimizers_make_one_step() -> None:
     assert not any("zeros_like" in op.name for op in recording.ops if op.phase == "optimizer")  # no state is made anew
 
 
+def test_a_step_begins_after_the_last_of_the_optimizers_that_step_together() -> None:
+    def train() -> None:
+        a, b = (nn.Linear(64, 64).cuda() for _ in range(2))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (a, b)]
+        for _ in range(4):
+            b(a(torch.randn(8, 64, device="cuda"))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    phases = [op.phase for op in lumos.dry_run(train).ops]
+    assert phases == sorted(phases, key=["forward", "backward", "optimizer"].index)
+
+
+def test_an_optimizer_after_a_backward_pass_of_its_own_is_inside_the_step() -> None:
+    def train() -> None:
+        models = [nn.Linear(64, 64).cuda() for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for step in range(6):
+            for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                model(torch.randn(8, 64, device="cuda")).sum().backward()
+                if number == 0 or step % 2 == 0:  # the second one steps every other time
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    assert sum(op.name == "aten.addmm.default" for op in lumos.dry_run(train).ops) == 2
+
+
 # ---------------------------------------------------------------------- precision and tokens
 @pytest.mark.parametrize("compiled", [False, True])
 def test_precision_is_read_however_a_script_sets_it(tmp_path: Path, compiled: bool) -> None:

@@ -80,7 +80,7 @@ def trains_on_gpu(counter: StepCounter) -> bool:
 
 @contextmanager
 def steps_counted(counter: StepCounter, recorded_one: Callable[[], None], ended: Callable[[], None]) -> Iterator[None]:
-    """Follow the first optimizer that steps; other optimizers are part of its step.
+    """Follow the first optimizer that steps, or the last of those that step right after it; others are part of a step.
 
     Calls `recorded_one` after every step that can be used, and `ended` after one that is like all later ones: no
     optimizer made its first step in it, and DistributedDataParallel did not make its buckets anew.
@@ -89,16 +89,19 @@ def steps_counted(counter: StepCounter, recorded_one: Callable[[], None], ended:
 
     optimizers: list[Any] = []  # in the order of their first steps
     first_steps: list[Any] = []  # of optimizers, in the step that is under way
+    last: list[Any] = [None]  # the optimizer that ends a step of training
 
     def before(optimizer: Any, *_: Any) -> None:
         if all(optimizer is not other for other in optimizers):
             optimizers.append(optimizer)
             first_steps.append(optimizer)
+            if len(optimizers) == 1 or _goes_on(counter):
+                last[0], counter.ended = optimizer, 0
         counter.begin(optimizer)
 
     def after(optimizer: Any, *_: Any) -> None:
-        counter.end(optimizer, optimizers[0] is optimizer)
-        if optimizers[0] is not optimizer:
+        counter.end(optimizer, last[0] is optimizer)
+        if last[0] is not optimizer:
             return
         if counter.ended >= STEPS:
             recorded_one()
@@ -113,6 +116,11 @@ def steps_counted(counter: StepCounter, recorded_one: Callable[[], None], ended:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _goes_on(counter: StepCounter) -> bool:
+    """Whether the first step of training has just ended, and nothing was differentiated since."""
+    return counter.ended == 1 and all(op.phase != "backward" for op in counter.recorder.ops)
 
 
 def _has_buckets(counter: StepCounter) -> bool:
