@@ -132,6 +132,15 @@ def test_kernels_that_were_not_seen_widen_the_interval_both_ways(unseen: int) ->
     assert part.operators == ("mine.scan.default",)
 
 
+def test_sizes_that_depend_on_values_raise_the_upper_end_alone_and_are_named() -> None:
+    places = RecordedOp("aten.nonzero.default", (SMALL,), (SMALL,), "forward", allocates=True)
+    few, many = (predicted(matmul(), *[places] * count) for count in (8, 32))
+    assert many.interval_ms[0] / many.step_ms == pytest.approx(few.interval_ms[0] / few.step_ms)
+    assert many.interval_ms[1] / many.step_ms > 1.5 * few.interval_ms[1] / few.step_ms
+    assert any("32 results depend on the values" in text for text in many.warnings)
+    assert not any("depend on the values of tensors" in text for text in few.warnings)
+
+
 def test_matmuls_of_one_stream_follow_each_other() -> None:
     one, four = (predicted(*[matmul()] * count).step_ms for count in (1, 4))
     assert four == pytest.approx(4 * one, rel=0.05)

@@ -26,6 +26,12 @@ from lumos.step.step import prices_of
 
 STAND_IN = {"layers": 1, "hidden": 64, "ffn": 64, "heads": 1, "vocab": 64}  # for a model; no size of it is used
 
+_MANY_SIZES = 16  # of a step, from which on they matter: a loop over experts has one for each
+_SIZES_VARY = (
+    "the sizes of {} results depend on the values of tensors: while they change from step to step, PyTorch takes new "
+    "memory for them, and steps take up to twice as long"
+)
+
 
 @dataclass(frozen=True)
 class DryPrediction(Prediction):
@@ -128,6 +134,8 @@ class DryPrediction(Prediction):
             found += machine_notes(self.setup, model, self.all_operators)
         if self.host_bound and self.setup is not None:
             found.append(host_words(self.setup))
+        if self.dry.unknown_sizes >= _MANY_SIZES:
+            found.append(_SIZES_VARY.format(self.dry.unknown_sizes))
         if self.fits is None and self._is_uncompiled:
             found.append(f"whether it fits is not known: {memory_words(self.memory)}, but compiled code holds less")
         if self.fits is False:
@@ -140,7 +148,8 @@ def dry_prediction(recording: Recording, setup: Setup, notes: tuple[str, ...], t
     step = DryStep(setup, recording, prices_of(setup))
     transferred = transfer_part(carried_over(step.prices.model, step.operators))
     power = limit_part(setup.cluster.accelerator, step.operators, max(step.busy_us, step.host_us))
-    spread = dry_spread(transferred, step.host_us / max(step.busy_us, 1.0), power, step.approximations)
+    sizes_vary = step.unknown_sizes >= _MANY_SIZES
+    spread = dry_spread(transferred, step.host_us / max(step.busy_us, 1.0), power, step.approximations, sizes_vary)
     return DryPrediction(step.run, spread, setup, notes=(*notes, *recording.assumptions), tariff=tariff, dry=step)
 
 

@@ -38,6 +38,7 @@ from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
 _THREAD = 0
 _CALL_NS = 1000  # of the host's time for one launch: the runtime's call itself
 _GIB = float(1 << 30)
+_SIZED_BY_VALUES = {"nonzero", "repeat_interleave", "_unique2", "unique_dim", "unique_consecutive"}
 _COLLECTIVES = {  # those that cost about what another does
     "send": "p2p", "recv": "p2p", "broadcast": "all_gather", "gather": "all_gather", "scatter": "reduce_scatter",
     "reduce": "reduce_scatter", "barrier": "all_reduce",
@@ -100,6 +101,11 @@ class DryStep:
     def approximations(self) -> list[Approximation]:
         """What part of the step runs on other kernels than in the real run."""
         return approximations(self.kernels)
+
+    @property
+    def unknown_sizes(self) -> int:
+        """How many results have a size that depends on the values of tensors: places of a mask, distinct values."""
+        return sum(base_name(op) in _SIZED_BY_VALUES for op in self.recording.ops)
 
     @property
     def busy_us(self) -> float:

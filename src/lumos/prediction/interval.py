@@ -13,7 +13,7 @@ error of the profiler's cost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import exp, log, sqrt
+from math import exp, hypot, log, sqrt
 from typing import Any, NamedTuple
 
 from lumos.cost.sampled_network import SampledNetwork
@@ -172,15 +172,18 @@ def scaled_spread(profiler_error_pct: float) -> Spread:
 
 
 def dry_spread(
-    transferred: float, host_share: float, power: float = 0.0, approximated: Sequence[Approximation] = ()
+    transferred: float, host_share: float, power: float = 0.0, approximated: Sequence[Approximation] = (),
+    sizes_vary: bool = False,
 ) -> Spread:
     """Of a dry run on one GPU; wider by `transfer_part`, by `limit_part`, by what is approximated, and where the host
-    decides. What torch.compile may remove can be gone at the lower end.
+    decides. What torch.compile may remove can be gone at the lower end. Tensors whose sizes vary need new memory, which
+    only takes time.
     """
     table = read_table("uncertainty.json")
     dry = table["dry_run"]
     variance = dry["always"] + dry["transferred"] * transferred + dry["host"] * float(host_share > 1.0)
     variance += table["variance"]["power"] * power
     variance += dry["unseen"] * sum(part.share for part in approximated if part.kind == UNSEEN) ** 2
-    spread = Spread.around(exp(dry["scale"] * sqrt(variance)))
-    return spread._replace(low=spread.low * (1 - sum(part.removable for part in approximated)))
+    size = dry["scale"] * sqrt(variance)
+    removable = sum(part.removable for part in approximated)
+    return Spread(exp(-size) * (1 - removable), exp(hypot(size, dry["sizes"] * sizes_vary)))
