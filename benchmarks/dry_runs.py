@@ -186,6 +186,15 @@ def shared_scripts(data: Path) -> Iterator[Case]:
         yield Case(f"{name} (shared)", "scripts", row["step_s"], (), row["peak"], command, environment)
 
 
+def shared_compiled_scripts(data: Path) -> Iterator[Case]:
+    folder = data / "h200/compiled"
+    table = folder / "measured.json"
+    for row in json.loads(table.read_text())["rows"] if table.exists() else ():
+        command = (str(folder / f"{row['name']}.py"),)
+        yield Case(f"{row['name']} (shared)", "compiled scripts", row["median_ms"] / 1e3, (), row["peak_gib"] * 2**30,
+                   command)  # fmt: skip
+
+
 def shared_ranks(data: Path) -> Iterator[Case]:
     """Cases of parallel.py, which reads what to run from a file."""
     measured = ("step_s", "step_s_median", "peak_mem_alloc", "peak_mem_reserved", "profiled_step_s", "trace")
@@ -211,6 +220,8 @@ def shared_architectures(data: Path) -> Iterator[Case]:
 def cases(data: Path, blind: bool) -> Iterator[Case]:
     yield from scripts("scripts_h200.json", "scripts")
     yield from shared_scripts(data)
+    yield from scripts("scripts_compiled_h200.json", "compiled scripts")
+    yield from shared_compiled_scripts(data)
     yield from ranks("ranks_h200.json.xz", "ranks")
     yield from shared_ranks(data)
     yield from architectures("architectures_h200.json.xz", "architectures")
@@ -318,6 +329,11 @@ SECTIONS = {
         "As people write them (`calibration/scripts/development`), and shared ones. Prices of operators and of host "
         "calls were improved with these errors in sight, and two constants of the host are set by hand from these "
         "scripts and the ranks below (`calibration/fit_host.py`).",
+    ),
+    "compiled scripts": Section(
+        "Compiled scripts", "script",
+        "Scripts that use `torch.compile` (`calibration/scripts/compiled`), and shared ones. No price was fitted on "
+        "them.",
     ),
     "ranks": Section(
         "One rank of a large job", "rank",
