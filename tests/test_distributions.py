@@ -317,6 +317,13 @@ def test_garbage_collection_of_a_table_is_a_pause(tmp_path: Path) -> None:
     assert pauses.ms == pytest.approx(500)
 
 
+def test_two_steps_have_a_level(tmp_path: Path) -> None:
+    """Neither of two different lengths is within the middle eight tenths."""
+    table = made_job(tmp_path, steps=2)
+    middle = operation_risk(table, draws=100).percentile(50)
+    assert middle == pytest.approx(1e3 * np.mean(recorded_steps(table)), rel=0.05)
+
+
 def test_drawn_steps_of_a_job_have_its_level(tmp_path: Path) -> None:
     table = made_job(tmp_path, slow=2.0)
     risk = operation_risk(table, draws=500)

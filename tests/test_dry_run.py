@@ -247,6 +247,14 @@ def test_describe_asks_for_the_description(tmp_path: Path) -> None:
     assert not any("dry run" in note for note in found["warnings"])
 
 
+def test_modules_that_parts_of_a_config_name_are_not_offered_to_run() -> None:
+    from lumos.dry_run.huggingface_model import _config
+
+    part = {"model_type": "clip_vision_model", "auto_map": {"AutoModel": "planted.Model"}}
+    config = _config({"model_type": "clip", "auto_map": {"AutoConfig": "planted.Config"}, "vision_config": part})
+    assert "auto_map" not in json.dumps(config.to_dict())
+
+
 def test_without_torch_or_transformers_a_config_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lumos.dry_run.from_config.find_spec", lambda name: None)
     found = predicted(tmp_path, LLAMA, "train.seq=64")

@@ -18,12 +18,14 @@ from commands import lumos_here
 from lumos.analysis.replay import replay
 from lumos.errors import InputError, OptionError
 from lumos.export.chakra_writer import write_chakra
+from lumos.synthesis import lanes
 from lumos.synthesis.distance import _apart, kernel_tasks
 from lumos.synthesis.draw import draw_step, matched
 from lumos.synthesis.generate import Size, generate
+from lumos.synthesis.lanes import members_of
 from lumos.synthesis.learn import learn
 from lumos.synthesis.model import LEVELS, Marginal, Model, read_model, save_model
-from lumos.synthesis.observe import Job, ObservedRank, Task, observe
+from lumos.synthesis.observe import Group, Job, ObservedRank, Task, observe
 from lumos.synthesis.originals import longest_run, nearness
 from lumos.synthesis.synthesise import RecordedJob, Synthetic, record, synthesise
 from lumos.synthesis.vocabulary import KINDS
@@ -359,18 +361,50 @@ def test_nearness_to_originals_of_other_kinds_has_no_distance(model: Model) -> N
     assert nearness([], []).as_dict()["median_distance"] is None
 
 
+def test_ranks_of_a_group_share_the_messages_that_name_all_of_them(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every message lists the ranks of its group: one for each rank would take the square of their number."""
+    listed: list[int] = []
+
+    def members(group: Group, leader: int) -> tuple[int, ...]:
+        found = members_of(group, leader)
+        listed.append(len(found))
+        return found
+
+    monkeypatch.setattr(lanes, "members_of", members)
+    generate(model, Size(ranks=8))
+    few = sum(listed)
+    generate(model, Size(ranks=64))
+    assert sum(listed) - few == 8 * few
+
+
+def test_runs_that_would_take_minutes_are_refused(model: Model) -> None:
+    for size in (Size(ranks=4000, steps=4), Size(micro_batches=40_000)):
+        with pytest.raises(OptionError, match="are generated at once"):
+            generate(model, size)
+
+
+def test_steps_without_computation_on_the_gpu_have_a_spread(tmp_path: Path) -> None:
+    events = [e for e in training_run(steps=3) if e.get("cat") != "kernel" or "nccl" in e["name"].lower()]
+    write_trace(tmp_path / "few.json", events, header(0, 1))
+    assert 0 <= learn([record("few", read_job(tmp_path / "few.json")).job]).spread.step < 0.5
+
+
 def test_mistakes_are_named(tmp_path: Path, model: Model) -> None:
     save_model(tmp_path / "m.json", model)
     text = (tmp_path / "m.json").read_text()
     (tmp_path / "bad.json").write_text(text.replace('"matmul"', '"my secret kernel"'))
     (tmp_path / "old.json").write_text(text.replace('"version": 1', '"version": 99'))
     (tmp_path / "other.json").write_text('{"version": 1}')
+    (tmp_path / "unknown.json").write_text(text.replace('"jobs":', '"runs":'))
     (tmp_path / "half.json").write_text(text[: len(text) // 2])
     for arguments, said in (
         ([tmp_path / "bad.json"], "not in the vocabulary"),
         ([tmp_path / "old.json"], "version 99 is not known"),
         ([tmp_path / "half.json"], "not a model of synthetic runs"),
         ([tmp_path / "m.json", EXAMPLE], "a learned model is given alone"),
+        ([tmp_path / "unknown.json", "--report", tmp_path / "s.html"], "learned_from"),
         ([tmp_path / "none"], "no such file or folder"),
         ([tmp_path / "m.json", "--ranks", "100000", "--steps", "9999"], "tasks; at most"),
         ([tmp_path / "m.json", "--layers", "-1"], "--layers -1: give a number"),

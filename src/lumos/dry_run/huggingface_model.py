@@ -67,9 +67,8 @@ def _without_values() -> Any:
 
 
 def _config(config: dict[str, Any]) -> Any:
-    known = {key: value for key, value in config.items() if key != "auto_map"}
     try:
-        made = transformers.AutoConfig.for_model(**known)
+        made = transformers.AutoConfig.for_model(**_without_code(config))
         made.architectures = made.architectures or []  # which transformers goes through where it has several classes
         if getattr(made, "is_encoder_decoder", False):
             for name in ("decoder_start_token_id", "pad_token_id"):
@@ -82,6 +81,13 @@ def _config(config: dict[str, Any]) -> Any:
             f"model_type = {str(config.get('model_type'))[:60]!r}: transformers {transformers.__version__} does not "
             f"take this config.json ({reason}): install a newer one"
         ) from None
+
+
+def _without_code(value: Any) -> Any:
+    """A configuration without the modules beside it that it or a part names, which transformers would offer to run."""
+    if isinstance(value, dict):
+        return {key: _without_code(part) for key, part in value.items() if key != "auto_map"}
+    return [_without_code(part) for part in value] if isinstance(value, list) else value
 
 
 def _class_for(config: Any) -> tuple[str, Any]:

@@ -305,9 +305,13 @@ def operation_risk(table: OperationTable, draws: int = DRAWS, seed: int = 0) -> 
 
 
 def _middle(logs: Floats) -> float:
-    """The mean of the middle eight tenths: less noisy than the median, and single steps do not move it."""
+    """The mean of the middle eight tenths: less noisy than the median, and single steps do not move it.
+
+    Of two values neither is in the middle: it is the mean of both.
+    """
     low, high = np.quantile(logs, [0.1, 0.9])
-    return float(logs[(logs >= low) & (logs <= high)].mean())
+    middle = logs[(logs >= low) & (logs <= high)]
+    return float((middle if len(middle) else logs).mean())
 
 
 def _sigma(logs: Floats) -> float:

@@ -7,6 +7,7 @@ that the work of a step is that of the recorded ones, and not by chance more or 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -146,14 +147,15 @@ def matched(steps: list[DrawnStep]) -> list[DrawnStep]:
     return answer
 
 
-def expected_tasks(model: Model, number: int, layers: int, micro_batches: int) -> float:
-    """About how many tasks a step of a rank of this role has."""
+def expected_tasks(model: Model, number: int, layers: int, micro_batches: int) -> tuple[float, int]:
+    """About how many tasks a step of a rank of this role has, and in how many states."""
     role, plan = model.roles[number], _Plan(model, number, layers, micro_batches)
-    more = layers - model.layers
-    per_block = {
-        id(block): sum(max(0.0, s.count + more * s.per_layer) for s in block.states) for block in role.blocks
-    }
-    return sum(per_block[id(block)] * len(numbers) for block, numbers in plan.by_kind(role))
+    tasks, states = 0.0, 0
+    for block, numbers in plan.by_kind(role):
+        counts = _mean_counts(block, layers - model.layers)
+        tasks += float(counts.sum()) * len(numbers)
+        states += int((counts > 0).sum())
+    return tasks, states
 
 
 def _tail_last(order: Ints, states: list[StateModel]) -> Ints:
@@ -223,9 +225,11 @@ class _Plan:
         if model.pipeline is None:
             return []
         last, found = model.pipeline.stages - 1, []
+        blocks_of: dict[int, list[int]] = defaultdict(list)
+        for block, turn in enumerate(self.turn_of_block):
+            blocks_of[turn].append(block)
         for phase, away_from in (("forward", 0), ("backward", last)):
-            turns = [turn for turn, name in enumerate(self.phases) if name == phase]
-            blocks = [[i for i, t in enumerate(self.turn_of_block) if t == turn] for turn in turns]
+            blocks = [blocks_of[turn] for turn, name in enumerate(self.phases) if name == phase]
             if self.stage != away_from:
                 found.append((message_state(model, "recv", phase), [numbers[0] for numbers in blocks], _BEFORE))
             if self.stage != last - away_from:

@@ -13,7 +13,8 @@ from lumos.synthesis.lanes import Lanes
 from lumos.synthesis.model import Model
 from lumos.synthesis.observe import Group
 
-_MOST_TASKS = 20_000_000
+_MOST_TASKS = 3_000_000  # of 650 bytes and 10 microseconds each
+_MOST_DRAWS = 300_000  # of 100 microseconds each
 _MOST = 100_000
 
 
@@ -48,16 +49,7 @@ def generate(model: Model, size: Size | None = None, seed: int = 0) -> Execution
     groups = _groups_at(model, asked.ranks)
     check_seed(seed)
     role_of_rank = _roles_at(model, asked.ranks)
-    per_role = [
-        expected_tasks(model, role, wanted.layers, wanted.micro_batches) * wanted.steps
-        for role in range(len(model.roles))
-    ]
-    tasks = sum(per_role[role] for role in role_of_rank)
-    if not 0 < tasks <= _MOST_TASKS:
-        raise OptionError(
-            f"{wanted.ranks:,} ranks, {wanted.steps:,} steps, {wanted.layers:,} layers: {tasks:,.0f} tasks; "
-            f"at most {_MOST_TASKS:,} are generated at once, so give fewer with --ranks, --steps or --layers"
-        )
+    _check_work(model, wanted, role_of_rank)
     steps = [
         [
             draw_step(model, role, wanted.layers, wanted.micro_batches, np.random.default_rng([seed, number]))
@@ -68,6 +60,20 @@ def generate(model: Model, size: Size | None = None, seed: int = 0) -> Execution
     if len(model.roles) > 1 and model.pipeline is None:
         steps = [matched(roles) for roles in steps]
     return Lanes(model, groups, role_of_rank, steps, seed).execution()
+
+
+def _check_work(model: Model, wanted: Size, role_of_rank: list[int]) -> None:
+    """Refuse what would take minutes, or more memory than most machines have."""
+    roles = range(len(model.roles))
+    per_role = [expected_tasks(model, role, wanted.layers, wanted.micro_batches) for role in roles]
+    tasks = wanted.steps * sum(per_role[role][0] for role in role_of_rank)
+    draws = wanted.steps * sum(per_role[role][1] for role in role_of_rank)
+    size = f"{wanted.ranks:,} ranks, {wanted.steps:,} steps, {wanted.layers:,} layers"
+    advice = "are generated at once, so give fewer with --ranks, --steps or --layers"
+    if not 0 < tasks <= _MOST_TASKS:
+        raise OptionError(f"{size}: {tasks:,.0f} tasks; at most {_MOST_TASKS:,} {advice}")
+    if draws > _MOST_DRAWS:
+        raise OptionError(f"{size}: {draws:,} kinds of tasks in all steps; at most {_MOST_DRAWS:,} {advice}")
 
 
 def _roles_at(model: Model, ranks: int) -> list[int]:

@@ -93,6 +93,7 @@ class Lanes:
         self.first = [0]
         self.rows: list[Ints] = []  # of the kernels of every rank, by task
         self._transfers: dict[tuple[int, int], dict[str, Floats]] = {}
+        self._collective_rows: dict[tuple[str, int, int, int], int] = {}
 
     def execution(self) -> Execution:
         """The run of all ranks."""
@@ -147,7 +148,7 @@ class Lanes:
         columns["busy"] *= np.where(tasks.group == -1, gpu * self._sharded(tasks), 1.0)
         columns["work"][_bounds(tasks.step_of)[0]] += 1e3 * self.ranks.lead_us[rank]
         for number, group in enumerate(self.groups):
-            columns["busy"][tasks.group == number] = 1e3 * self.transfers(number, members_of(group, rank)[0])["busy"]
+            columns["busy"][tasks.group == number] = 1e3 * self.transfers(number, leader_of(group, rank))["busy"]
         return {name: np.rint(values) for name, values in columns.items()}
 
     def _sharded(self, tasks: RoleTasks) -> Floats:
@@ -260,10 +261,19 @@ class Lanes:
         """What is said of communication: kind, size, ranks."""
         if number == MESSAGE:
             return [self.events.message(self._sent(rank, tasks, task)) for task in on.tolist()]
-        group, sizes = self.groups[number], self.transfers(number, members_of(self.groups[number], rank)[0])["bytes"]
+        leader = leader_of(self.groups[number], rank)
+        sizes = self.transfers(number, leader)["bytes"]
         place = np.searchsorted(np.flatnonzero(tasks.group == number), on)
         found = zip(tasks.kind[on].tolist(), sizes[place].tolist(), strict=True)
-        return [self.events.message(_collective(kind, int(size), number, group, rank)) for kind, size in found]
+        return [self._collective_row(kind, int(size), number, leader) for kind, size in found]
+
+    def _collective_row(self, kind: str, size: int, number: int, leader: int) -> int:
+        """The number of a message, which all ranks of a group share: it names every one of them."""
+        key = (kind, size, number, leader)
+        if key not in self._collective_rows:
+            said = _collective(kind, size, number, self.groups[number], leader)
+            self._collective_rows[key] = self.events.message(said)
+        return self._collective_rows[key]
 
     def _sent(self, rank: int, tasks: RoleTasks, task: int) -> Message:
         """A message to or from a neighbouring stage; all of a pipeline are of one size."""
@@ -302,9 +312,10 @@ class Lanes:
     def _collectives(self) -> list[Rendezvous]:
         """The collectives of all groups that have more than one rank here."""
         found, ranks = [], len(self.role_of_rank)
-        message = self.events.joined()["message"]
+        message, messages = self.events.joined()["message"], self.events.messages
         for number, group in enumerate(self.groups):
-            for members in sorted({members_of(group, rank) for rank in range(ranks)}):
+            for leader in sorted({leader_of(group, rank) for rank in range(ranks)}):
+                members = members_of(group, leader)
                 here = tuple(rank for rank in members if rank < ranks)
                 if len(here) < 2:
                     continue
@@ -312,7 +323,7 @@ class Lanes:
                 rows = np.stack([self.rows[r][t] for r, t in zip(here, tasks, strict=True)], axis=1).astype(np.int32)
                 complete = len(here) == len(members)
                 for row in rows:
-                    said = self.events.messages[message[row[0]]]
+                    said = messages[message[row[0]]]
                     found.append(Rendezvous(said.collective, row, here, said, complete))
         return found
 
@@ -320,14 +331,13 @@ class Lanes:
         """Messages between neighbouring stages: the first sent is the first received."""
         if self.model.pipeline is None:
             return []
-        found, said = [], self.events.joined()["message"]
+        found, said, messages = [], self.events.joined()["message"], self.events.messages
         for low in range(len(self.role_of_rank) - self._stride):
             high = low + self._stride
             for phase, sender, receiver in (("forward", low, high), ("backward", high, low)):
                 sent, received = (self._of(rank, kind, phase) for rank, kind in ((sender, "send"), (receiver, "recv")))
                 for pair in np.stack([sent, received], axis=1).astype(np.int32):
-                    one = self.events.messages[said[pair[0]]]
-                    found.append(Rendezvous("send_recv", pair, (sender, receiver), one, True))
+                    found.append(Rendezvous("send_recv", pair, (sender, receiver), messages[said[pair[0]]], True))
         return found
 
     def _of(self, rank: int, kind: str, phase: str) -> Ints:
@@ -392,13 +402,17 @@ class _Events:
         )  # fmt: skip
 
 
-def members_of(group: Group, rank: int) -> tuple[int, ...]:
-    """The ranks of the group of this form that a rank is in."""
-    base = rank - (rank // group.stride) % group.size * group.stride
-    return tuple(base + group.stride * i for i in range(group.size))
+def leader_of(group: Group, rank: int) -> int:
+    """The first rank of the group of this form that a rank is in."""
+    return rank - (rank // group.stride) % group.size * group.stride
 
 
-def _collective(kind: str, size: int, number: int, group: Group, rank: int) -> Message:
+def members_of(group: Group, leader: int) -> tuple[int, ...]:
+    """The ranks of the group of this form that begins with a rank."""
+    return tuple(leader + group.stride * i for i in range(group.size))
+
+
+def _collective(kind: str, size: int, number: int, group: Group, leader: int) -> Message:
     """What every rank puts in and gets out."""
     part = max(1, size // group.size)
     divided = kind in ("all_gather", "reduce_scatter", "all_to_all")
@@ -406,7 +420,7 @@ def _collective(kind: str, size: int, number: int, group: Group, rank: int) -> M
     sent = part if kind == "all_gather" else whole
     received = part if kind == "reduce_scatter" else whole
     known = size > 0
-    ranks = members_of(group, rank)
+    ranks = members_of(group, leader)
     return Message(
         kind, "uint8", sent if known else -1, received if known else -1, f"group {number}", group.size, ranks
     )

@@ -19,6 +19,7 @@ from lumos.synthesis.model import (
     PHASES,
     VERSION,
     BlockModel,
+    Learned,
     Marginal,
     Model,
     Pipeline,
@@ -63,7 +64,7 @@ def learn(jobs: Sequence[Job], seed: int = 0) -> Model:
     roles = [learner.role(pipeline is not None) for learner in learners]
     return Model(
         version=VERSION,
-        learned_from={"jobs": len(jobs), "steps": len(steps), "tasks": sum(len(rank.tasks) for rank in ranks)},
+        learned_from=Learned(len(jobs), len(steps), sum(len(rank.tasks) for rank in ranks)),
         ranks=len(role_of),
         world=max(step.world for step in steps),
         steps=max(len(job.steps) for job in jobs),
@@ -105,7 +106,12 @@ def _by_rank(steps: Sequence[Observed], role_of: Mapping[int, int], learner: _Le
 
 def _log_totals(ranks: Sequence[ObservedRank]) -> Floats:
     """Logarithms of the time of the host and of kernels, of every rank."""
-    return np.log(np.maximum([(_host(rank), _gpu(rank)) for rank in ranks], 1.0))
+    return _logs([(_host(rank), _gpu(rank)) for rank in ranks])
+
+
+def _logs(totals: Any) -> Floats:
+    """Logarithms of nanoseconds; a rank without kernels has none, which is as good as one."""
+    return np.asarray(np.log(np.maximum(totals, 1.0)))
 
 
 def _roles(jobs: Sequence[Job]) -> list[int]:
@@ -186,7 +192,7 @@ def _spreads(jobs: Sequence[Job], role_of: Mapping[int, int]) -> Spread:
                 found["start_us"].append(float(np.std([rank.begun for rank in some])) / 1e3)
         if len(job.steps) > 1:
             totals = [np.mean([(_host(rank), _gpu(rank)) for rank in step.ranks]) for step in job.steps]
-            found["step"].append(float(np.log(totals).std()))
+            found["step"].append(float(_logs(totals).std()))
     keys = ("host", "gpu", "step", "start_us")
     host, gpu, of_steps, start_us = (rounded(float(np.mean(found[key]))) if found[key] else 0.0 for key in keys)
     return Spread(min(host, MOST_DEVIATION), min(gpu, MOST_DEVIATION), min(of_steps, MOST_DEVIATION), start_us)

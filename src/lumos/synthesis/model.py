@@ -119,11 +119,19 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_us: _Number
 
 
+class Learned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much a model was learned from."""
+
+    jobs: _Count
+    steps: _Count
+    tasks: _Count
+
+
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that was learned."""
 
     version: int
-    learned_from: dict[str, _Count]  # jobs, steps and tasks
+    learned_from: Learned
     ranks: _Some
     world: _Some
     steps: _Some

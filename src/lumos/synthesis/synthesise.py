@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from lumos.analysis.replay import Replay, replay
 from lumos.errors import check_seed
 from lumos.graph.from_trace.build import Execution
@@ -143,7 +145,7 @@ class Synthetic:
             "seed": self.seed,
             "tasks": len(self.execution.graph),
             "step_ms": run.recorded_steps.mean,
-            "learned_from": dict(model.learned_from),
+            "learned_from": msgspec.structs.asdict(model.learned_from),
             "distances": [one.as_dict() for one in self.distances],
             "nearness": {name: one.as_dict() for name, one in self.nearness.items()},
             "reproduces_an_original": self.reproduces,
