@@ -75,6 +75,28 @@ def test_mistakes_in_a_setup_made_in_python_are_those_of_a_file(sections: dict[s
     assert all(part in line for part, line in zip(lines, told, strict=True)), told
 
 
+def test_one_of_something_needs_no_list() -> None:
+    prediction = lumos.predict(RUN)
+    assert lumos.predict(EXAMPLE, "comm=0.5").step_ms == lumos.predict(EXAMPLE, [lumos.Scale("comm", 0.5)]).step_ms
+    assert lumos.predict(EXAMPLE, lumos.Scale("comm", 0.5)).step_ms < lumos.replay(EXAMPLE).clean_ms
+    assert lumos.read_setup(RUN, "train.seq=512") == lumos.read_setup(RUN, ["train.seq=512"])
+    assert [row.gpu for row in lumos.compare_gpus(RUN, "h200").answer.gpus] == ["h200"]
+    assert lumos.step_risk(prediction, slow="rank=0,factor=2", draws=50).typical_ms > 1.5 * prediction.step_ms
+    few = {"parallel.zero": 0, "train.recompute": "none", "train.micro_batch": 1}
+    assert lumos.search(RUN, few).as_dict()["tried"]["train.recompute"] == ["none"]
+
+
+@pytest.mark.parametrize(("mistake", "message"), [
+    (lambda: lumos.Scale("gpu", 2), "'gpu' is not known; use one of compute"),
+    (lambda: lumos.Scale("comm", math.nan), "from 0 to a million"),
+    (lambda: lumos.predict(None), "NoneType is nothing to predict"),
+])  # fmt: skip
+def test_what_cannot_be_meant_is_a_mistake_in_one_line(mistake: Any, message: str) -> None:
+    with pytest.raises(lumos.LumosError, match=message) as raised:
+        mistake()
+    assert "\n" not in str(raised.value)
+
+
 def test_public_names_are_completed() -> None:
     assert set(lumos.__all__) <= set(dir(lumos))
 

@@ -730,12 +730,18 @@ def test_launches_of_the_sampled_decoder_are_those_of_a_description() -> None:
 
 @needs_torch
 @pytest.mark.usefixtures("one_thread")
-def test_a_step_of_twice_the_layers_takes_longer() -> None:
-    from lumos.measure.time_steps import measured_step
+def test_every_layer_lengthens_a_step_by_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that advances by a millisecond for each operator."""
+    from lumos.measure import time_steps
 
     row = {"op": "step"} | SMALL | {"seq": 64, "hidden": 64}
-    short, long = (measured_step(row | {"layers": count}, "cpu", None)["us"] for count in (1, 4))
-    assert 0 < 1.5 * short < long
+    with time_steps._Counter() as counter:
+        monkeypatch.setattr(time_steps, "cpu_clock", lambda: lambda: counter.count / 1e3)
+        one, two, four = (
+            time_steps.measured_step(row | {"layers": count}, "cpu", None)["us"] for count in (1, 2, 4)
+        )
+    assert 0 < one < two
+    assert four == pytest.approx(one + 3 * (two - one), rel=1e-9)
 
 
 @needs_torch

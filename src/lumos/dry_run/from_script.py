@@ -32,7 +32,9 @@ def slowest_rank(recordings: Sequence[Recording], changes: Sequence[str], tariff
     return max(found, key=lambda prediction: prediction.step_ms)
 
 
-def predict_recording(recording: Recording, changes: Sequence[str] = (), tariff: Tariff = NO_PRICES) -> DryPrediction:
+def predict_recording(
+    recording: Recording, changes: str | Sequence[str] = (), tariff: Tariff = NO_PRICES
+) -> DryPrediction:
     """Predict one rank's dry run on the cluster that `changes` name, as in ("cluster.gpu=h200",)."""
     plain = read_plain(None, changes)
     for section, values in plain.sections.items():

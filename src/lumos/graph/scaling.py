@@ -39,11 +39,16 @@ class Scale:
             raise OptionError(
                 f"--scale {text}: write WHAT=FACTOR with a factor from 0 to a million, as in compute=0.5 ({NAMES})"
             )
-        if what not in _KINDS and not what.startswith("kernel:"):
-            raise OptionError(f"--scale {text}: {what!r} is not known; use one of {NAMES}")
-        if what.startswith("kernel:"):
-            Pattern.parse(what.removeprefix("kernel:"), f"--scale {text}")
         return Scale(what, factor)
+
+    def __post_init__(self) -> None:
+        text = f"--scale {self.what}={self.factor:g}"
+        if not 0 <= self.factor <= _MOST:
+            raise OptionError(f"{text}: the factor must be from 0 to a million")
+        if self.what not in _KINDS and not self.what.startswith("kernel:"):
+            raise OptionError(f"{text}: {self.what!r} is not known; use one of {NAMES}")
+        if self.what.startswith("kernel:"):
+            Pattern.parse(self.what.removeprefix("kernel:"), text)
 
     def applies_to(self, execution: Execution) -> np.ndarray:
         """The nodes that this scales."""

@@ -233,7 +233,7 @@ def _sampled_host(run: OnGpu) -> float | None:
 
 
 def compare_gpus(
-    setup: Setup | Path | str, gpus: Sequence[str], *, tariff: Tariff = NO_PRICES,
+    setup: Setup | Path | str, gpus: str | Sequence[str], *, tariff: Tariff = NO_PRICES,
     prices: Mapping[str, float] | None = None,
 ) -> GpuComparison:  # fmt: skip
     """The same run on several GPUs: known names, data sheets (`my_gpu.toml`) or model files (`my.npz`).
@@ -248,7 +248,7 @@ def compare_gpus(
     if not isinstance(setup, Setup):
         setup, notes = read_setup_with_notes(setup)
     own, stated = setup.cluster.model or setup.cluster.gpu, setup.cluster.stated()
-    machines = machines_named(gpus)
+    machines = machines_named([gpus] if isinstance(gpus, str) else gpus)
     tariffs = tariffs_on(machines, tariff, prices or {})
 
     def on(machine: Machine) -> Prediction:

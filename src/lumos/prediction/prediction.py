@@ -382,7 +382,7 @@ def _operator_answer(row: OperatorTime) -> OperatorAnswer:
 
 def predict(
     what: Setup | Replay | CalibratedRun | Path | str,
-    scale: Sequence[Scale | str] = (),
+    scale: Scale | str | Sequence[Scale | str] = (),
     *,
     setup: Setup | None = None,
     traced: Setup | None = None,
@@ -415,6 +415,8 @@ def predict(
         if traced is None:
             raise OptionError("another configuration needs the setup of the traced run as well: give it as traced")
         what = CalibratedRun(what, traced)
+    if not isinstance(what, CalibratedRun):
+        raise OptionError(f"{type(what).__name__} is nothing to predict: give a Setup, a replayed trace, or a path")
     if scale or setup is None:
         raise OptionError("scale and setup: ask for exactly one of them")
     return _changed(what, setup, notes, tariff, inferred or {})
@@ -451,7 +453,8 @@ def _assumed(notes: Sequence[str], setup: Setup) -> tuple[str, ...]:
     return tuple(note for note in dict.fromkeys(notes) if note not in doubts)
 
 
-def _scaled(run: Replay, scale: Sequence[Scale | str]) -> Prediction:
+def _scaled(run: Replay, scale: Scale | str | Sequence[Scale | str]) -> Prediction:
+    scale = [scale] if isinstance(scale, Scale | str) else scale
     scales = [Scale.parse(one) if isinstance(one, str) else one for one in scale]
     duration, _ = run.what_if.simulate(scaled_durations(run.execution, run.what_if.alone, scales))
     steps = run.clean_steps

@@ -174,7 +174,7 @@ class StepRisk:
 def step_risk(
     what: Prediction | Step,
     variability: Variability | None = None,
-    slow: Sequence[str] = (),
+    slow: str | Sequence[str] = (),
     draws: int = DRAWS,
     seed: int = 0,
 ) -> StepRisk:
@@ -229,10 +229,10 @@ def slowed(found: Prediction, slow: Sequence[str] = ()) -> tuple[Prediction, lis
     return replace(found, run=run), _slow_costs(found, lanes, parts)
 
 
-def _slow_parts(found: Prediction, texts: Sequence[str], lanes: Lanes) -> tuple[Slow, ...]:
+def _slow_parts(found: Prediction, texts: str | Sequence[str], lanes: Lanes) -> tuple[Slow, ...]:
     """What is slow, by the setup and by the command line."""
     stated = found.setup.variability.slow if found.setup is not None else ()
-    return read_slow([*stated, *texts], lanes.gpus)
+    return read_slow([*stated, *([texts] if isinstance(texts, str) else texts)], lanes.gpus)
 
 
 def _slow_costs(found: Prediction, lanes: Lanes, slow: tuple[Slow, ...]) -> list[dict[str, Any]]:

@@ -341,10 +341,11 @@ def _divisors(number: int, most: int) -> list[int]:
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
-def checked_choices(setup: Setup, choices: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+def checked_choices(setup: Setup, choices: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """The values that a user named for axes, each checked against the setup's own types."""
     found: dict[str, tuple[Any, ...]] = {}
-    for key, values in choices.items():
+    for key, named in choices.items():
+        values: list[Any] = [named] if named is None or isinstance(named, str | int | float) else list(named)
         if key in DERIVED:
             raise OptionError(f"{key} follows from other keys: fix or vary {DERIVED[key]} instead")
         if key not in AXES and key in KEYS:

@@ -81,7 +81,7 @@ class PlainSetup(NamedTuple):
         return SetupReading(setup, (*self.notes, *doubts, *assumed, *warnings_in(setup)))
 
 
-def read_setup(path: Path | str, overrides: Sequence[str] = ()) -> Setup:
+def read_setup(path: Path | str, overrides: str | Sequence[str] = ()) -> Setup:
     """The run that a file describes, or an error that lists every mistake.
 
     The name of a preset, or of a model of the Hugging Face Hub that was downloaded, is as good as a file.
@@ -91,16 +91,16 @@ def read_setup(path: Path | str, overrides: Sequence[str] = ()) -> Setup:
     return read_setup_with_notes(path, overrides).setup
 
 
-def read_setup_with_notes(path: Path | str, overrides: Sequence[str] = ()) -> SetupReading:
+def read_setup_with_notes(path: Path | str, overrides: str | Sequence[str] = ()) -> SetupReading:
     """The same as `read_setup`, with notes on what was assumed, padded, ignored or not recognised."""
     plain = read_plain(path, overrides)
     return plain.checked(plain.sections)
 
 
-def read_plain(path: Path | str | None, overrides: Sequence[str] = ()) -> PlainSetup:
+def read_plain(path: Path | str | None, overrides: str | Sequence[str] = ()) -> PlainSetup:
     """The values of a file that need not be complete; without a file, the overrides alone."""
     path = None if path is None else located(path)
-    changes = _parsed(overrides)
+    changes = _parsed([overrides] if isinstance(overrides, str) else overrides)
     reading = _read(path) if path is not None else Reading({})
     sections, assumed = _grouped(_layered(reading.sections, changes), reading.copies)
     folder = path.parent if path is not None else Path()
