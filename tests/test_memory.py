@@ -106,6 +106,15 @@ def test_every_stage_of_zero_needs_less_on_many_gpus(setup: Setup, hidden: int, 
     assert peaks == sorted(peaks)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("framework", ["pytorch", "torchtitan", "fms-fsdp"])
+def test_experts_that_every_rank_has_for_itself_are_not_gathered_in_pipelines(framework: str, zero: int) -> None:
+    model = LLAMA | {"layers": 8, "experts": 64, "top_k": 1, "expert_ffn": 4096}
+    train = {"seq": 512, "micro_batch": 2, "global_batch": 8, "framework": framework, "recompute": "full"}
+    setup = make(model, train, {"pp": 4, "dp": 2, "ep": 2}, gpu="mi325x", gpus=8)
+    assert memory_of(setup.replaced({"parallel.zero": zero})).peak <= memory_of(setup).peak
+
+
 @given(setups(), st.sampled_from(("parallel.tp", "parallel.pp")))
 def test_dividing_the_model_leaves_fewer_weights_on_a_gpu(setup: Setup, key: str) -> None:
     one = setup.replaced({"parallel.tp": 1, "parallel.pp": 1, "parallel.vpp": 1, "parallel.zero": 0, "parallel.dp": 1})

@@ -275,10 +275,12 @@ class _Stage:
         if common.framework.gradient_buckets and sharding.replicas > 1 and sharding.zero < 2:
             total += sharding.gradients * self.trained
         if sharding.gathers == "once":  # and gradients are divided after the last micro-batch
-            total += sharding.low * whole + common.framework.reduce_bytes * self.trained
+            own = 0.0 if sharding.frozen else whole - self._divided
+            total += sharding.low * self._divided + common.framework.reduce_bytes * (self.trained - own)
         elif sharding.gathers == "every pass":
             total += sharding.low * self._stays_gathered()
-            total += sharding.low * (whole - self._divided) if sharding.low < sharding.weights else 0.0  # casts
+        if sharding.gathers in ("once", "every pass") and sharding.low < sharding.weights:
+            total += sharding.low * (whole - self._divided)  # casts
         if sharding.accumulates_whole:
             total += common.framework.reduce_bytes * self.trained
         if sharding.replicas > 1:
