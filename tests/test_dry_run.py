@@ -140,6 +140,25 @@ def test_a_compiled_model_runs_fewer_kernels_and_holds_less(tmp_path: Path) -> N
 
 
 @needs_transformers
+def test_functions_for_torchscript_run_as_python() -> None:
+    torch = pytest.importorskip("torch")
+    from torch.nn import functional
+
+    from lumos.dry_run.record import recorded
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x, x, x) * torch.tensor(2.0)
+
+    calls = []
+    for function in (lambda: attend, lambda: torch.jit.script(attend)):
+        with recorded() as recorder:
+            function()(torch.empty(1, 2, 128, 64, dtype=torch.bfloat16, device="cuda"))
+        calls.append([op.name for op in recorder.ops])
+    assert calls[0] == calls[1] != []
+    assert torch.jit._state._enabled
+
+
+@needs_transformers
 def test_memory_after_a_step_is_what_it_was_before() -> None:
     recording = record(LLAMA)
     assert recording.allocated[-1] == sum(recording.alive.values())
