@@ -771,6 +771,9 @@ def test_megatron_defaults_are_those_of_gpt() -> None:
         ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "train.precision", "mxfp8"),
         ("--fp4-format e2m1 --bf16", "train.precision", "nvfp4"),
         ("--recompute-activations", "train.recompute", "selective"),
+        ("--activations-checkpoint-method uniform", "train.recompute", "full"),
+        ("--activations-checkpoint-method uniform", "train.framework", "megatron-2021"),
+        ("--activations-checkpoint-method block --activations-checkpoint-num-layers 3", "train.recompute_layers", 3),
         ("--recompute-granularity full --recompute-method uniform", "train.recompute", "full"),
         ("--recompute-granularity full --recompute-method block", "train.recompute_layers", 1),
         (

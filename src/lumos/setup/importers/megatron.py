@@ -428,11 +428,17 @@ def _recomputation(found: Findings, options: Options) -> None:
 
     Of full recomputation, "block" takes the first layers of every virtual stage, "uniform" all, in groups.
     """
-    how, method = found.values.get("train.recompute"), _word(options, "recompute-method")
+    if "activations-checkpoint-method" in options:  # the name of 2021
+        found.values["train.recompute"] = "full"
+        if found.values["train.framework"] == "megatron":
+            found.values["train.framework"] = "megatron-2021"
+    how = found.values.get("train.recompute")
+    method = _word(options, "recompute-method") or _word(options, "activations-checkpoint-method")
+    layers = options.get("recompute-num-layers") or options.get("activations-checkpoint-num-layers")
     places = {"block": "train.recompute_layers", "uniform": "train.recompute_group"}
     if how == "full" and method in places:
         if not _is_unset(found, options, "recompute-num-layers", places[method]):
-            found.values[places[method]] = _number(options.get("recompute-num-layers") or ["1"])
+            found.values[places[method]] = _number(layers or ["1"])
     elif how == "full" and method:
         found.note(f"--recompute-method {shown(method)} is not known: use block or uniform", *places.values())
     if "moe-layer-recompute" in options and how in (None, "none"):  # the name of recompute_modules = moe until 2025
