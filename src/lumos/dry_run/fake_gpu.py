@@ -372,7 +372,7 @@ class _Gpu:
         """Versions, back ends and classes outside `torch.cuda`."""
         yield torch.version, "cuda", torch.version.cuda or "12.8"  # extensions compare it with their own
         yield torch.backends.cuda, "is_built", lambda: True
-        yield torch.jit._state._enabled, "enabled", False  # scripts run as Python: TorchScript cannot compile our stand-ins
+        yield torch.jit._state._enabled, "enabled", False  # TorchScript cannot compile what we replace
         for name in ("_cuda_CUDAAllocator_AllocatorState", "_set_cached_tensors_enabled"):  # of a CUDA build: imported
             if not hasattr(torch._C, name):  # by torch.compiler.reset()
                 yield torch._C, name, _nothing
