@@ -542,6 +542,26 @@ def test_a_step_that_is_too_long_is_rejected_when_few_of_its_layers_have_run(mon
     assert len(entered) < 20
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_of_many_micro_batches_is_not_taken_for_one_that_is_too_long(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> None:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))).cuda()
+        run = torch.compile(model) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for _ in range(10):
+                run(torch.randn(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    count = len(lumos.dry_run(train).ops)
+    monkeypatch.setattr("lumos.dry_run.record._MOST_OPS", round(1.3 * count))
+    monkeypatch.setattr("lumos.dry_run.record._ENOUGH_OPS", count // 20)
+    assert len(lumos.dry_run(train).ops) == count
+
+
 def test_an_evaluation_before_the_first_step_is_not_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lumos.dry_run.record._MOST_OPS", 2_000)
     monkeypatch.setattr("lumos.dry_run.record._ENOUGH_OPS", 500)

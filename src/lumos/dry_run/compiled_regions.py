@@ -15,12 +15,14 @@ class CompiledRegions:
 
     def __init__(self) -> None:
         self.gives_up_frames = False  # dynamo has left functions to Python, and will do so again
+        self.has_run = False  # a compiled function has, in which no module is seen to be entered
         self._compiled = self._eager = 0  # calls that are under way
         self._sequence: set[int] = set()
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
         """While this lasts, a compiled function runs."""
+        self.has_run = True
         self._compiled += 1
         try:
             yield

@@ -106,7 +106,8 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self.in_optimizer = False
         self.modules = ModulePaths(self._enter_module)
         self.regions = CompiledRegions()
-        self.started, self._calls, self._has_run, self._trains = process_time(), 0, False, False
+        self.started, self._calls = process_time(), 0
+        self._has_run = self._trains = self._has_passed = False  # any module, with gradients, and its backward pass
         self.alive: dict[int, int] = {}
         self.later = ExitStack()  # undoes what is replaced on the way
         self.notes: dict[str, None] = {}  # what was assumed, each once
@@ -158,7 +159,9 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
                 self.restart()
             return
         expected = len(self.ops)
-        if expected > _ENOUGH_OPS and self.phase == "forward" and torch.is_grad_enabled():
+        self._has_passed |= self.phase == "backward"  # whatever comes later is another micro-batch
+        can_tell = torch.is_grad_enabled() and not (self._has_passed or self.regions.has_run)
+        if expected > _ENOUGH_OPS and can_tell:
             expected = max(expected, round(_PASSES / _MARGIN * expected / self.modules.share_entered()))
         if process_time() - self.started > _MOST_SECONDS or expected > _MOST_OPS:
             raise TooManyOperatorsError(
