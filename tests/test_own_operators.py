@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import torch
 from torch.nn import functional
 
 from lumos.dry_run.compiled import compiled_as_kernels
+from lumos.dry_run.fake_gpu import replaced
 from lumos.dry_run.record import Recorder, recorded
+from lumos.dry_run.triton_launches import triton_launches
 from lumos.program.recorded_op import UNSEEN
 
 
@@ -118,3 +121,39 @@ def test_a_tensor_that_is_pinned_is_made(gpu: Recorder, compiles: bool) -> None:
     x = torch.tensor([1.0, 2.0], pin_memory=True).cuda(non_blocking=True)
     run = torch.compile(step) if compiles else step
     assert run(x).shape == (2,)
+
+
+class Jitted:
+    """As much of Triton's JITFunction as a launch needs: CPU builds of torch do not bring Triton."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn, self.__name__ = fn, getattr(fn, "__name__", "")
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **given: self.run(*args, grid=grid, warmup=False, **given)
+
+    def run(self, *args: Any, **given: Any) -> Any:
+        raise AssertionError("libcuda.so cannot be found")
+
+
+class Autotuned(Jitted):
+    def run(self, *args: Any, **given: Any) -> Any:
+        raise AssertionError("there is no GPU to try configurations on")
+
+
+def test_kernels_of_triton_that_a_script_launches_are_marked(gpu: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lumos.dry_run.triton_launches.find_spec", lambda _: True)
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", SimpleNamespace(JITFunction=Jitted))
+    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", SimpleNamespace(Autotuner=Autotuned))
+
+    def add(x: Any, y: Any, out: Any, size: int) -> None:
+        """Its name counts."""
+
+    x, y, out = (torch.ones(1024, device="cuda") for _ in range(3))
+    gpu.restart()
+    with replaced(triton_launches(gpu.add)):
+        Jitted(add)[(8,)](x, y, out, 1024)
+        Autotuned(Jitted(add))[lambda meta: (8,)](x, y, out=out, size=1024)
+    assert [(op.name, len(op.inputs), len(op.outputs), op.options) for op in gpu.ops] == [
+        ("triton.add", 2, 1, (UNSEEN,))
+    ] * 2

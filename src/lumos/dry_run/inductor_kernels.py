@@ -20,6 +20,7 @@ from torch._inductor.utils import get_fused_kernel_name
 from lumos.dry_run.compiled_regions import CompiledRegions
 from lumos.dry_run.own_operators import is_own
 from lumos.dry_run.tensor_float import convolutions_use_tf32, matmuls_use_tf32
+from lumos.dry_run.triton_launches import name_of
 from lumos.program.recorded_op import UNSEEN
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
@@ -238,19 +239,26 @@ class _Reader:
             operands = tuple(str(tensor.get_name()) if view is None else self.placed(view) for tensor, view in views)
             reads = tuple(view for view in operands if isinstance(view, View))
             return Kernel(str(overload), reads, node=node, operands=operands)
+        if isinstance(node, ir.UserDefinedTritonKernel):
+            return self._launched(node)
         own = [node.get_name()] if node.get_name() in self.buffers else []
         parts = [part.get_name() for part in self.parts.get(node.get_name(), ())]
         changed = [name for name in node.get_mutation_names() if name not in own]
         writes = tuple(self.placed(self._whole(name)) for name in (*own, *parts, *changed))
         reads = tuple(self.placed(view) for tensor in node.inputs if (view := view_of(tensor)) is not None)
         name, given = _operator_name(node, overload), _arguments(node)
-        if isinstance(node, ir.UserDefinedTritonKernel):
-            return Kernel(_triton_kernel_name(node), reads, writes, ("compiled", UNSEEN))
         options = ("compiled", *_precision(name, self, reads), *_marks(given))
         if "scaled_dot_product" in name:
             name, reads = self._attention(name, given)
         allocates = tuple(name for name in (*own, *parts) if name in self.buffers and name not in self.views)
         return Kernel(name, reads, writes, options, allocates)
+
+    def _launched(self, node: Any) -> Kernel:
+        """A kernel of Triton that the user wrote."""
+        changed = [view for tensor in node.mutable_args if (view := view_of(tensor)) is not None]
+        reads = [view for tensor in node.inputs if (view := view_of(tensor)) is not None and view not in changed]
+        read, written = (tuple(map(self.placed, views)) for views in (reads, changed))
+        return Kernel(name_of(node.get_kernel_and_metadata()[0]), read, written, ("compiled", UNSEEN))
 
     def _attention(self, name: str, given: dict[str, Any]) -> tuple[str, tuple[View, ...]]:
         """Whichever kernel it is, its name and operands are those of `gpu_functions.attention`."""
@@ -369,12 +377,6 @@ def _operator_name(node: Any, overload: Any) -> str:
         return f"{overload.namespace}.{overload._opname}.default"
     called = str(getattr(node, "python_kernel_name", None) or type(node).__name__)
     return f"aten.{called.removeprefix('extern_kernels.').removeprefix('aten.').split('.')[0]}.default"
-
-
-def _triton_kernel_name(node: Any) -> str:
-    """The name of a kernel that the user wrote."""
-    kernel = node.get_kernel_and_metadata()[0]
-    return f"triton.{getattr(kernel, '__name__', '') or getattr(kernel.fn, '__name__', 'kernel')}"
 
 
 def _precision(name: str, reader: _Reader, reads: Sequence[View]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from math import prod
 from time import process_time
 from typing import Any
@@ -35,6 +36,7 @@ from lumos.dry_run.package_kernels import estimated_kernels, modeling_module
 from lumos.dry_run.recorded_step import Recording, StorageEvent
 from lumos.dry_run.recurrent_layers import recurrent_as_on_gpu
 from lumos.dry_run.tensor_float import matmuls_use_tf32
+from lumos.dry_run.triton_launches import triton_launches, write_down
 from lumos.dry_run.value_operators import ValueOperators
 from lumos.program.recorded_op import UNSEEN, RecordedOp, TensorInfo
 
@@ -241,7 +243,12 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self.later.enter_context(replaced([(propagator, propagate.__name__, paused), *marked]))
 
     def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Random numbers of DTensors come with offsets of a generator that nobody needs here."""
+        """Random numbers of DTensors come with offsets of a generator that nobody needs here; kernels of Triton are
+        written down in code that torch.compile leaves to Python.
+        """
+        if func.name().startswith("triton_kernel_wrapper"):
+            table = import_module("torch._higher_order_ops.triton_kernel_wrap").kernel_side_table
+            write_down(self.add, table.get_kernel(kwargs["kernel_idx"]), list(kwargs["kwargs"].values()))
         if func.name() == "run_dtensor_rng_op":
             position = next(index for index, arg in enumerate(args) if isinstance(arg, torch._ops.OpOverload))
             with self:
@@ -568,6 +575,7 @@ def recorded(
         stack.enter_context(replaced([(torch, "tensor", _without_pinning(torch.tensor))]))
         stack.enter_context(replaced(initialisers_without_draws(recorder.values)))
         stack.enter_context(replaced(flex_as_on_gpu()))
+        stack.enter_context(replaced(triton_launches(recorder.add)))
         stack.enter_context(replaced([(torch._C, "_conv_determine_backend_memory_format", convolution_format)]))
         functions = functions_as_on_gpu(recorder.add).items()
         stack.enter_context(replaced((torch.nn.functional, name, value) for name, value in functions))
