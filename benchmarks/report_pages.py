@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from pathlib import Path
 from typing import Any
 
-from lumos import Scale, read_job, replay
+from lumos import Scale, read_job, replay, search
 from lumos.analysis.comparison import Comparison
 from lumos.prediction.prediction import predict
 from lumos.report.html.comparison_page import comparison_page
@@ -16,13 +14,14 @@ from lumos.report.html.prediction_page import prediction_page
 from lumos.report.html.replay_page import replay_page
 from lumos.report.html.search_page import search_page
 from lumos.setup import read_setup
-from lumos.setup.constraints import mistakes_in
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "src/lumos/data/example"
 LLAMA = ROOT / "examples/llama3-70b.toml"
-_ALIKE = 0.05  # GiB
-_KEPT = ("step_ms", "mfu", "tokens_per_s_per_gpu", "energy_j", "breakdown")
+_AXES = {
+    "parallel.tp": [1, 2, 4, 8], "parallel.pp": [1, 2, 4, 8, 16], "parallel.vpp": [1, 2, 4, 5],
+    "parallel.cp": [1, 2, 4], "parallel.zero": [1], "train.micro_batch": [1], "train.recompute": ["none", "selective"],
+}  # fmt: skip
 
 
 def every_kind() -> dict[str, Page]:
@@ -39,37 +38,5 @@ def every_kind() -> dict[str, Page]:
 
 
 def searched() -> dict[str, Any]:
-    """Every valid choice of tp, pp, vpp, cp and recomputation for the example setup, as a search would answer."""
-    base = read_setup(LLAMA)
-    start = time.perf_counter()
-    keys = ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "train.recompute")
-    choices = itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 5), (1, 2, 4), ("none", "selective"))
-    setups = ((dict(zip(keys, choice, strict=True)), choice) for choice in choices)
-    rows, evaluated = [], 0
-    for values, _ in setups:
-        setup = base.replaced({**values, "parallel.sequence_parallel": values["parallel.tp"] != 1})
-        if mistakes_in(setup):
-            continue
-        evaluated += 1
-        found = predict(setup)
-        if found.fits:
-            answer = found.as_dict()
-            rows.append(values | {key: answer[key] for key in _KEPT} | {"memory_gib": answer["memory_gib"]["peak"]})
-    rows.sort(key=lambda row: row["step_ms"])
-    return {
-        "setup": {"model.preset": "llama3-70b", "cluster.gpus": 512, "cluster.gpu": "h100", "train.global_batch": 1024},
-        "evaluated": evaluated,
-        "seconds": time.perf_counter() - start,
-        "objective": "step_ms",
-        "results": rows,
-        "pareto": _front(rows),
-    }
-
-
-def _front(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of rows by step time, those that need less memory than every faster one."""
-    front: list[dict[str, Any]] = []
-    for row in rows:
-        if not front or row["memory_gib"] < front[-1]["memory_gib"] - _ALIKE:
-            front.append(row)
-    return front
+    """The answer of a search around the example setup."""
+    return search(LLAMA, _AXES).as_dict()

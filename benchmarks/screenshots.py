@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from browser import Browser, find_browser, open_browser
 from lumos.report.html.page import Page, write_page
 
-SIZE, SCALE = (1280, 1500), 0.75
+SIZE, SCALE = (1280, 1400), 0.65
 LARGEST = 150_000  # bytes of a picture
 DARK = ("replay", "forecast")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import io
 import json
 import re
@@ -317,6 +318,13 @@ def test_a_search_names_only_the_keys_that_differ() -> None:
     titles = [column.title for column in table.columns]
     assert titles[:7] == ["#", "step, ms", "memory, GiB", "MFU, %", "tp", "pp", "vpp"], "what decides is seen first"
     assert "cost per Mtoken" not in [column.title for column in table.columns]  # no price was given
+
+
+def test_the_search_that_is_pictured_in_the_documentation_is_a_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    page = search_page(importlib.import_module("report_pages").searched())
+    assert len(page.sections[0].tables[0].rows) == 10
+    assert all(figure.chart.as_dict() for figure in page.figures)
 
 
 # ---------------------------------------------------------------------- untrusted names
