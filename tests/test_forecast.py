@@ -618,6 +618,14 @@ def test_what_had_to_be_assumed_widens_the_interval_and_is_said_once() -> None:
     assert told.interval_ms == sure.interval_ms, "a doubt about the setup is no assumption"
 
 
+def test_muon_of_which_no_step_was_measured_widens_the_interval() -> None:
+    def width(optimizer: str) -> float:
+        low, high = predict(described(cluster__gpu="h200", train__optimizer=optimizer)).interval_ms
+        return high / low
+
+    assert width("muon") > 1.02 * width("adamw")
+
+
 def test_a_run_that_does_not_fit_is_predicted_with_a_warning() -> None:
     found = predict(described("llama3-70b"))
     assert not found.memory.fits

@@ -86,6 +86,7 @@ def parts_of(step: Step, assumptions: int) -> dict[str, float]:
     gpu = setup.cluster.accelerator
     complete = not model.transferred and model.fallback is None and gpu.tdp_w == gpu_named(gpu.base).tdp_w
     rows = [] if complete else operator_times(step)
+    assumptions += setup.train.optimizer == "muon"  # of which no step was measured
     return {
         "always": 1.0,
         "transferred": min(1.0, transfer_part(carried_over(model, rows))),
