@@ -262,6 +262,16 @@ def test_utilisation_of_a_step_of_microseconds_is_a_curve_with_its_busy_share_as
     assert use.mean == pytest.approx(float(busy.mean()), abs=1e-6)
 
 
+def test_utilisation_does_not_depend_on_when_the_run_was_recorded(tmp_path: Path) -> None:
+    """Nanoseconds since 1970 have no exact floating-point numbers."""
+    events = training_run(2)
+    for name, base in (("zero", 0), ("2026", 1_790_857_026_000_000_123)):
+        (tmp_path / name).mkdir()
+        write_trace(tmp_path / name / "run.json", events, header() | {"baseTimeNanoseconds": base})
+    zero, later = (replay(read_job(tmp_path / name / "run.json")).utilisation for name in ("zero", "2026"))
+    assert np.array_equal(zero.share, later.share)
+
+
 def test_a_total_has_no_bar_that_would_run_over_its_number() -> None:
     table = Table("", [Column("share", 1, bar=True)], [Row([40.0]), Row([60.0]), Row([100.0], is_total=True)])
     assert [round(cell.bar) for _, (cell,) in table.body()] == [67, 100, -1]

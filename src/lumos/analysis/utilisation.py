@@ -30,8 +30,9 @@ def utilisation(trace: Trace, steps: Steps) -> Utilisation:
     """Busy share of every rank's GPU, from the start of the first step to the end of the last."""
     low, high = int(steps.start.min()), int(steps.end.max())
     span = max(high - low, 1)
-    bins = min(max(-(-span // _BIN_NS), _FEWEST_BINS), _MOST_BINS)
-    edges = low + span * np.arange(bins + 1) / bins
+    bins = min(max(-(-span // _BIN_NS), _FEWEST_BINS), _MOST_BINS, span)
+    at = np.arange(bins + 1)
+    edges = low + span // bins * at + span % bins * at // bins  # times since 1970 exceed the precision of floats
     gpu = trace.rows_by_rank(trace.on_gpu)
     return Utilisation(span / bins / 1e6, steps.ranks, np.array([_busy(trace, gpu[r], edges) for r in steps.ranks]))
 
