@@ -1,4 +1,7 @@
-"""Pairs of GPUs of which one is better, or as good, in every figure of its data sheet."""
+"""Pairs of accelerators of which one is better, or as good, in every figure of its data sheet.
+
+Both are GPUs or neither is: programs of other accelerators are always compiled graphs, which need fewer launches.
+"""
 
 from __future__ import annotations
 
@@ -18,4 +21,9 @@ def is_at_least(better: Gpu, worse: Gpu) -> bool:
 
 
 GPUS = [gpu_named(name) for name in gpu_names()]
-BETTER_GPUS = [(a.name, b.name) for a in GPUS for b in GPUS if a is not b and is_at_least(b, a)]
+BETTER_GPUS = [
+    (a.name, b.name)
+    for a in GPUS
+    for b in GPUS
+    if a is not b and a.is_other_accelerator == b.is_other_accelerator and is_at_least(b, a)
+]

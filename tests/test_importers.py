@@ -990,8 +990,8 @@ def test_a_torchtitan_toml_below_a_setup(tmp_path: Path) -> None:
     assert (setup.train.seq, setup.parallel.tp, setup.cluster.gpu) == (64, 2, "h100")
 
 
-def test_a_table_as_deep_as_one_likes_is_listed_by_its_beginning(tmp_path: Path) -> None:
-    path = written(tmp_path, "[training]\nx." + "a." * 900 + "b = 1", "deep.toml")
+def test_deep_table_is_listed_by_its_first_keys(tmp_path: Path) -> None:
+    path = written(tmp_path, "[training]\nx." + "a." * 90 + "b = 1", "deep.toml")
     (note,) = [line for line in answer(path) if "not recognised" in line]
     assert "training.x.a.a" in note
 
