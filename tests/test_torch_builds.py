@@ -252,9 +252,9 @@ def test_the_page_of_builds_is_what_was_found() -> None:
 def test_a_cell_says_what_was_predicted_how_wrong_it_is_or_why_there_is_none() -> None:
     row = ("2.8.0", "cuda", "3.11")
     text = page([
-        Result(*row, "plain", "2026-01-01", 10.0, 2.0),
-        Result(*row, "measured", "2026-01-02", 11.0, 2.0, 10.0, 2.0),
-        Result(*row, "not", "2026-01-01", outcome="rejected: a|b"),
+        Result(*row, "DDP", "2026-01-01", 10.0, 2.0),
+        Result(*row, "vit", "2026-01-02", 11.0, 2.0, 10.0, 2.0),
+        Result(*row, "timm", "2026-01-01", outcome="rejected: a|b"),
     ])  # fmt: skip
     for shown in ("10.00 ms, 2.00 GiB", "+10.0 / +0.0", "no (1)", "1. rejected: a/b", "2026-01-02"):
         assert shown in text

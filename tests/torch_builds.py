@@ -7,7 +7,8 @@ ROWS lists. An environment takes about 6 GB and is deleted after its row, unless
 it in. pip must find the builds: a CUDA build is the release without a local version, a CPU build is release+cpu.
 
 Every cell is the step that is predicted for an H200. Scripts of tests/torch_scripts need nothing but libraries;
-nanoGPT and llm.c are run unchanged from checkouts; scripts that were measured are compared with their measurement.
+nanoGPT and llm.c are run unchanged from checkouts. Scripts that were measured, by calibration/torch_scripts_h200.py or
+by the shared data, are compared with their measurement.
 Results are kept in tests/data/torch_builds.csv, and docs/torch_builds.md is written from them.
 """
 
@@ -21,14 +22,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "tests/data/torch_builds.csv", ROOT / "docs/torch_builds.md"
 SCRIPTS = ROOT / "tests/torch_scripts"
+MEASURED = ROOT / "calibration/torch_scripts_h200.json"
 ROWS = ("2.8.0:cuda:3.11", "2.11.0:cuda:3.12", "2.13.0:cuda:3.13", "2.15.0:cuda:3.13", "2.13.0:cpu:3.11")
 LIBRARIES = ("transformers>=4.56,<5.18", "accelerate", "lightning", "timm", "peft", "setuptools")
 PATIENCE_S = 900.0  # of one dry run
@@ -64,7 +66,16 @@ _MEASURED = """
 ## Measured scripts
 
 The same rows for scripts that were measured on one H200 (torch 2.11): error of the step and of the peak memory, in
-percent.
+percent. No constant was fitted on these scripts.
+
+"""
+_LONGER = """
+## What was measured
+
+The median of seven steps after the first five (`calibration/torch_scripts_h200.py`), and what the shared measurements
+say where they have the script, too. Those take the first steps as well, in which moe_loop allocates memory anew for
+every new number of tokens per expert. Lightning's step includes loading a batch of 4,096 rows in Python, which no dry
+run times.
 
 """
 
@@ -102,16 +113,24 @@ class Result:
         return self.release, self.build, self.python
 
     def __str__(self) -> str:
-        if self.outcome:
-            return self.outcome
-        if self.measured_ms:
-            step, peak = self.step_ms / self.measured_ms - 1, self.peak_gib / self.measured_gib - 1
-            return f"{100 * step:+.1f} / {100 * peak:+.1f}"
-        return f"{self.step_ms:.2f} ms, {self.peak_gib:.2f} GiB"
+        return self.outcome or f"{self.step_ms:.2f} ms, {self.peak_gib:.2f} GiB"
 
 
 def columns(nanogpt: Path | None, llmc: Path | None, data: Path) -> Iterator[Column]:
-    """All columns; those whose checkout is not given have no command."""
+    """All columns, with what was measured of them; those whose checkout is not given have no command."""
+    measured = measurements()
+    for column in (*_library_columns(nanogpt, llmc), *_shared_columns(data)):
+        step_ms, peak_gib = measured.get(column.name, (0.0, 0.0))
+        yield column if column.step_ms else replace(column, step_ms=step_ms, peak_gib=peak_gib)
+
+
+def measurements() -> dict[str, tuple[float, float]]:
+    """Step in ms and peak in GiB of each script, as calibration/torch_scripts_h200.py measured them."""
+    results = json.loads(MEASURED.read_text())["results"]
+    return {name: (result["step_ms"], result["peak_gib"]) for name, result in results.items()}
+
+
+def _library_columns(nanogpt: Path | None, llmc: Path | None) -> Iterator[Column]:
     train = ("train.py", "--dataset=random", "--gradient_accumulation_steps=4", "--eval_iters=2")
     for name, compiled in (("nanoGPT", "False"), ("nanoGPT compiled", "True")):
         yield Column(name, (*train, f"--compile={compiled}") if nanogpt else (), folder=nanogpt)
@@ -124,10 +143,10 @@ def columns(nanogpt: Path | None, llmc: Path | None, data: Path) -> Iterator[Col
     scripts = {"Trainer": "trainer", "Lightning": "lightning_fit", "timm": "timm_vit", "LoRA": "lora"}
     for name, script in scripts.items():
         yield Column(name, (str(SCRIPTS / f"{script}.py"),))
-    yield from _measured_columns(data / "h200")
 
 
-def _measured_columns(data: Path) -> Iterator[Column]:
+def _shared_columns(shared: Path) -> Iterator[Column]:
+    data = shared / "h200"
     if not (data / "scripts/measured.json").exists():
         return
     for name, truth in json.loads((data / "scripts/measured.json").read_text()).items():
@@ -248,15 +267,37 @@ def keep(found: Result) -> None:
 
 
 def page(every: list[Result]) -> str:
-    """The tables in Markdown: scripts of all kinds, then those that were measured."""
+    """The tables in Markdown: predictions, their errors where the script was measured, and the measurements."""
     notes: dict[str, int] = {}
-    plain = [result for result in every if not result.measured_ms]
     measured = [result for result in every if result.measured_ms]
-    text = _INTRODUCTION + _table(plain, notes) + (_MEASURED + _table(measured, notes) if measured else "")
+    own = {column.name for column in _library_columns(None, None)}
+    text = _INTRODUCTION + _table([result for result in every if result.column in own], notes, _prediction)
+    if measured:
+        text += _MEASURED + _table(measured, notes, _error) + _LONGER + _measured_table(measured)
     return text + "".join(f"\n{number}. {reason}" for reason, number in notes.items()) + ("\n" if notes else "")
 
 
-def _table(every: list[Result], notes: dict[str, int]) -> str:
+def _prediction(cell: Result) -> str:
+    return f"{cell.step_ms:.2f} ms, {cell.peak_gib:.2f} GiB"
+
+
+def _error(cell: Result) -> str:
+    return f"{100 * (cell.step_ms / cell.measured_ms - 1):+.1f} / {100 * (cell.peak_gib / cell.measured_gib - 1):+.1f}"
+
+
+def _measured_table(every: list[Result]) -> str:
+    """Measured steps and peaks: ours, and the shared ones that errors refer to where there are any."""
+    ours = measurements()
+    lines = ["| script | step, ms | peak, GiB | shared: step, ms | peak, GiB |", "|---" * 5 + "|"]
+    for name, truth in {cell.column: (cell.measured_ms, cell.measured_gib) for cell in every}.items():
+        mine = ours.get(name)
+        shared = None if truth == mine else truth
+        cells = [f"{value:.2f}" for value in mine] if mine else ["", ""]
+        lines.append(f"| {name} | {' | '.join([*cells, *([f'{v:.2f}' for v in shared] if shared else ['', ''])])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(every: list[Result], notes: dict[str, int], show: Callable[[Result], str]) -> str:
     """A row per build; reasons of cells without a prediction become numbered notes."""
     names = list(dict.fromkeys(result.column for result in every))
     lines = ["| torch | build | Python | date | " + " | ".join(names) + " |", "|---" * (len(names) + 4) + "|"]
@@ -266,7 +307,8 @@ def _table(every: list[Result], notes: dict[str, int]) -> str:
         for name in names:
             cell = cells.get(name)
             reason = cell.outcome.replace("|", "/") if cell else ""
-            shown.append(f"no ({notes.setdefault(reason, len(notes) + 1)})" if reason else str(cell or ""))
+            value = show(cell) if cell else ""
+            shown.append(f"no ({notes.setdefault(reason, len(notes) + 1)})" if reason else value)
         date = max(result.date for result in cells.values())
         lines.append(f"| {' | '.join(row)} | {date} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
