@@ -161,12 +161,18 @@ def test_a_signal_ends_the_command_and_the_processes_below_it(tmp_path: Path, nu
     """The launcher hands nothing on, as a shell script does not."""
     script = "sleep 1000 & sleep 1000 & echo ready; wait"
     line = [*LUMOS, "capture", "-o", str(tmp_path / "out"), "--", "bash", "-c", script]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True, text=True) as process:
+
+    def heed() -> None:  # the tests may run under nohup, which makes all processes ignore SIGHUP
+        signal.signal(number, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, start_new_session=True, text=True, preexec_fn=heed
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         below = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        process.wait()
+        process.wait(PATIENCE_S)
     assert len(below) == 3
     assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
