@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
+from math import gcd
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from lumos.search import branch_and_bound
 from lumos.search.batch import shared_batches, suited, with_batch
 from lumos.search.branch_and_bound import Task, bound_layouts
 from lumos.search.estimator import Estimator
-from lumos.search.gpu_counts import counts_between
+from lumos.search.gpu_counts import counts_between, estimated_gpus
 from lumos.search.journal import open_journal
 from lumos.search.ranking import BOUNDS, Front, Objective, Simulated, promising
 from lumos.search.search import COLUMNS, KEYS, SearchResult, _same_work
@@ -464,6 +465,42 @@ def test_the_fewest_gpus_are_searched_where_no_number_is_named(tmp_path: Path) -
         search(setup, FEWEST, objective=replace(BY_THEN, deadline_days=1e-6))
 
 
+@pytest.mark.parametrize("factor", [0.8, 1.3])
+def test_the_fewest_gpus_do_not_depend_on_the_estimate(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = read_setup(ROOT / "examples/llama3-70b.toml")
+    expected = search(setup, FEWEST, objective=BY_THEN).as_dict()["results"][0]
+
+    def misled(*args: Any) -> tuple[float, int]:
+        estimate, fitting = estimated_gpus(*args)
+        return factor * estimate, fitting
+
+    monkeypatch.setattr(sys.modules["lumos.search.search"], "estimated_gpus", misled)
+    answer = search(setup, FEWEST, objective=BY_THEN).as_dict()
+    assert answer["results"][0]["cluster.gpus"] == expected["cluster.gpus"]
+    assert expected["cluster.gpus"] - 8 in [row["cluster.gpus"] for row in answer["skipped"]]
+
+
+@pytest.mark.parametrize(
+    ("days", "skipped"),
+    [
+        (20, {16: "no layout can share a batch of 300 sequences evenly"}),  # in an earlier round
+        (400, {8: "no valid configuration fits into memory"}),  # memory asks for more GPUs than the deadline
+    ],
+)
+def test_numbers_of_gpus_tried_in_vain_are_listed_until_one_has_an_answer(
+    days: float, skipped: dict[int, str], tmp_path: Path
+) -> None:
+    text = '[model]\npreset = "llama3-8b"\n[train]\nseq = 8192\nglobal_batch = 300\nframework = "megatron"\n'
+    few = FEWEST | {"parallel.tp": [1], "parallel.cp": [1, 2], "parallel.pp": [1]}
+    objective = replace(BY_THEN, tokens=3e11, deadline_days=days)
+    (tmp_path / "run.toml").write_text(text + '[cluster]\ngpu = "h100"\n')
+    answer = search(tmp_path / "run.toml", few, objective=objective).as_dict()
+    assert answer["results"][0]["cluster.gpus"] == 24
+    listed = {row["cluster.gpus"]: row["why"] for row in answer["skipped"]}
+    assert listed.items() >= skipped.items()
+    assert any(f"{min(listed)} to 24 GPUs were tried" in text for text in answer["warnings"])
+
+
 def test_shards_of_a_search_for_the_fewest_gpus_merge(tmp_path: Path) -> None:
     setup, parts = read_setup(ROOT / "examples/llama3-70b.toml"), []
     for index in range(2):
@@ -476,12 +513,13 @@ def test_shards_of_a_search_for_the_fewest_gpus_merge(tmp_path: Path) -> None:
 
 @given(st.integers(1, 10_000), st.integers(1, 4096))
 def test_a_shared_batch_is_near_the_stated_one_and_divides_further(sequences: int, gpus: int) -> None:
-    odd = gpus // (gpus & -gpus)
+    odd, limits = gpus // (gpus & -gpus), read_table("search.toml")["adapted_batch"]
     near = shared_batches(sequences, (gpus,)).get(gpus)
     if near is None:
         return
-    assert sequences % odd
+    assert sequences % odd or gpus // gcd(sequences, gpus) > limits["largest_replica"]
     assert near % odd == 0
+    assert gcd(near, gpus) > gcd(sequences, gpus)
     assert abs(near / sequences - 1) <= read_table("search.toml")["adapted_batch"]["most_change"]
 
 

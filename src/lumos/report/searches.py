@@ -210,13 +210,25 @@ def several_types(answer: Answer) -> bool:
     return compared is not None and len({row["gpu"] for row in compared["gpus"]}) > 1
 
 
-def lost_table(rows: Sequence[Answer]) -> Table:
-    """Why the others are not the best."""
+def lost_table(rows: Sequence[Answer], objective: str) -> Table:
+    """Why the others are not the best; of equally many GPUs, the fewest of which are wanted, by days."""
+    best = rows[0] if rows else {}
+    by_days = objective == "gpus"
+
+    def lost_by(row: Answer) -> float | None:
+        key = "days" if by_days and row["cluster.gpus"] == best["cluster.gpus"] else "value"
+        return 100 * (row[key] / best[key] - 1) if key == "days" or not by_days else None
+
+    more = [Column("more GPUs", 0)] if by_days else []
     body = [
-        Row([rank, 100 * (row["value"] / rows[0]["value"] - 1), str(row.get("lost_by", ""))])
+        Row([
+            rank, *([row["cluster.gpus"] - best["cluster.gpus"]] if by_days else []), lost_by(row),
+            str(row.get("lost_by", "")),
+        ])
         for rank, row in enumerate(rows[1:], 2)
-    ]
-    return Table("why the others lost", [Column("#", 0), Column("by, %", 2), Column("why", longest=PROSE)], body)
+    ]  # fmt: skip
+    by = Column("more days, %" if by_days else "by, %", 2)
+    return Table("why the others lost", [Column("#", 0), *more, by, Column("why", longest=PROSE)], body)
 
 
 def _plain(value: Any) -> str | float | None:

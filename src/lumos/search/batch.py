@@ -69,13 +69,14 @@ def shared_batches(sequences: int, counts: tuple[int, ...]) -> dict[int, int]:
 
 def _shared(sequences: int, gpus: int) -> int:
     """0 where the batch can be shared as it is, or none is near."""
-    step, most = gpus, read_table("search.toml")["adapted_batch"]["most_change"]
-    if sequences % (gpus // (gpus & -gpus)) == 0:  # some power of two divides the rest
+    step, limits = gpus, read_table("search.toml")["adapted_batch"]
+    shares = sequences % (gpus // (gpus & -gpus)) == 0  # some power of two divides the rest
+    if shares and gpus // gcd(sequences, gpus) <= limits["largest_replica"]:
         return 0
     while True:
         near = max(step, round(sequences / step) * step)
-        if abs(near / sequences - 1) <= most:
-            return near
+        if abs(near / sequences - 1) <= limits["most_change"]:
+            return 0 if near == sequences else near
         if step % 2:
             return 0
         step //= 2

@@ -19,13 +19,16 @@ from lumos.setup.setup import Setup
 _SECONDS_PER_DAY = 86_400.0
 
 
-def estimated_gpus(setup: Setup, objective: Objective, gpu_days: Callable[[int], float | None]) -> float:
-    """About how many GPUs meet the deadline; `gpu_days` of the run on a number of GPUs, None where it does not fit."""
+def estimated_gpus(setup: Setup, objective: Objective, gpu_days: Callable[[int], float | None]) -> tuple[float, int]:
+    """About how many GPUs meet the deadline, and the least power of two on which the run is known to fit.
+
+    `gpu_days` has those of the run on a number of GPUs, None where it does not fit.
+    """
     count, largest = _least_gpus(setup, objective), read_table("search.toml")["gpu_counts"]["largest"]
     while count <= largest:
         days = gpu_days(count)
         if days is not None:
-            return days / objective.deadline_days
+            return days / objective.deadline_days, count
         count *= 2
     raise OptionError(
         f"--objective gpus: nothing fits on up to {largest:,} GPUs, or all miss --deadline "

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -117,6 +117,7 @@ class _Asked:
     notes: tuple[str, ...]
     holds_for_all: frozenset[str]
     adapts_batch: bool
+    refuses_invalid: bool = True  # a search without any valid combination
 
     def result(self, choices: Mapping[str, tuple[Any, ...]]) -> SearchResult:
         setup, batch = with_batch(self.setup, choices)
@@ -134,7 +135,7 @@ class _Asked:
         slack = read_table("search.toml")["risk"]["slack"] if objective.risk else 0.0
         front = Front(self.top, space.families, space.cluster_of if len(space.clusters) > 1 else None, slack)
         found = Search(task, self.engine, kept, front, self.progress).run()
-        if not found.valid and self.shard == (0, 1):
+        if not found.valid and self.shard == (0, 1) and self.refuses_invalid:
             raise OptionError(f"no combination is valid: {_first_mistake(setup, space.choices)}")
         return SearchResult(found, monotonic() - begin, question, batch, self.notes, near)
 
@@ -154,25 +155,72 @@ def _of_fewest_gpus(asked: _Asked, choices: Mapping[str, tuple[Any, ...]]) -> Se
         best = found.search.front.best[0]
         return count * objective.days(found._setup(best), best.run)
 
-    estimate = estimated_gpus(asked.setup, objective, gpu_days)
+    estimate, fitting = estimated_gpus(asked.setup, objective, gpu_days)
     types = choices.get("cluster.gpu", (asked.setup.cluster.gpu,))
     node = min(gpu_named(gpu).gpus_per_node for gpu in types)
     low, high = estimate * limits["below"], estimate * limits["above"]
-    for left in range(limits["rounds"] - 1, -1, -1):
+    tried: list[_Tried] = []
+    while True:
         counts = counts_between(low, high, node)
-        journal = asked.journal and asked.journal / f"gpus-{counts[0]}-{counts[-1]}"
-        tried = f"{counts[0]:,} to {counts[-1]:,} GPUs were tried: name other numbers with --gpus"
-        part = replace(asked, journal=journal, notes=(*asked.notes, tried))
-        try:
-            found = part.result({**choices, "cluster.gpus": tuple(counts)})
-        except OptionError:  # no combination is valid
-            if not left:
-                raise
-        else:
-            if found.search.front.best or asked.shard != (0, 1) or not left:
-                return found
+        tried.append(_on_counts(asked, choices, counts))
+        if tried[-1].has_answer or asked.shard != (0, 1):
+            break
+        if len(tried) >= limits["rounds"] and counts[-1] >= fitting:
+            break
         low, high = counts[-1] + 1, counts[-1] * (1 + limits["above"] - limits["below"])
-    raise AssertionError("a search has at least one round")
+    return _with_counts(asked, choices, _of_still_fewer(asked, choices, tried, node))
+
+
+class _Tried(NamedTuple):
+    """A search on numbers of GPUs."""
+
+    counts: list[int]
+    found: SearchResult
+
+    @property
+    def has_answer(self) -> bool:
+        return bool(self.found.search.front.best)
+
+
+def _on_counts(asked: _Asked, choices: Mapping[str, tuple[Any, ...]], counts: list[int]) -> _Tried:
+    journal = asked.journal and asked.journal / f"gpus-{counts[0]}-{counts[-1]}"
+    on_these = replace(asked, journal=journal, refuses_invalid=False)
+    return _Tried(counts, on_these.result({**choices, "cluster.gpus": tuple(counts)}))
+
+
+def _of_still_fewer(
+    asked: _Asked, choices: Mapping[str, tuple[Any, ...]], tried: list[_Tried], node: int
+) -> list[_Tried]:
+    """All searches, that with the answer last: while the least number meets the deadline, fewer are tried.
+
+    The estimate is too high where the batch suits the number of GPUs badly that the estimate is from.
+    """
+    limits = read_table("search.toml")["gpu_counts"]
+    share, least = 1 - limits["above"] + limits["below"], min(one.counts[0] for one in tried)
+    for _ in range(limits["rounds"]):
+        last = tried[-1]
+        if asked.shard != (0, 1) or not last.has_answer or last.found.results[0]["cluster.gpus"] > least:
+            break  # shards have to try the same numbers
+        counts = [count for count in counts_between(least * share, least - 1, node) if count < least]
+        if not counts:
+            break
+        least, fewer = counts[0], _on_counts(asked, choices, counts)
+        tried = [*tried, fewer] if fewer.has_answer else [fewer, *tried]
+    return tried
+
+
+def _with_counts(asked: _Asked, choices: Mapping[str, tuple[Any, ...]], tried: Sequence[_Tried]) -> SearchResult:
+    """The result of the last search with the numbers of GPUs that the others tried in vain, and a note on all."""
+    *others, last = tried
+    if not last.found.search.valid and asked.shard == (0, 1):
+        asked.result({**choices, "cluster.gpus": tuple(last.counts)})  # raises what is wrong
+    counts = sorted(count for one in tried for count in one.counts)
+    span = f"{counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else f"{counts[0]:,}"
+    note = f"{span} GPUs were tried: name other numbers with --gpus"
+    in_vain = [one for one in others if one.counts[0] < last.counts[0]]
+    before = [row for one in in_vain for row in one.found.tried_clusters]
+    before.sort(key=lambda row: int(row["cluster.gpus"]))
+    return replace(last.found, notes=(*asked.notes, note), tried_before=tuple(before))
 
 
 def _of_risk(setup: Setup) -> list[str]:
@@ -205,6 +253,7 @@ class SearchResult:
     batch: Batch
     notes: tuple[str, ...] = ()
     near_batches: Mapping[int, int] = field(default_factory=dict)  # by number of GPUs that cannot share the batch
+    tried_before: tuple[Row, ...] = ()  # rows of `tried_clusters` from searches for fewer GPUs, which had no answer
     _rows: dict[int, Row] = field(default_factory=dict)  # by number: a configuration may be in several lists
 
     def __repr__(self) -> str:
@@ -260,7 +309,7 @@ class SearchResult:
         space = search.task.space
         layouts = np.bincount(space.cluster_of, minlength=len(space.clusters)).tolist()
         per_day = objective.tokens / space.setup.train.seq / 86_400
-        return [
+        return [*self.tried_before] + [
             {
                 "cluster.gpu": gpu, "cluster.gpus": gpus, "layouts": count, "fitting": fitting,
                 "least_days": pace * per_day if fitting and objective.deadline_days else None,

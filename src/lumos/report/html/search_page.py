@@ -82,7 +82,7 @@ def _results(answer: Answer, best: Sequence[Answer], keys: Sequence[str]) -> Sec
     if best and same:
         said.append(f"all have {label_of(best[0], same)}")
     tables = [configurations_table("configurations", best, keys, first=_FIRST, with_variants=False)]
-    lost = [lost_table(best)] if len(best) > 1 else []
+    lost = [lost_table(best, answer["objective"])] if len(best) > 1 else []
     variants = [variants_table(best)] if any(len(row.get("variants", ())) > 1 for row in best) else []
     tables += [*lost, *variants]
     return Section("Best configurations", " ".join(f"{_sentence(text)}." for text in said), tables=tables)

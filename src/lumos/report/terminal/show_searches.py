@@ -52,7 +52,7 @@ def show_search(answer: Answer, console: Console) -> None:
         tables = [
             rendered(configurations_table(caption, best, _keys(best), _OF_BEST), len(best)),
             rendered(breakdowns_table(best[:_FEW], keys_of(best))),
-            *([rendered(lost_table(best[:_FEW]))] if len(best) > 1 else []),
+            *([rendered(lost_table(best[:_FEW], answer["objective"]))] if len(best) > 1 else []),
             rendered(configurations_table(title, front, _keys(front), on_front), _MOST_ON_FRONT),
         ]
     tables[-1:-1] = [rendered(table, 64) for table in by_gpu_tables(answer)]
