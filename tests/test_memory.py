@@ -543,6 +543,16 @@ def test_a_model_that_needs_more_gpus_and_tensor_parallelism_can_be_made_to_fit(
     assert memory_of(setup.replaced(changes)).fits
 
 
+@pytest.mark.parametrize(("framework", "gpus"), [("torchtitan", 1), ("megatron", 8)])
+def test_long_sequences_can_be_made_to_fit_by_context_parallelism(framework: str, gpus: int) -> None:
+    train = {"seq": 262144, "framework": framework, "recompute": "full"}
+    setup = make(dict(preset_named("llama3-8b").keys), train, gpu="rtx4090", gpus=gpus)
+    changes = smallest_change(setup)
+    assert changes is not None
+    assert changes["parallel.cp"] > 1
+    assert memory_of(setup.replaced(changes)).fits
+
+
 @given(setups())
 def test_the_change_that_is_named_fits_and_nothing_smaller_does(setup: Setup) -> None:
     setup = setup.replaced({"model.hidden": 8192, "model.heads": 64, "model.ffn": 28672, "model.layers": 64})

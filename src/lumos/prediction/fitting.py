@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from typing import Any
 
 from lumos.data_files import read_table
@@ -15,6 +16,7 @@ from lumos.setup.setup import Setup
 
 Changes = dict[str, Any]
 _MOST_GPUS = 1 << 14
+_MOST_CONTEXT = 16  # ranks that share a sequence
 
 
 def memory_words(memory: Memory) -> str:
@@ -41,7 +43,10 @@ def fitting_advice(setup: Setup) -> str:
     """The smallest change that makes a setup fit, as options; what is left if no change does."""
     changes = smallest_change(setup)
     if changes is None:
-        return "no sharding, recomputation or offloading makes it fit: use a smaller model or GPUs with more memory"
+        return (
+            "no sharding, recomputation or offloading that was tried makes it fit: use a smaller model, shorter "
+            "sequences or GPUs with more memory, or let lumos search try other layouts"
+        )
     options = " ".join(f"--set {key}={str(value).lower()}" for key, value in changes.items())
     return f"it would fit with {options} ({memory_words(memory_of(setup.replaced(changes)))})"
 
@@ -95,9 +100,9 @@ def _recomputation(setup: Setup) -> list[Changes]:
 
 
 def _splits(setup: Setup) -> Iterator[list[Changes]]:
-    """More tensor or pipeline parallelism on the same GPUs."""
+    """More tensor, pipeline or context parallelism on the same GPUs."""
     parallel, batch = setup.parallel, setup.train.global_batch
-    for key, now in (("tp", parallel.tp), ("pp", parallel.pp)):
+    for key, now in (("tp", parallel.tp), ("pp", parallel.pp), ("cp", parallel.cp)):
         factors = [2**power for power in range(1, parallel.dp.bit_length()) if parallel.dp % 2**power == 0]
         yield [
             {f"parallel.{key}": now * factor, "parallel.dp": parallel.dp // factor, "train.global_batch": batch}
@@ -106,20 +111,28 @@ def _splits(setup: Setup) -> Iterator[list[Changes]]:
 
 
 def _more_gpus(setup: Setup, most: Changes) -> list[Changes]:
-    """As few GPUs as possible with all that saves memory: with more tensor parallelism, then also with stages."""
+    """As few GPUs as possible with all that saves memory; on equally many, tensor parallelism, then stages, come first.
+
+    Only long sequences gain from context parallelism, which is tried last.
+    """
     parallel, cluster = setup.parallel, setup.cluster
     tensor: list[Changes] = [{}, *({"parallel.tp": tp} for tp in _doubled(parallel.tp, cluster.gpus_per_node))]
     stages: list[Changes] = [{"parallel.pp": pp} for pp in _doubled(parallel.pp, setup.model.layers)]
     counts = (cluster.gpus, *_doubled(cluster.gpus, _MOST_GPUS))
     found = [_on(setup, gpus, {**most, **split}) for gpus, split in product(counts, tensor)]
     found += [_on(setup, gpus, {**most, **split, **staged}) for gpus, staged, split in product(counts, stages, tensor)]
-    return [changes for changes in found if changes["parallel.dp"]]
+    parts: list[Changes] = [{"parallel.cp": cp} for cp in _doubled(parallel.cp, _MOST_CONTEXT)]
+    found += [_on(setup, gpus, {**most, **split, **part}) for gpus, part, split in product(counts, parts, tensor)]
+    widest = tensor[-1]
+    both = product(counts, stages, parts)
+    found += [_on(setup, gpus, {**most, **widest, **staged, **part}) for gpus, staged, part in both]
+    return sorted((changes for changes in found if changes["parallel.dp"]), key=lambda one: int(one["cluster.gpus"]))
 
 
 def _on(setup: Setup, gpus: int, changes: Changes) -> Changes:
     """These changes on this many GPUs: what they leave is data parallelism, and every replica has a batch."""
-    split = setup.parallel.tp * setup.parallel.pp
-    further = changes.get("parallel.tp", setup.parallel.tp) * changes.get("parallel.pp", setup.parallel.pp)
+    now = {f"parallel.{key}": getattr(setup.parallel, key) for key in ("tp", "pp", "cp")}
+    split, further = prod(now.values()), prod(changes.get(key, value) for key, value in now.items())
     replicas = gpus // (setup.parallel.replica_gpus // split * further)
     batch = max(setup.train.global_batch, replicas * changes.get("train.micro_batch", setup.train.micro_batch))
     return {**changes, "cluster.gpus": gpus, "parallel.dp": replicas, "train.global_batch": batch}
