@@ -647,6 +647,12 @@ def test_state_of_adapters_is_not_counted_for_frozen_weights() -> None:
     assert state.value == "0.516 B/parameter"
 
 
+def test_what_muon_does_not_update_has_moments_of_adam() -> None:
+    cards = prediction_cards(predict(described(train__optimizer="muon", train__framework="megatron")))
+    (state,) = [card for card in cards if card.label == "model state"]
+    assert "moments 4 (embeddings and vectors: 8, by Adam)" in state.note
+
+
 def test_gradients_that_the_peak_comes_before_are_not_shown_as_none() -> None:
     memory = predict(described(train__framework="pytorch", parallel__tp=1, parallel__pp=1)).memory
     table = memory_table(memory)

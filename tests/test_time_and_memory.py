@@ -78,6 +78,16 @@ def test_b200_is_faster_than_h200_in_wide_precisions(precision: str, optimizer: 
     assert on[1] < on[0]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_small_matmuls_of_experts_are_not_slower_with_a_higher_peak(precision: str) -> None:
+    setup = setup_of("qwen3-30b-a3b", {"seq": 512, "precision": precision, "micro_batch": 2}, tp=4, dp=2)
+    times = [
+        simulate_step(setup.replaced({"cluster.gpu": "h200", "cluster.peak_tflops": 989.4 * more})).us
+        for more in (1, 1.2, 2, 5)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
 @settings(max_examples=60, deadline=None)
 @given(setups(), st.sampled_from(("h200", "h100", "a100", "b200", "mi300x")), st.floats(1.01, 4.0), st.data())
 def test_a_data_sheet_with_one_higher_figure_is_never_slower(

@@ -26,7 +26,6 @@ from lumos.cost.aten_work import (
     work_of,
     works_of,
 )
-from lumos.cost.energy import relief_of
 from lumos.cost.operator_model import CostModel, Regressor, read_cost_model
 from lumos.cost.prices import Prices, warmth
 from lumos.data_files import data_file, read_table
@@ -103,7 +102,7 @@ class AtenPrices:
         if work.operator is not None:
             by_matmul = self._matmul_us(work.operator) - factors.launch_gap_us
             if work.operator.dtype == "fp32":  # without tensor cores a GPU stays below its power limit
-                by_matmul /= factors.matrix * relief_of(work.operator, self.model.gpu)
+                by_matmul /= factors.matrix * self.prices.relief(work.operator)
         return max(by_law, by_matmul)
 
     def _matmul_us(self, operator: Operator) -> float:

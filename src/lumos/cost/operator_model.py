@@ -122,6 +122,14 @@ class CostModel:
         """Whether its own samples price an operator, and not those of the fallback or a roofline."""
         return bool(self._key(operator) or self._equivalent(operator))
 
+    def kernel(self, operator: Operator) -> Operator:
+        """One of the matmuls that run in turn where experts' matmuls have no samples; else the operator itself."""
+        if not operator.kind.startswith("grouped_gemm") or self._key(operator):
+            return operator
+        for part, _ in self._equivalent(operator):
+            return part
+        return operator if self.fallback is None else self.fallback.kernel(operator)
+
     def covers(self, operator: Operator) -> bool:
         """Whether an operator is like those that were sampled; a family without samples says nothing of it."""
         key = self._key(operator)

@@ -107,7 +107,7 @@ class Prices:
         if older:  # at half of the rate, it does not reach the power limit: as fast in a step as alone on an H200
             factor = 1.0
         elif operator.is_matrix:
-            factor = self.factors.matrix * relief_of(operator, self.model.gpu)
+            factor = self.factors.matrix * self.relief(operator)
         else:
             factor = self.factors.stream
         if self.block_scaled and operator.dtype == "fp8":
@@ -115,8 +115,12 @@ class Prices:
         us = alone * factor * warmth(operator, self.model.gpu.l2_mb)
         if operator.is_matrix and operator.dtype != "fp32" and self.factors.sustained < 1:
             held = self.factors.sustained * chip_of(self.model.gpu, operator.dtype).peak
-            us = max(us, relief_of(operator, self.model.gpu) * operator.flops / held)
+            us = max(us, self.relief(operator) * operator.flops / held)
         return float(us + self.factors.launch_gap_us)
+
+    def relief(self, operator: Operator) -> float:
+        """Of the clock; small kernels that run in turn wait for their start, not for tensor cores."""
+        return relief_of(self.model.kernel(operator), self.model.gpu)
 
     def collective_us(self, collective: Collective) -> float:
         """One collective, once all its ranks have arrived."""

@@ -85,7 +85,10 @@ def _state_card(found: Prediction) -> Card:
         words = f"frozen weights; a parameter of an adapter has {_state_parts(held)}; before sharding"
         return Card("model state", f"{weights:.3g} B/parameter", words)
     where = "this rank's share" if found.is_dry and found.setup and found.setup.cluster.gpus > 1 else "before sharding"
-    return Card("model state", f"{sum(held.values()):.3g} B/parameter", f"{_state_parts(held)}; {where}")
+    parts = _state_parts(held)
+    if not found.is_dry and found.setup and found.setup.train.optimizer == "muon":
+        parts += f" (embeddings and vectors: {2 * held['moments']:.3g}, by Adam)"
+    return Card("model state", f"{sum(held.values()):.3g} B/parameter", f"{parts}; {where}")
 
 
 def _state_parts(held: Mapping[str, float]) -> str:
