@@ -67,13 +67,17 @@ def why_skipped(row: dict[str, Any]) -> str:
     return f"no layout can share a batch of {batch:,} sequences evenly{other}" if not row["layouts"] else "not ranked"
 
 
-def skipped_rows(parts: Sequence[list[dict[str, Any]]], answered: set[tuple[str, int]]) -> list[dict[str, Any]]:
-    """What every GPU type and number lacks that has no answer, from one search or from its shards."""
+def tried_rows(parts: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Every GPU type and number that was tried, from one search or from its shards."""
     found = []
     for rows in zip(*parts, strict=True):
-        first = rows[0]
         days = [row["least_days"] for row in rows if row["least_days"] is not None]
-        row = first | {"fitting": sum(row["fitting"] for row in rows), "least_days": min(days, default=None)}
-        if (row["cluster.gpu"], row["cluster.gpus"]) not in answered:
-            found.append(row | {"why": why_skipped(row)})
+        fitting = sum(row["fitting"] for row in rows)
+        found.append(rows[0] | {"fitting": fitting, "least_days": min(days, default=None)})
     return found
+
+
+def skipped_rows(tried: list[dict[str, Any]], answered: set[tuple[str, int]]) -> list[dict[str, Any]]:
+    """What every GPU type and number lacks that has no answer."""
+    without = [row for row in tried if (row["cluster.gpu"], row["cluster.gpus"]) not in answered]
+    return [row | {"why": why_skipped(row)} for row in without]

@@ -322,7 +322,7 @@ class SearchResult:
     def skipped(self) -> list[Row]:
         """The GPU types and numbers without an answer, and why."""
         rows = [*self.best_by_gpu, *self.results]
-        return skipped_rows([self.tried_clusters], {(row["cluster.gpu"], row["cluster.gpus"]) for row in rows})
+        return skipped_rows(self.tried_clusters, {(row["cluster.gpu"], row["cluster.gpus"]) for row in rows})
 
     @cached_property
     def comparison(self) -> GpuComparison | None:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from lumos.errors import InputError
-from lumos.search.gpu_counts import skipped_rows
+from lumos.search.gpu_counts import skipped_rows, tried_rows
 from lumos.search.ranking import OBJECTIVES, pareto_front
 from lumos.search.search import COUNTS, KEYS, Row, explained
 
@@ -90,7 +90,7 @@ def merged_search(parts: Sequence[Row]) -> Row:
     """The shards of a search as the answer that one search would have given."""
     first = parts[0]
     bounds = [part["bound_ms"] for part in parts if part["bound_ms"] is not None]
-    results, by_gpu = _best(parts, "results"), _best_by_gpu(parts)
+    results, by_gpu, tried = _best(parts, "results"), _best_by_gpu(parts), _tried(parts)
     answered = {(row["cluster.gpu"], row["cluster.gpus"]) for row in (*results, *by_gpu)}
     return first | {
         **{key: sum(part[key] for part in parts) for key in COUNTS},
@@ -102,15 +102,16 @@ def merged_search(parts: Sequence[Row]) -> Row:
             lambda row: (row["step_ms"], row["memory_gib"], _cost(row), row["p90_ms"] or row["step_ms"], row["number"]),
         ),
         "best_by_gpu": by_gpu,
-        "skipped": _skipped(parts, answered),
+        "tried_clusters": tried,
+        "skipped": skipped_rows(tried, answered),
         "warnings": _warnings(parts),
     }
 
 
-def _skipped(parts: Sequence[Row], answered: set[tuple[str, int]]) -> list[Row]:
+def _tried(parts: Sequence[Row]) -> list[Row]:
     if len({len(part["tried_clusters"]) for part in parts}) > 1:
         raise InputError("the shards tried different GPUs; search them again")
-    return skipped_rows([part["tried_clusters"] for part in parts], answered)
+    return tried_rows([part["tried_clusters"] for part in parts])
 
 
 def _warnings(parts: Sequence[Row]) -> list[str]:
