@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from lumos.cost.features import roofline_us
 from lumos.cost.hardware_model import hardware_model
 from lumos.cost.operator_model import chip_of
 from lumos.errors import InputError, OptionError
+from lumos.measure.fit import fit, grow
 from lumos.measure.fit_facts import described
 from lumos.measure.fit_machine import FittedMachine, fit_machine
-from lumos.measure.fit_samples import read_samples
+from lumos.measure.fit_samples import Sample, read_samples
 from lumos.measure.operator_rows import SIZES, operator_of
 from lumos.measure.sample_file import open_samples
 from lumos.measure.sample_grid import rows as grid_rows
@@ -104,6 +105,33 @@ def test_what_was_sampled_is_fitted_and_priced(tmp_path: Path) -> None:
     priced = json.loads(lumos("cost", "rows.json", "--model", "m.npz", "--json", cwd=tmp_path).stdout)
     base = roofline_us(operator_of(ROWS[0], "row"), chip_of(gpu_named("h200"), "bf16"))
     assert priced["rows"][0]["us"] == pytest.approx(2 * base, rel=0.1)
+
+
+def test_progress_of_a_fit_counts_its_work_and_begins_with_small_families() -> None:
+    rows = timed({"gemm": 700, "gelu": 60, "silu": 10})
+    samples = [Sample(operator_of(row, "row"), row["us"]) for row in rows]
+    told: list[tuple[int, int, str]] = []
+    fit(gpu_named("h200"), samples, lambda *what: told.append(what))
+    done, totals, names = zip(*told, strict=True)
+    assert list(done) == sorted(done)
+    assert list(dict.fromkeys(names)) == ["silu", "gelu", "gemm"]
+    (total,) = set(totals)
+    assert 0 < done[-1] < total
+    assert names.count("gelu") > 3, "also within a family"
+    assert done[names.index("gemm")] < 0.3 * total, "the largest family is most of the work"
+
+
+def test_trees_grow_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int | None] = []
+
+    def limited(count: int | None) -> Any:
+        limits.append(count)
+        return nullcontext()
+
+    monkeypatch.setattr("threadpoolctl.threadpool_limits", limited)
+    rows = np.random.default_rng(0).normal(size=(3000, 2))
+    grow(rows, rows[:, 0], rounds=2)
+    assert limits == [1], "threads wait for each other on a busy machine"
 
 
 def test_a_model_file_says_where_it_comes_from_and_how_far_it_reaches(tmp_path: Path) -> None:

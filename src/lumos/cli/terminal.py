@@ -16,6 +16,8 @@ from rich.segment import Segment
 from lumos.errors import printable
 from lumos.files import Writer, json_of, write_as, write_json
 
+_LONGEST_PART_S = 600.0  # parts that take longer than this show no time remaining
+
 
 class Reporter(Protocol):
     """Shows how much is done, of how much, and of what."""
@@ -29,7 +31,7 @@ def progress_bar() -> Iterator[Reporter | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=Console(stderr=True), transient=True, speed_estimate_period=_LONGEST_PART_S) as bar:
         task = bar.add_task("reading", total=None)
 
         def show(done: int, total: int, what: str = "reading") -> None:

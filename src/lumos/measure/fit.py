@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from lumos.errors import OptionError
 from lumos.measure.fit_samples import Sample
 from lumos.program.operators import Operator
 from lumos.setup.gpus import Gpu
+
+Progress = Callable[[int, int, str], None]
 
 FOLDS = 5
 _FEWEST_SAMPLES = 16  # of a family
@@ -30,8 +33,12 @@ _FAMILY = {
     "gemm_tn": "gemm", "gemm_nn": "gemm", "gemm_nt": "gemm", "grouped_gemm_nn": "grouped_gemm",
     "grouped_gemm_nt": "grouped_gemm",
 }  # fmt: skip
-_MANY = 2000  # rows from which on outliers are tolerated, and several threads pay off
+_ROWS_PER_LEAF = 750  # as many rows take as long as what every leaf of a tree takes besides them
+_MANY = 2000  # rows from which on outliers are tolerated
+# Threads wait for each other in every round: on two busy cores they take 40 times as long as one thread for 5,000 rows.
+_THREADED = 200_000  # rows from which on several threads pay off
 _L2 = 0.1
+_FEW_LEAVES, _LEAVES = 4, 24  # of a tree
 
 
 class Verdict(NamedTuple):
@@ -58,27 +65,53 @@ def family_of(operator: Operator) -> str:
 
 
 def fit(
-    gpu: Gpu, samples: Iterable[Sample], progress: Callable[[int, int, str], None] | None = None
+    gpu: Gpu, samples: Iterable[Sample], progress: Progress | None = None
 ) -> tuple[dict[str, Regressor], list[Verdict]]:
     """The regressors of the families that pass, and a verdict on every family.
 
-    `progress` is called with rows done, all rows, and the family at work.
+    `progress` is called with the work done, all work, and the family at work. Small families come first, so that the
+    time that all take can be told early.
     """
     families: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         families[family_of(sample.operator)].append(sample)
-    regressors, verdicts = {}, []
-    done, total = 0, sum(len(rows) for rows in families.values())
-    for family, rows in sorted(families.items()):
+    fitted = {}
+    done, total = 0, sum(_work(len(rows)) for rows in families.values())
+    for family, rows in sorted(families.items(), key=lambda item: (len(item[1]), item[0])):
         name = _exact_name(family, rows)
-        if progress is not None:
-            progress(done, total, name)
-        done += len(rows)
-        regressor, verdict = _fit_family(gpu, name, rows)
-        verdicts.append(verdict)
-        if regressor is not None:
-            regressors[name] = regressor
-    return regressors, verdicts
+        fitted[family] = name, *_fit_family(gpu, name, rows, partial(_report, progress, name, done, total))
+        done += _work(len(rows))
+    ordered = [fitted[family] for family in sorted(fitted)]
+    regressors = {name: regressor for name, regressor, _ in ordered if regressor is not None}
+    return regressors, [verdict for _, _, verdict in ordered]
+
+
+def _report(progress: Progress | None, name: str, before: int, total: int, done: int) -> None:
+    if progress is not None:
+        progress(before + done, total, name)
+
+
+def _work(rows: int) -> int:
+    """How much work a family of so many rows is, in rows of one round."""
+    return sum(_work_of(count) for count in _growths(rows)) if rows >= _FEWEST_SAMPLES else 0
+
+
+def _growths(rows: int) -> list[int]:
+    """How many rows the trees of a family are grown from, one time after the other: all of them at last."""
+    folds, of = (_SMALL_FOLDS, _SMALL_FOLDS) if rows < _FEW_SAMPLES else (1, FOLDS)
+    learnt = rows - rows // of
+    return [*([learnt, learnt // 2] * folds), rows]
+
+
+def _work_of(rows: int) -> int:
+    leaves = _FEW_LEAVES if rows < _FEWER_SAMPLES else _LEAVES
+    return _rounds(rows) * (rows + leaves * _ROWS_PER_LEAF)
+
+
+def _rounds(rows: int) -> int:
+    if rows < _FEWER_SAMPLES:
+        return 80
+    return 160 if rows < _FEW_SAMPLES else 320 if rows < 3000 else 640
 
 
 def _exact_name(family: str, samples: list[Sample]) -> str:
@@ -87,14 +120,17 @@ def _exact_name(family: str, samples: list[Sample]) -> str:
     return family if len(kinds) > 1 else family.replace(family.partition(":")[0], kinds.pop(), 1)
 
 
-def _fit_family(gpu: Gpu, name: str, samples: list[Sample]) -> tuple[Regressor | None, Verdict]:
+def _fit_family(
+    gpu: Gpu, name: str, samples: list[Sample], report: Callable[[int], None]
+) -> tuple[Regressor | None, Verdict]:
+    report(0)
     if len(samples) < _FEWEST_SAMPLES:
         return None, Verdict(name, len(samples), np.inf, np.inf, f"fewer than {_FEWEST_SAMPLES} samples")
     chips = [chip_of(gpu, s.operator.dtype) for s in samples]
     rows = np.array([features(s.operator, chip) for s, chip in zip(samples, chips, strict=True)])
     base = np.array([roofline_us(s.operator, chip) for s, chip in zip(samples, chips, strict=True)])
     target = np.log(np.array([s.us for s in samples]) / base)
-    errors, errors_of_half = _held_out(rows, target, gpu.is_cpu)
+    errors, errors_of_half = _held_out(rows, target, gpu.is_cpu, report)
     error, half = float(errors.mean()), float(errors_of_half.mean())
     verdict = Verdict(name, len(samples), error, float(np.median(errors)), "", error * min(1.0, error / half))
     if gpu.is_cpu and verdict.median_pct > _LARGEST_CPU_ERROR_PCT:
@@ -110,12 +146,13 @@ def _grown(rows: Floats, target: Floats, disturbed: bool) -> Trees:
     """As many and as large trees as so many rows can tell; `disturbed` rows may be far too slow, some of them."""
     robust = disturbed and len(rows) >= _ROBUST_SAMPLES
     if len(rows) < _FEWER_SAMPLES:
-        return grow(rows, target, rounds=80, leaves=4, rate=0.12, robust=robust)
-    rounds = 160 if len(rows) < _FEW_SAMPLES else 320 if len(rows) < 3000 else 640
-    return grow(rows, target, rounds, robust=robust)
+        return grow(rows, target, _rounds(len(rows)), leaves=_FEW_LEAVES, rate=0.12, robust=robust)
+    return grow(rows, target, _rounds(len(rows)), robust=robust)
 
 
-def _held_out(rows: Floats, target: Floats, disturbed: bool) -> tuple[Floats, Floats]:
+def _held_out(
+    rows: Floats, target: Floats, disturbed: bool, report: Callable[[int], None]
+) -> tuple[Floats, Floats]:
     """Errors in percent on shapes that were held apart, with all the others to learn from, and with half of them.
 
     Large families lose one fold of shapes; small ones lose every fold in turn.
@@ -124,17 +161,20 @@ def _held_out(rows: Floats, target: Floats, disturbed: bool) -> tuple[Floats, Fl
     small = len(rows) < _FEW_SAMPLES
     fold = draw.integers(0, FOLDS, len(rows)) if not small else draw.permutation(len(rows)) % _SMALL_FOLDS
     found: tuple[list[Floats], list[Floats]] = ([], [])
+    done, parts = 0, iter(_growths(len(rows)))
     for held_fold in range(_SMALL_FOLDS if small else 1):
         held = fold == held_fold
         learnt = np.flatnonzero(~held)
         for errors, some in zip(found, (learnt, learnt[::2]), strict=True):
             guess = _grown(rows[some], target[some], disturbed)(rows[held])
             errors.append(100 * np.abs(np.exp(guess - target[held]) - 1))
+            done += _work_of(next(parts))
+            report(done)
     return np.concatenate(found[0]), np.concatenate(found[1])
 
 
 def grow(
-    rows: Floats, target: Floats, rounds: int = 600, leaves: int = 24, rate: float = 0.06, robust: bool = False
+    rows: Floats, target: Floats, rounds: int = 600, leaves: int = _LEAVES, rate: float = 0.06, robust: bool = False
 ) -> Trees:
     """Boosted trees for `target`; since that is a logarithm, they minimise the relative error."""
     model = regressor()(
@@ -144,7 +184,7 @@ def grow(
     )  # fmt: skip
     from threadpoolctl import threadpool_limits
 
-    with threadpool_limits(None if len(rows) >= _MANY else 1):
+    with threadpool_limits(None if len(rows) >= _THREADED else 1):
         return flatten(model.fit(rows, target))
 
 
