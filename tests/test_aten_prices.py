@@ -13,7 +13,8 @@ from lumos.data_files import read_table
 from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.setup.gpus import gpu_named
 
-SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "int64": 8, "bool": 1, "uint8": 1}
+SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "int64": 8, "bool": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+         "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1}  # fmt: skip
 
 
 def tensor(*shape: int, dtype: str = "bf16", last: bool = False) -> TensorInfo:
@@ -221,3 +222,41 @@ def test_the_gradient_of_one_expert_of_many_is_zeros_and_a_copy_of_it() -> None:
     assert copy.family.startswith("copy")
     assert copy.bytes == 2 * part.bytes
     assert len(works_of(op("select_backward.default", tensor(8, 64), out=(whole,)))) == 1, "not next to each other"
+
+
+# ---------------------------------------------------------------------- 8 and 4 bits
+@pytest.mark.parametrize(
+    ("of", "scale", "packed", "dtype"),
+    [
+        ("float8_e4m3fn", "fp32", 1, "fp8"),
+        ("float8_e5m2", "fp32", 1, "fp8"),
+        ("float8_e4m3fn", "float8_e8m0fnu", 1, "mxfp8"),
+        ("float4_e2m1fn_x2", "float8_e4m3fn", 2, "nvfp4"),
+    ],
+)
+@pytest.mark.parametrize("version", ["_scaled_mm", "_scaled_mm_v2"])
+def test_a_matmul_with_scales_is_a_matmul_of_its_precision(
+    version: str, of: str, scale: str, packed: int, dtype: str, prices: AtenPrices
+) -> None:
+    m, n, k = 8192, 4096, 2048
+    a, b = tensor(m, k // packed, dtype=of), tensor(n, k // packed, dtype=of)
+    scales = (tensor(m, dtype=scale), tensor(n, dtype=scale))
+    turned = b._replace(shape=b.shape[::-1], strides=b.strides[::-1])
+    scaled = op(f"{version}.default", a, turned, *scales, out=(tensor(m, n),))
+    (work,) = works_of(scaled)
+    assert work.operator is not None
+    assert (work.operator.shape, work.operator.dtype) == ((m, n, k), dtype)
+    plain = op("mm.default", tensor(m, k), tensor(k, n), out=(tensor(m, n),))
+    assert prices.of(scaled).flops == prices.of(plain).flops
+    assert 0.3 < prices.of(scaled).us / prices.of(plain).us < 1.0
+
+
+def test_grouped_matmuls_with_scales_are_those_of_fp8(prices: AtenPrices) -> None:
+    tokens, inward, outward, experts = 8192, 2048, 1024, 16
+    weights = tensor(experts, inward, outward)
+    plain = op("_grouped_mm.default", tensor(tokens, inward), weights, out=(tensor(tokens, outward),))
+    narrow = tuple(t._replace(dtype="float8_e4m3fn", element=1) for t in plain.inputs)
+    scaled = plain._replace(name="aten._scaled_grouped_mm.default", inputs=(*narrow, tensor(tokens, dtype="fp32")))
+    assert matrix_operator(plain) is not None
+    assert matrix_operator(scaled) == matrix_operator(plain)._replace(dtype="fp8")
+    assert prices.of(scaled).flops == prices.of(plain).flops

@@ -46,6 +46,18 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("lumos_tests::compiled_product", mutates_args=())
+def compiled_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Whose work is compiled where it is called."""
+    scale = x.new_tensor(0.5, dtype=torch.float32)
+    return torch.compile(lambda a, b: (functional.linear(a, b) * scale).relu())(x, weight)
+
+
+@compiled_product.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Recorder]:
     with recorded() as recorder, compiled_as_kernels(recorder):
@@ -66,6 +78,21 @@ def test_an_operator_in_python_is_what_it_runs(gpu: Recorder, compiles: bool) ->
     names = [op.name for op in gpu.ops]
     assert names.count("aten.mm.default") == 1
     assert names.count("aten.relu.default") == 1
+    assert not any(UNSEEN in op.options for op in gpu.ops)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_an_operator_may_compile_what_it_runs(gpu: Recorder, compiles: bool) -> None:
+    x, weight = torch.randn(32, 64, device="cuda"), torch.randn(128, 64, device="cuda")
+
+    def step(x: Any) -> Any:
+        return compiled_product(x * 2, weight) + 1
+
+    run = torch.compile(step) if compiles else step
+    run(x)
+    gpu.restart()
+    run(x)
+    assert [op.name for op in gpu.ops].count("aten.mm.default") == 1
     assert not any(UNSEEN in op.options for op in gpu.ops)
 
 

@@ -51,7 +51,7 @@ _UNSAMPLED = (
     "grid_sampler", "_fft", "linalg_", "_linalg", "cholesky", "_ctc", "im2col", "col2im", "_embedding_bag", "_cdist",
     "_pdist", "max_pool3d", "avg_pool3d", "upsample", "_cudnn_rnn", "_thnn", "multinomial", "unique", "_unique",
     "triangular", "searchsorted", "bucketize", "kthvalue", "median", "mode", "masked_select", "masked_scatter",
-    "reflection_pad", "replication_pad", "unfold_backward", "_scaled_mm", "_weight_norm", "renorm",
+    "reflection_pad", "replication_pad", "unfold_backward", "_weight_norm", "renorm",
 )  # fmt: skip
 _KERNEL = 3  # of pooling, unless a recording says otherwise
 _ON_ALL = {"sort", "topk", "histogram", "bincount", "cumsum", "nonzero", "scatter_add", "index_add", "scatter"}
@@ -131,7 +131,9 @@ def _sized_operator(op: RecordedOp) -> Operator | None:
     if name in ("bmm", "baddbmm"):
         a, b = op.inputs[-2:]
         return Operator("bmm", (a.shape[0], a.shape[1], b.shape[2], a.shape[2]), _precision(op, a))
-    if name == "_grouped_mm":
+    if name in ("_scaled_mm", "_scaled_mm_v2"):
+        return _scaled_matmul(op)
+    if name in ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"):
         return _grouped(op)
     if name in ("_fused_adamw_", "_fused_adam_"):
         held = sum(t.elements for t in op.inputs if t.shape)  # weights, gradients and two moments
@@ -142,6 +144,8 @@ def _sized_operator(op: RecordedOp) -> Operator | None:
 
 
 def _dtype(tensor: TensorInfo) -> str:
+    if tensor.dtype.startswith("float8"):
+        return "fp8"
     return tensor.dtype if tensor.dtype in BYTES else "fp32"
 
 
@@ -159,6 +163,14 @@ def _matmul(a: TensorInfo, b: TensorInfo, is_linear: bool, dtype: str) -> Operat
     else:
         kind = "gemm_nt" if _is_transposed(a) else "gemm_nn"
     return Operator(kind, (m, n, k), dtype)
+
+
+def _scaled_matmul(op: RecordedOp) -> Operator:
+    """In 8 or 4 bits: cuBLAS has one layout for them. Two numbers of 4 bits are one element of a tensor."""
+    a, b, *scales = op.inputs
+    packed = 2 if a.dtype.startswith("float4") else 1
+    dtype = "nvfp4" if packed == 2 else "mxfp8" if any("e8m0" in t.dtype for t in scales) else _dtype(a)
+    return Operator("gemm_tn", (a.shape[0], b.shape[-1], packed * a.shape[-1]), dtype)
 
 
 def _is_transposed(tensor: TensorInfo) -> bool:

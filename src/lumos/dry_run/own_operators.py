@@ -25,6 +25,8 @@ def is_own(overload: Any) -> bool:
 
 def is_composite(overload: Any) -> bool:
     """Whether an operator is made of others: autograd takes those apart, below it they arrive whole."""
+    if overload.namespace == "prim":  # TorchScript's: the dispatcher does not have them
+        return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has_kernel(overload.name(), "CompositeImplicitAutograd"))
 
