@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from lumos.capture.fake import fake_process_groups
 from lumos.cost.host_costs import host_us
-from lumos.dry_run.compiled import OPTIMIZER, compiled_as_kernels
+from lumos.dry_run.compiled import AUTOTUNED, GRAPHED, OPTIMIZER, compiled_as_kernels
 from lumos.dry_run.record import Recorder, recorded
 from lumos.program.recorded_op import UNCOMPILED
 
@@ -330,6 +330,24 @@ def test_compiled_optimizers_run_eagerly_with_a_note(gpu: Any) -> None:
     model(tokens()).sum().backward()
     torch.compile(optimizer.step)()
     assert OPTIMIZER in notes
+    notes.clear()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, set()),
+        ({"mode": "reduce-overhead"}, {GRAPHED}),
+        ({"mode": "max-autotune"}, {GRAPHED, AUTOTUNED}),
+        ({"mode": "max-autotune-no-cudagraphs"}, {AUTOTUNED}),
+        ({"options": {"triton.cudagraphs": True}}, {GRAPHED}),
+    ],
+)
+def test_modes_that_are_not_modelled_are_noted(gpu: Any, given: dict[str, Any], expected: set[str]) -> None:
+    _, notes = gpu
+    notes.clear()
+    torch.compile(block(), **given)(tokens())
+    assert set(notes) == expected
     notes.clear()
 
 

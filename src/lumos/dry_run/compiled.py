@@ -28,8 +28,10 @@ if TYPE_CHECKING:  # it imports inductor, which takes a second or two
     from lumos.dry_run.inductor_kernels import KernelRecorder, Program
 
 _EAGER = ("eager", "aot_eager", "aot_eager_decomp_partition")
+_GRAPHED = ("reduce-overhead", "max-autotune")
 NOT_CAPTURED = "torch.compile: a graph could not be lowered without a GPU and is taken as eager code"
 OPTIMIZER = "torch.compile: a compiled optimizer is taken as an eager one"
+GRAPHED = "torch.compile: CUDA graphs are not replayed: each kernel is launched by the host, which a real run saves"
 AUTOTUNED = "torch.compile: max-autotune is taken as the default mode: matmuls are not fused with what follows"
 
 
@@ -75,6 +77,8 @@ def _compile(
         return fallbacks.eager(model)
     if "max-autotune" in str(given.get("mode")):
         notes[AUTOTUNED] = None
+    if given.get("mode") in _GRAPHED or (given.get("options") or {}).get("triton.cudagraphs"):
+        notes[GRAPHED] = None
     compiled = original(model, backend=prepare())
     if isinstance(model, torch.nn.Module):
         compiled.forward = _as_the_user_wrote_it(compiled.forward, fallbacks)
