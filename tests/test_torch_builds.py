@@ -23,7 +23,7 @@ from torch import nn  # noqa: E402
 
 import lumos  # noqa: E402
 from lumos.dry_run import fake_gpu  # noqa: E402
-from torch_builds import PAGE, Result, kept, page  # noqa: E402
+from torch_builds import PAGE, Result, columns, install, kept, launched_as, other_build, page  # noqa: E402
 
 DRIVER = [
     "CUDAAllocator",
@@ -94,6 +94,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 0, raising=False)  # the one that succeeds
     for name in DRIVER:
         monkeypatch.setattr(torch._C, f"_cuda_{name}", fail, raising=False)
+    monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", fail)  # makes a tensor until torch 2.12
 
 
 def train(around: Any = lambda model: model) -> None:
@@ -242,6 +243,36 @@ def test_the_stand_in_of_nvidia_smi_is_of_dry_runs_alone(tmp_path: Path) -> None
     assert environment(plan, {"PATH": "/bin"})["PATH"] == "/bin"
     with_gpu = Plan(tmp_path, 2, 5, None, "RANK", None, gpu={"gpu": "NVIDIA L4"})
     assert environment(with_gpu, {"PATH": "/bin"})["PATH"].split(os.pathsep)[1:] == ["/bin"]
+
+
+# ---------------------------------------------------------------------- environments of rows
+@pytest.mark.parametrize(("build", "cuda"), [("cpu", "None"), ("cuda", "13.0")])
+@pytest.mark.parametrize("brought", ["2.11.0", "2.15.0"])
+def test_libraries_leave_the_build_of_a_row_alone(
+    build: str, cuda: str, brought: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[list[str]] = []
+
+    def run(command: list[Any], **_: Any) -> subprocess.CompletedProcess[str]:
+        if "venv" in command:
+            tmp_path.joinpath("row").mkdir()
+        if "install" in command:
+            installed.append([str(part) for part in command])
+        return subprocess.CompletedProcess(command, 0, stdout=f"{brought}+local {cuda}", stderr="")
+
+    monkeypatch.setattr("torch_builds.subprocess.run", run)
+    failed = install(tmp_path / "row", "2.11.0", build, "3.11")
+    pin = "torch===2.11.0" if build == "cuda" else "torch==2.11.0+cpu"
+    assert [pin in command for command in installed] == [True, True]
+    assert failed == install(tmp_path / "row", "2.11.0", build, "3.11")  # once more, as it is there now
+    assert ("2.15.0" in failed) == (brought == "2.15.0")
+    assert other_build(tmp_path / "row", brought, "cuda" if build == "cpu" else "cpu")
+
+
+def test_scripts_measured_on_one_gpu_are_dry_run_without_a_launcher(tmp_path: Path) -> None:
+    of = {column.name: column for column in columns(None, None, tmp_path)}
+    assert launched_as(of["DDP"]) == ["--world", "2"]
+    assert not any(launched_as(column) for column in of.values() if column.step_ms)
 
 
 # ---------------------------------------------------------------------- the page

@@ -54,12 +54,19 @@ class Encoding:
 def get_encoding(name):
     return Encoding()
 '''
+_DECLARE_OPERATORS = """
+import torch.library
+
+for name in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
 _INTRODUCTION = """# Builds of torch
 
 Written by `make test-torch`. Each row is an environment of its own on a machine without a GPU, and each column a
 training script, dry-run by `lumos capture --dry` and predicted for an H200 by `lumos predict --from`: step time and
 peak allocated memory. CUDA builds are those that `pip install torch` brings. DDP runs as one of 2 ranks, FSDP2 as one
-of 8. nanoGPT and llm.c are run unchanged.
+of 8. nanoGPT and llm.c are run unchanged. In the row of a CPU build, torchvision is the one that pip finds next to it,
+for CUDA: its own operators, which do not load there and which no column calls, are only declared.
 
 """
 _MEASURED = """
@@ -174,22 +181,33 @@ def python_of(version: str) -> Path | None:
 def install(folder: Path, release: str, build: str, python: str) -> str:
     """Make the environment of a row, unless it is there; why that failed, or nothing."""
     if (folder / ".installed").exists():
-        return ""
+        return other_build(folder, release, build)
     interpreter = python_of(python)
     if interpreter is None:
         return f"no Python {python} here"
     wanted = f"torch==={release}" if build == "cuda" else f"torch=={release}+cpu"
     subprocess.run([interpreter, "-m", "venv", folder], check=True)
-    for packages in ([wanted], [*LIBRARIES, "-e", str(ROOT)]):
+    for packages in ([wanted], [wanted, *LIBRARIES, "-e", str(ROOT)]):  # libraries would bring a newer release
         command = [folder / "bin/pip", "install", "--quiet", "--disable-pip-version-check", *packages]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             return f"pip: {done.stderr.strip().splitlines()[-1][:200]}"
     look = [folder / "bin/python", "-c", "import torchvision"]
-    if subprocess.run(look, capture_output=True, check=False).returncode:  # it is for another build of torch
-        subprocess.run([folder / "bin/pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True)
+    if subprocess.run(look, capture_output=True, check=False).returncode:  # it is for a CUDA build of torch
+        for module in (folder / "lib" / f"python{python}").glob("site-packages/torchvision/_meta_registrations.py"):
+            module.write_text(module.read_text().replace("\nimport torch.library\n", _DECLARE_OPERATORS, 1))
     (folder / ".installed").touch()
-    return ""
+    return other_build(folder, release, build)
+
+
+def other_build(folder: Path, release: str, build: str) -> str:
+    """What is wrong with the torch of an environment, or nothing."""
+    look = [folder / "bin/python", "-c", "import torch; print(torch.__version__, torch.version.cuda)"]
+    installed = subprocess.run(look, capture_output=True, text=True, check=True).stdout.split()
+    version, cuda = installed[0].partition("+")[0], installed[1]
+    if version == release and (cuda == "None") == (build == "cpu"):
+        return ""
+    return f"the environment has torch {installed[0]} (CUDA {cuda}): delete it, and run the row again"
 
 
 def predicted(environment: Path, column: Column, work: Path) -> tuple[float, float, str]:
@@ -204,7 +222,7 @@ def predicted(environment: Path, column: Column, work: Path) -> tuple[float, flo
         subprocess.run([environment / "bin/python", "-c", _MAKE_TOKENS], cwd=folder, check=True)
     folder.mkdir(exist_ok=True)
     lumos, dry = environment / "bin/lumos", work / "dry"
-    capture = [lumos, "capture", "--dry", "--gpu", "h200", "--world", str(column.world), "-o", dry, "--"]
+    capture = [lumos, "capture", "--dry", "--gpu", "h200", *launched_as(column), "-o", dry, "--"]
     for command in ([*capture, environment / "bin/python", *column.command],
                     [lumos, "predict", "--from", dry, "--set", "cluster.gpu=h200", "--json"]):  # fmt: skip
         try:
@@ -218,6 +236,11 @@ def predicted(environment: Path, column: Column, work: Path) -> tuple[float, flo
             return 0.0, 0.0, _reason(done.stderr)
     answer = json.loads(done.stdout)
     return answer["step_ms"], answer["memory_gib"]["peak"], ""
+
+
+def launched_as(column: Column) -> list[str]:
+    """Options of a job. A world of one rank is one, too: nanoGPT and llm.c then wrap their models, and hold more."""
+    return ["--world", str(column.world)] if column.world > 1 else []
 
 
 def _reason(printed: str) -> str:

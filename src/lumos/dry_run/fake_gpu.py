@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
@@ -418,6 +419,7 @@ def _tensors_and_lists() -> Iterator[tuple[Any, str, Any]]:
     swap = _move_parameter(torch.utils.swap_tensors)
     yield torch.utils, "swap_tensors", swap
     yield torch.Tensor, "data", _data(swap)
+    yield fake_tensor, "init_gpu_context", _nothing  # it makes a real tensor
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
