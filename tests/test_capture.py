@@ -199,6 +199,12 @@ def test_a_second_signal_ends_a_command_that_ignores_the_first(tmp_path: Path) -
         assert process.wait() == 128 + signal.SIGKILL
 
 
+def test_no_module_is_imported_while_a_signal_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "psutil", raising=False)
+    with Forwarding():
+        assert "psutil" in sys.modules  # a second signal would find it half imported
+
+
 def test_a_signal_that_comes_while_another_is_passed_on_reaches_processes_started_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,6 +60,7 @@ class _Forwarding:
         self.signalled: list[Any] = []  # psutil's processes; some may be there twice
 
     def __enter__(self) -> _Forwarding:
+        import_module("psutil")  # not in a handler, which a second signal may interrupt
         numbers = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
         self.before = {number: signal.signal(number, self._receive) for number in numbers}
         return self
