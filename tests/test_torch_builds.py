@@ -132,6 +132,31 @@ def test_data_parallel_makes_no_call_of_the_driver() -> None:
     assert any(op.name == "all_reduce" for op in recording.ops)
 
 
+def test_a_release_that_sets_no_device_guard_gets_one() -> None:
+    code = """
+import torch
+import lumos
+from lumos.dry_run.fake_gpu import install_device
+
+set_guard = torch._C._ensureCUDADeviceGuardSet
+del torch._C._ensureCUDADeviceGuardSet  # torch 2.8 does not have it
+install_device()
+torch._C._ensureCUDADeviceGuardSet = set_guard  # fake tensors of later releases ask for it
+
+def train():
+    model = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            model(torch.randn(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+
+print(sum(op.phase == "backward" for op in lumos.dry_run(train).ops) > 1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 @given(st.lists(st.integers(0, 19), unique=True, max_size=8))
 def test_keys_of_a_map_are_walked_and_can_be_replaced(keys: list[int]) -> None:
     timers, nodes = made_map(keys)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # it imports inductor, which takes a second or two
     from lumos.dry_run.inductor_kernels import KernelRecorder, Program
 
 _EAGER = ("eager", "aot_eager", "aot_eager_decomp_partition")
+_SAYS = "ignore_compile_internals"  # of a mode under which dynamo compiles, from torch 2.10 on
 _GRAPHED = ("reduce-overhead", "max-autotune")
 NOT_CAPTURED = "torch.compile: a graph could not be lowered without a GPU and is taken as eager code"
 OPTIMIZER = "torch.compile: a compiled optimizer is taken as an eager one"
@@ -52,13 +53,14 @@ def compiled_as_kernels(recorder: KernelRecorder) -> Iterator[dict[str, None]]:
             stack.enter_context(without_gpu())
             stack.enter_context(fused_attention())
             stack.enter_context(fallbacks.of_frames())
+            stack.enter_context(_under_modes())
             return functools.partial(_compile_graph, fallbacks)
 
         replacement = functools.partial(_compile, original, prepare, fallbacks)
         stack.enter_context(mock.patch.object(torch, "compile", replacement))
-        if isinstance(recorder, TorchDispatchMode):  # dynamo compiles nothing under modes that do not say this
+        if isinstance(recorder, TorchDispatchMode) and hasattr(recorder, _SAYS):  # dynamo asks modes for it
             ignores = classmethod(lambda _: True)
-            stack.enter_context(mock.patch.object(type(recorder), "ignore_compile_internals", ignores))
+            stack.enter_context(mock.patch.object(type(recorder), _SAYS, ignores))
         yield fallbacks.notes
 
 
@@ -134,6 +136,15 @@ class _Fallbacks:
             return str(message_of(error, *args, **kwargs))
 
         return mock.patch.object(convert_frame, "format_error_msg", noted)
+
+
+def _under_modes() -> AbstractContextManager[Any]:
+    """Before modes could say so, dynamo compiled nothing under any of them."""
+    from torch._dynamo import convert_frame
+
+    if hasattr(TorchDispatchMode, _SAYS) or not hasattr(convert_frame, "is_in_torch_dispatch_mode"):
+        return nullcontext()
+    return mock.patch.object(convert_frame, "is_in_torch_dispatch_mode", return_value=False)
 
 
 @contextmanager

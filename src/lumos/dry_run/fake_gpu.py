@@ -178,7 +178,13 @@ def _install_guard() -> None:
     without CUDA has no guard to replace, so one that counts no GPU is registered for the moment of that call.
     """
     registry = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(_library("c10"), _REGISTRY)
-    if not registry[_CUDA]:
+    if not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # until torch 2.8
+        functions = (ctypes.c_void_p * _SLOTS)(*[_address(_FIRST)] * _SLOTS)
+        guard = (ctypes.c_void_p * 1)(ctypes.addressof(functions))
+        atexit.register(registry.__setitem__, _CUDA, registry[_CUDA])  # C++ must not call into a Python that is gone
+        registry[_CUDA] = ctypes.addressof(guard)
+        _KEPT.extend((functions, guard))
+    elif not registry[_CUDA]:
         functions = (ctypes.c_void_p * _SLOTS)(*[_address(_NO)] * _SLOTS)
         guard = (ctypes.c_void_p * 1)(ctypes.addressof(functions))
         registry[_CUDA] = ctypes.addressof(guard)
@@ -242,6 +248,7 @@ def _keys_of_map(address: int) -> Iterator[ctypes.c_int8]:
 
 _NO = ctypes.CFUNCTYPE(ctypes.c_int8)(lambda: 0)
 _YES = ctypes.CFUNCTYPE(ctypes.c_int8)(lambda: 1)
+_FIRST = ctypes.CFUNCTYPE(ctypes.c_int64)(lambda: _CUDA)  # CUDA as a type, its first device, its default stream, one
 _KEPT: list[Any] = []  # what C++ points to
 
 
