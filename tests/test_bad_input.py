@@ -237,7 +237,7 @@ MISTAKES = (
     Mistake(good, "replay --rank-pattern rank", "--rank-pattern 'rank'", "one group for the number"),
     Mistake(good, "replay --rank-pattern (rank)", "--rank-pattern '(rank)'", "must match a number"),
     Mistake(good, "replay --profiler-costs none.json", "none.json", ""),
-    Mistake(good, "predict --scale gpu=0.5", "--scale gpu=0.5", "compute, comm, cpu, kernel:REGEX"),
+    Mistake(good, "predict --scale gpu=0.5", "--scale gpu=0.5", "compute, comm, memcpy, cpu, kernel:REGEX"),
     Mistake(good, "predict --scale compute", "--scale compute", "WHAT=FACTOR"),
     Mistake(good, "predict --scale compute=fast", "--scale compute=fast", "a factor from 0 to a million"),
     Mistake(good, "predict --scale compute=-1", "--scale compute=-1", "a factor from 0 to a million"),

@@ -162,9 +162,17 @@ def test_steps_read_from_nodes_are_those_of_the_trace(run: Replay) -> None:
     np.testing.assert_allclose(windows.end, steps.end - run.execution.origin, atol=1.0)
 
 
-@pytest.mark.parametrize(("what", "scale"), [("communication", "comm"), ("host", "cpu")])
+SCALES = {"compute": "compute", "communication": "comm", "memcpy": "memcpy", "host": "cpu"}
+
+
+@pytest.mark.parametrize(("what", "scale"), SCALES.items())
 def test_a_sensitivity_is_the_what_if_of_the_same_scale(what: str, scale: str) -> None:
+    """Both are computed on a step that copies as long as it computes, one after the other."""
     run = traced(Path(str(data_file("example"))))
+    graph, to_copy = run.execution.graph, run.execution.graph.kind == Kind.COMPUTE
+    to_copy[np.flatnonzero(to_copy)[::2]] = False
+    kind = np.where(to_copy, Kind.COPY, graph.kind).astype(graph.kind.dtype)
+    run = replace(run, execution=replace(run.execution, graph=replace(graph, kind=kind)))
     base, faster = (predict(run, [Scale(scale, factor)]).step_ms for factor in (1.0, 0.5))
     one = by_category(run)[what]
     assert one.gain_ms == pytest.approx(base - faster, abs=1e-4 * base)

@@ -68,7 +68,8 @@ def predict_command(
     gpus: Annotated[str, typer.Option(help="How many: short for --set cluster.gpus=N.")] = "",
     model: Model = None,
     scale: Annotated[
-        list[str] | None, typer.Option(help="WHAT=FACTOR on durations: compute, comm, cpu, kernel:REGEX. Repeatable.")
+        list[str] | None,
+        typer.Option(help="WHAT=FACTOR on durations: compute, comm, memcpy, cpu, kernel:REGEX. Repeatable."),
     ] = None,
     describe: Annotated[
         bool, typer.Option("--describe", help="Predict a config.json from its sizes, not from the model's own code.")

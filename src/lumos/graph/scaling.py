@@ -13,8 +13,8 @@ from lumos.graph.graph import Floats
 from lumos.patterns import Pattern
 from lumos.trace.names import Kind
 
-_KINDS = {"compute": (Kind.COMPUTE, Kind.COPY), "comm": (Kind.COMM,), "cpu": (Kind.CPU,)}
-NAMES = "compute, comm, cpu, kernel:REGEX"
+_KINDS = {"compute": Kind.COMPUTE, "comm": Kind.COMM, "memcpy": Kind.COPY, "cpu": Kind.CPU}
+NAMES = "compute, comm, memcpy, cpu, kernel:REGEX"
 
 _MOST = 1e6  # a factor
 _LONGEST_NS = 1e18  # all tasks together: beyond, times do not fit into nanoseconds
@@ -53,7 +53,7 @@ class Scale:
     def applies_to(self, execution: Execution) -> np.ndarray:
         """The nodes that this scales."""
         if self.what in _KINDS:
-            return np.isin(execution.graph.kind, _KINDS[self.what])
+            return execution.graph.kind == _KINDS[self.what]
         pattern = Pattern.parse(self.what.removeprefix("kernel:"), f"--scale {self.what}")
         trace, nodes = execution.trace, execution.nodes
         named = pattern.is_in(trace.names)
