@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import pickle
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +24,10 @@ import pytest
 
 import lumos as lumos_package
 from commands import lumos_here as lumos
+from lumos.cli.terminal import busy, progress_bar
 from lumos.data_files import read_table
-from lumos.errors import InputError
+from lumos.errors import InputError, OptionError
+from lumos.files import write_files
 from lumos.setup.importers.megatron import arguments_in_log
 from lumos.setup.toml_text import _DEEP_KEY, toml_table
 from lumos.trace.names import is_communication
@@ -380,6 +384,24 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
         assert "\x1b" not in done.stdout + done.stderr
 
 
+def test_messages_fit_on_a_screen_whatever_they_quote(tmp_path: Path) -> None:
+    long, many = "x" * 20_000, "".join(f"key{n} = 1\n" for n in range(2_000))
+    write_bytes(tmp_path / "many.toml", f"[train]\n{many}".encode())
+    trace, setup = str(good(tmp_path)), str(ONE_GPU)
+    commands = (
+        [long], ["replay", long], ["replay", trace, "--step", long], ["replay", ".", "--match", long],
+        ["predict", "--from", trace, "--scale", f"kernel:{long}=0.5"], ["predict", setup, f"--{long}"],
+        ["search", setup, "--objective", "x y " * 5_000], ["predict", "many.toml"],
+    )  # fmt: skip
+    for arguments in commands:
+        done = lumos(*arguments, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("lumos: ")
+        assert len(done.stderr) < 2_500 * done.stderr.count("\n")
+        assert done.stderr.count("\n") <= 31
+        assert "…" in done.stderr
+
+
 # Places that cannot be written
 
 
@@ -459,6 +481,49 @@ def test_an_answer_that_cannot_be_printed_is_said(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "answer.json").read_bytes())["ranks"] == 1
 
 
+@pytest.mark.parametrize("command", ["--help", "about", "about --json", "replay {}", "convert {} -o {}.et"])
+def test_a_reader_that_has_gone_is_no_mistake(tmp_path: Path, command: str) -> None:
+    """Neither rich nor click may make exit code 1 of it."""
+    text = command.replace("{}", '"$1"')
+    done = printed(f'set -o pipefail; {{ sleep 0.5; $lumos {text}; }} | true', str(good(tmp_path)))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_message_that_nobody_reads_leaves_the_exit_code(tmp_path: Path) -> None:
+    done = printed('set -o pipefail; { sleep 0.5; $lumos replay "$1" 2>&1; } | true', str(tmp_path / "missing"))
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+def test_workers_start_where_standard_error_is_closed(tmp_path: Path) -> None:
+    command = '$lumos search "$1" --gpus 2 --vary train.recompute=none,full --workers 2 --json 2>&-'
+    done = printed(command, str(ONE_GPU))
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["results"]
+
+
+@contextmanager
+def bar(text: str) -> Iterator[None]:
+    with progress_bar() as show:
+        assert show is not None
+        show(1, 2, text)
+        yield
+
+
+@pytest.mark.parametrize("show", [busy, bar])
+def test_names_of_files_neither_move_the_cursor_nor_are_markup_in_a_line_of_progress(
+    show: Callable[[str], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    with show("reading a\x1b]0;title\x07\nb[/no][red]c"):
+        pass
+    assert "\x1b]" not in terminal.getvalue()
+    assert "reading a ]0;title  b[/no][red]c" in terminal.getvalue()
+
+
 def test_a_terminal_without_unicode_gets_what_it_can_show(tmp_path: Path) -> None:
     done = printed('PYTHONIOENCODING=ascii $lumos replay "$1"', str(good(tmp_path)))
     assert (done.returncode, done.stderr) == (0, "")
@@ -477,6 +542,31 @@ def test_files_keep_their_permissions_and_links(tmp_path: Path) -> None:
     assert link.is_symlink()
     assert json.loads(answer.read_bytes())["ranks"] == 1
     assert answer.stat().st_mode & 0o777 == 0o640
+
+
+def test_of_the_files_of_a_folder_all_are_written_or_none(tmp_path: Path) -> None:
+    texts, folder = {"a.py": "new", "b.py": "new"}, tmp_path / "scripts"
+    (tmp_path / "old/b.py").mkdir(parents=True)
+    write_bytes(tmp_path / "old/a.py", b"old")
+    with pytest.raises(OptionError, match=r"--emit .*old: cannot be written \(b.py is not a file\)"):
+        write_files(tmp_path / "old", texts, "--emit")
+    assert (tmp_path / "old/a.py").read_text() == "old"
+    with pytest.raises(OptionError, match=r"--reproduce .*scripts: cannot be written"):
+        write_files(folder, texts | {"x" * 300: ""}, "--reproduce")
+    assert not folder.exists()
+
+
+def test_files_that_the_user_did_not_name_replace_links_and_do_not_follow_them(tmp_path: Path) -> None:
+    """Whoever shared a folder may have put links into it."""
+    victim = write_bytes(tmp_path / "victim", b"mine")
+    places = [tmp_path / "out" / name for name in ("run.sh", "01_mm.py", "x.0.et")]
+    places[0].parent.mkdir()
+    for place in places:
+        place.symlink_to(victim)
+    write_files(places[0].parent, {place.name: "text" for place in places[:2]}, "--emit")
+    assert lumos("convert", str(good(tmp_path)), "-o", str(tmp_path / "out/x.et")).returncode == 0
+    assert victim.read_text() == "mine"
+    assert not [place for place in places if place.is_symlink()]
 
 
 # Files that never end, or grow

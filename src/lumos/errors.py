@@ -7,9 +7,24 @@ LumosError
 """
 
 
+_LONGEST_WORD, _LONGEST_LINE, _MOST_LINES = 400, 2_000, 30  # of a message; paths are shorter
+
+
 def printable(text: str) -> str:
     """A text from a file as it may go to a terminal: line ends stay, other control characters become spaces."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
+def shortened(text: str) -> str:
+    """A message as a terminal can show it: long words and lines lose their middle, and only the first lines stay."""
+    lines = text.split("\n")
+    more = [f"… and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
+    words = (" ".join(_cut(word, _LONGEST_WORD) for word in line.split(" ")) for line in lines[:_MOST_LINES])
+    return "\n".join([*(_cut(line, _LONGEST_LINE) for line in words), *more])
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
 
 
 class LumosError(Exception):

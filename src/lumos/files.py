@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -68,16 +69,16 @@ def form_of(path: Path, forms: Sequence[str] = FORMS, option: str = "-o") -> str
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
+def whole_file(path: Path, follow: bool = True) -> Iterator[IO[bytes]]:
     """A file that appears under its name only once everything is written.
 
-    What a link points to is replaced, not the link. A file that was there keeps its permissions; a new one gets those
-    of every new file of this user.
+    What a link points to is replaced, not the link, unless `follow` is false: for names that the user did not give.
+    A file that was there keeps its permissions; a new one gets those of every new file of this user.
     """
     if not path.parent.is_dir():
         raise OptionError(f"-o {path}: the folder {path.parent} does not exist; create it first")
     try:
-        target = path.resolve()
+        target = path.resolve() if follow else path.parent.resolve() / path.name
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(13, "it is read-only")
         handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
@@ -95,14 +96,48 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             os.unlink(temporary)
 
 
+def write_files(folder: Path, texts: Mapping[str, str], option: str) -> None:
+    """Write all files of a folder, or none of them; the folder is made if it is not there.
+
+    The user named the folder, not the files: a link in it is replaced, and what it points to stays as it was.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".lumos-", dir=folder) as temporary:
+            for name, text in texts.items():
+                (Path(temporary) / name).write_bytes(text.encode(errors="replace"))
+            for name in texts:
+                _refuse_to_replace(folder / name)
+            for name in texts:
+                os.chmod(Path(temporary) / name, _mode_for(folder / name))
+                os.replace(Path(temporary) / name, folder / name)
+    except OSError as error:
+        if is_new and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        raise OptionError(f"{option} {folder}: cannot be written ({error.strerror}); name another folder") from None
+
+
+def _refuse_to_replace(path: Path) -> None:
+    if path.is_symlink() or not path.exists():
+        return
+    if not path.is_file():
+        raise IsADirectoryError(errno.EISDIR, f"{path.name} is not a file")
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, f"{path.name} is read-only")
+
+
 def _mode_for(path: Path) -> int:
     """The permissions of the file that is to be replaced, or those that a new file gets from the umask."""
     try:
-        return stat.S_IMODE(path.stat().st_mode)
+        mode = path.lstat().st_mode
+        if not stat.S_ISLNK(mode):
+            return stat.S_IMODE(mode)
     except FileNotFoundError:
-        mask = os.umask(0o077)  # it can be read only by setting it
-        os.umask(mask)
-        return 0o666 & ~mask
+        pass
+    mask = os.umask(0o077)  # it can be read only by setting it
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def json_of(answer: dict[str, Any]) -> bytes:

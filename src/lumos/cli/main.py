@@ -10,6 +10,7 @@ import io
 import os
 import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from types import FrameType
@@ -19,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from lumos.cli.options import with_options_apart
-from lumos.errors import LumosError, printable
+from lumos.errors import LumosError, printable, shortened
 
 
 class _Command(NamedTuple):
@@ -105,7 +106,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     code, message = _run()
     if message:
-        sys.stderr.write(f"lumos: {printable(message)}\n")
+        with suppress(BrokenPipeError):
+            sys.stderr.write(f"lumos: {shortened(printable(message))}\n")
     sys.exit(code)
 
 
@@ -122,6 +124,9 @@ def _run() -> tuple[int, str]:
     except typer.Abort:
         return 130, "interrupted"
     except SystemExit as done:
+        if isinstance(done.__context__, BrokenPipeError):  # click and rich make an exit code of 1 of it
+            _drop_output()
+            return 0, ""
         return done.code if isinstance(done.code, int) else 0, ""
     except LumosError as error:
         return 2, str(error)
@@ -161,6 +166,7 @@ def _prepare_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed; a file that is opened later must not take its place
             taken = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(taken, True)  # worker processes write there, too
             setattr(sys, name, os.fdopen(taken, "w" if number else "r"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

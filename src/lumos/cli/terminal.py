@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.markup import escape
 from rich.progress import Progress
 from rich.segment import Segment
 
@@ -37,7 +38,7 @@ def progress_bar() -> Iterator[Reporter | None]:
         def show(done: int, total: int, what: str = "reading") -> None:
             if total != bar.tasks[task].total:  # a new part, perhaps resumed: what was done before shows no rate
                 bar.reset(task, completed=done, total=total)
-            bar.update(task, completed=done, description=what)
+            bar.update(task, completed=done, description=_one_line(what))
 
         yield show
 
@@ -48,8 +49,13 @@ def busy(text: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    with Console(stderr=True).status(text):
+    with Console(stderr=True).status(_one_line(text)):
         yield
+
+
+def _one_line(text: str) -> str:
+    """A text with names of files in it, where a terminal updates one line: no control characters, no markup."""
+    return escape(printable(text).replace("\n", " "))
 
 
 def deliver(

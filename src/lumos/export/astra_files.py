@@ -160,7 +160,7 @@ def write_astra_files(path: Path, dimensions: list[Dimension], group_file: Path 
     files = [path.with_name(f"{name}.{ending}") for ending in contents]
     with ExitStack() as stack:
         for file, text in zip(files, contents.values(), strict=True):
-            stack.enter_context(whole_file(file)).write(text.encode())
+            stack.enter_context(whole_file(file, follow=False)).write(text.encode())
     files[-1].chmod(0o755)
     return AstraFiles(files, f"sh {shlex.quote(str(files[-1]))}")
 

@@ -70,7 +70,7 @@ def write_chakra(
     ranks = execution.trace.ranks
     files = [file_of_rank(path, rank) for rank in ranks]
     with ExitStack() as stack:
-        opened = [stack.enter_context(whole_file(file)) for file in files]
+        opened = [stack.enter_context(whole_file(file, follow=False)) for file in files]
         for rank, file in zip(ranks, opened, strict=True):
             for message in writer.messages(rank):
                 chakra.write_delimited(file, message)
@@ -88,7 +88,7 @@ def write_folded(path: Path, chains: Mapping[int, Sequence[Task]], plan: Communi
     groups = {name: [number[rank] for rank in members] for name, members in plan.group_file().items()}
     nodes, sent = 0, list[Transfer]()
     with ExitStack() as stack:
-        opened = [stack.enter_context(whole_file(file)) for file in files]
+        opened = [stack.enter_context(whole_file(file, follow=False)) for file in files]
         for rank, file in zip(ranks, opened, strict=True):
             tasks = [task._replace(transfer=renumbered(task.transfer, number)) for task in chains[rank]]
             chakra.write_delimited(file, head_message())
@@ -112,7 +112,7 @@ def _write_groups(path: Path, groups: dict[str, list[int]], stack: ExitStack) ->
     if not groups:
         return None
     file = path.with_name(f"{path.name.removesuffix('.et')}.groups.json")
-    stack.enter_context(whole_file(file)).write(msgspec.json.encode(groups))
+    stack.enter_context(whole_file(file, follow=False)).write(msgspec.json.encode(groups))
     return file
 
 

@@ -18,7 +18,7 @@ from lumos.export.deepspeed_config import deepspeed_config
 from lumos.export.launch_draft import FILL_IN, Draft, effective, nodes_of
 from lumos.export.megatron_script import megatron_script
 from lumos.export.torchtitan_config import torchtitan_config
-from lumos.files import whole_file
+from lumos.files import write_files
 from lumos.setup.messages import did_you_mean
 from lumos.setup.presets import find_preset
 from lumos.setup.sections import Model
@@ -52,13 +52,7 @@ class LaunchFiles:
     def write(self, folder: Path) -> None:
         """Write all files into a folder, which is made if it is not there."""
         check_folder(folder)
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise OptionError(f"--emit {folder}: cannot be made ({error.strerror}): name another folder") from None
-        for name, text in self.files.items():
-            with whole_file(folder / name) as file:
-                file.write(text.encode(errors="replace"))
+        write_files(folder, self.files, "--emit")
 
 
 def launch_files(setup: Setup, tool: str) -> LaunchFiles:

@@ -53,7 +53,7 @@ class Scale:
     def applies_to(self, execution: Execution) -> np.ndarray:
         """The nodes that this scales."""
         if self.what in _KINDS:
-            return execution.graph.kind == _KINDS[self.what]
+            return np.equal(execution.graph.kind, _KINDS[self.what])
         pattern = Pattern.parse(self.what.removeprefix("kernel:"), f"--scale {self.what}")
         trace, nodes = execution.trace, execution.nodes
         named = pattern.is_in(trace.names)

@@ -14,7 +14,7 @@ from typing import Any
 
 from lumos.data_files import data_file, read_table
 from lumos.errors import OptionError
-from lumos.files import whole_file
+from lumos.files import write_files
 from lumos.prediction.traced_operators import TracedOperator, TracedOperators
 from lumos.program.recorded_op import TensorInfo
 
@@ -47,13 +47,7 @@ def write_reproducers(folder: Path, found: TracedOperators) -> tuple[list[str], 
             scripts[f"{len(scripts) + 1:02d}_{_bare_name(op)}.py"] = script_of(op)
         except NotReproducibleError as reason:
             reasons.append(f"{op.name[:80]}: {reason}")
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise OptionError(f"--reproduce {folder}: cannot be created ({error.strerror})") from None
-    for name, text in scripts.items():
-        with whole_file(folder / name) as file:
-            file.write(text.encode(errors="replace"))
+    write_files(folder, scripts, "--reproduce")
     return list(scripts), list(dict.fromkeys(reasons))
 
 

@@ -77,7 +77,7 @@ class Journal:
         np.save(buffer, rows, allow_pickle=False)
         content = f"{count}\n".encode() + buffer.getvalue()
         try:
-            with whole_file(self.folder / name) as file:
+            with whole_file(self.folder / name, follow=False) as file:
                 file.write(self._checksum(name, content) + b"\n" + content)
         except LumosError as problem:
             raise InputError(f"--journal {self.folder}: {str(problem).removeprefix('-o ')}") from None
@@ -109,7 +109,7 @@ def open_journal(folder: Path | None, question: str) -> Journal:
         if not stated:
             if not all(_PIECE.fullmatch(file.name) for file in folder.iterdir()):
                 raise OptionError(f"{folder} is not empty and not a journal: name another folder")
-            with whole_file(folder / _QUESTION) as out:
+            with whole_file(folder / _QUESTION, follow=False) as out:
                 out.write(question.encode())
     except (OSError, ValueError) as problem:  # ValueError: a path with a zero byte
         reason = getattr(problem, "strerror", None) or problem
