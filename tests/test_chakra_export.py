@@ -223,6 +223,15 @@ def test_a_described_run_replays_to_the_predicted_step(tmp_path: Path, name: str
     assert replayed_step_ms(tmp_path, "run.*.et") == pytest.approx(run.us / 1e3, rel=0.002)
 
 
+def test_an_export_with_a_slow_gpu_says_that_all_of_its_ranks_are_written_alike(tmp_path: Path) -> None:
+    asked = ("predict", LLAMA, "--set", "cluster.gpus=64", "--set", "train.global_batch=32", "--json",
+             "-o", tmp_path / "run.et")  # fmt: skip
+    slow, even = (json.loads(lumos_here(*asked, *more).stdout) for more in (["--slow", "rank=5,factor=1.5"], []))
+    told = f"--slow: the {slow['step_ms'] - even['step_ms']:,.2f} ms per step that slow parts add are in the files of all"
+    assert [text for text in slow["written"]["warnings"] if text.startswith(told)]
+    assert not [text for text in even["written"]["warnings"] if "slow" in text]
+
+
 def test_collectives_have_the_bytes_that_each_rank_puts_in(tmp_path: Path) -> None:
     run = described("parallel.tp=2", "parallel.pp=1", "cluster.gpus=2")
     (tasks,) = stages_of(run).tasks

@@ -179,9 +179,21 @@ def _write_described(output: Path, run: DescribedRun, wishes: ChakraWishes) -> d
     wishes.check_ranks(run.step.setup.cluster.gpus)
     with busy("laying out the ranks"):
         stages = described_stages(run, wishes.operators)
-    if not wishes.simulator:
-        return _write_stages(output, stages)
-    return _write_simulated(output, stages, _described_links(run, stages))
+    if wishes.simulator:
+        answer = _write_simulated(output, stages, _described_links(run, stages))
+    else:
+        answer = _write_stages(output, stages)
+    return answer | {"warnings": [*answer["warnings"], *_slow_everywhere(run)]}
+
+
+def _slow_everywhere(run: DescribedRun) -> list[str]:
+    """What to report about slow parts: all ranks of a stage are written alike."""
+    if not run.slow_us:
+        return []
+    return [
+        f"--slow: the {run.slow_us / 1e3:,.2f} ms per step that slow parts add are in the files of all ranks, not only of "
+        "the slow ones; the step is right, but lumos stragglers cannot find them there"
+    ]
 
 
 def described_stages(run: DescribedRun, operators: bool = False) -> Stages:
