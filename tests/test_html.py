@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -34,6 +35,7 @@ from lumos.analysis.slowdown import slowdown
 from lumos.analysis.slowdown_causes import diagnose
 from lumos.analysis.slowdown_jobs import job_of_table
 from lumos.cli.main import app
+from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import Prediction, predict
 from lumos.report.html.allocations import thinned
 from lumos.report.html.charts import Bars, LaneView, Line, Lines, Points, Scatter, Series, Timeline
@@ -43,6 +45,7 @@ from lumos.report.html.notebook import comparison_snippet, prediction_snippet, r
 from lumos.report.html.page import Page, Section, render, write_page
 from lumos.report.html.prediction_page import prediction_page
 from lumos.report.html.replay_page import replay_page
+from lumos.report.html.run_view import with_run
 from lumos.report.html.search_page import search_page
 from lumos.report.html.slowdown_page import slowdown_page
 from lumos.report.html.svg import svg_of
@@ -64,6 +67,7 @@ from lumos.report.wording import (
     si_text,
 )
 from lumos.risk.monte_carlo import slowed
+from lumos.risk.whole_run import whole_run
 from lumos.setup import read_setup
 from lumos.trace.read.operation_table import read_operation_table
 from support import PATIENCE_S, call, header, kernel, training_run, write_trace
@@ -124,6 +128,10 @@ def page_of(kind: str) -> Page:
         return search_page(search_answer())
     if kind == "stragglers":
         return slowdown_page(diagnose(slowdown(job_of_table(read_operation_table(ROOT / "examples/operations.csv")))))
+    if kind == "whole run":
+        setup = read_setup(ROOT / "examples/llama3-70b.toml", ["reliability.rates=llama3"])
+        found = predict(setup, tariff=Tariff(tokens=15e12, gpu_hour=2.0))
+        return with_run(prediction_page(found), whole_run(found))
     return comparison_page(Comparison(example(), example_but_one()))
 
 
@@ -779,6 +787,19 @@ def test_a_page_on_a_phone_is_as_wide_as_the_phone_and_its_charts_can_be_read(
         tall = "Math.max(text.getBoundingClientRect().width, text.getBoundingClientRect().height)"
         heights = tab.value(f"{texts}.map(text => {tall})")
         assert min(heights) > 5
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "whole run"])
+def test_labels_and_legends_of_interactive_charts_fit_on_a_phone(browser: Browser, kind: str, tmp_path: Path) -> None:
+    """No legend scrolls or lies below the tool bar, and labels of neighbouring bars do not overlap."""
+    with opened(browser, page_of(kind), tmp_path, size=PHONE) as tab:
+        scrolls = "[...document.querySelectorAll('.legend .scrollbar')].filter(bar => +bar.getAttribute('height') > 0)"
+        assert tab.value(f"{scrolls}.length") == 0
+        assert tab.value("[...document.querySelectorAll('.modebar')].every(bar => !bar.offsetParent)")
+        for index in range(len(page_of(kind).figures)):
+            texts = f"[...document.querySelectorAll('#chart-{index} .xtick text')]"
+            places = tab.value(f"{texts}.map(text => text.getBoundingClientRect()).map(box => [box.left, box.right])")
+            assert all(right <= left + 1 for (_, right), (left, _) in pairwise(sorted(places))), index
 
 
 def test_a_rank_chosen_takes_the_others_away(tab: Tab) -> None:

@@ -191,8 +191,8 @@ def _slow_everywhere(run: DescribedRun) -> list[str]:
     if not run.slow_us:
         return []
     return [
-        f"--slow: the {run.slow_us / 1e3:,.2f} ms per step that slow parts add are in the files of all ranks, not only of "
-        "the slow ones; the step is right, but lumos stragglers cannot find them there"
+        f"--slow: the {run.slow_us / 1e3:,.2f} ms per step that slow parts add are in the files of all ranks, not only "
+        "those of the slow ones; the step is right, but lumos stragglers cannot find them there"
     ]
 
 

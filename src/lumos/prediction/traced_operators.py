@@ -243,7 +243,8 @@ def _warnings(trace: Trace, name: str, gpu: Gpu | None, modules: Modules) -> Ite
         named = f"{name[:80]!r} is not known" if name else "the trace does not name its GPU"
         yield f"{named}: no roofline and no price of the cost model; lumos about lists the GPUs that have them"
     if len(trace.ranks) > 1:
-        yield f"of the first of {len(trace.ranks)} ranks; --match selects the file of another"
+        ranks = f"rank {trace.ranks[0]}, one of {len(trace.ranks)} ranks"
+        yield f"rates of operators and time by module are those of {ranks}; --match selects the file of another"
     if not modules.known:
         yield RECORD_MODULES
 

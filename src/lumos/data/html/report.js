@@ -128,17 +128,22 @@
       };
     });
     const ticks = shown.map((i) => clipped(spec.labels[i], 44));
-    const names = { tickvals: places, ticktext: ticks.map(plain), fixedrange: true, showgrid: false, zeroline: false, ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)" };
+    const room = (width || one(".chart").clientWidth) - 80;
+    const every = flat ? 1 : Math.max(1, Math.ceil(shown.length * (fontSize() + 3) / room)); // upright labels need a line each
+    const ticked = places.filter((place) => place % every === 0);
+    const names = { tickvals: ticked, ticktext: ticked.map((place) => plain(ticks[place])), fixedrange: true, showgrid: false, zeroline: false, ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)" };
     const values = { title: { text: plain(spec.unit) }, rangemode: "tozero" };
     const beside = spec.grouped ? spec.series.length : 1;
+    const series = spec.series.map((part) => part.name);
+    const legend = Math.max(0, margins(flat ? ticks : [], series, []).t - 33); // beyond its first row
     return {
       data, size: shown.length,
       layout: layout({
         barmode: spec.grouped ? "group" : "relative", bargap: 0.28, showlegend: spec.series.length > 1,
-        height: flat ? Math.max(150, 90 + shown.length * (14 + 12 * beside)) : 320,
+        height: legend + (flat ? Math.max(150, 90 + shown.length * (14 + 12 * beside)) : 320),
         xaxis: flat ? values : shown.length > 80 ? { title: { text: "" } } : names,
         yaxis: flat ? { ...names, autorange: "reversed" } : values,
-      }, flat ? ticks : [], spec.series.map((part) => part.name), flat || shown.length > 80 ? [] : ticks),
+      }, flat ? ticks : [], series, flat || shown.length > 80 ? [] : ticks),
     };
   }
 
