@@ -233,6 +233,14 @@ def test_an_export_with_a_slow_gpu_says_that_all_of_its_ranks_are_written_alike(
     assert not [text for text in even["written"]["warnings"] if "slow" in text]
 
 
+def test_no_share_or_difference_of_an_export_is_printed_as_a_zero_that_it_is_not(tmp_path: Path) -> None:
+    found = lumos_here("predict", LLAMA, "--set", "cluster.gpus=64", "--set", "parallel.cp=2", "--set",
+                       "train.global_batch=64", "-o", tmp_path / "run.et", "--for", "astra-sim")  # fmt: skip
+    assert "less than 1 % of the transfers state another size" in found.stdout
+    found = lumos_here("convert", EXAMPLE, "-o", tmp_path / "run.et", "--for", "astra-sim")
+    assert " ms in ASTRA-sim, +0.0 %" in found.stdout
+
+
 def test_collectives_have_the_bytes_that_each_rank_puts_in(tmp_path: Path) -> None:
     run = described("parallel.tp=2", "parallel.pp=1", "cluster.gpus=2")
     (tasks,) = stages_of(run).tasks

@@ -44,6 +44,7 @@ from lumos.prediction.prediction import Prediction
 from lumos.prediction.step_tasks import StepTasks
 from lumos.program.rank_layout import RankLayout
 from lumos.program.rank_places import RankPlaces
+from lumos.report.wording import number_text
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of
@@ -270,8 +271,9 @@ def _told_otherwise(stages: Stages, told: Stages) -> list[str]:
     if not changed:
         return []
     share = changed / sum(a.transfer is not None for a, _ in pairs)
+    percent = f"{100 * share:.0f}" if share >= 0.005 else "less than 1"
     return [
-        f"{100 * share:.0f} % of the transfers state another size than the run moves, with which they take as long as "
+        f"{percent} % of the transfers state another size than the run moves, with which they take as long as "
         "the network file says: ASTRA-sim routes messages between nodes, and exchanges of some ranks, in its own way"
     ]
 
@@ -346,7 +348,8 @@ def show_written(answer: dict[str, Any], console: Console) -> None:
         elif name == "network":
             shown = ", ".join(f"{d['ranks']} ranks at {d['gb_s']:,.1f} GB/s" for d in value)
         elif name == "estimate":
-            shown = f"{value['one_at_a_time_ms']:,.1f} ms in ASTRA-sim, {value['difference_pct']:+.1f} %"
+            difference = number_text(value["difference_pct"], 1, signed=True)
+            shown = f"{value['one_at_a_time_ms']:,.1f} ms in ASTRA-sim, {difference} %"
         elif name == "bytes":
             shown = f"{value / 1e6:,.1f} MB" if value >= 1e5 else f"{value:,}"
         else:
