@@ -127,6 +127,23 @@ def test_a_captured_script_imports_from_its_own_folder_alone(trap: Path) -> None
     assert subprocess.run(mine, cwd=project).returncode == 0
 
 
+@pytest.mark.parametrize("name", ["lumos.py", "lumos/__init__.py", "lumos/capture/__init__.py"])
+def test_capture_imports_itself_and_not_what_has_its_name(tmp_path: Path, name: str) -> None:
+    """`python -m` puts the current folder on sys.path of the command, and Lumos must not import from there."""
+    (tmp_path / "work" / name).parent.mkdir(parents=True)
+    for planted in {name, f"{name.split('/')[0]}/__init__.py" if "/" in name else name}:
+        (tmp_path / "work" / planted).write_text(f"open({str(tmp_path / 'planted')!r}, 'w').close()\n")
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "torch.py").write_text("class optim: pass\n")
+    (project / "train.py").write_text("import torch\n")
+    line = [*_lumos(), "capture", "-o", str(tmp_path / "out"), "--", sys.executable, "-m", "train"]
+    environment = os.environ | {"PYTHONPATH": str(project)}
+    done = subprocess.run(line, cwd=tmp_path / "work", env=environment, capture_output=True, text=True)
+    assert not (tmp_path / "planted").exists()
+    assert ("has the name of Lumos: rename it" in done.stderr) == ("capture" not in name), done.stderr
+
+
 @pytest.mark.parametrize("entry", ["", ".", os.curdir + os.sep])
 def test_pythonpath_does_not_name_the_current_folder_for_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str

@@ -43,13 +43,17 @@ class _AfterTorch(MetaPathFinder):
 
 
 def _record(plan: str) -> None:
-    if importlib.util.find_spec("lumos") is None:
+    if "lumos" not in sys.modules:
         _load_lumos()
     importlib.import_module(os.environ["LUMOS_CAPTURE_BY"]).record_this_process(plan)
 
 
 def _load_lumos() -> None:
-    """Import Lumos alone, not its neighbours: this Python may have other versions of everything."""
+    """Import Lumos alone, not its neighbours: this Python may have other versions of everything.
+
+    It comes from where `lumos capture` is, and never from sys.path, on which `python -m` has put the current folder.
+    """
+    _refuse_other("lumos")
     home = os.environ["LUMOS_CAPTURE_HOME"]
     init = os.path.join(home, "__init__.py")
     spec = importlib.util.spec_from_file_location("lumos", init, submodule_search_locations=[home])
@@ -57,6 +61,16 @@ def _load_lumos() -> None:
         raise ImportError(f"no Lumos in {home}")
     module = sys.modules["lumos"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+
+
+def _refuse_other(name: str) -> None:
+    """Do not take the place of a module of the script's own, which has the name of ours by chance."""
+    spec = PathFinder.find_spec(name)
+    if spec is None or spec.origin is None:  # none, or a mere folder
+        return
+    places = spec.submodule_search_locations or []
+    if not any(os.path.isdir(os.path.join(place, "capture")) for place in places):
+        raise ImportError(f"{spec.origin} has the name of Lumos: rename it")
 
 
 def _run_next_sitecustomize() -> None:
