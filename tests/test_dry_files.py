@@ -129,3 +129,12 @@ def test_frozen_weights_do_not_raise_the_model_flops_above_what_the_gpu_computes
     assert step.mfu is not None
     assert step.hfu is not None
     assert step.mfu <= step.hfu
+
+
+def test_a_gpu_that_a_recording_names_is_never_read_from_a_file(tmp_path: Path) -> None:
+    sheet = tmp_path / "gpu.toml"
+    sheet.write_text('like = "h100"\nname = "other"\n')
+    recording = replace(small_recording(), made_by={"gpu": str(sheet)})
+    assert "assuming h100" in predict_recording(recording).notes[0]
+    sheet.write_text("not a data sheet")
+    assert predict_recording(recording).notes[0] == "cluster.gpu is not given: assuming h100"

@@ -131,6 +131,14 @@ def test_parameters_keep_their_identity_when_their_data_is_moved() -> None:
     assert {op.inputs[0].dtype for op in recording.ops if op.name == "aten.mm.default"} == {"bf16"}
 
 
+def test_a_dry_run_in_python_is_predicted_on_its_own_gpu() -> None:
+    recording = recorded(lambda net: net(torch.randn(8, 64, device="cuda")).sum(), gpu="h200")
+    prediction = lumos.predict_recording(recording)
+    assert prediction.setup is not None
+    assert prediction.setup.cluster.gpu == "h200"
+    assert all(len(repr(one)) < 120 for one in (recording, prediction))
+
+
 def test_a_stream_that_waits_for_another_is_written_down() -> None:
     def loss(model: Any) -> Any:
         side = torch.cuda.Stream()

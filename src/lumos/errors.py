@@ -30,6 +30,9 @@ def _cut(text: str, most: int) -> str:
 class LumosError(Exception):
     """One line for the user: the value, the place and the way out. Exit code 2, no traceback."""
 
+    def __str__(self) -> str:
+        return shortened(super().__str__())
+
 
 class InputError(LumosError):
     """A file or folder that cannot be read as what it should be."""
@@ -37,6 +40,11 @@ class InputError(LumosError):
 
 class OptionError(LumosError):
     """An option or value that does not make sense here."""
+
+
+def unreadable(error: OSError) -> InputError:
+    """What the user is told of a file that may not be opened, or that vanished."""
+    return InputError(f"{error.filename}: {error.strerror}; check the path and its permissions")
 
 
 class CycleError(LumosError):

@@ -9,6 +9,7 @@ from typing import Any
 
 from lumos.analysis.breakdown import mean_breakdown
 from lumos.analysis.replay import Replay, replay
+from lumos.arguments import checks_arguments
 
 _ALL = 1_000_000
 
@@ -98,6 +99,7 @@ def _differences(before: Times, after: Times) -> list[Difference]:
     return sorted(rows, key=lambda row: -abs(row.change_ms))
 
 
+@checks_arguments
 def compare(before: Replay | Path | str, after: Replay | Path | str) -> Comparison:
     """Why one run takes longer than another; each is a replay, or the path of traces."""
     return Comparison(*(run if isinstance(run, Replay) else replay(run) for run in (before, after)))

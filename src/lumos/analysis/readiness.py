@@ -17,6 +17,7 @@ import numpy as np
 
 from lumos.analysis.kernel_labels import RankLabels, label
 from lumos.analysis.replay import Replay, replay
+from lumos.arguments import checks_arguments
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.files import read_file
@@ -270,6 +271,7 @@ _CHECKS: tuple[Callable[[Readiness], Iterator[Lack]], ...] = (
 )  # fmt: skip
 
 
+@checks_arguments
 def check(source: Path | str) -> Readiness:
     """List what the traces at a path are missing, what that rules out, and how to record it.
 

@@ -18,6 +18,7 @@ from lumos.analysis.slowdown_jobs import rank_job
 from lumos.analysis.stragglers import Straggler, stragglers
 from lumos.analysis.utilisation import Utilisation, utilisation
 from lumos.analysis.what_if import WhatIf
+from lumos.arguments import checks_arguments
 from lumos.graph.critical_path import CriticalPath, PathSummary, summarise
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.from_trace.profiler_cost import ProfilerCost, is_profiled, load_profiler_cost, without_profiler
@@ -225,11 +226,16 @@ class Replay:
         )
 
 
-def replay(source: Trace | Execution | Path | str, cost: ProfilerCost | None = None) -> Replay:
-    """Build and simulate a trace, or the traces at a path; what is a graph already is taken as it is."""
+@checks_arguments
+def replay(source: Trace | Execution | Path | str, cost: ProfilerCost | Path | str | None = None) -> Replay:
+    """Build and simulate a trace, or the traces at a path; what is a graph already is taken as it is.
+
+    `cost` is what the profiler costs, or the path of its file.
+    """
+    cost = cost if isinstance(cost, ProfilerCost) else load_profiler_cost(None if cost is None else Path(cost))
     source = read_job(source) if isinstance(source, Path | str) else source
     execution = source if isinstance(source, Execution) else build(source)
-    run = Replay(execution, find_steps(execution.trace), cost or load_profiler_cost())
+    run = Replay(execution, find_steps(execution.trace), cost)
     doubts = _doubts(run)
     return replace(run, execution=replace(execution, warnings=(*execution.warnings, *doubts))) if doubts else run
 

@@ -84,7 +84,7 @@ class Run(Protocol):
         return mean_breakdown(list(self.breakdown_by_rank.values()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TracedRun(Run):
     """A recorded run as simulated, perhaps with other durations."""
 
@@ -95,6 +95,9 @@ class TracedRun(Run):
     # Of a what-if: the typical step of the run as it was recorded, over its mean. Slower kernels may move work from one
     # step into the next, so that one step gets shorter while the run gets longer: their mean tells what changed.
     typical_share: float | None = None
+
+    def __repr__(self) -> str:
+        return f"TracedRun({self.step_ms:,.2f} ms, {self.execution!r})"
 
     @cached_property
     def step_ms(self) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.slowdown import Job, Slowdown, slowdown
 from lumos.analysis.slowdown_jobs import job_of_table, rank_job, table_at
+from lumos.arguments import checks_arguments
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.tables import frame
 from lumos.trace.operations import OperationTable
@@ -100,6 +101,7 @@ def diagnose(found: Slowdown, layers: int = 0) -> Diagnosis:
     )
 
 
+@checks_arguments
 def stragglers(source: Path | str | OperationTable | Replay, layers: int = 0) -> Diagnosis:
     """Find stragglers, their causes, and the gain from fixing them.
 

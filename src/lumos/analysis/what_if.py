@@ -29,13 +29,16 @@ class WhatIfStep(NamedTuple):
     path: StepPath
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WhatIf:
     """A run whose tasks may take other times."""
 
     execution: Execution
     marks: StepMarks
     graph: Graph  # without the profiler
+
+    def __repr__(self) -> str:
+        return f"WhatIf({self.execution!r})"
 
     @cached_property
     def _between(self) -> tuple[Side, Side] | None:

@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from lumos.arguments import checks_arguments
 from lumos.capture.rank_info import require_torch
 from lumos.errors import OptionError
 
 
+@checks_arguments
 def fake_world(rank: int, world: int) -> None:
     """Make this process rank `rank` of `world`; a later `init_process_group` finds it done."""
     check_world(rank, world)

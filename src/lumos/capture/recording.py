@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from lumos.arguments import checks_arguments
 from lumos.capture.fake import check_world
 from lumos.capture.fake import fake_world as join_fake_world
 from lumos.capture.rank_info import rank_info, require_torch, synchronise
@@ -65,6 +66,7 @@ class Plan:
         return replace(self, folder=self.folder.absolute(), setup=setup)
 
 
+@checks_arguments
 def capture(
     folder: str | os.PathLike[str],
     *,

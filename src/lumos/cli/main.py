@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from lumos.cli.options import with_options_apart
-from lumos.errors import LumosError, printable, shortened
+from lumos.errors import LumosError, printable, shortened, unreadable
 
 
 class _Command(NamedTuple):
@@ -107,7 +107,7 @@ def main() -> None:
     code, message = _run()
     if message:
         with suppress(BrokenPipeError):
-            sys.stderr.write(f"lumos: {shortened(printable(message))}\n")
+            sys.stderr.write(f"lumos: {printable(message)}\n")
     sys.exit(code)
 
 
@@ -139,7 +139,7 @@ def _run() -> tuple[int, str]:
         return 0, ""
     except OSError as error:
         if error.filename is not None:  # a path that may not be read, or that vanished
-            return 2, f"{error.filename}: {error.strerror}; check the path and its permissions"
+            return 2, str(unreadable(error))
         if error.errno not in _CANNOT_WRITE:
             raise
         _drop_output()
@@ -156,7 +156,7 @@ def _misused(error: Any) -> tuple[int, str]:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return error.exit_code, ""
-    text = error.format_message().rstrip(".")
+    text = shortened(error.format_message().rstrip("."))
     command = error.ctx.command_path if error.ctx is not None else "lumos"
     return error.exit_code, f"{text[:1].lower()}{text[1:]}; {command} --help lists the options"
 

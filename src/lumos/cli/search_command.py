@@ -170,7 +170,7 @@ def _objective(name: str, price: str, kwh_price: str, pue: str, tokens: str, dea
 
 def _with_sheet_prices(wanted: Objective, types: Iterable[str]) -> Objective:
     """With the prices that data sheets give, where all GPUs have one then; the price of another GPU is a mistake."""
-    prices, gpus = dict(wanted.gpu_hour), [gpu_named(name) for name in types]
+    prices, gpus = wanted.prices, [gpu_named(name) for name in types]
     check_prices(prices, [gpu.name for gpu in gpus])
     if "" in prices:
         return wanted

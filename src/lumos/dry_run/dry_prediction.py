@@ -33,7 +33,7 @@ _SIZES_VARY = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DryPrediction(Prediction):
     """A prediction from a dry run. Sizes come from the recording; the model of `setup` is a stand-in."""
 

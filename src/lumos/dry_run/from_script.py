@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from lumos.arguments import checks_arguments
 from lumos.cost.aten_work import matrix_operator
 from lumos.dry_run.dry_files import read_recordings
 from lumos.dry_run.dry_prediction import STAND_IN, DryPrediction, dry_prediction
@@ -14,7 +15,7 @@ from lumos.dry_run.recorded_step import Recording
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import NO_PRICES
-from lumos.setup.gpus import find_gpu
+from lumos.setup.gpus import find_gpu, gpu_called
 from lumos.setup.setup import SECTIONS, STEP_SECTIONS
 from lumos.setup.setup_files import read_plain
 
@@ -32,6 +33,7 @@ def slowest_rank(recordings: Sequence[Recording], changes: Sequence[str], tariff
     return max(found, key=lambda prediction: prediction.step_ms)
 
 
+@checks_arguments
 def predict_recording(
     recording: Recording, changes: str | Sequence[str] = (), tariff: Tariff = NO_PRICES
 ) -> DryPrediction:
@@ -52,7 +54,7 @@ def predict_recording(
         )
     notes = []
     if "gpu" not in cluster and not cluster.get("model"):
-        met = find_gpu(recording.made_by.get("gpu", ""))
+        met = gpu_called(recording.made_by.get("gpu", ""))
         cluster["gpu"] = met.name if met else "h100"
         notes.append(f"cluster.gpu is not given: assuming {cluster['gpu']}{', which the script found' if met else ''}")
     train = {"seq": 1, "precision": _precision(recording, str(cluster.get("gpu") or cluster.get("model")))}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from lumos.arguments import checks_arguments
 from lumos.dry_run.recorded_step import Recording
 from lumos.errors import LumosError, OptionError
 
@@ -19,6 +20,7 @@ class _EnoughError(BaseException):
     """Ends the function when its second step is recorded; no `except Exception` of it catches this."""
 
 
+@checks_arguments
 def dry_run(train: Callable[[], Any], world: int = 1, rank: int = 0, gpu: str = "h100") -> Recording:
     """Run a function that builds a model and trains it, on fake tensors and a fake GPU; the second step is recorded.
 
@@ -61,7 +63,9 @@ def _recorded(train: Callable[[], Any], stack: ExitStack, world: int, rank: int,
     def keep() -> None:
         if not trains_on_gpu(counter):
             raise DryRunError("dry_run: the function trains on the CPU: move its model and data to cuda")
-        found.append(counter.recording(tokens_of(counter.recorder), 1, rank, world))
+        recording = counter.recording(tokens_of(counter.recorder), 1, rank, world)
+        recording.made_by["gpu"] = gpu["gpu"]
+        found.append(recording)
 
     def end() -> None:
         raise _EnoughError

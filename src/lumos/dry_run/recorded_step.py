@@ -22,7 +22,7 @@ class StorageEvent(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recording:
     """One step of one process, and the memory that it holds over time."""
 
@@ -40,6 +40,10 @@ class Recording:
     microbatches: int = 1
     assumptions: list[str] = field(default_factory=list)
     made_by: dict[str, str] = field(default_factory=dict)  # versions
+
+    def __repr__(self) -> str:
+        size = f"{self.parameters:,} parameters, {self.peak_bytes / (1 << 30):.2f} GiB"
+        return f"Recording(rank {self.rank} of {self.world}, {len(self.ops):,} operators, {size})"
 
     @cached_property
     def allocated(self) -> list[int]:

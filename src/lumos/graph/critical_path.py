@@ -129,13 +129,17 @@ def last_node(execution: Execution, marks: StepMarks, steps: Steps) -> int:
     return max(found, key=lambda n: int(nodes.end[n]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PathSummary:
     """Milliseconds of the critical path per step."""
 
     by_kind: dict[str, float]  # "contention": what kernels lose to communication beside them
     by_operator: list[tuple[str, str, float]]  # (kind, name, ms), longest first
     by_block: list[tuple[str, int, float]] = field(default_factory=list)  # (block, rank, ms); of described steps
+
+    def __repr__(self) -> str:
+        parts = [f"{kind} {ms:,.2f}" for kind, ms in self.by_kind.items() if ms]
+        return f"PathSummary({', '.join([f'{self.total_ms:,.2f} ms', *parts])})"
 
     @property
     def total_ms(self) -> float:

@@ -82,7 +82,7 @@ class Edges:
 _EDGE_COLUMNS = ("source", "target", "rule", "lag", "frozen", "from_start")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph:
     """Tasks, their order on lanes, and the edges between lanes. All times are nanoseconds."""
 
@@ -92,6 +92,9 @@ class Graph:
     frozen: Floats  # the unexplained part of `gap`
     kind: NDArray[np.uint8]
     edges: Edges  # sorted by target
+
+    def __repr__(self) -> str:
+        return f"Graph({len(self):,} nodes, {len(self.edges.target):,} edges)"
 
     def __len__(self) -> int:
         return len(self.duration)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lumos.arguments import check_fields, checks_arguments
 from lumos.errors import OptionError
 from lumos.graph.from_trace.build import Execution
 from lumos.graph.graph import Floats
@@ -28,6 +29,7 @@ class Scale:
     factor: float
 
     @staticmethod
+    @checks_arguments
     def parse(text: str) -> Scale:
         """From WHAT=FACTOR."""
         what, found, number = text.rpartition("=")
@@ -42,6 +44,7 @@ class Scale:
         return Scale(what, factor)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         text = f"--scale {self.what}={self.factor:g}"
         if not 0 <= self.factor <= _MOST:
             raise OptionError(f"{text}: the factor must be from 0 to a million")

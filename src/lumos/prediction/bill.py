@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from lumos.arguments import check_fields
 from lumos.errors import OptionError
 from lumos.setup.gpus import gpu_named, is_file_name
 from lumos.setup.messages import one_of
@@ -34,10 +35,11 @@ class Tariff:
     tokens: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise OptionError(f"Tariff: {name} = {value} is not from {low:g} to {high:g}")
+                raise OptionError(f"Tariff: {name} = {value:g} is not from {low:g} to {high:g}")
 
 
 def read_tariff(price: str = "", kwh_price: str = "", pue: str = "", tokens: str = "") -> Tariff:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lumos.analysis.answers import GpuAnswer, GpuComparisonAnswer
+from lumos.arguments import checks_arguments
 from lumos.cost.hardware_model import hardware_model
 from lumos.data_files import read_table
 from lumos.errors import LumosError, OptionError
@@ -232,6 +233,7 @@ def _sampled_host(run: OnGpu) -> float | None:
     return machine.host_speed if machine and machine.section("host") else None
 
 
+@checks_arguments
 def compare_gpus(
     setup: Setup | Path | str, gpus: str | Sequence[str], *, tariff: Tariff = NO_PRICES,
     prices: Mapping[str, float] | None = None,

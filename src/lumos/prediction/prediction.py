@@ -13,6 +13,7 @@ from lumos.analysis.answers import MemoryAnswer, OperatorAnswer, PredictionAnswe
 from lumos.analysis.breakdown import Breakdown, moved_breakdown
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.run import Run, TracedRun
+from lumos.arguments import checks_arguments
 from lumos.change.change import CalibratedRun, beyond_us, changed_step
 from lumos.change.infer import Inferred
 from lumos.cost.prices import Prices
@@ -34,7 +35,7 @@ from lumos.program.memory import Memory, memory_of
 from lumos.program.program import Program
 from lumos.setup.constraints import check, warnings_in
 from lumos.setup.setup import STEP_SECTIONS, Setup
-from lumos.setup.setup_files import read_setup_with_notes
+from lumos.setup.setup_files import read_setup, read_setup_with_notes
 from lumos.step.step import Step, host_was_measured, simulate_step
 from lumos.tables import frame
 from lumos.trace.trace import Trace
@@ -380,13 +381,14 @@ def _operator_answer(row: OperatorTime) -> OperatorAnswer:
     )  # fmt: skip
 
 
+@checks_arguments
 def predict(
     what: Setup | Replay | CalibratedRun | Path | str,
     scale: Scale | str | Sequence[Scale | str] = (),
     *,
-    setup: Setup | None = None,
-    traced: Setup | None = None,
-    notes: tuple[str, ...] = (),
+    setup: Setup | Path | str | None = None,
+    traced: Setup | Path | str | None = None,
+    notes: Sequence[str] = (),
     tariff: Tariff = NO_PRICES,
     inferred: Mapping[str, Inferred] | None = None,
 ) -> Prediction:
@@ -396,19 +398,23 @@ def predict(
         predict("traces", ["compute=0.5"])               a traced run with some of its tasks faster or slower
         predict(run, setup=wanted, traced=its_setup)     another configuration of a traced run
 
-    `notes` are what had to be assumed of a setup: they are repeated as warnings, and widen the interval of a described
-    run. `tariff` holds prices and a token budget.
+    `setup` and `traced` may be paths, too. `notes` are what had to be assumed of a setup: they are repeated as
+    warnings, and widen the interval of a described run. `tariff` holds prices and a token budget.
     """
     if isinstance(what, Path | str) and (scale or setup or os.path.isdir(what)):
         what = replay(what)
     if isinstance(what, Path | str):
         reading = read_setup_with_notes(what)
         what, notes = reading.setup, (*reading.notes, *notes)
+    if isinstance(setup, Path | str):
+        reading = read_setup_with_notes(setup)
+        setup, notes = reading.setup, (*reading.notes, *notes)
+    traced = read_setup(traced) if isinstance(traced, Path | str) else traced
     if isinstance(what, Setup):
         if scale or setup or traced:
             raise OptionError("scale, setup and traced need a traced run: give one as the first argument")
         check(what)
-        return predicted_step(simulate_step(what), notes, tariff)
+        return predicted_step(simulate_step(what), tuple(notes), tariff)
     if isinstance(what, Replay):
         if setup is None:
             return _scaled(what, scale)
@@ -419,7 +425,7 @@ def predict(
         raise OptionError(f"{type(what).__name__} is nothing to predict: give a Setup, a replayed trace, or a path")
     if scale or setup is None:
         raise OptionError("scale and setup: ask for exactly one of them")
-    return _changed(what, setup, notes, tariff, inferred or {})
+    return _changed(what, setup, tuple(notes), tariff, inferred or {})
 
 
 def _changed(

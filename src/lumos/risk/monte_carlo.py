@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from lumos.analysis.replay import replay
+from lumos.arguments import checks_arguments
 from lumos.errors import OptionError, check_seed
 from lumos.graph.graph import Floats
 from lumos.prediction.described_run import DescribedRun
@@ -110,8 +113,11 @@ class StepRisk:
     def p90_ms(self) -> float:
         return self.percentile(90)
 
+    @checks_arguments
     def percentile(self, percent: float) -> float:
         """So many percent of the steps are not longer, in milliseconds."""
+        if not 0 <= percent <= 100:
+            raise OptionError(f"percentile {percent:g}: give a number from 0 to 100")
         return float(np.quantile(self.step_ms, percent / 100))
 
     @cached_property
@@ -137,12 +143,15 @@ class StepRisk:
         slowest = f" (the slowest of {self.ranks:,} decides)" if name == "gpu" and self.ranks > 1 else ""
         return _WORDS[name] + slowest
 
+    @checks_arguments
     def run_factors(self, runs: int) -> Floats:
         """Of so many drawn runs: the mean step of a run over the predicted one.
 
         GPUs stay the same in a run; what changes from step to step is averaged. A few steps are drawn for each of some
         hundred sets of GPUs; the part of their difference that is due to single steps is taken out again.
         """
+        if runs < 1:
+            raise OptionError(f"runs = {runs}: draw at least one run")
         if not isinstance(self.steps, LaneSteps):
             return np.full(runs, self.mean_ms / self.typical_ms)
         fleets = max(2, min(_FLEETS, self.draws // _STEPS))
@@ -171,17 +180,18 @@ class StepRisk:
         }
 
 
+@checks_arguments
 def step_risk(
     what: Prediction | Step,
-    variability: Variability | None = None,
+    variability: Variability | Path | str | None = None,
     slow: str | Sequence[str] = (),
     draws: int = DRAWS,
     seed: int = 0,
 ) -> StepRisk:
     """The risk of a step that was predicted without slow parts.
 
-    `variability` is what was learned of the cluster; what the setup states comes first. `slow` is as `--slow` gives it,
-    beside that of the setup.
+    `variability` is what was learned of the cluster, or a path to learn it from; what the setup states comes first.
+    `slow` is as `--slow` gives it, beside that of the setup.
 
     Predictions rest on measured runs, in which GPUs and steps differed as usual, and are centred on them from 8 to
     4,096 GPUs: the median of steps that differ as usual is the predicted step. What is learned, stated or slow counts
@@ -190,6 +200,10 @@ def step_risk(
     check_seed(seed)
     if draws < 1:
         raise OptionError(f"draws = {draws}: draw at least one step")
+    if isinstance(variability, Path | str):
+        from lumos.risk.learn import learn  # which imports this module
+
+        variability = learn(Path(variability), replay)
     found = predicted_step(what) if isinstance(what, Step) else what
     lanes, setup = lanes_of_prediction(found), found.setup
     parts = _slow_parts(found, slow, lanes)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lumos.arguments import checks_arguments
 from lumos.errors import OptionError, check_seed
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import NO_PRICES, Prediction
@@ -315,6 +316,7 @@ class WholeRun:
         }
 
 
+@checks_arguments
 def whole_run(
     found: Prediction,
     step_factors: Floats | None = None,
@@ -337,6 +339,9 @@ def whole_run(
     assert found.setup is not None  # PlannedRun.of refuses it
     factors = {"prediction error": _errors(job, seed)}
     if step_factors is not None:
+        if len(step_factors) < DRAWS:
+            place = f"step_factors of {len(step_factors):,} runs"
+            raise OptionError(f"{place}: give those of {DRAWS:,}, as run_factors does")
         factors["variation of steps"] = np.asarray(step_factors, np.float64)[:DRAWS]
     stated = found.setup.reliability
     run = WholeRun(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import NamedTuple, TypeVar
@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lumos.arguments import check_fields
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.search.pace import Pace
@@ -17,7 +18,9 @@ from lumos.search.space import VARIANT_BITS
 from lumos.setup.setup import Setup
 
 OBJECTIVES = ("time", "cost", "energy", "gpus")
+GpuPrices = tuple[tuple[str, float], ...] | Mapping[str, float] | float
 _SECONDS_PER_DAY = 86_400.0
+_MOST_PRICE = 1e24  # as of a tariff
 
 T = TypeVar("T")
 
@@ -29,15 +32,29 @@ class Objective:
     All of them grow with the time and the energy of a step, so lower bounds on those give a lower bound on the
     objective. By risk, the 90th percentile counts in place of the typical step or run.
 
-    >>> Objective("cost", gpu_hour=(("h100", 2.0), ("h200", 2.6)))          # doctest: +SKIP
+    >>> Objective("cost", gpu_hour={"h100": 2.0, "h200": 2.6})              # doctest: +SKIP
     """
 
     name: str = "time"
-    gpu_hour: tuple[tuple[str, float], ...] = ()  # (GPU type, price); the type "" stands for all others
+    gpu_hour: GpuPrices = ()  # one for all, or one for each type of GPU, where "" stands for all others
     kwh: float = 0.0  # price of a kilowatt-hour, times the site's power usage effectiveness
     tokens: float = 0.0  # of the whole training run
     deadline_days: float = 0.0
     risk: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        prices = self.gpu_hour if isinstance(self.gpu_hour, Mapping | tuple) else {"": self.gpu_hour}
+        object.__setattr__(self, "gpu_hour", tuple(dict(prices).items()))
+        for name, value in (*self.prices.items(), ("kwh", self.kwh)):
+            if not 0 <= value < _MOST_PRICE:
+                place = f"Objective: price {name or 'gpu_hour'} = {value:g}"
+                raise OptionError(f"{place}: give a number from 0 to {_MOST_PRICE:g}")
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """Of a GPU-hour, by GPU type; "" stands for all others."""
+        return dict(self.gpu_hour)  # type: ignore[arg-type]  # a tuple once it is checked
 
     def value(self, setup: Setup, pace: Pace, joules: float) -> float:
         """The objective of a step that takes so long and so much energy; inf where the deadline is missed."""
@@ -66,7 +83,7 @@ class Objective:
 
     def price(self, setup: Setup) -> float:
         """The price of a GPU-hour."""
-        prices = dict(self.gpu_hour)
+        prices = self.prices
         return prices.get(setup.cluster.gpu, prices.get("", 0.0 if self.kwh else 1.0))
 
     @property
@@ -83,7 +100,7 @@ class Objective:
 
     def check(self, gpu_types: Sequence[str]) -> None:
         """Raise OptionError for what a search over these types of GPU would lack."""
-        prices = dict(self.gpu_hour)
+        prices = self.prices
         unpriced = next((gpu for gpu in gpu_types if prices and "" not in prices and gpu not in prices), "")
         if unpriced:
             raise OptionError(f"--price has none for {unpriced}: give {unpriced}=NUMBER too, or one number for all")

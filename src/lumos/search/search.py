@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from lumos.arguments import checks_arguments
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
@@ -53,9 +54,10 @@ _NOTHING_FITS = "none of the configurations is valid, fits into memory and meets
 _BY_TIME = Objective()
 
 
+@checks_arguments
 def search(
     setup: Setup | Path | str,
-    vary: Mapping[str, Sequence[Any]] | None = None,
+    vary: Mapping[str, Any] | None = None,
     *,
     objective: Objective | str = _BY_TIME,
     top: int = 10,
@@ -63,7 +65,7 @@ def search(
     estimator: Estimator | None = None,
     engine: Engine | None = None,
     shard: tuple[int, int] = (0, 1),
-    journal: Path | None = None,
+    journal: Path | str | None = None,
     exhaustive: bool = False,
     progress: Progress | None = None,
     notes: Sequence[str] = (),
@@ -84,6 +86,8 @@ def search(
     """
     if top < 1:
         raise OptionError(f"--top {top}: give at least 1")
+    if not 0 <= shard[0] < shard[1]:
+        raise OptionError(f"shard = {shard}: give the index of a part, from 0, and the number of parts, as in (0, 8)")
     if not 0 <= memory_gib < 1e6:
         raise OptionError(f"--memory {memory_gib:g}: give GiB, more than 0")
     if not isinstance(setup, Setup):
@@ -93,7 +97,8 @@ def search(
     choices = checked_choices(setup, vary or {})
     objective.check(choices.get("cluster.gpu", (setup.cluster.gpu,)))
     adapts = objective.name == "gpus" and not keeps_batch
-    asked = _Asked(setup, objective, top, memory_gib, estimator or Estimator(), engine or Here(), shard, journal,
+    folder = None if journal is None else Path(journal)
+    asked = _Asked(setup, objective, top, memory_gib, estimator or Estimator(), engine or Here(), shard, folder,
                    exhaustive, progress, tuple(notes), frozenset(holds_for_all), adapts)  # fmt: skip
     if objective.name == "gpus" and "cluster.gpus" not in choices:
         return _of_fewest_gpus(asked, choices)

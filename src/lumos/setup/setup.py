@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
+from lumos.arguments import checks_arguments
 from lumos.errors import OptionError
 from lumos.setup.messages import did_you_mean, mistakes_of, mistakes_of_sections
 from lumos.setup.presets import preset_named
@@ -28,7 +29,7 @@ _REPLICA = {"parallel.tp", "parallel.pp", "parallel.cp", "cluster.gpus"}
 class Setup(BaseModel):
     """A training run. Types are checked and derived values filled in; `check` says whether the values fit together.
 
-    >>> setup = Setup(model=preset_named("llama3-8b").model, train=Train(seq=8192), cluster=Cluster(gpu="h100", gpus=8))
+    >>> setup = Setup(model={"preset": "llama3-8b"}, train={"seq": 8192}, cluster={"gpu": "h100", "gpus": 8})
     >>> setup.parallel.dp
     8
     """
@@ -90,6 +91,7 @@ class Setup(BaseModel):
         """The sections of the step, and of the others those that say something."""
         return [name for name in SECTIONS if name in STEP_SECTIONS or getattr(self, name).model_fields_set]
 
+    @checks_arguments
     def replaced(self, changes: Mapping[str, Any]) -> Setup:
         """A copy with other values: `setup.replaced({"parallel.tp": 2})`. Only types are checked.
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import tomli_w
 from pydantic import ValidationError
 
+from lumos.arguments import checks_arguments
 from lumos.errors import InputError, LumosError, OptionError
 from lumos.files import stamp_of
 from lumos.setup.constraints import checked_setup, warnings_in
@@ -81,6 +82,7 @@ class PlainSetup(NamedTuple):
         return SetupReading(setup, (*self.notes, *doubts, *assumed, *warnings_in(setup)))
 
 
+@checks_arguments
 def read_setup(path: Path | str, overrides: str | Sequence[str] = ()) -> Setup:
     """The run that a file describes, or an error that lists every mistake.
 
@@ -131,6 +133,7 @@ def _refuse_too_few(setup: Setup, where: str) -> None:
         )
 
 
+@checks_arguments
 def write_setup(setup: Setup) -> str:
     """The setup as TOML that reads back equal. Values that follow from others are omitted."""
     return tomli_w.dumps({name: _written(name, getattr(setup, name)) for name in setup.stated_sections})

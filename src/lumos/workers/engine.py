@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import orjson
 
@@ -37,6 +37,7 @@ class Job(NamedTuple):
     advice: str = "use fewer --workers"
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Where chunks are run. A chunk that is lost with its worker is run again; finished ones are not."""
 

@@ -37,7 +37,7 @@ _DOUBTFUL = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Execution:
     """A trace, the graph built from it, and how the two belong together.
 
@@ -51,6 +51,9 @@ class Execution:
     origin: int  # the graph's time zero, on the trace's clock
     rendezvous: list[Rendezvous]
     warnings: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Execution({self.trace!r}, {self.graph!r})"
 
     def retime(self, times: Times) -> Trace:
         """The trace at simulated times: the same events, other times."""

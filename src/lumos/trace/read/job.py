@@ -18,6 +18,7 @@ from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TypeVar
 
+from lumos.arguments import checks_arguments
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.graph.from_trace.build import Execution
@@ -47,6 +48,7 @@ Progress = Callable[[int, int], None]  # bytes read, bytes in all
 _Read = TypeVar("_Read")
 
 
+@checks_arguments
 def read_job(
     path: Path | str,
     match: str = "",
