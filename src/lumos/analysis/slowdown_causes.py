@@ -148,7 +148,8 @@ class _Look:
     def __init__(self, found: Slowdown, layers: int) -> None:
         self.found, self.job, self.layers = found, found.job, layers
         self.base = float(found.base_ms.mean())
-        self.whole = float(found.job.recorded_ms.mean())  # what percentages are of
+        # What percentages are of. A trace that contradicts itself may be simulated as longer than it was recorded.
+        self.whole = max(float(found.job.recorded_ms.mean()), self.base)
         self.fixes: list[Fix] = []
         self.least = float(found.ideal_ms.mean())  # of all steps simulated with something mended
         self.mended = self.job.took  # with all causes fixed that show in passes

@@ -28,6 +28,7 @@ from lumos.synthesis.vocabulary import SYNC, TAIL, collective_kind, compute_kind
 from lumos.trace.trace import Message
 
 _AGO = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192])  # how far back waits are told apart
+_MOST_AGO = 200  # kernels of a stream that are looked back for one that is waited for
 _PAUSE = 5.0  # times the usual work
 _SHORTEST_PASS = 4  # tasks; shorter ones belong to the pass before
 _LATENCY_QUANTILE = 0.1
@@ -206,10 +207,14 @@ class _Observer:
         lanes = self.trace.lane[labels.row]
         computing = np.where(self.trace.is_communication[labels.row], 0.0, labels.us)
         found = np.unique(lanes).tolist()
-        main = max(found, key=lambda lane: float(computing[lanes == lane].sum()), default=-1)  # a rank may have none
+        computed = np.bincount(lanes, computing, len(self.trace.lanes))
+        main = max(found, key=lambda lane: float(computed[lane]), default=-1)  # a rank may have none
+        by_lane = np.argsort(lanes, kind="stable")
+        first = np.searchsorted(lanes[by_lane], [*found, len(self.trace.lanes)])
+        rows_of = {lane: labels.row[by_lane[a:b]] for lane, (a, b) in zip(found, pairwise(first), strict=True)}
 
         def order(lane: int) -> tuple[bool, str, int]:
-            rows = labels.row[lanes == lane]
+            rows = rows_of[lane]
             names = [self._kind(int(row), 0) for row in rows[:50]]
             return lane != main, max(set(names), key=names.count), -len(rows)
 
@@ -263,10 +268,10 @@ class _Observer:
             if edges.rule[edge] not in (Rule.EVENT, Rule.CHANNEL, Rule.GRAPH) or source >= len(nodes):
                 continue
             lane, source_row = int(nodes.lane[source]), int(nodes.row[source])
-            before = launched.get(streams.get(lane, -1), [])
-            if nodes.rank[source] != nodes.rank[node] or source_row not in before[-200:]:
+            before = launched.get(streams.get(lane, -1), [])[: -_MOST_AGO - 1 : -1]
+            if nodes.rank[source] != nodes.rank[node] or source_row not in before:
                 continue
-            ago = before[::-1].index(source_row)
+            ago = before.index(source_row)
             arrival = source == nodes.first_node[source_row] != nodes.last_node[source_row]
             begun = bool(edges.from_start[edge] or arrival)
             wait = Wait(streams[lane], int(_AGO[np.argmin(np.abs(_AGO - ago))]), begun)

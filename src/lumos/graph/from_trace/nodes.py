@@ -21,6 +21,7 @@ from lumos.trace.names import BLOCKING, Category, Kind
 from lumos.trace.trace import Trace
 
 NEVER = int(np.iinfo(np.int64).min)
+_MOST_STREAMS = 128  # of a rank that are compared with each other: a GPU has at most so many hardware queues
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,13 @@ class Nodes:
     def streams(self) -> dict[int, list[int]]:
         """The lanes of every rank's streams that have nodes."""
         return self._lanes_in_use(True)
+
+    @cached_property
+    def busy_streams(self) -> dict[int, list[int]]:
+        """The same, but of thousands of streams those with most nodes: rules compare all streams with each other."""
+        size = np.diff(self.first)
+        return {rank: sorted(sorted(lanes, key=lambda lane: -size[lane])[:_MOST_STREAMS])
+                for rank, lanes in self.streams.items()}  # fmt: skip
 
     @cached_property
     def threads(self) -> dict[int, list[int]]:
@@ -147,10 +155,16 @@ class Nodes:
 
     def last_ended_by(self, lane: int, node: int, time: int) -> int:
         """`node`, or the last one before it on its stream that ended by a time; -1 if there is none."""
-        low = int(self.first[lane])
-        while node >= low and self.end[node] > time:
-            node -= 1
-        return node if node >= low else -1
+        low, step = int(self.first[lane]), 1
+        if node >= low and self.end[node] <= time:
+            return node
+        while node >= low:  # in ever longer pieces: thousands of kernels may be queued
+            begin = max(low, node - step + 1)
+            ended = np.flatnonzero(self.end[begin : node + 1] <= time)
+            if len(ended):
+                return begin + int(ended[-1])
+            node, step = begin - 1, 8 * step
+        return -1
 
 
 def cut_nodes(trace: Trace) -> Nodes:

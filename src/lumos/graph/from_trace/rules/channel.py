@@ -75,7 +75,7 @@ def _next_on_other_streams(nodes: Nodes) -> tuple[np.ndarray, np.ndarray]:
     Of several that come between two launches to the other stream, the last implies the others.
     """
     sources, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for lanes in nodes.streams.values():
+    for lanes in nodes.busy_streams.values():
         launched = {lane: _launched(nodes, lane) for lane in lanes} if len(lanes) > 1 else {}
         for a, mine in launched.items():
             for b, theirs in launched.items():

@@ -62,9 +62,19 @@ class _Thread:
 
     launch_times: list[int] = field(default_factory=list)
     launch_lanes: list[int] = field(default_factory=list)
+    launch_elsewhere: list[int] = field(default_factory=list)  # of every launch: the last one before to another lane
     record_times: list[int] = field(default_factory=list)
     call_times: list[int] = field(default_factory=list)
     call_kinds: list[int] = field(default_factory=list)
+
+    def launch(self, time: int, lane: int) -> None:
+        """Add the next launch."""
+        at = len(self.launch_lanes) - 1
+        if at >= 0 and self.launch_lanes[at] == lane:
+            at = self.launch_elsewhere[at]
+        self.launch_times.append(time)
+        self.launch_lanes.append(lane)
+        self.launch_elsewhere.append(at)
 
     def last_record(self, time: int) -> int:
         """The newest record before a time; -1 if there is none."""
@@ -84,8 +94,8 @@ class _Thread:
     def last_lane(self, time: int, other_than: int) -> int:
         """The stream that was launched to last before a time, other than one; -1 if there is none."""
         at = bisect_left(self.launch_times, time) - 1
-        while at >= 0 and self.launch_lanes[at] == other_than:
-            at -= 1
+        if at >= 0 and self.launch_lanes[at] == other_than:
+            at = self.launch_elsewhere[at]
         return self.launch_lanes[at] if at >= 0 else -1
 
 
@@ -93,7 +103,8 @@ class _RankEvents:
     """The events of one rank, and the inference of what its streams wait for."""
 
     def __init__(self, nodes: Nodes, rank: int, calls: np.ndarray, details: dict[int, tuple[int, ...]]) -> None:
-        self.nodes, self.lanes = nodes, nodes.streams[rank]
+        self.nodes, self.lanes = nodes, nodes.busy_streams[rank]
+        self.rank = rank
         self.anchors: list[tuple[int, int]] = []  # (event id, index of its record), both rising
         self.waits = list(self._collect(calls, details))
 
@@ -101,7 +112,7 @@ class _RankEvents:
         trace = self.nodes.trace
         threads: dict[int, _Thread] = defaultdict(_Thread)
         record_times: dict[int, int] = {}
-        lane_of_stream = {trace.lanes[lane].label: lane for lane in self.lanes}
+        lane_of_stream = {trace.lanes[lane].label: lane for lane in self.nodes.streams[self.rank]}
         columns = (trace.start, trace.lane, trace.correlation, trace.call, self.nodes.launched_lane)
         for time, lane, correlation, kind, launched in zip(*(c[calls].tolist() for c in columns), strict=True):
             thread = threads[lane]
@@ -112,8 +123,7 @@ class _RankEvents:
                 record_times[correlation] = time
             elif kind != CallKind.STREAM_WAIT:
                 if launched >= 0:
-                    thread.launch_times.append(time)
-                    thread.launch_lanes.append(launched)
+                    thread.launch(time, launched)
             elif not details or correlation in details:  # if some waits have details, one without has no effect
                 stream, wait_stream, record, event = details.get(correlation, (-1, -1, -1, -1))
                 stream_lane, source_lane = (lane_of_stream.get(str(s), -1) for s in (stream, wait_stream))

@@ -33,7 +33,7 @@ def _waited_for(nodes: Nodes, row: int, stream: int) -> list[int]:
     trace = nodes.trace
     begin, end = int(trace.start[row]), int(trace.end[row])
     candidates = {}
-    for lane in nodes.streams.get(int(trace.lane_rank[trace.lane[row]]), []):
+    for lane in nodes.busy_streams.get(int(trace.lane_rank[trace.lane[row]]), []):
         node = nodes.last_ended_by(lane, nodes.last_launched_before(lane, begin), end)
         if node >= 0:
             candidates[lane] = node
