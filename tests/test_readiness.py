@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from commands import lumos_here
 from lumos import read_job, replay
 from lumos.analysis.readiness import Beside, Readiness
 from support import Event, call, header, kernel, note, op, training_run, write_trace
@@ -215,3 +216,10 @@ def test_a_real_trace_lacks_what_it_is_known_to_lack(path: str, lacking: set[str
         pytest.skip(f"{path} is not among the shared measurements here")
     shapes = path != "public/hta/mixed_files"  # whose header does not say that it has them
     assert set(lacks(SHARED / path, shapes=not shapes)) == lacking
+
+
+def test_of_many_steps_only_the_first_are_listed(tmp_path: Path) -> None:
+    write_trace(tmp_path / "rank0.json", training_run(steps=60), header(0))
+    shown = " ".join(lumos_here("check", tmp_path).stdout.split())
+    assert "ProfilerStep#39 and 20 more" in shown
+    assert "ProfilerStep#40" not in shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from lumos.analysis.ablation import unfrozen
 from lumos.analysis.replay import replay
 from lumos.graph.from_trace.build import Execution, build
+from lumos.graph.from_trace.rules.event import _Thread
 from lumos.graph.graph import Rule
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate
@@ -398,3 +401,39 @@ def test_time_that_no_rule_explains_is_frozen_and_reported(tmp_path: Path) -> No
     events = [*launch("a", 0, 1, takes=100), *launch("b", 20, 2, late=1000), memset(2000, 1, 9), op("tail", 2050, 10)]
     run = replay(read(tmp_path, events))
     assert run.execution.graph.frozen.sum() + run.execution.graph.edges.frozen.sum() > 900_000
+
+
+def _many_streams(count: int) -> list[Event]:
+    """Each stream with one kernel, but the first with three."""
+    streams = [20, 20, *range(20, 20 + count)]
+    return list(chain.from_iterable(launch("gemm", 10.0 * i, i + 1, 2, stream, 4) for i, stream in enumerate(streams)))
+
+
+def test_of_hundreds_of_streams_those_with_most_kernels_are_compared(tmp_path: Path) -> None:
+    """All pairs of thousands would take minutes."""
+    nodes = build(read(tmp_path, _many_streams(300))).nodes
+    assert len(nodes.streams[0]) == 300
+    assert len(nodes.busy_streams[0]) == 128
+    assert nodes.trace.lanes[nodes.busy_streams[0][0]].label == "20"
+    few = build(read(tmp_path, _many_streams(100))).nodes
+    assert few.busy_streams == few.streams
+
+
+def test_the_last_kernel_that_had_ended_is_found_behind_any_queue(tmp_path: Path) -> None:
+    nodes = build(read(tmp_path, _many_streams(1))).nodes
+    ends = np.random.default_rng(0).integers(0, 50, 200)
+    nodes = replace(nodes, end=ends, first=np.array([0, 3, 200]), start=ends, row=ends, is_return=ends > 0)
+    for node in range(3, 200):
+        for time in (-1, 0, 3, 20, 49):
+            ended = [at for at in range(3, node + 1) if ends[at] <= time]
+            assert nodes.last_ended_by(1, node, time) == (ended[-1] if ended else -1)
+
+
+def test_the_last_launch_to_another_stream_is_known_at_once() -> None:
+    thread, lanes = _Thread(), np.random.default_rng(0).integers(0, 3, 100).tolist()
+    for time, lane in enumerate(lanes):
+        thread.launch(time, lane)
+    for time in range(100):
+        for lane in range(3):
+            others = [one for one in lanes[:time] if one != lane]
+            assert thread.last_lane(time, lane) == (others[-1] if others else -1)

@@ -164,6 +164,15 @@ def assert_parts_stay_below_the_whole(found: Diagnosis) -> None:
     assert all(float(card.value.rstrip(" %")) <= 100 for card in cards)
 
 
+def test_a_trace_that_contradicts_itself_is_never_left_with_less_than_no_step(tmp_path: Path) -> None:
+    """As one whose times overflow: it is simulated as far longer than it was recorded."""
+    slow = Job(dp=3, steps=4, cost=lambda p: 2.0 if p.replica == 1 else 1.0)
+    job = job_of_table(read_operation_table(slow.write(tmp_path / "job.parquet")))
+    found = diagnose(slowdown(replace(job, recorded_ms=job.recorded_ms / 1e6)))
+    assert found.fixes
+    assert all(fix.step_ms >= 0 and fix.gain_pct <= 100 for fix in found.fixes)
+
+
 @pytest.mark.data
 @pytest.mark.parametrize("job", ["AR", "ST"])  # both have launches that come late
 def test_what_a_fix_leaves_and_what_it_gains_are_the_recorded_step(shared_data: Path, job: str) -> None:

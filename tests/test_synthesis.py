@@ -380,7 +380,7 @@ def test_ranks_of_a_group_share_the_messages_that_name_all_of_them(
 
 
 def test_runs_that_would_take_minutes_are_refused(model: Model) -> None:
-    for size in (Size(ranks=4000, steps=4), Size(micro_batches=40_000)):
+    for size in (Size(ranks=4000, steps=4), Size(micro_batches=40_000), Size(ranks=2000, steps=3)):
         with pytest.raises(OptionError, match="are generated at once"):
             generate(model, size)
 

@@ -25,6 +25,7 @@ from lumos.report.terminal.style import make_table, notes, rendered, summary
 from lumos.report.wording import title_of
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.whole_run import WholeRun
+from lumos.setup.messages import listed
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 80  # characters of the utilisation
@@ -129,7 +130,7 @@ def show_launch(launch: LaunchFiles, console: Console) -> None:
 
 def show_readiness(found: Readiness, path: str, console: Console) -> None:
     """Which questions can be asked, then what is missing for better answers."""
-    steps = ", ".join(found.run.marks.names)
+    steps = listed(found.run.marks.names)
     questions = make_table("what can be asked", "", "")
     for name, text in _QUESTIONS.items():
         questions.add_row(Text("yes", style="green") if found.ready[name] else Text("no", style="red"), text)
