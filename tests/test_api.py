@@ -212,3 +212,11 @@ def test_errors_are_short_whatever_is_in_them() -> None:
         lumos.read_setup("y" * 200_000)
     assert len(str(rejected.value)) < 2100
     assert str(rejected.value).endswith("give the path of its config.json")
+
+
+def test_thousands_of_mistakes_are_not_all_listed(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\n" + "".join(f"k{number} = 1\n" for number in range(3000)))
+    with pytest.raises(lumos.LumosError) as rejected:
+        lumos.read_setup(tmp_path / "run.toml")
+    assert len(str(rejected.value).splitlines()) == 101
+    assert str(rejected.value).endswith("more")

@@ -25,6 +25,7 @@ import pytest
 import lumos as lumos_package
 from commands import lumos_here as lumos
 from lumos.cli.terminal import busy, progress_bar
+from lumos.change.tape import _ATTENTION
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.files import write_files
@@ -684,6 +685,7 @@ SLOW_TEXTS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "dashes": (arguments_in_log, ARGUMENTS + "\n", "-"),
     "nodes": (lambda t: _NODE.match(t.encode()), "", "issue, sys->id=1, tick=1, node->id=1, node->name="),
     "announcements": (_ANNOUNCED.search, "", "1, 1, 1, 'a', ["),
+    "attention": (_ATTENTION.search, "", "flash_attn"),
     "kernel names": (is_communication, "", "symm_mem"),
     "parts of a key": (lambda t: _DEEP_KEY.search(t.replace(".a", ".a ", 1)), "a", ".a"),
     "strings": (_DEEP_KEY.search, "", '"a".\'b\' "c'),

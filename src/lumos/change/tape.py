@@ -65,7 +65,7 @@ _COMPARISONS = frozenset((
 _OF_ACTIVATIONS = frozenset(("add", "mul", "sub", "div", "clone", "_to_copy", "cat"))  # hardly gradients of weights
 _INDEXED = frozenset(("embedding", "index_select"))
 _NORMS = {"native_layer_norm": 2, "_fused_rms_norm": 1, "native_group_norm": 2}
-_ATTENTION = re.compile(r"attention(_forward|_backward)?$|flash_attn.*(fwd|bwd|forward|backward)")
+_ATTENTION = re.compile(r"attention(_forward|_backward)?$|^(?>.*?flash_attn).*(fwd|bwd|forward|backward)")
 _DTYPES = {
     "0": ("uint8", 1), "3": ("int32", 4), "4": ("int64", 8), "5": ("fp16", 2), "6": ("fp32", 4), "7": ("fp64", 8),
     "11": ("bool", 1), "15": ("bf16", 2), "23": ("fp8", 1), "24": ("fp8", 1),
