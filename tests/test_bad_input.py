@@ -24,8 +24,8 @@ import pytest
 
 import lumos as lumos_package
 from commands import lumos_here as lumos
-from lumos.cli.terminal import busy, progress_bar
 from lumos.change.tape import _ATTENTION
+from lumos.cli.terminal import busy, progress_bar
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.files import write_files
