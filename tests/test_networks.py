@@ -17,13 +17,18 @@ from lumos import read_setup
 from lumos.cost.in_step import in_step_factors
 from lumos.cost.network import Fabric, Network, Tier, network_of
 from lumos.data_files import read_table
+from lumos.dry_run.dry_step import DryStep
+from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.prediction import predict
+from lumos.prediction.priced_graph import GraphPrices
 from lumos.program.operators import Collective, Group
-from lumos.program.rank_layout import RankLayout
+from lumos.program.rank_layout import RankLayout, group_of_ranks
+from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.frameworks import framework_named
-from lumos.step.step import simulate_step
+from lumos.step.step import prices_of, simulate_step
+from lumos.trace.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
 from plain_network import PLAIN_HABITS, plain_network
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -462,3 +467,35 @@ def test_gradients_are_reduced_in_buckets_only_during_the_backward_pass(zero: in
 def test_deepspeed_reduces_in_buckets_after_the_backward_pass_too() -> None:
     deepspeed = framework_named("deepspeed")
     assert deepspeed.bucket_bytes(beside=False) == deepspeed.bucket_mb * 1e6 > 0
+
+
+# ---------------------------------------------------------------------- one collective, one cost
+@pytest.mark.parametrize("gpu", ["h100", "h100-pcie", "gb200", "gh200", "mi300x"])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_a_collective_costs_the_same_in_a_setup_a_dry_run_and_a_chakra_file(gpu: str, kind: str) -> None:
+    setup, size, ranks = described({"dp": 16}, gpu=gpu), 1 << 26, tuple(range(16))
+    prices, layout = prices_of(setup), RankLayout(setup, framework_named("pytorch"))
+    expected = prices.collective_us(Collective(kind, float(size), layout.dp))
+
+    tensor = TensorInfo((size // 2,), "bf16", (1,), 2)
+    call = RecordedOp(kind, (tensor,), (tensor,), "forward", stream=-1, group=ranks)
+    dry = DryStep(setup, Recording([call], 0, 0, 0, {}, [], {}, {}, 0, world=16), prices)
+    assert dry.collective_us(call) == pytest.approx(expected)
+
+    put_in = size // 16 if kind == "all_gather" else size
+    node = Node(1, kind, NodeType.COMM_COLL, (), (), 0, 0, "", "1",
+                {"comm_type": COLLECTIVES[kind], "comm_size": put_in})  # fmt: skip
+    file = ChakraFile(Path("job.0.et"), 0, {}, [node])
+    graph = GraphPrices([file], setup, prices)
+    graph.__dict__["groups"] = type("Groups", (), {"ranks": lambda *_: ranks, "is_stated": lambda *_: True})()
+    assert graph.priced(file, node).us == pytest.approx(expected)
+
+
+@given(gpus, st.integers(0, 3), st.integers(0, 2), st.integers(0, 3))
+def test_listed_ranks_are_the_group_that_a_layout_makes_of_them(gpu: str, tp: int, cp: int, dp: int) -> None:
+    setup = described({"tp": 1 << tp, "cp": 1 << cp, "dp": 1 << dp}, gpu=gpu)
+    layout = RankLayout(setup, framework_named("pytorch"))
+    for size, stride in ((1 << tp, 1), (1 << cp, 1 << tp), (1 << dp, 1 << tp + cp)):
+        block = size * stride
+        if size > 1 and (layout.domain % block == 0 or block % layout.domain == 0):  # no domain ends inside the group
+            assert group_of_ranks(layout.places.members(0, size, stride), setup.cluster) == layout.group(size, stride)

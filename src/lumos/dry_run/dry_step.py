@@ -27,7 +27,8 @@ from lumos.prediction.approximations import Approximation, approximations
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy
 from lumos.program.memory import Memory, StageMemory, reserve_of, workspaces_of
-from lumos.program.operators import Collective, Group, Operator
+from lumos.program.operators import Collective, Operator
+from lumos.program.rank_layout import group_of_ranks
 from lumos.program.recorded_op import RecordedOp
 from lumos.setup.setup import Setup
 from lumos.step.step import host_speed
@@ -73,11 +74,9 @@ class DryStep:
 
     def collective_us(self, op: RecordedOp) -> float:
         """The time of a collective once all its ranks have arrived."""
-        domain = self.setup.cluster.gpus_per_node
-        inside = sum(rank // domain == self.recording.rank // domain for rank in op.group)
         moved = max(sum(t.bytes for t in op.inputs), sum(t.bytes for t in op.outputs), 8.0)
         kind = _COLLECTIVES.get(op.name, op.name)
-        return self.prices.collective_us(Collective(kind, moved, Group(len(op.group), max(inside, 1))))
+        return self.prices.collective_us(Collective(kind, moved, group_of_ranks(op.group, self.setup.cluster)))
 
     # ------------------------------------------------------------------ time
     @cached_property

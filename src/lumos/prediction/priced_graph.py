@@ -11,7 +11,6 @@ and lists the sizes of its operands: then the shape of a matmul is known exactly
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,7 +26,8 @@ from lumos.prediction.interval import dry_spread
 from lumos.prediction.operator_times import SOURCES, OperatorTime, Work, source_of
 from lumos.prediction.power import limit_note
 from lumos.prediction.prediction import Prediction
-from lumos.program.operators import BYTES, Collective, Group, Operator
+from lumos.program.operators import BYTES, Collective, Operator
+from lumos.program.rank_layout import group_of_ranks
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import PlainSetup
 from lumos.step.step import prices_of
@@ -120,16 +120,12 @@ class GraphPrices:
             )
         kind = _ALIKE.get(name, name)
         whole = size * len(ranks) if kind == "all_gather" else size
-        return Collective(kind, max(whole, 8.0), self._group(ranks))
+        return Collective(kind, max(whole, 8.0), group_of_ranks(ranks, self.setup.cluster))
 
     def _message(self, file: ChakraFile, node: Node, size: float) -> Collective:
         other = node.values.get("comm_dst" if node.type == NodeType.COMM_SEND else "comm_src", file.rank)
         ranks = (file.rank, other if isinstance(other, int) and 0 <= other < 1 << 20 else file.rank)
-        return Collective("p2p", max(size, 8.0), self._group(ranks))
-
-    def _group(self, ranks: Sequence[int]) -> Group:
-        nodes = Counter(rank // self.setup.cluster.gpus_per_node for rank in ranks)
-        return Group(len(ranks), max(nodes.values(), default=1))
+        return Collective("p2p", max(size, 8.0), group_of_ranks(ranks, self.setup.cluster))
 
     @cached_property
     def operators(self) -> list[OperatorTime]:

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from math import ceil, gcd
 
 from lumos.program.operators import Group
 from lumos.program.rank_places import RankPlaces
 from lumos.schedules import Schedule, schedule_named
 from lumos.setup.frameworks import Framework
+from lumos.setup.sections import Cluster
 from lumos.setup.setup import Setup
+
+
+def domain_of(cluster: Cluster) -> int:
+    """Ranks that reach each other without the network between nodes: by NVLink, or over PCIe alone."""
+    gpu = cluster.accelerator
+    joined = gpu.nvlink_domain if gpu.nvlink_domain > 1 else gpu.gpus_per_node
+    return max(1, joined)
+
+
+def units_of(cluster: Cluster) -> tuple[int, ...]:
+    """Ranks in one unit of every tier above the domain, except the last tier, which joins all: a node, a leaf.
+
+    The tiers are those of `lumos.cost.network`. With rails, a leaf switch has one adapter of each node, so that traffic
+    that leaves a node stays below the spine among as many nodes as a leaf has adapters.
+    """
+    gpu = cluster.accelerator
+    node = (gpu.gpus_per_node,) if 1 < gpu.nvlink_domain < gpu.gpus_per_node else ()
+    below = cluster.leaf_gpus * (gpu.gpus_per_node if cluster.rail_aligned else 1)
+    return (*node, below) if below else node
+
+
+def group_of_ranks(ranks: Sequence[int], cluster: Cluster) -> Group:
+    """The group of these ranks; of each tier, the unit with the fewest of them counts.
+
+    >>> from lumos.setup.sections import Cluster
+    >>> group_of_ranks(range(4, 12), Cluster(gpu="h100", gpus=16)).inside
+    4
+    """
+    inside, *above = (min(Counter(rank // unit for rank in ranks).values()) for unit in (
+        domain_of(cluster), *units_of(cluster)))  # fmt: skip
+    steps = {after - before for before, after in pairwise(ranks)}
+    return Group(len(ranks), inside, tuple(above), max(1, steps.pop()) if len(steps) == 1 else 1)
 
 
 class RankLayout:
@@ -27,23 +63,13 @@ class RankLayout:
 
     @cached_property
     def domain(self) -> int:
-        """Ranks that reach each other without the network between nodes."""
-        gpu = self.setup.cluster.accelerator
-        joined = gpu.nvlink_domain if gpu.nvlink_domain > 1 else gpu.gpus_per_node  # by NVLink, or by PCIe alone
-        return max(1, min(joined, self.setup.cluster.gpus))
+        """Ranks of the job that reach each other without the network between nodes."""
+        return min(domain_of(self.setup.cluster), self.setup.cluster.gpus)
 
     @cached_property
     def units(self) -> tuple[int, ...]:
-        """Ranks in one unit of every tier above the domain, but for the last, which joins all: a node, a leaf.
-
-        The same tiers as those of `lumos.cost.network`. With rails, a leaf switch has one adapter of each node, so that
-        what leaves a node stays below the spine among as many nodes as a leaf has adapters.
-        """
-        cluster = self.setup.cluster
-        gpu = cluster.accelerator
-        node = (gpu.gpus_per_node,) if 1 < gpu.nvlink_domain < gpu.gpus_per_node else ()
-        below = cluster.leaf_gpus * (gpu.gpus_per_node if cluster.rail_aligned else 1)
-        return (*node, below) if below else node
+        """Ranks in one unit of every tier above the domain, but for the last, which joins all: a node, a leaf."""
+        return units_of(self.setup.cluster)
 
     def group(self, size: int, stride: int) -> Group:
         """Ranks of one pipeline stage, `stride` apart among them, and how many of them share each tier.
