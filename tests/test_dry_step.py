@@ -44,6 +44,21 @@ def predicted(*ops: RecordedOp, changes: tuple[str, ...] = ("cluster.gpu=h200",)
     return predict_recording(recording(*ops, **more), changes)
 
 
+# Energy
+
+
+def test_collectives_and_updates_of_a_dry_run_draw_power_as_those_of_a_setup_do() -> None:
+    alone, joined = predicted(matmul()), predicted(matmul(), gather())
+    joules = joined.dry.prices.joules
+    assert joined.dry.energy(1.0).work[0] - alone.dry.energy(1.0).work[0] == pytest.approx(
+        joules.collective(joined.dry.collective(gather()), joined.dry.collective_us(gather()))
+    )
+    update = RecordedOp("aten._fused_adamw_.default", (BIG,) * 4, (), "optimizer")
+    updated = predicted(update)
+    (us,) = (price.us for _, price in updated.dry.kernels)
+    assert updated.dry.energy(1.0).work[0] == pytest.approx(joules.update_w * us * 1e-6)
+
+
 # What it ran on
 
 

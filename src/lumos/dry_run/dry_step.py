@@ -74,9 +74,12 @@ class DryStep:
 
     def collective_us(self, op: RecordedOp) -> float:
         """The time of a collective once all its ranks have arrived."""
+        return self.prices.collective_us(self.collective(op))
+
+    def collective(self, op: RecordedOp) -> Collective:
+        """What determines the cost of a recorded collective."""
         moved = max(sum(t.bytes for t in op.inputs), sum(t.bytes for t in op.outputs), 8.0)
-        kind = _COLLECTIVES.get(op.name, op.name)
-        return self.prices.collective_us(Collective(kind, moved, group_of_ranks(op.group, self.setup.cluster)))
+        return Collective(_COLLECTIVES.get(op.name, op.name), moved, group_of_ranks(op.group, self.setup.cluster))
 
     # ------------------------------------------------------------------ time
     @cached_property
@@ -203,12 +206,18 @@ class DryStep:
         return times, [size / _GIB for size in self.recording.allocated]
 
     def energy(self, seconds: float) -> Energy:
+        """As `energy_of` has it for a setup: kernels, what updates take over other kernels, and collectives."""
         gpu, joules = self.setup.cluster.accelerator, self.prices.joules
-        work = sum(
-            joules.operator(price.operator or Operator("stream", (max(1, round(price.bytes)),)), price.us)
-            for _, price in self.kernels
-        )
+        work = sum(self._kernel_joules(op, price) for op, price in self.kernels)
+        calls = (op for op in self.recording.ops if op.group)
+        work += sum(joules.collective(self.collective(op), self.collective_us(op)) for op in calls)
         return Energy(seconds, self.recording.world, gpu.idle_w, joules.most_w, (work,))
+
+    def _kernel_joules(self, op: RecordedOp, price: Price) -> float:
+        joules, operator = self.prices.joules, price.operator
+        if op.phase == "optimizer" and (operator is None or not operator.is_matrix):
+            return joules.update_w * price.us * 1e-6
+        return joules.operator(operator or Operator("stream", (max(1, round(price.bytes)),)), price.us)
 
 
 class _Timeline:
