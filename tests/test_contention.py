@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from commands import lumos_here
 from graphs import graphs
-from lumos.analysis.overlapped_kernels import chip_of
+from lumos.analysis.overlapped_kernels import chip_of, sides
 from lumos.cost.contention import Beside, channels_of, kernel_of, slowdown, usual_slowdown
 from lumos.cost.prices import timeline
+from lumos.graph.from_trace.build import build
 from lumos.graph.graph import Edges, Graph, make_graph
 from lumos.graph.overlap import Side, alone, contended, overlapped
 from lumos.graph.simulate import Times
@@ -27,6 +28,7 @@ from lumos.program.operators import Collective, Group, Operator
 from lumos.setup import Setup, preset_named
 from lumos.setup.gpus import gpu_named
 from lumos.step.step import prices_of, simulate_step
+from lumos.trace.read.job import read_job
 from plain_network import plain_network
 from support import call, collective, kernel, note, op, write_trace
 
@@ -265,6 +267,23 @@ def test_a_traced_matmul_gets_faster_where_a_change_takes_communication_away(tmp
         for scale in ("comm=1", "comm=0")
     )
     assert same - without == pytest.approx(0.3, abs=0.1), "a millisecond beside NCCL is about 0.7 alone"
+
+
+def test_messages_between_stages_hold_fewer_multiprocessors_than_a_reduction(tmp_path: Path) -> None:
+    def slowdowns(kind: str) -> float:
+        """Time of the matmul beside the kernel of this collective, over its time without any."""
+        events = [
+            note("ProfilerStep#0", 0, 3000), call("cudaLaunchKernel", 10, 5, 1),
+            kernel("nvjet_tst_128x128_64x4_1x2_h_bz_TNT", 100, 1000, 1),
+            call("cudaLaunchKernel", 30, 5, 2), kernel(f"ncclDevKernel_{kind}", 100, 1000, 2, 9, collective(kind)),
+            call("cudaDeviceSynchronize", 40, 1100, 3),
+        ]  # fmt: skip
+        execution = build(read_job(write_trace(tmp_path / f"{kind}.json", events)))
+        pair = sides(execution, execution.graph)
+        assert pair is not None
+        return float(1 / pair[0].speed[0])
+
+    assert slowdowns("send") == slowdowns("recv") == slowdowns("send_recv") < slowdowns("allreduce")
 
 
 def test_a_trace_whose_gpu_is_called_like_a_file_reads_no_file(tmp_path: Path) -> None:

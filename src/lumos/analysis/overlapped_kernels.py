@@ -15,6 +15,7 @@ import numpy as np
 from lumos.cost.contention import channels_of, usual_slowdown
 from lumos.data_files import read_table
 from lumos.graph.from_trace.build import Execution
+from lumos.graph.from_trace.rendezvous import POINT_TO_POINT
 from lumos.graph.graph import Floats, Graph
 from lumos.graph.overlap import Side
 from lumos.program.operators import Group
@@ -68,7 +69,7 @@ def _usual_blocks(execution: Execution, transfers: np.ndarray) -> float:
     blocks = []
     for index in trace.message[rows].tolist():
         size = max(2, trace.messages[index].group_size) if index >= 0 else 2
-        kind = "p2p" if index >= 0 and trace.messages[index].collective == "send_recv" else "all_reduce"
+        kind = "p2p" if index >= 0 and trace.messages[index].collective in POINT_TO_POINT else "all_reduce"
         blocks.append(channels_of(kind, Group(size, min(size, node))))
     length = np.maximum((execution.nodes.end - execution.nodes.start)[transfers], 1)
     return float(np.average(blocks, weights=length))
