@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lumos.analysis.ablation import unfrozen
+from lumos.analysis.collectives import message_bytes
 from lumos.analysis.replay import replay
 from lumos.graph.from_trace.build import Execution, build
 from lumos.graph.from_trace.rules.event import _Thread
@@ -18,7 +19,7 @@ from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
 from lumos.trace.read.job import read_job
-from lumos.trace.trace import Trace
+from lumos.trace.trace import Message, Trace
 from support import (
     Event,
     call,
@@ -295,6 +296,14 @@ def _meeting(arrival: float, end: float) -> list[Event]:
         call("cudaLaunchKernel", 20, 5, 2),
         kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", arrival, end - arrival, 2, 20, told),
     ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [("BFloat16", 2), ("bf16", 2), ("fp16", 2), ("fp32", 4), ("Float8_e4m3fn", 1), ("Long", 8), ("?", -1)],
+)
+def test_a_message_has_the_size_of_its_elements_however_their_type_is_spelt(dtype: str, size: int) -> None:
+    assert message_bytes(Message("all_reduce", dtype, 10, 10)) == (10 * size if size > 0 else -1)
 
 
 def test_a_collective_is_waiting_and_transfer(tmp_path: Path) -> None:

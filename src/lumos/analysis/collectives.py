@@ -11,9 +11,10 @@ import numpy as np
 from lumos.graph.from_trace.rendezvous import Rendezvous
 from lumos.trace.trace import Message, Trace
 
-_BYTES = {
-    "double": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4, "int32": 4, "half": 2, "float16": 2,
-    "bfloat16": 2, "short": 2, "byte": 1, "char": 1, "bool": 1, "uint8": 1, "int8": 1,
+_BYTES = {  # names of c10, of numpy, and of setups and dry runs
+    "double": 8, "float64": 8, "fp64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "fp32": 4, "tf32": 4,
+    "int": 4, "int32": 4, "half": 2, "float16": 2, "fp16": 2, "bfloat16": 2, "bf16": 2, "short": 2, "int16": 2,
+    "byte": 1, "char": 1, "bool": 1, "uint8": 1, "int8": 1, "fp8": 1,
 }  # fmt: skip
 
 
