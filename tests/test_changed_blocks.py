@@ -319,6 +319,14 @@ def test_ranks_that_share_the_state_update_a_part_of_it(ranks: int) -> None:
     assert update_us(setup(**more), setup(**shared)) == pytest.approx(fixed + (1000 - fixed) / 2)
 
 
+def test_ranks_of_a_divided_copy_share_the_state_among_themselves() -> None:
+    hybrid = {"parallel.zero": 3, "parallel.dp": 8, "parallel.shard": 4}
+    fixed = 4 * TABLE["update"]["kernel_us"]
+    assert update_us(setup(**hybrid)) == pytest.approx(fixed + (1000 - fixed) / 4 * TABLE["update"]["sharded"])
+    shape = Sizes(setup(**{"parallel.zero": 3, "parallel.dp": 8}), setup(**hybrid)).weight((F // 8, H), sharded=True)
+    assert shape == (F // 4, H)
+
+
 def test_replicas_update_all_of_it() -> None:
     assert update_us(setup(**{"parallel.dp": 4, "parallel.zero": 0})) == pytest.approx(1000)
 

@@ -141,6 +141,11 @@ class Described:
         self.setup, self.prices, self.program = setup, prices, Program(setup)
         self._known: dict[str, tuple[Times, float]] = {}
 
+    @property
+    def shards(self) -> int:
+        """Ranks that divide what the optimizer updates."""
+        return self.program.layout.shards
+
     def times(self, name: str) -> tuple[Times, float]:
         """(microseconds by work, launches) of a block."""
         if name not in self._known:
@@ -363,7 +368,7 @@ class ChangedBlocks:
             return self._described_growth("optimizer", Work.STREAM)
         kinds = _TABLE["update"]
         kind = kinds[self._update_kind(self.target)] / kinds[self._update_kind(before)]
-        return float(new / old * kind * self._memory_growth * _update_shards(before) / _update_shards(self.target))
+        return float(new / old * kind * self._memory_growth * self.was.shards / self.now.shards)
 
     def _update_kind(self, setup: Setup) -> str:
         """One fused kernel after another over whole tensors or over FSDP's shards; DTensors one by one."""
@@ -377,7 +382,7 @@ class ChangedBlocks:
     @cached_property
     def _peers(self) -> float:
         """Other ranks that share the weights, over those of the traced run."""
-        before, after = (max(1, _update_shards(setup) - 1) for setup in (self.calibration.traced, self.target))
+        before, after = (max(1, described.shards - 1) for described in (self.was, self.now))
         return after / before
 
     def _sharding_op(self, name: str, op: CutOp) -> RecordedOp:
@@ -385,7 +390,7 @@ class ChangedBlocks:
         inside, outside = self._unit_growth
         growth = inside if name.startswith(_LAYERS) else outside
         if op.per_peer or ("copy" in op.op.name and "split" not in op.op.name):
-            growth *= _update_shards(self.calibration.traced) / _update_shards(self.target)
+            growth *= self.was.shards / self.now.shards
 
         def grown(tensors: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
             return tuple(t._replace(shape=(*t.shape[:-1], max(1, round(t.shape[-1] * growth)))) if t.shape else t
@@ -463,11 +468,6 @@ class ChangedBlocks:
     def _is_dtensor(setup: Setup) -> bool:
         framework = framework_named(setup.train.framework, setup.train.precision)
         return setup.parallel.tp > 1 and framework.dtensor_updates > 0
-
-
-def _update_shards(setup: Setup) -> int:
-    """Ranks that divide what the optimizer updates."""
-    return setup.parallel.dp * setup.parallel.cp if setup.parallel.zero else 1
 
 
 def drawn(op: CutOp, was: float, now: float, usual: tuple[float, float], far: float) -> float:

@@ -272,14 +272,18 @@ class Sizes:
 
 
 def _shards(setup: Setup) -> int:
-    """Into how many parts the optimizer's state is divided."""
-    return setup.parallel.dp * setup.parallel.cp if setup.parallel.zero >= 3 else 1
+    """Into how many parts the weights are divided."""
+    return _layout(setup).shards if setup.parallel.zero >= 3 else 1
+
+
+def _layout(setup: Setup) -> RankLayout:
+    return RankLayout(setup, framework_named(setup.train.framework, setup.train.precision))
 
 
 def _values(setup: Setup) -> Values:
     """Every size that a dimension may have, by name; 0 where a model has none. Of equal ones, the first counts."""
     model, tp = setup.model, setup.parallel.tp
-    layout = RankLayout(setup, framework_named(setup.train.framework, setup.train.precision))
+    layout = _layout(setup)
     batch, seq = layout.sequences, layout.seq
     dim, heads, kv = model.head_dim, model.heads, model.kv_heads
     rows = batch * seq

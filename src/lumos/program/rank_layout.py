@@ -188,6 +188,11 @@ class RankLayout:
     def experts_sharing(self) -> tuple[Group, Group]:
         return self._divided(self.expert_dp.size, self.parallel.ep * self.expert_tp)
 
+    @cached_property
+    def shards(self) -> int:
+        """Ranks that divide what the optimizer updates."""
+        return self.sharing[0].size if self.parallel.zero else 1
+
     def _divided(self, size: int, stride: int) -> tuple[Group, Group]:
         """The same for `size` ranks of the replicas, each of which is several where contexts or experts are divided."""
         chosen = self.parallel.shard if self.parallel.zero else 0
