@@ -19,6 +19,8 @@ from lumos.errors import OptionError
 from lumos.graph.graph import Floats
 from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
+from lumos.risk import drawn_steps
+from lumos.risk.drawn_loops import drawn_spans
 from lumos.risk.drawn_steps import drawn_ms, typical_ms
 from lumos.risk.lanes import Lanes, lanes_of
 from lumos.risk.monte_carlo import slowed, step_risk
@@ -444,3 +446,23 @@ def test_another_configuration_of_a_traced_run_has_a_risk_and_slow_ranks_too() -
     assert answer["risk"]["step_ms"]["typical"] == pytest.approx(answer["step_ms"])
     assert plain["step_ms"] < answer["risk"]["step_ms"]["p50"] < answer["risk"]["step_ms"]["p90"]
     assert answer["risk"]["slow"] == answer["slow"]
+
+# ---------------------------------------------------------------------- independence
+def test_what_is_drawn_for_the_gpu_of_a_pass_says_nothing_of_its_host() -> None:
+    """Half of a pass is of the GPU and half of the host: variances of independent factors add up."""
+    columns = 20_000
+    pass_ = drawn_steps._table(
+        drawn_steps._TASK, is_first=np.array([True]), gap=np.zeros(1), length=np.ones(1), stage=np.zeros(1, int),
+        gpu=np.full(1, 0.5), host=np.full(1, 0.5), within=np.zeros(1), fresh=np.array([True]), meets=np.ones(1, int),
+        micro=np.full(1, -1),
+    )  # fmt: skip
+    factors = np.linspace(0.5, 1.5, 4096)
+    tables = np.array([factors, np.ones(4096), factors])  # of passes, collectives and hosts
+    drawn, chosen = np.ones((6, 1, columns)), np.full((2, 1, columns), -1)
+    chosen[0], drawn[5] = 0, 0.0
+    states = np.random.default_rng(0).integers(0, 1 << 63, (2, columns), np.uint64)
+    spans = drawn_spans(
+        np.zeros(1, int), pass_, np.zeros(2, int), np.zeros(0, drawn_steps._EDGE), drawn, chosen, np.ones((0, columns)),
+        tables, 1.0, states[0], states[1], states[0].copy(), 1, 1,
+    )  # fmt: skip
+    assert np.var(spans) == pytest.approx(np.var(factors) / 2, rel=0.03)

@@ -87,6 +87,7 @@ def slowest_paces(
 PACE, HOST, INSIDE, BEFORE, NEXT, PAUSE = range(6)
 ROW, PAUSED = range(2)
 _BITS = np.uint64(52)  # the upper twelve choose an entry of a table
+_OTHER_BITS, _ENTRIES = np.uint64(40), np.uint64(4095)  # and the twelve below them one that is independent of it
 
 
 @compiled_into
@@ -154,7 +155,7 @@ def _work(node: int, task: Any, drawn: Array, chosen: Array, work: Array, tables
             if chosen[PAUSED, stage, w] == node:
                 time[w] += drawn[PAUSE, stage, w]
         if host > 0.0:
-            factor += host * (drawn[HOST, stage, w] * tables[hosts, states[w] >> _BITS] - 1.0)
+            factor += host * (drawn[HOST, stage, w] * tables[hosts, (states[w] >> _OTHER_BITS) & _ENTRIES] - 1.0)
         if within > 0.0:
             factor += within * (inner * drawn[INSIDE, stage, w] - 1.0)
         end[node, w] = time[w] + length * factor
