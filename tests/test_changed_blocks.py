@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lumos.analysis.kernel_labels import Work
+from lumos.analysis.replay import Replay
 from lumos.change.calibration import (
     MODES,
     BlockingPrices,
@@ -23,7 +24,7 @@ from lumos.change.calibration import (
     modelled_times,
     work_of,
 )
-from lumos.change.change import calibrated_prices, calibrated_step, exposed_us, loaded_step
+from lumos.change.change import CalibratedRun, calibrated_prices, calibrated_step, exposed_us, loaded_step
 from lumos.change.cut import CutBlock, CutOp
 from lumos.change.sizes import Sizes
 from lumos.cost.aten_prices import AtenPrices
@@ -445,3 +446,11 @@ def test_a_gpu_that_waits_for_the_host_in_the_layers_does_not_catch_up_in_the_he
     assert held_up == pytest.approx(4 * (1000 - MATMUL.us), rel=0.05)
     quick = parts | {"forward": CutBlock((MATMUL,), 10.0)}
     assert exposed_us(calibrated_step(setup(), Calibration(setup(), quick))) == pytest.approx(0, abs=30)
+
+
+@pytest.mark.parametrize(("order", "stages"), [("tp-cp-dp-pp", [0, 0, 1, 1]), ("tp-cp-pp-dp", [0, 1, 0, 1])])
+def test_the_stage_of_a_traced_rank_follows_the_order_of_the_parallelisms(order: str, stages: list[int]) -> None:
+    job = setup(**{"parallel.pp": 2, "parallel.dp": 2, "parallel.order": order, "cluster.gpus": 4,
+                   "train.microbatches": 2})  # fmt: skip
+    run = CalibratedRun(cast(Replay, None), job)
+    assert [run._stage_of(rank) for rank in range(4)] == stages

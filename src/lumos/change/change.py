@@ -192,8 +192,7 @@ class CalibratedRun:
         return found
 
     def _stage_of(self, rank: int) -> int:
-        per_stage = max(1, self.setup.cluster.gpus // self.setup.parallel.pp)
-        return min(rank // per_stage, self.setup.parallel.pp - 1)
+        return self.plain.assembly.layout.places.of(rank)[1]
 
     @cached_property
     def blocks(self) -> dict[str, CutBlock]:
