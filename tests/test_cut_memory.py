@@ -83,27 +83,32 @@ def matmul_backward(trace: Recording, call: tuple[int, int, int, int]) -> None:
     trace.accumulate(columns, inner)
 
 
-def model(layers: int = LAYERS, recomputes: bool = False) -> Recording:
-    """Blocks of a matmul, attention, a matmul, and an MLP of two matmuls around a SiLU; an embedding and a head."""
+def model(layers: int = LAYERS, recomputes: bool = False, wide: int = -1) -> Recording:
+    """Blocks of a matmul, attention, a matmul, and an MLP of two matmuls around a SiLU; an embedding and a head.
+
+    The MLP of one block may be twice as `wide`.
+    """
     trace, done = Recording(), []
     embedding = trace.call("embedding", [V, H], [T])
-    for _ in range(layers):
+    for number in range(layers):
+        ffn = 2 * F if number == wide else F
         query = matmul(trace, T, H, H)
         heads = [1, HEADS, T, DIM]
         attention = trace.call("_scaled_dot_product_flash_attention", heads, heads, heads)
         output = matmul(trace, T, H, H)
-        inward = matmul(trace, T, H, F)
-        silu = trace.call("silu", [T, F])
-        done.append((query, attention, output, inward, silu, matmul(trace, T, F, H)))
+        inward = matmul(trace, T, H, ffn)
+        silu = trace.call("silu", [T, ffn])
+        done.append((query, attention, output, inward, silu, matmul(trace, T, ffn, H)))
     head = matmul(trace, T, H, V)
     loss = trace.call("_log_softmax", [T, V])
     trace.node("LogSoftmaxBackward0", loss, ("_log_softmax_backward_data", [T, V], [T, V]))
     matmul_backward(trace, head)
     for query, attention, output, inward, silu, outward in reversed(done):
-        again = [("mm", [T, H], [H, F]), ("silu", [T, F])] if recomputes else []
+        ffn = outward[2]
+        again = [("mm", [T, H], [H, ffn]), ("silu", [T, ffn])] if recomputes else []
         trace.node("Recomputing", -1, *again, recomputes=recomputes)
         matmul_backward(trace, outward)
-        trace.node("SiluBackward0", silu, ("silu_backward", [T, F], [T, F]))
+        trace.node("SiluBackward0", silu, ("silu_backward", [T, ffn], [T, ffn]))
         matmul_backward(trace, inward)
         matmul_backward(trace, output)
         inputs = [[1, HEADS, T, DIM]] * 5
@@ -126,6 +131,9 @@ def setup(**changes: Any) -> Setup:
         section, _, name = key.partition("_")
         keys[section][name] = value
     return Setup(**keys)
+
+
+ENDS = {"interleaved": (1, 1), "zero-bubble-v": (2, 0)}  # embedding and head of each of two stages
 
 
 def kept(tape: Tape | None, segment: int) -> float:
@@ -277,6 +285,31 @@ def test_stages_of_a_pipeline_hold_their_own_blocks(tmp_path: Path) -> None:
     assert memory is not None
     blocks = LAYERS // 2 * (2 * H * H + 2 * H * F)
     assert [stage.weights for stage in memory.stages] == [E * (blocks + V * H)] * 2
+
+
+@pytest.mark.parametrize(("schedule", "wide"), [("interleaved", 2), ("zero-bubble-v", 3)])
+def test_a_stage_of_several_chunks_holds_the_blocks_of_each(tmp_path: Path, schedule: str, wide: int) -> None:
+    """The wider one of four blocks is on the first of two stages, although it is in the second half of the model."""
+    target = setup(parallel_pp=2, parallel_vpp=2, parallel_schedule=schedule, train_microbatches=4)
+    memory = cut_memory(model(wide=wide).ops(tmp_path), setup(), target)
+    assert memory is not None
+    first, second = (stage.weights - E * V * H * ends
+                     for stage, ends in zip(memory.stages, ENDS[schedule], strict=True))  # fmt: skip
+    assert first - second == E * 2 * H * F
+
+
+def test_muon_keeps_one_moment_of_matrices_and_two_of_the_rest(tmp_path: Path) -> None:
+    memory = cut_memory(model().ops(tmp_path), muon := setup(train_optimizer="muon"), muon)
+    assert memory is not None
+    matrices = LAYERS * (2 * H * H + 2 * H * F)
+    assert memory.at_peak.optimizer == pytest.approx(E * (matrices + 2 * 2 * V * H), rel=0.01)
+
+
+def test_frameworks_with_fp32_copies_of_weights_keep_them_in_predictions_from_a_trace(tmp_path: Path) -> None:
+    memory = cut_memory(model().ops(tmp_path), mixed := setup(train_framework="megatron"), mixed)
+    assert memory is not None
+    parameters = 2 * V * H + LAYERS * (2 * H * H + 2 * H * F)
+    assert memory.at_peak.optimizer == (4 + 2 * 4) * parameters
 
 
 def test_what_the_profiler_recorded_makes_the_traced_run_exact(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -302,9 +303,11 @@ class _Stage:
         self.parts, self.setup, self.framework = parts, program.setup, program.framework
         self.sharding, self.counts = program.sharding, program.in_flight(index)
         self.chunks = chunks = program.chunks[index]
-        count = sum(chunk.layers for chunk in chunks)
-        start = sum(chunk.layers for row in program.chunks[:index] for chunk in row)
-        blocks = parts.blocks[start : start + count] or parts.blocks[:count]
+        starts = list(accumulate(program.layers, initial=0))
+        placement = program.schedule.placement(self.setup.parallel.pp, self.setup.parallel.vpp)[index]
+        firsts = [(starts[virtual], chunk.layers) for virtual, chunk in zip(placement, chunks, strict=True)]
+        blocks = [block for start, count in firsts
+                  for block in parts.blocks[start : start + count] or parts.blocks[:count]]  # fmt: skip
         first = [parts.first] if any(chunk.first for chunk in chunks) else []
         last = [parts.last] if any(chunk.last for chunk in chunks) else []
         self.order, self.root = [*first, *blocks, *last], [*first, *last]
@@ -329,8 +332,11 @@ class _Stage:
 
     @property
     def state(self) -> float:
-        values = {"adamw": 2, "adam": 2, "sgd": 1}.get(self.setup.train.optimizer, 0)
-        return self.parts.state_element * values * self.trained / self.sharding.shards
+        each, moments = self.sharding.state_bytes, self.sharding.moments
+        moment = self.sharding.moment if each.master_weights else self.parts.state_element
+        more = self.setup.train.optimizer == "muon"  # embedding and head are left to Adam, with a moment more
+        kept = (each.master_weights + moment * moments) * self.trained
+        return (kept + more * moment * sum(segment.trained for segment in self.root)) / self.sharding.shards
 
     @property
     def always(self) -> float:

@@ -201,7 +201,7 @@ class Sharding:
         self.zero, self.frozen = layout.zero, train.mode == "lora"
         self.shards = layout.sharing[0].size if self.zero else 1
         self.expert_shards = layout.experts_sharing[0].size if self.zero else 1
-        values = _OPTIMIZER_VALUES[train.optimizer]
+        self.moments = values = _OPTIMIZER_VALUES[train.optimizer]
         precision = framework.state_precision if e < 4 else "training"
         self.low = e  # bytes of a weight as the matmuls read it
         self.weights = self.gradients = 4.0 if precision == "fp32" else e
@@ -228,7 +228,7 @@ class Sharding:
 
     @property
     def state_bytes(self) -> StateBytes:
-        moments = self.moment * _OPTIMIZER_VALUES[self.layout.train.optimizer]
+        moments = self.moment * self.moments
         return StateBytes(self.layer_weights, self.gradients, self.optimizer - moments, moments)
 
     @property
