@@ -11,6 +11,7 @@ from lumos.analysis.kernel_labels import Work, label
 from lumos.analysis.replay import replay
 from lumos.change.measured_ops import MeasuredOp, measured_ops, recorded
 from lumos.change.traced_ops import OpType, TracedOp, _Args, read_ops
+from lumos.errors import InputError
 from lumos.trace.read.job import read_job
 from support import Event, call, header, kernel, memset, note, op, write_trace
 
@@ -306,3 +307,15 @@ def test_odd_arguments_do_not_stop_the_reading(tmp_path: Path, name: str, args: 
     trace.scope(name, start, **args)
     (only,) = trace.measured(tmp_path)
     assert only.us == pytest.approx(10)
+
+
+def test_a_trace_that_went_away_or_was_damaged_meanwhile_is_an_error_and_has_no_operators_of_its_own(
+    tmp_path: Path,
+) -> None:
+    gone, damaged, other = tmp_path / "gone.json", tmp_path / "damaged.json.gz", tmp_path / "table.csv"
+    damaged.write_bytes(b"\x1f\x8b not gzip")
+    other.write_text("stage,rank")
+    for path in (gone, damaged):
+        with pytest.raises(InputError, match=path.name):
+            read_ops(path, 0, "ProfilerStep#1")
+    assert read_ops(other, 0, "ProfilerStep#1").ops == ()

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from functools import cached_property
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lumos.data_files import read_table
-from lumos.errors import LumosError
 from lumos.program.recorded_op import TensorInfo
 from lumos.trace.names import CATEGORIES, Category, collective_name
+from lumos.trace.read.formats import Form, form_of, head_of
 from lumos.trace.read.json_slices import Slices
 from lumos.trace.read.kineto import rank_list
 
@@ -167,22 +168,18 @@ class RankOps:
 
 
 def read_ops(path: Path, rank: int, step: str, modules: bool = False) -> RankOps:
-    """The operators of a file in the step of that name; none where the file is no Kineto trace.
+    """The operators of a file in the step of that name; none if the file is not a Kineto trace.
 
     With `modules`, the scopes of `nn.Module`s are among them, where Python functions were recorded (with_stack).
     """
     by_thread: dict[str, list[TracedOp]] = defaultdict(list)
     known: dict[str, OpType] = {}
     held: list[tuple[float, float]] = []
-    try:
-        for events in Slices(path, _Event):
-            for event in events:
-                op = _read(event, known, modules)
-                held += _held(event)
-                if op is not None:
-                    by_thread[str(event.tid)].append(op)
-    except LumosError:
-        by_thread.clear()
+    for event in chain.from_iterable(Slices(path, _Event)) if form_of(path, head_of(path)) == Form.KINETO else ():
+        op = _read(event, known, modules)
+        held += _held(event)
+        if op is not None:
+            by_thread[str(event.tid)].append(op)
     every = sorted((op for ops in by_thread.values() for op in _nested(ops)), key=lambda op: op.start)
     first = next((op.start for op in every if not op.name.startswith(MODULE)), 0.0)
     mark = next((op for op in every if op.type == OpType.STEP and op.name == step), None)
