@@ -394,6 +394,31 @@ def test_the_operators_of_a_block_add_up_to_what_it_takes() -> None:
     assert prices.block(("forward", False), layer.forward).us == pytest.approx(prices.changed.time("forward")[0])
 
 
+@pytest.mark.parametrize("changes", [{}, {"parallel.dp": 8, "parallel.zero": 3}, {"train.micro_batch": 4}])
+def test_a_recomputed_block_takes_what_was_cut_out_of_the_trace_for_it(changes: dict[str, Any]) -> None:
+    """Recomputation ends before the last matmul in the trace and in the description: it is left out once."""
+    target = setup(**changes | {"train.recompute": "full"})
+    known = Calibration(setup(), blocks(MATMUL, SILU), WEIGHTS)
+    prices = calibrated_prices(ChangedBlocks(known, target, known.load))
+    assert isinstance(prices, CalibratedPrices)
+    assert prices.changed is not None
+    recomputed = TransformerLayer(Program(target).layout).recomputed
+    us, host_us = prices.changed.time("recompute")
+    found = prices.block(("recompute", False), recomputed)
+    assert (found.compute_us, found.host_us) == pytest.approx((us, host_us))
+
+
+def test_bookkeeping_of_checkpoints_is_as_slow_as_the_launches_of_the_traced_host() -> None:
+    target = setup(**{"train.recompute": "full"})
+    layers = TransformerLayer(Program(setup()).layout), TransformerLayer(Program(target).layout)
+    parts = layers[0].forward(), layers[1].recomputed()
+    forward, again = (modelled_times(block, prices_of(setup()))[1] for block in parts)
+    for host in (100.0, 900.0):
+        slow = ChangedBlocks(Calibration(setup(), blocks(MATMUL, host=host)), target, 0.0)
+        assert slow.time("recompute")[1] == pytest.approx(host * again / forward)
+        assert slow.time("forward")[1] == pytest.approx(host)
+
+
 def test_a_block_of_the_host_takes_what_the_trace_says_and_on_a_cpu_it_is_computing_time() -> None:
     ops = [BlockOp(Operator("add", (2048, 4096)), launches=3), BlockOp(Operator("gemm_tn", (2048, 4096, 4096)))]
     known = Calibration(setup(), blocks(MATMUL, SILU))

@@ -154,8 +154,11 @@ class Described:
 
     def _build(self, name: str) -> Block:
         layout = self.program.layout
-        if name.startswith((*_LAYERS, "recompute")):
-            layer = TransformerLayer(layout, bool(self.setup.model.experts) and not name.endswith("dense"))
+        sparse = bool(self.setup.model.experts) and not name.endswith("dense")
+        if name.startswith("recompute"):
+            return TransformerLayer(layout, sparse, "full").recomputed()
+        if name.startswith(_LAYERS):
+            layer = TransformerLayer(layout, sparse)
             return layer.backward() if name.startswith("backward") else layer.forward()
         if name == "optimizer":
             return self.program.optimizer(0).build()
@@ -434,9 +437,13 @@ class ChangedBlocks:
     def _host_us(self, name: str, block: CutBlock) -> float:
         """The host's time: as measured, with what the description and DTensors add or take away.
 
-        The optimizer's grows with the tensors it updates.
+        The optimizer's grows with the tensors it updates, that of recomputation with what it does besides.
         """
-        before, after = self.was.times(name)[1], self.now.times(name)[1]
+        # A layer that the traced run does not recompute takes this host as long as its forward pass, with bookkeeping
+        # at the cost of its own launches; what DTensors add to those is counted among them.
+        recomputes = self.calibration.traced.train.recompute == "full"
+        same_as = name if recomputes else name.replace("recompute", "forward")
+        before, after = self.was.times(same_as)[1], self.now.times(name)[1]
         measured = block.host_us
         if not before:
             return self.calibration.host * measured
@@ -445,9 +452,8 @@ class ChangedBlocks:
             for launches, described in ((before, self.was), (after, self.now))
         )
         same = self._is_dtensor(self.target) == self._is_dtensor(self.calibration.traced)
-        own = measured * after / before if name == "optimizer" and same else (
-            measured + (after - before) * self.now.prices.host_us
-        )  # fmt: skip
+        in_proportion = same and (name == "optimizer" or same_as != name)
+        own = measured * after / before if in_proportion else measured + (after - before) * self.now.prices.host_us
         return self.calibration.host * max(own, _LEAST_HOST * measured)
 
     def _dtensor_launches(self, name: str, described: Described) -> float:

@@ -218,7 +218,7 @@ class CalibratedRun:
         launches = {name: modelled_times(block, self.plain.prices)[1] for name, block in parts.items()}
         each = (blocks["forward"].host_us + blocks["backward"].host_us) / max(sum(launches.values()), 1.0)
         shared = {name: replace(blocks[name], host_us=each * launches[name]) for name in ("forward", "backward")}
-        return blocks | shared | {"recompute": replace(blocks["recompute"], host_us=each * launches["forward"])}
+        return blocks | shared | {"recompute": replace(blocks["recompute"], host_us=each * launches["recompute"])}
 
     @cached_property
     def weights(self) -> Weights:
