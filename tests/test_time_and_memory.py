@@ -500,6 +500,15 @@ def test_a_host_that_decides_is_simulated_and_what_it_costs_is_said() -> None:
     assert free.host_share == free.host_cost == 0
 
 
+def test_the_share_of_the_host_is_that_of_a_step_whose_backward_pass_alone_waits_for_it() -> None:
+    step = simulate_step(setup_of("llama3-8b", {"seq": 4096, "framework": "pytorch"}, dp=1))
+    (row,) = step.chunks
+    waits = row[0].backward._replace(host_us=2 * row[0].backward.us)
+    slow = dataclasses.replace(step, chunks=((row[0]._replace(backward=waits),),))
+    assert row[0].forward.host_us < row[0].forward.us
+    assert slow.host_share > 0.5
+
+
 def test_a_host_decides_where_the_gpu_would_be_hardly_faster_without_it() -> None:
     """Both GPUs wait for the same host, which the slower one would almost keep up with; a third one is slower still."""
     setup = setup_of("llama2-13b", {"framework": "megatron", "microbatches": 8}, tp=8, dp=1, zero=1)

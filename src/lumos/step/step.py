@@ -152,13 +152,13 @@ class Step:
 
     @cached_property
     def host_share(self) -> float:
-        """The host's time over the GPU's, in the blocks of the busiest stage."""
-        shares = [
-            sum(b.host_us for c in row for b in c.blocks)
-            / max(1e-9, sum(max(b.us, b.host_us) for c in row for b in c.blocks))
-            for row in self.chunks
-        ]
-        return max(shares) if any(c.forward.host_us > c.forward.us for row in self.chunks for c in row) else 0.0
+        """The host's time over that of host and GPU together, in the passes of the stage where it is largest."""
+        passes = [[pass_ for chunk in row for pass_ in chunk.blocks] for row in self.chunks]
+        if not any(one.host_us > one.us for row in passes for one in row):
+            return 0.0
+        return max(
+            sum(one.host_us for one in row) / max(1e-9, sum(max(one.us, one.host_us) for one in row)) for row in passes
+        )
 
     @cached_property
     def host_cost(self) -> float:
