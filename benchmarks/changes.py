@@ -104,12 +104,13 @@ Written by `make accuracy`. A run is predicted from the trace of another configu
 
 Published for such predictions: 4.2 % mean, 8.4 % worst, for changes of data and pipeline parallelism alone.
 """
-BLIND_LINE = """- **[Blind](#blind)**: recorded with the development set, kept apart, and predicted once.
+BLIND_LINE = """- **[Blind](#blind)**: recorded with the development set, kept apart from development.
 """
 BLIND_HEAD = """## Blind
 
 Recorded like the development set (`calibration/changes_h200.py`), with other models, sizes and changes; kept apart, and
-predicted once, on {date}, when everything else was finished.
+first predicted on 2026-11-16, when everything else was finished, and again on {date} with the code of that day. Nothing
+was fitted to them in between.
 """
 SUMMARY_HEAD = (
     "| | set | predictions | mean | worst | GPU-bound | mean | worst | host-bound | mean | inside its 80 % interval | "
