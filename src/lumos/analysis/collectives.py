@@ -9,13 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lumos.graph.from_trace.rendezvous import Rendezvous
+from lumos.trace.names import dtype_called
 from lumos.trace.trace import Message, Trace
-
-_BYTES = {  # names of c10, of numpy, and of setups and dry runs
-    "double": 8, "float64": 8, "fp64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "fp32": 4, "tf32": 4,
-    "int": 4, "int32": 4, "half": 2, "float16": 2, "fp16": 2, "bfloat16": 2, "bf16": 2, "short": 2, "int16": 2,
-    "byte": 1, "char": 1, "bool": 1, "uint8": 1, "int8": 1, "fp8": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,9 +56,8 @@ def message_bytes(message: Message | None) -> int:
     """The payload: the larger of what goes in and what comes out; -1 where it is not recorded."""
     if message is None:
         return -1
-    width = 1 if "float8" in message.dtype.lower() else _BYTES.get(message.dtype.lower(), 0)
-    elements = max(message.in_elements, message.out_elements)
-    return width * elements if width and elements > 0 else -1
+    dtype, elements = dtype_called(message.dtype), max(message.in_elements, message.out_elements)
+    return dtype.size * elements if dtype is not None and elements > 0 else -1
 
 
 def bus_factor(collective: str, ranks: int) -> float:

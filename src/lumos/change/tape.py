@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from lumos.change.traced_ops import OpType, RankOps, TracedOp
 from lumos.program.recorded_op import TensorInfo
+from lumos.trace.names import dtype_of_code
 
 Shape = tuple[int, ...]
 Key = tuple[int, int]  # elements that differ in memory, and bytes of one
@@ -66,10 +67,6 @@ _OF_ACTIVATIONS = frozenset(("add", "mul", "sub", "div", "clone", "_to_copy", "c
 _INDEXED = frozenset(("embedding", "index_select"))
 _NORMS = {"native_layer_norm": 2, "_fused_rms_norm": 1, "native_group_norm": 2}
 _ATTENTION = re.compile(r"attention(_forward|_backward)?$|^(?>.*?flash_attn).*(fwd|bwd|forward|backward)")
-_DTYPES = {
-    "0": ("uint8", 1), "3": ("int32", 4), "4": ("int64", 8), "5": ("fp16", 2), "6": ("fp32", 4), "7": ("fp64", 8),
-    "11": ("bool", 1), "15": ("bf16", 2), "23": ("fp8", 1), "24": ("fp8", 1),
-}  # fmt: skip
 _NODE = re.compile(r"autograd::engine::evaluate_function: ")
 _CHECKPOINT = "CheckpointFunction"  # of torch.utils.checkpoint with use_reentrant=True
 _FEWEST_BYTES = 4096  # what is smaller is not followed
@@ -455,8 +452,8 @@ def _broadcast(shapes: Iterable[Shape]) -> Shape:
 
 def _as_type(info: TensorInfo, code: Any) -> TensorInfo:
     """With the dtype of this number in c10::ScalarType."""
-    dtype, element = _DTYPES.get(str(code), (info.dtype, info.element))
-    return info._replace(dtype=dtype, element=element)
+    dtype = dtype_of_code(code)
+    return info if dtype is None else info._replace(dtype=dtype.name, element=dtype.size)
 
 
 def _dense(shape: Shape, like: TensorInfo) -> TensorInfo:

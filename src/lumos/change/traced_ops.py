@@ -20,7 +20,7 @@ import msgspec
 
 from lumos.data_files import read_table
 from lumos.program.recorded_op import TensorInfo
-from lumos.trace.names import CATEGORIES, Category, collective_name
+from lumos.trace.names import CATEGORIES, DTYPES, Category, DType, collective_name, dtype_called
 from lumos.trace.read.formats import Form, form_of, head_of
 from lumos.trace.read.json_slices import Slices
 from lumos.trace.read.kineto import rank_list
@@ -32,11 +32,6 @@ _LONGEST_LIST = 4096  # tensors of one operator that are looked at
 _LARGEST_SIZE = 1 << 48
 _NOT_TENSORS = frozenset({"Scalar", "ScalarList", "TensorList"})
 _CATEGORIES = frozenset({Category.OP, Category.NOTE})
-_DTYPES = {
-    "c10::BFloat16": ("bf16", 2), "c10::Half": ("fp16", 2), "float": ("fp32", 4), "double": ("fp64", 8),
-    "long int": ("int64", 8), "long": ("int64", 8), "int": ("int32", 4), "bool": ("bool", 1),
-    "unsigned char": ("uint8", 1), "c10::Float8_e4m3fn": ("fp8", 1), "c10::Float8_e5m2": ("fp8", 1),
-}  # fmt: skip
 
 
 class OpType(StrEnum):
@@ -245,25 +240,24 @@ def _shape(recorded: Any) -> Shape:
 def _tensors(args: _Args) -> Iterator[TensorInfo]:
     """Operands with dtype and strides; traces do not tell the dtype of lists: they get that of the other operands."""
     dims, types, strides = (part if isinstance(part, list) else [] for part in (args.shapes, args.types, args.strides))
-    known = [_DTYPES[text] for text in types if isinstance(text, str) and text in _DTYPES]
-    usual = known[0] if known else ("bf16", 2)
+    usual = next(filter(None, map(dtype_called, types)), DTYPES[0])
     for place, item in enumerate(dims[:_LONGEST_LIST]):
-        dtype, element = _DTYPES.get(str(types[place]) if place < len(types) else "", usual)
+        dtype = (dtype_called(types[place]) if place < len(types) else None) or usual
         steps = strides[place] if place < len(strides) else None
         if isinstance(item, list) and item and all(isinstance(part, list) for part in item):
             for index, part in enumerate(item[:_LONGEST_LIST]):
                 each = steps[index] if isinstance(steps, list) and index < len(steps) else None
-                yield _tensor(_shape(part) or (1,), each, dtype, element)
+                yield _tensor(_shape(part) or (1,), each, dtype)
         elif shape := _shape(item):
-            yield _tensor(shape, steps, dtype, element)
+            yield _tensor(shape, steps, dtype)
 
 
-def _tensor(shape: Shape, strides: Any, dtype: str, element: int) -> TensorInfo:
+def _tensor(shape: Shape, strides: Any, dtype: DType) -> TensorInfo:
     """With the strides that were recorded, or else those of a contiguous tensor."""
     usable = isinstance(strides, list) and len(strides) == len(shape)
     if usable and all(isinstance(n, int) and 0 <= n < _LARGEST_SIZE for n in strides):
-        return TensorInfo(shape, dtype, tuple(strides), element)
-    return TensorInfo(shape, dtype, tuple(prod(shape[i + 1 :]) for i in range(len(shape))), element)
+        return TensorInfo(shape, dtype.name, tuple(strides), dtype.size)
+    return TensorInfo(shape, dtype.name, tuple(prod(shape[i + 1 :]) for i in range(len(shape))), dtype.size)
 
 
 def _nested(ops: list[TracedOp]) -> Iterable[TracedOp]:

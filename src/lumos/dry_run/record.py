@@ -39,10 +39,9 @@ from lumos.dry_run.tensor_float import matmuls_use_tf32
 from lumos.dry_run.triton_launches import triton_launches, write_down
 from lumos.dry_run.value_operators import ValueOperators
 from lumos.program.recorded_op import UNSEEN, RecordedOp, TensorInfo
+from lumos.trace.names import DTYPES
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-           torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.uint8: "uint8",
-           torch.int8: "int8"}  # fmt: skip
+_DTYPES = {getattr(torch, dtype.torch): dtype.name for dtype in DTYPES if dtype.name != "fp8"}
 _MOST_SECONDS, _MOST_OPS = 300.0, 200_000  # of this process; a scan over tokens in Python runs more
 _CHECKED_EVERY = 64  # calls of operators
 _ENOUGH_OPS, _PASSES, _MARGIN = 10_000, 3.0, 1.5  # to expect more from: a backward pass runs about twice as many

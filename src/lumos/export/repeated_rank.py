@@ -15,8 +15,6 @@ from lumos.graph.from_trace.build import Execution
 from lumos.program.rank_places import RankPlaces
 from lumos.trace.trace import Message
 
-_TYPES = {"bf16": "bfloat16", "fp16": "half", "fp32": "float", "fp64": "double"}
-
 
 def repeated_rank(execution: Execution, world: int) -> tuple[Stages, list[str]]:
     """The tasks of all ranks of a job, and what is to be said about them."""
@@ -39,13 +37,13 @@ def repeated_rank(execution: Execution, world: int) -> tuple[Stages, list[str]]:
 
 
 def _as_sent(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Messages with names of types as the profiler has them; an output that was also passed in is no input."""
+    """Messages whose inputs do not count an output that was also passed in."""
     found = []
     for message in messages:
         read, written, ranks = message.in_elements, message.out_elements, max(message.group_size, 1)
         if read in (written + written // ranks, written * (ranks + 1)) and ranks > 1:
             read -= written
-        found.append(message._replace(dtype=_TYPES.get(message.dtype, message.dtype), in_elements=read))
+        found.append(message._replace(in_elements=read))
     return tuple(found)
 
 

@@ -17,17 +17,14 @@ from lumos.errors import OptionError
 from lumos.files import write_files
 from lumos.prediction.traced_operators import TracedOperator, TracedOperators
 from lumos.program.recorded_op import TensorInfo
+from lumos.trace.names import dtype_called
 
 MOST = 10  # scripts
 _LARGEST = 1 << 40
 _LONGEST_LIST, _LONGEST_TEXT = 1024, 1 << 15
 _NUMBER = re.compile(r"-?(\d{1,19}(\.\d{0,20})?|\.\d{1,20})(e[+-]?\d{1,3})?")
 _WORDS = {"True": "True", "False": "False", "": "None", "None": "None", "inf": 'float("inf")', "-inf": 'float("-inf")'}
-_DTYPES = {
-    "c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64", "long int": "int64",
-    "long": "int64", "int": "int32", "bool": "bool", "unsigned char": "uint8",
-}  # fmt: skip
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_MADE = ("bf16", "fp16", "fp32", "fp64", "int64", "int32", "bool", "uint8")  # types of tensors that a script makes
 
 
 class NotReproducibleError(Exception):
@@ -102,7 +99,7 @@ def _arguments(op: TracedOperator) -> list[str]:
     if not dims or len(types) != len(dims) or len(values) != len(dims):
         raise NotReproducibleError("the trace does not record the arguments that are no tensors")
     strides = strides if len(strides) == len(dims) else [None] * len(dims)
-    usual = next((_DTYPES[text] for text in types if isinstance(text, str) and text in _DTYPES), "float32")
+    usual = next(filter(None, map(_torch_dtype, types)), "float32")
     return [_argument(*parts, usual) for parts in zip(dims, types, strides, values, strict=True)]
 
 
@@ -114,11 +111,17 @@ def _argument(dims: Any, kind: Any, strides: Any, value: Any, usual: str) -> str
             raise NotReproducibleError("a list of tensors that was recorded without shapes")
         steps = strides if isinstance(strides, list) and len(strides) == len(dims) else [None] * len(dims)
         return f"[{', '.join(_tensor(*one, usual) for one in zip(dims, steps, strict=True))}]"
-    if kind in _DTYPES:
-        return _tensor(dims, strides, _DTYPES[kind])
+    if dtype := _torch_dtype(kind):
+        return _tensor(dims, strides, dtype)
     if kind not in ("", "Scalar", "ScalarList", "GenericList"):
         raise NotReproducibleError("a tensor of a dtype that is not known")
     return _literal(value)
+
+
+def _torch_dtype(spelling: Any) -> str:
+    """The name in torch of a type of tensors that a script makes; "" of others."""
+    dtype = dtype_called(spelling)
+    return dtype.torch if dtype is not None and dtype.name in _MADE else ""
 
 
 def _tensor(dims: Any, strides: Any, dtype: str) -> str:
@@ -192,9 +195,10 @@ def _attention(op: TracedOperator, name: str) -> tuple[str, str]:
 
 
 def _of_info(tensor: TensorInfo) -> str:
-    if tensor.dtype not in _SHORT:
+    dtype = _torch_dtype(tensor.dtype)
+    if not dtype.startswith(("bfloat", "float")):
         raise NotReproducibleError("a tensor of a dtype that is not known")
-    return _tensor(list(tensor.shape), list(tensor.strides), _SHORT[tensor.dtype])
+    return _tensor(list(tensor.shape), list(tensor.strides), dtype)
 
 
 # ---------------------------------------------------------------------- the script

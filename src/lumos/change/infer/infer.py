@@ -19,12 +19,12 @@ from lumos.change.infer.widths import Widths, kv_heads
 from lumos.change.traced_ops import OpType, TracedOp, read_ops
 from lumos.graph.from_trace.cpu_device import is_cpu_run
 from lumos.setup.gpus import gpu_called
+from lumos.trace.names import dtype_called
 from lumos.trace.trace import Header
 
 _MOST_RANKS = 16  # whose files are read again,
 _MOST_STAGES = 64  # unless they are the stages of one pipeline
-_PRECISIONS = {"c10::BFloat16": "bf16", "c10::Half": "fp16"}
-_CPU_PRECISIONS = {"float": "fp32"}  # which on a GPU may be TF32
+_PRECISIONS, _CPU_PRECISIONS = ("bf16", "fp16"), ("bf16", "fp16", "fp32")  # fp32 may be TF32 on a GPU
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
 _FULL_RECOMPUTE = 0.6  # share of matmuls that run again: not the head, and the last of a layer may be skipped
 _FUSED = (OpType.ATTENTION, OpType.SOFTMAX)
@@ -315,8 +315,10 @@ class _Inference:
 
     def _precision(self) -> Findings:
         name = agreed(rank.dtype for rank in self.ranks) or ""
-        known = _PRECISIONS | (_CPU_PRECISIONS if self._on_cpu else {})
-        return {"train.precision": Inferred(known[name], f"matmuls of {name}")} if name in known else {}
+        dtype = dtype_called(name)
+        if dtype is None or dtype.name not in (_CPU_PRECISIONS if self._on_cpu else _PRECISIONS):
+            return {}
+        return {"train.precision": Inferred(dtype.name, f"matmuls of {name}")}
 
     def _compile(self) -> Findings:
         """Compiled regions are recorded by name; eager layers show operators and no such region."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from lumos.errors import InputError
 from lumos.graph.from_trace.nodes import Nodes
-from lumos.trace.names import Category, collective_name
+from lumos.trace.names import Category, collective_name, dtype_called
 from lumos.trace.peers import PeerCall, peers_are_indices, with_job_ranks
 from lumos.trace.read.formats import decode_file
 from lumos.trace.trace import Message, Trace
@@ -29,7 +29,6 @@ from lumos.trace.trace import Message, Trace
 _MOST_BYTES = 1 << 30  # of text: an execution trace is of a step or two
 _MOST_ELEMENTS, _WIDEST = 1 << 40, 64  # bytes of one; what is larger is damage
 _NOT_RECORDED_BY_KINETO = re.compile(r"\[pytorch\|profiler\||## process_group:init|__ROOT_")
-_DTYPES = {"c10::half": "half", "c10::bfloat16": "bfloat16", "long int": "long", "unsigned char": "uint8"}
 
 
 class _Attribute(msgspec.Struct):
@@ -220,7 +219,8 @@ def _dtype(types: Any) -> str:
     """The type of the first tensor, as in "GenericList[Tensor(c10::Half)]"."""
     found = re.search(r"Tensor\(([^)]*)\)", str(types[0] if isinstance(types, list) and types else ""))
     name = found.group(1).lower() if found else ""
-    return _DTYPES.get(name, name)
+    dtype = dtype_called(name)
+    return dtype.torch if dtype is not None else name
 
 
 @dataclass(frozen=True)
