@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch check fuzz docs accuracy bench clean
+.PHONY: demo test test-torch check golden fuzz docs accuracy bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ test-torch: $(VENV)/.dev  ## dry runs with other builds of torch, an environment
 check: $(VENV)/.dev  ## linters and types alone
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+golden: $(VENV)/.dev  ## list every value that a change moved, of some hundred commands
+	$(BIN)/python tests/golden.py
 
 SECONDS ?= 3600
 SEED ?= 0
