@@ -23,11 +23,11 @@ sys.path.insert(0, str(ROOT / "calibration"))
 from changes_data import unpack  # noqa: E402
 from lumos.analysis.ablation import BETWEEN_STREAMS, ablate  # noqa: E402
 from lumos.analysis.replay import Replay, replay  # noqa: E402
-from lumos.graph.from_trace.build import RULE_NAMES, build  # noqa: E402
-from lumos.graph.from_trace.profiler_cost import load_profiler_cost  # noqa: E402
+from lumos.graph.rules.build import RULE_NAMES, build  # noqa: E402
+from lumos.graph.rules.profiler_cost import load_profiler_cost  # noqa: E402
 from lumos.graph.scaling import Scale  # noqa: E402
 from lumos.prediction.prediction import predict  # noqa: E402
-from lumos.trace.read.job import read_job  # noqa: E402
+from lumos.read.job import read_job  # noqa: E402
 from lumos.trace.steps import find_steps  # noqa: E402
 
 GPU_BOUND = ("h4096", "b8", "s4096")
@@ -205,8 +205,7 @@ def unfrozen_section(several: list[Case], public: list[tuple[str, Replay]]) -> s
         + ablation_table([(case.name, case.run) for case in several])
         + "\nThe rule `shared_gpu` ties a wait to a kernel of another rank that ran beside it, which need not be the "
         "one that ended it. It states nothing for ranks with GPUs of their own. Public jobs of that kind, all "
-        "rules:\n\n"
-        + table(["job", "error %"], others)
+        "rules:\n\n" + table(["job", "error %"], others)
     )
 
 

@@ -24,7 +24,7 @@ from lumos.errors import LumosError
 from lumos.export.anonymise import anonymise
 from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto
-from lumos.graph.from_trace.build import Execution
+from lumos.graph.rules.build import Execution
 from lumos.prediction.prediction import predict
 
 ROOT = Path(__file__).resolve().parents[1]

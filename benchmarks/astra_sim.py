@@ -31,16 +31,16 @@ from lumos.export.astra_prices import as_ring, links_apart, transfer_ns
 from lumos.export.chakra_communication import Transfer as ChakraTransfer
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.chakra_writer import write_chakra
-from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.build import build as build_graph
 from lumos.graph.graph import Edges, Floats, Graph, Rule
+from lumos.graph.rules.build import Execution
+from lumos.graph.rules.build import build as build_graph
 from lumos.graph.simulate import simulate
 from lumos.program.operators import Collective, Group
-from lumos.trace.read.astra_sim_log import AstraSimLog, read_astra_sim_log
-from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
-from lumos.trace.read.execution_trace import link as link_traces
-from lumos.trace.read.execution_trace import read_execution_trace
-from lumos.trace.read.job import read_job
+from lumos.read.astra_sim_log import AstraSimLog, read_astra_sim_log
+from lumos.read.chakra_format import COLLECTIVES, NodeType
+from lumos.read.execution_trace import link as link_traces
+from lumos.read.execution_trace import read_execution_trace
+from lumos.read.job import read_job
 from networks import GIB, ideal_network
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
-from lumos.trace.read.chakra_format import COLLECTIVES, Node, NodeType, read_chakra_file
+from lumos.read.chakra_format import COLLECTIVES, Node, NodeType, read_chakra_file
 
 KINDS = {number: name for name, number in COLLECTIVES.items()}
 Place = tuple[int, int]  # rank and node id

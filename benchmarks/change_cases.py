@@ -241,9 +241,11 @@ def _sizes(row: dict[str, Any]) -> Values:
         "seq": row["seq"], "micro_batch": row["mbs"], "microbatches": row.get("accum", 1),
         "recompute": "full" if row.get("ckpt") else "none", "compile": bool(row.get("compile")),
     }  # fmt: skip
-    return {f"model.{key}": value for key, value in model.items()} | {
-        f"train.{key}": value for key, value in train.items()
-    } | {"cluster.gpu": "h200"}
+    return (
+        {f"model.{key}": value for key, value in model.items()}
+        | {f"train.{key}": value for key, value in train.items()}
+        | {"cluster.gpu": "h200"}
+    )
 
 
 def _case(row: dict[str, Any], kind: str, folder: Path, values: Values, trace: Path | None = None) -> Case:

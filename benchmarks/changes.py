@@ -41,17 +41,17 @@ from change_cases import (
     unpacked,
 )
 from lumos.analysis.replay import Replay, replay
-from lumos.change.calibration import MODES
-from lumos.change.change import CalibratedRun
-from lumos.change.infer import Findings
-from lumos.change.infer.completion import changed, complete
-from lumos.change.infer.infer import infer
 from lumos.errors import LumosError
 from lumos.prediction.prediction import Prediction, predict
+from lumos.read.job import read_job
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain, read_setup
 from lumos.step.step import simulate_step
-from lumos.trace.read.job import read_job
+from lumos.traced.calibration import MODES
+from lumos.traced.infer import Findings
+from lumos.traced.infer.completion import changed, complete
+from lumos.traced.infer.infer import infer
+from lumos.traced.learned import CalibratedRun
 
 sys.path.insert(0, str(ROOT / "tests"))
 

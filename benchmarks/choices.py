@@ -50,10 +50,12 @@ def main() -> None:
         fits = f"{sum(r['predicted_fits'] for r in rows)} / {len(ran)}"
         print(f"| {name} | {len(rows)} | {fits} | {names[0]} | {names[1]} | {regrets[-1]:.1f} | {' | '.join(shown)} |")
     count = sum(map(len, groups.values()))
-    print(f"\nRegret: mean {np.mean(regrets):.2f} %, worst {max(regrets):.2f} %. Whether it fits is right for "
-          f"{count - wrong} of {count}. Mean error of step times: {np.mean(errors[False]):.1f} % where the GPU decides "
-          f"({len(errors[False])} configurations), {np.mean(errors[True]):.1f} % where the host does "
-          f"({len(errors[True])}).")
+    print(
+        f"\nRegret: mean {np.mean(regrets):.2f} %, worst {max(regrets):.2f} %. Whether it fits is right for "
+        f"{count - wrong} of {count}. Mean error of step times: {np.mean(errors[False]):.1f} % where the GPU decides "
+        f"({len(errors[False])} configurations), {np.mean(errors[True]):.1f} % where the host does "
+        f"({len(errors[True])})."
+    )
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT / "calibration"))
 
 from fit_contention import FOLDS, GPU, Row, errors, fitted, kind_of, nccl_errors, operator_of, rows_of, step_slowdowns  # noqa: E402
 from lumos import read_setup  # noqa: E402
-from lumos.analysis.overlapped_kernels import chip_of  # noqa: E402
-from lumos.cost.contention import Beside, rounds_of, slowdown, usual_slowdown  # noqa: E402
+from lumos.costs.contention import Beside, rounds_of, slowdown, usual_slowdown  # noqa: E402
+from lumos.costs.overlapped_kernels import chip_of  # noqa: E402
 from lumos.graph.simulate import simulate  # noqa: E402
 from lumos.setup.gpus import Gpu  # noqa: E402
 from lumos.setup.setup import Setup  # noqa: E402

@@ -21,12 +21,12 @@ sys.path.insert(0, str(ROOT / "calibration"))
 
 from lumos import read_job, replay  # noqa: E402
 from lumos.graph.graph import Floats  # noqa: E402
+from lumos.read.operation_table import read_operation_table  # noqa: E402
 from lumos.risk.learn import learn_trace  # noqa: E402
 from lumos.risk.operation_steps import OperationSteps  # noqa: E402
 from lumos.risk.traced_steps import TracedSteps  # noqa: E402
 from lumos.risk.variability import Spread  # noqa: E402
 from lumos.trace.operations import OperationTable  # noqa: E402
-from lumos.trace.read.operation_table import read_operation_table  # noqa: E402
 from step_times_data import BLIND, DEVELOPMENT, LAST, Recorded, unpack  # noqa: E402
 
 DRAWS, SPLITS = 4000, 24

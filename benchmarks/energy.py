@@ -1,6 +1,6 @@
 """Measure the accuracy of the energy of a step, and write the page docs/energy.md.
 
-    python benchmarks/energy.py [--data ../shared/data] [-o docs/energy.md]
+python benchmarks/energy.py [--data ../shared/data] [-o docs/energy.md]
 """
 
 from __future__ import annotations

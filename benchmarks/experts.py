@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.cost.operator_model import cost_model
+from lumos.costs.operator_model import cost_model
 from lumos.dry_run.from_config import predict_config
+from lumos.memory.memory import memory_of
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import Prediction, predict
-from lumos.program.memory import memory_of
 from lumos.score.measured_runs import Run, read_rows, runs_of
 from lumos.setup.setup_files import read_setup
 from lumos.step.step import Step, simulate_step
@@ -40,12 +40,13 @@ lumos predict examples/llama3-70b.toml --set model.preset=qwen3-30b-a3b --set cl
 
 ## The model
 
-**Grouped matmuls** (`src/lumos/program/moe.py`) have the sizes experts × tokens × n × k. Every expert's tokens are cut
-into tiles of their own, and few tokens per expert only read its weights; the gradient of the weights is another shape,
-whose depth is the tokens of one expert. They are priced from 8,335 samples of all three layouts on an H200, 8 to 8,192
-tokens per expert and 2 to 256 experts (mean error on shapes held apart {grouped:.1f} %). Loads that differ between
-experts change the time of all of them by less than 5 % on average. In 8 bits Transformer Engine runs a matmul for every
-expert, on four streams; measured loops of them take as long as one matmul after the other, 0.95 to 1.16 times.
+**Grouped matmuls** (`src/lumos/described/experts.py`) have the sizes experts × tokens × n × k. Every expert's tokens
+are cut into tiles of their own, and few tokens per expert only read its weights; the gradient of the weights is another
+shape, whose depth is the tokens of one expert. They are priced from 8,335 samples of all three layouts on an H200, 8 to
+8,192 tokens per expert and 2 to 256 experts (mean error on shapes held apart {grouped:.1f} %). Loads that differ
+between experts change the time of all of them by less than 5 % on average. In 8 bits Transformer Engine runs a matmul
+for every expert, on four streams; measured loops of them take as long as one matmul after the other, 0.95 to 1.16
+times.
 
 **Around them.** transformers runs one kernel for every line of its code: sort, gather, masks, activation of two halves,
 weights, sum, and in the backward pass a scatter that sorts again; together as long as half of the matmuls. Megatron
@@ -63,12 +64,12 @@ described as with NCCL: with that rate, one published run below on B200s is desc
 the way back.
 
 **Overlap.** `parallel.ep_overlap` runs exchanges beside the work of another micro-batch. In DualPipe and DualPipeV,
-where it is the default, the schedule says which passes run together, and these alone hide exchanges: the operators of
-a forward and a backward pass are put on one stream and their exchanges on another (`src/lumos/cost/paired.py`),
+where it is the default, the schedule says which passes run together, and these alone hide exchanges: the operators of a
+forward and a backward pass are put on one stream and their exchanges on another (`src/lumos/step/dualpipe_overlap.py`),
 matmuls slow down by the 20 multiprocessors that exchanges hold, and what is left is exposed. In other schedules
 exchanges run beside all of a layer's work, the first and last passes included, and the longer of both counts. With a
-single micro-batch it has no effect. (Hiding exchanges in paired passes alone, as Megatron does in interleaved 1F1B,
-was tried: the mean error of the published runs below rose by 0.4 points, and it was not kept.)
+single micro-batch it has no effect. (Hiding exchanges in paired passes alone, as Megatron does in interleaved 1F1B, was
+tried: the mean error of the published runs below rose by 0.4 points, and it was not kept.)
 
 **8 bits with a factor for every block** (`train.fp8_scaling = "block"`, always with `train.framework = "deepseek"`)
 make matmuls slower: 1.16 times, and 1.46 times for gradients of weights, medians of 17 shapes on an H200

@@ -21,14 +21,14 @@ from lumos.analysis.replay import Replay, replay
 from lumos.errors import LumosError
 from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto
-from lumos.graph.from_trace.build import Execution, build
+from lumos.graph.rules.build import Execution, build
 from lumos.graph.scaling import Scale
 from lumos.prediction.prediction import predict
-from lumos.trace.read.chakra_feeder import foreign_execution
-from lumos.trace.read.chakra_format import read_chakra_file
-from lumos.trace.read.execution_trace import link, read_execution_trace
-from lumos.trace.read.formats import Form, form_of, head_of
-from lumos.trace.read.job import read_job
+from lumos.read.chakra_feeder import foreign_execution
+from lumos.read.chakra_format import read_chakra_file
+from lumos.read.execution_trace import link, read_execution_trace
+from lumos.read.formats import Form, form_of, head_of
+from lumos.read.job import read_job
 from lumos.trace.steps import find_steps
 from lumos.trace.trace import Trace
 

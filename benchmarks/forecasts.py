@@ -1,6 +1,6 @@
 """Measure the accuracy of predictions from descriptions, and write the page docs/forecasts.md.
 
-    python benchmarks/forecasts.py [--data ../shared/data] [-o docs/forecasts.md]
+python benchmarks/forecasts.py [--data ../shared/data] [-o docs/forecasts.md]
 """
 
 from __future__ import annotations

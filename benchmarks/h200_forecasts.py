@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from change_cases import setup_of
-from lumos.cost.operator_model import cost_model
+from lumos.costs.operator_model import cost_model
 from lumos.measure.operator_rows import operator_of
 from lumos.prediction.prediction import predict
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lumos.program.memory import Memory, memory_of
+from lumos.memory.memory import Memory, memory_of
 from lumos.score.measured_runs import Run, read_rows, runs_of
 from lumos.setup.setup import Setup
 

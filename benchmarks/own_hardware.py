@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from change_cases import setup_of
-from lumos.cost.operator_model import cost_model, read_cost_model
+from lumos.costs.operator_model import cost_model, read_cost_model
 from lumos.measure.fit_machine import fit_machine
 from lumos.measure.operator_rows import operator_of
 from lumos.prediction.prediction import predict

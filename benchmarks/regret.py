@@ -83,8 +83,10 @@ def main(folder: str) -> None:
     extra = [1e3 * (run.seconds - s) / (run.setup.train.microbatches + run.setup.parallel.pp - 1) for run, s in lost
              if run.setup.parallel.pp > 2]  # fmt: skip
     low, high = np.percentile(extra, 10), np.percentile(extra, 90)
-    print(f"\n{len(lost)} of {len(rows[f'{SWEEP}, all'])} runs of the sweep stalled: with over two stages they ran "
-          f"{low:.0f} to {high:.0f} ms longer for every turn, whatever the model, the micro-batch and the division.")
+    print(
+        f"\n{len(lost)} of {len(rows[f'{SWEEP}, all'])} runs of the sweep stalled: with over two stages they ran "
+        f"{low:.0f} to {high:.0f} ms longer for every turn, whatever the model, the micro-batch and the division."
+    )
     show("vTrain", groups_of(rows["vtrain-multi-node"]))
     show("sweep, stable", groups_of(rows[f"{SWEEP}, stable"]))
 

@@ -1,6 +1,6 @@
 """How long reports take to be written, how large they are, and when a browser has them ready.
 
-    python benchmarks/report_speed.py [docs/report_speed.md]
+python benchmarks/report_speed.py [docs/report_speed.md]
 """
 
 from __future__ import annotations

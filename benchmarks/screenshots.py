@@ -1,6 +1,6 @@
 """Pictures of the reports for the documentation, taken in a real Chromium.
 
-    python benchmarks/screenshots.py [docs/screenshots]
+python benchmarks/screenshots.py [docs/screenshots]
 """
 
 from __future__ import annotations

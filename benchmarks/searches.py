@@ -1,6 +1,6 @@
 """Measure the regret of searches, and write the page docs/searches.md.
 
-    python benchmarks/searches.py [--data ../shared/data] [-o docs/searches.md]
+python benchmarks/searches.py [--data ../shared/data] [-o docs/searches.md]
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.sensitivities import Sensitivity
 from lumos.errors import LumosError
-from lumos.trace.read.job import read_job
+from lumos.read.job import read_job
 
 TOLERANCE_PCT = 0.2  # of the step: kernels that begin before the one that they follow has ended
 FOLDERS = ("h200/multirank/*", "public/torchrec_v100/*", "public/megatron_tp8_a100/kineto", "public/sglang_decode_b200")

@@ -19,7 +19,7 @@ _REACH = 8  # layers that an edge goes back at most
 
 def read(path: str) -> dict[str, Any]:
     """Read only: how much of a replay is spent before the graph is begun."""
-    from lumos.trace.read.job import read_job
+    from lumos.read.job import read_job
 
     clock = _Clock()
     trace = read_job(Path(path))
@@ -44,9 +44,9 @@ def simulate_layers(tasks: str, edges: str) -> dict[str, Any]:
 
 def resimulate(path: str) -> dict[str, Any]:
     """One pass over the graph of a real job, once it is built."""
-    from lumos.graph.from_trace.build import build
+    from lumos.graph.rules.build import build
     from lumos.graph.simulate import simulate
-    from lumos.trace.read.job import read_job
+    from lumos.read.job import read_job
 
     graph = build(read_job(Path(path))).graph
     simulate(graph)
@@ -61,7 +61,7 @@ def scale(path: str, scenarios: str) -> dict[str, Any]:
     from lumos.graph.scaling import Scale, scaled_durations
     from lumos.graph.simulate import simulate_many
     from lumos.prediction.prediction import predict
-    from lumos.trace.read.job import read_job
+    from lumos.read.job import read_job
 
     run = replay(read_job(Path(path)))
 

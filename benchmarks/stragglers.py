@@ -22,7 +22,7 @@ from lumos import read_job, replay
 from lumos.analysis.slowdown import Slowdown, slowdown
 from lumos.analysis.slowdown_causes import Diagnosis, diagnose, job_of_run
 from lumos.analysis.slowdown_jobs import job_of_table
-from lumos.trace.read.operation_table import read_operation_table
+from lumos.read.operation_table import read_operation_table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "calibration"))

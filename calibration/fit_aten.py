@@ -26,10 +26,10 @@ import numpy as np
 
 from aten_rows import operators_of
 from aten_rows import rows as training_rows
-from lumos.cost.aten_prices import isolated_us
-from lumos.cost.aten_work import Work, works_of
-from lumos.cost.hardware_model import encode
-from lumos.cost.operator_model import Regressor, cost_model
+from lumos.costs.aten_prices import isolated_us
+from lumos.costs.hardware_model import encode
+from lumos.costs.kernel_work import Work, works_of
+from lumos.costs.operator_model import Regressor, cost_model
 from lumos.measure.fit import grow
 from lumos.program.recorded_op import RecordedOp, TensorInfo
 

@@ -28,18 +28,18 @@ import numpy as np
 from changes_data import unpack
 from lumos.analysis.kernel_labels import Work
 from lumos.analysis.replay import replay
-from lumos.change.change import CalibratedRun
-from lumos.change.cut import CutOp
-from lumos.change.infer.completion import complete
-from lumos.change.infer.infer import infer
-from lumos.change.sizes import Sizes
-from lumos.cost.aten_prices import AtenPrices
-from lumos.cost.aten_work import works_of
+from lumos.costs.aten_prices import AtenPrices
+from lumos.costs.kernel_work import works_of
 from lumos.program.recorded_op import RecordedOp
+from lumos.read.job import read_job
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
 from lumos.step.step import prices_of
-from lumos.trace.read.job import read_job
+from lumos.traced.cut import CutOp
+from lumos.traced.infer.completion import complete
+from lumos.traced.infer.infer import infer
+from lumos.traced.learned import CalibratedRun
+from lumos.traced.sizes import Sizes
 from shipped import ship
 
 HERE = Path(__file__).parent
@@ -166,8 +166,7 @@ def pairs(found: dict[str, tuple[CalibratedRun, list[Row]]]) -> Iterator[tuple[R
 def fitted_weight(
     both: list[tuple[Row, Row]], clock: dict[str, list[float]], usual: dict[str, float]
 ) -> dict[str, dict[str, float]]:
-    """distance, short_us and far by kind of work; blocks of models as transformers writes them count as much as others.
-    """
+    """distance, short_us and far by kind of work; blocks of transformers models count as much as others."""
 
     def rest(row: Row) -> float:
         return log(row.measured / row.priced / strain(clock, row) / usual.get(row.family, 1.0))

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lumos.cost.in_step import in_step_factors
-from lumos.cost.network import Fabric, Habits, Network, Tier, habits, network_of
+from lumos.costs.in_step import in_step_factors
+from lumos.costs.network import Fabric, Habits, Network, Tier, habits, network_of
 from lumos.data_files import read_table
 from lumos.program.operators import Collective, Group
 from lumos.setup.gpus import Gpu, gpu_named

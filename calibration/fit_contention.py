@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from lumos.cost import contention
-from lumos.cost.contention import Beside
+from lumos.costs import contention
+from lumos.costs.contention import Beside
 from lumos.data_files import read_table
 from lumos.program.operators import Operator
 from lumos.schedules import Phase

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from lumos.cost.hardware_model import encode
+from lumos.costs.hardware_model import encode
 from lumos.measure.fit import Verdict, fit
 from lumos.measure.fit_samples import Sample
 from lumos.measure.operator_rows import operator_of

@@ -24,9 +24,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from fit_steps import setup_of
-from lumos.cost.energy import joules_from, work_of
-from lumos.cost.operator_model import chip_of
-from lumos.cost.prices import Prices
+from lumos.costs.energy import joules_from, work_of
+from lumos.costs.operator_model import chip_of
+from lumos.costs.prices import Prices
 from lumos.measure.operator_rows import SIZES, operator_of
 from lumos.prediction.power import drawn_w, energy_of
 from lumos.program.operators import Operator
@@ -160,7 +160,7 @@ def precisions_of(rows: list[dict[str, Any]], fixed: Fixed, found: Constants) ->
 
 
 def clocks_of(rows: list[dict[str, Any]], fixed: Fixed, found: Constants) -> dict[str, float]:
-    """How the clock follows from the power limit (lumos.cost.energy.clock_of)."""
+    """How the clock follows from the power limit (lumos.costs.energy.clock_of)."""
     pj = precisions_of(rows, fixed, found)
     exponents, reaches, streams = [], [], []
     for row in rows:

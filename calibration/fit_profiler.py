@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 
 from lumos.analysis.replay import Replay, replay
-from lumos.graph.from_trace.profiler_cost import ProfilerCost, without_profiler
+from lumos.graph.rules.profiler_cost import ProfilerCost, without_profiler
 from lumos.graph.simulate import simulate
-from lumos.trace.read.job import read_job
+from lumos.read.job import read_job
 from shipped import unpack_records
 
 SHARES = np.round(np.arange(0.40, 0.86, 0.01), 2)

@@ -24,13 +24,13 @@ from scipy.optimize import lsq_linear
 from fit_steps import setup_of
 from lumos.analysis.kernel_labels import Work
 from lumos.analysis.replay import replay
-from lumos.change.change import CalibratedRun
-from lumos.cost.prices import Prices
+from lumos.costs.prices import Prices
+from lumos.described.layer import TransformerLayer
 from lumos.program.block import Block
 from lumos.program.operators import Collective, Operator
-from lumos.program.transformer_layer import TransformerLayer
+from lumos.read.job import read_job
 from lumos.step.step import simulate_step
-from lumos.trace.read.job import read_job
+from lumos.traced.learned import CalibratedRun
 from shipped import ship, shipped, unpack_records
 
 CLASSES = {"matrix": Work.MATRIX, "stream": Work.STREAM}

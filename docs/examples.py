@@ -296,6 +296,7 @@ def _number(match: re.Match[str], shown: list[str]) -> str:
 
 def _nearest(text: str, lines: list[str]) -> str:
     """The line that replaces `text`: equal but for its numbers, else the most similar one; "" if there is none."""
+
     def masked(line: str) -> str:
         return re.sub(r"[\d,.]+", "0", plain(line))
 

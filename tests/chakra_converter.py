@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from lumos.graph.from_trace.build import Execution
 from lumos.graph.graph import Rule
+from lumos.graph.rules.build import Execution
+from lumos.read.chakra_format import NodeType, add_value, schema, write_delimited
 from lumos.trace.names import Category
-from lumos.trace.read.chakra_format import NodeType, add_value, schema, write_delimited
 
 _PAUSE = 1_000_000  # ns without operators, after which a thread is taken to have waited for another
 

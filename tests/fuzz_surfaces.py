@@ -87,8 +87,8 @@ def parts(folder: Path) -> None:
 
 
 def cost_file(folder: Path) -> None:
-    from lumos.cost.hardware_model import encode
-    from lumos.cost.operator_model import _shipped
+    from lumos.costs.hardware_model import encode
+    from lumos.costs.operator_model import _shipped
 
     regressors = dict(list(_shipped("h200").items())[:2])
     (folder / "model.npz").write_bytes(encode("h200", regressors))
@@ -374,8 +374,8 @@ def data_sheets(chance: Random, folder: Path) -> None:
 
 def _model_with_header(path: Path, change: Callable[[Any], Any]) -> None:
     """A model file whose trees are sound and whose header is changed."""
-    from lumos.cost.hardware_model import encode
-    from lumos.cost.operator_model import _shipped
+    from lumos.costs.hardware_model import encode
+    from lumos.costs.operator_model import _shipped
     from lumos.model_file import packed, unpacked
 
     sections = {
@@ -440,7 +440,7 @@ def profiler_costs(chance: Random, folder: Path) -> None:
 
 def chakra_fields(chance: Random, folder: Path) -> None:
     """Chakra files whose messages are well-formed, and in which single fields are others."""
-    from lumos.trace.read.chakra_format import _delimited, schema, write_delimited
+    from lumos.read.chakra_format import _delimited, schema, write_delimited
 
     shutil.copytree(made_once("chakra", chakra_files), folder, dirs_exist_ok=True)
     path = chance.choice(sorted(folder.glob("*.et")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lumos.cost.network import Fabric, Habits, Network, Tier
+from lumos.costs.network import Fabric, Habits, Network, Tier
 
 PLAIN_HABITS = Habits(
     protocols=(

@@ -12,12 +12,12 @@ from typing import Any
 
 import orjson
 
-from lumos.cost.prices import Prices
+from lumos.costs.prices import Prices
+from lumos.described.embedding_head import embedding, embedding_backward, head, head_backward
+from lumos.described.layer import TransformerLayer
 from lumos.files import whole_file
 from lumos.program.block import Block
-from lumos.program.embedding_head import embedding, embedding_backward, head, head_backward
 from lumos.program.operators import Collective, Operator
-from lumos.program.transformer_layer import TransformerLayer
 from lumos.step.step import Step
 
 _MAIN, _ENGINE, _STREAM = 100, 101, 7

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lumos.analysis.about import about
 from lumos.cli.main import app
-from lumos.cost.operator_model import cost_model
+from lumos.costs.operator_model import cost_model
 from lumos.data_files import read_table
 from lumos.setup.frameworks import framework_names
 from lumos.setup.gpus import gpu_names

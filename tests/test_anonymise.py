@@ -29,14 +29,14 @@ from lumos.export.anonymise import anonymise
 from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto
 from lumos.export.public_names import NameMap, roles_of, vocabulary
-from lumos.graph.from_trace.build import Execution, build
+from lumos.graph.rules.build import Execution, build
 from lumos.graph.simulate import simulate
-from lumos.prediction import traced_operators
 from lumos.prediction.prediction import predict
+from lumos.read.job import read_job
 from lumos.trace.names import Category
-from lumos.trace.read.job import read_job
 from lumos.trace.steps import find_steps
 from lumos.trace.trace import Trace
+from lumos.traced import traced_operators
 from support import call, collective, header, kernel, launch, note, op, span, sync, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,9 +27,9 @@ from lumos.export.rank_files import Stages
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
 from lumos.program.rank_places import RankPlaces
+from lumos.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
+from lumos.read.chakra_format import COLLECTIVES, NodeType
 from lumos.setup.setup_files import read_setup
-from lumos.trace.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
-from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lumos.cost.aten_prices import AtenPrices, corrections, matrix_operator, work_of, works_of
-from lumos.cost.in_step import in_step_factors
-from lumos.cost.network import network_of
-from lumos.cost.operator_model import cost_model
-from lumos.cost.prices import Prices
+from lumos.costs.aten_prices import AtenPrices, corrections, matrix_operator, work_of, works_of
+from lumos.costs.in_step import in_step_factors
+from lumos.costs.network import network_of
+from lumos.costs.operator_model import cost_model
+from lumos.costs.prices import Prices
 from lumos.data_files import read_table
 from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.setup.gpus import gpu_named

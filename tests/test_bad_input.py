@@ -24,20 +24,20 @@ import pytest
 
 import lumos as lumos_package
 from commands import lumos_here as lumos
-from lumos.change.tape import _ATTENTION
 from lumos.cli.terminal import busy, progress_bar
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.files import write_files
+from lumos.read import host_memory as memory
+from lumos.read import json_slices, kineto
+from lumos.read.astra_sim_log import _NODE
+from lumos.read.chakra_pytorch import _ANNOUNCED
+from lumos.read.job import read_job
+from lumos.read.kineto import read_kineto
 from lumos.setup.importers.megatron import arguments_in_log
 from lumos.setup.toml_text import _DEEP_KEY, toml_table
 from lumos.trace.names import is_communication
-from lumos.trace.read import host_memory as memory
-from lumos.trace.read import json_slices, kineto
-from lumos.trace.read.astra_sim_log import _NODE
-from lumos.trace.read.chakra_pytorch import _ANNOUNCED
-from lumos.trace.read.job import read_job
-from lumos.trace.read.kineto import read_kineto
+from lumos.traced.tensor_lifetimes import _ATTENTION
 from support import PATIENCE_S, header, json_text, op, training_run, write_bytes, write_trace
 
 ONE_GPU = Path(__file__).resolve().parents[1] / "examples/one-h200.toml"
@@ -313,7 +313,7 @@ def test_what_does_not_fit_into_memory_is_not_even_opened(
 def test_the_limit_of_the_process_counts_as_memory() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30));"
-        "from lumos.trace.read.host_memory import available_bytes; print(available_bytes())"
+        "from lumos.read.host_memory import available_bytes; print(available_bytes())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0 < int(done.stdout) <= 3 << 30
@@ -486,7 +486,7 @@ def test_an_answer_that_cannot_be_printed_is_said(tmp_path: Path) -> None:
 def test_a_reader_that_has_gone_is_no_mistake(tmp_path: Path, command: str) -> None:
     """Neither rich nor click may make exit code 1 of it."""
     text = command.replace("{}", '"$1"')
-    done = printed(f'set -o pipefail; {{ sleep 0.5; $lumos {text}; }} | true', str(good(tmp_path)))
+    done = printed(f"set -o pipefail; {{ sleep 0.5; $lumos {text}; }} | true", str(good(tmp_path)))
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -635,7 +635,7 @@ def test_more_events_than_memory_can_hold_are_refused_while_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = packed(tmp_path / "rank0.json.gz", [(START, 1), (b"," + EVENT, 100_000), (b"]}", 1)])
-    monkeypatch.setattr("lumos.trace.read.kineto.available_bytes", lambda: 30 << 20)
+    monkeypatch.setattr("lumos.read.kineto.available_bytes", lambda: 30 << 20)
     with pytest.raises(InputError, match=r"has about 100,001 events, too many for the 0\.0 GiB.*--match"):
         read_job(path)
 
@@ -646,7 +646,7 @@ def test_a_file_is_refused_by_its_first_events_if_the_rest_can_only_be_too_large
     path = packed(tmp_path / "rank0.json.gz", [(START, 1), (b"," + EVENT, 100_000), (b"]}", 1)])
     monkeypatch.setattr(json_slices, "SLICE_BYTES", 1 << 16)
     slices, free = [], 10 << 20
-    monkeypatch.setattr("lumos.trace.read.kineto.available_bytes", lambda: free)
+    monkeypatch.setattr("lumos.read.kineto.available_bytes", lambda: free)
     refuse = kineto.refuse_events
     monkeypatch.setattr(kineto, "refuse_events", lambda *given: slices.append(given) or refuse(*given))
     with pytest.raises(InputError, match=r"has about (9\d|10\d),\d{3} events"):

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from lumos.cost.energy import clock_of
-from lumos.cost.in_step import in_step_factors
-from lumos.cost.operator_model import cost_model
+from lumos.costs.energy import clock_of
+from lumos.costs.in_step import in_step_factors
+from lumos.costs.operator_model import cost_model
 from lumos.data_files import read_table
-from lumos.graph.from_trace.profiler_cost import load_profiler_cost
+from lumos.graph.rules.profiler_cost import load_profiler_cost
 from lumos.prediction.interval import spread_of, width_of
 from lumos.setup.gpus import gpu_named
 

@@ -38,9 +38,7 @@ LUMOS = [sys.executable, "-m", "lumos.cli.main"]
 
 
 def run(*command: str, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=ENVIRONMENT | more, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    return subprocess.run(command, env=ENVIRONMENT | more, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def capture_command(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -165,9 +163,7 @@ def test_a_signal_ends_the_command_and_the_processes_below_it(tmp_path: Path, nu
     def heed() -> None:  # the tests may run under nohup, which makes all processes ignore SIGHUP
         signal.signal(number, signal.SIG_DFL)
 
-    with subprocess.Popen(
-        line, stdout=subprocess.PIPE, start_new_session=True, text=True, preexec_fn=heed
-    ) as process:
+    with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True, text=True, preexec_fn=heed) as process:
         assert process.stdout is not None
         process.stdout.readline()
         below = psutil.Process(process.pid).children(recursive=True)
@@ -482,8 +478,6 @@ def test_no_kernel_on_a_gpu_lacks_its_launch(form: str) -> None:
 
     trace = read_job(H200 / form)
     assert (trace.launch_row[trace.on_gpu] >= 0).all()
-
-
 
 
 # ---------------------------------------------------------------------- torch is not there

@@ -23,14 +23,14 @@ from lumos.export import rank_files
 from lumos.export.astra_files import Dimension, needs_parting, parted_network
 from lumos.export.chakra_writer import write_chakra
 from lumos.export.rank_files import Stages, write_stages
-from lumos.graph.from_trace.build import Execution, build
+from lumos.graph.rules.build import Execution, build
 from lumos.graph.simulate import simulate
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.step_tasks import StepTasks
 from lumos.program.rank_places import RankPlaces
+from lumos.read import chakra_format
+from lumos.read.chakra_format import NodeType, read_chakra_file
 from lumos.setup.setup_files import read_plain
-from lumos.trace.read import chakra_format
-from lumos.trace.read.chakra_format import NodeType, read_chakra_file
 from support import header, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from lumos.analysis.kernel_labels import Work
 from lumos.analysis.replay import Replay
-from lumos.change.calibration import (
+from lumos.costs.aten_prices import AtenPrices
+from lumos.costs.in_step import in_step_factors
+from lumos.data_files import read_table
+from lumos.described.described import Program
+from lumos.described.layer import TransformerLayer
+from lumos.program.block import BlockOp
+from lumos.program.operators import Collective, Group, Operator
+from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.setup.setup import Setup
+from lumos.step.step import prices_of, simulate_step
+from lumos.traced.calibration import (
     MODES,
     BlockingPrices,
     CalibratedPrices,
@@ -24,19 +34,9 @@ from lumos.change.calibration import (
     modelled_times,
     work_of,
 )
-from lumos.change.change import CalibratedRun, calibrated_prices, calibrated_step, exposed_us, loaded_step
-from lumos.change.cut import CutBlock, CutOp
-from lumos.change.sizes import Sizes
-from lumos.cost.aten_prices import AtenPrices
-from lumos.cost.in_step import in_step_factors
-from lumos.data_files import read_table
-from lumos.program.block import BlockOp
-from lumos.program.operators import Collective, Group, Operator
-from lumos.program.program import Program
-from lumos.program.recorded_op import RecordedOp, TensorInfo
-from lumos.program.transformer_layer import TransformerLayer
-from lumos.setup.setup import Setup
-from lumos.step.step import prices_of, simulate_step
+from lumos.traced.cut import CutBlock, CutOp
+from lumos.traced.learned import CalibratedRun, calibrated_prices, calibrated_step, exposed_us, loaded_step
+from lumos.traced.sizes import Sizes
 
 TABLE = read_table("change.json")
 T, H, F = 4096, 2048, 5632

@@ -14,15 +14,15 @@ import pytest
 from commands import lumos_here as lumos
 from lumos.analysis.kernel_labels import Phase, Work, label
 from lumos.analysis.replay import replay
-from lumos.change.change import CalibratedRun, changed_step
-from lumos.change.sizes import Sizes
-from lumos.cost.in_step import in_step_factors
+from lumos.costs.in_step import in_step_factors
 from lumos.errors import OptionError
 from lumos.graph.simulate import Times
 from lumos.prediction.prediction import predict
+from lumos.read.job import read_job
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, prices_of, simulate_step
-from lumos.trace.read.job import read_job
+from lumos.traced.learned import CalibratedRun, changed_step
+from lumos.traced.sizes import Sizes
 from synthetic_traces import write_synthetic
 
 GPT_15B = {"layers": 48, "hidden": 6144, "ffn": 12288, "heads": 48, "vocab": 51200, "gated": False}

@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 
 from commands import lumos_here
 from graphs import graphs
-from lumos.analysis.overlapped_kernels import chip_of, sides
-from lumos.cost.contention import Beside, channels_of, kernel_of, slowdown, usual_slowdown
-from lumos.cost.prices import timeline
-from lumos.graph.from_trace.build import build
+from lumos.costs.contention import Beside, channels_of, kernel_of, slowdown, usual_slowdown
+from lumos.costs.overlapped_kernels import chip_of, sides
+from lumos.costs.prices import timeline
 from lumos.graph.graph import Edges, Graph, make_graph
 from lumos.graph.overlap import Side, alone, contended, overlapped
+from lumos.graph.rules.build import build
 from lumos.graph.simulate import Times
 from lumos.program.block import BlockOp
 from lumos.program.operators import Collective, Group, Operator
+from lumos.read.job import read_job
 from lumos.setup import Setup, preset_named
 from lumos.setup.gpus import gpu_named
 from lumos.step.step import prices_of, simulate_step
-from lumos.trace.read.job import read_job
 from plain_network import plain_network
 from support import call, collective, kernel, note, op, write_trace
 

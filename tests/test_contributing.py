@@ -68,9 +68,8 @@ def layers() -> dict[str, int]:
 
 
 def package_of(module: str) -> str:
-    """Of `lumos.cost.network`: cost. Readers of traces stand above graphs, because a Chakra file is one."""
-    parts = module.split(".")[1:]
-    return "trace/read" if parts[:2] == ["trace", "read"] else parts[0]
+    """Of `lumos.costs.network`: costs."""
+    return module.split(".")[1]
 
 
 class Import(NamedTuple):
@@ -229,9 +228,9 @@ def test_a_dependency_rule_is_added_in_one_file_and_one_list(copy: Copy, tmp_pat
     write_trace(tmp_path / "trace.json", events, header(0, 1))
     code = f"""
 from pathlib import Path
-from lumos.graph.from_trace.build import build
+from lumos.graph.rules.build import build
 from lumos.graph.graph import Rule
-from lumos.trace.read.job import read_job
+from lumos.read.job import read_job
 edges = build(read_job(Path({str(tmp_path / "trace.json")!r}))).graph.edges
 print(int((edges.rule == Rule.CHANNEL).sum()))
 """

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from commands import lumos_here as lumos
 from lumos.cli.cost_command import cost_command
-from lumos.cost.contention import kernel_of, slowdown
-from lumos.cost.energy import Joules, joules_from, work_of
-from lumos.cost.features import Chip, features, roofline_us
-from lumos.cost.flash import OlderKernels, flash_kernels
-from lumos.cost.hardware_model import encode
-from lumos.cost.in_step import in_step_factors
-from lumos.cost.operator_model import (
+from lumos.costs.contention import kernel_of, slowdown
+from lumos.costs.energy import Joules, joules_from, work_of
+from lumos.costs.features import Chip, features, roofline_us
+from lumos.costs.flash import OlderKernels, flash_kernels
+from lumos.costs.hardware_model import encode
+from lumos.costs.in_step import in_step_factors
+from lumos.costs.operator_model import (
     CostModel,
     Regressor,
     _equivalent_of,
@@ -37,8 +37,8 @@ from lumos.cost.operator_model import (
     read_cost_model,
     regressors_of,
 )
-from lumos.cost.prices import BlockTime, Prices, time_of, timeline, warmth
-from lumos.cost.trees import Trees
+from lumos.costs.prices import BlockTime, Prices, time_of, timeline, warmth
+from lumos.costs.trees import Trees
 from lumos.errors import InputError
 from lumos.measure.operator_rows import SIZES, operator_of, operators_of, read_rows
 from lumos.model_file import unpacked

@@ -14,13 +14,10 @@ from lumos import Replay, Scale, read_job, replay
 from lumos.analysis.comparison import Comparison
 from lumos.analysis.kernel_labels import Phase, label
 from lumos.analysis.readiness import Readiness
-from lumos.change.change import CalibratedRun
-from lumos.change.infer.completion import changed, complete
-from lumos.change.infer.infer import infer
-from lumos.cost.operator_model import cost_model
+from lumos.costs.operator_model import cost_model
 from lumos.errors import OptionError
-from lumos.graph.from_trace.cpu_device import is_cpu_run, with_cpu_device
 from lumos.graph.graph import Rule
+from lumos.graph.rules.cpu_device import is_cpu_run, with_cpu_device
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import predict
 from lumos.report.html.comparison_page import comparison_page
@@ -33,6 +30,9 @@ from lumos.setup.gpus import gpu_named, gpu_names
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
 from lumos.trace.names import Category, Kind
+from lumos.traced.infer.completion import changed, complete
+from lumos.traced.infer.infer import infer
+from lumos.traced.learned import CalibratedRun
 from support import Event, header, kernel, note, op, span, training_run, write_trace
 
 MM, REDUCE = "cpu_gemm_mm", "gloo:all_reduce"
@@ -90,8 +90,7 @@ def test_the_run_replays_as_recorded_and_nothing_is_unexplained(two: Replay) -> 
 
 def test_faster_compute_and_faster_exposed_communication_shorten_a_cpu_run(two: Replay) -> None:
     free, faster, slow = (
-        predict(two, [Scale(what, factor)]).step_ms
-        for what, factor in (("comm", 0), ("compute", 0.5), ("comm", 100))
+        predict(two, [Scale(what, factor)]).step_ms for what, factor in (("comm", 0), ("compute", 0.5), ("comm", 100))
     )
     assert faster < two.clean_ms
     assert free < two.clean_ms < slow

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lumos.analysis.kernel_labels import RankLabels, Work
-from lumos.change.cut import CutBlock, CutOp, CutRank, cut, mean_block
-from lumos.change.measured_ops import MeasuredOp
 from lumos.errors import OptionError
 from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.setup.setup import Setup
+from lumos.traced.cut import CutBlock, CutOp, CutRank, cut, mean_block
+from lumos.traced.measured_ops import MeasuredOp
 
 T, H, F, V = 384, 64, 256, 1000  # tokens, hidden, ffn, vocabulary
 LAUNCH_US = 10.0

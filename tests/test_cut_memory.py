@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from lumos.change.cut_memory import cut_memory
-from lumos.change.tape import Tape, tape_of
-from lumos.change.traced_ops import RankOps, read_ops
-from lumos.program.memory import workspaces_of
+from lumos.memory.memory import workspaces_of
 from lumos.setup.setup import Setup
+from lumos.traced.tensor_lifetimes import Tape, tape_of
+from lumos.traced.traced_memory import cut_memory
+from lumos.traced.traced_ops import RankOps, read_ops
 
 T, H, F, V = 2048, 128, 512, 1000  # tokens, hidden, ffn, vocabulary
 HEADS, DIM, LAYERS = 4, 32, 4

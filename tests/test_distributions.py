@@ -19,13 +19,13 @@ from lumos import predict, read_job, replay
 from lumos.analysis.replay import Replay
 from lumos.errors import InputError
 from lumos.graph.simulate import simulate
+from lumos.read.operation_table import read_operation_table
 from lumos.risk.learn import learn, learn_step_times, learn_trace, traced_risk
 from lumos.risk.operation_steps import OperationSteps, operation_risk
 from lumos.risk.recurring_tasks import KERNEL, recurring_tasks
 from lumos.risk.traced_steps import TracedSteps
 from lumos.risk.variability import CAUSES, Pauses, Spread, Variability, usual_of_traces, usual_variability
 from lumos.trace.operations import REPLICA_COLLECTIVES, OperationTable
-from lumos.trace.read.operation_table import read_operation_table
 from lumos.trace.steps import keep_step
 from support import header, write_trace
 from synthetic_jobs import FIXED, Job, Pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import json
@@ -313,9 +314,12 @@ def test_help_and_version_do_not_wait_for_numpy() -> None:
         assert "lumos" in done.stdout or "Usage" in done.stdout
 
 
-def test_the_tree_of_contributing_is_the_tree() -> None:
+def test_contributing_lists_every_package_with_its_docstring() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    tree = text.partition("## The tree")[2]
-    named = set(re.findall(r"^ +(\w+\.py) ", tree, re.MULTILINE))
-    there = {p.name for p in (ROOT / "src/lumos").rglob("*.py") if p.parent.name == "lumos" or p.name != "__init__.py"}
-    assert named == there
+    listed = dict(re.findall(r"^\| `(src/lumos/[\w/]+)/` \| (.*) \|$", text.partition("## The tree")[2], re.MULTILINE))
+    docstrings = {}
+    for path in sorted((ROOT / "src/lumos").rglob("__init__.py")):
+        if path.parent.name != "lumos":
+            doc = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+            docstrings[str(path.parent.relative_to(ROOT))] = doc.split("\n\n")[0].replace("\n", " ").rstrip(".")
+    assert listed == docstrings

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from lumos.capture.fake import fake_process_groups
-from lumos.cost.host_costs import host_us
+from lumos.costs.host_costs import host_us
 from lumos.dry_run.compiled import AUTOTUNED, GRAPHED, OPTIMIZER, compiled_as_kernels
 from lumos.dry_run.record import Recorder, recorded
 from lumos.program.recorded_op import UNCOMPILED

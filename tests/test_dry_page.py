@@ -80,7 +80,7 @@ def test_a_recording_is_made_again_when_the_code_or_the_case_changes() -> None:
 
 def test_an_operator_gets_the_price_of_a_family_in_one_line(copy: Copy) -> None:  # noqa: F811
     code = """
-from lumos.cost.aten_prices import AtenPrices
+from lumos.costs.aten_prices import AtenPrices
 from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.setup import read_setup
 from lumos.step.step import prices_of

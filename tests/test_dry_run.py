@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lumos.cli.main import app
-from lumos.cost.aten_prices import corrections, matrix_operator, runs_kernel, work_of
+from lumos.costs.aten_prices import corrections, matrix_operator, runs_kernel, work_of
 from lumos.data_files import read_table
 from lumos.errors import LumosError
 from lumos.program.recorded_op import RecordedOp, TensorInfo

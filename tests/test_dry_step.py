@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from better_gpus import BETTER_GPUS
-from lumos.cost.host_costs import host_us
+from lumos.costs.host_costs import host_us
 from lumos.dry_run.caching_allocator import CachingAllocator
 from lumos.dry_run.dry_files import read_recording
 from lumos.dry_run.dry_prediction import DryPrediction
@@ -17,8 +17,8 @@ from lumos.dry_run.from_script import predict_recording
 from lumos.dry_run.recorded_step import Recording, StorageEvent, write_recording
 from lumos.errors import InputError, OptionError
 from lumos.program.recorded_op import UNCOMPILED, UNSEEN, RecordedOp, TensorInfo
+from lumos.read.job import read_job
 from lumos.setup import gpu_named
-from lumos.trace.read.job import read_job
 
 MIB = 1 << 20
 BIG = TensorInfo((8192, 8192), "bf16", (8192, 1), 2)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos.cli import main as cli
-from lumos.cost.energy import clock_of, joules_for
-from lumos.cost.in_step import in_step_factors
+from lumos.costs.energy import clock_of, joules_for
+from lumos.costs.in_step import in_step_factors
 from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.prediction.bill import Bill, Tariff, read_tariff

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lumos.errors import InputError, LumosError, OptionError
-from lumos.trace.read.job import read_job
+from lumos.read.job import read_job
 from lumos.trace.trace import Trace
 from lumos.workers import Engine, Here, Job, engine_named, fingerprint, read_shard
 from support import PATIENCE_S

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from commands import lumos_here as lumos
 from lumos.analysis.about_machine import about_machine
-from lumos.cost.features import roofline_us
-from lumos.cost.hardware_model import hardware_model
-from lumos.cost.operator_model import chip_of
+from lumos.costs.features import roofline_us
+from lumos.costs.hardware_model import hardware_model
+from lumos.costs.operator_model import chip_of
 from lumos.errors import InputError, OptionError
 from lumos.measure.fit import fit, grow
 from lumos.measure.fit_facts import described
@@ -276,8 +276,8 @@ def described_us(row: Row, matrix: float, stream: float) -> float:
     """The step of a decoder on an H200 with these factors, decided by the GPU."""
     from dataclasses import replace
 
-    from lumos.cost.in_step import in_step_factors
-    from lumos.cost.prices import Prices
+    from lumos.costs.in_step import in_step_factors
+    from lumos.costs.prices import Prices
 
     setup = Setup.model_validate(
         {
@@ -365,7 +365,7 @@ def test_recording_may_cost_an_operator_nothing(tmp_path: Path) -> None:
 
 def loops(scale: float = 1.0) -> list[Row]:
     """An H200 whose work costs `scale` times the shipped energies, at the highest clock throughout."""
-    from lumos.cost.energy import joules_for
+    from lumos.costs.energy import joules_for
 
     known = joules_for(gpu_named("h200"))
     rows: list[Row] = [{"op": "power", "what": "idle", "watts": 100.0, "clock_mhz": 1980}]

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 
 from graphs import scaled, simulate_reference
 from lumos.cli import main as cli
-from lumos.cost.in_step import in_step_factors
-from lumos.cost.network import Network, network_of
+from lumos.costs.in_step import in_step_factors
+from lumos.costs.network import Network, network_of
 from lumos.data_files import read_table
+from lumos.described.described import Program
+from lumos.described.flops import forward_flops_per_token, hardware_flops, model_flops
 from lumos.errors import LumosError
 from lumos.graph.simulate import simulate
 from lumos.prediction.carried_over import CarriedOver, carried_over, transfer_part
@@ -36,8 +38,6 @@ from lumos.prediction.interval import (
 )
 from lumos.prediction.operator_times import operator_times
 from lumos.prediction.prediction import Prediction, predict
-from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops
-from lumos.program.program import Program
 from lumos.report.predictions import memory_table, prediction_cards
 from lumos.setup import Setup, gpu_named, gpu_names, mistakes_in, preset_named, preset_names
 from lumos.setup.frameworks import framework_names

@@ -25,20 +25,20 @@ from lumos.cli.main import app
 from lumos.errors import InputError, LumosError
 from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto, write_timeline
-from lumos.graph.from_trace.build import Execution, build
-from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Graph
+from lumos.graph.rules.build import Execution, build
+from lumos.graph.rules.nodes import Nodes
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
+from lumos.read import chakra_format, host_memory
+from lumos.read.chakra import read_chakra
+from lumos.read.chakra_format import NodeType, add_value, read_chakra_file, schema
+from lumos.read.execution_trace import link, read_execution_trace
+from lumos.read.formats import Form, form_of, head_of
+from lumos.read.job import read_job
+from lumos.read.nsys import read_nsys
 from lumos.trace.names import Category, Kind
-from lumos.trace.read import chakra_format, host_memory
-from lumos.trace.read.chakra import read_chakra
-from lumos.trace.read.chakra_format import NodeType, add_value, read_chakra_file, schema
-from lumos.trace.read.execution_trace import link, read_execution_trace
-from lumos.trace.read.formats import Form, form_of, head_of
-from lumos.trace.read.job import read_job
-from lumos.trace.read.nsys import read_nsys
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
 from support import collective, header, kernel, launch, note, op, training_run, write_trace
 

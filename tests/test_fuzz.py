@@ -27,8 +27,8 @@ from lumos.errors import LumosError
 from lumos.files import write_csv
 from lumos.graph.scaling import Scale
 from lumos.prediction.prediction import predict
-from lumos.trace.read.job import read_job
-from lumos.trace.read.json_slices import open_bytes
+from lumos.read.job import read_job
+from lumos.read.json_slices import open_bytes
 from mutations import (
     DAMAGES,
     MUTATIONS,

@@ -15,8 +15,8 @@ import pytest
 import lumos
 from lumos.analysis.answers import GpuAnswer, GpuComparisonAnswer
 from lumos.cli import main as cli
-from lumos.cost.hardware_model import encode
-from lumos.cost.operator_model import cost_model
+from lumos.costs.hardware_model import encode
+from lumos.costs.operator_model import cost_model
 from lumos.errors import OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.gpu_comparison import bound_ms, compare_gpus
@@ -147,7 +147,7 @@ def test_a_gpu_without_the_precision_stays_in_the_table_with_the_reason(run: Run
     code, out, _ = run(*arguments)
     assert code == 0
     assert "refused, see below" in out
-    assert 'note: a100: refused: ' in " ".join(out.split())
+    assert "note: a100: refused: " in " ".join(out.split())
 
 
 def test_a_run_that_is_refused_everywhere_ends_in_one_line(run: Run) -> None:

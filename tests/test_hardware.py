@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lumos.cli.main import app
-from lumos.cost.hardware_model import encode, hardware_model
-from lumos.cost.operator_model import cost_model
+from lumos.costs.hardware_model import encode, hardware_model
+from lumos.costs.operator_model import cost_model
 from lumos.errors import InputError, OptionError
 from lumos.model_file import packed
 from lumos.prediction.prediction import predict

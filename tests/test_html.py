@@ -37,6 +37,7 @@ from lumos.analysis.slowdown_jobs import job_of_table
 from lumos.cli.main import app
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import Prediction, predict
+from lumos.read.operation_table import read_operation_table
 from lumos.report.html.allocations import thinned
 from lumos.report.html.charts import Bars, LaneView, Line, Lines, Points, Scatter, Series, Timeline
 from lumos.report.html.comparison_page import comparison_page
@@ -69,7 +70,6 @@ from lumos.report.wording import (
 from lumos.risk.monte_carlo import slowed
 from lumos.risk.whole_run import whole_run
 from lumos.setup import read_setup
-from lumos.trace.read.operation_table import read_operation_table
 from support import PATIENCE_S, call, header, kernel, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from lumos.analysis.replay import replay
-from lumos.change.infer import Inferred
-from lumos.change.infer.completion import changed, complete
-from lumos.change.infer.infer import infer
 from lumos.errors import OptionError
+from lumos.read.job import read_job
 from lumos.setup.setup_files import read_plain
-from lumos.trace.read.job import read_job
+from lumos.traced.infer import Inferred
+from lumos.traced.infer.completion import changed, complete
+from lumos.traced.infer.infer import infer
 from support import header, op
 from test_inference import Step
 

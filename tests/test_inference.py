@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from commands import lumos_here as lumos
 from lumos.analysis.replay import Replay, replay
-from lumos.change.infer import Inferred
-from lumos.change.infer.completion import changed, complete
-from lumos.change.infer.infer import infer
 from lumos.errors import OptionError
 from lumos.prediction.prediction import predict
+from lumos.read.job import read_job
 from lumos.setup import read_setup
 from lumos.setup.setup_files import SetupReading, read_plain
-from lumos.trace.read.job import read_job
+from lumos.traced.infer import Inferred
+from lumos.traced.infer.completion import changed, complete
+from lumos.traced.infer.infer import infer
 from support import Event, Header, header, note, op, write_trace
 
 SINGLE = ("accum4", "b8", "ckpt", "compile_base", "gpt2_l12_h1024", "h4096", "l4", "nosync_base", "tiny_l2_h512")

@@ -10,8 +10,8 @@ import pytest
 
 from conftest import Write
 from lumos.errors import InputError, LumosError, OptionError
-from lumos.trace.read import job
-from lumos.trace.read.job import find_files, read_job
+from lumos.read import job
+from lumos.read.job import find_files, read_job
 from support import Event, assert_same_columns, header, op, training_run, write_bytes, write_trace
 
 RUN = [op("a", 1, 2)]

@@ -9,10 +9,10 @@ import pytest
 
 from lumos.analysis.kernel_labels import Work, label
 from lumos.analysis.replay import replay
-from lumos.change.measured_ops import MeasuredOp, measured_ops, recorded
-from lumos.change.traced_ops import OpType, TracedOp, _Args, read_ops
 from lumos.errors import InputError
-from lumos.trace.read.job import read_job
+from lumos.read.job import read_job
+from lumos.traced.measured_ops import MeasuredOp, measured_ops, recorded
+from lumos.traced.traced_ops import OpType, TracedOp, _Args, read_ops
 from support import Event, call, header, kernel, memset, note, op, write_trace
 
 MAIN, ENGINE = 1, 2

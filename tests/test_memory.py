@@ -12,12 +12,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lumos.described.attention import core
+from lumos.described.described import Phase, Program
+from lumos.described.embedding_head import head
+from lumos.memory.memory import MIB, Memory, StageMemory, memory_of
 from lumos.prediction.fitting import smallest_change
-from lumos.program.attention import core
 from lumos.program.block import saved_bytes
-from lumos.program.embedding_head import head
-from lumos.program.memory import MIB, Memory, StageMemory, memory_of
-from lumos.program.program import Phase, Program
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import gpu_named

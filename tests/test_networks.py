@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from commands import lumos_here
 from lumos import read_setup
-from lumos.cost.in_step import in_step_factors
-from lumos.cost.network import Fabric, Network, Tier, network_of
+from lumos.costs.in_step import in_step_factors
+from lumos.costs.network import Fabric, Network, Tier, network_of
 from lumos.data_files import read_table
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.prediction import predict
 from lumos.prediction.priced_graph import GraphPrices
+from lumos.program.layout import RankLayout, group_of_ranks
 from lumos.program.operators import Collective, Group
-from lumos.program.rank_layout import RankLayout, group_of_ranks
 from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.frameworks import framework_named
 from lumos.step.step import prices_of, simulate_step
-from lumos.trace.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
 from plain_network import PLAIN_HABITS, plain_network
 
 ROOT = Path(__file__).resolve().parents[1]

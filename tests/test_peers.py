@@ -15,11 +15,11 @@ import pytest
 
 from chakra_converter import convert_recording
 from lumos.export.chakra_communication import plan_communication
-from lumos.graph.from_trace.build import Execution, build
-from lumos.graph.from_trace.rendezvous import POINT_TO_POINT
+from lumos.graph.rules.build import Execution, build
+from lumos.graph.rules.rendezvous import POINT_TO_POINT
+from lumos.read.execution_trace import Links, Operator
+from lumos.read.job import read_job
 from lumos.trace.peers import PeerCall, peers_are_indices
-from lumos.trace.read.execution_trace import Links, Operator
-from lumos.trace.read.job import read_job
 from lumos.trace.trace import Message, Trace
 from support import Event, collective, header, launch, note, op, write_trace
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lumos.cost.prices import time_of
-from lumos.program.attention import core
+from lumos.costs.prices import time_of
+from lumos.described.attention import core
+from lumos.described.described import Program
+from lumos.described.embedding_head import embedding, head, head_backward, optimizer
+from lumos.described.experts import busiest_rank, expert_gradient_bytes, moe, moe_backward
+from lumos.described.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
+from lumos.described.layer import TransformerLayer
+from lumos.described.muon import Matrices, expert_matrices, layer_matrices, orthogonalised
 from lumos.program.block import Block, saved_bytes
-from lumos.program.embedding_head import embedding, head, head_backward, optimizer
-from lumos.program.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
-from lumos.program.moe import busiest_rank, expert_gradient_bytes, moe, moe_backward
-from lumos.program.muon import Matrices, expert_matrices, layer_matrices, orthogonalised
+from lumos.program.layout import RankLayout
 from lumos.program.operators import Collective, Group, Operator
-from lumos.program.parameters import RankParameters, chunks_of, layers_of
-from lumos.program.program import Program
-from lumos.program.rank_layout import RankLayout
-from lumos.program.transformer_layer import TransformerLayer
+from lumos.program.sharding import RankParameters, chunks_of, layers_of
 from lumos.schedules import Phase
 from lumos.setup import Setup, mistakes_in, preset_named, preset_names
 from lumos.setup.frameworks import framework_named, framework_names

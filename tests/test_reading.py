@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from conftest import Write
 from lumos.analysis.replay import replay
+from lumos.read import json_slices as slices
+from lumos.read.job import read_job
+from lumos.read.kineto import read_kineto
 from lumos.trace.names import Category
-from lumos.trace.read import json_slices as slices
-from lumos.trace.read.job import read_job
-from lumos.trace.read.kineto import read_kineto
 from lumos.trace.trace import Message, Trace
 from support import (
     BASE_NS,

@@ -447,6 +447,7 @@ def test_another_configuration_of_a_traced_run_has_a_risk_and_slow_ranks_too() -
     assert plain["step_ms"] < answer["risk"]["step_ms"]["p50"] < answer["risk"]["step_ms"]["p90"]
     assert answer["risk"]["slow"] == answer["slow"]
 
+
 # ---------------------------------------------------------------------- independence
 def test_what_is_drawn_for_the_gpu_of_a_pass_says_nothing_of_its_host() -> None:
     """Half of a pass is of the GPU and half of the host: variances of independent factors add up."""

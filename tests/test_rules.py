@@ -12,13 +12,13 @@ import pytest
 from lumos.analysis.ablation import unfrozen
 from lumos.analysis.collectives import message_bytes
 from lumos.analysis.replay import replay
-from lumos.graph.from_trace.build import Execution, build
-from lumos.graph.from_trace.rules.event import _Thread
 from lumos.graph.graph import Rule
+from lumos.graph.rules.build import Execution, build
+from lumos.graph.rules.event import _Thread
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
-from lumos.trace.read.job import read_job
+from lumos.read.job import read_job
 from lumos.trace.trace import Message, Trace
 from support import (
     Event,

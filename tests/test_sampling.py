@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import lumos_here
+from lumos.described.layer import TransformerLayer
 from lumos.errors import InputError, OptionError
 from lumos.measure.fit_samples import read_samples
 from lumos.measure.operator_rows import operator_of
@@ -43,8 +44,7 @@ from lumos.measure.sample_grid import (
 )
 from lumos.measure.sample_script import MODULES, PlainProgress, main, parser, write_script
 from lumos.measure.sample_summary import summary_of, text_of
-from lumos.program.rank_layout import RankLayout
-from lumos.program.transformer_layer import TransformerLayer
+from lumos.program.layout import RankLayout
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 from support import PATIENCE_S
@@ -737,9 +737,7 @@ def test_every_layer_lengthens_a_step_by_as_much(monkeypatch: pytest.MonkeyPatch
     row = {"op": "step"} | SMALL | {"seq": 64, "hidden": 64}
     with time_steps._Counter() as counter:
         monkeypatch.setattr(time_steps, "cpu_clock", lambda: lambda: counter.count / 1e3)
-        one, two, four = (
-            time_steps.measured_step(row | {"layers": count}, "cpu", None)["us"] for count in (1, 2, 4)
-        )
+        one, two, four = (time_steps.measured_step(row | {"layers": count}, "cpu", None)["us"] for count in (1, 2, 4))
     assert 0 < one < two
     assert four == pytest.approx(one + 3 * (two - one), rel=1e-9)
 

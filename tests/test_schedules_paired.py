@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lumos.cost.in_step import in_step_factors
-from lumos.cost.network import network_of
-from lumos.cost.paired import Piece, together
-from lumos.cost.prices import Prices, Row
+from lumos.costs.in_step import in_step_factors
+from lumos.costs.network import network_of
+from lumos.costs.prices import Prices, Row
+from lumos.described.experts import reached
+from lumos.memory.memory import memory_of
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
 from lumos.prediction.step_tasks import StepTasks
-from lumos.prediction.step_trace import StepTrace, Track
 from lumos.program.block import BlockOp
-from lumos.program.memory import memory_of
-from lumos.program.moe import reached
 from lumos.program.operators import Collective, Group, Operator
 from lumos.risk.lanes import lanes_of
 from lumos.schedules import Phase
@@ -31,6 +29,8 @@ from lumos.setup.gpus import gpu_named
 from lumos.setup.sections import Model
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_setup
+from lumos.step.dualpipe_overlap import Piece, together
+from lumos.step.rows import StepTrace, Track
 from lumos.step.step import Step, prices_of, simulate_step
 from lumos.step.structure import Role
 

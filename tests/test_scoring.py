@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumos.cli import main as cli
-from lumos.cost.hardware_model import encode
-from lumos.cost.operator_model import cost_model
+from lumos.costs.hardware_model import encode
+from lumos.costs.operator_model import cost_model
 from lumos.errors import InputError, OptionError
 from lumos.score.measured_runs import Run, read_rows, run_of, runs_of
 from lumos.score.score import Score, rank_correlation, score

@@ -28,8 +28,8 @@ from lumos import predict, search
 from lumos.cli.merge_command import merged
 from lumos.data_files import read_table
 from lumos.errors import InputError, LumosError, OptionError
+from lumos.memory.memory import memory_of
 from lumos.prediction.power import energy_of
-from lumos.program.memory import memory_of
 from lumos.report.html.search_page import search_page
 from lumos.report.terminal.show_searches import show_search
 from lumos.risk.monte_carlo import slowed, step_risk

@@ -18,14 +18,14 @@ from lumos.analysis.replay import Replay, replay
 from lumos.analysis.sensitivities import Sensitivity
 from lumos.data_files import data_file
 from lumos.graph.critical_path import StepPath, critical_path, step_path
-from lumos.graph.from_trace import build as building
-from lumos.graph.from_trace.step_nodes import StepNodes, Windows
 from lumos.graph.graph import Edges, Graph, Rule, make_graph
+from lumos.graph.rules import build as building
+from lumos.graph.rules.step_nodes import StepNodes, Windows
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
+from lumos.read.job import read_job
 from lumos.trace.names import Kind
-from lumos.trace.read.job import read_job
 from support import header, launch, note, op
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))

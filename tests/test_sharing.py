@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from lumos.errors import InputError
-from lumos.trace.read import job
-from lumos.trace.read import json_slices as slices
-from lumos.trace.read.job import read_job
-from lumos.trace.read.json_slices import CannotShareError
-from lumos.trace.read.kineto import read_kineto
+from lumos.read import job
+from lumos.read import json_slices as slices
+from lumos.read.job import read_job
+from lumos.read.json_slices import CannotShareError
+from lumos.read.kineto import read_kineto
 from lumos.trace.trace import concatenate
 from lumos.workers.processes import processes
 from support import LAYOUTS, Layout, header, op, rows, training_run, write_trace

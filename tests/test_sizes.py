@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lumos.change.sizes import Sizes
 from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.setup.setup import Setup
+from lumos.traced.sizes import Sizes
 
 Shape = tuple[int, ...]
 

@@ -16,9 +16,9 @@ from lumos import Replay, Trace, predict, read_job, replay
 from lumos.analysis.breakdown import breakdown_by_rank, mean_breakdown
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.power import Energy
-from lumos.prediction.step_trace import Detail, StepTrace, Track
 from lumos.report.wording import si_text
 from lumos.setup import Setup
+from lumos.step.rows import Detail, StepTrace, Track
 from lumos.step.step import simulate_step
 from lumos.trace.names import Kind
 from lumos.trace.steps import find_steps
@@ -177,7 +177,7 @@ def test_the_schedule_names_every_pass() -> None:
 
 
 def test_a_step_of_many_rows_is_told_in_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lumos.prediction.step_trace._MOST_ROWS", dict.fromkeys(Detail, 1000))
+    monkeypatch.setattr("lumos.step.rows._MOST_ROWS", dict.fromkeys(Detail, 1000))
     step = simulate_step(pipeline())
     run = DescribedRun(step)
     assert run.breakdown.step_ms == pytest.approx(step.us / 1e3, abs=1e-5)

@@ -21,8 +21,8 @@ from lumos import read_job, replay
 from lumos.analysis.slowdown import Slowdown, slowdown
 from lumos.analysis.slowdown_causes import Cause, Diagnosis, diagnose, job_of_run, stragglers
 from lumos.analysis.slowdown_jobs import job_of_table
+from lumos.read.operation_table import is_operation_table, read_operation_table
 from lumos.report.slowdowns import slowdown_cards
-from lumos.trace.read.operation_table import is_operation_table, read_operation_table
 from support import Event, call, header, kernel, memcpy, note, op, write_trace
 from synthetic_jobs import Job, Pass
 

@@ -18,6 +18,8 @@ from commands import lumos_here
 from lumos.analysis.replay import replay
 from lumos.errors import InputError, OptionError
 from lumos.export.chakra_writer import write_chakra
+from lumos.read.chakra_format import NodeType
+from lumos.read.job import read_job
 from lumos.synthesis import lanes
 from lumos.synthesis.distance import _apart, kernel_tasks
 from lumos.synthesis.draw import draw_step, matched
@@ -29,8 +31,6 @@ from lumos.synthesis.observe import Group, Job, ObservedRank, Task, observe
 from lumos.synthesis.originals import longest_run, nearness
 from lumos.synthesis.synthesise import RecordedJob, Synthetic, record, synthesise
 from lumos.synthesis.vocabulary import KINDS
-from lumos.trace.read.chakra_format import NodeType
-from lumos.trace.read.job import read_job
 from support import header, training_run, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -429,9 +429,7 @@ def test_jobs_that_communicate_differently_are_refused(first: RecordedJob, tmp_p
 
 
 @pytest.mark.data
-def test_replicas_and_shards_of_layers_are_refused_together(
-    shared_data: Path, two_depths: list[RecordedJob]
-) -> None:
+def test_replicas_and_shards_of_layers_are_refused_together(shared_data: Path, two_depths: list[RecordedJob]) -> None:
     """Both do nothing but all-reduces among two ranks; those of shards are in forward passes, too."""
     shards = of_two_ranks(shared_data, "tp2_l8")
     with pytest.raises(InputError, match=r"tp2_l8: its communication \(all_reduce \(also in forward passes\) among 2"):

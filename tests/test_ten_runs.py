@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from lumos import read_setup
 from lumos.cli.main import app
-from lumos.cost.hardware_model import encode
-from lumos.cost.in_step import in_step_factors
-from lumos.cost.network import Network, network_of
-from lumos.cost.operator_model import cost_model
-from lumos.cost.sampled_network import KINDS, Configuration, SampledNetwork, decode
+from lumos.costs.hardware_model import encode
+from lumos.costs.in_step import in_step_factors
+from lumos.costs.network import Network, network_of
+from lumos.costs.operator_model import cost_model
+from lumos.costs.sampled_network import KINDS, Configuration, SampledNetwork, decode
 from lumos.errors import InputError
 from lumos.measure.fit_network import network_facts
 from lumos.measure.operator_rows import operator_of

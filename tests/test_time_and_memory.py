@@ -11,18 +11,18 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from better_gpus import BETTER_GPUS
-from lumos.cost.network import Network, Tier
-from lumos.cost.prices import timeline
+from lumos.costs.network import Network, Tier
+from lumos.costs.prices import timeline
 from lumos.data_files import read_table
+from lumos.described.attention import core
+from lumos.described.described import Program
+from lumos.described.layer import TransformerLayer
+from lumos.described.recomputation import by_operator
+from lumos.memory.memory import memory_of
 from lumos.prediction.prediction import predict
-from lumos.program.attention import core
 from lumos.program.block import input_gradients, saved_bytes, weight_gradients
-from lumos.program.memory import memory_of
+from lumos.program.layout import RankLayout
 from lumos.program.operators import Collective, Operator
-from lumos.program.program import Program
-from lumos.program.rank_layout import RankLayout
-from lumos.program.recomputation import by_operator
-from lumos.program.transformer_layer import TransformerLayer
 from lumos.schedules import Phase
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.frameworks import framework_named, framework_names

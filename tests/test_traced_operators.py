@@ -18,12 +18,12 @@ from lumos.analysis.replay import replay
 from lumos.cli.main import app
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
-from lumos.prediction.traced_operators import TracedOperators, traced_operators
+from lumos.read.job import read_job
 from lumos.report.reproducers import NotReproducibleError, script_of, write_reproducers
 from lumos.setup.gpus import gpu_named
-from lumos.trace.read.job import read_job
 from lumos.trace.steps import keep_step
 from lumos.trace.trace import Trace
+from lumos.traced.traced_operators import TracedOperators, traced_operators
 from support import Event, call, header, kernel, note, op, span, write_trace
 
 BF16 = "c10::BFloat16"

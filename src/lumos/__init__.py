@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from lumos.prediction.bill import Tariff
     from lumos.prediction.gpu_comparison import GpuComparison, compare_gpus
     from lumos.prediction.prediction import Prediction, predict
+    from lumos.read.job import read_job
     from lumos.risk.monte_carlo import StepRisk, step_risk
     from lumos.risk.whole_run import WholeRun, whole_run
     from lumos.search.ranking import Objective
     from lumos.search.search import search
     from lumos.setup import Setup, read_setup, write_setup
-    from lumos.trace.read.job import read_job
     from lumos.trace.trace import Trace
 
 _HOME = {

@@ -6,7 +6,6 @@ LumosError
 └── CycleError     a graph whose dependencies go in a circle
 """
 
-
 _LONGEST_WORD, _LONGEST_LINE, _MOST_LINES = 400, 2_000, 30  # of a message; paths are shorter
 
 

@@ -156,9 +156,7 @@ def write_json(path: Path, answer: dict[str, Any]) -> None:
         file.write(json_of(answer))
 
 
-def write_csv(
-    path: Path, rows: Iterable[dict[str, Any]], last: Sequence[str] = (), names: Sequence[str] = ()
-) -> None:
+def write_csv(path: Path, rows: Iterable[dict[str, Any]], last: Sequence[str] = (), names: Sequence[str] = ()) -> None:
     """Rows of a table as CSV; a column is there if it is named or any row has it, and those of `last` come last."""
     rows = list(rows)
     text = io.StringIO()
@@ -194,9 +192,7 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[st
         file.write(content.getvalue())
 
 
-def check_output(
-    path: Path | None, source: Path | None, forms: Sequence[str] = FORMS, option: str = "-o"
-) -> None:
+def check_output(path: Path | None, source: Path | None, forms: Sequence[str] = FORMS, option: str = "-o") -> None:
     """Refuse an output that cannot be written before any work is done for it."""
     if path is None:
         return

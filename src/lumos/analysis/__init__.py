@@ -1,1 +1,1 @@
-"""Reports on a run: each is a pure function of a Trace, a Graph or simulated Times."""
+"""Analyses of traces, graphs and simulated runs."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from lumos.graph.from_trace.build import RULE_NAMES, Execution, build
-from lumos.graph.from_trace.rules.sync import LONGEST_RETURN, SYNCHRONISING
 from lumos.graph.graph import Graph
+from lumos.graph.rules.build import RULE_NAMES, Execution, build
+from lumos.graph.rules.sync import LONGEST_RETURN, SYNCHRONISING
 from lumos.graph.simulate import simulate
 from lumos.trace.steps import find_steps
 

@@ -15,8 +15,8 @@ from math import exp, sqrt
 from statistics import median
 from typing import Any
 
-from lumos.cost.aten_prices import corrections
-from lumos.cost.operator_model import cost_model
+from lumos.costs.aten_prices import corrections
+from lumos.costs.operator_model import cost_model
 from lumos.data_files import read_table
 from lumos.setup.frameworks import framework_names
 from lumos.setup.gpus import Gpu, gpu_named, gpu_names

@@ -1,6 +1,6 @@
 """About a machine: what a model file knows of it, how far off that was, and where it may be trusted.
 
-    about_machine("my_machine.npz").families[0].error_pct
+about_machine("my_machine.npz").families[0].error_pct
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lumos.cost.hardware_model import SECTIONS, HardwareModel, hardware_model
-from lumos.cost.operator_model import regressors_of
+from lumos.costs.hardware_model import SECTIONS, HardwareModel, hardware_model
+from lumos.costs.operator_model import regressors_of
 from lumos.setup.gpus import Gpu
 
 _WORDS = {

@@ -17,9 +17,9 @@ import numpy as np
 
 from lumos.analysis.run import Run
 from lumos.errors import InputError
+from lumos.read.astra_sim_log import AstraSimLog
+from lumos.read.chakra_format import NodeType
 from lumos.trace.names import collective_name
-from lumos.trace.read.astra_sim_log import AstraSimLog
-from lumos.trace.read.chakra_format import NodeType
 
 _MESSAGES = "messages"
 _CLOSE_PCT = 4.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lumos.graph.from_trace.rendezvous import Rendezvous
+from lumos.graph.rules.rendezvous import Rendezvous
 from lumos.trace.names import dtype_called
 from lumos.trace.trace import Message, Trace
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lumos.graph.from_trace.nodes import Nodes
+from lumos.graph.rules.nodes import Nodes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Kernel labels: the phase and the type of work of every kernel of a traced step, in the order of launches.
 
 The phase follows from the launch: inside the optimizer's scope, on the thread of the autograd engine, or on the thread
-that drives the step. Kernels of attention are marked, because each layer has exactly one: see lumos.change.cut.
+that drives the step. Kernels of attention are marked, because each layer has exactly one: see lumos.traced.cut.
 """
 
 from __future__ import annotations

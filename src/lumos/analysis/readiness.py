@@ -21,9 +21,9 @@ from lumos.arguments import checks_arguments
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.files import read_file
+from lumos.read.json_slices import BAD_GZIP, open_bytes
 from lumos.setup.toml_text import toml_table
 from lumos.trace.names import CPU_COMPUTE, CallKind, Category, is_step
-from lumos.trace.read.json_slices import BAD_GZIP, open_bytes
 from lumos.trace.steps import WHOLE
 from lumos.trace.trace import Header, Trace
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Floats, Ints
+from lumos.graph.rules.nodes import Nodes
 from lumos.trace.steps import StepMarks
 
 

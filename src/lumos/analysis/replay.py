@@ -20,12 +20,12 @@ from lumos.analysis.utilisation import Utilisation, utilisation
 from lumos.analysis.what_if import WhatIf
 from lumos.arguments import checks_arguments
 from lumos.graph.critical_path import CriticalPath, PathSummary, summarise
-from lumos.graph.from_trace.build import Execution, build
-from lumos.graph.from_trace.profiler_cost import ProfilerCost, is_profiled, load_profiler_cost, without_profiler
 from lumos.graph.graph import Graph
+from lumos.graph.rules.build import Execution, build
+from lumos.graph.rules.profiler_cost import ProfilerCost, is_profiled, load_profiler_cost, without_profiler
 from lumos.graph.simulate import Times, simulate
+from lumos.read.job import read_job
 from lumos.tables import frame
-from lumos.trace.read.job import read_job
 from lumos.trace.steps import StepMarks, Steps, find_steps
 from lumos.trace.trace import Trace
 

@@ -19,10 +19,10 @@ from lumos.graph.critical_path import (
     step_path,
     summarise,
 )
-from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.nodes import Nodes
-from lumos.graph.from_trace.step_nodes import StepNodes
 from lumos.graph.graph import Floats, Graph, Ints
+from lumos.graph.rules.build import Execution
+from lumos.graph.rules.nodes import Nodes
+from lumos.graph.rules.step_nodes import StepNodes
 from lumos.graph.simulate import Times, simulate
 from lumos.trace.steps import StepMarks, Steps
 from lumos.trace.trace import Trace

@@ -15,9 +15,9 @@ from lumos.analysis.slowdown import Job, Slowdown, slowdown
 from lumos.analysis.slowdown_jobs import job_of_table, rank_job, table_at
 from lumos.arguments import checks_arguments
 from lumos.graph.graph import Bools, Floats, Ints
+from lumos.read.operation_table import read_operation_table
 from lumos.tables import frame
 from lumos.trace.operations import OperationTable
-from lumos.trace.read.operation_table import read_operation_table
 
 if TYPE_CHECKING:
     from polars import DataFrame

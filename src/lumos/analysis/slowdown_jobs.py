@@ -11,13 +11,13 @@ from lumos.analysis.recurrence import group_medians, numbered, occurrence, step_
 from lumos.analysis.run import TracedRun
 from lumos.analysis.slowdown import Job, Worker
 from lumos.errors import InputError
-from lumos.graph.from_operations import OperationGraph, operation_graph
-from lumos.graph.from_trace.step_nodes import StepNodes
 from lumos.graph.graph import Bools, Floats, Ints
+from lumos.graph.operation_graph import OperationGraph, operation_graph
+from lumos.graph.rules.step_nodes import StepNodes
 from lumos.graph.simulate import simulate, simulate_many
+from lumos.read.operation_table import is_operation_table
 from lumos.trace.names import Kind, is_step
 from lumos.trace.operations import COMPUTE, MESSAGES, REPLICA_COLLECTIVES, OperationTable
-from lumos.trace.read.operation_table import is_operation_table
 from lumos.trace.steps import StepMarks
 
 _JOINED = {name: f"{name.split('-')[0]}-pp-comm" for name in MESSAGES}  # a send and its receive are one transfer

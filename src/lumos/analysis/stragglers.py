@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lumos.analysis.breakdown import Breakdown
-from lumos.graph.from_trace.build import Execution
+from lumos.graph.rules.build import Execution
 from lumos.trace.trace import Trace
 
 _NOTABLE = 0.02  # of the step: below, ranks are alike

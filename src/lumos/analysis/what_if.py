@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.analysis.overlapped_kernels import sides
+from lumos.costs.overlapped_kernels import sides
 from lumos.graph.critical_path import StepPath, step_path
-from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.step_nodes import StepNodes
 from lumos.graph.graph import Floats, Graph
 from lumos.graph.overlap import Side, alone, contended
+from lumos.graph.rules.build import Execution
+from lumos.graph.rules.step_nodes import StepNodes
 from lumos.graph.simulate import Times, simulate
 from lumos.trace.steps import StepMarks
 

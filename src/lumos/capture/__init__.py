@@ -1,4 +1,4 @@
-"""Capture: record some steps of a training script for Lumos. Needs torch, and nothing else.
+"""Recording of training scripts with the PyTorch profiler; needs torch only.
 
     with lumos.capture("traces") as step:
         for batch in data:

@@ -1,4 +1,4 @@
-"""One file a command: arguments in, answers out."""
+"""The command line, one command per file."""
 
 from lumos.safe_path import drop_current_folder
 

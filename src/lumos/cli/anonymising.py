@@ -10,13 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from lumos.analysis.replay import replay
-from lumos.change.infer.disclosure import Disclosure, disclosures
 from lumos.errors import OptionError
 from lumos.export.anonymise import DROPS, KEEPS, Anonymised, anonymise
-from lumos.graph.from_trace.build import Execution
+from lumos.graph.rules.build import Execution
+from lumos.read.execution_trace import Links
 from lumos.report.table import Column, Row, Table
 from lumos.report.terminal.style import rendered
-from lumos.trace.read.execution_trace import Links
+from lumos.traced.infer.disclosure import Disclosure, disclosures
 
 _ALL_ROWS = 1000
 

@@ -38,18 +38,18 @@ from lumos.export.chakra_writer import Written, file_of_rank, write_chakra, writ
 from lumos.export.folded_ranks import Task, folded
 from lumos.export.rank_files import Stages, write_stages
 from lumos.export.repeated_rank import repeated_rank
-from lumos.graph.from_trace.build import Execution
+from lumos.graph.rules.build import Execution
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import Prediction
 from lumos.prediction.step_tasks import StepTasks
-from lumos.program.rank_layout import RankLayout
+from lumos.program.layout import RankLayout
 from lumos.program.rank_places import RankPlaces
+from lumos.read.chakra_format import NodeType
+from lumos.read.execution_trace import Links
 from lumos.report.wording import number_text
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of
-from lumos.trace.read.chakra_format import NodeType
-from lumos.trace.read.execution_trace import Links
 
 SIMULATORS = ("astra-sim",)
 _FEW = 256  # ranks that one process writes

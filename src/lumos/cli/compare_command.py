@@ -22,17 +22,17 @@ from lumos.export.chakra_communication import plan_communication
 from lumos.export.folded_ranks import Task, folded
 from lumos.export.repeated_rank import repeated_rank
 from lumos.files import check_output, write_csv
-from lumos.graph.from_trace.build import Execution
+from lumos.graph.rules.build import Execution
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
+from lumos.read.astra_sim_log import AstraSimLog, looks_like_astra_sim, read_astra_sim_log
+from lumos.read.formats import Form, head_of
+from lumos.read.formats import form_of as form_of_file
 from lumos.report.html.astra_page import astra_page
 from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.page import write_page
 from lumos.report.terminal.show import show_astra_comparison, show_comparison
 from lumos.setup.setup_files import read_setup
-from lumos.trace.read.astra_sim_log import AstraSimLog, looks_like_astra_sim, read_astra_sim_log
-from lumos.trace.read.formats import Form, head_of
-from lumos.trace.read.formats import form_of as form_of_file
 
 
 def compare_command(

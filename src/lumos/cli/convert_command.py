@@ -20,12 +20,12 @@ from lumos.errors import InputError, OptionError
 from lumos.export.chrome_traces import write_kineto, write_timeline
 from lumos.export.kept_shapes import Arguments
 from lumos.files import check_output, form_of
-from lumos.graph.from_trace.build import Execution, build
+from lumos.graph.rules.build import Execution, build
 from lumos.prediction.bill import Tariff
-from lumos.trace.read.execution_trace import Links, link, read_execution_trace
-from lumos.trace.read.formats import Form, head_of
-from lumos.trace.read.formats import form_of as form_of_file
-from lumos.trace.read.job import rank_in_name
+from lumos.read.execution_trace import Links, link, read_execution_trace
+from lumos.read.formats import Form, head_of
+from lumos.read.formats import form_of as form_of_file
+from lumos.read.job import rank_in_name
 from lumos.trace.trace import Trace
 
 FORMS = (".et", ".trace.json", ".trace.json.gz")

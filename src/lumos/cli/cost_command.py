@@ -9,7 +9,7 @@ import typer
 
 from lumos.cli.options import AsJson, Model
 from lumos.cli.terminal import deliver
-from lumos.cost.operator_model import cost_model, read_cost_model
+from lumos.costs.operator_model import cost_model, read_cost_model
 from lumos.errors import OptionError
 from lumos.files import check_output, write_csv
 from lumos.measure.operator_rows import operators_of, read_rows

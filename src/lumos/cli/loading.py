@@ -11,9 +11,9 @@ from lumos.analysis.replay import Replay, replay
 from lumos.cli.options import TraceOptions
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import OptionError
-from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.profiler_cost import load_profiler_cost
-from lumos.trace.read.job import read_job
+from lumos.graph.rules.build import Execution
+from lumos.graph.rules.profiler_cost import load_profiler_cost
+from lumos.read.job import read_job
 from lumos.trace.steps import keep_step
 from lumos.trace.trace import Trace
 from lumos.workers import Engine, engine_named
@@ -37,9 +37,7 @@ def load_run(path: Path, options: TraceOptions = _ALL, profiler_costs: Path | No
 def load_source(path: Path, options: TraceOptions = _ALL) -> Trace | Execution:
     """What is at a path, read and not yet replayed."""
     with _readers_for(path, options.engine, options.address) as started, progress_bar() as progress:
-        source = read_job(
-            path, options.match, options.rank_pattern, progress, engine=started, meanwhile=_load_kernels
-        )
+        source = read_job(path, options.match, options.rank_pattern, progress, engine=started, meanwhile=_load_kernels)
     return _one_step(source, options.step) if options.step else source
 
 
@@ -65,7 +63,7 @@ def _readers_for(path: Path, engine: str, address: str) -> Iterator[Engine | Non
         yield None
         return
     count = 1 if path.is_file() and size < _WORTH_SEVERAL else os.cpu_count() or 1
-    with processes(count, preload="lumos.trace.read.kineto") as started:
+    with processes(count, preload="lumos.read.kineto") as started:
         yield started
 
 

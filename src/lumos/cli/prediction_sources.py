@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lumos.analysis.replay import Replay
-from lumos.change.change import CalibratedRun
-from lumos.change.infer import Inferred
-from lumos.change.infer.completion import changed, complete
-from lumos.change.infer.infer import infer
 from lumos.cli.options import TraceOptions
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import InputError
@@ -23,10 +19,14 @@ from lumos.prediction.bill import Tariff
 from lumos.prediction.gpu_comparison import Machine, plain_on
 from lumos.prediction.prediction import Prediction, predict
 from lumos.prediction.priced_graph import needs_prices, predict_graph
+from lumos.read.chakra_format import ChakraFile
+from lumos.read.formats import Form, form_of, head_of
+from lumos.read.job import find_files, read_chakra_files
 from lumos.setup.setup_files import PlainSetup, SetupReading, read_plain
-from lumos.trace.read.chakra_format import ChakraFile
-from lumos.trace.read.formats import Form, form_of, head_of
-from lumos.trace.read.job import find_files, read_chakra_files
+from lumos.traced.infer import Inferred
+from lumos.traced.infer.completion import changed, complete
+from lumos.traced.infer.infer import infer
+from lumos.traced.learned import CalibratedRun
 
 if TYPE_CHECKING:
     from lumos.dry_run.recorded_step import Recording
@@ -162,9 +162,7 @@ class OfTrace:
         asked = self._asked if machine is None else plain_on(self._asked, machine)[0]
         traced = self._calibrated  # first: what it lacks is said better than what is to change
         wanted = changed(self._inferred, asked, self._stated)
-        return predict(
-            traced, setup=wanted.setup, notes=tuple(wanted.notes), tariff=tariff, inferred=self._inferred
-        )
+        return predict(traced, setup=wanted.setup, notes=tuple(wanted.notes), tariff=tariff, inferred=self._inferred)
 
     def left_out(self, machine: Machine) -> list[str]:
         return plain_on(self._asked, machine)[1]

@@ -15,12 +15,12 @@ from lumos.cli.terminal import busy, deliver
 from lumos.data_files import data_file
 from lumos.export.chrome_traces import write_timeline
 from lumos.files import FORMS, check_output, write_csv
-from lumos.prediction.traced_operators import traced_operators
 from lumos.report.html.page import write_page
 from lumos.report.html.replay_page import replay_page
 from lumos.report.operator_rates import flat_row, reproduced_words
 from lumos.report.reproducers import check_folder, write_reproducers
 from lumos.report.terminal.show import show_operators, show_replay
+from lumos.traced.traced_operators import traced_operators
 
 
 def replay_command(

@@ -11,9 +11,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lumos.change.change import CalibratedRun, refuse
-from lumos.change.infer.completion import changed, complete
-from lumos.change.infer.infer import infer
 from lumos.cli.emission import Emission, Emit, read_emission
 from lumos.cli.loading import load_run
 from lumos.cli.options import (
@@ -48,6 +45,9 @@ from lumos.setup.gpus import gpu_named
 from lumos.setup.importers.any_file import toml_value
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
+from lumos.traced.infer.completion import changed, complete
+from lumos.traced.infer.infer import infer
+from lumos.traced.learned import CalibratedRun, refuse
 from lumos.workers import engine_named, read_shard
 
 _NOT_VALIDATED = "calibrated with a trace: the accuracy for changed parallelism has not been measured"

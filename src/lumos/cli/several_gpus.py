@@ -26,9 +26,7 @@ def listed_gpus(text: str | None) -> list[str]:
     return names
 
 
-def compare_sources(
-    run: Source, names: Sequence[str], tariff: Tariff, prices: Mapping[str, float]
-) -> GpuComparison:
+def compare_sources(run: Source, names: Sequence[str], tariff: Tariff, prices: Mapping[str, float]) -> GpuComparison:
     """One run on each of the named GPUs."""
     machines = machines_named(names)
     if len(machines) < 2:

@@ -19,6 +19,7 @@ from lumos.errors import OptionError
 from lumos.export.chrome_traces import write_ideal
 from lumos.files import FORMS, check_output, write_csv
 from lumos.prediction.prediction import predict
+from lumos.read.operation_table import read_operation_table
 from lumos.report.html.page import write_page
 from lumos.report.html.risk_view import with_risk
 from lumos.report.html.slowdown_page import slowdown_page
@@ -27,7 +28,6 @@ from lumos.risk.learn import traced_risk
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.operation_steps import operation_risk
 from lumos.trace.operations import OperationTable
-from lumos.trace.read.operation_table import read_operation_table
 
 _MOST_LAYERS = 1_000_000
 

@@ -1,4 +1,4 @@
-"""Dry run: a model's own training step on fake tensors, with every operator recorded; no GPU, no weights, no memory.
+"""Dry runs: training code on fake tensors and a fake GPU, recorded as operators.
 
     recording = lumos.dry_run(train)
 

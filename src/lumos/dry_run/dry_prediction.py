@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
-from lumos.cost.prices import Prices
+from lumos.costs.prices import Prices
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
+from lumos.memory.memory import GIB, Memory
 from lumos.prediction.approximations import Approximation
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note, transfer_part
@@ -18,9 +19,8 @@ from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime
 from lumos.prediction.power import Energy, limit_note, limit_part
 from lumos.prediction.prediction import Prediction, host_words
-from lumos.program.memory import GIB, Memory
-from lumos.program.parameters import StateBytes
 from lumos.program.recorded_op import UNCOMPILED
+from lumos.program.sharding import StateBytes
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of
 

@@ -13,22 +13,22 @@ from functools import cached_property
 
 import numpy as np
 
-from lumos.analysis.overlapped_kernels import sides
 from lumos.analysis.run import TracedRun
-from lumos.cost.aten_prices import AtenPrices, Price
-from lumos.cost.aten_work import base_name, runs_kernel
-from lumos.cost.host_costs import host_us
-from lumos.cost.prices import Prices
+from lumos.costs.aten_prices import AtenPrices, Price
+from lumos.costs.host_costs import host_us
+from lumos.costs.kernel_work import base_name, runs_kernel
+from lumos.costs.overlapped_kernels import sides
+from lumos.costs.prices import Prices
 from lumos.data_files import read_table
 from lumos.dry_run.recorded_step import Recording
-from lumos.graph.from_trace.build import build
 from lumos.graph.overlap import contended
+from lumos.graph.rules.build import build
+from lumos.memory.memory import Memory, StageMemory, reserve_of, workspaces_of
 from lumos.prediction.approximations import Approximation, approximations
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy
-from lumos.program.memory import Memory, StageMemory, reserve_of, workspaces_of
+from lumos.program.layout import group_of_ranks
 from lumos.program.operators import Collective, Operator
-from lumos.program.rank_layout import group_of_ranks
 from lumos.program.recorded_op import RecordedOp
 from lumos.setup.setup import Setup
 from lumos.step.step import host_speed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lumos.arguments import checks_arguments
-from lumos.cost.aten_work import matrix_operator
+from lumos.costs.kernel_work import matrix_operator
 from lumos.dry_run.dry_files import read_recordings
 from lumos.dry_run.dry_prediction import STAND_IN, DryPrediction, dry_prediction
 from lumos.dry_run.dry_step import DryStep

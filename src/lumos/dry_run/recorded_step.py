@@ -82,7 +82,6 @@ class Recording:
         beyond = self.peak_bytes - max(self.allocated)
         return found | ({"activations": found.get("activations", 0) + beyond} if beyond else {})
 
-
     @cached_property
     def most_held(self) -> dict[str, int]:
         """The most bytes of weights, gradients and optimizer state that exist at once, each at its own moment."""

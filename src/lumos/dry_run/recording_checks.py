@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from functools import cache, lru_cache
 from itertools import chain
 
-from lumos.cost.aten_work import runs_kernel, works_of
-from lumos.cost.host_costs import host_us
+from lumos.costs.host_costs import host_us
+from lumos.costs.kernel_work import runs_kernel, works_of
 from lumos.dry_run.recorded_step import Recording
 from lumos.program.recorded_op import RecordedOp, TensorInfo
 
@@ -150,4 +150,3 @@ def _check_range(name: str, value: int, low: int, high: int) -> None:
 
 def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
-

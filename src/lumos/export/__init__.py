@@ -1,1 +1,1 @@
-"""Export: runs as files of other tools (Kineto, Perfetto, Chakra)."""
+"""Runs as files of other tools: Kineto, Perfetto, Chakra, launch files."""

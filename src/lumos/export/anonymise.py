@@ -18,11 +18,11 @@ from lumos.data_files import read_table
 from lumos.export.hidden_times import with_hidden_times
 from lumos.export.kept_shapes import Arguments, read_arguments
 from lumos.export.public_names import NameMap
-from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.rendezvous import Rendezvous
+from lumos.graph.rules.build import Execution
+from lumos.graph.rules.rendezvous import Rendezvous
+from lumos.read.execution_trace import Links, Operator, Tensor
 from lumos.setup.gpus import gpu_called
 from lumos.trace.names import Category
-from lumos.trace.read.execution_trace import Links, Operator, Tensor
 from lumos.trace.trace import Header, Lane, Message, Trace
 
 DROPS = {

@@ -19,7 +19,7 @@ from lumos.export.astra_prices import largest_tensor, ring_link, transfer_ns
 from lumos.export.chakra_communication import Communication, Transfer
 from lumos.export.folded_ranks import Task
 from lumos.export.rank_files import Stages
-from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
+from lumos.read.chakra_format import COLLECTIVES, NodeType
 
 
 class _Place(NamedTuple):

@@ -20,10 +20,10 @@ import numpy as np
 
 from lumos.analysis.collectives import bus_factor, message_bytes
 from lumos.files import whole_file
-from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.rendezvous import POINT_TO_POINT
+from lumos.graph.rules.build import Execution
+from lumos.graph.rules.rendezvous import POINT_TO_POINT
+from lumos.program.layout import RankLayout
 from lumos.program.operators import Collective, Group
-from lumos.program.rank_layout import RankLayout
 
 _GIB = float(1 << 30)
 _LARGE, _SMALL = float(1 << 28), 8192.0  # bytes of gathers that show bandwidth and latency

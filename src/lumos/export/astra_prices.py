@@ -16,9 +16,9 @@ from lumos.export.astra_files import LONGEST_MESSAGE, Dimension
 from lumos.export.chakra_communication import LEAST_BYTES, Communication, Transfer
 from lumos.export.folded_ranks import Task
 from lumos.export.rank_files import Stages
-from lumos.graph.from_trace.build import Execution
+from lumos.graph.rules.build import Execution
 from lumos.program.rank_places import RankPlaces
-from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
+from lumos.read.chakra_format import COLLECTIVES, NodeType
 
 HANDSHAKE = 8192  # bytes with which a receiver tells a sender that it is there, if both wait for each other
 LAST_GROUP = 2147  # it multiplies the number by a million, and has 32 bits for that

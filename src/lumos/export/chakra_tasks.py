@@ -7,8 +7,8 @@ from typing import Any
 
 from lumos.export.chakra_communication import Transfer
 from lumos.export.folded_ranks import Task
-from lumos.trace.read import chakra_format as chakra
-from lumos.trace.read.chakra_format import NodeType
+from lumos.read import chakra_format as chakra
+from lumos.read.chakra_format import NodeType
 
 SCHEMA_VERSION = "0.0.4"
 FIRST_ID = 1

@@ -30,13 +30,13 @@ from lumos.export.chakra_communication import Communication, Transfer, plan_comm
 from lumos.export.chakra_tasks import SCHEMA_VERSION, add_transfer, head_message, renumbered, task_messages
 from lumos.export.folded_ranks import Task, folded
 from lumos.files import whole_file
-from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Ints
+from lumos.graph.rules.build import Execution
+from lumos.graph.rules.nodes import Nodes
 from lumos.graph.simulate import simulate
-from lumos.trace.read import chakra_format as chakra
-from lumos.trace.read.chakra_format import NodeType
-from lumos.trace.read.execution_trace import Links, Operator
+from lumos.read import chakra_format as chakra
+from lumos.read.chakra_format import NodeType
+from lumos.read.execution_trace import Links, Operator
 from lumos.trace.trace import COLUMNS, Trace
 
 _UNRECORDED = "not recorded"  # a segment of a thread in which no event was open

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from lumos.export.chakra_communication import Communication, Transfer
-from lumos.graph.from_trace.build import Execution
 from lumos.graph.graph import Bools, Floats, Ints
+from lumos.graph.rules.build import Execution
 from lumos.graph.simulate import simulate
-from lumos.trace.read.chakra_format import NodeType
+from lumos.read.chakra_format import NodeType
 
 
 class Task(NamedTuple):

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from lumos.graph.from_trace.build import Execution, timed_graph
 from lumos.graph.graph import Floats, Graph, Ints
+from lumos.graph.rules.build import Execution, timed_graph
 from lumos.graph.simulate import simulate
 from lumos.trace.trace import Trace
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from lumos.data_files import read_table
 from lumos.errors import LumosError
+from lumos.read.json_slices import Slices
 from lumos.trace.names import CATEGORIES, Category
-from lumos.trace.read.json_slices import Slices
 from lumos.trace.trace import Trace
 
 Arguments = dict[str, Any]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lumos.program.parameters import layers_of
-from lumos.program.rank_layout import RankLayout
+from lumos.program.layout import RankLayout
+from lumos.program.sharding import layers_of
 from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import is_file_name
 from lumos.setup.importers.foreign_file import Reading

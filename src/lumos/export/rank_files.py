@@ -24,7 +24,7 @@ from lumos.errors import OptionError
 from lumos.export.chakra_tasks import head_message, task_messages
 from lumos.export.folded_ranks import Task
 from lumos.program.rank_places import RankPlaces
-from lumos.trace.read.chakra_format import NodeType
+from lumos.read.chakra_format import NodeType
 from lumos.workers.engine import Job, engine_named
 
 _RANKS_AT_ONCE = 64  # of one stage, in one process

@@ -11,7 +11,7 @@ from dataclasses import replace
 from lumos.export.chakra_communication import plan_communication
 from lumos.export.folded_ranks import Folder
 from lumos.export.rank_files import Stages
-from lumos.graph.from_trace.build import Execution
+from lumos.graph.rules.build import Execution
 from lumos.program.rank_places import RankPlaces
 from lumos.trace.trace import Message
 

@@ -1,1 +1,1 @@
-"""Graph: what waits for what, and the simulator that runs it."""
+"""Execution graphs and their simulator."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lumos.graph.from_trace.build import Execution
-from lumos.graph.from_trace.nodes import Nodes
-from lumos.graph.from_trace.step_nodes import Windows
 from lumos.graph.graph import Bools, Floats, Graph, Ints
 from lumos.graph.loops import loops_for
+from lumos.graph.rules.build import Execution
+from lumos.graph.rules.nodes import Nodes
+from lumos.graph.rules.step_nodes import Windows
 from lumos.graph.simulate import Times
 from lumos.trace.names import Category, Kind
 from lumos.trace.steps import StepMarks, Steps

@@ -9,8 +9,8 @@ import numpy as np
 
 from lumos.arguments import check_fields, checks_arguments
 from lumos.errors import OptionError
-from lumos.graph.from_trace.build import Execution
 from lumos.graph.graph import Floats
+from lumos.graph.rules.build import Execution
 from lumos.patterns import Pattern
 from lumos.trace.names import Kind
 

@@ -1,1 +1,1 @@
-"""Measure: time operators and collectives (`lumos sample`), and fit cost models to the samples (`lumos fit`)."""
+"""Samples of operators and collectives, and the cost models fitted to them."""

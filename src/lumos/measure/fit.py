@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.cost.features import features, roofline_us
-from lumos.cost.operator_model import Regressor, chip_of
-from lumos.cost.trees import Floats, Trees
+from lumos.costs.features import features, roofline_us
+from lumos.costs.operator_model import Regressor, chip_of
+from lumos.costs.trees import Floats, Trees
 from lumos.errors import OptionError
 from lumos.measure.fit_samples import Sample
 from lumos.program.operators import Operator
@@ -150,9 +150,7 @@ def _grown(rows: Floats, target: Floats, disturbed: bool) -> Trees:
     return grow(rows, target, _rounds(len(rows)), robust=robust)
 
 
-def _held_out(
-    rows: Floats, target: Floats, disturbed: bool, report: Callable[[int], None]
-) -> tuple[Floats, Floats]:
+def _held_out(rows: Floats, target: Floats, disturbed: bool, report: Callable[[int], None]) -> tuple[Floats, Floats]:
     """Errors in percent on shapes that were held apart, with all the others to learn from, and with half of them.
 
     Large families lose one fold of shapes; small ones lose every fold in turn.

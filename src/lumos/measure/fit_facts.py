@@ -55,9 +55,7 @@ def measured_peaks(samples: Iterable[Sample]) -> dict[str, float]:
     for operator, us in samples:
         if operator.kind.startswith("gemm"):
             found.setdefault(operator.dtype, []).append(operator.flops / us / 1e6)
-    return {
-        dtype: float(np.quantile(values, _BEST_SHARE)) for dtype, values in found.items() if len(values) >= _FEWEST
-    }
+    return {dtype: float(np.quantile(values, _BEST_SHARE)) for dtype, values in found.items() if len(values) >= _FEWEST}
 
 
 def measured_bandwidth(samples: Iterable[Sample]) -> float:

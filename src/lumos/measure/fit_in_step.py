@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.cost.in_step import InStepFactors, in_step_factors
-from lumos.cost.operator_model import CostModel
-from lumos.cost.prices import Prices
-from lumos.cost.trees import Floats
+from lumos.costs.in_step import InStepFactors, in_step_factors
+from lumos.costs.operator_model import CostModel
+from lumos.costs.prices import Prices
+from lumos.costs.trees import Floats
 from lumos.data_files import read_table
 from lumos.errors import LumosError
 from lumos.measure.fit_sections import Section, missing

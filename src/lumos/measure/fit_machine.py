@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lumos.cost.hardware_model import encode, hardware_model
-from lumos.cost.operator_model import Regressor
+from lumos.costs.hardware_model import encode, hardware_model
+from lumos.costs.operator_model import Regressor
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.measure.fit import Verdict, family_of, fit

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.cost.sampled_network import KINDS, Configuration, Rings, SampledNetwork, Table
+from lumos.costs.sampled_network import KINDS, Configuration, Rings, SampledNetwork, Table
 from lumos.errors import InputError
 from lumos.program.operators import Collective, Group
 

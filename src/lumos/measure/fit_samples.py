@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.cost.features import roofline_us
-from lumos.cost.operator_model import chip_of
+from lumos.costs.features import roofline_us
+from lumos.costs.operator_model import chip_of
 from lumos.errors import InputError
 from lumos.files import open_file
 from lumos.measure.operator_rows import operator_of

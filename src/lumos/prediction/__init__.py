@@ -1,1 +1,1 @@
-"""Prediction: what follows from a simulated step, traced or described."""
+"""Predictions: interval, energy, cost, operators and trace of a simulated step."""

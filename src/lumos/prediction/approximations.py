@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lumos.cost.aten_prices import Price
-from lumos.cost.aten_work import base_name
+from lumos.costs.aten_prices import Price
+from lumos.costs.kernel_work import base_name
 from lumos.program.recorded_op import UNCOMPILED, UNSEEN, RecordedOp
 
 WORDS = {

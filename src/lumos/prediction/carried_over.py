@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lumos.cost.operator_model import CostModel
+from lumos.costs.operator_model import CostModel
 from lumos.data_files import read_table
 from lumos.prediction.operator_times import OperatorTime
 from lumos.program.operators import Operator

@@ -9,7 +9,7 @@ from typing import Any
 
 from lumos.data_files import read_table
 from lumos.errors import LumosError
-from lumos.program.memory import GIB, Memory, memory_of
+from lumos.memory.memory import GIB, Memory, memory_of
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lumos.analysis.answers import GpuAnswer, GpuComparisonAnswer
 from lumos.arguments import checks_arguments
-from lumos.cost.hardware_model import hardware_model
+from lumos.costs.hardware_model import hardware_model
 from lumos.data_files import read_table
 from lumos.errors import LumosError, OptionError
 from lumos.prediction.bill import Tariff, check_prices

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from math import exp, hypot, log, sqrt
 from typing import Any, NamedTuple
 
-from lumos.cost.sampled_network import SampledNetwork
+from lumos.costs.sampled_network import SampledNetwork
 from lumos.data_files import read_table
 from lumos.prediction.approximations import Approximation
 from lumos.prediction.carried_over import carried_over, transfer_part
@@ -173,7 +173,10 @@ def scaled_spread(profiler_error_pct: float) -> Spread:
 
 
 def dry_spread(
-    transferred: float, host_share: float, power: float = 0.0, approximated: Sequence[Approximation] = (),
+    transferred: float,
+    host_share: float,
+    power: float = 0.0,
+    approximated: Sequence[Approximation] = (),
     sizes_vary: bool = False,
 ) -> Spread:
     """Of a dry run on one GPU; wider by `transfer_part`, by `limit_part`, by what is approximated, and where the host

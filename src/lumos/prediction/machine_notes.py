@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lumos.cost.hardware_model import HardwareModel, hardware_model
-from lumos.cost.operator_model import CostModel
+from lumos.costs.hardware_model import HardwareModel, hardware_model
+from lumos.costs.operator_model import CostModel
 from lumos.prediction.operator_times import OperatorTime
 from lumos.program.operators import Operator
 from lumos.setup.setup import Setup

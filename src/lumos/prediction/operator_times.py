@@ -6,14 +6,14 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lumos.change.calibration import CalibratedPrices, ChangedBlocks, us_of
-from lumos.cost.aten_work import base_name, matrix_operator
-from lumos.cost.prices import Prices
-from lumos.cost.sampled_network import SampledNetwork
-from lumos.prediction.step_trace import DATA_PARALLEL, collectives_of, data_parallel_message
+from lumos.costs.kernel_work import base_name, matrix_operator
+from lumos.costs.prices import Prices
+from lumos.costs.sampled_network import SampledNetwork
 from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
+from lumos.step.rows import DATA_PARALLEL, collectives_of, data_parallel_message
 from lumos.step.step import Step
+from lumos.traced.calibration import CalibratedPrices, ChangedBlocks, us_of
 
 Work = Operator | Collective
 _LONGEST_NAME = 60

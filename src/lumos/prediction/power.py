@@ -1,8 +1,8 @@
 """Energy of one training step: what its GPUs draw.
 
-Every GPU draws its idle power all the time, plus what its work costs (lumos.cost.energy). Where that exceeds the power
+Every GPU draws its idle power all the time, plus what its work costs (lumos.costs.energy). Where that exceeds the power
 limit of the board, it draws the limit: the clock falls, and with it the voltage and the cost of the work. The slower
-clock is part of the step's time (lumos.cost.in_step).
+clock is part of the step's time (lumos.costs.in_step).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log
 
-from lumos.cost.energy import Joules, clock_of
-from lumos.cost.in_step import in_step_factors
-from lumos.cost.operator_model import chip_of, rated_gpu
+from lumos.costs.energy import Joules, clock_of
+from lumos.costs.in_step import in_step_factors
+from lumos.costs.operator_model import chip_of, rated_gpu
 from lumos.prediction.operator_times import OperatorTime
 from lumos.program.operators import Operator
 from lumos.setup.gpus import Gpu, is_file_name

@@ -14,13 +14,14 @@ from lumos.analysis.breakdown import Breakdown, moved_breakdown
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.run import Run, TracedRun
 from lumos.arguments import checks_arguments
-from lumos.change.change import CalibratedRun, beyond_us, changed_step
-from lumos.change.infer import Inferred
-from lumos.cost.prices import Prices
+from lumos.costs.prices import Prices
+from lumos.described.described import Program
+from lumos.described.flops import hardware_flops, model_flops, utilisation
 from lumos.errors import OptionError
 from lumos.graph.critical_path import PathSummary
 from lumos.graph.scaling import Scale, scaled_durations
 from lumos.graph.simulate import simulate
+from lumos.memory.memory import Memory, memory_of
 from lumos.prediction.approximations import Approximation
 from lumos.prediction.bill import Bill, Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note
@@ -30,15 +31,14 @@ from lumos.prediction.interval import Spread, basis_of, changed_spread, describe
 from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime, operator_times
 from lumos.prediction.power import Energy, energy_of, limit_note
-from lumos.program.flops import hardware_flops, model_flops, utilisation
-from lumos.program.memory import Memory, memory_of
-from lumos.program.program import Program
 from lumos.setup.constraints import check, warnings_in
 from lumos.setup.setup import STEP_SECTIONS, Setup
 from lumos.setup.setup_files import read_setup, read_setup_with_notes
 from lumos.step.step import Step, host_was_measured, simulate_step
 from lumos.tables import frame
 from lumos.trace.trace import Trace
+from lumos.traced.infer import Inferred
+from lumos.traced.learned import CalibratedRun, beyond_us, changed_step
 
 if TYPE_CHECKING:
     from polars import DataFrame

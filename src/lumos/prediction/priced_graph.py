@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lumos.analysis.run import TracedRun
-from lumos.cost.prices import Prices
+from lumos.costs.prices import Prices
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.prediction.bill import Tariff
@@ -26,14 +26,14 @@ from lumos.prediction.interval import dry_spread
 from lumos.prediction.operator_times import SOURCES, OperatorTime, Work, source_of
 from lumos.prediction.power import limit_note
 from lumos.prediction.prediction import Prediction
+from lumos.program.layout import group_of_ranks
 from lumos.program.operators import BYTES, Collective, Operator
-from lumos.program.rank_layout import group_of_ranks
+from lumos.read.chakra_feeder import foreign_execution
+from lumos.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
+from lumos.read.chakra_groups import ProcessGroups, group_of
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import PlainSetup
 from lumos.step.step import prices_of
-from lumos.trace.read.chakra_feeder import foreign_execution
-from lumos.trace.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
-from lumos.trace.read.chakra_groups import ProcessGroups, group_of
 from lumos.trace.steps import find_steps
 
 _STAND_IN = {"layers": 1, "hidden": 64, "ffn": 64, "heads": 1, "vocab": 64}  # for a model; no size of it is used

@@ -21,13 +21,13 @@ from lumos.export.chakra_communication import LEAST_BYTES, Transfer
 from lumos.export.folded_ranks import Chain, Task
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.prediction.described_run import DescribedRun
-from lumos.prediction.step_trace import StepTrace, Track, collectives_of, message_of
 from lumos.program.operators import Collective, Group
-from lumos.program.parameters import Parameters
+from lumos.program.sharding import Parameters
+from lumos.read.chakra_format import COLLECTIVES, NodeType
 from lumos.schedules import Phase
+from lumos.step.rows import StepTrace, Track, collectives_of, message_of
 from lumos.step.step import Step
 from lumos.step.structure import Role
-from lumos.trace.read.chakra_format import COLLECTIVES, NodeType
 
 _PASSES = ("forward", "backward", "weights", "optimizer")
 _MOST_BUCKETS = 64  # of one reduction

@@ -1,1 +1,1 @@
-"""Program: what each rank of a training step does and holds, as blocks of operators; time and memory follow from it."""
+"""Program: what each rank of a step runs, holds and communicates, without times."""

@@ -1,1 +1,1 @@
-"""How answers are shown: tables on a terminal, files by their extension, a Perfetto trace."""
+"""Results as tables, pages and files."""

@@ -53,9 +53,7 @@ def machine_cards(found: AboutMachine) -> list[Card]:
 
 def machine_families_table(found: AboutMachine) -> Table:
     columns = [Column("operators"), Column("samples", 0), Column("error, %", 1), Column("sizes sampled")]
-    rows = [
-        Row([one.family, one.rows or None, one.error_pct, _sizes(one.least, one.most)]) for one in found.families
-    ]
+    rows = [Row([one.family, one.rows or None, one.error_pct, _sizes(one.least, one.most)]) for one in found.families]
     title = "mean error on shapes that were held out; prices beyond twice these sizes are extrapolated"
     return Table(title, columns, rows)
 

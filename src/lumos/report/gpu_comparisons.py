@@ -202,4 +202,3 @@ def _at_least(value: float, digits: int) -> str:
 def _sum(*values: float | None) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
-

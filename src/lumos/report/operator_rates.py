@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lumos.prediction.traced_operators import TracedOperator, TracedOperators
 from lumos.program.recorded_op import TensorInfo
 from lumos.report.table import Card, Column, Row, Table, Value, left_out
 from lumos.report.wording import ms_text, rate_text, si_text
+from lumos.traced.traced_operators import TracedOperator, TracedOperators
 
 MOST_ROWS = 200
 _MOST_TENSORS = 4

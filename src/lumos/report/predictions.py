@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lumos.change.infer import Inferred
+from lumos.memory.memory import GIB, Memory
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.prediction import Prediction
-from lumos.program.memory import GIB, Memory
 from lumos.program.operators import Collective, Operator
 from lumos.report.table import Card, Column, Row, Table, ms_column
 from lumos.report.wording import (
@@ -22,6 +21,7 @@ from lumos.report.wording import (
     rate_text,
     si_text,
 )
+from lumos.traced.infer import Inferred
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "framework")
 _UNDERSTOOD = {

@@ -12,7 +12,7 @@ from lumos.analysis.comparison import Comparison, Difference
 from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.replay import Replay
 from lumos.graph.critical_path import SLOW_PARTS, PathSummary
-from lumos.graph.from_trace.cpu_device import is_cpu_run
+from lumos.graph.rules.cpu_device import is_cpu_run
 from lumos.report.table import Card, Column, Row, Table, left_out, ms_column, ms_columns, short
 from lumos.report.wording import STEP_PARTS, change, ms_text, number_text, si_text
 

@@ -15,9 +15,9 @@ from typing import Any
 from lumos.data_files import data_file, read_table
 from lumos.errors import OptionError
 from lumos.files import write_files
-from lumos.prediction.traced_operators import TracedOperator, TracedOperators
 from lumos.program.recorded_op import TensorInfo
 from lumos.trace.names import dtype_called
+from lumos.traced.traced_operators import TracedOperator, TracedOperators
 
 MOST = 10  # scripts
 _LARGEST = 1 << 40

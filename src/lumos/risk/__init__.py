@@ -1,1 +1,1 @@
-"""Risk: what can go wrong with a run, and how much it would cost."""
+"""Variation of step times, failures, and what they cost."""

@@ -18,7 +18,7 @@ from lumos.errors import OptionError
 from lumos.graph.graph import Floats, Graph
 from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import Prediction
-from lumos.program.rank_layout import RankLayout
+from lumos.program.layout import RankLayout
 from lumos.setup.setup import Setup
 from lumos.setup.slow import Slow
 from lumos.step.step import Step

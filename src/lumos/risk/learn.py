@@ -20,6 +20,8 @@ from lumos.errors import InputError
 from lumos.files import read_file
 from lumos.graph.graph import Floats
 from lumos.prediction.prediction import Prediction
+from lumos.read.formats import Form, form_of, head_of
+from lumos.read.operation_table import is_operation_table, read_operation_table
 from lumos.risk.drawn_steps import DRAWS
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.operation_steps import OperationSteps
@@ -27,8 +29,6 @@ from lumos.risk.recurring_tasks import KERNEL, TRANSFER, RecurringTasks
 from lumos.risk.step_times import read_step_times
 from lumos.risk.traced_steps import CAUSES_OF_PART, TracedSteps
 from lumos.risk.variability import CAUSES, NONE, Spread, Variability, usual_of_traces, usual_variability
-from lumos.trace.read.formats import Form, form_of, head_of
-from lumos.trace.read.operation_table import is_operation_table, read_operation_table
 
 _RANKS_TO_TRUST = 8.0
 _SAME_WORK = 0.01  # ranks are compared if their numbers of kernels differ by no more

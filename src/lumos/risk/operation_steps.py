@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from lumos.analysis.recurrence import numbered
-from lumos.graph.from_operations import OperationGraph, meetings_of, operation_graph
 from lumos.graph.graph import Bools, Floats, Ints
+from lumos.graph.operation_graph import OperationGraph, meetings_of, operation_graph
 from lumos.graph.simulate import simulate_many
 from lumos.risk.drawn_steps import DRAWS
 from lumos.risk.monte_carlo import StepRisk

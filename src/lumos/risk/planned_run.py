@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from lumos.data_files import read_table
+from lumos.described.described import Program
 from lumos.errors import OptionError
 from lumos.prediction.prediction import Prediction
-from lumos.program.program import Program
 from lumos.risk.failures import HOUR_S, Failures, failures_of
 from lumos.risk.fault_model import ALWAYS, FaultModel
 from lumos.setup.reliability import Reliability

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from lumos.analysis.recurrence import group_medians, numbered, occurrence, step_of_nodes
 from lumos.analysis.replay import Replay
-from lumos.graph.from_trace.nodes import Nodes
 from lumos.graph.graph import Floats, Graph, Ints
+from lumos.graph.rules.nodes import Nodes
 from lumos.trace.names import Kind
 
 HOST, KERNEL, TRANSFER = 0, 1, 2

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: one file each. Setups, search, memory and time know every file that has a SCHEDULE."""
+"""Pipeline schedules, one per file."""
 
 from __future__ import annotations
 

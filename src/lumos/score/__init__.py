@@ -1,1 +1,1 @@
-"""Scoring predictions against measured runs."""
+"""Predictions compared with measured runs."""

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lumos.cost.hardware_model import hardware_model
+from lumos.costs.hardware_model import hardware_model
 from lumos.errors import InputError, LumosError, OptionError
+from lumos.memory.memory import memory_of
 from lumos.prediction.prediction import predict
-from lumos.program.memory import memory_of
 from lumos.score.measured_runs import Run, measured_gpu, runs_of
 from lumos.workers import Engine, Here, Job
 

@@ -1,1 +1,1 @@
-"""Search: the best configurations of a run, by time, cost, energy or number of GPUs."""
+"""Search for the best configuration by time, cost, energy or number of GPUs."""

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from lumos.data_files import read_table
+from lumos.described.described import Program
+from lumos.memory.memory import Memory, memory_of
 from lumos.prediction.power import energy_of
-from lumos.program.memory import Memory, memory_of
-from lumos.program.program import Program
 from lumos.search.estimator import Estimator
 from lumos.search.journal import Journal
 from lumos.search.pace import Pace, slow_us

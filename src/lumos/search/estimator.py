@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from lumos.change.calibration import Calibration, ChangedBlocks
-from lumos.change.change import beyond_us, calibrated_prices, loaded_step
-from lumos.cost.prices import Prices
+from lumos.costs.prices import Prices
+from lumos.described.described import Program
 from lumos.prediction.power import least_joules
-from lumos.program.program import Program
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, assembled, prices_of, shape_of
+from lumos.traced.calibration import Calibration, ChangedBlocks
+from lumos.traced.learned import beyond_us, calibrated_prices, loaded_step
 
 _MOST_SHAPES = 4096  # whose prices are kept; a few kilobytes each
 

@@ -11,8 +11,8 @@ from math import ceil, log2
 from typing import Any
 
 from lumos.data_files import read_table
+from lumos.described.flops import model_flops
 from lumos.errors import OptionError
-from lumos.program.flops import model_flops
 from lumos.search.ranking import Objective
 from lumos.setup.setup import Setup
 

@@ -1,4 +1,4 @@
-"""Setup: the description of a training run. What is trained, how, divided among which GPUs.
+"""Setups: model, training, parallelism and cluster of a run.
 
 `sections` has the four sections, `setup` the whole, `constraints` what must hold between them, `gpus`, `presets` and
 `frameworks` what is known by name, `setup_files` reads and writes TOML, `importers` reads files of other tools.

@@ -1,1 +1,1 @@
-"""The described training step: its program, priced and simulated."""
+"""A program in time: costed blocks, graph structure, simulation."""

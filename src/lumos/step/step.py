@@ -16,30 +16,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.cost.contention import Beside, kept_rate, kernel_of, rail_blocks, userbuffers_blocks
-from lumos.cost.flash import flash_kernels
-from lumos.cost.hardware_model import HardwareModel, hardware_model
-from lumos.cost.in_step import InStepFactors, in_step_factors
-from lumos.cost.network import Network, network_of
-from lumos.cost.operator_model import CostModel, cost_model
-from lumos.cost.paired import Piece, together
-from lumos.cost.prices import BlockTime, Prices, Row, summed
-from lumos.cost.sampled_network import SampledNetwork
+from lumos.costs.contention import Beside, kept_rate, kernel_of, rail_blocks, userbuffers_blocks
+from lumos.costs.flash import flash_kernels
+from lumos.costs.hardware_model import HardwareModel, hardware_model
+from lumos.costs.host_link import HostLink, host_link
+from lumos.costs.in_step import InStepFactors, in_step_factors
+from lumos.costs.network import Network, network_of
+from lumos.costs.operator_model import CostModel, cost_model
+from lumos.costs.prices import BlockTime, Prices, Row, summed
+from lumos.costs.sampled_network import SampledNetwork
 from lumos.data_files import read_table
+from lumos.described.described import Program, Repeated
+from lumos.described.experts import is_exchange
 from lumos.errors import OptionError
 from lumos.graph.graph import Graph
 from lumos.graph.overlap import Side, contended
 from lumos.graph.simulate import Times, simulate
 from lumos.program.block import BlockOp
-from lumos.program.moe import is_exchange
 from lumos.program.operators import Collective, Group
-from lumos.program.parameters import Chunk, Parameters
-from lumos.program.program import Program, Repeated
+from lumos.program.sharding import Chunk, Parameters
 from lumos.schedules import Phase, schedule_named
 from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import Gpu
 from lumos.setup.setup import Setup
-from lumos.step.host_link import HostLink, host_link
+from lumos.step.dualpipe_overlap import Piece, together
 from lumos.step.paced_passes import PacedPasses, paced_us
 from lumos.step.structure import Plan, Role, StepStructure, step_structure
 

@@ -1,1 +1,1 @@
-"""Synthetic runs: statistics learned from traces, and new traces drawn from them that contain none of the originals."""
+"""Synthetic traces, drawn from statistics of recorded ones."""

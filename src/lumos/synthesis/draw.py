@@ -86,9 +86,7 @@ class DrawnStep:
         return columns
 
 
-def draw_step(
-    model: Model, number: int, layers: int, micro_batches: int, generator: np.random.Generator
-) -> DrawnStep:
+def draw_step(model: Model, number: int, layers: int, micro_batches: int, generator: np.random.Generator) -> DrawnStep:
     """The tasks of a step of one role with so many layers and micro-batches."""
     role, plan = model.roles[number], _Plan(model, number, layers, micro_batches)
     states: list[StateModel] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lumos.errors import OptionError, check_seed
-from lumos.graph.from_trace.build import Execution
+from lumos.graph.rules.build import Execution
 from lumos.synthesis.draw import draw_step, expected_tasks, matched
 from lumos.synthesis.lanes import Lanes
 from lumos.synthesis.model import Model
@@ -98,5 +98,3 @@ def _groups_at(model: Model, ranks: int) -> list[Group]:
         raise OptionError(f"--ranks {ranks}: the learned job has groups of {inner} ranks; give a multiple of {inner}")
     groups[outermost] = groups[outermost]._replace(size=ranks // inner)
     return groups
-
-

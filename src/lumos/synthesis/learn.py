@@ -58,9 +58,7 @@ def learn(jobs: Sequence[Job], seed: int = 0) -> Model:
     ranks = [rank for step in steps for rank in step.ranks]
     depths = Counter(rank.layers for rank in ranks)
     layers = pipeline.layers if pipeline else depths.most_common(1)[0][0]
-    learners = [
-        _Learner(jobs, generator, layers, role_of, role) for role in range(max(role_of.values()) + 1)
-    ]
+    learners = [_Learner(jobs, generator, layers, role_of, role) for role in range(max(role_of.values()) + 1)]
     roles = [learner.role(pipeline is not None) for learner in learners]
     return Model(
         version=VERSION,
@@ -298,9 +296,7 @@ class _Learner:
 
     def marginals(self, values: Floats, width: float) -> dict[str, Marginal]:
         """The distributions of all columns; places are smoothed by a width of their own."""
-        return {
-            name: self.marginal(values[:, i], width if name == "place" else None) for i, name in enumerate(COLUMNS)
-        }
+        return {name: self.marginal(values[:, i], width if name == "place" else None) for i, name in enumerate(COLUMNS)}
 
     def _per_layer(self, counts: Floats, layers: Floats) -> float:
         """How many tasks a layer adds: by jobs of different depth, or by the share of parameters that layers have."""

@@ -22,8 +22,8 @@ from lumos.analysis.collectives import message_bytes
 from lumos.analysis.kernel_labels import Phase, RankLabels, label_launches
 from lumos.analysis.replay import Replay
 from lumos.errors import InputError
-from lumos.graph.from_trace.rendezvous import POINT_TO_POINT
 from lumos.graph.graph import Floats, Ints, Rule
+from lumos.graph.rules.rendezvous import POINT_TO_POINT
 from lumos.synthesis.vocabulary import SYNC, TAIL, collective_kind, compute_kind
 from lumos.trace.trace import Message
 

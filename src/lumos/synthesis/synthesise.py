@@ -11,7 +11,7 @@ import msgspec
 
 from lumos.analysis.replay import Replay, replay
 from lumos.errors import check_seed
-from lumos.graph.from_trace.build import Execution
+from lumos.graph.rules.build import Execution
 from lumos.synthesis.distance import Behaviour, Distance, behaviour, kernel_tasks
 from lumos.synthesis.generate import Size, generate
 from lumos.synthesis.learn import learn
@@ -166,8 +166,8 @@ def synthesise(
 ) -> Synthetic:  # fmt: skip
     """A synthetic run like some recorded jobs, or from a model of them.
 
-        job = record("run", read_job(Path("traces")))
-        synthesise([job], Size(ranks=64)).execution
+    job = record("run", read_job(Path("traces")))
+    synthesise([job], Size(ranks=64)).execution
     """
     check_seed(seed)
     wanted = size or Size()

@@ -1,1 +1,1 @@
-"""Trace: what a run did, as columns; files are read into it here."""
+"""Trace: the events of a run as numpy columns."""

@@ -97,8 +97,8 @@ class Syncs:
 class Trace:
     """A run as columns, as drawn at the top of this module.
 
-        trace = read_job(Path("traces"))
-        trace.duration[trace.is_communication].sum()  # nanoseconds of communication over all ranks
+    trace = read_job(Path("traces"))
+    trace.duration[trace.is_communication].sum()  # nanoseconds of communication over all ranks
     """
 
     names: tuple[str, ...]

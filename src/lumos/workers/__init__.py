@@ -1,4 +1,4 @@
-"""Engines: the same work in this process, in processes of this machine, or on a Ray cluster."""
+"""Execution engines: this process, local processes, or a Ray cluster."""
 
 from lumos.workers.engine import Engine, Here, Job, engine_named, fingerprint, read_shard
 

@@ -1,1 +1,1 @@
-"""Reports as one HTML file that needs nothing else: no network, and no script for its tables."""
+"""Reports as self-contained HTML files."""

@@ -16,10 +16,10 @@ import numpy as np
 
 from lumos.errors import LumosError
 from lumos.graph.graph import Floats
+from lumos.read.json_slices import BAD_GZIP, Slices
 from lumos.report.html.charts import Line, Lines
 from lumos.report.html.page import Figure, Section
 from lumos.report.table import Column, Row, Table
-from lumos.trace.read.json_slices import BAD_GZIP, Slices
 from lumos.trace.trace import Header, Trace
 
 _MOST_POINTS = 1500
@@ -94,7 +94,7 @@ def _row(event: _Event) -> tuple[float, float] | None:
     if event.name != "[memory]" or not isinstance(event.args, _Args) or event.args.device in (0, None):
         return None
     match event.ts, event.args.allocated:
-        case (int() | float() as ts), (int() | float() as size) if 0 <= ts < _LATEST and 0 <= size < _MOST_MEMORY:
+        case ((int() | float() as ts), (int() | float() as size)) if 0 <= ts < _LATEST and 0 <= size < _MOST_MEMORY:
             return float(ts), float(size)
     return None
 

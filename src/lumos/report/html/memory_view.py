@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lumos.described.described import Program
 from lumos.graph.graph import Floats
+from lumos.memory.memory import Memory
 from lumos.prediction.fitting import memory_words
 from lumos.prediction.prediction import Prediction
-from lumos.program.memory import Memory
-from lumos.program.program import Program
 from lumos.report.html.allocations import thinned
 from lumos.report.html.charts import Bars, Line, Lines, Series
 from lumos.report.html.page import Figure, Section
@@ -30,9 +30,7 @@ def memory_section(found: Prediction) -> Section:
     if step is None or memory is None:
         return Section("Memory by stage", "A trace alone does not say what a step needs: predict with a setup.")
     rows, ranks = memory.rows(), [str(rank) for rank in found.run.trace.ranks]
-    series = [
-        Series(name, f"series-{i}", [float(row[name]) for row in rows]) for i, name in enumerate(MEMORY_PARTS)
-    ]
+    series = [Series(name, f"series-{i}", [float(row[name]) for row in rows]) for i, name in enumerate(MEMORY_PARTS)]
     peaks = Bars([f"stage {i}" for i in range(len(rows))], series, "GiB", ranks=ranks)
     figures = [Figure("at the peak of every stage", peaks)]
     if len(step.graph) <= _MOST_TASKS:

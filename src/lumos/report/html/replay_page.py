@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from lumos.analysis.replay import Replay
-from lumos.prediction.traced_operators import TracedOperators
 from lumos.report.html.allocations import memory_section
 from lumos.report.html.page import Page, Section
 from lumos.report.html.parts import (
@@ -28,6 +27,7 @@ from lumos.report.replays import (
     stragglers_table,
 )
 from lumos.report.wording import ms_text
+from lumos.traced.traced_operators import TracedOperators
 
 _BREAKDOWN = (
     "As recorded. A collective counts from its arrival, so waiting for other ranks is communication here; "

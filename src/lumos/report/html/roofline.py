@@ -6,7 +6,6 @@ import numpy as np
 
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.prediction import Prediction
-from lumos.prediction.traced_operators import TracedOperator, TracedOperators
 from lumos.program.operators import Operator
 from lumos.report import operator_rates
 from lumos.report.html.charts import Points, Scatter
@@ -14,6 +13,7 @@ from lumos.report.html.page import Figure, Section
 from lumos.report.predictions import attention_text
 from lumos.report.table import Column, Row, Table
 from lumos.setup.gpus import Gpu
+from lumos.traced.traced_operators import TracedOperator, TracedOperators
 
 _MOST_ROWS = 200
 

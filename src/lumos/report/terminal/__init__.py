@@ -1,1 +1,1 @@
-"""Answers as tables on a terminal."""
+"""Results as tables on a terminal."""

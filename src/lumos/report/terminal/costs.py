@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lumos.analysis.about import About
 from lumos.analysis.about_machine import AboutMachine
-from lumos.cost.operator_model import CostModel
+from lumos.costs.operator_model import CostModel
 from lumos.measure.fit_machine import FittedMachine
 from lumos.measure.operator_rows import SIZES
 from lumos.program.operators import Operator

@@ -19,13 +19,13 @@ from lumos.analysis.slowdown_causes import Diagnosis
 from lumos.errors import printable
 from lumos.export.launch_files import LaunchFiles
 from lumos.prediction.prediction import Prediction
-from lumos.prediction.traced_operators import TracedOperators
 from lumos.report import astra_comparisons, operator_rates, predictions, replays, risks, runs, slowdowns
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 from lumos.report.wording import title_of
 from lumos.risk.monte_carlo import StepRisk
 from lumos.risk.whole_run import WholeRun
 from lumos.setup.messages import listed
+from lumos.traced.traced_operators import TracedOperators
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 80  # characters of the utilisation

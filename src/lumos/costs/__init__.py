@@ -1,0 +1,1 @@
+"""Costs of operators, collectives and the host."""

@@ -1,0 +1,1 @@
+"""A setup as a program: the blocks of Llama- and GPT-like models."""

@@ -1,1 +1,0 @@
-"""From a Trace to a Graph: nodes, and one rule for every kind of dependency."""

@@ -1,0 +1,1 @@
+"""A trace as a graph: nodes, and one rule per kind of dependency."""

@@ -1,0 +1,1 @@
+"""A program in bytes: peak memory of every stage."""

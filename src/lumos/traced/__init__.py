@@ -1,0 +1,1 @@
+"""Another configuration of a traced run, from the operators of its trace."""

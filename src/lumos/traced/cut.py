@@ -1,0 +1,263 @@
+"""Cut: the blocks of a traced step, each a list of the operators that ran, with their measured times.
+
+Every layer has one attention, so what runs from one attention up to the next one is one layer, although shifted by half
+a layer. What is left of a pass once its layers are taken away is the embedding, where it runs before the first
+attention, and the head, where it runs after the last; in the backward pass it is the other way round.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lumos.analysis.kernel_labels import Phase, RankLabels, Work
+from lumos.errors import OptionError
+from lumos.program.recorded_op import RecordedOp
+from lumos.setup.setup import Setup
+from lumos.traced.measured_ops import MeasuredOp
+
+Times = NDArray[np.float64]
+
+
+class CutOp(NamedTuple):
+    """Equal calls of one operator in a block."""
+
+    op: RecordedOp
+    work: Work
+    calls: float  # in one block: a mean over the blocks that were cut out
+    us: float  # of all of them on the GPU, without the gaps between kernels
+    kernels: float = 0.0  # of all of them
+    beside: bool = False  # on another stream than the one that computes
+    sharding: bool = False  # FSDP gathers weights or scatters gradients
+    per_peer: bool = False  # once for every other rank that a stand-in for a collective answers for
+
+    def times(self, factor: float) -> CutOp:
+        """The same, so many times as often."""
+        return self._replace(calls=self.calls * factor, us=self.us * factor, kernels=self.kernels * factor)
+
+
+@dataclass(frozen=True)
+class CutBlock:
+    """The operators of one block, and how long the host works on it."""
+
+    ops: tuple[CutOp, ...] = ()
+    host_us: float = 0.0
+
+    def us(self, *works: Work) -> float:
+        """GPU time of these kinds of work, on the stream that computes."""
+        return sum(op.us for op in self.ops if op.work in works and not op.beside)
+
+    def less(self, other: CutBlock, times: float = 1.0) -> CutBlock:
+        """Without what another block runs so many times; nothing becomes negative."""
+        there = {_key(op): op.times(times) for op in other.ops}
+        rest = []
+        for op in self.ops:
+            same = there.get(_key(op))
+            if same is None:
+                rest.append(op)
+            elif op.calls - same.calls > _HALF:
+                kernels = max(op.kernels - same.kernels, 0.0)
+                us = max(op.us - same.us, 0.0)  # without shapes, calls of one name take various times
+                rest.append(op._replace(calls=op.calls - same.calls, us=us, kernels=kernels))
+        return CutBlock(tuple(rest), max(self.host_us - times * other.host_us, 0.0))
+
+
+@dataclass(frozen=True)
+class CutRank:
+    """The blocks of one rank: those of layers and ends are of one micro-batch, the optimizer is of the whole step.
+
+    The host's time of a backward layer is with recomputation, its operators are without.
+    """
+
+    rank: int
+    blocks: dict[str, CutBlock] = field(default_factory=dict)
+
+
+_HALF = 0.5  # a call that remains in fewer than half of the blocks is an accident of the subtraction
+_ENDS = {Phase.FORWARD: ("embedding", "head"), Phase.BACKWARD: ("head grad", "embedding grad")}
+_LAYERS = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward"}
+
+
+def cut(labels: RankLabels, ops: Sequence[MeasuredOp], setup: Setup, layers: int) -> CutRank:
+    """The blocks of a rank's step; OptionError where the attentions do not match the setup.
+
+    A stage of several chunks runs its layers chunk by chunk: `layers` are those of one chunk.
+    """
+    train, chunks = setup.train, setup.parallel.vpp
+    blocks: dict[str, CutBlock] = {}
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        blocks |= _Pass(labels, ops, phase, layers, train.microbatches, chunks, _dense_layers(setup)).blocks()
+    updates = [op for op in ops if op.op.phase == "optimizer"]
+    blocks["optimizer"] = CutBlock(_merged(updates, 1.0), labels.optimizer_us)
+    for name in [name for name in blocks if name.startswith("forward")]:
+        kind = name.removeprefix("forward")
+        if setup.train.recompute == "full" and f"backward{kind}" in blocks:
+            backward = blocks[f"backward{kind}"]
+            again = _common(blocks[name], backward)
+            blocks[f"backward{kind}"] = replace(backward.less(again), host_us=backward.host_us)
+        else:
+            again = _recomputed(blocks[name])
+        blocks[f"recompute{kind}"] = again
+    return CutRank(labels.rank, blocks)
+
+
+def _common(forward: CutBlock, backward: CutBlock) -> CutBlock:
+    """What of a forward block runs again in a backward one. Weights that are gathered are gathered for both."""
+    there = {_key(op): op.calls for op in backward.ops}
+    again = [
+        op.times(min(1.0, there[_key(op)] / op.calls)) for op in forward.ops if not op.sharding and _key(op) in there
+    ]
+    return replace(forward, ops=tuple(again))
+
+
+def _recomputed(forward: CutBlock) -> CutBlock:
+    """What of a forward block would run again: all but its last matmul, whose result no derivative needs.
+
+    `torch.utils.checkpoint` stops once it has what the backward pass asked for. The last matmul is the one that reads
+    the widest rows.
+    """
+    ops = [op for op in forward.ops if not op.sharding]
+    matmuls = [op for op in ops if op.work == Work.MATRIX and len(op.op.inputs) >= 2 and len(_rows(op)) == 2]
+    last = max(matmuls, key=lambda op: _rows(op)[-1], default=None)
+    kept = (op.times(max(op.calls - 1, 0.0) / op.calls) if op is last else op for op in ops)
+    return replace(forward, ops=tuple(op for op in kept if op.calls > 0))
+
+
+def _rows(op: CutOp) -> tuple[int, ...]:
+    """The shape of what a matmul multiplies by a weight; a bias comes before it."""
+    return op.op.inputs["addmm" in op.op.name].shape
+
+
+def _dense_layers(setup: Setup) -> int:
+    """Layers without experts that come first on the first stage of a pipeline."""
+    return setup.model.dense_layers if setup.model.experts and setup.parallel.pp == 1 else 0
+
+
+class _Pass:
+    """The forward or the backward pass of a rank, micro-batch by micro-batch."""
+
+    def __init__(
+        self,
+        labels: RankLabels,
+        ops: Sequence[MeasuredOp],
+        phase: Phase,
+        layers: int,
+        microbatches: int,
+        chunks: int,
+        dense: int,
+    ) -> None:
+        self.phase, self.layers, self.passes, self.microbatches = phase, layers, microbatches * chunks, microbatches
+        self.dense = dense
+        self.ops = [op for op in ops if op.op.phase == phase.name.lower()]
+        wanted = 1 if phase == Phase.FORWARD else 2
+        marks = [place for place, op in enumerate(self.ops) if op.attention == wanted]
+        if len(marks) != layers * self.passes:
+            raise OptionError(
+                f"rank {labels.rank}: {len(marks)} attention kernels in the {phase.name.lower()} pass, and the setup "
+                f"says {layers * chunks} layers × {microbatches} micro-batches = {layers * self.passes}: correct "
+                "model.layers, train.microbatches or parallel.pp to what was traced, or record with an attention that "
+                "can be recognised"
+            )
+        self.marks = np.array(marks, np.int64).reshape(self.passes, layers)
+
+    @cached_property
+    def launched(self) -> Times:
+        return np.array([op.launched for op in self.ops])
+
+    def blocks(self) -> dict[str, CutBlock]:
+        """One layer, with and without experts where there are both, and the ends."""
+        name, ends = _LAYERS[self.phase], _ENDS[self.phase]
+        everything = _merged(self.ops, 1 / self.microbatches)
+        if self.layers == 1:
+            host = float(np.ptp(self.launched)) / self.passes
+            return {name: CutBlock(_merged(self.ops, 1 / self.passes), host)}
+        found = {kind: self._layer(kind == "dense") for kind in ("", "dense") if self._segments(kind == "dense")}
+        chunks = self.passes // self.microbatches
+        rest = CutBlock(everything)
+        for kind, block in found.items():
+            rest = rest.less(block, chunks * self._count(kind == "dense"))
+        host = self._host_outside(sum(self._count(k == "dense") * b.host_us for k, b in found.items())) * chunks
+        parts = self._split(rest.ops)
+        total = sum(op.us for part in parts for op in part) or 1.0
+        for end, part in zip(ends, parts, strict=True):
+            found_end = CutBlock(part, host * sum(op.us for op in part) / total)
+            found[end] = found_end
+        return {end if end in ends else f"{name} {end}".strip(): block for end, block in found.items()}
+
+    def _count(self, dense: bool) -> int:
+        return self.dense if dense else self.layers - self.dense
+
+    def _segments(self, dense: bool) -> list[tuple[int, int]]:
+        """(start, end) of what lies between two attentions, for layers of one kind.
+
+        Forward, a segment ends the layer that its first attention belongs to; backward, it begins the one that its
+        second attention belongs to. Both are told by their MLP.
+        """
+        found = []
+        for row in self.marks:
+            for place, (start, end) in enumerate(itertools.pairwise(row)):
+                layer = place if self.phase == Phase.FORWARD else self.layers - 2 - place
+                if (layer < self.dense) == dense:
+                    found.append((int(start), int(end)))
+        return found
+
+    def _layer(self, dense: bool) -> CutBlock:
+        segments = self._segments(dense)
+        inside = [op for start, end in segments for op in self.ops[start:end]]
+        host = float(np.median([self.launched[end] - self.launched[start] for start, end in segments]))
+        return CutBlock(_merged(inside, 1 / len(segments)), host)
+
+    def _split(self, rest: Sequence[CutOp]) -> tuple[tuple[CutOp, ...], tuple[CutOp, ...]]:
+        """What is outside the layers: what the step has more of before its first attention, and the rest. What both
+        sides have, such as the norm that also ends every layer, is counted as coming last.
+        """
+        first = Counter(_key(_as_cut(op)) for op in self.ops[: self.marks[0, 0]])
+        last = Counter(_key(_as_cut(op)) for op in self.ops[self.marks[-1, -1] :])
+        early = tuple(op for op in rest if first[_key(op)] > last[_key(op)])
+        return early, tuple(op for op in rest if op not in early)
+
+    def _host_outside(self, layers_us: float) -> float:
+        """The host's time of a pass outside its layers: the least over passes, as blocking only adds."""
+        launched, marks = self.launched, self.marks
+        middles = (marks[:-1, -1] + marks[1:, 0]) // 2
+        first, last = np.concatenate([[0], middles]), np.concatenate([middles, [len(launched) - 1]])
+        return max(0.0, float((launched[last] - launched[first]).min()) - layers_us)
+
+
+def _as_cut(op: MeasuredOp) -> CutOp:
+    return CutOp(op.op, op.work, 1.0, op.us, op.kernels, op.beside, op.sharding, op.per_peer)
+
+
+def _key(op: CutOp) -> tuple[object, ...]:
+    """Calls are equal whatever pass they run in: recomputation runs those of the forward pass again."""
+    return op.op._replace(phase=""), op.work, op.beside, op.sharding, op.per_peer
+
+
+def _merged(ops: Iterable[MeasuredOp], share: float) -> tuple[CutOp, ...]:
+    """Equal calls together; `share` of them belong to one block."""
+    return _joined(map(_as_cut, ops), share)
+
+
+def mean_block(blocks: Sequence[CutBlock]) -> CutBlock:
+    """Of the same block on several ranks."""
+    host = float(np.mean([block.host_us for block in blocks])) if blocks else 0.0
+    return CutBlock(_joined((op for block in blocks for op in block.ops), 1 / max(len(blocks), 1)), host)
+
+
+def _joined(ops: Iterable[CutOp], share: float) -> tuple[CutOp, ...]:
+    found: dict[tuple[object, ...], CutOp] = {}
+    for op in ops:
+        same = found.get(_key(op))
+        found[_key(op)] = (
+            op
+            if same is None
+            else same._replace(calls=same.calls + op.calls, us=same.us + op.us, kernels=same.kernels + op.kernels)
+        )
+    return tuple(op.times(share) for op in found.values())

@@ -1,0 +1,565 @@
+"""Another configuration of a traced run: its step, made of the operators of the trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lumos.analysis.kernel_labels import Phase, RankLabels, Work, label
+from lumos.analysis.replay import Replay
+from lumos.costs.aten_prices import AtenPrices
+from lumos.costs.prices import Prices
+from lumos.data_files import read_table
+from lumos.described.layer import TransformerLayer
+from lumos.errors import OptionError
+from lumos.memory.memory import Memory
+from lumos.program.operators import Collective
+from lumos.setup.gpus import find_gpu
+from lumos.setup.setup import Setup
+from lumos.step.step import Step, assembled, prices_of
+from lumos.trace.names import collective_name
+from lumos.traced.calibration import (
+    MODES,
+    BlockingPrices,
+    CalibratedPrices,
+    Calibration,
+    ChangedBlocks,
+    Described,
+    Weights,
+    modelled_times,
+    plain_prices,
+)
+from lumos.traced.cut import CutBlock, CutRank, cut, mean_block
+from lumos.traced.measured_ops import MeasuredOp, measured_ops
+from lumos.traced.tensor_lifetimes import Tape, tape_of
+from lumos.traced.traced_memory import cut_memory
+from lumos.traced.traced_ops import OpType, RankOps, Shape, read_ops
+
+_SHARED_CORES = (
+    "assumed: every rank has the cores and the network that it has in the trace; ranks that share cores are slower"
+)
+_TABLE = read_table("change.json")
+_SHARED = 1.5  # times their price, from which on matmuls of several ranks are those of ranks that share a GPU
+_NEAR = 0.4  # times what its launches cost on a typical host, or its inverse: the host does little besides
+_MOST_PASSES = 4  # whose blocks are followed one by one; further micro-batches are like these
+_LOAD_ROUNDS = 2  # a lower clock makes matmuls a larger share of the step, by a few percent at most
+Times = NDArray[np.float64]
+
+
+def calibrated_step(setup: Setup, calibration: Calibration) -> Step:
+    """A step of any setup, priced with what a traced one shows, at the clock of the traced run."""
+    return _step_of(ChangedBlocks(calibration, setup, calibration.load))
+
+
+def _step_of(changed: ChangedBlocks) -> Step:
+    return assembled(changed.target, calibrated_prices(changed)).step()
+
+
+def calibrated_prices(changed: ChangedBlocks) -> Prices:
+    """Prices that follow from the blocks of a trace in another setup."""
+    setup = changed.target
+    kind = BlockingPrices if setup.cluster.accelerator.is_cpu else CalibratedPrices
+
+    def make(*arguments: Any) -> CalibratedPrices:
+        prices = kind(*arguments)
+        prices.changed = changed
+        prices.contends = not changed.calibration.beside
+        return prices
+
+    return prices_of(setup, model=changed.now.prices.model, make_prices=make)
+
+
+def loaded_step(setup: Setup, calibration: Calibration) -> Step:
+    """The same, at the clock of the GPU's own load."""
+    changed = ChangedBlocks(calibration, setup, calibration.load)
+    step = _step_of(changed)
+    if setup.cluster.accelerator.is_cpu:  # whose clock is not known to fall
+        return step
+    for _ in range(_LOAD_ROUNDS):
+        window = step.us + calibration.fixed_us if setup.parallel.pp == 1 else _busy_us(step)
+        changed = changed.at_load(min(max(changed.matrix_us() / max(window, 1e-9), 0.0), 1.0))
+        step = _step_of(changed)
+    return step
+
+
+def _busy_us(step: Step) -> float:
+    """How long a stage of a pipeline works, as a mean over stages: in its bubbles the clock does not matter."""
+    blocks = [sum(max(block.us, block.host_us) for chunk in row for block in chunk.blocks) for row in step.chunks]
+    updates = [step.role_us("optimizer", stage) for stage in range(len(blocks))]
+    return step.plan.microbatches * float(np.mean(blocks)) + float(np.mean(updates))
+
+
+def exposed_us(step: Step) -> float:
+    """How much later a step ends because some of its blocks wait for the host while others do not.
+
+    A Step knows the host's and the GPU's time of a whole pass. Where the layers are host-bound and the head is not, or
+    the other way round, waiting shows only block by block: a block cannot end before the host has issued all of it.
+    """
+    changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
+    if changed is None or step.setup.parallel.pp > 1 or step.setup.cluster.accelerator.is_cpu:
+        return 0.0
+    count = min(step.setup.train.microbatches, _MOST_PASSES)
+    turns = [*(turn for _ in range(count) for turn in _turns(step.setup, changed)), [changed.time("optimizer")]]
+    launch = read_table("step.json")["launch_us"]
+    host = gpu = coarse = 0.0
+    for turn in turns:
+        coarse = max(coarse, host + launch) + sum(us for us, _ in turn)
+        for us, issued in turn:
+            begin, host = host, host + issued
+            gpu = max(max(gpu, begin + launch) + us, host)
+    return (gpu - max(coarse, host)) * step.setup.train.microbatches / count
+
+
+def beyond_us(step: Step, calibration: Calibration) -> float:
+    """What a step takes beyond its simulated time: waiting inside it, and what the traced run took once a step.
+
+    A GPU-bound run waits for its host where it begins and ends. A host-bound one does that work anyway.
+    """
+    exposed = exposed_us(step)
+    if not calibration.gpu_bound or calibration.fixed_us <= 0:
+        return calibration.fixed_us + exposed
+    without_host = step.us * (1 - step.host_cost)
+    return exposed + max(0.0, without_host + calibration.fixed_us - step.us - exposed)
+
+
+def _turns(setup: Setup, changed: ChangedBlocks) -> list[list[tuple[float, float]]]:
+    """(GPU, host) of the blocks of a micro-batch, forward and then backward."""
+    dense = setup.model.dense_layers if setup.model.experts and "forward dense" in changed.calibration.blocks else 0
+    kinds = [" dense"] * dense + [""] * (setup.model.layers - dense)
+    again = ["recompute"] if setup.train.recompute == "full" else []
+    forward = ["embedding", *(f"forward{kind}" for kind in kinds), "head"]
+    backward = ["head grad", *(f"{part}{kind}" for kind in reversed(kinds) for part in (*again, "backward"))]
+    return [[changed.time(name) for name in names] for names in (forward, [*backward, "embedding grad"])]
+
+
+def _inside_blocks_us(step: Step, stage: int) -> float:
+    """All communication inside the blocks of a stage, in one step."""
+    blocks = (block for chunk in step.chunks[stage] for block in chunk.blocks)
+    return step.plan.microbatches * sum(block.communication_us for block in blocks)
+
+
+@dataclass(frozen=True)
+class CalibratedRun:
+    """A traced run with its setup: the blocks that were cut out of it, and how they are priced elsewhere.
+
+    `mode` is one of MODES; all but the first are for comparison.
+    """
+
+    run: Replay
+    setup: Setup
+    mode: str = MODES[0]
+
+    @cached_property
+    def plain(self) -> Step:
+        """The model of the traced run, before anything is learned from it."""
+        return assembled(self.setup, plain_prices(self.setup)).step()
+
+    @cached_property
+    def labels(self) -> list[RankLabels]:
+        return label(self.run)
+
+    @cached_property
+    def ops(self) -> dict[int, RankOps]:
+        """The operators of every rank that is looked at; none where a file has none."""
+        headers = {header.rank: header for header in self.run.execution.trace.headers}
+        step = self.run.marks.names[int(np.argmin(np.abs(self.run.clean_steps.milliseconds - self.run.clean_ms)))]
+        ranks = [labels.rank for labels in self.labels]
+        if self.on_cpu:
+            return {rank: RankOps(rank, (), True) for rank in ranks}
+        return {rank: read_ops(Path(headers[rank].path), rank, step) for rank in ranks}
+
+    @cached_property
+    def measured(self) -> list[list[MeasuredOp]]:
+        """The operators of every rank that launched kernels."""
+        return [measured_ops(self.run.execution.trace, labels, self.ops[labels.rank]) for labels in self.labels]
+
+    @cached_property
+    def ranks(self) -> list[CutRank]:
+        """The blocks of every rank."""
+        found = []
+        for labels, ops in zip(self.labels, self.measured, strict=True):
+            chunks = [chunk.layers for chunk in self.plain.chunks[self._stage_of(labels.rank)]]
+            if len(set(chunks)) > 1:
+                raise OptionError(f"chunks of {chunks} layers on one stage: a trace of unlike chunks cannot be cut yet")
+            found.append(cut(labels, ops, self.setup, chunks[0]))
+        return found
+
+    def _stage_of(self, rank: int) -> int:
+        return self.plain.assembly.layout.places.of(rank)[1]
+
+    @cached_property
+    def blocks(self) -> dict[str, CutBlock]:
+        """Means over the ranks that have them: only the first stage has an embedding, only the last a head."""
+        last = self.setup.parallel.pp - 1
+        found: dict[str, list[CutBlock]] = {}
+        for rank in self.ranks:
+            stage = self._stage_of(rank.rank)
+            for name, block in rank.blocks.items():
+                place = 0 if name.startswith("embedding") else last if name.startswith("head") else stage
+                if place == stage:
+                    found.setdefault(name, []).append(block)
+        return self._without_recomputation({name: mean_block(blocks) for name, blocks in found.items()})
+
+    def _without_recomputation(self, blocks: dict[str, CutBlock]) -> dict[str, CutBlock]:
+        """The host's time for a recomputed layer, shared out by the launches of the description:
+        checkpointing makes the forward pass slower and the two passes cannot be told apart.
+        """
+        if self.setup.train.recompute != "full":
+            return blocks
+        layer = TransformerLayer(self.plain.assembly.layout, bool(self.setup.model.experts))
+        parts = {"forward": layer.forward(), "recompute": layer.recomputed(), "backward": layer.backward()}
+        launches = {name: modelled_times(block, self.plain.prices)[1] for name, block in parts.items()}
+        each = (blocks["forward"].host_us + blocks["backward"].host_us) / max(sum(launches.values()), 1.0)
+        shared = {name: replace(blocks[name], host_us=each * launches[name]) for name in ("forward", "backward")}
+        return blocks | shared | {"recompute": replace(blocks["recompute"], host_us=each * launches["recompute"])}
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The parameters that got a gradient in one micro-batch, on the first rank that shows them."""
+        for labels, measured in zip(self.labels, self.measured, strict=True):
+            ops = self.ops[labels.rank]
+            shapes = Counter(op.shapes[0] for op in ops.of(OpType.GRADIENT) if op.shapes and op.shapes[0])
+            count, stage = self.setup.train.microbatches, self._stage_of(labels.rank)
+            layers = sum(chunk.layers for chunk in self.plain.chunks[stage])
+            if shapes:
+                local = _local(shapes, measured, self.setup.parallel.tp)
+                return Weights(layers, tuple((shape, max(1, n // count)) for shape, n in local.items()))
+        return Weights()
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether most of the kernels' time is that of operators with shapes."""
+        ops = [op for rank in self.measured for op in rank if op.work != Work.COMM]
+        return sum(op.us for op in ops if op.op.inputs) > sum(op.us for op in ops) / 2
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """The blocks first, then what runs outside them, then the whole."""
+        self._refuse_misfits()
+        networks = {name: self._network(name, block) for name, block in self.blocks.items()}
+        found = Calibration(
+            self.setup, self.blocks, self.weights, networks=networks, data_parallel=self._data_parallel(),
+            link=self._link(), load=self.recorded_load, shared=self.slowdown > _SHARED, mode=self.mode,
+            beside=self.setup.cluster.gpus > 1 and not self.silent,
+        )  # fmt: skip
+        if self.silent:
+            found = found.with_communication(0.0)
+        step = calibrated_step(self.setup, found)
+        explained = step.us / 1e3
+        unexplained = _TABLE["most_unexplained"]
+        if not 1 - unexplained < explained / self.run.clean_ms < 1 / (1 - unexplained):
+            raise OptionError(
+                f"the setup does not describe this trace: it explains {explained:.1f} ms of a step of "
+                f"{self.run.clean_ms:.1f} ms; correct the setup to what was traced"
+            )
+        closed = self._closed(found, step)
+        return closed.with_communication(1.0) if self.silent else closed
+
+    def memory(self, target: Setup) -> Memory | None:
+        """Peak memory of another configuration from the trace's own tensors; None where it does not show them."""
+        return cut_memory(self.ops[self.labels[0].rank], self.setup, target, self._tape)
+
+    @cached_property
+    def _tape(self) -> Tape | None:
+        return tape_of(self.ops[self.labels[0].rank])
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.setup.cluster.accelerator.is_cpu
+
+    @cached_property
+    def silent(self) -> bool:
+        """The run has collectives and the trace has no kernels of them: a fake process group stood for the peers."""
+        outside = ("gather", "reduce", "reduce rest", "publish")
+        expected = any(
+            _inside_blocks_us(self.plain, stage) + sum(self.plain.role_us(what, stage) for what in outside) > 0
+            for stage in range(self.setup.parallel.pp)
+        )
+        return expected and not any((labels.work == Work.COMM).any() for labels in self.labels)
+
+    @cached_property
+    def slowdown(self) -> float:
+        """Measured over priced time of the matmuls of several ranks; 1 for a single rank, and where no shapes tell."""
+        if len(self.labels) < 2 or self.on_cpu or not self.has_shapes:
+            return 1.0
+        prices, measured, priced = AtenPrices(self.plain.prices), 0.0, 0.0
+        for op in (op for block in self.blocks.values() for op in block.ops if op.op.name == "aten.mm.default"):
+            measured, priced = measured + op.us, priced + op.calls * prices.of(op.op).us
+        return measured / priced if priced else 1.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.on_cpu:
+            return (_SHARED_CORES,)
+        if self.slowdown > _SHARED:
+            return (
+                f"matmuls take {self.slowdown:.1f} times what they take alone: ranks that share a GPU (MPS) were "
+                "traced, and the answer is for ranks that share one in the same way",
+            )
+        if not self.silent:
+            return ()
+        return (
+            "the trace has no communication kernels (a fake process group): collectives are modelled, and the recorded "
+            "step is without them",
+        )
+
+    def _closed(self, calibration: Calibration, step: Step) -> Calibration:
+        """Close the rest by a time once a step: it begins and ends with waiting, which does not grow with it.
+
+        What is more than that is taken for the speed of the host, or, where ranks wait for each other, of what decides.
+        """
+        clean = self.run.clean_ms * 1e3
+        decides: Callable[[Calibration, float], Calibration] = Calibration.slower_host
+        if self.on_cpu:
+            decides = _slower_core
+        else:
+            if step.host_share <= _TABLE["host_bound_share"]:
+                decides = Calibration.slower
+                calibration = replace(calibration, blocks=self._tempered(calibration.blocks), gpu_bound=True)
+            rest = clean - _whole_us(loaded_step(self.setup, calibration))
+            talks = any((labels.work == Work.COMM).any() for labels in self.labels)  # and waits in every layer
+            if not talks and (decides == Calibration.slower or abs(rest) < _TABLE["most_fixed_share"] * clean):
+                return self._fixed(calibration)
+        for change in (decides, Calibration.slower_network):
+            calibration = self._scaled(calibration, change)
+        return self._fixed(calibration)
+
+    def _fixed(self, calibration: Calibration) -> Calibration:
+        """With what is left as a time once a step; in rounds, because it changes the load, and so the clock."""
+        for _ in range(_TABLE["rounds"]):
+            step = loaded_step(self.setup, calibration)
+            rest = self.run.clean_ms * 1e3 - step.us - beyond_us(step, calibration)
+            calibration = replace(calibration, fixed_us=calibration.fixed_us + rest)
+        return calibration
+
+    def _scaled(self, calibration: Calibration, change: Callable[[Calibration, float], Calibration]) -> Calibration:
+        """With something made slower or faster until the step takes as long as recorded; unchanged where that fails."""
+        clean, found = self.run.clean_ms * 1e3, calibration
+        low, high = _TABLE["least_correction"], _TABLE["most_correction"]
+        for _ in range(_TABLE["rounds"]):
+            found = change(found, min(max(clean / _whole_us(loaded_step(self.setup, found)), low), high))
+        before, after = (abs(clean - _whole_us(loaded_step(self.setup, some))) for some in (calibration, found))
+        return found if after < before / 2 else calibration
+
+    @property
+    def recorded_load(self) -> float:
+        """The share of the recorded step that matmuls and attention ran, as a mean over ranks.
+
+        In a pipeline it is their share of the kernels: a bubble is long enough for the clock to be itself again.
+        """
+        kinds = (Work.MATRIX, Work.ATTENTION)
+        busy = [sum(op.us for op in ops if op.work in kinds and not op.beside) for ops in self.measured]
+        if self.setup.parallel.pp == 1:
+            return float(np.mean(busy)) / 1e3 / self.run.recorded_steps.mean
+        every = [sum(op.us for op in ops if not op.beside) for ops in self.measured]
+        return float(np.mean([part / max(whole, 1e-9) for part, whole in zip(busy, every, strict=True)]))
+
+    def _tempered(self, blocks: dict[str, CutBlock]) -> dict[str, CutBlock]:
+        """The host most of the way to a typical one, in ratio.
+
+        A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
+        launch within a day. A host-bound step does show it, and keeps its host.
+        """
+        seen, each = _TABLE["host_weight"], self.plain.prices.host_us
+
+        def tempered(name: str, block: CutBlock) -> CutBlock:
+            typical = each * sum(op.calls for op in block.ops)
+            layer = name.startswith(("forward", "recompute", "backward"))
+            if not layer or not _NEAR < block.host_us / max(typical, 1e-9) < 1 / _NEAR:
+                return block  # another kind of host's work than launches
+            return replace(block, host_us=block.host_us**seen * typical ** (1 - seen))
+
+        return {name: tempered(name, block) for name, block in blocks.items()}
+
+    def _refuse_misfits(self) -> None:
+        """A setup whose matmuls take far more or less time than those of the trace is not the traced one's.
+
+        How long they should take on a CPU is not known; its layers are checked all the same. A trace with shapes has
+        been compared with the setup size by size.
+        """
+        if self.on_cpu:
+            return
+        traced = next((h.gpu for h in self.run.execution.trace.headers if h.gpu), "")
+        known, stated = find_gpu(traced), self.setup.cluster.accelerator.name
+        if known is not None and known.name != stated:
+            raise OptionError(f"the trace is of {traced}, and cluster.gpu = {stated}: give the setup of the traced run")
+        described = Calibration(self.setup).described(self.setup)
+        for name in ("forward", "backward"):
+            modelled = described.times(name)[0][Work.MATRIX]
+            factor = self.blocks[name].us(Work.MATRIX) / modelled if modelled > 0 and not self.has_shapes else 1.0
+            most = _TABLE["most_matrix_factor" if len(self.labels) == 1 else "most_matrix_factor_shared"]
+            if not _TABLE["least_matrix_factor"] < factor < most:
+                raise OptionError(
+                    f"the setup does not describe this trace: matmuls of a layer's {name} pass take {factor:.2f} "
+                    "times what their sizes suggest; correct hidden, ffn, seq, micro_batch or tp to what was traced"
+                )
+
+    def _network(self, name: str, block: CutBlock) -> float:
+        """Measured over modelled, of the collectives inside a block; 1 where only one of the two has any.
+
+        Beside embedding and head, those of the whole step end up.
+        """
+        inside = name.startswith(("forward", "backward"))
+        modelled = Calibration(self.setup).described(self.setup).times(name)[0][Work.COMM]
+        measured = sum(op.us for op in block.ops if op.work == Work.COMM)
+        most = _TABLE["most_network_factor" if inside else "most_network_factor_outside_layers"]
+        ratio = measured / modelled if modelled > 1e-3 and measured > 1e-3 else 1.0
+        return ratio if 1 / most < ratio < most else 1.0
+
+    def _communication(self) -> Times:
+        """All communication of a step, as a mean over ranks, in microseconds."""
+        return np.array([labels.us[labels.work == Work.COMM].sum() for labels in self.labels])
+
+    def _data_parallel(self) -> float:
+        """Measured over modelled, of collectives that are in no layer."""
+        if self.plain.assembly.layout.dp.size <= 1 or self.setup.parallel.pp > 1:
+            return 1.0
+        modelled = sum(self.plain.role_us(what, 0) for what in ("gather", "reduce", "reduce rest"))
+        inside = _inside_blocks_us(self.plain, 0) + self.plain.role_us("publish", 0)
+        measured = float(self._communication().mean())
+        share = modelled / max(modelled + max(inside, 0.0), 1e-9)
+        return measured * share / modelled if modelled > 0 and measured > 0 else 1.0
+
+    def _link(self) -> float:
+        """Measured over modelled, of what goes from stage to stage."""
+        p, shard = self.setup.parallel, self.plain.assembly.layout
+        if p.pp == 1:
+            return 1.0
+        names = self.run.execution.trace.names
+        sends = np.array([collective_name(name) == "send_recv" for name in names], bool)
+        kernel = self.run.execution.trace.name
+        found = [labels.us[(labels.work == Work.COMM) & sends[kernel[labels.row]]] for labels in self.labels]
+        typical = float(np.median(np.concatenate(found))) if any(len(part) for part in found) else 0.0
+        size = float(shard.spread_tokens * shard.model.hidden * shard.element)
+        links = (Collective("p2p", size, shard.link(*stages)) for stages in self.plain.structure.links)
+        modelled = float(np.median([self.plain.prices.collective_us(link) for link in links]))
+        return typical / modelled if typical > 0 and modelled > 0 else 1.0
+
+    @cached_property
+    def understood(self) -> list[dict[str, Any]]:
+        """What was recognised of every rank: tasks and GPU time by phase, one layer, embedding and head."""
+        ends = {Phase.FORWARD: ("embedding", "head"), Phase.BACKWARD: ("embedding grad", "head grad"),
+                Phase.OPTIMIZER: ("optimizer",)}  # fmt: skip
+        return [self._understood(*pair, phase, ends[phase]) for pair in zip(self.labels, self.ranks, strict=True)
+                for phase in Phase]  # fmt: skip
+
+    def _understood(self, labels: RankLabels, rank: CutRank, phase: Phase, ends: Sequence[str]) -> dict[str, Any]:
+        tasks, name = labels.of(phase), phase.name.lower()
+        layer = rank.blocks.get(name, CutBlock()) if phase != Phase.OPTIMIZER else CutBlock()
+        return {
+            "rank": labels.rank, "phase": name, "tasks": int(tasks.sum()),
+            "gpu_ms": float(labels.us[tasks].sum()) / 1e3,
+            "layer_ms": layer.us(*Work) / 1e3, "layer_host_ms": layer.host_us / 1e3,
+            "ends_ms": sum(rank.blocks.get(end, CutBlock()).us(*Work) for end in ends) / 1e3,
+        }  # fmt: skip
+
+
+def _local(shapes: Counter[Shape], measured: Sequence[MeasuredOp], tp: int) -> Counter[Shape]:
+    """The part of each parameter that this rank holds: a DTensor shows the shape of the whole.
+
+    Its matmul shows the part: the gradient of a weight is what it returns.
+    """
+    if tp == 1:
+        return shapes
+    made = {op.op.outputs[0].shape for op in measured if op.op.name == "aten.mm.default" and op.op.phase == "backward"}
+    found: Counter[Shape] = Counter()
+    for shape, count in shapes.items():
+        parts = [(shape[0] // tp, *shape[1:]), (*shape[:-1], shape[-1] // tp)] if len(shape) == 2 else []
+        whole = shape in made or not parts
+        part = next((part for part in parts if part in made), shape)
+        if whole and part != shape and part in made and shape[0] == shape[-1]:
+            whole = False  # of a square one, other matmuls of that shape return activations
+        found[shape if whole else part] += count
+    return found
+
+
+def _whole_us(step: Step) -> float:
+    return step.us + exposed_us(step)
+
+
+def _slower_core(calibration: Calibration, factor: float) -> Calibration:
+    """A CPU computes and is its own host."""
+    return calibration.slower(factor).slower_host(factor)
+
+
+def changed_step(source: CalibratedRun, target: Setup) -> tuple[Step, tuple[str, ...]]:
+    """The step of another configuration of a traced run, and what to know about it; or OptionError."""
+    refuse(source.setup, target)
+    if source.on_cpu:
+        _refuse_on_cpu(source, target)
+    calibration = source.calibration.slower_host(source.setup.cluster.host / target.cluster.host)
+    return loaded_step(target, calibration), (*source.notes, *_notes(source, target))
+
+
+def _notes(source: CalibratedRun, target: Setup) -> list[str]:
+    """What the trace does not show of a target."""
+    found = []
+    ways = [f"parallel.{way}" for way in ("pp", "vpp", "cp", "ep") if getattr(source.setup.parallel, way)
+            != getattr(target.parallel, way)]  # fmt: skip
+    if ways:
+        found.append(f"not as in the traced run: {', '.join(ways)}; no such change was measured; wider interval")
+    host = source.plain.prices.host_us * sum(Described(target, plain_prices(target)).program.layout.dtensor_launches)
+    if host and source.setup.parallel.tp == 1:
+        found.append(
+            f"tensor parallelism by DTensor, as eager PyTorch runs it: about {host / 1e3:.0f} ms of the host for a "
+            "layer; compiled code and Megatron have none of that"
+        )
+    before, after = source.setup.parallel, target.parallel
+    if not source.silent and source.setup.cluster.gpus > 1 and (before.tp, before.zero) != (after.tp, after.zero):
+        found.append("collectives that the traced run did not have are those of the network model, not of its network")
+    if source.has_shapes or source.on_cpu:
+        return found
+    return [*found, "the trace has no shapes: operators follow the description; record with record_shapes=True"]
+
+
+def _refuse_on_cpu(source: CalibratedRun, target: Setup) -> None:
+    """What the trace of a CPU does not have cannot be predicted: there is no typical CPU to take it from."""
+    if source.silent:
+        raise OptionError(
+            "the trace has no communication (a fake process group), and that of CPUs is only known from a trace: "
+            "record two or more ranks with gloo"
+        )
+    for way in ("dp", "tp", "pp", "cp", "ep"):
+        before, after = getattr(source.setup.parallel, way), getattr(target.parallel, way)
+        if before == 1 < after:
+            raise OptionError(
+                f"parallel.{way} = {after}: the traced run had none, and how CPUs talk is only known from a trace: "
+                f"record one with parallel.{way} of 2 or more"
+            )
+
+
+def refuse(before: Setup, after: Setup) -> None:
+    """Refuse changes that a trace says nothing about, with the reason."""
+    if before.cluster.accelerator.is_cpu != after.cluster.accelerator.is_cpu:
+        raise OptionError(
+            f"cluster.gpu = {after.cluster.gpu} cannot be predicted from a trace of {before.cluster.gpu}: they run "
+            "other kernels; leave it out, or predict from a setup alone"
+        )
+    if before.train.compile and after.parallel.tp != before.parallel.tp:
+        raise OptionError(
+            "parallel.tp cannot be changed from a compiled trace: its kernels are fused beyond recognition; record the "
+            "run without compile, or predict from the setup alone"
+        )
+    keys = (
+        "compile", "framework", "precision", "attention", "mode", "recompute_modules", "recompute_layers",
+        "recompute_every", "recompute_group", "offload_optimizer", "offload_weights", "offload_layers",
+    )  # fmt: skip
+    fixed = [f"train.{key}" for key in keys if getattr(before.train, key) != getattr(after.train, key)]
+    fixed += [
+        f"parallel.{key}" for key in ("etp", "cp_type") if getattr(before.parallel, key) != getattr(after.parallel, key)
+    ]
+    if bool(before.model.experts) != bool(after.model.experts) or before.model.gated != after.model.gated:
+        fixed.append("the kind of MLP")
+    if before.train.optimizer != after.train.optimizer and "muon" in (before.train.optimizer, after.train.optimizer):
+        fixed.append("train.optimizer")
+    if before.model.tied != after.model.tied:
+        fixed.append("model.tied")
+    if fixed:
+        raise OptionError(f"{fixed[0]} cannot be changed from a trace: other kernels would run; predict from the setup")

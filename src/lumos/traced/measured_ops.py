@@ -1,0 +1,242 @@
+"""MeasuredOp: what every kernel of a traced step was launched by, with shapes, GPU time and host time.
+
+A kernel belongs to the innermost operator around its launch that has tensors. Operators are written as a dry run writes
+them (`RecordedOp`), so that the same prices hold for both. A trace does not tell what an operator returned: where its
+price needs that, it follows from the inputs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lumos.analysis.kernel_labels import Phase, RankLabels, Work
+from lumos.costs.kernel_work import REDUCTIONS
+from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.trace.names import Category
+from lumos.trace.trace import Trace
+from lumos.traced.traced_ops import OpType, RankOps, TracedOp
+
+_PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
+_ATTENTIONS = (
+    ("forward", 1, (("attention.forward", 4), ("aten._softmax.default", 4))),
+    ("backward", 2, (("attention.backward", 4), ("aten._softmax_backward_data.default", 4))),
+)
+_SHARDING = ("split_with_sizes_copy", "chunk_cat", "all_gather_copy_in")
+
+
+class MeasuredOp(NamedTuple):
+    """One operator with the kernels it launched; `op` has no tensors where the trace shows none."""
+
+    op: RecordedOp
+    work: Work
+    us: float
+    attention: int  # 0: none, 1: a forward one, 2: the main kernel of its backward pass
+    launched: float  # on the clock of the labels
+    beside: bool = False  # on another stream than the one that computes
+    sharding: bool = False  # FSDP gathers weights or scatters gradients
+    per_peer: bool = False  # once for every other rank that a stand-in for a collective answers for
+    kernels: int = 1
+
+
+def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[MeasuredOp]:
+    """The operators of one rank's step that launched kernels, in the order of their first launches."""
+    owners = owners_of(trace, labels, ops)
+    causal = is_causal(ops)
+    streams = trace.lane[labels.row]
+    computing = np.where(labels.work == Work.COMM, 0.0, labels.us)  # collectives may run longer than everything else
+    main = int(np.bincount(streams, computing).argmax()) if len(streams) else -1
+    found: list[MeasuredOp] = []
+    last: TracedOp | None = None
+    for i, owner in enumerate(owners):
+        work, us = Work(int(labels.work[i])), float(labels.us[i])
+        mark = int(labels.attention[i])
+        if owner is not None and owner is last:
+            before = found[-1]
+            heavier = work if us > before.us else before.work
+            found[-1] = before._replace(
+                us=before.us + us,
+                work=heavier,
+                kernels=before.kernels + 1,
+                attention=max(before.attention, mark),
+            )
+            continue
+        phase = _PHASES[Phase(int(labels.phase[i]))]
+        kernel = trace.names[trace.name[labels.row[i]]]
+        op = recorded(owner, phase, causal) if owner is not None else RecordedOp(kernel, (), (), phase)
+        scopes = owner.scopes if owner is not None else frozenset[OpType]()
+        sharding = OpType.FSDP in scopes or op.name.startswith("fsdp.")
+        per_peer = OpType.COMM in scopes and work != Work.COMM and "gather" in _outer_collective(owner)
+        beside = bool(streams[i] != main)
+        found.append(MeasuredOp(op, work, us, mark, float(labels.launched[i]), beside, sharding or per_peer, per_peer))
+        last = owner
+    return _marked(found)
+
+
+def owners_of(trace: Trace, labels: RankLabels, ops: RankOps, any_op: bool = False) -> list[TracedOp | None]:
+    """For every kernel of the labels, the innermost operator with tensors around its launch.
+
+    With `any_op`, where there is none, the innermost operator: lists of very many tensors are recorded without shapes.
+    """
+    calls = trace.launch_row[labels.row]
+    here_ns, there_us = _same_moment(trace, labels.rank, ops)
+    around = _Around(ops, there_us)
+    threads = [trace.lanes[lane].label for lane in trace.lane[calls].tolist()]
+    starts = ((trace.start[calls] - here_ns) / 1e3).tolist()
+    moments = list(zip(threads, starts, strict=True))
+    return [around.of(*moment) or (around.of(*moment, any_op) if any_op else None) for moment in moments]
+
+
+def _marked(ops: list[MeasuredOp]) -> list[MeasuredOp]:
+    """With attentions marked by their operators where the names of kernels do not show them: fused ones, else softmax
+    over scores of (batch, heads, queries, keys).
+    """
+    for phase, mark, names in _ATTENTIONS:
+        mine = [i for i, op in enumerate(ops) if op.op.phase == phase]
+        if any(ops[i].attention == mark for i in mine):
+            continue
+        for name, dims in names:
+            places = [i for i in mine if ops[i].op.name == name and len((*ops[i].op.inputs, _NONE)[0].shape) >= dims]
+            for i in places:
+                ops[i] = ops[i]._replace(attention=mark)
+            if places:
+                break
+    return ops
+
+
+_NONE = TensorInfo((), "bf16")
+
+
+def _same_moment(trace: Trace, rank: int, ops: RankOps) -> tuple[int, float]:
+    """One moment on both clocks, (of the trace, of the file): the start of the step, or of the first operator or scope.
+
+    Of a trace that was cut to one step, the first operator is not that of the file.
+    """
+    mark = next((op for op in ops.ops if op.type == OpType.STEP), None)
+    spans = (trace.category == Category.OP) | (trace.category == Category.NOTE)
+    rows = trace.rows_by_rank(spans)[rank]
+    if mark is not None and mark.name in trace.names:
+        marks = rows[trace.name[rows] == trace.names.index(mark.name)]
+        if len(marks):
+            return int(trace.start[marks].min()), mark.start
+    return (int(trace.start[rows].min()) if len(rows) else 0), ops.first_us
+
+
+class _Around:
+    """Finds the innermost operator with tensors around a moment of a thread, in microseconds from `zero_us`."""
+
+    def __init__(self, ops: RankOps, zero_us: float) -> None:
+        self.zero_us = zero_us
+        self.threads: dict[str, list[TracedOp]] = {}
+        for op in ops.ops:
+            self.threads.setdefault(op.thread, []).append(op)
+        self.starts = {thread: [op.start for op in some] for thread, some in self.threads.items()}
+
+    def of(self, thread: str, start: float, any_op: bool = False) -> TracedOp | None:
+        moment = self.zero_us + start
+        place = bisect_right(self.starts.get(thread, []), moment + _ROUNDING_US) - 1
+        op = self.threads[thread][place] if place >= 0 else None
+        while op is not None and (op.end < moment or op.type in _SCOPES or not (op.tensors or any_op) or op.is_note):
+            op = op.parent
+        return op
+
+
+_ROUNDING_US = 0.005  # files have microseconds with three digits, a Trace has nanoseconds
+_SCOPES = (OpType.BACKWARD, OpType.OPTIMIZER, OpType.FSDP, OpType.DDP, OpType.STEP)
+
+
+def _outer_collective(op: TracedOp | None) -> str:
+    """The name of the collective that an operator runs inside."""
+    while op is not None and op.type != OpType.COMM:
+        op = op.parent
+    return op.name if op is not None else ""
+
+
+def is_causal(ops: RankOps) -> bool:
+    """Whether the attentions of the forward pass leave out what comes later."""
+    for op in ops.forward(OpType.ATTENTION):
+        outer: TracedOp | None = op
+        while outer is not None:
+            values = outer.args.values
+            if outer.name == "aten::scaled_dot_product_attention" and isinstance(values, list) and len(values) > 5:
+                return bool(values[5] == "True")
+            outer = outer.parent
+    return True
+
+
+def recorded(traced: TracedOp, phase: str, causal: bool = True) -> RecordedOp:
+    """The same call, as a dry run would have written it."""
+    name, tensors = traced.name.rpartition("::")[2], traced.tensors
+    fused = "attention" in name and not name.endswith(("_math", "scaled_dot_product_attention"))
+    if fused or "flash_attn" in traced.name:
+        return _attention(traced.name, tensors, phase, causal)
+    if any(part in name for part in _SHARDING):
+        return RecordedOp(f"fsdp.{name}", tensors, (), phase, allocates=True)
+    if name.startswith(("_foreach", "_fused_ad", "_fused_sgd")):
+        return RecordedOp(f"aten.{name}.default", tensors, (), phase, allocates=True)
+    if name == "copy_" and len(tensors) > 1:
+        return RecordedOp("aten._to_copy.default", (tensors[1],), (tensors[0],), phase, allocates=True)
+    space = "aten" if traced.name.startswith("aten::") else traced.name.rpartition("::")[0] or "python"
+    return RecordedOp(f"{space}.{name}.default", tensors, _outputs(name, tensors), phase, allocates=True)
+
+
+def _attention(name: str, tensors: tuple[TensorInfo, ...], phase: str, causal: bool) -> RecordedOp:
+    """Query, key and value as (batch, heads, sequence, size), whichever library was called."""
+    backward = "backward" in name or "bwd" in name
+    four = [tensor for tensor in tensors if len(tensor.shape) == 4]
+    inputs = four[1:4] if backward and len(four) >= 4 else four[:3]
+    direct = name.startswith("aten::") and "scaled_dot_product" not in name and "cudnn" not in name
+    if direct or not name.startswith("aten::"):  # (batch, sequence, heads, size)
+        inputs = [_swapped(tensor) for tensor in inputs]
+    if len(inputs) < 3:
+        return RecordedOp(f"aten.{name.rpartition('::')[2]}.default", tensors, _outputs(name, tensors), phase)
+    options = ("causal",) if causal else ()
+    kind = "attention.backward" if backward else "attention.forward"
+    return RecordedOp(kind, tuple(inputs), (inputs[0],), phase, allocates=True, options=options)
+
+
+def _swapped(tensor: TensorInfo) -> TensorInfo:
+    a, b, c, d = range(4)
+    order = (a, c, b, d)
+    return tensor._replace(shape=tuple(tensor.shape[i] for i in order), strides=tuple(tensor.strides[i] for i in order))
+
+
+def _outputs(name: str, tensors: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
+    """What an operator returns, as far as its price needs it."""
+    if not tensors:
+        return ()
+    base = name.rstrip("_")
+    first = tensors[0]
+    if base in ("mm", "addmm", "bmm", "baddbmm") and len(tensors) >= 2:
+        a, b = tensors[-2:]
+        return (_dense((*a.shape[:-1], b.shape[-1]), a),)
+    if base == "_grouped_mm" and len(tensors) >= 2:
+        a, b = tensors[:2]
+        experts = tensors[2].shape[:1] if len(b.shape) == 2 and len(tensors) > 2 else ()
+        return (_dense((*experts, a.shape[0], b.shape[-1]), a),)
+    if base in ("embedding", "index_select") and len(tensors) >= 2:
+        return (_dense((*tensors[1].shape, *first.shape[1:]), first),)
+    if base in REDUCTIONS:
+        return (_dense((*first.shape[:-1], 1), first),)
+    if base == "cat":
+        dims = list(first.shape)
+        dims[-1] = sum(t.shape[-1] for t in tensors if len(t.shape) == len(dims))
+        return (_dense(tuple(dims), first),)
+    wide = max(tensors, key=lambda t: (len(t.shape), t.elements))
+    try:
+        shape = tuple(int(n) for n in np.broadcast_shapes(*(t.shape for t in tensors)))
+    except ValueError:
+        shape = wide.shape
+    same = shape == wide.shape
+    return (wide if same and wide.is_dense else _dense(shape, wide),)
+
+
+def _dense(shape: tuple[int, ...], like: TensorInfo) -> TensorInfo:
+    strides, size = [], 1
+    for n in reversed(shape):
+        strides.append(size)
+        size *= n
+    return TensorInfo(shape, like.dtype, tuple(reversed(strides)), like.element)
