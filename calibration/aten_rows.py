@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 _TENSOR = re.compile(r"(\w+)\[([\d,]*)\](?:\(([\d,]*)\))?")
@@ -17,13 +17,13 @@ _VIEWS = ("aten.slice.", "aten.unsqueeze", "aten.squeeze", "aten.split", "aten.a
 _BY_DIMENSION = ("cumsum", "cumprod", "sort", "topk", "_softmax")
 
 
-def tensor(text: str) -> TensorInfo:
+def tensor(text: str) -> Tensor:
     """`bf16[64,3](1,64)` is a tensor of 64 × 3 with these strides; without them it is contiguous."""
     found = _TENSOR.match(text)
     assert found is not None, text
     dtype, shape = found[1], tuple(int(size) for size in found[2].split(",") if size)
     dense = tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))
-    return TensorInfo(shape, dtype, tuple(map(int, found[3].split(","))) if found[3] else dense, SIZES[dtype])
+    return Tensor(shape, dtype, tuple(map(int, found[3].split(","))) if found[3] else dense, SIZES[dtype])
 
 
 def options_of(op: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
@@ -47,16 +47,16 @@ def options_of(op: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def operators_of(row: dict[str, Any]) -> list[RecordedOp]:
+def operators_of(row: dict[str, Any]) -> list[Op]:
     """The operators of one call; views are left out."""
     if row["family"] == "attention":
         q, k = tensor(row["q"]), tensor(row["k"])
         options = tuple(name for name in ("causal", "masked", "dropout") if row[name])
-        return [RecordedOp(f"attention.{row['pass']}", (q, k, k), (q,), "", allocates=True, options=options)]
+        return [Op(f"attention.{row['pass']}", (q, k, k), (q,), "", allocates=True, options=options)]
     if row["ops"][-1]["name"].startswith("aten.cudnn_batch_norm_backward"):
         row = row | {"ops": row["ops"][-1:]}  # it copies a small buffer first
     return [
-        RecordedOp(op["name"], tuple(map(tensor, op["inputs"])), tuple(map(tensor, op["outputs"])), "", allocates=True,
+        Op(op["name"], tuple(map(tensor, op["inputs"])), tuple(map(tensor, op["outputs"])), "", allocates=True,
                    options=options_of(op, row))
         for op in row["ops"] if not op["name"].startswith(_VIEWS)
     ]  # fmt: skip

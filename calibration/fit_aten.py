@@ -31,7 +31,7 @@ from lumos.costs.hardware_model import encode
 from lumos.costs.kernel_work import Work, works_of
 from lumos.costs.operator_model import Regressor, cost_model
 from lumos.measure.fit import grow
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 
 HERE = Path(__file__).parent
 TABLE = HERE.parent / "src/lumos/data/aten_costs.json"
@@ -85,20 +85,20 @@ REPLACED = ("convolution", "native_batch_norm", "_foreach", "mm", "addmm", "bmm"
 UNARY = {"silu", "gelu", "gelu_tanh", "neg", "pow", "rsqrt", "tanh", "relu", "sigmoid", "exp", "mul_scalar"}
 
 
-def tensor(shape: Iterable[int], dtype: str, strides: Iterable[int] | None = None) -> TensorInfo:
+def tensor(shape: Iterable[int], dtype: str, strides: Iterable[int] | None = None) -> Tensor:
     shape = tuple(shape)
     dense = tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))
-    return TensorInfo(shape, dtype, dense if strides is None else tuple(strides), SIZES[dtype])
+    return Tensor(shape, dtype, dense if strides is None else tuple(strides), SIZES[dtype])
 
 
-def moved_heads(shape: list[int], dtype: str, width: int | None = None) -> TensorInfo:
+def moved_heads(shape: list[int], dtype: str, width: int | None = None) -> Tensor:
     """(batch, heads, sequence, size) that lie in memory as (batch, sequence, heads, size)."""
     _, a, s, d = shape
     whole = width or d
     return tensor(shape, dtype, (s * a * whole, whole, a * whole, 1))
 
 
-def recorded(row: dict[str, Any]) -> RecordedOp | None:
+def recorded(row: dict[str, Any]) -> Op | None:
     """A sampled row as a dry run would have recorded it."""
     op, shape, dtype, layout = row["op"], row.get("shape"), row["dtype"], row.get("layout", "")
     if op.startswith("_foreach"):
@@ -112,17 +112,15 @@ def recorded(row: dict[str, Any]) -> RecordedOp | None:
         }.get(op, 2)
         one = tensor((each,), dtype)
         outputs = () if op == "_foreach_norm" else (one,) * row["tensors"]
-        return RecordedOp(f"aten.{op}.List", (one,) * (lists * row["tensors"]), outputs, "forward", allocates=True)
+        return Op(f"aten.{op}.List", (one,) * (lists * row["tensors"]), outputs, "forward", allocates=True)
     x = tensor(shape, dtype)
     name = f"aten.{op}.default"
 
-    def made(
-        *inputs: TensorInfo, out: TensorInfo | tuple[TensorInfo, ...] = x, options: tuple[str, ...] = ()
-    ) -> RecordedOp:
-        return RecordedOp(
+    def made(*inputs: Tensor, out: Tensor | tuple[Tensor, ...] = x, options: tuple[str, ...] = ()) -> Op:
+        return Op(
             name,
             inputs,
-            out if isinstance(out, tuple) and not isinstance(out, TensorInfo) else (out,),
+            out if isinstance(out, tuple) and not isinstance(out, Tensor) else (out,),
             "forward",
             allocates=True,
             options=options,
@@ -162,7 +160,7 @@ def recorded(row: dict[str, Any]) -> RecordedOp | None:
     return _indexed(row, x, made)
 
 
-def _pointwise(row: dict[str, Any], x: TensorInfo, made: Any) -> RecordedOp:
+def _pointwise(row: dict[str, Any], x: Tensor, made: Any) -> Op:
     op, shape, dtype, layout = row["op"], row["shape"], row["dtype"], row.get("layout", "")
     if op == "where":
         return made(tensor(shape, "bool"), x, x)
@@ -187,7 +185,7 @@ def _pointwise(row: dict[str, Any], x: TensorInfo, made: Any) -> RecordedOp:
     return made(x, x)
 
 
-def _copy(row: dict[str, Any], x: TensorInfo, made: Any) -> RecordedOp:
+def _copy(row: dict[str, Any], x: Tensor, made: Any) -> Op:
     op, shape, dtype, layout = row["op"], row["shape"], row["dtype"], row.get("layout", "")
     if op == "native_dropout":
         return made(x, out=(x, tensor(shape, "bool")))
@@ -216,7 +214,7 @@ def _copy(row: dict[str, Any], x: TensorInfo, made: Any) -> RecordedOp:
     return made(x)
 
 
-def _rest(row: dict[str, Any]) -> TensorInfo:
+def _rest(row: dict[str, Any]) -> Tensor:
     shape, dtype, layout = row["shape"], row["dtype"], row.get("layout", "")
     if layout == "all":
         return tensor((), dtype)
@@ -227,7 +225,7 @@ def _rest(row: dict[str, Any]) -> TensorInfo:
     return tensor((*shape[:-1], 1), dtype)
 
 
-def _indexed(row: dict[str, Any], x: TensorInfo, made: Any) -> RecordedOp | None:
+def _indexed(row: dict[str, Any], x: Tensor, made: Any) -> Op | None:
     op, shape, dtype = row["op"], row.get("shape"), row["dtype"]
     if "rows" in row:
         index, values = tensor((row["rows"],), "int64"), tensor((row["rows"], shape[1]), dtype)
@@ -286,7 +284,7 @@ def bias_gradients() -> list[Call]:
         for row in (row for model in models for row in model.get("operators", ())):
             shape = json.loads(row["shapes"])[0] if row["op"] == "aten::sum" else ()
             if len(shape) == 2 and shape[0] > 64 * shape[1] ** 0.5:
-                op = RecordedOp("aten.sum.dim_IntList", (tensor(shape, "bf16"),), (tensor((1, shape[1]), "bf16"),), "")
+                op = Op("aten.sum.dim_IntList", (tensor(shape, "bf16"),), (tensor((1, shape[1]), "bf16"),), "")
                 found.append(Call(works_of(op), row["us"] / row["calls"], is_held_out(shape), op.name))
     return found
 

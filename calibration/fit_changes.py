@@ -30,7 +30,7 @@ from lumos.analysis.kernel_labels import Work
 from lumos.analysis.replay import replay
 from lumos.costs.aten_prices import AtenPrices
 from lumos.costs.kernel_work import works_of
-from lumos.program.recorded_op import RecordedOp
+from lumos.program.op import Op
 from lumos.read.job import read_job
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
     trace: str
     block: str
-    op: RecordedOp
+    op: Op
     work: Work
     family: str
     measured: float  # of one call, in microseconds

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from lumos.dry_run.recorded_step import Recording, StorageEvent
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 from lumos.trace.names import Category
 from lumos.trace.trace import Message, Trace
 
@@ -242,10 +242,10 @@ def assert_same_columns(a: Trace, b: Trace) -> None:
 # Recordings of dry runs
 
 
-def operand(*shape: int, dtype: str = "bf16") -> TensorInfo:
+def operand(*shape: int, dtype: str = "bf16") -> Tensor:
     """A dense tensor."""
     strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
-    return TensorInfo(shape, dtype, strides, {"fp32": 4, "int64": 8, "bool": 1}.get(dtype, 2))
+    return Tensor(shape, dtype, strides, {"fp32": 4, "int64": 8, "bool": 1}.get(dtype, 2))
 
 
 def small_recording() -> Recording:
@@ -254,26 +254,26 @@ def small_recording() -> Recording:
     image, kernel, wide = operand(2, 8, 32, 32), operand(16, 8, 3, 3), operand(2, 16, 30, 30)
     rows, group = operand(2, 8, 128, dtype="fp32"), (0, 1, 2, 3)
 
-    def aten(name: str, inputs: tuple[TensorInfo, ...], out: TensorInfo, phase: str = "forward", *options: str) -> Any:
-        return RecordedOp(f"aten.{name}", inputs, (out,), phase, "model.layer", True, options)
+    def aten(name: str, inputs: tuple[Tensor, ...], out: Tensor, phase: str = "forward", *options: str) -> Any:
+        return Op(f"aten.{name}", inputs, (out,), phase, "model.layer", True, options)
 
     ops = [
         aten("embedding.default", (operand(1000, 512), operand(2, 128, dtype="int64")), x),
         aten("mm.default", (x, w), x), aten("native_layer_norm.default", (x, operand(512), operand(512)), x),
-        RecordedOp("attention.forward", (q, q, q), (q, rows), "forward", "model.attn", True, ("causal",)),
+        Op("attention.forward", (q, q, q), (q, rows), "forward", "model.attn", True, ("causal",)),
         aten("convolution.default", (image, kernel), wide),
         aten("bmm.default", (operand(4, 8, 8),) * 2, operand(4, 8, 8)),
         aten("_softmax.default", (x,), x, "forward", "dim=1"),
         aten("topk.default", (x,), operand(256, 2), "forward", "k=2"),
-        aten("sum.dim_IntList", (x,), operand(256)), RecordedOp("python.module", (), (), "forward", options=("cpu",)),
+        aten("sum.dim_IntList", (x,), operand(256)), Op("python.module", (), (), "forward", options=("cpu",)),
         aten("_to_copy.default", (operand(4),), operand(4), "forward", "d2h", "waits"),
-        RecordedOp("cudaStreamSynchronize", (), (), "forward", after=(10,)),
+        Op("cudaStreamSynchronize", (), (), "forward", after=(10,)),
         aten("mm.default", (x, w), x, "backward"),
-        RecordedOp("attention.backward", (q, q, q, q, rows, q), (q, q, q), "backward", "model.attn", True, ("causal",)),
+        Op("attention.backward", (q, q, q, q, rows, q), (q, q, q), "backward", "model.attn", True, ("causal",)),
         aten("convolution_backward.default", (wide, image, kernel), image, "backward", "mask=110"),
-        RecordedOp("all_reduce", (w,), (w,), "backward", stream=-1, group=group, after=(12,)),
+        Op("all_reduce", (w,), (w,), "backward", stream=-1, ranks=group, after=(12,)),
         aten("_foreach_mul_.Scalar", (w, x), w, "optimizer"),
-        RecordedOp("aten._fused_adamw_.default", (w,) * 4, (), "optimizer", allocates=True, after=(15,)),
+        Op("aten._fused_adamw_.default", (w,) * 4, (), "optimizer", allocates=True, after=(15,)),
     ]  # fmt: skip
     alive = {1: w.elements * 2, 2: w.elements * 8}
     changes = ((1, 3, 1 << 18), (8, 4, 1 << 20), (14, 3, -(1 << 18)), (17, 4, -(1 << 20)))

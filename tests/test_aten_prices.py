@@ -10,32 +10,32 @@ from lumos.costs.network import network_of
 from lumos.costs.operator_model import cost_model
 from lumos.costs.prices import Prices
 from lumos.data_files import read_table
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 from lumos.setup.gpus import gpu_named
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "int64": 8, "bool": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
          "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1}  # fmt: skip
 
 
-def tensor(*shape: int, dtype: str = "bf16", last: bool = False) -> TensorInfo:
+def tensor(*shape: int, dtype: str = "bf16", last: bool = False) -> Tensor:
     strides, step = [0] * len(shape), 1
     order = [1, *range(len(shape) - 1, 1, -1), 0] if last else range(len(shape) - 1, -1, -1)
     for index in order:
         strides[index], step = step, step * shape[index]
-    return TensorInfo(shape, dtype, tuple(strides), SIZES[dtype])
+    return Tensor(shape, dtype, tuple(strides), SIZES[dtype])
 
 
-def op(name: str, *inputs: TensorInfo, out: tuple[TensorInfo, ...], options: tuple[str, ...] = ()) -> RecordedOp:
-    return RecordedOp(f"aten.{name}", inputs, out, "forward", allocates=True, options=options)
+def op(name: str, *inputs: Tensor, out: tuple[Tensor, ...], options: tuple[str, ...] = ()) -> Op:
+    return Op(f"aten.{name}", inputs, out, "forward", allocates=True, options=options)
 
 
 def convolution(*, n: int = 64, c: int = 256, k: int = 256, size: int = 14, groups: int = 1, last: bool = False,
-                dtype: str = "bf16") -> RecordedOp:  # fmt: skip
+                dtype: str = "bf16") -> Op:  # fmt: skip
     x, y = tensor(n, c, size, size, dtype=dtype, last=last), tensor(n, k, size, size, dtype=dtype, last=last)
     return op("convolution.default", x, tensor(k, c // groups, 3, 3, dtype=dtype, last=last), out=(y,))
 
 
-def backward(of: RecordedOp, mask: str) -> RecordedOp:
+def backward(of: Op, mask: str) -> Op:
     x, w = of.inputs
     return op("convolution_backward.default", of.outputs[0], x, w, out=(x, w), options=(f"mask={mask}",))
 
@@ -110,7 +110,7 @@ def test_fp32_matmuls_use_tensor_cores_only_where_allowed(prices: AtenPrices) ->
 
 def test_attention_that_the_cost_model_has_no_samples_of_has_its_own_family() -> None:
     q = tensor(2, 16, 1024, 64)
-    of = RecordedOp("attention.forward", (q, q, q), (q,), "forward")
+    of = Op("attention.forward", (q, q, q), (q,), "forward")
     assert works_of(of._replace(options=("causal",)))[0].family == "sdpa_fwd"
     assert works_of(of)[0].family == works_of(of._replace(options=("causal", "dropout")))[0].family == "attention.half"
 
@@ -118,7 +118,7 @@ def test_attention_that_the_cost_model_has_no_samples_of_has_its_own_family() ->
 def test_dropout_and_masks_make_attention_slower(prices: AtenPrices) -> None:
     q = tensor(8, 16, 1024, 64)
     plain, dropped, masked = (
-        prices.of(RecordedOp("attention.forward", (q, q, q), (q,), "forward", options=options)).us
+        prices.of(Op("attention.forward", (q, q, q), (q,), "forward", options=options)).us
         for options in ((), ("dropout",), ("masked",))
     )
     assert plain < dropped
@@ -205,7 +205,7 @@ def test_grouped_matmuls_are_told_from_their_gradients_by_the_layout_of_the_weig
     """Weights of 8 experts as (8, n, k), read transposed forward; 100 tokens of k = 64 become n = 128."""
     x, gradient = tensor(100, 64), tensor(100, 128)
     weights = tensor(8, 128, 64)
-    turned = TensorInfo((8, 64, 128), "bf16", (8192, 1, 64), 2)
+    turned = Tensor((8, 64, 128), "bf16", (8192, 1, 64), 2)
     forward = op("_grouped_mm.default", x, turned, out=(gradient,))
     inputs = op("_grouped_mm.default", gradient, weights, out=(x,))
     of_weights = op("_grouped_mm.default", tensor(128, 100), x, out=(weights,))

@@ -18,8 +18,8 @@ from lumos.data_files import read_table
 from lumos.described.described import Program
 from lumos.described.layer import TransformerLayer
 from lumos.program.block import BlockOp
+from lumos.program.op import Op, Tensor
 from lumos.program.operators import Collective, Group, Operator
-from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of, simulate_step
 from lumos.traced.calibration import (
@@ -53,24 +53,24 @@ def setup(gpu: str = "h200", **changes: Any) -> Setup:
     return Setup.model_validate(given).replaced(changes)
 
 
-def tensor(*shape: int) -> TensorInfo:
-    return TensorInfo(shape, "bf16", tuple(prod(shape[i + 1 :]) for i in range(len(shape))))
+def tensor(*shape: int) -> Tensor:
+    return Tensor(shape, "bf16", tuple(prod(shape[i + 1 :]) for i in range(len(shape))))
 
 
-def matmul(rows: int = T, inner: int = H, columns: int = F) -> RecordedOp:
-    return RecordedOp(
+def matmul(rows: int = T, inner: int = H, columns: int = F) -> Op:
+    return Op(
         "aten.mm.default", (tensor(rows, inner), tensor(inner, columns)), (tensor(rows, columns),), "forward",
         allocates=True,
     )  # fmt: skip
 
 
-def silu(rows: int = 2048) -> RecordedOp:
-    return RecordedOp("aten.silu.default", (tensor(2, rows, F),), (tensor(2, rows, F),), "forward", allocates=True)
+def silu(rows: int = 2048) -> Op:
+    return Op("aten.silu.default", (tensor(2, rows, F),), (tensor(2, rows, F),), "forward", allocates=True)
 
 
 MATMUL = CutOp(matmul(), Work.MATRIX, 1.0, 150.0, 1.0)
 SILU = CutOp(silu(), Work.STREAM, 2.0, 60.0, 2.0)
-UNKNOWN = CutOp(RecordedOp("some_kernel", (), (), "forward"), Work.STREAM, 1.0, 30.0, 1.0)
+UNKNOWN = CutOp(Op("some_kernel", (), (), "forward"), Work.STREAM, 1.0, 30.0, 1.0)
 WEIGHTS = Weights(4, (((F, H), 8), ((H, F), 4), ((H, H), 16), ((32000, H), 2)))
 
 
@@ -190,13 +190,13 @@ def test_an_operator_without_shapes_follows_the_description_of_its_block() -> No
 
 
 def test_an_operator_that_has_no_price_grows_with_its_bytes() -> None:
-    broken = CutOp(RecordedOp("aten.mm.default", (tensor(2, 2048, H),), (), "forward"), Work.MATRIX, 1.0, 80.0, 1.0)
+    broken = CutOp(Op("aten.mm.default", (tensor(2, 2048, H),), (), "forward"), Work.MATRIX, 1.0, 80.0, 1.0)
     found = changed(setup(**{"train.seq": 4096}), broken).us("forward", broken)
     assert found == pytest.approx(160)
 
 
 def test_where_keys_and_queries_look_alike_half_of_the_work_is_taken_for_keys() -> None:
-    rotated = RecordedOp("aten.mul.Tensor", (tensor(2, 16, 2048, 128),), (tensor(2, 16, 2048, 128),), "forward")
+    rotated = Op("aten.mul.Tensor", (tensor(2, 16, 2048, 128),), (tensor(2, 16, 2048, 128),), "forward")
     op = CutOp(rotated, Work.STREAM, 2.0, 80.0, 2.0)
     fewer = changed(setup(**{"model.kv_heads": 4}), op).us("forward", op)
     assert 40 < fewer < 80
@@ -282,7 +282,7 @@ def test_the_host_keeps_a_part_of_its_measured_time_whatever_is_taken_away(us: f
 
 # ---------------------------------------------------------------------- the optimizer
 def optimizer(us: float = 1000.0, kernels: float = 4.0) -> dict[str, CutBlock]:
-    update = RecordedOp("aten._fused_adamw_.default", (tensor(F, H),), (), "optimizer")
+    update = Op("aten._fused_adamw_.default", (tensor(F, H),), (), "optimizer")
     return blocks(MATMUL) | {"optimizer": CutBlock((CutOp(update, Work.STREAM, 1.0, us, kernels),), 50.0)}
 
 
@@ -334,7 +334,7 @@ def test_replicas_update_all_of_it() -> None:
 
 # ---------------------------------------------------------------------- weights that are shared
 GATHER = CutOp(
-    RecordedOp("fsdp.split_with_sizes_copy", (tensor(8, 1 << 20), tensor(8 << 20)), (), "forward"), Work.STREAM, 1.0,
+    Op("fsdp.split_with_sizes_copy", (tensor(8, 1 << 20), tensor(8 << 20)), (), "forward"), Work.STREAM, 1.0,
     40.0, 1.0, sharding=True,
 )  # fmt: skip
 
@@ -356,7 +356,7 @@ def test_weights_are_gathered_where_the_traced_run_did_not_share_them() -> None:
 def test_copies_for_every_peer_are_as_many_as_there_are_peers() -> None:
     shared, more = (setup(**{"parallel.zero": 3, "parallel.dp": ranks}) for ranks in (8, 64))
     flat = tensor(1 << 24)
-    op = RecordedOp("aten._to_copy.default", (flat,), (flat,), "forward", allocates=True)
+    op = Op("aten._to_copy.default", (flat,), (flat,), "forward", allocates=True)
     copy = CutOp(op, Work.STREAM, 7.0, 140.0, 7.0, sharding=True, per_peer=True)
     same = changed(shared, copy, traced=shared, weights=WEIGHTS).us("forward", copy)
     assert same == pytest.approx(140)

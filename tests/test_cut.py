@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lumos.analysis.kernel_labels import RankLabels, Work
 from lumos.errors import OptionError
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 from lumos.setup.setup import Setup
 from lumos.traced.cut import CutBlock, CutOp, CutRank, cut, mean_block
 from lumos.traced.measured_ops import MeasuredOp
@@ -21,8 +21,8 @@ LAUNCH_US = 10.0
 END_US = {"embedding": 5.0, "head": 100.0, "head grad": 200.0, "embedding grad": 10.0}
 
 
-def call(name: str, *shapes: tuple[int, ...], phase: str = "forward") -> RecordedOp:
-    return RecordedOp(name, tuple(TensorInfo(shape, "bf16") for shape in shapes), (), phase)
+def call(name: str, *shapes: tuple[int, ...], phase: str = "forward") -> Op:
+    return Op(name, tuple(Tensor(shape, "bf16") for shape in shapes), (), phase)
 
 
 def op(

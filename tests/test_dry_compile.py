@@ -22,7 +22,7 @@ from lumos.capture.fake import fake_process_groups
 from lumos.costs.host_costs import host_us
 from lumos.dry_run.compiled import AUTOTUNED, GRAPHED, OPTIMIZER, compiled_as_kernels
 from lumos.dry_run.record import Recorder, recorded
-from lumos.program.recorded_op import UNCOMPILED
+from lumos.program.op import UNCOMPILED
 
 TOKENS, HIDDEN = 4 * 128, 256
 

@@ -17,7 +17,7 @@ from lumos.dry_run.dry_files import read_recording, read_recordings
 from lumos.dry_run.from_script import predict_recording
 from lumos.dry_run.recorded_step import StorageEvent, write_recording
 from lumos.errors import InputError, LumosError
-from lumos.program.recorded_op import RecordedOp
+from lumos.program.op import Op
 from support import operand, small_recording
 
 
@@ -27,7 +27,7 @@ def changed_file(path: Path, **values: Any) -> Path:
     return path
 
 
-def with_op(at: int, **fields: Any) -> list[RecordedOp]:
+def with_op(at: int, **fields: Any) -> list[Op]:
     ops = list(small_recording().ops)
     ops[at] = ops[at]._replace(**fields)
     return ops
@@ -47,9 +47,9 @@ def test_a_small_recording_is_read_and_predicted(tmp_path: Path) -> None:
         ({"tokens": -256}, "tokens = -256"),
         ({"parameters": -1, "trained_parameters": -2}, "parameters = -1"),
         ({"most_bytes": 2**60}, "most_bytes = 1152921504606846976"),
-        ({"ops": with_op(1, group=(0, 1))}, r"operator 1, aten.mm.default: has ranks, and is not a collective"),
-        ({"ops": with_op(15, group=(0, 9))}, "operator 15, all_reduce: rank of its group = 9"),
-        ({"ops": with_op(15, group=())}, "operator 15, all_reduce: is a collective without ranks"),
+        ({"ops": with_op(1, ranks=(0, 1))}, r"operator 1, aten.mm.default: has ranks, and is not a collective"),
+        ({"ops": with_op(15, ranks=(0, 9))}, "operator 15, all_reduce: rank of its group = 9"),
+        ({"ops": with_op(15, ranks=())}, "operator 15, all_reduce: is a collective without ranks"),
         ({"ops": with_op(3, inputs=(operand(2, 8, 128, 64),))}, r"operator 3, attention.forward: operands of shapes"),
         ({"ops": with_op(1, inputs=())}, "operator 1, aten.mm.default: operands of shapes none do not fit it"),
         ({"ops": with_op(1, phase="sideways")}, "operator 1, aten.mm.default: phase 'sideways'"),

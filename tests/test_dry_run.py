@@ -15,7 +15,7 @@ from lumos.cli.main import app
 from lumos.costs.aten_prices import corrections, matrix_operator, runs_kernel, work_of
 from lumos.data_files import read_table
 from lumos.errors import LumosError
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 
 installed = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
 needs_transformers = pytest.mark.skipif(not installed, reason="needs torch and transformers")
@@ -33,13 +33,13 @@ MEASURED = {
 }  # fmt: skip
 
 
-def tensor(*shape: int, dtype: str = "bf16", strides: tuple[int, ...] | None = None) -> TensorInfo:
+def tensor(*shape: int, dtype: str = "bf16", strides: tuple[int, ...] | None = None) -> Tensor:
     dense = tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))
-    return TensorInfo(shape, dtype, dense if strides is None else strides, {"bf16": 2, "fp32": 4}[dtype])
+    return Tensor(shape, dtype, dense if strides is None else strides, {"bf16": 2, "fp32": 4}[dtype])
 
 
-def op(name: str, *inputs: TensorInfo, out: TensorInfo, allocates: bool = True) -> RecordedOp:
-    return RecordedOp(f"aten.{name}.default", inputs, (out,), "forward", allocates=allocates)
+def op(name: str, *inputs: Tensor, out: Tensor, allocates: bool = True) -> Op:
+    return Op(f"aten.{name}.default", inputs, (out,), "forward", allocates=allocates)
 
 
 def record(
@@ -63,7 +63,7 @@ def predicted(tmp_path: Path, config: dict[str, Any], *changes: str, **options: 
     return found
 
 
-def flops(ops: list[RecordedOp]) -> float:
+def flops(ops: list[Op]) -> float:
     found = [matrix_operator(one) for one in ops if runs_kernel(one)]
     return sum(work.flops for work in found if work is not None and work.is_matrix)
 

@@ -388,8 +388,8 @@ def test_data_parallel_reduces_gradients_over_all_ranks() -> None:
             optimizer.zero_grad()
 
     recording = lumos.dry_run(train, world=8, rank=3)
-    reductions = [op for op in recording.ops if op.group]
-    assert [(op.name, op.group, op.phase) for op in reductions] == [("all_reduce", tuple(range(8)), "backward")]
+    reductions = [op for op in recording.ops if op.ranks]
+    assert [(op.name, op.ranks, op.phase) for op in reductions] == [("all_reduce", tuple(range(8)), "backward")]
     assert reductions[0].inputs[0].elements == 64 * 64 + 64
     assert (recording.rank, recording.world) == (3, 8)
 
@@ -411,7 +411,7 @@ def test_sharded_and_tensor_parallel_ranks_hold_their_parts() -> None:
             optimizer.zero_grad()
 
     recording = lumos.dry_run(train, world=4)
-    groups = {op.name: op.group for op in recording.ops if op.group}
+    groups = {op.name: op.ranks for op in recording.ops if op.ranks}
     assert groups["all_gather"] == groups["reduce_scatter"] == (0, 2)
     assert groups["all_reduce"] == (0, 1)
     assert (8, 128) in wide(recording, "addmm")

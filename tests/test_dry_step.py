@@ -16,31 +16,31 @@ from lumos.dry_run.dry_prediction import DryPrediction
 from lumos.dry_run.from_script import predict_recording
 from lumos.dry_run.recorded_step import Recording, StorageEvent, write_recording
 from lumos.errors import InputError, OptionError
-from lumos.program.recorded_op import UNCOMPILED, UNSEEN, RecordedOp, TensorInfo
+from lumos.program.op import UNCOMPILED, UNSEEN, Op, Tensor
 from lumos.read.job import read_job
 from lumos.setup import gpu_named
 
 MIB = 1 << 20
-BIG = TensorInfo((8192, 8192), "bf16", (8192, 1), 2)
-SMALL = TensorInfo((8,), "bf16", (1,), 2)
+BIG = Tensor((8192, 8192), "bf16", (8192, 1), 2)
+SMALL = Tensor((8,), "bf16", (1,), 2)
 EIGHT = tuple(range(8))
 
 
-def matmul(**more: object) -> RecordedOp:
-    return RecordedOp("aten.mm.default", (BIG, BIG), (BIG,), "forward", allocates=True)._replace(**more)
+def matmul(**more: object) -> Op:
+    return Op("aten.mm.default", (BIG, BIG), (BIG,), "forward", allocates=True)._replace(**more)
 
 
-def gather(**more: object) -> RecordedOp:
-    return RecordedOp("all_gather", (BIG,), (BIG,), "forward", stream=-1, group=EIGHT)._replace(**more)
+def gather(**more: object) -> Op:
+    return Op("all_gather", (BIG,), (BIG,), "forward", stream=-1, ranks=EIGHT)._replace(**more)
 
 
-def recording(*ops: RecordedOp, **more: object) -> Recording:
+def recording(*ops: Op, **more: object) -> Recording:
     values = {"parameters": 10, "trained_parameters": 10, "tokens": 0, "alive": {}, "events": [], "roles": {},
               "places": {}, "most_bytes": 0, "world": 8, "made_by": {"torch": "2.13.0"}}  # fmt: skip
     return Recording(list(ops), **(values | more))  # type: ignore[arg-type]
 
 
-def predicted(*ops: RecordedOp, changes: tuple[str, ...] = ("cluster.gpu=h200",), **more: object) -> DryPrediction:
+def predicted(*ops: Op, changes: tuple[str, ...] = ("cluster.gpu=h200",), **more: object) -> DryPrediction:
     return predict_recording(recording(*ops, **more), changes)
 
 
@@ -53,7 +53,7 @@ def test_collectives_and_updates_of_a_dry_run_draw_power_as_those_of_a_setup_do(
     assert joined.dry.energy(1.0).work[0] - alone.dry.energy(1.0).work[0] == pytest.approx(
         joules.collective(joined.dry.collective(gather()), joined.dry.collective_us(gather()))
     )
-    update = RecordedOp("aten._fused_adamw_.default", (BIG,) * 4, (), "optimizer")
+    update = Op("aten._fused_adamw_.default", (BIG,) * 4, (), "optimizer")
     updated = predicted(update)
     (us,) = (price.us for _, price in updated.dry.kernels)
     assert updated.dry.energy(1.0).work[0] == pytest.approx(joules.update_w * us * 1e-6)
@@ -64,7 +64,7 @@ def test_collectives_and_updates_of_a_dry_run_draw_power_as_those_of_a_setup_do(
 
 @pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
 def test_the_denominator_of_mfu_is_the_peak_of_the_matmuls(dtype: str, size: int) -> None:
-    tensor = TensorInfo((8192, 8192), dtype, (8192, 1), size)
+    tensor = Tensor((8192, 8192), dtype, (8192, 1), size)
     found = predicted(matmul(inputs=(tensor, tensor), outputs=(tensor,)))
     assert found.setup.train.precision == dtype
     assert found.hfu is not None
@@ -73,7 +73,7 @@ def test_the_denominator_of_mfu_is_the_peak_of_the_matmuls(dtype: str, size: int
 
 @given(st.integers(0, 12), st.integers(0, 12), st.sampled_from(("fp32", "tf32", "bf16", "fp8")))
 def test_a_mix_of_precisions_is_not_used_above_its_peak(slow: int, fast: int, dtype: str) -> None:
-    other = TensorInfo((8192, 8192), dtype.replace("tf32", "fp32"), (8192, 1), 4)
+    other = Tensor((8192, 8192), dtype.replace("tf32", "fp32"), (8192, 1), 4)
     mixed = matmul(inputs=(other, other), outputs=(other,), options=("tf32",) if dtype == "tf32" else ())
     found = predicted(*[mixed] * slow, *[matmul()] * (1 + fast))
     assert found.mfu is not None
@@ -92,7 +92,7 @@ def test_a_gpu_with_better_figures_moves_no_tensor_slower(
     size: int, precision: tuple[str, int], name: str, pair: tuple[str, str]
 ) -> None:
     """Small ones are left out: they take as long as a kernel takes at least, which is no figure of a data sheet."""
-    tensor = TensorInfo((size, size), precision[0], (size, 1), precision[1])
+    tensor = Tensor((size, size), precision[0], (size, 1), precision[1])
     op = matmul(inputs=(tensor, tensor), outputs=(tensor,))._replace(name=name)
     assume(all(gpu_named(gpu).supports(precision[0]) for gpu in pair))
     times = [predicted(op, changes=(f"cluster.gpu={gpu}",)).step_ms for gpu in pair]
@@ -100,7 +100,7 @@ def test_a_gpu_with_better_figures_moves_no_tensor_slower(
 
 
 def test_a_step_without_matmuls_runs_on_a_gpu_without_bf16() -> None:
-    wide = TensorInfo((1024, 1024), "fp32", (1024, 1), 4)
+    wide = Tensor((1024, 1024), "fp32", (1024, 1), 4)
     added = matmul(inputs=(wide, wide), outputs=(wide,))._replace(name="aten.add.Tensor")
     assert predicted(added, changes=("cluster.gpu=v100",)).mfu == 0
 
@@ -117,7 +117,7 @@ def test_the_gpu_that_the_script_found_is_assumed_with_a_note() -> None:
 
 @given(st.integers(0, 6), st.integers(0, 6))
 def test_eager_code_in_place_of_compiled_code_lowers_the_lower_end_alone(eager: int, fused: int) -> None:
-    relu = RecordedOp("aten.relu.default", (BIG,), (BIG,), "forward", allocates=True)
+    relu = Op("aten.relu.default", (BIG,), (BIG,), "forward", allocates=True)
     plain = predicted(matmul(), *[relu] * (eager + fused))
     found = predicted(matmul(), *[relu._replace(options=(UNCOMPILED,))] * eager, *[relu] * fused)
     assert found.step_ms == pytest.approx(plain.step_ms)
@@ -139,7 +139,7 @@ def test_compiled_code_that_ran_eagerly_is_not_said_to_be_too_large() -> None:
 
 @given(st.integers(0, 4))
 def test_kernels_that_were_not_seen_widen_the_interval_both_ways(unseen: int) -> None:
-    strange = RecordedOp("mine.scan.default", (BIG,), (BIG,), "forward", allocates=True, options=(UNSEEN,))
+    strange = Op("mine.scan.default", (BIG,), (BIG,), "forward", allocates=True, options=(UNSEEN,))
     fewer, more = (predicted(matmul(), *[strange] * count) for count in (unseen, unseen + 1))
     assert more.interval_ms[0] / more.step_ms < fewer.interval_ms[0] / fewer.step_ms
     assert more.interval_ms[1] / more.step_ms > fewer.interval_ms[1] / fewer.step_ms
@@ -148,7 +148,7 @@ def test_kernels_that_were_not_seen_widen_the_interval_both_ways(unseen: int) ->
 
 
 def test_sizes_that_depend_on_values_raise_the_upper_end_alone_and_are_named() -> None:
-    places = RecordedOp("aten.nonzero.default", (SMALL,), (SMALL,), "forward", allocates=True)
+    places = Op("aten.nonzero.default", (SMALL,), (SMALL,), "forward", allocates=True)
     few, many = (predicted(matmul(), *[places] * count) for count in (8, 32))
     assert many.interval_ms[0] / many.step_ms == pytest.approx(few.interval_ms[0] / few.step_ms)
     assert many.interval_ms[1] / many.step_ms > 1.5 * few.interval_ms[1] / few.step_ms
@@ -182,8 +182,8 @@ def test_kernels_of_a_side_stream_take_their_time_from_the_first() -> None:
 
 
 def test_the_host_waits_for_what_it_synchronises_with() -> None:
-    wait = RecordedOp("cudaStreamSynchronize", (), (), "forward", after=(0,))
-    host = [RecordedOp("aten.view.default", (SMALL,), (SMALL,), "forward")] * 2000
+    wait = Op("cudaStreamSynchronize", (), (), "forward", after=(0,))
+    host = [Op("aten.view.default", (SMALL,), (SMALL,), "forward")] * 2000
     free, held = (predicted(matmul(), *middle, *host).step_ms for middle in ((), (wait,)))
     launching = sum(map(host_us, host)) / 1e3
     assert held == pytest.approx(free + predicted(matmul()).step_ms, rel=0.1)

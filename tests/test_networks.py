@@ -22,8 +22,8 @@ from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.prediction import predict
 from lumos.prediction.priced_graph import GraphPrices
 from lumos.program.layout import RankLayout, group_of_ranks
+from lumos.program.op import Op, Tensor
 from lumos.program.operators import Collective, Group
-from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.constraints import checked_setup, warnings_in
@@ -477,8 +477,8 @@ def test_a_collective_costs_the_same_in_a_setup_a_dry_run_and_a_chakra_file(gpu:
     prices, layout = prices_of(setup), RankLayout(setup, framework_named("pytorch"))
     expected = prices.collective_us(Collective(kind, float(size), layout.dp))
 
-    tensor = TensorInfo((size // 2,), "bf16", (1,), 2)
-    call = RecordedOp(kind, (tensor,), (tensor,), "forward", stream=-1, group=ranks)
+    tensor = Tensor((size // 2,), "bf16", (1,), 2)
+    call = Op(kind, (tensor,), (tensor,), "forward", stream=-1, ranks=ranks)
     dry = DryStep(setup, Recording([call], 0, 0, 0, {}, [], {}, {}, 0, world=16), prices)
     assert dry.collective_us(call) == pytest.approx(expected)
 

@@ -21,7 +21,7 @@ from lumos.dry_run.compiled import compiled_as_kernels
 from lumos.dry_run.fake_gpu import replaced
 from lumos.dry_run.record import Recorder, recorded
 from lumos.dry_run.triton_launches import triton_launches
-from lumos.program.recorded_op import UNSEEN
+from lumos.program.op import UNSEEN
 
 
 @torch.library.custom_op("lumos_tests::product", mutates_args=())

@@ -14,7 +14,7 @@ from lumos.dry_run.huggingface_model import builder
 from lumos.dry_run.package_kernels import KERNELS
 from lumos.dry_run.record import record_step
 from lumos.dry_run.recorded_step import Recording
-from lumos.program.recorded_op import UNSEEN
+from lumos.program.op import UNSEEN
 
 SIZES = {"hidden_size": 256, "vocab_size": 1000, "num_hidden_layers": 2}
 MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 from lumos.setup.setup import Setup
 from lumos.traced.sizes import Sizes
 
@@ -27,29 +27,29 @@ def setup(**changes: Any) -> Setup:
     return Setup.model_validate(given).replaced(changes)
 
 
-def dense(*shape: int) -> TensorInfo:
-    return TensorInfo(shape, "bf16", tuple(prod(shape[i + 1 :]) for i in range(len(shape))))
+def dense(*shape: int) -> Tensor:
+    return Tensor(shape, "bf16", tuple(prod(shape[i + 1 :]) for i in range(len(shape))))
 
 
-def transposed(*shape: int) -> TensorInfo:
-    return TensorInfo(shape, "bf16", (1, shape[0]))
+def transposed(*shape: int) -> Tensor:
+    return Tensor(shape, "bf16", (1, shape[0]))
 
 
-def call(name: str, *inputs: TensorInfo, phase: str = "forward", outputs: tuple[TensorInfo, ...] = ()) -> RecordedOp:
-    return RecordedOp(name, inputs, outputs, phase)
+def call(name: str, *inputs: Tensor, phase: str = "forward", outputs: tuple[Tensor, ...] = ()) -> Op:
+    return Op(name, inputs, outputs, phase)
 
 
-def mm(rows: int, inner: int, columns: int) -> RecordedOp:
+def mm(rows: int, inner: int, columns: int) -> Op:
     return call("aten.mm.default", dense(rows, inner), transposed(inner, columns), outputs=(dense(rows, columns),))
 
 
-def weight_gradient(width: int, tokens: int, columns: int) -> RecordedOp:
+def weight_gradient(width: int, tokens: int, columns: int) -> Op:
     """The gradient of a weight sums over tokens."""
     inputs = transposed(width, tokens), dense(tokens, columns)
     return call("aten.mm.default", *inputs, phase="backward", outputs=(dense(width, columns),))
 
 
-def operators(made: Setup) -> list[RecordedOp]:
+def operators(made: Setup) -> list[Op]:
     """Some of what a layer of this setup calls."""
     model, train = made.model, made.train
     b, s, h, f = train.micro_batch, train.seq, model.hidden, model.ffn
@@ -68,7 +68,7 @@ def operators(made: Setup) -> list[RecordedOp]:
     ]  # fmt: skip
 
 
-def shapes(op: RecordedOp) -> list[Shape]:
+def shapes(op: Op) -> list[Shape]:
     return [tensor.shape for tensor in op.inputs]
 
 
@@ -240,17 +240,17 @@ def test_where_keys_have_the_size_of_queries_both_readings_are_offered() -> None
 def test_strides_keep_their_order_and_their_gaps() -> None:
     """Heads as a view of (batch, sequence, heads, size), and one of three parts of a joined projection."""
     longer = Sizes(setup(), setup(**{"train.seq": 3072}))
-    view = TensorInfo((3, 16, 1536, 128), "bf16", (1536 * 2048, 128, 2048, 1))
+    view = Tensor((3, 16, 1536, 128), "bf16", (1536 * 2048, 128, 2048, 1))
     found = longer.rewritten(call("aten.mul.Tensor", view)).inputs[0]
     assert (found.shape, found.strides) == ((3, 16, 3072, 128), (3072 * 2048, 128, 2048, 1))
-    part = TensorInfo((3, 1536, 2048), "bf16", (1536 * 6144, 6144, 1))
+    part = Tensor((3, 1536, 2048), "bf16", (1536 * 6144, 6144, 1))
     found = longer.rewritten(call("aten.mul.Tensor", part)).inputs[0]
     assert (found.shape, found.strides) == ((3, 3072, 2048), (3072 * 6144, 6144, 1))
 
 
 def test_what_is_broadcast_stays_broadcast() -> None:
     longer = Sizes(setup(), setup(**{"train.seq": 3072}))
-    expanded = TensorInfo((3, 16, 1536, 128), "bf16", (0, 0, 128, 1))
+    expanded = Tensor((3, 16, 1536, 128), "bf16", (0, 0, 128, 1))
     found = longer.rewritten(call("aten.mul.Tensor", expanded)).inputs[0]
     assert (found.shape, found.strides) == ((3, 16, 3072, 128), (0, 0, 128, 1))
 
@@ -262,7 +262,7 @@ def test_any_order_of_dimensions_is_kept(order: list[int], gap: int, before: Set
     for place in order:
         strides[place] = size
         size *= shape[place]
-    tensor = TensorInfo(shape, "bf16", tuple(strides))
+    tensor = Tensor(shape, "bf16", tuple(strides))
     found = Sizes(before, after).rewritten(call("aten.mul.Tensor", tensor)).inputs[0]
     assert sorted(range(4), key=found.strides.__getitem__) == sorted(range(4), key=strides.__getitem__)
     assert min(found.strides) == gap

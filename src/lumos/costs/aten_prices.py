@@ -29,8 +29,8 @@ from lumos.costs.kernel_work import (
 from lumos.costs.operator_model import CostModel, Regressor, read_cost_model
 from lumos.costs.prices import Prices, warmth
 from lumos.data_files import data_file, read_table
+from lumos.program.op import Op
 from lumos.program.operators import Operator
-from lumos.program.recorded_op import RecordedOp
 from lumos.setup.gpus import gpu_named
 
 __all__ = [
@@ -67,16 +67,16 @@ class AtenPrices:
         self.moved = gpu.hbm_gb_s / home.hbm_gb_s
         self.addressed = gpu.sms * gpu.clock_ghz / (home.sms * home.clock_ghz)
         self.source = "fitted" if gpu.name == home.name else "transferred"
-        self._known: dict[RecordedOp, Price] = {}
+        self._known: dict[Op, Price] = {}
 
-    def of(self, op: RecordedOp) -> Price:
+    def of(self, op: Op) -> Price:
         """The price of one call; equal calls are priced once."""
         op = op._replace(phase="", module="")
         if op not in self._known:
             self._known[op] = self._price(op)
         return self._known[op]
 
-    def _price(self, op: RecordedOp) -> Price:
+    def _price(self, op: Op) -> Price:
         works = works_of(op)
         us = sum(self._in_step_us(work) * corrected(work) for work in works) + self.prices.factors.launch_gap_us
         operator = matrix_operator(op)

@@ -10,10 +10,10 @@ from functools import lru_cache
 
 from lumos.costs.kernel_work import base_name, runs_kernel
 from lumos.data_files import read_table
-from lumos.program.recorded_op import RecordedOp
+from lumos.program.op import Op
 
 
-def host_us(op: RecordedOp) -> float:
+def host_us(op: Op) -> float:
     """Of one call."""
     costs = _costs()
     kind = kind_of(op)
@@ -26,7 +26,7 @@ def _costs() -> dict[str, float]:
     return dict(read_table("host_costs.json")["us"])
 
 
-def kind_of(op: RecordedOp) -> str:
+def kind_of(op: Op) -> str:
     """The kind of call that a price is known for."""
     name, costs = base_name(op), _costs()
     if op.name.startswith(("python.", "dtensor.", "fsdp.", "c10d.", "compiled.")):
@@ -35,7 +35,7 @@ def kind_of(op: RecordedOp) -> str:
         if exact in costs:
             return exact
         return f"{space}, optimizer" if op.phase == "optimizer" and f"{space}, optimizer" in costs else space
-    if op.group:
+    if op.ranks:
         return "collective"
     if op.name.startswith("cuda"):
         return "wait"

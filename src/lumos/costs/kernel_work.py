@@ -12,8 +12,8 @@ from __future__ import annotations
 from math import gcd, log2, prod, sqrt
 from typing import NamedTuple
 
+from lumos.program.op import UNSEEN, Op, Tensor
 from lumos.program.operators import BYTES, Operator
-from lumos.program.recorded_op import UNSEEN, RecordedOp, TensorInfo
 
 _NOTHING = ("empty", "new_empty", "_local_scalar_dense", "lift_fresh", "set_", "resize_", "_record_function", "detach_")
 _FILLS = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full",
@@ -69,13 +69,13 @@ class Work(NamedTuple):
     flops: float = 0.0  # of a convolution
 
 
-def base_name(op: RecordedOp) -> str:
+def base_name(op: Op) -> str:
     """The operator without namespace, overload and the mark of working in place: `aten.add_.Tensor` is add."""
     name = op.name.split(".")[1] if op.name.startswith("aten.") else op.name
     return name[:-1] if name.endswith("_") and not name.startswith("_f") else name
 
 
-def runs_kernel(op: RecordedOp) -> bool:
+def runs_kernel(op: Op) -> bool:
     """Whether the GPU has anything to do: views and empty tensors are made by the host alone."""
     name = op.name.removeprefix("aten.")
     if op.name.startswith(("attention.", "fsdp.", "fused.")):
@@ -87,7 +87,7 @@ def runs_kernel(op: RecordedOp) -> bool:
     return op.allocates or name.split(".")[0].endswith("_")
 
 
-def works_of(op: RecordedOp) -> list[Work]:
+def works_of(op: Op) -> list[Work]:
     """Everything that one call does, kernel by kernel where they differ in kind."""
     name = base_name(op)
     operator = matrix_operator(op)
@@ -115,7 +115,7 @@ _NEED_CONTIGUOUS = ("layer_norm", "softmax", "log_softmax")  # kernels that copy
 
 
 # ---------------------------------------------------------------------- matmuls and attention
-def matrix_operator(op: RecordedOp) -> Operator | None:
+def matrix_operator(op: Op) -> Operator | None:
     """The kind of the cost model that an operator is, with its shape; None for what is not a matmul, attention or
     AdamW, or has nothing to multiply.
     """
@@ -123,7 +123,7 @@ def matrix_operator(op: RecordedOp) -> Operator | None:
     return operator if operator is not None and all(operator.shape) else None
 
 
-def _sized_operator(op: RecordedOp) -> Operator | None:
+def _sized_operator(op: Op) -> Operator | None:
     name = base_name(op)
     if name in ("mm", "addmm", "linear"):
         a, b = op.inputs[-2:] if name != "linear" else op.inputs[:2]
@@ -143,19 +143,19 @@ def _sized_operator(op: RecordedOp) -> Operator | None:
     return None
 
 
-def _dtype(tensor: TensorInfo) -> str:
+def _dtype(tensor: Tensor) -> str:
     if tensor.dtype.startswith("float8"):
         return "fp8"
     return tensor.dtype if tensor.dtype in BYTES else "fp32"
 
 
-def _precision(op: RecordedOp, tensor: TensorInfo) -> str:
+def _precision(op: Op, tensor: Tensor) -> str:
     """The precision that tensor cores work in: fp32 operands may be rounded to tf32."""
     dtype = _dtype(tensor)
     return "tf32" if dtype == "fp32" and "tf32" in op.options else dtype
 
 
-def _matmul(a: TensorInfo, b: TensorInfo, is_linear: bool, dtype: str) -> Operator:
+def _matmul(a: Tensor, b: Tensor, is_linear: bool, dtype: str) -> Operator:
     k = a.shape[-1]
     m, n = a.elements // max(k, 1), b.shape[0] if is_linear else b.shape[-1]
     if is_linear or (_is_transposed(b) and not _is_transposed(a)):
@@ -165,7 +165,7 @@ def _matmul(a: TensorInfo, b: TensorInfo, is_linear: bool, dtype: str) -> Operat
     return Operator(kind, (m, n, k), dtype)
 
 
-def _scaled_matmul(op: RecordedOp) -> Operator:
+def _scaled_matmul(op: Op) -> Operator:
     """In 8 or 4 bits: cuBLAS has one layout for them. Two numbers of 4 bits are one element of a tensor."""
     a, b, *scales = op.inputs
     packed = 2 if a.dtype.startswith("float4") else 1
@@ -173,11 +173,11 @@ def _scaled_matmul(op: RecordedOp) -> Operator:
     return Operator("gemm_tn", (a.shape[0], b.shape[-1], packed * a.shape[-1]), dtype)
 
 
-def _is_transposed(tensor: TensorInfo) -> bool:
+def _is_transposed(tensor: Tensor) -> bool:
     return len(tensor.strides) >= 2 and tensor.strides[-1] != 1
 
 
-def _grouped(op: RecordedOp) -> Operator:
+def _grouped(op: Op) -> Operator:
     a, b = op.inputs[:2]
     if len(b.shape) == 2:  # the gradient of the weights
         return Operator("grouped_gemm_nt", (op.outputs[0].shape[0], a.shape[1], a.shape[0], b.shape[1]), _dtype(a))
@@ -187,7 +187,7 @@ def _grouped(op: RecordedOp) -> Operator:
     return Operator("grouped_gemm_nn", (experts, a.shape[0], inward, outward), _dtype(a))
 
 
-def _attention(op: RecordedOp) -> Operator:
+def _attention(op: Op) -> Operator:
     """Priced as causal attention over a square; what is not has twice the work, or that of its rectangle."""
     q, k, v = op.inputs[:3]
     work = q.shape[2] * k.shape[2] * (1.0 if "causal" in op.options else 2.0)
@@ -196,7 +196,7 @@ def _attention(op: RecordedOp) -> Operator:
     return Operator(kind, (q.shape[0], q.shape[1], max(1, round(sqrt(work))), width), _dtype(q))
 
 
-def _matrix_work(op: RecordedOp, operator: Operator) -> Work:
+def _matrix_work(op: Op, operator: Operator) -> Work:
     """A kind of the cost model, or a family of its own where the cost model has no samples of it."""
     if operator.kind.startswith("sdpa"):
         is_sampled = "causal" in op.options and op.inputs[0].element == 2 and "dropout" not in op.options
@@ -226,7 +226,7 @@ def _matrix_work(op: RecordedOp, operator: Operator) -> Work:
     return Work(operator.kind, operator.bytes, 0.0, 0.0, (), operator)
 
 
-def _attention_work(op: RecordedOp) -> Work:
+def _attention_work(op: Op) -> Work:
     """Attention that is not causal, has a mask or dropout, or is in fp32: whole tiles of 128 queries by 128 keys."""
     q, k, v = op.inputs[:3]
     forward = op.name.endswith("forward")
@@ -246,7 +246,7 @@ def _log(value: float) -> float:
 
 
 # ---------------------------------------------------------------------- convolutions
-def _convolution(op: RecordedOp, name: str) -> list[Work]:
+def _convolution(op: Op, name: str) -> list[Work]:
     """An implicit matmul: forward, gradient of the input and of the weight, each a kernel of its own; then the bias."""
     backward = name.endswith("backward")
     y, x, w = op.inputs[:3] if backward else (op.outputs[0], *op.inputs[:2])
@@ -262,7 +262,7 @@ def _convolution(op: RecordedOp, name: str) -> list[Work]:
     large, small = (y, x) if is_transposed else (x, y)
     works = [_implicit_matmul(kind, large, small, w, is_transposed) for kind in kinds]
     ones = (1,) * (len(y.shape) - 2)
-    bias = TensorInfo((1, y.shape[1], *ones), y.dtype, (y.shape[1], 1, *ones), y.element)
+    bias = Tensor((1, y.shape[1], *ones), y.dtype, (y.shape[1], 1, *ones), y.element)
     if not backward and len(op.inputs) > 2 and len(op.inputs[2].shape) == 1:
         works.append(work_of(op._replace(name="aten.add_.Tensor", inputs=(y, bias), outputs=(y,))))
     if backward and mask[2:3] == "1":
@@ -270,7 +270,7 @@ def _convolution(op: RecordedOp, name: str) -> list[Work]:
     return works
 
 
-def _implicit_matmul(kind: str, large: TensorInfo, small: TensorInfo, w: TensorInfo, is_transposed: bool) -> Work:
+def _implicit_matmul(kind: str, large: Tensor, small: Tensor, w: Tensor, is_transposed: bool) -> Work:
     """One pass of a convolution from `large` (N, C, H, W) to `small`; of a transposed one the other way."""
     cin, cout, places = large.shape[1], small.shape[1], prod(w.shape[2:])
     groups = max(1, cin // w.shape[1])
@@ -296,7 +296,7 @@ def _implicit_matmul(kind: str, large: TensorInfo, small: TensorInfo, w: TensorI
 
 
 # ---------------------------------------------------------------------- everything else
-def work_of(op: RecordedOp) -> Work:
+def work_of(op: Op) -> Work:
     """The family of an operator that moves data, and how much of it."""
     name = base_name(op)
     inputs, outputs = op.inputs, op.outputs
@@ -327,7 +327,7 @@ def work_of(op: RecordedOp) -> Work:
     return _element_wise(op, name, elements)
 
 
-def _fused(op: RecordedOp, moved: float) -> Work:
+def _fused(op: Op, moved: float) -> Work:
     """A kernel of torch.compile, whose name says what is in it: sines and exponentials take longer than their bytes."""
     label = " ".join(op.options)
     inside = ".softmax" if op.name == "fused.reduction" and "softmax" in label else ""
@@ -335,14 +335,14 @@ def _fused(op: RecordedOp, moved: float) -> Work:
     return Work(op.name + inside, moved, float(max((t.elements for t in (*op.inputs, *op.outputs)), default=0)))
 
 
-def _sharding_copy(op: RecordedOp) -> Work:
+def _sharding_copy(op: Op) -> Work:
     """FSDP's copies between parameters and the buffers of its collectives; the last of the operands is a buffer."""
     *parts, last = op.inputs
     moved = 2.0 * sum(t.bytes for t in parts) if "all_gather_copy_in" in op.name else sum(t.bytes for t in op.inputs)
     return Work("copy.dense", moved, moved / last.element / 2)
 
 
-def _features(op: RecordedOp, moved: float) -> tuple[float, ...]:
+def _features(op: Op, moved: float) -> tuple[float, ...]:
     """Sizes and layout of the largest operand, as trees know them."""
     inputs, outputs = op.inputs or op.outputs, op.outputs or op.inputs
     x, out = (max(some, key=lambda t: t.elements) for some in (inputs, outputs))
@@ -361,12 +361,12 @@ def _features(op: RecordedOp, moved: float) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def _reduction_features(whole: TensorInfo, rest: TensorInfo) -> tuple[float, ...]:
+def _reduction_features(whole: Tensor, rest: Tensor) -> tuple[float, ...]:
     return (_log(whole.elements), _log(rest.elements), _log(whole.elements / max(1, rest.elements)),
             float(whole.element), _log((whole.shape or (1,))[-1]), float(_is_contiguous(whole)))  # fmt: skip
 
 
-def _list_work(op: RecordedOp, name: str) -> Work:
+def _list_work(op: Op, name: str) -> Work:
     """Kernels over lists of tensors: a launch takes 320 chunks of 65,536 elements, and some dozens of tensors."""
     tensors = [t for t in op.inputs if t.shape] or list(op.inputs)
     lists = _lists(op, name)
@@ -384,7 +384,7 @@ def _list_work(op: RecordedOp, name: str) -> Work:
     return Work(family, moved, float(sum(t.elements for t in tensors)), 0.0, features)
 
 
-def _lists(op: RecordedOp, name: str) -> int:
+def _lists(op: Op, name: str) -> int:
     """How many lists of tensors an operator takes."""
     if name.startswith(("_foreach_addc", "_fused_sgd")):
         return 3
@@ -393,14 +393,14 @@ def _lists(op: RecordedOp, name: str) -> int:
     return 2 if op.name.endswith(".List") or name.startswith("_foreach_copy") else 1
 
 
-def _list_features(tensors: list[TensorInfo], moved: float, lists: int = 4) -> tuple[float, ...]:
+def _list_features(tensors: list[Tensor], moved: float, lists: int = 4) -> tuple[float, ...]:
     sizes = [t.elements for t in tensors]
     chunks = sum(-(-size // 65536) for size in sizes) / lists
     return (_log(moved), _log(sum(sizes)), _log(len(sizes) / lists), _log(chunks), _log(chunks / 320),
             _log(max(sizes)), float(tensors[0].element), _log(moved / chunks), float(lists))  # fmt: skip
 
 
-def _batch_norm(op: RecordedOp, name: str) -> Work:
+def _batch_norm(op: Op, name: str) -> Work:
     """cuDNN takes fp32, and fp16 with parameters in fp32; PyTorch's own kernels take the rest.
 
     Those give every channel to one block of threads, unless channels are last: few channels are slow.
@@ -419,7 +419,7 @@ def _batch_norm(op: RecordedOp, name: str) -> Work:
     return Work(family, moved, float(x.elements), serial, features)
 
 
-def _own(op: RecordedOp, name: str, read: float, written: float, elements: float) -> Work:
+def _own(op: Op, name: str, read: float, written: float, elements: float) -> Work:
     """Families of their own; what a kernel reads of a table is as much as it writes."""
     family, moved = _OWN[name], read + written
     if family == "index" and any(t.dtype == "bool" for t in op.inputs):
@@ -447,7 +447,7 @@ def _own(op: RecordedOp, name: str, read: float, written: float, elements: float
     return Work(family, moved, elements, 0.0, _features(op, moved))
 
 
-def _index_put(op: RecordedOp) -> Work:
+def _index_put(op: Op) -> Work:
     """Adding rows to a table: rows that go to the same place follow one another."""
     table, values = op.inputs[0], op.inputs[-1]
     copied = 0.0 if op.name.startswith("aten.index_put_") else 2 * table.bytes
@@ -459,7 +459,7 @@ def _index_put(op: RecordedOp) -> Work:
     return Work("index_put", 3 * values.bytes + copied, float(values.elements), rows / max(table.shape[0], 1))
 
 
-def _reduced(whole: TensorInfo, rest: TensorInfo) -> str:
+def _reduced(whole: Tensor, rest: Tensor) -> str:
     """Whether the dimension that is next in memory is reduced (rows), all are, or only others (columns)."""
     if rest.elements == 1:
         return "all"
@@ -473,7 +473,7 @@ def _reduced(whole: TensorInfo, rest: TensorInfo) -> str:
     return "columns" if whole.elements >= 64 * rest.elements else "middle"
 
 
-def _element_wise(op: RecordedOp, name: str, elements: float) -> Work:
+def _element_wise(op: Op, name: str, elements: float) -> Work:
     writes_only = name in _COPIES and op.name.split(".")[1].endswith("_")
     inputs = op.inputs[1:] if writes_only else op.inputs
     operands = [t for t in (*inputs, *op.outputs) if t.elements > 1 or t.shape == op.outputs[0].shape]
@@ -484,7 +484,7 @@ def _element_wise(op: RecordedOp, name: str, elements: float) -> Work:
     return Work(f"{kind}.{_layout(operands, kind)}", moved, elements)
 
 
-def _layout(operands: list[TensorInfo], kind: str) -> str:
+def _layout(operands: list[Tensor], kind: str) -> str:
     """How an element-wise kernel goes through its operands; the last is what it writes."""
     out = operands[-1]
     full = [t for t in operands if t.shape == out.shape]
@@ -507,7 +507,7 @@ def _layout(operands: list[TensorInfo], kind: str) -> str:
     return "mixed"
 
 
-def _fastest(tensor: TensorInfo) -> int | None:
+def _fastest(tensor: Tensor) -> int | None:
     """The dimension whose elements are next to each other in memory."""
     for index, (size, stride) in enumerate(zip(tensor.shape, tensor.strides, strict=True)):
         if size > 1 and stride == 1:
@@ -515,19 +515,19 @@ def _fastest(tensor: TensorInfo) -> int | None:
     return None
 
 
-def _same_order(a: TensorInfo, b: TensorInfo) -> bool:
+def _same_order(a: Tensor, b: Tensor) -> bool:
     return all(x == y for size, x, y in zip(a.shape, a.strides, b.strides, strict=True) if size > 1)
 
 
-def _contiguous(tensor: TensorInfo) -> TensorInfo:
+def _contiguous(tensor: Tensor) -> Tensor:
     return tensor._replace(strides=tuple(prod(tensor.shape[index + 1 :]) for index in range(len(tensor.shape))))
 
 
-def _is_contiguous(tensor: TensorInfo) -> bool:
+def _is_contiguous(tensor: Tensor) -> bool:
     return _same_order(tensor, _contiguous(tensor))
 
 
-def _as_wide(narrow: TensorInfo, wide: TensorInfo) -> tuple[TensorInfo, ...]:
+def _as_wide(narrow: Tensor, wide: Tensor) -> tuple[Tensor, ...]:
     """A tensor that is broadcast to the shape of another."""
     return (wide,) if narrow.shape == wide.shape else (narrow, wide)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lumos.program.recorded_op import UNCOMPILED
+from lumos.program.op import UNCOMPILED
 
 
 class CompiledRegions:

@@ -12,7 +12,7 @@ from lumos.dry_run.recorded_step import FORMAT, Recording, StorageEvent
 from lumos.dry_run.recording_checks import check_recording
 from lumos.errors import InputError
 from lumos.files import open_file
-from lumos.program.recorded_op import RecordedOp
+from lumos.program.op import Op, Tensor
 from lumos.setup.messages import place_of
 
 SUFFIX = ".dry.json.gz"
@@ -24,11 +24,17 @@ _MOST_WAITS = 1_000_000
 _MOST_EVENTS = 1_600_000
 
 
+_Tensors = tuple[Tensor, ...]
+_Integers = tuple[int, ...]
+# The first fields of an Op, in their order: those that a dry run knows.
+_KeptOp = tuple[str, _Tensors, _Tensors, str, str, bool, tuple[str, ...], int, _Integers, _Integers]
+
+
 class _File(msgspec.Struct):
     """What `write_recording` writes."""
 
     format: str
-    ops: list[tuple[RecordedOp, list[int], list[tuple[int, ...]]]]
+    ops: list[tuple[_KeptOp, list[int], list[_Integers]]]
     parameters: int
     trained_parameters: int
     tokens: int
@@ -91,7 +97,7 @@ def _recording(kept: _File) -> Recording:
     ):  # fmt: skip
         if number > most:
             raise ValueError(f"{number} {what}, more than {most}")
-    ops = {at: op._replace(after=after) for op, places, waits in kept.ops
+    ops = {at: Op(*op)._replace(after=after) for op, places, waits in kept.ops
            for at, after in zip(places, waits, strict=True)}  # fmt: skip
     if kept.format != FORMAT or set(ops) != set(range(count)):
         raise ValueError("its operators do not make a step")

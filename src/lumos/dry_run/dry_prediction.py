@@ -19,7 +19,7 @@ from lumos.prediction.machine_notes import machine_notes
 from lumos.prediction.operator_times import SOURCES, OperatorTime
 from lumos.prediction.power import Energy, limit_note, limit_part
 from lumos.prediction.prediction import Prediction, host_words
-from lumos.program.recorded_op import UNCOMPILED
+from lumos.program.op import UNCOMPILED
 from lumos.program.sharding import StateBytes
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of

@@ -28,8 +28,8 @@ from lumos.prediction.approximations import Approximation, approximations
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy
 from lumos.program.layout import group_of_ranks
+from lumos.program.op import Op
 from lumos.program.operators import Collective, Operator
-from lumos.program.recorded_op import RecordedOp
 from lumos.setup.setup import Setup
 from lumos.step.step import host_speed
 from lumos.trace.names import Category
@@ -59,27 +59,27 @@ class DryStep:
         return AtenPrices(self.prices)
 
     @cached_property
-    def kernels(self) -> list[tuple[RecordedOp, Price]]:
+    def kernels(self) -> list[tuple[Op, Price]]:
         """What the GPU computes, in order, with its price; collectives are not among it."""
         return [(op, self.aten_prices.of(op)) for op in self.recording.ops if self.runs(op)]
 
     @staticmethod
-    def runs(op: RecordedOp) -> bool:
+    def runs(op: Op) -> bool:
         """Whether the GPU computes or copies something."""
-        return not op.group and not _is_wait(op) and "cpu" not in op.options and runs_kernel(op)
+        return not op.ranks and not _is_wait(op) and "cpu" not in op.options and runs_kernel(op)
 
-    def kernel_us(self, op: RecordedOp) -> float:
+    def kernel_us(self, op: Op) -> float:
         """The time of an operator or a collective on its stream."""
-        return self.collective_us(op) if op.group else self.aten_prices.of(op).us
+        return self.collective_us(op) if op.ranks else self.aten_prices.of(op).us
 
-    def collective_us(self, op: RecordedOp) -> float:
+    def collective_us(self, op: Op) -> float:
         """The time of a collective once all its ranks have arrived."""
         return self.prices.collective_us(self.collective(op))
 
-    def collective(self, op: RecordedOp) -> Collective:
+    def collective(self, op: Op) -> Collective:
         """What determines the cost of a recorded collective."""
         moved = max(sum(t.bytes for t in op.inputs), sum(t.bytes for t in op.outputs), 8.0)
-        return Collective(_COLLECTIVES.get(op.name, op.name), moved, group_of_ranks(op.group, self.setup.cluster))
+        return Collective(_COLLECTIVES.get(op.name, op.name), moved, group_of_ranks(op.ranks, self.setup.cluster))
 
     # ------------------------------------------------------------------ time
     @cached_property
@@ -119,7 +119,7 @@ class DryStep:
         """How long the host launches."""
         return sum(self.host_us_of(op) for op in self.recording.ops)
 
-    def host_us_of(self, op: RecordedOp) -> float:
+    def host_us_of(self, op: Op) -> float:
         """Host time of one operator with the Python around it, on the host of the setup."""
         return host_us(op) / host_speed(self.setup)
 
@@ -147,8 +147,8 @@ class DryStep:
         """
         ops, world = self.recording.ops, self.recording.world
         reduces = ("all_reduce", "reduce_scatter", "all_to_all")
-        shared = max((len(op.group) for op in ops if op.phase == "forward" and op.name in reduces), default=1)
-        stages = max((len(op.group) for op in ops if op.name in ("send", "recv")), default=1)
+        shared = max((len(op.ranks) for op in ops if op.phase == "forward" and op.name in reduces), default=1)
+        stages = max((len(op.ranks) for op in ops if op.name in ("send", "recv")), default=1)
         return world / min(shared * stages, world)
 
     def utilisation(self, flops: float, seconds: float) -> float:
@@ -209,11 +209,11 @@ class DryStep:
         """As `energy_of` has it for a setup: kernels, what updates take over other kernels, and collectives."""
         gpu, joules = self.setup.cluster.accelerator, self.prices.joules
         work = sum(self._kernel_joules(op, price) for op, price in self.kernels)
-        calls = (op for op in self.recording.ops if op.group)
+        calls = (op for op in self.recording.ops if op.ranks)
         work += sum(joules.collective(self.collective(op), self.collective_us(op)) for op in calls)
         return Energy(seconds, self.recording.world, gpu.idle_w, joules.most_w, (work,))
 
-    def _kernel_joules(self, op: RecordedOp, price: Price) -> float:
+    def _kernel_joules(self, op: Op, price: Price) -> float:
         joules, operator = self.prices.joules, price.operator
         if op.phase == "optimizer" and (operator is None or not operator.is_matrix):
             return joules.update_w * price.us * 1e-6
@@ -264,7 +264,7 @@ class _Timeline:
         for place, op in enumerate(self.step.recording.ops):
             if _is_wait(op):
                 yield from self._wait(op)
-            elif op.group or self.step.runs(op):
+            elif op.ranks or self.step.runs(op):
                 yield from self._launch(place, op)
             else:
                 length = self._host_ns(op)
@@ -274,10 +274,10 @@ class _Timeline:
         yield Category.CALL, self._name("cudaDeviceSynchronize"), _THREAD, self.now, end - self.now, self._call(), -1
         yield Category.NOTE, self._name("ProfilerStep#0"), _THREAD, 0, end, -1, -1
 
-    def _host_ns(self, op: RecordedOp) -> int:
+    def _host_ns(self, op: Op) -> int:
         return max(2 * _CALL_NS, round(self.step.host_us_of(op) * 1e3))
 
-    def _wait(self, op: RecordedOp) -> Iterator[tuple[int, ...]]:
+    def _wait(self, op: Op) -> Iterator[tuple[int, ...]]:
         """The host waits for a stream, or for all of them."""
         end = max([self.now + _CALL_NS, *(self.ends[place] for place in op.after if place in self.ends)])
         call = self._call()
@@ -287,7 +287,7 @@ class _Timeline:
         yield Category.CALL, self._name(op.name), _THREAD, self.now, end - self.now, call, -1
         self.now = end
 
-    def _launch(self, place: int, op: RecordedOp) -> Iterator[tuple[int, ...]]:
+    def _launch(self, place: int, op: Op) -> Iterator[tuple[int, ...]]:
         began, waits = self.now, [earlier for earlier in op.after if earlier in self.records]
         length = self._host_ns(op) + _CALL_NS * (len(waits) + (place in self.awaited))
         yield Category.OP, self._name(_label(op)), _THREAD, began, length, -1, -1
@@ -300,35 +300,35 @@ class _Timeline:
             yield Category.CALL, self._name("cudaEventRecord"), _THREAD, self.now, _CALL_NS, call, -1
         self.now = began + length
 
-    def _stream_wait(self, op: RecordedOp, earlier: int) -> tuple[int, ...]:
+    def _stream_wait(self, op: Op, earlier: int) -> tuple[int, ...]:
         call, other = self._call(), self.step.recording.ops[earlier].stream
         self.syncs.append((_THREAD, call, int(self._label(op.stream)), int(self._label(other)), self.records[earlier]))
         row = (Category.CALL, self._name("cudaStreamWaitEvent"), _THREAD, self.now, _CALL_NS, call, -1)
         self.now += _CALL_NS
         return row
 
-    def _kernel(self, place: int, op: RecordedOp) -> Iterator[tuple[int, ...]]:
+    def _kernel(self, place: int, op: Op) -> Iterator[tuple[int, ...]]:
         gap = round(self.step.prices.factors.launch_gap_us * 1e3)
         launch = round(read_table("step.json")["launch_us"] * 1e3)
         call, message = self._call(), self._message(op)
         yield Category.CALL, self._name("cudaLaunchKernel"), _THREAD, self.now, _CALL_NS, call, -1
         begin = max(self.free.get(op.stream, -gap) + gap, self.now + launch,
                     *(self.ends[earlier] for earlier in op.after if earlier in self.ends))  # fmt: skip
-        length = max(1, round(self.step.kernel_us(op) * 1e3) - (0 if op.group else gap))
-        if not op.group:  # streams share the GPU: kernels of the others take their time from the first
+        length = max(1, round(self.step.kernel_us(op) * 1e3) - (0 if op.ranks else gap))
+        if not op.ranks:  # streams share the GPU: kernels of the others take their time from the first
             length += self.taken if op.stream == 0 else 0
             self.taken = 0 if op.stream == 0 else self.taken + length
-        name = f"ncclDevKernel_{op.name}" if op.group else _label(op).removeprefix("aten::").lstrip("_")
+        name = f"ncclDevKernel_{op.name}" if op.ranks else _label(op).removeprefix("aten::").lstrip("_")
         yield Category.KERNEL, self._name(name), self.lanes[op.stream], begin, length, call, message
         self.free[op.stream] = self.ends[place] = begin + length
         self.now += _CALL_NS
 
-    def _message(self, op: RecordedOp) -> int:
-        if not op.group:
+    def _message(self, op: Op) -> int:
+        if not op.ranks:
             return -1
         read, written = (sum(t.elements for t in tensors) for tensors in (op.inputs, op.outputs))
         dtype = op.inputs[0].dtype if op.inputs else ""
-        found = Message(op.name, dtype, read, written, group_size=len(op.group), ranks=op.group)
+        found = Message(op.name, dtype, read, written, group_size=len(op.ranks), ranks=op.ranks)
         return self.messages.setdefault(found, len(self.messages))
 
     def _call(self) -> int:
@@ -339,9 +339,9 @@ class _Timeline:
         return self.names.setdefault(text, len(self.names))
 
 
-def _is_wait(op: RecordedOp) -> bool:
+def _is_wait(op: Op) -> bool:
     return op.name.startswith("cuda")
 
 
-def _label(op: RecordedOp) -> str:
+def _label(op: Op) -> str:
     return op.name if op.name.startswith(("dtensor.", "fsdp.")) else f"aten::{base_name(op)}"

@@ -21,7 +21,7 @@ from lumos.dry_run.compiled_regions import CompiledRegions
 from lumos.dry_run.own_operators import is_own
 from lumos.dry_run.tensor_float import convolutions_use_tf32, matmuls_use_tf32
 from lumos.dry_run.triton_launches import name_of
-from lumos.program.recorded_op import UNSEEN
+from lumos.program.op import UNSEEN
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 _NOT_TENSORS: Any = getattr(ir, "NonTensorObj", ())  # process groups, generators

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lumos.program.recorded_op import UNSEEN
+from lumos.program.op import UNSEEN
 
 NOT_INSTALLED = "{} is estimated: kernels of its package take the place of the reference code in transformers"
 _DELTA_CHUNK = 64  # tokens; of flash-linear-attention, whatever the reference takes

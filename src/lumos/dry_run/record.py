@@ -38,7 +38,7 @@ from lumos.dry_run.recurrent_layers import recurrent_as_on_gpu
 from lumos.dry_run.tensor_float import matmuls_use_tf32
 from lumos.dry_run.triton_launches import triton_launches, write_down
 from lumos.dry_run.value_operators import ValueOperators
-from lumos.program.recorded_op import UNSEEN, RecordedOp, TensorInfo
+from lumos.program.op import UNSEEN, Op, Tensor
 from lumos.trace.names import DTYPES
 
 _DTYPES = {getattr(torch, dtype.torch): dtype.name for dtype in DTYPES if dtype.name != "fp8"}
@@ -64,9 +64,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _info(tensor: torch.Tensor) -> TensorInfo:
+def _info(tensor: torch.Tensor) -> Tensor:
     dtype = _DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-    return TensorInfo(tuple(map(int, tensor.shape)), dtype, tuple(map(int, tensor.stride())), tensor.element_size())
+    return Tensor(tuple(map(int, tensor.shape)), dtype, tuple(map(int, tensor.stride())), tensor.element_size())
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         self.fakes = fakes
         self.values = AssumedValues()
         self.ledger = MemoryLedger(self.values.forget)
-        self.ops: list[RecordedOp] = []
+        self.ops: list[Op] = []
         self.stream = DEFAULT_STREAM
         self.in_optimizer = False
         self.modules = ModulePaths(self._enter_module)
@@ -341,7 +341,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
             self.ledger.touch(outputs[0].untyped_storage().nbytes())
         options = self.regions.marked(options)
         infos = (tuple(map(_info, inputs)), tuple(map(_info, outputs)))
-        mark = self._append(RecordedOp(name, *infos, self.phase, place, any(new), options), self.stream)
+        mark = self._append(Op(name, *infos, self.phase, place, any(new), options), self.stream)
         if "waits" in options:
             self.wait_on_host("cudaStreamSynchronize", [mark])
         return mark
@@ -349,11 +349,11 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
     def on_host(self, name: str) -> int:
         """Write down something that takes the host time alone."""
         if not self._is_unseen:
-            self.ops.append(RecordedOp(name, (), (), self.phase, options=("cpu",)))
+            self.ops.append(Op(name, (), (), self.phase, options=("cpu",)))
             self.ledger.time = len(self.ops)
         return -1
 
-    def _append(self, op: RecordedOp, stream: int) -> int:
+    def _append(self, op: Op, stream: int) -> int:
         waits = self._waits.pop(stream, set())
         after = tuple(sorted(mark - self._first for mark in waits if mark >= self._first))
         mark = self._first + len(self.ops)
@@ -395,7 +395,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
 
     def wait_on_host(self, what: str, marks: list[int]) -> None:
         after = tuple(sorted({mark - self._first for mark in marks if mark >= self._first}))
-        self.ops.append(RecordedOp(what, (), (), self.phase, after=after))
+        self.ops.append(Op(what, (), (), self.phase, after=after))
 
     def memory(self) -> tuple[int, int]:
         return self.ledger.total, self.ledger.most
@@ -422,7 +422,7 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
                 self.ledger.hold(tensor, self.modules.current())
         self.wait_for(stream, self.mark(self.stream))
         infos = (tuple(map(_info, call.inputs)), tuple(map(_info, call.outputs)))
-        return self._append(RecordedOp(call.kind, *infos, self.phase, self.modules.current(), group=call.group), stream)
+        return self._append(Op(call.kind, *infos, self.phase, self.modules.current(), ranks=call.group), stream)
 
     def _fake_collective(self, call: Any) -> int:
         """What torch's fake process group does: its gathers copy the input to every rank's place."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lumos.dry_run.caching_allocator import CachingAllocator
-from lumos.program.recorded_op import RecordedOp
+from lumos.program.op import Op
 
 
 class StorageEvent(NamedTuple):
@@ -26,7 +26,7 @@ class StorageEvent(NamedTuple):
 class Recording:
     """One step of one process, and the memory that it holds over time."""
 
-    ops: list[RecordedOp]
+    ops: list[Op]
     parameters: int
     trained_parameters: int
     tokens: int  # of one step; samples of a model that reads no tokens; 0 if it is not known
@@ -117,6 +117,7 @@ class Recording:
 
 _DEPTH = 3  # parts of a module's path by which memory is grouped
 FORMAT = "lumos dry run 1"
+_KEPT = Op._fields.index("after") + 1  # fields of an Op that a file has; the others are of setups and traces
 
 
 def write_recording(path: Path, recording: Recording) -> None:
@@ -124,9 +125,9 @@ def write_recording(path: Path, recording: Recording) -> None:
 
     With nothing but Python's own library: the process that is recorded has the user's packages, not those of Lumos.
     """
-    rows: dict[RecordedOp, tuple[RecordedOp, list[int], list[tuple[int, ...]]]] = {}
+    rows: dict[tuple[Any, ...], tuple[tuple[Any, ...], list[int], list[tuple[int, ...]]]] = {}
     for at, op in enumerate(recording.ops):
-        plain = op._replace(after=())
+        plain = op._replace(after=())[:_KEPT]
         _, places, waits = rows.setdefault(plain, (plain, [], []))
         places.append(at)
         waits.append(op.after)

@@ -9,7 +9,7 @@ from itertools import chain
 from lumos.costs.host_costs import host_us
 from lumos.costs.kernel_work import runs_kernel, works_of
 from lumos.dry_run.recorded_step import Recording
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 
 COLLECTIVE_KINDS = frozenset(
     ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "send", "recv", "gather",
@@ -69,13 +69,13 @@ def _check_lengths(texts: Iterable[str]) -> None:
             raise ValueError(f"a text of {len(text)} characters: {_short(text)}")
 
 
-def _check_waits(at: int, op: RecordedOp) -> None:
+def _check_waits(at: int, op: Op) -> None:
     for earlier in op.after:
         if not 0 <= earlier < at:
             raise ValueError(f"waits for operator {earlier}, which is not an earlier one")
 
 
-def _work(op: RecordedOp, world: int) -> tuple[float, float]:
+def _work(op: Op, world: int) -> tuple[float, float]:
     """Check one operator, and return its FLOPs and the bytes that it moves."""
     if not 0 < len(op.name) <= _MOST_TEXT:
         raise ValueError(f"a name of {len(op.name)} characters")
@@ -85,18 +85,18 @@ def _work(op: RecordedOp, world: int) -> tuple[float, float]:
     _check_range("stream", op.stream, -_MOST_COUNT, _MOST_COUNT)
     for tensor in (*op.inputs, *op.outputs):
         _check_tensor(tensor)
-    if bool(op.group) != (op.name in COLLECTIVE_KINDS):
-        raise ValueError("has ranks, and is not a collective" if op.group else "is a collective without ranks")
-    if op.group:
-        _check_range("rank of its group", min(op.group), 0, world - 1)
-        _check_range("rank of its group", max(op.group), 0, world - 1)
-        if len(set(op.group)) < len(op.group):
+    if bool(op.ranks) != (op.name in COLLECTIVE_KINDS):
+        raise ValueError("has ranks, and is not a collective" if op.ranks else "is a collective without ranks")
+    if op.ranks:
+        _check_range("rank of its group", min(op.ranks), 0, world - 1)
+        _check_range("rank of its group", max(op.ranks), 0, world - 1)
+        if len(set(op.ranks)) < len(op.ranks):
             raise ValueError("its group has a rank twice")
         return 0.0, sum(tensor.bytes for tensor in (*op.inputs, *op.outputs))
     return _kernel_work(op)
 
 
-def _kernel_work(op: RecordedOp) -> tuple[float, float]:
+def _kernel_work(op: Op) -> tuple[float, float]:
     """The work of an operator; one whose operands are not those of its name cannot be costed."""
     try:
         host_us(op)
@@ -109,7 +109,7 @@ def _kernel_work(op: RecordedOp) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=65_536)
-def _check_tensor(tensor: TensorInfo) -> None:
+def _check_tensor(tensor: Tensor) -> None:
     if len(tensor.shape) > _MOST_DIMENSIONS:
         raise ValueError(f"a tensor of {len(tensor.shape)} dimensions")
     for size in tensor.shape:

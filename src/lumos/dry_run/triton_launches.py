@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lumos.dry_run.gpu_functions import Add
-from lumos.program.recorded_op import UNSEEN
+from lumos.program.op import UNSEEN
 
 
 def triton_launches(add: Add) -> Iterator[tuple[Any, str, Any]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lumos.costs.aten_prices import Price
 from lumos.costs.kernel_work import base_name
-from lumos.program.recorded_op import UNCOMPILED, UNSEEN, RecordedOp
+from lumos.program.op import UNCOMPILED, UNSEEN, Op
 
 WORDS = {
     UNCOMPILED: "runs as eager code, because torch.compile could not be followed",
@@ -29,7 +29,7 @@ class Approximation(NamedTuple):
         return f"{100 * self.share:.0f} % of the GPU's time {WORDS[self.kind]}{names}"
 
 
-def approximations(kernels: Iterable[tuple[RecordedOp, Price]]) -> list[Approximation]:
+def approximations(kernels: Iterable[tuple[Op, Price]]) -> list[Approximation]:
     """What part of these kernels is not as in the real run, by kind."""
     kernels = list(kernels)
     total = sum(price.us for _, price in kernels) or 1.0

@@ -22,7 +22,7 @@ from lumos.prediction.approximations import Approximation
 from lumos.prediction.carried_over import carried_over, transfer_part
 from lumos.prediction.operator_times import operator_times
 from lumos.prediction.power import limit_part
-from lumos.program.recorded_op import UNSEEN
+from lumos.program.op import UNSEEN
 from lumos.setup.gpus import gpu_named
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, host_was_measured

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lumos.program.recorded_op import TensorInfo
+from lumos.program.op import Tensor
 from lumos.report.table import Card, Column, Row, Table, Value, left_out
 from lumos.report.wording import ms_text, rate_text, si_text
 from lumos.traced.traced_operators import TracedOperator, TracedOperators
@@ -85,7 +85,7 @@ def short_name(op: TracedOperator) -> str:
     return op.name.removeprefix("aten::")
 
 
-def shapes_text(tensors: Sequence[TensorInfo]) -> str:
+def shapes_text(tensors: Sequence[Tensor]) -> str:
     """As in `4096×2048 2048×5632ᵀ bf16`: ᵀ is a matrix whose columns are next to each other in memory."""
     if not tensors:
         return ""
@@ -95,7 +95,7 @@ def shapes_text(tensors: Sequence[TensorInfo]) -> str:
     return " ".join([*parts, *([f"+{more}"] if more > 0 else []), "/".join(dtypes[:3])])
 
 
-def _shape_text(tensor: TensorInfo) -> str:
+def _shape_text(tensor: Tensor) -> str:
     turned = len(tensor.shape) >= 2 and len(tensor.strides) == len(tensor.shape)
     turned = turned and tensor.strides[-1] != 1 and tensor.strides[-2] == 1 and tensor.shape[-1] > 1
     return "×".join(map(str, tensor.shape)) + "ᵀ" * turned

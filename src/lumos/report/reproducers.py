@@ -15,7 +15,7 @@ from typing import Any
 from lumos.data_files import data_file, read_table
 from lumos.errors import OptionError
 from lumos.files import write_files
-from lumos.program.recorded_op import TensorInfo
+from lumos.program.op import Tensor
 from lumos.trace.names import dtype_called
 from lumos.traced.traced_operators import TracedOperator, TracedOperators
 
@@ -194,7 +194,7 @@ def _attention(op: TracedOperator, name: str) -> tuple[str, str]:
     return "torch.nn.functional.scaled_dot_product_attention", "\n".join(body)
 
 
-def _of_info(tensor: TensorInfo) -> str:
+def _of_info(tensor: Tensor) -> str:
     dtype = _torch_dtype(tensor.dtype)
     if not dtype.startswith(("bfloat", "float")):
         raise NotReproducibleError("a tensor of a dtype that is not known")

@@ -31,8 +31,8 @@ from lumos.described.described import Program
 from lumos.described.embedding_head import embedding, embedding_backward, head, head_backward
 from lumos.described.layer import TransformerLayer
 from lumos.program.block import Block
+from lumos.program.op import Op, Tensor
 from lumos.program.operators import Collective, Operator
-from lumos.program.recorded_op import RecordedOp, TensorInfo
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of
@@ -227,7 +227,7 @@ class ChangedBlocks:
         other.load = load
         return other
 
-    def operators(self) -> Iterator[tuple[RecordedOp, float, float, bool]]:
+    def operators(self) -> Iterator[tuple[Op, float, float, bool]]:
         """(operator, calls, microseconds, whether it does not change) of every block, in one step of one rank."""
         train, model = self.target.train, self.target.model
         layers = train.microbatches * model.layers / self.target.parallel.pp
@@ -300,7 +300,7 @@ class ChangedBlocks:
             return self._op_us(op, queries, calls)
         return (self._op_us(op, queries, calls) + self._op_us(op, keys, calls)) / 2  # as many work on keys and values
 
-    def _op_us(self, op: CutOp, new: RecordedOp, calls: float) -> float:
+    def _op_us(self, op: CutOp, new: Op, calls: float) -> float:
         if new == op.op and self._same_gpu:
             return op.us / op.calls * calls
         try:
@@ -317,7 +317,7 @@ class ChangedBlocks:
             return float(calls * now * each / was)
         return float(calls * now * drawn(op, was, now, usual, self._far))
 
-    def _usual(self, op: RecordedOp, prices: AtenPrices) -> float:
+    def _usual(self, op: Op, prices: AtenPrices) -> float:
         """Known of the GPU that was sampled and traced; of another one, the trace itself has to tell."""
         usual = _TABLE["usual"]
         known = prices.source == "fitted" and not self.calibration.shared
@@ -386,14 +386,14 @@ class ChangedBlocks:
         before, after = (max(1, described.shards - 1) for described in (self.was, self.now))
         return after / before
 
-    def _sharding_op(self, name: str, op: CutOp) -> RecordedOp:
+    def _sharding_op(self, name: str, op: CutOp) -> Op:
         """A copy of flat weights, all of a unit or the share of one rank."""
         inside, outside = self._unit_growth
         growth = inside if name.startswith(_LAYERS) else outside
         if op.per_peer or ("copy" in op.op.name and "split" not in op.op.name):
             growth *= self.was.shards / self.now.shards
 
-        def grown(tensors: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
+        def grown(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
             return tuple(t._replace(shape=(*t.shape[:-1], max(1, round(t.shape[-1] * growth)))) if t.shape else t
                          for t in tensors)  # fmt: skip
 
@@ -407,7 +407,7 @@ class ChangedBlocks:
         return tuple(b / a if a else 1.0 for a, b in zip(old, new, strict=True))  # type: ignore[return-value]
 
     # ------------------------------------------------------------------ what the traced run did not do
-    def _added(self, name: str) -> Iterator[RecordedOp]:
+    def _added(self, name: str) -> Iterator[Op]:
         """Copies of FSDP where the traced run had none, and gradients that are added to those of earlier batches."""
         if self.on_cpu or not self.calibration.weights.counts:
             return
@@ -418,11 +418,11 @@ class ChangedBlocks:
         size = inside / max(1, self.calibration.weights.layers) if name.startswith(_LAYERS) else outside
         if size < 1:
             return
-        flat = TensorInfo((int(size),), "bf16", (1,), 2)
+        flat = Tensor((int(size),), "bf16", (1,), 2)
         if self._gathers(self.target) and not self._gathers(self.calibration.traced):
-            yield RecordedOp("fsdp.split_with_sizes_copy", (flat, flat), (), "forward", allocates=True)
+            yield Op("fsdp.split_with_sizes_copy", (flat, flat), (), "forward", allocates=True)
             if backward:
-                yield RecordedOp("fsdp.chunk_cat", (flat, flat), (), "backward", allocates=True)
+                yield Op("fsdp.chunk_cat", (flat, flat), (), "backward", allocates=True)
 
     def _gaps_us(self, block: CutBlock) -> float:
         """Between kernels that the GPU runs one after the other."""
@@ -489,7 +489,7 @@ def drawn(op: CutOp, was: float, now: float, usual: tuple[float, float], far: fl
     return float(usual[1] * (each / was / usual[0]) ** weight)
 
 
-def _bytes(op: RecordedOp) -> float:
+def _bytes(op: Op) -> float:
     return sum(t.bytes for t in (*op.inputs, *op.outputs))
 
 

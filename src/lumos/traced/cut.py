@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lumos.analysis.kernel_labels import Phase, RankLabels, Work
 from lumos.errors import OptionError
-from lumos.program.recorded_op import RecordedOp
+from lumos.program.op import Op
 from lumos.setup.setup import Setup
 from lumos.traced.measured_ops import MeasuredOp
 
@@ -29,7 +29,7 @@ Times = NDArray[np.float64]
 class CutOp(NamedTuple):
     """Equal calls of one operator in a block."""
 
-    op: RecordedOp
+    op: Op
     work: Work
     calls: float  # in one block: a mean over the blocks that were cut out
     us: float  # of all of them on the GPU, without the gaps between kernels

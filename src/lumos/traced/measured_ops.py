@@ -1,7 +1,7 @@
 """MeasuredOp: what every kernel of a traced step was launched by, with shapes, GPU time and host time.
 
 A kernel belongs to the innermost operator around its launch that has tensors. Operators are written as a dry run writes
-them (`RecordedOp`), so that the same prices hold for both. A trace does not tell what an operator returned: where its
+them (`Op`), so that the same prices hold for both. A trace does not tell what an operator returned: where its
 price needs that, it follows from the inputs.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from lumos.analysis.kernel_labels import Phase, RankLabels, Work
 from lumos.costs.kernel_work import REDUCTIONS
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 from lumos.trace.names import Category
 from lumos.trace.trace import Trace
 from lumos.traced.traced_ops import OpType, RankOps, TracedOp
@@ -31,7 +31,7 @@ _SHARDING = ("split_with_sizes_copy", "chunk_cat", "all_gather_copy_in")
 class MeasuredOp(NamedTuple):
     """One operator with the kernels it launched; `op` has no tensors where the trace shows none."""
 
-    op: RecordedOp
+    op: Op
     work: Work
     us: float
     attention: int  # 0: none, 1: a forward one, 2: the main kernel of its backward pass
@@ -66,7 +66,7 @@ def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Measure
             continue
         phase = _PHASES[Phase(int(labels.phase[i]))]
         kernel = trace.names[trace.name[labels.row[i]]]
-        op = recorded(owner, phase, causal) if owner is not None else RecordedOp(kernel, (), (), phase)
+        op = recorded(owner, phase, causal) if owner is not None else Op(kernel, (), (), phase)
         scopes = owner.scopes if owner is not None else frozenset[OpType]()
         sharding = OpType.FSDP in scopes or op.name.startswith("fsdp.")
         per_peer = OpType.COMM in scopes and work != Work.COMM and "gather" in _outer_collective(owner)
@@ -107,7 +107,7 @@ def _marked(ops: list[MeasuredOp]) -> list[MeasuredOp]:
     return ops
 
 
-_NONE = TensorInfo((), "bf16")
+_NONE = Tensor((), "bf16")
 
 
 def _same_moment(trace: Trace, rank: int, ops: RankOps) -> tuple[int, float]:
@@ -167,23 +167,23 @@ def is_causal(ops: RankOps) -> bool:
     return True
 
 
-def recorded(traced: TracedOp, phase: str, causal: bool = True) -> RecordedOp:
+def recorded(traced: TracedOp, phase: str, causal: bool = True) -> Op:
     """The same call, as a dry run would have written it."""
     name, tensors = traced.name.rpartition("::")[2], traced.tensors
     fused = "attention" in name and not name.endswith(("_math", "scaled_dot_product_attention"))
     if fused or "flash_attn" in traced.name:
         return _attention(traced.name, tensors, phase, causal)
     if any(part in name for part in _SHARDING):
-        return RecordedOp(f"fsdp.{name}", tensors, (), phase, allocates=True)
+        return Op(f"fsdp.{name}", tensors, (), phase, allocates=True)
     if name.startswith(("_foreach", "_fused_ad", "_fused_sgd")):
-        return RecordedOp(f"aten.{name}.default", tensors, (), phase, allocates=True)
+        return Op(f"aten.{name}.default", tensors, (), phase, allocates=True)
     if name == "copy_" and len(tensors) > 1:
-        return RecordedOp("aten._to_copy.default", (tensors[1],), (tensors[0],), phase, allocates=True)
+        return Op("aten._to_copy.default", (tensors[1],), (tensors[0],), phase, allocates=True)
     space = "aten" if traced.name.startswith("aten::") else traced.name.rpartition("::")[0] or "python"
-    return RecordedOp(f"{space}.{name}.default", tensors, _outputs(name, tensors), phase, allocates=True)
+    return Op(f"{space}.{name}.default", tensors, _outputs(name, tensors), phase, allocates=True)
 
 
-def _attention(name: str, tensors: tuple[TensorInfo, ...], phase: str, causal: bool) -> RecordedOp:
+def _attention(name: str, tensors: tuple[Tensor, ...], phase: str, causal: bool) -> Op:
     """Query, key and value as (batch, heads, sequence, size), whichever library was called."""
     backward = "backward" in name or "bwd" in name
     four = [tensor for tensor in tensors if len(tensor.shape) == 4]
@@ -192,19 +192,19 @@ def _attention(name: str, tensors: tuple[TensorInfo, ...], phase: str, causal: b
     if direct or not name.startswith("aten::"):  # (batch, sequence, heads, size)
         inputs = [_swapped(tensor) for tensor in inputs]
     if len(inputs) < 3:
-        return RecordedOp(f"aten.{name.rpartition('::')[2]}.default", tensors, _outputs(name, tensors), phase)
+        return Op(f"aten.{name.rpartition('::')[2]}.default", tensors, _outputs(name, tensors), phase)
     options = ("causal",) if causal else ()
     kind = "attention.backward" if backward else "attention.forward"
-    return RecordedOp(kind, tuple(inputs), (inputs[0],), phase, allocates=True, options=options)
+    return Op(kind, tuple(inputs), (inputs[0],), phase, allocates=True, options=options)
 
 
-def _swapped(tensor: TensorInfo) -> TensorInfo:
+def _swapped(tensor: Tensor) -> Tensor:
     a, b, c, d = range(4)
     order = (a, c, b, d)
     return tensor._replace(shape=tuple(tensor.shape[i] for i in order), strides=tuple(tensor.strides[i] for i in order))
 
 
-def _outputs(name: str, tensors: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
+def _outputs(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """What an operator returns, as far as its price needs it."""
     if not tensors:
         return ()
@@ -234,9 +234,9 @@ def _outputs(name: str, tensors: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]
     return (wide if same and wide.is_dense else _dense(shape, wide),)
 
 
-def _dense(shape: tuple[int, ...], like: TensorInfo) -> TensorInfo:
+def _dense(shape: tuple[int, ...], like: Tensor) -> Tensor:
     strides, size = [], 1
     for n in reversed(shape):
         strides.append(size)
         size *= n
-    return TensorInfo(shape, like.dtype, tuple(reversed(strides)), like.element)
+    return Tensor(shape, like.dtype, tuple(reversed(strides)), like.element)

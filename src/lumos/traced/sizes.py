@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from lumos.program.layout import RankLayout
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 
@@ -41,7 +41,7 @@ class Sizes:
         self.pairs = {name: (old[name], new[name]) for name in old if old[name] > 0}
         self.changed = any(a != b for a, b in self.pairs.values()) or _shards(before) != _shards(after)
         self.weights = frozenset(weights)
-        self._known: dict[RecordedOp, RecordedOp] = {}
+        self._known: dict[Op, Op] = {}
 
     @cached_property
     def _named(self) -> dict[int, list[str]]:
@@ -68,7 +68,7 @@ class Sizes:
         before, after = self.pairs["tokens"]
         return after / before
 
-    def rewritten(self, op: RecordedOp) -> RecordedOp:
+    def rewritten(self, op: Op) -> Op:
         """The same call in the other setup."""
         if not self.changed:
             return op
@@ -86,7 +86,7 @@ class Sizes:
         return (max(1, -(-whole // after)), *found[1:])
 
     # ------------------------------------------------------------------ one operator
-    def _rewritten(self, op: RecordedOp) -> RecordedOp:
+    def _rewritten(self, op: Op) -> Op:
         name = op.name.split(".")[1] if op.name.startswith("aten.") else op.name
         if op.phase == "optimizer":
             return self._with(op, lambda t: self.weight(t.shape, sharded=True))
@@ -100,13 +100,13 @@ class Sizes:
             return self._with(op, self._grouped)
         return self._with(op, self._activation)
 
-    def _with(self, op: RecordedOp, shape_of: Callable[[TensorInfo], Shape]) -> RecordedOp:
-        def change(tensors: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
+    def _with(self, op: Op, shape_of: Callable[[Tensor], Shape]) -> Op:
+        def change(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
             return tuple(_resized(t, shape_of(t)) for t in tensors)
 
         return op._replace(inputs=change(op.inputs), outputs=change(op.outputs))
 
-    def _matmul(self, op: RecordedOp) -> RecordedOp:
+    def _matmul(self, op: Op) -> Op:
         """(m, k) × (k, n), one of which counts tokens: rows, or what is summed over in the gradient of a weight."""
         *added, a, b = op.inputs
         if len(a.shape) != 2 or len(b.shape) != 2:
@@ -126,7 +126,7 @@ class Sizes:
         outputs = tuple(_resized(t, (new[0], new[2])) if len(t.shape) == 2 else t for t in op.outputs)
         return op._replace(inputs=inputs, outputs=outputs)
 
-    def _attention(self, op: RecordedOp) -> RecordedOp:
+    def _attention(self, op: Op) -> Op:
         """Queries, then keys and values: (batch, heads, sequence, size)."""
         queries = self if not self._as_keys else Sizes(self.before, self.after, self.weights)
         inputs = [_resized(t, queries._heads(t.shape, i > 0)) for i, t in enumerate(op.inputs)]
@@ -162,10 +162,10 @@ class Sizes:
             new[widths[1]] = attended[1]
         return new
 
-    def _bias(self, tensor: TensorInfo, columns: int) -> Shape:
+    def _bias(self, tensor: Tensor, columns: int) -> Shape:
         return (*tensor.shape[:-1], columns)
 
-    def _grouped(self, tensor: TensorInfo) -> Shape:
+    def _grouped(self, tensor: Tensor) -> Shape:
         """Experts × in × out, or the rows that were routed to them; in the gradient of weights, their columns."""
         if len(tensor.shape) == 3:
             return self._stacked(tensor.shape)
@@ -182,7 +182,7 @@ class Sizes:
         first, *others = shape
         return (self._as(first, self._is_expert), *(self._as(size, self._is_width) for size in others))
 
-    def _activation(self, tensor: TensorInfo) -> Shape:
+    def _activation(self, tensor: Tensor) -> Shape:
         """Batch and sequence first, a width last, heads between; or a weight."""
         shape = tensor.shape
         if shape in self.weights:
@@ -204,7 +204,7 @@ class Sizes:
         width = self._as(last, self._is_between if scores else kind)
         return (1 if shared else self._batch(first), *inner, width)
 
-    def _batched(self, tensor: TensorInfo) -> Shape:
+    def _batched(self, tensor: Tensor) -> Shape:
         """Of a batched matmul: a matmul for every head, of sequences and sizes of heads."""
         if not tensor.shape:
             return ()
@@ -308,7 +308,7 @@ def _inner(setup: Setup) -> int:
     return setup.model.expert_ffn if setup.model.experts else 0
 
 
-def _resized(tensor: TensorInfo, shape: Shape) -> TensorInfo:
+def _resized(tensor: Tensor, shape: Shape) -> Tensor:
     """The same tensor in another shape, with the same order of dimensions and the same gaps between them."""
     if shape == tensor.shape:
         return tensor

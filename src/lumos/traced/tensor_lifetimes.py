@@ -28,7 +28,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from lumos.program.recorded_op import TensorInfo
+from lumos.program.op import Tensor
 from lumos.trace.names import dtype_of_code
 from lumos.traced.traced_ops import OpType, RankOps, TracedOp
 
@@ -74,12 +74,12 @@ _FARTHEST = 64  # tensors of one size that are looked at, from the latest on
 
 
 @dataclass(eq=False)
-class Tensor:
+class TensorLife:
     """One tensor: where it is made and how long it is needed; times are places on the tape."""
 
     call: int  # that makes it
     place: int  # among what the call returns
-    info: TensorInfo
+    info: Tensor
     born: int
     dies: int
     segment: int  # block that makes it
@@ -89,7 +89,7 @@ class Tensor:
     saved: bool = False  # for the backward pass
     crosses: bool = False  # read by the next block
     taken: int = -1  # when it becomes the gradient of a parameter
-    whole: Tensor | None = None  # the tensor that this one is a view of a part of
+    whole: TensorLife | None = None  # the tensor that this one is a view of a part of
     node: int = -1  # of the backward pass, that makes it
     maker: TracedOp | None = None  # the operator that the user called
 
@@ -108,8 +108,8 @@ class Call(NamedTuple):
     """One operator that may make tensors."""
 
     name: str  # without its namespace
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
     backward: bool
     segment: int
 
@@ -119,7 +119,7 @@ class Gradient(NamedTuple):
 
     at: int
     segment: int
-    info: TensorInfo
+    info: Tensor
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Tape:
     """
 
     calls: list[Call] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
+    tensors: list[TensorLife] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
     when: list[int] = field(default_factory=list)  # the segment of every place on the tape
     middle: int = 0  # the place where the backward pass begins
@@ -142,7 +142,7 @@ class Tape:
     loss_inside: bool = False  # the model makes the loss itself, so that its last output is the loss
 
 
-def key_of(info: TensorInfo) -> Key:
+def key_of(info: Tensor) -> Key:
     """By which a tensor is known again after views."""
     return info.distinct, info.element
 
@@ -168,11 +168,11 @@ class _Raw(NamedTuple):
     op: TracedOp
     name: str
     sequence: int
-    outputs: tuple[TensorInfo, ...]
+    outputs: tuple[Tensor, ...]
     outer: Key  # of what the whole DTensor call returns
     outermost: TracedOp  # the operator that the user called
     owner: str  # the operator whose sequence number it has
-    temporaries: tuple[TensorInfo, ...]  # that it makes for itself
+    temporaries: tuple[Tensor, ...]  # that it makes for itself
 
     @property
     def is_view(self) -> bool:
@@ -186,7 +186,7 @@ class _Node(NamedTuple):
     sequence: int
     inside: list[_Raw]
     beside: list[_Raw]
-    gradient: TensorInfo | None  # of AccumulateGrad
+    gradient: Tensor | None  # of AccumulateGrad
     adds: bool
 
 
@@ -289,7 +289,7 @@ def _calls(
         yield _Raw(op, name, sequence, outputs_of(op), outer, outermost, owner, ())
 
 
-def _temporaries(op: TracedOp, children: dict[int, list[TracedOp]]) -> Iterator[TensorInfo]:
+def _temporaries(op: TracedOp, children: dict[int, list[TracedOp]]) -> Iterator[Tensor]:
     """What an operator makes for itself: copies of what is not contiguous, products (softmax backward)."""
     for child in children.get(id(op), []):
         if _base(child.name) in ("clone", "mul") and _base(child.name) != _base(op.name):
@@ -305,7 +305,7 @@ def _node(op: TracedOp, children: dict[int, list[TracedOp]]) -> _Node | None:
     name = _NODE.sub("", op.name)
     inside: list[_Raw] = []
     beside: list[_Raw] = []
-    gradient: TensorInfo | None = None
+    gradient: Tensor | None = None
     sequence, adds = op.sequence, False
     for child in children.get(id(op), []):
         if child.name.rpartition("::")[2] == "AccumulateGrad":
@@ -332,7 +332,7 @@ def _base(name: str) -> str:
 
 
 # ---------------------------------------------------------------------- what a call returns
-def outputs_of(op: TracedOp) -> tuple[TensorInfo, ...]:
+def outputs_of(op: TracedOp) -> tuple[Tensor, ...]:
     """The tensors that a call makes; none where it works in place."""
     name, tensors = _base(op.name), op.tensors
     values = op.args.values if isinstance(op.args.values, list) else []
@@ -358,13 +358,13 @@ def outputs_of(op: TracedOp) -> tuple[TensorInfo, ...]:
         return _embedding_gradient(first, values)
     if name in _NORMS:
         rows = prod(first.shape[:-1])
-        return (_dense(first.shape, first), *[TensorInfo((rows,), "fp32", (1,), 4)] * _NORMS[name])
+        return (_dense(first.shape, first), *[Tensor((rows,), "fp32", (1,), 4)] * _NORMS[name])
     if name.endswith("_norm_backward") or name.startswith("convolution_backward"):
         return tuple(_dense(t.shape, t) for t in tensors[1:2]) + tuple(_dense(t.shape, t) for t in tensors[-1:])
     return _element_wise(name, tensors, values)
 
 
-def _element_wise(name: str, tensors: tuple[TensorInfo, ...], values: list[Any]) -> tuple[TensorInfo, ...]:
+def _element_wise(name: str, tensors: tuple[Tensor, ...], values: list[Any]) -> tuple[Tensor, ...]:
     first = tensors[0]
     if name in ("_to_copy", "clone", "constant_pad_nd", "empty_like"):
         typed = name in ("_to_copy", "empty_like") and len(values) > 1
@@ -393,16 +393,16 @@ def _element_wise(name: str, tensors: tuple[TensorInfo, ...], values: list[Any])
     return (_as_type(info, "11") if name in _COMPARISONS else info,)
 
 
-def _filled(name: str, values: list[Any]) -> tuple[TensorInfo, ...]:
+def _filled(name: str, values: list[Any]) -> tuple[Tensor, ...]:
     """empty, rand and the like: a size and a dtype in the arguments."""
     sizes = _sizes(values[0]) if values else ()
     place = 2 if name == "empty_strided" else 1
     if not sizes:
         return ()
-    return (_as_type(_dense(sizes, TensorInfo(sizes, "fp32", (), 4)), values[place] if len(values) > place else ""),)
+    return (_as_type(_dense(sizes, Tensor(sizes, "fp32", (), 4)), values[place] if len(values) > place else ""),)
 
 
-def _attention(name: str, tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
+def _attention(name: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Forward: output and the logarithms of its sums; backward: three gradients."""
     four = [t for t in tensors if len(t.shape) in (3, 4)]
     if "backward" in name or "bwd" in name:
@@ -410,16 +410,16 @@ def _attention(name: str, tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, 
     if len(four) < 3:
         return tuple(_dense(t.shape, t) for t in tensors[:1])
     query, value = four[0], four[2]
-    rows = TensorInfo(query.shape[:-1], "fp32", (), 4)
+    rows = Tensor(query.shape[:-1], "fp32", (), 4)
     return _dense((*query.shape[:-1], value.shape[-1]), query), _dense(rows.shape, rows)
 
 
-def _embedding_gradient(gradient: TensorInfo, values: list[Any]) -> tuple[TensorInfo, ...]:
+def _embedding_gradient(gradient: Tensor, values: list[Any]) -> tuple[Tensor, ...]:
     rows = _number(values[2]) if len(values) > 2 else 0
     return (_dense((rows, gradient.shape[-1]), gradient),) if rows > 0 and gradient.shape else ()
 
 
-def _joined(tensors: tuple[TensorInfo, ...], values: list[Any]) -> TensorInfo:
+def _joined(tensors: tuple[Tensor, ...], values: list[Any]) -> Tensor:
     first = tensors[0]
     alike = [t for t in tensors if len(t.shape) == len(first.shape)]
     dim = _number(values[1]) if len(values) > 1 else -1
@@ -450,18 +450,18 @@ def _broadcast(shapes: Iterable[Shape]) -> Shape:
     return tuple(result)
 
 
-def _as_type(info: TensorInfo, code: Any) -> TensorInfo:
+def _as_type(info: Tensor, code: Any) -> Tensor:
     """With the dtype of this number in c10::ScalarType."""
     dtype = dtype_of_code(code)
     return info if dtype is None else info._replace(dtype=dtype.name, element=dtype.size)
 
 
-def _dense(shape: Shape, like: TensorInfo) -> TensorInfo:
+def _dense(shape: Shape, like: Tensor) -> Tensor:
     strides, size = [], 1
     for n in reversed(shape):
         strides.append(size)
         size *= n
-    return TensorInfo(shape, like.dtype, tuple(reversed(strides)), like.element)
+    return Tensor(shape, like.dtype, tuple(reversed(strides)), like.element)
 
 
 def _sizes(text: Any, elements: int = 0) -> Shape:
@@ -501,13 +501,15 @@ class _Follower:
 
     def __init__(self, forward: list[_Raw], nodes: list[_Node]) -> None:
         self.tape = Tape(loss_inside=_pads_labels(forward))
-        self.recent: dict[Key, list[Tensor]] = defaultdict(list)
-        self.saved: dict[int, list[Tensor]] = {}  # by sequence number
+        self.recent: dict[Key, list[TensorLife]] = defaultdict(list)
+        self.saved: dict[int, list[TensorLife]] = {}  # by sequence number
         self.segments: dict[int, int] = {}  # likewise, of the call that made a node
         self.results: dict[int, tuple[Key, int]] = {}  # likewise, what that call returned, and of how many sides
         self.since = 0  # what was made earlier is not looked at
         self.node = -1
-        self.latest: Tensor | None = None  # read by a product with a number: x, while 0.5·x waits in 0.5·x·(1 + … x³)
+        self.latest: TensorLife | None = (
+            None  # read by a product with a number: x; 0.5·x waits in 0.5·x·(1 + … x³)
+        )
         self.weights = {tuple(sorted(node.gradient.shape)) for node in nodes if node.gradient}
         self._forward(forward, {node.sequence: node for node in nodes if node.sequence >= 0 and not node.gradient})
         self._backward(nodes)
@@ -537,7 +539,7 @@ class _Follower:
                     tensor.read -= tensor.key == read[0].key
         self.tape.middle = len(self.tape.when)
 
-    def _step(self, raw: _Raw, segment: int, backward: bool) -> tuple[list[Tensor], list[Tensor]]:
+    def _step(self, raw: _Raw, segment: int, backward: bool) -> tuple[list[TensorLife], list[TensorLife]]:
         """One call: what it reads lives at least until now, and what it returns is new."""
         tape, now = self.tape, len(self.tape.when)
         if raw.is_view:
@@ -552,7 +554,7 @@ class _Follower:
         if backward and raw.name in ("add_", "sub_") and read:
             read[-1].read = min(read[-1].read, 0)  # holds the sum from now on
         made = [
-            Tensor(now, place, info, now, now, segment, raw.outer, info.shape, node=self.node, maker=raw.outermost)
+            TensorLife(now, place, info, now, now, segment, raw.outer, info.shape, node=self.node, maker=raw.outermost)
             for place, info in enumerate((*raw.outputs, *raw.temporaries))
             if info.elements * info.element >= _FEWEST_BYTES
         ]
@@ -565,7 +567,7 @@ class _Follower:
             self.recent[tensor.key].append(tensor)
         return read, made
 
-    def _inputs(self, raw: _Raw) -> list[Tensor]:
+    def _inputs(self, raw: _Raw) -> list[TensorLife]:
         """The tensors that a call reads, as far as they were made on the tape."""
         wanted: dict[Key, list[Shape]] = defaultdict(list)
         for place, info in enumerate(raw.op.tensors):
@@ -573,7 +575,7 @@ class _Follower:
                 wanted[key_of(info)].append(info.shape)
         if raw.name == "pow" and self.latest is not None and list(wanted) == [self.latest.key]:
             return [self.latest]
-        found: list[Tensor] = []
+        found: list[TensorLife] = []
         for key, shapes in wanted.items():
             forms = set(shapes) | {t.shape for t in raw.outermost.tensors if t.elements == key[0]}
             latest = self.recent.get(key, [])[: -_FARTHEST - 1 : -1]
@@ -591,7 +593,7 @@ class _Follower:
         if tuple(sorted(shape)) not in self.weights:
             self.tape.frozen.append((segment, shape))
 
-    def _is_weight(self, name: str, place: int, info: TensorInfo) -> bool:
+    def _is_weight(self, name: str, place: int, info: Tensor) -> bool:
         """The second factor of a matmul or the table of an embedding, of a parameter's shape and never computed."""
         matrix = name in ("mm", "addmm", "_grouped_mm") and place >= (2 if name == "addmm" else 1)
         if not matrix and not (name in _INDEXED and place == 0):
@@ -636,7 +638,7 @@ class _Follower:
             for raw in node.beside:
                 self._step(raw, segment, backward=True)
 
-    def _incoming(self, node: _Node) -> list[Tensor]:
+    def _incoming(self, node: _Node) -> list[TensorLife]:
         """The gradient that a node gets: the most recent one of its size that nobody has had yet.
 
         Nodes that make nothing pass it on. That of an addition does so to both sides: somebody else will read it, too.
@@ -670,14 +672,14 @@ class _Follower:
         tape.gradients.append(Gradient(now, segment, gradient if part is None else part.info))
 
 
-def _saved(raw: _Raw, node: _Node, read: list[Tensor], made: list[Tensor]) -> list[Tensor]:
+def _saved(raw: _Raw, node: _Node, read: list[TensorLife], made: list[TensorLife]) -> list[TensorLife]:
     """The tensors that a call saved for its node: those that the node reads beside the gradient that comes in."""
     unread = _beside_gradients(node.inside, {t.key for t in made[:1]})
     foreign = not raw.op.name.startswith("aten::")  # anything may be kept
     candidates = made if _KEEPS_OUTPUT & {raw.name, raw.owner} else read
     if foreign or _KEEPS_BOTH.search(raw.name):
         candidates = [*read, *made]
-    kept: list[Tensor] = []
+    kept: list[TensorLife] = []
     for tensor in candidates:
         if unread[tensor.key] > 0 and tensor not in kept:
             unread[tensor.key] -= 1
@@ -686,7 +688,7 @@ def _saved(raw: _Raw, node: _Node, read: list[Tensor], made: list[Tensor]) -> li
     return kept
 
 
-def _result(raw: _Raw, made: list[Tensor]) -> tuple[Key, int]:
+def _result(raw: _Raw, made: list[TensorLife]) -> tuple[Key, int]:
     """What a call returns, and how many inputs of that size get its gradient as it is, where it is a sum."""
     if made:
         key = made[0].key

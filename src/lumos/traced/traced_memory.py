@@ -32,10 +32,10 @@ from typing import NamedTuple
 from lumos.data_files import read_table
 from lumos.described.described import Program
 from lumos.memory.memory import GIB, Memory, StageMemory, reserve_of, workspaces_of
-from lumos.program.recorded_op import RecordedOp
+from lumos.program.op import Op
 from lumos.setup.setup import Setup
 from lumos.traced.sizes import Sizes
-from lumos.traced.tensor_lifetimes import Tape, Tensor, tape_of
+from lumos.traced.tensor_lifetimes import Tape, TensorLife, tape_of
 from lumos.traced.traced_ops import OpType, RankOps
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm")
@@ -136,12 +136,12 @@ def _parts(tape: Tape, ops: RankOps, traced: Setup, target: Setup) -> _Parts:
 def _bytes(tape: Tape, sizes: Sizes) -> dict[int, float]:
     """Bytes of every tensor in the other setup, by its identity."""
     found: dict[int, float] = {}
-    rewritten: dict[int, RecordedOp] = {}
+    rewritten: dict[int, Op] = {}
     for tensor in tape.tensors:
         if tensor.call not in rewritten:
             call = tape.calls[tensor.call]
             phase = "backward" if call.backward else "forward"
-            op = RecordedOp(f"aten.{call.name}.default", call.inputs, call.outputs, phase)
+            op = Op(f"aten.{call.name}.default", call.inputs, call.outputs, phase)
             rewritten[tensor.call] = sizes.rewritten(op)
         info = rewritten[tensor.call].outputs[tensor.place]
         found[id(tensor)] = float(info.elements * info.element)
@@ -204,7 +204,7 @@ def _alive(tape: Tape, bytes_of: dict[int, float]) -> list[float]:
     return found
 
 
-def _boundaries(tape: Tape) -> dict[int, Tensor]:
+def _boundaries(tape: Tape) -> dict[int, TensorLife]:
     """By segment, the last of its tensors that the next one reads."""
     return {t.segment: t for t in tape.tensors if t.crosses and t.born < tape.middle}
 

@@ -32,7 +32,7 @@ from lumos.costs.prices import Prices
 from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.graph.rules.cpu_device import is_cpu_run
-from lumos.program.recorded_op import RecordedOp, TensorInfo
+from lumos.program.op import Op, Tensor
 from lumos.setup.gpus import Gpu, gpu_called
 from lumos.trace.trace import Trace
 from lumos.traced.measured_ops import is_causal, owners_of, recorded
@@ -74,7 +74,7 @@ class TracedOperator:
 
     name: str  # aten::mm; of a kernel, where no operator with tensors launched it
     phase: str
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[Tensor, ...]
     calls: int
     us: float  # GPU time of one call
     waited_us: float  # that the GPU was idle before one call, because the host launched it late
@@ -82,7 +82,7 @@ class TracedOperator:
     kernel: str  # that takes the most time
     effort: Effort
     gpu: Gpu | None
-    op: RecordedOp | None = None  # as our prices know it
+    op: Op | None = None  # as our prices know it
     call: TracedOp | None = field(default=None, repr=False, compare=False)  # one of them, as recorded
 
     @property
@@ -311,7 +311,7 @@ def _rows(calls: Sequence[Call], gpu: Gpu | None, causal: bool) -> list[TracedOp
 
 
 def _row(
-    calls: Sequence[Call], tensors: tuple[TensorInfo, ...], op: RecordedOp | None, prices: AtenPrices | None,
+    calls: Sequence[Call], tensors: tuple[Tensor, ...], op: Op | None, prices: AtenPrices | None,
     gpu: Gpu | None,
 ) -> TracedOperator:  # fmt: skip
     """Equal calls as one row; `op` is what their work follows from, None if that is not to be looked at."""
@@ -330,7 +330,7 @@ def _row(
     )  # fmt: skip
 
 
-def _is_believable(name: str, op: RecordedOp, effort: Effort, us: float, gpu: Gpu | None) -> bool:
+def _is_believable(name: str, op: Op, effort: Effort, us: float, gpu: Gpu | None) -> bool:
     """Whether a call can have done what its shapes suggest.
 
     Attention over sequences laid end to end does not show their lengths. A kernel of compiled code may read a part of a
@@ -343,11 +343,11 @@ def _is_believable(name: str, op: RecordedOp, effort: Effort, us: float, gpu: Gp
     return effort.bytes / max(us, 1e-9) / 1e3 < _BEYOND_PEAK * gpu.hbm_gb_s
 
 
-def _recorded(traced: TracedOp, phase: str, causal: bool, rounds: bool) -> RecordedOp:
+def _recorded(traced: TracedOp, phase: str, causal: bool, rounds: bool) -> Op:
     """The call as our prices know it; `rounds`: to tf32."""
     if fused := _FUSED.match(traced.name):  # what it writes is among its tensors
         name = "fused.pointwise" if fused[1] == "poi" else "fused.reduction"
-        return RecordedOp(name, traced.tensors, (), phase, allocates=True, options=(traced.name,))
+        return Op(name, traced.tensors, (), phase, allocates=True, options=(traced.name,))
     masked, causal = _masks(traced, causal)
     op = recorded(traced, phase, causal)
     if traced.name in _ADDING and _is_zero(traced, _ADDING[traced.name]):  # what would be added is not even read
@@ -387,7 +387,7 @@ def _prices(gpu: Gpu) -> AtenPrices:
     return AtenPrices(Prices(cost_model(gpu.name), network_of(gpu, "infiniband", factors), factors, 0.0, 0.0))
 
 
-def _effort(op: RecordedOp, prices: AtenPrices | None) -> Effort:
+def _effort(op: Op, prices: AtenPrices | None) -> Effort:
     """Work and price of one call; nothing where the shapes make no sense."""
     try:
         operator, works = matrix_operator(op), works_of(op)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lumos.data_files import read_table
-from lumos.program.recorded_op import TensorInfo
+from lumos.program.op import Tensor
 from lumos.read.formats import Form, form_of, head_of
 from lumos.read.json_slices import Slices
 from lumos.read.kineto import rank_list
@@ -129,7 +129,7 @@ class TracedOp:
         return _integer(self.args.sequence)
 
     @cached_property
-    def tensors(self) -> tuple[TensorInfo, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The operands; a list of tensors gives each of them."""
         return tuple(_tensors(self.args))
 
@@ -237,7 +237,7 @@ def _shape(recorded: Any) -> Shape:
     return tuple(recorded) if usable else ()
 
 
-def _tensors(args: _Args) -> Iterator[TensorInfo]:
+def _tensors(args: _Args) -> Iterator[Tensor]:
     """Operands with dtype and strides; traces do not tell the dtype of lists: they get that of the other operands."""
     dims, types, strides = (part if isinstance(part, list) else [] for part in (args.shapes, args.types, args.strides))
     usual = next(filter(None, map(dtype_called, types)), DTYPES[0])
@@ -252,12 +252,12 @@ def _tensors(args: _Args) -> Iterator[TensorInfo]:
             yield _tensor(shape, steps, dtype)
 
 
-def _tensor(shape: Shape, strides: Any, dtype: DType) -> TensorInfo:
+def _tensor(shape: Shape, strides: Any, dtype: DType) -> Tensor:
     """With the strides that were recorded, or else those of a contiguous tensor."""
     usable = isinstance(strides, list) and len(strides) == len(shape)
     if usable and all(isinstance(n, int) and 0 <= n < _LARGEST_SIZE for n in strides):
-        return TensorInfo(shape, dtype.name, tuple(strides), dtype.size)
-    return TensorInfo(shape, dtype.name, tuple(prod(shape[i + 1 :]) for i in range(len(shape))), dtype.size)
+        return Tensor(shape, dtype.name, tuple(strides), dtype.size)
+    return Tensor(shape, dtype.name, tuple(prod(shape[i + 1 :]) for i in range(len(shape))), dtype.size)
 
 
 def _nested(ops: list[TracedOp]) -> Iterable[TracedOp]:
