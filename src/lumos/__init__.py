@@ -41,7 +41,7 @@ _HOME = {
     "Replay": "analysis.replay", "Scale": "graph.scaling", "Setup": "setup", "Trace": "trace.trace",
     "compare": "analysis.comparison", "compare_gpus": "prediction.gpu_comparison", "predict": "prediction.prediction",
     "predict_recording": "dry_run.from_script",
-    "read_job": "trace.read.job", "read_setup": "setup", "replay": "analysis.replay", "search": "search.search",
+    "read_job": "read.job", "read_setup": "setup", "replay": "analysis.replay", "search": "search.search",
     "StepRisk": "risk.monte_carlo", "step_risk": "risk.monte_carlo", "WholeRun": "risk.whole_run",
     "whole_run": "risk.whole_run", "write_setup": "setup",
     "Objective": "search.ranking", "Tariff": "prediction.bill", "check": "analysis.readiness",

@@ -507,9 +507,7 @@ class _Follower:
         self.results: dict[int, tuple[Key, int]] = {}  # likewise, what that call returned, and of how many sides
         self.since = 0  # what was made earlier is not looked at
         self.node = -1
-        self.latest: TensorLife | None = (
-            None  # read by a product with a number: x; 0.5·x waits in 0.5·x·(1 + … x³)
-        )
+        self.latest: TensorLife | None = None  # read by a product with a number: x; 0.5·x waits in 0.5·x·(1 + … x³)
         self.weights = {tuple(sorted(node.gradient.shape)) for node in nodes if node.gradient}
         self._forward(forward, {node.sequence: node for node in nodes if node.sequence >= 0 and not node.gradient})
         self._backward(nodes)
