@@ -29,6 +29,7 @@ from lumos.setup.gpus import gpu_named
 from lumos.setup.sections import Model
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_setup
+from lumos.step.bounds import bound_us
 from lumos.step.dualpipe_overlap import Piece, together
 from lumos.step.rows import StepTrace, Track
 from lumos.step.step import Step, prices_of, simulate_step
@@ -166,7 +167,7 @@ def test_without_overlap_the_same_order_exposes_all_exchanges(schedule: str) -> 
 )
 def test_the_bound_of_a_search_is_never_above_the_step(schedule: str, changes: dict[str, Any]) -> None:
     step = step_of(schedule, **changes)
-    assert 0.5 * step.us < step.assembly.bound_us() <= step.us
+    assert 0.5 * step.us < bound_us(step.assembly) <= step.us
 
 
 def test_every_stage_runs_as_many_operators_as_there_are_micro_batches() -> None:

@@ -26,6 +26,7 @@ from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.frameworks import framework_named, framework_names
+from lumos.step.bounds import bound_us
 from lumos.step.step import Step, assembled, prices_of, shape_of, simulate_step
 from lumos.step.structure import LINKS
 from plain_network import PLAIN_HABITS, plain_network
@@ -558,7 +559,7 @@ def test_kernels_start_after_their_launch_and_a_step_ends_with_its_host() -> Non
 @given(setups())
 def test_no_step_is_shorter_than_its_bound(setup: Setup) -> None:
     step = simulate_step(setup)
-    assert step.assembly.bound_us() <= step.us * (1 + 1e-9)
+    assert bound_us(step.assembly) <= step.us * (1 + 1e-9)
 
 
 ALL_SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble-v", 2),
@@ -581,7 +582,7 @@ def test_of_four_stages_in_two_nodes_only_messages_between_the_nodes_go_through_
     for index, far in enumerate(leaves):
         lags = [step.graph.edges.lag[step.structure.lag_class == LINKS + index] for step in (fast, slow)]
         assert (lags[1] > 2 * lags[0]).all() if far else (lags[1] == lags[0]).all()
-    assert all(step.assembly.bound_us() <= step.us * (1 + 1e-9) for step in (fast, slow, crawling))
+    assert all(bound_us(step.assembly) <= step.us * (1 + 1e-9) for step in (fast, slow, crawling))
 
 
 @st.composite
@@ -621,7 +622,7 @@ def test_a_job_of_several_nodes_depends_on_the_network_between_them_and_a_slower
     steps = [simulate_step(setup.replaced({"cluster.inter_gb_s": rate})) for rate in rates]
     assert all(slow.us >= fast.us * (1 - 1e-9) for fast, slow in pairwise(steps))
     assert steps[-1].us > 2 * steps[0].us, "no group and no message is priced as if it stayed in a node"
-    assert all(step.assembly.bound_us() <= step.us * (1 + 1e-9) for step in steps)
+    assert all(bound_us(step.assembly) <= step.us * (1 + 1e-9) for step in steps)
 
 
 SLOW_LINKS = {"parallel.pp": 4, "parallel.tp": 8, "parallel.dp": 1, "parallel.sequence_parallel": False}
@@ -651,12 +652,12 @@ SLOW_LINKS = {"parallel.pp": 4, "parallel.tp": 8, "parallel.dp": 1, "parallel.se
 def test_the_bound_is_the_step_where_little_overlaps(keys: dict[str, Any], least: float) -> None:
     """Left out are the last micro-batches of a pipeline with slow links, and what kernels lose beside communication."""
     step = step_of(**({"train.framework": "megatron"} | keys))
-    assert least * (1 - 1e-4) <= step.assembly.bound_us() / step.us <= 1 + 1e-9
+    assert least * (1 - 1e-4) <= bound_us(step.assembly) / step.us <= 1 + 1e-9
 
 
 def test_the_bound_of_a_step_that_its_host_decides_is_what_the_host_does() -> None:
     step = simulate_step(setup_of("gpt2-124m", {"seq": 128, "framework": "pytorch", "microbatches": 4}, dp=1))
-    assert step.assembly.bound_us() == pytest.approx(step.us, rel=1e-3)
+    assert bound_us(step.assembly) == pytest.approx(step.us, rel=1e-3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -819,5 +820,5 @@ def test_whatever_is_asked_for_no_step_is_below_its_bound_and_no_part_of_memory_
     wanted = setup.replaced({"cluster.gpus": setup.cluster.gpus * changes["parallel.cp"]} | changes)
     assume(not mistakes_in(wanted))
     assembly = assembled(wanted, prices_of(wanted))
-    assert assembly.bound_us() <= assembly.step().us * (1 + 1e-9)
+    assert bound_us(assembly) <= assembly.step().us * (1 + 1e-9)
     assert all(part >= 0 for stage in memory_of(wanted).stages for part in stage[1:])

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from lumos.costs.kernel_work import base_name, matrix_operator
 from lumos.costs.prices import Prices
 from lumos.costs.sampled_network import SampledNetwork
+from lumos.described.transfers import ROLES
 from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
-from lumos.step.rows import DATA_PARALLEL, collectives_of, data_parallel_message
+from lumos.step.rows import message_of_transfer, transfer_of
 from lumos.step.step import Step
 from lumos.traced.calibration import CalibratedPrices, ChangedBlocks, us_of
 
@@ -113,10 +114,11 @@ def _data_parallel(step: Step) -> Iterator[_Calls]:
     changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
     measured = changed is not None and changed.calibration.data_parallel != 1.0
     for index, role in enumerate(step.structure.roles):
-        if role.stage == 0 and role.what in DATA_PARALLEL:
+        if role.stage == 0 and role.what in ROLES:
             nodes = step.structure.node_role == index
-            message = data_parallel_message(step, role)
+            transfer = transfer_of(step, role)
+            message = message_of_transfer(step, transfer)
             collective = Collective(message.collective, message.in_elements, step.assembly.layout.dp)
             us = float(step.graph.duration[nodes].sum()) / 1e3
-            count = int(nodes.sum()) * collectives_of(step, role)
-            yield _Calls(DATA_PARALLEL[role.what], collective, count, us, measured)
+            count = int(nodes.sum()) * transfer.times
+            yield _Calls(ROLES[role.what], collective, count, us, measured)

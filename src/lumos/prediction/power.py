@@ -15,6 +15,7 @@ from math import log
 from lumos.costs.energy import Joules, clock_of
 from lumos.costs.in_step import in_step_factors
 from lumos.costs.operator_model import chip_of, rated_gpu
+from lumos.described.transfers import ROLES
 from lumos.prediction.operator_times import OperatorTime
 from lumos.program.operators import Operator
 from lumos.setup.gpus import Gpu, is_file_name
@@ -72,7 +73,6 @@ def drawn_w(idle_w: float, work_w: float, most_w: float) -> float:
 
 
 _LOW_CLOCK = 0.7  # of the highest: below it, an answer says that the power limit binds
-_DATA_PARALLEL = ("gather", "reduce", "reduce rest", "publish")
 
 
 def energy_of(step: Step, seconds: float | None = None) -> Energy:
@@ -82,7 +82,7 @@ def energy_of(step: Step, seconds: float | None = None) -> Energy:
     work = []
     for stage in range(step.plan.pp):
         update = joules.update_w * step.role_us("optimizer", stage) * 1e-6
-        talk = talking_w * sum(step.role_us(what, stage) for what in _DATA_PARALLEL) * 1e-6
+        talk = talking_w * sum(step.role_us(what, stage) for what in ROLES) * 1e-6
         work.append(_block_joules(step.assembly, stage) + update + talk)
     gpus = step.setup.cluster.gpus // step.setup.parallel.pp
     return Energy(step.us * 1e-6 if seconds is None else seconds, gpus, gpu.idle_w, joules.most_w, tuple(work))

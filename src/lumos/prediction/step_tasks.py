@@ -17,17 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lumos.described import transfers
 from lumos.export.chakra_communication import LEAST_BYTES, Transfer
 from lumos.export.folded_ranks import Chain, Task
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.prediction.described_run import DescribedRun
-from lumos.program.operators import Collective, Group
-from lumos.program.sharding import Parameters
+from lumos.program.operators import Collective
 from lumos.read.chakra_format import COLLECTIVES, NodeType
 from lumos.schedules import Phase
-from lumos.step.rows import StepTrace, Track, collectives_of, message_of
+from lumos.step.rows import StepTrace, Track, message_of, transfer_of
 from lumos.step.step import Step
-from lumos.step.structure import Role
 
 _PASSES = ("forward", "backward", "weights", "optimizer")
 _MOST_BUCKETS = 64  # of one reduction
@@ -288,7 +287,8 @@ class StepTasks:
             return ()
         if role.what == "reduce rest" and self._end[node] <= self._start[node]:
             return ()  # all was reduced beside the passes
-        found = list(self._data_parallel(role)) * collectives_of(self.step, role)
+        transfer = transfer_of(self.step, role, role.unit)
+        found = list(self._messages(transfer)) * transfer.times
         length = float(self._end[node] - self._start[node])
         alone = [self.step.prices.collective_us(one) * 1e3 for one in found]
         total = sum(alone) or 1.0
@@ -296,41 +296,12 @@ class StepTasks:
         scale = self.rows.scale if role.what == "publish" else length / total
         return tuple((_transfer_of(one), ns * scale) for one, ns in zip(found, alone, strict=True))
 
-    def _data_parallel(self, role: Role) -> Iterator[Collective]:
-        """As `Assembly` prices them: common parameters and experts, each over the ranks that hold the same."""
-        assembly, layout = self.step.assembly, self.step.assembly.layout
-        gathers = role.what in ("gather", "publish")
-        kind = "all_gather" if gathers else assembly.program.sharding.reduction
-        element = assembly.framework.gather_bytes if gathers else assembly.framework.reduce_bytes
-        parameters = self._parameters(role)
-        groups = (layout.sharing, layout.experts_sharing)
-        for count, (near, far) in zip((parameters.common, parameters.experts), groups, strict=True):
-            yield from self._buckets(kind, count * element, near)
-            if not gathers:
-                yield from self._buckets("all_reduce", count * element / near.size, far)
-
-    def _parameters(self, role: Role) -> Parameters:
-        """Those that a node gathers or reduces."""
-        program, units = self.step.assembly.program, self.step.assembly.units
-        sharding = program.sharding
-        if role.what in ("reduce rest", "publish"):
-            return sharding.trained(program.stage_parameters(role.stage))
-        held = self.step.chunks[role.stage][role.chunk].parameters
-        if role.what == "gather":
-            return Parameters(held.common / units, held.experts / units)
-        mine = sharding.trained(held)
-        # The gradient of the embedding is whole at the end of the backward pass, in the last unit.
-        late = program.parameters.embedding if role.stage == role.chunk == 0 and not sharding.frozen else 0.0
-        common = (mine.common - late) / units + (late if role.unit == 0 else 0.0)
-        return Parameters(common, mine.experts / units)
-
-    def _buckets(self, kind: str, size: float, group: Group) -> Iterator[Collective]:
-        if size <= 0 or group.size < 2:
-            return
-        bucket = self.step.assembly.framework.bucket_bytes(self.step.assembly.transfers_overlap)
-        parts = max(1, round(size / bucket)) if bucket and kind != "all_gather" else 1
-        parts = min(parts, _MOST_BUCKETS)
-        yield from [Collective(kind, size / parts, group)] * parts
+    def _messages(self, transfer: transfers.Transfer) -> Iterator[Collective]:
+        """The collectives of a transfer, in whole buckets: the cost of a transfer takes a fraction of the last one."""
+        for collective, parts in self.step.assembly.transfers.collectives(transfer):
+            if collective.bytes > 0 and collective.group.size > 1:
+                count = min(max(1, round(parts)), _MOST_BUCKETS)
+                yield from [collective._replace(bytes=collective.bytes * parts / count)] * count
 
 
 class _Window(NamedTuple):

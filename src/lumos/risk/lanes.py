@@ -168,7 +168,7 @@ def _merged(step: Step) -> int:
 
 def _near(step: Step) -> int:
     """Replicas that gather each other's weights for every pass."""
-    if step.assembly.gathers != "every pass":
+    if step.assembly.transfers.gathers != "every pass":
         return 1
     return min(max(1, step.assembly.layout.sharing[0].size // step.setup.parallel.cp), step.setup.parallel.dp)
 

@@ -8,6 +8,7 @@ from lumos.costs.prices import Prices
 from lumos.described.described import Program
 from lumos.prediction.power import least_joules
 from lumos.setup.setup import Setup
+from lumos.step.bounds import bound_us
 from lumos.step.step import Step, assembled, prices_of, shape_of
 from lumos.traced.calibration import Calibration, ChangedBlocks
 from lumos.traced.learned import beyond_us, calibrated_prices, loaded_step
@@ -27,7 +28,7 @@ class Estimator:
     def bound(self, setup: Setup, program: Program | None = None) -> tuple[float, float]:
         """(seconds, joules of all GPUs) that the step of a setup cannot be below, without simulating it."""
         assembly = assembled(setup, self._shared_prices(setup), program)
-        seconds = (assembly.bound_us() + self.fixed_us) / 1e6
+        seconds = (bound_us(assembly) + self.fixed_us) / 1e6
         return seconds, least_joules(assembly, seconds)
 
     def step(self, setup: Setup) -> Step:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from lumos.costs.prices import Row, timeline
 from lumos.described.described import Repeated
+from lumos.described.transfers import ROLES, Transfer
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
@@ -36,10 +37,6 @@ from lumos.trace.trace import Header, Lane, Message, Trace
 
 _MOST_NAMED = 50_000  # nodes of a step whose passes are named by their micro-batch
 _PASSES = ("forward", "backward", "weights")
-DATA_PARALLEL = {
-    "gather": "gather weights", "reduce": "reduce gradients", "reduce rest": "reduce gradients",
-    "publish": "gather updated weights",
-}  # fmt: skip
 
 
 class Track(IntEnum):
@@ -229,11 +226,11 @@ class StepTrace:
 
     def _alone(self, role: Role) -> _Inside:
         """The host, or the same collective of the data-parallel ranks, once or several times in a row."""
-        track, message = _track_of(role.what), None
+        track, message, count = _track_of(role.what), None, 1
         if track == Track.DATA_PARALLEL:
-            message = data_parallel_message(self.step, role)
-        label = self.labels.add(DATA_PARALLEL.get(role.what, role.what), message)
-        count = collectives_of(self.step, role)
+            transfer = transfer_of(self.step, role)
+            message, count = message_of_transfer(self.step, transfer), transfer.times
+        label = self.labels.add(ROLES.get(role.what, role.what), message)
         ends = np.arange(count + 1) / count
         return _Inside(ends[:-1], ends[1:], np.full(count, track), np.full(count, label))
 
@@ -398,22 +395,19 @@ def _columns(*columns: NDArray[Any] | float) -> Columns:
     return tuple(column.ravel() for column in np.broadcast_arrays(*columns))
 
 
-def collectives_of(step: Step, role: Role) -> int:
-    """How often a node does what its role is: gradients that nothing hides are reduced for all micro-batches in one."""
-    return step.assembly.program.reductions if role.what == "reduce rest" else 1
+def transfer_of(step: Step, role: Role, unit: int = -1) -> Transfer:
+    """The transfer of a node; without a unit, that of a typical unit of its chunk."""
+    held = step.chunks[role.stage][role.chunk].parameters
+    transfers = step.assembly.transfers
+    if role.what == "reduce" and unit < 0:
+        return transfers.reduce(held)
+    return transfers.of(role.what, role.stage, held, role.chunk, unit)
 
 
-def data_parallel_message(step: Step, role: Role) -> Message:
-    """Everything that a node moves at once, as one message."""
-    program = step.assembly.program
-    gathers, whole = role.what in ("gather", "publish"), role.what in ("reduce rest", "publish")
-    parameters = program.stage_parameters(role.stage) if whole else step.chunks[role.stage][role.chunk].parameters
-    if role.what != "gather":
-        parameters = program.sharding.trained(parameters)
-    element = program.framework.gather_bytes if gathers else program.framework.reduce_bytes
-    size = (parameters.common + parameters.experts) * element / (1 if whole else step.plan.units)
-    kind = "all_gather" if gathers else program.sharding.reduction
-    return Message(kind, "uint8", round(size), round(size), "data parallel", program.layout.dp.size)
+def message_of_transfer(step: Step, transfer: Transfer) -> Message:
+    """All that a transfer moves at once, as one message."""
+    size = round(transfer.bytes)
+    return Message(transfer.kind, "uint8", size, size, "data parallel", step.assembly.layout.dp.size)
 
 
 def message_of(work: Operator | Collective) -> Message | None:
@@ -427,7 +421,7 @@ def message_of(work: Operator | Collective) -> Message | None:
 def _track_of(what: str) -> Track:
     if what.startswith("host"):
         return Track.HOST
-    return Track.DATA_PARALLEL if what in DATA_PARALLEL else Track.COMPUTE
+    return Track.DATA_PARALLEL if what in ROLES else Track.COMPUTE
 
 
 def _lane(rank: int, track: Track) -> Lane:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from lumos.costs.sampled_network import SampledNetwork
 from lumos.data_files import read_table
 from lumos.described.described import Program, Repeated
 from lumos.described.experts import is_exchange
+from lumos.described.transfers import Transfer, Transfers
 from lumos.errors import OptionError
 from lumos.graph.graph import Graph
 from lumos.graph.overlap import Side, contended
@@ -40,7 +40,6 @@ from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import Gpu
 from lumos.setup.setup import Setup
 from lumos.step.dualpipe_overlap import Piece, together
-from lumos.step.paced_passes import PacedPasses, paced_us
 from lumos.step.structure import Plan, Role, StepStructure, step_structure
 
 _PASSES, _TRANSFERS = ("forward", "backward", "weights"), ("gather", "reduce")
@@ -78,40 +77,6 @@ class PairTime(NamedTuple):
         lengths, index = [block.us for block in self[:3]], _PASSES.index(what)
         total = max(sum(lengths), 1e-9)
         return sum(lengths[:index]) / total, sum(lengths[: index + 1]) / total, self.rows
-
-
-class _ChunkBound(NamedTuple):
-    """The least that a chunk takes whatever the others do, in microseconds."""
-
-    forward: float  # of one micro-batch, after the stage has waited for it
-    backward: float
-    passes: tuple[float, ...]  # what every phase computes for one micro-batch
-    lost: tuple[float, ...]  # at least, by every phase for every microsecond of communication beside it
-    paced: PacedPasses | None  # where every pass gathers its weights
-    reduce: float  # one unit's gradients, beside the turns
-    network: float  # all that the network does for it in a step
-    host: float  # of one micro-batch
-
-
-class _StageBound(NamedTuple):
-    """The least that a stage takes in a step whatever the others do, in microseconds."""
-
-    first: _ChunkBound
-    passes: tuple[tuple[float, float], ...]  # what every phase computes, and loses for every microsecond beside it
-    network: float  # all communication beside passes
-    turns: float  # all turns, each right after another one, at the pace of the network
-    path: float  # one micro-batch, forward and backward, through all chunks
-    alternating: float  # from its first backward pass to its last forward pass, where it is the last stage
-    tail: float  # once its last turn is over
-    other: float  # all that its network or its host has to do
-
-    def beside(self, network: float) -> float:
-        """The passes, so much communication beside them, and what they lose to it: least where they lose least."""
-        time = sum(us for us, _ in self.passes)
-        for us, lost in sorted(self.passes, key=lambda phase: phase[1]):
-            overlapped = min(network, us / (1 - lost))
-            time, network = time + lost * overlapped, network - overlapped
-        return time + network
 
 
 @dataclass(frozen=True)
@@ -295,7 +260,7 @@ class Assembly:
     def step(self) -> Step:
         """Simulated."""
         graph = self.graph()
-        between = self._contention() if self.transfers_overlap and self.prices.contends else None
+        between = self._contention() if self.transfers.overlap and self.prices.contends else None
         graph, times = (graph, simulate(graph)) if between is None else contended(graph, *between)
         return Step(self.setup, self.plan, self.structure, graph, times, self.chunks, self.prices, self)
 
@@ -379,59 +344,29 @@ class Assembly:
 
     # ------------------------------------------------------------------ the network's work
     @cached_property
-    def gathers(self) -> str:
-        return self.program.sharding.gathers
+    def transfers(self) -> Transfers:
+        return Transfers(self.program)
 
-    @cached_property
-    def overlaps(self) -> bool:
-        """Gradients of whole weights are reduced beside the backward pass."""
-        p = self.setup.parallel
-        wanted = self.framework.reduces_beside(p.zero, p.pp) if p.dp_overlap is None else p.dp_overlap
-        return wanted and self.layout.dp.size > 1 and not self.program.schedule.splits_backward
+    def transfer_us(self, transfer: Transfer) -> float:
+        """A transfer, all times that it runs."""
+        parts = self.transfers.collectives(transfer)
+        return transfer.times * sum(times * self.prices.collective_us(collective) for collective, times in parts)
 
-    @cached_property
-    def transfers_overlap(self) -> bool:
-        """The network gathers or reduces beside compute, unit by unit."""
-        return self.overlaps or self.gathers != "never"
-
-    def _data_parallel_us(self, kind: str, parameters: Parameters, element: float) -> float:
-        """A collective over the ranks that hold the same weights; experts have ranks of their own.
-
-        Where only some of the replicas share what is divided, they reduce their part with the others afterwards.
-        """
-        time = 0.0
-        groups = (self.layout.sharing, self.layout.experts_sharing)
-        for size, (near, far) in zip((parameters.common, parameters.experts), groups, strict=True):
-            if not size:
-                continue
-            time += self._bucketed_us(kind, size * element, near)
-            if kind != "all_gather":
-                time += self._bucketed_us("all_reduce", size * element / near.size, far)
-        return time
-
-    def _bucketed_us(self, kind: str, size: float, group: Group) -> float:
-        bucket = self.framework.bucket_bytes(self.transfers_overlap)
-        parts = max(1.0, size / bucket) if bucket and kind != "all_gather" else 1.0
-        return parts * self.prices.collective_us(Collective(kind, size / parts, group))
-
-    @cached_property
-    def units(self) -> int:
-        most = max(1, max(self.program.layers))
-        if self.gathers != "never":
-            return most
-        return min(read_table("step.json")["most_units"], most) if self.overlaps else 1
+    def unit_us(self, transfer: Transfer, held: Parameters) -> float:
+        """A transfer of one unit of a chunk, with the copies of offloaded weights or gradients."""
+        return self.host.copy_us(self.transfers.offloaded_bytes(transfer, held)) + self.transfer_us(transfer)
 
     @cached_property
     def plan(self) -> Plan:
-        p = self.setup.parallel
-        always = self.transfers_overlap and self.program.sharding.reduces_every_microbatch
+        p, transfers = self.setup.parallel, self.transfers
+        always = transfers.overlap and self.program.sharding.reduces_every_microbatch
         return Plan(
-            self.program.schedule.name, p.pp, p.vpp, self.setup.train.microbatches, self.units, self.gathers,
-            self.transfers_overlap, self._hosted, always, self.gathers != "never" and p.dp_overlap is False,
+            self.program.schedule.name, p.pp, p.vpp, self.setup.train.microbatches, transfers.units, transfers.gathers,
+            transfers.overlap, self.hosts, always, transfers.gathers != "never" and p.dp_overlap is False,
         )  # fmt: skip
 
     @cached_property
-    def _hosted(self) -> bool:
+    def hosts(self) -> bool:
         """The host has a lane where it might decide."""
         share = read_table("step.json")["host_bound_share"]
         chunks = {chunk for row in self.program.chunks for chunk in row}
@@ -458,7 +393,7 @@ class Assembly:
             if key not in alike:
                 alike[key] = self._duration(role) * 1e3
             durations[index] = alike[key]
-        messages = [self._link_us(*stages) * 1e3 for stages in self.structure.links]
+        messages = [self.link_us(*stages) * 1e3 for stages in self.structure.links]
         return self.structure.filled(durations, read_table("step.json")["launch_us"] * 1e3, messages)
 
     # ------------------------------------------------------------------ what runs at the same time
@@ -488,9 +423,9 @@ class Assembly:
             return 1.0
         if role.what in _TRANSFERS:
             return self._kept_beside[_TRANSFERS.index(role.what)]
-        return self._speeds(self.program.chunks[role.stage][role.chunk])[_PASSES.index(role.what)]
+        return self.speeds(self.program.chunks[role.stage][role.chunk])[_PASSES.index(role.what)]
 
-    def _speeds(self, chunk: Chunk) -> tuple[float, ...]:
+    def speeds(self, chunk: Chunk) -> tuple[float, ...]:
         """What each pass of a chunk keeps of its speed beside communication; worked out once, as prices are."""
         beside = self._disturbing
         if beside is None:
@@ -512,7 +447,7 @@ class Assembly:
     @cached_property
     def _disturbing(self) -> Beside | None:
         """The kernel of the collective that runs beside passes; None where there is none."""
-        collective = self._beside_passes
+        collective = self.transfers.concurrent
         if collective is None or not self.prices.contends:
             return None
         found = kernel_of(collective, self.prices.collective_us(collective))
@@ -521,7 +456,7 @@ class Assembly:
     @cached_property
     def _kept_beside(self) -> tuple[float, float]:
         """What gathers and reductions keep of their speed; groups that divide one copy reduce with the others, too."""
-        first, network, (near, far) = self._beside_passes, self.prices.network, self.layout.sharing
+        first, network, (near, far) = self.transfers.concurrent, self.prices.network, self.layout.sharing
         if first is None:
             return 1.0, 1.0
         gather = network.kept(first, kept_rate())
@@ -531,115 +466,8 @@ class Assembly:
         alone = network.us(first), network.us(then)
         return gather, sum(alone) / (alone[0] / gather + alone[1] / network.kept(then, kept_rate()))
 
-    @cached_property
-    def _beside_passes(self) -> Collective | None:
-        """What data-parallel ranks do beside passes, of any large size: its rate is what counts."""
-        near = self.layout.sharing[0] if self.program.sharding.zero else self.layout.dp
-        kind = "all_gather" if self.gathers != "never" else self.program.sharding.reduction
-        if near.size < 2:
-            near, kind = self.layout.dp, "all_reduce"
-        if near.size < 2 or self.setup.cluster.accelerator.is_cpu:
-            return None
-        return Collective(kind, 1e8, near)
-
-    # ------------------------------------------------------------------ what no schedule can beat
-    def bound_us(self) -> float:
-        """A time that the simulated step cannot be below, found without building or simulating its graph.
-
-        Every stage takes its turns one after the other, after the first micro-batch has come to it through the stages
-        before, and before the last one has gone back through them; network and host have their own work to do. The
-        first micro-batch has to go through all stages and the last one has to go back, and between the two the last
-        stage has turns.
-        """
-        schedule = self.program.schedule
-        links = [self._link_us(stage, stage + 1) for stage in range(self.setup.parallel.pp - 1)]
-        known = {stage: self._stage_bound(stage) for stage in set(self.program.like)}
-        stages = [known[stage] for stage in self.program.like]
-        arrivals = _arrivals(stages, links)
-        if schedule.copies > 1:  # the first micro-batch may come from either end
-            arrivals = [min(ways) for ways in zip(arrivals, _arrivals(stages, links[::-1])[::-1], strict=True)]
-        after = longest = 0.0
-        for index, (stage, before) in enumerate(zip(stages, arrivals, strict=True)):
-            first, back = stage.first, after + stages[0].tail if index and not schedule.splits_backward else 0.0
-            after_turns = max(stage.tail, back)
-            # Communication runs beside passes, and slows them, but for what fits before the first and after the last.
-            beside = stage.beside(max(0.0, stage.network - before - after_turns))
-            longest = max(longest, before + max(stage.turns, beside) + after_turns, stage.other)
-            after += first.backward + sum(links[index : index + 1])
-        path = sum(stage.path for stage in stages) / schedule.copies
-        crossed = schedule.crossings(self.setup.parallel.pp, self.setup.parallel.vpp)
-        path += 2 * sum(self._link_us(*pair) for pair in crossed) + stages[-1].alternating
-        return max(longest, path + stages[0].tail)
-
-    def _stage_bound(self, stage: int) -> _StageBound:
-        known = {chunk: self._chunk_bound(stage, chunk, time) for chunk, time, _ in self.distinct_chunks(stage)}
-        chunks = [(known[chunk], times) for chunk, _, times in self.distinct_chunks(stage)]
-        update, count = self._optimizer(stage), self.program.rounds
-        end = update.us + self._network_us("publish", stage)
-        if self.transfers_overlap:
-            rest = min(chunk.reduce for chunk, _ in chunks)
-            network = sum(times * chunk.network for chunk, times in chunks)
-        else:
-            rest, network = self._network_us("reduce rest", stage), 0.0
-        phases = [
-            (
-                count * sum(times * chunk.passes[phase] for chunk, times in chunks),
-                min((chunk.lost[phase] for chunk, _ in chunks if chunk.passes[phase]), default=0.0),
-            )
-            for phase in Phase
-        ]
-        issued = count * sum(times * chunk.host for chunk, times in chunks)
-        paced = [(chunk.paced, count * times) for chunk, times in chunks if chunk.paced is not None]
-        return _StageBound(
-            first=chunks[0][0],
-            passes=tuple(phases),
-            network=network,
-            turns=paced_us(paced, self._ahead(stage)) if paced else 0.0,
-            path=sum(times * (chunk.forward + chunk.backward) for chunk, times in chunks),
-            alternating=self._alternating_us(stage, known),
-            tail=rest + end,
-            other=max(network + end if network else 0.0, issued + update.host_us if self._hosted else 0.0),
-        )
-
-    def _alternating_us(self, stage: int, known: Mapping[Chunk, _ChunkBound]) -> float:
-        """Turns of the last stage while backward and forward passes alternate."""
-        if stage < self.setup.parallel.pp - 1 or self._ahead(stage) is None:
-            return 0.0
-        # As many forward passes of every chunk come before, and as many backward passes after, as are in flight.
-        held = zip(self.program.chunks[stage], self.program.in_flight(stage), strict=True)
-        turns = [(known[chunk], self.program.rounds - count) for chunk, count in held if count < self.program.rounds]
-        paced = [(chunk.paced, count) for chunk, count in turns if chunk.paced is not None]
-        if paced:
-            return paced_us(paced, 0)
-        return sum(count * (chunk.passes[0] + chunk.passes[1]) for chunk, count in turns)
-
-    def _ahead(self, stage: int) -> int | None:
-        """Forward passes before passes alternate; None where the order of turns is another."""
-        schedule = self.program.schedule
-        return None if schedule.splits_backward or schedule.pairs else sum(self.program.in_flight(stage)) - 1
-
-    def _unit_reduces_us(self, chunk: Chunk, time: ChunkTime) -> tuple[float, float]:
-        """Of a unit of the backward pass, and of the last one to run."""
-        late = self.program.parameters.embedding if chunk.first and not self.program.sharding.frozen else 0.0
-        return self._unit_reduced_us(time, late, False), self._unit_reduced_us(time, late, True)
-
-    def _chunk_bound(self, stage: int, chunk: Chunk, time: ChunkTime) -> _ChunkBound:
-        count, schedule = self.program.rounds, self.program.schedule
-        gathers = {"never": 0, "once": 1, "every pass": 2 * count}[self.gathers]
-        gather = self._network_us("gather", stage, time) if gathers else 0.0
-        reduce = self._network_us("reduce", stage, time) if self.transfers_overlap else 0.0
-        network = self.units * (gathers * gather + (count if self.plan.reduces_always else 1) * reduce)
-        host = sum(block.host_us for block in time.blocks)
-        # What passes communicate is hidden at best where they run in pairs.
-        passes = tuple(block.compute_us if schedule.pairs else block.us for block in time.blocks)
-        lost = tuple(1 - speed for speed in self._speeds(chunk)) if network else (0.0, 0.0, 0.0)
-        if self.gathers != "every pass":
-            return _ChunkBound(passes[0], passes[1], passes, lost, None, reduce, network, host)
-        reduced = self._unit_reduces_us(chunk, time) if self.plan.reduces_always else (0.0, 0.0)
-        paced = PacedPasses.of(passes, lost, gather, reduced, self.units)
-        return _ChunkBound(paced.forward_us, paced.backward_us, passes, lost, paced, reduce, network, host)
-
-    def _link_us(self, one: int, other: int) -> float:
+    # ------------------------------------------------------------------ messages between stages
+    def link_us(self, one: int, other: int) -> float:
         """Activations or their gradients, from one stage to another."""
         stages = (one, other) if one < other else (other, one)
         if stages not in self._message_us:
@@ -665,37 +493,18 @@ class Assembly:
         chunk = self.chunks[role.stage][role.chunk]
         if role.what in _PASSES:
             block = self.block_of(role)
-            return block.us if role.unit < 0 else block.us / self.units
+            return block.us if role.unit < 0 else block.us / self.transfers.units
         if role.what.startswith("host"):
             what = role.what.removeprefix("host ")
-            host: BlockTime = self._optimizer(role.stage) if what == "optimizer" else getattr(chunk, what)
+            host: BlockTime = self.update_time(role.stage) if what == "optimizer" else getattr(chunk, what)
             return host.host_us
-        if role.what == "reduce":
-            return self._reduced_beside_us(role, chunk)
-        return self._network_us(role.what, role.stage, chunk)
-
-    def _reduced_beside_us(self, role: Role, chunk: ChunkTime) -> float:
-        """Gradients of one unit; those of the embedding are whole when the backward pass is over, in the last unit."""
-        frozen = self.program.sharding.frozen
-        late = self.program.parameters.embedding if role.stage == role.chunk == 0 and not frozen else 0.0
-        return self._unit_reduced_us(chunk, late, role.unit == 0)
-
-    def _unit_reduced_us(self, chunk: ChunkTime, late: float, is_last: bool) -> float:
-        """Of a unit, or of the last one to run, which has `late` parameters of its own."""
-        sharding = self.program.sharding
-        mine = sharding.trained(chunk.parameters)
-        common = (mine.common - late) / self.units + (late if is_last else 0.0)
-        part = Parameters(common, mine.experts / self.units)
-        alone = self._data_parallel_us(sharding.reduction, part, self.framework.reduce_bytes)
-        mine_alone = part.common / sharding.shards + part.experts / sharding.expert_shards
-        copy = self._shard_copy_us(mine_alone * sharding.gradients)
-        return copy + alone
+        return self.network_us(role.what, role.stage, role.chunk, role.unit)
 
     @cached_property
     def host(self) -> HostLink:
         return host_link(self.setup)
 
-    def _optimizer(self, stage: int) -> BlockTime:
+    def update_time(self, stage: int) -> BlockTime:
         """The update: by the GPU, and at the same time by the host of what is there."""
         on_gpu = self._block_time(self.program.optimizer(stage))
         return on_gpu._replace(us=max(on_gpu.us, self.waited_us("optimizer", stage)))
@@ -718,43 +527,25 @@ class Assembly:
         copied, returned = (0.0, 0.0) if sharding.offloads_weights else (sharding.gradients, sharding.low)
         return self.host.update_us(size, copied, returned, train.offload_overlap)
 
-    def _network_us(self, what: str, stage: int, chunk: ChunkTime | None = None) -> float:
-        """One node of data-parallel communication, of a chunk or of a whole stage, or the update."""
-        framework, sharding = self.framework, self.program.sharding
-        if chunk is not None and what == "gather":
-            gather = self._data_parallel_us("all_gather", chunk.parameters, framework.gather_bytes / self.units)
-            return gather + self._shard_copy_us(sharding.held(chunk.parameters) * sharding.weights / self.units)
-        if chunk is not None and what == "reduce":
-            mine = sharding.trained(chunk.parameters)
-            reduce = self._data_parallel_us(sharding.reduction, mine, framework.reduce_bytes / self.units)
-            return reduce + self._shard_copy_us(sharding.updated(chunk.parameters) * sharding.gradients / self.units)
-        if what == "reduce rest" and not self.transfers_overlap:
-            trained = sharding.trained(self.program.stage_parameters(stage))
-            once = self._data_parallel_us(sharding.reduction, trained, framework.reduce_bytes)
-            return self.program.reductions * once
+    def network_us(self, what: str, stage: int, chunk: int = -1, unit: int = -1) -> float:
+        """A node of data-parallel communication, or the update."""
+        transfers = self.transfers
         if what == "optimizer":
-            return self._optimizer(stage).us
-        if what == "publish" and sharding.zero in (1, 2):
-            trained = sharding.trained(self.program.stage_parameters(stage))
-            gather = self._data_parallel_us("all_gather", trained, framework.gather_bytes)
-            hidden = min(gather, self._hidden_us(stage))  # beside a forward pass, which it slows
-            return gather - hidden * self._speeds(self.program.chunks[stage][0])[Phase.FORWARD]
-        return 0.0
-
-    def _shard_copy_us(self, size: float) -> float:
-        """A rank's part of weights before they are gathered, or of gradients after their reduction (FSDP)."""
-        return self.host.copy_us(size) if self.program.sharding.offloads_weights else 0.0
+            return self.update_time(stage).us
+        if what in _TRANSFERS:
+            held = self.chunks[stage][chunk].parameters
+            return self.unit_us(transfers.of(what, stage, held, chunk, unit), held)
+        if what == "reduce rest":
+            return 0.0 if transfers.overlap else self.transfer_us(transfers.reduce_rest(stage))
+        if what != "publish" or self.program.sharding.zero not in (1, 2):
+            return 0.0
+        gather = self.transfer_us(transfers.publish(stage))
+        hidden = min(gather, self._hidden_us(stage))  # during a forward pass, which it slows
+        return gather - hidden * self.speeds(self.program.chunks[stage][0])[Phase.FORWARD]
 
     def _hidden_us(self, stage: int) -> float:
         """How long weights can be gathered behind the first forward pass after an update (ZeRO 1 and 2)."""
-        asked = self.setup.parallel.gather_overlap
-        if not (self.overlaps if asked is None else asked):
+        if not self.transfers.hides_publishing:
             return 0.0
         forward = sum(n * max(c.forward.us, c.forward.host_us) for _, c, n in self.distinct_chunks(stage))
         return float(read_table("step.json")["hidden_share"] * forward)
-
-
-def _arrivals(stages: Sequence[_StageBound], links: Sequence[float]) -> list[float]:
-    """When the first micro-batch can be at every stage, if all stages before it take it at once."""
-    steps = (stage.first.forward + link for stage, link in zip(stages, links, strict=False))
-    return list(accumulate(steps, initial=0.0))
