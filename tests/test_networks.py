@@ -21,7 +21,7 @@ from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.prediction import predict
 from lumos.prediction.priced_graph import GraphPrices
-from lumos.program.layout import RankLayout, group_of_ranks
+from lumos.program.layout import RankLayout
 from lumos.program.op import Op, Tensor
 from lumos.program.operators import Collective, Group
 from lumos.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
@@ -498,4 +498,4 @@ def test_listed_ranks_are_the_group_that_a_layout_makes_of_them(gpu: str, tp: in
     for size, stride in ((1 << tp, 1), (1 << cp, 1 << tp), (1 << dp, 1 << tp + cp)):
         block = size * stride
         if size > 1 and (layout.domain % block == 0 or block % layout.domain == 0):  # no domain ends inside the group
-            assert group_of_ranks(layout.places.members(0, size, stride), setup.cluster) == layout.group(size, stride)
+            assert layout.group_of(layout.places.members(0, size, stride)) == layout.group(size, stride)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lumos.dtypes import dtype_called
 from lumos.graph.rules.rendezvous import Rendezvous
-from lumos.trace.names import dtype_called
 from lumos.trace.trace import Message, Trace
 
 

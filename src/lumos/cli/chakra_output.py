@@ -42,12 +42,11 @@ from lumos.graph.rules.build import Execution
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import Prediction
 from lumos.prediction.step_tasks import StepTasks
-from lumos.program.layout import RankLayout
+from lumos.program.layout import layout_of
 from lumos.program.rank_places import RankPlaces
 from lumos.read.chakra_format import NodeType
 from lumos.read.execution_trace import Links
 from lumos.report.wording import number_text
-from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 from lumos.step.step import prices_of
 
@@ -233,8 +232,7 @@ def _write_repeated(
         if setup is None:
             dimensions = traced_network(execution, parted, world)
         else:
-            layout = RankLayout(setup, framework_named(setup.train.framework, setup.train.precision))
-            dimensions = described_network(layout, prices_of(setup).network, parted)
+            dimensions = described_network(layout_of(setup), prices_of(setup).network, parted)
         answer = _write_simulated(output, stages, dimensions)
     else:
         answer = _write_stages(output, stages)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from lumos.costs.operator_model import chip_of, rated_gpu
 from lumos.data_files import read_table
-from lumos.program.operators import BYTES, Collective, Operator
+from lumos.dtypes import BYTES
+from lumos.program.operators import Collective, Operator
 from lumos.setup.gpus import Gpu, gpu_named, is_file_name
 
 _MEASURED_AS = {"mxfp8": "fp8", "nvfp4": "fp8", "fp16": "bf16"}  # precisions that were not measured

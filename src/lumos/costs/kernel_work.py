@@ -12,8 +12,9 @@ from __future__ import annotations
 from math import gcd, log2, prod, sqrt
 from typing import NamedTuple
 
+from lumos.dtypes import BYTES
 from lumos.program.op import UNSEEN, Op, Tensor
-from lumos.program.operators import BYTES, Operator
+from lumos.program.operators import Operator
 
 _NOTHING = ("empty", "new_empty", "_local_scalar_dense", "lift_fresh", "set_", "resize_", "_record_function", "detach_")
 _FILLS = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full",

@@ -19,9 +19,10 @@ import numpy as np
 from lumos.costs.features import Chip, features, roofline_us
 from lumos.costs.trees import Trees
 from lumos.data_files import data_file, read_table
+from lumos.dtypes import BYTES
 from lumos.errors import InputError, OptionError
 from lumos.model_file import CORRUPT, Arrays, ModelFile, read_model_file, unpacked
-from lumos.program.operators import BYTES, Operator
+from lumos.program.operators import Operator
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named, gpu_names
 
 _FAMILY = {

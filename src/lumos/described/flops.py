@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lumos.described.layer import TransformerLayer
 from lumos.program.block import Block
-from lumos.program.layout import RankLayout
+from lumos.program.layout import layout_of
 from lumos.program.operators import Operator
 from lumos.program.sharding import chunks_of, recomputed_layers
 from lumos.setup.frameworks import framework_named
@@ -55,7 +55,7 @@ def hardware_flops(setup: Setup) -> float:
 def _recomputed_share(setup: Setup) -> float:
     """Of the operations of all layers, those that are done again."""
     framework = framework_named(setup.train.framework, setup.train.precision)
-    layout = RankLayout(setup, framework)
+    layout = layout_of(setup)
     done = again = 0.0
     for sparse in (False, True):
         chunks = [chunk for row in chunks_of(setup, framework.balances) for chunk in row]

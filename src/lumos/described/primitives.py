@@ -9,9 +9,10 @@ the backward pass is stated with the operator: time and memory both follow from 
 from __future__ import annotations
 
 from lumos.data_files import read_table
+from lumos.dtypes import BYTES
 from lumos.program.block import Block, BlockOp
 from lumos.program.layout import RankLayout
-from lumos.program.operators import BYTES, Collective, Group, Operator
+from lumos.program.operators import Collective, Group, Operator
 
 
 def op(

@@ -25,9 +25,10 @@ from lumos.described import primitives as ops
 from lumos.described.attention import core, latent_head_bytes, up_projections
 from lumos.described.experts import expert_width, experts_activation, moe_inside, routed_copies, shared
 from lumos.described.mlp import activation_bytes, activation_input_bytes, mlp_inside
+from lumos.dtypes import BYTES
 from lumos.program.block import Block, BlockOp, saved_bytes
 from lumos.program.layout import RankLayout
-from lumos.program.operators import BYTES, Collective
+from lumos.program.operators import Collective
 
 _KEPT_COLLECTIVES = ("reduce_scatter", "all_to_all")
 _NOT_READ_AGAIN = ("q", "qkv", "out", "down")  # results of matmuls that no backward formula reads as they are

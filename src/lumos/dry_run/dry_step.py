@@ -27,7 +27,7 @@ from lumos.memory.memory import Memory, StageMemory, reserve_of, workspaces_of
 from lumos.prediction.approximations import Approximation, approximations
 from lumos.prediction.operator_times import OperatorTime
 from lumos.prediction.power import Energy
-from lumos.program.layout import group_of_ranks
+from lumos.program.layout import RankLayout, layout_of
 from lumos.program.op import Op
 from lumos.program.operators import Collective, Operator
 from lumos.setup.setup import Setup
@@ -55,6 +55,10 @@ class DryStep:
     prices: Prices
 
     @cached_property
+    def layout(self) -> RankLayout:
+        return layout_of(self.setup)
+
+    @cached_property
     def aten_prices(self) -> AtenPrices:
         return AtenPrices(self.prices)
 
@@ -79,7 +83,7 @@ class DryStep:
     def collective(self, op: Op) -> Collective:
         """What determines the cost of a recorded collective."""
         moved = max(sum(t.bytes for t in op.inputs), sum(t.bytes for t in op.outputs), 8.0)
-        return Collective(_COLLECTIVES.get(op.name, op.name), moved, group_of_ranks(op.ranks, self.setup.cluster))
+        return Collective(_COLLECTIVES.get(op.name, op.name), moved, self.layout.group_of(op.ranks))
 
     # ------------------------------------------------------------------ time
     @cached_property

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from lumos.dry_run.gpu_functions import trace_only_compiled_code
+from lumos.dtypes import TORCH_NAMES
 from lumos.errors import OptionError
 
 _FIRST = {  # what decides between several classes of one architecture
@@ -28,7 +29,7 @@ def builder(
     task, kind = _class_for(made)
 
     def build() -> tuple[torch.nn.Module, Callable[[], torch.Tensor], int]:
-        torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+        torch_dtype = getattr(torch, TORCH_NAMES[dtype if dtype in ("bf16", "fp16") else "fp32"])
         model = _made(kind, made, torch_dtype)
         model.train()
         if recompute:

@@ -38,8 +38,8 @@ from lumos.dry_run.recurrent_layers import recurrent_as_on_gpu
 from lumos.dry_run.tensor_float import matmuls_use_tf32
 from lumos.dry_run.triton_launches import triton_launches, write_down
 from lumos.dry_run.value_operators import ValueOperators
+from lumos.dtypes import DTYPES
 from lumos.program.op import UNSEEN, Op, Tensor
-from lumos.trace.names import DTYPES
 
 _DTYPES = {getattr(torch, dtype.torch): dtype.name for dtype in DTYPES if dtype.name != "fp8"}
 _MOST_SECONDS, _MOST_OPS = 300.0, 200_000  # of this process; a scan over tokens in Python runs more

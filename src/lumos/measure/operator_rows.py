@@ -16,13 +16,13 @@ from typing import Any
 import orjson
 
 from lumos.data_files import read_table
+from lumos.dtypes import MEASURED
 from lumos.errors import InputError
 from lumos.files import read_file
 from lumos.program.operators import KINDS, Operator
 from lumos.setup.messages import did_you_mean, one_of, shown
 
 _LAYOUTS = ("TN", "NN", "NT")
-_DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp8")
 _EXAMPLE = '{"op": "gemm", "m": 4096, "n": 4096, "k": 4096}'
 _MOST_BYTES = 1 << 28  # of a file of rows
 _LARGEST = 1 << 40  # of a size
@@ -100,8 +100,8 @@ def _mistakes(row: Any) -> Iterator[str]:
         yield f"{shown(row)} is not a row; give an object such as {_EXAMPLE}"
         return
     name, dtype, layout = row.get("op"), row.get("dtype", "bf16"), row.get("layout", "TN")
-    if dtype not in _DTYPES:
-        yield f"dtype = {shown(dtype)} is not known: use {one_of(_DTYPES)}"
+    if dtype not in MEASURED:
+        yield f"dtype = {shown(dtype)} is not known: use {one_of(MEASURED)}"
     if name == "gemm" and layout not in _LAYOUTS:
         yield f"layout = {shown(layout)} is not known: use {one_of(_LAYOUTS)}"
     if not isinstance(name, str) or name not in SIZES:

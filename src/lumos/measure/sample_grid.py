@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from lumos.data_files import read_table
+from lumos.dtypes import BYTES
 
 Row = dict[str, Any]
 """An operator: {"op": "gemm", "m": 4096, "n": 4096, "k": 1024, "layout": "TN", "dtype": "bf16"}."""
@@ -19,7 +20,6 @@ Grid = dict[str, Any]
 
 _EARLY = 0.6  # of the order, in which all operators but the one with most rows are done: they gain more by each row
 _LAYOUTS = ("TN", "NN", "NT")
-_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8": 1}
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 HOST = ("forward", "backward", "optimizer")
 PROFILER = (
@@ -150,7 +150,7 @@ def _distinct(grid: Grid, kind: str, dtype: str, wanted: int, draw: random.Rando
 def _affordable(grid: Grid, row: Row) -> bool:
     """Whether one call fits into the memory and into a few milliseconds of a GPU."""
     operator, dtype = str(row["op"]), str(row["dtype"])
-    size, most_flops, most_bytes = _ELEMENT_BYTES[dtype], grid["most_flops"], grid["most_bytes"]
+    size, most_flops, most_bytes = BYTES[dtype], grid["most_flops"], grid["most_bytes"]
     n = {key: value for key, value in row.items() if isinstance(value, int)}
     if operator == "gemm":
         if dtype == "fp8" and any(n[key] % 16 for key in "mnk"):

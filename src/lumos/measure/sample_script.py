@@ -23,8 +23,9 @@ from lumos.measure.sample import SamplePlan, device_of, follow, run_sampling
 from lumos.measure.sample_summary import summary_of, text_of
 
 MODULES = (
-    "__init__", "errors", "files", "data_files", "safe_path", "measure/__init__", "measure/machine", "measure/ranks",
-    "measure/sample", "measure/sample_file", "measure/sample_grid", "measure/sample_script", "measure/sample_summary",
+    "__init__", "errors", "files", "data_files", "dtypes", "safe_path", "measure/__init__", "measure/machine",
+    "measure/ranks", "measure/sample", "measure/sample_file", "measure/sample_grid", "measure/sample_script",
+    "measure/sample_summary",
     "measure/time_collectives", "measure/time_operators", "measure/time_power", "measure/time_profiler",
     "measure/time_sections", "measure/time_steps",
 )  # fmt: skip

@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lumos.dtypes import MEASURED, TORCH_NAMES
 from lumos.measure.machine import about_machine
 
 Row = dict[str, Any]
 Call = Callable[[], Any]
 
-DTYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
-}  # fmt: skip
+DTYPES = {name: getattr(torch, TORCH_NAMES[name]) for name in MEASURED}
 _FLUSH_BYTES = 256 << 20  # several times the second-level cache of any GPU
 _LEAD_CYCLES = 400_000  # about 0.2 ms
 _LONG_LEAD_CYCLES = 2_400_000  # the host takes about a millisecond to issue a backward pass of many operators

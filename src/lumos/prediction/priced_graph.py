@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from lumos.analysis.run import TracedRun
 from lumos.costs.prices import Prices
 from lumos.data_files import read_table
+from lumos.dtypes import BYTES
 from lumos.errors import InputError, OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.carried_over import carried_over, transfer_note, transfer_part
@@ -26,8 +27,8 @@ from lumos.prediction.interval import dry_spread
 from lumos.prediction.operator_times import SOURCES, OperatorTime, Work, source_of
 from lumos.prediction.power import limit_note
 from lumos.prediction.prediction import Prediction
-from lumos.program.layout import group_of_ranks
-from lumos.program.operators import BYTES, Collective, Operator
+from lumos.program.layout import RankLayout, layout_of
+from lumos.program.operators import Collective, Operator
 from lumos.read.chakra_feeder import foreign_execution
 from lumos.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
 from lumos.read.chakra_groups import ProcessGroups, group_of
@@ -64,6 +65,10 @@ class GraphPrices:
     setup: Setup
     prices: Prices
     _known: dict[Any, _Priced] = field(default_factory=dict)
+
+    @cached_property
+    def layout(self) -> RankLayout:
+        return layout_of(self.setup)
 
     @cached_property
     def groups(self) -> ProcessGroups:
@@ -120,12 +125,12 @@ class GraphPrices:
             )
         kind = _ALIKE.get(name, name)
         whole = size * len(ranks) if kind == "all_gather" else size
-        return Collective(kind, max(whole, 8.0), group_of_ranks(ranks, self.setup.cluster))
+        return Collective(kind, max(whole, 8.0), self.layout.group_of(ranks))
 
     def _message(self, file: ChakraFile, node: Node, size: float) -> Collective:
         other = node.values.get("comm_dst" if node.type == NodeType.COMM_SEND else "comm_src", file.rank)
         ranks = (file.rank, other if isinstance(other, int) and 0 <= other < 1 << 20 else file.rank)
-        return Collective("p2p", max(size, 8.0), group_of_ranks(ranks, self.setup.cluster))
+        return Collective("p2p", max(size, 8.0), self.layout.group_of(ranks))
 
     @cached_property
     def operators(self) -> list[OperatorTime]:

@@ -11,41 +11,13 @@ from math import ceil, gcd
 from lumos.program.operators import Group
 from lumos.program.rank_places import RankPlaces
 from lumos.schedules import Schedule, schedule_named
-from lumos.setup.frameworks import Framework
-from lumos.setup.sections import Cluster
+from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.setup import Setup
 
 
-def domain_of(cluster: Cluster) -> int:
-    """Ranks that reach each other without the network between nodes: by NVLink, or over PCIe alone."""
-    gpu = cluster.accelerator
-    joined = gpu.nvlink_domain if gpu.nvlink_domain > 1 else gpu.gpus_per_node
-    return max(1, joined)
-
-
-def units_of(cluster: Cluster) -> tuple[int, ...]:
-    """Ranks in one unit of every tier above the domain, except the last tier, which joins all: a node, a leaf.
-
-    The tiers are those of `lumos.costs.network`. With rails, a leaf switch has one adapter of each node, so that
-    traffic that leaves a node stays below the spine among as many nodes as a leaf has adapters.
-    """
-    gpu = cluster.accelerator
-    node = (gpu.gpus_per_node,) if 1 < gpu.nvlink_domain < gpu.gpus_per_node else ()
-    below = cluster.leaf_gpus * (gpu.gpus_per_node if cluster.rail_aligned else 1)
-    return (*node, below) if below else node
-
-
-def group_of_ranks(ranks: Sequence[int], cluster: Cluster) -> Group:
-    """The group of these ranks; of each tier, the unit with the fewest of them counts.
-
-    >>> from lumos.setup.sections import Cluster
-    >>> group_of_ranks(range(4, 12), Cluster(gpu="h100", gpus=16)).inside
-    4
-    """
-    inside, *above = (min(Counter(rank // unit for rank in ranks).values()) for unit in (
-        domain_of(cluster), *units_of(cluster)))  # fmt: skip
-    steps = {after - before for before, after in pairwise(ranks)}
-    return Group(len(ranks), inside, tuple(above), max(1, steps.pop()) if len(steps) == 1 else 1)
+def layout_of(setup: Setup) -> RankLayout:
+    """The layout of a setup, by the rules of its framework."""
+    return RankLayout(setup, framework_named(setup.train.framework, setup.train.precision))
 
 
 class RankLayout:
@@ -63,13 +35,21 @@ class RankLayout:
 
     @cached_property
     def domain(self) -> int:
-        """Ranks of the job that reach each other without the network between nodes."""
-        return min(domain_of(self.setup.cluster), self.setup.cluster.gpus)
+        """Ranks of the job that reach each other without the network between nodes: by NVLink, or over PCIe alone."""
+        gpu = self.setup.cluster.accelerator
+        return max(1, min(gpu.nvlink_domain if gpu.nvlink_domain > 1 else gpu.gpus_per_node, self.setup.cluster.gpus))
 
     @cached_property
     def units(self) -> tuple[int, ...]:
-        """Ranks in one unit of every tier above the domain, but for the last, which joins all: a node, a leaf."""
-        return units_of(self.setup.cluster)
+        """Ranks in one unit of every tier above the domain, except the last tier, which joins all: a node, a leaf.
+
+        The tiers are those of `lumos.costs.network`. With rails, a leaf switch has one NIC of each node, so that
+        traffic that leaves a node stays below the spine among as many nodes as a leaf has NICs.
+        """
+        cluster, gpu = self.setup.cluster, self.setup.cluster.accelerator
+        node = (gpu.gpus_per_node,) if 1 < gpu.nvlink_domain < gpu.gpus_per_node else ()
+        below = cluster.leaf_gpus * (gpu.gpus_per_node if cluster.rail_aligned else 1)
+        return (*node, below) if below else node
 
     def group(self, size: int, stride: int) -> Group:
         """Ranks of one pipeline stage, `stride` apart among them, and how many of them share each tier.
@@ -84,6 +64,13 @@ class RankLayout:
             held = self._in_one(here, stride, unit)
             counts.append(held * copies if copies > 1 and self._share(0, self.parallel.pp - 1, unit) else held)
         return Group(size, counts[0], tuple(counts[1:]), stride)
+
+    def group_of(self, ranks: Sequence[int]) -> Group:
+        """The group of ranks that a recording or a foreign graph lists; of each tier, the unit with fewest counts."""
+        inside, *above = (min(Counter(rank // unit for rank in ranks).values()) for unit in (
+            self.domain, *self.units))  # fmt: skip
+        steps = {after - before for before, after in pairwise(ranks)}
+        return Group(len(ranks), inside, tuple(above), max(1, steps.pop()) if len(steps) == 1 else 1)
 
     def _in_one(self, size: int, stride: int, unit: int) -> int:
         """How many of `size` ranks of a stage, `stride` apart among them, are in one unit of so many neighbours.

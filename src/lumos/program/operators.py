@@ -26,7 +26,7 @@ from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
-BYTES = {"fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
+from lumos.dtypes import BYTES
 
 
 class Operator(NamedTuple):

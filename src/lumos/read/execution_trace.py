@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from lumos.dtypes import dtype_called
 from lumos.errors import InputError
 from lumos.graph.rules.nodes import Nodes
 from lumos.read.formats import decode_file
-from lumos.trace.names import Category, collective_name, dtype_called
+from lumos.trace.names import Category, collective_name
 from lumos.trace.peers import PeerCall, peers_are_indices, with_job_ranks
 from lumos.trace.trace import Message, Trace
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lumos.data_files import data_file, read_table
+from lumos.dtypes import dtype_called
 from lumos.errors import OptionError
 from lumos.files import write_files
 from lumos.program.op import Tensor
-from lumos.trace.names import dtype_called
 from lumos.traced.traced_operators import TracedOperator, TracedOperators
 
 MOST = 10  # scripts

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
-from lumos.program.layout import RankLayout
+from lumos.program.layout import layout_of
 from lumos.program.op import Op, Tensor
-from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
 
 Shape = tuple[int, ...]
@@ -273,17 +272,13 @@ class Sizes:
 
 def _shards(setup: Setup) -> int:
     """Into how many parts the weights are divided."""
-    return _layout(setup).shards if setup.parallel.zero >= 3 else 1
-
-
-def _layout(setup: Setup) -> RankLayout:
-    return RankLayout(setup, framework_named(setup.train.framework, setup.train.precision))
+    return layout_of(setup).shards if setup.parallel.zero >= 3 else 1
 
 
 def _values(setup: Setup) -> Values:
     """Every size that a dimension may have, by name; 0 where a model has none. Of equal ones, the first counts."""
     model, tp = setup.model, setup.parallel.tp
-    layout = _layout(setup)
+    layout = layout_of(setup)
     batch, seq = layout.sequences, layout.seq
     dim, heads, kv = model.head_dim, model.heads, model.kv_heads
     rows = batch * seq

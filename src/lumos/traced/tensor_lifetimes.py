@@ -28,8 +28,8 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
+from lumos.dtypes import dtype_of_code
 from lumos.program.op import Tensor
-from lumos.trace.names import dtype_of_code
 from lumos.traced.traced_ops import OpType, RankOps, TracedOp
 
 Shape = tuple[int, ...]

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lumos.data_files import read_table
+from lumos.dtypes import DTYPES, DType, dtype_called
 from lumos.program.op import Tensor
 from lumos.read.formats import Form, form_of, head_of
 from lumos.read.json_slices import Slices
 from lumos.read.kineto import rank_list
-from lumos.trace.names import CATEGORIES, DTYPES, Category, DType, collective_name, dtype_called
+from lumos.trace.names import CATEGORIES, Category, collective_name
 
 Shape = tuple[int, ...]
 MODULE = "nn.Module: "  # how the profiler names the call of a module

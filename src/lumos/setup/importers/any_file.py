@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from lumos.dtypes import dtype_called
 from lumos.errors import InputError
 from lumos.setup.importers import megatron
 from lumos.setup.importers.foreign_file import Findings, Reading, beginning_of, flat, text_of
@@ -29,7 +30,6 @@ _FORMATS = (
     "a setup is a .toml, a Hugging Face config.json, a Megatron script, log or file of arguments, a torchtitan TOML or "
     "command, or a file of nanotron, NeMo, GPT-NeoX, DeepSpeed, axolotl or LLaMA-Factory; this is none of them"
 )
-_SIZES_OF_TYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes
 _SCRIPTS = (".sh", ".args", ".bash", ".slurm", ".sbatch")
 _UNKNOWN_FOLDER = re.compile(r"\$\{?\w{1,100}\}?/")
 _PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w|def \w+\(|class \w+[(:])", re.MULTILINE)
@@ -160,10 +160,10 @@ def _stored(config: Any, folder: Path) -> int:
     metadata = (_beside(folder, "model.safetensors.index.json") or {}).get("metadata")
     if not isinstance(config, dict) or not isinstance(metadata, dict):
         return 0
-    size = _SIZES_OF_TYPES.get(str(config.get("torch_dtype") or config.get("dtype")), 0)
+    dtype = dtype_called(config.get("torch_dtype") or config.get("dtype"))
     if as_count(metadata.get("total_parameters")):
         return as_count(metadata["total_parameters"])
-    return as_count(metadata.get("total_size")) // size if size and "quantization_config" not in config else 0
+    return as_count(metadata.get("total_size")) // dtype.size if dtype and "quantization_config" not in config else 0
 
 
 def _is_config(content: Mapping[str, Any]) -> bool:

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from lumos.analysis.replay import Replay
+from lumos.dtypes import dtype_called
 from lumos.graph.rules.cpu_device import is_cpu_run
 from lumos.setup.gpus import gpu_called
-from lumos.trace.names import dtype_called
 from lumos.trace.trace import Header
 from lumos.traced.infer import Findings, Inferred, agreed
 from lumos.traced.infer.attentions import find_attentions
