@@ -20,9 +20,9 @@ from lumos.analysis.kernel_labels import label
 from lumos.analysis.replay import Replay
 from lumos.analysis.slowdown import slowdown
 from lumos.analysis.slowdown_causes import job_of_run
+from lumos.chakra.run_writer import write_chakra
 from lumos.errors import LumosError
 from lumos.export.anonymise import anonymise
-from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto
 from lumos.graph.rules.build import Execution
 from lumos.prediction.prediction import predict

@@ -25,19 +25,19 @@ import yaml
 
 from chakra_runs import ChakraRun, Transfer
 from lumos import predict, read_setup
+from lumos.chakra.astra_costs import as_ring, links_apart, transfer_ns
+from lumos.chakra.astra_files import Dimension
+from lumos.chakra.astra_log import AstraSimLog, read_astra_sim_log
+from lumos.chakra.communication import Transfer as ChakraTransfer
+from lumos.chakra.communication import plan_communication
+from lumos.chakra.file_format import COLLECTIVES, NodeType
+from lumos.chakra.run_writer import write_chakra
 from lumos.errors import LumosError
-from lumos.export.astra_files import Dimension
-from lumos.export.astra_prices import as_ring, links_apart, transfer_ns
-from lumos.export.chakra_communication import Transfer as ChakraTransfer
-from lumos.export.chakra_communication import plan_communication
-from lumos.export.chakra_writer import write_chakra
 from lumos.graph.graph import Edges, Floats, Graph, Rule
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.build import build as build_graph
 from lumos.graph.simulate import simulate
 from lumos.program.operators import Collective, Group
-from lumos.read.astra_sim_log import AstraSimLog, read_astra_sim_log
-from lumos.read.chakra_format import COLLECTIVES, NodeType
 from lumos.read.execution_trace import link as link_traces
 from lumos.read.execution_trace import read_execution_trace
 from lumos.read.job import read_job

@@ -14,7 +14,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
-from lumos.read.chakra_format import COLLECTIVES, Node, NodeType, read_chakra_file
+from lumos.chakra.file_format import COLLECTIVES, Node, NodeType, read_chakra_file
 
 KINDS = {number: name for name, number in COLLECTIVES.items()}
 Place = tuple[int, int]  # rank and node id

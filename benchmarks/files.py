@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from lumos.analysis.replay import Replay, replay
+from lumos.chakra.file_format import read_chakra_file
+from lumos.chakra.foreign_graph import foreign_execution
+from lumos.chakra.run_writer import write_chakra
 from lumos.errors import LumosError
-from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto
 from lumos.graph.rules.build import Execution, build
 from lumos.graph.scaling import Scale
 from lumos.prediction.prediction import predict
-from lumos.read.chakra_feeder import foreign_execution
-from lumos.read.chakra_format import read_chakra_file
 from lumos.read.execution_trace import link, read_execution_trace
 from lumos.read.formats import Form, form_of, head_of
 from lumos.read.job import read_job

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lumos import predict, read_setup
+from lumos.chakra.file_format import NodeType, add_value, schema, write_delimited
 from lumos.costs.in_step import in_step_factors
 from lumos.costs.network import Fabric, Network, Tier, habits, network_of
 from lumos.program.operators import Collective, Group
-from lumos.read.chakra_format import NodeType, add_value, schema, write_delimited
 from lumos.setup import Setup, gpu_named, preset_named
 from lumos.setup.constraints import checked_setup
 

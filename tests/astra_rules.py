@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lumos.read.chakra_format import Node, NodeType, read_chakra_file
+from lumos.chakra.file_format import Node, NodeType, read_chakra_file
 
 KNOWN_COLLECTIVES = {0, 2, 5, 6, 7}  # all-reduce, all-gather, broadcast, all-to-all, reduce-scatter
 BROADCAST = 5  # replayed at its own length, without waiting for others

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from lumos.chakra.file_format import NodeType, add_value, schema, write_delimited
 from lumos.graph.graph import Rule
 from lumos.graph.rules.build import Execution
-from lumos.read.chakra_format import NodeType, add_value, schema, write_delimited
 from lumos.trace.names import Category
 
 _PAUSE = 1_000_000  # ns without operators, after which a thread is taken to have waited for another

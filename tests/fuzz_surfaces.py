@@ -440,7 +440,7 @@ def profiler_costs(chance: Random, folder: Path) -> None:
 
 def chakra_fields(chance: Random, folder: Path) -> None:
     """Chakra files whose messages are well-formed, and in which single fields are others."""
-    from lumos.read.chakra_format import _delimited, schema, write_delimited
+    from lumos.chakra.file_format import _delimited, schema, write_delimited
 
     shutil.copytree(made_once("chakra", chakra_files), folder, dirs_exist_ok=True)
     path = chance.choice(sorted(folder.glob("*.et")))

@@ -23,10 +23,10 @@ from lumos.analysis.kernel_labels import label
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.slowdown import slowdown
 from lumos.analysis.slowdown_causes import job_of_run
+from lumos.chakra.run_writer import write_chakra
 from lumos.errors import LumosError
 from lumos.export import public_names
 from lumos.export.anonymise import anonymise
-from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto
 from lumos.export.public_names import NameMap, roles_of, vocabulary
 from lumos.graph.rules.build import Execution, build

@@ -16,19 +16,19 @@ import pytest
 import yaml
 
 from commands import lumos_here
+from lumos.chakra.astra_costs import ToldSizes, as_ring, links_apart, too_long, too_many_groups, transfer_ns
+from lumos.chakra.astra_estimate import estimate_stages
+from lumos.chakra.astra_files import Dimension, write_astra_files
+from lumos.chakra.astra_log import looks_like_astra_sim, read_astra_sim_log
+from lumos.chakra.communication import Transfer
+from lumos.chakra.file_format import COLLECTIVES, NodeType
+from lumos.chakra.folded_ranks import Task
+from lumos.chakra.rank_files import Stages
 from lumos.cli.chakra_output import described_stages, estimate_described
 from lumos.errors import InputError
-from lumos.export.astra_estimate import estimate_stages
-from lumos.export.astra_files import Dimension, write_astra_files
-from lumos.export.astra_prices import ToldSizes, as_ring, links_apart, too_long, too_many_groups, transfer_ns
-from lumos.export.chakra_communication import Transfer
-from lumos.export.folded_ranks import Task
-from lumos.export.rank_files import Stages
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
 from lumos.program.rank_places import RankPlaces
-from lumos.read.astra_sim_log import looks_like_astra_sim, read_astra_sim_log
-from lumos.read.chakra_format import COLLECTIVES, NodeType
 from lumos.setup.setup_files import read_setup
 
 ROOT = Path(__file__).resolve().parents[1]

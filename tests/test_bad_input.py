@@ -24,14 +24,14 @@ import pytest
 
 import lumos as lumos_package
 from commands import lumos_here as lumos
+from lumos.chakra.astra_log import _NODE
+from lumos.chakra.recordings import _ANNOUNCED
 from lumos.cli.terminal import busy, progress_bar
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.files import write_files
 from lumos.read import host_memory as memory
 from lumos.read import json_slices, kineto
-from lumos.read.astra_sim_log import _NODE
-from lumos.read.chakra_pytorch import _ANNOUNCED
 from lumos.read.job import read_job
 from lumos.read.kineto import read_kineto
 from lumos.setup.importers.megatron import arguments_in_log

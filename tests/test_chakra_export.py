@@ -18,18 +18,17 @@ import astra_rules
 from commands import lumos_here
 from lumos import predict, read_job, read_setup
 from lumos.analysis.replay import replay
+from lumos.chakra import file_format, rank_files
+from lumos.chakra.astra_files import Dimension, needs_parting, parted_network
+from lumos.chakra.file_format import NodeType, read_chakra_file
+from lumos.chakra.rank_files import Stages, write_stages
+from lumos.chakra.run_writer import write_chakra
+from lumos.chakra.step_tasks import StepTasks
 from lumos.errors import OptionError
-from lumos.export import rank_files
-from lumos.export.astra_files import Dimension, needs_parting, parted_network
-from lumos.export.chakra_writer import write_chakra
-from lumos.export.rank_files import Stages, write_stages
 from lumos.graph.rules.build import Execution, build
 from lumos.graph.simulate import simulate
 from lumos.prediction.described_run import DescribedRun
-from lumos.prediction.step_tasks import StepTasks
 from lumos.program.rank_places import RankPlaces
-from lumos.read import chakra_format
-from lumos.read.chakra_format import NodeType, read_chakra_file
 from lumos.setup.setup_files import read_plain
 from support import header, training_run, write_trace
 
@@ -102,15 +101,15 @@ def write_workload(folder: Path, groups: dict[str, list[int]], *ranks: list[dict
     (folder / "bad.groups.json").write_text(json.dumps(groups))
     for rank, nodes in enumerate(ranks):
         with (folder / f"bad.{rank}.et").open("wb") as file:
-            chakra_format.write_delimited(file, chakra_format.schema().metadata(version="0.0.4"))
+            file_format.write_delimited(file, file_format.schema().metadata(version="0.0.4"))
             for node in nodes:
-                message = chakra_format.schema().node(
+                message = file_format.schema().node(
                     id=node["id"], type=node["type"], data_deps=node["data_deps"], duration_micros=5, name="x"
                 )
                 for name, value in ({"is_cpu_op": False} | node["told"]).items():
                     kind = {bool: "bool_val", int: "int64_val", str: "string_val"}[type(value)]
-                    chakra_format.add_value(message.attr, name, kind, value)
-                chakra_format.write_delimited(file, message)
+                    file_format.add_value(message.attr, name, kind, value)
+                file_format.write_delimited(file, message)
 
 
 BOTH = {"1": [0, 1], "2": [0, 1]}

@@ -18,14 +18,15 @@ from chakra_converter import convert_recording
 from commands import lumos_here
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.stragglers import Straggler
+from lumos.chakra.file_format import ChakraFile, Node, NodeType, schema, write_delimited
+from lumos.chakra.foreign_prediction import GraphPrediction, needs_prices, predict_graph
+from lumos.chakra.run_reader import read_chakra_files
 from lumos.costs.operator_model import cost_model
 from lumos.errors import InputError, OptionError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.prediction import predict
-from lumos.prediction.priced_graph import GraphPrediction, needs_prices, predict_graph
 from lumos.program.operators import Collective, Operator
-from lumos.read.chakra_format import ChakraFile, Node, NodeType, schema, write_delimited
-from lumos.read.job import read_chakra_files, read_job
+from lumos.read.job import read_job
 from lumos.schedules import Phase
 from lumos.setup.setup_files import read_plain
 from lumos.trace.steps import keep_step

@@ -21,9 +21,12 @@ from typer.testing import CliRunner
 from foreign_traces import et_nodes, write_et, write_nsys
 from graphs import graphs, scaled
 from lumos.analysis.replay import replay
+from lumos.chakra import file_format
+from lumos.chakra.file_format import NodeType, add_value, read_chakra_file, schema
+from lumos.chakra.run_reader import read_chakra
+from lumos.chakra.run_writer import write_chakra
 from lumos.cli.main import app
 from lumos.errors import InputError, LumosError
-from lumos.export.chakra_writer import write_chakra
 from lumos.export.chrome_traces import write_kineto, write_timeline
 from lumos.graph.graph import Graph
 from lumos.graph.rules.build import Execution, build
@@ -31,9 +34,7 @@ from lumos.graph.rules.nodes import Nodes
 from lumos.graph.scaling import Scale
 from lumos.graph.simulate import simulate
 from lumos.prediction.prediction import predict
-from lumos.read import chakra_format, host_memory
-from lumos.read.chakra import read_chakra
-from lumos.read.chakra_format import NodeType, add_value, read_chakra_file, schema
+from lumos.read import host_memory
 from lumos.read.execution_trace import link, read_execution_trace
 from lumos.read.formats import Form, form_of, head_of
 from lumos.read.job import read_job
@@ -874,7 +875,7 @@ def test_real_jobs_come_back_from_chakra(shared_data: Path, tmp_path: Path, name
     assert sent == sum(len(found.rows) for found in run.execution.rendezvous)
 
 
-def as_seen(node: chakra_format.Node) -> Seen:
+def as_seen(node: file_format.Node) -> Seen:
     """The same of a node that our own reader read, which is faster."""
     plain = {name: (0, value) for name, value in node.values.items()}
     return Seen(

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from commands import lumos_here
 from lumos import read_setup
+from lumos.chakra.file_format import COLLECTIVES, ChakraFile, Node, NodeType
+from lumos.chakra.foreign_prediction import GraphPrices
 from lumos.costs.in_step import in_step_factors
 from lumos.costs.network import Fabric, Network, Tier, network_of
 from lumos.data_files import read_table
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.prediction import predict
-from lumos.prediction.priced_graph import GraphPrices
 from lumos.program.layout import RankLayout
 from lumos.program.op import Op, Tensor
 from lumos.program.operators import Collective, Group
-from lumos.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
 from lumos.setup.constraints import checked_setup, warnings_in
 from lumos.setup.frameworks import framework_named

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from chakra_converter import convert_recording
-from lumos.export.chakra_communication import plan_communication
+from lumos.chakra.communication import plan_communication
 from lumos.graph.rules.build import Execution, build
 from lumos.graph.rules.rendezvous import POINT_TO_POINT
 from lumos.read.execution_trace import Links, Operator

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lumos.chakra.step_tasks import StepTasks
 from lumos.costs.in_step import in_step_factors
 from lumos.costs.network import network_of
 from lumos.costs.prices import Prices, Row
@@ -19,7 +20,6 @@ from lumos.described.experts import reached
 from lumos.memory.memory import memory_of
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
-from lumos.prediction.step_tasks import StepTasks
 from lumos.program.block import BlockOp
 from lumos.program.operators import Collective, Group, Operator
 from lumos.risk.lanes import lanes_of

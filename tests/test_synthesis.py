@@ -16,9 +16,9 @@ from msgspec.structs import replace as replace_struct
 import astra_rules
 from commands import lumos_here
 from lumos.analysis.replay import replay
+from lumos.chakra.file_format import NodeType
+from lumos.chakra.run_writer import write_chakra
 from lumos.errors import InputError, OptionError
-from lumos.export.chakra_writer import write_chakra
-from lumos.read.chakra_format import NodeType
 from lumos.read.job import read_job
 from lumos.synthesis import lanes
 from lumos.synthesis.distance import _apart, kernel_tasks

@@ -12,20 +12,9 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from lumos.analysis.astra_comparison import AstraEstimate
 from lumos.analysis.run import TracedRun
-from lumos.cli.terminal import busy, progress_bar
-from lumos.errors import OptionError
-from lumos.export.astra_estimate import estimate_ranks, estimate_stages
-from lumos.export.astra_files import (
-    Dimension,
-    described_network,
-    needs_parting,
-    shows_bandwidth,
-    traced_network,
-    write_astra_files,
-)
-from lumos.export.astra_prices import (
+from lumos.chakra.astra_comparison import AstraEstimate
+from lumos.chakra.astra_costs import (
     at_astra_prices,
     largest_tensor,
     tell_of_rings,
@@ -33,18 +22,29 @@ from lumos.export.astra_prices import (
     too_long,
     too_many_groups,
 )
-from lumos.export.chakra_communication import Communication, plan_communication
-from lumos.export.chakra_writer import Written, file_of_rank, write_chakra, write_folded
-from lumos.export.folded_ranks import Task, folded
-from lumos.export.rank_files import Stages, write_stages
-from lumos.export.repeated_rank import repeated_rank
+from lumos.chakra.astra_estimate import estimate_ranks, estimate_stages
+from lumos.chakra.astra_files import (
+    Dimension,
+    described_network,
+    needs_parting,
+    shows_bandwidth,
+    traced_network,
+    write_astra_files,
+)
+from lumos.chakra.communication import Communication, plan_communication
+from lumos.chakra.file_format import NodeType
+from lumos.chakra.folded_ranks import Task, folded
+from lumos.chakra.rank_files import Stages, write_stages
+from lumos.chakra.repeated_rank import repeated_rank
+from lumos.chakra.run_writer import Written, file_of_rank, write_chakra, write_folded
+from lumos.chakra.step_tasks import StepTasks
+from lumos.cli.terminal import busy, progress_bar
+from lumos.errors import OptionError
 from lumos.graph.rules.build import Execution
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import Prediction
-from lumos.prediction.step_tasks import StepTasks
 from lumos.program.layout import layout_of
 from lumos.program.rank_places import RankPlaces
-from lumos.read.chakra_format import NodeType
 from lumos.read.execution_trace import Links
 from lumos.report.wording import number_text
 from lumos.setup.setup import Setup

@@ -9,29 +9,29 @@ from typing import Annotated
 
 import typer
 
-from lumos.analysis.astra_comparison import AstraComparison, AstraEstimate, OurRank
 from lumos.analysis.comparison import Comparison
+from lumos.chakra.astra_comparison import AstraComparison, AstraEstimate, OurRank
+from lumos.chakra.astra_estimate import estimate_ranks
+from lumos.chakra.astra_files import read_network
+from lumos.chakra.astra_log import AstraSimLog, looks_like_astra_sim, read_astra_sim_log
+from lumos.chakra.astra_report import astra_page, show_astra_comparison
+from lumos.chakra.communication import plan_communication
+from lumos.chakra.folded_ranks import Task, folded
+from lumos.chakra.repeated_rank import repeated_rank
 from lumos.cli.chakra_output import described_stages, estimate_described, estimate_repeated, estimate_traced
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import deliver
 from lumos.errors import InputError, OptionError
-from lumos.export.astra_estimate import estimate_ranks
-from lumos.export.astra_files import read_network
-from lumos.export.chakra_communication import plan_communication
-from lumos.export.folded_ranks import Task, folded
-from lumos.export.repeated_rank import repeated_rank
 from lumos.files import check_output, write_csv
 from lumos.graph.rules.build import Execution
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
-from lumos.read.astra_sim_log import AstraSimLog, looks_like_astra_sim, read_astra_sim_log
 from lumos.read.formats import Form, head_of
 from lumos.read.formats import form_of as form_of_file
-from lumos.report.html.astra_page import astra_page
 from lumos.report.html.comparison_page import comparison_page
 from lumos.report.html.page import write_page
-from lumos.report.terminal.show import show_astra_comparison, show_comparison
+from lumos.report.terminal.show import show_comparison
 from lumos.setup.setup_files import read_setup
 
 

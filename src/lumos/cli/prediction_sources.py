@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lumos.analysis.replay import Replay
+from lumos.chakra.file_format import ChakraFile
+from lumos.chakra.foreign_prediction import needs_prices, predict_graph
+from lumos.chakra.run_reader import read_chakra_files
 from lumos.cli.options import TraceOptions
 from lumos.cli.terminal import busy, progress_bar
 from lumos.errors import InputError
 from lumos.prediction.bill import Tariff
 from lumos.prediction.gpu_comparison import Machine, plain_on
 from lumos.prediction.prediction import Prediction, predict
-from lumos.prediction.priced_graph import needs_prices, predict_graph
-from lumos.read.chakra_format import ChakraFile
 from lumos.read.formats import Form, form_of, head_of
-from lumos.read.job import find_files, read_chakra_files
+from lumos.read.job import find_files
 from lumos.setup.setup_files import PlainSetup, SetupReading, read_plain
 from lumos.traced.infer import Inferred
 from lumos.traced.infer.completion import changed, complete

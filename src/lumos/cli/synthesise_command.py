@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from lumos.chakra.run_writer import write_chakra
 from lumos.cli.loading import load_source
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import busy, deliver
 from lumos.errors import InputError, OptionError
-from lumos.export.chakra_writer import write_chakra
 from lumos.files import check_output
 from lumos.report.html.page import write_page
 from lumos.report.html.synthetic_page import synthetic_page

@@ -1,1 +1,1 @@
-"""Runs as files of other tools: Kineto, Perfetto, Chakra, launch files."""
+"""Runs as files of other tools: Kineto, Perfetto, launch files."""

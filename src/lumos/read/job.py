@@ -1,6 +1,7 @@
 """A job: one file, or the files of all ranks in a folder under any naming, read in parallel processes.
 
-Kineto traces and exports of Nsight Systems are read as a Trace; Chakra files are a graph already, an Execution.
+Kineto traces and exports of Nsight Systems are read as a Trace. Files that are a graph already are an Execution; what
+reads them is above this package, which knows it by name alone (`GRAPH_READERS`).
 The rank of a file is that of its header, else that in its name, else what the user's pattern finds in the name.
 """
 
@@ -11,21 +12,21 @@ import os
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from lumos.arguments import checks_arguments
 from lumos.data_files import read_table
 from lumos.errors import InputError, OptionError
 from lumos.graph.rules.build import Execution
 from lumos.patterns import Pattern
+from lumos.read import GRAPH_READERS
 from lumos.read.captures import Recorded, by_value, captures, choices, pattern_of
-from lumos.read.chakra import read_chakra
-from lumos.read.chakra_format import ChakraFile, read_chakra_file, read_chakra_json
 from lumos.read.formats import Form, form_of, head_of, is_gzip
 from lumos.read.host_memory import available_bytes, refuse_events, require_memory
 from lumos.read.kineto import read_share, whole_number
@@ -48,6 +49,28 @@ Progress = Callable[[int, int], None]  # bytes read, bytes in all
 _Read = TypeVar("_Read")
 
 
+class RankFile(Protocol):
+    """The file of a rank in a format that is a graph already; its rank is -1 if it does not state one."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def rank(self) -> int: ...
+
+
+_Ranked = TypeVar("_Ranked", bound=RankFile)
+
+
+class GraphReader(NamedTuple):
+    """Reads one file of a format that is a graph already, and the run that the files of its ranks describe."""
+
+    file: Callable[[Path], Any]
+    run: Callable[[list[Any]], Trace | Execution]
+
+
 @checks_arguments
 def read_job(
     path: Path | str,
@@ -66,8 +89,10 @@ def read_job(
     files, notes = find_files(Path(path), match)
     pattern = _rank_pattern(rank_pattern)
     form = _one_form(files)
-    if form in _CHAKRA:
-        graph = read_chakra(_chakra_files(files, form, pattern, progress))
+    if form.name in GRAPH_READERS:
+        module, _, name = GRAPH_READERS[form.name].partition(":")
+        reader: GraphReader = getattr(import_module(module), name)
+        graph = reader.run(_rank_files(files, reader.file, pattern, progress))
         return replace(graph, warnings=(*notes, *graph.warnings))
     if form == Form.NSYS:
         traces = _collected(files, map(read_nsys, files), progress)
@@ -84,19 +109,22 @@ def read_job(
     return replace(job, warnings=(*notes, *job.warnings, *_missing_ranks(job)))
 
 
-def read_chakra_files(
-    path: Path, match: str = "", rank_pattern: str = "", progress: Progress | None = None
-) -> list[ChakraFile]:
-    """The Chakra files at a path, by rank, before they become a run; none if something else is there."""
+def read_rank_files(
+    path: Path,
+    readers: Mapping[Form, Callable[[Path], _Ranked]],
+    match: str = "",
+    rank_pattern: str = "",
+    progress: Progress | None = None,
+) -> list[_Ranked]:
+    """The files of a job, by rank, before they become a run; none if they are of a format without a reader here."""
     files, _ = find_files(path, match)
-    form = _one_form(files)
-    return _chakra_files(files, form, _rank_pattern(rank_pattern), progress) if form in _CHAKRA else []
+    read = readers.get(_one_form(files))
+    return [] if read is None else _rank_files(files, read, _rank_pattern(rank_pattern), progress)
 
 
-def _chakra_files(
-    files: list[Path], form: Form, pattern: Pattern | None, progress: Progress | None
-) -> list[ChakraFile]:
-    read = read_chakra_json if form == Form.CHAKRA_JSON else read_chakra_file
+def _rank_files(
+    files: list[Path], read: Callable[[Path], _Ranked], pattern: Pattern | None, progress: Progress | None
+) -> list[_Ranked]:
     found = _collected(files, map(read, files), progress)
     ranked = [replace(file, rank=_rank(file.path, file.rank, pattern, len(files))) for file in found]
     _refuse_equal_ranks([Recorded(file.rank, file.path, file.path.stat().st_mtime) for file in ranked])

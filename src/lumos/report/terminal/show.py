@@ -9,7 +9,6 @@ import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from lumos.analysis.astra_comparison import AstraComparison
 from lumos.analysis.breakdown import mean_breakdown
 from lumos.analysis.collectives import group_collectives
 from lumos.analysis.comparison import Comparison
@@ -19,7 +18,7 @@ from lumos.analysis.slowdown_causes import Diagnosis
 from lumos.errors import printable
 from lumos.export.launch_files import LaunchFiles
 from lumos.prediction.prediction import Prediction
-from lumos.report import astra_comparisons, operator_rates, predictions, replays, risks, runs, slowdowns
+from lumos.report import operator_rates, predictions, replays, risks, runs, slowdowns
 from lumos.report.terminal.style import make_table, notes, rendered, summary
 from lumos.report.wording import title_of
 from lumos.risk.monte_carlo import StepRisk
@@ -78,16 +77,6 @@ def show_comparison(found: Comparison, console: Console) -> None:
     warnings = [*found.before.execution.warnings, *found.after.execution.warnings]
     shown = (rendered(table, 12) for table in tables)
     console.print(Group(summary("step, as recorded", replays.comparison_cards(found)), *shown, *notes(warnings)))
-
-
-def show_astra_comparison(found: AstraComparison, console: Console) -> None:
-    """One job in both simulators."""
-    tables = [astra_comparisons.ranks_table(found)]
-    if found.kinds:
-        tables.append(astra_comparisons.kinds_table(found))
-    shown = (rendered(table, 64) for table in tables)
-    cards = summary("one job in two simulators", astra_comparisons.astra_cards(found))
-    console.print(Group(cards, *shown, *notes(found.notes)))
 
 
 def show_prediction(found: Prediction, console: Console) -> None:

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lumos.chakra.file_format import ChakraFile
+from lumos.chakra.recordings import Kernel, Op, Recording, recordings
 from lumos.data_files import read_table
 from lumos.graph.rules.rendezvous import POINT_TO_POINT
-from lumos.read.chakra_format import ChakraFile
-from lumos.read.chakra_pytorch import Kernel, Op, Recording, recordings
 from lumos.trace.names import Category
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace, concatenate
 

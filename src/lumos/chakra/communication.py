@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lumos.analysis.collectives import message_bytes
+from lumos.chakra.file_format import COLLECTIVES, NodeType
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.rendezvous import POINT_TO_POINT, Rendezvous
-from lumos.read.chakra_format import COLLECTIVES, NodeType
 from lumos.trace.trace import Message
 
 LEAST_BYTES = 64  # of a collective; ASTRA-sim cuts them into chunks, and waits for ever for one of no bytes

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.export.chakra_communication import Communication, Transfer
+from lumos.chakra.communication import Communication, Transfer
+from lumos.chakra.file_format import NodeType
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.rules.build import Execution
 from lumos.graph.simulate import simulate
-from lumos.read.chakra_format import NodeType
 
 
 class Task(NamedTuple):

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lumos.chakra.file_format import NodeType
 from lumos.errors import InputError, printable
 from lumos.files import open_file
-from lumos.read.chakra_format import NodeType
 
 _ADVICE = "give what ASTRA-sim printed, or its log/log.log"
 _LONGEST_LINE = 1 << 16

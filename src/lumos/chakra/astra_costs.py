@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 
-from lumos.export.astra_files import LONGEST_MESSAGE, Dimension
-from lumos.export.chakra_communication import LEAST_BYTES, Communication, Transfer
-from lumos.export.folded_ranks import Task
-from lumos.export.rank_files import Stages
+from lumos.chakra.astra_files import LONGEST_MESSAGE, Dimension
+from lumos.chakra.communication import LEAST_BYTES, Communication, Transfer
+from lumos.chakra.file_format import COLLECTIVES, NodeType
+from lumos.chakra.folded_ranks import Task
+from lumos.chakra.rank_files import Stages
 from lumos.graph.rules.build import Execution
 from lumos.program.rank_places import RankPlaces
-from lumos.read.chakra_format import COLLECTIVES, NodeType
 
 HANDSHAKE = 8192  # bytes with which a receiver tells a sender that it is there, if both wait for each other
 LAST_GROUP = 2147  # it multiplies the number by a million, and has 32 bits for that

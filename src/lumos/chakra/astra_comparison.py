@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lumos.analysis.run import Run
+from lumos.chakra.astra_log import AstraSimLog
+from lumos.chakra.file_format import NodeType
 from lumos.errors import InputError
-from lumos.read.astra_sim_log import AstraSimLog
-from lumos.read.chakra_format import NodeType
 from lumos.trace.names import collective_name
 
 _MESSAGES = "messages"

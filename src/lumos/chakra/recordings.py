@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lumos.read.chakra_format import ANNOUNCEMENT, COLLECTIVES, ChakraFile, Node, NodeType
+from lumos.chakra.file_format import ANNOUNCEMENT, COLLECTIVES, ChakraFile, Node, NodeType
 from lumos.trace.names import Category, collective_name, is_step
 from lumos.trace.peers import PeerCall, peers_are_indices, with_job_ranks
 from lumos.trace.trace import Message

@@ -15,9 +15,9 @@ from typing import Annotated
 
 import msgspec
 
+from lumos.chakra.file_format import ChakraFile, Node, NodeType
 from lumos.errors import InputError
 from lumos.files import read_file
-from lumos.read.chakra_format import ChakraFile, Node, NodeType
 
 _MOST_BYTES = 1 << 26
 _MOST_FILES = 64  # of a folder that are looked into

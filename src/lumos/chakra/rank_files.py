@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lumos.chakra.chakra_tasks import head_message, task_messages
+from lumos.chakra.file_format import NodeType
+from lumos.chakra.folded_ranks import Task
 from lumos.errors import OptionError
-from lumos.export.chakra_tasks import head_message, task_messages
-from lumos.export.folded_ranks import Task
 from lumos.program.rank_places import RankPlaces
-from lumos.read.chakra_format import NodeType
 from lumos.workers.engine import Job, engine_named
 
 _RANKS_AT_ONCE = 64  # of one stage, in one process

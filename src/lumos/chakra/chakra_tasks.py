@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lumos.export.chakra_communication import Transfer
-from lumos.export.folded_ranks import Task
-from lumos.read import chakra_format as chakra
-from lumos.read.chakra_format import NodeType
+from lumos.chakra import file_format as chakra
+from lumos.chakra.communication import Transfer
+from lumos.chakra.file_format import NodeType
+from lumos.chakra.folded_ranks import Task
 
 SCHEMA_VERSION = "0.0.4"
 FIRST_ID = 1

@@ -17,6 +17,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lumos.analysis.run import TracedRun
+from lumos.chakra.file_format import COLLECTIVES, ChakraFile, Node, NodeType
+from lumos.chakra.foreign_graph import foreign_execution
+from lumos.chakra.process_groups import ProcessGroups, group_of
 from lumos.costs.prices import Prices
 from lumos.data_files import read_table
 from lumos.dtypes import BYTES
@@ -29,9 +32,6 @@ from lumos.prediction.power import limit_note
 from lumos.prediction.prediction import Prediction
 from lumos.program.layout import RankLayout, layout_of
 from lumos.program.operators import Collective, Operator
-from lumos.read.chakra_feeder import foreign_execution
-from lumos.read.chakra_format import COLLECTIVES, ChakraFile, Node, NodeType
-from lumos.read.chakra_groups import ProcessGroups, group_of
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import PlainSetup
 from lumos.step.step import prices_of

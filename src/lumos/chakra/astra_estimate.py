@@ -13,13 +13,13 @@ from heapq import heappop, heappush
 from math import prod
 from typing import NamedTuple
 
-from lumos.analysis.astra_comparison import AstraEstimate
-from lumos.export.astra_files import Dimension, dataset_splits
-from lumos.export.astra_prices import largest_tensor, ring_link, transfer_ns
-from lumos.export.chakra_communication import Communication, Transfer
-from lumos.export.folded_ranks import Task
-from lumos.export.rank_files import Stages
-from lumos.read.chakra_format import COLLECTIVES, NodeType
+from lumos.chakra.astra_comparison import AstraEstimate
+from lumos.chakra.astra_costs import largest_tensor, ring_link, transfer_ns
+from lumos.chakra.astra_files import Dimension, dataset_splits
+from lumos.chakra.communication import Communication, Transfer
+from lumos.chakra.file_format import COLLECTIVES, NodeType
+from lumos.chakra.folded_ranks import Task
+from lumos.chakra.rank_files import Stages
 
 
 class _Place(NamedTuple):

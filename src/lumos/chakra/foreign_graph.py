@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lumos.chakra.file_format import COLLECTIVES, FOLDED, ChakraFile, Node, NodeType
+from lumos.chakra.process_groups import ProcessGroups, group_of
 from lumos.errors import InputError
 from lumos.graph.graph import Edges, Rule
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.nodes import Nodes
 from lumos.graph.rules.rendezvous import Rendezvous, clock_offsets
-from lumos.read.chakra_format import COLLECTIVES, FOLDED, ChakraFile, Node, NodeType
-from lumos.read.chakra_groups import ProcessGroups, group_of
 from lumos.trace.names import Category, is_step
 from lumos.trace.trace import Header, Lane, Message, Trace
 

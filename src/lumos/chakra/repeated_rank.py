@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lumos.export.chakra_communication import plan_communication
-from lumos.export.folded_ranks import Folder
-from lumos.export.rank_files import Stages
+from lumos.chakra.communication import plan_communication
+from lumos.chakra.folded_ranks import Folder
+from lumos.chakra.rank_files import Stages
 from lumos.graph.rules.build import Execution
 from lumos.program.rank_places import RankPlaces
 from lumos.trace.trace import Message

@@ -15,20 +15,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from lumos.chakra.file_format import LUMOS_VERSION, TABLES, ChakraFile, NodeType, read_chakra_file, read_chakra_json
+from lumos.chakra.foreign_graph import foreign_execution
+from lumos.chakra.recorded_times import recorded_job
+from lumos.chakra.recordings import is_recording
 from lumos.errors import InputError
 from lumos.graph.graph import Edges, Graph, Rule, Small
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.nodes import Nodes
 from lumos.graph.rules.rendezvous import Rendezvous
-from lumos.read.chakra_feeder import foreign_execution
-from lumos.read.chakra_format import LUMOS_VERSION, TABLES, ChakraFile, NodeType
-from lumos.read.chakra_pytorch import is_recording
-from lumos.read.chakra_timeline import recorded_job
+from lumos.read.formats import Form
+from lumos.read.job import GraphReader, Progress, read_rank_files
 from lumos.trace.names import Category
 from lumos.trace.trace import Header, Lane, Message, Syncs, Trace, concatenate
 
@@ -62,6 +65,17 @@ def read_chakra(files: Sequence[ChakraFile]) -> Trace | Execution:
             f"{files[0].path.parent}: the tables of Lumos in {names} do not fit its nodes ({error}); write them again "
             "with lumos convert"
         ) from None
+
+
+def read_chakra_files(
+    path: Path, match: str = "", rank_pattern: str = "", progress: Progress | None = None
+) -> list[ChakraFile]:
+    """The Chakra files at a path, by rank, before they become a run; none if something else is there."""
+    readers = {Form.CHAKRA: read_chakra_file, Form.CHAKRA_JSON: read_chakra_json}
+    return read_rank_files(path, readers, match, rank_pattern, progress)
+
+
+BINARY, JSON = (GraphReader(read, read_chakra) for read in (read_chakra_file, read_chakra_json))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A described step as the tasks of its ranks: one list a pipeline stage, which stands for all ranks of the stage.
 
-A stage becomes a chain of work with the transfers that hang on it, as `lumos.export.folded_ranks` makes it of a traced
+A stage becomes a chain of work with the transfers that hang on it, as `lumos.chakra.folded_ranks` makes it of a traced
 rank: work is cut where a transfer is issued and where it is waited for. Transfers are the collectives inside blocks,
 weights that are gathered, gradients that are reduced in buckets, and messages between stages. They have the length
 that the prediction gives them, so that the files replay to the predicted step; a simulator prices them anew.
@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lumos.chakra.communication import LEAST_BYTES, Transfer
+from lumos.chakra.file_format import COLLECTIVES, NodeType
+from lumos.chakra.folded_ranks import Chain, Task
 from lumos.described import transfers
-from lumos.export.chakra_communication import LEAST_BYTES, Transfer
-from lumos.export.folded_ranks import Chain, Task
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.prediction.described_run import DescribedRun
 from lumos.program.operators import Collective
-from lumos.read.chakra_format import COLLECTIVES, NodeType
 from lumos.schedules import Phase
 from lumos.step.rows import StepTrace, Track, message_of, transfer_of
 from lumos.step.step import Step

@@ -26,16 +26,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lumos.export.chakra_communication import Communication, Transfer, plan_communication
-from lumos.export.chakra_tasks import SCHEMA_VERSION, add_transfer, head_message, renumbered, task_messages
-from lumos.export.folded_ranks import Task, folded
+from lumos.chakra import file_format as chakra
+from lumos.chakra.chakra_tasks import SCHEMA_VERSION, add_transfer, head_message, renumbered, task_messages
+from lumos.chakra.communication import Communication, Transfer, plan_communication
+from lumos.chakra.file_format import NodeType
+from lumos.chakra.folded_ranks import Task, folded
 from lumos.files import whole_file
 from lumos.graph.graph import Ints
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.nodes import Nodes
 from lumos.graph.simulate import simulate
-from lumos.read import chakra_format as chakra
-from lumos.read.chakra_format import NodeType
 from lumos.read.execution_trace import Links, Operator
 from lumos.trace.trace import COLUMNS, Trace
 

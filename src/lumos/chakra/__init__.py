@@ -1,0 +1,1 @@
+"""Chakra execution traces and ASTRA-sim: files, costs, estimates, comparisons."""
