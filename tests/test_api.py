@@ -13,7 +13,7 @@ import pytest
 
 import lumos
 from commands import lumos_here
-from support import small_recording
+from support import launch, small_recording, write_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE, OPERATIONS = ROOT / "src/lumos/data/example", ROOT / "examples/operations.csv"
@@ -35,6 +35,21 @@ def test_reprs_fit_on_a_line() -> None:
     )  # fmt: skip
     for result in results:
         assert len(repr(result)) < 200, type(result).__name__
+
+
+def test_reprs_of_comparisons_and_readiness_state_the_result() -> None:
+    assert repr(lumos.compare(EXAMPLE, EXAMPLE)) == "Comparison(25.81 ms before, 25.81 ms after)"
+    ready = lumos.check(EXAMPLE)
+    assert repr(ready).startswith("Readiness(4 ranks, ready for replay, scale")
+    assert repr(ready).endswith(f", {len(ready.findings)} findings)")
+
+
+def test_tables_of_comparisons_and_readiness_have_one_row_per_operator_or_finding(tmp_path: Path) -> None:
+    write_trace(tmp_path / "rank0.json", launch("gemm", 10, 1))
+    compared, ready = lumos.compare(EXAMPLE, EXAMPLE), lumos.check(tmp_path)
+    assert compared.table()["name"].to_list() == [part.name for part in compared.operators]
+    assert compared.table()["change_ms"].abs().max() == 0
+    assert ready.table()["what"].to_list() == [finding.what for finding in ready.findings] != []
 
 
 def test_tables_are_frames_with_one_row_per_rank_operator_gpu_or_configuration() -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lumos.analysis.breakdown import mean_breakdown
 from lumos.analysis.replay import Replay, replay
 from lumos.arguments import checks_arguments
+from lumos.tables import frame
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 
 _ALL = 1_000_000
 
@@ -29,12 +33,20 @@ class Difference:
         return self.after_ms - self.before_ms
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Two replayed runs side by side, as recorded."""
 
     before: Replay
     after: Replay
+
+    def __repr__(self) -> str:
+        before, after = self.before.recorded_steps.mean, self.after.recorded_steps.mean
+        return f"Comparison({before:,.2f} ms before, {after:,.2f} ms after)"
+
+    def table(self) -> DataFrame:
+        """One row per operator, the largest change first."""
+        return frame([_row(part) for part in self.operators])
 
     @cached_property
     def parts(self) -> list[Difference]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,9 +23,13 @@ from lumos.errors import InputError
 from lumos.files import read_file
 from lumos.read.json_slices import BAD_GZIP, open_bytes
 from lumos.setup.toml_text import toml_table
+from lumos.tables import frame
 from lumos.trace.names import CPU_COMPUTE, CallKind, Category, is_step
 from lumos.trace.steps import WHOLE
 from lumos.trace.trace import Header, Trace
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 
 _CAPTURE = 'lumos.capture("traces") in the script, or: lumos capture -o traces -- COMMAND'
 _SLOW_FIRST = 1.5  # times the other steps
@@ -57,12 +61,20 @@ class Beside:
     shapes: bool = False  # operators have their shapes, whatever the header says
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Readiness:
     """What can be asked of a replayed trace, and what cannot."""
 
     run: Replay
     beside: Beside = Beside()
+
+    def __repr__(self) -> str:
+        ready = ", ".join(name for name, can in self.ready.items() if can) or "nothing"
+        return f"Readiness({len(self.trace.ranks)} ranks, ready for {ready}, {len(self.findings)} findings)"
+
+    def table(self) -> DataFrame:
+        """One row per finding, the most restrictive first."""
+        return frame([asdict(finding) for finding in self.findings])
 
     @property
     def trace(self) -> Trace:
