@@ -155,6 +155,29 @@ def test_what_the_layers_leave_is_embedding_and_head(layers: int, microbatches: 
     assert rank.blocks["head"].ops[0].op.inputs[1].shape == (H, V)
 
 
+def names(block: CutBlock) -> list[str]:
+    return [one.op.name.removeprefix("aten.").removesuffix(".default") for one in block.ops]
+
+
+@given(st.integers(3, 8), st.integers(1, 3), st.integers(0, 1))
+def test_operators_of_a_block_are_in_the_order_in_which_they_run(layers: int, microbatches: int, dense: int) -> None:
+    """What runs before the attention of a layer is before it in the block, although a layer is cut at its attention."""
+    parts = cut_step(layers, microbatches, dense).blocks
+    assert names(parts["forward"]) == ["mm", "attention.forward", "mm", "nccl:all_reduce"]
+    assert parts["forward"].ops[0].op.inputs[0].shape == (T, H)
+    assert names(parts["recompute"]) == ["mm", "attention.forward", "nccl:all_reduce"]
+    assert names(parts["backward"]) == ["mm", "attention.backward", "mm"]
+    assert parts["backward"].ops[0].op.inputs[0].shape == (F, T)
+
+
+def test_equal_calls_are_at_their_own_places() -> None:
+    norm = op("aten.mul.Tensor", 3.0, (T, H), work=Work.STREAM)
+    ops = instead(step(4), (1, 4, T, 16), norm, attention(2.0), norm)
+    block = cut(labels(ops), ops, setup(4), 4).blocks["forward"]
+    assert names(block) == ["mm", "mul.Tensor", "attention.forward", "mul.Tensor", "mm", "nccl:all_reduce"]
+    assert all((one.us, one.calls) == (3, 1) for one in block.ops if one.work == Work.STREAM)
+
+
 def test_the_optimizer_is_once_a_step() -> None:
     rank = cut_step(4, microbatches=3)
     assert times(rank.blocks["optimizer"]) == [0, 0, 300, 0]

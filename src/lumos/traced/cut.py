@@ -1,4 +1,4 @@
-"""Cut: the blocks of a traced step, each a list of the operators that ran, with their measured times.
+"""Cut: the blocks of a traced step, each a list of the operators in the order they ran, with their measured times.
 
 Every layer has one attention, so what runs from one attention up to the next one is one layer, although shifted by half
 a layer. What is left of a pass once its layers are taken away is the embedding, where it runs before the first
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -24,16 +25,17 @@ from lumos.setup.setup import Setup
 from lumos.traced.measured_ops import MeasuredOp
 
 Times = NDArray[np.float64]
+Key = tuple[object, ...]
 
 
 class CutOp(NamedTuple):
-    """Equal calls of one operator in a block."""
+    """One operator of a block; equal ones share their time."""
 
     op: Op
     work: Work
-    calls: float  # in one block: a mean over the blocks that were cut out
-    us: float  # of all of them on the GPU, without the gaps between kernels
-    kernels: float = 0.0  # of all of them
+    calls: float  # 1, unless the blocks that were cut out differ
+    us: float  # of these calls on the GPU, without the gaps between kernels
+    kernels: float = 0.0  # likewise
     beside: bool = False  # on another stream than the one that computes
     sharding: bool = False  # FSDP gathers weights or scatters gradients
     per_peer: bool = False  # once for every other rank that a stand-in for a collective answers for
@@ -45,10 +47,14 @@ class CutOp(NamedTuple):
 
 @dataclass(frozen=True)
 class CutBlock:
-    """The operators of one block, and how long the host works on it."""
+    """The operators of one block, and how long the host works on it.
+
+    While a step is cut, equal operators are one, with their calls; at last each is at the places where it ran.
+    """
 
     ops: tuple[CutOp, ...] = ()
     host_us: float = 0.0
+    order: tuple[Key, ...] = ()  # of the operators, in one of the blocks that were cut out
 
     def us(self, *works: Work) -> float:
         """GPU time of these kinds of work, on the stream that computes."""
@@ -66,7 +72,18 @@ class CutBlock:
                 kernels = max(op.kernels - same.kernels, 0.0)
                 us = max(op.us - same.us, 0.0)  # without shapes, calls of one name take various times
                 rest.append(op._replace(calls=op.calls - same.calls, us=us, kernels=kernels))
-        return CutBlock(tuple(rest), max(self.host_us - times * other.host_us, 0.0))
+        return replace(self, ops=tuple(rest), host_us=max(self.host_us - times * other.host_us, 0.0))
+
+    def placed(self) -> CutBlock:
+        """With the calls of equal operators at their places, the last ones if some of them belong to another block."""
+        places: dict[Key, list[int]] = {}
+        for place, key in enumerate(self.order):
+            places.setdefault(key, []).append(place)
+        found = []
+        for op in self.ops:
+            mine = places.get(_key(op), [len(self.order)])[-max(1, round(op.calls)) :]
+            found += [(place, op.times(1 / len(mine))) for place in mine]
+        return replace(self, ops=tuple(op for _, op in sorted(found, key=itemgetter(0))))
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,7 @@ def cut(labels: RankLabels, ops: Sequence[MeasuredOp], setup: Setup, layers: int
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         blocks |= _Pass(labels, ops, phase, layers, train.microbatches, chunks, _dense_layers(setup)).blocks()
     updates = [op for op in ops if op.op.phase == "optimizer"]
-    blocks["optimizer"] = CutBlock(_merged(updates, 1.0), labels.optimizer_us)
+    blocks["optimizer"] = CutBlock(_merged(updates, 1.0), labels.optimizer_us, _order(updates))
     for name in [name for name in blocks if name.startswith("forward")]:
         kind = name.removeprefix("forward")
         if setup.train.recompute == "full" and f"backward{kind}" in blocks:
@@ -105,7 +122,7 @@ def cut(labels: RankLabels, ops: Sequence[MeasuredOp], setup: Setup, layers: int
         else:
             again = _recomputed(blocks[name])
         blocks[f"recompute{kind}"] = again
-    return CutRank(labels.rank, blocks)
+    return CutRank(labels.rank, {name: block.placed() for name, block in blocks.items()})
 
 
 def _common(forward: CutBlock, backward: CutBlock) -> CutBlock:
@@ -177,18 +194,17 @@ class _Pass:
         everything = _merged(self.ops, 1 / self.microbatches)
         if self.layers == 1:
             host = float(np.ptp(self.launched)) / self.passes
-            return {name: CutBlock(_merged(self.ops, 1 / self.passes), host)}
+            return {name: CutBlock(_merged(self.ops, 1 / self.passes), host, _order(self.ops[: self.marks[-1, 0]]))}
         found = {kind: self._layer(kind == "dense") for kind in ("", "dense") if self._segments(kind == "dense")}
         chunks = self.passes // self.microbatches
         rest = CutBlock(everything)
         for kind, block in found.items():
             rest = rest.less(block, chunks * self._count(kind == "dense"))
         host = self._host_outside(sum(self._count(k == "dense") * b.host_us for k, b in found.items())) * chunks
-        parts = self._split(rest.ops)
+        parts, (first, last) = self._split(rest.ops), self._outside
         total = sum(op.us for part in parts for op in part) or 1.0
-        for end, part in zip(ends, parts, strict=True):
-            found_end = CutBlock(part, host * sum(op.us for op in part) / total)
-            found[end] = found_end
+        for end, part, order in zip(ends, parts, (first, last), strict=True):
+            found[end] = CutBlock(part, host * sum(op.us for op in part) / total, order)
         return {end if end in ends else f"{name} {end}".strip(): block for end, block in found.items()}
 
     def _count(self, dense: bool) -> int:
@@ -212,14 +228,29 @@ class _Pass:
         segments = self._segments(dense)
         inside = [op for start, end in segments for op in self.ops[start:end]]
         host = float(np.median([self.launched[end] - self.launched[start] for start, end in segments]))
-        return CutBlock(_merged(inside, 1 / len(segments)), host)
+        return CutBlock(_merged(inside, 1 / len(segments)), host, self._usual_order(segments))
+
+    def _usual_order(self, segments: Sequence[tuple[int, int]]) -> tuple[Key, ...]:
+        """Most segments run their operators in this order, here from the start of a layer.
+
+        A segment starts at an attention. What it has in common with the operators right before the first attention
+        comes before the attention in a layer, too.
+        """
+        (usual, _), *_ = Counter(_order(self.ops[start:end]) for start, end in segments).most_common(1)
+        pairs = zip(reversed(usual), reversed(self._outside[0]), strict=False)
+        before = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return usual[len(usual) - before :] + usual[: len(usual) - before]
+
+    @cached_property
+    def _outside(self) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+        """What runs before the first attention of the step, and from its last one on."""
+        return _order(self.ops[: self.marks[0, 0]]), _order(self.ops[self.marks[-1, -1] :])
 
     def _split(self, rest: Sequence[CutOp]) -> tuple[tuple[CutOp, ...], tuple[CutOp, ...]]:
         """What is outside the layers: what the step has more of before its first attention, and the rest. What both
         sides have, such as the norm that also ends every layer, is counted as coming last.
         """
-        first = Counter(_key(_as_cut(op)) for op in self.ops[: self.marks[0, 0]])
-        last = Counter(_key(_as_cut(op)) for op in self.ops[self.marks[-1, -1] :])
+        first, last = map(Counter, self._outside)
         early = tuple(op for op in rest if first[_key(op)] > last[_key(op)])
         return early, tuple(op for op in rest if op not in early)
 
@@ -235,7 +266,11 @@ def _as_cut(op: MeasuredOp) -> CutOp:
     return CutOp(op.op, op.work, 1.0, op.us, op.kernels, op.beside, op.sharding, op.per_peer)
 
 
-def _key(op: CutOp) -> tuple[object, ...]:
+def _order(ops: Iterable[MeasuredOp]) -> tuple[Key, ...]:
+    return tuple(_key(_as_cut(op)) for op in ops)
+
+
+def _key(op: CutOp) -> Key:
     """Calls are equal whatever pass they run in: recomputation runs those of the forward pass again."""
     return op.op._replace(phase=""), op.work, op.beside, op.sharding, op.per_peer
 
@@ -246,13 +281,14 @@ def _merged(ops: Iterable[MeasuredOp], share: float) -> tuple[CutOp, ...]:
 
 
 def mean_block(blocks: Sequence[CutBlock]) -> CutBlock:
-    """Of the same block on several ranks."""
+    """Of the same block on several ranks, in the order of the first."""
     host = float(np.mean([block.host_us for block in blocks])) if blocks else 0.0
-    return CutBlock(_joined((op for block in blocks for op in block.ops), 1 / max(len(blocks), 1)), host)
+    ops = _joined((op for block in blocks for op in block.ops), 1 / max(len(blocks), 1))
+    return CutBlock(ops, host, blocks[0].order if blocks else ()).placed()
 
 
 def _joined(ops: Iterable[CutOp], share: float) -> tuple[CutOp, ...]:
-    found: dict[tuple[object, ...], CutOp] = {}
+    found: dict[Key, CutOp] = {}
     for op in ops:
         same = found.get(_key(op))
         found[_key(op)] = (

@@ -25,6 +25,7 @@ _ATTENTIONS = (
     ("forward", 1, (("attention.forward", 4), ("aten._softmax.default", 4))),
     ("backward", 2, (("attention.backward", 4), ("aten._softmax_backward_data.default", 4))),
 )
+_MATMULS = ("aten.mm.default", "aten.addmm.default")
 _SHARDING = ("split_with_sizes_copy", "chunk_cat", "all_gather_copy_in")
 
 
@@ -180,7 +181,21 @@ def recorded(traced: TracedOp, phase: str, causal: bool = True) -> Op:
     if name == "copy_" and len(tensors) > 1:
         return Op("aten._to_copy.default", (tensors[1],), (tensors[0],), phase, allocates=True)
     space = "aten" if traced.name.startswith("aten::") else traced.name.rpartition("::")[0] or "python"
-    return Op(f"{space}.{name}.default", tensors, _outputs(name, tensors), phase, allocates=True)
+    op = Op(f"{space}.{name}.default", tensors, _outputs(name, tensors), phase, allocates=True)
+    return op._replace(weight_gradient=is_weight_gradient(op))
+
+
+def is_weight_gradient(op: Op) -> bool:
+    """Whether a matmul returns the gradient of a weight: it sums over tokens, so its first operand is transposed.
+
+    A grouped one sums over the tokens of every expert, so its second operand is a matrix as well.
+    """
+    if op.phase != "backward" or len(op.inputs) < 2:
+        return False
+    a, b = op.inputs[-2:] if op.name in _MATMULS else op.inputs[:2]
+    if op.name == "aten._grouped_mm.default":
+        return len(a.shape) == len(b.shape) == 2
+    return op.name in _MATMULS and len(a.strides) == len(b.shape) == 2 and a.strides[0] == 1 < a.strides[1]
 
 
 def _attention(name: str, tensors: tuple[Tensor, ...], phase: str, causal: bool) -> Op:

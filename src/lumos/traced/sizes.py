@@ -15,6 +15,7 @@ from functools import cached_property
 from lumos.program.layout import layout_of
 from lumos.program.op import Op, Tensor
 from lumos.setup.setup import Setup
+from lumos.traced.measured_ops import is_weight_gradient
 
 Shape = tuple[int, ...]
 Values = dict[str, int]
@@ -111,9 +112,8 @@ class Sizes:
         if len(a.shape) != 2 or len(b.shape) != 2:
             return self._with(op, self._activation)
         m, k, n = a.shape[0], a.shape[1], b.shape[1]
-        is_gradient = op.phase == "backward" and len(a.strides) == 2 and a.strides[0] == 1 < a.strides[1]
         sizes = [m, k, n]
-        place = 1 if is_gradient else 0
+        place = int(is_weight_gradient(op))
         if not self._counts_tokens(sizes[place]):
             others = [i for i in range(3) if self._counts_tokens(sizes[i]) and not self._is_certain_width(sizes[i])]
             place = others[0] if others else place
