@@ -89,6 +89,7 @@ class Prices:
         self.host_us, self.collective_launches = host_us, collective_launches
         self.joules = joules_for(model.gpu)
         self.flash_model: Priced | None = None  # for attention kernels of an older generation
+        self.leads = False  # passes wait for the host block by block
         self.contends = True  # kernels and communication beside each other; not where measured prices hold it already
         self.overlap_blocks = 0  # SMs of collectives beside the operators of a block; 0: NCCL's channels
         self.exchange_blocks = 0  # … of exchanges between experts; 0: the same

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from lumos.described.described import Program, Repeated
 from lumos.described.experts import is_exchange
 from lumos.described.transfers import Transfer, Transfers
 from lumos.errors import OptionError
-from lumos.graph.graph import Graph
+from lumos.graph.graph import Floats, Graph
 from lumos.graph.overlap import Side, contended
 from lumos.graph.simulate import Times, simulate
 from lumos.program.block import BlockOp
@@ -40,7 +40,7 @@ from lumos.setup.frameworks import Framework, framework_named
 from lumos.setup.gpus import Gpu
 from lumos.setup.setup import Setup
 from lumos.step.dualpipe_overlap import Piece, together
-from lumos.step.structure import Plan, Role, StepStructure, step_structure
+from lumos.step.structure import LAUNCH, Plan, Role, StepStructure, step_structure
 
 _PASSES, _TRANSFERS = ("forward", "backward", "weights"), ("gather", "reduce")
 _LITTLE = 0.01  # by which a host is made slower, to see whether it decides
@@ -141,7 +141,9 @@ class Step:
         if not parts.any():
             return 1.0
         changed = (1 + (delay - 1) * parts)[self.structure.node_role] * self.graph.duration
-        return simulate(self.graph, changed).span / self.times.span
+        launch, lag = self.prices.launch_us * 1e3, self.graph.edges.lag
+        lags = np.where(self.structure.lag_class == LAUNCH, launch + (lag - launch) * delay, lag)
+        return simulate(self.graph.with_lags(lags), changed).span / self.times.span
 
     def _hosts_part(self, role: Role) -> float:
         """The share of a node's time that the host takes."""
@@ -247,6 +249,23 @@ def host_speed(setup: Setup) -> float:
     """Of the host, relative to the typical one."""
     machine = hardware_model(setup.cluster.model) if setup.cluster.model else None
     return setup.cluster.host * (machine.host_speed if machine else 1.0)
+
+
+def leads_us(blocks: Sequence[BlockTime], launch_us: float, units: int = 1) -> list[float]:
+    """How much later than the host of a pass each of its units starts at least; units take equally long.
+
+    No block starts before its first launch, or ends before the host issued all of it. If a unit waits for what holds up
+    its blocks before it starts instead of inside, it ends no sooner.
+    """
+    issued = done = 0.0
+    length = sum(block.us for block in blocks) / units
+    leads = [launch_us] * units
+    for block in blocks:
+        for at, since in ((done, issued + launch_us), (done + block.us, issued + block.host_us)):
+            unit = min(int(at / length), units - 1) if length else 0
+            leads[unit] = max(leads[unit], since - (at - unit * length))
+        issued, done = issued + block.host_us, done + block.us
+    return leads
 
 
 class Assembly:
@@ -360,9 +379,10 @@ class Assembly:
     def plan(self) -> Plan:
         p, transfers = self.setup.parallel, self.transfers
         always = transfers.overlap and self.program.sharding.reduces_every_microbatch
+        in_turn = transfers.gathers != "never" and p.dp_overlap is False
         return Plan(
             self.program.schedule.name, p.pp, p.vpp, self.setup.train.microbatches, transfers.units, transfers.gathers,
-            transfers.overlap, self.hosts, always, transfers.gathers != "never" and p.dp_overlap is False,
+            transfers.overlap, self.hosts, always, self.prices.leads, in_turn,
         )  # fmt: skip
 
     @cached_property
@@ -371,7 +391,7 @@ class Assembly:
         share = read_table("step.json")["host_bound_share"]
         chunks = {chunk for row in self.program.chunks for chunk in row}
         blocks = (block for chunk in chunks for block in self._chunk_time(chunk).blocks)
-        return any(block.host_us > share * block.us for block in blocks)
+        return self.prices.leads or any(block.host_us > share * block.us for block in blocks)
 
     @cached_property
     def structure(self) -> StepStructure:
@@ -394,7 +414,23 @@ class Assembly:
                 alike[key] = self._duration(role) * 1e3
             durations[index] = alike[key]
         messages = [self.link_us(*stages) * 1e3 for stages in self.structure.links]
-        return self.structure.filled(durations, read_table("step.json")["launch_us"] * 1e3, messages)
+        return self.structure.filled(durations, self._leads(), messages)
+
+    def _leads(self) -> Floats | float:
+        """By role and place of a unit, how much later than its host it starts, in nanoseconds."""
+        if not self.prices.leads:
+            return self.prices.launch_us * 1e3
+        leads = np.full((len(self.structure.roles), self.transfers.units), self.prices.launch_us * 1e3)
+        for index, role in enumerate(self.structure.roles):
+            if role.what in _PASSES and role.partner < 0:
+                units = self.transfers.units if role.unit >= 0 else 1
+                leads[index, :units] = self._pass_leads(self.program.chunks[role.stage][role.chunk], role.what, units)
+        return leads
+
+    def _pass_leads(self, chunk: Chunk, what: str, units: int) -> list[float]:
+        """In nanoseconds."""
+        blocks = [self._block_time(block) for block in self.program.in_order(chunk, Phase[what.upper()])]
+        return [1e3 * us for us in leads_us(blocks, self.prices.launch_us, units)]
 
     # ------------------------------------------------------------------ what runs at the same time
     def _contention(self) -> tuple[Side, Side] | None:

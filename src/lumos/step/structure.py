@@ -3,7 +3,8 @@
 One rank stands for all ranks of a stage that do the same, so the graph has a few lanes a stage, however many GPUs there
 are. Structure depends on counts alone (stages, chunks, micro-batches, units), so it is worked out once and kept; a
 prediction fills in times by class: `duration = table[node_role]`, `lag = table[lag_class]`. Messages have a class for
-every two stages, because some of them leave a node and others do not.
+every two stages, because some of them leave a node and others do not. A pass, or every unit of it, follows its host by
+a lead of its own.
 
     host s     [F0][F1][B0]…           issues the blocks
     compute s  ──[ F0 ][ F1 ][ B0 ]…   runs them; a turn of the next stage waits for this one and for the link
@@ -35,7 +36,7 @@ _KINDS = np.array(
     [Kind.COMPUTE] * 3 + [Kind.COMM] * 3 + [Kind.COMPUTE] * 2 + [Kind.COMM] + [Kind.CPU] * 4, np.uint8
 )  # fmt: skip
 _GATHER, _REDUCE, _REST, _OPTIMIZER, _END, _PUBLISH, _HOST, _HOST_OPTIMIZER = 3, 4, 5, 6, 7, 8, 9, 12
-_LAUNCH, LINKS = 1, 2  # classes of lags: a launch, and from here on messages, a class for every two stages
+LAUNCH, LINKS = 1, 2  # classes of lags: of what follows its host, and from here on messages by pairs of stages
 
 
 class Role(NamedTuple):
@@ -60,6 +61,7 @@ class Plan(NamedTuple):
     overlapped: bool  # gradients are reduced beside the backward pass, unit by unit
     hosted: bool  # the host has a lane
     reduces_always: bool = False  # after every micro-batch, not after the last alone
+    leads: bool = False  # every unit of a pass waits for its host, not the first only
     in_turn: bool = False  # gathers and reductions wait for compute, and compute for them: nothing runs beside passes
 
     @property
@@ -86,10 +88,11 @@ class StepStructure:
     graph: Graph
     roles: tuple[Role, ...]
     node_role: NDArray[np.int32]
-    lag_class: NDArray[np.int32]  # 0: none, 1: a launch, LINKS + i: a message between the stages of `links[i]`
+    lag_class: NDArray[np.int32]  # 0: none, LAUNCH, LINKS + i: a message between the stages of `links[i]`
     links: tuple[tuple[int, int], ...]  # pairs of stages that send each other messages, the lower one first
     turns: Turns
     turn_index: Nodes  # into the turns of all stages; -1 where a node belongs to none
+    place: Nodes  # of a node among the units of its turn
     lanes: tuple[tuple[str, int], ...]  # (name, stage)
 
     @cached_property
@@ -111,10 +114,16 @@ class StepStructure:
         rows = [Turn(Phase(phase), micro, chunk) for phase, micro, chunk in self.turns.reshape(-1, 3).tolist()]
         return tuple(rows[index] if index >= 0 else None for index in self.turn_index.tolist())
 
-    def filled(self, durations: Floats, launch: float, messages: Sequence[float]) -> Graph:
-        """The graph with the durations of each role, of a launch and of a message on each of `links`; nanoseconds."""
+    def filled(self, durations: Floats, leads: Floats | float, messages: Sequence[float]) -> Graph:
+        """The graph with times in nanoseconds: of each role, of messages on each of `links`, and of every lead.
+
+        `leads` has a row per role and a column per place, or is the same for all.
+        """
         graph = self.graph.with_times(durations[self.node_role], self.graph.gap)
-        return graph.with_lags(np.array([0.0, launch, *messages])[self.lag_class])
+        target = graph.edges.target
+        lead = leads[self.node_role[target], self.place[target]] if isinstance(leads, np.ndarray) else leads
+        lags = np.array([0.0, 0.0, *messages])[self.lag_class]
+        return graph.with_lags(np.where(self.lag_class == LAUNCH, lead, lags))
 
 
 _WORTH_KEEPING = 60_000  # tasks; larger structures are built when they are asked for, or memory would fill up
@@ -239,11 +248,15 @@ class _Table:
         return self.of_unit(self.cut)
 
     @cached_property
+    def unit_place(self) -> Nodes:
+        """Among the units of its turn."""
+        return np.asarray(np.arange(self.units)[None, :] - self.of_unit(self.first))
+
+    @cached_property
     def unit_class(self) -> Nodes:
         """-1: a whole turn, 0: the part that holds the first layers, 1: another. Backward runs from the last part."""
-        place = np.arange(self.units)[None, :] - self.of_unit(self.first)
         forward = self.of_unit(self.phase) == Phase.FORWARD
-        part = np.where(forward, place, self.plan.units - 1 - place)
+        part = np.where(forward, self.unit_place, self.plan.units - 1 - self.unit_place)
         return np.where(self.unit_cut, np.minimum(part, 1), -1)
 
     @cached_property
@@ -315,7 +328,8 @@ class _Draft:
 
     def finish(self, table: _Table) -> StepStructure:
         plan, size = self.plan, sum(self.sizes) * self.plan.pp
-        code, turn = np.zeros(size, np.int64), np.full(size, -1, np.int64)
+        code, turn, place = np.zeros(size, np.int64), np.full(size, -1, np.int64), np.zeros(size, np.int64)
+        place[self.node(0, np.arange(table.units))] = table.unit_place
         for nodes, values in self.codes:
             code[nodes] = values
         for nodes, values in self.turn_of:
@@ -337,7 +351,7 @@ class _Draft:
         codes = np.unique(lag_class[lag_class >= LINKS])
         lag_class = np.where(lag_class < LINKS, lag_class, LINKS + np.searchsorted(codes, lag_class)).astype(np.int32)
         links = tuple(divmod(code - LINKS, plan.pp) for code in codes.tolist())
-        return StepStructure(graph, roles, node_role, lag_class, links, table.turns, turn, lanes)
+        return StepStructure(graph, roles, node_role, lag_class, links, table.turns, turn, place, lanes)
 
     def link(self, one: Nodes, other: Nodes) -> Nodes:
         """The class of messages between two stages, until it is known which of them there are."""
@@ -396,8 +410,9 @@ def _add_edges(draft: _Draft, table: _Table) -> None:
     last = first + table.parts - 1
     hosts = draft.node(2, np.arange(turns)[None, :]) if plan.hosted else None
     if hosts is not None:
-        draft.wait(first, hosts, _LAUNCH, from_start=True)
-        draft.wait(optimizer, draft.node(2, turns), _LAUNCH, from_start=True)
+        waiting, awaited = (computed, table.of_unit(hosts)) if plan.leads else (first, hosts)
+        draft.wait(waiting, awaited, LAUNCH, from_start=True)
+        draft.wait(optimizer, draft.node(2, turns), LAUNCH, from_start=True)
         draft.wait(optimizer + 1, draft.node(2, turns))
     _join_stages(draft, table, first, last, hosts)
 

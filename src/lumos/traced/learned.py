@@ -48,7 +48,6 @@ _SHARED_CORES = (
 _TABLE = read_table("change.json")
 _SHARED = 1.5  # times their price, from which on matmuls of several ranks are those of ranks that share a GPU
 _NEAR = 0.4  # times what its launches cost on a typical host, or its inverse: the host does little besides
-_MOST_PASSES = 4  # whose blocks are followed one by one; further micro-batches are like these
 _LOAD_ROUNDS = 2  # a lower clock makes matmuls a larger share of the step, by a few percent at most
 Times = NDArray[np.float64]
 
@@ -71,6 +70,7 @@ def calibrated_prices(changed: ChangedBlocks) -> Prices:
         prices = kind(*arguments)
         prices.changed = changed
         prices.contends = not changed.calibration.beside
+        prices.leads = not setup.cluster.accelerator.is_cpu
         return prices
 
     return prices_of(setup, model=changed.now.prices.model, make_prices=make)
@@ -96,47 +96,14 @@ def _busy_us(step: Step) -> float:
     return step.plan.microbatches * float(np.mean(blocks)) + float(np.mean(updates))
 
 
-def exposed_us(step: Step) -> float:
-    """How much later a step ends because some of its blocks wait for the host while others do not.
-
-    A Step knows the host's and the GPU's time of a whole pass. Where the layers are host-bound and the head is not, or
-    the other way round, waiting shows only block by block: a block cannot end before the host has issued all of it.
-    """
-    changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
-    if changed is None or step.setup.parallel.pp > 1 or step.setup.cluster.accelerator.is_cpu:
-        return 0.0
-    count = min(step.setup.train.microbatches, _MOST_PASSES)
-    turns = [*(turn for _ in range(count) for turn in _turns(step.setup, changed)), [changed.time("optimizer")]]
-    launch = read_table("step.json")["launch_us"]
-    host = gpu = coarse = 0.0
-    for turn in turns:
-        coarse = max(coarse, host + launch) + sum(us for us, _ in turn)
-        for us, issued in turn:
-            begin, host = host, host + issued
-            gpu = max(max(gpu, begin + launch) + us, host)
-    return (gpu - max(coarse, host)) * step.setup.train.microbatches / count
-
-
 def beyond_us(step: Step, calibration: Calibration) -> float:
-    """What a step takes beyond its simulated time: waiting inside it, and what the traced run took once a step.
+    """What a step takes beyond its simulated time: what the traced run took once a step.
 
     A GPU-bound run waits for its host where it begins and ends. A host-bound one does that work anyway.
     """
-    exposed = exposed_us(step)
     if not calibration.gpu_bound or calibration.fixed_us <= 0:
-        return calibration.fixed_us + exposed
-    without_host = step.us * (1 - step.host_cost)
-    return exposed + max(0.0, without_host + calibration.fixed_us - step.us - exposed)
-
-
-def _turns(setup: Setup, changed: ChangedBlocks) -> list[list[tuple[float, float]]]:
-    """(GPU, host) of the blocks of a micro-batch, forward and then backward."""
-    dense = setup.model.dense_layers if setup.model.experts and "forward dense" in changed.calibration.blocks else 0
-    kinds = [" dense"] * dense + [""] * (setup.model.layers - dense)
-    again = ["recompute"] if setup.train.recompute == "full" else []
-    forward = ["embedding", *(f"forward{kind}" for kind in kinds), "head"]
-    backward = ["head grad", *(f"{part}{kind}" for kind in reversed(kinds) for part in (*again, "backward"))]
-    return [[changed.time(name) for name in names] for names in (forward, [*backward, "embedding grad"])]
+        return calibration.fixed_us
+    return max(0.0, calibration.fixed_us - step.us * step.host_cost)
 
 
 def _inside_blocks_us(step: Step, stage: int) -> float:
@@ -323,7 +290,7 @@ class CalibratedRun:
             if step.host_share <= _TABLE["host_bound_share"]:
                 decides = Calibration.slower
                 calibration = replace(calibration, blocks=self._tempered(calibration.blocks), gpu_bound=True)
-            rest = clean - _whole_us(loaded_step(self.setup, calibration))
+            rest = clean - loaded_step(self.setup, calibration).us
             talks = any((labels.work == Work.COMM).any() for labels in self.labels)  # and waits in every layer
             if not talks and (decides == Calibration.slower or abs(rest) < _TABLE["most_fixed_share"] * clean):
                 return self._fixed(calibration)
@@ -344,8 +311,8 @@ class CalibratedRun:
         clean, found = self.run.clean_ms * 1e3, calibration
         low, high = _TABLE["least_correction"], _TABLE["most_correction"]
         for _ in range(_TABLE["rounds"]):
-            found = change(found, min(max(clean / _whole_us(loaded_step(self.setup, found)), low), high))
-        before, after = (abs(clean - _whole_us(loaded_step(self.setup, some))) for some in (calibration, found))
+            found = change(found, min(max(clean / loaded_step(self.setup, found).us, low), high))
+        before, after = (abs(clean - loaded_step(self.setup, some).us) for some in (calibration, found))
         return found if after < before / 2 else calibration
 
     @property
@@ -478,10 +445,6 @@ def _local(shapes: Counter[Shape], measured: Sequence[MeasuredOp], tp: int) -> C
             whole = False  # of a square one, other matmuls of that shape return activations
         found[shape if whole else part] += count
     return found
-
-
-def _whole_us(step: Step) -> float:
-    return step.us + exposed_us(step)
 
 
 def _slower_core(calibration: Calibration, factor: float) -> Calibration:
