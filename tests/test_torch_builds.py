@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import lumos  # noqa: E402
 from lumos.dry_run import fake_gpu  # noqa: E402
+from lumos.dry_run.script import _reason  # noqa: E402
 from torch_builds import PAGE, Result, columns, install, kept, launched_as, other_build, page  # noqa: E402
 
 DRIVER = [
@@ -132,29 +134,57 @@ def test_data_parallel_makes_no_call_of_the_driver() -> None:
     assert any(op.name == "all_reduce" for op in recording.ops)
 
 
-def test_a_release_that_sets_no_device_guard_gets_one() -> None:
+def test_torch_2_8_gets_a_device_guard_and_makes_no_call_of_the_driver_for_convolutions() -> None:
     code = """
 import torch
-import lumos
-from lumos.dry_run.fake_gpu import install_device
 
 set_guard = torch._C._ensureCUDADeviceGuardSet
 del torch._C._ensureCUDADeviceGuardSet  # torch 2.8 does not have it
+
+import lumos
+from lumos.dry_run.fake_gpu import install_device
+
+def ask_driver(*args, **kwargs):
+    raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+torch._C._select_conv_backend = ask_driver
 install_device()
 torch._C._ensureCUDADeviceGuardSet = set_guard  # fake tensors of later releases ask for it
 
 def train():
-    model = torch.nn.Linear(64, 64).cuda()
+    model = torch.nn.Conv2d(3, 8, 3).cuda()
     optimizer = torch.optim.SGD(model.parameters())
     for _ in range(2):
         with torch.cuda.stream(torch.cuda.Stream()):
-            model(torch.randn(8, 64, device="cuda")).sum().backward()
+            model(torch.randn(8, 3, 16, 16, device="cuda")).sum().backward()
         optimizer.step()
 
 print(sum(op.phase == "backward" for op in lumos.dry_run(train).ops) > 1)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_shapes_of_dtensors_are_propagated_on_the_fakes_of_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.8 makes fakes of its own for that, and rejects an operator that meets both kinds."""
+    propagation = pytest.importorskip("torch.distributed.tensor._sharding_prop")
+    made: list[bool] = []
+    own = propagation.FakeTensorMode
+    monkeypatch.setattr(propagation, "FakeTensorMode", lambda: made.append(True) or own())
+    monkeypatch.setattr(propagation, "detect_fake_mode", lambda *_: None, raising=False)
+
+    def train_sharded() -> None:
+        torch.distributed.init_process_group("nccl")
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        fully_shard(model).to_empty(device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.randn(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+
+    assert any(op.name == "reduce_scatter" for op in lumos.dry_run(train_sharded, world=8).ops)
+    assert not made
 
 
 @given(st.lists(st.integers(0, 19), unique=True, max_size=8))
@@ -303,6 +333,10 @@ def test_scripts_measured_on_one_gpu_are_dry_run_without_a_launcher(tmp_path: Pa
 # ---------------------------------------------------------------------- the page
 def test_the_page_of_builds_is_what_was_found() -> None:
     assert PAGE.read_text() == page(kept())
+
+
+def test_an_operator_that_fails_on_fake_tensors_is_reported_with_the_release_of_torch() -> None:
+    assert f"torch {torch.__version__} (RuntimeError: no such kernel)" in _reason(RuntimeError("no such kernel"))
 
 
 def test_a_cell_says_what_was_predicted_how_wrong_it_is_or_why_there_is_none() -> None:

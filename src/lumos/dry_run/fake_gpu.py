@@ -178,7 +178,7 @@ def _install_guard() -> None:
     without CUDA has no guard to replace, so one that counts no GPU is registered for the moment of that call.
     """
     registry = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(_library("c10"), _REGISTRY)
-    if not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # until torch 2.8
+    if not _SETS_GUARD:
         functions = (ctypes.c_void_p * _SLOTS)(*[_address(_FIRST)] * _SLOTS)
         guard = (ctypes.c_void_p * 1)(ctypes.addressof(functions))
         atexit.register(registry.__setitem__, _CUDA, registry[_CUDA])  # C++ must not call into a Python that is gone
@@ -250,6 +250,7 @@ _NO = ctypes.CFUNCTYPE(ctypes.c_int8)(lambda: 0)
 _YES = ctypes.CFUNCTYPE(ctypes.c_int8)(lambda: 1)
 _FIRST = ctypes.CFUNCTYPE(ctypes.c_int64)(lambda: _CUDA)  # CUDA as a type, its first device, its default stream, one
 _KEPT: list[Any] = []  # what C++ points to
+_SETS_GUARD = hasattr(torch._C, "_ensureCUDADeviceGuardSet")  # since torch 2.9
 
 
 def _address(function: Any) -> int | None:
@@ -392,6 +393,8 @@ class _Gpu:
         yield torch, "Generator", _Generator
         yield torch, "Event", Event
         yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
+        if not _SETS_GUARD:  # the choice asks the driver for the GPU's properties
+            yield torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn
 
     def _accelerator(self) -> Iterator[tuple[Any, str, Any]]:
         accelerator = getattr(torch, "accelerator", None)

@@ -239,7 +239,8 @@ class Recorder(TorchDispatchMode, ValueOperators):  # type: ignore[misc]
         api = sys.modules["torch.distributed.tensor"].DTensor
         names = ("from_local", "to_local")
         marked = [(api, name, _marked(self, f"dtensor.{name}", getattr(api, name))) for name in names]
-        self.later.enter_context(replaced([(propagator, propagate.__name__, paused), *marked]))
+        same_fakes = (module, "FakeTensorMode", lambda: self.fakes)  # torch 2.8 makes others, which must not mix
+        self.later.enter_context(replaced([(propagator, propagate.__name__, paused), same_fakes, *marked]))
 
     def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Random numbers of DTensors come with offsets of a generator that nobody needs here; kernels of Triton are

@@ -200,13 +200,15 @@ def _exit_code(error: Any) -> int:
 
 
 def _reason(error: BaseException) -> str:
+    import torch
+
     if isinstance(error, TooManyOperatorsError):
         return str(error)
     if isinstance(error, NotInDryRunError):
         return f"not supported in a dry run: {error}"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     name = type(error).__name__
-    return f"{_ASKED.get(name, 'it fails on fake tensors')} ({name}: {first[:160]})"
+    return f"{_ASKED.get(name, f'it fails on the fake tensors of torch {torch.__version__}')} ({name}: {first[:160]})"
 
 
 def _is_of_dry_runs(error: BaseException, frames: list[traceback.FrameSummary]) -> bool:
