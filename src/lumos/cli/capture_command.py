@@ -69,7 +69,7 @@ def capture_command(
         sys.stderr.write(f"lumos: nothing was recorded: {_NO_TORCH.format(python=printable(python))}\n")
         sys.exit(code or 2)
     if dry:
-        _report_dry(output, len(found), code, signal_name(code))
+        _report_dry(output, len(found), code, signal_name(code), gpu)
     else:
         _report(output, found, warmup, code, signal_name(code))
     sys.exit(code)
@@ -104,7 +104,7 @@ def _gpu(name: str) -> dict[str, object]:
     return {"gpu": f"NVIDIA {found.name.upper()}", "memory_gib": found.memory_gib, "capability": capability}
 
 
-def _report_dry(folder: Path, found: int, code: int, signal: str) -> None:
+def _report_dry(folder: Path, found: int, code: int, signal: str, gpu: str) -> None:
     if code:
         sys.stderr.write(f"lumos: the command ended with {signal or code}: nothing to predict from\n")
     elif not found:
@@ -114,7 +114,7 @@ def _report_dry(folder: Path, found: int, code: int, signal: str) -> None:
         )
     else:
         count = "1 rank" if found == 1 else f"{found} ranks"
-        sys.stderr.write(f"lumos: {count} in {folder}; next: lumos predict --from {folder} --set cluster.gpu=h200\n")
+        sys.stderr.write(f"lumos: {count} in {folder}; next: lumos predict --from {folder} --set cluster.gpu={gpu}\n")
 
 
 def _written(folder: Path, pattern: str) -> dict[str, int]:
