@@ -19,6 +19,7 @@ from lumos.chakra.foreign_prediction import GraphPrices
 from lumos.costs.in_step import in_step_factors
 from lumos.costs.network import Fabric, Network, Tier, network_of
 from lumos.data_files import read_table
+from lumos.described.transfers import Transfer
 from lumos.dry_run.dry_step import DryStep
 from lumos.dry_run.recorded_step import Recording
 from lumos.prediction.prediction import predict
@@ -456,11 +457,12 @@ def test_gradients_are_reduced_in_buckets_only_during_the_backward_pass(zero: in
         "parallel": {"tp": 2, "dp": 192, "zero": zero}, "cluster": {"gpu": "h100", "gpus": 384, "fabric": "efa"},
     }  # fmt: skip
     assembly = simulate_step(checked_setup(sections)).assembly
-    bucket = framework_named("nanotron").bucket_bytes(assembly.transfers_overlap)
+    bucket = framework_named("nanotron").bucket_bytes(assembly.transfers.overlap)
     assert bucket == (0.0 if zero else framework_named("nanotron").bucket_mb * 1e6)
     size = 4.0 * assembly.program.stage_parameters(0).common
     whole = assembly.prices.collective_us(Collective("all_reduce", size, assembly.layout.dp))
-    reduced = assembly._data_parallel_us("all_reduce", assembly.program.stage_parameters(0), 4.0)
+    transfer = Transfer("all_reduce", assembly.program.stage_parameters(0), 4.0)
+    reduced = assembly.transfer_us(transfer)
     assert reduced == pytest.approx(whole) if zero else reduced > 1.2 * whole
 
 

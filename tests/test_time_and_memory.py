@@ -327,7 +327,7 @@ def test_weights_are_published_behind_the_first_forward_pass_where_communication
     gather = ring_us("all_gather", 2 * step.setup.model.parameters(2048), 8)
     hidden = read_table("step.json")["hidden_share"] * step.chunks[0][0].forward.us
     assert 0 < hidden < gather
-    speed = step.assembly._speeds(step.assembly.program.chunks[0][0])[Phase.FORWARD]
+    speed = step.assembly.speeds(step.assembly.program.chunks[0][0])[Phase.FORWARD]
     assert 0.5 < speed < 1.0, "the forward pass is slower beside it"
     assert step.role_us("publish", 0) == pytest.approx(gather - speed * hidden, rel=1e-6)
 
@@ -451,7 +451,7 @@ def test_gradients_are_reduced_beside_the_backward_pass_where_the_framework_does
     framework: str, keys: dict[str, Any], overlaps: bool
 ) -> None:
     step = step_of(**({"train.framework": framework, "parallel.dp": 8} | keys))
-    assert step.assembly.overlaps is overlaps
+    assert step.assembly.transfers.hides_reductions is overlaps
     assert (nodes(step, "reduce") > 0) is overlaps
 
 
@@ -762,11 +762,11 @@ def test_gpt_neox_reduces_gradients_beside_the_backward_pass_unless_there_are_st
     """DeepSpeed's pipeline reduces once all is done, and all gradients on every rank: twice what scattering sends."""
     alone = setup_of("gpt3-13b", {"framework": "neox", "microbatches": 4}, dp=8, zero=1)
     stages = alone.replaced({"parallel.pp": 4, "cluster.gpus": 32})
-    assert [assembled(setup, prices_of(setup)).overlaps for setup in (alone, stages)] == [True, False]
+    assert [assembled(setup, prices_of(setup)).transfers.hides_reductions for setup in (alone, stages)] == [True, False]
     assert Program(stages).sharding.reduction == "all_reduce"
     assert nodes(simulate_step(stages), "reduce") == 0
     other = stages.replaced({"train.framework": "megatron-deepspeed", "parallel.dp_overlap": True})
-    assert assembled(other, prices_of(other)).overlaps
+    assert assembled(other, prices_of(other)).transfers.hides_reductions
 
 
 def test_a_layer_that_gpt_neox_recomputes_starts_with_an_idle_gpu() -> None:
