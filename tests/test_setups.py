@@ -238,10 +238,16 @@ def test_a_gpu_is_sound(name: str) -> None:
         ("nvidia h200", "h200"),
         ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("a100-80g", "a100"),
+        ("A10G", "a10g"),
     ],
 )
 def test_a_gpu_answers_to_what_it_is_called(alias: str, name: str) -> None:
     assert gpu_named(alias).name == name
+
+
+def test_a_gpu_may_be_named_by_a_number() -> None:
+    assert Cluster.model_validate({"gpu": 4090}).accelerator.name == "rtx4090"
 
 
 @pytest.mark.data

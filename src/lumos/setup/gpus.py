@@ -20,8 +20,10 @@ from lumos.setup.data_sheet import DataSheet, read_data_sheet
 from lumos.setup.messages import did_you_mean
 
 _VENDOR = re.compile(r"^((nvidia|amd|instinct|geforce)-)+")
+_MEMORY = re.compile(r"(?<=-)(\d+)gi?b?(?=-|$)")
 _SEPARATORS = re.compile(r"[\s_\-]+")
 _FILES = (".toml", ".npz")
+_ALIKE = 0.75  # of two names, from which on one may be a slip of the other
 _NOT_GPUS = ("tpu", "trainium", "gaudi")  # families of other accelerators
 
 
@@ -104,7 +106,7 @@ def gpu_named(name: str) -> Gpu:
     """The GPU of that name or alias, in any case, or OptionError with the nearest name: `gpu_named("H100-SXM5")`."""
     gpu = find_gpu(name)
     if gpu is None:
-        known = did_you_mean(name, gpu_names())
+        known = did_you_mean(name, gpu_names(), _ALIKE)
         stop = "" if known.endswith("?") else "."
         raise OptionError(f"GPU {name[:100]!r} is not known: {known}{stop} Or name a data sheet, as in my_gpu.toml")
     return gpu
@@ -215,5 +217,5 @@ def _by_alias() -> Mapping[str, Gpu]:
 
 
 def _normalized(name: str) -> str:
-    """Lower case, words joined by one "-", without the vendor: "NVIDIA H100 80GB HBM3" is h100-80gb-hbm3."""
-    return _VENDOR.sub("", _SEPARATORS.sub("-", name[:200].strip().casefold()))
+    """Lower case, words joined by one "-", without the vendor: "NVIDIA H100 80GB HBM3" is h100-80-hbm3."""
+    return _MEMORY.sub(r"\1", _VENDOR.sub("", _SEPARATORS.sub("-", name[:200].strip().casefold())))

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from lumos import schedules
 from lumos.data_files import read_table
@@ -308,10 +308,16 @@ class Parallel(Section):
         return [f"{key} {size}" for key, size in sizes.items() if size > 1]
 
 
+def _as_name(value: object) -> object:
+    """A GPU whose name is a number, such as 4090."""
+    return str(value) if type(value) is int else value
+
+
 class Cluster(Section):
     """GPUs in nodes. A value that is None is that of the GPU: in `data/gpus.toml`, or in its data sheet."""
 
-    gpu: Annotated[str, Field(max_length=1000)] = _USUAL_GPU  # a name, or a data sheet; derived: the GPU of `model`
+    # A name, or a data sheet; derived: the GPU of `model`.
+    gpu: Annotated[str, BeforeValidator(_as_name), Field(max_length=1000)] = _USUAL_GPU
     model: Annotated[str, Field(max_length=1000)] = ""  # a file of `lumos fit`: what was measured of the machine
     gpus: MaybeDegree = 0  # derived in a Setup: tp * pp * cp * dp
     gpus_per_node: MaybeDegree = 0  # derived: that of `model`, or the GPU's usual node
