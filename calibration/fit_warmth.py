@@ -26,7 +26,7 @@ from lumos.analysis.kernel_labels import Work
 from lumos.analysis.replay import replay
 from lumos.costs.prices import Prices
 from lumos.described.layer import TransformerLayer
-from lumos.program.block import Block
+from lumos.program.op import Ops
 from lumos.program.operators import Collective, Operator
 from lumos.read.job import read_job
 from lumos.step.step import simulate_step
@@ -66,7 +66,7 @@ def rows_in(path: Path, case: dict[str, Any]) -> dict[str, list[Row]]:
     }
 
 
-def cold_us(block: Block, prices: Prices, matrix: bool) -> Floats:
+def cold_us(block: Ops, prices: Prices, matrix: bool) -> Floats:
     """Isolated costs of the operators of a class, each divided among the knots that its tensor size is between."""
     depths, model = shipped("step.json")["warm_depth"], prices.model
     total = np.zeros(len(depths))

@@ -16,7 +16,7 @@ from lumos.costs.prices import Prices
 from lumos.described.embedding_head import embedding, embedding_backward, head, head_backward
 from lumos.described.layer import TransformerLayer
 from lumos.files import whole_file
-from lumos.program.block import Block
+from lumos.program.op import Ops
 from lumos.program.operators import Collective, Operator
 from lumos.step.step import Step
 
@@ -68,7 +68,7 @@ class _Writer:
                 found.append((role.what, *times))
         return sorted(found, key=lambda item: item[1])
 
-    def _block(self, role: str) -> Block:
+    def _block(self, role: str) -> Ops:
         program = self.step.assembly.program
         layout, last = program.layout, self.step.setup.parallel.pp - 1
         layers = sum(chunk.layers for chunk in program.chunks[self.stage])
@@ -84,7 +84,7 @@ class _Writer:
             return program.optimizer(self.stage).build()
         return []
 
-    def _run(self, role: str, block: Block, begin: float, until: float) -> Iterator[dict[str, Any]]:
+    def _run(self, role: str, block: Ops, begin: float, until: float) -> Iterator[dict[str, Any]]:
         """The kernels of a block one after the other, filling its time."""
         prices = self.step.prices
         costs = [_cost(prices, op.work) for op in block]

@@ -18,7 +18,6 @@ from lumos.costs.prices import BlockTime
 from lumos.data_files import read_table
 from lumos.described.described import Program
 from lumos.described.layer import TransformerLayer
-from lumos.program.block import BlockOp
 from lumos.program.op import Op, Tensor
 from lumos.program.operators import Collective, Group, Operator
 from lumos.setup.setup import Setup
@@ -421,7 +420,10 @@ def test_bookkeeping_of_checkpoints_is_as_slow_as_the_launches_of_the_traced_hos
 
 
 def test_a_block_of_the_host_takes_what_the_trace_says_and_on_a_cpu_it_is_computing_time() -> None:
-    ops = [BlockOp(Operator("add", (2048, 4096)), launches=3), BlockOp(Operator("gemm_tn", (2048, 4096, 4096)))]
+    ops = [
+        Op("add", work=Operator("add", (2048, 4096)), launches=3),
+        Op("up", work=Operator("gemm_tn", (2048, 4096, 4096))),
+    ]
     known = Calibration(setup(), blocks(MATMUL, SILU))
     prices = calibrated_prices(ChangedBlocks(known, setup(), known.load))
     assert isinstance(prices, CalibratedPrices)

@@ -23,7 +23,7 @@ from lumos.graph.graph import Edges, Graph, make_graph
 from lumos.graph.overlap import Side, alone, contended, overlapped
 from lumos.graph.rules.build import build
 from lumos.graph.simulate import Times
-from lumos.program.block import BlockOp
+from lumos.program.op import BESIDE, Op
 from lumos.program.operators import Collective, Group, Operator
 from lumos.read.job import read_job
 from lumos.setup import Setup, preset_named
@@ -236,11 +236,11 @@ def test_a_collective_inside_a_block_slows_the_operators_beside_it() -> None:
     work = Operator("gemm_tn", (8192, 8192, 8192), "bf16")
     gather = Collective("all_gather", 4e9, Group(8, 8))
     free, slowed = (
-        timeline([BlockOp(gather, waits=False), BlockOp(work)] if beside else [BlockOp(work)], prices)[-1]
+        timeline([Op("gather", work=gather, stream=BESIDE), Op("up", work=work)][not beside :], prices)[-1]
         for beside in (False, True)
     )
     assert slowed.end_us - slowed.start_us > 1.2 * (free.end_us - free.start_us)
-    waited = timeline([BlockOp(gather), BlockOp(work)], prices)[-1]
+    waited = timeline([Op("gather", work=gather), Op("up", work=work)], prices)[-1]
     assert waited.end_us - waited.start_us == pytest.approx(free.end_us - free.start_us)
 
 

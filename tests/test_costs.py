@@ -43,7 +43,7 @@ from lumos.errors import InputError
 from lumos.measure.operator_rows import SIZES, operator_of, operators_of, read_rows
 from lumos.model_file import unpacked
 from lumos.prediction.power import drawn_w
-from lumos.program.block import BlockOp
+from lumos.program.op import BESIDE, Op
 from lumos.program.operators import KINDS, Collective, Group, Operator
 from lumos.report.terminal.costs import cost_answer
 from lumos.setup.gpus import gpu_named, gpu_names
@@ -320,8 +320,12 @@ def test_after_the_host_has_waited_a_block_takes_what_host_or_gpu_take_at_least_
 ) -> None:
     """It waits for the GPU before the first operator; where it never does, it is always ahead."""
     prices = Prices(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), host_us, 2.0)
-    works = {"add": BlockOp(Operator("add", (1024, 1024))), "gelu": BlockOp(Operator("gelu", (64, 64)), launches=4)}
-    works["gather"] = BlockOp(Collective("all_gather", 1e6, Group(4, 4)))
+    add, gelu, gather = (
+        Operator("add", (1024, 1024)),
+        Operator("gelu", (64, 64)),
+        Collective("all_gather", 1e6, Group(4, 4)),
+    )
+    works = {"add": Op("add", work=add), "gelu": Op("gelu", work=gelu, launches=4), "gather": Op("gather", work=gather)}
     block = [works[name] for name in names]
     gpu = time_of(block, prices).us
     found = time_of([block[0]._replace(syncs=syncs), *block[1:]], prices)
@@ -342,8 +346,9 @@ def test_collectives_run_beside_operators_until_somebody_waits() -> None:
     prices = Prices(cost_model("h200"), NETWORK, in_step_factors(gpu_named("h200")), 30.0, 0.5)
     add, gather = Operator("add", (1024, 1024)), Collective("all_gather", 1000.0, Group(4, 4))
     one, sent = prices.operator_us(add), prices.collective_us(gather)
-    beside, waited = BlockOp(gather, waits=False), BlockOp(gather)
-    block = [BlockOp(add), beside, beside, BlockOp(add, launches=3), BlockOp(add, joins=True)]
+    waited, plain = Op("gather", work=gather), Op("add", work=add)
+    beside = waited._replace(stream=BESIDE)
+    block = [plain, beside, beside, plain._replace(launches=3), plain._replace(after=(-2,))]
     rows = timeline(block, prices)
     factor = slowdown(add, kernel_of(gather, sent), gpu_named("h200"))
     slow = min(factor * one, one + 2 * sent * (1 - 1 / factor))
@@ -356,7 +361,7 @@ def test_collectives_run_beside_operators_until_somebody_waits() -> None:
     joules = 2 * prices.joules.operator(add, one) + prices.joules.operator(add, slow)
     joules += 2 * prices.joules.collective(gather, sent)
     assert found.joules == pytest.approx(joules)
-    assert time_of([waited, BlockOp(add)], prices).us == pytest.approx(sent + one)
+    assert time_of([waited, plain], prices).us == pytest.approx(sent + one)
     assert time_of([beside], prices).us == pytest.approx(sent), "a block ends with its last collective"
     assert time_of([], prices) == BlockTime() == (0, 0, 0, 0, 0, 0)
     assert prices.operator_us(Operator("stream", (0,))) == 0

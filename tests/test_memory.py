@@ -17,7 +17,7 @@ from lumos.described.described import Phase, Program
 from lumos.described.embedding_head import head
 from lumos.memory.memory import MIB, Memory, StageMemory, memory_of
 from lumos.prediction.fitting import smallest_change
-from lumos.program.block import saved_bytes
+from lumos.program.op import saved_bytes
 from lumos.setup.constraints import mistakes_in
 from lumos.setup.frameworks import framework_named
 from lumos.setup.gpus import gpu_named

@@ -19,8 +19,8 @@ from lumos.described.experts import busiest_rank, expert_gradient_bytes, moe, mo
 from lumos.described.flops import forward_flops_per_token, hardware_flops, model_flops, utilisation
 from lumos.described.layer import TransformerLayer
 from lumos.described.muon import Matrices, expert_matrices, layer_matrices, orthogonalised
-from lumos.program.block import Block, saved_bytes
 from lumos.program.layout import RankLayout
+from lumos.program.op import EXCHANGE, Ops, saved_bytes
 from lumos.program.operators import Collective, Group, Operator
 from lumos.program.sharding import RankParameters, chunks_of, layers_of
 from lumos.schedules import Phase
@@ -40,20 +40,20 @@ def layout_of(preset: str = "llama3-8b", framework: str = "megatron", **changes:
     return RankLayout(setup, framework_named(framework, setup.train.precision))
 
 
-def kinds(block: Block) -> Counter[str]:
+def kinds(block: Ops) -> Counter[str]:
     """How often a block runs each collective."""
-    return Counter(op.work.kind for op in block if isinstance(op.work, Collective))
+    return Counter(op.kind for op in block if isinstance(op.work, Collective))
 
 
-def operators(block: Block) -> list[Operator]:
+def operators(block: Ops) -> list[Operator]:
     return [op.work for op in block if isinstance(op.work, Operator)]
 
 
-def matrix_flops(block: Block) -> float:
+def matrix_flops(block: Ops) -> float:
     return sum(operator.flops for operator in operators(block) if operator.is_matrix)
 
 
-def names(block: Block) -> set[str]:
+def names(block: Ops) -> set[str]:
     return {op.name for op in block}
 
 
@@ -192,8 +192,8 @@ def test_experts_that_are_filled_up_to_a_capacity_work_on_send_and_keep_as_much(
         assert saved_bytes(filled) > 1.3 * saved_bytes(plain)
 
 
-def exchanged(block: Block) -> list[float]:
-    return [op.work.bytes for op in block if isinstance(op.work, Collective) and op.work.kind == "all_to_all"]
+def exchanged(block: Ops) -> list[float]:
+    return [op.work.bytes for op in block if isinstance(op.work, Collective) and op.kind == "all_to_all"]
 
 
 def test_a_dispatcher_that_gathers_gives_every_rank_all_tokens_of_its_group() -> None:
@@ -201,7 +201,7 @@ def test_a_dispatcher_that_gathers_gives_every_rank_all_tokens_of_its_group() ->
         layout_of("mixtral-8x7b", parallel__ep=8, parallel__dp=8, parallel__dispatcher="all_gather"), sparse=True
     )
     sent = {
-        op.name: (op.work.kind, op.work.bytes)
+        op.name: (op.kind, op.work.bytes)
         for op in (*layer.forward(), *layer.backward())
         if isinstance(op.work, Collective) and op.name != "experts counts"
     }
@@ -269,7 +269,7 @@ def test_torchtitan_keeps_attention_and_the_first_third_and_further_matmuls() ->
     layer = TransformerLayer(
         layout_of(framework="torchtitan", train__recompute="selective", train__recompute_modules=["operators"])
     )
-    matmuls = [op.name for op in layer.recomputed() if op.work.kind == "gemm_tn"]
+    matmuls = [op.name for op in layer.recomputed() if op.kind == "gemm_tn"]
     assert matmuls == ["kv", "out", "up"]  # key, output and the second half of the gated MLP
     assert "sdpa_fwd" not in names(layer.recomputed())
     t, hidden, ffn, key = 2048, 4096, 14336, 1024
@@ -376,7 +376,7 @@ def test_experts_exchange_tokens_twice_each_way(preset: str) -> None:
     layer = TransformerLayer(layout_of(preset, parallel__ep=8, parallel__dp=8), sparse=True)
     assert kinds(layer.forward()) == {"all_gather": 1, "all_to_all": 2}
     assert kinds(layer.backward()) == {"all_to_all": 2}
-    sent = {op.work.bytes for op in layer.forward() if op.work.kind == "all_to_all"}
+    sent = {op.work.bytes for op in layer.forward() if op.kind == "all_to_all"}
     assert sent == {2.0 * layer.layout.tokens * layer.layout.model.top_k * layer.layout.model.hidden}
 
 
@@ -468,17 +468,17 @@ def test_an_update_is_for_every_parameter_or_for_none(framework: str) -> None:
 # Values by hand
 
 
-def shapes(block: Block, *prefixes: str) -> dict[str, tuple[int, ...]]:
+def shapes(block: Ops, *prefixes: str) -> dict[str, tuple[int, ...]]:
     """The shapes of the operators of a block, by name, those whose kinds begin with a prefix."""
     return {
         op.name: op.work.shape for op in block
-        if isinstance(op.work, Operator) and op.work.kind.startswith(prefixes or ("gemm",))
+        if isinstance(op.work, Operator) and op.kind.startswith(prefixes or ("gemm",))
     }  # fmt: skip
 
 
-def sizes(block: Block) -> dict[str, tuple[str, float]]:
+def sizes(block: Ops) -> dict[str, tuple[str, float]]:
     """Kind and bytes of the collectives of a block, by name."""
-    return {op.name: (op.work.kind, op.work.bytes) for op in block if isinstance(op.work, Collective)}
+    return {op.name: (op.kind, op.work.bytes) for op in block if isinstance(op.work, Collective)}
 
 
 @pytest.mark.parametrize(
@@ -843,11 +843,11 @@ def test_utilisation_is_work_over_the_peak_of_all_gpus() -> None:
 # Element-wise work, by hand
 
 
-def traffic(block: Block) -> dict[str, float]:
+def traffic(block: Ops) -> dict[str, float]:
     """Elements that memory-bound chains read and write for a token, by name; gradients of weights aside."""
     total: Counter[str] = Counter()
     for op in block:
-        if isinstance(op.work, Operator) and op.work.kind == "stream" and "accumulate" not in op.name:
+        if isinstance(op.work, Operator) and op.kind == "stream" and "accumulate" not in op.name:
             total[op.name] += op.work.bytes / 2 / 2048  # type: ignore[assignment]
     return {name: elements for name, elements in total.items() if elements}
 
@@ -892,8 +892,8 @@ def test_element_wise_chains_read_and_write(
 )
 def test_a_recomputed_layer_stops_where_nothing_more_is_needed(framework: str, compiled: bool, again: int) -> None:
     layer = TransformerLayer(layout_of(framework=framework, train__recompute="full", train__compile=compiled))
-    assert sum(op.work.kind == "gemm_tn" for op in layer.forward()) == 7
-    assert sum(op.work.kind == "gemm_tn" for op in layer.recomputed()) == again
+    assert sum(op.kind == "gemm_tn" for op in layer.forward()) == 7
+    assert sum(op.kind == "gemm_tn" for op in layer.recomputed()) == again
     assert ("down" in names(layer.recomputed())) == (again == 7)
 
 
@@ -950,8 +950,8 @@ V = 128256
     ],
 )  # fmt: skip
 def test_the_loss_is_fused_sharded_or_eager(framework: str, forward: list[Any], backward: list[Any]) -> None:
-    def rows(block: Block) -> list[Any]:
-        return [(op.work.kind, op.work.dtype, op.work.shape, op.launches) for op in block]  # type: ignore[union-attr]
+    def rows(block: Ops) -> list[Any]:
+        return [(op.kind, op.work.dtype, op.work.shape, op.launches) for op in block]  # type: ignore[union-attr]
 
     layout = layout_of(framework=framework)
     assert rows(head(layout))[2:] == forward, "after norm and matmul"
@@ -996,7 +996,7 @@ def test_experts_and_tensor_parallel_ranks_exchange(keys: dict[str, Any], wanted
         found: dict[str, set[float]] = {}
         for op in block:
             if isinstance(op.work, Collective) and op.name != "experts counts":
-                found.setdefault(op.work.kind, set()).add(op.work.bytes / 2 / 4096)
+                found.setdefault(op.kind, set()).add(op.work.bytes / 2 / 4096)
         assert {kind: sorted(sizes) for kind, sizes in found.items()} == wanted
 
 
@@ -1028,7 +1028,7 @@ def test_a_flexible_dispatcher_sends_a_token_once_to_every_place_that_has_expert
 
     def sent(**changes: Any) -> set[float]:
         block = moe(layout_of("mixtral-8x7b", **keys, **changes))
-        return {round(op.work.bytes / 2 / 4096 / 2048, 6) for op in block if op.work.kind == "all_to_all"}
+        return {round(op.work.bytes / 2 / 4096 / 2048, 6) for op in block if op.kind == "all_to_all"}
 
     assert sent() == sent(**spread) == {2.0}
     assert sent(**spread, parallel__dispatcher="flex") == {1.5}
@@ -1042,9 +1042,9 @@ def test_exchanges_beside_another_micro_batch_cost_only_what_the_layer_does_not_
     alone = layout_of("mixtral-8x7b", **keys | {"train__microbatches": 1}, parallel__ep_overlap=True)
     assert TransformerLayer(alone, sparse=True).forward() == waiting.forward(), "there is no other micro-batch"
     for before, after in ((waiting.forward(), beside.forward()), (waiting.backward(), beside.backward())):
-        assert [op.name for op in after[:2]] == [op.name for op in before if op.work.kind == "all_to_all"]
+        assert [op.name for op in after[:2]] == [op.name for op in before if op.kind == "all_to_all"]
         assert sorted(op.name for op in after) == sorted(op.name for op in before)
-        assert not any(op.waits for op in after[:2])
+        assert all(op.stream == EXCHANGE for op in after[:2])
 
 
 def test_experts_in_8_bits_cast_what_they_read_and_add_to_gradients_of_all_their_weights() -> None:
@@ -1067,7 +1067,7 @@ def test_eager_experts_run_a_kernel_for_every_line_of_their_code() -> None:
     assert cleared == [6 * 2 * copies * hidden, 8 * 2 * copies * inner, 8 * 2 * copies * hidden]
     longer = {op.name: op for op in moe(layout_of("mixtral-8x7b", "pytorch", train__seq=4096))}
     assert forward["sort choices"].work.bytes == longer["sort choices"].work.bytes
-    moved = [sum(op.work.bytes for op in moe(layout) if op.work.kind == "stream") for layout in (eager, fused)]
+    moved = [sum(op.work.bytes for op in moe(layout) if op.kind == "stream") for layout in (eager, fused)]
     assert moved[0] > 5 * moved[1]
     assert {"clear rows", "weigh rows", "sort choices"}.isdisjoint(op.name for op in moe(fused))
     compiled = layout_of("mixtral-8x7b", "pytorch", train__compile=True)
@@ -1162,7 +1162,7 @@ def context(kind: str, backward: bool = False, **changes: Any) -> dict[str, tupl
     """What context-parallel ranks do in a layer: by name, the collective, its bytes and its ranks."""
     layer = TransformerLayer(layout_of(parallel__cp_type=kind, **({"parallel__cp": 4} | changes)))
     block = layer.backward() if backward else layer.forward()
-    return {op.name: (op.work.kind, op.work.bytes, op.work.group.size) for op in block if "context" in op.name}
+    return {op.name: (op.kind, op.work.bytes, op.work.group.size) for op in block if "context" in op.name}
 
 
 def test_context_parallel_ranks_exchange_what_their_type_says() -> None:
@@ -1192,7 +1192,7 @@ def test_attention_among_context_parallel_ranks_is_divided_evenly_whatever_the_t
 def test_only_a_ring_is_hidden_behind_attention() -> None:
     def waits(kind: str) -> set[bool]:
         block = TransformerLayer(layout_of(parallel__cp=4, parallel__cp_type=kind)).forward()
-        return {op.waits for op in block if "context" in op.name}
+        return {op.stream == 0 for op in block if "context" in op.name}
 
     assert (waits("p2p"), waits("all_gather"), waits("a2a")) == ({False}, {True}, {True})
 
@@ -1259,6 +1259,6 @@ def test_transformer_engine_gathers_sequences_as_its_matmuls_read_them(precision
     moved = Counter({"all_gather": 0.0, "reduce_scatter": 0.0})
     for op in [*layer.forward(), *layer.backward()]:
         if isinstance(op.work, Collective):
-            moved[op.work.kind] += op.work.bytes / layout.activation_bytes
+            moved[op.kind] += op.work.bytes / layout.activation_bytes
     assert moved == {"all_gather": 6 * share, "reduce_scatter": 4.0}
     assert [op.work.bytes for op in head(layout) if op.name == "gather sequence"] == [layout.activation_bytes]

@@ -20,7 +20,7 @@ from lumos.described.experts import reached
 from lumos.memory.memory import memory_of
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
-from lumos.program.block import BlockOp
+from lumos.program.op import EXCHANGE, Op
 from lumos.program.operators import Collective, Group, Operator
 from lumos.risk.lanes import lanes_of
 from lumos.schedules import Phase
@@ -72,15 +72,15 @@ def prices() -> Prices:
     return prices_of(setup_of())
 
 
-MATMUL = BlockOp(Operator("gemm_tn", (4096, 4096, 4096)))
+MATMUL = Op("up", work=Operator("gemm_tn", (4096, 4096, 4096)))
 LATER = MATMUL._replace(weight_gradient=True)
-EXCHANGE = BlockOp(Collective("all_to_all", 1e8, Group(16, 8)), name="experts dispatch")
+SENT = Op("experts dispatch", work=Collective("all_to_all", 1e8, Group(16, 8)), stream=EXCHANGE)
 
 
 def pieces(pattern: str, phase: Phase, us: float = 100.0) -> list[Piece]:
     """A pass of matmuls (m), exchanges (x) and gradients of weights (w), which take equally long."""
-    found = {"m": MATMUL, "x": EXCHANGE, "w": LATER}
-    return [Piece(found[kind], us, phase, kind == "x") for kind in pattern]
+    found = {"m": MATMUL, "x": SENT, "w": LATER}
+    return [Piece(found[kind], us, phase) for kind in pattern]
 
 
 def length(rows: list[tuple[Phase, Row]]) -> float:
@@ -125,13 +125,13 @@ def test_passes_keep_their_order_and_streams_run_one_thing_at_a_time() -> None:
             order = [row for found, row in rows if found == phase and not row.op.weight_gradient]
             assert all(a.end_us <= b.start_us + 1e-9 for a, b in pairwise(order))
         alone = sum(piece.us for one in given for piece in one)
-        work = sum(piece.us for one in given for piece in one if not piece.exchanges)
+        work = sum(piece.us for one in given for piece in one if not piece.op.stream)
         assert work <= length(rows) <= 1.5 * alone
 
 
 def test_matmuls_that_leave_room_for_communication_lose_its_share_of_the_multiprocessors() -> None:
     priced = prices()
-    beside = priced.running(EXCHANGE.work, 1e3)  # type: ignore[arg-type]
+    beside = priced.running(SENT.work, 1e3)  # type: ignore[arg-type]
     assert beside.blocks == 20
     assert priced.slowdown(MATMUL.work, beside) == 132 / 112  # type: ignore[arg-type]
     priced.leaves_sms = False

@@ -20,8 +20,8 @@ from lumos.described.layer import TransformerLayer
 from lumos.described.recomputation import by_operator
 from lumos.memory.memory import memory_of
 from lumos.prediction.prediction import predict
-from lumos.program.block import input_gradients, saved_bytes, weight_gradients
 from lumos.program.layout import RankLayout
+from lumos.program.op import part_of, saved_bytes
 from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
 from lumos.setup import Setup, gpu_named, mistakes_in, preset_named
@@ -203,8 +203,12 @@ def test_experts_have_the_weights_that_their_matmuls_read(setup: Setup) -> None:
 @given(setups())
 def test_the_halves_of_a_backward_pass_are_its_operators(setup: Setup) -> None:
     backward = TransformerLayer(Program(setup).layout, sparse=bool(setup.model.experts)).backward()
-    inputs, weights = input_gradients(backward), weight_gradients(backward)
-    assert sorted(map(repr, inputs + weights)) == sorted(map(repr, backward))
+    inputs, weights = (part_of(backward, [op.weight_gradient == late for op in backward]) for late in (False, True))
+    assert sorted(repr(op._replace(after=())) for op in inputs + weights) == sorted(
+        repr(op._replace(after=())) for op in backward
+    )
+    waited = [[ops[at + other] for at, op in enumerate(ops) for other in op.after] for ops in (inputs, backward)]
+    assert waited[0] == waited[1], "a half waits for the same collectives"
     assert all("wgrad" not in op.name and "accumulate" not in op.name for op in inputs)
     assert not any(isinstance(op.work, Collective) or "dgrad" in op.name for op in weights)
     experts = [[op.work for op in half if op.name.startswith("experts ") and op.work.kind == "grouped_gemm"]

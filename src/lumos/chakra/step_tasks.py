@@ -276,7 +276,7 @@ class StepTasks:
         for block in [*blocks, *(program.optimizer(stage) for stage in range(self.stages))]:
             for op in block.build():
                 if isinstance(op.work, Collective):
-                    found[op.name or op.work.kind, message_of(op.work)] = op.work
+                    found[op.name, message_of(op)] = op.work
         return found
 
     # ------------------------------------------------------------------ data parallelism

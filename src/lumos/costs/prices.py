@@ -20,7 +20,7 @@ from lumos.costs.in_step import InStepFactors
 from lumos.costs.network import Network
 from lumos.costs.operator_model import CostModel, chip_of
 from lumos.data_files import read_table
-from lumos.program.block import Block, BlockOp
+from lumos.program.op import BESIDE, EXCHANGE, Op, Ops
 from lumos.program.operators import Collective, Operator
 
 Kept = TypeVar("Kept")
@@ -74,7 +74,7 @@ class BlockTime(NamedTuple):
 class Row(NamedTuple):
     """One operator or collective of a block, in microseconds from the start of the block."""
 
-    op: BlockOp
+    op: Op
     start_us: float
     end_us: float
 
@@ -127,6 +127,12 @@ class Prices:
         """One collective, once all its ranks have arrived."""
         return self.network.us(collective)
 
+    def us(self, op: Op) -> float:
+        """The time of a call on its stream, with nothing beside it."""
+        if isinstance(op.work, Collective):
+            return self.collective_us(op.work)
+        return self.operator_us(op.work) if op.work is not None else 0.0
+
     def running(self, collective: Collective, us: float) -> Beside:
         """A collective of a block that takes so long, as the operators beside it see it."""
         kernel = kernel_of(collective, us)
@@ -134,10 +140,10 @@ class Prices:
         blocks = blocks or self.overlap_blocks
         return kernel._replace(blocks=blocks) if blocks else kernel
 
-    def disturbed_us(self, key: Hashable, build: Callable[[], Block], beside: Beside) -> float:
+    def disturbed_us(self, key: Hashable, build: Callable[[], Ops], beside: Beside) -> float:
         """How much longer the operators of a block take if this communication runs beside all of them."""
         with self.inside(key):
-            operators = [op.work for op in build() if not isinstance(op.work, Collective)]
+            operators = [op.work for op in build() if isinstance(op.work, Operator)]
             return sum(self.operator_us(work) * (self.slowdown(work, beside) - 1) for work in operators)
 
     def slowdown(self, work: Operator, beside: Beside) -> float:
@@ -147,7 +153,7 @@ class Prices:
             return gpu.sms / max(1, gpu.sms - beside.blocks)
         return slowdown(work, beside, gpu)
 
-    def launches(self, op: BlockOp) -> float:
+    def launches(self, op: Op) -> float:
         """Of the host, for one operator or collective."""
         return self.collective_launches if isinstance(op.work, Collective) else op.launches
 
@@ -156,7 +162,7 @@ class Prices:
         """From the host's call to the start of the kernel on an idle GPU."""
         return float(read_table("step.json")["launch_us"])
 
-    def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
+    def block(self, key: Hashable, build: Callable[[], Ops]) -> BlockTime:
         """The time of a block, built and priced on first use."""
         if key not in self._blocks:
             self._blocks[key] = time_of(build(), self)
@@ -175,55 +181,49 @@ class Prices:
         return found
 
 
-def timeline(block: Block, prices: Prices) -> list[Row]:
+def timeline(block: Ops, prices: Prices) -> list[Row]:
     """When each operator and collective of a block runs.
 
-    Operators run one after the other. A collective runs beside them, one at a time, unless the next operator waits for
-    it or an operator joins all that are left running; what experts exchange for another micro-batch holds up no other
-    collective. Operators are slower beside a collective. The host issues all of it ahead of time, until it waits for
-    the GPU: from there on nothing starts before its first launch.
+    Calls on stream 0 run one after the other. Collectives on another stream run beside them, one at a time, until a
+    call waits for them; those on stream 0 do not run beside those of stream 1 either. Operators are slower beside a
+    collective. The host issues all of it ahead of time, until it waits for the GPU: from there on nothing starts before
+    its first launch.
     """
-    now = network = exchanged = 0.0
+    now, free = 0.0, {BESIDE: 0.0, EXCHANGE: 0.0}
     beside: list[tuple[float, Beside]] = []  # collectives that nobody waits for, and when they end
     launched: float | None = None  # when the host has issued all so far, once it has waited
-    rows = []
+    rows: list[Row] = []
     for op in block:
         if op.syncs:
-            launched = max(now, network)
+            launched = max(now, free[BESIDE])
         if launched is not None:
             now = max(now, launched + prices.host_us + prices.launch_us)
             launched += prices.host_us * prices.launches(op)
-        if isinstance(op.work, Collective) and op.work.kind == "all_to_all" and not op.waits:
-            begin, cost = max(exchanged, now), prices.collective_us(op.work)
-            exchanged = begin + cost
-            beside.append((exchanged, prices.running(op.work, cost)))
-            rows.append(Row(op, begin, exchanged))
-        elif isinstance(op.work, Collective):
-            begin, cost = max(network, now), prices.collective_us(op.work)
-            network = begin + cost
-            rows.append(Row(op, begin, network))
-            if op.waits:
-                now = network
-            else:
-                beside.append((network, prices.running(op.work, cost)))
+        begin = max(now, *(rows[other].end_us for other in op.after)) if op.after else now
+        if isinstance(op.work, Collective):
+            stream, cost = op.stream or BESIDE, prices.us(op)
+            begin = max(free[stream], begin)
+            end = free[stream] = begin + cost
+            if op.stream:
+                beside.append((end, prices.running(op.work, cost)))
         else:
-            begin = max(now, network) if op.joins else now
             beside = [(until, kernel) for until, kernel in beside if until > begin]
-            now = end_beside(begin, prices.operator_us(op.work), op.work, beside, prices)
-            rows.append(Row(op, begin, now))
+            end = end_beside(begin, prices.us(op), op, beside, prices)
+        now = now if op.stream else end
+        rows.append(Row(op, begin, end))
     return rows
 
 
-def end_beside(begin: float, alone: float, work: Operator, beside: list[tuple[float, Beside]], prices: Prices) -> float:
+def end_beside(begin: float, alone: float, op: Op, beside: list[tuple[float, Beside]], prices: Prices) -> float:
     """When an operator ends: slower until the collectives beside it are over, by as much as the worst of them."""
-    if not beside or not prices.contends:
+    if not beside or not prices.contends or not isinstance(op.work, Operator):
         return begin + alone
-    factor = max(prices.slowdown(work, kernel) for _, kernel in beside)
+    factor = max(prices.slowdown(op.work, kernel) for _, kernel in beside)
     covered = max(until for until, _ in beside) - begin
     return begin + min(alone * factor, alone + covered * (1 - 1 / factor))
 
 
-def time_of(block: Block, prices: Prices) -> BlockTime:
+def time_of(block: Ops, prices: Prices) -> BlockTime:
     """A block in numbers: until its last operator and collective have ended, and what that time consists of."""
     found = summed(timeline(block, prices), prices)
     if not any(op.syncs for op in block):
@@ -241,7 +241,7 @@ def summed(rows: Iterable[Row], prices: Prices) -> BlockTime:
         if isinstance(op.work, Collective):
             communication += cost
             joules += prices.joules.collective(op.work, cost)
-        else:
+        elif op.work is not None:
             compute += cost
             joules += prices.joules.operator(op.work, cost)
     return BlockTime(end, prices.host_us * launches, compute, communication, joules)

@@ -8,11 +8,11 @@ backward formula reads, and a tensor that several operators keep is counted once
 from __future__ import annotations
 
 from lumos.described import primitives as ops
-from lumos.program.block import Block, BlockOp
 from lumos.program.layout import RankLayout
+from lumos.program.op import BESIDE, Op, Ops
 
 
-def attention(s: RankLayout) -> Block:
+def attention(s: RankLayout) -> Ops:
     """The forward pass of a layer's first half."""
     out = ops.linear(s, s.tokens, s.model.hidden, _out_width(s), "out", saves=_output_saves(s))
     # One of the two norms' outputs stays in models that are compiled whole, by difference over their layers.
@@ -28,7 +28,7 @@ def attention(s: RankLayout) -> Block:
     ]
 
 
-def attention_backward(s: RankLayout) -> Block:
+def attention_backward(s: RankLayout) -> Ops:
     out_inputs, out_weights = ops.linear_backward(s, s.tokens, s.model.hidden, _out_width(s), "out")
     return [
         *ops.residual_backward(s),
@@ -44,7 +44,7 @@ def attention_backward(s: RankLayout) -> Block:
 
 
 # ---------------------------------------------------------------------- projections
-def projections(s: RankLayout) -> Block:
+def projections(s: RankLayout) -> Ops:
     """Query, key and value; they are kept as attention reads them."""
     m = s.model
     if m.latent:
@@ -61,7 +61,7 @@ def projections(s: RankLayout) -> Block:
     ]
 
 
-def _projections_backward(s: RankLayout) -> tuple[Block, Block]:
+def _projections_backward(s: RankLayout) -> tuple[Ops, Ops]:
     m = s.model
     if m.latent:
         parts = [ops.linear_backward(s, s.tokens, n, k, name) for n, k, name in reversed(_latent_sizes(s))]
@@ -103,7 +103,7 @@ def latent_head_bytes(s: RankLayout) -> float:
     return float(s.element * s.tokens * s.heads * (2 * query + m.qk_nope_head_dim + m.v_head_dim))
 
 
-def up_projections(s: RankLayout) -> Block:
+def up_projections(s: RankLayout) -> Ops:
     """Of latent attention: from the low ranks to the heads, with their rotary positions."""
     sizes = [size for size in _latent_sizes(s) if size[2].endswith(" up")]
     return [*(part for n, k, name in sizes for part in ops.linear(s, s.tokens, n, k, name)), *rotary(s)]
@@ -123,7 +123,7 @@ def _output_saves(s: RankLayout) -> float:
     return float(kept + copy)
 
 
-def rotary(s: RankLayout, backward: bool = False) -> Block:
+def rotary(s: RankLayout, backward: bool = False) -> Ops:
     """Rotary positions of queries and keys; their product keeps only cosine and sine."""
     m = s.model
     if m.positions != "rotary":
@@ -139,7 +139,7 @@ def rotary(s: RankLayout, backward: bool = False) -> Block:
 
 
 # ---------------------------------------------------------------------- attention proper
-def core(s: RankLayout) -> Block:
+def core(s: RankLayout) -> Ops:
     """Attention between the projections: what selective recomputation runs again, and does not keep."""
     if s.attention == "unfused":
         return _unfused_core(s)
@@ -151,7 +151,7 @@ def core(s: RankLayout) -> Block:
     return block
 
 
-def core_backward(s: RankLayout) -> Block:
+def core_backward(s: RankLayout) -> Ops:
     if s.attention == "unfused":
         return _unfused_core_backward(s)
     launches = ops.launches_of("attention grad")
@@ -164,10 +164,10 @@ def core_backward(s: RankLayout) -> Block:
     return block
 
 
-def _unfused_core(s: RankLayout) -> Block:
+def _unfused_core(s: RankLayout) -> Ops:
     batch, (seq, size) = s.sequences * _kernel_heads(s), _span(s, s.model.head_dim)
     softmax = ops.op(s, "softmax_fwd", s.sequences, _kernel_heads(s), seq, saves=s.element * s.scores)
-    dropout: Block = []
+    dropout: Ops = []
     if s.framework.dropout:
         dropout = [ops.stream(s, "attention dropout", batch * seq * seq, saves=(1 + s.element) * s.scores)]
     scores = ops.op(s, "bmm", batch, seq, seq, size, name="scores")
@@ -176,7 +176,7 @@ def _unfused_core(s: RankLayout) -> Block:
     return [*_exchanged(s, [scores, *sink, softmax, *dropout, values]), _copy(s)]
 
 
-def _unfused_core_backward(s: RankLayout) -> Block:
+def _unfused_core_backward(s: RankLayout) -> Ops:
     batch, (seq, size) = s.sequences * _kernel_heads(s), _span(s, s.model.head_dim)
     launches = ops.launches_of("matmul grads")
     block = [
@@ -191,12 +191,12 @@ def _unfused_core_backward(s: RankLayout) -> Block:
     return [*_exchanged(s, block, backward=True), copies]
 
 
-def _with_sink(s: RankLayout, row: str, scores: float) -> Block:
+def _with_sink(s: RankLayout, row: str, scores: float) -> Ops:
     """What a sink and a mask add to unfused attention, kernel by kernel, where the model has sinks."""
     return [ops.stream(s, row, scores)] if s.model.sinks and not s.fused else []
 
 
-def _exchanged(s: RankLayout, kernels: Block, backward: bool = False) -> Block:
+def _exchanged(s: RankLayout, kernels: Ops, backward: bool = False) -> Ops:
     """The kernels, and what context-parallel ranks exchange around them (`parallel.cp_type`).
 
     | type | before the kernels | beside them | after them |
@@ -216,8 +216,8 @@ def _exchanged(s: RankLayout, kernels: Block, backward: bool = False) -> Block:
         after = ops.collective("reduce_scatter", gradients, s.cp, name="context reduce") if backward else []
         return [*ops.collective("all_gather", keys, s.cp, name="context gather"), *kernels, *parts, *after]
     copies = 2.0 if backward else 1.0
-    exchange = ops.collective("all_gather", copies * keys, ring, waits=False, name="context exchange")
-    inside = [*exchange, *kernels, *ops.join(s)] if exchange else kernels
+    exchange = ops.collective("all_gather", copies * keys, ring, BESIDE, "context exchange")
+    inside = ops.joined([*exchange, *kernels])
     width = s.element * s.tokens * s.model.head_dim
     before, after_it = (float(width * (s.heads + 2 * s.kv_heads)), float(width * s.heads))
     if backward:
@@ -229,7 +229,7 @@ def _exchanged(s: RankLayout, kernels: Block, backward: bool = False) -> Block:
     ]
 
 
-def _added_up(s: RankLayout, backward: bool) -> Block:
+def _added_up(s: RankLayout, backward: bool) -> Ops:
     """Attention to the keys of one rank after the other: what is added to the results so far, in fp32."""
     elements = (s.parallel.cp - 1) * s.tokens * s.heads * s.model.head_dim
     return [ops.stream(s, f"context parts{' grad' if backward else ''}", elements)] if elements else []
@@ -245,14 +245,14 @@ def _kernel_heads(s: RankLayout) -> int:
     return max(1, s.heads // s.cp_heads)
 
 
-def _repeated(s: RankLayout, row: str) -> Block:
+def _repeated(s: RankLayout, row: str) -> Ops:
     """Keys and values copied for every query head that shares them, where kernels do not share by themselves."""
     if s.fused or s.framework.joins_qkv or s.kv_heads == s.heads:
         return []
     return [ops.stream(s, row, s.tokens * s.heads * s.model.head_dim)] * 2
 
 
-def _copy(s: RankLayout) -> BlockOp:
+def _copy(s: RankLayout) -> Op:
     return ops.stream(s, "attention copy", s.tokens * s.heads * s.model.head_dim)
 
 

@@ -15,8 +15,8 @@ from lumos.described.embedding_head import embedding, embedding_backward, head, 
 from lumos.described.layer import LayerMemory, TransformerLayer
 from lumos.described.muon import Matrices, expert_matrices, layer_matrices, orthogonalised
 from lumos.described.primitives import collective
-from lumos.program.block import Block, input_gradients, saved_bytes, weight_gradients
 from lumos.program.layout import RankLayout
+from lumos.program.op import Ops, part_of, saved_bytes
 from lumos.program.sharding import (
     Chunk,
     Parameters,
@@ -41,7 +41,7 @@ class Repeated(NamedTuple):
     """
 
     key: tuple[Hashable, ...]
-    build: Callable[[], Block]
+    build: Callable[[], Ops]
     times: int = 1
 
     @property
@@ -184,7 +184,7 @@ class Program:
         """The layers of a stage as one chunk."""
         return Chunk(sum(c.dense for c in self.chunks[stage]), sum(c.sparse for c in self.chunks[stage]))
 
-    def _muon(self, chunk: Chunk, size: float, tensors: int) -> Block:
+    def _muon(self, chunk: Chunk, size: float, tensors: int) -> Ops:
         """The matrices that one rank orthogonalises, gathered where gradients are divided; then the update of all."""
         s, sharding = self.layout, self.sharding
         if sharding.frozen:
@@ -196,7 +196,7 @@ class Program:
         experts = expert_matrices(s) if chunk.sparse else []
         share = chunk.sparse / sharding.expert_shards
         found += [matrix._replace(number=matrix.number * share) for matrix in experts]
-        gathered: Block = []
+        gathered: Ops = []
         if sharding.zero >= 2:
             whole = 2.0 * sharding.shards * sum(matrix.elements for matrix in found)
             near = s.sharing[0]
@@ -215,13 +215,17 @@ class Program:
             yield TransformerLayer(self.layout, sparse=True), chunk.sparse, sparse
 
     def _gradients(
-        self, key: tuple[Hashable, ...], build: Callable[[], Block], phase: Phase, split: bool, count: int = 1
+        self, key: tuple[Hashable, ...], build: Callable[[], Ops], phase: Phase, split: bool, count: int = 1
     ) -> Repeated:
         """A backward block: whole, or the half that belongs to this phase."""
         if not split:
             return Repeated(key, build, count)
-        half = input_gradients if phase == Phase.BACKWARD else weight_gradients
-        return Repeated((*key, phase), lambda: half(build()), count)
+
+        def half() -> Ops:
+            ops = build()
+            return part_of(ops, [op.weight_gradient == (phase == Phase.WEIGHTS) for op in ops])
+
+        return Repeated((*key, phase), half, count)
 
     # ------------------------------------------------------------------ what it keeps
     @cached_property

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from lumos.data_files import read_table
 from lumos.described import primitives as ops
-from lumos.program.block import Block, BlockOp
 from lumos.program.layout import RankLayout
+from lumos.program.op import Op, Ops
 from lumos.program.operators import Operator
 
 
-def embedding(s: RankLayout) -> Block:
+def embedding(s: RankLayout) -> Ops:
     """A row of the table for every token; the dropout after it keeps its mask."""
     mask = float(s.spread_tokens * s.model.hidden) if s.framework.dropout else 0.0
     shape = (s.tokens, s.vocab, s.model.hidden)
@@ -21,14 +21,14 @@ def embedding(s: RankLayout) -> Block:
     return [lookup, *ops.collective(kind, s.activation_bytes, s.tp, name="embedding reduce")]
 
 
-def embedding_backward(s: RankLayout) -> Block:
+def embedding_backward(s: RankLayout) -> Ops:
     shape = (s.tokens, s.vocab, s.model.hidden)
     if s.framework.chains:
         return [ops.chain(s, "embedding", True, *shape)]
     return [ops.op(s, "embedding_bwd", *shape, launches=ops.launches_of("embedding grad"))]
 
 
-def head(s: RankLayout) -> Block:
+def head(s: RankLayout) -> Ops:
     """Final norm, output matrix and loss; the same again for every further token, after what its layer reads."""
     output = ops.linear(s, s.tokens, s.vocab, s.model.hidden, "head", wide=True)
     once = [*ops.norm(s), *ops.gather(s), *output, *_loss(s)]
@@ -36,7 +36,7 @@ def head(s: RankLayout) -> Block:
     return once + s.model.mtp_layers * [*ops.norm(s), *ops.norm(s), *joined, *once]
 
 
-def head_backward(s: RankLayout) -> Block:
+def head_backward(s: RankLayout) -> Ops:
     inputs, weights = ops.linear_backward(s, s.tokens, s.vocab, s.model.hidden, "head", wide=True)
     reduction = ops.reduce(s, name="head grad reduce")
     once = [*_loss_backward(s), *inputs, *weights, *reduction, *ops.norm_backward(s)]
@@ -47,7 +47,7 @@ def head_backward(s: RankLayout) -> Block:
     return once + s.model.mtp_layers * [*once, *before]
 
 
-def _loss(s: RankLayout) -> Block:
+def _loss(s: RankLayout) -> Ops:
     tokens, vocab = s.tokens, s.vocab
     if s.framework.loss == "fused":
         block = [ops.op(s, "cross_entropy", tokens, vocab, dtype="bf16", launches=ops.launches_of("fused loss"))]
@@ -60,7 +60,7 @@ def _loss(s: RankLayout) -> Block:
     return [*block, *ops.collective("all_reduce", 4.0 * 3 * tokens, s.tp, name="loss reduce")]
 
 
-def _loss_backward(s: RankLayout) -> Block:
+def _loss_backward(s: RankLayout) -> Ops:
     tokens, vocab = s.tokens, s.vocab
     if s.framework.loss == "fused":
         launches = ops.launches_of("fused loss grad")
@@ -77,14 +77,14 @@ def _is_wide(s: RankLayout) -> bool:
     return s.element == 4
 
 
-def _fp32_stream(s: RankLayout, row: str, name: str) -> BlockOp:
+def _fp32_stream(s: RankLayout, row: str, name: str) -> Op:
     """Passes over fp32 logits."""
     facts = read_table("layer_operators.toml")[row]
     size = round(facts["passes"] * 4 * s.tokens * s.vocab)
-    return BlockOp(Operator("stream", (size,), "fp32"), facts["launches"], name=name)
+    return Op(name, work=Operator("stream", (size,), "fp32"), launches=facts["launches"])
 
 
-def optimizer(s: RankLayout, parameters: float, tensors: int = 0) -> Block:
+def optimizer(s: RankLayout, parameters: float, tensors: int = 0) -> Ops:
     """The update of `parameters`, those that one rank keeps the state of.
 
     torch's fused AdamW on low-precision weights is bound by its arithmetic and was sampled; updates of fp32 state are
@@ -100,4 +100,4 @@ def optimizer(s: RankLayout, parameters: float, tensors: int = 0) -> Block:
         work = Operator("adamw_fused", (max(1, round(size * share)),), "fp32" if s.element == 4 else "bf16")
     else:
         work = Operator("stream", (round(size * framework.optimizer_traffic * share),), "fp32")
-    return [BlockOp(work, framework.optimizer_launches or max(1, tensors // 2), name="optimizer")]
+    return [Op("optimizer", work=work, launches=framework.optimizer_launches or max(1, tensors // 2))]

@@ -20,18 +20,18 @@ from statistics import NormalDist
 
 from lumos.described import primitives as ops
 from lumos.described.mlp import activation, activation_bytes, activation_gradient_bytes, dense
-from lumos.program.block import Block, BlockOp
 from lumos.program.layout import RankLayout
-from lumos.program.operators import Collective, Operator
+from lumos.program.op import EXCHANGE, Op, Ops
+from lumos.program.operators import Operator
 from lumos.setup.sections import Model
 
 
-def moe(s: RankLayout) -> Block:
+def moe(s: RankLayout) -> Ops:
     """Norm, router, permutation, all-to-all, experts, all-to-all, back to the tokens' order, residual."""
     return [*ops.norm(s), *moe_inside(s), *ops.residual(s)]
 
 
-def moe_inside(s: RankLayout) -> Block:
+def moe_inside(s: RankLayout) -> Ops:
     """The same without norm and residual."""
     return [
         *_router(s),
@@ -45,7 +45,7 @@ def moe_inside(s: RankLayout) -> Block:
     ]
 
 
-def moe_backward(s: RankLayout) -> Block:
+def moe_backward(s: RankLayout) -> Ops:
     """The same in reverse; every grouped matmul has two gradients."""
     return [
         *ops.residual_backward(s),
@@ -61,19 +61,18 @@ def moe_backward(s: RankLayout) -> Block:
     ]
 
 
-def exchanges_first(block: Block) -> Block:
+def exchanges_first(block: Ops) -> Ops:
     """A layer whose exchanges run beside the work of another micro-batch: they have all of its time.
 
     In the steady state of 1F1B, the forward pass of one micro-batch alternates with the backward pass of another, and
     each works while the other exchanges (Megatron-Core, combined_1f1b): what counts is which of both takes longer.
     """
-    free = [op for op in block if isinstance(op.work, Collective) and op.work.kind == "all_to_all" and not op.waits]
-    return [*free, *(op for op in block if op not in free)] if free else block
+    return sorted(block, key=lambda op: op.stream != EXCHANGE)
 
 
-def is_exchange(op: BlockOp) -> bool:
+def is_exchange(op: Op) -> bool:
     """Whether it sends tokens to the ranks of their experts, or results back."""
-    return isinstance(op.work, Collective) and op.work.kind == "all_to_all" and op.name.startswith("experts ")
+    return op.kind == "all_to_all" and op.name.startswith("experts ")
 
 
 def busiest_rank(experts: int, ep: int, imbalance: float) -> float:
@@ -134,7 +133,7 @@ def local_experts(s: RankLayout) -> int:
     return max(1, s.model.experts // s.parallel.ep)
 
 
-def _copies_moved(s: RankLayout, kind: str, name: str) -> Block:
+def _copies_moved(s: RankLayout, kind: str, name: str) -> Ops:
     """Experts that are cut see the copies of all ranks that they are cut for, or their tokens before these are copied.
 
     Tokens are those of all expert groups: a gather among expert-parallel ranks comes before.
@@ -143,7 +142,7 @@ def _copies_moved(s: RankLayout, kind: str, name: str) -> Block:
     return ops.collective(kind, float(rows * s.model.hidden * s.element), s.expert_gather, name=name)
 
 
-def _result_joined(s: RankLayout, name: str) -> Block:
+def _result_joined(s: RankLayout, name: str) -> Ops:
     """Where sequences are not divided, every tensor-parallel rank needs the whole result."""
     if s.splits_sequences:
         return []
@@ -152,27 +151,27 @@ def _result_joined(s: RankLayout, name: str) -> Block:
 
 
 # ---------------------------------------------------------------------- router
-def _router(s: RankLayout) -> Block:
+def _router(s: RankLayout) -> Ops:
     """Logits and top-k; logits and probabilities are kept in fp32."""
     choices = s.spread_tokens * s.model.experts
     row = "top-k" if s.fused else "eager top-k"
     return [_logits(s), ops.stream(s, row, choices, name="top-k", saves=8.0 * choices)]
 
 
-def _router_backward(s: RankLayout) -> Block:
+def _router_backward(s: RankLayout) -> Ops:
     choices = s.spread_tokens * s.model.experts
     if s.fused:
         return [*[_logits(s)] * 2, ops.stream(s, "top-k", choices, count=2)]
     return [*[_logits(s)] * 2, ops.stream(s, "eager top-k grad", choices, name="top-k grad")]
 
 
-def _logits(s: RankLayout) -> BlockOp:
+def _logits(s: RankLayout) -> Op:
     dtype = "fp32" if s.precision == "fp32" else "bf16"
     return ops.op(s, "gemm_tn", s.spread_tokens, s.model.experts, s.model.hidden, dtype=dtype, name="router")
 
 
 # ---------------------------------------------------------------------- between the order of tokens and of experts
-def _dispatch(s: RankLayout) -> Block:
+def _dispatch(s: RankLayout) -> Ops:
     """Copies of the tokens, in the order of their experts, on the ranks that hold these."""
     if _permutes_fused(s):
         return [*_counted(s), *_exchanged(s, "dispatch")]
@@ -181,7 +180,7 @@ def _dispatch(s: RankLayout) -> Block:
     return [order, _permuted(s, copies), *_sent_over(s, "dispatch")]
 
 
-def _combine(s: RankLayout) -> Block:
+def _combine(s: RankLayout) -> Ops:
     """What the experts return, weighted, in the order of the tokens, and added up."""
     if _permutes_fused(s):
         return _exchanged(s, "combine")[::-1]
@@ -191,7 +190,7 @@ def _combine(s: RankLayout) -> Block:
     return [*_sent_over(s, "combine"), weighed, _permuted(s, copies), added]
 
 
-def _combine_backward(s: RankLayout) -> Block:
+def _combine_backward(s: RankLayout) -> Ops:
     if _permutes_fused(s):
         return _exchanged(s, "combine grad")
     rows = ("add up copies grad", "scatter rows", "weigh rows grad")
@@ -199,7 +198,7 @@ def _combine_backward(s: RankLayout) -> Block:
     return [*spread, *_sent_over(s, "combine grad")]
 
 
-def _dispatch_backward(s: RankLayout) -> Block:
+def _dispatch_backward(s: RankLayout) -> Ops:
     if _permutes_fused(s):
         return _exchanged(s, "dispatch grad")[::-1]
     return [*_sent_over(s, "dispatch grad"), ops.stream(s, "scatter rows", float(_sent(s) * s.model.hidden))]
@@ -210,7 +209,7 @@ def _permutes_fused(s: RankLayout) -> bool:
     return s.fused or (s.sends_once and s.ep.size > 1)
 
 
-def _exchanged(s: RankLayout, name: str) -> Block:
+def _exchanged(s: RankLayout, name: str) -> Ops:
     """To the experts: permuted by fused kernels, before the exchange by rank and after it by expert.
 
     What sends a token once for all experts of a rank (DeepEP, HybridEP, a gather) makes the copies where they arrive.
@@ -221,7 +220,7 @@ def _exchanged(s: RankLayout, name: str) -> Block:
     return [permuted, *moved, *([permuted] if moved and local_experts(s) > 1 else [])]
 
 
-def _counted(s: RankLayout) -> Block:
+def _counted(s: RankLayout) -> Ops:
     """How many tokens every rank and expert gets: counted, gathered, and waited for by the host.
 
     It needs the sizes for what it sends, and for the matmul of every expert where each is a call of its own.
@@ -229,21 +228,22 @@ def _counted(s: RankLayout) -> Block:
     counted = ops.stream(s, "count tokens", s.spread_tokens * s.model.experts)
     sizes = ops.collective("all_gather", 8.0 * s.model.experts * s.ep.size, s.ep, name="experts counts")
     needed = s.ep.size > 1 or s.framework.expert_launches > 0
-    known = ops.host_only(s, ops.launches_of("known counts")) if needed else []
+    known = ops.host_only(ops.launches_of("known counts")) if needed else []
     return [counted, *sizes, *(op._replace(syncs=True) for op in known)]
 
 
-def _permuted(s: RankLayout, copies: int) -> BlockOp:
+def _permuted(s: RankLayout, copies: int) -> Op:
     return ops.op(s, "permute", copies, s.model.hidden)
 
 
-def _sent_over(s: RankLayout, name: str) -> Block:
+def _sent_over(s: RankLayout, name: str) -> Ops:
     """Beside the work of another micro-batch, where it is asked for; or gathered, and added up on the way back."""
     if s.gathers_tokens:
         kind = "all_gather" if name in ("dispatch", "combine grad") else "reduce_scatter"
         return ops.collective(kind, gathered_bytes(s), s.ep, name=f"experts {name}")
     size = float(_sent_copies(s) * s.model.hidden * _sent_element(s, name))
-    return ops.collective("all_to_all", size, s.ep, waits=not s.overlaps_everywhere, name=f"experts {name}")
+    stream = EXCHANGE if s.overlaps_everywhere else 0
+    return ops.collective("all_to_all", size, s.ep, stream, f"experts {name}")
 
 
 def _sent_copies(s: RankLayout) -> float:
@@ -280,7 +280,7 @@ def _sent_element(s: RankLayout, name: str) -> float:
 
 
 # ---------------------------------------------------------------------- experts
-def _experts(s: RankLayout) -> Block:
+def _experts(s: RankLayout) -> Ops:
     """The experts of one rank over the copies sent to them.
 
     Kept: the copies as the experts read them, what the experts return (for the gradient of the weights that scale it),
@@ -302,7 +302,7 @@ def _experts(s: RankLayout) -> Block:
     ]
 
 
-def _experts_backward(s: RankLayout) -> Block:
+def _experts_backward(s: RankLayout) -> Ops:
     up, down = _grouped_matmuls(s)
     inner = s.inward * expert_width(s)
     return [
@@ -319,12 +319,12 @@ def _experts_backward(s: RankLayout) -> Block:
     ]
 
 
-def _cast(s: RankLayout, row: str, width: int) -> Block:
+def _cast(s: RankLayout, row: str, width: int) -> Ops:
     """Of what the experts read, to 8 bits."""
     return [ops.stream(s, row, float(routed_copies(s) * width), name=f"experts {row[7:]}")] if s.eight_bit else []
 
 
-def _gradients(s: RankLayout, matmul: BlockOp) -> Block:
+def _gradients(s: RankLayout, matmul: Op) -> Ops:
     """Of the tokens and of the weights of a grouped matmul.
 
     Every micro-batch adds to the gradients of all experts of the rank, however few tokens they got.
@@ -340,13 +340,13 @@ def _gradients(s: RankLayout, matmul: BlockOp) -> Block:
     return [inputs, *(op._replace(weight_gradient=True) for op in later)]
 
 
-def _grouped_matmuls(s: RankLayout) -> tuple[BlockOp, BlockOp]:
+def _grouped_matmuls(s: RankLayout) -> tuple[Op, Op]:
     """Those before and after the activation; where experts run in a loop, each has its own."""
     copies, ffn, hidden = routed_copies(s), expert_width(s), s.model.hidden
     launches = _expert_launches(s)
     up = Operator("grouped_gemm", (local_experts(s), copies, s.inward * ffn, hidden), s.train.precision)
     down = Operator("grouped_gemm", (local_experts(s), copies, hidden, ffn), s.train.precision)
-    return BlockOp(up, launches, name="experts up"), BlockOp(down, launches, name="experts down")
+    return Op("experts up", work=up, launches=launches), Op("experts down", work=down, launches=launches)
 
 
 def _expert_launches(s: RankLayout) -> int:
@@ -355,24 +355,24 @@ def _expert_launches(s: RankLayout) -> int:
     return max(1, round(each * local_experts(s)))
 
 
-def _cleared(s: RankLayout, row: str, width: int) -> Block:
+def _cleared(s: RankLayout, row: str, width: int) -> Ops:
     """Rows of other ranks' experts, which a grouped matmul leaves as they are."""
     if _permutes_fused(s) or not s.framework.clears_experts:
         return []
     return [ops.stream(s, row, float(routed_copies(s) * width), name="clear rows")]
 
 
-def _bias(s: RankLayout, row: str, width: int) -> Block:
+def _bias(s: RankLayout, row: str, width: int) -> Ops:
     return [] if s.fused or not s.model.bias else [ops.stream(s, row, float(routed_copies(s) * width))]
 
 
-def _bias_backward(s: RankLayout) -> Block:
+def _bias_backward(s: RankLayout) -> Ops:
     if s.fused or not s.model.bias:
         return []
     return [ops.stream(s, "expert bias grad", routed_copies(s) / local_experts(s))]
 
 
-def experts_activation(s: RankLayout, backward: bool = False) -> Block:
+def experts_activation(s: RankLayout, backward: bool = False) -> Ops:
     """The activation function of the experts; it stands for all that they keep of their inner width."""
     size = routed_copies(s) * expert_width(s)
     launches = 1 if s.framework.grouped_experts else ops.launches_of("expert loop") * local_experts(s)
@@ -394,7 +394,7 @@ def _shared_width(s: RankLayout) -> int:
     return max(1, s.model.shared_experts * s.model.expert_ffn // s.parallel.tp)
 
 
-def shared(s: RankLayout) -> Block:
+def shared(s: RankLayout) -> Ops:
     """The shared experts, which see every token."""
     if not s.model.shared_experts:
         return []
@@ -403,7 +403,7 @@ def shared(s: RankLayout) -> Block:
     return [*ops.gather(s, name="shared gather", element=ops.gathered_element(s)), *inward, *down, *scatter]
 
 
-def _shared_backward(s: RankLayout) -> Block:
+def _shared_backward(s: RankLayout) -> Ops:
     if not s.model.shared_experts:
         return []
     ffn, hidden = _shared_width(s), s.model.hidden

@@ -8,8 +8,8 @@ Megatron's own formula counts the whole square of the scores, and so gives a few
 from __future__ import annotations
 
 from lumos.described.layer import TransformerLayer
-from lumos.program.block import Block
 from lumos.program.layout import layout_of
+from lumos.program.op import Ops
 from lumos.program.operators import Operator
 from lumos.program.sharding import chunks_of, recomputed_layers
 from lumos.setup.frameworks import framework_named
@@ -67,7 +67,7 @@ def _recomputed_share(setup: Setup) -> float:
     return again / done
 
 
-def _matrix_flops(block: Block) -> float:
+def _matrix_flops(block: Ops) -> float:
     return sum(op.work.flops for op in block if isinstance(op.work, Operator) and op.work.is_matrix)
 
 

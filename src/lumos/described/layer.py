@@ -10,8 +10,8 @@ from lumos.described.attention import attention, attention_backward, keys_and_va
 from lumos.described.experts import exchanges_first, expert_gradient_bytes, gathered_bytes, moe, moe_backward
 from lumos.described.mlp import activation_gradient_bytes, mlp, mlp_backward
 from lumos.described.recomputation import Again, ByOperator, by_operator, recomputed_parts
-from lumos.program.block import Block, saved_bytes
 from lumos.program.layout import RankLayout
+from lumos.program.op import Ops, saved_bytes
 from lumos.program.operators import Collective, Operator
 
 
@@ -23,8 +23,8 @@ class LayerMemory(NamedTuple):
     attention: float = 0.0  # the same of attention, which goes back last; less than 0 where the rest is free by then
 
 
-def _is_heavy(work: Operator | Collective) -> bool:
-    return isinstance(work, Collective) or work.is_matrix
+def _is_heavy(work: Operator | Collective | None) -> bool:
+    return isinstance(work, Collective) or (work is not None and work.is_matrix)
 
 
 class TransformerLayer:
@@ -39,18 +39,18 @@ class TransformerLayer:
         if self.recompute == "selective" and layout.train.modules == ("layers",):
             self.recompute = "full"  # of those layers that are chosen
 
-    def forward(self) -> Block:
+    def forward(self) -> Ops:
         s = self.layout
-        more = ops.host_only(s, s.framework.layer_launches + s.gather_launches)
+        more = ops.host_only(s.framework.layer_launches + s.gather_launches)
         return exchanges_first([*self._boundary(), *attention(s), *(moe(s) if self.sparse else mlp(s)), *more])
 
-    def backward(self) -> Block:
+    def backward(self) -> Ops:
         s = self.layout
-        more = ops.host_only(s, 2 * s.framework.layer_launches + s.gather_launches)
+        more = ops.host_only(2 * s.framework.layer_launches + s.gather_launches)
         second = moe_backward(s) if self.sparse else mlp_backward(s)
         return exchanges_first([*second, *attention_backward(s), *more])
 
-    def recomputed(self) -> Block:
+    def recomputed(self) -> Ops:
         """What is run again before the backward pass, and so is not kept."""
         s, count = self.layout, 1
         if self.recompute == "none":
@@ -61,9 +61,9 @@ class TransformerLayer:
             again = self._needed(self._policy.block)
         else:
             again, count = self._parts.block, self._parts.checkpoints
-        return [*again, *([] if self._boundary() else ops.host_only(s, count * s.framework.checkpoint_launches))]
+        return [*again, *([] if self._boundary() else ops.host_only(count * s.framework.checkpoint_launches))]
 
-    def _needed(self, block: Block) -> Block:
+    def _needed(self, block: Ops) -> Ops:
         """What is run again of a block: all of it, or all before the matmul or collective whose result nobody keeps.
 
         PyTorch stops there, and compiled code has nothing else; Megatron's and nanotron's checkpoints run all of it.
@@ -75,14 +75,14 @@ class TransformerLayer:
         ends = next((i for i in range(kept, len(block)) if _is_heavy(block[i].work)), len(block))
         return [*block[:ends], *(op for op in block[ends:] if op.name == "host")]
 
-    def _boundary(self) -> Block:
+    def _boundary(self) -> Ops:
         """Where a checkpoint begins, the host may wait for the GPU, and then does what keeping a layer takes."""
         framework = self.layout.framework
         if self.recompute != "full" or not framework.syncs_checkpoints:
             return []
-        return [op._replace(syncs=True) for op in ops.host_only(self.layout, framework.checkpoint_launches)]
+        return [op._replace(syncs=True) for op in ops.host_only(framework.checkpoint_launches)]
 
-    def _gathered_input(self) -> Block:
+    def _gathered_input(self) -> Ops:
         """The input of the layer, of which every tensor rank keeps a part."""
         s = self.layout
         return ops.collective("all_gather", s.activation_bytes, s.tp, name="gather input") if s.divides_inputs else []

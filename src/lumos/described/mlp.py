@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from lumos.described import primitives as ops
-from lumos.program.block import Block
 from lumos.program.layout import RankLayout
+from lumos.program.op import Ops
 
 
-def mlp(s: RankLayout) -> Block:
+def mlp(s: RankLayout) -> Ops:
     """Norm, up (and gate), activation, down, residual."""
     return [*([] if s.shares_norm else ops.norm(s)), *mlp_inside(s), *ops.residual(s)]
 
 
-def mlp_inside(s: RankLayout) -> Block:
+def mlp_inside(s: RankLayout) -> Ops:
     """The same without norm and residual."""
     inward, down = dense(s, s.tokens, s.model.ffn // s.parallel.tp)
     return [*ops.after_gather(s, inward), *ops.before_reduce(s, down, "mlp reduce")]
 
 
-def mlp_backward(s: RankLayout) -> Block:
+def mlp_backward(s: RankLayout) -> Ops:
     ffn = s.model.ffn // s.parallel.tp
     down_inputs, down_weights = ops.linear_backward(s, s.tokens, s.model.hidden, ffn, "down")
     up = ops.linear_backward(s, s.tokens, s.inward * ffn, s.model.hidden, "up", count=_parts(s))
@@ -33,7 +33,7 @@ def mlp_backward(s: RankLayout) -> Block:
     ]
 
 
-def dense(s: RankLayout, tokens: int, ffn: int) -> tuple[Block, Block]:
+def dense(s: RankLayout, tokens: int, ffn: int) -> tuple[Ops, Ops]:
     """(up and activation, down) of an MLP of this width."""
     up = ops.linear(s, tokens, s.inward * ffn, s.model.hidden, "up", count=_parts(s))
     return [*up, *activation(s, tokens, ffn)], ops.linear(s, tokens, s.model.hidden, ffn, "down")
@@ -43,7 +43,7 @@ def _parts(s: RankLayout) -> int:
     return 1 if s.framework.joins_gate else s.inward
 
 
-def activation(s: RankLayout, tokens: int, ffn: int, backward: bool = False) -> Block:
+def activation(s: RankLayout, tokens: int, ffn: int, backward: bool = False) -> Ops:
     """The activation function; it stands for all that the MLP keeps of its inner width."""
     saves = 0.0 if backward else activation_bytes(s) * tokens * ffn
     grad = " grad" if backward else ""

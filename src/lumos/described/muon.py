@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lumos.described import primitives as ops
-from lumos.program.block import Block, BlockOp
 from lumos.program.layout import RankLayout
+from lumos.program.op import Op, Ops
 from lumos.program.operators import Operator
 
 ITERATIONS = 5
@@ -62,15 +62,15 @@ def expert_matrices(s: RankLayout) -> list[Matrices]:
     return [Matrices(width, s.model.hidden, s.inward * experts), Matrices(s.model.hidden, width, experts)]
 
 
-def orthogonalised(s: RankLayout, matrices: list[Matrices]) -> Block:
+def orthogonalised(s: RankLayout, matrices: list[Matrices]) -> Ops:
     """Newton-Schulz of all these matrices; equal ones are priced as one tall matmul, and launched one by one."""
-    block: Block = []
+    block: Ops = []
     for rows, columns, number in matrices:
         small, large = sorted((rows, columns))
         launches = max(1, round(_LAUNCHES * number / (3 * ITERATIONS)))
         for m, n, k in ((small, small, large), (small, small, small), (small, large, small)):
             tall = Operator("gemm_tn", (max(1, round(m * number)), n, k), "fp32" if s.element == 4 else "bf16")
-            block += [BlockOp(tall, launches, name="newton-schulz")] * ITERATIONS
+            block += [Op("newton-schulz", work=tall, launches=launches)] * ITERATIONS
     elements = sum(matrix.elements for matrix in matrices)
     moved = round(elements * (_CAST_BYTES + ITERATIONS * _ITERATION_BYTES))
     return [*block, ops.op(s, "stream", moved, name="newton-schulz")] if block else []

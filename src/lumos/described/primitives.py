@@ -1,6 +1,6 @@
 """Primitives: the operators that layers are made of, as one rank issues them for one micro-batch.
 
-Each function returns a Block (a list of BlockOps) for the sizes of a RankLayout. Element-wise chains are one
+Each function returns Ops for the sizes of a RankLayout. Element-wise chains are one
 memory-bound operator where the framework fuses them, and the sampled eager chains where it does not. How often a chain
 passes over its tensor, and how many kernels it launches, is in `data/layer_operators.toml`. What an operator saves for
 the backward pass is stated with the operator: time and memory both follow from these blocks.
@@ -10,24 +10,25 @@ from __future__ import annotations
 
 from lumos.data_files import read_table
 from lumos.dtypes import BYTES
-from lumos.program.block import Block, BlockOp
 from lumos.program.layout import RankLayout
+from lumos.program.op import BESIDE, Op, Ops
 from lumos.program.operators import Collective, Group, Operator
 
 
 def op(
     s: RankLayout, kind: str, *shape: int, launches: int = 1, dtype: str = "", name: str = "", saves: float = 0.0
-) -> BlockOp:
+) -> Op:
     """An operator in the activations' precision, unless another is named."""
-    return BlockOp(Operator(kind, shape, dtype or s.precision), launches, name=name or kind, saves=saves)
+    work = Operator(kind, shape, dtype or s.precision)
+    return Op(name or kind, work=work, launches=launches, saves=saves)
 
 
-def stream(s: RankLayout, row: str, elements: float, name: str = "", saves: float = 0.0, count: float = 1.0) -> BlockOp:
+def stream(s: RankLayout, row: str, elements: float, name: str = "", saves: float = 0.0, count: float = 1.0) -> Op:
     """A memory-bound operator, as the row of `layer_operators.toml` says, `count` times over."""
     facts = read_table("layer_operators.toml")[row]
     size = round(count * (facts.get("passes", 0.0) * elements * s.element + facts.get("bytes", 0.0)))
     launches = round(facts.get("launches", 1) * max(1.0, count))
-    return BlockOp(Operator("stream", (size,), s.precision), launches, name=name or row, saves=saves)
+    return Op(name or row, work=Operator("stream", (size,), s.precision), launches=launches, saves=saves)
 
 
 def launches_of(row: str) -> int:
@@ -36,31 +37,32 @@ def launches_of(row: str) -> int:
     return launches
 
 
-def chain(s: RankLayout, name: str, backward: bool, *shape: int, saves: float = 0.0) -> BlockOp:
+def chain(s: RankLayout, name: str, backward: bool, *shape: int, saves: float = 0.0) -> Op:
     """Element-wise work that was sampled whole, as the framework runs it: `neox_gelu_bwd` is that of GPT-NeoX."""
     kind = f"{s.framework.chains}{name}_{'bwd' if backward else 'fwd'}"
     return op(s, kind, *shape, launches=launches_of(kind), saves=saves)
 
 
-def host_only(s: RankLayout, launches: float) -> Block:
+def host_only(launches: float) -> Ops:
     """What costs the host time and the GPU none."""
-    return [BlockOp(Operator("stream", (0,), s.precision), round(launches), name="host")] if launches else []
+    return [Op("host", launches=round(launches))] if launches else []
 
 
-def join(s: RankLayout) -> Block:
-    """Wait for every collective that was left running."""
-    return [BlockOp(Operator("stream", (0,), s.precision), 0, joins=True, name="wait")]
+def joined(block: Ops) -> Ops:
+    """A block, and a wait for the collectives beside it, which run one after the other."""
+    last = next((back for back, op in enumerate(reversed(block), 1) if op.stream == BESIDE), 0)
+    return [*block, Op("wait", launches=0, after=(-last,))] if last else block
 
 
-def collective(kind: str, size: float, group: Group, waits: bool = True, name: str = "") -> Block:
-    """A collective over a group; nothing where the group is one rank."""
-    return [BlockOp(Collective(kind, size, group), 1, waits, name=name or kind)] if group.size > 1 else []
+def collective(kind: str, size: float, group: Group, stream: int = 0, name: str = "") -> Ops:
+    """A collective over a group; nothing if the group is one rank."""
+    return [Op(name or kind, work=Collective(kind, size, group), stream=stream)] if group.size > 1 else []
 
 
 # ---------------------------------------------------------------------- linear layers
 def linear(
     s: RankLayout, m: int, n: int, k: int, name: str, count: int = 1, saves: float = 0.0, wide: bool = False
-) -> Block:
+) -> Ops:
     """The forward pass of a linear layer of n × k, as `count` equal matmuls where the framework does not join them.
 
     `wide`: it runs in 16 bits where others run in 8, as the output matrix does in every framework.
@@ -77,14 +79,14 @@ def _linear_dtype(s: RankLayout, wide: bool) -> str:
     return s.precision if wide and s.eight_bit else s.train.precision
 
 
-def _restored(s: RankLayout, weights: int, name: str, wide: bool) -> Block:
+def _restored(s: RankLayout, weights: int, name: str, wide: bool) -> Ops:
     """Quantised weights in 16 bits, which every matmul that reads them makes again (bitsandbytes)."""
     row = f"{s.train.weight_precision} weights"
     is_quantised = s.train.weight_precision in ("int8", "nf4") and not wide
     return [stream(s, row, weights, name=f"{name} dequantise")] if is_quantised else []
 
 
-def _casts(s: RankLayout, m: int, n: int, k: int, name: str) -> Block:
+def _casts(s: RankLayout, m: int, n: int, k: int, name: str) -> Ops:
     """To 8 bits: the input and, where scales are not kept from step to step, the weights."""
     if s.framework.fused:
         return [stream(s, "linear cast", m * k, name=f"{name} cast")]
@@ -106,7 +108,7 @@ def _is_gathered_low(s: RankLayout, k: int) -> bool:
 
 def linear_backward(
     s: RankLayout, m: int, n: int, k: int, name: str, count: int = 1, wide: bool = False
-) -> tuple[Block, Block]:
+) -> tuple[Ops, Ops]:
     """(input gradient, weight gradient) of a linear layer."""
     dtype, low = _linear_dtype(s, wide), s.eight_bit and not wide
     dynamic = low and not s.framework.fused
@@ -130,14 +132,15 @@ def linear_backward(
     return inputs, [part._replace(weight_gradient=True) for part in weights]
 
 
-def accumulated(s: RankLayout, weights: int, name: str, count: int) -> Block:
+def accumulated(s: RankLayout, weights: int, name: str, count: int) -> Ops:
     """A weight gradient added to those of the micro-batches before."""
     if s.framework.accumulates_fp32:
         facts = read_table("layer_operators.toml")[
             "accumulate fp32, fused" if s.framework.fused_accumulation else "accumulate fp32"
         ]
         size = round(weights * facts["bytes"])
-        return [BlockOp(Operator("stream", (size,), "fp32"), facts["launches"] * count, name=f"{name} accumulate")]
+        work = Operator("stream", (size,), "fp32")
+        return [Op(f"{name} accumulate", work=work, launches=facts["launches"] * count)]
     if s.train.microbatches > 1:
         share = 1 - 1 / s.train.microbatches  # the first micro-batch has nothing to add to
         added = stream(s, "accumulate", share * weights, name=f"{name} accumulate")
@@ -146,12 +149,12 @@ def accumulated(s: RankLayout, weights: int, name: str, count: int) -> Block:
 
 
 # ---------------------------------------------------------------------- norms and residuals
-def norm(s: RankLayout) -> Block:
+def norm(s: RankLayout) -> Ops:
     """A norm over the hidden size, with its output, which the linear layers after it keep."""
     return [_norm_op(s, s.spread_tokens, s.model.hidden, _norm_saves(s) + norm_output_bytes(s))]
 
 
-def head_norm(s: RankLayout) -> Block:
+def head_norm(s: RankLayout) -> Ops:
     """The norms of queries and keys, where the model has them."""
     if not s.model.qk_norm:
         return []
@@ -163,7 +166,7 @@ def head_norm(s: RankLayout) -> Block:
     return block
 
 
-def _norm_op(s: RankLayout, tokens: int, width: int, saves: float) -> BlockOp:
+def _norm_op(s: RankLayout, tokens: int, width: int, saves: float) -> Op:
     if s.framework.chains:
         return chain(s, f"{s.model.norm}_norm", False, tokens, width, saves=saves)
     if s.model.norm == "layer":
@@ -173,18 +176,18 @@ def _norm_op(s: RankLayout, tokens: int, width: int, saves: float) -> BlockOp:
     return op(s, "norm_eager_fwd", tokens, width, launches=launches_of("norm"), saves=saves)
 
 
-def norm_backward(s: RankLayout) -> Block:
+def norm_backward(s: RankLayout) -> Ops:
     return [_norm_backward_op(s, s.spread_tokens, s.model.hidden)]
 
 
-def head_norm_backward(s: RankLayout) -> Block:
+def head_norm_backward(s: RankLayout) -> Ops:
     """The gradients of the norms of queries and keys."""
     if not s.model.qk_norm:
         return []
     return [_norm_backward_op(s, s.tokens, heads * s.model.head_dim) for heads in (s.heads, s.kv_heads)]
 
 
-def _norm_backward_op(s: RankLayout, tokens: int, width: int) -> BlockOp:
+def _norm_backward_op(s: RankLayout, tokens: int, width: int) -> Op:
     if s.framework.chains:
         return chain(s, f"{s.model.norm}_norm", True, tokens, width)
     if s.model.norm == "layer":
@@ -215,7 +218,7 @@ def norm_output_bytes(s: RankLayout) -> float:
     return 0.0 if s.makes_anew and not gathered else float(s.linear_element * tokens * s.model.hidden)
 
 
-def residual(s: RankLayout, extra_bytes: float = 0.0) -> Block:
+def residual(s: RankLayout, extra_bytes: float = 0.0) -> Ops:
     """The addition to the residual stream, after dropout where the framework has it, which keeps its mask."""
     elements = s.spread_tokens * s.model.hidden
     if s.framework.chains:
@@ -226,7 +229,7 @@ def residual(s: RankLayout, extra_bytes: float = 0.0) -> Block:
     return [_widened(added, stream(s, "residual dropout", elements), saves=extra_bytes + elements)]
 
 
-def residual_backward(s: RankLayout) -> Block:
+def residual_backward(s: RankLayout) -> Ops:
     elements = s.spread_tokens * s.model.hidden
     if s.framework.chains:
         return [chain(s, "add", True, s.spread_tokens, s.model.hidden)]
@@ -234,20 +237,21 @@ def residual_backward(s: RankLayout) -> Block:
     return [_widened(added, stream(s, "residual grad dropout", elements)) if s.framework.dropout else added]
 
 
-def _widened(one: BlockOp, other: BlockOp, saves: float = 0.0) -> BlockOp:
+def _widened(one: Op, other: Op, saves: float = 0.0) -> Op:
     """Two memory-bound operators as one kernel."""
-    size = one.work.shape[0] + other.work.shape[0]  # type: ignore[union-attr]
-    return one._replace(work=one.work._replace(shape=(size,)), saves=saves)  # type: ignore[call-arg]
+    assert isinstance(one.work, Operator)
+    assert isinstance(other.work, Operator)
+    return one._replace(work=one.work._replace(shape=(one.work.shape[0] + other.work.shape[0],)), saves=saves)
 
 
 # ---------------------------------------------------------------------- tensor parallelism
-def gather(s: RankLayout, waits: bool = True, name: str = "gather sequence", element: float = 0.0) -> Block:
+def gather(s: RankLayout, stream: int = 0, name: str = "gather sequence", element: float = 0.0) -> Ops:
     """What a column-parallel linear layer needs before it: the whole sequence, if it is divided.
 
     `element`: bytes of a value on the network, 0 as in the activations.
     """
     size = s.activation_bytes * (element / s.element if element else 1.0)
-    return collective("all_gather", size, s.tp, waits, name) if s.splits_sequences else []
+    return collective("all_gather", size, s.tp, stream, name) if s.splits_sequences else []
 
 
 def gathered_element(s: RankLayout, forward: bool = False) -> float:
@@ -262,32 +266,33 @@ def gathered_element(s: RankLayout, forward: bool = False) -> float:
     return 1.0 if forward and _is_gathered_low(s, s.model.hidden) else float(s.element)
 
 
-def reduce(s: RankLayout, waits: bool = True, name: str = "reduce") -> Block:
+def reduce(s: RankLayout, stream: int = 0, name: str = "reduce") -> Ops:
     """What a row-parallel linear layer needs after it."""
     kind = "reduce_scatter" if s.splits_sequences else "all_reduce"
-    return collective(kind, s.activation_bytes, s.tp, waits, name)
+    return collective(kind, s.activation_bytes, s.tp, stream, name)
 
 
-def after_gather(s: RankLayout, block: Block) -> Block:
+def after_gather(s: RankLayout, block: Ops) -> Ops:
     """Matmuls that need the whole sequence: after it is gathered, or in step with the gathering."""
     element = gathered_element(s, forward=True)
     if not s.tp_overlap_forward:
         return [*gather(s, element=element), *block]
-    return [*gather(s, waits=False, element=element), *block, *join(s)]
+    return joined([*gather(s, BESIDE, element=element), *block])
 
 
-def before_reduce(s: RankLayout, block: Block, name: str) -> Block:
+def before_reduce(s: RankLayout, block: Ops, name: str) -> Ops:
     """Matmuls whose result is reduced: before the reduction, or in step with it."""
     if not s.tp_overlap_forward:
         return [*block, *reduce(s, name=name)]
-    return [*reduce(s, waits=False, name=name), *block, *join(s)]
+    return joined([*reduce(s, BESIDE, name=name), *block])
 
 
-def gradients_overlapped(s: RankLayout, inputs: Block, weights: Block) -> Block:
+def gradients_overlapped(s: RankLayout, inputs: Ops, weights: Ops) -> Ops:
     """The input gradient's reduction, behind the weight gradient where the framework overlaps them."""
     element = gathered_element(s)
-    again = gather(s, waits=not s.tp_overlap, name="gather inputs again", element=element)
+    stream = BESIDE if s.tp_overlap else 0
+    again = gather(s, stream, name="gather inputs again", element=element)
     again = [] if s.framework.keeps_gathered else again
     if not s.tp_overlap:
         return [*again, *inputs, *weights, *reduce(s, name="grad reduce")]
-    return [*again, *inputs, *reduce(s, waits=False, name="grad reduce"), *weights, *join(s)]
+    return joined([*again, *inputs, *reduce(s, BESIDE, name="grad reduce"), *weights])

@@ -26,8 +26,8 @@ from lumos.described.attention import core, latent_head_bytes, up_projections
 from lumos.described.experts import expert_width, experts_activation, moe_inside, routed_copies, shared
 from lumos.described.mlp import activation_bytes, activation_input_bytes, mlp_inside
 from lumos.dtypes import BYTES
-from lumos.program.block import Block, BlockOp, saved_bytes
 from lumos.program.layout import RankLayout
+from lumos.program.op import Op, Ops, part_of, saved_bytes
 from lumos.program.operators import Collective
 
 _KEPT_COLLECTIVES = ("reduce_scatter", "all_to_all")
@@ -37,7 +37,7 @@ _NOT_READ_AGAIN = ("q", "qkv", "out", "down")  # results of matmuls that no back
 class Again(NamedTuple):
     """What is run again, and the bytes that are not kept of attention and of the other half of the layer."""
 
-    block: Block
+    block: Ops
     attention: float = 0.0
     rest: float = 0.0
     checkpoints: int = 1  # parts that are run again, each with its bookkeeping
@@ -87,30 +87,31 @@ def _part(s: RankLayout, name: str, sparse: bool) -> Again:
 class ByOperator(NamedTuple):
     """What torchtitan's policy runs again, the bytes of the results that it keeps, and of those read as they are."""
 
-    block: Block
+    block: Ops
     kept: float
     read_again: float
 
 
-def by_operator(s: RankLayout, forward: Block) -> ByOperator:
+def by_operator(s: RankLayout, forward: Ops) -> ByOperator:
     """A forward pass without the operators whose results are kept."""
-    again, kept, read, matmuls = [], 0.0, 0.0, 0
+    again, kept, read, matmuls = list[bool](), 0.0, 0.0, 0
     for op in forward:
         size = _result_bytes(s, op)
-        matmuls += op.work.kind == "gemm_tn"
-        if not size or (op.work.kind == "gemm_tn" and matmuls % 2 == 0):
-            again.append(op)
-            continue
-        kept += size
-        read += size if op.name not in _NOT_READ_AGAIN and not isinstance(op.work, Collective) else 0.0
-    return ByOperator(again, kept, read)
+        matmuls += op.kind == "gemm_tn"
+        again.append(not size or (op.kind == "gemm_tn" and matmuls % 2 == 0))
+        if not again[-1]:
+            kept += size
+            read += size if op.name not in _NOT_READ_AGAIN and not isinstance(op.work, Collective) else 0.0
+    return ByOperator(part_of(forward, again), kept, read)
 
 
-def _result_bytes(s: RankLayout, op: BlockOp) -> float:
+def _result_bytes(s: RankLayout, op: Op) -> float:
     """Of an operator or collective whose result torchtitan may keep; 0 for all others."""
     if isinstance(op.work, Collective):
         share = op.work.group.size if op.work.kind == "reduce_scatter" else 1
         return op.work.bytes / share if op.work.kind in _KEPT_COLLECTIVES else 0.0
+    if op.work is None:
+        return 0.0
     if op.work.kind == "gemm_tn":
         return float(op.work.shape[0] * op.work.shape[1] * s.element)
     if op.work.kind == "sdpa_fwd":

@@ -14,7 +14,7 @@ from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
 from lumos.step.rows import message_of_transfer, transfer_of
 from lumos.step.step import Step
-from lumos.traced.calibration import CalibratedPrices, ChangedBlocks, us_of
+from lumos.traced.calibration import CalibratedPrices, ChangedBlocks
 
 Work = Operator | Collective
 _LONGEST_NAME = 60
@@ -87,10 +87,10 @@ def _inside_blocks(step: Step) -> Iterator[_Calls]:
     for block, times in [*blocks, (program.optimizer(0), 1)]:
         count = times * block.times
         with prices.inside(block.key):
-            costs = [(op, us_of(op.work, prices)) for op in block.build()]
-        for op, us in costs:
-            measured = isinstance(prices, CalibratedPrices) and prices.is_measured(block.key, op.work)
-            yield _Calls(op.name, op.work, count, count * us, measured)
+            costs = [(op.name, op.work, prices.us(op)) for op in block.build() if op.work is not None]
+        for name, work, us in costs:
+            measured = isinstance(prices, CalibratedPrices) and prices.is_measured(block.key, work)
+            yield _Calls(name, work, count, count * us, measured)
 
 
 def _of_trace(step: Step, changed: ChangedBlocks) -> Iterator[_Calls]:

@@ -6,11 +6,14 @@ user's process.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from lumos.program.operators import Collective, Operator
 
 UNCOMPILED = "uncompiled"  # option of an operator that torch.compile would fuse with others on a GPU
+BESIDE, EXCHANGE = 1, 2  # streams of a setup: collectives beside operators, and exchanges between experts
 UNSEEN = "unseen"  # option of an operator whose kernel is not known, only what it reads and writes
 
 
@@ -65,7 +68,8 @@ class Measured(NamedTuple):
 class Op(NamedTuple):
     """One call of one rank: a kernel, a copy, a collective, or work of the host only.
 
-    Operators run on stream 0, one after the other. Calls on other streams start after the call before them.
+    Calls on stream 0 run one after the other, collectives included. A call on another stream begins no sooner than
+    stream 0 is done with those before it.
     """
 
     name: str  # aten.mul.Tensor; attention.forward; all_reduce; cudaStreamSynchronize; of a setup, what it is for
@@ -77,7 +81,7 @@ class Op(NamedTuple):
     options: tuple[str, ...] = ()  # what else the cost depends on: causal, masked, tf32, cpu, h2d
     stream: int = 0
     ranks: tuple[int, ...] = ()  # of a recorded collective
-    after: tuple[int, ...] = ()  # places in the block of calls on other streams that it waits for
+    after: tuple[int, ...] = ()  # places of calls on other streams that it waits for; below 0, counted from its own
     work: Operator | Collective | None = None  # of a setup; otherwise the tensors determine the cost
     launches: float = 1.0  # kernels that the host launches
     calls: float = 1.0  # fractional only if a trace's blocks differ
@@ -87,9 +91,34 @@ class Op(NamedTuple):
     role: str = ""  # layout: added by sharding, tensor parallelism or checkpointing; peer: once per other rank
     measured: Measured | None = None
 
+    @property
+    def kind(self) -> str:
+        """The kind of its work, as far as a setup states it."""
+        return self.work.kind if self.work is not None else ""
+
+
+Ops = list[Op]
+"""Calls of a part of a block, in order."""
+
 
 class Block(NamedTuple):
     """Calls in the order in which the host issues them."""
 
     ops: tuple[Op, ...]
     host_us: float | None = None  # measured for the whole block; None: the sum over its calls
+
+
+def saved_bytes(ops: Iterable[Op]) -> float:
+    """What a forward block keeps until its backward pass."""
+    return sum(op.saves for op in ops)
+
+
+def part_of(ops: Ops, belongs: Sequence[bool]) -> Ops:
+    """The calls of a block that belong to a part, with those of their waits that are in it."""
+    number = list(accumulate(belongs, initial=0))  # of calls of the part that come before
+
+    def moved(at: int, op: Op) -> Op:
+        waited = (at + other if other < 0 else other for other in op.after)
+        return op._replace(after=tuple(number[other] - number[at] for other in waited if belongs[other]))
+
+    return [moved(at, op) if op.after else op for at, op in enumerate(ops) if belongs[at]]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lumos.costs.contention import Beside
 from lumos.costs.prices import Prices, Row, end_beside
-from lumos.program.block import BlockOp
+from lumos.program.op import Op
 from lumos.program.operators import Collective
 from lumos.schedules import Phase
 
@@ -23,15 +23,9 @@ from lumos.schedules import Phase
 class Piece(NamedTuple):
     """One operator or collective of a pass."""
 
-    op: BlockOp
+    op: Op
     us: float  # its time alone
     phase: Phase
-    exchanges: bool = False  # it runs beside whatever computes
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether nothing in the pass needs it."""
-        return self.op.weight_gradient
 
 
 class _Thread:
@@ -42,18 +36,18 @@ class _Thread:
         self.ahead = deque[float]()  # work before every exchange that is still to come
         work = 0.0
         for piece in pieces:
-            if piece.exchanges:
+            if piece.op.stream:
                 self.ahead.append(work)
                 work = 0.0
-            elif not piece.can_wait:
+            elif not piece.op.weight_gradient:
                 work += piece.us
         self.ahead.append(inf)  # after the last exchange nothing is urgent
 
     def take(self) -> Piece:
         piece = self.pieces.popleft()
-        if piece.exchanges:
+        if piece.op.stream:
             self.ahead.popleft()
-        elif not piece.can_wait:
+        elif not piece.op.weight_gradient:
             self.ahead[0] -= piece.us
         return piece
 
@@ -87,9 +81,9 @@ class _Pair:
 
     def _let_go(self, thread: _Thread) -> None:
         """What needs no turn of the computing stream: exchanges, and weight gradients, which are set aside."""
-        while thread.pieces and (thread.pieces[0].exchanges or thread.pieces[0].can_wait):
+        while thread.pieces and (thread.pieces[0].op.stream or thread.pieces[0].op.weight_gradient):
             piece = thread.take()
-            if not piece.exchanges:
+            if not piece.op.stream:
                 self.later.append(piece)
                 continue
             begin = max(self.wire, thread.ready)
@@ -100,12 +94,12 @@ class _Pair:
 
     def _compute(self, piece: Piece) -> None:
         """An operator; or a collective of another kind, which holds up the stream as it does in a pass alone."""
-        begin, work = self.now, piece.op.work
-        if isinstance(work, Collective):
+        begin = self.now
+        if isinstance(piece.op.work, Collective):
             self.now = begin + piece.us
         else:
             beside = [(until, kernel) for until, kernel in self.beside if until > begin]
-            self.now = end_beside(begin, piece.us, work, beside, self.prices)
+            self.now = end_beside(begin, piece.us, piece.op, beside, self.prices)
         self.rows.append((piece.phase, Row(piece.op, begin, self.now)))
 
 

@@ -28,7 +28,8 @@ from lumos.costs.prices import Row, timeline
 from lumos.described.described import Repeated
 from lumos.described.transfers import ROLES, Transfer
 from lumos.graph.graph import Bools, Floats, Ints
-from lumos.program.operators import Collective, Operator
+from lumos.program.op import Op
+from lumos.program.operators import Collective
 from lumos.schedules import Phase
 from lumos.step.step import Step
 from lumos.step.structure import Role
@@ -276,7 +277,7 @@ class StepTrace:
             return _NOTHING
         start, end = np.array([row.start_us for row in rows]), np.array([row.end_us for row in rows])
         talks = np.array([isinstance(row.op.work, Collective) for row in rows])
-        labels = [self.labels.add(row.op.name or row.op.work.kind, message_of(row.op.work)) for row in rows]
+        labels = [self.labels.add(row.op.name, message_of(row.op)) for row in rows]
         tracks = np.where(talks, Track.COMMUNICATION, Track.COMPUTE)
         return _Inside(start, end, tracks, np.array(labels))
 
@@ -410,9 +411,10 @@ def message_of_transfer(step: Step, transfer: Transfer) -> Message:
     return Message(transfer.kind, "uint8", size, size, "data parallel", step.assembly.layout.dp.size)
 
 
-def message_of(work: Operator | Collective) -> Message | None:
-    """The message behind a collective of a block; None for an operator."""
-    if isinstance(work, Operator):
+def message_of(op: Op) -> Message | None:
+    """The message behind a collective of a block; None for other calls."""
+    work = op.work
+    if not isinstance(work, Collective):
         return None
     kind, count = "send_recv" if work.kind == "p2p" else work.kind, round(work.bytes)
     return Message(kind, "uint8", count, count, "", work.group.size)

@@ -32,7 +32,7 @@ from lumos.errors import OptionError
 from lumos.graph.graph import Floats, Graph
 from lumos.graph.overlap import Side, contended
 from lumos.graph.simulate import Times, simulate
-from lumos.program.block import BlockOp
+from lumos.program.op import EXCHANGE, Op
 from lumos.program.operators import Collective, Group
 from lumos.program.sharding import Chunk, Parameters
 from lumos.schedules import Phase, schedule_named
@@ -344,13 +344,11 @@ class Assembly:
                 found += [self._piece(op, phase) for op in block.build()]
         return found
 
-    def _piece(self, op: BlockOp, phase: Phase) -> Piece:
+    def _piece(self, op: Op, phase: Phase) -> Piece:
         if op.weight_gradient and self.program.schedule.splits_backward:
             phase = Phase.WEIGHTS
-        if isinstance(op.work, Collective):
-            hidden = self.layout.ep_overlap and is_exchange(op)
-            return Piece(op, self.prices.collective_us(op.work), phase, hidden)
-        return Piece(op, self.prices.operator_us(op.work), phase)
+        hidden = self.layout.ep_overlap and is_exchange(op)
+        return Piece(op._replace(stream=EXCHANGE if hidden else 0), self.prices.us(op), phase)
 
     def _activation_copies_us(self, chunk: Chunk, phase: Phase) -> float:
         """Activations go to the host behind the forward pass and come back behind the backward pass, spread over it."""

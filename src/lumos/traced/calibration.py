@@ -30,8 +30,7 @@ from lumos.data_files import read_table
 from lumos.described.described import Program
 from lumos.described.embedding_head import embedding, embedding_backward, head, head_backward
 from lumos.described.layer import TransformerLayer
-from lumos.program.block import Block
-from lumos.program.op import Op, Tensor
+from lumos.program.op import Op, Ops, Tensor
 from lumos.program.operators import Collective, Operator
 from lumos.setup.frameworks import framework_named
 from lumos.setup.setup import Setup
@@ -150,7 +149,7 @@ class Described:
             self._known[name] = modelled_times(self._build(name), self.prices)
         return self._known[name]
 
-    def _build(self, name: str) -> Block:
+    def _build(self, name: str) -> Ops:
         layout = self.program.layout
         sparse = bool(self.setup.model.experts) and not name.endswith("dense")
         if name.startswith("recompute"):
@@ -533,15 +532,12 @@ def work_of(work: Operator | Collective) -> Work:
     return Work.MATRIX if work.is_matrix else Work.STREAM
 
 
-def us_of(work: Operator | Collective, prices: Prices) -> float:
-    return prices.collective_us(work) if isinstance(work, Collective) else prices.operator_us(work)
-
-
-def modelled_times(block: Block, prices: Prices) -> tuple[Times, float]:
+def modelled_times(block: Ops, prices: Prices) -> tuple[Times, float]:
     """(microseconds by work, launches) of a block as the model has it."""
     us = np.zeros(len(Work))
     for op in block:
-        us[work_of(op.work)] += us_of(op.work, prices)
+        if op.work is not None:
+            us[work_of(op.work)] += prices.us(op)
     launches = time_of(block, prices).host_us / prices.host_us if prices.host_us else 0.0
     return us, launches
 
@@ -590,7 +586,7 @@ class CalibratedPrices(Prices):
         finally:
             self._inside = before
 
-    def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
+    def block(self, key: Hashable, build: Callable[[], Ops]) -> BlockTime:
         group = self._factors_of(key)
         with self.inside(key):
             found = super().block(key, build)
@@ -602,6 +598,6 @@ class CalibratedPrices(Prices):
 class BlockingPrices(CalibratedPrices):
     """The same on a CPU: its host is what computes, so that a block takes the time of both."""
 
-    def block(self, key: Hashable, build: Callable[[], Block]) -> BlockTime:
+    def block(self, key: Hashable, build: Callable[[], Ops]) -> BlockTime:
         found = super().block(key, build)
         return found._replace(us=found.us + found.host_us, compute_us=found.compute_us + found.host_us, host_us=0.0)
