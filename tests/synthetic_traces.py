@@ -12,7 +12,6 @@ from typing import Any
 
 import orjson
 
-from lumos.costs.prices import Prices
 from lumos.described.embedding_head import embedding, embedding_backward, head, head_backward
 from lumos.described.layer import TransformerLayer
 from lumos.files import whole_file
@@ -87,7 +86,7 @@ class _Writer:
     def _run(self, role: str, block: Ops, begin: float, until: float) -> Iterator[dict[str, Any]]:
         """The kernels of a block one after the other, filling its time."""
         prices = self.step.prices
-        costs = [_cost(prices, op.work) for op in block]
+        costs = [prices.us(op) for op in block]
         scale = (until - begin) / max(sum(costs), 1e-9)
         thread = _ENGINE if role == "backward" else _MAIN
         opened = self.host
@@ -110,10 +109,6 @@ class _Writer:
         yield _event("cudaLaunchKernel", "cuda_runtime", thread, start + 0.5, _LAUNCH_US, link)
         yield _event(name, "kernel", _STREAM, begin, us, link | {"stream": _STREAM, "device": 0}, process=0)
         self.host = start + max(host, _LAUNCH_US + 1)
-
-
-def _cost(prices: Prices, work: Operator | Collective) -> float:
-    return prices.collective_us(work) if isinstance(work, Collective) else prices.operator_us(work)
 
 
 def _kernel_name(work: Operator | Collective) -> str:

@@ -183,7 +183,7 @@ def test_what_is_not_kept_is_computed_again(setup: Setup) -> None:
     elif setup.train.recompute == "selective" and setup.train.modules == ("operators",):
         results = by_operator(program.layout, layer.forward())
         assert kept == program.layout.residual_bytes + results.kept, "the input, and results instead of what they need"
-        matmuls, again = (sum(op.work.kind == "gemm_tn" for op in ops) for ops in (layer.forward(), results.block))
+        matmuls, again = (sum(op.kind == "gemm_tn" for op in ops) for ops in (layer.forward(), results.block))
         assert again == matmuls // 2, "every second matmul"
     else:
         assert kept == pytest.approx(everything - again)
@@ -211,7 +211,7 @@ def test_the_halves_of_a_backward_pass_are_its_operators(setup: Setup) -> None:
     assert waited[0] == waited[1], "a half waits for the same collectives"
     assert all("wgrad" not in op.name and "accumulate" not in op.name for op in inputs)
     assert not any(isinstance(op.work, Collective) or "dgrad" in op.name for op in weights)
-    experts = [[op.work for op in half if op.name.startswith("experts ") and op.work.kind == "grouped_gemm"]
+    experts = [[op.work for op in half if op.name.startswith("experts ") and op.kind == "grouped_gemm"]
                for half in (inputs, weights)]  # fmt: skip
     assert experts[0] == experts[1], "one gradient each"
 
