@@ -28,10 +28,10 @@ from lumos import predict, read_setup
 from lumos.chakra.astra_costs import as_ring, links_apart, transfer_ns
 from lumos.chakra.astra_files import Dimension
 from lumos.chakra.astra_log import AstraSimLog, read_astra_sim_log
-from lumos.chakra.communication import Transfer as ChakraTransfer
 from lumos.chakra.communication import plan_communication
 from lumos.chakra.file_format import COLLECTIVES, NodeType
 from lumos.chakra.run_writer import write_chakra
+from lumos.chakra.tasks import CommNode
 from lumos.errors import LumosError
 from lumos.graph.graph import Edges, Floats, Graph, Rule
 from lumos.graph.rules.build import Execution
@@ -169,7 +169,7 @@ class Job:
     """A recorded job, and its transfers by the node of the graph: each with the number of its ranks."""
 
     execution: Execution
-    transfers: dict[int, list[tuple[ChakraTransfer, int]]]
+    transfers: dict[int, list[tuple[CommNode, int]]]
 
     @staticmethod
     def of(execution: Execution) -> Job:
@@ -300,7 +300,7 @@ def _collective(transfer: Transfer, links: list[Dimension]) -> Collective:
     group, moved = Group(size, int(held[0]), tuple(int(one) for one in held[1:-1])), float(transfer.bytes)
     is_part = len(links) > 1 and size < np.prod([link.ranks for link in links])
     if transfer.kind == "all_to_all" and is_part and size > 2:
-        told = ChakraTransfer(NodeType.COMM_COLL, 1 << 30, COLLECTIVES["all_to_all"])
+        told = CommNode(NodeType.COMM_COLL, 1 << 30, COLLECTIVES["all_to_all"])
         told = as_ring(told, size, transfer.ranks[1] - transfer.ranks[0], links)
         return Collective(transfer.kind, moved * (1 << 30) / told.bytes, group)
     if is_part:  # what ASTRA-sim is told is more than what is sent

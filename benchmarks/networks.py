@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lumos import predict, read_setup
-from lumos.chakra.file_format import NodeType, add_value, schema, write_delimited
+from lumos.chakra.file_format import NodeType, add_value, delimited, schema
 from lumos.costs.in_step import in_step_factors
 from lumos.costs.network import Fabric, Network, Tier, habits, network_of
 from lumos.program.operators import Collective, Group
@@ -121,8 +121,8 @@ def _write_workload(path: Path, kind: str, size: int) -> None:
     add_value(node.attr, "comm_type", "int64_val", COLLECTIVES[kind])
     add_value(node.attr, "comm_size", "int64_val", size)
     with path.open("wb") as file:
-        write_delimited(file, head)
-        write_delimited(file, node)
+        file.write(delimited(head))
+        file.write(delimited(node))
 
 
 def astra_answers(folder: Path | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lumos.chakra.file_format import NodeType, add_value, schema, write_delimited
+from lumos.chakra.file_format import NodeType, add_value, delimited, schema
 from lumos.graph.graph import Rule
 from lumos.graph.rules.build import Execution
 from lumos.trace.names import Category
@@ -30,7 +30,7 @@ def convert_recording(run: Execution, folder: Path, with_times: bool = False, pe
         add_value(head.attr, "schema", "string_val", "1.1.1-chakra.0.0.4")
         with (folder / f"job.{rank}.et").open("wb") as file:
             for message in (head, *_Rank(run, rank, peers_by_index).nodes(with_times)):
-                write_delimited(file, message)
+                file.write(delimited(message))
     return folder
 
 

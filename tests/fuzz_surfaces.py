@@ -440,7 +440,7 @@ def profiler_costs(chance: Random, folder: Path) -> None:
 
 def chakra_fields(chance: Random, folder: Path) -> None:
     """Chakra files whose messages are well-formed, and in which single fields are others."""
-    from lumos.chakra.file_format import _delimited, schema, write_delimited
+    from lumos.chakra.file_format import _delimited, delimited, schema
 
     shutil.copytree(made_once("chakra", chakra_files), folder, dirs_exist_ok=True)
     path = chance.choice(sorted(folder.glob("*.et")))
@@ -451,7 +451,7 @@ def chakra_fields(chance: Random, folder: Path) -> None:
         _change_field(chance, message)
     with path.open("wb") as file:
         for message in messages:
-            write_delimited(file, message)
+            file.write(delimited(message))
     command = chance.choice([["replay"], ["check"], ["predict", "--gpu", "h100", "--from"], ["stragglers"]])
     run(folder, *command, ".", *chance.choice(SHOWS))
 

@@ -16,15 +16,14 @@ import pytest
 import yaml
 
 from commands import lumos_here
-from lumos.chakra.astra_costs import ToldSizes, as_ring, links_apart, too_long, too_many_groups, transfer_ns
-from lumos.chakra.astra_estimate import estimate_stages
+from lumos.chakra.astra_costs import CompensatedSizes, as_ring, links_apart, too_long, too_many_groups, transfer_ns
+from lumos.chakra.astra_estimate import estimated
 from lumos.chakra.astra_files import Dimension, write_astra_files
 from lumos.chakra.astra_log import looks_like_astra_sim, read_astra_sim_log
-from lumos.chakra.communication import Transfer
+from lumos.chakra.astra_workloads import described_workload, of_described
 from lumos.chakra.file_format import COLLECTIVES, NodeType
-from lumos.chakra.folded_ranks import Task
-from lumos.chakra.rank_files import Stages
-from lumos.cli.chakra_output import described_stages, estimate_described
+from lumos.chakra.rank_files import Workload
+from lumos.chakra.tasks import CommNode, Task
 from lumos.errors import InputError
 from lumos.prediction.described_run import DescribedRun
 from lumos.prediction.prediction import predict
@@ -247,7 +246,7 @@ def price_over(folder: Path) -> Callable[[chakra_runs.Transfer], float]:
     link = GIB * network["bandwidth"][0], network["latency"][0]
 
     def price(found: chakra_runs.Transfer) -> float:
-        transfer = Transfer(NodeType.COMM_COLL, found.bytes, COLLECTIVES[found.kind], "1")
+        transfer = CommNode(NodeType.COMM_COLL, found.bytes, COLLECTIVES[found.kind], "1")
         return transfer_ns(transfer, len(found.ranks), *link)
 
     return price
@@ -274,7 +273,7 @@ def test_exported_files_at_the_prices_of_astra_sim_take_as_long_as_it_said(expor
 def test_exchanges_in_a_node_are_told_so_that_the_ring_of_astra_sim_takes_as_long(ranks: int, stride: int) -> None:
     """In a group of some ranks, on several dimensions, it takes n(n - 1)/2 steps of a part for one rank."""
     links = [Dimension(8, 400.0, 0.0), Dimension(4, 50.0, 0.0)]
-    exchange = Transfer(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_to_all"], "1")
+    exchange = CommNode(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_to_all"], "1")
     told = as_ring(exchange, ranks, stride, links)
     ring_ns = ranks * (ranks - 1) / 2 * told.bytes / ranks / links[0].gb_s
     assert ring_ns == pytest.approx(transfer_ns(exchange, ranks, links[0].gb_s, 0.0, handshake=0), rel=1e-3)
@@ -283,7 +282,7 @@ def test_exchanges_in_a_node_are_told_so_that_the_ring_of_astra_sim_takes_as_lon
 def test_exchanges_between_nodes_are_told_by_what_leaves_a_node() -> None:
     """The ring is priced by the links inside a node; half of every rank's data goes to the other one."""
     links = [Dimension(8, 400.0, 0.0), Dimension(4, 50.0, 0.0)]
-    exchange = Transfer(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_to_all"], "1")
+    exchange = CommNode(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_to_all"], "1")
     told = as_ring(exchange, 16, 1, links)
     assert 16 * 15 / 2 * told.bytes / 16 / 400.0 == pytest.approx(0.5 * exchange.bytes / 50.0, rel=1e-3)
 
@@ -310,15 +309,16 @@ def test_what_leaves_a_node_takes_as_long_as_over_the_links_outside(ranks: Seque
 
 def test_messages_and_collectives_of_stages_are_told_by_the_links_between_their_ranks() -> None:
     links = [Dimension(8, 400.0, 0.0), Dimension(2, 50.0, 0.0)]
-    told = ToldSizes(RankPlaces(4, 4, 4, copies=2), links)
-    sides = [Transfer(kind, 1000, source=1, destination=2) for kind in (NodeType.COMM_SEND, NodeType.COMM_RECV)]
+    kinds = (Task("", 1.0, (), CommNode(NodeType.COMM_COLL, 8, group=kind)) for kind in ("2x4", "4x1", "16x1"))
+    told = CompensatedSizes(Workload(RankPlaces(4, 4, 4, copies=2), (tuple(kinds),)), links)
+    sides = [CommNode(kind, 1000, source=1, destination=2) for kind in (NodeType.COMM_SEND, NodeType.COMM_RECV)]
     assert [told.of(side, stage).bytes for side, stage in zip(sides, (1, 2), strict=True)] == [8000, 8000]
-    assert told.of(Transfer(NodeType.COMM_SEND, 1000, source=0, destination=1), 0).bytes == 1000
+    assert told.of(CommNode(NodeType.COMM_SEND, 1000, source=0, destination=1), 0).bytes == 1000
     most = told.of(sides[0]._replace(bytes=1 << 29), 1)
     assert most.bytes == (1 << 31) - 1, "no more, or ASTRA-sim would not end"
     assert "faster in ASTRA-sim" in too_long([most])[0]
     assert "does not end" in too_long([told.of(sides[0]._replace(bytes=1 << 32), 1)])[0]
-    mirrored = Transfer(NodeType.COMM_COLL, 1000, COLLECTIVES["all_reduce"], "2x4")  # of stages 0 and 3
+    mirrored = CommNode(NodeType.COMM_COLL, 1000, COLLECTIVES["all_reduce"], "2x4")  # of stages 0 and 3
     assert [told.of(mirrored, stage).bytes for stage in (0, 3)] == [8000, 8000]
     assert told.of(mirrored._replace(group="4x1"), 0).bytes == 1000
     assert told.of(mirrored._replace(group="16x1"), 0).bytes == 1000  # of all: it uses every dimension
@@ -326,29 +326,29 @@ def test_messages_and_collectives_of_stages_are_told_by_the_links_between_their_
 
 @pytest.mark.parametrize(("ranks", "told"), [(8192, False), (32_768, True)])
 def test_more_groups_than_astra_sim_can_number_are_told(ranks: int, told: bool) -> None:
-    reduced = Transfer(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_reduce"], "8x1")
-    stages = Stages(RankPlaces(1, ranks, ranks), ((Task("all_reduce", 1.0, (), reduced),),))
+    reduced = CommNode(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_reduce"], "8x1")
+    stages = Workload(RankPlaces(1, ranks, ranks), ((Task("all_reduce", 1.0, (), reduced),),))
     assert bool(too_many_groups(stages.groups())) == told
 
 
 def test_other_collectives_keep_their_size() -> None:
-    reduced = Transfer(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_reduce"], "1")
+    reduced = CommNode(NodeType.COMM_COLL, 1 << 24, COLLECTIVES["all_reduce"], "1")
     assert as_ring(reduced, 8, 1, [Dimension(8, 400.0, 0.0), Dimension(4, 50.0, 0.0)]) == reduced
 
 
 # ---------------------------------------------------------------------- what ASTRA-sim cannot express
-def overlapping(transfers: int = 2) -> Stages:
+def overlapping(transfers: int = 2) -> Workload:
     """A rank of eight that issues so many reductions at once, each of another group."""
-    sent = [Transfer(NodeType.COMM_COLL, 10**9, COLLECTIVES["all_reduce"], f"{2**i}x{8 // 2**i}") for i in (1, 2, 3)]
+    sent = [CommNode(NodeType.COMM_COLL, 10**9, COLLECTIVES["all_reduce"], f"{2**i}x{8 // 2**i}") for i in (1, 2, 3)]
     tasks = [Task("work", 1e8, ()), *(Task("all_reduce", 5e6, (0,), one) for one in sent[:transfers])]
-    return Stages(RankPlaces(1, 8, 8), ((*tasks, Task("work", 1e7, tuple(range(1, transfers + 1)))),))
+    return Workload(RankPlaces(1, 8, 8), ((*tasks, Task("work", 1e7, tuple(range(1, transfers + 1)))),))
 
 
 def test_overlapped_transfers_are_estimated_one_after_the_other() -> None:
     links = [Dimension(8, 100.0, 0.0)]
-    estimate = estimate_stages(overlapping(), overlapping(), links)
+    estimate = estimated(overlapping(), overlapping(), links)
     assert estimate is not None
-    reduced = Transfer(NodeType.COMM_COLL, 10**9, COLLECTIVES["all_reduce"], "1")
+    reduced = CommNode(NodeType.COMM_COLL, 10**9, COLLECTIVES["all_reduce"], "1")
     took = [transfer_ns(reduced, ranks, 100.0, 0.0) for ranks in (2, 4)]
     assert estimate.own_ms == pytest.approx(115)
     assert estimate.its_links_ms == pytest.approx(110 + max(took) / 1e6)
@@ -360,17 +360,17 @@ def test_overlapped_transfers_are_estimated_one_after_the_other() -> None:
 
 def test_an_export_that_astra_sim_can_express_has_no_warning() -> None:
     plain = overlapping(1)
-    took = transfer_ns(Transfer(NodeType.COMM_COLL, 10**9, COLLECTIVES["all_reduce"], "1"), 2, 100.0, 0.0)
+    took = transfer_ns(CommNode(NodeType.COMM_COLL, 10**9, COLLECTIVES["all_reduce"], "1"), 2, 100.0, 0.0)
     same = replace(plain, tasks=(tuple(t._replace(ns=took) if t.transfer else t for t in plain.tasks[0]),))
-    estimate = estimate_stages(same, same, [Dimension(8, 100.0, 0.0)])
+    estimate = estimated(same, same, [Dimension(8, 100.0, 0.0)])
     assert estimate is not None
     assert (estimate.warnings, round(estimate.difference_pct, 3)) == ([], 0.0)
 
 
 def test_tasks_that_wait_for_each_other_for_ever_have_no_estimate() -> None:
-    receive = Task("p2p", 1.0, (), Transfer(NodeType.COMM_RECV, 8, source=1, destination=0, tag=1))
-    stages = Stages(RankPlaces(2, 1, 1), ((receive,), ()))
-    assert estimate_stages(stages, stages, [Dimension(2, 100.0, 0.0)]) is None
+    receive = Task("p2p", 1.0, (), CommNode(NodeType.COMM_RECV, 8, source=1, destination=0, tag=1))
+    stages = Workload(RankPlaces(2, 1, 1), ((receive,), ()))
+    assert estimated(stages, stages, [Dimension(2, 100.0, 0.0)]) is None
 
 
 @pytest.mark.parametrize("run", json.loads(benchmark.KEPT.read_text())["described"], ids=lambda run: run["name"][:20])
@@ -379,7 +379,7 @@ def test_estimates_agree_with_what_astra_sim_made_of_described_runs(tmp_path: Pa
     (tmp_path / "setup.toml").write_text(run["setup"])
     predicted = predict(read_setup(tmp_path / "setup.toml")).run
     assert isinstance(predicted, DescribedRun)
-    estimate = estimate_described(predicted, described_stages(predicted))
+    estimate = of_described(predicted, described_workload(predicted)).estimate
     assert estimate is not None
     assert estimate.one_at_a_time_ms / estimate.own_ms == pytest.approx(run["astra_ms"] / run["predicted_ms"], rel=0.02)
 

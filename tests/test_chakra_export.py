@@ -20,10 +20,10 @@ from lumos import predict, read_job, read_setup
 from lumos.analysis.replay import replay
 from lumos.chakra import file_format, rank_files
 from lumos.chakra.astra_files import Dimension, needs_parting, parted_network
+from lumos.chakra.astra_workloads import described_workload
 from lumos.chakra.file_format import NodeType, read_chakra_file
-from lumos.chakra.rank_files import Stages, write_stages
+from lumos.chakra.rank_files import write_workload
 from lumos.chakra.run_writer import write_chakra
-from lumos.chakra.step_tasks import StepTasks
 from lumos.errors import OptionError
 from lumos.graph.rules.build import Execution, build
 from lumos.graph.simulate import simulate
@@ -61,12 +61,6 @@ def described(*changes: str) -> DescribedRun:
     return run
 
 
-def stages_of(run: DescribedRun, operators: bool = False) -> Stages:
-    found, parallel = StepTasks(run, operators), run.step.setup.parallel
-    places = RankPlaces.of_setup(parallel, run.step.assembly.layout.schedule.copies)
-    return Stages(places, tuple(tuple(found.tasks(stage)) for stage in range(parallel.pp)))
-
-
 @cache
 def example() -> Execution:
     trace = read_job(EXAMPLE)
@@ -97,11 +91,11 @@ def work(number: int, *after: int, kind: NodeType = NodeType.COMP, **told: Any) 
     return {"id": number, "type": kind, "data_deps": after, "told": told}
 
 
-def write_workload(folder: Path, groups: dict[str, list[int]], *ranks: list[dict[str, Any]]) -> None:
+def write_nodes(folder: Path, groups: dict[str, list[int]], *ranks: list[dict[str, Any]]) -> None:
     (folder / "bad.groups.json").write_text(json.dumps(groups))
     for rank, nodes in enumerate(ranks):
         with (folder / f"bad.{rank}.et").open("wb") as file:
-            file_format.write_delimited(file, file_format.schema().metadata(version="0.0.4"))
+            file.write(file_format.delimited(file_format.schema().metadata(version="0.0.4")))
             for node in nodes:
                 message = file_format.schema().node(
                     id=node["id"], type=node["type"], data_deps=node["data_deps"], duration_micros=5, name="x"
@@ -109,7 +103,7 @@ def write_workload(folder: Path, groups: dict[str, list[int]], *ranks: list[dict
                 for name, value in ({"is_cpu_op": False} | node["told"]).items():
                     kind = {bool: "bool_val", int: "int64_val", str: "string_val"}[type(value)]
                     file_format.add_value(message.attr, name, kind, value)
-                file_format.write_delimited(file, message)
+                file.write(file_format.delimited(message))
 
 
 BOTH = {"1": [0, 1], "2": [0, 1]}
@@ -133,7 +127,7 @@ BAD: dict[str, tuple[dict[str, list[int]], tuple[list[dict[str, Any]], ...]]] = 
 @pytest.mark.parametrize("what", BAD)
 def test_the_rules_refuse_what_astra_sim_does_not_run(tmp_path: Path, what: str) -> None:
     groups, ranks = BAD[what]
-    write_workload(tmp_path, groups, *ranks)
+    write_nodes(tmp_path, groups, *ranks)
     words = None if what in ("metadata", "an unknown kind", "a send without receive") else what
     with pytest.raises(AssertionError, match=words):
         astra_rules.check(tmp_path, "bad")
@@ -215,8 +209,8 @@ def test_one_recorded_rank_stands_for_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_a_described_run_replays_to_the_predicted_step(tmp_path: Path, name: str) -> None:
     run = described(*DESCRIBED[name])
-    stages = stages_of(run)
-    write_stages(tmp_path / "run.et", stages)
+    stages = described_workload(run)
+    write_workload(tmp_path / "run.et", stages)
     workload = astra_rules.check(tmp_path, "run")
     assert len(workload.ranks) == run.step.setup.cluster.gpus
     assert replayed_step_ms(tmp_path, "run.*.et") == pytest.approx(run.us / 1e3, rel=0.002)
@@ -242,7 +236,7 @@ def test_no_share_or_difference_of_an_export_is_printed_as_a_zero_that_it_is_not
 
 def test_collectives_have_the_bytes_that_each_rank_puts_in(tmp_path: Path) -> None:
     run = described("parallel.tp=2", "parallel.pp=1", "cluster.gpus=2")
-    (tasks,) = stages_of(run).tasks
+    (tasks,) = described_workload(run).tasks
     sent = [task.transfer for task in tasks if task.transfer is not None]
     layout = run.step.assembly.layout
     gathers = {transfer.bytes for transfer in sent if transfer.collective == 2}
@@ -253,7 +247,7 @@ def test_collectives_have_the_bytes_that_each_rank_puts_in(tmp_path: Path) -> No
 
 def test_gradients_are_reduced_bucket_by_bucket() -> None:
     run = described(*DESCRIBED["ddp"], "train.framework=megatron")
-    (tasks,) = stages_of(run).tasks
+    (tasks,) = described_workload(run).tasks
     reduced = sum(task.transfer.bytes for task in tasks if task.transfer is not None)
     program = run.step.assembly.program
     held = program.sharding.trained(program.stage_parameters(0))
@@ -262,16 +256,16 @@ def test_gradients_are_reduced_bucket_by_bucket() -> None:
 
 def test_every_operator_can_be_a_node(tmp_path: Path) -> None:
     run = described(*DESCRIBED["tp and pp"])
-    few, many = stages_of(run), stages_of(run, operators=True)
+    few, many = described_workload(run), described_workload(run, operators=True)
     assert sum(map(len, many.tasks)) > 1.5 * sum(map(len, few.tasks))
-    write_stages(tmp_path / "run.et", many)
+    write_workload(tmp_path / "run.et", many)
     astra_rules.check(tmp_path, "run", seeds=1)
     assert replayed_step_ms(tmp_path, "run.*.et") == pytest.approx(run.us / 1e3, rel=0.002)
 
 
 def test_ranks_of_a_stage_differ_in_groups_and_peers_alone(tmp_path: Path) -> None:
     run = described(*DESCRIBED["tp and pp"])
-    write_stages(tmp_path / "run.et", stages_of(run))
+    write_workload(tmp_path / "run.et", described_workload(run))
 
     def shape(rank: int) -> list[object]:
         varying = ("pg_name", "comm_src", "comm_dst")
@@ -310,14 +304,14 @@ def test_groups_part_the_ranks_of_a_stage(tp: int, cp: int, pp: int, dp: int, la
 # ---------------------------------------------------------------------- all files or none
 def test_an_interrupted_export_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.0.et").write_text("precious")
-    stages = stages_of(described(*DESCRIBED["ddp"]))
+    stages = described_workload(described(*DESCRIBED["ddp"]))
 
     def interrupted(shared: object, ranks: list[int]) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(rank_files, "_write_ranks", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_stages(tmp_path / "run.et", stages)
+        write_workload(tmp_path / "run.et", stages)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("run.0.et", "precious")]
 
 
@@ -342,14 +336,14 @@ def test_files_of_an_earlier_export_of_more_ranks_are_named(tmp_path: Path) -> N
 def test_a_disk_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = stages_of(described(*DESCRIBED["ddp"]))
+    stages = described_workload(described(*DESCRIBED["ddp"]))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(OptionError, match=r"4 ranks need about .* free there"):
-        write_stages(tmp_path / "run.et", stages)
+        write_workload(tmp_path / "run.et", stages)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))  # as of what is no disk
-    assert write_stages(tmp_path / "run.et", stages)
+    assert write_workload(tmp_path / "run.et", stages)
 
 
 # ---------------------------------------------------------------------- ASTRA-sim's other files

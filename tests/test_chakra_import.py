@@ -18,7 +18,7 @@ from chakra_converter import convert_recording
 from commands import lumos_here
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.stragglers import Straggler
-from lumos.chakra.file_format import ChakraFile, Node, NodeType, schema, write_delimited
+from lumos.chakra.file_format import ChakraFile, Node, NodeType, delimited, schema
 from lumos.chakra.foreign_prediction import GraphPrediction, needs_prices, predict_graph
 from lumos.chakra.run_reader import read_chakra_files
 from lumos.costs.operator_model import cost_model
@@ -156,7 +156,7 @@ class Rank:
     def write(self, path: Path) -> None:
         with path.open("wb") as file:
             for message in (schema().metadata(), *self.nodes):
-                write_delimited(file, message)
+                file.write(delimited(message))
 
 
 def _tensor(storage: int) -> str:

@@ -1,8 +1,8 @@
-"""What transfers take in ASTRA-sim over links of one bandwidth, so that a run can be simulated with its prices.
+"""Cost of transfers in ASTRA-sim over links of one bandwidth, so that a run can be simulated at its costs.
 
-A run is exported as the chain of work that it is at some length of its transfers (`folded_ranks`). ASTRA-sim prices
-transfers by its network file. If the recorded ones were longer or shorter than that, work that waited for one and not
-for another would be cut in the wrong places; so the run is simulated at the prices first.
+A run is exported as the chain of work that it is at some length of its transfers (`folded_ranks`). ASTRA-sim takes the
+cost of transfers from its network file. If the recorded ones were longer or shorter than that, work that waited for one
+and not for another would be cut in the wrong places; so the run is simulated at these costs first.
 """
 
 from __future__ import annotations
@@ -13,39 +13,29 @@ from itertools import pairwise
 from math import inf
 
 from lumos.chakra.astra_files import LONGEST_MESSAGE, Dimension
-from lumos.chakra.communication import LEAST_BYTES, Communication, Transfer
+from lumos.chakra.communication import Communication
 from lumos.chakra.file_format import COLLECTIVES, NodeType
-from lumos.chakra.folded_ranks import Task
-from lumos.chakra.rank_files import Stages
+from lumos.chakra.rank_files import Workload
+from lumos.chakra.tasks import LEAST_BYTES, CommNode, Task
 from lumos.graph.rules.build import Execution
-from lumos.program.rank_places import RankPlaces
 
 HANDSHAKE = 8192  # bytes with which a receiver tells a sender that it is there, if both wait for each other
 LAST_GROUP = 2147  # it multiplies the number by a million, and has 32 bits for that
 _HOPS = 2  # to a switch and on
 
 
-def at_astra_prices(execution: Execution, plan: Communication, gb_s: float, latency_ns: float) -> Execution:
+def at_astra_costs(execution: Execution, plan: Communication, link: Dimension) -> Execution:
     """The run with transfers as long as ASTRA-sim makes them between ranks that one switch joins."""
     sizes = {number: len(ranks) for (_, ranks), number in plan.groups.items()}
     duration = execution.graph.duration.copy()
     for row, transfers in plan.transfers.items():
         node = int(execution.nodes.last_node[row])
-        found = [transfer_ns(t, sizes.get(t.group, 2), gb_s, latency_ns, float(duration[node])) for t in transfers]
+        found = [transfer_ns(t, sizes.get(t.group, 2), *link[1:], float(duration[node])) for t in transfers]
         duration[node] = max(found)  # messages of one kernel move at the same time
     return replace(execution, graph=execution.graph.with_times(duration, execution.graph.gap))
 
 
-def tell_of_rings(plan: Communication, world: int, dimensions: Sequence[Dimension]) -> None:
-    """Give exchanges between some of the ranks the size of `as_ring`; the dimensions have the same links."""
-    sizes = {number: len(ranks) for (_, ranks), number in plan.groups.items()}
-    for transfers in plan.transfers.values():
-        for i, one in enumerate(transfers):
-            if sizes.get(one.group, world) < world:
-                transfers[i] = as_ring(one, sizes[one.group], 1, dimensions)
-
-
-def as_ring(transfer: Transfer, ranks: int, stride: int, dimensions: Sequence[Dimension]) -> Transfer:
+def as_ring(transfer: CommNode, ranks: int, stride: int, dimensions: Sequence[Dimension]) -> CommNode:
     """An exchange between some of the ranks, in a network of several dimensions: what ASTRA-sim is told of it.
 
     It runs such a group as one ring, an exchange in n(n - 1)/2 steps, and prices messages between nodes by the links
@@ -66,56 +56,56 @@ def as_ring(transfer: Transfer, ranks: int, stride: int, dimensions: Sequence[Di
 
 
 @dataclass(frozen=True)
-class ToldSizes:
-    """The sizes that ASTRA-sim is told for the transfers of described ranks, in a network of several dimensions.
+class CompensatedSizes:
+    """The sizes that ASTRA-sim is told for the transfers of ranks, in a network of several dimensions.
 
     It sends a message through the innermost dimension in which its ranks differ, also to another node, unless both have
     the same place there. A larger size makes up for that, so that a transfer takes as long as over the links it needs.
     """
 
-    places: RankPlaces
+    workload: Workload
     dimensions: Sequence[Dimension]
     _known: dict[tuple[object, ...], float] = field(default_factory=dict)
 
-    def of(self, transfer: Transfer, stage: int) -> Transfer:
-        """A transfer of a rank of a stage; its group is named SIZExSTRIDE, or its ends are stages."""
+    def of(self, transfer: CommNode, stage: int) -> CommNode:
+        """A transfer of a rank of a stage."""
         if not transfer.group:
-            told = self._longer(transfer, (transfer.source, transfer.destination))
+            told = self._longer(transfer, transfer.source, transfer.destination)
             return told._replace(bytes=min(told.bytes, max(transfer.bytes, LONGEST_MESSAGE)))
-        size, stride = map(int, transfer.group.split("x"))
-        if size == self.places.world:
+        size, stride = self.workload.sizes(transfer.group)
+        if size == self.workload.places.world:
             return transfer
         if transfer.collective == COLLECTIVES["all_to_all"] and size > 2:
             return as_ring(transfer, size, stride, self.dimensions)
-        return self._longer(transfer, (stage, size, stride))
+        return self._longer(transfer, stage, transfer.group)
 
-    def _longer(self, transfer: Transfer, key: tuple[int, ...]) -> Transfer:
-        if key not in self._known:
-            together = self._messages(*key) if len(key) == 2 else self._groups(*key)
-            self._known[key] = max(links_apart(ranks, self.dimensions) for ranks in together)
-        return transfer._replace(bytes=round(transfer.bytes * self._known[key]))
+    def _longer(self, transfer: CommNode, stage: int, other: int | str) -> CommNode:
+        if (stage, other) not in self._known:
+            apart = (links_apart(ranks, self.dimensions) for ranks in self._together(stage, other))
+            self._known[stage, other] = max(apart)
+        return transfer._replace(bytes=round(transfer.bytes * self._known[stage, other]))
 
-    def _messages(self, source: int, destination: int) -> set[tuple[int, ...]]:
-        rank = self.places.rank
-        return {(rank(number, source), rank(number, destination)) for number in range(self.places.of_stage)}
+    def _together(self, stage: int, other: int | str) -> set[tuple[int, ...]]:
+        """Ranks of messages to another stage, or of the groups of a kind."""
+        places, numbers = self.workload.places, range(self.workload.places.of_stage)
+        if isinstance(other, int):
+            return {(places.rank(number, stage), places.rank(number, other)) for number in numbers}
+        ranks = (places.rank(number, stage) for number in numbers)
+        first = {self.workload.number(rank, other): rank for rank in ranks}
+        return {self.workload.members(rank, other) for rank in first.values()}
 
-    def _groups(self, stage: int, size: int, stride: int) -> set[tuple[int, ...]]:
-        ranks = (self.places.rank(number, stage) for number in range(self.places.of_stage))
-        first = {self.places.group_number(rank, size, stride): rank for rank in ranks}
-        return {self.places.members(rank, size, stride) for rank in first.values()}
 
-
-def told_stages(stages: Stages, dimensions: Sequence[Dimension]) -> Stages:
+def compensated(workload: Workload, dimensions: Sequence[Dimension]) -> Workload:
     """The ranks of a job with the sizes that ASTRA-sim is told for their transfers."""
     if len(dimensions) < 2:
-        return stages
-    sizes = ToldSizes(stages.places, dimensions)
+        return workload
+    sizes = CompensatedSizes(workload, dimensions)
 
     def told(task: Task, stage: int) -> Task:
         return task if task.transfer is None else task._replace(transfer=sizes.of(task.transfer, stage))
 
-    tasks = tuple(tuple(told(task, stage) for task in tasks) for stage, tasks in enumerate(stages.tasks))
-    return replace(stages, tasks=tasks)
+    tasks = tuple(tuple(told(task, stage) for task in tasks) for stage, tasks in enumerate(workload.tasks))
+    return replace(workload, tasks=tasks)
 
 
 def links_apart(ranks: Sequence[int], dimensions: Sequence[Dimension]) -> float:
@@ -144,18 +134,19 @@ def ring_link(ranks: Sequence[int], dimensions: Sequence[Dimension]) -> Dimensio
     return min(used, key=lambda here: here.gb_s, default=dimensions[0])
 
 
-def largest_tensor(collectives: Iterable[tuple[Transfer, int]]) -> int:
-    """The size of the largest tensor that is reduced, gathered or exchanged; transfers with the number of ranks."""
+def largest_tensor(workload: Workload) -> int:
+    """The size of the largest tensor that is reduced, gathered or exchanged."""
     gather = COLLECTIVES["all_gather"]
-    return max((t.bytes * (ranks if t.collective == gather else 1) for t, ranks in collectives), default=0)
+    sizes = ((t, workload.sizes(t.group)[0] if t.collective == gather else 1) for t in workload.sent if t.group)
+    return max((t.bytes * ranks for t, ranks in sizes), default=0)
 
 
-def too_long(transfers: Iterable[Transfer | None]) -> list[str]:
+def too_long(transfers: Iterable[CommNode]) -> list[str]:
     """What to say about messages between two ranks that ASTRA-sim never ends, or of which it cannot be told enough.
 
     Only collectives can be cut.
     """
-    sent = [one.bytes for one in transfers if one is not None and one.type == NodeType.COMM_SEND]
+    sent = [one.bytes for one in transfers if one.type == NodeType.COMM_SEND]
     if max(sent, default=0) == LONGEST_MESSAGE:
         return [
             "messages between nodes are faster in ASTRA-sim than over the links of its network file: it takes links "
@@ -181,10 +172,10 @@ def too_many_groups(numbers: Iterable[str]) -> list[str]:
 
 
 def transfer_ns(
-    transfer: Transfer, ranks: int, gb_s: float, latency_ns: float, recorded_ns: float = 0.0,
+    transfer: CommNode, ranks: int, gb_s: float, latency_ns: float, recorded_ns: float = 0.0,
     handshake: int = HANDSHAKE,
 ) -> float:  # fmt: skip
-    """The time of one transfer once all its ranks are there; kinds that ASTRA-sim does not price keep their own."""
+    """Time of one transfer once all its ranks are there; kinds without a cost in ASTRA-sim keep their own."""
     if transfer.type != NodeType.COMM_COLL:
         steps, size = 1, float(transfer.bytes)
     elif transfer.collective == COLLECTIVES["all_reduce"]:

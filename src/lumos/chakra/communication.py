@@ -12,38 +12,25 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from lumos.analysis.collectives import message_bytes
 from lumos.chakra.file_format import COLLECTIVES, NodeType
+from lumos.chakra.tasks import LEAST_BYTES, CommNode
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.rendezvous import POINT_TO_POINT, Rendezvous
 from lumos.trace.trace import Message
 
-LEAST_BYTES = 64  # of a collective; ASTRA-sim cuts them into chunks, and waits for ever for one of no bytes
 _SIMULATED = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast")  # what ASTRA-sim knows
 _IN_PLACE_OF = {"barrier": "all_reduce"}  # all others as a broadcast, which it replays at its recorded length
-
-
-class Transfer(NamedTuple):
-    """One node of communication."""
-
-    type: NodeType
-    bytes: int
-    collective: int = -1  # its number in the schema
-    group: str = ""  # a process group by the number under which it is written; numbers begin at 1
-    source: int = -1
-    destination: int = -1
-    tag: int = -1
 
 
 @dataclass
 class Communication:
     """The communication of a run by the row of its kernels, and the process groups it happens in."""
 
-    transfers: dict[int, list[Transfer]] = field(default_factory=lambda: defaultdict(list))
+    transfers: dict[int, list[CommNode]] = field(default_factory=lambda: defaultdict(list))
     groups: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)
     plain: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # why kernels are plain work
     replaced: Counter[tuple[str, str]] = field(default_factory=Counter)  # kinds that are written as another
@@ -114,7 +101,7 @@ def _add_message(plan: Communication, found: Rendezvous, tags: Counter[tuple[int
     sender, receiver = found.ranks
     tags[sender, receiver] += 1
     for row, kind in zip(found.rows.tolist(), (NodeType.COMM_SEND, NodeType.COMM_RECV), strict=True):
-        sent = Transfer(kind, size, source=sender, destination=receiver, tag=tags[sender, receiver])
+        sent = CommNode(kind, size, source=sender, destination=receiver, tag=tags[sender, receiver])
         plan.transfers[row].append(sent)
 
 
@@ -141,7 +128,7 @@ def _add_collective(plan: Communication, found: Rendezvous, world: tuple[int, ..
         return
     group = _group(plan, found.message, members)
     for row in found.rows.tolist():
-        plan.transfers[row].append(Transfer(NodeType.COMM_COLL, max(size, LEAST_BYTES), kind, group))
+        plan.transfers[row].append(CommNode(NodeType.COMM_COLL, max(size, LEAST_BYTES), kind, group))
 
 
 def _add_alone(plan: Communication, execution: Execution, row: int, world: tuple[int, ...], closed: bool) -> None:
@@ -158,7 +145,7 @@ def _add_alone(plan: Communication, execution: Execution, row: int, world: tuple
         plan.plain["not all ranks of their process group are in the trace"].add(row)
     else:
         group = _group(plan, message, _members(message, (int(trace.rank[row]),), world))
-        plan.transfers[row].append(Transfer(NodeType.COMM_COLL, max(size, LEAST_BYTES), kind, group))
+        plan.transfers[row].append(CommNode(NodeType.COMM_COLL, max(size, LEAST_BYTES), kind, group))
 
 
 def _sent_bytes(message: Message | None) -> int:

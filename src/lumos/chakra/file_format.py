@@ -143,15 +143,19 @@ def add_value(attributes: Any, name: str, kind: str, value: Any) -> None:
         setattr(attribute, kind, value)
 
 
-def write_delimited(file: IO[bytes], message: Any) -> None:
-    """Write a message after its length as a varint."""
-    data = message.SerializeToString()
-    size, length = len(data), bytearray()
-    while size > 0x7F:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    length.append(size)
-    file.write(bytes(length) + data)
+def delimited(message: Any) -> bytes:
+    """A message after its length."""
+    data: bytes = message.SerializeToString()
+    return varint_of(len(data)) + data
+
+
+def varint_of(number: int) -> bytes:
+    """A number as protobuf writes it."""
+    parts = bytearray()
+    while number > 0x7F:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes(parts) + bytes([number])
 
 
 class Node(NamedTuple):

@@ -13,65 +13,48 @@ gaps and launch delays alike. With transfers as long as in the run, every cut is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from lumos.chakra.communication import Communication, Transfer
+from lumos.chakra.communication import Communication, plan_communication
 from lumos.chakra.file_format import NodeType
+from lumos.chakra.rank_files import Workload
+from lumos.chakra.tasks import Chain, Task
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.rules.build import Execution
 from lumos.graph.simulate import simulate
+from lumos.program.rank_places import RankPlaces
+from lumos.trace.trace import Message
 
 
-class Task(NamedTuple):
-    """A node of a rank; it waits for others by their places in the rank's list."""
-
-    name: str
-    ns: float
-    waits_for: tuple[int, ...]
-    transfer: Transfer | None = None  # None: work
-
-
-@dataclass
-class Chain:
-    """The tasks of one rank while they are put together: work in order of time, and transfers issued on the way."""
-
-    tasks: list[Task] = field(default_factory=list)
-    now: float = 0.0  # up to when the rank's own time is written, ns
-    _head: tuple[int, ...] = ()  # what the next task waits for
-
-    def work(self, until: float, name: str = "work") -> None:
-        """The rank works until then."""
-        if until > self.now:
-            self.tasks.append(Task(name, until - self.now, self._head))
-            self._head, self.now = (len(self.tasks) - 1,), until
-
-    def issue(self, name: str, ns: float, transfers: list[Transfer]) -> list[int]:
-        """Transfers begin now, beside what follows; their places."""
-        places = list(range(len(self.tasks), len(self.tasks) + len(transfers)))
-        self.tasks += [Task(name, ns, self._head, transfer) for transfer in transfers]
-        return places
-
-    def wait(self, places: list[int], until: float) -> None:
-        """What follows waits for transfers, which end then."""
-        self._head = tuple(dict.fromkeys((*self._head, *places)))
-        self.now = max(self.now, until)
-
-    def also(self, place: int, others: list[int]) -> None:
-        """A transfer waits for others, too."""
-        task = self.tasks[place]
-        new = tuple(dict.fromkeys((*task.waits_for, *(other for other in others if other != place))))
-        self.tasks[place] = task._replace(waits_for=new)
-
-
-def folded(execution: Execution, plan: Communication) -> dict[int, list[Task]]:
-    """The tasks of every rank of a run."""
+def recorded_workload(execution: Execution, plan: Communication) -> Workload:
+    """The tasks of every rank of a run. Ranks count from 0 in them."""
+    number = {rank: i for i, rank in enumerate(execution.trace.ranks)}
     folder = Folder(execution, plan)
-    return {rank: folder.rank(rank) for rank in execution.trace.ranks}
+    tasks = tuple(tuple(_renumbered(task, number) for task in folder.rank(rank)) for rank in number)
+    groups = {name: tuple(number[rank] for rank in members) for (_, members), name in plan.groups.items()}
+    return Workload(RankPlaces(len(number), 1, 1), tasks, groups)
+
+
+def _renumbered(task: Task, number: Mapping[int, int]) -> Task:
+    """A task whose message is between ranks that have other numbers in the files."""
+    sent = task.transfer
+    if sent is None or sent.type == NodeType.COMM_COLL:
+        return task
+    sent = sent._replace(source=number[sent.source], destination=number[sent.destination])
+    return task._replace(transfer=sent)
+
+
+def other_ranks(execution: Execution) -> list[str]:
+    """What to say where ranks have other numbers in the files."""
+    ranks = execution.trace.ranks
+    if list(ranks) == list(range(len(ranks))):
+        return []
+    return [f"ASTRA-sim counts ranks from 0: the {len(ranks)} ranks from {ranks[0]} to {ranks[-1]} do here"]
 
 
 class _Cut(NamedTuple):
@@ -191,3 +174,47 @@ class Folder:
             begin = float(self.start[node])
             ready = min(begin, float(self.ready[node]))
             yield _Cut(begin, int(self.position[node]), -1, ready, a_row, True)
+
+
+def repeated_rank(execution: Execution, world: int) -> tuple[Workload, list[str]]:
+    """The tasks of a job of which one rank was recorded, in a dry run or a trace, and what is to be said about them.
+
+    All ranks do what this one does, in groups that are laid out as its own: as many ranks, as far apart. A group whose
+    ranks are not equally far apart cannot be laid out for the others, and its collectives are plain work.
+    """
+    execution = replace(execution, trace=replace(execution.trace, messages=_as_sent(execution.trace.messages)))
+    places, plan = RankPlaces(1, world, world), plan_communication(execution)
+    rank = execution.trace.ranks[0]
+    kinds = {name: _kind(places, rank, ranks) for (_, ranks), name in plan.groups.items()}
+    for row, transfers in list(plan.transfers.items()):
+        if any(not kinds.get(transfer.group, "") for transfer in transfers):
+            plan.plain["their ranks are not equally far apart, so those of other ranks are not known"].add(row)
+            del plan.transfers[row]
+    tasks = [
+        task
+        if task.transfer is None
+        else task._replace(transfer=task.transfer._replace(group=kinds[task.transfer.group]))
+        for task in Folder(execution, plan).rank(rank)
+    ]
+    note = f"one rank was recorded: all {world:,} do what rank {rank} does, in groups laid out like its own"
+    return Workload(places, (tuple(tasks),)), [note, *plan.warnings]
+
+
+def _as_sent(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Messages whose inputs do not count an output that was also passed in."""
+    found = []
+    for message in messages:
+        read, written, ranks = message.in_elements, message.out_elements, max(message.group_size, 1)
+        if read in (written + written // ranks, written * (ranks + 1)) and ranks > 1:
+            read -= written
+        found.append(message._replace(in_elements=read))
+    return tuple(found)
+
+
+def _kind(places: RankPlaces, rank: int, ranks: tuple[int, ...]) -> str:
+    """A group as SIZExSTRIDE; empty if its ranks are not equally far apart."""
+    if len(ranks) < 2:
+        return ""
+    size, stride = len(ranks), ranks[1] - ranks[0]
+    fits = stride > 0 and places.of_stage % (size * stride) == 0
+    return f"{size}x{stride}" if fits and places.members(rank, size, stride) == tuple(sorted(ranks)) else ""

@@ -9,7 +9,6 @@ ones if there are none.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lumos.chakra.feeder import Feeder
 from lumos.chakra.file_format import COLLECTIVES, FOLDED, ChakraFile, Node, NodeType
 from lumos.chakra.process_groups import ProcessGroups, group_of
 from lumos.errors import InputError
@@ -164,16 +164,42 @@ class _Job:
         return found if self.tasks[index].node.type == NodeType.COMM_COLL else found[:1]
 
     @cached_property
-    def started(self) -> tuple[list[int], list[int], list[int]]:
+    def started(self) -> tuple[list[float], list[float], list[int]]:
         """When every task starts and ends, in nanoseconds, and the order in which they started."""
-        return _Feeder(self).run()
+        count = range(len(self.tasks))
+        beside = [self.folded and task.communicates for task in self.tasks]
+        feeder = Feeder(
+            waits_for=[task.waits_for for task in self.tasks],
+            lanes=[task.lane for task in self.tasks],
+            turns=[(task.node.start_us, task.node.id) for task in self.tasks],
+            lengths=[self.transfer(index) for index in count],
+            together=self.together,
+            before={index: self.must_arrive(index) for index in self.together},
+            is_beside=beside,
+            is_held=[beside[i] and self.tasks[i].node.type == NodeType.COMM_RECV for i in count],
+        )
+        start, end, order = feeder.run()
+        if min(end, default=0) < 0:
+            self._refuse(start, end)
+        return start, end, order
+
+    def _refuse(self, start: list[float], end: list[float]) -> None:
+        """Name a task that never ends; one that started, if there is one: it waits for another rank."""
+        stuck = min((i for i, ended in enumerate(end) if ended < 0), key=lambda i: (start[i] < 0, i))
+        task = self.tasks[stuck]
+        what = (
+            "the other ranks never come to it: their collectives differ, or a file is missing"
+            if start[stuck] >= 0
+            else "the dependencies of its file form a cycle"
+        )
+        raise InputError(f"rank {task.rank}: node {task.node.id} ({task.node.name[:40]}) never ends: {what}")
 
     @cached_property
     def lanes(self) -> list[Lane]:
         """What every task occupies. Transfers of folded files get another lane where they run beside each other."""
         lanes = [task.lane for task in self.tasks]
         start, end, order = self.started
-        until: dict[Lane, list[int]] = defaultdict(list)  # when each of the lanes beside each other is free
+        until: dict[Lane, list[float]] = defaultdict(list)  # when each of the lanes beside each other is free
         for index in order if self.folded else ():
             if self.tasks[index].communicates:
                 lane = lanes[index]
@@ -284,91 +310,3 @@ class _Job:
             yield f"{lonely} nodes of communication have no counterpart in another rank"
         if not self.has_times:
             yield "the file does not say when its nodes ran: the recorded times are those of running its graph"
-
-
-class _Feeder:
-    """Runs the tasks of a job as the feeder of ASTRA-sim does; a heap of events, as this is done once."""
-
-    def __init__(self, job: _Job) -> None:
-        self.job, self.tasks = job, job.tasks
-        self.waiting = [len(task.waits_for) for task in self.tasks]
-        self.next: list[list[int]] = [[] for _ in self.tasks]
-        for index, task in enumerate(self.tasks):
-            for source in task.waits_for:
-                self.next[source].append(index)
-        self.ready: dict[Lane, list[tuple[int, int, int]]] = defaultdict(list)
-        self.busy: set[Lane] = set()
-        self.start = [-1] * len(self.tasks)
-        self.end = [-1] * len(self.tasks)
-        self.order: list[int] = []
-        self.events: list[tuple[int, int]] = []  # (time, task that ends then)
-        self.posted: set[int] = set()  # receives of folded files that wait for their message
-
-    def run(self) -> tuple[list[int], list[int], list[int]]:
-        for index, waiting in enumerate(self.waiting):
-            if waiting == 0:
-                self._make_ready(index)
-        for lane in list(self.ready):
-            self._start_next(lane, 0)
-        while self.events:
-            time, index = heapq.heappop(self.events)
-            self._finish(index, time)
-        if min(self.end, default=0) < 0:
-            self._refuse()
-        return self.start, self.end, self.order
-
-    def _make_ready(self, index: int) -> None:
-        task = self.tasks[index]
-        heapq.heappush(self.ready[task.lane], (task.node.start_us, task.node.id, index))
-
-    def _start_next(self, lane: Lane, time: int) -> None:
-        while self.ready[lane] and lane not in self.busy:
-            *_, index = heapq.heappop(self.ready[lane])
-            if self.job.folded and self.tasks[index].communicates:
-                self._start_beside_others(index, time)
-            else:
-                self.busy.add(lane)
-                self._start(index, time)
-
-    def _start_beside_others(self, index: int, time: int) -> None:
-        """A transfer of a folded file waits for what the file states, and for no other; a receive for its message."""
-        sent_by, *_ = self.job.must_arrive(index)
-        if self.tasks[index].node.type == NodeType.COMM_RECV and sent_by != index and self.start[sent_by] < 0:
-            self.posted.add(index)
-            return
-        self._start(index, time)
-        for member in self.posted.intersection(self.job.together.get(index, ())):
-            self.posted.discard(member)
-            self._start(member, time)
-
-    def _start(self, index: int, time: int) -> None:
-        self.start[index] = time
-        self.order.append(index)
-        for member in self.job.together.get(index, [index]):
-            arrived = [self.start[i] for i in {member, *self.job.must_arrive(member)}]
-            if min(arrived) >= 0 and self.end[member] < 0:
-                self.end[member] = max(arrived) + self.job.transfer(member)
-                heapq.heappush(self.events, (self.end[member], member))
-
-    def _finish(self, index: int, time: int) -> None:
-        lane = self.tasks[index].lane
-        self.busy.discard(lane)
-        lanes = {lane: None}
-        for target in self.next[index]:
-            self.waiting[target] -= 1
-            if self.waiting[target] == 0:
-                self._make_ready(target)
-                lanes[self.tasks[target].lane] = None
-        for some in lanes:
-            self._start_next(some, time)
-
-    def _refuse(self) -> None:
-        """Name a task that never ends; one that started, if there is one: it waits for another rank."""
-        stuck = min((i for i, end in enumerate(self.end) if end < 0), key=lambda i: (self.start[i] < 0, i))
-        task = self.tasks[stuck]
-        what = (
-            "the other ranks never come to it: their collectives differ, or a file is missing"
-            if self.start[stuck] >= 0
-            else "the dependencies of its file form a cycle"
-        )
-        raise InputError(f"rank {task.rank}: node {task.node.id} ({task.node.name[:40]}) never ends: {what}")

@@ -1,4 +1,4 @@
-"""Files of very many ranks: those of a pipeline stage differ in their groups and peers alone.
+"""Files of tasks, also of very many ranks: those of a pipeline stage differ in their groups and peers only.
 
 The tasks of a stage are encoded once, with room for the numbers of groups and ranks, and every rank gets a copy with
 its own. Numbers are written at their usual length, so there is one encoding for every combination of lengths. Files
@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -20,9 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.chakra.chakra_tasks import head_message, task_messages
-from lumos.chakra.file_format import NodeType
-from lumos.chakra.folded_ranks import Task
+from lumos.chakra.file_format import NodeType, delimited, varint_of
+from lumos.chakra.tasks import CommNode, Task, head_message, task_messages
 from lumos.errors import OptionError
 from lumos.program.rank_places import RankPlaces
 from lumos.workers.engine import Job, engine_named
@@ -38,51 +38,86 @@ class Progress(Protocol):
     def __call__(self, done: int, total: int, what: str = ...) -> None: ...
 
 
+class Written(NamedTuple):
+    """What an export wrote."""
+
+    files: list[Path]
+    group_file: Path | None  # None: no process groups
+    nodes: int
+    collectives: int
+    messages: int
+    groups: int
+    warnings: list[str]
+
+
 class Slot(NamedTuple):
-    """What differs from rank to rank: the number of a group (`SIZExSTRIDE`), or the rank of a stage."""
+    """What differs from rank to rank: the number of a group, or the rank of a stage."""
 
     group: str = ""
     stage: int = -1
 
 
 @dataclass(frozen=True)
-class Stages:
-    """The tasks of every stage, and which ranks have them."""
+class Workload:
+    """The tasks of every stage, and which ranks have them. Of a recorded job, every rank is a stage of its own.
+
+    A group of described ranks is named `SIZExSTRIDE`, as it is laid out; one of recorded ranks by its number.
+    """
 
     places: RankPlaces
     tasks: tuple[tuple[Task, ...], ...]
+    recorded: Mapping[str, tuple[int, ...]] | None = None  # groups of recorded ranks
 
     def slots(self, stage: int) -> list[Slot]:
         """What differs between the ranks of a stage."""
-        found: dict[Slot, None] = {}
-        for task in self.tasks[stage]:
-            if task.transfer is not None:
-                found |= dict.fromkeys(slots_of(task))
-        return list(found)
+        return list(dict.fromkeys(slot for task in self.tasks[stage] for slot in slots_of(task)))
 
-    def kinds(self) -> list[str]:
-        """The kinds of groups, in order."""
+    def sizes(self, group: str) -> tuple[int, int]:
+        """How many ranks a group has, and how far apart they are."""
+        if self.recorded is not None:
+            return len(self.recorded[group]), 1
+        size, _, stride = group.partition("x")
+        return int(size), int(stride)
+
+    def members(self, rank: int, group: str) -> tuple[int, ...]:
+        """The ranks of a group that a rank is in."""
+        if self.recorded is not None:
+            return self.recorded[group]
+        return self.places.members(rank, *self.sizes(group))
+
+    def number(self, rank: int, group: str) -> str:
+        """The number of that group in the files, where groups count from 1."""
+        if self.recorded is not None:
+            return group
+        return str(self._first_numbers[group] + self.places.group_number(rank, *self.sizes(group)))
+
+    @cached_property
+    def _first_numbers(self) -> dict[str, int]:
+        """The number of the first group of every kind."""
         used = {slot.group for stage in range(len(self.tasks)) for slot in self.slots(stage) if slot.group}
-        return sorted(used, key=lambda kind: (_sizes(kind)[1], _sizes(kind)[0]))
-
-    def first_numbers(self) -> dict[str, int]:
-        """The number of the first group of every kind; groups count from 1."""
         found, number = {}, 1
-        for kind in self.kinds():
+        for kind in sorted(used, key=lambda kind: self.sizes(kind)[::-1]):
             found[kind] = number
-            number += self.places.stages * self.places.groups(*_sizes(kind))
+            number += self.places.stages * self.places.groups(*self.sizes(kind))
         return found
 
     def groups(self) -> dict[str, list[int]]:
-        """The members of every group, by its number, as ASTRA-sim takes them."""
-        firsts, found = self.first_numbers(), dict[str, list[int]]()
+        """The members of every group, by its number, as ASTRA-sim takes them (`--comm-group-configuration`)."""
+        if self.recorded is not None:
+            return {number: list(ranks) for number, ranks in self.recorded.items()}
+        found: dict[str, list[int]] = {}
         kinds = [[slot.group for slot in self.slots(stage) if slot.group] for stage in range(len(self.tasks))]
         for rank in range(self.places.world):
             for kind in kinds[self.places.of(rank)[1]]:
-                number = str(firsts[kind] + self.places.group_number(rank, *_sizes(kind)))
+                number = self.number(rank, kind)
                 if number not in found:
-                    found[number] = list(self.places.members(rank, *_sizes(kind)))
+                    found[number] = list(self.members(rank, kind))
         return dict(sorted(found.items(), key=lambda item: int(item[0])))
+
+    @property
+    def sent(self) -> Iterator[CommNode]:
+        """All transfers, of every stage once."""
+        return (task.transfer for tasks in self.tasks for task in tasks if task.transfer is not None)
 
 
 def slots_of(task: Task) -> list[Slot]:
@@ -92,11 +127,6 @@ def slots_of(task: Task) -> list[Slot]:
     if task.transfer.type == NodeType.COMM_COLL:
         return [Slot(group=task.transfer.group)]
     return [Slot(stage=task.transfer.source), Slot(stage=task.transfer.destination)]
-
-
-def _sizes(kind: str) -> tuple[int, int]:
-    size, _, stride = kind.partition("x")
-    return int(size), int(stride)
 
 
 # ---------------------------------------------------------------------- encoding
@@ -127,10 +157,10 @@ class Encoder:
         return data.tobytes()
 
     def _encoded(self, lengths: dict[Slot, int]) -> Encoded:
-        parts = [_delimited(head_message())]
+        parts = [delimited(head_message())]
         at, found = len(parts[0]), {slot: list[int]() for slot in lengths}
         for task, node in zip(self.tasks, task_messages([_filled(task, lengths) for task in self.tasks]), strict=True):
-            data = _delimited(node)
+            data = delimited(node)
             for slot, label in zip(slots_of(task), _labels(task), strict=True):
                 found[slot].append(at + data.rindex(label) + len(label) + (_GROUP_TAG if slot.group else _RANK_TAG))
             parts.append(data)
@@ -156,59 +186,51 @@ def _filled(task: Task, lengths: dict[Slot, int]) -> Task:
     return task._replace(transfer=task.transfer._replace(source=source, destination=destination))
 
 
-def _delimited(message: object) -> bytes:
-    data: bytes = message.SerializeToString()  # type: ignore[attr-defined]
-    return varint(len(data)) + data
-
-
-def varint(number: int) -> bytes:
-    """A number as protobuf writes it."""
-    parts = bytearray()
-    while number > 0x7F:
-        parts.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes(parts) + bytes([number])
-
-
 # ---------------------------------------------------------------------- writing
 @dataclass(frozen=True)
 class _Writing:
     """What the processes that write share."""
 
-    stages: Stages
-    firsts: dict[str, int]
-    folder: str
-    name: str
+    workload: Workload
+    path: Path
 
     def values(self, rank: int, slots: Sequence[Slot]) -> dict[Slot, bytes]:
         """What is particular to a rank."""
-        places = self.stages.places
-        number, _ = places.of(rank)
+        number, _ = self.workload.places.of(rank)
         return {
-            slot: str(self.firsts[slot.group] + places.group_number(rank, *_sizes(slot.group))).encode()
+            slot: self.workload.number(rank, slot.group).encode()
             if slot.group
-            else varint(places.rank(number, slot.stage))
+            else varint_of(self.workload.places.rank(number, slot.stage))
             for slot in slots
         }
 
 
 def _write_ranks(shared: _Writing, ranks: list[int]) -> int:
     """Write the files of ranks of one stage; how many."""
-    stage = shared.stages.places.of(ranks[0])[1]
-    slots, encoder = shared.stages.slots(stage), Encoder(shared.stages.tasks[stage])
+    stage = shared.workload.places.of(ranks[0])[1]
+    slots, encoder = shared.workload.slots(stage), Encoder(shared.workload.tasks[stage])
     for rank in ranks:
-        path = Path(shared.folder) / f"{shared.name}.{rank}.et"
-        path.write_bytes(encoder.of_rank(shared.values(rank, slots)))
+        file_of_rank(shared.path, rank).write_bytes(encoder.of_rank(shared.values(rank, slots)))
     return len(ranks)
 
 
-def write_stages(path: Path, stages: Stages, workers: int = 1, progress: Progress | None = None) -> Path | None:
-    """Write `NAME.RANK.et` for every rank and `NAME.groups.json`: all of them, or none. The file of the groups.
+def file_of_rank(path: Path, rank: int) -> Path:
+    """Of NAME.et, the file of a rank."""
+    return path.with_name(f"{path.name.removesuffix('.et')}.{rank}.et")
+
+
+def group_file_of(path: Path) -> Path:
+    """Of NAME.et, the file of the process groups."""
+    return path.with_name(f"{path.name.removesuffix('.et')}.groups.json")
+
+
+def write_workload(path: Path, workload: Workload, workers: int = 1, progress: Progress | None = None) -> Written:
+    """Write `NAME.RANK.et` for every rank and `NAME.groups.json`: all of them, or none.
 
     `workers` are processes, 0 for one a core.
     """
-    name, places, groups = path.name.removesuffix(".et"), stages.places, stages.groups()
-    _require_space(path, stages)
+    places, groups = workload.places, workload.groups()
+    _require_space(path, workload)
     by_stage: dict[int, list[int]] = {}
     for rank in range(places.world):
         by_stage.setdefault(places.of(rank)[1], []).append(rank)
@@ -216,26 +238,32 @@ def write_stages(path: Path, stages: Stages, workers: int = 1, progress: Progres
         ranks[low : low + _RANKS_AT_ONCE] for ranks in by_stage.values() for low in range(0, len(ranks), _RANKS_AT_ONCE)
     ]
     with _all_or_none(path) as folder, engine_named("local", workers) as engine:  # ends before the folder does
-        job = Job(_write_ranks, _Writing(stages, stages.first_numbers(), str(folder), name), advice="write fewer ranks")
+        job = Job(_write_ranks, _Writing(workload, folder / path.name), advice="write fewer ranks")
         done = 0
         for written in engine.run(job, chunks):
             done += written
             if progress is not None:
                 progress(done, places.world, "writing")
         if groups:
-            (folder / f"{name}.groups.json").write_bytes(msgspec.json.encode(groups))
-    return path.with_name(f"{name}.groups.json") if groups else None
+            group_file_of(folder / path.name).write_bytes(msgspec.json.encode(groups))
+    collectives = sum(one.type == NodeType.COMM_COLL for one in workload.sent)
+    return Written(
+        files=[file_of_rank(path, rank) for rank in range(places.world)],
+        group_file=group_file_of(path) if groups else None,
+        nodes=sum(map(len, workload.tasks)) * places.of_stage, collectives=collectives * places.of_stage,
+        messages=(len(list(workload.sent)) - collectives) * places.of_stage, groups=len(groups), warnings=[],
+    )  # fmt: skip
 
 
-def _require_space(path: Path, stages: Stages) -> None:
+def _require_space(path: Path, workload: Workload) -> None:
     """Refuse before anything is written what the disk has no room for."""
     per_task = 110  # bytes, about
-    needed = sum(len(tasks) for tasks in stages.tasks) * per_task * stages.places.of_stage
+    needed = sum(len(tasks) for tasks in workload.tasks) * per_task * workload.places.of_stage
     free = shutil.disk_usage(path.parent).free
     if 0 < free < needed:  # what is no disk, such as /proc, has none free; writing tells what is wrong there
         raise OptionError(
-            f"-o {path}: {stages.places.world:,} ranks need about {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are "
-            "free there; name another disk, or fewer micro-batches"
+            f"-o {path}: {workload.places.world:,} ranks need about {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
+            "are free there; name another disk, or fewer micro-batches"
         )
 
 

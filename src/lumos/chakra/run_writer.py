@@ -15,7 +15,7 @@ lags and events are in the tables of `chakra_format`, from which a replay comes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,10 +27,11 @@ import msgspec
 import numpy as np
 
 from lumos.chakra import file_format as chakra
-from lumos.chakra.chakra_tasks import SCHEMA_VERSION, add_transfer, head_message, renumbered, task_messages
-from lumos.chakra.communication import Communication, Transfer, plan_communication
+from lumos.chakra.communication import Communication, plan_communication
 from lumos.chakra.file_format import NodeType
-from lumos.chakra.folded_ranks import Task, folded
+from lumos.chakra.folded_ranks import other_ranks, recorded_workload
+from lumos.chakra.rank_files import Written, file_of_rank, group_file_of, write_workload
+from lumos.chakra.tasks import SCHEMA_VERSION, CommNode, add_transfer
 from lumos.files import whole_file
 from lumos.graph.graph import Ints
 from lumos.graph.rules.build import Execution
@@ -40,19 +41,6 @@ from lumos.read.execution_trace import Links, Operator
 from lumos.trace.trace import COLUMNS, Trace
 
 _UNRECORDED = "not recorded"  # a segment of a thread in which no event was open
-
-
-@dataclass(frozen=True)
-class Written:
-    """What an export wrote."""
-
-    files: list[Path]
-    group_file: Path | None  # None: no process groups
-    nodes: int
-    collectives: int
-    messages: int
-    groups: int
-    warnings: list[str]
 
 
 def write_chakra(
@@ -65,61 +53,23 @@ def write_chakra(
     """
     plan = plan_communication(execution, closed=fold_host, every_kind=metadata)
     if fold_host:
-        return write_folded(path, folded(execution, plan), plan)
+        written = write_workload(path, recorded_workload(execution, plan))
+        return written._replace(warnings=[*plan.warnings, *other_ranks(execution)])
     writer = _Writer(execution, plan, links, metadata)
-    ranks = execution.trace.ranks
+    ranks, groups = execution.trace.ranks, plan.group_file()
     files = [file_of_rank(path, rank) for rank in ranks]
     with ExitStack() as stack:
         opened = [stack.enter_context(whole_file(file, follow=False)) for file in files]
         for rank, file in zip(ranks, opened, strict=True):
-            for message in writer.messages(rank):
-                chakra.write_delimited(file, message)
-        group_file = _write_groups(path, plan.group_file(), stack)
-    sent = [t for transfers in plan.transfers.values() for t in transfers]
-    nodes = int(writer.count.sum())
-    return Written(files, group_file, nodes, *_counted(sent), len(plan.groups), plan.warnings)
-
-
-def write_folded(path: Path, chains: Mapping[int, Sequence[Task]], plan: Communication) -> Written:
-    """Write the files without the host: of every rank its work and its transfers. Ranks count from 0 in them."""
-    ranks = list(chains)
-    number = {rank: i for i, rank in enumerate(ranks)}
-    files = [file_of_rank(path, i) for i in range(len(ranks))]
-    groups = {name: [number[rank] for rank in members] for name, members in plan.group_file().items()}
-    nodes, sent = 0, list[Transfer]()
-    with ExitStack() as stack:
-        opened = [stack.enter_context(whole_file(file, follow=False)) for file in files]
-        for rank, file in zip(ranks, opened, strict=True):
-            tasks = [task._replace(transfer=renumbered(task.transfer, number)) for task in chains[rank]]
-            chakra.write_delimited(file, head_message())
-            for message in task_messages(tasks):
-                chakra.write_delimited(file, message)
-            nodes += len(tasks)
-            sent += [task.transfer for task in tasks if task.transfer is not None]
-        group_file = _write_groups(path, groups, stack)
-    warnings = list(plan.warnings)
-    if ranks != list(range(len(ranks))):
-        warnings.append(f"ASTRA-sim counts ranks from 0: the {len(ranks)} ranks from {ranks[0]} to {ranks[-1]} do here")
-    return Written(files, group_file, nodes, *_counted(sent), len(groups), warnings)
-
-
-def file_of_rank(path: Path, rank: int) -> Path:
-    """Of NAME.et, the file of a rank."""
-    return path.with_name(f"{path.name.removesuffix('.et')}.{rank}.et")
-
-
-def _write_groups(path: Path, groups: dict[str, list[int]], stack: ExitStack) -> Path | None:
-    if not groups:
-        return None
-    file = path.with_name(f"{path.name.removesuffix('.et')}.groups.json")
-    stack.enter_context(whole_file(file, follow=False)).write(msgspec.json.encode(groups))
-    return file
-
-
-def _counted(sent: Sequence[Transfer]) -> tuple[int, int]:
-    """Collectives, and sides of messages."""
-    collectives = sum(transfer.type == NodeType.COMM_COLL for transfer in sent)
-    return collectives, len(sent) - collectives
+            file.writelines(map(chakra.delimited, writer.messages(rank)))
+        if groups:
+            stack.enter_context(whole_file(group_file_of(path), follow=False)).write(msgspec.json.encode(groups))
+    sent = [t.type for transfers in plan.transfers.values() for t in transfers]
+    collectives = sent.count(NodeType.COMM_COLL)
+    return Written(
+        files, group_file_of(path) if groups else None, int(writer.count.sum()), collectives, len(sent) - collectives,
+        len(groups), plan.warnings,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,7 +90,7 @@ class _Writer:
         return self.execution.nodes
 
     @cached_property
-    def _transfers(self) -> dict[int, list[Transfer]]:
+    def _transfers(self) -> dict[int, list[CommNode]]:
         """The communication of the nodes that transfer."""
         return {int(self.nodes.last_node[row]): transfers for row, transfers in self.plan.transfers.items()}
 
@@ -227,7 +177,7 @@ class _Writer:
             return None
         return self.links.by_row.get(int(nodes.operator_row[row]) if nodes.on_gpu[node] else row)
 
-    def _transfer(self, node: int, transfer: Transfer, number: int) -> Any:
+    def _transfer(self, node: int, transfer: CommNode, number: int) -> Any:
         message = self._blank(node, transfer.type, int(self.ids[node]) + number)
         add_transfer(message, transfer)
         return message

@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lumos.chakra.communication import LEAST_BYTES, Transfer
 from lumos.chakra.file_format import COLLECTIVES, NodeType
-from lumos.chakra.folded_ranks import Chain, Task
+from lumos.chakra.tasks import LEAST_BYTES, Chain, CommNode, Task
 from lumos.described import transfers
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.prediction.described_run import DescribedRun
@@ -41,7 +40,7 @@ class _Cut(NamedTuple):
     order: int
     ready: float  # when the stage itself was ready for it
     name: str  # of the work before it
-    issues: tuple[tuple[Transfer, float], ...] = ()
+    issues: tuple[tuple[CommNode, float], ...] = ()
     key: tuple[int, ...] = ()  # of what is issued
     waits: tuple[tuple[int, ...], ...] = ()
     after: tuple[int, ...] = ()  # the transfer that what is issued has to follow
@@ -215,12 +214,12 @@ class StepTasks:
         issues = ((self._message(edge, NodeType.COMM_SEND), lag),)
         return _Cut(end, int(self._position[node]), 1 << 40, end, self._what[node], issues, (-2, edge))
 
-    def _message(self, edge: int, kind: NodeType) -> Transfer:
+    def _message(self, edge: int, kind: NodeType) -> CommNode:
         edges, stage, layout = self.step.graph.edges, self.rows.node_stage, self.step.assembly.layout
         ends = int(stage[edges.source[edge]]), int(stage[edges.target[edge]])
         parts = layout.parallel.tp if self.step.assembly.framework.sends_parts and not layout.splits_sequences else 1
         size = max(1, round(layout.residual_bytes / parts))
-        return Transfer(kind, size, source=ends[0], destination=ends[1], tag=int(self._tags[edge]))
+        return CommNode(kind, size, source=ends[0], destination=ends[1], tag=int(self._tags[edge]))
 
     # ------------------------------------------------------------------ inside a pass
     def _passes(self, nodes: Ints) -> Iterator[tuple[int, int]]:
@@ -262,7 +261,7 @@ class StepTasks:
             place = int(self._position[low + time.part(until)])
             yield _Cut(at, place, 2 * row + 2, ready, role.what, waits=(key,))
 
-    def _collective(self, label: int, ns: float) -> tuple[tuple[Transfer, float], ...]:
+    def _collective(self, label: int, ns: float) -> tuple[tuple[CommNode, float], ...]:
         name, message = list(self.rows.labels.rows)[label]
         found = self._collectives[list(self.rows.labels.names)[name], list(self.rows.labels.messages)[message]]
         return ((_transfer_of(found), ns),)
@@ -280,7 +279,7 @@ class StepTasks:
         return found
 
     # ------------------------------------------------------------------ data parallelism
-    def _moved(self, node: int) -> tuple[tuple[Transfer, float], ...]:
+    def _moved(self, node: int) -> tuple[tuple[CommNode, float], ...]:
         """The collectives of a node of the data-parallel ranks, and how long each takes."""
         role = self.rows.roles[self.step.structure.node_role[node]]
         if role.what == "publish" and self.step.assembly.program.sharding.zero not in (1, 2):
@@ -333,16 +332,16 @@ def _waiting(begins: Floats, ends: Floats, start: float, end: float) -> tuple[fl
     return min(float(ends[running - 1]), after), after
 
 
-def _parts(moved: tuple[tuple[Transfer, float], ...], share: float) -> tuple[tuple[Transfer, float], ...]:
+def _parts(moved: tuple[tuple[CommNode, float], ...], share: float) -> tuple[tuple[CommNode, float], ...]:
     """A share of every transfer."""
     return tuple((one._replace(bytes=max(LEAST_BYTES, round(one.bytes * share))), ns * share) for one, ns in moved)
 
 
-def _transfer_of(collective: Collective) -> Transfer:
+def _transfer_of(collective: Collective) -> CommNode:
     """A collective of one rank: simulators count what every rank puts in."""
     size = collective.bytes / (collective.group.size if collective.kind == "all_gather" else 1)
     group = f"{collective.group.size}x{collective.group.stride}"
-    return Transfer(NodeType.COMM_COLL, max(round(size), LEAST_BYTES), COLLECTIVES[collective.kind], group)
+    return CommNode(NodeType.COMM_COLL, max(round(size), LEAST_BYTES), COLLECTIVES[collective.kind], group)
 
 
 def _name_of(task: Task) -> str:

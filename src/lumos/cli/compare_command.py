@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -11,14 +11,15 @@ import typer
 
 from lumos.analysis.comparison import Comparison
 from lumos.chakra.astra_comparison import AstraComparison, AstraEstimate, OurRank
-from lumos.chakra.astra_estimate import estimate_ranks
+from lumos.chakra.astra_estimate import estimated
 from lumos.chakra.astra_files import read_network
 from lumos.chakra.astra_log import AstraSimLog, looks_like_astra_sim, read_astra_sim_log
 from lumos.chakra.astra_report import astra_page, show_astra_comparison
+from lumos.chakra.astra_workloads import described_workload, of_described, of_recorded, of_repeated
 from lumos.chakra.communication import plan_communication
-from lumos.chakra.folded_ranks import Task, folded
-from lumos.chakra.repeated_rank import repeated_rank
-from lumos.cli.chakra_output import described_stages, estimate_described, estimate_repeated, estimate_traced
+from lumos.chakra.folded_ranks import recorded_workload, repeated_rank
+from lumos.chakra.rank_files import Workload
+from lumos.chakra.tasks import Task
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions
 from lumos.cli.terminal import deliver
@@ -87,22 +88,23 @@ def _traced(path: Path, options: TraceOptions, theirs: AstraSimLog) -> AstraComp
     is_exact = all(header.is_graph for header in trace.headers)
     stands_for, warnings = trace.ranks, list(execution.warnings)
     if len(trace.ranks) == 1 < len(theirs.ranks) == max(header.world_size for header in trace.headers):
-        stages, more = repeated_rank(execution, len(theirs.ranks))
-        chains, estimate = {trace.ranks[0]: list(stages.tasks[0])}, estimate_repeated(execution, stages)
+        own, more = repeated_rank(execution, len(theirs.ranks))
+        estimate = of_repeated(execution, own).estimate
         stands_for, is_exact, warnings = trace.ranks * len(theirs.ranks), True, [*warnings, *more]
     else:
-        chains = folded(execution, plan_communication(execution, closed=True))
-        estimate = _estimate_written(execution, chains) if is_exact else estimate_traced(execution)
-    ranks = {rank: OurRank((end[rank] - origin) / 1e6, _work_ms(chains[rank])) for rank in trace.ranks}
+        own = recorded_workload(execution, plan_communication(execution, closed=True))
+        estimate = _estimate_written(execution, own) if is_exact else of_recorded(execution).estimate
+    works = zip(trace.ranks, map(_work_ms, own.tasks), strict=True)
+    ranks = {rank: OurRank((end[rank] - origin) / 1e6, work) for rank, work in works}
     return AstraComparison(ours.run, theirs, stands_for, ranks, warnings, is_exact, estimate)
 
 
-def _estimate_written(execution: Execution, chains: Mapping[int, Sequence[Task]]) -> AstraEstimate | None:
+def _estimate_written(execution: Execution, own: Workload) -> AstraEstimate | None:
     """The same for exported files, with the network file next to them; None without one."""
     links = read_network(Path(execution.trace.headers[0].path))
-    if links is None or prod(one.ranks for one in links) != len(chains):
+    if links is None or prod(one.ranks for one in links) != own.places.world:
         return None
-    return estimate_ranks(chains, chains, plan_communication(execution, closed=True), links)
+    return estimated(own, own, links)
 
 
 def _described(path: Path, theirs: AstraSimLog) -> AstraComparison:
@@ -110,11 +112,12 @@ def _described(path: Path, theirs: AstraSimLog) -> AstraComparison:
     setup = read_setup(path)
     found = predict(setup)
     assert isinstance(found.run, DescribedRun)
-    trace, stages = found.run.trace, described_stages(found.run)
+    trace, workload = found.run.trace, described_workload(found.run)
     end = {rank: int(trace.end[(trace.rank == rank) & trace.on_gpu].max(initial=0)) for rank in trace.ranks}
-    ranks = {rank: OurRank(end[rank] / 1e6, _work_ms(stages.tasks[stage])) for stage, rank in enumerate(trace.ranks)}
-    stands_for = [trace.ranks[stages.places.of(rank)[1]] for rank in range(setup.cluster.gpus)]
-    estimate = estimate_described(found.run, stages)
+    works = zip(trace.ranks, map(_work_ms, workload.tasks), strict=True)
+    ranks = {rank: OurRank(end[rank] / 1e6, work) for rank, work in works}
+    stands_for = [trace.ranks[workload.places.of(rank)[1]] for rank in range(setup.cluster.gpus)]
+    estimate = of_described(found.run, workload).estimate
     return AstraComparison(found.run, theirs, stands_for, ranks, found.warnings, is_exact=True, estimate=estimate)
 
 
