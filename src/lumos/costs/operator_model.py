@@ -22,7 +22,7 @@ from lumos.data_files import data_file, read_table
 from lumos.dtypes import BYTES
 from lumos.errors import InputError, OptionError
 from lumos.model_file import CORRUPT, Arrays, ModelFile, read_model_file, unpacked
-from lumos.program.operators import Operator
+from lumos.program.operators import Operator, stand_in
 from lumos.setup.gpus import Gpu, find_gpu, gpu_named, gpu_names
 
 _FAMILY = {
@@ -34,16 +34,6 @@ _LARGEST_LEAF = 5.0  # of the trees that were shipped: 0.1
 _FARTHEST = 30.0  # log of measured time / roofline, which damaged trees may exceed
 _NEAR = 2.0  # times a sampled size: so far, the correction of the roofline is taken to hold
 _COLUMNS = {"root": np.int32, "feature": np.int16, "threshold": np.float32, "left": np.int32}
-# Chains of GPT-NeoX as operators that eager models run, and the factor between them where both were priced, on A100 and
-# GH200: its RMS norm is three kernels, not eight. The others are one kernel, or the same chain.
-_CHAINS = {
-    "neox_layer_norm_fwd": ("layer_norm", 1.0), "neox_layer_norm_bwd": ("layer_norm_bwd", 1.0),
-    "neox_rms_norm_fwd": ("norm_eager_fwd", 0.5), "neox_rms_norm_bwd": ("norm_eager_bwd", 0.8),
-    "neox_rotary_fwd": ("rotary_fwd", 1.0), "neox_rotary_bwd": ("rotary_bwd", 1.0),
-    "neox_gelu_fwd": ("gelu", 1.0), "neox_gelu_bwd": ("gelu_bwd", 1.0),
-    "neox_add_fwd": ("add", 1.0), "neox_add_bwd": ("add", 1.0),
-    "neox_embedding_fwd": ("embedding", 1.0), "neox_embedding_bwd": ("embedding_bwd", 1.0),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -216,10 +206,8 @@ def _equivalent_of(operator: Operator) -> Equivalent:
         return [(matmul, float(experts))]
     if kind == "stream":
         return [(_copy(operator, "bf16"), 1.0)]
-    if kind in _CHAINS:
-        name, factor = _CHAINS[kind]
-        return [(Operator(name, shape, dtype), factor)]
-    return []
+    like = stand_in(kind)
+    return [(Operator(like[0], shape, dtype), like[1])] if like else []
 
 
 def _copy(stream: Operator, dtype: str) -> Operator:

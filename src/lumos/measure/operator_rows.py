@@ -19,7 +19,7 @@ from lumos.data_files import read_table
 from lumos.dtypes import MEASURED
 from lumos.errors import InputError
 from lumos.files import read_file
-from lumos.program.operators import KINDS, Operator
+from lumos.program.operators import KINDS, Operator, sizes_of
 from lumos.setup.messages import did_you_mean, one_of, shown
 
 _LAYOUTS = ("TN", "NN", "NT")
@@ -32,8 +32,7 @@ _BATCHED = {"batched_gemm": "bmm", "batched_gemm_bwd": "bmm_bwd"}
 _SIZES = read_table("operator_names.toml")["row_sizes"]
 
 SIZES: dict[str, tuple[str, ...]] = {
-    name: tuple(_SIZES.get(name.removeprefix("neox_"), "th"))
-    for name in ("gemm", *_BATCHED, *sorted(KINDS - _NOT_IN_ROWS))
+    name: tuple(_SIZES.get(name) or sizes_of(name)) for name in ("gemm", *_BATCHED, *sorted(KINDS - _NOT_IN_ROWS))
 }
 """The sizes of each operator; a matmul also has a layout.
 

@@ -1,31 +1,17 @@
 """Operators and collectives: the two units of work that have a cost.
 
-An Operator is one thing a GPU does, with the shape that one rank sees:
-
-| kind | shape | what it is |
-|---|---|---|
-| gemm_tn, gemm_nn, gemm_nt | m, n, k | (m, k) times (k, n): forward, input and weight gradient of a linear |
-| linear_bwd | m, n, k | both gradients of a linear layer whose forward is gemm_tn of this shape |
-| bmm | batch, m, n, k | a batched product |
-| grouped_gemm | experts, t, n, k | t tokens over that many experts, each with weights of n × k |
-| grouped_gemm_nn, grouped_gemm_nt | experts, t, n, k | its gradients: of the tokens, and of the weights |
-| sdpa_fwd, sdpa_bwd | b, h, s, d | causal flash attention |
-| softmax_fwd, softmax_bwd | b, h, s | over square causal scores |
-| rotary_fwd, rotary_bwd | b, h, s, d | unfused rotary positions of one tensor |
-| rms_norm, layer_norm, norm_eager_fwd, gelu, silu, mul, add, cast_f32, copy, permute and their _bwd | t, h | on t × h |
-| cross_entropy, cross_entropy_bwd | t, v | over t × v logits |
-| embedding, embedding_bwd | t, v, h | t rows of a v × h table |
-| adamw_fused | n | the update of n parameters |
-| neox_… | as above | what GPT-NeoX runs for it: several kernels, sampled as one (arXiv 2509.22832) |
-| stream | bytes | any kernel that only moves data: that many bytes read and written |
+An Operator is one thing a GPU does, with the shape that one rank sees. `data/operators.toml` lists the kinds of
+operators with the sizes in their shapes, and what each computes and moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from lumos.data_files import read_table
 from lumos.dtypes import BYTES
 
 
@@ -39,25 +25,21 @@ class Operator(NamedTuple):
     @property
     def flops(self) -> float:
         """Multiplications and additions, each counted as one."""
-        return _WORK[self.kind][0](*self.shape)
+        return _value(_kinds()[self.kind].flops, self.shape)
 
     @property
     def bytes(self) -> float:
         """What must at least be read and written once."""
-        return _WORK[self.kind][1](BYTES[self.dtype], *self.shape)
+        kind = _kinds()[self.kind]
+        return (1.0 if kind.in_bytes else BYTES[self.dtype]) * _value(kind.moved, self.shape)
 
     @property
     def tensor_bytes(self) -> float:
-        """Of a tensor that the next kernel reads: what may be found in the cache."""
-        size, shape = BYTES[self.dtype], self.shape
-        if self.kind == "stream":
-            return shape[0] / 3
-        if self.kind in ("gemm_tn", "gemm_nn", "gemm_nt", "linear_bwd"):
-            m, n, k = shape
-            return size * max(m * n, m * k)
-        if "softmax" in self.kind or "fillmask" in self.kind:
-            return size * prod(shape) * shape[-1]
-        return size * (shape[0] * shape[-1] if self.kind.startswith("embedding") else prod(shape))
+        """Of the tensor that the next kernel reads: what may be found in the cache."""
+        kind = _kinds()[self.kind]
+        if kind.tensor_share:
+            return kind.tensor_share * self.bytes
+        return BYTES[self.dtype] * max((_value((term,), self.shape) for term in kind.tensor), default=prod(self.shape))
 
     @property
     def is_matrix(self) -> bool:
@@ -91,82 +73,69 @@ class Collective(NamedTuple):
     group: Group
 
 
-_GROUPED = frozenset({"grouped_gemm", "grouped_gemm_nn", "grouped_gemm_nt"})
-MATRIX = _GROUPED | {"gemm_tn", "gemm_nn", "gemm_nt", "linear_bwd", "bmm", "bmm_bwd", "sdpa_fwd", "sdpa_bwd"}
+_Term = tuple[float, tuple[int, ...], tuple[int, ...]]  # coefficient, places of its factors, and of its divisors
 
 
-Work = tuple[Callable[..., float], Callable[..., float]]
+class _Kind(NamedTuple):
+    """A row of data/operators.toml."""
+
+    sizes: str
+    flops: tuple[_Term, ...]
+    moved: tuple[_Term, ...]
+    tensor: tuple[_Term, ...]
+    tensor_share: float
+    in_bytes: bool
 
 
-def _matmul(copies: float = 1.0) -> Work:
-    return (
-        lambda m, n, k: copies * 2.0 * m * n * k,
-        lambda size, m, n, k: size * copies * (m * k + n * k + m * n),
-    )
+def _value(terms: Sequence[_Term], shape: Sequence[int]) -> float:
+    total = 0.0
+    for coefficient, factors, divisors in terms:
+        for place in factors:
+            coefficient *= shape[place]
+        for place in divisors:
+            coefficient /= shape[place]
+        total += coefficient
+    return total
 
 
-def _batched(copies: float) -> Work:
-    return (
-        lambda b, m, n, k: copies * 2.0 * b * m * n * k,
-        lambda size, b, m, n, k: size * copies * b * (m * k + n * k + m * n),
-    )
+def _terms(sizes: str, polynomial: Mapping[str, float]) -> tuple[_Term, ...]:
+    places = {size: place for place, size in enumerate(sizes)}
+
+    def term(key: str, value: float) -> _Term:
+        over, _, under = key.partition("/")
+        return float(value), tuple(places[size] for size in over), tuple(places[size] for size in under)
+
+    return tuple(term(key, value) for key, value in polynomial.items())
 
 
-def _plane(passes: float, flops: float = 1.0) -> Work:
-    """An operator that goes over a t × h tensor `passes` times, in units of the tensor's own element."""
-    return lambda t, h: flops * t * h, lambda size, t, h: size * passes * t * h
+@cache
+def _rows() -> Mapping[str, Mapping[str, Any]]:
+    rows = read_table("operators.toml")
+    return {name: rows[row.get("same_as", name)] for name, row in rows.items()}
 
 
-def _heads(passes: float) -> Work:
-    return lambda b, h, s, d: 6.0 * b * h * s * d, lambda size, b, h, s, d: size * passes * b * h * s * d
+@cache
+def _kinds() -> Mapping[str, _Kind]:
+    return {
+        name: _Kind(
+            row["sizes"], _terms(row["sizes"], row.get("flops", {})), _terms(row["sizes"], row["moved"]),
+            _terms(row["sizes"], dict.fromkeys(row.get("tensor", ()), 1.0)), row.get("tensor_share", 0.0),
+            row.get("bytes", False),
+        )
+        for name, row in _rows().items()
+    }  # fmt: skip
 
 
-def _scores(passes: float) -> Work:
-    return lambda b, h, s: 5.0 * b * h * s * s, lambda size, b, h, s: size * passes * b * h * s * s
+def sizes_of(kind: str) -> str:
+    """The sizes in the shapes of a kind, one letter each: "mnk" for a matmul."""
+    return _kinds()[kind].sizes
 
 
-def _optimizer(end: bool) -> Work:
-    """The update of a stage of GPT-NeoX: so many layers of this width over so many ranks, and an end of the model."""
-
-    def parameters(layers: int, width: int, ranks: int) -> float:
-        return (12.0 * layers * width * width + (50304.0 * width if end else 0.0)) / ranks
-
-    return (
-        lambda layers, width, ranks: 12.0 * parameters(layers, width, ranks),
-        lambda size, layers, width, ranks: 40.0 * parameters(layers, width, ranks),
-    )
+def stand_in(kind: str) -> tuple[str, float] | None:
+    """The operator whose samples serve where a kind has none, and the ratio of their times."""
+    like = _rows()[kind].get("like")
+    return (like["operator"], like["ratio"]) if like else None
 
 
-_WORK: dict[str, Work] = {
-    "gemm_tn": _matmul(), "gemm_nn": _matmul(), "gemm_nt": _matmul(), "linear_bwd": _matmul(2.0),
-    "bmm": _batched(1.0), "bmm_bwd": _batched(2.0),
-    **{
-        kind: (lambda e, t, n, k: 2.0 * t * n * k, lambda size, e, t, n, k: size * (t * k + t * n + e * n * k))
-        for kind in _GROUPED
-    },
-    "sdpa_fwd": (lambda b, h, s, d: 2.0 * b * h * s * s * d, lambda size, b, h, s, d: size * 4.0 * b * h * s * d),
-    "sdpa_bwd": (lambda b, h, s, d: 5.0 * b * h * s * s * d, lambda size, b, h, s, d: size * 8.0 * b * h * s * d),
-    "softmax_fwd": _scores(2.0), "softmax_bwd": _scores(3.0),
-    "rotary_fwd": _heads(12.0), "rotary_bwd": _heads(16.0),
-    "rms_norm": _plane(2.0, 4.0), "layer_norm": _plane(2.0, 6.0), "norm_eager_fwd": _plane(20.0, 6.0),
-    "rms_norm_bwd": _plane(3.0, 8.0), "layer_norm_bwd": _plane(3.0, 10.0), "norm_eager_bwd": _plane(40.0, 12.0),
-    "gelu": _plane(2.0, 12.0), "silu": _plane(2.0, 5.0), "gelu_bwd": _plane(3.0, 20.0), "silu_bwd": _plane(3.0, 8.0),
-    "mul": _plane(3.0), "add": _plane(3.0), "copy": _plane(2.0), "permute": _plane(2.0), "cast_f32": _plane(3.0),
-    "cross_entropy": _plane(4.0, 6.0), "cross_entropy_bwd": _plane(4.0, 3.0),
-    "embedding": (lambda t, v, h: 0.0, lambda size, t, v, h: size * 2.0 * t * h),
-    "embedding_bwd": (lambda t, v, h: 1.0 * t * h, lambda size, t, v, h: size * (2.0 * t + v) * h),
-    "adamw_fused": (lambda n: 12.0 * n, lambda size, n: size * 7.0 * n),
-    "neox_softmax_fwd": _scores(6.0), "neox_softmax_bwd": _scores(9.0), "neox_fillmask_fwd": _scores(3.0),
-    "neox_fillmask_bwd": _scores(4.0), "neox_rotary_fwd": _heads(24.0), "neox_rotary_bwd": _heads(32.0),
-    "neox_layer_norm_fwd": _plane(4.0), "neox_layer_norm_bwd": _plane(8.0), "neox_rms_norm_fwd": _plane(20.0),
-    "neox_rms_norm_bwd": _plane(40.0), "neox_add_fwd": _plane(3.0), "neox_add_bwd": _plane(3.0),
-    "neox_gelu_fwd": _plane(2.0), "neox_gelu_bwd": _plane(3.0), "neox_loss_fwd": _plane(8.0),
-    "neox_loss_bwd": _plane(4.0),
-    "neox_embedding_fwd": (lambda t, v, h: 0.0, lambda size, t, v, h: size * 4.0 * t * h),
-    "neox_embedding_bwd": (lambda t, v, h: 0.0, lambda size, t, v, h: size * (4.0 * t + v) * h),
-    "neox_optimizer_first": _optimizer(True), "neox_optimizer_middle": _optimizer(False),
-    "neox_optimizer_last": _optimizer(True),
-    "stream": (lambda n: 0.0, lambda size, n: 1.0 * n),
-}  # fmt: skip
-
-KINDS = frozenset(_WORK)
+KINDS = frozenset(_rows())
+MATRIX = frozenset(name for name, row in _rows().items() if row.get("matrix"))
