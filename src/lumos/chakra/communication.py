@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lumos.analysis.collectives import message_bytes
-from lumos.chakra.file_format import COLLECTIVES, NodeType
+from lumos.chakra.file_format import COLLECTIVE_NAMES, COLLECTIVES, NodeType
 from lumos.chakra.tasks import LEAST_BYTES, CommNode
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.rendezvous import POINT_TO_POINT, Rendezvous
@@ -107,10 +107,9 @@ def _add_message(plan: Communication, found: Rendezvous, tags: Counter[tuple[int
 
 def _replace_kinds(plan: Communication) -> None:
     """Kinds that ASTRA-sim does not know become others that it does; it stops at a node of an unknown kind."""
-    names = {number: name for name, number in COLLECTIVES.items()}
     for row, transfers in plan.transfers.items():
         for i, transfer in enumerate(transfers):
-            kind = names.get(transfer.collective, "")
+            kind = COLLECTIVE_NAMES.get(transfer.collective, "")
             if kind and kind not in _SIMULATED:
                 other = _IN_PLACE_OF.get(kind, "broadcast")
                 plan.replaced[kind, other] += 1

@@ -87,6 +87,9 @@ COLLECTIVES = {
     "all_reduce": 0, "reduce": 1, "all_gather": 2, "gather": 3, "scatter": 4, "broadcast": 5, "all_to_all": 6,
     "reduce_scatter": 7, "reduce_scatter_block": 8, "barrier": 9,
 }  # fmt: skip
+COLLECTIVE_NAMES = {number: name for name, number in COLLECTIVES.items()}
+COMMUNICATION = (NodeType.COMM_COLL, NodeType.COMM_SEND, NodeType.COMM_RECV)
+LONGEST_US = 10**11  # a day
 
 
 class Schema(NamedTuple):
@@ -171,6 +174,16 @@ class Node(NamedTuple):
     inputs: str  # values of what it takes; of metadata, kernels and announcements of collectives alone
     outputs: str  # values of what it makes; of kernels alone
     values: dict[str, Any]
+
+    @property
+    def group(self) -> str:
+        """The name of the process group of a collective; '' for all ranks."""
+        return str(self.values.get("pg_name", ""))[:100]
+
+    def number(self, name: str, most: int = 1 << 62) -> int:
+        """An attribute that is a whole number below `most`; -1 if there is none."""
+        value = self.values.get(name, -1)
+        return value if isinstance(value, int) and 0 <= value < most else -1
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from lumos.chakra.communication import Communication, plan_communication
 from lumos.chakra.file_format import NodeType
 from lumos.chakra.rank_files import Workload
-from lumos.chakra.tasks import Chain, Task
+from lumos.chakra.tasks import Cut, Task, chained
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.rules.build import Execution
 from lumos.graph.simulate import simulate
@@ -55,17 +54,6 @@ def other_ranks(execution: Execution) -> list[str]:
     if list(ranks) == list(range(len(ranks))):
         return []
     return [f"ASTRA-sim counts ranks from 0: the {len(ranks)} ranks from {ranks[0]} to {ranks[-1]} do here"]
-
-
-class _Cut(NamedTuple):
-    """A place where the work of a rank is cut; sorted by time, and by a topological order where times are equal."""
-
-    time: float
-    position: int
-    turn: int  # among what is issued there
-    ready: float  # when the rank itself was ready for it
-    row: int  # of the communication kernel
-    waits: bool  # for it, or issues it
 
 
 class Folder:
@@ -103,23 +91,11 @@ class Folder:
 
     def rank(self, rank: int) -> list[Task]:
         """The tasks of a rank."""
-        trace, nodes, graph = self.execution.trace, self.execution.nodes, self.execution.graph
-        chain, places = Chain(), dict[int, list[int]]()
-        for cut in sorted([*self._issues(rank), *self._waits(rank)]):
-            chain.work(cut.ready)
-            if cut.waits:
-                chain.wait(places[cut.row], cut.time)
-            else:
-                ns = float(graph.duration[nodes.last_node[cut.row]])
-                name = trace.names[trace.name[cut.row]]
-                places[cut.row] = chain.issue(name, ns, self.plan.transfers[cut.row])
-                for place in places[cut.row]:
-                    chain.also(place, [p for row in self.before.get(cut.row, ()) for p in places.get(row, ())])
-        chain.work(float(self.end[: self.size][nodes.rank == rank].max(initial=0.0)))
-        return chain.tasks
+        end = self.end[: self.size][self.execution.nodes.rank == rank].max(initial=0.0)
+        return chained([*self._issues(rank), *self._waits(rank)], float(end))
 
     @cached_property
-    def before(self) -> dict[int, list[int]]:
+    def _before(self) -> dict[int, list[int]]:
         """For every transfer those that it waits for without the rank's doing: on its stream, or by an event."""
         row_at = np.full(self.size, -1, np.int64)  # of the nodes that issue a transfer
         row_at[self.execution.nodes.first_node[self.rows]] = self.rows
@@ -151,18 +127,22 @@ class Folder:
             latest[key] = found[row] = max(ready, latest.get(key, ready))
         return found
 
-    def _issues(self, rank: int) -> Iterator[_Cut]:
-        mine = self.execution.trace.rank[self.rows] == rank
+    def _issues(self, rank: int) -> Iterator[Cut]:
+        trace, graph, last = self.execution.trace, self.execution.graph, self.execution.nodes.last_node
+        mine = trace.rank[self.rows] == rank
         for turn, row in enumerate(sorted(self.rows[mine].tolist(), key=lambda row: self._turn[row])):
             time, position = self._issued[row]
-            yield _Cut(time, position, turn, time, row, False)
+            issues = tuple((one, float(graph.duration[last[row]])) for one in self.plan.transfers[row])
+            after = tuple((other,) for other in self._before.get(row, ()))
+            label = trace.names[trace.name[row]]
+            yield Cut(time, position, turn, time, issues=issues, key=(row,), after=after, label=label)
 
     @cached_property
     def _turn(self) -> dict[int, int]:
         """The order in which transfers are issued."""
         return {row: turn for turn, row in enumerate(self._issued)}
 
-    def _waits(self, rank: int) -> Iterator[_Cut]:
+    def _waits(self, rank: int) -> Iterator[Cut]:
         """Where the work of a rank first waits for each of its transfers; what comes later waits for it anyway."""
         nodes = self.execution.nodes
         row, waits = self.waiting[:, nodes.rank[self.waiting[1]] == rank]
@@ -173,7 +153,7 @@ class Folder:
         for a_row, node in zip(row[firsts].tolist(), waits[firsts].tolist(), strict=True):
             begin = float(self.start[node])
             ready = min(begin, float(self.ready[node]))
-            yield _Cut(begin, int(self.position[node]), -1, ready, a_row, True)
+            yield Cut(begin, int(self.position[node]), -1, ready, waits=((a_row,),))
 
 
 def repeated_rank(execution: Execution, world: int) -> tuple[Workload, list[str]]:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lumos.chakra.feeder import Feeder
-from lumos.chakra.file_format import COLLECTIVES, FOLDED, ChakraFile, Node, NodeType
-from lumos.chakra.process_groups import ProcessGroups, group_of
+from lumos.chakra.file_format import COLLECTIVE_NAMES, COMMUNICATION, FOLDED, LONGEST_US, ChakraFile, Node, NodeType
+from lumos.chakra.process_groups import ProcessGroups
 from lumos.errors import InputError
 from lumos.graph.graph import Edges, Rule
 from lumos.graph.rules.build import Execution
@@ -27,10 +27,6 @@ from lumos.graph.rules.nodes import Nodes
 from lumos.graph.rules.rendezvous import Rendezvous, clock_offsets
 from lumos.trace.names import Category, is_step
 from lumos.trace.trace import Header, Lane, Message, Trace
-
-_COLLECTIVE_NAMES = {number: name for name, number in COLLECTIVES.items()}
-_COMMUNICATION = (NodeType.COMM_COLL, NodeType.COMM_SEND, NodeType.COMM_RECV)
-_LONGEST_US = 10**11  # a day
 
 
 class _Task(NamedTuple):
@@ -45,27 +41,22 @@ class _Task(NamedTuple):
 
     @property
     def communicates(self) -> bool:
-        return self.lane.is_stream and self.node.type in _COMMUNICATION
+        return self.lane.is_stream and self.node.type in COMMUNICATION
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What the participants of a communication share; they are matched in the order of their files."""
         if self.node.type == NodeType.COMM_COLL:
-            return ("collective", group_of(self.node))
-        return ("message", *self.peers, self.value("comm_tag"))
+            return ("collective", self.node.group)
+        return ("message", *self.peers, self.node.number("comm_tag"))
 
     @property
     def peers(self) -> tuple[int, int]:
         """The rank that sends and the one that receives; some tools leave out the rank whose file it is."""
-        source, destination = self.value("comm_src"), self.value("comm_dst")
+        source, destination = self.node.number("comm_src"), self.node.number("comm_dst")
         if self.node.type == NodeType.COMM_SEND:
             return (self.rank if source < 0 else source), destination
         return source, self.rank if self.node.type == NodeType.COMM_RECV and destination < 0 else destination
-
-    def value(self, name: str) -> int:
-        """An attribute that is a number; -1 if there is none."""
-        value = self.node.values.get(name, -1)
-        return value if isinstance(value, int) and -1 <= value < 1 << 62 else -1
 
 
 Price = Callable[[ChakraFile, Node], float]  # microseconds of a node of a file
@@ -99,7 +90,7 @@ def _tasks(file: ChakraFile, first: int, price: Price | None) -> Iterator[_Task]
         waits_for = tuple(dict.fromkeys(index[dep] for dep in file.waited_for(node)))
         micros = node.duration_us if price is None else price(file, node)
         lane, category = _lane(file.rank, node, on_cpu, side_by_side)
-        yield _Task(file.rank, node, lane, category, round(min(micros, _LONGEST_US) * 1000), waits_for)
+        yield _Task(file.rank, node, lane, category, round(min(micros, LONGEST_US) * 1000), waits_for)
 
 
 def _lane(rank: int, node: Node, on_cpu: bool, side_by_side: bool) -> tuple[Lane, Category]:
@@ -108,7 +99,7 @@ def _lane(rank: int, node: Node, on_cpu: bool, side_by_side: bool) -> tuple[Lane
     `on_cpu`: computation is the CPU's unless a node says otherwise. `side_by_side`: process groups do not wait for one
     another, as in files that Lumos folded or priced. (Of folded ones, see `_Job.lanes`.)
     """
-    if node.type in _COMMUNICATION and not node.values.get("is_cpu_op", False):
+    if node.type in COMMUNICATION and not node.values.get("is_cpu_op", False):
         label = {NodeType.COMM_COLL: "collectives", NodeType.COMM_SEND: "sends"}.get(NodeType(node.type), "receives")
         if side_by_side and node.type == NodeType.COMM_COLL:
             label += f" {node.values.get('pg_name', '')}"[:20]
@@ -226,7 +217,7 @@ class _Job:
         start, end, _ = self.started
         found = [self._message(task) for task in tasks]
         if self.has_times:
-            start = [min(task.node.start_us, _LONGEST_US) * 1000 for task in tasks]
+            start = [min(task.node.start_us, LONGEST_US) * 1000 for task in tasks]
             end = [begin + task.nanoseconds for begin, task in zip(start, tasks, strict=True)]
         return Trace(
             name=np.array([names.setdefault(t.node.name, len(names)) for t in tasks], np.int32),
@@ -241,8 +232,10 @@ class _Job:
         if not task.communicates:
             return None
         sides = {NodeType.COMM_SEND: "send", NodeType.COMM_RECV: "recv"}
-        name = sides.get(NodeType(task.node.type)) or _COLLECTIVE_NAMES.get(task.value("comm_type"), "communication")
-        size, group = task.value("comm_size"), group_of(task.node)
+        name = sides.get(NodeType(task.node.type)) or COLLECTIVE_NAMES.get(
+            task.node.number("comm_type"), "communication"
+        )
+        size, group = task.node.number("comm_size"), task.node.group
         ranks = self.groups.ranks(task.rank, group) if self.groups.is_stated(task.rank, group) else ()
         peers = dict(zip(("source", "destination"), task.peers, strict=True))
         return Message(name, "byte", size, size, group, len(ranks) or -1, ranks, **peers)

@@ -17,9 +17,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lumos.analysis.run import TracedRun
-from lumos.chakra.file_format import COLLECTIVES, ChakraFile, Node, NodeType
+from lumos.chakra.file_format import COLLECTIVE_NAMES, COMMUNICATION, ChakraFile, Node, NodeType
 from lumos.chakra.foreign_graph import foreign_execution
-from lumos.chakra.process_groups import ProcessGroups, group_of
+from lumos.chakra.process_groups import ProcessGroups
 from lumos.costs.prices import Prices
 from lumos.data_files import read_table
 from lumos.dtypes import BYTES
@@ -43,7 +43,6 @@ _MATRIX_TYPES = ("M", "EINSUM", "GEMM", "MATMUL", "LINEAR", "CONV", "ATTENTION")
 _MATRIX_NAME = re.compile(r"gemm|matmul|\bmm\b|bmm|linear|einsum|conv\d?d|attention|sdpa", re.IGNORECASE)
 _INTENSITY = read_table("trace_rules.toml")["chakra"]["matrix_intensity"]
 _LARGEST = 1 << 62
-_NAMES = {number: name for name, number in COLLECTIVES.items()}
 _ALIKE = {  # collectives that cost about what another does
     "broadcast": "all_gather", "gather": "all_gather", "scatter": "reduce_scatter", "reduce": "reduce_scatter",
     "barrier": "all_reduce", "reduce_scatter_block": "reduce_scatter",
@@ -116,11 +115,11 @@ class GraphPrices:
         return _stream(moved)
 
     def _collective(self, file: ChakraFile, node: Node, size: float) -> Collective:
-        name = _NAMES.get(int(_number(node, "comm_type")), "all_reduce")
-        ranks = self.groups.ranks(file.rank, group_of(node))
-        if len(ranks) < 2 and group_of(node) and not self.groups.is_stated(file.rank, group_of(node)):
+        name = COLLECTIVE_NAMES.get(int(_number(node, "comm_type")), "all_reduce")
+        ranks = self.groups.ranks(file.rank, node.group)
+        if len(ranks) < 2 and node.group and not self.groups.is_stated(file.rank, node.group):
             raise InputError(
-                f"{file.path}: node {node.id} ({node.name[:40]}) is of process group {group_of(node)[:40]!r}, and "
+                f"{file.path}: node {node.id} ({node.name[:40]}) is of process group {node.group[:40]!r}, and "
                 'nothing says which ranks that has: put the group file beside the traces, as in {"1": [0, 1]}'
             )
         kind = _ALIKE.get(name, name)
@@ -218,7 +217,7 @@ def needs_prices(files: Sequence[ChakraFile]) -> bool:
     if any(file.is_own for file in files):
         return False
     nodes = [node for file in files for node in file.nodes]
-    talk = [node for node in nodes if node.type in (NodeType.COMM_COLL, NodeType.COMM_SEND, NodeType.COMM_RECV)]
+    talk = [node for node in nodes if node.type in COMMUNICATION]
     return not any(node.duration_us for node in (talk or nodes))
 
 

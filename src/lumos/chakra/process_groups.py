@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from lumos.chakra.file_format import ChakraFile, Node, NodeType
+from lumos.chakra.file_format import ChakraFile, NodeType
 from lumos.errors import InputError
 from lumos.files import read_file
 
@@ -31,11 +31,6 @@ class _Described(msgspec.Struct):
 
     pg_name: str = ""
     ranks: _Ranks = []
-
-
-def group_of(node: Node) -> str:
-    """The name of the process group of a collective; '' for all ranks."""
-    return str(node.values.get("pg_name", ""))[:100]
 
 
 class ProcessGroups:
@@ -92,7 +87,7 @@ class ProcessGroups:
         for file in self.files:
             for node in file.nodes:
                 if node.type == NodeType.COMM_COLL:
-                    found[group_of(node)][file.rank] = None
+                    found[node.group][file.rank] = None
         return {name: sorted(ranks) for name, ranks in found.items()}
 
 

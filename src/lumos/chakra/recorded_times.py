@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lumos.chakra.file_format import ChakraFile
-from lumos.chakra.recordings import Kernel, Op, Recording, recordings
+from lumos.chakra.recordings import RankRecording, RecordedKernel, RecordedOp, recordings
 from lumos.data_files import read_table
 from lumos.graph.rules.rendezvous import POINT_TO_POINT
 from lumos.trace.names import Category
@@ -44,14 +44,17 @@ def recorded_job(files: Sequence[ChakraFile]) -> Trace:
         for rank in ranks:
             rank.take()
         return concatenate([rank.trace(0) for rank in ranks])
-    offsets = _Meetings(ranks).run()
+    offsets = _CollectiveTimes(ranks).run()
     return concatenate([rank.trace(offset) for rank, offset in zip(ranks, offsets, strict=True)])
+
+
+_Ending = tuple[RecordedKernel, int]  # a kernel, and when it ends
 
 
 class _Arrival(NamedTuple):
     """A rank is at a collective, and cannot go on before it is known when that took place."""
 
-    kernel: Kernel
+    kernel: RecordedKernel
     ready: int
     lead: int  # how long before that it was launched
 
@@ -60,7 +63,7 @@ class _Arrival(NamedTuple):
 class _RankTimes:
     """The times of one rank, in nanoseconds of a clock of its own."""
 
-    recorded: Recording
+    recorded: RankRecording
     clock: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # of every thread
     began: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
@@ -160,7 +163,7 @@ class _RankTimes:
         op = self.recorded.ops[index]
         return op.own_ns + sum(self.ended[child] - self.began[child] for child in op.children)
 
-    def _launch(self, op: Op, kernel: Kernel) -> Generator[_Arrival, int, None]:
+    def _launch(self, op: RecordedOp, kernel: RecordedKernel) -> Generator[_Arrival, int, None]:
         launch = self.clock[op.thread]
         self.launched[kernel.number] = launch
         ready = max(launch, self.streams.ready(op.thread, kernel))
@@ -186,18 +189,18 @@ class _Streams:
     def __init__(self, times: _RankTimes) -> None:
         self.times = times
         self.free: dict[int, int] = {}
-        self.last: dict[tuple[str, int | str], tuple[Kernel, int]] = {}  # kernel of a thread, collective of a group
-        self.toucher: dict[int, dict[int, tuple[Kernel, int]]] = defaultdict(dict)  # storage → stream → last one
+        self.last: dict[tuple[str, int | str], _Ending] = {}  # kernel of a thread, collective of a group
+        self.toucher: dict[int, dict[int, _Ending]] = defaultdict(dict)  # storage → stream → last one
         self.pending: dict[int, list[tuple[str, int]]] = defaultdict(list)  # thread → collectives it waited for
-        self.collectives: dict[tuple[str, int], tuple[Kernel, int]] = {}
+        self.collectives: dict[tuple[str, int], _Ending] = {}
         self.seen: dict[tuple[int, int], int] = defaultdict(lambda: -1)  # (stream, other) → last kernel waited for
 
-    def wait(self, op: Op) -> None:
+    def wait(self, op: RecordedOp) -> None:
         """A thread lets its stream wait for a collective."""
         if op.announced is not None:
             self.pending[op.thread].append((op.announced.group, op.announced.sequence))
 
-    def ready(self, thread: int, kernel: Kernel) -> int:
+    def ready(self, thread: int, kernel: RecordedKernel) -> int:
         """When what a kernel needs is there; notes what it waits for on other streams."""
         time = self.free[kernel.stream] + _KERNEL_GAP if kernel.stream in self.free else -(1 << 62)
         for source, end in self._needed(thread, kernel):
@@ -208,7 +211,7 @@ class _Streams:
             time = max(time, end)
         return time
 
-    def _needed(self, thread: int, kernel: Kernel) -> Iterator[tuple[Kernel, int]]:
+    def _needed(self, thread: int, kernel: RecordedKernel) -> Iterator[_Ending]:
         if kernel.communicates:
             groups = (("group", message.group) for message in self.times.recorded.messages(kernel))
             yield from (self.last[key] for key in (("thread", thread), *groups) if key in self.last)
@@ -221,7 +224,7 @@ class _Streams:
                 if together or (storage in source.written and storage in kernel.read):
                     yield source, end
 
-    def add(self, thread: int, kernel: Kernel, end: int) -> None:
+    def add(self, thread: int, kernel: RecordedKernel, end: int) -> None:
         """A kernel was put on its stream, and will end then."""
         self.free[kernel.stream] = end
         if kernel.communicates:
@@ -234,7 +237,7 @@ class _Streams:
             self.toucher[storage][kernel.stream] = kernel, end
 
 
-class _Meetings:
+class _CollectiveTimes:
     """Collectives and messages across ranks: when each took place, and how far the clocks of the ranks are apart."""
 
     def __init__(self, ranks: list[_RankTimes]) -> None:
@@ -306,12 +309,12 @@ class _Meetings:
         self.tied |= dict.fromkeys(first, first)
         return last
 
-    def _transfer(self, rank: int, kernel: Kernel) -> int:
+    def _transfer(self, rank: int, kernel: RecordedKernel) -> int:
         """The shortest time that a rank was in a collective."""
         members = self.members.get((rank, kernel.number), [(rank, kernel.number)])
         return min(self.ranks[r].recorded.kernels[number].nanoseconds for r, number in members)
 
-    def _size(self, rank: int, kernel: Kernel) -> tuple[str, int, int]:
+    def _size(self, rank: int, kernel: RecordedKernel) -> tuple[str, int, int]:
         (first, *_) = self.ranks[rank].recorded.messages(kernel)
         return first.collective, first.in_elements, len(self.members.get((rank, kernel.number), ()))
 
@@ -389,7 +392,7 @@ class _Rows:
         )  # fmt: skip
 
     def _header(self) -> Header:
-        """Recording an execution graph records shapes, and costs as much; they are not in what is read here."""
+        """RankRecording an execution graph records shapes, and costs as much; they are not in what is read here."""
         return Header(self.rank, str(self.times.recorded.file.path), shapes=True, shapes_left_out=True)
 
     def _add(
@@ -399,7 +402,7 @@ class _Rows:
         on = self.lanes.setdefault(lane, len(self.lanes))
         self.rows.append((category, named, on, start + self.offset, end - start, correlation, message))
 
-    def _add_op(self, index: int, op: Op) -> None:
+    def _add_op(self, index: int, op: RecordedOp) -> None:
         message = -1
         if op.announced is not None and not op.announced.is_wait:
             said = self.times.recorded.message(op.announced, self._size(op))
@@ -408,11 +411,11 @@ class _Rows:
         began, ended = self.times.began[index], self.times.ended[index]
         self._add(category, op.node.name, self._thread(op), began, ended, message=message)
 
-    def _size(self, op: Op) -> int:
-        sizes = (k.node.values.get("comm_size", -1) for k in op.kernels if k.communicates)
-        return next((size for size in sizes if isinstance(size, int) and 0 <= size < 1 << 62), -1)
+    def _size(self, op: RecordedOp) -> int:
+        sizes = (k.node.number("comm_size") for k in op.kernels if k.communicates)
+        return next((size for size in sizes if size >= 0), -1)
 
-    def _add_kernel(self, kernel: Kernel) -> None:
+    def _add_kernel(self, kernel: RecordedKernel) -> None:
         op, start = self.times.recorded.ops[kernel.op], self.times.started[kernel.number]
         launch = self.times.launched[kernel.number]
         blocks = op.blocks and kernel.category == Category.COPY
@@ -438,7 +441,7 @@ class _Rows:
             self._add(Category.CALL, "cudaStreamWaitEvent", self._thread(ops[then.op]), waited, waited, wait)
             self.syncs.append((wait, then.stream, first.stream, record, number))
 
-    def _thread(self, op: Op) -> Lane:
+    def _thread(self, op: RecordedOp) -> Lane:
         return Lane(self.rank, False, "cpu", str(op.thread))
 
 

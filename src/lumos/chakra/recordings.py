@@ -13,15 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lumos.chakra.file_format import ANNOUNCEMENT, COLLECTIVES, ChakraFile, Node, NodeType
+from lumos.chakra.file_format import (
+    ANNOUNCEMENT,
+    COLLECTIVE_NAMES,
+    COMMUNICATION,
+    LONGEST_US,
+    ChakraFile,
+    Node,
+    NodeType,
+)
 from lumos.trace.names import Category, collective_name, is_step
 from lumos.trace.peers import PeerCall, peers_are_indices, with_job_ranks
 from lumos.trace.trace import Message
 
-_COLLECTIVE_NAMES = {number: name for name, number in COLLECTIVES.items()}
-_COMMUNICATION = (NodeType.COMM_COLL, NodeType.COMM_SEND, NodeType.COMM_RECV)
 _ROOTS = re.compile(r"\[pytorch\|profiler\|execution_(trace|graph)\|(process|thread)\]")
-_LONGEST_US = 10**11  # a day
 _LATEST_US = 4 * 10**15  # 2096
 _COMPUTE_STREAM, _COMMUNICATION_STREAM = 7, 20  # of files that do not number their streams
 _MOST_RANKS = 1 << 20
@@ -62,7 +67,7 @@ class Announcement:
 
 
 @dataclass
-class Kernel:
+class RecordedKernel:
     """Something on a GPU, with the operator that launched it."""
 
     node: Node
@@ -72,11 +77,11 @@ class Kernel:
     @property
     def nanoseconds(self) -> int:
         """Its time; the converter cut off the fraction of a microsecond."""
-        return min(self.node.duration_us, _LONGEST_US) * 1000 + 500
+        return min(self.node.duration_us, LONGEST_US) * 1000 + 500
 
     @cached_property
     def communicates(self) -> bool:
-        return self.node.type in _COMMUNICATION
+        return self.node.type in COMMUNICATION
 
     @cached_property
     def category(self) -> Category:
@@ -85,8 +90,8 @@ class Kernel:
 
     @cached_property
     def stream(self) -> int:
-        stream = self.node.values.get("stream", -1)
-        if isinstance(stream, int) and 0 <= stream < 1 << 31:
+        stream = self.node.number("stream", 1 << 31)
+        if stream >= 0:
             return stream
         return _COMMUNICATION_STREAM if self.communicates else _COMPUTE_STREAM
 
@@ -105,14 +110,14 @@ class Kernel:
 
 
 @dataclass
-class Op:
-    """An operator of a thread; indices are those of `Recording.ops`."""
+class RecordedOp:
+    """An operator of a thread; indices are those of `RankRecording.ops`."""
 
     node: Node
     thread: int
     parent: int = -1
     children: list[int] = field(default_factory=list)
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: list[RecordedKernel] = field(default_factory=list)
     waits_for: tuple[int, ...] = ()  # operators of other threads
 
     @cached_property
@@ -130,7 +135,7 @@ class Op:
 
     @property
     def own_ns(self) -> int:
-        return min(self.node.duration_us, _LONGEST_US) * 1000 + 500
+        return min(self.node.duration_us, LONGEST_US) * 1000 + 500
 
     @property
     def blocks(self) -> bool:
@@ -140,11 +145,11 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RankRecording:
     """The file of one rank: operators in the order in which they began."""
 
     file: ChakraFile
-    ops: list[Op]
+    ops: list[RecordedOp]
     peers_are_indices: bool = True
 
     @property
@@ -158,22 +163,20 @@ class Recording:
         return all(0 < node.start_us < _LATEST_US for node in timed)
 
     @cached_property
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[RecordedKernel]:
         """All kernels, in the order of their numbers."""
         kernels = [kernel for op in self.ops for kernel in op.kernels]
         for number, kernel in enumerate(kernels):
             kernel.number = number
         return kernels
 
-    def messages(self, kernel: Kernel) -> list[Message]:
+    def messages(self, kernel: RecordedKernel) -> list[Message]:
         """What a kernel of communication carries: its announcement and, of a batch of messages, all that are alike."""
-        size = kernel.node.values.get("comm_size", -1)
-        size = size if isinstance(size, int) and 0 <= size < 1 << 62 else -1
+        size = kernel.node.number("comm_size")
         own = kernel.announced or self.ops[kernel.op].announced
         if own is None or own.is_wait:
-            kind = kernel.node.values.get("comm_type", -1)
-            name = _COLLECTIVE_NAMES.get(kind, "") if isinstance(kind, int) else ""
-            name = name or collective_name(kernel.node.name) or "communication"
+            name = COLLECTIVE_NAMES.get(kernel.node.number("comm_type"), "") or collective_name(kernel.node.name)
+            name = name or "communication"
             group = str(kernel.node.values.get("pg_name", ""))
             return [Message(name, "byte", size, size, group)]
         if own.name not in ("send", "recv"):
@@ -231,7 +234,7 @@ def _is_recorded(file: ChakraFile) -> bool:
     return launched > len(kernels) // 2 and any(node.duration_us for node in kernels)
 
 
-def recordings(files: Sequence[ChakraFile]) -> list[Recording]:
+def recordings(files: Sequence[ChakraFile]) -> list[RankRecording]:
     """The ranks of one job."""
     ranks = [_recording(file) for file in files]
     calls = (PeerCall(r.rank, call.name == "send", call.peer, call.ranks) for r in ranks for call in r.peer_calls)
@@ -239,11 +242,11 @@ def recordings(files: Sequence[ChakraFile]) -> list[Recording]:
     return [replace(rank, peers_are_indices=by_index) for rank in ranks]
 
 
-def _recording(file: ChakraFile) -> Recording:
+def _recording(file: ChakraFile) -> RankRecording:
     """The operators and kernels of a file."""
     host = sorted((node for node in file.nodes if _is_op(node)), key=lambda node: node.id)
     index = {node.id: i for i, node in enumerate(host)}
-    ops = [Op(node, _thread(node)) for node in host]
+    ops = [RecordedOp(node, _thread(node)) for node in host]
     for i, op in enumerate(ops):
         caller = min((index[dep] for dep in op.node.ctrl_deps if dep in index), default=-1)
         if 0 <= caller < i and ops[caller].thread == op.thread:
@@ -255,8 +258,8 @@ def _recording(file: ChakraFile) -> Recording:
         if node.values.get("is_cpu_op", True) is False and node.type != NodeType.METADATA:
             launcher = next((index[dep] for dep in (*node.ctrl_deps, *node.data_deps) if dep in index), -1)
             if launcher >= 0:
-                ops[launcher].kernels.append(Kernel(node, launcher))
-    return Recording(file, ops)
+                ops[launcher].kernels.append(RecordedKernel(node, launcher))
+    return RankRecording(file, ops)
 
 
 def _is_op(node: Node) -> bool:

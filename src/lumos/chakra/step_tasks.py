@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lumos.chakra.file_format import COLLECTIVES, NodeType
-from lumos.chakra.tasks import LEAST_BYTES, Chain, CommNode, Task
+from lumos.chakra.tasks import LEAST_BYTES, CommNode, Cut, Task, chained
 from lumos.described import transfers
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.prediction.described_run import DescribedRun
@@ -30,20 +30,6 @@ from lumos.step.step import Step
 _PASSES = ("forward", "backward", "weights", "optimizer")
 _MOST_BUCKETS = 64  # of one reduction
 _LITTLE = 1e-9  # of a pass: what rounding may be
-
-
-class _Cut(NamedTuple):
-    """Where the work of a stage is cut; in order of time, then of the graph, then of what happens there."""
-
-    time: float
-    position: int
-    order: int
-    ready: float  # when the stage itself was ready for it
-    name: str  # of the work before it
-    issues: tuple[tuple[CommNode, float], ...] = ()
-    key: tuple[int, ...] = ()  # of what is issued
-    waits: tuple[tuple[int, ...], ...] = ()
-    after: tuple[int, ...] = ()  # the transfer that what is issued has to follow
 
 
 @dataclass(frozen=True)
@@ -136,38 +122,25 @@ class StepTasks:
 
     # ------------------------------------------------------------------ the tasks
     def tasks(self, stage: int) -> list[Task]:
-        """The tasks of one rank of a stage."""
-        chain, places = Chain(), dict[tuple[int, ...], list[int]]()
-        for cut in sorted(self._cuts(stage)):
-            chain.work(cut.ready, cut.name)
-            for key in cut.waits:
-                chain.wait(places[key], cut.time)
-            if cut.issues:
-                issued = [place for one, ns in cut.issues for place in chain.issue("", ns, [one])]
-                before = places.get(cut.after, [])[-1:]
-                for place in issued:  # parts of one reduction follow each other
-                    chain.also(place, before)
-                    before = [place]
-                places[cut.key] = issued
-        chain.work(self._end_of(stage), "other")
-        return [task if task.name else task._replace(name=_name_of(task)) for task in chain.tasks]
+        """The tasks of one rank of a stage; parts of one reduction follow each other."""
+        return chained(self._cuts(stage), self._end_of(stage), "other", in_turn=True)
 
     def _end_of(self, stage: int) -> float:
         """When the stage has ended; what a traced run takes beyond its model comes last."""
         ended = float(self._end[self.rows.node_stage == stage].max(initial=0.0))
         return ended + max(0.0, self.run.us * 1e3 - float(self._end.max(initial=0.0)))
 
-    def _cuts(self, stage: int) -> Iterator[_Cut]:
+    def _cuts(self, stage: int) -> Iterator[Cut]:
         nodes = np.flatnonzero(self.rows.node_stage == stage)
         yield from self._receives(stage)
         for low, high in self._passes(nodes):
             yield from self._pass(low, high)
-        latest, before = 0.0, tuple[int, ...]()
+        latest, before = 0.0, tuple[tuple[int, ...], ...]()
         for node in nodes[self._is_transfer[nodes]].tolist():
             latest = max(latest, float(self._ready[node]))
             place = int(self._position[node])
-            yield _Cut(latest, place, 0, latest, "work", self._moved(node), (node,), (), before)
-            before = (node,)
+            yield Cut(latest, place, 0, latest, "work", self._moved(node), (node,), (), before)
+            before = ((node,),)
         for node in nodes[~self._is_transfer[nodes]].tolist():
             waits = tuple(self._waits_of(node))
             if waits or self._what[node] in ("reduce rest", "publish"):
@@ -184,35 +157,35 @@ class StepTasks:
             elif self._is_transfer[source := int(graph.edges.source[edge])]:
                 yield (source,)
 
-    def _node(self, node: int, waits: tuple[tuple[int, ...], ...]) -> Iterator[_Cut]:
+    def _node(self, node: int, waits: tuple[tuple[int, ...], ...]) -> Iterator[Cut]:
         """What a node waits for before it starts; one that is communication itself runs while nothing else does."""
         begin, end = float(self._start[node]), float(self._end[node])
         place, what = int(self._position[node]), self._what[node]
         name = what if what in _PASSES else "work"
-        yield _Cut(begin, place, 0, float(self._ready[node]), name, waits=waits)
+        yield Cut(begin, place, 0, float(self._ready[node]), name, waits=waits)
         moved = self._moved(node) if what in ("reduce rest", "publish") else ()
         total = sum(ns for _, ns in moved)
         share = (end - begin) / total if what == "publish" and total else 1.0
         if share < 1 and moved:  # updated weights that are gathered behind the first forward pass of the next step
-            yield _Cut(0.0, -1, 1 << 40, 0.0, name, _parts(moved, 1 - share), (node, 1))
+            yield Cut(0.0, -1, 1 << 40, 0.0, name, _parts(moved, 1 - share), (node, 1))
         if share > 0 and moved:
-            yield _Cut(begin, place, 1, begin, name, _parts(moved, share), (node, 0))
-            yield _Cut(end, place, 2, begin, name, waits=((node, 0),))
+            yield Cut(begin, place, 1, begin, name, _parts(moved, share), (node, 0))
+            yield Cut(end, place, 2, begin, name, waits=((node, 0),))
 
     # ------------------------------------------------------------------ messages between stages
-    def _receives(self, stage: int) -> Iterator[_Cut]:
+    def _receives(self, stage: int) -> Iterator[Cut]:
         """A stage is ready to receive from the beginning, so that no sender waits for it; in the order of arrival."""
         edges, of_stage = self.step.graph.edges, self.rows.node_stage
         found = np.flatnonzero(self._is_message & (of_stage[edges.target] == stage))
         found = found[np.lexsort((self._position[edges.source[found]], self._end[edges.source[found]]))]
         for order, edge in enumerate(found.tolist()):
             issues = ((self._message(edge, NodeType.COMM_RECV), float(edges.lag[edge]) * self.rows.scale),)
-            yield _Cut(0.0, -1, order, 0.0, "work", issues, (-1, edge))
+            yield Cut(0.0, -1, order, 0.0, "work", issues, (-1, edge))
 
-    def _send(self, node: int, edge: int) -> _Cut:
+    def _send(self, node: int, edge: int) -> Cut:
         end, lag = float(self._end[node]), float(self.step.graph.edges.lag[edge]) * self.rows.scale
         issues = ((self._message(edge, NodeType.COMM_SEND), lag),)
-        return _Cut(end, int(self._position[node]), 1 << 40, end, self._what[node], issues, (-2, edge))
+        return Cut(end, int(self._position[node]), 1 << 40, end, self._what[node], issues, (-2, edge))
 
     def _message(self, edge: int, kind: NodeType) -> CommNode:
         edges, stage, layout = self.step.graph.edges, self.rows.node_stage, self.step.assembly.layout
@@ -233,7 +206,7 @@ class StepTasks:
                     last += 1
                 yield node, named[last]
 
-    def _pass(self, low: int, high: int) -> Iterator[_Cut]:
+    def _pass(self, low: int, high: int) -> Iterator[Cut]:
         """The collectives of a pass, where they start and where they are waited for."""
         role = self.rows.roles[self.step.structure.node_role[low]]
         inside = self.rows.inside(role)
@@ -246,20 +219,20 @@ class StepTasks:
         for row in np.flatnonzero(~talks).tolist() if self.operators else ():
             end, part = time.at(float(inside.end[row])), time.part(float(inside.end[row]))
             name = names[labels[int(inside.label[row])][0]]
-            yield _Cut(end, int(self._position[low + part]), 2 * row + 2, end, name)
-        before: dict[str, tuple[int, ...]] = {}  # by group
+            yield Cut(end, int(self._position[low + part]), 2 * row + 2, end, name)
+        before: dict[str, tuple[tuple[int, ...], ...]] = {}  # by group
         for row in np.flatnonzero(talks).tolist():
             start, end = float(inside.start[row]), float(inside.end[row])
             begin, ended, place = time.at(start), time.at(end), int(self._position[low + time.part(start)])
             key = (low, row)
             issues = self._collective(int(inside.label[row]), ended - begin)
             group = issues[0][0].group
-            yield _Cut(begin, place, 2 * row + 1, begin, role.what, issues, key, (), before.get(group, ()))
-            before[group] = key
+            yield Cut(begin, place, 2 * row + 1, begin, role.what, issues, key, (), before.get(group, ()))
+            before[group] = (key,)
             idle, until = _waiting(begins, ends, start, end)
             at, ready = time.at(until), time.at(idle)
             place = int(self._position[low + time.part(until)])
-            yield _Cut(at, place, 2 * row + 2, ready, role.what, waits=(key,))
+            yield Cut(at, place, 2 * row + 2, ready, role.what, waits=(key,))
 
     def _collective(self, label: int, ns: float) -> tuple[tuple[CommNode, float], ...]:
         name, message = list(self.rows.labels.rows)[label]
@@ -342,12 +315,3 @@ def _transfer_of(collective: Collective) -> CommNode:
     size = collective.bytes / (collective.group.size if collective.kind == "all_gather" else 1)
     group = f"{collective.group.size}x{collective.group.stride}"
     return CommNode(NodeType.COMM_COLL, max(round(size), LEAST_BYTES), COLLECTIVES[collective.kind], group)
-
-
-def _name_of(task: Task) -> str:
-    names = {number: name for name, number in COLLECTIVES.items()}
-    if task.transfer is None:
-        return "work"
-    if task.transfer.type == NodeType.COMM_COLL:
-        return names[task.transfer.collective]
-    return "send" if task.transfer.type == NodeType.COMM_SEND else "receive"

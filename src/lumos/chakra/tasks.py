@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lumos.chakra import file_format as chakra
-from lumos.chakra.file_format import NodeType
+from lumos.chakra.file_format import COLLECTIVE_NAMES, NodeType
 
 LEAST_BYTES = 64  # of a collective; ASTRA-sim cuts them into chunks, and waits for ever for one of no bytes
 SCHEMA_VERSION = "0.0.4"
@@ -25,6 +24,12 @@ class CommNode(NamedTuple):
     destination: int = -1
     tag: int = -1
 
+    @property
+    def name(self) -> str:
+        """Its kind."""
+        sides = {NodeType.COMM_SEND: "send", NodeType.COMM_RECV: "receive"}
+        return sides.get(self.type) or COLLECTIVE_NAMES[self.collective]
+
 
 class Task(NamedTuple):
     """A node of a rank; it waits for others by their places in the rank's list."""
@@ -35,36 +40,40 @@ class Task(NamedTuple):
     transfer: CommNode | None = None  # None: work
 
 
-@dataclass
-class Chain:
-    """The tasks of one rank while they are put together: work in order of time, and transfers issued on the way."""
+class Cut(NamedTuple):
+    """Where the work of a rank is cut; in order of time, then of the graph, then of what happens there."""
 
-    tasks: list[Task] = field(default_factory=list)
-    now: float = 0.0  # up to when the rank's own time is written, ns
-    _head: tuple[int, ...] = ()  # what the next task waits for
+    time: float
+    position: int
+    order: int
+    ready: float  # when the rank itself was ready for it
+    name: str = "work"  # of the work before it
+    issues: tuple[tuple[CommNode, float], ...] = ()  # transfers, and how long they take
+    key: tuple[int, ...] = ()  # of what is issued
+    waits: tuple[tuple[int, ...], ...] = ()  # for what was issued
+    after: tuple[tuple[int, ...], ...] = ()  # what was issued, and what is issued has to follow
+    label: str = ""  # of what is issued; "": its kind
 
-    def work(self, until: float, name: str = "work") -> None:
-        """The rank works until then."""
-        if until > self.now:
-            self.tasks.append(Task(name, until - self.now, self._head))
-            self._head, self.now = (len(self.tasks) - 1,), until
 
-    def issue(self, name: str, ns: float, transfers: list[CommNode]) -> list[int]:
-        """Transfers begin now, beside what follows; their places."""
-        places = list(range(len(self.tasks), len(self.tasks) + len(transfers)))
-        self.tasks += [Task(name, ns, self._head, transfer) for transfer in transfers]
-        return places
+def chained(cuts: Iterable[Cut], end: float, rest: str = "work", in_turn: bool = False) -> list[Task]:
+    """The tasks of a rank: its work up to every cut and the end, and the transfers that hang on it.
 
-    def wait(self, places: list[int], until: float) -> None:
-        """What follows waits for transfers, which end then."""
-        self._head = tuple(dict.fromkeys((*self._head, *places)))
-        self.now = max(self.now, until)
-
-    def also(self, place: int, others: list[int]) -> None:
-        """A transfer waits for others, too."""
-        task = self.tasks[place]
-        new = tuple(dict.fromkeys((*task.waits_for, *(other for other in others if other != place))))
-        self.tasks[place] = task._replace(waits_for=new)
+    With `in_turn`, transfers that are issued together follow one another.
+    """
+    tasks, places, now, head = list[Task](), dict[tuple[int, ...], list[int]](), 0.0, tuple[int, ...]()
+    for cut in (*sorted(cuts), Cut(end, 0, 0, end, rest)):
+        if cut.ready > now:
+            tasks.append(Task(cut.name, cut.ready - now, head))
+            head, now = (len(tasks) - 1,), cut.ready
+        for key in cut.waits:
+            head, now = tuple(dict.fromkeys((*head, *places[key]))), max(now, cut.time)
+        before, issued = [place for key in cut.after for place in places.get(key, ())], list[int]()
+        for sent, ns in cut.issues:
+            before = (issued or before)[-1:] if in_turn else before
+            issued.append(len(tasks))
+            tasks.append(Task(cut.label or sent.name, ns, tuple(dict.fromkeys((*head, *before))), sent))
+        places |= {cut.key: issued} if issued else {}
+    return tasks
 
 
 def head_message() -> Any:
