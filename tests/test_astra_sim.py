@@ -17,10 +17,9 @@ import yaml
 
 from commands import lumos_here
 from lumos.chakra.astra_costs import CompensatedSizes, as_ring, links_apart, too_long, too_many_groups, transfer_ns
-from lumos.chakra.astra_estimate import estimated
+from lumos.chakra.astra_estimate import described_workload, estimated, of_described
 from lumos.chakra.astra_files import Dimension, write_astra_files
 from lumos.chakra.astra_log import looks_like_astra_sim, read_astra_sim_log
-from lumos.chakra.astra_workloads import described_workload, of_described
 from lumos.chakra.file_format import COLLECTIVES, NodeType
 from lumos.chakra.rank_files import Workload
 from lumos.chakra.tasks import CommNode, Task
@@ -290,7 +289,7 @@ def test_exchanges_between_nodes_are_told_by_what_leaves_a_node() -> None:
 @pytest.mark.parametrize(("tensor", "pieces"), [(1 << 20, 1), ((1 << 32) - 2, 1), (17_114_071_040, 4)])
 def test_no_message_is_longer_than_32_bits_can_say(tmp_path: Path, tensor: int, pieces: int) -> None:
     """ASTRA-sim waits for ever for a longer one if its sender waits for the receiver (`SimSendCaller` has an int)."""
-    write_astra_files(tmp_path / "job.et", [Dimension(2, 50.0, 500.0)], None, tensor)
+    write_astra_files(tmp_path / "job.et", [Dimension(2, 50.0, 500.0)], {}, tensor)
     assert json.loads((tmp_path / "job.system.json").read_text())["preferred-dataset-splits"] == pieces
     assert tensor / 2 / pieces < 1 << 31  # a ring of two ranks has the longest messages: half of the tensor
 

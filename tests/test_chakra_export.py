@@ -19,8 +19,8 @@ from commands import lumos_here
 from lumos import predict, read_job, read_setup
 from lumos.analysis.replay import replay
 from lumos.chakra import file_format, rank_files
+from lumos.chakra.astra_estimate import described_workload
 from lumos.chakra.astra_files import Dimension, needs_parting, parted_network
-from lumos.chakra.astra_workloads import described_workload
 from lumos.chakra.file_format import NodeType, read_chakra_file
 from lumos.chakra.rank_files import write_workload
 from lumos.chakra.run_writer import write_chakra

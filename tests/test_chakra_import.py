@@ -342,7 +342,9 @@ def described_workload(tp: int) -> tuple[float, GraphPrediction]:
     program = described.step.assembly.program
     blocks = [block for chunk in program.chunks[0] for phase in Phase for block in program.blocks(chunk, phase)]
     blocks.append(program.optimizer(0))
-    works = [op.work for block in blocks for _ in range(int(block.times)) for op in block.build()]
+    works = [
+        op.work for block in blocks for _ in range(int(block.times)) for op in block.build() if op.work is not None
+    ]
     codes = {"all_reduce": 0, "all_gather": 2, "reduce_scatter": 7}
     nodes: list[Node] = []
     for number, work in enumerate(works, 1):

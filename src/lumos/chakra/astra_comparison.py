@@ -42,10 +42,7 @@ class AstraEstimate:
         return 100 * (self.one_at_a_time_ms / self.own_ms - 1) if self.own_ms else 0.0
 
     def as_dict(self) -> dict[str, float]:
-        return {
-            "own_ms": self.own_ms, "its_links_ms": self.its_links_ms, "one_at_a_time_ms": self.one_at_a_time_ms,
-            "difference_pct": self.difference_pct,
-        }  # fmt: skip
+        return asdict(self) | {"difference_pct": self.difference_pct}
 
     @property
     def causes(self) -> list[str]:

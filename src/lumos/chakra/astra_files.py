@@ -13,12 +13,16 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
+from math import prod
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from lumos.analysis.collectives import bus_factor, message_bytes
+from lumos.chakra.rank_files import group_file_of
+from lumos.costs.network import Network
+from lumos.costs.sampled_network import SampledNetwork
 from lumos.files import whole_file
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.rendezvous import POINT_TO_POINT
@@ -37,10 +41,7 @@ _CHUNKS = 4  # that a collective of all ranks is cut into, so that dimensions wo
 _PROGRAM = "AstraSim_Analytical_Congestion_Unaware"  # the other knows networks of one dimension alone
 
 
-class Priced(Protocol):
-    """Whatever knows the time of a collective."""
-
-    def us(self, collective: Collective) -> float: ...
+Groups = Mapping[str, Sequence[int]]  # members by number
 
 
 class Dimension(NamedTuple):
@@ -58,7 +59,7 @@ class AstraFiles(NamedTuple):
     command: str
 
 
-def described_network(layout: RankLayout, network: Priced, parted: bool) -> list[Dimension]:
+def described_network(layout: RankLayout, network: Network | SampledNetwork, parted: bool) -> list[Dimension]:
     """The tiers of a described cluster. With `parted`, at least two where that is possible (see `parted_network`)."""
     world, units = layout.setup.cluster.gpus, (layout.domain, *layout.units)
     bounds = [1]
@@ -75,7 +76,7 @@ def described_network(layout: RankLayout, network: Priced, parted: bool) -> list
     return parted_network(found) if parted else found
 
 
-def _dimension(network: Priced, group: Group) -> Dimension:
+def _dimension(network: Network | SampledNetwork, group: Group) -> Dimension:
     moved = (group.size - 1) / group.size
     small = max(network.us(Collective("all_gather", _SMALL, group)), 0.01)
     large = max(network.us(Collective("all_gather", _LARGE, group)) - small, 1e-3)
@@ -130,7 +131,7 @@ def parted_network(dimensions: list[Dimension]) -> list[Dimension]:
     return [one._replace(ranks=one.ranks // inner), one._replace(ranks=inner)]
 
 
-def needs_parting(groups: Mapping[str, Sequence[int]], world: int) -> bool:
+def needs_parting(groups: Groups, world: int) -> bool:
     """Whether a rank is in several groups that are not the whole world."""
     seen: set[int] = set()
     for members in groups.values():
@@ -141,18 +142,18 @@ def needs_parting(groups: Mapping[str, Sequence[int]], world: int) -> bool:
     return False
 
 
-def write_astra_files(path: Path, dimensions: list[Dimension], group_file: Path | None, largest: int = 0) -> AstraFiles:
+def write_astra_files(path: Path, dimensions: list[Dimension], groups: Groups, largest: int = 0) -> AstraFiles:
     """Write them beside `path`, NAME.et, as NAME.system.json and so on: all of them or none.
 
     `largest` is the size of the largest tensor of a collective, in bytes.
     """
-    name, world = path.name.removesuffix(".et"), int(np.prod([one.ranks for one in dimensions]))
+    name = path.name.removesuffix(".et")
     contents = {
-        "system.json": json.dumps(_system(dimensions, _has_parts(group_file, world), largest), indent=1) + "\n",
+        "system.json": json.dumps(_system(dimensions, groups, largest), indent=1) + "\n",
         "network.yml": _network_text(dimensions),
         "memory.json": json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}) + "\n",
     }
-    command = _command(name, group_file)
+    command = _command(name, group_file_of(path).name if groups else "")
     contents["run.sh"] = (
         "#!/bin/sh\n# Runs ASTRA-sim on these files; name its program in ASTRA_SIM if it is not on the PATH.\n"
         f'cd "$(dirname "$0")" && exec {command}\n'
@@ -179,13 +180,7 @@ def read_network(rank_file: Path) -> list[Dimension] | None:
     return found if all(one.ranks > 0 and one.gb_s > 0 and one.latency_ns >= 0 for one in found) else None
 
 
-def _has_parts(group_file: Path | None, world: int) -> bool:
-    """Whether some collectives are not of all ranks."""
-    groups = {} if group_file is None else json.loads(group_file.read_bytes())
-    return any(1 < len(members) < world for members in groups.values())
-
-
-def _system(dimensions: list[Dimension], has_parts: bool, largest: int) -> dict[str, object]:
+def _system(dimensions: list[Dimension], groups: Groups, largest: int) -> dict[str, object]:
     """Rings, and exchanges with one peer after the other: `direct` alone gives each the whole bandwidth at once.
 
     Chunks let dimensions work at the same time, which those that stand for one level must not. A group of some ranks
@@ -197,7 +192,7 @@ def _system(dimensions: list[Dimension], has_parts: bool, largest: int) -> dict[
         "scheduling-policy": "FIFO",
         "endpoint-delay": 10,
         "active-chunks-per-dimension": 1,
-        "preferred-dataset-splits": dataset_splits(dimensions, has_parts, largest),
+        "preferred-dataset-splits": dataset_splits(dimensions, groups, largest),
         "all-reduce-implementation": ring,
         "all-gather-implementation": ring,
         "reduce-scatter-implementation": ring,
@@ -209,8 +204,10 @@ def _system(dimensions: list[Dimension], has_parts: bool, largest: int) -> dict[
     }
 
 
-def dataset_splits(dimensions: Sequence[Dimension], has_parts: bool, largest: int) -> int:
-    """How many chunks a collective is cut into; `has_parts`: some are not of all ranks."""
+def dataset_splits(dimensions: Sequence[Dimension], groups: Groups, largest: int) -> int:
+    """How many chunks a collective is cut into."""
+    world = prod(one.ranks for one in dimensions)
+    has_parts = any(1 < len(members) < world for members in groups.values())  # some are not of all ranks
     is_one_level = has_parts or len({one.gb_s for one in dimensions}) == 1
     return max(1 if is_one_level else _CHUNKS, -(-largest // (2 * LONGEST_MESSAGE)))
 
@@ -226,14 +223,14 @@ def _network_text(dimensions: list[Dimension]) -> str:
     return "".join(f"{key}: [ {', '.join(map(str, values))} ]\n" for key, values in lines.items())
 
 
-def _command(name: str, group_file: Path | None) -> str:
+def _command(name: str, group_file: str) -> str:
     """Seen from the folder of the files."""
     parts = {
         "workload": name,
         "system": f"{name}.system.json",
         "remote-memory": f"{name}.memory.json",
         "network": f"{name}.network.yml",
-    } | ({"comm-group": group_file.name} if group_file is not None else {})
+    } | ({"comm-group": group_file} if group_file else {})
     given = " ".join(f"--{what}-configuration={shlex.quote('./' + file)}" for what, file in parts.items())
     # As NCCL does, a sender waits for its receiver.
     return f'"${{ASTRA_SIM:-{_PROGRAM}}}" {given} --rendezvous-protocol=true'

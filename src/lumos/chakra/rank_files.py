@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,10 +32,7 @@ _GROUP, _SOURCE, _DESTINATION = b"\x0a\x07pg_name", b"\x0a\x08comm_src", b"\x0a\
 _GROUP_TAG, _RANK_TAG = 3, 1  # bytes between an attribute's name and its value: field number, and length of a string
 
 
-class Progress(Protocol):
-    """Shows how much is done, of how much, and of what."""
-
-    def __call__(self, done: int, total: int, what: str = ...) -> None: ...
+Progress = Callable[[int, int, str], None]  # how much is done, of how much, and of what
 
 
 class Written(NamedTuple):

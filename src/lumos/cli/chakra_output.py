@@ -13,8 +13,8 @@ from rich.console import Console
 
 from lumos.analysis.run import TracedRun
 from lumos.chakra.astra_costs import largest_tensor, too_long, too_many_groups
+from lumos.chakra.astra_estimate import AstraWorkload, described_workload, of_described, of_recorded, of_repeated
 from lumos.chakra.astra_files import shows_bandwidth, write_astra_files
-from lumos.chakra.astra_workloads import AstraWorkload, described_workload, of_described, of_recorded, of_repeated
 from lumos.chakra.folded_ranks import repeated_rank
 from lumos.chakra.rank_files import Workload, Written, write_workload
 from lumos.chakra.run_writer import write_chakra
@@ -159,8 +159,7 @@ def _write_for_astra(output: Path, found: AstraWorkload) -> dict[str, Any]:
         answer["estimate"] = estimate.as_dict()
         warnings += estimate.warnings
     answer["warnings"] = [*warnings, *too_long(written.sent), *too_many_groups(written.groups())]
-    group_file = Path(answer["group_file"]) if answer["group_file"] else None
-    files = write_astra_files(output, found.dimensions, group_file, largest_tensor(written))
+    files = write_astra_files(output, found.dimensions, written.groups(), largest_tensor(written))
     network = [
         {"ranks": one.ranks, "gb_s": round(one.gb_s, 3), "latency_ns": one.latency_ns} for one in found.dimensions
     ]

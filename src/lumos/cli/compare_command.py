@@ -11,11 +11,10 @@ import typer
 
 from lumos.analysis.comparison import Comparison
 from lumos.chakra.astra_comparison import AstraComparison, AstraEstimate, OurRank
-from lumos.chakra.astra_estimate import estimated
+from lumos.chakra.astra_estimate import described_workload, estimated, of_described, of_recorded, of_repeated
 from lumos.chakra.astra_files import read_network
 from lumos.chakra.astra_log import AstraSimLog, looks_like_astra_sim, read_astra_sim_log
 from lumos.chakra.astra_report import astra_page, show_astra_comparison
-from lumos.chakra.astra_workloads import described_workload, of_described, of_recorded, of_repeated
 from lumos.chakra.communication import plan_communication
 from lumos.chakra.folded_ranks import recorded_workload, repeated_rank
 from lumos.chakra.rank_files import Workload
