@@ -18,12 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import lumos_here
-from lumos.analysis import overlapped_kernels, slowdown_jobs
+from lumos.analysis import slowdown_jobs
 from lumos.analysis.kernel_labels import label
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.slowdown import slowdown
 from lumos.analysis.slowdown_causes import job_of_run
 from lumos.chakra.run_writer import write_chakra
+from lumos.costs import overlapped_kernels
 from lumos.errors import LumosError
 from lumos.export import public_names
 from lumos.export.anonymise import anonymise

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from lumos.memory.memory import workspaces_of
+from lumos.read.job import read_job
+from lumos.read.op_columns import RankOps, rank_ops
 from lumos.setup.setup import Setup
 from lumos.traced.tensor_lifetimes import Tape, tape_of
 from lumos.traced.traced_memory import cut_memory
-from lumos.traced.traced_ops import RankOps, read_ops
 
 T, H, F, V = 2048, 128, 512, 1000  # tokens, hidden, ffn, vocabulary
 HEADS, DIM, LAYERS = 4, 32, 4
@@ -69,7 +70,7 @@ class Recording:
             self.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 20.0, "args": args})
         path = folder / "trace.json"
         path.write_text(json.dumps({"traceEvents": self.events}))
-        return read_ops(path, 0, "ProfilerStep#1")
+        return rank_ops(read_job(path), 0, "ProfilerStep#1")
 
 
 def matmul(trace: Recording, rows: int, inner: int, columns: int) -> tuple[int, int, int, int]:
@@ -393,7 +394,7 @@ def recorded_bytes(torch: Any, step: Any, folder: Path) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         step().backward()
     profile.export_chrome_trace(str(folder / "trace.json"))
-    tape = tape_of(read_ops(folder / "trace.json", 0, ""))
+    tape = tape_of(rank_ops(read_job(folder / "trace.json"), 0, ""))
     assert tape is not None
     assert tape.blocks == 3
     return sum(kept(tape, segment) for segment in range(tape.blocks + 2))
@@ -457,7 +458,7 @@ PAIRS = [
 def test_ranks_on_an_h200_need_what_was_measured(shared_data: Path, source: str, target: str) -> None:
     folder = shared_data / "h200/parallel"
     before, after = (json.loads((folder / f"{name}.json").read_text()) for name in (source, target))
-    ops = read_ops(folder / f"{source}.pt.trace.json.gz", 0, "ProfilerStep#2")
+    ops = rank_ops(read_job(folder / f"{source}.pt.trace.json.gz"), 0, "ProfilerStep#2")
     memory = cut_memory(ops, rank_setup(before), rank_setup(after))
     assert memory is not None
     assert memory.peak == pytest.approx(after["peak_mem_alloc"], rel=0.02)

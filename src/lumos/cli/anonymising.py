@@ -14,8 +14,11 @@ from lumos.errors import OptionError
 from lumos.export.anonymise import DROPS, KEEPS, Anonymised, anonymise
 from lumos.graph.rules.build import Execution
 from lumos.read.execution_trace import Links
+from lumos.read.formats import Form, form_of, head_of
+from lumos.read.kineto import read_kineto
 from lumos.report.table import Column, Row, Table
 from lumos.report.terminal.style import rendered
+from lumos.trace.trace import concatenate
 from lumos.traced.infer.disclosure import Disclosure, disclosures
 
 _ALL_ROWS = 1000
@@ -79,12 +82,9 @@ def anonymised_answer(hidden: Anonymised, files: Sequence[str], wanted: Wishes) 
 
 
 def _disclosures(hidden: Anonymised, files: Sequence[str], dropped: Sequence[str]) -> list[Disclosure]:
-    execution = hidden.execution
-    of_rank = dict(zip(execution.trace.ranks, files, strict=False)) if len(files) > 1 else {}
-    headers = tuple(h._replace(path=of_rank.get(h.rank, files[0])) for h in execution.trace.headers)
-    trace = replace(execution.trace, headers=headers)
-    run = replay(replace(execution, trace=trace, nodes=replace(execution.nodes, trace=trace)))
-    return disclosures(run, dropped)
+    written = [read_kineto(path) for path in map(Path, files) if form_of(path, head_of(path)) == Form.KINETO]
+    shown = concatenate(written) if written else replace(hidden.execution.trace, arguments=None)
+    return disclosures(replay(replace(hidden.execution, before=shown)), dropped)
 
 
 def show_anonymised(answer: dict[str, Any], console: Console) -> None:

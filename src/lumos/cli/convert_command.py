@@ -80,7 +80,7 @@ def convert_command(
         return
     if changes:
         raise OptionError(f"--set: {path} is a trace; lumos predict --from {path} --set … -o {output} changes it")
-    execution, links = _load(path, options, et)
+    execution, links = _load(path, options, et, "shapes" in wanted.keep)
     hidden = wanted.apply(execution, links, output)
     if hidden is not None:
         execution, links = hidden.execution, hidden.links
@@ -126,8 +126,8 @@ def _write_predicted(output: Path, source: Source, chakra: ChakraWishes) -> dict
     return {"files": [str(output)], "step_ms": found.step_ms, "warnings": found.warnings}
 
 
-def _load(path: Path, options: TraceOptions, et: Path | None) -> tuple[Execution, Links | None]:
-    source = load_source(path, options)
+def _load(path: Path, options: TraceOptions, et: Path | None, shapes: bool) -> tuple[Execution, Links | None]:
+    source = load_source(path, options, operators=shapes)
     if isinstance(source, Execution):
         if et is not None:
             raise OptionError(f"--et {et}: goes with the Kineto trace of the same run, and {path} is a Chakra graph")

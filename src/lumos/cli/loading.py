@@ -24,20 +24,25 @@ _WORTH_SEVERAL = 4 << 20
 _ALL = TraceOptions()
 
 
-def load_run(path: Path, options: TraceOptions = _ALL, profiler_costs: Path | None = None) -> Replay:
+def load_run(
+    path: Path, options: TraceOptions = _ALL, profiler_costs: Path | None = None, operators: bool = False
+) -> Replay:
     """A run, replayed; its files are read in processes of this machine, or on a cluster."""
     cost = load_profiler_cost(profiler_costs)
-    source = load_source(path, options)
+    source = load_source(path, options, operators)
     with busy("building and simulating; the first run also compiles, for some seconds"):
         run = replay(source, cost)
         _ = run.path_summary, run.clean_ms, run.never_profiled_ms  # what takes time; it is kept for what is shown
     return run
 
 
-def load_source(path: Path, options: TraceOptions = _ALL) -> Trace | Execution:
-    """What is at a path, read and not yet replayed."""
+def load_source(path: Path, options: TraceOptions = _ALL, operators: bool = False) -> Trace | Execution:
+    """What is at a path, read and not yet replayed; with the arguments of its operators if they are wanted."""
     with _readers_for(path, options.engine, options.address) as started, progress_bar() as progress:
-        source = read_job(path, options.match, options.rank_pattern, progress, engine=started, meanwhile=_load_kernels)
+        source = read_job(
+            path, options.match, options.rank_pattern, progress, engine=started, meanwhile=_load_kernels,
+            operators=operators,
+        )  # fmt: skip
     return _one_step(source, options.step) if options.step else source
 
 

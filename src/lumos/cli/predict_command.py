@@ -113,7 +113,7 @@ def predict_command(
     as_recorded = source is not None and not setup and not changes
     if emission and as_recorded:
         raise OptionError("--emit needs the setup of a run: name a setup file, or what is to change with --set")
-    load = partial(load_run, source or Path(), options, profiler_costs)
+    load = partial(load_run, source or Path(), options, profiler_costs, operators=True)
     if as_recorded and not names and not dry_files(source or Path()):
         found, asked = asked_risk(predict(load(), scale), risks)
         _deliver(found, None, asked, None, as_json, output, chakra)

@@ -44,7 +44,7 @@ def replay_command(
     check_output(output, path, (".html", ".json", ".csv") if wants_operators else FORMS)
     if reproduce is not None:
         check_folder(reproduce)
-    run = load_run(path, options, profiler_costs)
+    run = load_run(path, options, profiler_costs, wants_operators or is_page(output))
     if wants_operators:
         _deliver_operators(run, reproduce, ablate, as_json, output)
         return
@@ -56,6 +56,11 @@ def replay_command(
         ".trace.json.gz": lambda to: write_timeline(to, run.run),
     }
     deliver(answer, lambda _, to: show_replay(run, to, ablate), as_json, output, writers)
+
+
+def is_page(output: Path | None) -> bool:
+    """Whether a report is written that shows memory over time."""
+    return output is not None and output.suffix == ".html"
 
 
 def _deliver_operators(run: Replay, folder: Path | None, ablate: bool, as_json: bool, output: Path | None) -> None:

@@ -214,7 +214,7 @@ def _base(path: Path | None, fixed: list[str], source: Path | None, choices: Cho
         reading = plain.checked(plain.sections, (*AXES, *DERIVED))
         stale = "cluster.gpu is not given" if "cluster.gpu" in choices else "\n"  # which no note has
         return reading.setup, None, tuple(note for note in reading.notes if stale not in str(note))
-    run = load_run(source)
+    run = load_run(source, operators=True)
     inferred = infer(run)
     has_shapes = any(header.has_shapes for header in run.execution.trace.headers)
     traced = complete(inferred, read_plain(path), has_shapes).setup

@@ -16,7 +16,7 @@ import numpy as np
 
 from lumos.data_files import read_table
 from lumos.export.hidden_times import with_hidden_times
-from lumos.export.kept_shapes import Arguments, read_arguments
+from lumos.export.kept_shapes import Arguments, kept_arguments
 from lumos.export.public_names import NameMap
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.rendezvous import Rendezvous
@@ -53,9 +53,9 @@ def anonymise(
 ) -> Anonymised:
     """The same run under new names, from time zero; without more of it if `drop` names some of `DROPS`.
 
-    With `shapes`, those of operators are read from the run's own files again, and kept.
+    With `shapes`, those of operators are kept.
     """
-    arguments = {rank: read_arguments(execution.trace, rank) for rank in execution.trace.ranks} if shapes else {}
+    arguments = {rank: kept_arguments(execution.trace, rank) for rank in execution.trace.ranks} if shapes else {}
     names = NameMap(operators="operators" not in drop, generation="gpu" not in drop, types="sizes" not in drop)
     trace = _with_lanes(_renamed(_renumbered(execution.trace), names))
     speak = _Messages(sizes="sizes" not in drop)
@@ -64,7 +64,7 @@ def anonymise(
         trace, headers=tuple(_header(header, gpus) for header in trace.headers),
         messages=tuple(map(speak.of, trace.messages)), warnings=_own(trace.warnings),
     )  # fmt: skip
-    renamed = replace(execution, trace=trace, nodes=replace(execution.nodes, trace=trace))
+    renamed = replace(execution, trace=trace, nodes=replace(execution.nodes, trace=trace), before=None)
     moved = with_hidden_times(renamed) if "times" in drop else _from_zero(renamed)
     meetings = [_meeting(meeting, speak) for meeting in execution.rendezvous]
     moved = replace(moved, rendezvous=meetings, warnings=_own(execution.warnings))

@@ -80,11 +80,13 @@ def read_job(
     workers: int = 0,
     engine: Engine | None = None,
     meanwhile: Callable[[], None] | None = None,
+    operators: bool = True,
 ) -> Trace | Execution:
     """A job from a file or a folder of ranks: `read_job("traces")`.
 
     `match` chooses files of a folder by name, `rank_pattern` finds the rank in a name. Large files are read in as many
-    processes as `workers` (0: one a core), or on an `engine`; `meanwhile` is called while those read.
+    processes as `workers` (0: one a core), or on an `engine`; `meanwhile` is called while those read. Without
+    `operators`, a trace lacks their arguments and what allocators held: a replay needs neither, and reading is faster.
     """
     files, notes = find_files(Path(path), match)
     pattern = _rank_pattern(rank_pattern)
@@ -101,7 +103,7 @@ def read_job(
         where = files[0] if len(files) == 1 else files[0].parent
         advice = "read fewer ranks with --match, or record fewer steps"
         require_memory(where, need * _LIMITS["memory_per_json_byte"], advice)
-        traces = _collected(files, _kineto_traces(files, workers, engine, meanwhile), progress)
+        traces = _collected(files, _kineto_traces(files, workers, engine, meanwhile, operators), progress)
     traces = [_with_rank(without_strays(trace), Path(trace.headers[0].path), pattern, len(files)) for trace in traces]
     _refuse_mixed_jobs(traces)
     traces.sort(key=lambda t: t.headers[0].rank)
@@ -236,7 +238,7 @@ def rank_in_name(path: Path) -> int:
 
 
 def _kineto_traces(
-    files: list[Path], workers: int, engine: Engine | None, meanwhile: Callable[[], None] | None
+    files: list[Path], workers: int, engine: Engine | None, meanwhile: Callable[[], None] | None, operators: bool
 ) -> Iterator[Trace]:
     """The traces of files, in their order; several processes share one large file."""
     sizes = [file.stat().st_size for file in files]
@@ -247,7 +249,7 @@ def _kineto_traces(
     with started if engine is None else nullcontext(engine) as readers:
         paths = [file.absolute() if readers.remote else file for file in files]
         shares = [_shares(path, size, readers.workers // len(files)) for path, size in zip(paths, sizes, strict=True)]
-        job = Job(read_share, None, tries=1, advice="read fewer ranks with --match")
+        job = Job(read_share, operators, tries=1, advice="read fewer ranks with --match")
         answers = readers.run(job, [share for of_file in shares for share in of_file])
         if meanwhile is not None and not isinstance(readers, Here):
             meanwhile()

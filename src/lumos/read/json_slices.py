@@ -87,6 +87,7 @@ class Slices(Generic[Event]):
                 events, used = self._decode_part(buffer)
                 if used:
                     yield events
+                    del events  # before the next slice is decoded
                     buffer = buffer[used:].lstrip(_BLANK)
                 else:
                     self._refuse_endless(buffer)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from lumos.errors import InputError
 from lumos.read.host_memory import available_bytes, refuse_events
 from lumos.read.json_slices import CannotShareError, Slices
 from lumos.trace.names import CATEGORIES, GPU_CATEGORIES, Category, collective_name
-from lumos.trace.trace import Header, Lane, Message, Syncs, Trace
+from lumos.trace.trace import Allocations, Arguments, Header, Lane, Message, Syncs, Trace
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _CODES = {name: int(category) for name, category in CATEGORIES.items()}  # plain integers: this is the inner loop
@@ -47,6 +48,21 @@ class _Args(msgspec.Struct, gc=False):
     event: Any = msgspec.field(default=-1, name="wait_on_cuda_event_id")
 
 
+_ABSENT = msgspec.Raw(b"")
+
+
+class _OpArgs(_Args, gc=False):
+    """With those of operators as they are written, since few of them differ, and what an allocator held."""
+
+    shapes: msgspec.Raw = msgspec.field(default=_ABSENT, name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=_ABSENT, name="Input type")
+    strides: msgspec.Raw = msgspec.field(default=_ABSENT, name="Input Strides")
+    values: msgspec.Raw = msgspec.field(default=_ABSENT, name="Concrete Inputs")
+    autograd: Any = msgspec.field(default=-1, name="Sequence number")
+    allocated: Any = msgspec.field(default=None, name="Total Allocated")
+    allocator: Any = msgspec.field(default=0, name="Device Type")
+
+
 class _Event(msgspec.Struct, gc=False):
     ph: Any = ""
     cat: Any = ""
@@ -70,23 +86,34 @@ class _ExactEvent(_TypedEvent, gc=False):
     ts: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _OpEvent(_TypedEvent, gc=False):
+    args: _OpArgs | str | int | float | bool | list[Any] | None = None
+
+
+class _ExactOpEvent(_ExactEvent, gc=False):
+    args: _OpArgs | str | int | float | bool | list[Any] | None = None
+
+
 class _NeedsDigitsError(Exception):
     """A time has more digits than a float64 holds."""
 
 
-def read_kineto(path: Path, share: tuple[int, int] = (0, 1)) -> Trace:
-    """The trace in one file, or a share of it; its rank is that of the header, -1 if the header has none."""
+def read_kineto(path: Path, share: tuple[int, int] = (0, 1), operators: bool = True) -> Trace:
+    """The trace in one file, or a share of it; its rank is that of the header, -1 if the header has none.
+
+    With `operators`, it has what operators were called with and what allocators held, which the graph does not need.
+    """
     try:
-        return _read(path, _TypedEvent, share)
+        return _read(path, _OpEvent if operators else _TypedEvent, share)
     except _NeedsDigitsError:  # known from the first slice, as a rule
-        return _read(path, _ExactEvent, share)
+        return _read(path, _ExactOpEvent if operators else _ExactEvent, share)
 
 
-def read_share(_: None, share: tuple[Path, int, int]) -> Trace | None:
+def read_share(operators: bool, share: tuple[Path, int, int]) -> Trace | None:
     """A chunk of a job: (file, which share, of how many); None if the file can only be read as a whole."""
     path, index, count = share
     try:
-        return read_kineto(path, (index, count))
+        return read_kineto(path, (index, count), operators)
     except CannotShareError:
         return None
     except MemoryError:
@@ -95,12 +122,13 @@ def read_share(_: None, share: tuple[Path, int, int]) -> Trace | None:
 
 def _read(path: Path, event_type: type[_TypedEvent], share: tuple[int, int]) -> Trace:
     slices = Slices(path, event_type, share)
-    columns, free, read = _Columns(), available_bytes(), 0
+    columns, free, read = _Columns(issubclass(event_type, _OpEvent | _ExactOpEvent)), available_bytes(), 0
     columns.add([])  # a share may hold nothing
     for events in slices:
         columns.add(events)
         read += len(columns.parts[-1][0]) * share[1]
         refuse_events(path, read, free, slices.portion)
+        del events  # before the next slice is decoded
     header = _header(slices.header, path)
     warnings = [f"{path.name}: {note}" for note in dict.fromkeys(slices.notes)]
     if columns.refused:
@@ -108,13 +136,14 @@ def _read(path: Path, event_type: type[_TypedEvent], share: tuple[int, int]) -> 
     return columns.trace(header, _base_time(slices.header), warnings, share[1] == 1)
 
 
-_NO_ARGS = _Args()
+_NO_ARGS, _MEMORY = _Args(), "[memory]"
+Key = TypeVar("Key")
 
 
-class _Numbers(dict[str, int]):
+class _Numbers(dict[Key, int]):
     """Numbers keys in the order in which they are first asked for."""
 
-    def __missing__(self, key: str) -> int:
+    def __missing__(self, key: Key) -> int:
         number = self[key] = len(self)
         return number
 
@@ -136,20 +165,23 @@ class _LaneNumbers(dict[tuple[bool, Any, Any], int]):
 class _Columns:
     """Collects events slice by slice into arrays."""
 
-    def __init__(self) -> None:
-        self.names = _Numbers()
+    def __init__(self, operators: bool) -> None:
+        self.operators = operators
+        self.names: _Numbers[str] = _Numbers()
         self.lanes: dict[tuple[bool, str, str], int] = {}
         self.lane_of = _LaneNumbers(self.lanes)
         self.messages: dict[Message, int] = {}
+        self.arguments: _Numbers[tuple[bytes, ...]] = _Numbers()
         self.parts: list[tuple[Array, ...]] = []
         self.syncs: list[tuple[int, ...]] = []
+        self.allocations = [_allocations([])]
         self.refused = 0
 
     def add(self, events: list[_TypedEvent]) -> None:
         """Append the spans of one slice, column by column: a step through all events for each costs the least."""
         kept = [e for e in events if e.ph == "X" and type(e.cat) is str and e.cat in _CODES]
         category = np.array([_CODES[e.cat] for e in kept], np.uint8)
-        args = [e.args if type(e.args) is _Args else _NO_ARGS for e in kept]
+        args = [e.args if isinstance(e.args, _Args) else _NO_ARGS for e in kept]
         start, ok_start = _nanoseconds([e.ts for e in kept], _LATEST)
         duration, ok_duration = _nanoseconds([e.dur for e in kept], _LONGEST)
         ok = ok_start & ok_duration & (duration >= 0)
@@ -163,8 +195,20 @@ class _Columns:
         for i in np.flatnonzero(is_sync).tolist():
             a = args[i]
             self.syncs.append((int(correlation[i]), *map(_integer, (a.stream, a.wait_stream, a.record, a.event))))
-        columns = (category, self._names(kept), lane, start, duration, correlation, message)
+        columns = [category, self._names(kept), lane, start, duration, correlation, message]
+        if self.operators:
+            columns += self._called(args)
+            self.allocations.append(_allocations([e for e in events if e.name == _MEMORY and type(e.args) is _OpArgs]))
         self.parts.append(tuple(column[ok & ~is_sync] for column in columns))
+
+    def _called(self, args: list[Any]) -> tuple[Array, Array]:
+        """The columns `argument` and `sequence`."""
+        argument = np.full(len(args), -1, np.int32)
+        called = [(i, a) for i, a in enumerate(args) if a is not _NO_ARGS and a.shapes]
+        texts = [(bytes(a.shapes), bytes(a.types), bytes(a.strides), bytes(a.values)) for _, a in called]
+        argument[[i for i, _ in called]] = list(map(self.arguments.__getitem__, texts))
+        sequence = _integers([-1 if a is _NO_ARGS else a.autograd for a in args], 1 << 31)
+        return argument, sequence.astype(np.int32)
 
     def _names(self, kept: list[_TypedEvent]) -> Array:
         names = [e.name if type(e.name) is str else str(e.name) for e in kept]
@@ -196,20 +240,26 @@ class _Columns:
 
     def trace(self, header: Header, base: int, warnings: list[str], whole: bool) -> Trace:
         """All slices as one Trace."""
-        columns = [np.concatenate(c) for c in zip(*self.parts, strict=True)]
-        category, name, lane, start, duration, correlation, message = columns
+        columns: list[Any] = list(zip(*self.parts, strict=True))
+        self.parts.clear()
+        for place, column in enumerate(columns):
+            columns[place] = np.concatenate(column)  # its slices are freed before the next column is joined
+        category, name, lane, start, duration, correlation, message, *called = columns
         if len(category) == 0 and whole:
             raise InputError(
                 f"{header.path}: no operator, runtime call or kernel in it; record with "
                 "torch.profiler.profile(activities=[CPU, CUDA])"
             )
         syncs = np.array(self.syncs, np.int64).reshape(-1, 5)
+        at, held = (np.concatenate(column) for column in zip(*self.allocations, strict=True))
         return Trace(
             names=tuple(self.names), lanes=tuple(Lane(header.rank, *key) for key in self.lanes),
             messages=tuple(self.messages), headers=(header,), category=category, name=name, lane=lane,
             start=start + base, duration=duration, correlation=correlation, message=message,
             syncs=Syncs(np.zeros(len(syncs), np.int32), *(np.ascontiguousarray(c) for c in syncs.T)),
-            warnings=tuple(warnings),
+            warnings=tuple(warnings), arguments=tuple(starmap(Arguments, self.arguments)) if self.operators else None,
+            allocations=Allocations(np.zeros(len(at), np.int32), at + base, held),
+            **dict(zip(("argument", "sequence"), called, strict=False)),
         )  # fmt: skip
 
 
@@ -217,6 +267,7 @@ class _Columns:
 _LATEST = 2.5e15
 _LATEST_BASE = 4_000_000_000_000_000_000
 _LONGEST = 1e11
+_MOST_MEMORY = 1 << 48  # bytes of a GPU
 _EXACT = 2.0**43  # microseconds: above, a float64 does not tell nanoseconds apart
 
 
@@ -238,6 +289,15 @@ def _nanoseconds(micros: list[Any], most: float) -> tuple[Array, Array]:
     return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64), ok
 
 
+def _allocations(events: list[Any]) -> tuple[Array, Array]:
+    """When, and how many bytes, the allocators of GPUs held; device type 0 is the host."""
+    on_gpu = [event for event in events if event.args.allocator not in (0, None)]
+    at, ok = _nanoseconds([event.ts for event in on_gpu], _LATEST)
+    held = _array([event.args.allocated for event in on_gpu], np.float64, _number)
+    ok &= (held >= 0) & (held < _MOST_MEMORY)
+    return at[ok], held[ok]
+
+
 def _array(values: list[Any], dtype: Any, convert: Callable[[Any], Any]) -> Array:
     """Numbers as an array; if anything among them is none, each is converted by itself."""
     try:
@@ -247,10 +307,10 @@ def _array(values: list[Any], dtype: Any, convert: Callable[[Any], Any]) -> Arra
     return array if array.shape == (len(values),) else np.array([convert(v) for v in values], dtype)
 
 
-def _integers(values: list[Any]) -> Array:
-    """Correlation ids as int64; -1 for values that are none."""
+def _integers(values: list[Any], most: int = 1 << 62) -> Array:
+    """Correlation ids and the like as int64; -1 for values that are none."""
     numbers = _array(values, np.int64, _integer)
-    return np.where((numbers >= -1) & (numbers < 2**62), numbers, -1)
+    return np.where((numbers >= -1) & (numbers < most), numbers, -1)
 
 
 def _number(value: Any) -> float:

@@ -93,9 +93,7 @@ def _arguments(op: TracedOperator) -> list[str]:
     if op.call is None:
         raise NotReproducibleError("the trace has no operator around the kernel")
     args = op.call.args
-    dims, types, strides, values = (
-        part if isinstance(part, list) else [] for part in (args.shapes, args.types, args.strides, args.values)
-    )
+    dims, types, strides, values = args.dims, args.types, args.strides, args.values
     if not dims or len(types) != len(dims) or len(values) != len(dims):
         raise NotReproducibleError("the trace does not record the arguments that are no tensors")
     strides = strides if len(strides) == len(dims) else [None] * len(dims)

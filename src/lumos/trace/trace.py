@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,13 @@ from lumos.trace.names import CallKind, Category, Kind
 
 Ints = NDArray[np.int64]
 Small = NDArray[np.int32]
+Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Rows = NDArray[np.int64]
+
+
+def _unknown() -> Small:
+    return np.zeros(0, np.int32)
 
 
 class Lane(NamedTuple):
@@ -54,6 +59,15 @@ class Message(NamedTuple):
     sequence: int = -1
     source: int = -1
     destination: int = -1
+
+
+class Arguments(NamedTuple):
+    """What an operator was called with, as the JSON texts of the profiler; '' for what it did not record."""
+
+    shapes: bytes
+    types: bytes
+    strides: bytes
+    values: bytes
 
 
 class Header(NamedTuple):
@@ -93,6 +107,19 @@ class Syncs:
         return Syncs(none.astype(np.int32), none, none, none, none, none)
 
 
+@dataclass(frozen=True)
+class Allocations:
+    """What the allocators of GPUs held, one row per event, in the order of the file."""
+
+    lane: Small  # any lane of the rank
+    time: Ints
+    bytes: Floats
+
+    @staticmethod
+    def empty() -> Allocations:
+        return Allocations(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0))
+
+
 @dataclass(frozen=True, repr=False)
 class Trace:
     """A run as columns, as drawn at the top of this module.
@@ -114,6 +141,15 @@ class Trace:
     message: Small
     syncs: Syncs = field(default_factory=Syncs.empty)
     warnings: tuple[str, ...] = ()
+    arguments: tuple[Arguments, ...] | None = None  # of operators, each once; None if they were not read
+    argument: Small = field(default_factory=_unknown)  # the place in `arguments`; -1 where none were recorded
+    sequence: Small = field(default_factory=_unknown)  # autograd's number of the call, which its backward node repeats
+    allocations: Allocations = field(default_factory=Allocations.empty)
+
+    def __post_init__(self) -> None:
+        for name in ("argument", "sequence"):
+            if len(getattr(self, name)) != len(self):  # a trace of another source: a column that takes no memory
+                object.__setattr__(self, name, np.broadcast_to(np.int32(-1), len(self)))
 
     def __len__(self) -> int:
         return len(self.start)
@@ -218,7 +254,7 @@ class Trace:
 
     def select(self, rows: Bools) -> Trace:
         """The trace of these rows alone."""
-        columns = {c: getattr(self, c)[rows] for c in COLUMNS}
+        columns = {c: getattr(self, c)[rows] for c in _ALL_COLUMNS}
         return replace(self, **columns)
 
     def with_times(self, start: Ints, duration: Ints) -> Trace:
@@ -231,12 +267,16 @@ class Trace:
     def shifted(self, offset_of_rank: dict[int, int]) -> Trace:
         """The same events with every rank's clock moved by its offset."""
         offsets = np.array([offset_of_rank.get(lane.rank, 0) for lane in self.lanes], np.int64)
-        return replace(self, start=self.start + offsets[self.lane])
+        moved = replace(self.allocations, time=self.allocations.time + offsets[self.allocations.lane])
+        return replace(self, start=self.start + offsets[self.lane], allocations=moved)
 
 
-COLUMNS = ("category", "name", "lane", "start", "duration", "correlation", "message")  # of a Trace
+COLUMNS = ("category", "name", "lane", "start", "duration", "correlation", "message")  # of a Trace, of every source
+_ALL_COLUMNS = (*COLUMNS, "argument", "sequence")
 
 
+_Item = TypeVar("_Item")
+_Rows = TypeVar("_Rows", Syncs, Allocations)
 _SPAN_NS = 86_400 * 10**9  # no recording takes longer than a day
 
 
@@ -256,22 +296,35 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
         return traces[0]
     names: dict[str, int] = {}
     messages: dict[Message, int] = {}
+    arguments: dict[Arguments, int] = {}
     lanes: dict[Lane, int] = {}
     parts: list[dict[str, Any]] = []
     syncs: list[Syncs] = []
+    held: list[Allocations] = []
     for trace in traces:
-        to_name = np.array([names.setdefault(n, len(names)) for n in trace.names] or [0], np.int32)
-        to_message = np.array([messages.setdefault(m, len(messages)) for m in trace.messages] + [-1], np.int32)
-        to_lane = np.array([lanes.setdefault(lane, len(lanes)) for lane in trace.lanes] or [0], np.int32)
-        columns = {c: getattr(trace, c) for c in COLUMNS}
+        to_name, to_lane = _numbered(names, trace.names), _numbered(lanes, trace.lanes)
+        to_message, to_argument = _numbered(messages, trace.messages), _numbered(arguments, trace.arguments or ())
+        columns = {c: getattr(trace, c) for c in _ALL_COLUMNS}
         columns |= {"name": to_name[trace.name], "lane": to_lane[trace.lane]}
-        columns["message"] = to_message[trace.message]  # -1 picks the last entry, which is -1
+        columns |= {"message": to_message[trace.message], "argument": to_argument[trace.argument]}
         parts.append(columns)
         syncs.append(replace(trace.syncs, lane=to_lane[trace.syncs.lane]))
+        held.append(replace(trace.allocations, lane=to_lane[trace.allocations.lane]))
     return Trace(
         names=tuple(names), lanes=tuple(lanes), messages=tuple(messages),
-        headers=tuple(h for t in traces for h in t.headers),
-        syncs=Syncs(**{f.name: np.concatenate([getattr(s, f.name) for s in syncs]) for f in fields(Syncs)}),
+        arguments=None if any(t.arguments is None for t in traces) else tuple(arguments),
+        headers=tuple(h for t in traces for h in t.headers), syncs=_joined(syncs), allocations=_joined(held),
         warnings=tuple(dict.fromkeys(w for t in traces for w in t.warnings)),
-        **{c: np.concatenate([p[c] for p in parts]) for c in COLUMNS},
+        **{c: np.concatenate([p[c] for p in parts]) for c in _ALL_COLUMNS},
     )  # fmt: skip
+
+
+def _numbered(numbers: dict[_Item, int], own: Iterable[_Item]) -> Small:
+    """The numbers of a trace's own items among those of all; the last entry, which -1 picks, is -1."""
+    return np.array([numbers.setdefault(item, len(numbers)) for item in own] + [-1], np.int32)
+
+
+def _joined(parts: Sequence[_Rows]) -> _Rows:
+    """The rows of several tables as one."""
+    names = [column.name for column in fields(parts[0])]
+    return type(parts[0])(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from lumos.described.layer import TransformerLayer
 from lumos.errors import OptionError
 from lumos.memory.memory import Memory
 from lumos.program.operators import Collective
+from lumos.read.op_columns import OpType, RankOps, Shape, rank_ops
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, assembled, prices_of
@@ -40,7 +40,6 @@ from lumos.traced.cut import CutBlock, CutRank, cut, mean_block
 from lumos.traced.measured_ops import MeasuredOp, measured_ops
 from lumos.traced.tensor_lifetimes import Tape, tape_of
 from lumos.traced.traced_memory import cut_memory
-from lumos.traced.traced_ops import OpType, RankOps, Shape, read_ops
 
 _SHARED_CORES = (
     "assumed: every rank has the cores and the network that it has in the trace; ranks that share cores are slower"
@@ -135,12 +134,11 @@ class CalibratedRun:
     @cached_property
     def ops(self) -> dict[int, RankOps]:
         """The operators of every rank that is looked at; none where a file has none."""
-        headers = {header.rank: header for header in self.run.execution.trace.headers}
         step = self.run.marks.names[int(np.argmin(np.abs(self.run.clean_steps.milliseconds - self.run.clean_ms)))]
         ranks = [labels.rank for labels in self.labels]
         if self.on_cpu:
             return {rank: RankOps(rank, (), True) for rank in ranks}
-        return {rank: read_ops(Path(headers[rank].path), rank, step) for rank in ranks}
+        return {rank: rank_ops(self.run.execution.trace, rank, step) for rank in ranks}
 
     @cached_property
     def measured(self) -> list[list[MeasuredOp]]:

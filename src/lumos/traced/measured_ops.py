@@ -16,9 +16,8 @@ import numpy as np
 from lumos.analysis.kernel_labels import Phase, RankLabels, Work
 from lumos.costs.kernel_work import REDUCTIONS
 from lumos.program.op import Op, Tensor
-from lumos.trace.names import Category
+from lumos.read.op_columns import OpType, RankOps, TracedOp
 from lumos.trace.trace import Trace
-from lumos.traced.traced_ops import OpType, RankOps, TracedOp
 
 _PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "optimizer"}
 _ATTENTIONS = (
@@ -83,11 +82,8 @@ def owners_of(trace: Trace, labels: RankLabels, ops: RankOps, any_op: bool = Fal
     With `any_op`, where there is none, the innermost operator: lists of very many tensors are recorded without shapes.
     """
     calls = trace.launch_row[labels.row]
-    here_ns, there_us = _same_moment(trace, labels.rank, ops)
-    around = _Around(ops, there_us)
-    threads = [trace.lanes[lane].label for lane in trace.lane[calls].tolist()]
-    starts = ((trace.start[calls] - here_ns) / 1e3).tolist()
-    moments = list(zip(threads, starts, strict=True))
+    around = _Around(ops)
+    moments = list(zip(trace.lane[calls].tolist(), trace.start[calls].tolist(), strict=True))
     return [around.of(*moment) or (around.of(*moment, any_op) if any_op else None) for moment in moments]
 
 
@@ -111,41 +107,23 @@ def _marked(ops: list[MeasuredOp]) -> list[MeasuredOp]:
 _NONE = Tensor((), "bf16")
 
 
-def _same_moment(trace: Trace, rank: int, ops: RankOps) -> tuple[int, float]:
-    """One moment on both clocks, (of the trace, of the file): the start of the step, or of the first operator or scope.
-
-    Of a trace that was cut to one step, the first operator is not that of the file.
-    """
-    mark = next((op for op in ops.ops if op.type == OpType.STEP), None)
-    spans = (trace.category == Category.OP) | (trace.category == Category.NOTE)
-    rows = trace.rows_by_rank(spans)[rank]
-    if mark is not None and mark.name in trace.names:
-        marks = rows[trace.name[rows] == trace.names.index(mark.name)]
-        if len(marks):
-            return int(trace.start[marks].min()), mark.start
-    return (int(trace.start[rows].min()) if len(rows) else 0), ops.first_us
-
-
 class _Around:
-    """Finds the innermost operator with tensors around a moment of a thread, in microseconds from `zero_us`."""
+    """Finds the innermost operator with tensors around a moment of a thread."""
 
-    def __init__(self, ops: RankOps, zero_us: float) -> None:
-        self.zero_us = zero_us
-        self.threads: dict[str, list[TracedOp]] = {}
+    def __init__(self, ops: RankOps) -> None:
+        self.threads: dict[int, list[TracedOp]] = {}
         for op in ops.ops:
-            self.threads.setdefault(op.thread, []).append(op)
+            self.threads.setdefault(op.lane, []).append(op)
         self.starts = {thread: [op.start for op in some] for thread, some in self.threads.items()}
 
-    def of(self, thread: str, start: float, any_op: bool = False) -> TracedOp | None:
-        moment = self.zero_us + start
-        place = bisect_right(self.starts.get(thread, []), moment + _ROUNDING_US) - 1
+    def of(self, thread: int, moment: int, any_op: bool = False) -> TracedOp | None:
+        place = bisect_right(self.starts.get(thread, []), moment) - 1
         op = self.threads[thread][place] if place >= 0 else None
         while op is not None and (op.end < moment or op.type in _SCOPES or not (op.tensors or any_op) or op.is_note):
             op = op.parent
         return op
 
 
-_ROUNDING_US = 0.005  # files have microseconds with three digits, a Trace has nanoseconds
 _SCOPES = (OpType.BACKWARD, OpType.OPTIMIZER, OpType.FSDP, OpType.DDP, OpType.STEP)
 
 
@@ -162,7 +140,7 @@ def is_causal(ops: RankOps) -> bool:
         outer: TracedOp | None = op
         while outer is not None:
             values = outer.args.values
-            if outer.name == "aten::scaled_dot_product_attention" and isinstance(values, list) and len(values) > 5:
+            if outer.name == "aten::scaled_dot_product_attention" and len(values) > 5:
                 return bool(values[5] == "True")
             outer = outer.parent
     return True

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from lumos.dtypes import dtype_of_code
 from lumos.program.op import Tensor
-from lumos.traced.traced_ops import OpType, RankOps, TracedOp
+from lumos.read.op_columns import OpType, RankOps, TracedOp
 
 Shape = tuple[int, ...]
 Key = tuple[int, int]  # elements that differ in memory, and bytes of one
@@ -335,7 +335,7 @@ def _base(name: str) -> str:
 def outputs_of(op: TracedOp) -> tuple[Tensor, ...]:
     """The tensors that a call makes; none where it works in place."""
     name, tensors = _base(op.name), op.tensors
-    values = op.args.values if isinstance(op.args.values, list) else []
+    values = op.args.values
     if name.endswith("_") or (not tensors and not values):
         return ()
     if not tensors:
@@ -608,7 +608,7 @@ class _Follower:
             return
         latest = self.recent.get(key_of(info), [])[: -_FARTHEST - 1 : -1]
         tensor = next((t for t in latest if info.shape in (t.form, t.info.shape)), None)
-        sizes = _sizes(values[1], info.elements) if isinstance(values, list) and len(values) > 1 else ()
+        sizes = _sizes(values[1], info.elements) if len(values) > 1 else ()
         if tensor is None or not sizes:
             return
         if prod(sizes) < info.distinct:

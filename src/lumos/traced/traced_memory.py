@@ -33,10 +33,10 @@ from lumos.data_files import read_table
 from lumos.described.described import Program
 from lumos.memory.memory import GIB, Memory, StageMemory, reserve_of, workspaces_of
 from lumos.program.op import Op
+from lumos.read.op_columns import OpType, RankOps
 from lumos.setup.setup import Setup
 from lumos.traced.sizes import Sizes
 from lumos.traced.tensor_lifetimes import Tape, TensorLife, tape_of
-from lumos.traced.traced_ops import OpType, RankOps
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lumos.traced.traced_ops import MODULE, OpType, TracedOp
+from lumos.read.op_columns import MODULE, OpType, TracedOp
 
 Path = tuple[str, ...]
 

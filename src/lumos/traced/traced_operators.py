@@ -33,11 +33,11 @@ from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.graph.rules.cpu_device import is_cpu_run
 from lumos.program.op import Op, Tensor
+from lumos.read.op_columns import TracedOp, rank_ops
 from lumos.setup.gpus import Gpu, gpu_called
 from lumos.trace.trace import Trace
 from lumos.traced.measured_ops import is_causal, owners_of, recorded
 from lumos.traced.traced_modules import Modules, ModuleTime, module_times
-from lumos.traced.traced_ops import TracedOp, read_ops
 
 RECORD_SHAPES = (
     "the trace has no shapes of operators: record with lumos capture, or with record_shapes=True of torch.profiler"
@@ -220,7 +220,7 @@ def traced_operators(run: Replay) -> TracedOperators:
     step = run.marks.names[int(np.argmin(np.abs(run.clean_steps.milliseconds - run.clean_ms)))]
     labels = label(run, most=1)[0]
     path = Path(header.path) if header is not None and header.path else Path()
-    ops = read_ops(path, labels.rank, step, modules=True)
+    ops = rank_ops(run.execution.recorded, labels.rank, step, modules=True)
     if not ops.ops:
         raise InputError(f"{path}: operators with shapes are read from PyTorch profiler traces; this has none")
     if not any(op.tensors for op in ops.ops):
@@ -365,7 +365,7 @@ def _is_fp32(op: TracedOp | None) -> bool:
 
 def _is_zero(op: TracedOp, place: int) -> bool:
     """Whether an argument was recorded to be zero."""
-    values = op.args.values if isinstance(op.args.values, list) else []
+    values = op.args.values
     return place < len(values) and str(values[place]) in ("0", "0.", "0.0")
 
 
@@ -374,7 +374,7 @@ def _masks(traced: TracedOp, causal: bool) -> tuple[bool, bool]:
     op: TracedOp | None = traced
     while op is not None:
         mask, place = read_table("operator_names.toml")["attention_arguments"].get(op.name, (-1, -1))
-        values, types = (part if isinstance(part, list) else [] for part in (op.args.values, op.args.types))
+        values, types = op.args.values, op.args.types
         if 0 <= place < len(values):
             return 0 <= mask < len(types) and types[mask] != "", values[place] == "True"
         op = op.parent

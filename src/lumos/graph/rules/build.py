@@ -15,7 +15,7 @@ import numpy as np
 from lumos.data_files import read_table
 from lumos.errors import CycleError
 from lumos.graph.graph import Bools, Edges, Floats, Graph, Ints, Rule, Small
-from lumos.graph.rules.cpu_device import with_cpu_device
+from lumos.graph.rules.cpu_device import is_cpu_run, with_cpu_device
 from lumos.graph.rules.nodes import Nodes, cut_nodes
 from lumos.graph.rules.registry import RULES
 from lumos.graph.rules.rendezvous import Rendezvous, clock_offsets, find_rendezvous, rendezvous_edges
@@ -51,9 +51,15 @@ class Execution:
     origin: int  # the graph's time zero, on the trace's clock
     rendezvous: list[Rendezvous]
     warnings: tuple[str, ...]
+    before: Trace | None = None  # of a run on CPUs: the trace before its operators became kernels
 
     def __repr__(self) -> str:
         return f"Execution({self.trace!r}, {self.graph!r})"
+
+    @property
+    def recorded(self) -> Trace:
+        """The trace with its operators as they were recorded, on the same clock."""
+        return self.before or self.trace
 
     def retime(self, times: Times) -> Trace:
         """The trace at simulated times: the same events, other times."""
@@ -87,7 +93,7 @@ class Execution:
 
 def build(trace: Trace, without: Collection[str] = ()) -> Execution:
     """The execution graph of a trace; `without` some of `RULE_NAMES`, to see what they are worth."""
-    trace = with_cpu_device(trace)
+    recorded, trace = trace, with_cpu_device(trace)
     rendezvous, warnings = find_rendezvous(trace)
     offsets = clock_offsets(trace, rendezvous)
     if offsets:
@@ -112,7 +118,8 @@ def build(trace: Trace, without: Collection[str] = ()) -> Execution:
             continue
         warnings.append(f"{(~keep).sum()} inferred dependencies contradict each other and were dropped")
         graph, origin = timed_graph(nodes, graph.edges.select(keep), hubs)
-    return Execution(trace, nodes, graph, origin, rendezvous, (*trace.warnings, *warnings))
+    before = recorded.shifted(offsets) if is_cpu_run(trace) else None
+    return Execution(trace, nodes, graph, origin, rendezvous, (*trace.warnings, *warnings), before)
 
 
 def _unexplained(graph: Graph) -> Floats:

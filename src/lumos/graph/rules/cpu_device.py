@@ -157,7 +157,8 @@ def _with_rows(
     columns: dict[str, Any] = {
         "category": np.full(count, category, np.uint8), "name": name.astype(np.int32), "lane": lane,
         "start": trace.start[like], "duration": trace.duration[like], "correlation": correlation,
-        "message": np.full(count, -1, np.int32),
+        "message": np.full(count, -1, np.int32), "argument": np.full(count, -1, np.int32),
+        "sequence": np.full(count, -1, np.int32),
     }  # fmt: skip
     longer: dict[str, Any] = {c: np.concatenate([getattr(trace, c), new]) for c, new in columns.items()}
     return replace(trace, **longer)

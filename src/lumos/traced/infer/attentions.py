@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lumos.traced.traced_ops import OpType, Shape, TracedOp
+from lumos.read.op_columns import OpType, Shape, TracedOp
 
 
 class Attention(NamedTuple):

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from pathlib import Path
 
 import numpy as np
 
 from lumos.analysis.replay import Replay
 from lumos.dtypes import dtype_called
 from lumos.graph.rules.cpu_device import is_cpu_run
+from lumos.read.op_columns import OpType, TracedOp, rank_ops
 from lumos.setup.gpus import gpu_called
 from lumos.trace.trace import Header
 from lumos.traced.infer import Findings, Inferred, agreed
@@ -20,7 +20,6 @@ from lumos.traced.infer.attentions import find_attentions
 from lumos.traced.infer.layers import LayerShape, RankLayers, read_layers
 from lumos.traced.infer.parallelism import Parallelism
 from lumos.traced.infer.widths import Widths, kv_heads
-from lumos.traced.traced_ops import OpType, TracedOp, read_ops
 
 _MOST_RANKS = 16  # whose files are read again,
 _MOST_STAGES = 64  # unless they are the stages of one pipeline
@@ -47,7 +46,7 @@ def infer(run: Replay) -> Findings:
     ranks: dict[int, RankLayers] = {}
     wanted = _spread(headers)
     while wanted and len(ranks) < _MOST_STAGES:
-        ranks |= {h.rank: read_layers(read_ops(Path(h.path), h.rank, step)) for h in wanted}
+        ranks |= {h.rank: read_layers(rank_ops(run.execution.recorded, h.rank, step)) for h in wanted}
         chain = Parallelism([ranks[rank] for rank in sorted(ranks)], 0).chain
         wanted = [h for h in headers if h.rank in chain and h.rank not in ranks]
     return _Inference(run, [ranks[rank] for rank in sorted(ranks)]).found()
@@ -245,7 +244,7 @@ class _Inference:
         """Whether the loss may cover a part of the vocabulary: it is not PyTorch's own, or ranks exchange its sums."""
         return any(
             (rank.vocab and not rank.ops.of(OpType.LOSS))
-            or any(op.forward and 1 < call.elements_in <= rank.tokens for op, call in rank.ops.collectives)
+            or any(op.forward and 1 < call.in_elements <= rank.tokens for op, call in rank.ops.collectives)
             for rank in self.ranks
         )
 
@@ -269,8 +268,8 @@ class _Inference:
         activation = Parallelism(self.ranks, self.world).activation
         return any(
             call.collective == "all_reduce"
-            and not 0 < call.elements_in < least
-            and (call.elements_in != activation or activation == least)
+            and not 0 < call.in_elements < least
+            and (call.in_elements != activation or activation == least)
             for rank in self.ranks
             for _, call in rank.ops.collectives
         )

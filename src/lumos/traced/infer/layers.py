@@ -16,6 +16,7 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
+from lumos.read.op_columns import OpType, RankOps, Shape, TracedOp
 from lumos.traced.infer import agreed
 from lumos.traced.infer.attentions import (
     AttentionShape,
@@ -25,7 +26,6 @@ from lumos.traced.infer.attentions import (
     shape_over,
     with_fewest_keys,
 )
-from lumos.traced.traced_ops import OpType, RankOps, Shape, TracedOp
 
 Weight = tuple[int, int]
 
@@ -210,7 +210,7 @@ def _choice(op: TracedOp, tokens: int) -> Choice | None:
     shape = op.shapes[0] if op.shapes else ()
     if len(shape) < 2 or prod(shape[:-1]) != tokens:
         return None
-    values = op.args.values if isinstance(op.args.values, list) else []
+    values = op.args.values
     text = values[1] if len(values) > 1 and isinstance(values[1], str) else ""
     return Choice(shape[-1], int(text) if text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS else 0)
 

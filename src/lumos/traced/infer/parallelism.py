@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from lumos.trace.peers import PeerCall, peers_are_indices
+from lumos.read.op_columns import OpType, TracedOp
+from lumos.trace.trace import Message
 from lumos.traced.infer import Findings, Inferred, agreed
 from lumos.traced.infer.layers import POINT_TO_POINT, RankLayers
-from lumos.traced.traced_ops import CollectiveCall, OpType, TracedOp
 
-Calls = list[tuple[TracedOp, CollectiveCall]]
+Calls = list[tuple[TracedOp, Message]]
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,12 @@ class Parallelism:
     # ------------------------------------------------------------------ pipelines
     def _pairs(self) -> set[tuple[int, int]]:
         """(rank, peer) of every send and receive; -1 where the peer was not recorded."""
-        calls = [
-            PeerCall(rank.ops.rank, "send" in str(op.args.collective or op.name), call.peer, call.group)
+        return {
+            (rank.ops.rank, max(call.source, call.destination))
             for rank in self.ranks
-            for op, call in rank.ops.collectives
+            for _, call in rank.ops.collectives
             if call.collective == POINT_TO_POINT
-        ]
-        by_index = peers_are_indices(calls, otherwise=False)
-        return {(call.rank, call.job_peer(by_index)) for call in calls}
+        }
 
     @cached_property
     def chain(self) -> list[int]:
@@ -96,7 +94,7 @@ class Parallelism:
         if len(first) != 1 or not count:
             return {}
         sent = sum(
-            call.collective == POINT_TO_POINT and "send" in str(op.args.collective or op.name)
+            call.collective == POINT_TO_POINT and "send" in (op.message.collective if op.message else op.name)
             for op, call in first[0].ops.collectives
         )
         chunks, uneven = divmod(sent + count, 2 * count)
@@ -112,13 +110,13 @@ class Parallelism:
             if op.forward and OpType.FSDP not in op.scopes and call.collective != POINT_TO_POINT
         ]
         small = max(rank.tokens for rank in self.ranks)
-        large = [call for call in sent if not 0 <= call.elements_in <= small]
+        large = [call for call in sent if not 0 <= call.in_elements <= small]
         if not large and (small or not sent):
             why = "no activations are exchanged in the forward pass"
             return {"parallel.tp": Inferred(1, why), "parallel.cp": Inferred(1, why)}
         names = {call.collective for call in large}
         scattered = names == {"all_gather", "reduce_scatter"}
-        exchanged = {max(call.elements_in, call.elements_out) for call in large}
+        exchanged = {max(call.in_elements, call.out_elements) for call in large}
         if not (scattered or names == {"all_reduce"}) or exchanged != {self.activation}:
             return {}
         found = {"parallel.cp": Inferred(1, "keys and values are not exchanged")}
@@ -149,7 +147,7 @@ class Parallelism:
             return self._fsdp(gathers)
         replicated = any(op.type == OpType.DDP for rank in self.ranks for op in rank.ops.ops)
         reduced = [call for op, call in self.calls if op.backward and call.collective == "all_reduce"]
-        size = agreed(call.group_size for call in reduced if call.elements_in != self.activation)
+        size = agreed(call.group_size for call in reduced if call.in_elements != self.activation)
         if not replicated or size is None:
             return {}
         found = {"parallel.zero": Inferred(0, "DDP keeps a whole copy on every rank")}
