@@ -25,7 +25,7 @@ _MESSAGES = "messages"
 _CLOSE_PCT = 4.0
 _WORTH_NAMING = 0.01  # of the run
 _OTHER_WORK_PCT = 1.0  # ASTRA-sim takes work as it is in the files
-_RECUT_WORK_PCT = 10.0  # that of a trace is cut anew at ASTRA-sim's prices
+_RECUT_WORK_PCT = 10.0  # that of a trace is cut anew at ASTRA-sim's costs
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class AstraComparison:
         if is_large:
             causes.append(
                 "ASTRA-sim runs one collective or send of a rank at a time, lets a sender go on before the receiver "
-                "is there (unless --rendezvous-protocol=true), and prices collectives by its own network file"
+                "is there (unless --rendezvous-protocol=true), and estimates collectives by its own network file"
             )
         return causes
 

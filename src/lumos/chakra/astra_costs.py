@@ -38,7 +38,7 @@ def at_astra_costs(execution: Execution, plan: Communication, link: Dimension) -
 def as_ring(transfer: CommNode, ranks: int, stride: int, dimensions: Sequence[Dimension]) -> CommNode:
     """An exchange between some of the ranks, in a network of several dimensions: what ASTRA-sim is told of it.
 
-    It runs such a group as one ring, an exchange in n(n - 1)/2 steps, and prices messages between nodes by the links
+    It runs such a group as one ring, an exchange in n(n - 1)/2 steps, and takes messages between nodes over the links
     inside them unless their ranks have the same place there. The size is one with which that takes as long as sending
     every other rank its part over the links of the files: from the inside out, what leaves over the slowest of them.
     """

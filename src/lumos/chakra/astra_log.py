@@ -44,7 +44,6 @@ class SimulatedRank:
     wall_ns: int | None = None
     exposed_ns: int | None = None  # the wall time without the time of compute nodes
     compute_ns: int | None = None
-    communication_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,8 @@ def read_astra_sim_log(path: Path) -> AstraSimLog:
             found.wall_ns = _number(finished[2], path)
             found.exposed_ns = None if finished[3] is None else _number(finished[3], path)
         elif (statistic := _STATISTIC.search(line)) is not None:
-            _add_statistic(run.ranks.setdefault(_rank(statistic[1], path), SimulatedRank()), statistic, path)
+            found, value = run.ranks.setdefault(_rank(statistic[1], path), SimulatedRank()), _number(statistic[3], path)
+            found.compute_ns = value if statistic[2] == b"GPU" else found.compute_ns
         elif (node := _NODE.match(line)) is not None:
             _add_node(run, started, node)
         elif (failed := _FAILED.search(line)) is not None and not run.failure:
@@ -123,14 +123,6 @@ def _lines(path: Path) -> Iterator[bytes]:
                 if size > _MOST_BYTES:
                     raise InputError(f"{file}: larger than {_MOST_BYTES >> 20} MiB, too large for a log; {_ADVICE}")
                 yield (_COLOUR.sub(b"", line) if b"\x1b" in line else line).rstrip()
-
-
-def _add_statistic(rank: SimulatedRank, found: re.Match[bytes], path: Path) -> None:
-    value = _number(found[3], path)
-    if found[2] == b"GPU":
-        rank.compute_ns = value
-    elif found[2] == b"Comm":
-        rank.communication_ns = value
 
 
 def _add_node(run: AstraSimLog, started: dict[tuple[int, int], int], found: re.Match[bytes]) -> None:

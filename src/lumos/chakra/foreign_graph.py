@@ -59,36 +59,36 @@ class _Task(NamedTuple):
         return source, self.rank if self.node.type == NodeType.COMM_RECV and destination < 0 else destination
 
 
-Price = Callable[[ChakraFile, Node], float]  # microseconds of a node of a file
+NodeCost = Callable[[ChakraFile, Node], float]  # microseconds of a node of a file
 
 
-def foreign_execution(files: Sequence[ChakraFile], price: Price | None = None) -> Execution:
-    """The run that files of other tools describe, at the times of their nodes or at a price."""
+def foreign_execution(files: Sequence[ChakraFile], cost: NodeCost | None = None) -> Execution:
+    """The run that files of other tools describe, at the times of their nodes or at their costs."""
     has_times = any(node.start_us for file in files for node in file.nodes)
     headers = tuple(Header(f.rank, str(f.path), profiled=False, is_graph=not has_times) for f in files)
     tasks: list[_Task] = []
     for file in files:
-        tasks += _tasks(file, len(tasks), price)
+        tasks += _tasks(file, len(tasks), cost)
     job = _Job(tasks, headers, ProcessGroups(files), all(FOLDED in file.head for file in files))
     if not any(task.nanoseconds for task in job.tasks):
         path = files[0].path if len(files) == 1 else files[0].path.parent
-        if price is not None:
-            raise InputError(f"{path}: its nodes state no operations, bytes or messages; there is nothing to price")
+        if cost is not None:
+            raise InputError(f"{path}: its nodes state no operations, bytes or messages to estimate times from")
         raise InputError(
-            f"{files[0].path}: none of its nodes has a duration (a workload for a simulator that prices them itself); "
-            f"price them for a GPU: lumos predict --from {path} --gpu h100"
+            f"{files[0].path}: none of its nodes has a duration (a workload for a simulator with a cost model); "
+            f"estimate them for a GPU: lumos predict --from {path} --gpu h100"
         )
     return job.execution
 
 
-def _tasks(file: ChakraFile, first: int, price: Price | None) -> Iterator[_Task]:
+def _tasks(file: ChakraFile, first: int, cost: NodeCost | None) -> Iterator[_Task]:
     """The nodes of a file as tasks, which are numbered from `first`."""
     index = {node.id: first + i for i, node in enumerate(file.nodes)}
     on_cpu = any("is_cpu_op" in node.values for node in file.nodes if node.type == NodeType.COMP)
-    side_by_side = FOLDED in file.head or price is not None
+    side_by_side = FOLDED in file.head or cost is not None
     for node in file.nodes:
         waits_for = tuple(dict.fromkeys(index[dep] for dep in file.waited_for(node)))
-        micros = node.duration_us if price is None else price(file, node)
+        micros = node.duration_us if cost is None else cost(file, node)
         lane, category = _lane(file.rank, node, on_cpu, side_by_side)
         yield _Task(file.rank, node, lane, category, round(min(micros, LONGEST_US) * 1000), waits_for)
 
@@ -97,7 +97,7 @@ def _lane(rank: int, node: Node, on_cpu: bool, side_by_side: bool) -> tuple[Lane
     """What a node occupies while it runs.
 
     `on_cpu`: computation is the CPU's unless a node says otherwise. `side_by_side`: process groups do not wait for one
-    another, as in files that Lumos folded or priced. (Of folded ones, see `_Job.lanes`.)
+    another, as in files that Lumos folded or estimated. (Of folded ones, see `_Job.lanes`.)
     """
     if node.type in COMMUNICATION and not node.values.get("is_cpu_op", False):
         label = {NodeType.COMM_COLL: "collectives", NodeType.COMM_SEND: "sends"}.get(NodeType(node.type), "receives")

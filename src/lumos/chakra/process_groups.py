@@ -18,19 +18,13 @@ import msgspec
 from lumos.chakra.file_format import ChakraFile, NodeType
 from lumos.errors import InputError
 from lumos.files import read_file
+from lumos.read.execution_trace import described_groups
 
 _MOST_BYTES = 1 << 26
 _MOST_FILES = 64  # of a folder that are looked into
 
 
 _Ranks = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]]
-
-
-class _Described(msgspec.Struct):
-    """A process group in a node of metadata, as PyTorch writes it."""
-
-    pg_name: str = ""
-    ranks: _Ranks = []
 
 
 class ProcessGroups:
@@ -63,9 +57,8 @@ class ProcessGroups:
         for file in self.files:
             for node in file.nodes:
                 if node.type == NodeType.METADATA and node.inputs[:2] == "['":
-                    with suppress(msgspec.DecodeError, RecursionError):
-                        groups = msgspec.json.decode(node.inputs[2:-2], type=list[_Described])
-                        found |= {(file.rank, one.pg_name): tuple(dict.fromkeys(one.ranks)) for one in groups}
+                    groups = described_groups(node.inputs[2:-2])
+                    found |= {(file.rank, name): ranks for name, ranks in groups.items()}
         return found
 
     @cached_property

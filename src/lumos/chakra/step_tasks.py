@@ -3,7 +3,7 @@
 A stage becomes a chain of work with the transfers that hang on it, as `lumos.chakra.folded_ranks` makes it of a traced
 rank: work is cut where a transfer is issued and where it is waited for. Transfers are the collectives inside blocks,
 weights that are gathered, gradients that are reduced in buckets, and messages between stages. They have the length
-that the prediction gives them, so that the files replay to the predicted step; a simulator prices them anew.
+that the prediction gives them, so that the files replay to the predicted step; a simulator has costs of its own.
 
 Which ranks a transfer joins is not yet said: a group is named `SIZExSTRIDE`, and the ends of a message are stages.
 """

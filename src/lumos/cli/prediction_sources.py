@@ -142,7 +142,7 @@ class OfGraph:
 
 
 def graph_at(path: Path, options: TraceOptions) -> list[ChakraFile]:
-    """The Chakra files at a path, if they have to be priced; none if anything else is there."""
+    """The Chakra files at a path, if their times have to be estimated; none if anything else is there."""
     some, _ = find_files(path, options.match)
     if form_of(some[0], head_of(some[0])) not in (Form.CHAKRA, Form.CHAKRA_JSON):
         return []

@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -164,27 +165,31 @@ def _whole(value: Any) -> int:
 
 
 def _groups(nodes: list[_Node]) -> dict[str, tuple[int, ...]]:
-    """Process groups by name, where a file describes them; no ranks means all of them."""
+    """Process groups by name, where a file describes them."""
     groups: dict[str, tuple[int, ...]] = {}
     for node in nodes:
         if isinstance(node.name, str) and node.name.startswith("## process_group:init"):
             values = node.side("input").values
             for text in values if isinstance(values, list) else []:
-                groups |= _described_groups(text)
+                groups |= described_groups(text)
     return groups
 
 
-def _described_groups(text: Any) -> dict[str, tuple[int, ...]]:
-    try:
-        described = msgspec.json.decode(text, type=list[dict[str, Any]])
-    except (msgspec.DecodeError, TypeError):
-        return {}
-    found = {}
-    for group in described:
-        ranks = group.get("ranks") or range(min(_whole(group.get("group_size")), 1 << 20))
-        if all(isinstance(r, int) for r in ranks):
-            found[str(group.get("pg_name"))] = tuple(ranks)
-    return found
+class _Group(msgspec.Struct):
+    """A process group in a node of metadata, as PyTorch writes it; no ranks means all of them."""
+
+    pg_name: str = ""
+    ranks: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]] = []
+    group_size: Any = 0
+
+
+def described_groups(text: Any) -> dict[str, tuple[int, ...]]:
+    """Process groups by name, in the text of the node that describes them."""
+    with suppress(msgspec.DecodeError, TypeError, RecursionError):
+        groups = msgspec.json.decode(text, type=list[_Group])
+        sizes = (range(min(_whole(one.group_size), 1 << 20)) for one in groups)
+        return {one.pg_name: tuple(dict.fromkeys(one.ranks or size)) for one, size in zip(groups, sizes, strict=True)}
+    return {}
 
 
 def _message(
