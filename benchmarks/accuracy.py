@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "calibration"))
 
 from changes_data import unpack  # noqa: E402
-from lumos.analysis.ablation import BETWEEN_STREAMS, ablate  # noqa: E402
-from lumos.analysis.replay import Replay, replay  # noqa: E402
+from lumos.analysis.replay import BETWEEN_STREAMS, Replay, ablate, replay  # noqa: E402  # noqa: E402
 from lumos.graph.rules.build import RULE_NAMES, build  # noqa: E402
 from lumos.graph.rules.profiler_cost import load_profiler_cost  # noqa: E402
 from lumos.graph.scaling import Scale  # noqa: E402

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import lumos_here as lumos
-from lumos.analysis.about_machine import about_machine
+from lumos.analysis.about import about_machine
 from lumos.costs.features import roofline_us
 from lumos.costs.hardware_model import hardware_model
 from lumos.costs.operator_model import chip_of

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lumos.analysis.ablation import unfrozen
 from lumos.analysis.collectives import message_bytes
-from lumos.analysis.replay import replay
+from lumos.analysis.replay import replay, unfrozen
 from lumos.graph.graph import Rule
 from lumos.graph.rules.build import Execution, build
 from lumos.graph.rules.event import _Thread

@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from lumos.analysis.breakdown import Breakdown
+from lumos.analysis.breakdown import Breakdown, Hotspot
 from lumos.analysis.collectives import Collective, CollectiveGroup
-from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.sensitivities import Sensitivity
 from lumos.analysis.stragglers import Straggler
 

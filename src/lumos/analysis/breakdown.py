@@ -1,4 +1,4 @@
-"""Breakdown of a step: exposed compute, exposed communication, both at once, and neither. They add up to the step.
+"""Breakdown of a step: exposed compute, exposed communication, overlapped, and other. They add up to the step.
 
     compute  ████████        ████
     comm         ████████
@@ -8,6 +8,8 @@
 
 A communication kernel counts from its arrival, so waiting for other ranks is communication here; the table of
 collectives separates the two. Copies and memsets count as compute.
+
+GPU time by kernel and by operator are `hotspots`; how busy GPUs are in the course of a run is `utilisation`.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from lumos.graph.graph import Floats
+from lumos.graph.rules.nodes import Nodes
 from lumos.trace.names import Kind
 from lumos.trace.steps import Steps
 from lumos.trace.trace import Ints, Trace
 
 _MATTERS = 0.01  # of the step
+_BIN_NS = 1_000_000
+_FEWEST_BINS, _MOST_BINS = 20, 400  # in short and in long runs
 
 
 @dataclass(frozen=True)
@@ -112,3 +117,73 @@ def covered(start: Ints, end: Ints, low: int, high: int) -> int:
         return 0
     before = np.concatenate([[start[0]], end[:-1]])
     return int(np.maximum(end - np.maximum(start, before), 0).sum())
+
+
+@dataclass(frozen=True)
+class Hotspot:
+    """One kernel or operator: milliseconds a step, mean over ranks."""
+
+    name: str
+    calls: float
+    ms: float
+    mean_us: float
+
+
+def hotspots(nodes: Nodes, steps: int, by_operator: bool) -> list[Hotspot]:
+    """Kernels by the time they take, or operators by that of what they launched, the longest first.
+
+    Communication is in the table of collectives.
+    """
+    trace = nodes.trace
+    rows = np.flatnonzero(trace.on_gpu & ~trace.is_communication)
+    named = nodes.operator_row[rows] if by_operator else rows
+    rows, named = rows[named >= 0], named[named >= 0]
+    total = np.bincount(trace.name[named], trace.duration[rows], len(trace.names))
+    count = np.bincount(trace.name[named], minlength=len(trace.names))
+    share = max(steps, 1) * max(len(trace.ranks), 1)
+    order = [int(i) for i in np.argsort(-total, kind="stable") if count[i]]
+    return [
+        Hotspot(
+            trace.names[i], float(count[i]) / share, float(total[i]) / share / 1e6, float(total[i] / count[i]) / 1e3
+        )
+        for i in order
+    ]
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Busy shares between 0 and 1, (ranks, bins)."""
+
+    bin_ms: float
+    ranks: tuple[int, ...]
+    share: np.ndarray
+
+    @property
+    def mean(self) -> float:
+        return float(self.share.mean()) if self.share.size else 0.0
+
+
+def utilisation(trace: Trace, steps: Steps) -> Utilisation:
+    """Busy share of every rank's GPU, from the start of the first step to the end of the last."""
+    low, high = int(steps.start.min()), int(steps.end.max())
+    span = max(high - low, 1)
+    bins = min(max(-(-span // _BIN_NS), _FEWEST_BINS), _MOST_BINS, span)
+    at = np.arange(bins + 1)
+    edges = low + span // bins * at + span % bins * at // bins  # times since 1970 exceed the precision of floats
+    gpu = trace.rows_by_rank(trace.on_gpu)
+    return Utilisation(span / bins / 1e6, steps.ranks, np.array([_busy(trace, gpu[r], edges) for r in steps.ranks]))
+
+
+def _busy(trace: Trace, rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    if len(rows) == 0:
+        return np.zeros(len(edges) - 1)
+    order = np.argsort(trace.start[rows], kind="stable")
+    start, end = trace.start[rows][order], np.maximum.accumulate(trace.end[rows][order])
+    start = np.maximum(start, np.concatenate([[start[0]], end[:-1]]))
+    length = np.maximum(end - start, 0)
+    # Busy time up to each edge: whole intervals before it plus the part of the one it cuts.
+    done = np.concatenate([[0], np.cumsum(length)])
+    at = np.searchsorted(start, edges, side="right")
+    part = np.where(at > 0, np.minimum(edges - start[np.maximum(at - 1, 0)], length[np.maximum(at - 1, 0)]), 0)
+    busy = done[np.maximum(at - 1, 0)] + np.maximum(part, 0)
+    return np.asarray(np.diff(busy) / np.diff(edges))

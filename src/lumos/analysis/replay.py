@@ -1,28 +1,44 @@
-"""Replay: build the graph of a run, simulate it, and say where the time goes."""
+"""Replay: build the graph of a run, simulate it, report where the time goes, and how much of it the rules explain.
+
+A graph that keeps every recorded wait replays perfectly, whatever its rules say. The ablation therefore sets every wait
+that no rule explains to zero before the graph is simulated: what the step lacks then is the honest error of the replay.
+The same without a rule shows what that rule explains. The start of a thread or stream is kept: a recording starts
+somewhere. Without `thread` or `collective`, a pause or a transfer keeps its recorded time, waiting included: both rows
+flatter.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lumos.analysis.ablation import Ablation, ablate
+import numpy as np
+
 from lumos.analysis.answers import PathAnswer, ReplayAnswer
-from lumos.analysis.breakdown import Breakdown, breakdown_by_rank, mean_breakdown
+from lumos.analysis.breakdown import (
+    Breakdown,
+    Hotspot,
+    Utilisation,
+    breakdown_by_rank,
+    hotspots,
+    mean_breakdown,
+    utilisation,
+)
 from lumos.analysis.collectives import Collective, collectives, group_collectives
-from lumos.analysis.hotspots import Hotspot, hotspots
 from lumos.analysis.run import TracedRun
-from lumos.analysis.sensitivities import Sensitivity, sensitivities
+from lumos.analysis.sensitivities import Sensitivity, WhatIf, sensitivities
 from lumos.analysis.slowdown_jobs import rank_job
 from lumos.analysis.stragglers import Straggler, stragglers
-from lumos.analysis.utilisation import Utilisation, utilisation
-from lumos.analysis.what_if import WhatIf
 from lumos.arguments import checks_arguments
-from lumos.graph.critical_path import CriticalPath, PathSummary, summarise
+from lumos.data_files import read_table
+from lumos.graph.critical_path import PathSummary, summarise
 from lumos.graph.graph import Graph
-from lumos.graph.rules.build import Execution, build
+from lumos.graph.rules.build import RULE_NAMES, Execution, build
 from lumos.graph.rules.profiler_cost import ProfilerCost, is_profiled, load_profiler_cost, without_profiler
+from lumos.graph.rules.sync import LONGEST_RETURN, SYNCHRONISING
 from lumos.graph.simulate import Times, simulate
 from lumos.read.job import read_job
 from lumos.tables import frame
@@ -32,9 +48,9 @@ from lumos.trace.trace import Trace
 if TYPE_CHECKING:
     from polars import DataFrame
 
-_LONGEST_STEP_MS, _SHORTEST_STEP_MS = 3.6e6, 0.01
-_SHORTEST_SHARE = 0.1  # of the typical step in the mean
-_MOST_ERROR_PCT = 20.0  # all recorded jobs are within a few per cent
+_LIMITS = read_table("analysis.toml")["replay"]
+# What replays that know only launches, synchronisation and collectives lack: everything between streams.
+BETWEEN_STREAMS = ("event", "communicator", "channel")
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,11 +139,6 @@ class Replay:
         """The run without the profiler, to be simulated with other durations."""
         return WhatIf(self.execution, self.marks, self.clean_graph)
 
-    @property
-    def path(self) -> CriticalPath:
-        """The critical path of all steps of the rank that ends last, without the profiler."""
-        return self.clean_run.path
-
     @cached_property
     def path_summary(self) -> PathSummary:
         """The critical path of the typical step without the profiler."""
@@ -183,9 +194,9 @@ class Replay:
         """The answer of `lumos replay --json`, on request with `--ablate`."""
         if not ablate:
             return self.answer.as_dict()
-        whole = self.ablation[0]
-        found = {"unfrozen_ms": whole.step_ms, "unfrozen_error_pct": whole.error_pct}
-        return self.answer.as_dict() | found | {"ablation": [one.as_dict() for one in self.ablation]}
+        whole, rows = self.ablation[0], [asdict(one) | {"without": list(one.without)} for one in self.ablation]
+        unfrozen_step = {"unfrozen_ms": whole.step_ms, "unfrozen_error_pct": whole.error_pct}
+        return self.answer.as_dict() | unfrozen_step | {"ablation": rows}
 
     @cached_property
     def answer(self) -> ReplayAnswer:
@@ -242,16 +253,53 @@ def replay(source: Trace | Execution | Path | str, cost: ProfilerCost | Path | s
 
 def _doubts(run: Replay) -> list[str]:
     """What no training step is like: then the trace is damaged, or its steps are not what they seem."""
-    recorded, doubts = run.recorded_steps.mean, []
-    if recorded > _LONGEST_STEP_MS:
-        doubts.append(f"a step of {recorded / 3.6e6:,.1f} hours: its times are damaged, or the trace is of many steps")
-    if recorded < _SHORTEST_STEP_MS:
-        doubts.append(f"a step of {recorded * 1e3:.3g} µs: no training step is as short; are its marks right?")
-    if run.recorded_steps.typical < _SHORTEST_SHARE * recorded:
-        doubts.append("some steps are less than a tenth of the mean: they overlap or differ; choose one with --step")
-    if abs(run.error_pct) > _MOST_ERROR_PCT:
-        doubts.append(
-            f"the simulated step differs by {run.error_pct:+.0f} % from the recorded one: the trace contradicts "
-            "itself, and what follows from it is not reliable; record it again"
-        )
-    return doubts
+    recorded, typical, error = run.recorded_steps.mean, run.recorded_steps.typical, run.error_pct
+    is_doubted = {
+        "too_long": recorded > _LIMITS["longest_step_ms"],
+        "too_short": recorded < _LIMITS["shortest_step_ms"],
+        "uneven": typical < _LIMITS["shortest_share"] * recorded,
+        "contradictory": abs(error) > _LIMITS["most_error_pct"],
+    }
+    values = {"hours": recorded / 3.6e6, "us": recorded * 1e3, "error": error}
+    return [_LIMITS["doubts"][name].format(**values) for name, holds in is_doubted.items() if holds]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """The step with nothing frozen, under some of the rules."""
+
+    without: tuple[str, ...]
+    edges: int  # fewer than with all rules; negative if others came in their place
+    step_ms: float
+    error_pct: float  # from the recorded step
+
+
+def ablate(execution: Execution) -> Iterator[Ablation]:
+    """All rules first, then without each that states something here, then without all that order streams."""
+    whole = _measured(execution, (), len(execution.graph.edges))
+    yield whole
+    for without in (*((name,) for name in RULE_NAMES), BETWEEN_STREAMS):
+        reduced = build(execution.trace, without)
+        if len(reduced.graph.edges) != len(execution.graph.edges):
+            yield _measured(reduced, without, len(execution.graph.edges))
+
+
+def _measured(execution: Execution, without: tuple[str, ...], edges: int) -> Ablation:
+    marks = find_steps(execution.trace)
+    recorded = marks.read(execution.trace).mean
+    step = marks.read(execution.retime(simulate(unfrozen(execution)))).mean
+    error = 100 * (step / recorded - 1) if recorded else 0.0
+    return Ablation(without, edges - len(execution.graph.edges), step, error)
+
+
+def unfrozen(execution: Execution) -> Graph:
+    """The graph without the waits that no rule explains; where a lane begins is not one of them.
+
+    A synchronising call that outlasts everything it is known to wait for waited for something else.
+    """
+    graph, nodes, trace = execution.graph, execution.nodes, execution.trace
+    waits = np.zeros(len(graph), bool)
+    waits[: len(nodes)] = nodes.is_return & np.isin(trace.call[nodes.row], SYNCHRONISING) & (nodes.row >= 0)
+    duration = np.where(waits, np.minimum(graph.duration, LONGEST_RETURN), graph.duration)
+    edges = replace(graph.edges, frozen=np.zeros(len(graph.edges)))
+    return replace(graph, duration=duration, frozen=np.where(graph.is_first, graph.frozen, 0.0), edges=edges)

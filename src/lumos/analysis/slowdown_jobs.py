@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lumos.analysis.recurrence import group_medians, numbered, occurrence, step_of_nodes
 from lumos.analysis.run import TracedRun
 from lumos.analysis.slowdown import Job, Worker
+from lumos.analysis.stragglers import group_medians, numbered, occurrence, step_of_nodes
 from lumos.errors import InputError
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.operation_graph import OperationGraph, operation_graph

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lumos.analysis.about import about
-from lumos.analysis.about_machine import about_machine
+from lumos.analysis.about import about, about_machine
 from lumos.cli.options import AsJson
 from lumos.cli.terminal import deliver
 from lumos.files import check_output, write_csv

@@ -19,7 +19,7 @@ from lumos.read.kineto import read_kineto
 from lumos.report.table import Column, Row, Table
 from lumos.report.terminal.style import rendered
 from lumos.trace.trace import concatenate
-from lumos.traced.infer.disclosure import Disclosure, disclosures
+from lumos.traced.disclosure import Disclosure, disclosures
 
 _ALL_ROWS = 1000
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from lumos.analysis.about import About
-from lumos.analysis.about_machine import AboutMachine
+from lumos.analysis.about import About, AboutMachine
 from lumos.report.table import Card, Column, Row, Table
 
 

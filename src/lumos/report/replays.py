@@ -6,10 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from lumos.analysis.breakdown import Breakdown, mean_breakdown
+from lumos.analysis.breakdown import Breakdown, Hotspot, mean_breakdown
 from lumos.analysis.collectives import Collective, CollectiveGroup
 from lumos.analysis.comparison import Comparison, Difference
-from lumos.analysis.hotspots import Hotspot
 from lumos.analysis.replay import Replay
 from lumos.graph.critical_path import SLOW_PARTS, PathSummary
 from lumos.graph.rules.cpu_device import is_cpu_run

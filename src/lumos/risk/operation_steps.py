@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lumos.analysis.recurrence import numbered
+from lumos.analysis.stragglers import numbered
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.operation_graph import OperationGraph, meetings_of, operation_graph
 from lumos.graph.simulate import simulate_many

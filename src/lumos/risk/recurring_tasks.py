@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.analysis.recurrence import group_medians, numbered, occurrence, step_of_nodes
 from lumos.analysis.replay import Replay
+from lumos.analysis.stragglers import group_medians, numbered, occurrence, step_of_nodes
 from lumos.graph.graph import Floats, Graph, Ints
 from lumos.graph.rules.nodes import Nodes
 from lumos.trace.names import Kind

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lumos.analysis.about import About
-from lumos.analysis.about_machine import AboutMachine
+from lumos.analysis.about import About, AboutMachine
 from lumos.report import about_tables as tables
 from lumos.report.html.page import Page, Section
 

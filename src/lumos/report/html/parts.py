@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lumos.analysis.breakdown import Breakdown
+from lumos.analysis.breakdown import Breakdown, Hotspot, Utilisation
 from lumos.analysis.collectives import Collective, CollectiveGroup, group_collectives
-from lumos.analysis.hotspots import Hotspot
-from lumos.analysis.utilisation import Utilisation
 from lumos.export.launch_files import LaunchFiles
 from lumos.graph.critical_path import SLOW_PARTS, PathSummary
 from lumos.report import replays

@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from lumos.analysis.about import About
-from lumos.analysis.about_machine import AboutMachine
+from lumos.analysis.about import About, AboutMachine
 from lumos.costs.operator_model import CostModel
 from lumos.measure.fit_machine import FittedMachine
 from lumos.measure.operator_rows import SIZES
