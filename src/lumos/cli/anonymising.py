@@ -39,7 +39,7 @@ class Wishes:
         if self.keep and len(execution.trace.ranks) > 1 and "{rank}" not in output.name:
             raise OptionError(f"-o {output}: --keep shapes needs a file for each rank; put {{rank}} into its name")
         hidden = anonymise(execution, self.drop, links, "shapes" in self.keep)
-        if "shapes" in self.keep and not any(hidden.arguments.values()):
+        if "shapes" in self.keep and not (hidden.execution.trace.argument >= 0).any():
             where = execution.trace.headers[0].path
             raise OptionError(f"--keep shapes: {where} has no shapes of operators; leave it out")
         return hidden

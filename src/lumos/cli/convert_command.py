@@ -18,7 +18,6 @@ from lumos.cli.terminal import deliver
 from lumos.dry_run.dry_files import dry_files
 from lumos.errors import InputError, OptionError
 from lumos.export.chrome_traces import write_kineto, write_timeline
-from lumos.export.kept_shapes import Arguments
 from lumos.files import check_output, form_of
 from lumos.graph.rules.build import Execution, build
 from lumos.prediction.bill import Tariff
@@ -87,7 +86,7 @@ def convert_command(
     if form_of(output, FORMS) == ".et":
         answer = _answer(execution, links, write_execution(output, execution, chakra, links))
     else:
-        answer = _write(output, execution, links, {} if hidden is None else hidden.arguments)
+        answer = _write(output, execution, links)
     if hidden is not None:
         answer["anonymised"] = anonymised_answer(hidden, answer["files"], wanted)
     deliver(answer, _show, as_json)
@@ -156,9 +155,7 @@ def _execution_traces(trace: Trace, et: Path) -> dict[int, Path]:
     return {rank: by_rank[rank] for rank in trace.ranks}
 
 
-def _write(
-    output: Path, execution: Execution, links: Links | None, arguments: dict[int, dict[int, Arguments]]
-) -> dict[str, Any]:
+def _write(output: Path, execution: Execution, links: Links | None) -> dict[str, Any]:
     """A timeline: one file with all ranks, or one a rank."""
     trace = execution.trace
     if len(trace.ranks) > 1 and _RANK not in output.name:
@@ -167,7 +164,7 @@ def _write(
     else:
         files = [output.with_name(output.name.replace(_RANK, str(rank))) for rank in trace.ranks]
         for file, rank in zip(files, trace.ranks, strict=True):
-            write_kineto(file, trace, rank, arguments.get(rank, {}))
+            write_kineto(file, trace, rank)
     return _answer(execution, links, {"files": [str(file) for file in files], "warnings": []})
 
 

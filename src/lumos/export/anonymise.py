@@ -12,18 +12,19 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lumos.data_files import read_table
 from lumos.export.hidden_times import with_hidden_times
-from lumos.export.kept_shapes import Arguments, kept_arguments
 from lumos.export.public_names import NameMap
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.rendezvous import Rendezvous
 from lumos.read.execution_trace import Links, Operator, Tensor
+from lumos.read.op_columns import OpArguments
 from lumos.setup.gpus import gpu_called
 from lumos.trace.names import Category
-from lumos.trace.trace import Header, Lane, Message, Trace
+from lumos.trace.trace import Arguments, Header, Lane, Message, Trace
 
 DROPS = {
     "gpu": "the GPU and the generation that its kernels are compiled for",
@@ -34,6 +35,10 @@ DROPS = {
 KEEPS = {"shapes": "shapes of operators, from which other configurations are predicted, and all sizes of the model"}
 _LARGEST_NUMBER = 1000  # of a stream or device that is kept: others may be addresses or processes
 _NOTHING = ("[]", "[]", "[]")  # values, shapes and types of an operator
+_LARGEST_SIZE = 1 << 62
+_DEEPEST = 2  # a list of tensors is a list of shapes
+_UNKNOWN = np.zeros(0, np.int32)  # a column that a trace does not have
+_VALUES = re.compile(r"-?\d{0,20}\.?\d{0,20}(e[+-]?\d{1,3})?|True|False|\[[-\d., ]{0,400}\]")
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,6 @@ class Anonymised:
 
     execution: Execution
     links: Links | None
-    arguments: dict[int, dict[int, Arguments]]  # of operators, by rank and row, where shapes are kept
     kept_names: int
     replaced_names: int
     changed_roles: int  # names whose replacement the analysis reads otherwise: figures may differ
@@ -55,9 +59,8 @@ def anonymise(
 
     With `shapes`, those of operators are kept.
     """
-    arguments = {rank: kept_arguments(execution.trace, rank) for rank in execution.trace.ranks} if shapes else {}
     names = NameMap(operators="operators" not in drop, generation="gpu" not in drop, types="sizes" not in drop)
-    trace = _with_lanes(_renamed(_renumbered(execution.trace), names))
+    trace = _with_arguments(_with_lanes(_renamed(_renumbered(execution.trace), names)), shapes)
     speak = _Messages(sizes="sizes" not in drop)
     gpus = "gpu" not in drop
     trace = replace(
@@ -69,7 +72,7 @@ def anonymise(
     meetings = [_meeting(meeting, speak) for meeting in execution.rendezvous]
     moved = replace(moved, rendezvous=meetings, warnings=_own(execution.warnings))
     kept = None if links is None else _links(links, "sizes" not in drop)
-    return Anonymised(moved, kept, arguments, names.kept, names.replaced, names.changed_roles)
+    return Anonymised(moved, kept, names.kept, names.replaced, names.changed_roles)
 
 
 # ---------------------------------------------------------------------- names
@@ -196,6 +199,41 @@ def _own(warnings: Iterable[str]) -> tuple[str, ...]:
     return tuple(text for text in warnings if re.sub(r"-?\d[\d,.]*", "#", text) in kept)
 
 
+# ---------------------------------------------------------------------- arguments of operators
+def _with_arguments(trace: Trace, shapes: bool) -> Trace:
+    """With nothing but numbers and known types in the arguments of operators, or without arguments."""
+    if trace.arguments is None or not shapes:
+        return replace(trace, arguments=None, argument=_UNKNOWN, sequence=_UNKNOWN)
+    is_op = trace.category == Category.OP
+    argument, sequence = (np.where(is_op, column, -1) for column in (trace.argument, trace.sequence))
+    for rank in trace.ranks:
+        mine = trace.rank == rank
+        if (argument[mine] < 0).all():
+            sequence[mine] = -1
+        sequence[mine & (sequence >= 0)] -= _least(sequence[mine])
+    used = set(argument.tolist())
+    nothing = Arguments(b"", b"", b"", b"")
+    kept = (_bare_arguments(one) if place in used else nothing for place, one in enumerate(trace.arguments))
+    return replace(trace, arguments=tuple(kept), argument=argument, sequence=sequence)
+
+
+def _bare_arguments(recorded: Arguments) -> Arguments:
+    """Numbers and known types only."""
+    args, known = OpArguments(recorded), read_table("public_names.toml")["tensor_types"]
+    types = [text if text in known else "" for text in args.types]
+    values = [text if isinstance(text, str) and _VALUES.fullmatch(text) else "" for text in args.values]
+    texts = map(msgspec.json.encode, (_sizes(args.dims), types, _sizes(args.strides), values))
+    shapes, dtypes, strides, plain = texts
+    return Arguments(shapes, dtypes, strides if args.strides else b"", plain)
+
+
+def _sizes(value: Any, depth: int = 0) -> Any:
+    """Lists of numbers, and lists of those; anything else becomes an empty list."""
+    if isinstance(value, list) and depth <= _DEEPEST:
+        return [_sizes(part, depth + 1) for part in value]
+    return value if isinstance(value, int) and abs(value) < _LARGEST_SIZE and depth > 1 else []
+
+
 # ---------------------------------------------------------------------- numbers
 def _renumbered(trace: Trace) -> Trace:
     """With ids that begin at zero on every rank: they count what a process did before the recording."""
@@ -216,7 +254,7 @@ def _renumbered(trace: Trace) -> Trace:
 
 
 def _least(ids: np.ndarray) -> int:
-    return int(ids[ids >= 0].min(initial=np.iinfo(np.int64).max)) if (ids >= 0).any() else 0
+    return int(ids[ids >= 0].min()) if (ids >= 0).any() else 0
 
 
 def _from_zero(execution: Execution) -> Execution:

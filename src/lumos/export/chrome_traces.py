@@ -9,10 +9,9 @@ Arrows show the dependencies between lanes that decided when a task started; tho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -53,13 +52,14 @@ def _write(path: Path, header: dict[str, Any], events: Iterable[Event]) -> None:
             packed.close()
 
 
-def write_kineto(path: Path, trace: Trace, rank: int, arguments: Mapping[int, Event] = MappingProxyType({})) -> None:
-    """Write the events of one rank as PyTorch's profiler does, with further `arguments` of operators by row."""
+def write_kineto(path: Path, trace: Trace, rank: int) -> None:
+    """Write the events of one rank as PyTorch's profiler does."""
     base = int(trace.start.min()) if len(trace) else 0
     header = _header(next(h for h in trace.headers if h.rank == rank))
     # Recording shapes took time, whether this file has them or not.
-    header |= {"baseTimeNanoseconds": base, "lumosShapesLeftOut": int(header["record_shapes"] and not arguments)}
-    _write(path, header, _kineto_events(trace, rank, base, arguments))
+    has_shapes = bool((trace.argument[trace.rank == rank] >= 0).any())
+    header |= {"baseTimeNanoseconds": base, "lumosShapesLeftOut": int(header["record_shapes"] and not has_shapes)}
+    _write(path, header, _kineto_events(trace, rank, base))
 
 
 def _header(header: Header) -> dict[str, Any]:
@@ -75,13 +75,13 @@ def _header(header: Header) -> dict[str, Any]:
     }
 
 
-def _kineto_events(trace: Trace, rank: int, base: int, arguments: Mapping[int, Event]) -> Iterator[Event]:
+def _kineto_events(trace: Trace, rank: int, base: int) -> Iterator[Event]:
     mine = np.flatnonzero(trace.lane_rank == rank).tolist()
     tracks = {lane: (_number(trace.lanes[lane].process), _number(trace.lanes[lane].label)) for lane in mine}
     yield from (_track(*track, trace.lanes[lane].text) for lane, track in tracks.items())
     for row in np.flatnonzero(trace.rank == rank).tolist():
         track = tracks[int(trace.lane[row])]
-        yield _span(trace, row, *track, base) | {"args": {**_args(trace, row, track), **arguments.get(row, {})}}
+        yield _span(trace, row, *track, base) | {"args": _args(trace, row, track)}
     yield from _syncs(trace, rank)
 
 
@@ -111,6 +111,13 @@ def _args(trace: Trace, row: int, track: tuple[int | str, int | str]) -> dict[st
             "Group size": message.group_size, "Process Group Ranks": str(list(message.ranks)),
             "Seq": message.sequence, "Src Rank": message.source, "Dst Rank": message.destination,
         }  # fmt: skip
+    if trace.arguments is not None and trace.argument[row] >= 0:
+        called = trace.arguments[trace.argument[row]]
+        texts = {"Input Dims": called.shapes, "Input type": called.types, "Concrete Inputs": called.values,
+                 "Input Strides": called.strides}  # fmt: skip
+        args |= {key: orjson.Fragment(text) for key, text in texts.items() if text}
+    if trace.sequence[row] >= 0:
+        args["Sequence number"] = int(trace.sequence[row])
     return args
 
 
