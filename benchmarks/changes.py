@@ -47,11 +47,11 @@ from lumos.read.job import read_job
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain, read_setup
 from lumos.step.step import simulate_step
-from lumos.traced.calibration import MODES
 from lumos.traced.infer import Findings
 from lumos.traced.infer.completion import changed, complete
 from lumos.traced.infer.infer import infer
 from lumos.traced.learned import CalibratedRun
+from lumos.traced.trace_costs import MODES
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -60,8 +60,7 @@ from synthetic_traces import write_synthetic
 GPU_BOUND = 0.85  # share of the step in which kernels run, from which on the GPU decides it
 DESCRIBED = "described"
 WAYS = {  # of predicting, for the ablation
-    DESCRIBED: "no trace", "factors": "factors on blocks", "trace": "per operator",
-    "drawn": "per operator, drawn towards prices",
+    DESCRIBED: "no trace", "trace": "per operator", "drawn": "per operator, drawn towards the model",
 }  # fmt: skip
 TITLES = {
     "ranks": "One rank of a large job", "single": "One GPU", "architectures": "Architectures, from their traces alone",
@@ -120,15 +119,14 @@ PAIR_HEAD = (
     "| from the trace of | to | what changes | measured, ms | predicted, ms | error, % | description, % | GPU share, % "
     "| memory, % |\n|---|---|---|---|---|---|---|---|---|"
 )
-ABLATION = """Mean and worst error in percent, of the same targets predicted in four ways:
+ABLATION = """Mean and worst error in percent, of the same targets predicted in three ways:
 
 - no trace: from the description;
-- factors on blocks: measured over described time of every block and kind of work of the trace;
 - per operator: measured over modelled time of every operator at its traced size;
-- per operator, drawn towards prices: the same, less so the further the sizes are apart. This is the default.
+- per operator, drawn towards the model: the same, less so the further the sizes are apart. This is the default.
 
-The last three have in common how the trace is cut, the clock, the host and the closing of the step: they differ in how
-operators are priced, and in nothing else. What a host decides is the same in all of them.
+The last two have in common how the trace is cut, the clock, the host and the closing of the step: they differ in how
+operators are costed, and in nothing else. What a host decides is the same in all of them.
 """
 SCATTER = """## How sharp the truth is
 
@@ -451,7 +449,7 @@ def ablation(results: Sequence[Result]) -> Iterator[str]:
         rows.append(f"| {targets} | {' | '.join(cells)} |")
     yield "The default is not the best way everywhere:\n" if beaten else "No way is better than the default anywhere.\n"
     yield from [*beaten, ""] if beaten else []
-    yield "| | set | targets | " + " | ".join(WAYS.values()) + " |\n|---|---|---|---|---|---|---|"
+    yield "| | set | targets | " + " | ".join(WAYS.values()) + " |\n|---|---|---|---|---|---|"
     yield from rows
 
 

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from changes_data import unpack
-from lumos.analysis.kernel_labels import Work
 from lumos.analysis.replay import replay
 from lumos.costs.aten_prices import AtenPrices
 from lumos.costs.kernel_work import works_of
@@ -35,11 +34,12 @@ from lumos.read.job import read_job
 from lumos.setup.setup import Setup
 from lumos.setup.setup_files import read_plain
 from lumos.step.step import prices_of
-from lumos.traced.cut import CutOp
+from lumos.traced.cut import seen, total_us
 from lumos.traced.infer.completion import complete
 from lumos.traced.infer.infer import infer
 from lumos.traced.learned import CalibratedRun
 from lumos.traced.sizes import Sizes
+from lumos.traced.trace_costs import bare
 from shipped import ship
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ class Row(NamedTuple):
     trace: str
     block: str
     op: Op
-    work: Work
+    like: str  # kind of work
     family: str
     measured: float  # of one call, in microseconds
     priced: float
@@ -96,28 +96,29 @@ def rows_of(name: str, run: CalibratedRun) -> list[Row]:
     found = []
     for block, cut in run.blocks.items():
         for op in cut.ops:
-            if block in ("optimizer", "recompute") or not op.op.inputs or op.beside or op.sharding:
+            if block in ("optimizer", "recompute") or not op.inputs or op.stream or op.role:
                 continue
             row = _row(name, block, op, aten, gap, load)
             found += [row] if row is not None else []
     return found
 
 
-def _row(name: str, block: str, op: CutOp, aten: AtenPrices, gap: float, load: float) -> Row | None:
-    works = works_of(op.op)
-    if op.work == Work.COMM or not works:
+def _row(name: str, block: str, op: Op, aten: AtenPrices, gap: float, load: float) -> Row | None:
+    call, measured = bare(op), seen(op)
+    works = works_of(call)
+    if measured.like == "comm" or not works:
         return None
-    priced, measured = max(aten.of(op.op).us - gap, 0.5), op.us / op.calls
-    if not 0.1 < measured / priced < 10:
+    priced = max(aten.of(call).us - gap, 0.5)
+    if not 0.1 < measured.us / priced < 10:
         return None
-    return Row(name, block, op.op, op.work, works[0].family, measured, priced, op.us, load)
+    return Row(name, block, call, measured.like, works[0].family, measured.us, priced, total_us(op), load)
 
 
 def fitted_clock(rows: list[Row]) -> dict[str, list[float]]:
     """Factors at the knots by kind of work, at least 1 and never falling."""
     found = {}
-    for work in (Work.MATRIX, Work.ATTENTION, Work.STREAM):
-        mine = [row for row in rows if row.work == work and row.priced > SHORT_US]
+    for like in ("matrix", "attention", "stream"):
+        mine = [row for row in rows if row.like == like and row.priced > SHORT_US]
         families = sorted({row.family for row in mine})
         lines = np.array([[np.interp(row.load, KNOTS, np.eye(len(KNOTS))[k]) for k in range(1, len(KNOTS))]
                           for row in mine])  # fmt: skip
@@ -127,12 +128,12 @@ def fitted_clock(rows: list[Row]) -> dict[str, list[float]]:
         ratio = np.array([[log(row.measured / row.priced)] for row in mine])
         solved = np.linalg.lstsq(np.hstack([lines, constants]) * weights, ratio * weights, rcond=None)[0][:, 0]
         steps = np.maximum.accumulate(np.maximum([0.0, *solved[: len(KNOTS) - 1]], 0.0))
-        found[work.name.lower()] = [round(float(exp(step)), 3) for step in steps]
+        found[like] = [round(float(exp(step)), 3) for step in steps]
     return found
 
 
 def strain(clock: dict[str, list[float]], row: Row) -> float:
-    return float(np.interp(row.load, KNOTS, clock[row.work.name.lower()]))
+    return float(np.interp(row.load, KNOTS, clock[row.like]))
 
 
 def fitted_usual(rows: list[Row], clock: dict[str, list[float]]) -> dict[str, float]:
@@ -172,12 +173,12 @@ def fitted_weight(
         return log(row.measured / row.priced / strain(clock, row) / usual.get(row.family, 1.0))
 
     return {
-        work.name.lower(): _weight_of(work, [pair for pair in both if pair[0].work == work], rest)
-        for work in (Work.MATRIX, Work.ATTENTION, Work.STREAM)
+        like: _weight_of(like, [pair for pair in both if pair[0].like == like], rest)
+        for like in ("matrix", "attention", "stream")
     }
 
 
-def _weight_of(work: Work, mine: list[tuple[Row, Row]], rest: Callable[[Row], float]) -> dict[str, float]:
+def _weight_of(like: str, mine: list[tuple[Row, Row]], rest: Callable[[Row], float]) -> dict[str, float]:
     """The weight by which the time of all operators of a kind together is off least, over pairs of traces."""
     old, new = (np.array([rest(pair[i]) for pair in mine]) for i in (0, 1))
     apart = np.abs([log(b.priced / a.priced) for a, b in mine])
@@ -196,7 +197,7 @@ def _weight_of(work: Work, mine: list[tuple[Row, Row]], rest: Callable[[Row], fl
         for distance, short, far in product(DISTANCES, SHORTS, FLOORS)
     )
     print(
-        f"{work.name}: {len(mine)} operators of {len(names)} pairs; error of their time {error(0.0):.4f} by prices "
+        f"{like}: {len(mine)} operators of {len(names)} pairs; error of their time {error(0.0):.4f} by prices "
         f"alone, {error(1.0):.4f} by the trace alone, {best[0]:.4f} drawn"
     )
     return {"distance": best[1], "short_us": best[2], "far": best[3]}

@@ -6,37 +6,28 @@ from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lumos.analysis.kernel_labels import Work
 from lumos.analysis.replay import Replay
 from lumos.costs.aten_prices import AtenPrices
 from lumos.costs.in_step import in_step_factors
-from lumos.costs.prices import BlockTime
+from lumos.costs.prices import BlockTime, time_of
 from lumos.data_files import read_table
 from lumos.described.described import Program
-from lumos.described.layer import TransformerLayer
-from lumos.program.op import Op, Tensor
-from lumos.program.operators import Collective, Group, Operator
+from lumos.prediction.operator_times import operator_times
+from lumos.program.op import Measured, Op, Tensor, part_of
+from lumos.program.operators import Collective, Group
+from lumos.schedules import Phase
 from lumos.setup.setup import Setup
 from lumos.step.step import leads_us, prices_of, simulate_step
-from lumos.traced.calibration import (
-    MODES,
-    BlockingPrices,
-    CalibratedPrices,
-    Calibration,
-    ChangedBlocks,
-    Factors,
-    Weights,
-    drawn,
-    modelled_times,
-    work_of,
-)
-from lumos.traced.cut import CutBlock, CutOp
-from lumos.traced.learned import CalibratedRun, calibrated_prices, calibrated_step, loaded_step
+from lumos.traced.cut import CutBlock
+from lumos.traced.learned import CalibratedRun, learned_step, loaded_step
+from lumos.traced.retarget import TracedBlocks, own_blocks, us_by_kind
 from lumos.traced.sizes import Sizes
+from lumos.traced.trace_costs import MODES, Learned, TraceCosts, Weights, drawn, trace_costs
 
 TABLE, TABLE_OF_STEPS = read_table("change.json"), read_table("step.json")
 T, H, F = 4096, 2048, 5632
@@ -68,23 +59,58 @@ def silu(rows: int = 2048) -> Op:
     return Op("aten.silu.default", (tensor(2, rows, F),), (tensor(2, rows, F),), "forward", allocates=True)
 
 
-MATMUL = CutOp(matmul(), Work.MATRIX, 1.0, 150.0, 1.0)
-SILU = CutOp(silu(), Work.STREAM, 2.0, 60.0, 2.0)
-UNKNOWN = CutOp(Op("some_kernel", (), (), "forward"), Work.STREAM, 1.0, 30.0, 1.0)
+def cut(op: Op, like: str, calls: float, us: float, kernels: float = 1.0) -> Op:
+    """An operator that the trace has so many times, each time for so long."""
+    return op._replace(calls=calls, measured=Measured(us, kernels, like=like))
+
+
+def slower(op: Op, us: float) -> Op:
+    assert op.measured is not None
+    return op._replace(measured=op.measured._replace(us=us))
+
+
+MATMUL_US, SILU_US, UNKNOWN_US = 150.0, 30.0, 30.0
+MATMUL = cut(matmul(), "matrix", 1.0, MATMUL_US)
+SILU = cut(silu(), "stream", 2.0, SILU_US)
+UNKNOWN = cut(Op("some_kernel", (), (), "forward"), "stream", 1.0, UNKNOWN_US)
 WEIGHTS = Weights(4, (((F, H), 8), ((H, F), 4), ((H, H), 16), ((32000, H), 2)))
 
 
-def blocks(*ops: CutOp, host: float = 100.0) -> dict[str, CutBlock]:
+def blocks(*ops: Op, host: float = 100.0) -> dict[str, CutBlock]:
     """The same operators in every block of a layer, forward and backward; nothing else takes time."""
     layer = CutBlock(ops, host)
     ends = dict.fromkeys(("embedding", "head", "head grad", "embedding grad", "optimizer"), CutBlock((), 0.0))
     return {"forward": layer, "recompute": layer, "backward": layer} | ends
 
 
-def changed(target: Setup, *ops: CutOp, load: float = 0.0, **keys: Any) -> ChangedBlocks:
+class Changed:
+    """The blocks of a traced run in another setup, and what they cost there."""
+
+    def __init__(self, learned: Learned, target: Setup, load: float = 0.0) -> None:
+        self.costs = trace_costs(target, learned, load)
+        self.blocks = TracedBlocks(self.costs)
+        self.program = Program(target).made_by(self.blocks.block)
+        self.gap = self.costs.factors.launch_gap_us
+
+    def ops(self, name: str) -> list[Op]:
+        chunk = self.program.chunks[0][0]
+        phases = (Phase.FORWARD, Phase.BACKWARD)
+        every = [*(b for phase in phases for b in self.program.blocks(chunk, phase)), self.program.optimizer(0)]
+        return next(block.build() for block in every if block.name == name)
+
+    def us(self, name: str) -> float:
+        """Of the GPU, without gaps between kernels, and without what the traced run did not do."""
+        measured = [op for op in self.ops(name) if op.measured is not None]
+        return sum(self.costs.us(op) - op.calls * op.measured.kernels * self.gap for op in measured if op.measured)
+
+    def time(self, name: str) -> BlockTime:
+        return time_of(self.ops(name), self.costs)
+
+
+def changed(target: Setup, *ops: Op, load: float = 0.0, **keys: Any) -> Changed:
     """Blocks of the setup above, in another one."""
     traced = keys.pop("traced", setup())
-    return ChangedBlocks(Calibration(traced, blocks(*ops), **keys), target, load)
+    return Changed(Learned(traced, blocks(*ops), **keys), target, load)
 
 
 # ---------------------------------------------------------------------- one operator
@@ -94,14 +120,16 @@ def changed(target: Setup, *ops: CutOp, load: float = 0.0, **keys: Any) -> Chang
 )
 def test_an_operator_that_does_not_change_keeps_its_measured_time(changes: dict[str, Any], us: float) -> None:
     for op in (MATMUL, SILU, UNKNOWN):
-        same = op._replace(us=us)
-        assert changed(setup(**changes), same).us("forward", same) == pytest.approx(us)
+        assert changed(setup(**changes), slower(op, us)).us("forward") == pytest.approx(op.calls * us)
 
 
 def test_an_operator_that_does_not_change_keeps_its_time_beside_one_that_does() -> None:
-    wider = changed(setup(**{"model.vocab": 64000}), MATMUL)
-    assert wider.us("forward", MATMUL) == MATMUL.us
-    assert wider.us("head", MATMUL._replace(op=matmul(T, H, 32000))) != MATMUL.us
+    head = cut(matmul(T, H, 32000), "matrix", 1.0, MATMUL_US)
+    wider = changed(setup(**{"model.vocab": 64000}), MATMUL, head)
+    (same, other) = (op for op in wider.ops("forward") if op.measured is not None)
+    assert wider.costs.us(same) == pytest.approx(MATMUL_US + wider.gap)
+    assert wider.costs.us(other) > 1.5 * MATMUL_US
+    assert (wider.costs.is_measured(same), wider.costs.is_measured(other)) == (True, False)
 
 
 def test_a_lower_power_limit_slows_matmuls_of_a_trace_and_leaves_what_moves_data() -> None:
@@ -109,27 +137,25 @@ def test_a_lower_power_limit_slows_matmuls_of_a_trace_and_leaves_what_moves_data
     less = setup(**{"cluster.power_w": 600.0})
     ratio = in_step_factors(less.cluster.accelerator).matrix / in_step_factors(setup().cluster.accelerator).matrix
     assert ratio > 1.08
-    found = changed(less, MATMUL)
-    assert found.us("forward", MATMUL) == pytest.approx(MATMUL.us * ratio, rel=0.05)
-    assert found.us("forward", SILU) == pytest.approx(SILU.us, rel=0.02)
+    assert changed(less, MATMUL).us("forward") == pytest.approx(MATMUL_US * ratio, rel=0.05)
+    assert changed(less, SILU).us("forward") == pytest.approx(2 * SILU_US, rel=0.02)
 
 
 def test_faster_memory_speeds_up_what_moves_data_and_the_update_of_a_trace() -> None:
-    faster = changed(setup(**{"cluster.hbm_tb_s": 9.6}), SILU, weights=WEIGHTS)
-    assert faster.us("forward", SILU) < 0.8 * SILU.us
-    update = CutOp(SILU.op, Work.STREAM, 1.0, 5000.0, 1.0)
-    assert faster.us("optimizer", update) == pytest.approx(0.5 * update.us, rel=0.05)
-    assert changed(setup(), SILU, weights=WEIGHTS).us("optimizer", update) == pytest.approx(update.us)
+    faster = setup(**{"cluster.hbm_tb_s": 9.6})
+    assert changed(faster, SILU, weights=WEIGHTS).us("forward") < 0.8 * 2 * SILU_US
+    assert update_us(faster, us=5000.0) == pytest.approx(0.5 * 5000, rel=0.05)
+    assert update_us(setup(), us=5000.0) == pytest.approx(5000)
 
 
 def test_an_operator_that_changes_is_its_price_times_what_the_trace_says_of_it() -> None:
     """The ratio is that of `drawn`: between what the trace shows of this operator and what is usual of its family."""
     target = setup(**{"train.micro_batch": 4})
-    found = changed(target, MATMUL).us("forward", MATMUL)
+    found = changed(target, MATMUL).us("forward")
     prices, gap = AtenPrices(prices_of(setup())), prices_of(setup()).factors.launch_gap_us
     was, now = (prices.of(op).us - gap for op in (matmul(), matmul(2 * T)))
     usual = [TABLE["usual"][family] for family in ("gemm_nn", "gemm_nn")]
-    low, high = sorted((now * MATMUL.us / was, now * usual[1]))
+    low, high = sorted((now * MATMUL_US / was, now * usual[1]))
     assert low <= found <= high
 
 
@@ -138,67 +164,60 @@ def test_the_trace_alone_keeps_the_ratio_of_measured_over_priced_time(mode: str)
     target = setup(**{"train.micro_batch": 4})
     prices, gap = AtenPrices(prices_of(setup())), prices_of(setup()).factors.launch_gap_us
     was, now = (prices.of(op).us - gap for op in (matmul(), matmul(2 * T)))
-    found = changed(target, MATMUL, mode=mode).us("forward", MATMUL)
-    assert (found == pytest.approx(MATMUL.us * now / was)) == (mode == "trace")
-    assert found == pytest.approx(2 * MATMUL.us, rel=0.25)
+    found = changed(target, MATMUL, mode=mode).us("forward")
+    assert (found == pytest.approx(MATMUL_US * now / was)) == (mode == "trace")
+    assert found == pytest.approx(2 * MATMUL_US, rel=0.25)
 
 
-@given(st.floats(50, 1000), st.floats(50, 1000), st.floats(0.5, 2.0), st.sampled_from((Work.MATRIX, Work.STREAM)))
+@given(st.floats(50, 1000), st.floats(50, 1000), st.floats(0.5, 2.0), st.sampled_from(("matrix", "stream")))
 def test_the_ratio_lies_between_the_usual_one_and_that_of_the_trace(
-    was: float, us: float, usual: float, work: Work
+    was: float, us: float, usual: float, like: str
 ) -> None:
-    op = MATMUL._replace(us=us, work=work)
     for now in (was, 2 * was, 0.1 * was):
         low, high = sorted((usual, us / was))
-        assert low * 0.999 <= drawn(op, was, now, (usual, usual), 0.0) <= high * 1.001
+        assert low * 0.999 <= drawn(like, us, was, now, (usual, usual), 0.0) <= high * 1.001
 
 
 @given(st.floats(0.6, 1.6))
 def test_a_long_kernel_at_the_same_size_is_believed_and_a_short_one_far_away_is_not(ratio: float) -> None:
     """The limits of the weight: 1 and 0."""
     usual = 0.9
-    long = MATMUL._replace(us=1e6 * ratio)
-    assert drawn(long, 1e6, 1e6, (usual, usual), 0.0) == pytest.approx(ratio, rel=1e-3)
-    short = MATMUL._replace(us=0.01 * ratio)
-    assert drawn(short, 0.01, 0.01, (usual, usual), 0.0) == pytest.approx(usual, rel=1e-3)
-    assert drawn(long, 1e6, 1e3, (usual, usual), 0.0) == pytest.approx(usual, rel=1e-3)
-    assert drawn(long, 1e6, 1e3, (usual, usual), 1.0) == pytest.approx(ratio, rel=1e-3), "prices of another GPU"
+    long, short = ("matrix", 1e6 * ratio), ("matrix", 0.01 * ratio)
+    assert drawn(*long, 1e6, 1e6, (usual, usual), 0.0) == pytest.approx(ratio, rel=1e-3)
+    assert drawn(*short, 0.01, 0.01, (usual, usual), 0.0) == pytest.approx(usual, rel=1e-3)
+    assert drawn(*long, 1e6, 1e3, (usual, usual), 0.0) == pytest.approx(usual, rel=1e-3)
+    assert drawn(*long, 1e6, 1e3, (usual, usual), 1.0) == pytest.approx(ratio, rel=1e-3), "prices of another GPU"
 
 
 @given(st.floats(1.01, 8.0), st.floats(1.01, 4.0))
 def test_the_farther_the_size_the_less_of_the_trace_is_left(times: float, more: float) -> None:
-    op = MATMUL._replace(us=400.0)
-    near, far = (drawn(op, 200.0, 200.0 * n, (1.0, 1.0), 0.0) for n in (times, times * more))
+    near, far = (drawn("matrix", 400.0, 200.0, 200.0 * n, (1.0, 1.0), 0.0) for n in (times, times * more))
     assert 1 <= far <= near <= 2
 
 
 def test_a_ratio_beyond_ten_compares_two_different_things_and_is_kept() -> None:
     """A price that is of something else than what was launched says only how much it grows."""
     price = AtenPrices(prices_of(setup())).of(matmul()).us
-    odd = MATMUL._replace(us=50 * price)
-    grown = changed(setup(**{"train.micro_batch": 4}), odd).us("forward", odd)
-    assert grown == pytest.approx(2 * odd.us, rel=0.2)
+    grown = changed(setup(**{"train.micro_batch": 4}), slower(MATMUL, 50 * price)).us("forward")
+    assert grown == pytest.approx(2 * 50 * price, rel=0.2)
 
 
 def test_an_operator_without_shapes_follows_the_description_of_its_block() -> None:
     target = setup(**{"train.micro_batch": 4})
-    block = changed(target, UNKNOWN)
     before, after = (
-        modelled_times(one._build("forward"), one.prices)[0][Work.STREAM] for one in (block.was, block.now)
+        us_by_kind(own_blocks(Program(one), ())["forward"], prices_of(one))["stream"] for one in (setup(), target)
     )
-    assert block.us("forward", UNKNOWN) == pytest.approx(UNKNOWN.us * after / before)
+    assert changed(target, UNKNOWN).us("forward") == pytest.approx(UNKNOWN_US * after / before)
 
 
 def test_an_operator_that_has_no_price_grows_with_its_bytes() -> None:
-    broken = CutOp(Op("aten.mm.default", (tensor(2, 2048, H),), (), "forward"), Work.MATRIX, 1.0, 80.0, 1.0)
-    found = changed(setup(**{"train.seq": 4096}), broken).us("forward", broken)
-    assert found == pytest.approx(160)
+    broken = cut(Op("aten.mm.default", (tensor(2, 2048, H),), (), "forward"), "matrix", 1.0, 80.0)
+    assert changed(setup(**{"train.seq": 4096}), broken).us("forward") == pytest.approx(160)
 
 
 def test_where_keys_and_queries_look_alike_half_of_the_work_is_taken_for_keys() -> None:
     rotated = Op("aten.mul.Tensor", (tensor(2, 16, 2048, 128),), (tensor(2, 16, 2048, 128),), "forward")
-    op = CutOp(rotated, Work.STREAM, 2.0, 80.0, 2.0)
-    fewer = changed(setup(**{"model.kv_heads": 4}), op).us("forward", op)
+    fewer = changed(setup(**{"model.kv_heads": 4}), cut(rotated, "stream", 2.0, 40.0)).us("forward")
     assert 40 < fewer < 80
 
 
@@ -206,91 +225,84 @@ def test_where_keys_and_queries_look_alike_half_of_the_work_is_taken_for_keys() 
 def test_matmuls_take_longer_the_more_of_the_step_they_are_on_a_gpu_at_its_power_limit() -> None:
     def matrix_us(gpu: str, load: float) -> float:
         busy = changed(setup(gpu), MATMUL, SILU, load=load, traced=setup(gpu))
-        return float(busy._times["forward"][Work.MATRIX])
+        matmuls = [op for op in busy.ops("forward") if op.name == MATMUL.name]
+        return sum(map(busy.costs.us, matmuls)) - busy.gap
 
     idle, busy = TABLE["clock_load"]
-    assert matrix_us("h200", idle) == pytest.approx(MATMUL.us)
-    assert matrix_us("h200", busy) == pytest.approx(MATMUL.us * TABLE["clock_factor"]["matrix"][1])
+    assert matrix_us("h200", idle) == pytest.approx(MATMUL_US)
+    assert matrix_us("h200", busy) == pytest.approx(MATMUL_US * TABLE["clock_factor"]["matrix"][1])
     assert idle < (idle + busy) / 2 < busy
-    assert MATMUL.us < matrix_us("h200", (idle + busy) / 2) < matrix_us("h200", busy)
+    assert MATMUL_US < matrix_us("h200", (idle + busy) / 2) < matrix_us("h200", busy)
     assert matrix_us("h200", 1.0) == matrix_us("h200", busy), "the clock does not fall for ever"
-    assert matrix_us("v100", 1.0) == pytest.approx(MATMUL.us), "no such limit is known of it"
+    assert matrix_us("v100", 1.0) == pytest.approx(MATMUL_US), "no such limit is known of it"
 
 
 def test_at_the_load_of_the_trace_the_clock_is_that_of_the_trace() -> None:
     for load in (0.1, 0.6, 0.99):
-        busy = changed(setup(), MATMUL, load=load, **{"traced": setup()})
-        same = ChangedBlocks(replace(busy.calibration, load=load), setup(), load)
-        assert same._times["forward"][Work.MATRIX] == pytest.approx(MATMUL.us)
+        same = Changed(Learned(setup(), blocks(MATMUL), load=load), setup(), load)
+        assert same.us("forward") == pytest.approx(MATMUL_US)
 
 
 def test_the_load_of_a_step_is_what_its_matmuls_take_of_it() -> None:
-    calibration = Calibration(setup(), blocks(MATMUL, SILU))
-    step = loaded_step(setup(), calibration)
-    assert isinstance(step.prices, CalibratedPrices)
-    found = step.prices.changed
-    assert found is not None
-    assert found.matrix_us() == pytest.approx(8 * found._times["forward"][Work.MATRIX])
-    assert found.load == pytest.approx(found.matrix_us() / step.us, rel=0.02)
+    step = loaded_step(setup(), Learned(setup(), blocks(MATMUL, SILU)))
+    assert isinstance(step.prices, TraceCosts)
+    program = step.assembly.program
+    (layer, *_) = program.blocks(program.chunks[0][0], Phase.FORWARD)
+    assert step.prices.load == pytest.approx(8 * step.prices.matrix_us(layer.build()) / step.us, rel=0.02)
 
 
 # ---------------------------------------------------------------------- a block
 def test_a_block_takes_its_operators_and_the_gaps_between_kernels() -> None:
     found = changed(setup(), MATMUL, SILU)
-    gap = prices_of(setup()).factors.launch_gap_us
-    gpu, host = found.time("forward")
-    assert gap > 0
-    assert gpu == pytest.approx(MATMUL.us + SILU.us + 3 * gap)
-    assert host == 100
-    assert found.time("no such block") == (0, 0)
+    assert found.gap > 0
+    assert found.time("forward").us == pytest.approx(MATMUL_US + 2 * SILU_US + 3 * found.gap)
+    assert found.time("forward").host_us == pytest.approx(100)
+
+
+def test_what_a_trace_does_not_show_is_the_setups_own_block() -> None:
+    shown = {name: block for name, block in blocks(MATMUL).items() if name != "head"}
+    found, own = Changed(Learned(setup(), shown), setup()), own_blocks(Program(setup()), ())
+    assert found.ops("head") == own["head"]
+    assert found.ops("forward") != own["forward"]
+    assert not found.time("embedding").us, "it ran nothing"
 
 
 def test_what_runs_beside_takes_no_time_of_the_stream_that_computes() -> None:
-    beside = MATMUL._replace(beside=True)
-    assert changed(setup(), beside).time("forward")[0] == 0
+    found = changed(setup(), MATMUL, SILU._replace(stream=1))
+    assert found.time("forward").us == pytest.approx(MATMUL_US + found.gap)
 
 
 def test_a_slower_gpu_is_slower_at_everything_and_its_host_is_not() -> None:
-    known = Calibration(setup(), blocks(MATMUL), networks={"forward": 2.0}, data_parallel=5.0, link=6.0, fixed_us=7.0)
+    known = Learned(setup(), blocks(MATMUL), network={"forward": 2.0, "ranks": 5.0, "p2p": 6.0})
     slow = known.slower(2.0)
-    assert (slow.gpu, slow.host, slow.networks) == (2, 1, {"forward": 4})
-    assert (slow.data_parallel, slow.link, slow.fixed_us) == (10, 12, 7)
-    us = [ChangedBlocks(one, setup(), 0.0)._times["forward"][Work.MATRIX] for one in (known, slow)]
+    assert (slow.gpu, slow.host, slow.network) == (2, 1, {"forward": 4, "ranks": 10, "p2p": 12})
+    us = [Changed(one, setup()).us("forward") for one in (known, slow)]
     assert us[1] == pytest.approx(2 * us[0])
 
 
 def test_a_slower_host_takes_longer_and_the_gpu_does_not() -> None:
-    known = Calibration(setup(), blocks(MATMUL))
-    slow = known.slower_host(3.0)
-    (gpu, host), (same, longer) = (ChangedBlocks(one, setup(), 0.0).time("forward") for one in (known, slow))
-    assert (longer, same) == pytest.approx((3 * host, gpu))
+    known = Learned(setup(), blocks(MATMUL))
+    one, other = (Changed(some, setup()).time("forward") for some in (known, known.slower_host(3.0)))
+    assert (other.host_us, other.us) == pytest.approx((3 * one.host_us, one.us))
 
 
 def test_communication_that_a_trace_lacks_is_replaced_everywhere() -> None:
-    known = Calibration(setup(), networks={"forward": 3.0, "backward": 4.0}, data_parallel=5.0, link=6.0)
-    silent = known.with_communication(0.0)
-    assert silent.networks == {"forward": 0, "backward": 0}
-    assert (silent.data_parallel, silent.link) == (0, 0)
-    assert known.slower_network(2.0).networks == {"forward": 6, "backward": 8}
+    known = Learned(setup(), network={"forward": 3.0, "backward": 4.0, "ranks": 5.0, "p2p": 6.0})
+    assert set(known.with_network(0.0).network.values()) == {0}
+    assert known.slower_network(2.0).network == {"forward": 6, "backward": 8, "ranks": 10, "p2p": 12}
 
 
 @given(st.floats(1.0, 300.0), st.sampled_from(({}, {"parallel.tp": 4}, {"parallel.tp": 2})))
 def test_the_host_keeps_a_part_of_its_measured_time_whatever_is_taken_away(us: float, changes: dict[str, Any]) -> None:
-    known = replace(Calibration(setup()), blocks=blocks(MATMUL, host=us))
-    assert ChangedBlocks(known, setup(**changes), 0.0).time("forward")[1] >= 0.2 * us
+    known = Learned(setup(), blocks(MATMUL, host=us))
+    assert Changed(known, setup(**changes)).time("forward").host_us >= 0.2 * us * 0.999
 
 
 # ---------------------------------------------------------------------- the optimizer
-def optimizer(us: float = 1000.0, kernels: float = 4.0) -> dict[str, CutBlock]:
-    update = Op("aten._fused_adamw_.default", (tensor(F, H),), (), "optimizer")
-    return blocks(MATMUL) | {"optimizer": CutBlock((CutOp(update, Work.STREAM, 1.0, us, kernels),), 50.0)}
-
-
-def update_us(target: Setup, traced: Setup | None = None) -> float:
-    known = Calibration(traced or setup(), optimizer(), WEIGHTS)
-    found = ChangedBlocks(known, target, 0.0)
-    (op,) = known.blocks["optimizer"].ops
-    return found.us("optimizer", op)
+def update_us(target: Setup, traced: Setup | None = None, us: float = 1000.0) -> float:
+    update = cut(Op("aten._fused_adamw_.default", (tensor(F, H),), (), "optimizer"), "stream", 1.0, us, 4.0)
+    parts = blocks(MATMUL) | {"optimizer": CutBlock((update,), 50.0)}
+    return Changed(Learned(traced or setup(), parts, WEIGHTS), target).us("optimizer")
 
 
 def test_the_update_follows_the_elements_that_are_updated() -> None:
@@ -333,124 +345,107 @@ def test_replicas_update_all_of_it() -> None:
 
 
 # ---------------------------------------------------------------------- weights that are shared
-GATHER = CutOp(
-    Op("fsdp.split_with_sizes_copy", (tensor(8, 1 << 20), tensor(8 << 20)), (), "forward"), Work.STREAM, 1.0,
-    40.0, 1.0, sharding=True,
-)  # fmt: skip
+_COPY = Op("fsdp.split_with_sizes_copy", (tensor(8, 1 << 20), tensor(8 << 20)), (), "forward", role="layout")
+GATHER = cut(_COPY, "stream", 1.0, 40.0)
 
 
 def test_a_run_that_shares_no_weights_does_not_gather_them() -> None:
     shared = setup(**{"parallel.zero": 3, "parallel.dp": 8})
-    assert changed(shared, GATHER, traced=shared).us("forward", GATHER) == pytest.approx(40)
-    assert changed(setup(), GATHER, traced=shared).us("forward", GATHER) == 0
+    assert changed(shared, GATHER, traced=shared).us("forward") == pytest.approx(40)
+    assert changed(setup(), GATHER, MATMUL, traced=shared).us("forward") == pytest.approx(MATMUL_US)
 
 
 def test_weights_are_gathered_where_the_traced_run_did_not_share_them() -> None:
     shared = setup(**{"parallel.zero": 3, "parallel.dp": 8})
     alone, gathers = (changed(target, MATMUL, weights=WEIGHTS) for target in (setup(), shared))
-    assert gathers.time("forward")[0] > alone.time("forward")[0] + 5
-    backward = gathers.time("backward")[0] - alone.time("backward")[0]
-    assert backward > gathers.time("forward")[0] - alone.time("forward")[0], "gradients are packed, too"
+    forward, backward = (gathers.time(name).us - alone.time(name).us for name in ("forward", "backward"))
+    assert forward > 5
+    assert backward > forward, "gradients are packed, too"
 
 
 def test_copies_for_every_peer_are_as_many_as_there_are_peers() -> None:
     shared, more = (setup(**{"parallel.zero": 3, "parallel.dp": ranks}) for ranks in (8, 64))
     flat = tensor(1 << 24)
-    op = Op("aten._to_copy.default", (flat,), (flat,), "forward", allocates=True)
-    copy = CutOp(op, Work.STREAM, 7.0, 140.0, 7.0, sharding=True, per_peer=True)
-    same = changed(shared, copy, traced=shared, weights=WEIGHTS).us("forward", copy)
+    op = Op("aten._to_copy.default", (flat,), (flat,), "forward", allocates=True, role="peer")
+    copy = cut(op, "stream", 7.0, 20.0)
+    same = changed(shared, copy, traced=shared, weights=WEIGHTS).us("forward")
     assert same == pytest.approx(140)
-    spread = changed(more, copy, traced=shared, weights=WEIGHTS).us("forward", copy)
+    spread = changed(more, copy, traced=shared, weights=WEIGHTS).us("forward")
     assert spread == pytest.approx(9 / 8 * same, rel=0.3), "nine times as many, each an eighth"
 
 
-# ---------------------------------------------------------------------- prices
-def test_a_calibration_that_knows_nothing_changes_nothing() -> None:
-    nothing = Calibration(setup())
-    assert Factors() == Factors((1.0, 1.0, 1.0, 1.0), (False, False, False, False), None)
-    step, plain = calibrated_step(setup(), nothing), simulate_step(setup())
+# ---------------------------------------------------------------------- whole programs
+def test_a_run_that_knows_nothing_changes_nothing() -> None:
+    step, plain = learned_step(setup(), Learned(setup())), simulate_step(setup())
     assert step.us * (1 - step.host_cost) == pytest.approx(plain.us * (1 - plain.host_cost), abs=step.prices.launch_us)
 
 
-def test_the_operators_of_a_block_add_up_to_what_it_takes() -> None:
-    known = Calibration(setup(), blocks(MATMUL, SILU), networks={"forward": 4.0}, data_parallel=5.0, link=6.0)
-    prices, plain = calibrated_prices(ChangedBlocks(known, setup(), known.load)), prices_of(setup())
-    assert isinstance(prices, CalibratedPrices)
-    assert prices.changed is not None
-    matrix, add = Operator("gemm_tn", (2048, 4096, 4096)), Operator("add", (2048, 4096))
-    attention = Operator("sdpa_fwd", (1, 32, 2048, 128))
+def test_collectives_take_the_traced_share_of_their_modelled_time() -> None:
+    known = Learned(setup(), blocks(MATMUL), network={"forward": 4.0, "ranks": 5.0, "p2p": 6.0})
+    costs, plain = trace_costs(setup(), known, 0.0), prices_of(setup())
     reduce, send = (Collective(kind, 1e8, Group(2, 2)) for kind in ("all_reduce", "p2p"))
-    assert [work_of(work) for work in (matrix, attention, add, reduce)] == list(Work)
-    factors = prices.changed.factors["forward"].gpu
-    with prices.inside(("forward", False)):
-        assert prices.operator_us(matrix) == pytest.approx(factors[Work.MATRIX] * plain.operator_us(matrix))
-        assert prices.collective_us(reduce) == pytest.approx(4 * plain.collective_us(reduce))
-    assert prices.operator_us(add) == plain.operator_us(add), "outside of blocks"
-    assert prices.collective_us(reduce) == pytest.approx(5 * plain.collective_us(reduce))
-    assert prices.collective_us(send) == pytest.approx(6 * plain.collective_us(send))
-    assert prices.is_measured(("forward", False), matrix)
-    assert not prices.is_measured(("forward", False), attention), "the trace had none"
-    layer = TransformerLayer(Program(setup()).layout)
-    assert prices.block(("forward", False), layer.forward).us == pytest.approx(prices.changed.time("forward")[0])
+    assert costs.us(Op("reduce", work=reduce, module="forward")) == pytest.approx(4 * plain.collective_us(reduce))
+    assert costs.us(Op("reduce", work=reduce, module="backward")) == pytest.approx(plain.collective_us(reduce))
+    assert costs.collective_us(reduce) == pytest.approx(5 * plain.collective_us(reduce))
+    assert costs.collective_us(send) == pytest.approx(6 * plain.collective_us(send))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_collectives_of_a_layout_are_after_the_same_share_of_compute(tp: int) -> None:
+    target = setup(**{"parallel.tp": tp, "cluster.gpus": tp})
+    found, own = changed(target, MATMUL, SILU), own_blocks(Program(target), ())["forward"]
+
+    def shares(ops: list[Op]) -> list[float]:
+        us = [0.0 if isinstance(op.work, Collective) else found.costs.us(op) for op in ops]
+        talks = [place for place, op in enumerate(ops) if isinstance(op.work, Collective)]
+        return [sum(us[:place]) / sum(us) for place in talks]
+
+    before, after = shares(own), shares(found.ops("forward"))
+    assert len(after) == len(before) > 0
+    longest = max(MATMUL_US, SILU_US) / found.us("forward")
+    assert np.allclose(before, after, atol=longest + 0.01)
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallel.dp": 8, "parallel.zero": 3}, {"train.micro_batch": 4}])
+def test_halves_of_a_split_backward_pass_add_up_to_it(changes: dict[str, Any]) -> None:
+    target = setup(**changes)
+    found = changed(target, MATMUL, SILU, MATMUL._replace(weight_gradient=True), weights=WEIGHTS)
+    ops = found.ops("backward")
+    halves = [part_of(ops, [op.weight_gradient == later for op in ops]) for later in (False, True)]
+    whole, (first, second) = time_of(ops, found.costs), (time_of(half, found.costs) for half in halves)
+    assert 0.2 * whole.us < second.us < 0.6 * whole.us
+    assert (first.us + second.us, first.host_us + second.host_us) == pytest.approx((whole.us, whole.host_us))
 
 
 @pytest.mark.parametrize("changes", [{}, {"parallel.dp": 8, "parallel.zero": 3}, {"train.micro_batch": 4}])
 def test_a_recomputed_block_takes_what_was_cut_out_of_the_trace_for_it(changes: dict[str, Any]) -> None:
-    """Recomputation ends before the last matmul in the trace and in the description: it is left out once."""
     target = setup(**changes | {"train.recompute": "full"})
-    known = Calibration(setup(), blocks(MATMUL, SILU), WEIGHTS)
-    prices = calibrated_prices(ChangedBlocks(known, target, known.load))
-    assert isinstance(prices, CalibratedPrices)
-    assert prices.changed is not None
-    recomputed = TransformerLayer(Program(target).layout).recomputed
-    us, host_us = prices.changed.time("recompute")
-    found = prices.block(("recompute", False), recomputed)
-    assert (found.compute_us, found.host_us) == pytest.approx((us, host_us))
+    again = changed(target, MATMUL, SILU, weights=WEIGHTS)
+    assert again.us("recompute") == pytest.approx(again.us("forward"))
 
 
 def test_bookkeeping_of_checkpoints_is_as_slow_as_the_launches_of_the_traced_host() -> None:
     target = setup(**{"train.recompute": "full"})
-    layers = TransformerLayer(Program(setup()).layout), TransformerLayer(Program(target).layout)
-    parts = layers[0].forward(), layers[1].recomputed()
-    forward, again = (modelled_times(block, prices_of(setup()))[1] for block in parts)
+    own, wanted = (own_blocks(Program(one), ()) for one in (setup(), target))
+    forward, again = (sum(map(prices_of(setup()).launches, part)) for part in (own["forward"], wanted["recompute"]))
     for host in (100.0, 900.0):
-        slow = ChangedBlocks(Calibration(setup(), blocks(MATMUL, host=host)), target, 0.0)
-        assert slow.time("recompute")[1] == pytest.approx(host * again / forward)
-        assert slow.time("forward")[1] == pytest.approx(host)
+        slow = Changed(Learned(setup(), blocks(MATMUL, host=host)), target)
+        assert slow.time("recompute").host_us == pytest.approx(host * again / forward)
+        assert slow.time("forward").host_us == pytest.approx(host)
 
 
-def test_a_block_of_the_host_takes_what_the_trace_says_and_on_a_cpu_it_is_computing_time() -> None:
-    ops = [
-        Op("add", work=Operator("add", (2048, 4096)), launches=3),
-        Op("up", work=Operator("gemm_tn", (2048, 4096, 4096))),
-    ]
-    known = Calibration(setup(), blocks(MATMUL, SILU))
-    prices = calibrated_prices(ChangedBlocks(known, setup(), known.load))
-    assert isinstance(prices, CalibratedPrices)
-    assert prices.changed is not None
-    launch = prices.changed.factors["forward"].launch_us
-    assert launch is not None
-    found = prices.block(("forward", False), lambda: ops)
-    assert found.host_us == pytest.approx(4 * launch)
-    blocking = prices_of(setup(), make_prices=BlockingPrices)
-    assert isinstance(blocking, BlockingPrices)
-    blocking.changed = prices.changed
-    same = blocking.block(("forward", False), lambda: ops)
-    both = found.us + found.host_us
-    assert (same.us, same.compute_us, same.host_us) == pytest.approx((both, both, 0))
+def test_on_a_cpu_the_host_computes() -> None:
+    cpu = setup("cpu")
+    found = changed(cpu, UNKNOWN, traced=cpu)
+    assert (found.time("forward").us, found.time("forward").host_us) == pytest.approx((UNKNOWN_US + 100, 0))
 
 
 def test_operators_of_a_changed_run_are_listed_with_their_time_in_a_step() -> None:
     target = setup(**{"train.micro_batch": 4, "model.layers": 6, "train.microbatches": 2})
-    found = changed(target, MATMUL, SILU)
-    listed = list(found.operators())
-    assert sum(us for _, _, us, _ in listed) == pytest.approx(
-        12 * sum(found._times[name].sum() for name in ("forward", "backward"))
-    )
-    assert {op.inputs[0].shape for op, *_ in listed} == {(2 * T, H), (4, 2048, F)}
-    assert not any(same for *_, same in listed)
-    again = changed(target.replaced({"train.recompute": "full"}), MATMUL, SILU)
-    assert len(list(again.operators())) == len(listed) * 3 / 2
+    listed = operator_times(learned_step(target, Learned(setup(), blocks(MATMUL, SILU))))
+    scaled = {row.name: row for row in listed if row.source == "scaled"}
+    assert set(scaled) == {"mm", "silu"}
+    assert (scaled["mm"].count, scaled["silu"].count) == (2 * 6 * 2, 2 * 6 * 2 * 2)
 
 
 # ---------------------------------------------------------------------- what the host holds up
@@ -472,7 +467,7 @@ def test_waiting_before_a_pass_ends_it_when_waiting_inside_does(passes: list[lis
 
 
 def held_up_us(parts: dict[str, CutBlock], host: float = 1.0) -> float:
-    step = calibrated_step(setup(), Calibration(setup(), parts, host=host))
+    step = learned_step(setup(), Learned(setup(), parts, host=host))
     return step.us - sum(time.us for (chunk,) in step.chunks for time in chunk.blocks) - step.role_us("optimizer", 0)
 
 
@@ -483,17 +478,17 @@ def test_nothing_waits_for_a_host_that_is_free() -> None:
 
 def test_a_gpu_that_waits_for_the_host_in_the_layers_does_not_catch_up_in_the_head() -> None:
     """The host takes 1 ms for each of four layers, the GPU 10 ms for the head: on average the host is quick enough."""
-    head = CutBlock((MATMUL._replace(us=10_000.0),), 10.0)
+    head = CutBlock((slower(MATMUL, 10_000.0),), 10.0)
     parts = blocks(MATMUL, host=10.0) | {"forward": CutBlock((MATMUL,), 1000.0), "head": head}
-    assert held_up_us(parts) == pytest.approx(4 * (1000 - MATMUL.us), rel=0.05)
+    assert held_up_us(parts) == pytest.approx(4 * (1000 - MATMUL_US), rel=0.05)
     assert held_up_us(parts | {"forward": CutBlock((MATMUL,), 10.0)}) == pytest.approx(0, abs=30)
 
 
 def test_a_host_without_delay_saves_what_passes_wait_for_it() -> None:
-    head = CutBlock((MATMUL._replace(us=10_000.0),), 10.0)
+    head = CutBlock((slower(MATMUL, 10_000.0),), 10.0)
     parts = blocks(MATMUL, host=10.0) | {"forward": CutBlock((MATMUL,), 1000.0), "head": head}
-    step = calibrated_step(setup(), Calibration(setup(), parts))
-    free = calibrated_step(setup(), Calibration(setup(), parts, host=0.0))
+    step = learned_step(setup(), Learned(setup(), parts))
+    free = learned_step(setup(), Learned(setup(), parts, host=0.0))
     assert step.us * (1 - step.host_cost) == pytest.approx(free.us, rel=1e-3)
 
 

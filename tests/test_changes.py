@@ -22,6 +22,7 @@ from lumos.read.job import read_job
 from lumos.setup.setup import Setup
 from lumos.step.step import Step, prices_of, simulate_step
 from lumos.traced.learned import CalibratedRun, changed_step
+from lumos.traced.retarget import own_blocks, us_by_kind
 from lumos.traced.sizes import Sizes
 from synthetic_traces import write_synthetic
 
@@ -164,10 +165,10 @@ def traced(step: Step, folder: Path, described: Setup | None = None) -> Calibrat
     return CalibratedRun(replay(read_job(folder)), described or step.setup)
 
 
-def ratio(run: CalibratedRun, name: str, work: Work) -> float:
-    """Measured over described time of one kind of work in a block."""
-    described = run.calibration.described(run.setup).times(name)[0][work]
-    return float(run.blocks[name].us(work) / described)
+def ratio(run: CalibratedRun, name: str, like: str) -> float:
+    """Measured over modelled time of one kind of work in a block."""
+    modelled = us_by_kind(own_blocks(run.plain.assembly.program, ())[name], run.plain.prices)
+    return run.blocks[name].us(like) / modelled[like]
 
 
 def test_matmuls_that_took_longer_take_longer_in_every_configuration(tmp_path: Path) -> None:
@@ -175,10 +176,10 @@ def test_matmuls_that_took_longer_take_longer_in_every_configuration(tmp_path: P
     slow = dataclasses.replace(usual, matrix=1.3 * usual.matrix)
     run = traced(simulate_step(small(), factors=slow), tmp_path)
     for name in ("forward", "backward"):
-        assert ratio(run, name, Work.MATRIX) == pytest.approx(1.3, rel=0.04)
-        assert ratio(run, name, Work.ATTENTION) == pytest.approx(1.3, rel=0.04)
-        assert ratio(run, name, Work.STREAM) == pytest.approx(1.0, rel=0.04)
-    assert ratio(run, "head", Work.MATRIX) == pytest.approx(1.3, rel=0.04)
+        assert ratio(run, name, "matrix") == pytest.approx(1.3, rel=0.04)
+        assert ratio(run, name, "attention") == pytest.approx(1.3, rel=0.04)
+        assert ratio(run, name, "stream") == pytest.approx(1.0, rel=0.04)
+    assert ratio(run, "head", "matrix") == pytest.approx(1.3, rel=0.04)
     deeper = small().replaced({"model.layers": 8})
     assert predict(run, setup=deeper).step_ms == pytest.approx(simulate_step(deeper, factors=slow).us / 1e3, rel=0.03)
 
@@ -190,10 +191,10 @@ def test_collectives_that_took_longer_take_longer_in_every_configuration(
     usual = prices_of(small()).network
     slow = dataclasses.replace(usual, penalty=2 * usual.penalty)
     run = traced(simulate_step(small(**layout), network=slow), tmp_path)
-    assert run.calibration.data_parallel == pytest.approx(2.0, rel=0.05)
-    assert run.calibration.link == pytest.approx(1.0, rel=0.05), "one stage has none"
+    assert run.learned.network["ranks"] == pytest.approx(2.0, rel=0.05)
+    assert run.learned.network["p2p"] == pytest.approx(1.0, rel=0.05), "one stage has none"
     if layout:
-        assert run.calibration.networks["forward"] == pytest.approx(2.0, rel=0.05)
+        assert run.learned.network["forward"] == pytest.approx(2.0, rel=0.05)
     deeper = small(**layout).replaced({"model.layers": 8})
     assert predict(run, setup=deeper).step_ms == pytest.approx(simulate_step(deeper, network=slow).us / 1e3, rel=0.03)
 
@@ -201,8 +202,8 @@ def test_collectives_that_took_longer_take_longer_in_every_configuration(
 def test_recomputation_of_a_trace_is_a_forward_pass_inside_the_backward_pass(tmp_path: Path) -> None:
     again = small().replaced({"train.recompute": "full"})
     run = traced(simulate_step(again), tmp_path)
-    assert ratio(run, "backward", Work.MATRIX) == pytest.approx(1.0, rel=0.04)
-    assert ratio(run, "recompute", Work.MATRIX) == pytest.approx(1.0, rel=0.04)
+    assert ratio(run, "backward", "matrix") == pytest.approx(1.0, rel=0.04)
+    assert ratio(run, "recompute", "matrix") == pytest.approx(1.0, rel=0.04)
     assert predict(run, setup=small()).step_ms == pytest.approx(simulate_step(small()).us / 1e3, rel=0.03)
     back = traced(simulate_step(small()), tmp_path / "without")
     assert predict(back, setup=again).step_ms == pytest.approx(simulate_step(again).us / 1e3, rel=0.03)
@@ -242,7 +243,7 @@ def test_a_setup_that_explains_less_than_half_of_a_step_or_more_than_twice_of_it
     start, end = step.times
     late = dataclasses.replace(step, times=Times(3 * start, 3 * start + (end - start)))
     with pytest.raises(OptionError, match="the setup does not describe this trace: it explains"):
-        _ = traced(late, tmp_path).calibration
+        _ = traced(late, tmp_path).learned
 
 
 def test_a_link_that_took_twice_as_long_takes_twice_as_long_in_every_configuration(tmp_path: Path) -> None:
@@ -260,14 +261,15 @@ def test_a_link_that_took_twice_as_long_takes_twice_as_long_in_every_configurati
         ]  # fmt: skip
     first.write_text(json.dumps(trace))
     run = CalibratedRun(replay(read_job(tmp_path)), step.setup)
-    assert run.calibration.link == pytest.approx(2.0, rel=0.05)
+    assert run.learned.network["p2p"] == pytest.approx(2.0, rel=0.05)
 
 
 def test_the_host_of_the_optimizer_grows_with_the_tensors_that_it_updates(tmp_path: Path) -> None:
     run = traced(simulate_step(small(pp=2, dp=1).replaced({"train.framework": "pytorch", "parallel.dp": 1})), tmp_path)
     before, after = (changed_step(run, run.setup.replaced({"model.layers": layers}))[0] for layers in (4, 16))
-    launches = [step.prices.changed.time("optimizer")[1] for step in (before, after)]  # type: ignore[attr-defined]
-    assert launches[0] == pytest.approx(run.calibration.host * run.blocks["optimizer"].host_us)
+    blocks = [(step, step.assembly.program.optimizer(0)) for step in (before, after)]
+    launches = [step.prices.block(block.key, block.build).host_us for step, block in blocks]
+    assert launches[0] == pytest.approx(run.learned.host * run.blocks["optimizer"].host_us)
     assert 2 < launches[1] / launches[0] < 4
 
 
@@ -279,9 +281,9 @@ def test_the_load_of_a_run_is_the_share_of_its_step_that_matmuls_ran_and_bubbles
     matmuls = [labels.us[(labels.work == Work.MATRIX) | (labels.work == Work.ATTENTION)] for labels in run.labels]
     share = np.mean([us.sum() for us in matmuls]) / 1e3 / run.run.recorded_steps.mean
     if pp == 1:
-        assert run.calibration.load == pytest.approx(share)
+        assert run.learned.load == pytest.approx(share)
     else:
-        assert share < run.calibration.load < 1
+        assert share < run.learned.load < 1
 
 
 # The command line and measured runs

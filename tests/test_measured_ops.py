@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from lumos.analysis.kernel_labels import Work, label
+from lumos.analysis.kernel_labels import label
 from lumos.analysis.replay import replay
+from lumos.program.op import Measured
 from lumos.read.job import read_job
 from lumos.read.op_columns import OpArguments, OpType, TracedOp, rank_ops
 from lumos.trace.trace import Arguments
-from lumos.traced.measured_ops import MeasuredOp, measured_ops, recorded
+from lumos.traced.measured_ops import Launch, measured_ops, recorded
 from support import Event, call, header, kernel, memset, note, op, write_trace
 
 MAIN, ENGINE = 1, 2
@@ -58,7 +59,7 @@ class Recording:
         self.run(name, kernels, *shapes, thread=ENGINE)
         self.scope(f"autograd::engine::evaluate_function: {node}", start, ENGINE)
 
-    def measured(self, folder: Path) -> list[MeasuredOp]:
+    def measured(self, folder: Path) -> list[Launch]:
         """As the change of a run sees it."""
         self.events.append(note("ProfilerStep#1", 0, self.now + 10))
         path = write_trace(folder / "rank0.json", self.events, header(0, 1))
@@ -67,7 +68,7 @@ class Recording:
         return measured_ops(run.execution.trace, labels, rank_ops(run.execution.trace, 0, "ProfilerStep#1"))
 
 
-def names(ops: list[MeasuredOp]) -> list[str]:
+def names(ops: list[Launch]) -> list[str]:
     return [one.op.name for one in ops]
 
 
@@ -83,7 +84,7 @@ def test_a_kernel_belongs_to_the_innermost_operator_with_tensors_around_its_laun
     assert only.op.name == "aten.mm.default"
     assert [tensor.shape for tensor in only.op.inputs] == [(64, 32), (32, 16)]
     assert only.op.outputs[0].shape == (64, 16)
-    assert (only.work, only.us, only.op.phase) == (Work.MATRIX, pytest.approx(10), "forward")
+    assert (only.measured.like, only.measured.us, only.op.phase) == ("matrix", pytest.approx(10), "forward")
 
 
 def test_the_memset_and_the_kernel_of_one_matmul_are_one_operator(tmp_path: Path) -> None:
@@ -91,8 +92,8 @@ def test_the_memset_and_the_kernel_of_one_matmul_are_one_operator(tmp_path: Path
     trace.run("aten::mm", ["memset", "gemm_splitk"], [64, 32], [32, 16])
     trace.run("aten::mm", ["gemm"], [64, 32], [32, 16])
     first, second = trace.measured(tmp_path)
-    assert (first.kernels, first.us) == (2, pytest.approx(20))
-    assert (second.kernels, second.us) == (1, pytest.approx(10))
+    assert (first.measured.kernels, first.measured.us) == (2, pytest.approx(20))
+    assert (second.measured.kernels, second.measured.us) == (1, pytest.approx(10))
     assert first.op == second.op
 
 
@@ -105,7 +106,7 @@ def test_an_operator_does_the_work_of_its_longest_kernel(tmp_path: Path) -> None
     trace.launch("reduce_splitk", us=4)
     trace.scope("aten::mm", start, shapes=[[64, 32], [32, 16]])
     (only,) = trace.measured(tmp_path)
-    assert (only.work, only.kernels, only.us) == (Work.MATRIX, 3, pytest.approx(36))
+    assert only.measured == Measured(pytest.approx(36), 3, like="matrix")
 
 
 def test_what_no_operator_with_tensors_launched_keeps_its_name(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_operators_are_launched_one_after_the_other(tmp_path: Path) -> None:
     for _ in range(2):
         trace.run("aten::mul", ["elementwise"], [64, 32], [64, 32])
     first, second = trace.measured(tmp_path)
-    assert second.launched > first.launched
+    assert second.at_us > first.at_us
 
 
 # ---------------------------------------------------------------------- streams and sharding
@@ -152,7 +153,7 @@ def test_work_on_another_stream_runs_beside(tmp_path: Path) -> None:
     for _ in range(3):
         trace.run("aten::mm", ["gemm"], [64, 32], [32, 16])
     trace.run("aten::copy_", ["elementwise"], [64, 32], [64, 32], stream=20)
-    assert [one.beside for one in trace.measured(tmp_path)] == [False, False, False, True]
+    assert [one.op.stream for one in trace.measured(tmp_path)] == [0, 0, 0, 1]
 
 
 def test_what_fsdp_does_to_its_weights_is_sharding(tmp_path: Path) -> None:
@@ -163,9 +164,8 @@ def test_what_fsdp_does_to_its_weights_is_sharding(tmp_path: Path) -> None:
     trace.run("fsdp::split_with_sizes_copy", ["split"], [8, 512], [64, 32], [64, 32])
     trace.run("aten::mm", ["gemm"], [64, 32], [32, 16])
     found = trace.measured(tmp_path)
-    assert [one.sharding for one in found] == [True, True, False]
+    assert [one.op.role for one in found] == ["layout", "layout", ""]
     assert found[1].op.name == "fsdp.split_with_sizes_copy"
-    assert not any(one.per_peer for one in found)
 
 
 def test_copies_that_stand_for_the_peers_of_a_gather_are_one_for_every_peer(tmp_path: Path) -> None:
@@ -179,8 +179,7 @@ def test_copies_that_stand_for_the_peers_of_a_gather_are_one_for_every_peer(tmp_
     trace.run("aten::copy_", ["elementwise"], [512], [512])
     trace.scope("c10d::allreduce_", start - 0.5, shapes=[[512]])
     found = trace.measured(tmp_path)
-    assert [one.per_peer for one in found] == [True, True, True, False]
-    assert [one.sharding for one in found] == [True, True, True, False]
+    assert [one.op.role for one in found] == ["peer", "peer", "peer", ""]
 
 
 def test_a_collective_kernel_is_communication(tmp_path: Path) -> None:
@@ -188,8 +187,8 @@ def test_a_collective_kernel_is_communication(tmp_path: Path) -> None:
     trace.run("aten::mm", ["gemm"], [64, 32], [32, 16])
     trace.run("c10d::_allgather_base_", ["ncclDevKernel_AllGather_RING_LL"], [2048], [512])
     matmul, gather = trace.measured(tmp_path)
-    assert (matmul.work, gather.work) == (Work.MATRIX, Work.COMM)
-    assert not gather.per_peer
+    assert (matmul.measured.like, gather.measured.like) == ("matrix", "comm")
+    assert gather.op.role != "peer"
 
 
 # ---------------------------------------------------------------------- attention
@@ -207,7 +206,7 @@ def test_attentions_are_marked_by_their_kernels(tmp_path: Path) -> None:
     assert [one.attention for one in found] == [1, 0, 2], "a softmax of something else is none"
     assert names(found) == ["attention.forward", "aten._softmax.default", "attention.backward"]
     assert [tensor.shape for tensor in found[0].op.inputs] == [(1, 4, 64, 16)] * 3
-    assert found[2].kernels == 2
+    assert found[2].measured.kernels == 2
 
 
 def test_attentions_are_marked_by_their_softmax_where_kernels_do_not_tell(tmp_path: Path) -> None:
@@ -307,7 +306,7 @@ def test_odd_arguments_do_not_stop_the_reading(tmp_path: Path, name: str, args: 
     trace.launch("kernel_of_it")
     trace.scope(name, start, **args)
     (only,) = trace.measured(tmp_path)
-    assert only.us == pytest.approx(10)
+    assert only.measured.us == pytest.approx(10)
 
 
 def test_a_prediction_needs_the_file_no_more_once_it_was_read(tmp_path: Path) -> None:

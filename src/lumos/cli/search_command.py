@@ -223,4 +223,4 @@ def _base(path: Path | None, fixed: list[str], source: Path | None, choices: Cho
     wanted = changed(inferred, read_plain(path, others), read_plain(path)).setup
     refuse(traced, wanted)
     measured = CalibratedRun(run, traced)
-    return wanted, CalibratedEstimator(measured.calibration), (*measured.notes, _NOT_VALIDATED)
+    return wanted, CalibratedEstimator(measured.learned), (*measured.notes, _NOT_VALIDATED)

@@ -6,8 +6,7 @@ clock that the power limit leaves: `InStepFactors` hold those factors, and `data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 from math import log2
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -140,11 +139,10 @@ class Prices:
         blocks = blocks or self.overlap_blocks
         return kernel._replace(blocks=blocks) if blocks else kernel
 
-    def disturbed_us(self, key: Hashable, build: Callable[[], Ops], beside: Beside) -> float:
+    def disturbed_us(self, build: Callable[[], Ops], beside: Beside) -> float:
         """How much longer the operators of a block take if this communication runs beside all of them."""
-        with self.inside(key):
-            operators = [op.work for op in build() if isinstance(op.work, Operator)]
-            return sum(self.operator_us(work) * (self.slowdown(work, beside) - 1) for work in operators)
+        ops = [(op, op.work) for op in build() if isinstance(op.work, Operator)]
+        return sum(self.us(op) * (self.slowdown(work, beside) - 1) for op, work in ops)
 
     def slowdown(self, work: Operator, beside: Beside) -> float:
         """Time of an operator beside communication over its time alone."""
@@ -167,11 +165,6 @@ class Prices:
         if key not in self._blocks:
             self._blocks[key] = time_of(build(), self)
         return self._blocks[key]
-
-    @contextmanager
-    def inside(self, key: Hashable) -> Iterator[None]:
-        """Prices as they hold inside the block of this key: those calibrated on a trace differ from block to block."""
-        yield
 
     def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
         """Whatever else depends on nothing but these prices and a key, made on first use."""

@@ -8,7 +8,8 @@ backward pass, embedding, head, optimizer), each so many times for every micro-b
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from functools import cached_property, lru_cache
+from copy import copy
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 from lumos.described.embedding_head import embedding, embedding_backward, head, head_backward, optimizer
@@ -33,6 +34,11 @@ from lumos.setup.setup import Setup
 _ORDER = {"embedding": 0, "head grad": 0, "head": 2, "embedding grad": 2}  # of blocks in a pass; layers are between
 
 
+Key = tuple[Hashable, ...]
+MakeBlock = Callable[[Key, Callable[[], Ops]], Ops]
+"""Makes the block of a key; the second argument makes the setup's own one."""
+
+
 class Repeated(NamedTuple):
     """A block and how often a chunk runs it for one micro-batch.
 
@@ -50,16 +56,23 @@ class Repeated(NamedTuple):
 
 
 class Program:
-    """The program of a described step."""
+    """The program of a step. Its blocks are the setup's own, unless it is made by others."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        self.make: MakeBlock | None = None
         train = setup.train
         self.framework = framework_named(
             train.framework, train.precision, train.reduce_precision, train.weight_precision
         )
         self.layout = RankLayout(setup, self.framework)
         self._held: dict[int, Parameters] = {}  # by the first of the stages that hold the same
+
+    def made_by(self, make: MakeBlock) -> Program:
+        """The same with other blocks."""
+        found = copy(self)
+        found.make = make
+        return found
 
     # ------------------------------------------------------------------ what each stage holds
     @cached_property
@@ -144,14 +157,14 @@ class Program:
             return
         for layer, count, again in self._layers(chunk):
             if phase == Phase.FORWARD:
-                yield Repeated(("forward", layer.sparse), layer.forward, count)
+                yield self._block(("forward", layer.sparse), layer.forward, count)
             elif phase == Phase.BACKWARD and again:
-                yield Repeated(("recompute", layer.sparse), layer.recomputed, again)
+                yield self._block(("recompute", layer.sparse), layer.recomputed, again)
             if phase != Phase.FORWARD:
                 yield self._gradients(("backward", layer.sparse), layer.backward, phase, split, count)
         if phase == Phase.FORWARD:
-            yield from [Repeated(("embedding",), lambda: embedding(self.layout))] if chunk.first else []
-            yield from [Repeated(("head",), lambda: head(self.layout))] if chunk.last else []
+            yield from [self._block(("embedding",), lambda: embedding(self.layout))] if chunk.first else []
+            yield from [self._block(("head",), lambda: head(self.layout))] if chunk.last else []
             return
         if chunk.first:
             yield self._gradients(("embedding grad",), lambda: embedding_backward(self.layout), phase, split)
@@ -176,9 +189,12 @@ class Program:
         sharding, tensors = self.sharding, self.tensors(stage)
         size = sharding.stays * sharding.updated(self.stage_parameters(stage))
         if self.setup.train.optimizer != "muon":
-            return Repeated(("optimizer", round(size), tensors), lambda: optimizer(self.layout, size, tensors))
+            return self._block(("optimizer", round(size), tensors), lambda: optimizer(self.layout, size, tensors))
         chunk = self._whole(stage)
-        return Repeated(("optimizer", round(size), tensors, chunk), lambda: self._muon(chunk, size, tensors))
+        return self._block(("optimizer", round(size), tensors, chunk), lambda: self._muon(chunk, size, tensors))
+
+    def _block(self, key: Key, build: Callable[[], Ops], times: int = 1) -> Repeated:
+        return Repeated(key, build if self.make is None else partial(self.make, key, build), times)
 
     def _whole(self, stage: int) -> Chunk:
         """The layers of a stage as one chunk."""
@@ -218,11 +234,12 @@ class Program:
         self, key: tuple[Hashable, ...], build: Callable[[], Ops], phase: Phase, split: bool, count: int = 1
     ) -> Repeated:
         """A backward block: whole, or the half that belongs to this phase."""
+        whole = self._block(key, build, count)
         if not split:
-            return Repeated(key, build, count)
+            return whole
 
         def half() -> Ops:
-            ops = build()
+            ops = whole.build()
             return part_of(ops, [op.weight_gradient == (phase == Phase.WEIGHTS) for op in ops])
 
         return Repeated((*key, phase), half, count)

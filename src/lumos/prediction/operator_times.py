@@ -6,15 +6,16 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lumos.costs.kernel_work import base_name, matrix_operator
+from lumos.costs.kernel_work import base_name
 from lumos.costs.prices import Prices
 from lumos.costs.sampled_network import SampledNetwork
 from lumos.described.transfers import ROLES
+from lumos.program.op import Op
 from lumos.program.operators import Collective, Operator
 from lumos.schedules import Phase
 from lumos.step.rows import message_of_transfer, transfer_of
 from lumos.step.step import Step
-from lumos.traced.calibration import CalibratedPrices, ChangedBlocks
+from lumos.traced.trace_costs import TraceCosts
 
 Work = Operator | Collective
 _LONGEST_NAME = 60
@@ -43,7 +44,7 @@ class _Calls(NamedTuple):
 
     name: str
     work: Work
-    times: int
+    times: float
     us: float
     is_measured: bool
     is_scaled: bool = False  # from a trace in which it had another size
@@ -52,14 +53,14 @@ class _Calls(NamedTuple):
 def operator_times(step: Step) -> list[OperatorTime]:
     """Operators and collectives of the first rank, the most expensive first."""
     found: dict[Hashable, OperatorTime] = {}
-    changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
-    inside = _inside_blocks(step) if changed is None else _of_trace(step, changed)
-    for calls in (*inside, *_data_parallel(step)):
+    counts: dict[Hashable, float] = {}
+    for calls in (*_inside_blocks(step), *_data_parallel(step)):
         if calls.us <= 0:
             continue
-        before = found.get((calls.name, calls.work)) or _none_of(step.prices, calls)
-        row = replace(before, count=before.count + calls.times, ms=before.ms + calls.us / 1e3)
-        found[calls.name, calls.work] = row
+        key = calls.name, calls.work
+        counts[key] = counts.get(key, 0.0) + calls.times
+        before = found.get(key) or _none_of(step.prices, calls)
+        found[key] = replace(before, count=max(1, round(counts[key])), ms=before.ms + calls.us / 1e3)
     return sorted(found.values(), key=lambda row: -row.ms)
 
 
@@ -86,33 +87,22 @@ def _inside_blocks(step: Step) -> Iterator[_Calls]:
     blocks = [(block, program.rounds) for at in passes for block in program.blocks(*at)]
     for block, times in [*blocks, (program.optimizer(0), 1)]:
         count = times * block.times
-        with prices.inside(block.key):
-            costs = [(op.name, op.work, prices.us(op)) for op in block.build() if op.work is not None]
-        for name, work, us in costs:
-            measured = isinstance(prices, CalibratedPrices) and prices.is_measured(block.key, work)
-            yield _Calls(name, work, count, count * us, measured)
+        for op in block.build():
+            if op.work is not None:
+                measured = isinstance(prices, TraceCosts) and prices.is_measured(op)
+                scaled = op.measured is not None and not measured
+                yield _Calls(_name_of(op), op.work, count * op.calls, count * prices.us(op), measured, scaled)
 
 
-def _of_trace(step: Step, changed: ChangedBlocks) -> Iterator[_Calls]:
-    """The operators of the trace in the new setup, and the collectives of the description."""
-    for op, calls, us, is_same in changed.operators():
-        name = base_name(op).strip("_").replace(".", " ")[:_LONGEST_NAME]
-        try:
-            work = matrix_operator(op) if op.inputs else None
-        except (ArithmeticError, LookupError, TypeError, ValueError):  # shapes that make no sense
-            work = None
-        moved = sum(tensor.bytes for tensor in (*op.inputs, *op.outputs))
-        work = work or Operator("stream", (max(1, round(moved)),))
-        yield _Calls(name, work, max(1, round(calls)), us, is_same, not is_same)
-    for calls_of in _inside_blocks(step):
-        if isinstance(calls_of.work, Collective):
-            yield calls_of
+def _name_of(op: Op) -> str:
+    """Operators of a trace without their namespace and overload."""
+    return base_name(op).strip("_").replace(".", " ")[:_LONGEST_NAME] if op.measured else op.name
 
 
 def _data_parallel(step: Step) -> Iterator[_Calls]:
     """Collectives of the data-parallel ranks, outside the blocks."""
-    changed = step.prices.changed if isinstance(step.prices, CalibratedPrices) else None
-    measured = changed is not None and changed.calibration.data_parallel != 1.0
+    prices = step.prices
+    measured = isinstance(prices, TraceCosts) and prices.learned.network.get("ranks", 1.0) != 1.0
     for index, role in enumerate(step.structure.roles):
         if role.stage == 0 and role.what in ROLES:
             nodes = step.structure.node_role == index

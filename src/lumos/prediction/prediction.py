@@ -109,7 +109,7 @@ class Prediction:
         if recorded is None or traced is None or traced.silent:  # a fake process group records no communication
             return self.run.breakdown
         step, _ = changed_step(traced, traced.setup)
-        modelled = DescribedRun(step, beyond_us(step, traced.calibration)).breakdown
+        modelled = DescribedRun(step, beyond_us(step, traced.learned)).breakdown
         return moved_breakdown(recorded, modelled, self.run.breakdown)
 
     @cached_property
@@ -435,7 +435,7 @@ def _changed(
     if source.on_cpu and tariff.kwh is not None:
         raise OptionError(f"--kwh-price {tariff.kwh:g}: the power of a CPU is not known: leave it out, or use --price")
     return Prediction(
-        DescribedRun(step, beyond_us(step, source.calibration)),
+        DescribedRun(step, beyond_us(step, source.learned)),
         changed_spread(source.setup, step, source.silent, step.us / 1e3 / source.run.clean_ms),
         target,
         source,

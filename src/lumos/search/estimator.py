@@ -10,8 +10,9 @@ from lumos.prediction.power import least_joules
 from lumos.setup.setup import Setup
 from lumos.step.bounds import bound_us
 from lumos.step.step import Step, assembled, prices_of, shape_of
-from lumos.traced.calibration import Calibration, ChangedBlocks
-from lumos.traced.learned import beyond_us, calibrated_prices, loaded_step
+from lumos.traced.learned import beyond_us, loaded_step
+from lumos.traced.retarget import TracedBlocks
+from lumos.traced.trace_costs import Learned, TraceCosts, trace_costs
 
 _MOST_SHAPES = 4096  # whose prices are kept; a few kilobytes each
 
@@ -52,20 +53,29 @@ class Estimator:
 
 
 class CalibratedEstimator(Estimator):
-    """Predicts steps with the calibration from a traced run."""
+    """Predicts steps from a traced run."""
 
-    def __init__(self, calibration: Calibration) -> None:
+    def __init__(self, learned: Learned) -> None:
         super().__init__()
-        self.calibration, self.name = calibration, calibration.name
+        self.learned, self.name = learned, learned.name
         # For bounds: where the host decides, nothing is added to a step.
-        self.fixed_us = min(calibration.fixed_us, 0.0) if calibration.gpu_bound else calibration.fixed_us
+        self.fixed_us = min(learned.beyond_us, 0.0) if learned.gpu_bound else learned.beyond_us
+
+    def bound(self, setup: Setup, program: Program | None = None) -> tuple[float, float]:
+        """Likewise, from the blocks of the trace."""
+        costs = self._shared_prices(setup)
+        assert isinstance(costs, TraceCosts)
+        blocks = costs.kept("traced blocks", lambda: TracedBlocks(costs))
+        return super().bound(setup, (program or Program(setup)).made_by(blocks.block))
 
     def step(self, setup: Setup) -> Step:
-        return loaded_step(setup, self.calibration)
+        return loaded_step(setup, self.learned)
 
     def us(self, step: Step) -> float:
-        return step.us + beyond_us(step, self.calibration)
+        return step.us + beyond_us(step, self.learned)
 
     def _prices(self, setup: Setup) -> Prices:
         """For bounds: at the clock of a GPU that often waits, which is the fastest."""
-        return calibrated_prices(ChangedBlocks(self.calibration, setup, 0.0))
+        costs = trace_costs(setup, self.learned, 0.0)
+        costs.leads = False  # they only make a step longer
+        return costs

@@ -266,8 +266,7 @@ class StepTrace:
         return self._blocks[block.key]
 
     def _timed(self, block: Repeated) -> tuple[_Inside, float]:
-        with self.step.prices.inside(block.key):
-            issued = timeline(block.build(), self.step.prices)
+        issued = timeline(block.build(), self.step.prices)
         length = max((row.end_us for row in issued), default=0.0)  # the host may be the last to be done
         return self._columns_of(issued), length
 

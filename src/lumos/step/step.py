@@ -340,8 +340,7 @@ class Assembly:
         """What a pass runs, one after the other."""
         found = []
         for block in self.program.in_order(chunk, phase, whole=True):
-            with self.prices.inside(block.key):
-                found += [self._piece(op, phase) for op in block.build()]
+            found += [self._piece(op, phase) for op in block.build()]
         return found
 
     def _piece(self, op: Op, phase: Phase) -> Piece:
@@ -476,7 +475,7 @@ class Assembly:
     def _disturbed_us(self, block: Repeated, beside: Beside) -> float:
         """How much longer a block takes beside communication, priced once."""
         key = ("disturbed", block.key, beside)
-        return self.prices.kept(key, lambda: self.prices.disturbed_us(block.key, block.build, beside))
+        return self.prices.kept(key, lambda: self.prices.disturbed_us(block.build, beside))
 
     @cached_property
     def _disturbing(self) -> Beside | None:

@@ -9,40 +9,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lumos.analysis.kernel_labels import Phase, RankLabels, Work
+from lumos.analysis.kernel_labels import Phase, RankLabels
 from lumos.errors import OptionError
-from lumos.program.op import Op
+from lumos.program.op import Measured, Op
 from lumos.setup.setup import Setup
-from lumos.traced.measured_ops import MeasuredOp
+from lumos.traced.measured_ops import Launch
 
 Times = NDArray[np.float64]
 Key = tuple[object, ...]
-
-
-class CutOp(NamedTuple):
-    """One operator of a block; equal ones share their time."""
-
-    op: Op
-    work: Work
-    calls: float  # 1, unless the blocks that were cut out differ
-    us: float  # of these calls on the GPU, without the gaps between kernels
-    kernels: float = 0.0  # likewise
-    beside: bool = False  # on another stream than the one that computes
-    sharding: bool = False  # FSDP gathers weights or scatters gradients
-    per_peer: bool = False  # once for every other rank that a stand-in for a collective answers for
-
-    def times(self, factor: float) -> CutOp:
-        """The same, so many times as often."""
-        return self._replace(calls=self.calls * factor, us=self.us * factor, kernels=self.kernels * factor)
 
 
 @dataclass(frozen=True)
@@ -52,26 +34,27 @@ class CutBlock:
     While a step is cut, equal operators are one, with their calls; at last each is at the places where it ran.
     """
 
-    ops: tuple[CutOp, ...] = ()
+    ops: tuple[Op, ...] = ()
     host_us: float = 0.0
     order: tuple[Key, ...] = ()  # of the operators, in one of the blocks that were cut out
 
-    def us(self, *works: Work) -> float:
-        """GPU time of these kinds of work, on the stream that computes."""
-        return sum(op.us for op in self.ops if op.work in works and not op.beside)
+    def us(self, *likes: str) -> float:
+        """GPU time of these kinds of work, or of all, on the stream that computes."""
+        return sum(total_us(op) for op in self.ops if not op.stream and (not likes or seen(op).like in likes))
 
     def less(self, other: CutBlock, times: float = 1.0) -> CutBlock:
         """Without what another block runs so many times; nothing becomes negative."""
-        there = {_key(op): op.times(times) for op in other.ops}
+        there = {_key(op): op for op in other.ops}
         rest = []
         for op in self.ops:
             same = there.get(_key(op))
             if same is None:
                 rest.append(op)
-            elif op.calls - same.calls > _HALF:
-                kernels = max(op.kernels - same.kernels, 0.0)
-                us = max(op.us - same.us, 0.0)  # without shapes, calls of one name take various times
-                rest.append(op._replace(calls=op.calls - same.calls, us=us, kernels=kernels))
+            elif (calls := op.calls - times * same.calls) > _HALF:
+                # Without shapes, calls of one name take various times.
+                us = max(total_us(op) - times * total_us(same), 0.0)
+                kernels = max(op.calls * seen(op).kernels - times * same.calls * seen(same).kernels, 0.0)
+                rest.append(_measured(op, calls, us, kernels))
         return replace(self, ops=tuple(rest), host_us=max(self.host_us - times * other.host_us, 0.0))
 
     def placed(self) -> CutBlock:
@@ -82,7 +65,7 @@ class CutBlock:
         found = []
         for op in self.ops:
             mine = places.get(_key(op), [len(self.order)])[-max(1, round(op.calls)) :]
-            found += [(place, op.times(1 / len(mine))) for place in mine]
+            found += [(place, op._replace(calls=op.calls / len(mine))) for place in mine]
         return replace(self, ops=tuple(op for _, op in sorted(found, key=itemgetter(0))))
 
 
@@ -102,7 +85,18 @@ _ENDS = {Phase.FORWARD: ("embedding", "head"), Phase.BACKWARD: ("head grad", "em
 _LAYERS = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward"}
 
 
-def cut(labels: RankLabels, ops: Sequence[MeasuredOp], setup: Setup, layers: int) -> CutRank:
+def seen(op: Op) -> Measured:
+    """What the trace shows of a call that was cut out of it."""
+    assert op.measured is not None
+    return op.measured
+
+
+def total_us(op: Op) -> float:
+    """GPU time of all its calls."""
+    return op.calls * seen(op).us
+
+
+def cut(labels: RankLabels, ops: Sequence[Launch], setup: Setup, layers: int) -> CutRank:
     """The blocks of a rank's step; OptionError where the attentions do not match the setup.
 
     A stage of several chunks runs its layers chunk by chunk: `layers` are those of one chunk.
@@ -111,7 +105,7 @@ def cut(labels: RankLabels, ops: Sequence[MeasuredOp], setup: Setup, layers: int
     blocks: dict[str, CutBlock] = {}
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         blocks |= _Pass(labels, ops, phase, layers, train.microbatches, chunks, _dense_layers(setup)).blocks()
-    updates = [op for op in ops if op.op.phase == "optimizer"]
+    updates = [launch for launch in ops if launch.op.phase == "optimizer"]
     blocks["optimizer"] = CutBlock(_merged(updates, 1.0), labels.optimizer_us, _order(updates))
     for name in [name for name in blocks if name.startswith("forward")]:
         kind = name.removeprefix("forward")
@@ -129,7 +123,7 @@ def _common(forward: CutBlock, backward: CutBlock) -> CutBlock:
     """What of a forward block runs again in a backward one. Weights that are gathered are gathered for both."""
     there = {_key(op): op.calls for op in backward.ops}
     again = [
-        op.times(min(1.0, there[_key(op)] / op.calls)) for op in forward.ops if not op.sharding and _key(op) in there
+        op._replace(calls=min(op.calls, there[_key(op)])) for op in forward.ops if not op.role and _key(op) in there
     ]
     return replace(forward, ops=tuple(again))
 
@@ -140,16 +134,16 @@ def _recomputed(forward: CutBlock) -> CutBlock:
     `torch.utils.checkpoint` stops once it has what the backward pass asked for. The last matmul is the one that reads
     the widest rows.
     """
-    ops = [op for op in forward.ops if not op.sharding]
-    matmuls = [op for op in ops if op.work == Work.MATRIX and len(op.op.inputs) >= 2 and len(_rows(op)) == 2]
+    ops = [op for op in forward.ops if not op.role]
+    matmuls = [op for op in ops if seen(op).like == "matrix" and len(op.inputs) >= 2 and len(_rows(op)) == 2]
     last = max(matmuls, key=lambda op: _rows(op)[-1], default=None)
-    kept = (op.times(max(op.calls - 1, 0.0) / op.calls) if op is last else op for op in ops)
+    kept = (op._replace(calls=max(op.calls - 1, 0.0)) if op is last else op for op in ops)
     return replace(forward, ops=tuple(op for op in kept if op.calls > 0))
 
 
-def _rows(op: CutOp) -> tuple[int, ...]:
+def _rows(op: Op) -> tuple[int, ...]:
     """The shape of what a matmul multiplies by a weight; a bias comes before it."""
-    return op.op.inputs["addmm" in op.op.name].shape
+    return op.inputs["addmm" in op.name].shape
 
 
 def _dense_layers(setup: Setup) -> int:
@@ -163,7 +157,7 @@ class _Pass:
     def __init__(
         self,
         labels: RankLabels,
-        ops: Sequence[MeasuredOp],
+        ops: Sequence[Launch],
         phase: Phase,
         layers: int,
         microbatches: int,
@@ -172,9 +166,9 @@ class _Pass:
     ) -> None:
         self.phase, self.layers, self.passes, self.microbatches = phase, layers, microbatches * chunks, microbatches
         self.dense = dense
-        self.ops = [op for op in ops if op.op.phase == phase.name.lower()]
+        self.ops = [launch for launch in ops if launch.op.phase == phase.name.lower()]
         wanted = 1 if phase == Phase.FORWARD else 2
-        marks = [place for place, op in enumerate(self.ops) if op.attention == wanted]
+        marks = [place for place, launch in enumerate(self.ops) if launch.attention == wanted]
         if len(marks) != layers * self.passes:
             raise OptionError(
                 f"rank {labels.rank}: {len(marks)} attention kernels in the {phase.name.lower()} pass, and the setup "
@@ -186,7 +180,7 @@ class _Pass:
 
     @cached_property
     def launched(self) -> Times:
-        return np.array([op.launched for op in self.ops])
+        return np.array([launch.at_us for launch in self.ops])
 
     def blocks(self) -> dict[str, CutBlock]:
         """One layer, with and without experts where there are both, and the ends."""
@@ -194,17 +188,17 @@ class _Pass:
         everything = _merged(self.ops, 1 / self.microbatches)
         if self.layers == 1:
             host = float(np.ptp(self.launched)) / self.passes
-            return {name: CutBlock(_merged(self.ops, 1 / self.passes), host, _order(self.ops[: self.marks[-1, 0]]))}
+            return {name: CutBlock(_merged(self.ops, 1 / self.passes), host, _order(self.ops))}
         found = {kind: self._layer(kind == "dense") for kind in ("", "dense") if self._segments(kind == "dense")}
         chunks = self.passes // self.microbatches
         rest = CutBlock(everything)
         for kind, block in found.items():
             rest = rest.less(block, chunks * self._count(kind == "dense"))
         host = self._host_outside(sum(self._count(k == "dense") * b.host_us for k, b in found.items())) * chunks
-        parts, (first, last) = self._split(rest.ops), self._outside
-        total = sum(op.us for part in parts for op in part) or 1.0
-        for end, part, order in zip(ends, parts, (first, last), strict=True):
-            found[end] = CutBlock(part, host * sum(op.us for op in part) / total, order)
+        parts = self._split(rest.ops)
+        total = sum(total_us(op) for part in parts for op in part) or 1.0
+        for end, part, order in zip(ends, parts, self._outside, strict=True):
+            found[end] = CutBlock(part, host * sum(map(total_us, part)) / total, order)
         return {end if end in ends else f"{name} {end}".strip(): block for end, block in found.items()}
 
     def _count(self, dense: bool) -> int:
@@ -226,7 +220,7 @@ class _Pass:
 
     def _layer(self, dense: bool) -> CutBlock:
         segments = self._segments(dense)
-        inside = [op for start, end in segments for op in self.ops[start:end]]
+        inside = [launch for start, end in segments for launch in self.ops[start:end]]
         host = float(np.median([self.launched[end] - self.launched[start] for start, end in segments]))
         return CutBlock(_merged(inside, 1 / len(segments)), host, self._usual_order(segments))
 
@@ -246,7 +240,7 @@ class _Pass:
         """What runs before the first attention of the step, and from its last one on."""
         return _order(self.ops[: self.marks[0, 0]]), _order(self.ops[self.marks[-1, -1] :])
 
-    def _split(self, rest: Sequence[CutOp]) -> tuple[tuple[CutOp, ...], tuple[CutOp, ...]]:
+    def _split(self, rest: Sequence[Op]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
         """What is outside the layers: what the step has more of before its first attention, and the rest. What both
         sides have, such as the norm that also ends every layer, is counted as coming last.
         """
@@ -262,38 +256,37 @@ class _Pass:
         return max(0.0, float((launched[last] - launched[first]).min()) - layers_us)
 
 
-def _as_cut(op: MeasuredOp) -> CutOp:
-    return CutOp(op.op, op.work, 1.0, op.us, op.kernels, op.beside, op.sharding, op.per_peer)
-
-
-def _order(ops: Iterable[MeasuredOp]) -> tuple[Key, ...]:
-    return tuple(_key(_as_cut(op)) for op in ops)
-
-
-def _key(op: CutOp) -> Key:
+def _key(op: Op) -> Key:
     """Calls are equal whatever pass they run in: recomputation runs those of the forward pass again."""
-    return op.op._replace(phase=""), op.work, op.beside, op.sharding, op.per_peer
+    return op._replace(phase="", calls=1.0, measured=None, weight_gradient=False), seen(op).like
 
 
-def _merged(ops: Iterable[MeasuredOp], share: float) -> tuple[CutOp, ...]:
+def _order(launches: Iterable[Launch]) -> tuple[Key, ...]:
+    return tuple(_key(launch.op) for launch in launches)
+
+
+def _merged(launches: Iterable[Launch], share: float) -> tuple[Op, ...]:
     """Equal calls together; `share` of them belong to one block."""
-    return _joined(map(_as_cut, ops), share)
+    return tuple(_joined((launch.op for launch in launches), share))
 
 
 def mean_block(blocks: Sequence[CutBlock]) -> CutBlock:
     """Of the same block on several ranks, in the order of the first."""
     host = float(np.mean([block.host_us for block in blocks])) if blocks else 0.0
     ops = _joined((op for block in blocks for op in block.ops), 1 / max(len(blocks), 1))
-    return CutBlock(ops, host, blocks[0].order if blocks else ()).placed()
+    return CutBlock(tuple(ops), host, blocks[0].order if blocks else ()).placed()
 
 
-def _joined(ops: Iterable[CutOp], share: float) -> tuple[CutOp, ...]:
-    found: dict[Key, CutOp] = {}
+def _joined(ops: Iterable[Op], share: float) -> Iterator[Op]:
+    found: dict[Key, list[Op]] = {}
     for op in ops:
-        same = found.get(_key(op))
-        found[_key(op)] = (
-            op
-            if same is None
-            else same._replace(calls=same.calls + op.calls, us=same.us + op.us, kernels=same.kernels + op.kernels)
-        )
-    return tuple(op.times(share) for op in found.values())
+        found.setdefault(_key(op), []).append(op)
+    for same in found.values():
+        kernels = sum(op.calls * seen(op).kernels for op in same)
+        calls = sum(op.calls for op in same)
+        yield _measured(same[0], calls, sum(map(total_us, same)), kernels)._replace(calls=calls * share)
+
+
+def _measured(op: Op, calls: float, us: float, kernels: float) -> Op:
+    """So many calls of an operator, which take so long together."""
+    return op._replace(calls=calls, measured=seen(op)._replace(us=us / calls, kernels=kernels / calls))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,31 +14,24 @@ from numpy.typing import NDArray
 from lumos.analysis.kernel_labels import Phase, RankLabels, Work, label
 from lumos.analysis.replay import Replay
 from lumos.costs.aten_prices import AtenPrices
-from lumos.costs.prices import Prices
 from lumos.data_files import read_table
+from lumos.described.described import Program
 from lumos.described.layer import TransformerLayer
 from lumos.errors import OptionError
 from lumos.memory.memory import Memory
+from lumos.program.op import Ops
 from lumos.program.operators import Collective
 from lumos.read.op_columns import OpType, RankOps, Shape, rank_ops
+from lumos.schedules import Phase as SchedulePhase
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import Setup
-from lumos.step.step import Step, assembled, prices_of
+from lumos.step.step import Step, assembled
 from lumos.trace.names import collective_name
-from lumos.traced.calibration import (
-    MODES,
-    BlockingPrices,
-    CalibratedPrices,
-    Calibration,
-    ChangedBlocks,
-    Described,
-    Weights,
-    modelled_times,
-    plain_prices,
-)
-from lumos.traced.cut import CutBlock, CutRank, cut, mean_block
-from lumos.traced.measured_ops import MeasuredOp, measured_ops
+from lumos.traced.cut import CutBlock, CutRank, cut, mean_block, seen, total_us
+from lumos.traced.measured_ops import Launch, measured_ops
+from lumos.traced.retarget import own_blocks, traced_program, us_by_kind
 from lumos.traced.tensor_lifetimes import Tape, tape_of
+from lumos.traced.trace_costs import MODES, Learned, TraceCosts, Weights, bare, plain_costs, trace_costs
 from lumos.traced.traced_memory import cut_memory
 
 _SHARED_CORES = (
@@ -51,41 +44,29 @@ _LOAD_ROUNDS = 2  # a lower clock makes matmuls a larger share of the step, by a
 Times = NDArray[np.float64]
 
 
-def calibrated_step(setup: Setup, calibration: Calibration) -> Step:
-    """A step of any setup, priced with what a traced one shows, at the clock of the traced run."""
-    return _step_of(ChangedBlocks(calibration, setup, calibration.load))
-
-
-def _step_of(changed: ChangedBlocks) -> Step:
-    return assembled(changed.target, calibrated_prices(changed)).step()
-
-
-def calibrated_prices(changed: ChangedBlocks) -> Prices:
-    """Prices that follow from the blocks of a trace in another setup."""
-    setup = changed.target
-    kind = BlockingPrices if setup.cluster.accelerator.is_cpu else CalibratedPrices
-
-    def make(*arguments: Any) -> CalibratedPrices:
-        prices = kind(*arguments)
-        prices.changed = changed
-        prices.contends = not changed.calibration.beside
-        prices.leads = not setup.cluster.accelerator.is_cpu
-        return prices
-
-    return prices_of(setup, model=changed.now.prices.model, make_prices=make)
-
-
-def loaded_step(setup: Setup, calibration: Calibration) -> Step:
-    """The same, at the clock of the GPU's own load."""
-    changed = ChangedBlocks(calibration, setup, calibration.load)
-    step = _step_of(changed)
-    if setup.cluster.accelerator.is_cpu:  # whose clock is not known to fall
-        return step
-    for _ in range(_LOAD_ROUNDS):
-        window = step.us + calibration.fixed_us if setup.parallel.pp == 1 else _busy_us(step)
-        changed = changed.at_load(min(max(changed.matrix_us() / max(window, 1e-9), 0.0), 1.0))
-        step = _step_of(changed)
+def learned_step(setup: Setup, learned: Learned, rounds: int = 0) -> Step:
+    """A step of any setup with what a trace shows: at the clock of the traced run, or of its own load in rounds."""
+    costs = trace_costs(setup, learned, learned.load)
+    program = traced_program(setup, costs)
+    step = assembled(setup, costs, program).step()
+    for _ in range(0 if setup.cluster.accelerator.is_cpu else rounds):  # the clock of a CPU is not known to fall
+        window = step.us + learned.beyond_us if setup.parallel.pp == 1 else _busy_us(step)
+        costs = costs.at_load(min(max(_matrix_us(program, costs) / max(window, 1e-9), 0.0), 1.0))
+        step = assembled(setup, costs, program).step()
     return step
+
+
+def loaded_step(setup: Setup, learned: Learned) -> Step:
+    """The same, at the clock of the GPU's own load."""
+    return learned_step(setup, learned, _LOAD_ROUNDS)
+
+
+def _matrix_us(program: Program, costs: TraceCosts) -> float:
+    """What matmuls and attention of a step take on one GPU, as a mean over pipeline stages."""
+    passes = [(chunk, phase) for row in program.chunks for chunk in row for phase in SchedulePhase]
+    blocks = [block for chunk, phase in passes for block in program.blocks(chunk, phase)]
+    busy = {block.key: costs.matrix_us(block.build()) for block in {block.key: block for block in blocks}.values()}
+    return program.rounds * sum(block.times * busy[block.key] for block in blocks) / len(program.chunks)
 
 
 def _busy_us(step: Step) -> float:
@@ -95,14 +76,14 @@ def _busy_us(step: Step) -> float:
     return step.plan.microbatches * float(np.mean(blocks)) + float(np.mean(updates))
 
 
-def beyond_us(step: Step, calibration: Calibration) -> float:
+def beyond_us(step: Step, learned: Learned) -> float:
     """What a step takes beyond its simulated time: what the traced run took once a step.
 
     A GPU-bound run waits for its host where it begins and ends. A host-bound one does that work anyway.
     """
-    if not calibration.gpu_bound or calibration.fixed_us <= 0:
-        return calibration.fixed_us
-    return max(0.0, calibration.fixed_us - step.us * step.host_cost)
+    if not learned.gpu_bound or learned.beyond_us <= 0:
+        return learned.beyond_us
+    return max(0.0, learned.beyond_us - step.us * step.host_cost)
 
 
 def _inside_blocks_us(step: Step, stage: int) -> float:
@@ -125,7 +106,7 @@ class CalibratedRun:
     @cached_property
     def plain(self) -> Step:
         """The model of the traced run, before anything is learned from it."""
-        return assembled(self.setup, plain_prices(self.setup)).step()
+        return assembled(self.setup, plain_costs(self.setup)).step()
 
     @cached_property
     def labels(self) -> list[RankLabels]:
@@ -141,7 +122,7 @@ class CalibratedRun:
         return {rank: rank_ops(self.run.execution.trace, rank, step) for rank in ranks}
 
     @cached_property
-    def measured(self) -> list[list[MeasuredOp]]:
+    def measured(self) -> list[list[Launch]]:
         """The operators of every rank that launched kernels."""
         return [measured_ops(self.run.execution.trace, labels, self.ops[labels.rank]) for labels in self.labels]
 
@@ -180,7 +161,7 @@ class CalibratedRun:
             return blocks
         layer = TransformerLayer(self.plain.assembly.layout, bool(self.setup.model.experts))
         parts = {"forward": layer.forward(), "recompute": layer.recomputed(), "backward": layer.backward()}
-        launches = {name: modelled_times(block, self.plain.prices)[1] for name, block in parts.items()}
+        launches = {name: sum(map(self.plain.prices.launches, block)) for name, block in parts.items()}
         each = (blocks["forward"].host_us + blocks["backward"].host_us) / max(sum(launches.values()), 1.0)
         shared = {name: replace(blocks[name], host_us=each * launches[name]) for name in ("forward", "backward")}
         return blocks | shared | {"recompute": replace(blocks["recompute"], host_us=each * launches["recompute"])}
@@ -201,22 +182,22 @@ class CalibratedRun:
     @property
     def has_shapes(self) -> bool:
         """Whether most of the kernels' time is that of operators with shapes."""
-        ops = [op for rank in self.measured for op in rank if op.work != Work.COMM]
-        return sum(op.us for op in ops if op.op.inputs) > sum(op.us for op in ops) / 2
+        ops = [launch.op for rank in self.measured for launch in rank if launch.measured.like != "comm"]
+        return sum(total_us(op) for op in ops if op.inputs) > sum(map(total_us, ops)) / 2
 
     @cached_property
-    def calibration(self) -> Calibration:
+    def learned(self) -> Learned:
         """The blocks first, then what runs outside them, then the whole."""
         self._refuse_misfits()
-        networks = {name: self._network(name, block) for name, block in self.blocks.items()}
-        found = Calibration(
-            self.setup, self.blocks, self.weights, networks=networks, data_parallel=self._data_parallel(),
-            link=self._link(), load=self.recorded_load, shared=self.slowdown > _SHARED, mode=self.mode,
-            beside=self.setup.cluster.gpus > 1 and not self.silent,
+        network = {name: self._network(name, block) for name, block in self.blocks.items()}
+        network |= {"ranks": self._data_parallel(), "p2p": self._link()}
+        found = Learned(
+            self.setup, self.blocks, self.weights, network=network, load=self.recorded_load, silent=self.silent,
+            shared=self.slowdown > _SHARED, mode=self.mode, beside=self.setup.cluster.gpus > 1 and not self.silent,
         )  # fmt: skip
         if self.silent:
-            found = found.with_communication(0.0)
-        step = calibrated_step(self.setup, found)
+            found = found.with_network(0.0)
+        step = learned_step(self.setup, found)
         explained = step.us / 1e3
         unexplained = _TABLE["most_unexplained"]
         if not 1 - unexplained < explained / self.run.clean_ms < 1 / (1 - unexplained):
@@ -225,7 +206,7 @@ class CalibratedRun:
                 f"{self.run.clean_ms:.1f} ms; correct the setup to what was traced"
             )
         closed = self._closed(found, step)
-        return closed.with_communication(1.0) if self.silent else closed
+        return closed.with_network(1.0) if self.silent else closed
 
     def memory(self, target: Setup) -> Memory | None:
         """Peak memory of another configuration from the trace's own tensors; None where it does not show them."""
@@ -255,8 +236,8 @@ class CalibratedRun:
         if len(self.labels) < 2 or self.on_cpu or not self.has_shapes:
             return 1.0
         prices, measured, priced = AtenPrices(self.plain.prices), 0.0, 0.0
-        for op in (op for block in self.blocks.values() for op in block.ops if op.op.name == "aten.mm.default"):
-            measured, priced = measured + op.us, priced + op.calls * prices.of(op.op).us
+        for op in (op for block in self.blocks.values() for op in block.ops if op.name == "aten.mm.default"):
+            measured, priced = measured + total_us(op), priced + op.calls * prices.of(bare(op)).us
         return measured / priced if priced else 1.0
 
     @property
@@ -275,36 +256,36 @@ class CalibratedRun:
             "step is without them",
         )
 
-    def _closed(self, calibration: Calibration, step: Step) -> Calibration:
+    def _closed(self, calibration: Learned, step: Step) -> Learned:
         """Close the rest by a time once a step: it begins and ends with waiting, which does not grow with it.
 
         What is more than that is taken for the speed of the host, or, where ranks wait for each other, of what decides.
         """
         clean = self.run.clean_ms * 1e3
-        decides: Callable[[Calibration, float], Calibration] = Calibration.slower_host
+        decides: Callable[[Learned, float], Learned] = Learned.slower_host
         if self.on_cpu:
             decides = _slower_core
         else:
             if step.host_share <= _TABLE["host_bound_share"]:
-                decides = Calibration.slower
+                decides = Learned.slower
                 calibration = replace(calibration, blocks=self._tempered(calibration.blocks), gpu_bound=True)
             rest = clean - loaded_step(self.setup, calibration).us
             talks = any((labels.work == Work.COMM).any() for labels in self.labels)  # and waits in every layer
-            if not talks and (decides == Calibration.slower or abs(rest) < _TABLE["most_fixed_share"] * clean):
+            if not talks and (decides == Learned.slower or abs(rest) < _TABLE["most_fixed_share"] * clean):
                 return self._fixed(calibration)
-        for change in (decides, Calibration.slower_network):
+        for change in (decides, Learned.slower_network):
             calibration = self._scaled(calibration, change)
         return self._fixed(calibration)
 
-    def _fixed(self, calibration: Calibration) -> Calibration:
+    def _fixed(self, calibration: Learned) -> Learned:
         """With what is left as a time once a step; in rounds, because it changes the load, and so the clock."""
         for _ in range(_TABLE["rounds"]):
             step = loaded_step(self.setup, calibration)
             rest = self.run.clean_ms * 1e3 - step.us - beyond_us(step, calibration)
-            calibration = replace(calibration, fixed_us=calibration.fixed_us + rest)
+            calibration = replace(calibration, beyond_us=calibration.beyond_us + rest)
         return calibration
 
-    def _scaled(self, calibration: Calibration, change: Callable[[Calibration, float], Calibration]) -> Calibration:
+    def _scaled(self, calibration: Learned, change: Callable[[Learned, float], Learned]) -> Learned:
         """With something made slower or faster until the step takes as long as recorded; unchanged where that fails."""
         clean, found = self.run.clean_ms * 1e3, calibration
         low, high = _TABLE["least_correction"], _TABLE["most_correction"]
@@ -319,14 +300,15 @@ class CalibratedRun:
 
         In a pipeline it is their share of the kernels: a bubble is long enough for the clock to be itself again.
         """
-        kinds = (Work.MATRIX, Work.ATTENTION)
-        busy = [sum(op.us for op in ops if op.work in kinds and not op.beside) for ops in self.measured]
+        kinds = ("matrix", "attention")
+        ranks = [[launch.op for launch in launches if not launch.op.stream] for launches in self.measured]
+        busy = [sum(total_us(op) for op in ops if seen(op).like in kinds) for ops in ranks]
         if self.setup.parallel.pp == 1:
             return float(np.mean(busy)) / 1e3 / self.run.recorded_steps.mean
-        every = [sum(op.us for op in ops if not op.beside) for ops in self.measured]
+        every = [sum(map(total_us, ops)) for ops in ranks]
         return float(np.mean([part / max(whole, 1e-9) for part, whole in zip(busy, every, strict=True)]))
 
-    def _tempered(self, blocks: dict[str, CutBlock]) -> dict[str, CutBlock]:
+    def _tempered(self, blocks: Mapping[str, CutBlock]) -> dict[str, CutBlock]:
         """The host most of the way to a typical one, in ratio.
 
         A GPU-bound step does not show whether its host was quick for a moment: the same host took 20 to 39 us for a
@@ -355,10 +337,9 @@ class CalibratedRun:
         known, stated = find_gpu(traced), self.setup.cluster.accelerator.name
         if known is not None and known.name != stated:
             raise OptionError(f"the trace is of {traced}, and cluster.gpu = {stated}: give the setup of the traced run")
-        described = Calibration(self.setup).described(self.setup)
         for name in ("forward", "backward"):
-            modelled = described.times(name)[0][Work.MATRIX]
-            factor = self.blocks[name].us(Work.MATRIX) / modelled if modelled > 0 and not self.has_shapes else 1.0
+            modelled = self._modelled(name).get("matrix", 0.0)
+            factor = self.blocks[name].us("matrix") / modelled if modelled > 0 and not self.has_shapes else 1.0
             most = _TABLE["most_matrix_factor" if len(self.labels) == 1 else "most_matrix_factor_shared"]
             if not _TABLE["least_matrix_factor"] < factor < most:
                 raise OptionError(
@@ -372,11 +353,20 @@ class CalibratedRun:
         Beside embedding and head, those of the whole step end up.
         """
         inside = name.startswith(("forward", "backward"))
-        modelled = Calibration(self.setup).described(self.setup).times(name)[0][Work.COMM]
-        measured = sum(op.us for op in block.ops if op.work == Work.COMM)
+        modelled = self._modelled(name).get("comm", 0.0)
+        measured = sum(total_us(op) for op in block.ops if seen(op).like == "comm")
         most = _TABLE["most_network_factor" if inside else "most_network_factor_outside_layers"]
         ratio = measured / modelled if modelled > 1e-3 and measured > 1e-3 else 1.0
         return ratio if 1 / most < ratio < most else 1.0
+
+    def _modelled(self, name: str) -> dict[str, float]:
+        """Microseconds of a block of the setup itself, by kind of work."""
+        own = self._own_blocks.get(name) or self._own_blocks.get(name.replace("recompute", "forward"), [])
+        return us_by_kind(own, self.plain.prices)
+
+    @cached_property
+    def _own_blocks(self) -> dict[str, Ops]:
+        return own_blocks(self.plain.assembly.program, self.blocks)
 
     def _communication(self) -> Times:
         """All communication of a step, as a mean over ranks, in microseconds."""
@@ -421,19 +411,19 @@ class CalibratedRun:
         return {
             "rank": labels.rank, "phase": name, "tasks": int(tasks.sum()),
             "gpu_ms": float(labels.us[tasks].sum()) / 1e3,
-            "layer_ms": layer.us(*Work) / 1e3, "layer_host_ms": layer.host_us / 1e3,
-            "ends_ms": sum(rank.blocks.get(end, CutBlock()).us(*Work) for end in ends) / 1e3,
+            "layer_ms": layer.us() / 1e3, "layer_host_ms": layer.host_us / 1e3,
+            "ends_ms": sum(rank.blocks.get(end, CutBlock()).us() for end in ends) / 1e3,
         }  # fmt: skip
 
 
-def _local(shapes: Counter[Shape], measured: Sequence[MeasuredOp], tp: int) -> Counter[Shape]:
+def _local(shapes: Counter[Shape], measured: Sequence[Launch], tp: int) -> Counter[Shape]:
     """The part of each parameter that this rank holds: a DTensor shows the shape of the whole.
 
     Its matmul shows the part: the gradient of a weight is what it returns.
     """
     if tp == 1:
         return shapes
-    made = {op.op.outputs[0].shape for op in measured if op.op.name == "aten.mm.default" and op.op.phase == "backward"}
+    made = {op.outputs[0].shape for op, *_ in measured if op.name == "aten.mm.default" and op.phase == "backward"}
     found: Counter[Shape] = Counter()
     for shape, count in shapes.items():
         parts = [(shape[0] // tp, *shape[1:]), (*shape[:-1], shape[-1] // tp)] if len(shape) == 2 else []
@@ -445,7 +435,7 @@ def _local(shapes: Counter[Shape], measured: Sequence[MeasuredOp], tp: int) -> C
     return found
 
 
-def _slower_core(calibration: Calibration, factor: float) -> Calibration:
+def _slower_core(calibration: Learned, factor: float) -> Learned:
     """A CPU computes and is its own host."""
     return calibration.slower(factor).slower_host(factor)
 
@@ -455,8 +445,8 @@ def changed_step(source: CalibratedRun, target: Setup) -> tuple[Step, tuple[str,
     refuse(source.setup, target)
     if source.on_cpu:
         _refuse_on_cpu(source, target)
-    calibration = source.calibration.slower_host(source.setup.cluster.host / target.cluster.host)
-    return loaded_step(target, calibration), (*source.notes, *_notes(source, target))
+    learned = source.learned.slower_host(source.setup.cluster.host / target.cluster.host)
+    return loaded_step(target, learned), (*source.notes, *_notes(source, target))
 
 
 def _notes(source: CalibratedRun, target: Setup) -> list[str]:
@@ -466,7 +456,7 @@ def _notes(source: CalibratedRun, target: Setup) -> list[str]:
             != getattr(target.parallel, way)]  # fmt: skip
     if ways:
         found.append(f"not as in the traced run: {', '.join(ways)}; no such change was measured; wider interval")
-    host = source.plain.prices.host_us * sum(Described(target, plain_prices(target)).program.layout.dtensor_launches)
+    host = source.plain.prices.host_us * sum(Program(target).layout.dtensor_launches)
     if host and source.setup.parallel.tp == 1:
         found.append(
             f"tensor parallelism by DTensor, as eager PyTorch runs it: about {host / 1e3:.0f} ms of the host for a "

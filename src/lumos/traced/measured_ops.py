@@ -1,4 +1,4 @@
-"""MeasuredOp: what every kernel of a traced step was launched by, with shapes, GPU time and host time.
+"""The operators of a traced step that launched kernels, as Ops with shapes and measured times.
 
 A kernel belongs to the innermost operator around its launch that has tensors. Operators are written as a dry run writes
 them (`Op`), so that the same prices hold for both. A trace does not tell what an operator returned: where its
@@ -15,7 +15,7 @@ import numpy as np
 
 from lumos.analysis.kernel_labels import Phase, RankLabels, Work
 from lumos.costs.kernel_work import REDUCTIONS
-from lumos.program.op import Op, Tensor
+from lumos.program.op import Measured, Op, Tensor
 from lumos.read.op_columns import OpType, RankOps, TracedOp
 from lumos.trace.trace import Trace
 
@@ -28,52 +28,57 @@ _MATMULS = ("aten.mm.default", "aten.addmm.default")
 _SHARDING = ("split_with_sizes_copy", "chunk_cat", "all_gather_copy_in")
 
 
-class MeasuredOp(NamedTuple):
-    """One operator with the kernels it launched; `op` has no tensors where the trace shows none."""
+class Launch(NamedTuple):
+    """A call that launched kernels; it has no tensors if the trace shows none."""
 
     op: Op
-    work: Work
-    us: float
     attention: int  # 0: none, 1: a forward one, 2: the main kernel of its backward pass
-    launched: float  # on the clock of the labels
-    beside: bool = False  # on another stream than the one that computes
-    sharding: bool = False  # FSDP gathers weights or scatters gradients
-    per_peer: bool = False  # once for every other rank that a stand-in for a collective answers for
-    kernels: int = 1
+    at_us: float  # on the clock of the labels
+
+    @property
+    def measured(self) -> Measured:
+        assert self.op.measured is not None
+        return self.op.measured
 
 
-def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[MeasuredOp]:
+def measured_ops(trace: Trace, labels: RankLabels, ops: RankOps) -> list[Launch]:
     """The operators of one rank's step that launched kernels, in the order of their first launches."""
     owners = owners_of(trace, labels, ops)
     causal = is_causal(ops)
     streams = trace.lane[labels.row]
     computing = np.where(labels.work == Work.COMM, 0.0, labels.us)  # collectives may run longer than everything else
     main = int(np.bincount(streams, computing).argmax()) if len(streams) else -1
-    found: list[MeasuredOp] = []
+    found: list[Launch] = []
     last: TracedOp | None = None
     for i, owner in enumerate(owners):
-        work, us = Work(int(labels.work[i])), float(labels.us[i])
+        kernel = Measured(float(labels.us[i]), 1.0, like=Work(int(labels.work[i])).name.lower())
         mark = int(labels.attention[i])
         if owner is not None and owner is last:
-            before = found[-1]
-            heavier = work if us > before.us else before.work
-            found[-1] = before._replace(
-                us=before.us + us,
-                work=heavier,
-                kernels=before.kernels + 1,
-                attention=max(before.attention, mark),
-            )
+            found[-1] = _joined(found[-1], kernel, mark)
             continue
         phase = _PHASES[Phase(int(labels.phase[i]))]
-        kernel = trace.names[trace.name[labels.row[i]]]
-        op = recorded(owner, phase, causal) if owner is not None else Op(kernel, (), (), phase)
-        scopes = owner.scopes if owner is not None else frozenset[OpType]()
-        sharding = OpType.FSDP in scopes or op.name.startswith("fsdp.")
-        per_peer = OpType.COMM in scopes and work != Work.COMM and "gather" in _outer_collective(owner)
-        beside = bool(streams[i] != main)
-        found.append(MeasuredOp(op, work, us, mark, float(labels.launched[i]), beside, sharding or per_peer, per_peer))
+        name = trace.names[trace.name[labels.row[i]]]
+        op = recorded(owner, phase, causal) if owner is not None else Op(name, (), (), phase)
+        op = op._replace(stream=int(streams[i] != main), role=_role(op, owner, kernel), measured=kernel)
+        found.append(Launch(op, mark, float(labels.launched[i])))
         last = owner
     return _marked(found)
+
+
+def _joined(launch: Launch, kernel: Measured, mark: int) -> Launch:
+    """With one more kernel of the same operator; the longer one says what it does."""
+    before = launch.measured
+    like = kernel.like if kernel.us > before.us else before.like
+    both = Measured(before.us + kernel.us, before.kernels + 1, like=like)
+    return launch._replace(op=launch.op._replace(measured=both), attention=max(launch.attention, mark))
+
+
+def _role(op: Op, owner: TracedOp | None, kernel: Measured) -> str:
+    """peer: once for every other rank that a stand-in for a collective answers for; layout: FSDP moves weights."""
+    scopes = owner.scopes if owner is not None else frozenset[OpType]()
+    if OpType.COMM in scopes and kernel.like != "comm" and "gather" in _outer_collective(owner):
+        return "peer"
+    return "layout" if OpType.FSDP in scopes or op.name.startswith("fsdp.") else ""
 
 
 def owners_of(trace: Trace, labels: RankLabels, ops: RankOps, any_op: bool = False) -> list[TracedOp | None]:
@@ -87,7 +92,7 @@ def owners_of(trace: Trace, labels: RankLabels, ops: RankOps, any_op: bool = Fal
     return [around.of(*moment) or (around.of(*moment, any_op) if any_op else None) for moment in moments]
 
 
-def _marked(ops: list[MeasuredOp]) -> list[MeasuredOp]:
+def _marked(ops: list[Launch]) -> list[Launch]:
     """With attentions marked by their operators where the names of kernels do not show them: fused ones, else softmax
     over scores of (batch, heads, queries, keys).
     """
