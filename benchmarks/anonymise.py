@@ -19,7 +19,7 @@ from lumos import read_job, replay
 from lumos.analysis.kernel_labels import label
 from lumos.analysis.replay import Replay
 from lumos.analysis.slowdown import slowdown
-from lumos.analysis.slowdown_causes import job_of_run
+from lumos.analysis.slowdown_causes import job_of
 from lumos.chakra.run_writer import write_chakra
 from lumos.errors import LumosError
 from lumos.export.anonymise import anonymise
@@ -70,7 +70,7 @@ def figures(run: Replay) -> dict[str, str]:
     found: dict[str, Any] = {"replay": run.as_dict()}
     found |= {scale: predict(run, [scale]).step_ms for scale in SCALES}
     try:
-        found["stragglers"] = slowdown(job_of_run(run)).as_dict()
+        found["stragglers"] = slowdown(job_of(run)).as_dict()
     except LumosError as error:
         found["stragglers"] = type(error).__name__
     found["labels"] = [[one.us.tolist(), one.phase.tolist(), one.work.tolist(), one.attention.tolist()]

@@ -20,7 +20,7 @@ import numpy as np
 
 from lumos import read_job, replay
 from lumos.analysis.slowdown import Slowdown, slowdown
-from lumos.analysis.slowdown_causes import Diagnosis, diagnose, job_of_run
+from lumos.analysis.slowdown_causes import Diagnosis, diagnose, job_of
 from lumos.analysis.slowdown_jobs import job_of_table
 from lumos.read.operation_table import read_operation_table
 
@@ -155,7 +155,7 @@ def traces() -> Iterator[str]:
     for name, (path, match) in TRACES.items():
         if not path.is_dir():
             continue
-        diagnosis = diagnose(slowdown(job_of_run(replay(read_job(path, match)))))
+        diagnosis = diagnose(slowdown(job_of(replay(read_job(path, match)))))
         ours: Slowdown = diagnosis.slowdown
         first, second = ours.slowest[:2].tolist()
         named = "; ".join(
@@ -188,7 +188,7 @@ def mended() -> Iterator[str]:
 
 
 def _mended_row(run: Recorded, even: Recorded, blind: str) -> str:
-    found = diagnose(slowdown(job_of_run(replay(read_job(run.traces)))))
+    found = diagnose(slowdown(job_of(replay(read_job(run.traces)))))
     slow = next((cause for cause in found.causes if cause.kind == "slow worker"), None)
     named, gain = ("none", "") if slow is None else (slow.name, f"{slow.gain_ms:.1f}")
     true = run.record["slow_rank"]

@@ -22,7 +22,7 @@ from lumos.analysis import slowdown_jobs
 from lumos.analysis.kernel_labels import label
 from lumos.analysis.replay import Replay, replay
 from lumos.analysis.slowdown import slowdown
-from lumos.analysis.slowdown_causes import job_of_run
+from lumos.analysis.slowdown_causes import job_of
 from lumos.chakra.run_writer import write_chakra
 from lumos.costs import overlapped_kernels
 from lumos.errors import LumosError
@@ -53,7 +53,7 @@ def figures(run: Replay) -> dict[str, Any]:
     for scale in ("compute=0.5", "comm=2", "cpu=0.7"):
         found[scale] = predict(run, [scale]).step_ms
     try:
-        found["stragglers"] = bare(slowdown(job_of_run(run)).as_dict())
+        found["stragglers"] = bare(slowdown(job_of(run)).as_dict())
     except LumosError as error:  # one step of one rank
         found["stragglers"] = type(error).__name__
     found["labels"] = [

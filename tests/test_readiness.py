@@ -12,7 +12,7 @@ import pytest
 
 from commands import lumos_here
 from lumos import read_job, replay
-from lumos.analysis.readiness import Beside, Readiness
+from lumos.analysis.readiness import FileFacts, Readiness
 from support import Event, call, header, kernel, note, op, training_run, write_trace
 
 SHARED = Path(__file__).resolve().parents[2] / "shared/data"
@@ -44,12 +44,12 @@ def _renumbered(events: list[Event]) -> list[Event]:
     return [e | {"name": e["name"].replace("Step#0", "Step#3").replace("Step#1", "Step#4")} for e in events]
 
 
-def readiness(path: Path, **beside: bool) -> Readiness:
-    return Readiness(replay(read_job(path)), Beside(**beside))
+def readiness(path: Path, **files: bool) -> Readiness:
+    return Readiness(replay(read_job(path)), FileFacts(**files))
 
 
-def lacks(path: Path, **beside: bool) -> dict[str, str]:
-    return {finding.what: finding.lacks for finding in readiness(path, **beside).findings}
+def lacks(path: Path, **files: bool) -> dict[str, str]:
+    return {finding.what: finding.lacks for finding in readiness(path, **files).findings}
 
 
 def rewritten(path: Path, change: Any) -> Path:

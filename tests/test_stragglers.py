@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from commands import lumos_here
 from lumos import read_job, replay
 from lumos.analysis.slowdown import Slowdown, slowdown
-from lumos.analysis.slowdown_causes import Cause, Diagnosis, diagnose, job_of_run, stragglers
+from lumos.analysis.slowdown_causes import Diagnosis, SlowdownCause, diagnose, job_of, stragglers
 from lumos.analysis.slowdown_jobs import job_of_table
 from lumos.read.operation_table import is_operation_table, read_operation_table
 from lumos.report.slowdowns import slowdown_cards
@@ -48,7 +48,7 @@ def kinds(found: Diagnosis) -> list[str]:
     return [cause.kind for cause in found.causes]
 
 
-def first(found: Diagnosis) -> Cause:
+def first(found: Diagnosis) -> SlowdownCause:
     assert found.causes
     return found.causes[0]
 
@@ -547,7 +547,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
 
 def test_the_slow_rank_of_a_trace_is_the_one_that_a_replay_names() -> None:
     run = replay(read_job(EXAMPLE))
-    found = diagnose(slowdown(job_of_run(run)))
+    found = diagnose(slowdown(job_of(run)))
     answer = found.as_dict()
     assert answer["by_worker"][0]["rank"] == run.stragglers[0].rank == 2
     assert answer["by_worker"][0]["why"] == run.stragglers[0].why
@@ -565,7 +565,7 @@ def test_the_slow_rank_of_a_trace_is_the_one_that_a_replay_names() -> None:
 def test_a_rank_that_pauses_is_named_and_mending_it_gives_what_was_measured(
     recorded: dict[str, Recorded], name: str, rank: int, pause_ms: float
 ) -> None:
-    found = diagnose(slowdown(job_of_run(replay(read_job(recorded[name].traces)))))
+    found = diagnose(slowdown(job_of(replay(read_job(recorded[name].traces)))))
     even = recorded[f"{name.split('_')[0]}_even"]
     gained = float(np.median(recorded[name].clean) - np.median(even.clean))
     assert (first(found).kind, first(found).name) == ("slow worker", f"rank {rank}")
@@ -575,7 +575,7 @@ def test_a_rank_that_pauses_is_named_and_mending_it_gives_what_was_measured(
 
 def test_a_replay_and_the_causes_agree_on_what_a_rank_costs() -> None:
     run = replay(read_job(EXAMPLE))
-    found = diagnose(slowdown(job_of_run(run)))
+    found = diagnose(slowdown(job_of(run)))
     fixes = {fix.name: fix.gain_ms for fix in found.fixes}
     for one in run.stragglers:
         if (name := f"rank {one.rank} like the others") in fixes:
@@ -586,8 +586,8 @@ def test_a_replay_and_the_causes_agree_on_what_a_rank_costs() -> None:
 
 def test_ranks_that_do_the_same_slow_nobody_down() -> None:
     run = replay(read_job(EXAMPLE, "rank[013]*"))
-    with_all = slowdown(job_of_run(replay(read_job(EXAMPLE))))
-    without = slowdown(job_of_run(run))
+    with_all = slowdown(job_of(replay(read_job(EXAMPLE))))
+    without = slowdown(job_of(run))
     assert without.slowdown < with_all.slowdown
     assert np.ptp(without.of_worker) < 0.5 * np.ptp(with_all.of_worker)
 
@@ -612,7 +612,7 @@ def one_rank(steps: int = 4) -> list[Event]:
 
 def test_a_trace_of_one_rank_whose_steps_are_alike_loses_nothing(tmp_path: Path) -> None:
     write_trace(tmp_path / "rank0.json", one_rank(), header(rank=0))
-    found = diagnose(slowdown(job_of_run(replay(read_job(tmp_path)))))
+    found = diagnose(slowdown(job_of(replay(read_job(tmp_path)))))
     lost = found.slowdown
     assert lost.slowdown == pytest.approx(1, abs=1e-3)
     assert lost.ideal_ms.tolist() == pytest.approx(lost.job.recorded_ms.tolist(), rel=0.02)
@@ -622,7 +622,7 @@ def test_a_trace_of_one_rank_whose_steps_are_alike_loses_nothing(tmp_path: Path)
 
 
 def test_a_job_that_is_faster_than_its_ideal_has_no_lost_time_to_share() -> None:
-    found = slowdown(job_of_run(replay(read_job(EXAMPLE))))
+    found = slowdown(job_of(replay(read_job(EXAMPLE))))
     swapped = slowdown(replace(found.job, took=found.job.ideal, ideal=found.job.took))
     assert swapped.slowdown < 1
     assert swapped.mw is None

@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from lumos.data_files import read_table
 from lumos.graph.graph import Floats
 from lumos.graph.rules.nodes import Nodes
 from lumos.trace.names import Kind
 from lumos.trace.steps import Steps
 from lumos.trace.trace import Ints, Trace
 
-_MATTERS = 0.01  # of the step
+_MATTERS: float = read_table("analysis.toml")["breakdown"]["matters"]  # of the step
 _BIN_NS = 1_000_000
 _FEWEST_BINS, _MOST_BINS = 20, 400  # in short and in long runs
 
@@ -142,10 +143,9 @@ def hotspots(nodes: Nodes, steps: int, by_operator: bool) -> list[Hotspot]:
     count = np.bincount(trace.name[named], minlength=len(trace.names))
     share = max(steps, 1) * max(len(trace.ranks), 1)
     order = [int(i) for i in np.argsort(-total, kind="stable") if count[i]]
+    mean_us = total / np.maximum(count, 1) / 1e3
     return [
-        Hotspot(
-            trace.names[i], float(count[i]) / share, float(total[i]) / share / 1e6, float(total[i] / count[i]) / 1e3
-        )
+        Hotspot(trace.names[i], float(count[i]) / share, float(total[i]) / share / 1e6, float(mean_us[i]))
         for i in order
     ]
 

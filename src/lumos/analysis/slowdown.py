@@ -1,6 +1,6 @@
-"""Slowdown: how much longer a job takes than if all its workers and steps were alike, and who is to blame.
+"""Slowdown: how much longer a job takes than if all its workers and steps were alike, and which of them cause it.
 
-The ideal job has the same graph, in which every operation takes what is usual for its type: the mean of computations,
+The ideal job has the same graph, in which every operation takes what is typical of its type: the mean of computations,
 the median of transfers. Between it and the job as it ran lie jobs that keep the recorded times of some operations: of
 one type, one worker, one stage. What such a job takes over the ideal is the slowdown that these operations cause. The
 method is that of "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI 2025).
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import ceil
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from lumos.analysis.run import TracedRun
+from lumos.data_files import read_table
 from lumos.graph.graph import Bools, Floats, Ints
 
-_SLOWEST_SHARE = 0.03  # of the workers, for `mw`
+_SLOWEST_SHARE: float = read_table("analysis.toml")["slowdown"]["slowest_share"]
 _MOST_EXACT = 64  # workers that are simulated one by one
 _MOST_FLOATS = 1 << 25  # durations in memory at once
 
@@ -36,7 +38,7 @@ class Worker(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class SlowdownJob:
     """Operations of all workers and steps, and a simulator for other durations of them; nanoseconds.
 
     `simulate` takes durations as (scenarios, operations), and gives the milliseconds of (scenarios, steps).
@@ -93,7 +95,7 @@ class Job:
 
 
 class Reporter(Protocol):
-    """Is told how much is done."""
+    """Shows how much is done, of how much, and of what."""
 
     def __call__(self, done: int, total: int, what: str = ...) -> None: ...
 
@@ -102,7 +104,7 @@ class Reporter(Protocol):
 class Slowdown:
     """What a job loses to stragglers; arrays over steps are milliseconds or slowdowns."""
 
-    job: Job
+    job: SlowdownJob
     base_ms: Floats  # by step: simulated without delays of launches
     ideal_ms: Floats
     by_type: dict[str, float]
@@ -113,7 +115,6 @@ class Slowdown:
     mw: float | None
     ms: float | None
     slowest: Ints  # workers, the slowest first
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def slowdown(self) -> float:
@@ -127,22 +128,30 @@ class Slowdown:
 
     @property
     def error_pct(self) -> float:
-        return 100 * float(self.job.replayed_ms.mean() / self.job.recorded_ms.mean() - 1)
+        """Error of the simulated step."""
+        return self._error_pct(self.job.replayed_ms)
 
     @property
     def worst_error_pct(self) -> float:
-        """Of the step that is replayed worst."""
-        return _worst_pct(self.job.replayed_ms, self.job.recorded_ms)
+        """Error of the step that is simulated worst."""
+        return self._worst_error_pct(self.job.replayed_ms)
 
     @property
     def held_out_error_pct(self) -> float | None:
         """The same as `error_pct`, where the delays of launches are those of other steps."""
-        held_out = self.job.held_out_ms
-        return None if held_out is None else 100 * float(held_out.mean() / self.job.recorded_ms.mean() - 1)
+        return None if self.job.held_out_ms is None else self._error_pct(self.job.held_out_ms)
 
     @property
     def held_out_worst_pct(self) -> float | None:
-        return None if self.job.held_out_ms is None else _worst_pct(self.job.held_out_ms, self.job.recorded_ms)
+        return None if self.job.held_out_ms is None else self._worst_error_pct(self.job.held_out_ms)
+
+    def _error_pct(self, simulated: Floats) -> float:
+        return 100 * float(simulated.mean() / self.job.recorded_ms.mean() - 1)
+
+    def _worst_error_pct(self, simulated: Floats) -> float:
+        known = self.job.recorded_ms > 0
+        errors = 100 * (simulated[known] / self.job.recorded_ms[known] - 1)
+        return float(errors[np.argmax(np.abs(errors))]) if len(errors) else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as `lumos stragglers --json` has them."""
@@ -167,7 +176,7 @@ class Slowdown:
             "by_stage": [{"stage": stage, "slowdown": value} for stage, value in self.by_stage.items()],
             "by_dp_rank": [{"dp_rank": rank, "slowdown": value} for rank, value in self.by_dp_rank.items()],
             "steps": [self._step_row(step) for step in range(len(job.steps))],
-            "warnings": [*job.warnings, *self.notes],
+            "warnings": list(job.warnings),
         }
 
     def alone_slowdown(self, worker: int) -> float | None:
@@ -176,13 +185,11 @@ class Slowdown:
         return None if np.isnan(by_step).any() else float((by_step * self.ideal_ms).sum() / self.ideal_ms.sum())
 
     def _worker_row(self, worker: int) -> dict[str, Any]:
-        one = self.job.workers[worker]
+        one, of_worker = self.job.workers[worker], float(self.of_worker[worker])
         places = {} if one.stage is None else {"dp_rank": one.dp_rank, "stage": one.stage}
-        alone = self.alone_slowdown(worker)
-        known = not np.isnan(self.of_worker[worker])
+        slowdowns = {"slowdown": None if np.isnan(of_worker) else of_worker, "alone": self.alone_slowdown(worker)}
         why = {"why": self.job.why[one.rank]} if one.rank in self.job.why else {}
-        of_worker = float(self.of_worker[worker]) if known else None
-        return {"rank": one.rank, **places, "slowdown": of_worker, "alone": alone, **why}
+        return {"rank": one.rank, **places, **slowdowns, **why}
 
     def _step_row(self, step: int) -> dict[str, Any]:
         known = np.nan_to_num(self.alone[:, step])
@@ -199,56 +206,46 @@ class Slowdown:
         }
 
 
-def slowdown(job: Job, progress: Reporter | None = None) -> Slowdown:
+def slowdown(job: SlowdownJob, progress: Reporter | None = None) -> Slowdown:
     """Simulate the ideal job, the job as it ran, and those in between."""
-    several = _Scenarios(job, progress)
+    scenarios = _Scenarios(job, progress)
     stage, replica = job.places("stage"), job.places("dp_rank")
     types = sorted({job.types[kind] for kind in np.unique(job.kind).tolist() if kind >= 0})
-    stages = np.unique(stage[stage >= 0]).tolist()
-    replicas = np.unique(replica[replica >= 0]).tolist()
-    several.total = 4 + len(types) + len(stages) + len(replicas) + min(len(job.workers), _MOST_EXACT)
-    everything = np.ones(len(job.kind), bool)
-    base, ideal = several.run([job.keeping(everything), job.keeping(~everything)])
+    stages, replicas = (np.unique(place[place >= 0]).tolist() for place in (stage, replica))
+    scenarios.total = 4 + len(types) + len(stages) + len(replicas) + min(len(job.workers), _MOST_EXACT)
+    base, ideal = scenarios.run([job.took, job.ideal])
 
-    def slowdowns(groups: Iterable[Bools]) -> list[float]:
-        found = several.run(job.keeping(rows) for rows in groups)
-        return [float(steps.mean() / ideal.mean()) for steps in found]
+    def slowdowns(names: Sequence[Any], rows: Iterable[Bools]) -> dict[Any, float]:
+        steps = scenarios.run(job.keeping(some) for some in rows)
+        return {name: float(one.mean() / ideal.mean()) for name, one in zip(names, steps, strict=True)}
 
-    by_type = dict(zip(types, slowdowns(job.of_type(name) for name in types), strict=True))
-    by_stage = dict(zip(stages, slowdowns(stage == number for number in stages), strict=True))
-    by_replica = dict(zip(replicas, slowdowns(replica == number for number in replicas), strict=True))
+    by_type = slowdowns(types, (job.of_type(name) for name in types))
+    by_stage = slowdowns(stages, (stage == number for number in stages))
+    by_replica = slowdowns(replicas, (replica == number for number in replicas))
     if stages:
         of_worker = np.array([min(by_stage[w.stage], by_replica[w.dp_rank]) for w in job.workers])
-        alone = _alone(several, of_worker, ideal)
+        alone = _alone(scenarios, of_worker, ideal)
     else:
-        alone = _alone(several, np.bincount(job.worker, job.took, len(job.workers)).astype(float), ideal)
+        alone = _alone(scenarios, np.bincount(job.worker, job.took, len(job.workers)).astype(float), ideal)
         of_worker = (alone * ideal).sum(axis=1) / ideal.sum()
     slowest = np.lexsort((np.array([w.rank for w in job.workers]), -of_worker))
     most = slowest[: ceil(_SLOWEST_SHARE * len(job.workers) - 1e-9)]
     fixed = [job.fixing(np.isin(job.worker, most))] + ([job.fixing(stage == stages[-1])] if len(stages) > 1 else [])
-    shares = [_share(base, steps, ideal) for steps in several.run(fixed)]
+    shares = [_share(base, steps, ideal) for steps in scenarios.run(fixed)]
     return Slowdown(
         job, base, ideal, _descending(by_type), _descending(by_stage), _descending(by_replica), alone, of_worker,
         mw=shares[0] if len(job.workers) > 1 else None, ms=shares[1] if len(shares) > 1 else None, slowest=slowest,
     )  # fmt: skip
 
 
-def _alone(several: _Scenarios, score: Floats, ideal: Floats) -> Floats:
-    """For each worker and step, the slowdown if that worker alone takes what it took; of many, for the worst ones."""
-    job = several.job
+def _alone(scenarios: _Scenarios, score: Floats, ideal: Floats) -> Floats:
+    """For each worker and step, the slowdown if only that worker takes what it took; of many, for the worst ones."""
+    job = scenarios.job
     alone = np.full((len(job.workers), len(job.steps)), np.nan)
     exact = np.sort(np.argsort(-score, kind="stable")[:_MOST_EXACT])
-    found = several.run(job.keeping(job.worker == worker) for worker in exact.tolist())
-    for worker, steps in zip(exact.tolist(), found, strict=True):
-        alone[worker] = steps / np.where(ideal > 0, ideal, 1.0)
+    steps = scenarios.run(job.keeping(job.worker == worker) for worker in exact.tolist())
+    alone[exact] = np.array(steps) / np.where(ideal > 0, ideal, 1.0)
     return alone
-
-
-def _worst_pct(simulated: Floats, recorded: Floats) -> float:
-    """The largest difference of any step, in per cent."""
-    known = recorded > 0
-    errors = 100 * (simulated[known] / recorded[known] - 1)
-    return float(errors[np.argmax(np.abs(errors))]) if len(errors) else 0.0
 
 
 def _share(base: Floats, fixed: Floats, ideal: Floats) -> float | None:
@@ -262,27 +259,20 @@ def _descending(values: dict[Any, float]) -> dict[Any, float]:
 
 
 class _Scenarios:
-    """Runs scenarios, a bounded number at once, and tells how many are done."""
+    """Runs scenarios, a bounded number at once, and reports how many are done."""
 
-    def __init__(self, job: Job, progress: Reporter | None) -> None:
+    def __init__(self, job: SlowdownJob, progress: Reporter | None) -> None:
         self.job = job
         self.progress = progress
         self.done, self.total = 0, 0
         self.at_once = max(1, _MOST_FLOATS // (4 * max(len(job.kind), 1)))
 
     def run(self, scenarios: Iterable[Floats]) -> list[Floats]:
-        found: list[Floats] = []
-        batch: list[Floats] = []
-        for durations in scenarios:
-            batch.append(durations)
-            if len(batch) == self.at_once:
-                found += self._together(batch)
-                batch = []
-        return found + (self._together(batch) if batch else [])
-
-    def _together(self, batch: list[Floats]) -> list[Floats]:
-        steps = self.job.step_ms(batch)
-        self.done += len(batch)
-        if self.progress is not None:
-            self.progress(self.done, max(self.total, self.done), "simulating")
-        return list(steps)
+        steps: list[Floats] = []
+        waiting = iter(scenarios)
+        while batch := list(islice(waiting, self.at_once)):
+            steps += list(self.job.step_ms(batch))
+            self.done += len(batch)
+            if self.progress is not None:
+                self.progress(self.done, max(self.total, self.done), "simulating")
+        return steps

@@ -1,4 +1,4 @@
-"""Causes of a slowdown, told apart: each with the time that it costs, its evidence, and what mending it would give."""
+"""Causes of a slowdown: each with the time that it costs, its evidence, and the gain from fixing it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lumos.analysis.replay import Replay, replay
-from lumos.analysis.slowdown import Job, Slowdown, slowdown
+from lumos.analysis.slowdown import Slowdown, SlowdownJob, slowdown
 from lumos.analysis.slowdown_jobs import job_of_table, rank_job, table_at
 from lumos.arguments import checks_arguments
+from lumos.data_files import read_table
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.read.operation_table import read_operation_table
 from lumos.tables import frame
@@ -22,35 +23,27 @@ from lumos.trace.operations import OperationTable
 if TYPE_CHECKING:
     from polars import DataFrame
 
-_NOTABLE = 0.01  # of the step: less is no cause
-_WHO_FIRST = 1.25  # a slow worker is named before the kind of its work that is slow
-_WORTH_A_LINE = 0.05  # per cent that a fix gains
-_SLOWER = 1.05  # times its peers: less is noise
-_PERSISTENT = 0.75  # of the steps
-_CORRELATED = 0.9  # the paper's criterion for sequence lengths
-_FEWEST_PAIRS = 8
-_VARIES = 0.01  # standard deviation of passes from which on they differ
-_STANDS_OUT = 2.0  # times the median worker's cost of a step
-_MOST_WORKERS = 3
-_MOST_NAMED = 5
+_LIMITS = read_table("analysis.toml")["causes"]
+_NOTABLE, _SLOWER, _PERSISTENT = (_LIMITS[name] for name in ("notable", "slower", "persistent"))
+_EVIDENCE: dict[str, str] = _LIMITS["evidence"]
+_MOST_WORKERS, _MOST_NAMED = 3, 5
 
 
 @dataclass(frozen=True)
-class Cause:
-    """Why a job is slow. `kind` is one of slow worker, long stage, sequence lengths, uneven passes, transient,
-    communication, host, launch delays and garbage collection."""
+class SlowdownCause:
+    """Why a job is slow."""
 
-    kind: str
+    kind: str  # slow worker, long stage, sequence lengths, uneven passes, transient, communication, host, …
     name: str
-    gain_ms: float  # of the mean step, if it were mended
+    gain_ms: float  # of the mean step, if it were fixed
     gain_pct: float  # of the recorded step
     evidence: str
-    after: str = ""  # the cause that hides it, which has to be mended first
+    after: str = ""  # the cause that hides it, which has to be fixed first
 
 
 @dataclass(frozen=True)
 class Fix:
-    """What the mean recorded step would be if something were mended."""
+    """What the mean recorded step would be if one thing were fixed."""
 
     name: str
     step_ms: float
@@ -63,7 +56,7 @@ class Diagnosis:
     """A slowdown, its causes and its fixes, those that gain most first."""
 
     slowdown: Slowdown
-    causes: tuple[Cause, ...]
+    causes: tuple[SlowdownCause, ...]
     fixes: tuple[Fix, ...]
     attainable_ms: float  # the mean step with everything ideal: at least as good as any single fix
 
@@ -81,21 +74,23 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """The answer of `lumos stragglers --json`."""
-        found = {"causes": [asdict(one) for one in self.causes], "fixes": [asdict(one) for one in self.fixes]}
-        return self.slowdown.as_dict() | {"attainable_ms": self.attainable_ms} | found
+        causes, fixes = ([asdict(one) for one in rows] for rows in (self.causes, self.fixes))
+        return self.slowdown.as_dict() | {"attainable_ms": self.attainable_ms, "causes": causes, "fixes": fixes}
 
 
-def diagnose(found: Slowdown, layers: int = 0) -> Diagnosis:
+def diagnose(lost: Slowdown, layers: int = 0) -> Diagnosis:
     """The causes of a slowdown; with the layers of the model, how many of them to move between stages."""
-    look = _Look(found, layers)
+    search = _CauseSearch(lost, layers)
     causes = [
-        *look.of_passes(), *look.slow_ranks(), *look.transient(), *look.communication(), *look.host(), *look.delays()
+        *search.of_passes(), *search.slow_ranks(), *search.transient(), *search.communication(), *search.host(),
+        *search.delays(),
     ]  # fmt: skip
-    whole = look.everything()
-    fixes = [whole, *(fix for fix in look.fixes if fix.gain_pct >= _WORTH_A_LINE)]
+    whole = search.everything()
+    fixes = [whole, *(fix for fix in search.fixes if fix.gain_pct >= _LIMITS["worth_a_line_pct"])]
+    first = {"slow worker": _LIMITS["slow_worker_first"]}
     return Diagnosis(
-        found,
-        tuple(sorted(causes, key=lambda one: -one.gain_ms * (_WHO_FIRST if one.kind == "slow worker" else 1))),
+        lost,
+        tuple(sorted(causes, key=lambda one: -one.gain_ms * first.get(one.kind, 1))),
         tuple(sorted(fixes, key=lambda one: -one.gain_ms)),
         whole.step_ms,
     )
@@ -118,22 +113,17 @@ def stragglers(source: Path | str | OperationTable | Replay, layers: int = 0) ->
     return diagnose(slowdown(job_of(source, name)), layers)
 
 
-def job_of(source: OperationTable | Replay, name: str = "") -> Job:
-    """The job of a table of operations or of a replayed trace."""
+def job_of(source: OperationTable | Replay, name: str = "") -> SlowdownJob:
+    """The job of a table of operations, or of traces with what the replay reports about each rank."""
     if isinstance(source, OperationTable):
         return job_of_table(source)
-    job = job_of_run(source)
-    return replace(job, name=name or job.name)
-
-
-def job_of_run(run: Replay) -> Job:
-    """The job of traces of several ranks, and what the replay says of each rank."""
-    several = len(run.marks.ranks) > 1
-    return replace(rank_job(run.run), why={one.rank: one.why for one in run.stragglers} if several else {})
+    job = rank_job(source.run)
+    why = {one.rank: one.why for one in source.stragglers} if len(job.workers) > 1 else {}
+    return replace(job, name=name or job.name, why=why)
 
 
 class _Candidate(NamedTuple):
-    """A cause that shows in passes: what it is, and the factor on every operation that would mend it."""
+    """A cause that shows in passes, and the factor on every operation that would fix it."""
 
     kind: str
     name: str
@@ -142,68 +132,70 @@ class _Candidate(NamedTuple):
     factor: Floats
 
 
-class _Look:
-    """Looks for one cause after the other, and collects what mending them would give."""
+class _CauseSearch:
+    """Looks for one cause after the other, and collects the gains from fixing them."""
 
-    def __init__(self, found: Slowdown, layers: int) -> None:
-        self.found, self.job, self.layers = found, found.job, layers
-        self.base = float(found.base_ms.mean())
+    def __init__(self, lost: Slowdown, layers: int) -> None:
+        job = lost.job
+        self.lost, self.job, self.layers = lost, job, layers
+        self.base, self.recorded = float(lost.base_ms.mean()), float(job.recorded_ms.mean())
         # What percentages are of. A trace that contradicts itself may be simulated as longer than it was recorded.
-        self.whole = max(float(found.job.recorded_ms.mean()), self.base)
+        self.whole = max(self.recorded, self.base)
         self.fixes: list[Fix] = []
-        self.least = float(found.ideal_ms.mean())  # of all steps simulated with something mended
-        self.mended = self.job.took  # with all causes fixed that show in passes
-        self.passes = self.job.of_type(*self.job.passes)
-        shape = (len(self.job.workers), len(self.job.steps))
-        flat = self.job.worker * shape[1] + self.job.step
-        total = np.bincount(flat[self.passes], self.job.took[self.passes], shape[0] * shape[1])
-        self.busy = total.reshape(shape)  # nanoseconds of passes, by worker and step
-        self.stage = np.array([-1 if w.stage is None else w.stage for w in self.job.workers])
+        self.least = float(lost.ideal_ms.mean())  # of all steps simulated with something fixed
+        self.repaired = job.took  # with all causes fixed that show in passes
+        self.passes = job.of_type(*job.passes)
+        shape = (len(job.workers), len(job.steps))
+        cell = (job.worker * shape[1] + job.step)[self.passes]
+        self.busy = np.bincount(cell, job.took[self.passes], shape[0] * shape[1]).reshape(shape)  # of passes, in ns
+        self.stage = np.array([-1 if w.stage is None else w.stage for w in job.workers])
+        self.stages = np.unique(self.stage[self.stage >= 0])
 
     def _gain(self, durations: Floats, name: str) -> float:
         """Milliseconds that a scenario is faster than the job as it ran; it is kept as a fix."""
-        step_ms = float(self.job.step_ms([durations])[0].mean())
-        return self._fixed(name, self.base - step_ms)
+        return self._fixed(name, self.base - float(self.job.step_ms([durations])[0].mean()))
 
     def _fixed(self, name: str, gain: float) -> float:
         """Keep a fix; launches stay as late as they were."""
         self.least = min(self.least, self.base - gain)
-        self.fixes.append(Fix(name, self.whole - gain, gain, 100 * gain / self.whole))
+        self.fixes.append(self._fix(name, self.whole - gain, gain))
         return gain
 
-    def _cause(self, kind: str, name: str, gain_ms: float, evidence: str, after: str = "") -> Iterator[Cause]:
-        if gain_ms >= _NOTABLE * self.whole:
-            yield Cause(kind, name, gain_ms, 100 * gain_ms / self.whole, evidence, after)
+    def _fix(self, name: str, step_ms: float, gain: float) -> Fix:
+        return Fix(name, step_ms, gain, 100 * gain / self.whole)
 
-    def of_passes(self) -> Iterator[Cause]:
-        """Causes that show in passes; what costs nothing yet may do so once the others are mended."""
+    def _cause(self, kind: str, name: str, gain: float, evidence: str, after: str = "") -> Iterator[SlowdownCause]:
+        if gain >= _NOTABLE * self.whole:
+            yield SlowdownCause(kind, name, gain, 100 * gain / self.whole, evidence, after)
+
+    def of_passes(self) -> Iterator[SlowdownCause]:
+        """Causes that show in passes; what costs nothing yet may do so once the others are fixed."""
         found = [*self.slow_workers(), *self.long_stage(), *self.uneven_passes()] if self.passes.any() else []
         gains = [self._gain(self.job.took * one.factor, one.fix) for one in found]
         listed = [one for one, gain in zip(found, gains, strict=True) if gain >= _NOTABLE * self.whole]
-        mended = self.mended = self.job.took * np.prod([one.factor for one in listed], axis=0)
+        repaired = self.repaired = self.job.took * np.prod([one.factor for one in listed], axis=0)
         for one, gain in zip(found, gains, strict=True):
             if one in listed:
                 yield from self._cause(one.kind, one.name, gain, one.evidence)
             elif listed:
-                before, after = self.job.step_ms([mended, mended * one.factor]).mean(axis=1).tolist()
+                before, after = self.job.step_ms([repaired, repaired * one.factor]).mean(axis=1).tolist()
                 yield from self._cause(one.kind, one.name, before - after, one.evidence, after=listed[0].kind)
 
     def slow_workers(self) -> Iterator[_Candidate]:
         """Workers that are slower than their peers in most steps."""
-        ratio = self._against_peers()
+        job, ratio = self.job, self._against_peers()
         often = np.mean(ratio >= _SLOWER, axis=1) >= _PERSISTENT
-        slow = [w for w in self.found.slowest.tolist() if often[w] and np.median(ratio[w]) >= _SLOWER]
+        slow = [w for w in self.lost.slowest.tolist() if often[w] and np.median(ratio[w]) >= _SLOWER]
         if not slow:
             return
-        factor = np.ones(len(self.job.took))
+        factor = np.ones(len(job.took))
         for worker in slow:
-            factor[(self.job.worker == worker) & self.passes] = 1 / float(ratio[worker].mean())
-        named = [f"{self.job.workers[w].label} (rank {self.job.workers[w].rank})" for w in slow[:_MOST_WORKERS]]
-        more = f" and {len(slow) - _MOST_WORKERS} more" if len(slow) > _MOST_WORKERS else ""
-        name, slower = "; ".join(named) + more, ratio[slow]
-        evidence = (
-            f"passes take {slower.mean():.2f} times as long as those of the same stage elsewhere, in "
-            f"{int(np.median((slower >= _SLOWER).sum(axis=1)))} of {slower.shape[1]} steps: look at the machine"
+            factor[(job.worker == worker) & self.passes] = 1 / float(ratio[worker].mean())
+        named = [f"{job.workers[w].label} (rank {job.workers[w].rank})" for w in slow[:_MOST_WORKERS]]
+        name = "; ".join(named) + (f" and {len(slow) - _MOST_WORKERS} more" if len(slow) > _MOST_WORKERS else "")
+        slower = ratio[slow]
+        evidence = _EVIDENCE["slow_worker"].format(
+            ratio=slower.mean(), often=int(np.median((slower >= _SLOWER).sum(axis=1))), steps=slower.shape[1]
         )
         yield _Candidate("slow worker", name, evidence, f"{name} as fast as the other replicas", factor)
 
@@ -213,14 +205,14 @@ class _Look:
         for worker, stage in enumerate(self.stage):
             peers = np.flatnonzero((self.stage == stage) & (np.arange(len(self.stage)) != worker))
             if len(peers):
-                usual = np.median(self.busy[peers], axis=0)
-                ratio[worker] = self.busy[worker] / np.where(usual > 0, usual, np.nan)
+                median = np.median(self.busy[peers], axis=0)
+                ratio[worker] = self.busy[worker] / np.where(median > 0, median, np.nan)
         return ratio
 
-    def slow_ranks(self) -> Iterator[Cause]:
+    def slow_ranks(self) -> Iterator[SlowdownCause]:
         """Ranks of traces: those that slow the job down by themselves."""
-        for worker in self.found.slowest[:_MOST_WORKERS].tolist() if not self.job.passes else []:
-            alone = self.found.alone[worker]
+        for worker in self.lost.slowest[:_MOST_WORKERS].tolist() if not self.job.passes else []:
+            alone = self.lost.alone[worker]
             if np.isnan(alone).any() or np.mean(alone >= 1 + _NOTABLE) < _PERSISTENT:
                 continue
             rank = self.job.workers[worker].rank
@@ -230,44 +222,42 @@ class _Look:
 
     def long_stage(self) -> Iterator[_Candidate]:
         """A stage that takes longer than the others in every replica: layers, or the head and its loss."""
-        stages = np.unique(self.stage[self.stage >= 0])
-        if len(stages) < 2:
+        if len(self.stages) < 2:
             return
         mean = self.busy.mean(axis=1)
-        usual = np.array([_typical(mean[self.stage == stage]) for stage in stages])
-        longest = int(np.argmax(usual))
-        others = float(np.median(np.delete(usual, longest)))
-        everywhere = bool(np.all(mean[self.stage == stages[longest]] >= _SLOWER * others))
-        if others <= 0 or usual[longest] < _SLOWER * others or not everywhere:
+        typical = self._typical_of_stages(mean)
+        longest, count = int(np.argmax(typical)), len(self.stages)
+        replicas = mean[self.stage == self.stages[longest]]
+        others = float(np.median(np.delete(typical, longest)))
+        if others <= 0 or typical[longest] < _SLOWER * others or not np.all(replicas >= _SLOWER * others):
             return
-        name = f"stage {stages[longest]}" + (" (the last)" if longest == len(stages) - 1 else "")
-        excess = float(usual[longest] - usual.mean()) / others
-        replicas = int((self.stage == stages[longest]).sum())
-        where = f"in all {replicas} replicas" if replicas > 1 else "in the only replica, so that it may be its machine"
-        evidence = (
-            f"its passes take {usual[longest] / others:.2f} times as long as those of other stages, {where}: move "
-            f"{self._move(excess, len(stages))} away"
-        )
-        yield _Candidate("long stage", name, evidence, "work divided evenly among the stages", self._balanced(stages))
-
-    def _move(self, excess: float, stages: int) -> str:
-        """How much of a stage has to go elsewhere, in layers if their number is known."""
+        excess = float(typical[longest] - typical.mean()) / others
+        where = f"in all {len(replicas)} replicas" if len(replicas) > 1 else _EVIDENCE["only_replica"]
         if self.layers:
-            count = max(round(excess * self.layers / stages), 1)
-            return f"about {count} of the {self.layers} layers ({excess:.2f} of a stage)"
-        return f"{excess:.2f} of a stage's work (--layers N: in layers)"
+            layers = max(round(excess * self.layers / count), 1)
+            moved = f"about {layers} of the {self.layers} layers ({excess:.2f} of a stage)"
+        else:
+            moved = f"{excess:.2f} of a stage's work (--layers N: in layers)"
+        evidence = _EVIDENCE["long_stage"].format(ratio=typical[longest] / others, where=where, moved=moved)
+        name = f"stage {self.stages[longest]}" + (" (the last)" if longest == count - 1 else "")
+        yield _Candidate("long stage", name, evidence, "work divided evenly among the stages", self._balanced())
 
-    def _balanced(self, stages: Ints) -> Floats:
+    def _typical_of_stages(self, value: Floats) -> Floats:
+        """For each stage, the lower median of its workers: of two replicas the faster one, as disorder is slower."""
+        sorted_values = [np.sort(value[self.stage == stage]) for stage in self.stages]
+        return np.array([float(values[(len(values) - 1) // 2]) for values in sorted_values])
+
+    def _balanced(self) -> Floats:
         """Factors on passes, by which every stage takes the mean of all."""
-        job, factor = self.job, np.ones(len(self.job.took))
+        job, factor, workers = self.job, np.ones(len(self.job.took)), len(self.job.workers)
         place = self.stage[job.worker]
         for name in job.passes:
             kind = job.of_type(name)
-            mean = _worker_mean(job.worker[kind], job.took[kind], len(job.workers))
-            usual = np.array([_typical(mean[self.stage == stage]) for stage in stages])
-            for stage, own in zip(stages, usual, strict=True):
+            count = np.maximum(np.bincount(job.worker[kind], minlength=workers), 1)
+            typical = self._typical_of_stages(np.bincount(job.worker[kind], job.took[kind], workers) / count)
+            for stage, own in zip(self.stages, typical, strict=True):
                 if own > 0:
-                    factor[kind & (place == stage)] = usual.mean() / own
+                    factor[kind & (place == stage)] = typical.mean() / own
         return factor
 
     def uneven_passes(self) -> Iterator[_Candidate]:
@@ -276,22 +266,20 @@ class _Look:
         if found is None:
             return
         correlation, spread = found
-        kind = "sequence lengths" if correlation >= _CORRELATED else "uneven passes"
-        advice = "pack or sort sequences so that they cost alike" if kind == "sequence lengths" else "not their lengths"
-        evidence = (
-            f"passes of one worker vary by {100 * spread:.0f} % in a step, and forward and backward passes of a "
-            f"micro-batch have a correlation of {correlation:.2f}: {advice}"
-        )
+        by_length = correlation >= _LIMITS["correlated"]
+        kind = "sequence lengths" if by_length else "uneven passes"
+        advice = "pack or sort sequences so that they cost alike" if by_length else "not their lengths"
+        evidence = _EVIDENCE["uneven_passes"].format(pct=100 * spread, correlation=correlation, advice=advice)
         yield _Candidate(kind, kind, evidence, "micro-batches of equal work", self._even())
 
     def _even(self) -> Floats:
-        """Factors that make passes of a step, stage and type alike, but for what is usual for their worker."""
+        """Factors that make passes of a step, stage and type alike, but for what is typical of their worker."""
         job, factor = self.job, np.ones(len(self.job.took))
         rows = np.flatnonzero(self.passes & (job.took > 0))
         took, kind, worker = job.took[rows], self._kind_and_chunk[rows], job.worker[rows]
         place = kind * (int(self.stage.max()) + 2) + self.stage[worker] + 1
-        usual = _group_mean(kind * len(job.workers) + worker, took) / _group_mean(place, took)
-        factor[rows] = usual * _group_mean(place * len(job.steps) + job.step[rows], took / usual) / took
+        typical = _group_mean(kind * len(job.workers) + worker, took) / _group_mean(place, took)
+        factor[rows] = typical * _group_mean(place * len(job.steps) + job.step[rows], took / typical) / took
         return factor
 
     @cached_property
@@ -306,79 +294,69 @@ class _Look:
         None where most workers do not vary: lengths of sequences differ for all of them.
         """
         job = self.job
-        forward = np.flatnonzero(job.backward_of >= 0) if job.backward_of is not None else np.zeros(0, np.int64)
-        if job.backward_of is None or not len(forward):
+        if job.backward_of is None or not (job.backward_of >= 0).any():
             return None
-        cell = (self._kind_and_chunk[forward] * len(job.workers) + job.worker[forward]) * len(job.steps) + job.step[
-            forward
-        ]
-        x, y = (
-            took / np.maximum(_group_mean(cell, took), 1e-9)
-            for took in (job.took[forward], job.took[job.backward_of[forward]])
-        )
+        forward = np.flatnonzero(job.backward_of >= 0)
+        worker = job.worker[forward]
+        cell = (self._kind_and_chunk[forward] * len(job.workers) + worker) * len(job.steps) + job.step[forward]
+        both = (job.took[forward], job.took[job.backward_of[forward]])
+        x, y = (took / np.maximum(_group_mean(cell, took), 1e-9) for took in both)
         found: list[tuple[float, float]] = []
-        for worker in range(len(job.workers)):
-            mine = job.worker[forward] == worker
-            if mine.sum() >= _FEWEST_PAIRS and min(x[mine].std(), y[mine].std()) >= _VARIES:
+        for mine in (worker == number for number in range(len(job.workers))):
+            if mine.sum() >= _LIMITS["fewest_pairs"] and min(x[mine].std(), y[mine].std()) >= _LIMITS["varies"]:
                 found.append((float(np.corrcoef(x[mine], y[mine])[0, 1]), float(x[mine].std())))
         if 2 * len(found) < len(job.workers):
             return None
         return float(np.median([c for c, _ in found])), float(np.median([s for _, s in found]))
 
-    def transient(self) -> Iterator[Cause]:
+    def transient(self) -> Iterator[SlowdownCause]:
         """Few steps that take longer than the others."""
-        base, usual = self.found.base_ms, float(np.median(self.found.base_ms))
-        slow = base >= _SLOWER * usual
+        base, median = self.lost.base_ms, float(np.median(self.lost.base_ms))
+        slow = base >= _SLOWER * median
         if not slow.any() or 2 * slow.sum() >= len(slow):
             return
-        gain = float((base[slow] - usual).sum() / len(base))
-        named = [self.job.steps[i] for i in np.flatnonzero(slow)[:_MOST_NAMED]]
-        more = " …" if slow.sum() > _MOST_NAMED else ""
-        evidence = (
-            f"{int(slow.sum())} of {len(base)} steps ({', '.join(named)}{more}) take "
-            f"{base[slow].mean() / usual:.2f} times as long as the median one{self._worst_of(slow)}"
-        )
-        self._fixed("no slow steps", gain)
+        named = ", ".join(self.job.steps[i] for i in np.flatnonzero(slow)[:_MOST_NAMED])
+        evidence = _EVIDENCE["transient"].format(
+            slow=int(slow.sum()), steps=len(base), named=named + (" …" if slow.sum() > _MOST_NAMED else ""),
+            ratio=base[slow].mean() / median, worst=self._worst_of(slow),
+        )  # fmt: skip
+        gain = self._fixed("no slow steps", float((base[slow] - median).sum() / len(base)))
         yield from self._cause("transient", "some steps", gain, evidence)
 
     def _worst_of(self, steps: Bools) -> str:
-        """The worker that costs some steps most, if it costs them more than twice what the median worker does."""
-        cost = self.found.alone[:, steps].mean(axis=1) - 1
+        """The worker that costs some steps most, if it costs them far more than the median worker does."""
+        cost = self.lost.alone[:, steps].mean(axis=1) - 1
         if np.isnan(cost).all() or len(cost) < 2:
             return ""
         worst = int(np.nanargmax(cost))
-        if cost[worst] < _STANDS_OUT * float(np.nanmedian(cost)):
+        if cost[worst] < _LIMITS["stands_out"] * float(np.nanmedian(cost)):
             return "; no worker stands out there"
         return f"; there {self.job.workers[worst].label} costs most"
 
-    def communication(self) -> Iterator[Cause]:
-        """Transfers that take longer than usual."""
-        slow = {name: value for name, value in self.found.by_type.items() if name in self.job.communication}
+    def communication(self) -> Iterator[SlowdownCause]:
+        """Transfers that take longer than the median one."""
+        slow = {name: value for name, value in self.lost.by_type.items() if name in self.job.communication}
         if slow:
             gain = self._gain(self.job.fixing(self.job.of_type(*slow)), "all transfers as fast as the median one")
             worst = max(slow, key=lambda name: slow[name])
-            evidence = f"transfers, not counting the waiting for others; {worst} alone: {slow[worst]:.3f}"
+            evidence = _EVIDENCE["communication"].format(worst=worst, slowdown=slow[worst])
             yield from self._cause("communication", "communication", gain, evidence)
 
-    def host(self) -> Iterator[Cause]:
+    def host(self) -> Iterator[SlowdownCause]:
         """Work of hosts, of traces; garbage collection, of tables."""
         for kind, name in (("host", "host"), ("garbage collection", "gc")):
-            if name in self.found.by_type and (self.job.took[self.job.of_type(name)] > 0).any():
-                gain = self._gain(self.job.fixing(self.job.of_type(name)), f"{kind} alike everywhere")
-                yield from self._cause(
-                    kind, kind, gain, f"with it alone, the slowdown is {self.found.by_type[name]:.3f}"
-                )
+            rows = self.job.of_type(name)
+            if name in self.lost.by_type and (self.job.took[rows] > 0).any():
+                gain = self._gain(self.job.fixing(rows), f"{kind} alike everywhere")
+                yield from self._cause(kind, kind, gain, _EVIDENCE["host"].format(slowdown=self.lost.by_type[name]))
 
-    def delays(self) -> Iterator[Cause]:
+    def delays(self) -> Iterator[SlowdownCause]:
         """Time in which an operation could have begun and did not."""
-        gain = float(self.job.recorded_ms.mean()) - self.base
-        if self.job.delays_ms:
-            self.fixes.append(Fix("no delays of launches", self.base, gain, 100 * gain / self.whole))
-            worst = max(self.job.delays_ms, key=lambda name: self.job.delays_ms[name])
-            evidence = (
-                "operations begin later than they could, as where a host is slow or loads data; those before "
-                f"{worst} alone cost {self.job.delays_ms[worst]:.1f} ms"
-            )
+        late = self.job.delays_ms
+        if late:
+            gain, worst = self.recorded - self.base, max(late, key=lambda name: late[name])
+            self.fixes.append(self._fix("no delays of launches", self.base, gain))
+            evidence = _EVIDENCE["launch_delays"].format(worst=worst, ms=late[worst])
             yield from self._cause("launch delays", "launch delays", gain, evidence)
 
     def everything(self) -> Fix:
@@ -390,21 +368,10 @@ class _Look:
         job, ideal = self.job, self.job.ideal.copy()
         for name in job.passes:
             rows = job.of_type(name)
-            ideal[rows] = self.mended[rows].mean() if rows.any() else 0.0
-        delays = float(job.recorded_ms.mean()) - self.base if job.delays_ms else 0.0
+            ideal[rows] = self.repaired[rows].mean() if rows.any() else 0.0
+        delays = self.recorded - self.base if job.delays_ms else 0.0
         best = min(self.least, float(job.step_ms([ideal])[0].mean())) if job.passes else self.least
-        gain = self.base - best + delays
-        return Fix("everything ideal", best, gain, 100 * gain / self.whole)
-
-
-def _typical(values: Floats) -> float:
-    """The lower median: of two replicas the faster one, as what is out of order is slower."""
-    return float(np.sort(values)[(len(values) - 1) // 2])
-
-
-def _worker_mean(worker: Ints, value: Floats, workers: int) -> Floats:
-    """The mean by worker; 0 for who has none."""
-    return np.asarray(np.bincount(worker, value, workers) / np.maximum(np.bincount(worker, minlength=workers), 1))
+        return self._fix("everything ideal", best, self.base - best + delays)
 
 
 def _group_mean(group: Ints, value: Floats) -> Floats:

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from lumos.analysis.run import TracedRun
-from lumos.analysis.slowdown import Job, Worker
+from lumos.analysis.slowdown import SlowdownJob, Worker
 from lumos.analysis.stragglers import group_medians, numbered, occurrence, step_of_nodes
+from lumos.data_files import read_table
 from lumos.errors import InputError
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.graph.operation_graph import OperationGraph, operation_graph
@@ -28,45 +29,45 @@ _COMMUNICATION = (
 _KINDS = {Kind.COMPUTE: "compute", Kind.COMM: "communication", Kind.COPY: "copies", Kind.CPU: "host"}
 _MS = 1e-6  # a nanosecond
 _MOST_SEGMENTS = 1023
-_IN_PLACE = 0.8  # of the fastest rank; jobs whose ranks do the same have 0.89 or more, where hosts wait for others 0.34
+_IN_PLACE: float = read_table("analysis.toml")["slowdown_jobs"]["in_place"]
 _MESSAGES = ("c10d::send", "c10d::recv_", "nccl:send", "nccl:recv")  # of pipelines, whose stages do different things
 
 _TABLE_NAMES = (".parquet", ".csv", ".csv.gz")
 
 
-def job_of_table(table: OperationTable) -> Job:
+def job_of_table(table: OperationTable) -> SlowdownJob:
     """The job of an operation table, without steps that some worker does not have."""
     table, notes = _whole_steps(table)
-    found = operation_graph(table)
-    types = tuple(dict.fromkeys(_JOINED.get(name, name) for name in table.types))
-    kind = np.array([types.index(_JOINED.get(name, name)) for name in table.types])[table.kind]
+    graph = operation_graph(table)
+    joined = [_JOINED.get(name, name) for name in table.types]
+    types, ideal = tuple(dict.fromkeys(joined)), _typical(table, graph.duration)
     recorded = np.zeros(len(table.steps))
     np.maximum.at(recorded, table.step_index, table.end)
     ranks = np.zeros(len(table.workers), np.int64)
     ranks[table.worker] = table.rank
-    return Job(
-        name=table.name, types=types, kind=kind,
+    return SlowdownJob(
+        name=table.name, types=types, kind=np.array([types.index(name) for name in joined])[table.kind],
         workers=tuple(Worker(int(r), *w) for r, w in zip(ranks, table.workers, strict=True)), worker=table.worker,
         steps=tuple(str(step) for step in table.steps), step=table.step_index,
-        took=found.duration, ideal=_usual(table, found.duration),
-        recorded_ms=1e3 * recorded, replayed_ms=_steps(found, found.duration[None], found.delay)[0],
-        simulate=lambda durations: _steps(found, durations), held_out_ms=_held_out(table, found),
+        took=graph.duration, ideal=ideal,
+        recorded_ms=1e3 * recorded, replayed_ms=_steps(graph, graph.duration[None], graph.delay)[0],
+        simulate=lambda durations: _steps(graph, durations), held_out_ms=_held_out(table, graph),
         communication=tuple(dict.fromkeys(_JOINED.get(name, name) for name in _COMMUNICATION)),
-        warnings=(*table.warnings, *notes, *found.warnings), gpus=len(table.workers) * table.tp,
-        ideal_spans=lambda: _spans(found, _usual(table, found.duration), table.step_index),
+        warnings=(*table.warnings, *notes, *graph.warnings), gpus=len(table.workers) * table.tp,
+        ideal_spans=lambda: _spans(graph, ideal, table.step_index),
         passes=COMPUTE, chunk=np.maximum(table.chunk, 0), backward_of=_backward_of(table),
-        delays_ms=_delays(table, found),
+        delays_ms=_delays(table, graph),
     )  # fmt: skip
 
 
 def _whole_steps(table: OperationTable) -> tuple[OperationTable, list[str]]:
     """The steps in which every worker takes part."""
     cells = np.unique(np.stack((table.step_index, table.worker)), axis=1)
-    present = np.bincount(cells[0], minlength=len(table.steps))
-    notes = []
-    if len(table.workers) < table.dp * table.pp:
+    present, notes = np.bincount(cells[0], minlength=len(table.steps)), []
+    expected = table.dp * table.pp
+    if len(table.workers) < expected:
         notes.append(
-            f"{len(table.workers)} of {table.dp * table.pp} workers (dp_rank, stage) are in the table: messages and "
+            f"{len(table.workers)} of {expected} workers (dp_rank, stage) are in the table: messages and "
             "collectives with the others keep their recorded time"
         )
     whole = present == present.max()
@@ -78,124 +79,120 @@ def _whole_steps(table: OperationTable) -> tuple[OperationTable, list[str]]:
     return table, notes
 
 
-def _usual(table: OperationTable, duration: Floats) -> Floats:
+def _typical(table: OperationTable, duration: Floats) -> Floats:
     """What every operation takes in the ideal job: the mean of its type, of transfers the median."""
-    usual = np.zeros(len(table.types))
-    for kind, name in enumerate(table.types):
-        mine = duration[table.kind == kind]
-        if len(mine):
-            usual[kind] = np.median(mine) if name in _COMMUNICATION else mine.mean()
-    return usual[table.kind]
+    typical = np.zeros(len(table.types))
+    for kind in np.unique(table.kind).tolist():
+        mean = np.median if table.types[kind] in _COMMUNICATION else np.mean
+        typical[kind] = mean(duration[table.kind == kind])
+    return typical[table.kind]
 
 
 def _backward_of(table: OperationTable) -> Ints:
-    """Of each forward pass, the backward pass of the same micro-batch on the same worker; -1 where none is known."""
+    """For each forward pass, the backward pass of the same micro-batch on the same worker; -1 if it is unknown."""
     passes = np.flatnonzero(table.of_type(*COMPUTE) & (table.micro_batch >= 0))
     columns = (table.step_index, table.worker, table.chunk, table.micro_batch)
-    _, key = np.unique(np.stack([c[passes] for c in columns]), axis=1, return_inverse=True)
-    key, backward = np.ravel(key), table.of_type("backward-compute")[passes]
+    key, backward = numbered(*(column[passes] for column in columns)), table.of_type("backward-compute")[passes]
     partner = np.full(int(key.max(initial=-1)) + 1, -1)
     partner[key[backward]] = passes[backward]
-    found = np.full(len(table), -1)
-    found[passes[~backward]] = partner[key[~backward]]
-    return found
+    backward_of = np.full(len(table), -1)
+    backward_of[passes[~backward]] = partner[key[~backward]]
+    return backward_of
 
 
-def _delays(table: OperationTable, found: OperationGraph) -> dict[str, float]:
-    """Milliseconds of the mean step that delays of launches cost, those before operations of each type alone."""
-    kinds = [kind for kind in range(len(table.types)) if found.delay[table.kind == kind].any()]
-    only = [found.delay * 0, *(np.where(table.kind == kind, found.delay, 0.0) for kind in kinds)]
-    means = [float(_steps(found, found.duration[None], delay).mean()) for delay in only]
-    return {table.types[kind]: mean - means[0] for kind, mean in zip(kinds, means[1:], strict=True)}
+def _delays(table: OperationTable, graph: OperationGraph) -> dict[str, float]:
+    """Milliseconds of the mean step that delays of launches before operations of each type cost by themselves."""
+    kinds = [kind for kind in range(len(table.types)) if graph.delay[table.kind == kind].any()]
+    only = [graph.delay * 0, *(np.where(table.kind == kind, graph.delay, 0.0) for kind in kinds)]
+    without, *means = (float(_steps(graph, graph.duration[None], delay).mean()) for delay in only)
+    return {table.types[kind]: mean - without for kind, mean in zip(kinds, means, strict=True)}
 
 
-def _held_out(table: OperationTable, found: OperationGraph) -> Floats | None:
-    """Milliseconds of every step, replayed with delays of launches that are usual in other steps.
+def _held_out(table: OperationTable, graph: OperationGraph) -> Floats | None:
+    """Milliseconds of every step, replayed with delays of launches that are typical of other steps.
 
     Half of the steps take the median delays of the other half, of the same worker and operation: what is recorded of a
     step itself then says nothing about when its operations are launched.
     """
     if len(table.steps) < 2:
         return None
-    _, task = np.unique(np.stack((table.worker, table.kind, table.sequence)), axis=1, return_inverse=True)
-    half = table.step_index % 2
-    steps = np.zeros((2, len(table.steps)))
+    task = numbered(table.worker, table.kind, table.sequence)
+    odd = table.step_index % 2
+    steps = []
     for mine in (0, 1):
-        others = np.flatnonzero(half != mine)
-        usual = group_medians(np.ravel(task)[others], found.delay[others], int(task.max()) + 1, lower=True)
-        steps[mine] = _steps(found, found.duration[None], usual[np.ravel(task)])[0]
-    return np.asarray(np.where(np.arange(len(table.steps)) % 2 == 0, steps[0], steps[1]))
+        others = np.flatnonzero(odd != mine)
+        median = group_medians(task[others], graph.delay[others], int(task.max()) + 1, lower=True)
+        steps.append(_steps(graph, graph.duration[None], median[task])[0])
+    return np.asarray(np.where(np.arange(len(table.steps)) % 2 == 0, *steps))
 
 
-def _steps(found: OperationGraph, durations: Floats, delay: Floats | None = None) -> Floats:
-    """Milliseconds of every step: to the end of its last operation."""
-    nodes = np.zeros((len(durations), len(found.graph)))
-    nodes[:, found.work] = durations
+def _ends(graph: OperationGraph, durations: Floats, delay: Floats | None = None) -> Floats:
+    """When every node ends, for several durations of all operations."""
+    nodes = np.zeros((len(durations), len(graph.graph)))
+    nodes[:, graph.work] = durations
     if delay is not None:
-        nodes[:, found.launch] = delay
-    ends = simulate_many(found.graph, nodes) if len(nodes) > 1 else simulate(found.graph, nodes[0]).end[None]
-    ends = ends[:, : found.step_nodes[-1]]  # without meetings, which are of all steps
-    return np.asarray(np.maximum.reduceat(ends, found.step_nodes[:-1], axis=1) * _MS)
+        nodes[:, graph.launch] = delay
+    return simulate_many(graph.graph, nodes) if len(nodes) > 1 else simulate(graph.graph, nodes[0]).end[None]
 
 
-def _spans(found: OperationGraph, durations: Floats, step: Ints) -> tuple[Floats, Floats]:
+def _steps(graph: OperationGraph, durations: Floats, delay: Floats | None = None) -> Floats:
+    """Milliseconds of every step: to the end of its last operation, without meetings, which are of all steps."""
+    ends = _ends(graph, durations, delay)[:, : graph.step_nodes[-1]]
+    return np.asarray(np.maximum.reduceat(ends, graph.step_nodes[:-1], axis=1) * _MS)
+
+
+def _spans(graph: OperationGraph, durations: Floats, step: Ints) -> tuple[Floats, Floats]:
     """When every operation starts and ends, one step after the other; what meets others starts when it arrives."""
-    nodes = np.zeros(len(found.graph))
-    nodes[found.work] = durations
-    times = simulate(found.graph, nodes)
-    lengths = np.maximum.reduceat(times.end[: found.step_nodes[-1]], found.step_nodes[:-1])
+    ends = _ends(graph, durations[None])[0]
+    lengths = np.maximum.reduceat(ends[: graph.step_nodes[-1]], graph.step_nodes[:-1])
     begins = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])[step]
-    return begins + times.end[found.launch], begins + times.end[found.work]
+    return begins + ends[graph.launch], begins + ends[graph.work]
 
 
-def rank_job(run: TracedRun) -> Job:
+def rank_job(run: TracedRun) -> SlowdownJob:
     """The job of traces of several ranks: tasks of the same name and place in the step are compared.
 
     What a rank runs more than the others has no counterpart there; in the ideal job it is shared by all ranks. Time of
     hosts is not work that could be shared: there, the ideal is the median rank, and the faster one of two, unless ranks
     are stages of a pipeline, or hosts wait for one another at different places.
     """
-    execution, nodes = run.execution, run.execution.nodes
-    if len(run.marks.ranks) * len(run.marks.names) < 2:
+    execution, nodes, marks, graph = run.execution, run.execution.nodes, run.marks, run.execution.graph
+    if len(marks.ranks) * len(marks.names) < 2:
         path = next((header.path for header in execution.trace.headers), "the trace")
         raise InputError(f"{path}: one step of one rank, with nothing to compare it to; give the folder of all ranks")
-    alone = ["a trace of one rank: only its steps are compared with one another"] if len(run.marks.ranks) == 1 else []
-    size, graph = len(nodes), execution.graph
-    step = step_of_nodes(run.execution.nodes, run.marks, until_next=True)
-    column = np.searchsorted(np.array(run.marks.ranks), nodes.rank)
-    took = graph.duration[:size]
-    gap = (graph.gap + graph.frozen)[:size]
-    task = _alike(run, step)
+    single = ["a trace of one rank: only its steps are compared with one another"] if len(marks.ranks) == 1 else []
+    size, is_host, begins = len(nodes), nodes.kind == Kind.CPU, graph.is_first[: len(nodes)]
+    step, column = step_of_nodes(nodes, marks, until_next=True), np.searchsorted(np.array(marks.ranks), nodes.rank)
+    took, gap = graph.duration[:size], (graph.gap + graph.frozen)[:size]
+    task, inside = _alike(run, step), step >= 0
+    transfers, fixed_gap = (nodes.kind == Kind.COMM) & inside, begins | ~inside
     alike = not any(name in _MESSAGES for name in execution.trace.names)
-    transfers, begins = (nodes.kind == Kind.COMM) & (step >= 0), graph.is_first[:size]
-    on_host = np.where(nodes.kind == Kind.CPU, took, 0.0)
-    durations, hosts, gaps = (_ByRank.of(task, value, step, column, run.marks, alike) for value in (took, on_host, gap))
-    alike &= hosts.in_place
-    ideal = np.where((nodes.kind == Kind.CPU) & hosts.in_place, hosts.median(task), durations.mean(task))
-    ideal = np.where(transfers, _least_transfer(run, task, took), np.where(step >= 0, ideal, took))
-    ideal_gap = np.where(begins | (step < 0), gap, gaps.median(task) if hosts.in_place else gaps.mean(task))
-    others = np.where(transfers, ideal, np.where(step >= 0, durations.others(task, column), took))
-    others_gap = np.where(begins | (step < 0), gap, gaps.others(task, column))
-
-    step_nodes = StepNodes(execution, run.marks)
+    times = (took, np.where(is_host, took, 0.0), gap)
+    durations, hosts, gaps = (_ByRank.of(task, value, step, column, marks, alike) for value in times)
+    in_place = hosts.in_place
+    ideal = np.where(is_host & in_place, hosts.median(task), durations.mean(task))
+    ideal = np.where(transfers, _least_transfer(run, task, took), np.where(inside, ideal, took))
+    ideal_gap = np.where(fixed_gap, gap, gaps.median(task) if in_place else gaps.mean(task))
+    others = np.where(transfers, ideal, np.where(inside, durations.others(task, column), took))
+    others_gap = np.where(fixed_gap, gap, gaps.others(task, column))
+    step_nodes = StepNodes(execution, marks)
 
     def steps(durations: Floats) -> Floats:
         windows = [step_nodes.windows(_with_times(run, one[:size], one[size:]).times) for one in durations]
         return np.array([(one.end - one.start).mean(axis=1) * _MS for one in windows])
 
-    number = {int(kind): place for place, kind in enumerate(_KINDS)}
-    kinds = np.array([number.get(kind, -1) for kind in range(256)])[nodes.kind]
-    return Job(
-        name=f"{len(run.marks.ranks)} ranks", types=tuple(_KINDS.values()),
-        kind=np.tile(np.where(step >= 0, kinds, -1), 2),
-        workers=tuple(Worker(rank) for rank in run.marks.ranks), worker=np.tile(column, 2),
-        steps=run.marks.names, step=np.tile(step, 2),
+    kinds = np.full(256, -1)
+    kinds[list(_KINDS)] = range(len(_KINDS))
+    return SlowdownJob(
+        name=f"{len(marks.ranks)} ranks", types=tuple(_KINDS.values()),
+        kind=np.tile(np.where(inside, kinds[nodes.kind], -1), 2),
+        workers=tuple(Worker(rank) for rank in marks.ranks), worker=np.tile(column, 2),
+        steps=marks.names, step=np.tile(step, 2),
         took=np.concatenate([took, gap]), ideal=np.concatenate([ideal, ideal_gap]),
-        of_others=np.concatenate([others, others_gap]) if alike else None,
-        recorded_ms=run.marks.read(execution.trace).milliseconds, replayed_ms=run.steps.milliseconds,
-        simulate=steps, communication=("communication",), gpus=len(run.marks.ranks),
-        warnings=(*run.execution.warnings, *alone),
-        ideal_run=lambda: _with_times(run, ideal, ideal_gap),
+        of_others=np.concatenate([others, others_gap]) if alike and in_place else None,
+        recorded_ms=marks.read(execution.trace).milliseconds, replayed_ms=run.steps.milliseconds,
+        simulate=steps, communication=("communication",), gpus=len(marks.ranks),
+        warnings=(*execution.warnings, *single), ideal_run=lambda: _with_times(run, ideal, ideal_gap),
     )  # fmt: skip
 
 
@@ -243,9 +240,10 @@ class _ByRank:
     def of(cls, task: Ints, value: Floats, step: Ints, rank: Ints, marks: StepMarks, alike: bool) -> _ByRank:
         shape = int(task.max(initial=0)) + 1, len(marks.ranks)
         place, inside = task * shape[1] + rank, step >= 0
-        time = np.bincount(place, weights=value * inside, minlength=shape[0] * shape[1]) / len(marks.names)
-        done = np.bincount(place, weights=inside, minlength=shape[0] * shape[1]).reshape(shape) > 0
-        return cls(time.reshape(shape), np.asarray(done.all(axis=1) & alike))
+        time, count = (
+            np.bincount(place, part, shape[0] * shape[1]).reshape(shape) for part in (value * inside, inside)
+        )
+        return cls(time / len(marks.names), np.asarray((count > 0).all(axis=1) & alike))
 
     @property
     def in_place(self) -> bool:

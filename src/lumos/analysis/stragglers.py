@@ -1,4 +1,8 @@
-"""Which rank is slow, and why: the gain if it were like the others, how often others wait for it, and its work."""
+"""Which ranks are slow, and why; and which tasks of a run are the same task on other ranks and in other steps.
+
+A rank is compared with the others: its gain if it were like them, how often they wait for it, and its work. A task is
+identified by what it does (its name and lane, for example) and by its occurrence index within a step.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from lumos.analysis.breakdown import Breakdown
+from lumos.data_files import read_table
 from lumos.graph.graph import Floats, Ints
 from lumos.graph.rules.build import Execution
 from lumos.graph.rules.nodes import Nodes
 from lumos.trace.steps import StepMarks
-from lumos.trace.trace import Trace
 
-_NOTABLE = 0.02  # of the step: below, ranks are alike
-_MORE_KERNELS = 1.15  # times the median rank's
+_LIMITS = read_table("analysis.toml")["stragglers"]
 _MOST_SIMULATED = 64  # ranks, those that others wait for most
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """One rank: what it costs the job, and what sets it apart from the median rank."""
+    """One rank: what it costs the job, and how it differs from the median rank."""
 
     rank: int
     costs_others_ms: float  # of the mean step, simulated: its gain if the rank took what the others take for the same
@@ -38,45 +41,37 @@ def stragglers(
 ) -> list[Straggler]:
     """All ranks, the one that costs the job most first; `gain_ms` simulates the job with a rank like the others."""
     trace = execution.trace
-    cost = dict.fromkeys(parts, 0.0)  # mean wait of the others
-    last = dict.fromkeys(parts, 0)
-    taking_part = dict.fromkeys(parts, 0)
+    wait_ms, last, taking_part = dict.fromkeys(parts, 0.0), dict.fromkeys(parts, 0), dict.fromkeys(parts, 0)
     for meeting in execution.rendezvous:
         arrive = trace.start[meeting.rows]
         slowest = int(np.argmax(arrive))
         waits = np.minimum(arrive[slowest] - arrive, trace.duration[meeting.rows])  # none is longer than the kernel
-        rank = meeting.ranks[slowest]
-        cost[rank] += float(np.delete(waits, slowest).mean()) / 1e6 / max(steps, 1)
-        last[rank] += 1
-        for r in meeting.ranks:
-            taking_part[r] += 1
-    compute = float(np.median([p.compute_ms for p in parts.values()]))
-    idle = float(np.median([p.other_ms for p in parts.values()]))
-    kernels = _kernels_by_rank(trace, list(parts))
-    usual = max(float(np.median(list(kernels.values()))), 1.0)
-    simulated = set(sorted(parts, key=lambda r: -cost[r])[:_MOST_SIMULATED]) if len(parts) > 1 else set()
+        wait_ms[meeting.ranks[slowest]] += float(np.delete(waits, slowest).mean()) / 1e6 / max(steps, 1)
+        last[meeting.ranks[slowest]] += 1
+        for rank in meeting.ranks:
+            taking_part[rank] += 1
+    compute, idle = (float(np.median([getattr(p, key) for p in parts.values()])) for key in ("compute_ms", "other_ms"))
+    count = np.bincount(trace.rank[trace.on_gpu], minlength=max(parts) + 1)
+    kernels = count / max(float(np.median(count[list(parts)])), 1.0)
+    simulated = set(sorted(parts, key=lambda rank: -wait_ms[rank])[:_MOST_SIMULATED]) if len(parts) > 1 else set()
     rows = [
         Straggler(
-            r, max(0.0, gain_ms(r)) if r in simulated else 0.0, last[r], taking_part[r], p.compute_ms, p.other_ms,
-            _why(cost[r], p.compute_ms - compute, p.other_ms - idle, kernels[r] / usual, step_ms),
-            cost[r],
+            rank, max(0.0, gain_ms(rank)) if rank in simulated else 0.0, last[rank], taking_part[rank],
+            part.compute_ms, part.other_ms,
+            _why(wait_ms[rank], part.compute_ms - compute, part.other_ms - idle, kernels[rank], step_ms),
+            wait_ms[rank],
         )
-        for r, p in parts.items()
+        for rank, part in parts.items()
     ]  # fmt: skip
-    return sorted(rows, key=lambda s: (-s.costs_others_ms, -s.others_wait_ms))
+    return sorted(rows, key=lambda row: (-row.costs_others_ms, -row.others_wait_ms))
 
 
-def _kernels_by_rank(trace: Trace, ranks: list[int]) -> dict[int, int]:
-    count = np.bincount(trace.rank[trace.on_gpu], minlength=max(ranks) + 1)
-    return {r: int(count[r]) for r in ranks}
-
-
-def _why(cost: float, more_compute: float, more_idle: float, kernels: float, step_ms: float) -> str:
-    if cost < _NOTABLE * step_ms:
+def _why(wait_ms: float, more_compute: float, more_idle: float, kernels: float, step_ms: float) -> str:
+    if wait_ms < _LIMITS["notable"] * step_ms:
         return "in step with the others"
-    if kernels > _MORE_KERNELS:
+    if kernels > _LIMITS["more_kernels"]:
         return f"runs {kernels:.1f} times as many kernels as the median rank: it has more to do"
-    if max(more_compute, more_idle) < _NOTABLE * step_ms:
+    if max(more_compute, more_idle) < _LIMITS["notable"] * step_ms:
         return "arrives last without more work of its own: look at its place in the schedule"
     if more_compute >= more_idle:
         return f"computes {more_compute:.2f} ms longer than the median rank"
@@ -115,7 +110,7 @@ def numbered(*columns: Ints) -> Ints:
 
 
 def occurrence(cell: Ints, start: Ints) -> Ints:
-    """The how-manieth of its cell each is, in the order of time."""
+    """The occurrence index of each within its cell, in the order of time."""
     order = np.lexsort((start, cell))
     place = np.empty(len(cell), np.int64)
     place[order] = np.arange(len(cell)) - np.searchsorted(cell[order], cell[order])

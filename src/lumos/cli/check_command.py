@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lumos.analysis.readiness import Readiness, beside
+from lumos.analysis.readiness import readiness
 from lumos.cli.loading import load_run
 from lumos.cli.options import AsJson, TraceOptions, TracePath
 from lumos.cli.terminal import deliver
@@ -23,8 +23,7 @@ def check_command(
 ) -> None:
     """What does a trace lack, for which answers, and how is it recorded?"""
     check_output(output, path, (".json", ".csv"))
-    run = load_run(path, options)
-    found = Readiness(run, beside(path, run.execution.trace.headers))
+    found = readiness(load_run(path, options), path)
     answer = found.as_dict(str(path))
     writers = {".csv": lambda to: write_csv(to, answer["findings"])}
     deliver(answer, lambda _, to: show_readiness(found, str(path), to), as_json, output, writers)

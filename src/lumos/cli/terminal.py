@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.markup import escape
@@ -17,13 +17,10 @@ from rich.segment import Segment
 from lumos.errors import printable
 from lumos.files import Writer, json_of, write_as, write_json
 
+if TYPE_CHECKING:
+    from lumos.analysis.slowdown import Reporter
+
 _LONGEST_PART_S = 600.0  # parts that take longer than this show no time remaining
-
-
-class Reporter(Protocol):
-    """Shows how much is done, of how much, and of what."""
-
-    def __call__(self, done: int, total: int, what: str = "reading") -> None: ...
 
 
 @contextmanager

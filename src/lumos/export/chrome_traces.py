@@ -19,7 +19,7 @@ import orjson
 from isal import igzip
 
 from lumos.analysis.run import Run
-from lumos.analysis.slowdown import Job
+from lumos.analysis.slowdown import SlowdownJob
 from lumos.files import whole_file
 from lumos.graph.graph import Graph, Rule
 from lumos.graph.simulate import Times
@@ -143,7 +143,7 @@ def write_timeline(path: Path, run: Run) -> None:
     _write(path, {"schemaVersion": 1, "displayTimeUnit": "ms", "lumosTimeline": 1}, _timeline_events(run))
 
 
-def write_ideal(path: Path, job: Job) -> None:
+def write_ideal(path: Path, job: SlowdownJob) -> None:
     """Write a job without stragglers: of an operation table, one process a worker and one track a type."""
     if job.ideal_run is not None:
         write_timeline(path, job.ideal_run())
@@ -151,7 +151,7 @@ def write_ideal(path: Path, job: Job) -> None:
         _write(path, {"schemaVersion": 1, "displayTimeUnit": "ms", "lumosTimeline": 1}, _operation_events(job))
 
 
-def _operation_events(job: Job) -> Iterator[Event]:
+def _operation_events(job: SlowdownJob) -> Iterator[Event]:
     for number, worker in enumerate(job.workers):
         shown = {"process_name": {"name": worker.label}, "process_sort_index": {"sort_index": number}}
         yield from ({"ph": "M", "name": name, "pid": number, "args": args} for name, args in shown.items())

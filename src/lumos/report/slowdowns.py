@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lumos.analysis.slowdown import Job, Slowdown
+from lumos.analysis.slowdown import Slowdown, SlowdownJob
 from lumos.analysis.slowdown_causes import Diagnosis
 from lumos.report.table import PROSE, Card, Column, Row, Table, Value, left_out, ms_columns
 from lumos.report.wording import ms_text, number_text
@@ -15,7 +15,7 @@ _OF_DELAYS = ("launch delays",)  # a loss beside that to stragglers
 _SLOWDOWN = Column("slowdown", 3, bar=True)
 
 
-def size_text(job: Job) -> str:
+def size_text(job: SlowdownJob) -> str:
     counts = {"GPU": job.gpus, "worker": len(job.workers), "step": len(job.steps)}
     return ", ".join(f"{count:,} {word}{'' if count == 1 else 's'}" for word, count in counts.items())
 

@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 
 from lumos.analysis.replay import Replay
+from lumos.data_files import read_table
 from lumos.dtypes import dtype_called
 from lumos.graph.rules.cpu_device import is_cpu_run
 from lumos.read.op_columns import OpType, TracedOp, rank_ops
@@ -21,16 +22,15 @@ from lumos.traced.infer.layers import LayerShape, RankLayers, read_layers
 from lumos.traced.infer.parallelism import Parallelism
 from lumos.traced.infer.widths import Widths, kv_heads
 
+_LIMITS = read_table("analysis.toml")["infer"]
 _MOST_RANKS = 16  # whose files are read again,
 _MOST_STAGES = 64  # unless they are the stages of one pipeline
 _PRECISIONS, _CPU_PRECISIONS = ("bf16", "fp16"), ("bf16", "fp16", "fp32")  # fp32 may be TF32 on a GPU
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
-_FULL_RECOMPUTE = 0.6  # share of matmuls that run again: not the head, and the last of a layer may be skipped
 _FUSED = (OpType.ATTENTION, OpType.SOFTMAX)
 _OF_ATTENTION = (*_FUSED, OpType.BATCHED_MATMUL)
 _ADDITIONS = ("aten::add", "aten::add_")
 _CONVOLUTION = "aten::convolution"
-_LM_LOSS = 0.5  # rows of the loss of a language model, as a share of its tokens, at least
 
 
 def infer(run: Replay) -> Findings:
@@ -341,7 +341,7 @@ def _is_vocabulary(rank: RankLayers, columns: int) -> bool:
     compiled = [op for op in rank.ops.forward(OpType.COMPILED) if "embedding" in op.name]
     tables |= {shape[0] for op in compiled for shape in op.shapes if len(shape) == 2}
     losses = [op.shapes[0] for op in rank.ops.forward(OpType.LOSS) if op.shapes and len(op.shapes[0]) == 2]
-    every = any(rows >= _LM_LOSS * rank.tokens and width == columns for rows, width in losses)
+    every = any(rows >= _LIMITS["language_model_loss"] * rank.tokens and width == columns for rows, width in losses)
     return columns > 0 and (columns in tables or every)
 
 
@@ -367,7 +367,7 @@ def _recomputation(rank: RankLayers) -> Inferred | None:
         return None
     if not repeated:
         return Inferred("selective", "attentions run again, matmuls do not")
-    full = repeated / forward >= _FULL_RECOMPUTE
+    full = repeated / forward >= _LIMITS["full_recompute"]
     return Inferred("full", "layers run again in the backward pass") if full else None
 
 

@@ -16,6 +16,7 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
+from lumos.data_files import read_table
 from lumos.read.op_columns import OpType, RankOps, Shape, TracedOp
 from lumos.traced.infer import agreed
 from lumos.traced.infer.attentions import (
@@ -34,7 +35,7 @@ _LOOKED_AT = (
     OpType.MATMUL, OpType.BATCHED_MATMUL, OpType.GROUPED_MATMUL, OpType.ATTENTION, OpType.SOFTMAX, OpType.TOP_K,
 )  # fmt: skip
 _MOST_DIGITS = 6
-_NARROW = 4  # a factor of a low-rank adapter is at least this many times narrower than the weight beside it
+_NARROW: int = read_table("analysis.toml")["infer"]["narrow"]
 
 
 class Matmul(NamedTuple):

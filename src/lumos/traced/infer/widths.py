@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, takewhile
 
+from lumos.data_files import read_table
 from lumos.traced.infer import Findings, Inferred, agreed
 from lumos.traced.infer.attentions import AttentionShape
 from lumos.traced.infer.layers import Matmul, Part, RankLayers, Weight
 
-_LONGEST_QUERY = 4  # matmuls before an attention, at most
+_LONGEST_QUERY: int = read_table("analysis.toml")["infer"]["longest_query"]
 
 
 @dataclass(frozen=True)
