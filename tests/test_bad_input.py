@@ -678,6 +678,7 @@ def test_a_wrong_option_or_argument_is_one_line(tmp_path: Path, arguments: list[
 
 
 ARGUMENTS = "\n".join(f" layers_{n} ...... 4" for n in range(4))
+MEASURED_RUNS = read_table("measured_runs.toml")
 SLOW_TEXTS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "namespaces": (arguments_in_log, "", "Namespace("),
     "open lists": (arguments_in_log, "Namespace(a=1)\nNamespace(", "a=[,"),
@@ -686,6 +687,11 @@ SLOW_TEXTS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "nodes": (lambda t: _NODE.match(t.encode()), "", "issue, sys->id=1, tick=1, node->id=1, node->name="),
     "announcements": (_ANNOUNCED.search, "", "1, 1, 1, 'a', ["),
     "attention": (_ATTENTION.search, "", "flash_attn"),
+    **{
+        f"{text} in a cell, {pattern}": (re.compile(pattern, re.IGNORECASE).search, "", text)
+        for pattern in (*MEASURED_RUNS["networks"], MEASURED_RUNS["texts"]["async_tp"]["no"])
+        for text in ("0", "8x", "async")
+    },
     "kernel names": (is_communication, "", "symm_mem"),
     "parts of a key": (lambda t: _DEEP_KEY.search(t.replace(".a", ".a ", 1)), "a", ".a"),
     "strings": (_DEEP_KEY.search, "", '"a".\'b\' "c'),

@@ -154,6 +154,21 @@ def test_the_exit_code_is_the_commands_and_nothing_recorded_is_said(tmp_path: Pa
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry"]])
+def test_a_full_disk_is_one_line_and_leaves_nothing_behind(tmp_path: Path, dry: list[str]) -> None:
+    """A limit on the size of files stands in for the disk: the signal that comes with it is ignored, as on a disk."""
+    full = (
+        "import os, resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    train = [sys.executable, "-c", full, *TRAIN]
+    done = capture_command("-o", str(tmp_path / "full\x1b[2J"), "--warmup", "2", *dry, "--", *train)
+    assert "cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "\x1b" not in done.stderr.replace("USDT", "")
+    assert os.listdir(tmp_path / "full\x1b[2J") == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_command_and_the_processes_below_it(tmp_path: Path, number: signal.Signals) -> None:
     """The launcher hands nothing on, as a shell script does not."""

@@ -400,6 +400,8 @@ def test_stragglers_give_the_risk_of_their_job(tmp_path: Path) -> None:
     ('{"host": {"p": [0.5], "factor": [1]}}', "host: 1 p and 1 factors: give as many of both, 2 or more"),
     ('{"host": {"p": [0.1, 0.9], "factor": [2, 4]}}', "host: the factor at p = 0.5 is 2.83, and should be 1"),
     ('{"gpu": 0.1, "pauses": 5}', 'pauses are {"probability": 0.01, "ms": 100}'),
+    ('{"pauses": {"probability": 0.1, "ms": 5, "spread": 1e18}}', "pauses is not a spread"),
+    ('{"host": {"p": [0.5, 0.999], "factor": [1, 1e300]}}', "host is not a spread"),
 ])  # fmt: skip
 def test_a_file_of_spreads_is_checked(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "mine.json"

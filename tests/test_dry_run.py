@@ -266,6 +266,21 @@ def test_describe_asks_for_the_description(tmp_path: Path) -> None:
     assert not any("dry run" in note for note in found["warnings"])
 
 
+@needs_transformers
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_labels"])
+def test_a_config_makes_no_endless_lists(key: str, tmp_path: Path) -> None:
+    with pytest.raises(LumosError, match=rf"{key} = 1099511627776 is more than [\d,]+; or add --describe"):
+        predicted(tmp_path, LLAMA | {key: 1 << 40}, "train.seq=64")
+
+
+def test_a_model_of_too_many_modules_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lumos.dry_run import huggingface_model
+
+    monkeypatch.setattr(huggingface_model, "_MOST_MODULES", 20)
+    with pytest.raises(LumosError, match="more than 20 modules, too many for a dry run"):
+        huggingface_model.parameters(LLAMA)
+
+
 def test_modules_that_parts_of_a_config_name_are_not_offered_to_run() -> None:
     from lumos.dry_run.huggingface_model import _config
 

@@ -346,6 +346,12 @@ def test_a_worse_interval_costs_what_the_answer_says_and_the_best_one_buys_it() 
     assert bought["days_saved"] == pytest.approx(worse.days.mean() - best.days.mean())
 
 
+def test_checkpoints_are_a_step_apart_or_more() -> None:
+    dense = small_run(mtbf_job_hours=1024, checkpoint_minutes=5e-324)
+    assert dense.interval_s == dense.job.step_s
+    assert dense.expected_s > small_run(mtbf_job_hours=1024).expected_s
+
+
 def test_what_it_buys_is_what_the_changed_run_takes() -> None:
     run = small_run(mtbf_gpu_hours=20_000, spare_nodes=0)
     rows = {row["what"]: row for row in run.what_it_buys()}

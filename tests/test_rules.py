@@ -274,6 +274,14 @@ def test_backward_on_another_thread_waits_for_forward_and_is_waited_for(tmp_path
     assert simulate(execution.graph).span - simulate(execution.graph, faster).span == 450_000
 
 
+def test_threads_wake_each_other_whatever_the_clock_s_origin_is(tmp_path: Path) -> None:
+    """Rank 1 started earlier than rank 0, where the clock of a job begins, or events lie in the wrong order."""
+    trace = read(tmp_path, [op("forward", 0, 500, tid=1), op("MmBackward0", 560, 900, tid=2)])
+    found = edges(build(trace), Rule.THREAD)
+    assert found == [("forward", "MmBackward0")]
+    assert edges(build(trace.shifted({0: -10_000_000})), Rule.THREAD) == found
+
+
 def test_a_pause_that_nothing_explains_is_work_of_its_own(tmp_path: Path) -> None:
     execution = build(read(tmp_path, [op("a", 0, 100), op("b", 1100, 100)]))
     assert edges(execution, Rule.THREAD) == []

@@ -25,7 +25,7 @@ from lumos.capture.fake import fake_world as join_fake_world
 from lumos.capture.rank_info import rank_info, require_torch, synchronise
 from lumos.capture.setup_file import checked_setup, setup_files
 from lumos.capture.step_profiler import StepProfiler
-from lumos.errors import OptionError
+from lumos.errors import OptionError, printable
 
 _AFTER = 3  # steps that are timed after the recording
 
@@ -258,5 +258,5 @@ def _write(path: Path, text: str) -> None:
 def _say(text: str) -> None:
     """One line; not a warning of Python's, which a user may have turned into an error."""
     rank = os.environ.get("RANK")
-    sys.stderr.write(f"lumos capture{f' (rank {rank})' if rank else ''}: {text}\n")
+    sys.stderr.write(f"lumos capture{f' (rank {rank})' if rank else ''}: {printable(text)}\n")
     sys.stderr.flush()

@@ -73,14 +73,16 @@ class StepProfiler:
         plain, packed = (path.with_name(f".{path.name}.{os.getpid()}.{part}") for part in ("plain", "partial"))
         try:
             self._profile.export_chrome_trace(str(plain))
+            if not plain.exists():  # Kineto reports no error, and leaves what it wrote
+                raise OSError(f"{path} cannot be written: is its disk full?")
             if unfinished:
                 _drop_mark(plain, self._name)
             with plain.open("rb") as source, gzip.open(packed, "wb", _PACKING) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
             os.replace(packed, path)
         finally:
-            plain.unlink(missing_ok=True)
-            packed.unlink(missing_ok=True)
+            for left in (plain, plain.with_name(f"{plain.name}.tmp"), packed):
+                left.unlink(missing_ok=True)
         self._profile = None  # its events are large
 
     def _stop(self) -> None:

@@ -114,7 +114,8 @@ def _report_dry(folder: Path, found: int, code: int, signal: str, gpu: str) -> N
         )
     else:
         count = "1 rank" if found == 1 else f"{found} ranks"
-        sys.stderr.write(f"lumos: {count} in {folder}; next: lumos predict --from {folder} --set cluster.gpu={gpu}\n")
+        place = printable(str(folder))
+        sys.stderr.write(f"lumos: {count} in {place}; next: lumos predict --from {place} --set cluster.gpu={gpu}\n")
 
 
 def _written(folder: Path, pattern: str) -> dict[str, int]:
@@ -131,7 +132,7 @@ def _report(folder: Path, found: list[tuple[str, int]], warmup: int, code: int, 
         text = f"{count} in {folder}; next: lumos check {folder}, lumos replay {folder}"
     else:
         text = (
-            f"nothing was recorded: no torch.optim optimizer made more than {warmup} steps in a Python process of the "
-            "command; lower --warmup, or add lumos.capture(…) to the script"
+            "nothing was recorded: unless a line above says why, no torch.optim optimizer made more than "
+            f"{warmup} steps in a Python process of the command; lower --warmup, or add lumos.capture(…) to the script"
         )
-    sys.stderr.write(f"lumos: {text}{ended}\n")
+    sys.stderr.write(f"lumos: {printable(text)}{ended}\n")

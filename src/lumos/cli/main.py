@@ -106,7 +106,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     code, message = _run()
     if message:
-        with suppress(BrokenPipeError):
+        with suppress(OSError):  # nobody reads it, or its disk is full: the exit code remains
             sys.stderr.write(f"lumos: {printable(message)}\n")
     sys.exit(code)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
 import transformers
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from lumos.dry_run.gpu_functions import trace_only_compiled_code
 from lumos.dtypes import TORCH_NAMES
@@ -19,6 +21,9 @@ _FIRST = {  # what decides between several classes of one architecture
     "decoder": transformers.AutoModelForCausalLM, "encoder": transformers.AutoModelForMaskedLM,
     "image": transformers.AutoModelForImageClassification, "mixed": transformers.AutoModelForImageTextToText,
 }  # fmt: skip
+
+_MOST_MODULES = 200_000  # a dry run takes as many operators, and most modules run several
+_LIST_LENGTHS = {"layer": 1 << 14, "depth": 1 << 14, "label": 1 << 20}  # part of a key: the largest value
 
 
 def builder(
@@ -53,7 +58,7 @@ def _made(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
     """With the attention that it has on a GPU, and without values for its weights: initialisers may draw until
     they fit.
     """
-    with _without_values():
+    with _without_values(), _of_few_modules():
         model: torch.nn.Module = kind.from_config(config, dtype=dtype)
     model.tie_weights()
     return model
@@ -67,7 +72,34 @@ def _without_values() -> Any:
     return nullcontext()
 
 
+@contextmanager
+def _of_few_modules() -> Iterator[None]:
+    """Refuse a model whose modules alone would take minutes and gigabytes to make."""
+    made = count(1)
+
+    def check(*_: object) -> None:
+        if next(made) > _MOST_MODULES:
+            raise OptionError(f"its model has more than {_MOST_MODULES:,} modules, too many for a dry run")
+
+    hook = register_module_module_registration_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _refuse_endless_lists(config: dict[str, Any]) -> None:
+    """transformers makes a list as long as these say before anything else sees them."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _refuse_endless_lists(value)
+        for part, most in _LIST_LENGTHS.items() if isinstance(value, int) else ():
+            if part in key.casefold() and value > most:
+                raise OptionError(f"{key[:60]} = {value} is more than {most:,}")
+
+
 def _config(config: dict[str, Any]) -> Any:
+    _refuse_endless_lists(config)
     try:
         made = transformers.AutoConfig.for_model(**_without_code(config))
         made.architectures = made.architectures or []  # which transformers goes through where it has several classes

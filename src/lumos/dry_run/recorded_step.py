@@ -134,5 +134,8 @@ def write_recording(path: Path, recording: Recording) -> None:
     values = {f.name: getattr(recording, f.name) for f in fields(recording) if f.name != "ops"}
     content = json.dumps({"format": FORMAT, "ops": list(rows.values()), **values})
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(gzip.compress(content.encode(), 6))
-    partial.replace(path)
+    try:
+        partial.write_bytes(gzip.compress(content.encode(), 6))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -27,6 +27,7 @@ from lumos.dry_run.fake_gpu import ADDRESS, NotInDryRunError, replaced
 from lumos.dry_run.record import Recorder, StepCounter, recorded
 from lumos.dry_run.recorded_step import write_recording
 from lumos.dry_run.script_functions import script_functions
+from lumos.errors import printable
 
 VARIABLE = "LUMOS_DRY_RUN"  # set in the script's process, which can ask for it
 STEPS = 2
@@ -137,7 +138,10 @@ def _write(counter: StepCounter, folder: Path, gpu: str) -> None:
     rank, world = place()
     recording = counter.recording(tokens_of(counter.recorder), 1, rank, world)
     recording.made_by["gpu"] = gpu
-    write_recording(folder / f"rank{rank}.dry.json.gz", recording)
+    try:
+        write_recording(folder / f"rank{rank}.dry.json.gz", recording)
+    except OSError as error:
+        _stop(f"lumos: {folder}: the recording cannot be written ({error.strerror})")
 
 
 def _end() -> None:
@@ -222,7 +226,8 @@ def _is_of_dry_runs(error: BaseException, frames: list[traceback.FrameSummary]) 
 
 def _stop(text: str) -> None:
     sys.stdout.flush()
-    os.write(2, f"{text}\n".encode(errors="replace"))  # torch.distributed reads what is written to sys.stderr
+    said = f"{printable(text)}\n".encode(errors="replace")
+    os.write(2, said)  # torch.distributed reads what is written to sys.stderr
     os._exit(2)
 
 

@@ -39,7 +39,7 @@ def prediction_cards(found: Prediction) -> list[Card]:
     cards = [Card("predicted step", ms_text(found.step_ms), f"{ms_text(low)} – {ms_text(high)} (80 % interval)")]
     cards += [Card("approximated", f"{100 * part.share:.0f} %", part.words) for part in found.approximations]
     base = found.baseline_ms
-    if (found.contention_ms or 0.0) >= _WORTH_SAYING * found.step_ms:
+    if (found.contention_ms or 0.0) > _WORTH_SAYING * found.step_ms:
         share = 100 * (found.contention_ms or 0.0) / found.step_ms
         words = f"{share:.1f} % of the step: kernels and communication beside each other are slower"
         cards.append(Card("contention", ms_text(found.contention_ms or 0.0), words))

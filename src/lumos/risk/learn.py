@@ -28,7 +28,7 @@ from lumos.risk.operation_steps import OperationSteps
 from lumos.risk.recurring_tasks import KERNEL, TRANSFER, RecurringTasks
 from lumos.risk.step_times import read_step_times
 from lumos.risk.traced_steps import CAUSES_OF_PART, TracedSteps
-from lumos.risk.variability import CAUSES, NONE, Spread, Variability, usual_of_traces, usual_variability
+from lumos.risk.variability import CAUSES, NONE, SCORES, Spread, Variability, usual_of_traces, usual_variability
 
 _RANKS_TO_TRUST = 8.0
 _SAME_WORK = 0.01  # ranks are compared if their numbers of kernels differ by no more
@@ -144,9 +144,9 @@ def _stated(path: Path) -> Variability:
         raise InputError(f"{path}: not a file of spreads ({str(error)[:100]}); {advice}") from None
     if unknown:
         raise InputError(f"{path}: {str(unknown[0])[:40]!r} is not a name of a spread; {advice}")
-    for name in CAUSES:
-        logs = found.spread(name).logs
-        if not np.isfinite(logs).all() or found.spread(name).sigma > _WIDEST or (np.diff(logs) < 0).any():
+    for name, spread in (*((name, found.spread(name)) for name in CAUSES), ("pauses", found.pauses.spread)):
+        is_far = not np.abs(spread.logs).max() <= _WIDEST * SCORES[-1]
+        if is_far or spread.sigma > _WIDEST or (np.diff(spread.logs) < 0).any():
             raise InputError(f"{path}: {name} is not a spread; {advice}")
     if not 0 <= found.pauses.probability <= 1 or not 0 <= found.pauses.ms <= _LONGEST_PAUSE_MS:
         raise InputError(f"{path}: pauses are a probability from 0 to 1, ms, and a spread; {advice}")

@@ -121,9 +121,10 @@ class WholeRun:
 
     @property
     def interval_s(self) -> float:
-        """The stated one, or the best; not longer than the run, at whose end one is written."""
+        """The stated one, or the best; at least a step, and not longer than the run, at whose end one is written."""
         stated = self.reliability.checkpoint_minutes
-        return min(self.best_interval_s if stated is None else MINUTE_S * stated, self.job.work_s)
+        interval = self.best_interval_s if stated is None else max(MINUTE_S * stated, self.job.step_s)
+        return min(interval, self.job.work_s)
 
     @property
     def expected_s(self) -> float:

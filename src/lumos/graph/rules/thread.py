@@ -13,7 +13,7 @@ import numpy as np
 from lumos.data_files import read_table
 from lumos.graph.graph import Edges, Rule
 from lumos.graph.rules.cpu_device import GLOO
-from lumos.graph.rules.nodes import Nodes
+from lumos.graph.rules.nodes import NEVER, Nodes
 from lumos.trace.names import Category
 
 _THREAD = read_table("trace_rules.toml")["thread"]
@@ -83,7 +83,7 @@ def _woken_by(nodes: Nodes, head: int, by_end: np.ndarray, pauses: np.ndarray) -
 
     Threads are tried by when something of theirs last ended, the latest first: there may be thousands.
     """
-    begin, best, best_end = int(nodes.start[head]), -1, -1
+    begin, best, best_end = int(nodes.start[head]), -1, NEVER
     window = np.searchsorted(nodes.end[by_end], [begin - _THREAD["longest_wake"], begin], side="left")
     recent = by_end[slice(*window)][::-1]
     lanes, at = np.unique(nodes.lane[recent], return_index=True)
