@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from lumos.analysis.breakdown import Breakdown, Hotspot
-from lumos.analysis.collectives import Collective, CollectiveGroup
+from lumos.analysis.collectives import CollectiveGroup, CollectiveTimes
 from lumos.analysis.sensitivities import Sensitivity
 from lumos.analysis.stragglers import Straggler
 
@@ -52,7 +52,7 @@ class ReplayAnswer(Answer, frozen=True, kw_only=True):
     kernels: list[Hotspot]
     operators: list[Hotspot]
     collective_groups: list[CollectiveGroup]
-    collectives: list[Collective]
+    collectives: list[CollectiveTimes]
     utilisation: dict[str, Any]
     warnings: list[str]
 

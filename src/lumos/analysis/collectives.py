@@ -14,7 +14,7 @@ from lumos.trace.trace import Message, Trace
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveTimes:
     """One collective. `wait_ms` is the mean over the ranks, `transfer_ms` what is left after the last one arrives."""
 
     collective: str
@@ -28,18 +28,18 @@ class Collective:
     bus_gb_s: float  # 0 unknown
 
 
-def collectives(trace: Trace, found: Sequence[Rendezvous], origin: int) -> list[Collective]:
+def collectives(trace: Trace, found: Sequence[Rendezvous], origin: int) -> list[CollectiveTimes]:
     """All collectives by the times of a trace (the recorded one or a simulated one), in order of time."""
     return sorted((_one(trace, one, origin) for one in found), key=lambda c: c.start_ms)
 
 
-def _one(trace: Trace, one: Rendezvous, origin: int) -> Collective:
+def _one(trace: Trace, one: Rendezvous, origin: int) -> CollectiveTimes:
     arrive, end = trace.start[one.rows], trace.end[one.rows]
     together = int(arrive.max())
     transfer = max(float(np.median(end - together)), 0.0) / 1e6  # a float64 does not tell moments of today apart
     size = message_bytes(one.message)
     wait = np.minimum(together - arrive, end - arrive) / 1e6  # no longer than the kernel, whatever was matched
-    return Collective(
+    return CollectiveTimes(
         collective=one.collective,
         ranks=len(one.rows),
         bytes=size,
@@ -87,9 +87,9 @@ class CollectiveGroup:
     bus_gb_s: float
 
 
-def group_collectives(found: list[Collective]) -> list[CollectiveGroup]:
+def group_collectives(found: list[CollectiveTimes]) -> list[CollectiveGroup]:
     """The same by kind and size, the most expensive first."""
-    groups: dict[tuple[str, int, int], list[Collective]] = defaultdict(list)
+    groups: dict[tuple[str, int, int], list[CollectiveTimes]] = defaultdict(list)
     for c in found:
         groups[c.collective, c.ranks, c.bytes].append(c)
     rows = [

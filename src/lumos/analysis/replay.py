@@ -27,7 +27,7 @@ from lumos.analysis.breakdown import (
     mean_breakdown,
     utilisation,
 )
-from lumos.analysis.collectives import Collective, collectives, group_collectives
+from lumos.analysis.collectives import CollectiveTimes, collectives, group_collectives
 from lumos.analysis.run import TracedRun
 from lumos.analysis.sensitivities import Sensitivity, WhatIf, sensitivities
 from lumos.analysis.slowdown_jobs import rank_job
@@ -171,7 +171,7 @@ class Replay:
         return stragglers(self.execution, self.recorded_breakdown, steps, self.recorded_steps.mean, gain_ms)
 
     @cached_property
-    def collectives(self) -> list[Collective]:
+    def collectives(self) -> list[CollectiveTimes]:
         return collectives(self.execution.trace, self.execution.rendezvous, self.execution.origin)
 
     @cached_property

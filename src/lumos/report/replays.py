@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from lumos.analysis.breakdown import Breakdown, Hotspot, mean_breakdown
-from lumos.analysis.collectives import Collective, CollectiveGroup
+from lumos.analysis.collectives import CollectiveGroup, CollectiveTimes
 from lumos.analysis.comparison import Comparison, Difference
 from lumos.analysis.replay import Replay
 from lumos.graph.critical_path import SLOW_PARTS, PathSummary
@@ -151,7 +151,7 @@ def groups_table(groups: Sequence[CollectiveGroup], steps: int) -> Table:
     return Table(title, columns, rows, left_out(MOST_ROWS, groups))
 
 
-def longest_collectives_table(found: Sequence[Collective], most: int = 50) -> Table:
+def longest_collectives_table(found: Sequence[CollectiveTimes], most: int = 50) -> Table:
     longest = sorted(found, key=lambda c: -(c.wait_ms + c.transfer_ms))[:most]
     at, worst, mean, transfer = (
         ms_column(title, (float(getattr(c, key)) for c in longest))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lumos.analysis.breakdown import Breakdown, Hotspot, Utilisation
-from lumos.analysis.collectives import Collective, CollectiveGroup, group_collectives
+from lumos.analysis.collectives import CollectiveGroup, CollectiveTimes, group_collectives
 from lumos.export.launch_files import LaunchFiles
 from lumos.graph.critical_path import SLOW_PARTS, PathSummary
 from lumos.report import replays
@@ -122,7 +122,7 @@ def collectives_section(groups: Sequence[CollectiveGroup], steps: int) -> Sectio
     return bars_section("Collectives", text, chart, replays.groups_table(groups, steps))
 
 
-def recorded_collectives_section(found: Sequence[Collective], steps: int) -> Section:
+def recorded_collectives_section(found: Sequence[CollectiveTimes], steps: int) -> Section:
     """The same with the longest ones by themselves."""
     section = collectives_section(group_collectives(list(found)), steps)
     return replace(section, tables=[*section.tables, replays.longest_collectives_table(found)]) if found else section

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+from lumos.data_files import read_table
 from lumos.errors import OptionError
 from lumos.setup.gpus import find_gpu
 from lumos.setup.setup import SECTIONS, Setup
@@ -14,25 +15,9 @@ from lumos.traced.infer import Inferred
 
 Sections = dict[str, Any]
 
-# Keys that have no sensible default, where there is a file; and keys that must not be defaulted where there is none.
-_REQUIRED = ("model.layers", "model.hidden", "model.ffn", "model.heads", "model.vocab", "train.seq")
-_NOT_ASSUMED = (
-    *("model.layers", "model.hidden", "model.ffn", "model.heads", "model.kv_heads", "model.vocab", "model.gated"),
-    *("model.tied", "train.seq", "train.micro_batch", "train.microbatches", "train.precision", "train.recompute"),
-    *("train.optimizer", "train.compile", "parallel.tp", "parallel.pp", "parallel.cp", "cluster.gpu", "cluster.gpus"),
-)
+_KEYS = read_table("analysis.toml")["infer"]["keys"]
+_ERRORS: dict[str, str] = read_table("analysis.toml")["infer"]["errors"]
 _MOST_LINES = 8
-_NO_SHAPES = (
-    "the trace has no shapes of operators (recorded without them, or left out by lumos convert), so it does not show "
-    "what was trained: record it with record_shapes=True (lumos capture does), or name a SETUP file, as in lumos "
-    "predict SETUP --from PATH --set …"
-)
-_NO_TRANSFORMER = (
-    "the trace does not show the layers of a transformer, so it cannot be predicted in another configuration: use "
-    "lumos replay, lumos compare, or lumos predict --from PATH --scale compute=0.5; or dry-run the changed script "
-    "(lumos capture --dry); if it is a transformer, name a SETUP file that describes it"
-)
-_RECORD_SHAPES = " (a trace with the shapes of operators shows more: recorded, and not left out by lumos convert)"
 
 
 def complete(found: Mapping[str, Inferred], plain: PlainSetup, has_shapes: bool = True) -> SetupReading:
@@ -42,14 +27,10 @@ def complete(found: Mapping[str, Inferred], plain: PlainSetup, has_shapes: bool 
     missing = _missing(found, sections, plain.where)
     if missing and not plain.mistakes:
         if not plain.where and {"model.layers", "model.heads", "train.seq"} <= set(missing):
-            raise OptionError(_NO_TRANSFORMER if has_shapes else _NO_SHAPES)
-        keys = ", ".join(missing)
-        text = (
-            f"{plain.where}: neither this file nor the trace shows {keys}: add it to the file" if plain.where else
-            f"a changed run needs the traced run's setup, and the trace does not show {keys}: name a SETUP file with "
-            "at least these keys, as in lumos predict SETUP --from PATH --set …"
-        )  # fmt: skip
-        raise OptionError(text + ("" if has_shapes else _RECORD_SHAPES))
+            raise OptionError(_ERRORS["no_transformer" if has_shapes else "no_shapes"])
+        text = _ERRORS["missing_in_file" if plain.where else "missing_in_trace"]
+        more = "" if has_shapes else _ERRORS["record_shapes"]
+        raise OptionError(text.format(where=plain.where, keys=", ".join(missing)) + more)
     reading = plain.checked(sections)
     _refuse_contradictions(found, reading.setup.model_dump(), plain.where)  # derived values, this time
     return reading
@@ -121,7 +102,7 @@ def _sections(found: Mapping[str, Inferred]) -> Sections:
 
 def _missing(found: Mapping[str, Inferred], sections: Sections, where: str) -> list[str]:
     """Keys that are needed, and neither stated nor inferred."""
-    needed = [*(_REQUIRED if where else _NOT_ASSUMED)]
+    needed = list(_KEYS["required" if where else "not_assumed"])
     if not where and found.get("parallel.dp", Inferred(1, "")).value > 1:
         needed.append("parallel.zero")
     known = {key for key, _ in _items(sections)} | found.keys()

@@ -15,15 +15,14 @@ from lumos.dtypes import dtype_called
 from lumos.graph.rules.cpu_device import is_cpu_run
 from lumos.read.op_columns import OpType, TracedOp, rank_ops
 from lumos.setup.gpus import gpu_called
-from lumos.trace.trace import Header
 from lumos.traced.infer import Findings, Inferred, agreed
 from lumos.traced.infer.attentions import find_attentions
-from lumos.traced.infer.layers import LayerShape, RankLayers, read_layers
+from lumos.traced.infer.layers import LayerShape, RankLayers, matrices, read_layers
 from lumos.traced.infer.parallelism import Parallelism
 from lumos.traced.infer.widths import Widths, kv_heads
 
 _LIMITS = read_table("analysis.toml")["infer"]
-_MOST_RANKS = 16  # whose files are read again,
+_MOST_RANKS = 16  # that are looked at,
 _MOST_STAGES = 64  # unless they are the stages of one pipeline
 _PRECISIONS, _CPU_PRECISIONS = ("bf16", "fp16"), ("bf16", "fp16", "fp32")  # fp32 may be TF32 on a GPU
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
@@ -44,18 +43,13 @@ def infer(run: Replay) -> Findings:
         return {}
     step = run.marks.names[int(np.argmin(np.abs(run.clean_steps.milliseconds - run.clean_ms)))]
     ranks: dict[int, RankLayers] = {}
-    wanted = _spread(headers)
+    spread = np.linspace(0, len(headers) - 1, min(_MOST_RANKS, len(headers))).round().astype(int)
+    wanted = [headers[place] for place in np.unique(spread)]
     while wanted and len(ranks) < _MOST_STAGES:
         ranks |= {h.rank: read_layers(rank_ops(run.execution.recorded, h.rank, step)) for h in wanted}
         chain = Parallelism([ranks[rank] for rank in sorted(ranks)], 0).chain
         wanted = [h for h in headers if h.rank in chain and h.rank not in ranks]
     return _Inference(run, [ranks[rank] for rank in sorted(ranks)]).found()
-
-
-def _spread(headers: Sequence[Header]) -> list[Header]:
-    """Ranks spread evenly over the job."""
-    places = np.unique(np.linspace(0, len(headers) - 1, min(_MOST_RANKS, len(headers))).round().astype(int))
-    return [headers[place] for place in places]
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class _Inference:
 
     def found(self) -> Findings:
         parts = (
-            self._cluster(), self.parallel, self._repetition(), self._widths(), self._unsharded_sizes(),
+            self._cluster(), self.parallelism.inferred, self._repetition(), self._widths(), self._unsharded_sizes(),
             self._sharded_sizes(), self._vocabulary(), self._batch(), self._recompute(), self._mode(),
             self._optimizer(), self._precision(), self._compile(),
         )  # fmt: skip
@@ -106,13 +100,12 @@ class _Inference:
         return found
 
     @cached_property
-    def parallel(self) -> Findings:
-        return Parallelism(self.ranks, self.world).inferred()
+    def parallelism(self) -> Parallelism:
+        return Parallelism(self.ranks, self.world)
 
     def _size(self, key: str) -> int:
         """tp, pp, cp or dp; 0 where the trace does not show it."""
-        found = self.parallel.get(f"parallel.{key}")
-        return int(found.value) if found is not None else 0
+        return int(self.parallelism.inferred.get(f"parallel.{key}", Inferred(0, "")).value)
 
     # ------------------------------------------------------------------ micro-batches and layers
     @cached_property
@@ -148,8 +141,7 @@ class _Inference:
     def _stages(self) -> list[RankLayers]:
         """One rank of every pipeline stage; none where the stages are not known, or ranks of one stage differ."""
         if self._size("pp") > 1:
-            chain = Parallelism(self.ranks, self.world).chain
-            return [rank for rank in self.ranks if rank.ops.rank in chain]
+            return [rank for rank in self.ranks if rank.ops.rank in self.parallelism.chain]
         alike = agreed(rank.attentions for rank in self.ranks) is not None
         return [self.ranks[0]] if self._size("pp") == 1 and alike else []
 
@@ -175,9 +167,9 @@ class _Inference:
         """What tensor parallelism does not split."""
         found: Findings = {}
         if self.layer is not None:
-            count = "two" if self.layer.gated else "one"
-            found["model.hidden"] = Inferred(self.layer.hidden, f"matmuls of {self.layer.hidden} × {self.layer.ffn}")
-            found["model.gated"] = Inferred(self.layer.gated, f"matmuls into the MLP: {count}")
+            hidden, (ffn, gated) = self.layer.hidden, self.layer.mlp
+            found["model.hidden"] = Inferred(hidden, f"matmuls of {hidden} × {ffn}")
+            found["model.gated"] = Inferred(gated, f"matmuls into the MLP: {'two' if gated else 'one'}")
         dim = agreed(rank.attention.dim for rank in self.ranks if rank.attention is not None)
         if dim is not None and all(rank.are_alike for rank in self.ranks):
             found["model.head_dim"] = Inferred(dim, "the last dimension of attention")
@@ -191,7 +183,7 @@ class _Inference:
             return {}
         heads, dim = shape
         times = f" × {tp} ranks" if tp > 1 else ""
-        found = {"model.ffn": Inferred(layer.ffn * tp, f"matmuls of {layer.hidden} × {layer.ffn}{times}")}
+        found = {"model.ffn": Inferred(layer.mlp.ffn * tp, f"matmuls of {layer.hidden} × {layer.mlp.ffn}{times}")}
         if layer.attended != heads * dim:
             return found  # another kind of attention
         found["model.heads"] = Inferred(heads * tp, f"attention of {heads} heads{times}")
@@ -265,7 +257,7 @@ class _Inference:
     def _may_sum(self, vocab: int) -> bool:
         """Whether some all-reduce is large enough for the gradient of an embedding, and is not one of activations."""
         least = vocab // max(1, self._size("tp")) * self.ranks[0].hidden
-        activation = Parallelism(self.ranks, self.world).activation
+        activation = self.parallelism.activation
         return any(
             call.collective == "all_reduce"
             and not 0 < call.in_elements < least
@@ -337,12 +329,11 @@ def _columns(op: TracedOp) -> int:
 
 def _is_vocabulary(rank: RankLayers, columns: int) -> bool:
     """Whether so many columns are a vocabulary: as many rows are looked up, or most tokens have a loss."""
-    tables = {op.shapes[0][0] for op in rank.ops.forward(OpType.EMBEDDING) if op.shapes and op.shapes[0]}
+    tables = {rows for rows, _ in matrices(rank.ops, OpType.EMBEDDING)}
     compiled = [op for op in rank.ops.forward(OpType.COMPILED) if "embedding" in op.name]
     tables |= {shape[0] for op in compiled for shape in op.shapes if len(shape) == 2}
-    losses = [op.shapes[0] for op in rank.ops.forward(OpType.LOSS) if op.shapes and len(op.shapes[0]) == 2]
-    every = any(rows >= _LIMITS["language_model_loss"] * rank.tokens and width == columns for rows, width in losses)
-    return columns > 0 and (columns in tables or every)
+    losses, least = matrices(rank.ops, OpType.LOSS), _LIMITS["language_model_loss"] * rank.tokens
+    return columns > 0 and (columns in tables or any(rows >= least and width == columns for rows, width in losses))
 
 
 def _is_batch(rank: RankLayers, batch: int, seq: int) -> bool:

@@ -2,7 +2,7 @@
 
     query, key, value │ attention │ output, up (and gate), down │ query, key, value │ attention │ … │ head
 
-The matmuls between two attentions are a `Part`. Where all parts repeat as above, except for the head where one
+The matmuls between two attentions are a `LayerPart`. Where all parts repeat as above, except for the head where one
 micro-batch ends and the next begins, the widths of a layer are known exactly (`LayerShape`). What layers of other
 architectures show is in `widths`.
 """
@@ -10,7 +10,7 @@ architectures show is in `widths`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -38,7 +38,7 @@ _MOST_DIGITS = 6
 _NARROW: int = read_table("analysis.toml")["infer"]["narrow"]
 
 
-class Matmul(NamedTuple):
+class TracedMatmul(NamedTuple):
     """rows × inner times inner × columns; of a grouped matmul, the rows of all experts."""
 
     rows: int
@@ -58,27 +58,32 @@ class Choice(NamedTuple):
     chosen: int
 
 
-@dataclass(frozen=True)
-class LayerShape:
+class Mlp(NamedTuple):
+    """An MLP: ffn is the width inside."""
+
+    ffn: int
+    gated: bool
+
+
+class LayerShape(NamedTuple):
     """The widths of one layer on this rank."""
 
     hidden: int
     qkv: tuple[int, ...]  # columns of the matmuls before the attention: query, key and value, or all in one
     attended: int  # width of the attention's output
-    ffn: int
-    gated: bool
+    mlp: Mlp
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """What runs in the forward pass between two attentions, before the first, or after the last."""
 
     weights: tuple[Weight, ...]  # of the matmuls over all tokens, without adapters
-    others: tuple[Matmul, ...]  # grouped, or over other rows: of experts, or of one row per sample
+    others: tuple[TracedMatmul, ...]  # grouped, or over other rows: of experts, or of one row per sample
     choices: tuple[Choice, ...]
 
     @property
-    def routed(self) -> tuple[Matmul, ...]:
+    def routed(self) -> tuple[TracedMatmul, ...]:
         """The matmuls of experts: grouped ones, or one after another for each expert."""
         grouped = tuple(matmul for matmul in self.others if matmul.experts)
         return grouped or (self.others if self.choices else ())
@@ -94,7 +99,7 @@ class RankLayers:
     dtype: str
     shapes: tuple[AttentionShape | None, ...]  # of every attention, in order
     attention: AttentionShape | None  # the one that all have, or else the one over the tokens of most matmuls
-    parts: tuple[Part, ...]
+    parts: tuple[LayerPart, ...]
     has_adapters: bool
     layer: LayerShape | None
     hidden: int
@@ -156,17 +161,17 @@ def read_layers(ops: RankOps) -> RankLayers:
     )
 
 
-def _matmul(op: TracedOp) -> Matmul | None:
+def _matmul(op: TracedOp) -> TracedMatmul | None:
     left, right = [*op.factors, (), ()][:2]
     if op.type == OpType.GROUPED_MATMUL:
         fits = len(left) == 2 and len(right) == 3 and left[1] == right[1]
-        return Matmul(left[0], left[1], right[2], right[0]) if fits else None
+        return TracedMatmul(left[0], left[1], right[2], right[0]) if fits else None
     fits = op.type == OpType.MATMUL and len(left) == len(right) == 2 and left[1] == right[0]
     inside = OpType.GROUPED_MATMUL in op.scopes  # one expert of it, where the GPU has no grouped kernel
-    return Matmul(left[0], left[1], right[1]) if fits and not inside else None
+    return TracedMatmul(left[0], left[1], right[1]) if fits and not inside else None
 
 
-def _tokens(matmuls: list[tuple[str, Matmul]], spans: Collection[int]) -> tuple[int, str]:
+def _tokens(matmuls: list[tuple[str, TracedMatmul]], spans: Collection[int]) -> tuple[int, str]:
     """The rows of most matmul work, and the dtype of most weights there; (0, "") where no shapes were recorded.
 
     `spans` are the tokens of the attentions: where matmuls have as many rows, others (of experts) do not count.
@@ -187,15 +192,15 @@ def _tokens(matmuls: list[tuple[str, Matmul]], spans: Collection[int]) -> tuple[
 
 
 def _parts(
-    forward: Sequence[TracedOp], attentions: Collection[int], matmuls: dict[int, Matmul], tokens: int
-) -> Iterator[Part]:
+    forward: Sequence[TracedOp], attentions: Collection[int], matmuls: dict[int, TracedMatmul], tokens: int
+) -> Iterator[LayerPart]:
     weights: list[Weight] = []
-    others: list[Matmul] = []
+    others: list[TracedMatmul] = []
     choices: list[Choice] = []
     for op in forward:
         matmul = matmuls.get(id(op))
         if id(op) in attentions:
-            yield Part(tuple(weights), tuple(others), tuple(choices))
+            yield LayerPart(tuple(weights), tuple(others), tuple(choices))
             weights, others, choices = [], [], []
         elif matmul is not None and (matmul.experts or matmul.rows != tokens):
             others.append(matmul)
@@ -203,7 +208,7 @@ def _parts(
             weights.append(matmul.weight)
         elif op.type == OpType.TOP_K and (choice := _choice(op, tokens)):
             choices.append(choice)
-    yield Part(tuple(weights), tuple(others), tuple(choices))
+    yield LayerPart(tuple(weights), tuple(others), tuple(choices))
 
 
 def _choice(op: TracedOp, tokens: int) -> Choice | None:
@@ -216,7 +221,7 @@ def _choice(op: TracedOp, tokens: int) -> Choice | None:
     return Choice(shape[-1], int(text) if text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS else 0)
 
 
-def _without_adapters(parts: tuple[Part, ...], gradients: Collection[Shape]) -> tuple[Part, ...]:
+def _without_adapters(parts: tuple[LayerPart, ...], gradients: Collection[Shape]) -> tuple[LayerPart, ...]:
     """Without low-rank adapters: x·W, then x·A and A's result times B, where B is as wide as W and W is frozen."""
 
     def kept(weights: tuple[Weight, ...]) -> Iterator[Weight]:
@@ -225,7 +230,7 @@ def _without_adapters(parts: tuple[Part, ...], gradients: Collection[Shape]) -> 
             yield weights[place]
             place += 3 if _is_adapted(weights[place : place + 3], gradients) else 1
 
-    return tuple(Part(tuple(kept(part.weights)), part.others, part.choices) for part in parts)
+    return tuple(LayerPart(tuple(kept(part.weights)), part.others, part.choices) for part in parts)
 
 
 def _is_adapted(weights: Sequence[Weight], gradients: Collection[Shape]) -> bool:
@@ -237,7 +242,7 @@ def _is_adapted(weights: Sequence[Weight], gradients: Collection[Shape]) -> bool
     return narrow and bool(gradients) and not is_trained
 
 
-def _hidden(parts: Sequence[Part], shapes: Sequence[AttentionShape | None], main: AttentionShape | None) -> int:
+def _hidden(parts: Sequence[LayerPart], shapes: Sequence[AttentionShape | None], main: AttentionShape | None) -> int:
     """Columns of the matmul that takes what the heads of an attention return; 0 where it is not the same for all."""
     if main is None:
         return 0
@@ -254,7 +259,7 @@ def _hidden(parts: Sequence[Part], shapes: Sequence[AttentionShape | None], main
 # ---------------------------------------------------------------------- layers that all look alike
 
 
-def _parse(parts: Sequence[Part]) -> tuple[LayerShape | None, int, int]:
+def _parse(parts: Sequence[LayerPart]) -> tuple[LayerShape | None, int, int]:
     """(layer, columns of the head or 0, number of heads), where there is exactly one way to read the matmuls."""
     between = [list(part.weights) for part in parts]
     if len(between) < 2 or not between[0] or len(between[-1]) < 3 or any(part.routed for part in parts):
@@ -280,18 +285,32 @@ def _parse_as(between: list[list[Weight]], size: int) -> tuple[LayerShape, int, 
 
 def _layer(qkv: list[Weight], after: list[Weight]) -> LayerShape | None:
     """The layer that these matmuls make up, or None where they do not."""
-    (attended, hidden), *up, (ffn, out) = after
-    widths = [width for _, width in up]
-    fits = {hidden} == {out} | {inner for inner, _ in (*qkv, *up)} and len(qkv) in (1, 3)
-    if not fits or widths not in ([ffn], [ffn, ffn], [2 * ffn]):
+    (attended, hidden), *inside = after
+    mlp = mlp_of(inside, hidden)
+    if mlp is None or len(qkv) not in (1, 3) or any(inner != hidden for inner, _ in qkv):
         return None
-    return LayerShape(hidden, tuple(width for _, width in qkv), attended, ffn, widths != [ffn])
+    return LayerShape(hidden, tuple(width for _, width in qkv), attended, mlp)
+
+
+def mlp_of(weights: Iterable[Weight], hidden: int) -> Mlp | None:
+    """The MLP that these matmuls make up, or None where they do not."""
+    *up, down = weights or [(0, 0)]
+    ffn, out = down
+    widths = [columns for inner, columns in up if inner == hidden]
+    if out != hidden or len(widths) != len(up) or widths not in ([ffn], [ffn, ffn], [2 * ffn]):
+        return None
+    return Mlp(ffn, widths != [ffn])
 
 
 def _vocab(ops: RankOps, head: int) -> int:
     """Columns of the loss and of the head, where they agree."""
-    losses = {op.shapes[0][-1] for op in ops.forward(OpType.LOSS) if op.shapes and len(op.shapes[0]) == 2}
+    losses = {columns for _, columns in matrices(ops, OpType.LOSS)}
     return agreed(losses | ({head} if head else set())) or 0
+
+
+def matrices(ops: RankOps, op_type: OpType) -> list[Shape]:
+    """The first operands of a type of operators in the forward pass: tables that are looked up, inputs of the loss."""
+    return [op.shapes[0] for op in ops.forward(op_type) if op.shapes and len(op.shapes[0]) == 2]
 
 
 def _microbatches(ops: RankOps, passes: int, head: int, heads: int) -> int:
@@ -301,7 +320,7 @@ def _microbatches(ops: RankOps, passes: int, head: int, heads: int) -> int:
     is not enough: some lookup, or a compiled region, has to be as frequent. Without pipelines, every run of attentions
     that a backward pass follows is a forward pass, which decides where only one of the others is there.
     """
-    tables = Counter(op.shapes[0][0] for op in ops.forward(OpType.EMBEDDING) if op.shapes and len(op.shapes[0]) == 2)
+    tables = Counter(rows for rows, _ in matrices(ops, OpType.EMBEDDING))
     embeddings = tables[head] if head else max(tables.values()) if len(tables) == 1 else 0
     losses = len(ops.forward(OpType.LOSS))
     regions = sum(

@@ -36,6 +36,7 @@ class Parallelism:
         """Elements that one layer hands to the next; 0 where shapes are not known."""
         return agreed(rank.tokens * rank.hidden for rank in self.ranks if rank.hidden) or 0
 
+    @cached_property
     def inferred(self) -> Findings:
         """parallel.tp, pp, vpp, cp, dp and zero, as far as the trace shows them."""
         if self.world == 1:

@@ -8,7 +8,7 @@ are exact. Where they are of no known form, the key gets the nearest size and is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, takewhile
@@ -16,17 +16,9 @@ from itertools import pairwise, takewhile
 from lumos.data_files import read_table
 from lumos.traced.infer import Findings, Inferred, agreed
 from lumos.traced.infer.attentions import AttentionShape
-from lumos.traced.infer.layers import Matmul, Part, RankLayers, Weight
+from lumos.traced.infer.layers import LayerPart, Mlp, RankLayers, TracedMatmul, Weight, mlp_of
 
 _LONGEST_QUERY: int = read_table("analysis.toml")["infer"]["longest_query"]
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """An MLP: ffn is the width inside."""
-
-    ffn: int
-    gated: bool
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,7 @@ class Layer:
     """What follows one attention, up to the matmuls before the next one."""
 
     weights: tuple[Weight, ...]  # after the output projection
-    part: Part
+    part: LayerPart
     is_last: bool  # of its micro-batch: the head follows
 
     @property
@@ -245,7 +237,7 @@ class Routed:
     mlp: Mlp
 
 
-def _routed(part: Part, tokens: int) -> Routed | None:
+def _routed(part: LayerPart, tokens: int) -> Routed | None:
     routed = part.routed
     down = routed[-1]
     mlp = mlp_of(_one_expert(routed), down.columns)
@@ -258,22 +250,12 @@ def _routed(part: Part, tokens: int) -> Routed | None:
     return Routed(experts, top_k, not chosen and rows != top_k * tokens, mlp) if 1 <= top_k <= experts else None
 
 
-def _one_expert(routed: Sequence[Matmul]) -> tuple[Weight, ...]:
+def _one_expert(routed: Sequence[TracedMatmul]) -> tuple[Weight, ...]:
     """The weights of one expert, where each runs for itself; those of all where they run at once."""
     weights = [matmul.weight for matmul in routed]
     size = weights.index(weights[-1]) + 1  # every expert ends with the same matmul
     repeats = size and len(weights) % size == 0 and weights == weights[:size] * (len(weights) // size)
     return tuple(weights[:size]) if repeats else ()
-
-
-def mlp_of(weights: Iterable[Weight], hidden: int) -> Mlp | None:
-    """The MLP that these matmuls make up, or None where they do not."""
-    *up, down = weights or [(0, 0)]
-    ffn, out = down
-    widths = [columns for inner, columns in up if inner == hidden]
-    if out != hidden or len(widths) != len(up) or widths not in ([ffn], [ffn, ffn], [2 * ffn]):
-        return None
-    return Mlp(ffn, widths != [ffn])
 
 
 def kv_heads(columns: Sequence[int], heads: int, dim: int) -> int:
