@@ -20,7 +20,7 @@ _ALL = 1_000_000
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing in both runs: milliseconds a step, and how often."""
+    """One thing in both runs: milliseconds per step, and how often."""
 
     name: str
     before_ms: float
@@ -41,8 +41,12 @@ class Comparison:
     after: Replay
 
     def __repr__(self) -> str:
-        before, after = self.before.recorded_steps.mean, self.after.recorded_steps.mean
+        before, after = (run.recorded_steps.mean for run in self._runs)
         return f"Comparison({before:,.2f} ms before, {after:,.2f} ms after)"
+
+    @property
+    def _runs(self) -> tuple[Replay, Replay]:
+        return self.before, self.after
 
     def table(self) -> DataFrame:
         """One row per operator, the largest change first."""
@@ -51,29 +55,28 @@ class Comparison:
     @cached_property
     def parts(self) -> list[Difference]:
         """Of the step: they add up to its change."""
-        both = [mean_breakdown(list(run.recorded_breakdown.values())).as_dict() for run in (self.before, self.after)]
-        return [Difference(name, both[0][name], both[1][name], 0.0, 0.0) for name in both[0]]
+        before, after = (mean_breakdown(list(run.recorded_breakdown.values())).as_dict() for run in self._runs)
+        return [Difference(name, before[name], after[name], 0.0, 0.0) for name in before]
 
     @cached_property
     def operators(self) -> list[Difference]:
         """GPU time of what operators launched, the largest change first."""
-        return _differences(*(_operator_times(run) for run in (self.before, self.after)))
+        return _differences(*({spot.name: (spot.ms, spot.calls) for spot in run.operators(_ALL)} for run in self._runs))
 
     @cached_property
     def collectives(self) -> list[Difference]:
         """Waiting and transfer of collectives, by kind and size."""
-        return _differences(*(_collective_times(run) for run in (self.before, self.after)))
+        return _differences(*map(_collective_times, self._runs))
 
     def as_dict(self, most: int = 20) -> dict[str, Any]:
-        before, after = self.before.recorded_steps.mean, self.after.recorded_steps.mean
+        before, after = (run.recorded_steps.mean for run in self._runs)
+        shown = {"parts": self.parts, "operators": self.operators[:most], "collectives": self.collectives[:most]}
         return {
             "before_ms": before,
             "after_ms": after,
             "change_ms": after - before,
-            "parts": [_row(part) for part in self.parts],
-            "operators": [_row(part) for part in self.operators[:most]],
-            "collectives": [_row(part) for part in self.collectives[:most]],
-            "warnings": [*self.before.execution.warnings, *self.after.execution.warnings],
+            **{name: [_row(part) for part in parts] for name, parts in shown.items()},
+            "warnings": [warning for run in self._runs for warning in run.execution.warnings],
         }
 
     def _repr_html_(self) -> str:
@@ -87,27 +90,22 @@ def _row(part: Difference) -> dict[str, Any]:
     return asdict(part) | {"change_ms": part.change_ms}
 
 
-Times = dict[str, tuple[float, float]]  # milliseconds and calls a step, mean over ranks
-
-
-def _operator_times(run: Replay) -> Times:
-    return {spot.name: (spot.ms, spot.calls) for spot in run.operators(_ALL)}
+Times = dict[str, tuple[float, float]]  # milliseconds and calls per step, mean over ranks
 
 
 def _collective_times(run: Replay) -> Times:
-    steps, found = max(len(run.marks.names), 1), dict[str, list[float]]()
+    steps, times = max(len(run.marks.names), 1), dict[str, list[float]]()
     for one in run.collectives:
         size = f"{one.bytes / 1e6:,.1f} MB" if one.bytes >= 1e5 else f"{one.bytes:,} bytes"
         name = f"{one.collective}, {one.ranks} ranks, {size if one.bytes >= 0 else 'size unknown'}"
-        found.setdefault(name, []).append(one.wait_ms + one.transfer_ms)
-    return {name: (sum(times) / steps, len(times) / steps) for name, times in found.items()}
+        times.setdefault(name, []).append(one.wait_ms + one.transfer_ms)
+    return {name: (sum(ms) / steps, len(ms) / steps) for name, ms in times.items()}
 
 
 def _differences(before: Times, after: Times) -> list[Difference]:
-    rows = []
-    for name in before | after:
-        (was, calls), (becomes, calls_after) = (times.get(name, (0.0, 0.0)) for times in (before, after))
-        rows.append(Difference(name, was, becomes, calls, calls_after))
+    none = (0.0, 0.0)
+    columns = ((name, before.get(name, none), after.get(name, none)) for name in before | after)
+    rows = [Difference(name, was, becomes, calls, then) for name, (was, calls), (becomes, then) in columns]
     return sorted(rows, key=lambda row: -abs(row.change_ms))
 
 

@@ -34,7 +34,7 @@ from lumos.analysis.slowdown_jobs import rank_job
 from lumos.analysis.stragglers import Straggler, stragglers
 from lumos.arguments import checks_arguments
 from lumos.data_files import read_table
-from lumos.graph.critical_path import PathSummary, summarise
+from lumos.graph.critical_path import CriticalPath, PathSummary, summarise
 from lumos.graph.graph import Graph
 from lumos.graph.rules.build import RULE_NAMES, Execution, build
 from lumos.graph.rules.profiler_cost import ProfilerCost, is_profiled, load_profiler_cost, without_profiler
@@ -138,6 +138,11 @@ class Replay:
     def what_if(self) -> WhatIf:
         """The run without the profiler, to be simulated with other durations."""
         return WhatIf(self.execution, self.marks, self.clean_graph)
+
+    @property
+    def path(self) -> CriticalPath:
+        """The critical path of all steps of the rank that ends last, without the profiler."""
+        return self.clean_run.path
 
     @cached_property
     def path_summary(self) -> PathSummary:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lumos.analysis.collectives import message_bytes
 from lumos.analysis.kernel_labels import Phase, RankLabels, Work, label
 from lumos.analysis.replay import Replay
+from lumos.data_files import read_table
 from lumos.setup.gpus import Gpu, gpu_called
 from lumos.trace.names import Category
 from lumos.trace.steps import WHOLE
@@ -22,12 +23,6 @@ from lumos.trace.trace import Message
 from lumos.traced.infer.infer import infer
 
 _OPTIMIZERS = ("train.optimizer", "train.compile")
-_VOCABULARIES = {
-    "FSDP::": "PyTorch FSDP2", "FullyShardedDataParallel.": "PyTorch FSDP", "DistributedDataParallel.": "PyTorch DDP",
-    "Torch-Compiled Region": "torch.compile", "triton_": "torch.compile or Triton", "flash_attn": "flash-attn",
-    "FlashAttn": "flash-attn", "hip": "HIP on an AMD GPU", "cpuCompute": "PyTorch on a CPU", "aten::": "PyTorch",
-    "transformers::": "Hugging Face transformers",
-}  # fmt: skip
 _MESSAGES_SHOWN = 4
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -40,9 +35,6 @@ class Disclosure:
     value: str
     shown_by: str
     drop: str  # what hides it: a value of --drop, or "" where nothing does
-
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def disclosures(run: Replay, dropped: Collection[str] = ()) -> list[Disclosure]:
@@ -139,8 +131,8 @@ def _single_messages(sent: list[Message]) -> Iterator[Disclosure]:
 
 def _vocabulary(run: Replay) -> Iterator[Disclosure]:
     """Libraries, by the names that they give to operators and scopes."""
-    names = run.execution.trace.names
-    found = [text for start, text in _VOCABULARIES.items() if any(name.startswith(start) for name in names)]
+    names, libraries = run.execution.trace.names, read_table("analysis.toml")["disclosure"]["libraries"]
+    found = [text for start, text in libraries.items() if any(name.startswith(start) for name in names)]
     if found:
         yield Disclosure("libraries", ", ".join(dict.fromkeys(found)), "their own names for what they do", "operators")
     custom = sum(name.startswith("custom::") for name in names)
