@@ -23,8 +23,7 @@ from lumos.described import transfers
 from lumos.graph.graph import Bools, Floats, Ints
 from lumos.prediction.described_run import DescribedRun
 from lumos.program.operators import Collective
-from lumos.schedules import Phase
-from lumos.step.rows import StepTrace, Track, message_of, transfer_of
+from lumos.step.rows import StepTrace, Track, transfer_of
 from lumos.step.step import Step
 
 _PASSES = ("forward", "backward", "weights", "optimizer")
@@ -225,31 +224,14 @@ class StepTasks:
             start, end = float(inside.start[row]), float(inside.end[row])
             begin, ended, place = time.at(start), time.at(end), int(self._position[low + time.part(start)])
             key = (low, row)
-            issues = self._collective(int(inside.label[row]), ended - begin)
-            group = issues[0][0].group
-            yield Cut(begin, place, 2 * row + 1, begin, role.what, issues, key, (), before.get(group, ()))
-            before[group] = (key,)
+            sent = _transfer_of(self.rows.labels.collectives[int(inside.label[row])])
+            issues, after = ((sent, ended - begin),), before.get(sent.group, ())
+            yield Cut(begin, place, 2 * row + 1, begin, role.what, issues, key, (), after)
+            before[sent.group] = (key,)
             idle, until = _waiting(begins, ends, start, end)
             at, ready = time.at(until), time.at(idle)
             place = int(self._position[low + time.part(until)])
             yield Cut(at, place, 2 * row + 2, ready, role.what, waits=(key,))
-
-    def _collective(self, label: int, ns: float) -> tuple[tuple[CommNode, float], ...]:
-        name, message = list(self.rows.labels.rows)[label]
-        found = self._collectives[list(self.rows.labels.names)[name], list(self.rows.labels.messages)[message]]
-        return ((_transfer_of(found), ns),)
-
-    @cached_property
-    def _collectives(self) -> dict[tuple[str, object], Collective]:
-        """The collectives inside blocks by their name and message."""
-        program, found = self.step.assembly.program, dict[tuple[str, object], Collective]()
-        chunks = {chunk for row in program.chunks for chunk in row}
-        blocks = [block for chunk in chunks for phase in Phase for block in program.blocks(chunk, phase)]
-        for block in [*blocks, *(program.optimizer(stage) for stage in range(self.stages))]:
-            for op in block.build():
-                if isinstance(op.work, Collective):
-                    found[op.name, message_of(op)] = op.work
-        return found
 
     # ------------------------------------------------------------------ data parallelism
     def _moved(self, node: int) -> tuple[tuple[CommNode, float], ...]:

@@ -122,6 +122,7 @@ class _Labels:
     names: dict[str, int] = field(default_factory=dict)
     messages: dict[Message, int] = field(default_factory=dict)
     rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    collectives: dict[int, Collective] = field(default_factory=dict)  # inside blocks, by label
 
     def add(self, name: str, message: Message | None = None) -> int:
         name_id = self.names.setdefault(name, len(self.names))
@@ -277,6 +278,8 @@ class StepTrace:
         start, end = np.array([row.start_us for row in rows]), np.array([row.end_us for row in rows])
         talks = np.array([isinstance(row.op.work, Collective) for row in rows])
         labels = [self.labels.add(row.op.name, message_of(row.op)) for row in rows]
+        works = ((label, row.op.work) for label, row in zip(labels, rows, strict=True))
+        self.labels.collectives |= {label: work for label, work in works if isinstance(work, Collective)}
         tracks = np.where(talks, Track.COMMUNICATION, Track.COMPUTE)
         return _Inside(start, end, tracks, np.array(labels))
 
